@@ -1,0 +1,29 @@
+"""Visibility: which key column a query row sees.  One source for every compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .geometry import same
+
+
+class Masks(NamedTuple):
+    """The functions that :func:`make_masks` returns."""
+
+    is_visible: Callable[[Any, Any, Any], Any]
+
+
+def make_masks(compile_: Callable[[Any], Any]) -> Masks:
+    """Return the element tests for one compiler (see ``geometry.make_geometry``)."""
+
+    @compile_
+    def is_visible(row, col, diagonal):
+        """Causal visibility; a problem that is not causal has a diagonal beyond the last column."""
+        return col <= row + diagonal
+
+    return Masks(is_visible)
+
+
+#: For plain Python; rows and columns may be arrays that broadcast.
+is_visible = make_masks(same).is_visible

@@ -1,0 +1,52 @@
+"""Online softmax: fold one tile of scores into the running maximum, sum and output.
+
+Source: Milakov and Gimelshein (2018), Algorithm 3; FlashAttention-2, Algorithm 1, lines 9-10 and 12.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .geometry import same
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+MINUS_INF = -math.inf
+
+
+class OnlineSoftmax(NamedTuple):
+    """The functions that :func:`make_online_softmax` returns."""
+
+    shift_of: Callable[[Any], Any]
+    inverse_sum: Callable[[Any], Any]
+    log_sum_exp: Callable[[Any, Any], Any]
+
+
+def make_online_softmax(compile_: Callable[[Any], Any]) -> OnlineSoftmax:
+    """Return the scalar steps of the online softmax for one compiler.
+
+    With m the running row maximum, a tile's new maximum gives ``shift = shift_of(m_new)``; then
+    P = exp(S - shift), the old sum and output are multiplied by exp(m_old - shift), and at the end
+    O = acc * inverse_sum(sum) and L = log_sum_exp(shift, sum).
+    """
+
+    @compile_
+    def shift_of(row_max):
+        # A row that has seen no key has maximum -inf; -inf - (-inf) would be NaN, -inf - 0 is not.
+        return row_max if row_max > MINUS_INF else 0.0
+
+    @compile_
+    def inverse_sum(row_sum):
+        # A row that saw no key has sum 0 and output 0.
+        return 1.0 / row_sum if row_sum > 0.0 else 0.0
+
+    @compile_
+    def log_sum_exp(shift, row_sum):
+        return shift + math.log(row_sum) if row_sum > 0.0 else MINUS_INF
+
+    return OnlineSoftmax(shift_of, inverse_sum, log_sum_exp)
+
+
+PLAIN = make_online_softmax(same)

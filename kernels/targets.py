@@ -1,0 +1,44 @@
+"""The one file that imports numba.cuda: whose package that is, and what the machine can run.
+
+Three packages may own the name: numba's own deprecated target, ``numba-cuda``, and its successor.
+Everything else in the project says ``from kernels.targets import cuda``, so a change of owner is a
+change of one line.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+# numba-cuda 0.30 reads np.row_stack at import; NumPy 2.5 removed it in favour of np.vstack.
+if not hasattr(np, "row_stack"):
+    np.row_stack = np.vstack  # type: ignore[attr-defined]
+
+# Small grids are what students launch; the warning would bury their own output.
+os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
+
+import numba.cuda  # noqa: E402
+
+#: ``numba.cuda``, whoever owns it.
+cuda: Any = numba.cuda
+
+#: True when kernels run as Python threads on the host (``NUMBA_ENABLE_CUDASIM=1``).
+IS_SIMULATOR: bool = bool(numba.config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
+
+
+def why_no_cuda() -> str | None:
+    """Return why CUDA kernels cannot run here and what to do, or None when they can."""
+    if IS_SIMULATOR:
+        return None
+    try:
+        available = cuda.is_available()
+    except Exception as error:
+        return f"the CUDA driver failed ({error}); check `nvidia-smi`"
+    if available:
+        return None
+    return (
+        "no CUDA device was found; use the fast backend, or set NUMBA_ENABLE_CUDASIM=1 before "
+        "starting Python to run the kernels in numba's simulator"
+    )

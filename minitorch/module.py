@@ -1,0 +1,162 @@
+"""The tree of modules that a model is made of, and the parameters that hang in it."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+
+class Module:
+    """A node of the tree that makes up a model.
+
+    Assigning a `Parameter` or another `Module` to an attribute registers it here; one inside a list
+    is not seen (use `add_parameter` or `setattr` with a made-up name). A subclass calls
+    `super().__init__()` before its first assignment and defines `forward`.
+
+    Reading an attribute that nothing has set gives None rather than an error, so spell the names
+    with care; names that start with two underscores do raise, as Python's own protocols (copy,
+    pickle, doctest) need.
+
+    Attributes:
+        training: True in training mode, the mode a module starts in.
+    """
+
+    _modules: dict[str, Module]
+    _parameters: dict[str, Parameter]
+    training: bool
+
+    def __init__(self) -> None:
+        self._modules = {}
+        self._parameters = {}
+        self.training = True
+
+    def modules(self) -> list[Module]:
+        """List the direct children, in the order in which they were assigned."""
+        return list(self._modules.values())
+
+    def train(self) -> None:
+        """Put this module and everything below it into training mode."""
+        self.training = True
+        for child in self.modules():
+            child.train()
+
+    def eval(self) -> None:
+        """Put this module and everything below it into evaluation mode."""
+        self.training = False
+        for child in self.modules():
+            child.eval()
+
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        """List every parameter of the tree with its path.
+
+        Returns:
+            Pairs of name and parameter: this module's own first, under their bare names, then each
+            child's, with the child's name and a dot in front ("layer1.weights").
+        """
+        named = list(self._parameters.items())
+        for child_name, child in self._modules.items():
+            named += [(f"{child_name}.{name}", p) for name, p in child.named_parameters()]
+        return named
+
+    def parameters(self) -> list[Parameter]:
+        """List every parameter of the tree, in the order of `named_parameters`."""
+        return [p for _, p in self.named_parameters()]
+
+    def add_parameter(self, k: str, v: Any) -> Parameter:
+        """Wrap a value in a parameter and register it, for names that are made at run time.
+
+        Args:
+            k: The attribute name to register it under.
+            v: The value, of any kind: a tensor, a scalar, a plain number.
+
+        Returns:
+            The new parameter.
+        """
+        parameter = Parameter(v, k)
+        setattr(self, k, parameter)
+        return parameter
+
+    def __setattr__(self, key: str, val: Any) -> None:
+        own = self.__dict__
+        home: dict[str, Any] = own
+        if isinstance(val, (Parameter, Module)):
+            if "_parameters" not in own:
+                raise AttributeError(
+                    f"cannot assign the {type(val).__name__} {key!r} to a "
+                    f"{type(self).__name__} that is not set up: call super().__init__() first, at "
+                    f"the top of {type(self).__name__}.__init__"
+                )
+            home = self._parameters if isinstance(val, Parameter) else self._modules
+        # A name lives in one place: a stale entry elsewhere would hide the new value from
+        # attribute access, or leave a replaced parameter in the optimizer's list.
+        for place in (own.get("_parameters", {}), own.get("_modules", {}), own):
+            if place is not home:
+                place.pop(key, None)
+        if home is own:
+            super().__setattr__(key, val)
+        else:
+            home[key] = val
+
+    def __getattr__(self, key: str) -> Any:
+        # Python calls this only for a name that is in neither the instance nor the class.
+        if key.startswith("__"):
+            # copy and pickle probe for optional hooks such as __deepcopy__, and take None for one.
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {key!r}")
+        # Through __dict__: before __init__ has run, self._parameters would come back here for ever.
+        for table in ("_parameters", "_modules"):
+            found = self.__dict__.get(table, {})
+            if key in found:
+                return found[key]
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward` on the arguments.
+
+        Raises:
+            TypeError: If the class defines no `forward`.
+        """
+        forward = self.forward
+        if forward is None:
+            raise TypeError(
+                f"{type(self).__name__} was called but has no forward method: define "
+                f"forward(self, ...) in the class, or call one of its children"
+            )
+        return forward(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        if not self._modules:
+            return f"{name}()"
+        lines = "\n".join(f"({key}): {child!r}" for key, child in self._modules.items())
+        return f"{name}(\n{textwrap.indent(lines, '  ')}\n)"
+
+
+class Parameter:
+    """A box around a value that training replaces.
+
+    A module registers the box, so an optimizer can put a new value in it and every user of the
+    box sees the change.
+
+    Args:
+        x: The value, of any kind. One with a `requires_grad_` method is told to track its gradient.
+        name: A name to pass on to such a value, for drawing and debugging.
+    """
+
+    def __init__(self, x: Any, name: str | None = None) -> None:
+        self.name = name
+        self.update(x)
+
+    def update(self, x: Any) -> None:
+        """Replace the value and have the new one track its gradient."""
+        self.value = x
+        track = getattr(x, "requires_grad_", None)
+        if track is not None:
+            track(True)
+            if self.name:
+                x.name = self.name
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __str__(self) -> str:
+        return str(self.value)

@@ -1,0 +1,208 @@
+"""A number that remembers how it was computed, so that it can be differentiated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+from .autodiff import History, backpropagate, central_difference
+from .scalar_functions import EQ, LT, Add, Exp, Inv, Log, Mul, Neg, ReLU, ScalarFunction, Sigmoid
+
+ScalarHistory = History
+
+_ids = itertools.count(1)
+_NEW_LEAF = ScalarHistory()
+
+
+class Scalar:
+    """A number in a graph of computations.
+
+    Arithmetic on it builds the graph, and `backward` walks it to fill in the `derivative` of every
+    Scalar that the result was computed from. As `==` is part of the graph too, a Scalar cannot be
+    hashed: use `unique_id` as a key.
+
+    Args:
+        v: The number.
+        back: How it was computed. Left out, the Scalar is a leaf; None makes it a constant.
+        name: A name for drawing and debugging; by default the unique id.
+
+    Attributes:
+        data: The number, a float.
+        history: How it was computed, or None for a constant.
+        derivative: None until a backward pass reaches this leaf; later passes add to it.
+        unique_id: A number that no other Scalar has.
+        name: The name.
+    """
+
+    def __init__(
+        self, v: float, back: ScalarHistory | None = _NEW_LEAF, name: str | None = None
+    ) -> None:
+        self.data = float(v)
+        # A history of its own: a default argument is one object that all leaves would share.
+        self.history = ScalarHistory() if back is _NEW_LEAF else back
+        self.derivative: float | None = None
+        self.unique_id = next(_ids)
+        self.name = str(self.unique_id) if name is None else name
+
+    def __repr__(self) -> str:
+        return f"Scalar({self.data:f})"
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    # --- arithmetic: the other operand is a Scalar or a number ---------------------------------
+
+    def __add__(self, b: ScalarLike) -> Scalar:
+        return Add.apply(self, b)
+
+    def __radd__(self, b: ScalarLike) -> Scalar:
+        return Add.apply(b, self)
+
+    def __mul__(self, b: ScalarLike) -> Scalar:
+        return Mul.apply(self, b)
+
+    def __rmul__(self, b: ScalarLike) -> Scalar:
+        return Mul.apply(b, self)
+
+    def __neg__(self) -> Scalar:
+        return Neg.apply(self)
+
+    def __sub__(self, b: ScalarLike) -> Scalar:
+        # -b in Python, not Neg.apply(b): Neg of an int is an int, which apply refuses.
+        return Add.apply(self, -b)
+
+    def __rsub__(self, b: ScalarLike) -> Scalar:
+        return Add.apply(b, Neg.apply(self))
+
+    def __truediv__(self, b: ScalarLike) -> Scalar:
+        return Mul.apply(self, Inv.apply(b))
+
+    def __rtruediv__(self, b: ScalarLike) -> Scalar:
+        return Mul.apply(b, Inv.apply(self))
+
+    # --- comparison: Scalars of 1.0 or 0.0, so that `if a > b` works ----------------------------
+
+    def __lt__(self, b: ScalarLike) -> Scalar:
+        return LT.apply(self, b)
+
+    def __gt__(self, b: ScalarLike) -> Scalar:
+        return LT.apply(b, self)
+
+    def __eq__(self, b: object) -> Scalar:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not isinstance(b, (Scalar, Real)):
+            return NotImplemented  # Python answers False, as for `scalar == None`
+        return EQ.apply(self, b)
+
+    # --- functions ------------------------------------------------------------------------------
+
+    def log(self) -> Scalar:
+        """Compute the natural logarithm."""
+        return Log.apply(self)
+
+    def exp(self) -> Scalar:
+        """Compute the exponential."""
+        return Exp.apply(self)
+
+    def sigmoid(self) -> Scalar:
+        """Compute 1 / (1 + e^-x)."""
+        return Sigmoid.apply(self)
+
+    def relu(self) -> Scalar:
+        """Cut off the negative part."""
+        return ReLU.apply(self)
+
+    # --- differentiation: what `autodiff.Variable` asks for -------------------------------------
+
+    def requires_grad_(self, x: bool) -> None:
+        """Make this Scalar a new leaf, forgetting how it was computed, or for False a constant."""
+        self.history = ScalarHistory() if x else None
+
+    def is_leaf(self) -> bool:
+        """Tell whether the user made this Scalar, rather than a function."""
+        return self.history is not None and self.history.last_fn is None
+
+    def is_constant(self) -> bool:
+        """Tell whether this Scalar takes no part in differentiation."""
+        return self.history is None
+
+    @property
+    def parents(self) -> tuple[Scalar, ...]:
+        """The Scalars that this one was computed from; none for a leaf."""
+        assert self.history is not None, f"{self!r} is a constant, it has no history to look into"
+        return self.history.inputs
+
+    def accumulate_derivative(self, x: float) -> None:
+        """Add x to the derivative of this leaf.
+
+        Raises:
+            AssertionError: If this is not a leaf; inner variables only hand derivatives on.
+        """
+        assert self.is_leaf(), (
+            f"{self!r} is no leaf, so it keeps no derivative: only a Scalar that the user made "
+            f"accumulates one"
+        )
+        self.derivative = x if self.derivative is None else self.derivative + x
+
+    def chain_rule(self, d_output: float) -> list[tuple[Scalar, float]]:
+        """Pair every input of the last function with its derivative.
+
+        Args:
+            d_output: The derivative of the final result in this Scalar.
+
+        Returns:
+            One (input, derivative) pair for each input, numbers that became leaves included.
+
+        Raises:
+            AssertionError: If no function made this Scalar, or if the function's `backward` returns
+                another number of derivatives than it has inputs.
+        """
+        history = self.history
+        assert history is not None and history.last_fn is not None, (
+            f"{self!r} was not computed by a function, so there is no chain rule to apply"
+        )
+        derivatives = history.last_fn._backward(history.ctx, d_output)
+        assert len(derivatives) == len(history.inputs), (
+            f"{history.last_fn.__name__}.backward returned {len(derivatives)} derivatives for "
+            f"{len(history.inputs)} inputs: return one for each input of forward"
+        )
+        return list(zip(history.inputs, derivatives, strict=True))
+
+    def backward(self, d_output: float | None = None) -> None:
+        """Fill in the derivatives of all leaves that this Scalar was computed from.
+
+        Args:
+            d_output: The derivative to start from, by default 1.0.
+        """
+        backpropagate(self, 1.0 if d_output is None else d_output)
+
+
+ScalarLike = float | int | Scalar
+
+# The one link from the functions back to this class; `ScalarFunction.scalar_type` says why.
+ScalarFunction.scalar_type = Scalar
+
+
+def derivative_check(f: Callable[..., Any], *scalars: Scalar) -> None:
+    """Compare the derivatives from `backward` with numeric ones.
+
+    Args:
+        f: A function of as many Scalars as are given, which returns a Scalar.
+        *scalars: The point to check at, leaves all; their derivatives are set anew.
+
+    Raises:
+        AssertionError: If a derivative is off by more than 1% and more than 0.01 together.
+    """
+    for x in scalars:
+        x.derivative = None  # backward adds to what an earlier pass has left
+    f(*scalars).backward()
+    point = ", ".join(f"{x.data!r}" for x in scalars)
+    for i, x in enumerate(scalars):
+        expected = central_difference(f, *scalars, arg=i).data
+        given = 0.0 if x.derivative is None else x.derivative  # None: f does not depend on x
+        assert abs(given - expected) <= 1e-2 + 1e-2 * abs(expected), (
+            f"derivative of {getattr(f, '__name__', f)}({point}) in argument {i}: backward gives "
+            f"{given!r}, central difference {expected!r}. Look at the backward of the functions "
+            f"that it uses"
+        )

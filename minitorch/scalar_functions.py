@@ -1,0 +1,239 @@
+"""The functions of scalars: each is a class that holds its value and, beside it, its derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, ClassVar
+
+from . import operators
+from .autodiff import Context, History
+
+
+def wrap_tuple(x: Any) -> tuple[Any, ...]:
+    """Turn a single value into a tuple of one; leave a tuple alone."""
+    return x if isinstance(x, tuple) else (x,)
+
+
+def unwrap_tuple(x: tuple[Any, ...]) -> Any:
+    """Turn a tuple of one into its value; leave a longer one alone."""
+    return x[0] if len(x) == 1 else x
+
+
+class ScalarFunction:
+    """A function of numbers that knows its derivative.
+
+    A subclass defines two static methods and is never instantiated:
+
+    - `forward(ctx, *numbers) -> float` computes the value and saves in `ctx` what `backward` needs;
+    - `backward(ctx, d_output)` returns d_output times the derivative in each input, as a float if
+      there is one input and as a tuple if there are more.
+    """
+
+    forward: ClassVar[Callable[..., float]]
+    backward: ClassVar[Callable[..., float | tuple[float, ...]]]
+
+    # The class that `apply` wraps numbers and results in. `scalar.py` sets it right after it
+    # defines Scalar: the operators of Scalar call the functions below, so that file imports this
+    # one, and an import in the other direction would close a cycle.
+    scalar_type: ClassVar[type[Any]]
+
+    @classmethod
+    def _forward(cls, ctx: Context, *inputs: float) -> float:
+        return cls.forward(ctx, *inputs)
+
+    @classmethod
+    def _backward(cls, ctx: Context, d_output: float) -> tuple[float, ...]:
+        return wrap_tuple(cls.backward(ctx, d_output))
+
+    @classmethod
+    def apply(cls, *vals: Any) -> Any:
+        """Compute the function and record in the result how it was computed.
+
+        Args:
+            *vals: Scalars or plain numbers. A number becomes a new leaf of the graph, but
+                `forward` gets it as given.
+
+        Returns:
+            A new Scalar whose history names this function and its inputs.
+
+        Raises:
+            TypeError: If an input is neither a Scalar nor a number.
+            AssertionError: If `forward` returns something other than a float.
+        """
+        scalar = cls.scalar_type
+        inputs, numbers = [], []
+        for val in vals:
+            if isinstance(val, scalar):
+                inputs.append(val)
+                numbers.append(val.data)
+            elif isinstance(val, Real):
+                inputs.append(scalar(val))
+                numbers.append(val)
+            else:
+                raise TypeError(
+                    f"{cls.__name__} was applied to {val!r} of type {type(val).__name__}; it takes "
+                    f"Scalars and numbers: convert the value with float() first"
+                )
+
+        ctx = Context(no_grad=False)
+        value = cls._forward(ctx, *numbers)
+        assert isinstance(value, float), (
+            f"{cls.__name__}.forward returned {value!r} of type {type(value).__name__}, expected a "
+            f"float: return a float, or apply it to floats (5.0 instead of 5)"
+        )
+        return scalar(value, History(cls, ctx, tuple(inputs)))
+
+
+class Add(ScalarFunction):
+    """f(a, b) = a + b."""
+
+    @staticmethod
+    def forward(ctx: Context, a: float, b: float) -> float:
+        """Compute the sum."""
+        return operators.add(a, b)
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> tuple[float, float]:
+        """Hand the derivative on: both slopes are 1."""
+        return d_output, d_output
+
+
+class Log(ScalarFunction):
+    """f(a) = log(a + EPS)."""
+
+    @staticmethod
+    def forward(ctx: Context, a: float) -> float:
+        """Compute the natural logarithm."""
+        ctx.save_for_backward(a)
+        return operators.log(a)
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> float:
+        """Divide the derivative by a + EPS."""
+        (a,) = ctx.saved_values
+        return operators.log_back(a, d_output)
+
+
+class Mul(ScalarFunction):
+    """f(a, b) = a * b."""
+
+    @staticmethod
+    def forward(ctx: Context, a: float, b: float) -> float:
+        """Compute the product."""
+        ctx.save_for_backward(a, b)
+        return operators.mul(a, b)
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> tuple[float, float]:
+        """Multiply the derivative by the other factor."""
+        a, b = ctx.saved_values
+        return d_output * b, d_output * a
+
+
+class Inv(ScalarFunction):
+    """f(a) = 1 / a."""
+
+    @staticmethod
+    def forward(ctx: Context, a: float) -> float:
+        """Compute the reciprocal."""
+        ctx.save_for_backward(a)
+        return operators.inv(a)
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> float:
+        """Multiply the derivative by -1 / a²."""
+        (a,) = ctx.saved_values
+        return operators.inv_back(a, d_output)
+
+
+class Neg(ScalarFunction):
+    """f(a) = -a."""
+
+    @staticmethod
+    def forward(ctx: Context, a: float) -> float:
+        """Change the sign."""
+        return operators.neg(a)
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> float:
+        """Change the sign of the derivative."""
+        return operators.neg(d_output)
+
+
+class Sigmoid(ScalarFunction):
+    """f(a) = 1 / (1 + e^-a)."""
+
+    @staticmethod
+    def forward(ctx: Context, a: float) -> float:
+        """Compute the sigmoid."""
+        out = operators.sigmoid(a)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> float:
+        """Multiply the derivative by f(a) (1 - f(a))."""
+        (out,) = ctx.saved_values
+        return d_output * out * (1.0 - out)
+
+
+class ReLU(ScalarFunction):
+    """f(a) = a where a is positive, else 0."""
+
+    @staticmethod
+    def forward(ctx: Context, a: float) -> float:
+        """Cut off the negative part."""
+        ctx.save_for_backward(a)
+        return operators.relu(a)
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> float:
+        """Hand the derivative on where a is positive; stop it elsewhere, zero included."""
+        (a,) = ctx.saved_values
+        return operators.relu_back(a, d_output)
+
+
+class Exp(ScalarFunction):
+    """f(a) = e^a."""
+
+    @staticmethod
+    def forward(ctx: Context, a: float) -> float:
+        """Compute the exponential."""
+        out = operators.exp(a)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> float:
+        """Multiply the derivative by f(a): the exponential is its own slope."""
+        (out,) = ctx.saved_values
+        return d_output * out
+
+
+class LT(ScalarFunction):
+    """f(a, b) = 1 if a < b, else 0."""
+
+    @staticmethod
+    def forward(ctx: Context, a: float, b: float) -> float:
+        """Compare the two numbers."""
+        return operators.lt(a, b)
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> tuple[float, float]:
+        """Stop the derivative: a step is flat on both sides."""
+        return 0.0, 0.0
+
+
+class EQ(ScalarFunction):
+    """f(a, b) = 1 if a = b, else 0."""
+
+    @staticmethod
+    def forward(ctx: Context, a: float, b: float) -> float:
+        """Compare the two numbers."""
+        return operators.eq(a, b)
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> tuple[float, float]:
+        """Stop the derivative: the function is 0 almost everywhere."""
+        return 0.0, 0.0

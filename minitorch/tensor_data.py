@@ -1,0 +1,303 @@
+"""Strided storage: one flat array, a shape, and the strides that map an index to a position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.targets import cuda
+
+from .operators import prod
+
+#: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
+MAX_DIMS = 32
+
+
+class IndexingError(RuntimeError):
+    """An index, or a pair of shapes, that does not fit."""
+
+
+Storage: TypeAlias = npt.NDArray[Any]
+OutIndex: TypeAlias = npt.NDArray[np.int64]
+Index: TypeAlias = npt.NDArray[np.int64]
+Shape: TypeAlias = npt.NDArray[np.int64]
+Strides: TypeAlias = npt.NDArray[np.int64]
+
+UserIndex: TypeAlias = Sequence[int]
+UserShape: TypeAlias = Sequence[int]
+UserStrides: TypeAlias = Sequence[int]
+Ints: TypeAlias = tuple[int, ...]  # inside TensorData the word `tuple` names a published method
+Triple: TypeAlias = tuple[Storage, Shape, Strides]
+
+_default_dtype = np.dtype(np.float64)
+
+
+def set_default_dtype(dtype: npt.DTypeLike) -> None:
+    """Set the dtype of tensors made from Python numbers.
+
+    Args:
+        dtype: ``float32`` or ``float64``.
+
+    Raises:
+        TypeError: For any other dtype.
+    """
+    global _default_dtype
+    wanted = np.dtype(dtype)
+    if wanted not in (np.dtype(np.float32), np.dtype(np.float64)):
+        raise TypeError(f"the default dtype is float32 or float64, got {wanted}; pass one of those")
+    _default_dtype = wanted
+
+
+def get_default_dtype() -> np.dtype[Any]:
+    """Return the dtype of tensors made from Python numbers (float64 until changed)."""
+    return _default_dtype
+
+
+# The three helpers below are compiled into every kernel, for the CPU and for CUDA.  They loop over
+# len(shape) and never over len(index): kernels hand them scratch buffers of MAX_DIMS entries.
+
+
+def index_to_position(index: Index, strides: Strides) -> int:
+    """Map an index to its position in storage: the dot product of index and strides.
+
+    Args:
+        index: (dims,) or a longer scratch buffer.
+        strides: (dims,) in elements.
+
+    Returns:
+        The position, in elements.
+    """
+    position = 0
+    for dim in range(len(strides)):
+        position += index[dim] * strides[dim]
+    return position
+
+
+def to_index(ordinal: int, shape: Shape, out_index: OutIndex) -> None:
+    """Write the index of the ``ordinal``-th element, last dimension fastest, to ``out_index``.
+
+    Args:
+        ordinal: 0 to size - 1; each ordinal gives another index.
+        shape: (dims,).
+        out_index: (dims,) or longer; its first ``dims`` entries are written.
+    """
+    rest = ordinal + 0  # inside a prange loop the loop variable itself must not be changed
+    for step in range(len(shape)):
+        dim = len(shape) - 1 - step
+        extent = shape[dim]
+        out_index[dim] = rest % extent
+        rest = rest // extent
+
+
+def broadcast_index(
+    big_index: Index, big_shape: Shape, shape: Shape, out_index: OutIndex
+) -> None:
+    """Map an index of a broadcast result back to an operand: align right, size-1 dimensions to 0.
+
+    Args:
+        big_index: (big_dims,) index into ``big_shape``.
+        big_shape: (big_dims,).
+        shape: (dims,), dims <= big_dims, broadcastable to ``big_shape``.
+        out_index: (dims,) or longer; its first ``dims`` entries are written.
+    """
+    offset = len(big_shape) - len(shape)
+    for dim in range(len(shape)):
+        out_index[dim] = big_index[dim + offset] if shape[dim] > 1 else 0
+
+
+def shape_broadcast(shape1: UserShape, shape2: UserShape) -> tuple[int, ...]:
+    """Return the shape that two shapes broadcast to, by NumPy's rules.
+
+    Raises:
+        IndexingError: If a pair of dimensions differs and neither is 1; it names both shapes.
+    """
+    dims = max(len(shape1), len(shape2))
+    padded1 = (1,) * (dims - len(shape1)) + tuple(shape1)
+    padded2 = (1,) * (dims - len(shape2)) + tuple(shape2)
+    result = []
+    for size1, size2 in zip(padded1, padded2, strict=True):
+        if size1 != size2 and 1 not in (size1, size2):
+            raise IndexingError(
+                f"shapes {tuple(shape1)} and {tuple(shape2)} do not broadcast: sizes {size1} and "
+                f"{size2} differ and neither is 1; align them from the right with view or permute"
+            )
+        result.append(int(size2 if size1 == 1 else size1))
+    return tuple(result)
+
+
+def strides_from_shape(shape: UserShape) -> tuple[int, ...]:
+    """Return row-major strides, in elements."""
+    strides = []
+    step = 1
+    for size in reversed(tuple(shape)):
+        strides.append(step)
+        step *= int(size)
+    return tuple(reversed(strides))
+
+
+def is_device_storage(storage: Any) -> bool:
+    """Tell whether a storage lives on a CUDA device (or is the simulator's stand-in for one)."""
+    # The simulator's arrays carry this mark too; numba.cuda.is_cuda_array does not exist there.
+    return getattr(storage, "__cuda_ndarray__", False)
+
+
+class TensorData:
+    """A flat storage seen through a shape and strides.
+
+    Args:
+        storage: A list (converted to the default dtype), or a 1-D array, shared and not copied.
+        shape: Sizes, a tuple.
+        strides: Elements to step for each dimension, a tuple; row-major when None.
+
+    Raises:
+        IndexingError: If strides and shape have different lengths.
+        AssertionError: If shape or strides is no tuple, or the storage has another size.
+    """
+
+    _storage: Storage
+    _strides: Strides
+    _shape: Shape
+    strides: Ints
+    shape: Ints
+    dims: int
+
+    def __init__(
+        self,
+        storage: Sequence[float] | Storage,
+        shape: UserShape,
+        strides: UserStrides | None = None,
+    ):
+        if isinstance(storage, np.ndarray) or is_device_storage(storage):
+            self._storage = storage  # type: ignore[assignment]
+        else:
+            self._storage = np.array(storage, dtype=_default_dtype)
+        if strides is None:
+            strides = strides_from_shape(shape)
+        assert isinstance(strides, tuple), f"strides must be a tuple, got {strides!r}"
+        assert isinstance(shape, tuple), f"shape must be a tuple, got {shape!r}"
+        if len(strides) != len(shape):
+            raise IndexingError(
+                f"strides {strides} and shape {shape} have different lengths; give one stride for "
+                "each dimension"
+            )
+        self.shape = shape
+        self.strides = strides
+        self.dims = len(shape)
+        self.size = int(prod(shape))
+        self._shape = np.array(shape, dtype=np.int64)
+        self._strides = np.array(strides, dtype=np.int64)
+        assert len(self._storage) == self.size, (
+            f"shape {shape} holds {self.size} elements, the storage has {len(self._storage)}"
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the storage."""
+        return self._storage.dtype
+
+    def to_cuda_(self) -> None:
+        """Move the storage to the CUDA device, in place."""
+        if not is_device_storage(self._storage):
+            self._storage = cuda.to_device(self._storage)
+
+    def is_contiguous(self) -> bool:
+        """Tell whether the elements lie in row-major order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1:
+                if stride != expected:
+                    return False
+                expected *= size
+        return True
+
+    def to_array(self) -> Storage:
+        """Return the elements as an array of ``shape``: a view of a host storage, else a copy."""
+        storage: Any = self._storage
+        if is_device_storage(storage):
+            storage = storage.copy_to_host()
+        steps = tuple(stride * storage.itemsize for stride in self.strides)
+        return np.ndarray(self.shape, storage.dtype, storage, 0, steps)
+
+    @staticmethod
+    def shape_broadcast(shape_a: UserShape, shape_b: UserShape) -> Ints:
+        """Return the broadcast of two shapes; see :func:`shape_broadcast`."""
+        return shape_broadcast(shape_a, shape_b)
+
+    def index(self, index: int | UserIndex) -> int:
+        """Return the position of an index in the storage.
+
+        Raises:
+            IndexingError: If the index has another length than the shape, or is out of range.
+        """
+        key = (index,) if isinstance(index, int) else tuple(index)
+        # A 0-dimensional tensor is read as if it had one dimension of size 1.
+        shape, strides = (self.shape, self.strides) if self.shape else ((1,), (1,))
+        if len(key) != len(shape):
+            raise IndexingError(
+                f"index {key} has {len(key)} entries, shape {self.shape} has {self.dims} "
+                "dimensions; give one entry for each"
+            )
+        for entry, size in zip(key, shape, strict=True):
+            if not 0 <= entry < size:
+                raise IndexingError(
+                    f"index {key} is out of range for shape {self.shape}; entries run from 0 to "
+                    "size - 1 and negative ones are not supported"
+                )
+        return int(sum(entry * stride for entry, stride in zip(key, strides, strict=True)))
+
+    def indices(self) -> Iterable[UserIndex]:
+        """Yield each index as a tuple of NumPy integers, in row-major order."""
+        out_index = np.zeros(self.dims, dtype=np.int64)
+        for ordinal in range(self.size):
+            to_index(ordinal, self._shape, out_index)
+            yield tuple(out_index)
+
+    def sample(self) -> UserIndex:
+        """Return a random valid index, drawn with Python's ``random``."""
+        return tuple(random.randint(0, size - 1) for size in self.shape)
+
+    def get(self, key: int | UserIndex) -> float:
+        """Return the element at an index."""
+        return self._storage[self.index(key)]
+
+    def set(self, key: int | UserIndex, val: float) -> None:
+        """Write the element at an index."""
+        self._storage[self.index(key)] = val
+
+    def tuple(self) -> Triple:
+        """Return (storage, shape, strides), the three arguments that a kernel takes per tensor."""
+        return (self._storage, self._shape, self._strides)
+
+    def permute(self, *order: int) -> TensorData:
+        """Return a view with the dimensions in another order; nothing is copied.
+
+        Args:
+            order: A permutation of 0 to dims - 1.
+        """
+        assert sorted(order) == list(range(self.dims)), (
+            f"permute needs each of the dimensions 0 to {self.dims - 1} once, got {order}"
+        )
+        return TensorData(
+            self._storage,
+            tuple(self.shape[dim] for dim in order),
+            tuple(self.strides[dim] for dim in order),
+        )
+
+    def to_string(self) -> str:
+        """Return the elements as nested brackets with two decimals."""
+        return "".join(self._pieces(self.to_array(), 0))
+
+    def _pieces(self, array: Storage, depth: int) -> Iterator[str]:
+        if array.ndim == 0:
+            yield f"{array:3.2f}"
+            return
+        yield ("\n" + "\t" * depth if depth else "") + "["
+        for position, row in enumerate(array):
+            if position and array.ndim == 1:
+                yield " "
+            yield from self._pieces(row, depth + 1)
+        yield "]"

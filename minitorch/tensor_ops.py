@@ -1,0 +1,258 @@
+"""The host half of every tensor operation: shapes, broadcasting, allocation.
+
+A backend is a subclass of :class:`TensorOps` that supplies loops and nothing else.  Each loop takes
+the output first and then the inputs, and fills the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kernels import launch
+
+from . import operators
+from .tensor_data import (
+    IndexingError,
+    Shape,
+    Storage,
+    Strides,
+    TensorData,
+    UserShape,
+    broadcast_index,
+    get_default_dtype,
+    index_to_position,
+    shape_broadcast,
+    strides_from_shape,
+    to_index,
+)
+
+if TYPE_CHECKING:
+    from .tensor import Tensor
+
+Loop = Callable[..., None]
+
+
+class MapProto(Protocol):
+    """The type of what ``TensorOps.map`` returns."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = ..., /) -> Tensor:
+        """Apply the function to each element of ``x``."""
+        ...
+
+
+def result_dtype(*tensors: Tensor) -> np.dtype[Any]:
+    """Return the dtype of a result: the widest floating dtype, or the default for integers."""
+    floating = [t.dtype for t in tensors if t.dtype.kind == "f"]
+    return np.result_type(*floating) if floating else get_default_dtype()
+
+
+class TensorOps:
+    """Higher-order tensor operations; a backend overrides the ``*_loop`` methods.
+
+    ``map_loop(fn)``, ``zip_loop(fn)`` and ``reduce_loop(fn)`` return functions of
+    :class:`TensorData`: ``(out, a)``, ``(out, a, b)`` and ``(out, a, dim)``; ``matmul_loop`` is
+    ``(out, a, b)`` on three dimensions.  Reduce accumulates onto what ``out`` already holds.
+    """
+
+    cuda = False
+    #: What runs fused attention for this backend; see kernels/launch.py.
+    attention: launch.Target = launch.NUMPY
+
+    @staticmethod
+    def map_loop(fn: Callable[[float], float]) -> Loop:
+        """Return the loop of an element-wise function of one tensor."""
+        raise NotImplementedError("a backend supplies map_loop")
+
+    @staticmethod
+    def zip_loop(fn: Callable[[float, float], float]) -> Loop:
+        """Return the loop of an element-wise function of two tensors."""
+        raise NotImplementedError("a backend supplies zip_loop")
+
+    @staticmethod
+    def reduce_loop(fn: Callable[[float, float], float]) -> Loop:
+        """Return the loop that folds one dimension."""
+        raise NotImplementedError("a backend supplies reduce_loop")
+
+    @staticmethod
+    def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
+        """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m)."""
+        raise NotImplementedError("a backend supplies matmul_loop")
+
+    @classmethod
+    def map(cls, fn: Callable[[float], float]) -> MapProto:
+        """Lift a function of one number to tensors.
+
+        Args:
+            fn: One of ``operators``, or any function that the backend's compiler takes.
+
+        Returns:
+            ``mapped(a, out=None)``: without ``out`` a new tensor of a's shape, else ``out`` filled
+            in place, ``a`` broadcast to it.
+        """
+        loop = cls.map_loop(fn)
+
+        def mapped(a: Tensor, out: Tensor | None = None, /) -> Tensor:
+            if out is None:
+                out = a.empty(a.shape, result_dtype(a))
+            elif shape_broadcast(a.shape, out.shape) != out.shape:
+                raise IndexingError(f"shape {a.shape} does not broadcast to out's {out.shape}")
+            loop(out._tensor, a._tensor)
+            return out
+
+        return mapped
+
+    @classmethod
+    def zip(cls, fn: Callable[[float, float], float]) -> Callable[[Tensor, Tensor], Tensor]:
+        """Lift a function of two numbers to tensors that broadcast.
+
+        Returns:
+            ``zipped(a, b)``: a new tensor of the broadcast shape.
+        """
+        loop = cls.zip_loop(fn)
+
+        def zipped(a: Tensor, b: Tensor) -> Tensor:
+            out = a.empty(shape_broadcast(a.shape, b.shape), result_dtype(a, b))
+            loop(out._tensor, a._tensor, b._tensor)
+            return out
+
+        return zipped
+
+    @classmethod
+    def reduce(
+        cls, fn: Callable[[float, float], float], start: float = 0.0
+    ) -> Callable[[Tensor, int], Tensor]:
+        """Lift a function of two numbers to a fold over one dimension.
+
+        Args:
+            fn: Associative.
+            start: What the fold starts from.
+
+        Returns:
+            ``reduced(a, dim)``: a new tensor in which ``dim`` has size 1.
+        """
+        loop = cls.reduce_loop(fn)
+
+        def reduced(a: Tensor, dim: int) -> Tensor:
+            dim = normalize_dim(dim, a.shape)
+            shape = (*a.shape[:dim], 1, *a.shape[dim + 1 :])
+            out = a.full(shape, start, result_dtype(a))
+            loop(out._tensor, a._tensor, dim)
+            return out
+
+        return reduced
+
+    @classmethod
+    def matrix_multiply(cls, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply matrices, with any number of leading batch dimensions that broadcast.
+
+        Args:
+            a: (..., n, k).
+            b: (..., k, m).
+
+        Returns:
+            (..., n, m).
+        """
+        shape = matmul_shape(a.shape, b.shape)
+        out = a.empty(shape, result_dtype(a, b))
+        cls.matmul_into(out._tensor, a._tensor, b._tensor)
+        return out
+
+    @classmethod
+    def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
+        """Fill ``out`` with the product: any batch dimensions become one for ``matmul_loop``."""
+        batch = out.shape[:-2]
+        size = int(operators.prod(batch))
+        flat_out = TensorData(out._storage, (size, *out.shape[-2:]))
+        cls.matmul_loop(flat_out, cls._one_batch(a, batch), cls._one_batch(b, batch))
+
+    @classmethod
+    def _one_batch(cls, t: TensorData, batch: UserShape) -> TensorData:
+        """View ``t`` with one batch dimension; size 1 stands for any number of equal matrices."""
+        lead, matrix, steps = t.shape[:-2], t.shape[-2:], t.strides[-2:]
+        if all(size == 1 for size in lead):
+            return TensorData(t._storage, (1, *matrix), (0, *steps))
+        if len(lead) == 1:
+            return TensorData(t._storage, t.shape, t.strides)
+        if lead != tuple(batch) or not t.is_contiguous():
+            shape = (*batch, *matrix)
+            storage = launch.like(t._storage, int(operators.prod(shape)))
+            copy = TensorData(storage, shape)
+            cls.map_loop(operators.id)(copy, t)
+            t = copy
+        return TensorData(t._storage, (int(operators.prod(batch)), *matrix))
+
+
+def normalize_dim(dim: int, shape: UserShape) -> int:
+    """Return a dimension counted from the left.
+
+    Raises:
+        IndexingError: If there is no such dimension.
+    """
+    if not -len(shape) <= dim < len(shape):
+        raise IndexingError(
+            f"dim {dim} does not exist in shape {tuple(shape)}; use {-len(shape)} to "
+            f"{len(shape) - 1}"
+        )
+    return dim % len(shape)
+
+
+def matmul_shape(a: UserShape, b: UserShape) -> tuple[int, ...]:
+    """Return the shape of a matrix product.
+
+    Raises:
+        AssertionError: If an operand has no matrix, or the inner sizes differ; names both shapes.
+    """
+    # AssertionError is what the published course raises here, and its users catch.
+    assert len(a) >= 2 and len(b) >= 2, (
+        f"@ multiplies matrices: both operands need two dimensions or more, got shapes {tuple(a)} "
+        f"and {tuple(b)}; add one with view"
+    )
+    assert a[-1] == b[-2], (
+        f"cannot multiply shapes {tuple(a)} and {tuple(b)}: the left has {a[-1]} columns, the right "
+        f"{b[-2]} rows; permute one of them"
+    )
+    return (*shape_broadcast(a[:-2], b[:-2]), a[-2], b[-1])
+
+
+class TensorBackend:
+    """The operations of one backend, each lifted from ``operators`` once.
+
+    Args:
+        ops: A subclass of :class:`TensorOps`.
+    """
+
+    def __init__(self, ops: type[TensorOps]):
+        self.ops = ops
+        self.cuda = ops.cuda
+        self.attention = ops.attention
+
+        # Loops compile on their first call, so that a backend costs nothing to make.
+        map_, zip_, reduce_ = cache(ops.map), cache(ops.zip), cache(ops.reduce)
+        self.neg_map = map_(operators.neg)
+        self.sigmoid_map = map_(operators.sigmoid)
+        self.relu_map = map_(operators.relu)
+        self.log_map = map_(operators.log)
+        self.exp_map = map_(operators.exp)
+        self.tanh_map = map_(operators.tanh)
+        self.id_map = map_(operators.id)
+        self.id_cmap = self.id_map
+        self.inv_map = map_(operators.inv)
+
+        self.add_zip = zip_(operators.add)
+        self.mul_zip = zip_(operators.mul)
+        self.lt_zip = zip_(operators.lt)
+        self.eq_zip = zip_(operators.eq)
+        self.is_close_zip = zip_(operators.is_close)
+        self.relu_back_zip = zip_(operators.relu_back)
+        self.log_back_zip = zip_(operators.log_back)
+        self.inv_back_zip = zip_(operators.inv_back)
+        self.pow_scalar_zip = zip_(operators.pow)
+
+        self.add_reduce = reduce_(operators.add, 0.0)
+        self.mul_reduce = reduce_(operators.mul, 1.0)
+        self.max_reduce = reduce_(operators.max, -np.inf)
+        self.matrix_multiply = ops.matrix_multiply

@@ -1,0 +1,273 @@
+"""Module 1: the chain rule, the order of the graph and backpropagation."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis.strategies import data as any_data
+from hypothesis.strategies import integers
+
+from minitorch import Context, Scalar, ScalarFunction, ScalarHistory
+from minitorch.autodiff import History, backpropagate, topological_sort
+
+DEEP = 10_000  # far beyond Python's recursion limit of 1,000
+
+
+class Slant(ScalarFunction):
+    """f(x, y) = x + 2 y + 3."""
+
+    @staticmethod
+    def forward(ctx: Context, x: float, y: float) -> float:
+        return x + 2.0 * y + 3.0
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> tuple[float, float]:
+        return d_output, 2.0 * d_output
+
+
+class Bend(ScalarFunction):
+    """f(x, y) = x (y + 1)."""
+
+    @staticmethod
+    def forward(ctx: Context, x: float, y: float) -> float:
+        ctx.save_for_backward(x, y)
+        return float(x * (y + 1))
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> tuple[float, float]:
+        x, y = ctx.saved_values
+        return d_output * (y + 1), d_output * x
+
+
+# --- task 1.3: chain rule --------------------------------------------------------------------
+
+
+@pytest.mark.task1_3
+def test_chain_rule_pairs_every_input_with_its_derivative() -> None:
+    x, y = Scalar(1.0), Scalar(2.0)
+    back = list(Scalar(0.0, ScalarHistory(Slant, Context(), (x, y))).chain_rule(5.0))
+    assert back[0][0] is x
+    assert back[1][0] is y
+    assert [derivative for _, derivative in back] == [5.0, 10.0]
+
+
+@pytest.mark.task1_3
+def test_chain_rule_reads_what_forward_saved() -> None:
+    x, y = Scalar(4.0), Scalar(6.0)
+    back = list(Bend.apply(x, y).chain_rule(5.0))
+    assert [derivative for _, derivative in back] == [5.0 * 7.0, 5.0 * 4.0]
+
+
+@pytest.mark.task1_3
+def test_chain_rule_keeps_numbers_in_their_place() -> None:
+    """A number became a leaf, so it has a pair of its own and the next input stays second."""
+    y = Scalar(6.0)
+    back = list(Bend.apply(4, y).chain_rule(5.0))
+    assert len(back) == 2
+    assert back[0][0].is_leaf()
+    assert back[1][0] is y
+    assert back[1][1] == 5.0 * 4.0
+
+
+@pytest.mark.task1_3
+def test_chain_rule_wraps_the_single_derivative_of_a_single_input() -> None:
+    x = Scalar(2.0)
+    grown = x.exp()
+    ((variable, derivative),) = grown.log().chain_rule(3.0)
+    assert variable is grown
+    assert derivative == pytest.approx(3.0 / grown.data)
+
+
+# --- task 1.4: backpropagation ---------------------------------------------------------------
+
+
+@pytest.mark.task1_4
+def test_backpropagation_reaches_a_leaf() -> None:
+    x = Scalar(0.0)
+    Bend.apply(x, 4).backward(d_output=5.0)
+    assert x.derivative == 25.0
+
+
+@pytest.mark.task1_4
+def test_a_leaf_used_twice_by_one_function_gets_both_shares() -> None:
+    x = Scalar(3.0)
+    Slant.apply(x, x).backward()
+    assert x.derivative == 3.0
+
+
+@pytest.mark.task1_4
+def test_a_diamond_is_summed_before_it_is_handed_on() -> None:
+    """Both arms come from `shared`; handing it on at the first arrival would count it twice."""
+    x = Scalar(2.0)
+    shared = x * x
+    left, right = shared * 3.0, Slant.apply(shared, shared)
+    (left + right).backward()
+    assert x.derivative == (3.0 + 1.0 + 2.0) * 2.0 * x.data
+    assert shared.derivative is None, "only leaves collect derivatives"
+
+
+@pytest.mark.task1_4
+def test_a_chain_of_ten_thousand_does_not_hit_the_recursion_limit() -> None:
+    x = Scalar(1.0)
+    out = x
+    for _ in range(DEEP):
+        out = out + x
+    out.backward()
+    assert out.data == DEEP + 1
+    assert x.derivative == DEEP + 1
+
+
+# --- the rest of the contract ----------------------------------------------------------------
+
+
+@given(any_data())
+def test_any_graph_differentiates_exactly(data) -> None:
+    """Forward mode, which carries the slope along with each value, must agree with backward."""
+    x = Scalar(0.5)
+    nodes, slopes = [x], [1.0]
+    for _ in range(data.draw(integers(1, 12), label="operations")):
+        pick = integers(0, len(nodes) - 1)
+        i, j = data.draw(pick), data.draw(pick)
+        a, b = nodes[i], nodes[j]
+        if data.draw(integers(0, 1), label="multiply"):
+            nodes.append(a * b)
+            slopes.append(slopes[i] * b.data + a.data * slopes[j])
+        else:
+            nodes.append(a - b * 0.25)
+            slopes.append(slopes[i] - slopes[j] * 0.25)
+    nodes[-1].backward()
+    given_slope = x.derivative or 0.0
+    assert given_slope == pytest.approx(slopes[-1], rel=1e-9, abs=1e-12)
+
+    order = list(topological_sort(nodes[-1]))
+    place = {v.unique_id: n for n, v in enumerate(order)}
+    assert order[0] is nodes[-1]
+    assert len(place) == len(order), "a variable is visited twice"
+    for v in order:
+        assert all(place[p.unique_id] > place[v.unique_id] for p in v.parents)
+
+
+def test_constants_take_no_part() -> None:
+    x, constant = Scalar(2.0), Scalar(3.0, None)
+    out = x * constant
+    assert constant.is_constant() and not constant.is_leaf()
+    assert [v.unique_id for v in topological_sort(out)] == [out.unique_id, x.unique_id]
+    out.backward()
+    assert x.derivative == 3.0
+    assert constant.derivative is None
+    assert list(topological_sort(constant)) == []
+
+
+def test_a_leaf_can_be_its_own_result() -> None:
+    x = Scalar(2.0)
+    x.backward(7.0)
+    assert x.derivative == 7.0
+
+
+def test_passes_add_up_until_the_derivative_is_cleared() -> None:
+    x = Scalar(2.0)
+    (x * 3.0).backward()
+    (x * 4.0).backward()
+    assert x.derivative == 7.0
+
+
+def test_only_a_leaf_accumulates() -> None:
+    with pytest.raises(AssertionError, match="no leaf"):
+        (Scalar(1.0) + 1.0).accumulate_derivative(1.0)
+
+
+def test_chain_rule_of_a_leaf_is_refused() -> None:
+    with pytest.raises(AssertionError, match="not computed by a function"):
+        Scalar(1.0).chain_rule(1.0)
+
+
+def test_a_backward_with_too_few_derivatives_is_refused() -> None:
+    class Forgetful(ScalarFunction):
+        @staticmethod
+        def forward(ctx: Context, x: float, y: float) -> float:
+            return x + y
+
+        @staticmethod
+        def backward(ctx: Context, d_output: float) -> float:
+            return d_output
+
+    with pytest.raises(AssertionError, match="1 derivatives for 2 inputs"):
+        Forgetful.apply(Scalar(1.0), Scalar(2.0)).backward()
+
+
+def test_a_context_saves_only_what_backward_will_need() -> None:
+    ctx = Context()
+    assert ctx.saved_values == ()
+    ctx.save_for_backward(1.0, 2.0)
+    assert ctx.saved_values == ctx.saved_tensors == (1.0, 2.0)
+    ctx.save_for_backward(3.0)
+    assert ctx.saved_values == (3.0,)
+
+    without = Context(no_grad=True)
+    without.save_for_backward(1.0)
+    assert without.saved_values == ()
+
+
+def test_an_empty_history_marks_a_leaf() -> None:
+    assert ScalarHistory is History
+    assert History() == History(last_fn=None, ctx=None, inputs=())
+
+
+class Bulky:
+    """A derivative that is large, as a tensor's is, and that counts how many are alive."""
+
+    alive: ClassVar[weakref.WeakSet[Bulky]] = weakref.WeakSet()
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+        Bulky.alive.add(self)
+
+    def __add__(self, other: Bulky) -> Bulky:
+        return Bulky(self.value + other.value)
+
+
+class Link:
+    """A variable that is no Scalar: v_n = v_(n-1) + v_(n-1), or a leaf."""
+
+    def __init__(self, unique_id: int, parent: Link | None, counts: list[int]) -> None:
+        self.unique_id = unique_id
+        self.parent = parent
+        self.counts = counts
+        self.total = 0
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType] # as for Scalar and Tensor
+
+    @property
+    def parents(self) -> Iterable[Link]:
+        return () if self.parent is None else (self.parent, self.parent)
+
+    def is_leaf(self) -> bool:
+        return self.parent is None
+
+    def is_constant(self) -> bool:
+        return False
+
+    def accumulate_derivative(self, x: Bulky) -> None:
+        self.total += x.value
+
+    def chain_rule(self, d_output: Bulky) -> Iterable[tuple[Link, Bulky]]:
+        self.counts.append(len(Bulky.alive))
+        assert self.parent is not None
+        return [(self.parent, Bulky(d_output.value)), (self.parent, Bulky(d_output.value))]
+
+
+def test_an_inner_derivative_is_freed_once_it_is_handed_on() -> None:
+    """Else the derivatives of a deep network are all in memory at once."""
+    counts: list[int] = []
+    leaf = Link(0, None, counts)
+    out = leaf
+    for n in range(1, 51):
+        out = Link(n, out, counts)
+    backpropagate(out, Bulky(1))
+    assert leaf.total == 2**50
+    assert len(counts) == 50
+    assert max(counts) <= 5, counts

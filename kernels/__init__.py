@@ -7,7 +7,12 @@ from typing import Any
 import numpy as np
 
 from kernels import launch
-from kernels.problem import Problem, check_gradient_operands, make_problem
+from kernels.problem import (
+    Problem,
+    check_gradient_operands,
+    make_problem,
+    takes_attention_options,
+)
 
 __all__ = [
     "Problem",
@@ -15,9 +20,11 @@ __all__ = [
     "flash_attention_backward",
     "flash_attention_forward",
     "make_problem",
+    "takes_attention_options",
 ]
 
 
+@takes_attention_options
 def flash_attention_forward(
     q: Any, k: Any, v: Any, *args: Any, tile: launch.Tile | None = None, **options: Any
 ) -> tuple[Any, Any]:
@@ -46,6 +53,7 @@ def flash_attention_forward(
     return launch.forward(_target(q, k, v), problem, q, k, v, tile)
 
 
+@takes_attention_options
 def flash_attention_backward(
     dout: Any,
     q: Any,

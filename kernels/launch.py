@@ -152,11 +152,6 @@ def four_dims(array: Any, shape: tuple[int, ...]) -> Any:
     return array.reshape(batch, lead[-1], *shape[-2:])
 
 
-def like(storage: Any, size: int) -> Any:
-    """Return an uninitialised 1-D storage of the same kind and dtype."""
-    return np.empty(size, storage.dtype)
-
-
 def _checked(tile: Tile) -> Tile:
     block_q, block_k = tile
     if not (isinstance(block_q, int) and isinstance(block_k, int) and min(tile) >= 1):

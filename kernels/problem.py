@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,21 @@ def make_problem(
         diagonal=causal_offset if is_causal else seq_k,
         rung=rung,
     )
+
+
+def takes_attention_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Show the options of :func:`make_problem` in the signature of a function that hands them on.
+
+    Their names, order and defaults thus stand once, and ``help`` and editors see them everywhere.
+    """
+    own = inspect.signature(function)
+    lead = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    last = [p for p in own.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    options = list(inspect.signature(make_problem).parameters.values())[3:]
+    named = [p for p in options if p.kind is p.KEYWORD_ONLY]
+    plain = [p for p in options if p.kind is p.POSITIONAL_OR_KEYWORD]
+    function.__signature__ = own.replace(parameters=[*lead, *plain, *named, *last])  # type: ignore[attr-defined]
+    return function
 
 
 def check_gradient_operands(problem: Problem, dout: Any, out: Any, lse: Any) -> None:

@@ -113,7 +113,7 @@ def backpropagate(variable: Variable, deriv: Any) -> None:
             continue
         for parent, d_parent in current.chain_rule(d_output):
             if parent.is_constant():
-                continue
+                continue  # it is not in the order, so its derivative would stay here for ever
             key = parent.unique_id
             # A variable used more than once gets a share from each use. Not +=: that could write
             # into a derivative that is shared with another variable.

@@ -7,7 +7,6 @@ the output first and then the inputs, and fills the output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -61,6 +60,18 @@ class TensorOps:
     cuda = False
     #: What runs fused attention for this backend; see kernels/launch.py.
     attention: launch.Target = launch.NUMPY
+    #: Fused kernels for the layers of module 4, or None where only their composed forms exist.
+    fused: Any = None
+
+    @staticmethod
+    def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
+        """Return an uninitialised flat storage."""
+        return np.empty(size, dtype)
+
+    @staticmethod
+    def filled(size: int, value: float, dtype: np.dtype[Any]) -> Storage:
+        """Return a flat storage of equal elements."""
+        return np.full(size, value, dtype)
 
     @staticmethod
     def map_loop(fn: Callable[[float], float]) -> Loop:
@@ -179,8 +190,7 @@ class TensorOps:
             return TensorData(t._storage, t.shape, t.strides)
         if lead != tuple(batch) or not t.is_contiguous():
             shape = (*batch, *matrix)
-            storage = launch.like(t._storage, int(operators.prod(shape)))
-            copy = TensorData(storage, shape)
+            copy = TensorData(cls.allocate(int(operators.prod(shape)), t.dtype), shape)
             cls.map_loop(operators.id)(copy, t)
             t = copy
         return TensorData(t._storage, (int(operators.prod(batch)), *matrix))
@@ -229,9 +239,10 @@ class TensorBackend:
         self.ops = ops
         self.cuda = ops.cuda
         self.attention = ops.attention
+        self.fused = ops.fused
 
         # Loops compile on their first call, so that a backend costs nothing to make.
-        map_, zip_, reduce_ = cache(ops.map), cache(ops.zip), cache(ops.reduce)
+        map_, zip_, reduce_ = ops.map, ops.zip, ops.reduce
         self.neg_map = map_(operators.neg)
         self.sigmoid_map = map_(operators.sigmoid)
         self.relu_map = map_(operators.relu)
@@ -256,3 +267,130 @@ class TensorBackend:
         self.mul_reduce = reduce_(operators.mul, 1.0)
         self.max_reduce = reduce_(operators.max, -np.inf)
         self.matrix_multiply = ops.matrix_multiply
+
+
+# ---------------------------------------------------------------------------------------------
+# The simple backend: plain Python loops, the form to read first
+# ---------------------------------------------------------------------------------------------
+
+
+def tensor_map(fn: Callable[[float], float]) -> Loop:
+    """Return the loop of an element-wise function of one tensor, broadcast to the output.
+
+    The loop takes ``(out, out_shape, out_strides, in_storage, in_shape, in_strides)``.
+    """
+
+    def _map(
+        out: Storage,
+        out_shape: Shape,
+        out_strides: Strides,
+        in_storage: Storage,
+        in_shape: Shape,
+        in_strides: Strides,
+    ) -> None:
+        out_index = np.zeros(len(out_shape), np.int64)
+        in_index = np.zeros(len(in_shape), np.int64)
+        for ordinal in range(int(np.prod(out_shape))):
+            to_index(ordinal, out_shape, out_index)
+            broadcast_index(out_index, out_shape, in_shape, in_index)
+            value = in_storage[index_to_position(in_index, in_strides)]
+            out[index_to_position(out_index, out_strides)] = fn(value)
+
+    return _map
+
+
+def tensor_zip(fn: Callable[[float, float], float]) -> Loop:
+    """Return the loop of an element-wise function of two tensors that broadcast.
+
+    The loop takes the storage, shape and strides of out, a and b, nine arguments.
+    """
+
+    def _zip(
+        out: Storage,
+        out_shape: Shape,
+        out_strides: Strides,
+        a_storage: Storage,
+        a_shape: Shape,
+        a_strides: Strides,
+        b_storage: Storage,
+        b_shape: Shape,
+        b_strides: Strides,
+    ) -> None:
+        out_index = np.zeros(len(out_shape), np.int64)
+        a_index = np.zeros(len(a_shape), np.int64)
+        b_index = np.zeros(len(b_shape), np.int64)
+        for ordinal in range(int(np.prod(out_shape))):
+            to_index(ordinal, out_shape, out_index)
+            broadcast_index(out_index, out_shape, a_shape, a_index)
+            broadcast_index(out_index, out_shape, b_shape, b_index)
+            a = a_storage[index_to_position(a_index, a_strides)]
+            b = b_storage[index_to_position(b_index, b_strides)]
+            out[index_to_position(out_index, out_strides)] = fn(a, b)
+
+    return _zip
+
+
+def tensor_reduce(fn: Callable[[float, float], float]) -> Loop:
+    """Return the loop that folds one dimension onto the values already in the output.
+
+    The loop takes the storage, shape and strides of out and a, and the dimension.
+    """
+
+    def _reduce(
+        out: Storage,
+        out_shape: Shape,
+        out_strides: Strides,
+        a_storage: Storage,
+        a_shape: Shape,
+        a_strides: Strides,
+        reduce_dim: int,
+    ) -> None:
+        index = np.zeros(len(out_shape), np.int64)
+        for ordinal in range(int(np.prod(out_shape))):
+            to_index(ordinal, out_shape, index)
+            position = index_to_position(index, out_strides)
+            for step in range(a_shape[reduce_dim]):
+                index[reduce_dim] = step
+                out[position] = fn(out[position], a_storage[index_to_position(index, a_strides)])
+
+    return _reduce
+
+
+class SimpleOps(TensorOps):
+    """Operations as plain Python loops: slow, and steppable in a debugger."""
+
+    is_cuda = False
+
+    @staticmethod
+    def map_loop(fn: Callable[[float], float]) -> Loop:
+        """Return the loop of an element-wise function of one tensor."""
+        loop = tensor_map(fn)
+        return lambda out, a: loop(*out.tuple(), *a.tuple())
+
+    @staticmethod
+    def zip_loop(fn: Callable[[float, float], float]) -> Loop:
+        """Return the loop of an element-wise function of two tensors."""
+        loop = tensor_zip(fn)
+        return lambda out, a, b: loop(*out.tuple(), *a.tuple(), *b.tuple())
+
+    @staticmethod
+    def reduce_loop(fn: Callable[[float, float], float]) -> Loop:
+        """Return the loop that folds one dimension."""
+        loop = tensor_reduce(fn)
+        return lambda out, a, dim: loop(*out.tuple(), *a.tuple(), dim)
+
+    @staticmethod
+    def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
+        """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m)."""
+        x, y, result = a.to_array(), b.to_array(), out.to_array()
+        batch, rows, cols = out.shape
+        for n in range(batch):
+            for i in range(rows):
+                for j in range(cols):
+                    total = 0.0
+                    for k in range(a.shape[2]):
+                        total += x[n % a.shape[0], i, k] * y[n % b.shape[0], k, j]
+                    result[n, i, j] = total
+
+
+SimpleBackend = TensorBackend(SimpleOps)

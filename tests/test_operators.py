@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numba
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis.strategies import floats, lists
 
 from minitorch import MathTest, operators
@@ -230,8 +230,28 @@ def test_backs(x: float, d: float) -> None:
         assert back(near, d) == pytest.approx(d * slope, rel=1e-4, abs=1e-6)
 
 
-ONE_NUMBER = (exp, id, inv, log, neg, relu, sigmoid, operators.tanh)
-TWO_NUMBERS = (add, eq, inv_back, is_close, log_back, lt, max, mul, operators.pow, relu_back)
+ONE_NUMBER: tuple[Callable[[float], float], ...] = (
+    exp,
+    id,
+    inv,
+    log,
+    neg,
+    relu,
+    sigmoid,
+    operators.tanh,
+)
+TWO_NUMBERS: tuple[Callable[[float, float], float], ...] = (
+    add,
+    eq,
+    inv_back,
+    is_close,
+    log_back,
+    lt,
+    max,
+    mul,
+    operators.pow,
+    relu_back,
+)
 
 
 def test_every_operator_compiles() -> None:
@@ -256,6 +276,7 @@ one_arg, two_arg, red_arg = MathTest._tests()
 
 
 @pytest.mark.parametrize("fn", one_arg)
+@settings(max_examples=30)
 @given(small_floats)
 def test_one_args(fn: tuple[str, Callable[[float], float]], x: float) -> None:
     name, f = fn
@@ -264,6 +285,7 @@ def test_one_args(fn: tuple[str, Callable[[float], float]], x: float) -> None:
 
 
 @pytest.mark.parametrize("fn", two_arg)
+@settings(max_examples=30)
 @given(small_floats, small_floats)
 def test_two_args(fn: tuple[str, Callable[[float, float], float]], x: float, y: float) -> None:
     name, f = fn

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from minitorch import MathTestVariable, Scalar, central_difference, derivative_check, operators
@@ -53,6 +53,7 @@ def test_central_difference_measures_slopes() -> None:
 
 @pytest.mark.task1_2
 @pytest.mark.parametrize("fn", one_arg)
+@settings(max_examples=30)
 @given(scalars)
 def test_one_args(fn: Fn, a: Scalar) -> None:
     name, on_floats, on_scalars = fn
@@ -62,6 +63,7 @@ def test_one_args(fn: Fn, a: Scalar) -> None:
 
 @pytest.mark.task1_2
 @pytest.mark.parametrize("fn", two_arg)
+@settings(max_examples=30)
 @given(scalars, scalars)
 def test_two_args(fn: Fn, a: Scalar, b: Scalar) -> None:
     name, on_floats, on_scalars = fn
@@ -74,6 +76,7 @@ def test_two_args(fn: Fn, a: Scalar, b: Scalar) -> None:
 
 @pytest.mark.task1_4
 @pytest.mark.parametrize("fn", one_arg)
+@settings(max_examples=30)
 @given(scalars)
 def test_one_derivative(fn: Fn, a: Scalar) -> None:
     name, _, on_scalars = fn
@@ -83,6 +86,7 @@ def test_one_derivative(fn: Fn, a: Scalar) -> None:
 
 @pytest.mark.task1_4
 @pytest.mark.parametrize("fn", two_arg)
+@settings(max_examples=30)
 @given(small_scalars, small_scalars)
 def test_two_derivative(fn: Fn, a: Scalar, b: Scalar) -> None:
     name, _, on_scalars = fn

@@ -1,0 +1,259 @@
+"""The fast backend: loops compiled by numba and parallel over the cores; products by BLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+from numba.extending import register_jitable
+
+from kernels import launch
+from kernels.compiled import njit_cached
+from kernels.cpu import fused
+
+from . import operators
+from .tensor_data import MAX_DIMS, TensorData, broadcast_index, index_to_position, to_index
+from .tensor_ops import Loop, TensorBackend, TensorOps
+
+# Compiled code may call these; plain Python still sees the plain functions.
+for _helper in (to_index, broadcast_index, index_to_position):
+    register_jitable(_helper)
+
+
+def _compile(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:
+    """Compile a loop around ``fn``; keep it on disk if ``fn`` is one of ours."""
+    if isinstance(fn, FunctionType) and fn.__module__ == operators.__name__:
+        # A name of its own for each loop: for the cache file, the debugger and the profiler.
+        kernel.__qualname__ = f"{kernel.__name__.strip('_')}_{fn.__name__}"
+        return njit_cached(kernel, parallel=True)
+    return njit(parallel=True, error_model="numpy")(kernel)
+
+
+def _callable(fn: Callable[..., float]) -> Callable[..., float]:
+    """Let compiled code call a plain function; a dispatcher it can call already."""
+    return register_jitable(fn) if isinstance(fn, FunctionType) else fn
+
+
+@cache
+def tensor_map(fn: Callable[[float], float]) -> Any:
+    """Return the compiled loop of an element-wise function of one tensor, broadcast to the output.
+
+    Operands that lie alike in memory take one flat parallel loop.  Otherwise rows run in parallel,
+    and along a row each operand advances by its innermost stride.
+
+    Args:
+        fn: A plain function or a numba dispatcher.
+
+    Returns:
+        A dispatcher of ``(out, out_shape, out_strides, in_storage, in_shape, in_strides)``.
+    """
+    fn = _callable(fn)
+
+    def _map(out, out_shape, out_strides, in_storage, in_shape, in_strides):
+        if aligned(out_shape, out_strides, in_shape, in_strides):
+            for i in prange(len(out)):
+                out[i] = fn(in_storage[i])
+        else:
+            row_shape = out_shape[:-1]
+            length = out_shape[-1]
+            out_step, in_step = out_strides[-1], innermost_step(in_shape, in_strides)
+            for row in prange(size_of(row_shape)):
+                out_index = np.zeros(MAX_DIMS, np.int64)
+                in_index = np.zeros(MAX_DIMS, np.int64)
+                to_index(row, row_shape, out_index)
+                broadcast_index(out_index, out_shape, in_shape, in_index)
+                o = index_to_position(out_index, out_strides)
+                i = index_to_position(in_index, in_strides)
+                for _ in range(length):
+                    out[o] = fn(in_storage[i])
+                    o += out_step
+                    i += in_step
+
+    return _compile(_map, fn)
+
+
+@cache
+def tensor_zip(fn: Callable[[float, float], float]) -> Any:
+    """Return the compiled loop of an element-wise function of two tensors that broadcast.
+
+    As :func:`tensor_map`, with the same two paths.
+
+    Returns:
+        A dispatcher of the storage, shape and strides of out, a and b: nine arguments.
+    """
+    fn = _callable(fn)
+
+    def _zip(out, out_shape, out_strides, a, a_shape, a_strides, b, b_shape, b_strides):
+        if aligned(out_shape, out_strides, a_shape, a_strides) and aligned(
+            out_shape, out_strides, b_shape, b_strides
+        ):
+            for i in prange(len(out)):
+                out[i] = fn(a[i], b[i])
+        else:
+            row_shape = out_shape[:-1]
+            length = out_shape[-1]
+            out_step = out_strides[-1]
+            a_step = innermost_step(a_shape, a_strides)
+            b_step = innermost_step(b_shape, b_strides)
+            for row in prange(size_of(row_shape)):
+                out_index = np.zeros(MAX_DIMS, np.int64)
+                in_index = np.zeros(MAX_DIMS, np.int64)
+                to_index(row, row_shape, out_index)
+                o = index_to_position(out_index, out_strides)
+                broadcast_index(out_index, out_shape, a_shape, in_index)
+                i = index_to_position(in_index, a_strides)
+                broadcast_index(out_index, out_shape, b_shape, in_index)
+                j = index_to_position(in_index, b_strides)
+                for _ in range(length):
+                    out[o] = fn(a[i], b[j])
+                    o += out_step
+                    i += a_step
+                    j += b_step
+
+    return _compile(_zip, fn)
+
+
+@cache
+def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
+    """Return the compiled loop that folds one dimension onto the values already in the output.
+
+    Output elements run in parallel; the inner loop calls nothing but ``fn`` and writes nothing.
+
+    Returns:
+        A dispatcher of the storage, shape and strides of out and a, and the dimension.
+    """
+    fn = _callable(fn)
+
+    def _reduce(out, out_shape, out_strides, a, a_shape, a_strides, reduce_dim):
+        length, step = a_shape[reduce_dim], a_strides[reduce_dim]
+        for ordinal in prange(len(out)):
+            index = np.zeros(MAX_DIMS, np.int64)
+            to_index(ordinal, out_shape, index)
+            o = index_to_position(index, out_strides)
+            i = index_to_position(index, a_strides)
+            total = out[o]
+            for _ in range(length):
+                total = fn(total, a[i])
+                i += step
+            out[o] = total
+
+    return _compile(_reduce, fn)
+
+
+def _tensor_matrix_multiply(
+    out, out_shape, out_strides, a, a_shape, a_strides, b, b_shape, b_strides
+):
+    """Multiply matrices with any strides: the outer loops parallel, no index buffers.
+
+    Args:
+        out: Storage of (batch, n, m); likewise its shape and strides.
+        out_shape: Likewise.
+        out_strides: Likewise.
+        a: Storage of (batch or 1, n, k); likewise.
+        a_shape: Likewise.
+        a_strides: Likewise.
+        b: Storage of (batch or 1, k, m); likewise.
+        b_shape: Likewise.
+        b_strides: Likewise.
+    """
+    rows, cols, depth = out_shape[1], out_shape[2], a_shape[2]
+    a_batch = a_strides[0] if a_shape[0] > 1 else 0
+    b_batch = b_strides[0] if b_shape[0] > 1 else 0
+    for item in prange(out_shape[0] * rows):
+        n, row = item // rows, item % rows
+        for col in range(cols):
+            i = n * a_batch + row * a_strides[1]
+            j = n * b_batch + col * b_strides[2]
+            total = out.dtype.type(0)
+            for _ in range(depth):
+                total += a[i] * b[j]
+                i += a_strides[2]
+                j += b_strides[1]
+            out[n * out_strides[0] + row * out_strides[1] + col * out_strides[2]] = total
+
+
+tensor_matrix_multiply = njit_cached(_tensor_matrix_multiply, parallel=True)
+
+
+@register_jitable
+def size_of(shape):
+    """Return the number of elements of a shape."""
+    size = 1
+    for dim in range(len(shape)):
+        size *= shape[dim]
+    return size
+
+
+@register_jitable
+def innermost_step(shape, strides):
+    """Return how far an operand advances along the last dimension of a broadcast result."""
+    if len(shape) == 0 or shape[-1] == 1:
+        return 0
+    return strides[-1]
+
+
+@register_jitable
+def aligned(shape1, strides1, shape2, strides2):
+    """Tell whether two tensors have one shape and one layout, so that one flat loop serves both.
+
+    Without dimensions the row loops below have no last dimension: such tensors are flat as well.
+    """
+    if len(shape1) != len(shape2):
+        return len(shape1) == 0
+    for dim in range(len(shape1)):
+        if shape1[dim] != shape2[dim]:
+            return False
+        if strides1[dim] != strides2[dim] and shape1[dim] != 1:
+            return False
+    return True
+
+
+class FastOps(TensorOps):
+    """Operations as compiled parallel loops."""
+
+    attention = launch.CPU
+    fused = fused
+
+    @staticmethod
+    def map_loop(fn: Callable[[float], float]) -> Loop:
+        """Return the loop of an element-wise function of one tensor."""
+        loop = tensor_map(fn)
+        return lambda out, a: loop(*out.tuple(), *a.tuple())
+
+    @staticmethod
+    def zip_loop(fn: Callable[[float, float], float]) -> Loop:
+        """Return the loop of an element-wise function of two tensors."""
+        loop = tensor_zip(fn)
+        return lambda out, a, b: loop(*out.tuple(), *a.tuple(), *b.tuple())
+
+    @staticmethod
+    def reduce_loop(fn: Callable[[float, float], float]) -> Loop:
+        """Return the loop that folds one dimension."""
+        loop = tensor_reduce(fn)
+        return lambda out, a, dim: loop(*out.tuple(), *a.tuple(), dim)
+
+    @staticmethod
+    def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
+        """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m)."""
+        tensor_matrix_multiply(*out.tuple(), *a.tuple(), *b.tuple())
+
+    @classmethod
+    def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
+        """Fill ``out`` with the product: by BLAS if it can read the operands as they lie."""
+        if a.dtype == b.dtype == out.dtype and _for_blas(a) and _for_blas(b):
+            np.matmul(a.to_array(), b.to_array(), out=out.to_array())
+        else:
+            super().matmul_into(out, a, b)
+
+
+def _for_blas(t: TensorData) -> bool:
+    """Tell whether each matrix of a tensor has contiguous rows or contiguous columns."""
+    (rows, cols), (row_step, col_step) = t.shape[-2:], t.strides[-2:]
+    return (col_step == 1 and row_step >= cols) or (row_step == 1 and col_step >= rows)
+
+
+FastBackend = TensorBackend(FastOps)

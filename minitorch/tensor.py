@@ -1,0 +1,484 @@
+"""The Tensor: strided data, a backend that computes on it, and the history of how it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels import takes_attention_options
+
+from . import operators
+from .autodiff import Context, History, Variable, backpropagate
+from .cuda_ops import CudaBackend
+from .fast_ops import FastBackend
+from .tensor_data import (
+    TensorData,
+    UserIndex,
+    UserShape,
+    UserStrides,
+    is_device_storage,
+)
+from .tensor_functions import (
+    EQ,
+    LT,
+    Add,
+    All,
+    Copy,
+    Exp,
+    FlashAttention,
+    Inv,
+    IsClose,
+    Log,
+    MatMul,
+    Mul,
+    Neg,
+    Permute,
+    PowerScalar,
+    ReLU,
+    Sigmoid,
+    Sum,
+    Tanh,
+    To,
+    View,
+    is_tensor,
+)
+from .tensor_ops import TensorBackend, normalize_dim
+
+__all__ = ["Context", "History", "Tensor", "TensorLike"]
+
+_tensor_count = 0
+
+
+class Tensor:
+    """An n-dimensional array that records how it was computed.
+
+    Args:
+        v: Storage, shape and strides.
+        back: How the tensor was made; None for a constant.
+        name: For drawings.
+        backend: What computes on it.
+
+    Attributes:
+        history: None for a constant, empty for a leaf.
+        grad: The gradient of a leaf after ``backward``, or None.
+        backend: Likewise.
+        unique_id: A number that no other tensor has.
+        name: Likewise; the id if none was given.
+    """
+
+    _tensor: TensorData
+    backend: TensorBackend
+    history: History | None
+    grad: Tensor | None
+    unique_id: int
+    name: str
+
+    __array_ufunc__ = None  # so that numpy_number * tensor asks the tensor
+
+    def __init__(
+        self,
+        v: TensorData,
+        back: History | None = None,
+        name: str | None = None,
+        backend: TensorBackend | None = None,
+    ):
+        global _tensor_count
+        _tensor_count += 1
+        assert isinstance(v, TensorData), f"a Tensor holds TensorData, got {type(v).__name__}"
+        assert backend is not None, "a Tensor needs a backend, such as minitorch.SimpleBackend"
+        self.unique_id = _tensor_count
+        self._tensor = v
+        self.history = back
+        self.backend = backend
+        self.grad = None
+        self.name = str(self.unique_id) if name is None else name
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def f(self) -> TensorBackend:
+        """The backend, under its published short name."""
+        return self.backend
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return self._tensor.shape
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self._tensor.size
+
+    @property
+    def dims(self) -> int:
+        """Number of dimensions."""
+        return self._tensor.dims
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the elements."""
+        return self._tensor.dtype
+
+    @property
+    def parents(self) -> Iterable[Variable]:
+        """The tensors that this one was computed from."""
+        assert self.history is not None, "a constant has no parents"
+        return [arg for arg in self.history.inputs if is_tensor(arg)]
+
+    def requires_grad(self) -> bool:
+        """Tell whether the tensor takes part in differentiation."""
+        return self.history is not None
+
+    def requires_grad_(self, x: bool) -> None:
+        """Make the tensor a fresh leaf, or a constant if ``x`` is False.
+
+        Raises:
+            TypeError: If its elements are integers.
+        """
+        if x and self.dtype.kind != "f":
+            raise TypeError(
+                f"only floating tensors have gradients, this one is {self.dtype}; convert it with "
+                "to(numpy.float32)"
+            )
+        self.history = History() if x else None
+
+    # -- in and out ---------------------------------------------------------------------------
+
+    def to_numpy(self) -> npt.NDArray[Any]:
+        """Return the elements as a NumPy array of the same shape and dtype.
+
+        On the host it shares memory with the tensor where the layout allows.
+        """
+        return self._tensor.to_array()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.array(self.to_numpy(), dtype=dtype, copy=bool(copy)) if copy else np.asarray(
+            self.to_numpy(), dtype=dtype
+        )
+
+    def array(self) -> Any:
+        """Return what kernels take: a NumPy view on the host."""
+        return self._tensor.to_array()
+
+    def wrap(self, array: Any) -> Tensor:
+        """Return a constant tensor on this backend around a contiguous array from a kernel."""
+        return self._new(TensorData(array.reshape(-1), tuple(array.shape)))
+
+    def item(self) -> float:
+        """Return the only element as a number."""
+        assert self.size == 1, f"item needs one element, shape {self.shape} has {self.size}"
+        return float(self._tensor._storage[0])
+
+    def __getitem__(self, key: int | UserIndex) -> float:
+        return self._tensor.get(self._key(key))
+
+    def __setitem__(self, key: int | UserIndex, val: float) -> None:
+        self._tensor.set(self._key(key), val)
+
+    def _key(self, key: Any) -> UserIndex:
+        keys = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(k, (int, np.integer)) for k in keys):
+            raise TypeError(
+                f"a tensor is indexed by one integer per dimension, got {key!r}; for slices take "
+                "to_numpy()"
+            )
+        return tuple(int(k) for k in keys)
+
+    def __iter__(self) -> Any:
+        # Without this, Python would index with 0, 1, 2, … and fail on the second dimension.
+        return iter(self.to_numpy())
+
+    def __repr__(self) -> str:
+        return self._tensor.to_string()
+
+    def __hash__(self) -> int:
+        return hash(self.unique_id)
+
+    # -- making tensors like this one -----------------------------------------------------------
+
+    @staticmethod
+    def make(
+        storage: Any,
+        shape: UserShape,
+        strides: UserStrides | None = None,
+        backend: TensorBackend | None = None,
+    ) -> Tensor:
+        """Make a tensor from a storage, a shape and strides."""
+        return Tensor(TensorData(storage, tuple(shape), strides), backend=backend)
+
+    def _new(self, tensor_data: TensorData) -> Tensor:
+        return Tensor(tensor_data, backend=self.backend)
+
+    def empty(self, shape: UserShape, dtype: Any = None) -> Tensor:
+        """Return an uninitialised tensor on this backend, of this dtype unless one is given."""
+        return self._allocated(self.backend.ops.allocate, shape, dtype)
+
+    def full(self, shape: UserShape, value: float, dtype: Any = None) -> Tensor:
+        """Return a tensor of equal elements on this backend, of this dtype unless one is given."""
+        ops = self.backend.ops
+        return self._allocated(lambda size, dtype: ops.filled(size, value, dtype), shape, dtype)
+
+    def _allocated(self, allocate: Any, shape: UserShape, dtype: Any) -> Tensor:
+        size = int(operators.prod(shape))
+        return self._new(TensorData(allocate(size, np.dtype(dtype or self.dtype)), tuple(shape)))
+
+    def zeros(self, shape: UserShape | None = None) -> Tensor:
+        """Return zeros on this backend, of this shape unless one is given."""
+        return self.full(self.shape if shape is None else shape, 0.0)
+
+    def detach(self) -> Tensor:
+        """Return the same data without history."""
+        return self._new(self._tensor)
+
+    def tuple(self) -> tuple[Any, Any, Any]:
+        """Return (storage, shape, strides)."""
+        return self._tensor.tuple()
+
+    def contiguous(self) -> Tensor:
+        """Return the tensor in row-major order: itself if it is, else a copy."""
+        return self if self._tensor.is_contiguous() else Copy.apply(self)
+
+    def to(self, target: TensorBackend | npt.DTypeLike) -> Tensor:
+        """Return the tensor on another backend, or in another dtype; differentiable.
+
+        Args:
+            target: A backend, or a floating dtype.
+        """
+        if isinstance(target, TensorBackend):
+            return self if target is self.backend else To.apply(self, target, self.dtype)
+        dtype = np.dtype(target)
+        return self if dtype == self.dtype else To.apply(self, self.backend, dtype)
+
+    def cpu(self) -> Tensor:
+        """Return the tensor on the host: itself if it is there, else on the fast backend."""
+        return self.to(FastBackend) if self.backend.cuda else self
+
+    def cuda(self) -> Tensor:
+        """Return the tensor on the CUDA backend."""
+        return self.to(CudaBackend)
+
+    def _converted(self, backend: TensorBackend, dtype: Any) -> Tensor:
+        data = self._tensor
+        if dtype != data.dtype or is_device_storage(data._storage) != backend.cuda:
+            array = np.ascontiguousarray(data.to_array(), dtype=dtype)
+            data = TensorData(array.reshape(-1), self.shape)
+            if backend.cuda:
+                data.to_cuda_()
+        return Tensor(data, backend=backend)
+
+    def _type_(self, backend: TensorBackend) -> None:
+        """Move the tensor itself to another backend."""
+        self.backend = backend
+        if backend.cuda:
+            self._tensor.to_cuda_()
+
+    def _ensure_tensor(self, b: Any) -> Tensor:
+        """Turn a number into a tensor of one element; move a tensor to this backend."""
+        if isinstance(b, Tensor):
+            if b.backend is not self.backend:
+                b._type_(self.backend)
+            return b
+        if isinstance(b, (int, float, np.number)):
+            return self.full((1,), float(b), self.dtype if self.dtype.kind == "f" else None)
+        raise TypeError(
+            f"a tensor combines with a tensor or a number, got {type(b).__name__}; convert it with "
+            "minitorch.tensor or minitorch.from_numpy"
+        )
+
+    # -- operators ----------------------------------------------------------------------------
+
+    def __add__(self, b: TensorLike) -> Tensor:
+        return Add.apply(self, self._ensure_tensor(b))
+
+    def __sub__(self, b: TensorLike) -> Tensor:
+        return Add.apply(self, Neg.apply(self._ensure_tensor(b)))
+
+    def __mul__(self, b: TensorLike) -> Tensor:
+        return Mul.apply(self, self._ensure_tensor(b))
+
+    def __truediv__(self, b: TensorLike) -> Tensor:
+        return Mul.apply(self, Inv.apply(self._ensure_tensor(b)))
+
+    def __pow__(self, exponent: TensorLike) -> Tensor:
+        return PowerScalar.apply(self, self._ensure_tensor(exponent))
+
+    def __radd__(self, b: TensorLike) -> Tensor:
+        return self + b
+
+    def __rsub__(self, b: TensorLike) -> Tensor:
+        return Add.apply(self._ensure_tensor(b), Neg.apply(self))
+
+    def __rmul__(self, b: TensorLike) -> Tensor:
+        return self * b
+
+    def __rtruediv__(self, b: TensorLike) -> Tensor:
+        return Mul.apply(self._ensure_tensor(b), Inv.apply(self))
+
+    def __matmul__(self, b: Tensor) -> Tensor:
+        """Multiply matrices; see ``TensorOps.matrix_multiply``."""
+        return MatMul.apply(self, self._ensure_tensor(b))
+
+    def __neg__(self) -> Tensor:
+        return Neg.apply(self)
+
+    def __lt__(self, b: TensorLike) -> Tensor:
+        return LT.apply(self, self._ensure_tensor(b))
+
+    def __gt__(self, b: TensorLike) -> Tensor:
+        return LT.apply(self._ensure_tensor(b), self)
+
+    def __eq__(self, b: TensorLike) -> Tensor:  # type: ignore[override]
+        return EQ.apply(self, self._ensure_tensor(b))
+
+    def all(self, dim: int | None = None) -> Tensor:
+        """Return 1 where every element along ``dim`` is 1; over everything, of shape (1,)."""
+        if dim is None:
+            return All.apply(self.view(self.size), 0)
+        return All.apply(self, normalize_dim(dim, self.shape))
+
+    def is_close(self, y: Tensor) -> Tensor:
+        """Return 1 where the two differ by less than 0.01."""
+        return IsClose.apply(self, self._ensure_tensor(y))
+
+    def sigmoid(self) -> Tensor:
+        """Return 1 / (1 + e^-x)."""
+        return Sigmoid.apply(self)
+
+    def relu(self) -> Tensor:
+        """Return x where it is positive, else 0."""
+        return ReLU.apply(self)
+
+    def log(self) -> Tensor:
+        """Return the natural logarithm of x + EPS."""
+        return Log.apply(self)
+
+    def exp(self) -> Tensor:
+        """Return e^x."""
+        return Exp.apply(self)
+
+    def tanh(self) -> Tensor:
+        """Return the hyperbolic tangent."""
+        return Tanh.apply(self)
+
+    def sum(self, dim: int | None = None) -> Tensor:
+        """Sum over ``dim``, which stays with size 1; over everything, to shape (1,)."""
+        if dim is None:
+            return Sum.apply(self.contiguous().view(self.size), 0)
+        return Sum.apply(self, normalize_dim(dim, self.shape))
+
+    def mean(self, dim: int | None = None) -> Tensor:
+        """Average over ``dim``, which stays with size 1; over everything, to shape (1,)."""
+        count = self.size if dim is None else self.shape[normalize_dim(dim, self.shape)]
+        return self.sum(dim) / count
+
+    def var(self, dim: int | None = None) -> Tensor:
+        """Return the variance (divided by the count) over ``dim``, or over everything."""
+        deviation = self - self.mean(dim)
+        return (deviation * deviation).mean(dim)
+
+    def permute(self, *order: int) -> Tensor:
+        """Return a view with the dimensions in another order."""
+        return Permute.apply(self, order)
+
+    def view(self, *shape: int) -> Tensor:
+        """Return a view of another shape; the tensor must be contiguous."""
+        return View.apply(self, shape)
+
+    @takes_attention_options
+    def flash_attention(self, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Attend with these queries to keys and values, in one fused kernel.
+
+        Args:
+            k: (…, heads, seq_k, head_dim); these queries are (…, heads, seq_q, head_dim).
+            v: (…, heads, seq_k, value_dim).
+            args: Options by position: attn_mask, dropout_p, is_causal, scale, enable_gqa.
+            options: Options by name; see ``kernels.make_problem`` for each one's meaning.
+
+        Returns:
+            (…, heads, seq_q, value_dim).
+
+        Raises:
+            TypeError: For operands of different dtype or backend, or an option of the wrong type.
+            ValueError: For shapes or values that do not fit.
+            NotImplementedError: For an option that this version does not have yet.
+        """
+        return FlashAttention.apply(self, k, v, args, options)
+
+    # -- differentiation ------------------------------------------------------------------------
+
+    def expand(self, other: Tensor) -> Tensor:
+        """Bring a gradient to this tensor's shape: undo the broadcasting of the forward pass.
+
+        Args:
+            other: A gradient whose shape this tensor's broadcasts to, or that broadcasts to it.
+        """
+        if self.shape == other.shape:
+            return other
+        shape = TensorData.shape_broadcast(self.shape, other.shape)
+        if shape != other.shape:
+            other = other.f.id_map(other, other.empty(shape))
+        if self.shape == shape:
+            return other
+        padded = (1,) * (len(shape) - self.dims) + self.shape
+        for dim, size in enumerate(padded):
+            if size == 1 and shape[dim] != 1:
+                other = other.f.add_reduce(other, dim)
+        return other.contiguous().view(*self.shape).detach()
+
+    def is_leaf(self) -> bool:
+        """Tell whether the user made this tensor, rather than a function."""
+        return self.history is not None and self.history.last_fn is None
+
+    def is_constant(self) -> bool:
+        """Tell whether the tensor takes no part in differentiation."""
+        return self.history is None
+
+    def accumulate_derivative(self, x: Any) -> None:
+        """Add ``x`` to the gradient of this leaf."""
+        assert self.is_leaf(), "only a leaf collects its gradient"
+        if x.dtype != self.dtype:
+            x = x.to(self.dtype)
+        # Never in place: `x` may be the gradient of another leaf too.
+        self.grad = x if self.grad is None else self.grad + x
+
+    def chain_rule(self, d_output: Any) -> Iterable[tuple[Variable, Any]]:
+        """Pair each input with its gradient, given the gradient of this tensor."""
+        h = self.history
+        assert h is not None and h.last_fn is not None and h.ctx is not None, (
+            "the chain rule needs a tensor that a function made"
+        )
+        gradients = h.last_fn._backward(h.ctx, d_output)
+        assert len(gradients) == len(h.inputs), (
+            f"{h.last_fn.__name__}.backward returned {len(gradients)} gradients for "
+            f"{len(h.inputs)} arguments; return one for each"
+        )
+        return [
+            (arg, arg.expand(arg._ensure_tensor(0.0 if gradient is None else gradient)))
+            for arg, gradient in zip(h.inputs, gradients, strict=True)
+            if is_tensor(arg) and arg.requires_grad()
+        ]
+
+    def backward(self, grad_output: Tensor | None = None) -> None:
+        """Fill the ``grad`` of every leaf that this tensor was computed from.
+
+        Args:
+            grad_output: The gradient to start from, of this shape; ones for a tensor of shape (1,).
+        """
+        if grad_output is None:
+            assert self.shape == (1,), (
+                f"backward without a gradient needs shape (1,), got {self.shape}; call sum() first "
+                "or pass a gradient of that shape"
+            )
+            grad_output = self.full((1,), 1.0)
+        backpropagate(self, grad_output)
+
+    def zero_grad_(self) -> None:
+        """Drop the gradient."""
+        self.grad = None
+
+
+TensorLike: TypeAlias = "float | int | Tensor"

@@ -1,0 +1,473 @@
+"""The differentiable functions of tensors: each holds its value and, beside it, its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels import launch, make_problem
+
+from .autodiff import Context, History
+from .tensor_data import UserShape, strides_from_shape
+from .tensor_ops import result_dtype
+
+if TYPE_CHECKING:
+    from .tensor import Tensor
+
+
+def wrap_tuple(x: Any) -> tuple[Any, ...]:
+    """Turn a single value into a tuple of one; leave a tuple alone."""
+    return x if isinstance(x, tuple) else (x,)
+
+
+def is_tensor(x: Any) -> bool:
+    """Tell whether ``x`` takes part in differentiation, without importing the Tensor class."""
+    return hasattr(x, "history")
+
+
+def as_int(x: Any) -> int:
+    """Return an option as an int; published code passes options as tensors of one element."""
+    return int(x.item()) if is_tensor(x) else int(x)
+
+
+def as_ints(x: Any) -> tuple[int, ...]:
+    """Return a list-like option as a tuple of ints; published code passes a tensor."""
+    return tuple(int(i) for i in (x.to_numpy().reshape(-1) if is_tensor(x) else x))
+
+
+class Function:
+    """A differentiable function of tensors.
+
+    A subclass defines two static methods and is never instantiated:
+
+    - ``forward(ctx, *args) -> Tensor`` computes the value and saves in ``ctx`` what ``backward``
+      needs; its tensor arguments carry no history.
+    - ``backward(ctx, grad_output)`` returns a gradient for each argument of ``forward``: a tensor
+      for a tensor, which may still have the broadcast shape, and None (or 0.0) for an option.
+    """
+
+    forward: Any
+    backward: Any
+
+    @classmethod
+    def _forward(cls, ctx: Context, *args: Any) -> Tensor:
+        return cls.forward(ctx, *args)
+
+    @classmethod
+    def _backward(cls, ctx: Context, grad_output: Tensor) -> tuple[Any, ...]:
+        return wrap_tuple(cls.backward(ctx, grad_output))
+
+    @classmethod
+    def apply(cls, *args: Any) -> Tensor:
+        """Compute the function and record in the result how it was computed.
+
+        Args:
+            *args: Tensors, and options that are no tensors; at least one tensor.
+
+        Returns:
+            A new tensor; it has a history only if a tensor argument requires a gradient.
+        """
+        need_grad = any(is_tensor(arg) and arg.requires_grad() for arg in args)
+        ctx = Context(no_grad=not need_grad)
+        value = cls._forward(ctx, *(arg.detach() if is_tensor(arg) else arg for arg in args))
+        # A tensor of its own: `value` may be saved in ctx, and a history on it would close a cycle
+        # that keeps the whole graph in memory.
+        result = value.detach()
+        if need_grad:
+            result.history = History(cls, ctx, args)
+        return result
+
+
+class Neg(Function):
+    """-a."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Change the sign."""
+        return a.f.neg_map(a)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Change the sign of the gradient."""
+        return grad_output.f.neg_map(grad_output)
+
+
+class Inv(Function):
+    """1 / a."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Compute the reciprocal."""
+        ctx.save_for_backward(a)
+        return a.f.inv_map(a)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Multiply by -1 / a²."""
+        (a,) = ctx.saved_values
+        return grad_output.f.inv_back_zip(a, grad_output)
+
+
+class Add(Function):
+    """a + b."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
+        """Compute the sum."""
+        return a.f.add_zip(a, b)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Hand the gradient on to both."""
+        return grad_output, grad_output
+
+
+class Mul(Function):
+    """a * b."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
+        """Compute the product."""
+        ctx.save_for_backward(a, b)
+        return a.f.mul_zip(a, b)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Multiply by the other factor."""
+        a, b = ctx.saved_values
+        return grad_output.f.mul_zip(b, grad_output), grad_output.f.mul_zip(a, grad_output)
+
+
+class PowerScalar(Function):
+    """a ** exponent, where the exponent is a constant."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, exponent: Tensor) -> Tensor:
+        """Raise each element to the power."""
+        ctx.save_for_backward(a, exponent)
+        return a.f.pow_scalar_zip(a, exponent)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
+        """Multiply by exponent * a ** (exponent - 1)."""
+        a, exponent = ctx.saved_values
+        f = grad_output.f
+        one_less = f.add_zip(exponent, exponent._ensure_tensor(-1.0))
+        slope = f.mul_zip(f.pow_scalar_zip(a, one_less), exponent)
+        return f.mul_zip(slope, grad_output), 0.0
+
+
+class Sigmoid(Function):
+    """1 / (1 + e^-a)."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Compute the sigmoid."""
+        out = a.f.sigmoid_map(a)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Multiply by out (1 - out)."""
+        (out,) = ctx.saved_values
+        return grad_output * out * (-out + 1.0)
+
+
+class ReLU(Function):
+    """a where it is positive, else 0."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Cut off the negative part."""
+        ctx.save_for_backward(a)
+        return a.f.relu_map(a)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Hand the gradient on where a is positive."""
+        (a,) = ctx.saved_values
+        return grad_output.f.relu_back_zip(a, grad_output)
+
+
+class Log(Function):
+    """The natural logarithm of a + EPS."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Compute the logarithm."""
+        ctx.save_for_backward(a)
+        return a.f.log_map(a)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Divide by a + EPS."""
+        (a,) = ctx.saved_values
+        return grad_output.f.log_back_zip(a, grad_output)
+
+
+class Exp(Function):
+    """e^a."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Compute the exponential."""
+        out = a.f.exp_map(a)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Multiply by e^a."""
+        (out,) = ctx.saved_values
+        return grad_output.f.mul_zip(out, grad_output)
+
+
+class Tanh(Function):
+    """The hyperbolic tangent."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Compute the hyperbolic tangent."""
+        out = a.f.tanh_map(a)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Multiply by 1 - out²."""
+        (out,) = ctx.saved_values
+        return grad_output * (-(out * out) + 1.0)
+
+
+class Sum(Function):
+    """The sum over one dimension, or over everything."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, dim: Any) -> Tensor:
+        """Add up; the dimension stays, with size 1."""
+        return a.f.add_reduce(a, as_int(dim))
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
+        """Hand the gradient on; the chain rule expands it."""
+        return grad_output, 0.0
+
+
+class Max(Function):
+    """The maximum over one dimension."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, dim: Any) -> Tensor:
+        """Find the maximum; the dimension stays, with size 1."""
+        out = a.f.max_reduce(a, as_int(dim))
+        ctx.save_for_backward(a.f.eq_zip(a, out))
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
+        """Hand the gradient on to every element that is the maximum."""
+        (is_max,) = ctx.saved_values
+        return grad_output.f.mul_zip(is_max, grad_output), 0.0
+
+
+class All(Function):
+    """1 if every element along a dimension is 1."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, dim: Any = None) -> Tensor:
+        """Multiply up one dimension, or everything."""
+        if dim is None:
+            return a.f.mul_reduce(a.contiguous().view(a.size), 0)
+        return a.f.mul_reduce(a, as_int(dim))
+
+
+class _Comparison(Function):
+    """A step function: its gradient is zero wherever it has one."""
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return zeros for both."""
+        a_shape, b_shape = ctx.saved_values
+        return grad_output.zeros(a_shape), grad_output.zeros(b_shape)
+
+
+class LT(_Comparison):
+    """1 where a < b, else 0."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
+        """Compare."""
+        ctx.save_for_backward(a.shape, b.shape)
+        return a.f.lt_zip(a, b)
+
+
+class EQ(_Comparison):
+    """1 where a equals b, else 0."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
+        """Compare."""
+        ctx.save_for_backward(a.shape, b.shape)
+        return a.f.eq_zip(a, b)
+
+
+class IsClose(Function):
+    """1 where a and b differ by less than 0.01, else 0; not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
+        """Compare."""
+        return a.f.is_close_zip(a, b)
+
+
+class Permute(Function):
+    """The dimensions in another order; shares storage."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, order: Any) -> Tensor:
+        """Reorder the strides."""
+        dims = as_ints(order)
+        ctx.save_for_backward(dims)
+        return a._new(a._tensor.permute(*dims))
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
+        """Put the dimensions back."""
+        (dims,) = ctx.saved_values
+        back = sorted(range(len(dims)), key=lambda i: dims[i])
+        return grad_output._new(grad_output._tensor.permute(*back)), 0.0
+
+
+class View(Function):
+    """The same elements under another shape; shares storage."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, shape: Any) -> Tensor:
+        """Lay a new shape over the storage, which must be contiguous."""
+        ctx.save_for_backward(a.shape)
+        return _reshaped(a, as_ints(shape))
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
+        """Lay the old shape over the gradient."""
+        (shape,) = ctx.saved_values
+        # The gradient of a permuted result arrives permuted: its storage is in another order.
+        return _reshaped(grad_output.contiguous(), shape), 0.0
+
+
+def _reshaped(a: Tensor, shape: UserShape) -> Tensor:
+    assert a._tensor.is_contiguous(), (
+        f"Must be contiguous to view: shape {a.shape} has strides {a._tensor.strides}; call "
+        "contiguous() first"
+    )
+    size = int(np.prod(shape))
+    assert size == a.size, (
+        f"cannot view shape {a.shape}, {a.size} elements, as {tuple(shape)}, {size} elements; the "
+        "sizes must be equal"
+    )
+    return a._new(type(a._tensor)(a._tensor._storage, tuple(shape), strides_from_shape(shape)))
+
+
+class Copy(Function):
+    """The same tensor in row-major order."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Copy element by element."""
+        return a.f.id_map(a)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Hand the gradient on."""
+        return grad_output
+
+
+class To(Function):
+    """The same values on another backend, or in another dtype."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, backend: Any, dtype: Any) -> Tensor:
+        """Convert."""
+        ctx.save_for_backward(a.backend, a.dtype)
+        return a._converted(backend, dtype)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        """Convert back."""
+        return grad_output._converted(*ctx.saved_values), None, None
+
+
+class MatMul(Function):
+    """The matrix product over the last two dimensions."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply (..., n, k) by (..., k, m)."""
+        ctx.save_for_backward(a, b)
+        return a.f.matrix_multiply(a, b)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return grad @ bᵀ and aᵀ @ grad."""
+        a, b = ctx.saved_values
+        multiply = grad_output.f.matrix_multiply
+        return multiply(grad_output, swap_last(b)), multiply(swap_last(a), grad_output)
+
+
+def swap_last(a: Tensor) -> Tensor:
+    """Return a view with the last two dimensions exchanged, without history."""
+    order = (*range(a.dims - 2), a.dims - 1, a.dims - 2)
+    return a._new(a._tensor.permute(*order))
+
+
+class FlashAttention(Function):
+    """Attention in one kernel: nothing of size seq_q x seq_k is ever stored."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], options: dict[str, Any]
+    ) -> Tensor:
+        """Check the call, compute out and lse, and keep them for the backward pass.
+
+        Args:
+            ctx: Keeps the problem, q, k, v, out and lse.
+            q: (…, heads, seq_q, head_dim).
+            k: (…, heads, seq_k, head_dim).
+            v: (…, heads, seq_k, value_dim).
+            args: Options by position, in the order of ``make_problem``.
+            options: Options by name.
+
+        Returns:
+            (…, heads, seq_q, value_dim).
+        """
+        for name, operand in (("q", q), ("k", k), ("v", v)):
+            if not is_tensor(operand):
+                raise TypeError(
+                    f"{name} must be a tensor, got {type(operand).__name__}; make one with "
+                    "minitorch.from_numpy or minitorch.tensor"
+                )
+            if operand.backend.ops is not q.backend.ops:
+                raise TypeError(
+                    "q, k and v must be on one backend, got "
+                    f"{', '.join(t.backend.ops.__name__ for t in (q, k, v) if is_tensor(t))}; move "
+                    "them with Tensor.to(backend)"
+                )
+        problem = make_problem(q, k, v, *args, **options)
+        target = q.f.attention
+        out, lse = launch.forward(target, problem, *(t.array() for t in (q, k, v)))
+        result = q.wrap(out)
+        ctx.save_for_backward(target, problem, q, k, v, result, lse)
+        return result
+
+    @staticmethod
+    def backward(
+        ctx: Context, grad_output: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Recompute the probabilities tile by tile and return dq, dk and dv."""
+        target, problem, q, k, v, out, lse = ctx.saved_values
+        arrays = (t.array() for t in (grad_output, q, k, v, out))
+        dq, dk, dv = (q.wrap(g) for g in launch.backward(target, problem, *arrays, lse))
+        return dq, dk, dv, None, None

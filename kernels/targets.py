@@ -8,6 +8,7 @@ change of one line.
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -42,3 +43,36 @@ def why_no_cuda() -> str | None:
         "no CUDA device was found; use the fast backend, or set NUMBA_ENABLE_CUDASIM=1 before "
         "starting Python to run the kernels in numba's simulator"
     )
+
+
+def compile_ptx(kernel: Any, signature: Any, cc: tuple[int, int] = (8, 0)) -> str:
+    """Compile a kernel to PTX; this needs NVVM and no GPU.
+
+    Args:
+        kernel: A plain function, or what ``cuda.jit`` made of one.
+        signature: Argument types, such as ``numba.void(numba.float32[::1])``.
+        cc: Compute capability to compile for.
+    """
+    function = getattr(kernel, "py_func", kernel)
+    ptx, _ = cuda.compile(function, signature, device=False, abi="numba", cc=cc, output="ptx")
+    return ptx
+
+
+@cache
+def why_no_ptx() -> str | None:
+    """Return why kernels cannot be compiled to PTX here and what to do, or None when they can."""
+    if IS_SIMULATOR:
+        return "the simulator compiles nothing; unset NUMBA_ENABLE_CUDASIM"
+    try:
+        compile_ptx(_nothing, numba.void())  # type: ignore[attr-defined]
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        return (
+            f"NVVM is missing or too old ({type(error).__name__}: {first_line}); "
+            'pip install "numba-cuda[cu13]"'
+        )
+    return None
+
+
+def _nothing() -> None:
+    """Stand in for a kernel."""

@@ -266,6 +266,8 @@ class TensorBackend:
         self.add_reduce = reduce_(operators.add, 0.0)
         self.mul_reduce = reduce_(operators.mul, 1.0)
         self.max_reduce = reduce_(operators.max, -np.inf)
+        # The shift of a softmax must be finite; see nn.
+        self.shift_reduce = reduce_(operators.max, float(np.finfo(np.float32).min))
         self.matrix_multiply = ops.matrix_multiply
 
 

@@ -1,0 +1,154 @@
+"""Layers with parameters: embedding, linear, layer norm, dropout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .factories import ones, rand, randn, tensor, zeros
+from .fused_functions import LayerNorm, Lookup
+from .module import Module, Parameter
+from .nn import integer_array, one_hot
+from .tensor import Tensor
+from .tensor_ops import SimpleBackend, TensorBackend
+
+
+class Embedding(Module):
+    """A table of vectors, looked up by index.
+
+    Args:
+        num_embeddings: Rows of the table.
+        embedding_dim: Length of a vector.
+        backend: Of the parameters.
+        dtype: Of the parameters; the default dtype when None.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        backend: TensorBackend = SimpleBackend,
+        dtype: npt.DTypeLike = None,
+    ):
+        super().__init__()
+        self.backend = backend
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.weights = Parameter(randn((num_embeddings, embedding_dim), backend, dtype=dtype))
+
+    def forward(self, x: Any) -> Tensor:
+        """Look up each index.
+
+        Args:
+            x: Indices of any shape, a tensor or an integer array.
+
+        Returns:
+            (*x.shape, embedding_dim).
+        """
+        table = self.weights.value
+        ids = integer_array(x, self.num_embeddings, "token ids")
+        if table.f.fused is not None:
+            return Lookup.apply(table, ids)
+        chosen = one_hot(tensor(ids, self.backend, dtype=table.dtype), self.num_embeddings)
+        flat = chosen.view(ids.size, self.num_embeddings)
+        return (flat @ table).view(*ids.shape, self.embedding_dim)
+
+
+class Linear(Module):
+    """x @ weights + bias over the last dimension.
+
+    Args:
+        in_size: Length of a row of x.
+        out_size: Length of a row of the result.
+        bias: Whether there is a bias.
+        backend: Of the parameters.
+        dtype: Of the parameters; the default dtype when None.
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        bias: bool = True,
+        backend: TensorBackend = SimpleBackend,
+        dtype: npt.DTypeLike = None,
+    ):
+        super().__init__()
+        self.in_size, self.out_size = in_size, out_size
+        limit = 1.0 / math.sqrt(in_size)
+
+        def uniform(*shape: int) -> Parameter:
+            return Parameter((rand(shape, backend, dtype=dtype) - 0.5) * (2.0 * limit))
+
+        self.weights = uniform(in_size, out_size)
+        self.bias = uniform(out_size) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (…, out_size) for (…, in_size)."""
+        # One product of two matrices: BLAS and the gradient of the weights want it so.
+        rows = x.contiguous().view(x.size // x.shape[-1], x.shape[-1])
+        out = rows @ self.weights.value
+        if self.bias is not None:
+            out = out + self.bias.value
+        return out.view(*x.shape[:-1], self.out_size)
+
+
+class LayerNorm1d(Module):
+    """Normalise the last dimension to mean 0 and variance 1, then scale and shift it.
+
+    Args:
+        dim: Length of the last dimension.
+        eps: Added to the variance.
+        backend: Of the parameters.
+        dtype: Of the parameters; the default dtype when None.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        backend: TensorBackend = SimpleBackend,
+        dtype: npt.DTypeLike = None,
+    ):
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        self.weights = Parameter(ones((dim,), backend, dtype=dtype))
+        self.bias = Parameter(zeros((dim,), backend, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (…, dim) for (…, dim)."""
+        gamma, beta = self.weights.value, self.bias.value
+        if x.f.fused is not None:
+            return LayerNorm.apply(x, gamma, beta, self.eps)
+        return composed_layer_norm(x, gamma, beta, self.eps)
+
+
+def composed_layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    """Return layer norm over the last dimension, composed of tensor operations."""
+    last = x.dims - 1
+    deviation = x - x.mean(last)
+    variance = (deviation * deviation).mean(last)
+    return deviation / (variance + eps) ** 0.5 * gamma + beta
+
+
+class Dropout(Module):
+    """In training, set elements to 0 at random and scale up the others; else do nothing.
+
+    Args:
+        p_dropout: Probability of 0.
+    """
+
+    def __init__(self, p_dropout: float = 0.1):
+        super().__init__()
+        if not 0.0 <= p_dropout < 1.0:
+            raise ValueError(f"p_dropout must be in [0, 1), got {p_dropout}")
+        self.p_dropout = p_dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape and, on average, the same value."""
+        if not self.training or self.p_dropout == 0.0:
+            return x
+        keep = np.random.binomial(1, 1.0 - self.p_dropout, x.shape)
+        return x * tensor(keep, x.backend, dtype=x.dtype) / (1.0 - self.p_dropout)

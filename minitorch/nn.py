@@ -1,0 +1,237 @@
+"""Layers as functions: pooling, softmax, losses, dropout, and attention composed of tensor operations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kernels import make_problem, takes_attention_options
+from kernels.masks import is_visible
+
+from . import operators
+from .factories import from_numpy, rand, tensor
+from .fast_ops import FastOps
+from .fused_functions import CrossEntropy, Gelu, Softmax
+from .tensor import Tensor
+from .tensor_functions import Max, as_int, is_tensor
+from .tensor_ops import normalize_dim
+
+#: The published fold behind :func:`max`, on the fast backend.
+max_reduce = FastOps.reduce(operators.max, -1e9)
+
+
+# -- pooling -----------------------------------------------------------------------------------
+
+
+def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
+    """Cut an image into tiles, each in a row of its own.
+
+    Args:
+        input: (batch, channel, height, width).
+        kernel: (tile height, tile width); they divide height and width.
+
+    Returns:
+        (batch, channel, new_height, new_width, tile height * tile width), new_height, new_width.
+    """
+    batch, channel, height, width = input.shape
+    kh, kw = kernel
+    assert height % kh == 0 and width % kw == 0, (
+        f"tiles of {kernel} must divide the image's {(height, width)}; pad or crop it"
+    )
+    new_h, new_w = height // kh, width // kw
+    split = input.contiguous().view(batch, channel, new_h, kh, new_w, kw)
+    rows = split.permute(0, 1, 2, 4, 3, 5).contiguous()
+    return rows.view(batch, channel, new_h, new_w, kh * kw), new_h, new_w
+
+
+def avgpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """Average each tile of (batch, channel, height, width)."""
+    batch, channel, _, _ = input.shape
+    tiles, new_h, new_w = tile(input, kernel)
+    return tiles.mean(4).view(batch, channel, new_h, new_w)
+
+
+def maxpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """Take the maximum of each tile of (batch, channel, height, width)."""
+    batch, channel, _, _ = input.shape
+    tiles, new_h, new_w = tile(input, kernel)
+    return max(tiles, 4).view(batch, channel, new_h, new_w)
+
+
+def max(input: Tensor, dim: Any) -> Tensor:
+    """Take the maximum over ``dim``, which stays with size 1."""
+    return Max.apply(input, normalize_dim(as_int(dim), input.shape))
+
+
+def argmax(input: Tensor, dim: Any) -> Tensor:
+    """Mark the maxima along ``dim``: 1 at each (all of them on a tie), 0 elsewhere."""
+    plain = input.detach()
+    return plain == max(plain, dim)
+
+
+# -- softmax and losses ------------------------------------------------------------------------
+
+
+def _has_fused(input: Tensor, dim: int) -> bool:
+    return input.f.fused is not None and input.dtype.kind == "f" and dim == input.dims - 1
+
+
+def _shift(input: Tensor, dim: int) -> Tensor:
+    """Return the maximum along ``dim`` as a constant; a finite number even for a row of -inf."""
+    # -inf - (-inf) would be NaN.  A shift cancels in the result, so any finite number will do.
+    return input.f.shift_reduce(input.detach(), dim)
+
+
+def composed_softmax(input: Tensor, dim: int) -> Tensor:
+    """Return softmax over ``dim``, composed of tensor operations; 0 in a row of -inf."""
+    dim = normalize_dim(dim, input.shape)
+    exponentials = (input - _shift(input, dim)).exp()
+    total = exponentials.sum(dim)
+    return exponentials / (total + (total.detach() == 0.0))
+
+
+def softmax(input: Tensor, dim: int) -> Tensor:
+    """Return softmax over ``dim``: fused where the backend has it, else composed."""
+    dim = normalize_dim(as_int(dim), input.shape)
+    return Softmax.apply(input) if _has_fused(input, dim) else composed_softmax(input, dim)
+
+
+def logsumexp(input: Tensor, dim: int) -> Tensor:
+    """Return the logarithm of the sum of exponentials over ``dim``, which stays with size 1."""
+    dim = normalize_dim(as_int(dim), input.shape)
+    shift = _shift(input, dim)
+    return (input - shift).exp().sum(dim).log() + shift
+
+
+def logsoftmax(input: Tensor, dim: int) -> Tensor:
+    """Return the logarithm of softmax over ``dim``."""
+    return input - logsumexp(input, dim)
+
+
+def integer_array(ids: Any, limit: int, name: str) -> Any:
+    """Return indices as an integer array.
+
+    Args:
+        ids: A tensor or array of whole numbers.
+        limit: One more than the largest index allowed.
+        name: For the error text.
+
+    Raises:
+        TypeError: If they are no whole numbers.
+        ValueError: If one is below 0 or not below ``limit``.
+    """
+    array = ids.to_numpy() if is_tensor(ids) else np.asarray(ids)
+    whole = array.astype(np.int64)
+    if not np.array_equal(whole, array):
+        raise TypeError(f"{name} must be whole numbers, got {array.dtype} with fractions")
+    if whole.size and not (whole.min() >= 0 and whole.max() < limit):
+        raise ValueError(
+            f"{name} must be from 0 to {limit - 1}, got {whole.min()} to {whole.max()}"
+        )
+    return whole
+
+
+def one_hot(input: Tensor, num_classes: int) -> Tensor:
+    """Return 1 at each index and 0 elsewhere.
+
+    Args:
+        input: Indices, any shape.
+        num_classes: Length of the new last dimension.
+
+    Returns:
+        (*input.shape, num_classes), a constant.
+    """
+    ids = integer_array(input, num_classes, "class indices")
+    return tensor(np.eye(num_classes)[ids], input.backend)
+
+
+def composed_softmax_loss(logits: Tensor, target: Any) -> Tensor:
+    """Return the cross entropy of each row, composed of tensor operations."""
+    rows, classes = logits.shape
+    ids = integer_array(target, classes, "targets")
+    chosen = from_numpy(np.eye(classes, dtype=logits.dtype)[ids], logits.backend)
+    losses = logsumexp(logits, 1) - (logits * chosen).sum(1)
+    return losses.contiguous().view(rows)
+
+
+def softmax_loss(logits: Tensor, target: Any) -> Tensor:
+    """Return the cross entropy of each row: fused where the backend has it, else composed.
+
+    Args:
+        logits: (rows, classes).
+        target: (rows,) class indices, a tensor or an array.
+
+    Returns:
+        (rows,), not reduced.
+
+    Raises:
+        ValueError: If the shapes do not fit or a target is no class.
+    """
+    if logits.dims != 2 or tuple(target.shape) != logits.shape[:1]:
+        raise ValueError(
+            f"softmax_loss needs logits (rows, classes) and targets (rows,), got {logits.shape} and "
+            f"{tuple(target.shape)}; flatten the leading dimensions with view"
+        )
+    if not _has_fused(logits, 1):
+        return composed_softmax_loss(logits, target)
+    return CrossEntropy.apply(logits, integer_array(target, logits.shape[1], "targets"))
+
+
+def composed_gelu(input: Tensor) -> Tensor:
+    """Return GELU in its tanh form, composed of tensor operations."""
+    inner = (input + input * input * input * 0.044715) * math.sqrt(2.0 / math.pi)
+    return input * 0.5 * (inner.tanh() + 1.0)
+
+
+def GELU(input: Tensor) -> Tensor:
+    """Return GELU in its tanh form: fused where the backend has it, else composed."""
+    fused = input.f.fused is not None and input.dtype.kind == "f"
+    return Gelu.apply(input) if fused else composed_gelu(input)
+
+
+def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
+    """Set each element to 0 with probability ``rate``; the others keep their value.
+
+    Args:
+        input: Any shape.
+        rate: From 0 (nothing changes) to 1 (everything is 0).
+        ignore: Return the input unchanged.
+    """
+    if ignore or rate == 0.0:
+        return input
+    noise = rand(input.shape, input.backend, dtype=input.dtype)
+    return input * (noise > rate)
+
+
+# -- attention ---------------------------------------------------------------------------------
+
+
+@takes_attention_options
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Attend by the textbook, composed of tensor operations; autodiff derives its gradient.
+
+    The baseline of ``Tensor.flash_attention``: same parameters, same meaning, and scores and
+    probabilities of size seq_q x seq_k in memory.
+
+    Args:
+        q: (…, heads, seq_q, head_dim).
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        args: Options by position; see ``kernels.make_problem``.
+        options: Options by name.
+
+    Returns:
+        (…, heads, seq_q, value_dim).
+
+    Source: FlashAttention, Algorithm 0.
+    """
+    problem = make_problem(q, k, v, *args, **options)
+    order = (*range(k.dims - 2), k.dims - 1, k.dims - 2)
+    scores = (q @ k.permute(*order)) * problem.scale  # (…, seq_q, seq_k)
+    if problem.diagonal < problem.seq_k - 1:  # else every row sees every column
+        rows, cols = np.arange(problem.seq_q)[:, None], np.arange(problem.seq_k)
+        hidden = np.where(is_visible(rows, cols, problem.diagonal), 0.0, -np.inf)
+        scores = scores + tensor(hidden, q.backend, dtype=q.dtype)  # (…, seq_q, seq_k)
+    return softmax(scores, scores.dims - 1) @ v  # (…, seq_q, value_dim)

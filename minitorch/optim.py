@@ -1,0 +1,121 @@
+"""Optimisers: how a parameter moves along its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .module import Parameter
+from .scalar import Scalar
+
+
+class Optimizer:
+    """Holds the parameters; a subclass says how they move.
+
+    Args:
+        parameters: What to optimise, scalars or tensors.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter]):
+        self.parameters = parameters
+
+    def zero_grad(self) -> None:
+        """Drop the gradient of every parameter."""
+        for p in self.parameters:
+            if hasattr(p.value, "derivative"):
+                p.value.derivative = None
+            if hasattr(p.value, "grad"):
+                p.value.grad = None
+
+    def step(self) -> None:
+        """Move every parameter that has a gradient."""
+        raise NotImplementedError("a subclass of Optimizer defines step")
+
+
+class SGD(Optimizer):
+    """Gradient descent: value - lr * gradient.
+
+    Args:
+        parameters: What to optimise.
+        lr: Learning rate.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], lr: float = 1.0):
+        super().__init__(parameters)
+        self.lr = lr
+
+    def step(self) -> None:
+        """Move every parameter that has a gradient."""
+        for p in self.parameters:
+            value = p.value
+            if isinstance(value, Scalar):
+                if value.derivative is not None:
+                    p.update(Scalar(value.data - self.lr * value.derivative))
+            elif value is not None and value.grad is not None:
+                p.update(value.detach() - value.grad * self.lr)
+
+
+class Adam(Optimizer):
+    """Adam, or AdamW with ``weight_decay``: steps scaled by running moments of the gradient.
+
+    Args:
+        parameters: What to optimise, tensors.
+        lr: Learning rate.
+        beta1: Decay of the running mean.
+        beta2: Decay of the running mean of squares.
+        eps: Added to the root of the mean of squares.
+        weight_decay: Decoupled from the gradient; applied to parameters of two or more dimensions.
+
+    Source: Kingma and Ba (2015), Algorithm 1; Loshchilov and Hutter (2019), Algorithm 2.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        lr: float = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(parameters)
+        self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
+        self.weight_decay = weight_decay
+        self.steps = 0
+        # Keyed by the Parameter: its value is a new tensor after each step.
+        self.moments: dict[Parameter, tuple[Any, Any]] = {}
+
+    def step(self) -> None:
+        """Move every parameter that has a gradient."""
+        self.steps += 1
+        for p in self.parameters:
+            if p.value is not None and p.value.grad is not None:
+                p.update(self._moved(p))
+
+    def _moved(self, p: Parameter) -> Any:
+        value, grad = p.value.detach(), p.value.grad
+        decay = self.weight_decay if value.dims >= 2 else 0.0
+        fused = value.f.fused
+        if fused is None:
+            return self._composed(p, value, grad, decay)
+        if p not in self.moments:
+            self.moments[p] = (np.zeros(value.shape, value.dtype), np.zeros(value.shape, value.dtype))
+        m, v = self.moments[p]
+        moved = fused.adam_step(
+            value.array(), grad.array(), m, v, lr=self.lr, beta1=self.beta1, beta2=self.beta2,
+            eps=self.eps, step=self.steps, weight_decay=decay,
+        )  # fmt: skip
+        return value.wrap(moved)
+
+    def _composed(self, p: Parameter, value: Any, grad: Any, decay: float) -> Any:
+        if p not in self.moments:
+            self.moments[p] = (value.zeros(), value.zeros())
+        m, v = self.moments[p]
+        m = m * self.beta1 + grad * (1.0 - self.beta1)
+        v = v * self.beta2 + grad * grad * (1.0 - self.beta2)
+        self.moments[p] = (m, v)
+        m_hat = m / (1.0 - self.beta1**self.steps)
+        v_hat = v / (1.0 - self.beta2**self.steps)
+        return value * (1.0 - self.lr * decay) - m_hat / (v_hat**0.5 + self.eps) * self.lr

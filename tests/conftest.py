@@ -1,0 +1,45 @@
+"""One hypothesis profile for the suite, and what a test run says about the machine it ran on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from kernels.targets import IS_SIMULATOR, why_no_cuda
+
+settings.register_profile(
+    "minitorch",
+    deadline=None,  # the first example of a test may compile a kernel
+    derandomize=bool(os.environ.get("CI")),
+    max_examples=int(os.environ.get("MINITORCH_EXAMPLES", "30")),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    print_blob=True,
+)
+settings.load_profile("minitorch")
+
+
+def _why_skipped(mark: str) -> str | None:
+    if mark == "cuda" and (IS_SIMULATOR or why_no_cuda() is not None):
+        return "needs a GPU: " + (why_no_cuda() or "this run is in the simulator")
+    if mark == "simulator" and why_no_cuda() is not None:
+        return "runs in the simulator (NUMBA_ENABLE_CUDASIM=1) or on a GPU"
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run."""
+    for mark in ("cuda", "simulator"):
+        reason = _why_skipped(mark)
+        if reason:
+            for item in items:
+                if item.get_closest_marker(mark):
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one loud line what a green run did not cover."""
+    reason = _why_skipped("cuda")
+    if reason:
+        terminalreporter.write_line(f"NO GPU TEST HAS RUN: {reason}", yellow=True, bold=True)

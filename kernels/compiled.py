@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
+
+# A thread that waits must sleep and not spin: on two cores it would take the place of one that works.
+# The OpenMP library reads this when numba starts its threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numba
 import numpy as np
@@ -64,7 +69,7 @@ def njit_cached(function: Callable[..., Any] | None = None, **options: Any) -> A
     """
 
     def compile_(target: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(cache=True, error_model="numpy", **options)(target)
+        dispatcher: Any = numba.njit(cache=True, error_model="numpy", **options)(target)
         cache_file = getattr(dispatcher._cache, "_cache_file", None)
         if cache_file is not None:  # None: no folder for a cache is writable
             cache_file._source_stamp = fingerprint(target)

@@ -46,7 +46,13 @@ class Target:
 
         Raises:
             ValueError: If no rung has that name here, or the named one cannot run the problem.
+            NotImplementedError: If the target has no rungs yet.
         """
+        if not self.rungs:
+            raise NotImplementedError(
+                f"attention on the {self.name.upper()} backend comes with the {self.name.upper()} "
+                "rungs; move the tensors with .cpu()"
+            )
         reasons = {rung.name: rung.why_not(problem) for rung in self.rungs}
         usable = [rung for rung in self.rungs if reasons[rung.name] is None]
         for rung in usable:
@@ -59,7 +65,9 @@ class Target:
         )
 
 
-def _naive_forward(problem: Problem, tile: Tile, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+def _naive_forward(
+    problem: Problem, tile: Tile, q: Any, k: Any, v: Any, out: Any, lse: Any
+) -> None:
     out[...], lse[...] = reference.attention(problem, q, k, v)
 
 
@@ -75,7 +83,10 @@ _NAIVE = Rung("naive", _naive_forward, _naive_backward, tile=(1, 1))
 #: NumPy on the host: the readable form.
 NUMPY = Target(
     "numpy",
-    (Rung("flash2", reference.tiled_attention, reference.tiled_attention_backward, (64, 64)), _NAIVE),
+    (
+        Rung("flash2", reference.tiled_attention, reference.tiled_attention_backward, (64, 64)),
+        _NAIVE,
+    ),
 )
 #: Compiled loops on the host, parallel over heads and tiles.
 CPU = Target("cpu", (Rung("flash2", cpu_flash2.forward, cpu_flash2.backward, (128, 64)), _NAIVE))

@@ -15,12 +15,12 @@ import numpy as np
 
 # numba-cuda 0.30 reads np.row_stack at import; NumPy 2.5 removed it in favour of np.vstack.
 if not hasattr(np, "row_stack"):
-    np.row_stack = np.vstack  # type: ignore[attr-defined]
+    np.vstack = np.vstack  # type: ignore[attr-defined]
 
 # Small grids are what students launch; the warning would bury their own output.
 os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
 
-import numba.cuda  # noqa: E402
+import numba.cuda
 
 #: ``numba.cuda``, whoever owns it.
 cuda: Any = numba.cuda
@@ -63,16 +63,18 @@ def why_no_ptx() -> str | None:
     """Return why kernels cannot be compiled to PTX here and what to do, or None when they can."""
     if IS_SIMULATOR:
         return "the simulator compiles nothing; unset NUMBA_ENABLE_CUDASIM"
+    # Numba's own deprecated target asks the driver for a device as soon as a kernel calls anything.
+    helper = cuda.jit(device=True, inline="always")(_nothing)
     try:
-        compile_ptx(_nothing, numba.void())  # type: ignore[attr-defined]
+        compile_ptx(lambda: helper(), numba.void())  # type: ignore[attr-defined]
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
         return (
-            f"NVVM is missing or too old ({type(error).__name__}: {first_line}); "
-            'pip install "numba-cuda[cu13]"'
+            f"numba cannot compile CUDA kernels here ({type(error).__name__}: {first_line}); "
+            'pip install "numba-cuda[cu13]", which needs no GPU'
         )
     return None
 
 
 def _nothing() -> None:
-    """Stand in for a kernel."""
+    pass

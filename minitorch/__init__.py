@@ -29,6 +29,7 @@ from .factories import (
 )
 from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d
 from .fast_ops import FastBackend, FastOps
+from .function import Function
 from .gradient_check import grad_central_difference, grad_check
 from .module import Module, Parameter
 from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear
@@ -77,7 +78,6 @@ from .tensor_functions import (
     Copy,
     Exp,
     FlashAttention,
-    Function,
     Inv,
     IsClose,
     Log,

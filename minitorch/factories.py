@@ -37,7 +37,7 @@ def full(
     value: float,
     backend: TensorBackend = SimpleBackend,
     requires_grad: bool = False,
-    dtype: npt.DTypeLike = None,
+    dtype: npt.DTypeLike | None = None,
 ) -> Tensor:
     """Return a tensor of equal elements.
 
@@ -55,7 +55,7 @@ def zeros(
     shape: UserShape,
     backend: TensorBackend = SimpleBackend,
     requires_grad: bool = False,
-    dtype: npt.DTypeLike = None,
+    dtype: npt.DTypeLike | None = None,
 ) -> Tensor:
     """Return a tensor of zeros; arguments as in :func:`full`."""
     return full(shape, 0.0, backend, requires_grad, dtype)
@@ -65,7 +65,7 @@ def ones(
     shape: UserShape,
     backend: TensorBackend = SimpleBackend,
     requires_grad: bool = False,
-    dtype: npt.DTypeLike = None,
+    dtype: npt.DTypeLike | None = None,
 ) -> Tensor:
     """Return a tensor of ones; arguments as in :func:`full`."""
     return full(shape, 1.0, backend, requires_grad, dtype)
@@ -75,7 +75,7 @@ def rand(
     shape: UserShape,
     backend: TensorBackend = SimpleBackend,
     requires_grad: bool = False,
-    dtype: npt.DTypeLike = None,
+    dtype: npt.DTypeLike | None = None,
 ) -> Tensor:
     """Return a tensor drawn uniformly from [0, 1), with Python's ``random``.
 
@@ -90,7 +90,7 @@ def randn(
     shape: UserShape,
     backend: TensorBackend = SimpleBackend,
     requires_grad: bool = False,
-    dtype: npt.DTypeLike = None,
+    dtype: npt.DTypeLike | None = None,
 ) -> Tensor:
     """Return a tensor drawn from the standard normal distribution, with ``numpy.random``.
 
@@ -104,7 +104,7 @@ def tensor(
     ls: Any,
     backend: TensorBackend = SimpleBackend,
     requires_grad: bool = False,
-    dtype: npt.DTypeLike = None,
+    dtype: npt.DTypeLike | None = None,
 ) -> Tensor:
     """Return a tensor of the given numbers.
 

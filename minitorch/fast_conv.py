@@ -9,7 +9,7 @@ from numba import prange
 from kernels.compiled import njit_cached
 
 from .autodiff import Context
-from .tensor_functions import Function
+from .function import Function
 from .tensor_ops import result_dtype
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ def _tensor_conv1d(
     kernel = weight_shape[2]
     step = -1 if reverse else 1
     for item in prange(out_size):
-        b, o, w = item // (out_channels * out_width), item // out_width % out_channels, item % out_width
+        b, o, w = (
+            item // (out_channels * out_width),
+            item // out_width % out_channels,
+            item % out_width,
+        )
         total = out.dtype.type(0)
         for i in range(in_channels):
             source = b * input_strides[0] + i * input_strides[1]
@@ -53,7 +57,10 @@ def _tensor_conv1d(
             for k in range(kernel):
                 x = w + step * k
                 if 0 <= x < width:
-                    total += input[source + x * input_strides[2]] * weight[factor + k * weight_strides[2]]
+                    total += (
+                        input[source + x * input_strides[2]]
+                        * weight[factor + k * weight_strides[2]]
+                    )
         out[b * out_strides[0] + o * out_strides[1] + w * out_strides[2]] = total
 
 
@@ -89,7 +96,10 @@ def _tensor_conv2d(
     step = -1 if reverse else 1
     for item in prange(out_size):
         w, h = item % out_width, item // out_width % out_height
-        o, b = item // (out_width * out_height) % out_channels, item // (out_width * out_height * out_channels)
+        o, b = (
+            item // (out_width * out_height) % out_channels,
+            item // (out_width * out_height * out_channels),
+        )
         total = out.dtype.type(0)
         for i in range(in_channels):
             for kh in range(kernel_h):
@@ -100,8 +110,13 @@ def _tensor_conv2d(
                     for kw in range(kernel_w):
                         x = w + step * kw
                         if 0 <= x < width:
-                            total += input[source + x * input_strides[3]] * weight[factor + kw * weight_strides[3]]
-        out[b * out_strides[0] + o * out_strides[1] + h * out_strides[2] + w * out_strides[3]] = total
+                            total += (
+                                input[source + x * input_strides[3]]
+                                * weight[factor + kw * weight_strides[3]]
+                            )
+        out[b * out_strides[0] + o * out_strides[1] + h * out_strides[2] + w * out_strides[3]] = (
+            total
+        )
 
 
 tensor_conv2d = njit_cached(_tensor_conv2d, parallel=True)

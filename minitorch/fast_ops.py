@@ -13,11 +13,14 @@ from numba.extending import register_jitable
 
 from kernels import launch
 from kernels.compiled import njit_cached
-from kernels.cpu import fused
+from kernels.cpu import blas, fused
 
 from . import operators
 from .tensor_data import MAX_DIMS, TensorData, broadcast_index, index_to_position, to_index
 from .tensor_ops import Loop, TensorBackend, TensorOps
+
+#: Neighbouring outputs that a reduction folds together: two cache lines of float32.
+RUN = 32
 
 # Compiled code may call these; plain Python still sees the plain functions.
 for _helper in (to_index, broadcast_index, index_to_position):
@@ -121,7 +124,9 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
 def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
     """Return the compiled loop that folds one dimension onto the values already in the output.
 
-    Output elements run in parallel; the inner loop calls nothing but ``fn`` and writes nothing.
+    Rows of the output run in parallel.  When the folded dimension is the last, the inner loop runs
+    along it and writes nothing.  Otherwise a run of neighbouring outputs is folded together, so that
+    memory is read in order.
 
     Returns:
         A dispatcher of the storage, shape and strides of out and a, and the dimension.
@@ -130,16 +135,30 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
 
     def _reduce(out, out_shape, out_strides, a, a_shape, a_strides, reduce_dim):
         length, step = a_shape[reduce_dim], a_strides[reduce_dim]
-        for ordinal in prange(len(out)):
+        last = len(out_shape) - 1
+        # Neighbouring outputs that one work item folds: 1 when they are folded themselves.
+        run = min(out_shape[last], RUN)
+        runs = (out_shape[last] + run - 1) // run
+        out_step, a_step = out_strides[last], a_strides[last]
+        rows = size_of(out_shape[:last])
+        for item in prange(rows * runs):
             index = np.zeros(MAX_DIMS, np.int64)
-            to_index(ordinal, out_shape, index)
+            to_index(item // runs, out_shape[:last], index)
+            index[last] = item % runs * run
             o = index_to_position(index, out_strides)
             i = index_to_position(index, a_strides)
-            total = out[o]
-            for _ in range(length):
-                total = fn(total, a[i])
-                i += step
-            out[o] = total
+            count = min(run, out_shape[last] - index[last])
+            if count == 1:
+                total = out[o]
+                for _ in range(length):
+                    total = fn(total, a[i])
+                    i += step
+                out[o] = total
+            else:
+                for _ in range(length):
+                    for n in range(count):
+                        out[o + n * out_step] = fn(out[o + n * out_step], a[i + n * a_step])
+                    i += step
 
     return _compile(_reduce, fn)
 
@@ -245,7 +264,7 @@ class FastOps(TensorOps):
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
         """Fill ``out`` with the product: by BLAS if it can read the operands as they lie."""
         if a.dtype == b.dtype == out.dtype and _for_blas(a) and _for_blas(b):
-            np.matmul(a.to_array(), b.to_array(), out=out.to_array())
+            blas.matmul(a.to_array(), b.to_array(), out.to_array())
         else:
             super().matmul_into(out, a, b)
 

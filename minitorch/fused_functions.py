@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .autodiff import Context
-from .tensor_functions import Function
+from .function import Function
 
 if TYPE_CHECKING:
     from .tensor import Tensor

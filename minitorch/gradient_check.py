@@ -62,5 +62,3 @@ def grad_check(f: Callable[..., Tensor], *vals: Tensor, tol: float = 1e-2) -> No
             err_msg=f"gradient of argument {i}, shape {x.shape}, at {tuple(map(int, ind))}: "
             "backward (actual) against central difference (desired)",
         )
-
-

@@ -24,6 +24,7 @@ class Embedding(Module):
         embedding_dim: Length of a vector.
         backend: Of the parameters.
         dtype: Of the parameters; the default dtype when None.
+        std: Standard deviation of the table at the start.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class Embedding(Module):
         num_embeddings: int,
         embedding_dim: int,
         backend: TensorBackend = SimpleBackend,
-        dtype: npt.DTypeLike = None,
+        dtype: npt.DTypeLike | None = None,
+        std: float = 1.0,
     ):
         super().__init__()
         self.backend = backend
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.weights = Parameter(randn((num_embeddings, embedding_dim), backend, dtype=dtype))
+        table = randn((num_embeddings, embedding_dim), backend, dtype=dtype)
+        self.weights = Parameter(table if std == 1.0 else table * std)
 
     def forward(self, x: Any) -> Tensor:
         """Look up each index.
@@ -73,7 +76,7 @@ class Linear(Module):
         out_size: int,
         bias: bool = True,
         backend: TensorBackend = SimpleBackend,
-        dtype: npt.DTypeLike = None,
+        dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
         self.in_size, self.out_size = in_size, out_size
@@ -110,7 +113,7 @@ class LayerNorm1d(Module):
         dim: int,
         eps: float = 1e-5,
         backend: TensorBackend = SimpleBackend,
-        dtype: npt.DTypeLike = None,
+        dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
         self.dim, self.eps = dim, eps

@@ -13,9 +13,10 @@ from kernels.masks import is_visible
 from . import operators
 from .factories import from_numpy, rand, tensor
 from .fast_ops import FastOps
+from .function import as_int, is_tensor
 from .fused_functions import CrossEntropy, Gelu, Softmax
 from .tensor import Tensor
-from .tensor_functions import Max, as_int, is_tensor
+from .tensor_functions import Max
 from .tensor_ops import normalize_dim
 
 #: The published fold behind :func:`max`, on the fast backend.

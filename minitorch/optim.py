@@ -101,7 +101,10 @@ class Adam(Optimizer):
         if fused is None:
             return self._composed(p, value, grad, decay)
         if p not in self.moments:
-            self.moments[p] = (np.zeros(value.shape, value.dtype), np.zeros(value.shape, value.dtype))
+            self.moments[p] = (
+                np.zeros(value.shape, value.dtype),
+                np.zeros(value.shape, value.dtype),
+            )
         m, v = self.moments[p]
         moved = fused.adam_step(
             value.array(), grad.array(), m, v, lr=self.lr, beta1=self.beta1, beta2=self.beta2,

@@ -93,9 +93,7 @@ def to_index(ordinal: int, shape: Shape, out_index: OutIndex) -> None:
         rest = rest // extent
 
 
-def broadcast_index(
-    big_index: Index, big_shape: Shape, shape: Shape, out_index: OutIndex
-) -> None:
+def broadcast_index(big_index: Index, big_shape: Shape, shape: Shape, out_index: OutIndex) -> None:
     """Map an index of a broadcast result back to an operand: align right, size-1 dimensions to 0.
 
     Args:
@@ -154,8 +152,10 @@ class TensorData:
         strides: Elements to step for each dimension, a tuple; row-major when None.
 
     Raises:
-        IndexingError: If strides and shape have different lengths.
-        AssertionError: If shape or strides is no tuple, or the storage has another size.
+        IndexingError: If strides and shape have different lengths, or an index would leave the
+            storage.
+        AssertionError: If shape or strides is no tuple, or the storage has another size or is not
+            flat, or there are more than MAX_DIMS dimensions.
     """
 
     _storage: Storage
@@ -175,6 +175,7 @@ class TensorData:
             self._storage = storage  # type: ignore[assignment]
         else:
             self._storage = np.array(storage, dtype=_default_dtype)
+        row_major = strides is None
         if strides is None:
             strides = strides_from_shape(shape)
         assert isinstance(strides, tuple), f"strides must be a tuple, got {strides!r}"
@@ -190,9 +191,24 @@ class TensorData:
         self.size = int(prod(shape))
         self._shape = np.array(shape, dtype=np.int64)
         self._strides = np.array(strides, dtype=np.int64)
+        assert self._storage.ndim == 1, (
+            f"the storage must be flat, got an array of shape {self._storage.shape}; pass it as "
+            "array.reshape(-1), or use minitorch.from_numpy"
+        )
         assert len(self._storage) == self.size, (
             f"shape {shape} holds {self.size} elements, the storage has {len(self._storage)}"
         )
+        # Compiled loops trust what follows: they check no index and have buffers of MAX_DIMS.
+        assert self.dims <= MAX_DIMS, (
+            f"a tensor has at most {MAX_DIMS} dimensions, got {self.dims}; join some with view"
+        )
+        if self.size and not row_major:
+            last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            if last >= self.size or min(strides, default=0) < 0:
+                raise IndexingError(
+                    f"strides {strides} lead outside the {self.size} elements of shape {shape}; "
+                    "they must not be negative, and the last index must lie in the storage"
+                )
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -254,7 +270,7 @@ class TensorData:
         out_index = np.zeros(self.dims, dtype=np.int64)
         for ordinal in range(self.size):
             to_index(ordinal, self._shape, out_index)
-            yield tuple(out_index)
+            yield tuple(out_index)  # type: ignore[misc]
 
     def sample(self) -> UserIndex:
         """Return a random valid index, drawn with Python's ``random``."""

@@ -9,75 +9,12 @@ import numpy as np
 
 from kernels import launch, make_problem
 
-from .autodiff import Context, History
+from .autodiff import Context
+from .function import Function, as_int, as_ints, is_tensor
 from .tensor_data import UserShape, strides_from_shape
-from .tensor_ops import result_dtype
 
 if TYPE_CHECKING:
     from .tensor import Tensor
-
-
-def wrap_tuple(x: Any) -> tuple[Any, ...]:
-    """Turn a single value into a tuple of one; leave a tuple alone."""
-    return x if isinstance(x, tuple) else (x,)
-
-
-def is_tensor(x: Any) -> bool:
-    """Tell whether ``x`` takes part in differentiation, without importing the Tensor class."""
-    return hasattr(x, "history")
-
-
-def as_int(x: Any) -> int:
-    """Return an option as an int; published code passes options as tensors of one element."""
-    return int(x.item()) if is_tensor(x) else int(x)
-
-
-def as_ints(x: Any) -> tuple[int, ...]:
-    """Return a list-like option as a tuple of ints; published code passes a tensor."""
-    return tuple(int(i) for i in (x.to_numpy().reshape(-1) if is_tensor(x) else x))
-
-
-class Function:
-    """A differentiable function of tensors.
-
-    A subclass defines two static methods and is never instantiated:
-
-    - ``forward(ctx, *args) -> Tensor`` computes the value and saves in ``ctx`` what ``backward``
-      needs; its tensor arguments carry no history.
-    - ``backward(ctx, grad_output)`` returns a gradient for each argument of ``forward``: a tensor
-      for a tensor, which may still have the broadcast shape, and None (or 0.0) for an option.
-    """
-
-    forward: Any
-    backward: Any
-
-    @classmethod
-    def _forward(cls, ctx: Context, *args: Any) -> Tensor:
-        return cls.forward(ctx, *args)
-
-    @classmethod
-    def _backward(cls, ctx: Context, grad_output: Tensor) -> tuple[Any, ...]:
-        return wrap_tuple(cls.backward(ctx, grad_output))
-
-    @classmethod
-    def apply(cls, *args: Any) -> Tensor:
-        """Compute the function and record in the result how it was computed.
-
-        Args:
-            *args: Tensors, and options that are no tensors; at least one tensor.
-
-        Returns:
-            A new tensor; it has a history only if a tensor argument requires a gradient.
-        """
-        need_grad = any(is_tensor(arg) and arg.requires_grad() for arg in args)
-        ctx = Context(no_grad=not need_grad)
-        value = cls._forward(ctx, *(arg.detach() if is_tensor(arg) else arg for arg in args))
-        # A tensor of its own: `value` may be saved in ctx, and a history on it would close a cycle
-        # that keeps the whole graph in memory.
-        result = value.detach()
-        if need_grad:
-            result.history = History(cls, ctx, args)
-        return result
 
 
 class Neg(Function):
@@ -463,11 +400,10 @@ class FlashAttention(Function):
         return result
 
     @staticmethod
-    def backward(
-        ctx: Context, grad_output: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Recompute the probabilities tile by tile and return dq, dk and dv."""
         target, problem, q, k, v, out, lse = ctx.saved_values
-        arrays = (t.array() for t in (grad_output, q, k, v, out))
-        dq, dk, dv = (q.wrap(g) for g in launch.backward(target, problem, *arrays, lse))
+        dout, *operands = (t.array() for t in (grad_output, q, k, v, out))
+        gradients = launch.backward(target, problem, dout, *operands, lse)
+        dq, dk, dv = (q.wrap(gradient) for gradient in gradients)
         return dq, dk, dv, None, None

@@ -25,7 +25,6 @@ from .tensor_data import (
     get_default_dtype,
     index_to_position,
     shape_broadcast,
-    strides_from_shape,
     to_index,
 )
 

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear
 from .module import Module
+from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear
 from .nn import GELU, naive_attention, softmax_loss
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 
 ATTENTIONS = ("flash", "naive")
+
+#: Standard deviation of a language model's embeddings at the start, as in GPT-2: a table that also
+#: scores the tokens (tie_weights) must not start with large scores.
+EMBEDDING_STD = 0.02
 
 
 class MultiHeadAttention(Module):
@@ -44,7 +48,7 @@ class MultiHeadAttention(Module):
         use_flash_attention: bool = False,
         *,
         attention: str = "flash",
-        dtype: npt.DTypeLike = None,
+        dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
         backend = backend or SimpleBackend
@@ -99,7 +103,7 @@ class FeedForward(Module):
         p_dropout: float = 0.1,
         bias: bool = True,
         backend: TensorBackend | None = None,
-        dtype: npt.DTypeLike = None,
+        dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
         backend = backend or SimpleBackend
@@ -142,7 +146,7 @@ class TransformerLayer(Module):
         *,
         attention: str = "flash",
         middle_dim: int = 256,
-        dtype: npt.DTypeLike = None,
+        dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
         backend = backend or SimpleBackend
@@ -198,14 +202,14 @@ class DecoderLM(Module):
         attention: str = "flash",
         middle_dim: int = 256,
         tie_weights: bool = False,
-        dtype: npt.DTypeLike = None,
+        dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
         backend = backend or SimpleBackend
         self.backend = backend
         self.n_vocab, self.n_embd, self.n_positions = n_vocab, n_embd, n_positions
-        self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype)
-        self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype)
+        self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, EMBEDDING_STD)
+        self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, EMBEDDING_STD)
         self.layer_names = [f"t_layer_{i + 1}" for i in range(n_layer)]
         for name in self.layer_names:
             layer = TransformerLayer(

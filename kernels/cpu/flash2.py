@@ -57,8 +57,20 @@ def pack_transposed(source, factor, target):
 
 @njit(fastmath=FASTMATH)
 def forward_tile(q, k, v, out, lse, scale, diagonal, row, block_q, block_k):
-    # q (rows, head_dim), k (seq_k, head_dim), v (seq_k, value_dim), out (rows, value_dim),
-    # lse (rows,): one head, and of q, out and lse the rows from `row` on.
+    """Fill one query tile of out and lse: loop over the key tiles that it visits.
+
+    Args:
+        q: (rows, head_dim), the rows of one head from ``row`` on.
+        k: (seq_k, head_dim).
+        v: (seq_k, value_dim).
+        out: (rows, value_dim), written.
+        lse: (rows,), written.
+        scale: Multiplies the scores.
+        diagonal: See ``Problem``.
+        row: Number of the first row.
+        block_q: Lanes, at least rows.
+        block_k: Key columns a tile.
+    """
     rows, seq_k, value_dim = q.shape[0], k.shape[0], v.shape[1]
     zero, minus_inf = lse.dtype.type(0), lse.dtype.type(-np.inf)
     # 4: load Q_i, transposed and scaled
@@ -119,11 +131,25 @@ def forward_tile(q, k, v, out, lse, scale, diagonal, row, block_q, block_k):
 
 
 @njit(fastmath=FASTMATH)
-def backward_tile(
-    dout, q, k, v, lse, delta, dq, dk, dv, scale, diagonal, col, block_q, block_k
-):
-    # q, dq (seq_q, head_dim), dout (seq_q, value_dim), lse, delta (seq_q,): one head;
-    # k, dk (cols, head_dim), v, dv (cols, value_dim): its columns from `col` on.
+def backward_tile(dout, q, k, v, lse, delta, dq, dk, dv, scale, diagonal, col, block_q, block_k):
+    """Fill one key tile of dk and dv, and add to dq: loop over the query tiles that see it.
+
+    Args:
+        dout: (seq_q, value_dim).
+        q: (seq_q, head_dim).
+        k: (cols, head_dim), the columns of one head from ``col`` on.
+        v: (cols, value_dim).
+        lse: (seq_q,).
+        delta: (seq_q,).
+        dq: (seq_q, head_dim), added to, without the factor ``scale``.
+        dk: (cols, head_dim), written.
+        dv: (cols, value_dim), written.
+        scale: Multiplies the scores.
+        diagonal: See ``Problem``.
+        col: Number of the first column.
+        block_q: Query rows a tile.
+        block_k: Lanes, at least cols.
+    """
     cols, seq_q = k.shape[0], q.shape[0]
     head_dim, value_dim = q.shape[1], v.shape[1]
     # 6: load K_j, V_j
@@ -198,9 +224,7 @@ def forward_kernel(q, k, v, out, lse, scale, diagonal, block_q, block_k):
 
 
 @njit_cached(parallel=True, fastmath=FASTMATH)
-def backward_kernel(
-    dout, q, k, v, lse, delta, dq_parts, dk, dv, scale, diagonal, block_q, block_k
-):
+def backward_kernel(dout, q, k, v, lse, delta, dq_parts, dk, dv, scale, diagonal, block_q, block_k):
     """Run one work item per part and head: every parts-th key tile, with a dq of its own."""
     parts = dq_parts.shape[0]
     batch, heads, _, _ = q.shape

@@ -190,10 +190,11 @@ def layer_norm_backward(
 
 
 @njit(fastmath=FASTMATH)
-def gelu_gate(x):
-    """Return sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x³): GELU's tanh form is x * sigmoid(2u)."""
-    one = x.dtype.type(1)
-    cubic, factor = x.dtype.type(GELU_CUBIC), x.dtype.type(2.0 * SQRT_2_OVER_PI * LOG2_E)
+def gelu_gate(x, one, cubic, factor):
+    """Return sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x³): GELU's tanh form is x * sigmoid(2u).
+
+    The constants come from the caller, in the dtype of x: a Python float would promote float32.
+    """
     z = factor * (x + cubic * x * x * x)
     # exp2 takes arguments that are not positive: sigmoid(z) = 1 - sigmoid(-z).
     small = exp2(-abs(z))
@@ -203,23 +204,26 @@ def gelu_gate(x):
 
 @njit_cached(parallel=True, fastmath=FASTMATH)
 def _gelu(x, out):
+    one, cubic = x.dtype.type(1), x.dtype.type(GELU_CUBIC)
+    factor = x.dtype.type(2.0 * SQRT_2_OVER_PI * LOG2_E)
     for chunk in prange((len(x) + CHUNK - 1) // CHUNK):
         start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, len(x))
         v, y = x[start:stop], out[start:stop]
         for i in range(len(v)):
-            y[i] = v[i] * gelu_gate(v[i])
+            y[i] = v[i] * gelu_gate(v[i], one, cubic, factor)
 
 
 @njit_cached(parallel=True, fastmath=FASTMATH)
 def _gelu_backward(dout, x, dx):
-    one, three = x.dtype.type(1), x.dtype.type(3.0 * GELU_CUBIC)
-    factor = x.dtype.type(2.0 * SQRT_2_OVER_PI)
+    one, cubic = x.dtype.type(1), x.dtype.type(GELU_CUBIC)
+    factor = x.dtype.type(2.0 * SQRT_2_OVER_PI * LOG2_E)
+    inner, three = x.dtype.type(2.0 * SQRT_2_OVER_PI), x.dtype.type(3.0 * GELU_CUBIC)
     for chunk in prange((len(x) + CHUNK - 1) // CHUNK):
         start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, len(x))
         g, v, d = dout[start:stop], x[start:stop], dx[start:stop]
         for i in range(len(v)):
-            gate = gelu_gate(v[i])
-            slope = factor * (one + three * v[i] * v[i])
+            gate = gelu_gate(v[i], one, cubic, factor)
+            slope = inner * (one + three * v[i] * v[i])
             d[i] = g[i] * (gate + v[i] * gate * (one - gate) * slope)
 
 

@@ -1,0 +1,170 @@
+"""What tensors can be asked: every operator and method is a Function applied to the tensor itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from kernels import takes_attention_options
+
+from .tensor_functions import (
+    EQ,
+    LT,
+    Add,
+    All,
+    Copy,
+    Exp,
+    FlashAttention,
+    Inv,
+    IsClose,
+    Log,
+    MatMul,
+    Mul,
+    Neg,
+    Permute,
+    PowerScalar,
+    ReLU,
+    Sigmoid,
+    Sum,
+    Tanh,
+    View,
+)
+from .tensor_ops import normalize_dim
+
+if TYPE_CHECKING:
+    from .tensor import Tensor
+
+TensorLike: TypeAlias = "float | int | Tensor"
+
+
+class TensorOperators:
+    """The operators and methods of :class:`minitorch.tensor.Tensor`, which inherits them."""
+
+    if TYPE_CHECKING:  # what the methods below need of the tensor
+        _tensor: Any
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...
+        @property
+        def size(self) -> int: ...
+        def _ensure_tensor(self, b: Any) -> Tensor: ...
+
+    def __add__(self, b: TensorLike) -> Tensor:
+        return Add.apply(self, self._ensure_tensor(b))
+
+    def __sub__(self, b: TensorLike) -> Tensor:
+        return Add.apply(self, Neg.apply(self._ensure_tensor(b)))
+
+    def __mul__(self, b: TensorLike) -> Tensor:
+        return Mul.apply(self, self._ensure_tensor(b))
+
+    def __truediv__(self, b: TensorLike) -> Tensor:
+        return Mul.apply(self, Inv.apply(self._ensure_tensor(b)))
+
+    def __pow__(self, exponent: TensorLike) -> Tensor:
+        return PowerScalar.apply(self, self._ensure_tensor(exponent))
+
+    def __radd__(self, b: TensorLike) -> Tensor:
+        return self + b
+
+    def __rsub__(self, b: TensorLike) -> Tensor:
+        return Add.apply(self._ensure_tensor(b), Neg.apply(self))
+
+    def __rmul__(self, b: TensorLike) -> Tensor:
+        return self * b
+
+    def __rtruediv__(self, b: TensorLike) -> Tensor:
+        return Mul.apply(self._ensure_tensor(b), Inv.apply(self))
+
+    def __matmul__(self, b: Tensor) -> Tensor:
+        """Multiply matrices; see ``TensorOps.matrix_multiply``."""
+        return MatMul.apply(self, self._ensure_tensor(b))
+
+    def __neg__(self) -> Tensor:
+        return Neg.apply(self)
+
+    def __lt__(self, b: TensorLike) -> Tensor:
+        return LT.apply(self, self._ensure_tensor(b))
+
+    def __gt__(self, b: TensorLike) -> Tensor:
+        return LT.apply(self._ensure_tensor(b), self)
+
+    def __eq__(self, b: TensorLike) -> Tensor:  # type: ignore[override]
+        return EQ.apply(self, self._ensure_tensor(b))
+
+    def all(self, dim: int | None = None) -> Tensor:
+        """Return 1 where every element along ``dim`` is 1; over everything, of shape (1,)."""
+        if dim is None:
+            return All.apply(self.view(self.size), 0)
+        return All.apply(self, normalize_dim(dim, self.shape))
+
+    def is_close(self, y: Tensor) -> Tensor:
+        """Return 1 where the two differ by less than 0.01."""
+        return IsClose.apply(self, self._ensure_tensor(y))
+
+    def sigmoid(self) -> Tensor:
+        """Return 1 / (1 + e^-x)."""
+        return Sigmoid.apply(self)
+
+    def relu(self) -> Tensor:
+        """Return x where it is positive, else 0."""
+        return ReLU.apply(self)
+
+    def log(self) -> Tensor:
+        """Return the natural logarithm of x + EPS."""
+        return Log.apply(self)
+
+    def exp(self) -> Tensor:
+        """Return e^x."""
+        return Exp.apply(self)
+
+    def tanh(self) -> Tensor:
+        """Return the hyperbolic tangent."""
+        return Tanh.apply(self)
+
+    def sum(self, dim: int | None = None) -> Tensor:
+        """Sum over ``dim``, which stays with size 1; over everything, to shape (1,)."""
+        if dim is None:
+            return Sum.apply(self.contiguous().view(self.size), 0)
+        return Sum.apply(self, normalize_dim(dim, self.shape))
+
+    def mean(self, dim: int | None = None) -> Tensor:
+        """Average over ``dim``, which stays with size 1; over everything, to shape (1,)."""
+        count = self.size if dim is None else self.shape[normalize_dim(dim, self.shape)]
+        return self.sum(dim) / count
+
+    def var(self, dim: int | None = None) -> Tensor:
+        """Return the variance (divided by the count) over ``dim``, or over everything."""
+        deviation = self - self.mean(dim)
+        return (deviation * deviation).mean(dim)
+
+    def permute(self, *order: int) -> Tensor:
+        """Return a view with the dimensions in another order."""
+        return Permute.apply(self, order)
+
+    def view(self, *shape: int) -> Tensor:
+        """Return a view of another shape; the tensor must be contiguous."""
+        return View.apply(self, shape)
+
+    @takes_attention_options
+    def flash_attention(self, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Attend with these queries to keys and values, in one fused kernel.
+
+        Args:
+            k: (…, heads, seq_k, head_dim); these queries are (…, heads, seq_q, head_dim).
+            v: (…, heads, seq_k, value_dim).
+            args: Options by position: attn_mask, dropout_p, is_causal, scale, enable_gqa.
+            options: Options by name; see ``kernels.make_problem`` for each one's meaning.
+
+        Returns:
+            (…, heads, seq_q, value_dim).
+
+        Raises:
+            TypeError: For operands of different dtype or backend, or an option of the wrong type.
+            ValueError: For shapes or values that do not fit.
+            NotImplementedError: For an option that this version does not have yet.
+        """
+        return FlashAttention.apply(self, k, v, args, options)
+
+    def contiguous(self) -> Tensor:
+        """Return the tensor in row-major order: itself if it is, else a copy."""
+        return cast("Tensor", self) if self._tensor.is_contiguous() else Copy.apply(self)

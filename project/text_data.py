@@ -1,0 +1,95 @@
+"""Text for the language models: the manual that ships with Python, or a file of the user's."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int64]
+
+#: Part of the text that is never trained on: its end.
+HELD_OUT = 0.1
+
+
+def manual_text() -> str:
+    """Return the topics of Python's own manual, about half a megabyte of English."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def read_text(path: str | None) -> str:
+    """Return the text of a file, or the manual's when there is none; exit with one line if it fails."""
+    if path is None:
+        return manual_text()
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        sys.exit(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); convert it first")
+    except OSError as error:
+        sys.exit(f"{path}: {error.strerror}; pass the path of a text file, or none for the manual")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text as tokens, one per character.
+
+    Attributes:
+        characters: The vocabulary; a character's id is its place in it.
+        train: Ids to learn from.
+        held_out: Ids to judge by.
+    """
+
+    characters: str
+    train: Tokens
+    held_out: Tokens
+
+    @classmethod
+    def from_text(cls, text: str, context: int) -> Corpus:
+        """Split a text; exit with one line if it is too short for the context."""
+        characters = "".join(sorted(set(text)))
+        ids = encode(text, characters)
+        cut = int(len(ids) * (1.0 - HELD_OUT))
+        if len(ids) - cut < context + 1 or cut < context + 1:
+            sys.exit(
+                f"the text has {len(text)} characters; training with a context of {context} needs "
+                f"at least {int((context + 2) / HELD_OUT)}: take a longer text or a shorter context"
+            )
+        return cls(characters, ids[:cut], ids[cut:])
+
+    def batch(
+        self, rng: np.random.Generator, batch_size: int, context: int
+    ) -> tuple[Tokens, Tokens]:
+        """Draw windows of the training text.
+
+        Returns:
+            Inputs and targets, (batch_size, context) each; a target is the character that follows.
+        """
+        starts = rng.integers(0, len(self.train) - context, batch_size)
+        windows = self.train[starts[:, None] + np.arange(context + 1)]
+        return windows[:, :-1], windows[:, 1:]
+
+    def held_out_windows(self, context: int) -> tuple[Tokens, Tokens]:
+        """Cut the held-out text into windows that do not overlap: inputs and targets."""
+        count = (len(self.held_out) - 1) // context
+        starts = np.arange(count) * context
+        windows = self.held_out[starts[:, None] + np.arange(context + 1)]
+        return windows[:, :-1], windows[:, 1:]
+
+
+def encode(text: str, characters: str) -> Tokens:
+    """Return the id of each character; exit with one line if one is not in the vocabulary."""
+    ids = {character: i for i, character in enumerate(characters)}
+    unknown = sorted(set(text) - ids.keys())
+    if unknown:
+        sys.exit(f"the model has never seen {unknown[:5]}; its characters are {characters!r}")
+    return np.array([ids[character] for character in text], dtype=np.int64)
+
+
+def decode(ids: list[int], characters: str) -> str:
+    """Return the text of a list of ids."""
+    return "".join(characters[i] for i in ids)

@@ -1,0 +1,43 @@
+"""Packaging. The core's requirements stand in requirements.txt; everything else is an extra."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+LINES = (HERE / "requirements.txt").read_text(encoding="utf-8").splitlines()
+README = HERE / "README.md"
+
+EXTRAS = {
+    # CUDA kernels on an NVIDIA GPU. cu13 needs driver 580 or newer; for an older one install
+    # "numba-cuda[cu12]" instead.
+    "cuda": ["numba-cuda[cu13]>=0.30,<0.40; sys_platform != 'darwin'"],
+    "plot": ["matplotlib>=3.7,<4"],
+    "app": ["streamlit>=1.30,<2", "plotly>=5.18,<7", "networkx>=3.1,<4"],
+    "docs": ["sphinx>=7.2,<9", "furo>=2024.1", "myst-parser>=3,<6"],
+    "dist": ["build>=1,<2", "twine>=5,<7"],
+    "test": [
+        "hypothesis>=6.100,<7",
+        "pytest>=8,<10",
+        "pytest-xdist>=3.5,<4",
+        "pyright[nodejs]>=1.1.390,<2",
+        "ruff>=0.9,<0.18",
+    ],
+}
+
+setup(
+    name="minitorch-flash",
+    version="0.1.0",
+    description="Autodiff, tensors and FlashAttention kernels in Python that a student can read",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["minitorch", "minitorch.*", "kernels", "kernels.*"]),
+    python_requires=">=3.10,<3.14",
+    install_requires=[line for line in LINES if line and not line.startswith("#")],
+    extras_require=EXTRAS,
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Intended Audience :: Education",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

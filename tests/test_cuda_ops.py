@@ -1,0 +1,420 @@
+"""The CUDA backend against NumPy and the simple backend, in the simulator or on a GPU.
+
+In the simulator a thread of a block is a Python thread: shapes are tiny, and chosen so that they
+divide no block and no tile.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minitorch
+from kernels.geometry import ceil_div
+from kernels.targets import IS_SIMULATOR
+from minitorch import (
+    CudaBackend,
+    SimpleBackend,
+    SimpleOps,
+    Tensor,
+    TensorData,
+    cuda_ops,
+    operators,
+)
+from minitorch.tensor_data import is_device_storage
+
+from .tolerances import assert_close_arrays
+
+pytestmark = pytest.mark.simulator
+
+DTYPES = [np.float32, np.float64]
+
+#: A function of one number, and a NumPy function that it must agree with.
+MAPS: list[tuple[Any, Any]] = [
+    (operators.neg, np.negative),
+    (operators.sigmoid, lambda x: 1.0 / (1.0 + np.exp(-x))),
+    (operators.relu, lambda x: np.maximum(x, 0.0)),
+    (operators.exp, np.exp),
+    (operators.tanh, np.tanh),
+    (operators.inv, lambda x: 1.0 / x),
+    (operators.log, lambda x: np.log(x + operators.EPS)),
+]
+ZIPS: list[tuple[Any, Any]] = [
+    (operators.add, np.add),
+    (operators.mul, np.multiply),
+    (operators.lt, np.less),
+    (operators.eq, np.equal),
+    (operators.relu_back, lambda x, d: np.where(x > 0.0, d, 0.0)),
+    (operators.inv_back, lambda x, d: -d / (x * x)),
+]
+REDUCTIONS: list[tuple[Any, float, Any]] = [
+    (operators.add, 0.0, np.sum),
+    (operators.mul, 1.0, np.prod),
+    (operators.max, -np.inf, np.max),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_barriers() -> Iterator[None]:
+    """Let the simulator's threads hand over often: a barrier waits for each of them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+def draw(shape: tuple[int, ...], dtype: Any = np.float64, seed: int = 0) -> Any:
+    """Draw an array of numbers from 0.5 to 2, where every operator is defined and smooth."""
+    return np.random.default_rng(seed).uniform(0.5, 2.0, shape).astype(dtype)
+
+
+def on_cuda(array: Any) -> Tensor:
+    """Put an array on the CUDA backend, in the layout that it has."""
+    return minitorch.from_numpy(array, backend=CudaBackend)
+
+
+def permuted(array: Any) -> Any:
+    """Return an array of the same shape and values whose dimensions lie in reverse in memory."""
+    return np.asfortranarray(array)
+
+
+def assert_equal(result: Tensor | TensorData, expected: Any, what: str = "result") -> None:
+    """Assert that a result is on the device and close to what NumPy computed."""
+    data = result._tensor if isinstance(result, Tensor) else result
+    assert is_device_storage(data._storage), f"{what} left the device"
+    assert_close_arrays(data.to_array(), expected, data.dtype, what)
+
+
+# -- map, zip and reduce ----------------------------------------------------------------------
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("fn", "expected"), MAPS, ids=lambda f: getattr(f, "__name__", ""))
+def test_map_agrees_with_numpy_and_the_simple_backend(fn: Any, expected: Any, dtype: Any) -> None:
+    mapped = cuda_ops.CudaOps.map(fn)
+    for x in (draw((33,), dtype), permuted(draw((3, 5, 2), dtype)), draw((), dtype)):
+        result = mapped(on_cuda(x))
+        assert result.dtype == dtype
+        assert_equal(result, expected(x), f"{fn.__name__} of shape {x.shape}")
+        simple = SimpleOps.map(fn)(minitorch.from_numpy(x, backend=SimpleBackend))
+        assert_equal(result, simple.to_numpy(), f"{fn.__name__} against SimpleOps")
+
+
+@pytest.mark.task3_3
+def test_map_fills_a_given_tensor_and_broadcasts_to_it() -> None:
+    for shape in [(), (1,), (3,), (2, 1), (2, 3)]:
+        x, out = draw(shape), on_cuda(permuted(draw((2, 3))))
+        assert CudaBackend.id_map(on_cuda(x), out) is out
+        assert_equal(out, np.broadcast_to(x, (2, 3)), f"shape {shape}")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("fn", "expected"), ZIPS, ids=lambda f: getattr(f, "__name__", ""))
+def test_zip_agrees_with_numpy_and_the_simple_backend(fn: Any, expected: Any, dtype: Any) -> None:
+    zipped = cuda_ops.CudaOps.zip(fn)
+    x, y = draw((3, 5), dtype), draw((3, 5), dtype, seed=1)
+    pairs = [(x, y), (x, x), (permuted(x), y), (permuted(x), permuted(y)), (x, y[:1, :1])]
+    for a, b in pairs:
+        result = zipped(on_cuda(a), on_cuda(b))
+        assert result.dtype == dtype
+        assert_equal(result, expected(a, b), f"{fn.__name__} of {a.strides} and {b.strides}")
+        simple = SimpleOps.zip(fn)(
+            *(minitorch.from_numpy(t, backend=SimpleBackend) for t in (a, b))
+        )
+        assert_equal(result, simple.to_numpy(), f"{fn.__name__} against SimpleOps")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [((3, 1, 4), (5, 1)), ((), (3,)), ((33,), (1,)), ((2, 1), (1, 3)), ((1, 1, 1), (2,))],
+)
+def test_zip_broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    x, y = draw(a), draw(b, seed=1)
+    assert_equal(on_cuda(x) + on_cuda(y), x + y, f"shapes {a} and {b}")
+    assert_equal(on_cuda(y) * on_cuda(x), x * y, f"shapes {b} and {a}")
+
+
+@st.composite
+def broadcast_pairs(draw_from: st.DrawFn) -> tuple[Any, Any]:
+    """Draw two arrays in any layout whose shapes broadcast to one of up to four dimensions."""
+    shape = draw_from(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    arrays = []
+    for seed in (0, 1):
+        ones = draw_from(st.lists(st.booleans(), min_size=len(shape), max_size=len(shape)))
+        own = [1 if one else size for one, size in zip(ones, shape, strict=True)]
+        own = own[draw_from(st.integers(0, len(own))) :]
+        order = draw_from(st.permutations(range(len(own))))
+        array = draw(tuple(own[dim] for dim in order), seed=seed)
+        arrays.append(array.transpose(np.argsort(order).astype(int)))
+    return arrays[0], arrays[1]
+
+
+@pytest.mark.task3_3
+@settings(max_examples=15)
+@given(pair=broadcast_pairs())
+def test_any_two_layouts_that_broadcast_multiply_as_in_numpy(pair: tuple[Any, Any]) -> None:
+    x, y = pair
+    assert_equal(on_cuda(x) * on_cuda(y), x * y, f"{x.shape} by {y.shape}")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("fn", "start", "expected"), REDUCTIONS, ids=["add", "mul", "max"])
+def test_reduce_agrees_with_numpy(fn: Any, start: float, expected: Any, dtype: Any) -> None:
+    reduced = cuda_ops.CudaOps.reduce(fn, start)
+    for x in (draw((5,), dtype), permuted(draw((3, 7, 2), dtype)), draw((2, 33), dtype)):
+        for dim in range(x.ndim):
+            result = reduced(on_cuda(x), dim)
+            assert result.dtype == dtype
+            assert_equal(result, expected(x, axis=dim, keepdims=True), f"{x.shape}, dim {dim}")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 1023, 1024, 1025, 2049])
+def test_reduce_folds_every_element_of_a_dimension_of_any_length(length: int) -> None:
+    x = draw((2, length))
+    assert_equal(on_cuda(x).sum(1), x.sum(1, keepdims=True), f"{length}, innermost")
+    if length > 1024:
+        assert_equal(on_cuda(permuted(x)).sum(1), x.sum(1, keepdims=True), f"{length}, strided")
+
+
+@pytest.mark.task3_3
+def test_reduce_starts_from_its_start() -> None:
+    x = draw((3, 5))
+    result = cuda_ops.CudaOps.reduce(operators.add, 10.0)(on_cuda(x), 1)
+    assert_equal(result, x.sum(1, keepdims=True) + 10.0)
+
+
+@pytest.mark.task3_3
+def test_a_function_compiled_for_the_device_can_be_lifted_too() -> None:
+    triple = cuda_ops.device_jit(_triple)
+    x = draw((5,))
+    assert_equal(cuda_ops.CudaOps.map(triple)(on_cuda(x)), 3.0 * x)
+
+
+def _triple(x: float) -> float:
+    return 3.0 * x
+
+
+# -- the published launch protocol ------------------------------------------------------------
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("host_shapes", [True, False])
+def test_raw_map_and_zip_take_the_published_arguments(host_shapes: bool) -> None:
+    x, y = on_cuda(draw((7, 5))), on_cuda(permuted(draw((7, 5), seed=1)))
+    triples = [t.tuple() if host_shapes else cuda_ops._operand(t._tensor) for t in (x, y)]
+    threads = cuda_ops.THREADS_PER_BLOCK
+    blocks = ceil_div(x.size, threads)
+
+    out = x.zeros()
+    cuda_ops.tensor_map(operators.exp)[blocks, threads](*out.tuple(), out.size, *triples[1])
+    assert_equal(out, np.exp(y.to_numpy()))
+    cuda_ops.tensor_zip(operators.mul)[blocks, threads](
+        *out.tuple(), out.size, *triples[0], *triples[1]
+    )
+    assert_equal(out, x.to_numpy() * y.to_numpy())
+
+
+@pytest.mark.task3_3
+def test_raw_reduce_writes_one_partial_fold_for_each_1024_elements() -> None:
+    length = 1025
+    x = on_cuda(draw((1, length)))
+    out = x.full((1, ceil_div(length, 1024)), 7.0)  # what out held does not count
+    kernel = cuda_ops.tensor_reduce(operators.add)
+    kernel[out.size, 1024](*out.tuple(), out.size, *x.tuple(), 1, 0.0)
+    values = x.to_numpy()
+    assert_equal(out, [[values[0, :1024].sum(), values[0, 1024:].sum()]])
+
+
+@pytest.mark.task3_4
+def test_raw_matrix_multiply_takes_the_published_launch() -> None:
+    rows, depth, cols, tile = 33, 5, 3, cuda_ops.THREADS_PER_BLOCK
+    x, y = on_cuda(draw((1, rows, depth))), on_cuda(draw((1, depth, cols), seed=1))
+    out = x.zeros((1, rows, cols))
+    grid = (ceil_div(rows, tile), ceil_div(cols, tile), 1)
+    cuda_ops.tensor_matrix_multiply[grid, (tile, tile, 1)](
+        *out.tuple(), out.size, *x.tuple(), *y.tuple()
+    )
+    assert_equal(out, x.to_numpy() @ y.to_numpy())
+
+
+# -- practice kernels ---------------------------------------------------------------------------
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 65])
+def test_sum_practice_sums_each_run_of_32_elements(size: int) -> None:
+    x = draw((size,))
+    result = minitorch.sum_practice(on_cuda(x))
+    runs = [x[start : start + 32].sum() for start in range(0, size, 32)]
+    assert_equal(result, runs + [0.0] * (2 - len(runs)))
+    assert float(result._storage[0]) == pytest.approx(runs[0])
+
+
+@pytest.mark.task3_4
+@pytest.mark.parametrize(
+    "size", [*range(1, 10), 15, 16, 17, 31, 32] if IS_SIMULATOR else range(1, 33)
+)
+def test_mm_practice_multiplies_square_matrices_of_one_block(size: int) -> None:
+    x, y = draw((size, size), DTYPES[size % 2]), draw((size, size), DTYPES[size % 2], seed=1)
+    result = minitorch.mm_practice(on_cuda(x), on_cuda(permuted(y)))
+    assert_equal(result, x @ y)
+
+
+@pytest.mark.task3_4
+def test_mm_practice_refuses_more_than_one_block() -> None:
+    x = on_cuda(draw((33, 33)))
+    with pytest.raises(AssertionError, match="32 rows at most"):
+        minitorch.mm_practice(x, x)
+
+
+# -- matrix products ----------------------------------------------------------------------------
+
+
+@pytest.mark.task3_4
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((1, 1), (1, 1)),
+        ((9, 17), (17, 10)),
+        ((3, 0), (0, 2)),
+        ((2, 3, 5), (2, 5, 4)),
+        ((1, 3, 5), (4, 5, 2)),
+        ((3, 5), (4, 5, 2)),
+        ((2, 1, 3, 2), (3, 2, 4)),
+        ((2, 3, 2, 4), (2, 3, 4, 1)),
+    ],
+)
+def test_matrix_multiply_agrees_with_numpy(
+    a: tuple[int, ...], b: tuple[int, ...], dtype: Any
+) -> None:
+    x, y = draw(a, dtype), draw(b, dtype, seed=1)
+    result = on_cuda(x) @ on_cuda(y)
+    assert result.dtype == dtype
+    assert_equal(result, x @ y, f"{a} @ {b}")
+
+
+@pytest.mark.task3_4
+@pytest.mark.parametrize("layouts", [(permuted, np.array), (np.array, permuted), (permuted,) * 2])
+def test_matrix_multiply_reads_operands_as_they_lie(layouts: tuple[Any, Any]) -> None:
+    x, y = layouts[0](draw((2, 9, 3))), layouts[1](draw((2, 3, 5), seed=1))
+    assert_equal(on_cuda(x) @ on_cuda(y), x @ y)
+
+
+@pytest.mark.task3_4
+def test_operands_of_two_dtypes_multiply_in_the_wider() -> None:
+    x, y = draw((2, 3), np.float32), draw((3, 2), np.float64, seed=1)
+    result = on_cuda(x) @ on_cuda(y)
+    assert result.dtype == np.float64
+    assert_equal(result, x @ y)
+
+
+# -- tensors on the device ------------------------------------------------------------------------
+
+
+@pytest.mark.task3_4
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda a, b: (a * b).sigmoid() + a.exp(),
+        lambda a, b: (a @ b.permute(1, 0)).log().sum(1),
+        lambda a, b: (a / b.sum(0)).tanh().mean(1) * 2.0,
+        lambda a, b: (a - b.mean()).permute(1, 0).contiguous().view(6).relu(),
+    ],
+    ids=["element-wise", "product", "broadcast", "layout"],
+)
+def test_gradients_agree_with_central_differences(f: Any) -> None:
+    random.seed(0)
+    minitorch.grad_check(f, on_cuda(draw((2, 3))), on_cuda(draw((2, 3), seed=1)))
+
+
+@pytest.mark.task3_3
+def test_gradients_of_float32_are_float32_and_on_the_device() -> None:
+    x = on_cuda(draw((2, 3), np.float32))
+    x.requires_grad_(True)
+    (x * x).sum().backward()
+    assert x.grad is not None and x.grad.dtype == np.float32
+    assert_equal(x.grad, 2.0 * x.to_numpy())
+
+
+@pytest.mark.task3_3
+def test_elements_can_be_read_written_and_printed() -> None:
+    x = on_cuda(draw((2, 3)))
+    assert x[1, 2] == x.to_numpy()[1, 2]
+    x[1, 2] = 5.0
+    assert x[1, 2] == 5.0
+    assert x.sum().item() == pytest.approx(x.to_numpy().sum())
+    assert repr(x) == repr(x.cpu())
+
+
+@pytest.mark.task3_3
+def test_moving_to_the_device_and_back_keeps_values_and_dtype() -> None:
+    host = minitorch.from_numpy(draw((2, 3), np.float32))
+    device = host.cuda()
+    assert_equal(device, host.to_numpy())
+    assert device.dtype == device.cpu().dtype == np.float32
+    assert not is_device_storage(device.cpu()._tensor._storage)
+
+
+@pytest.mark.task3_3
+def test_an_operand_on_another_backend_moves_to_the_device() -> None:
+    x, y = draw((2, 3)), draw((3,), seed=1)
+    assert_equal(on_cuda(x) + minitorch.from_numpy(y, backend=SimpleBackend), x + y)
+
+
+@pytest.mark.task3_3
+def test_tensors_without_elements_launch_nothing() -> None:
+    x = on_cuda(np.zeros((0, 3)))
+    assert (x + x).exp().shape == (0, 3)
+    assert x.sum(1).shape == (0, 1)
+    assert_equal(x.sum(0), [[0.0, 0.0, 0.0]])
+
+
+def test_fused_attention_says_that_it_is_not_here_yet() -> None:
+    q = on_cuda(draw((1, 1, 2, 2)))
+    with pytest.raises(NotImplementedError, match="on the CUDA backend comes with the CUDA rungs"):
+        q.flash_attention(q, q)
+
+
+# -- what only a GPU runs -----------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_3
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_maps_and_reductions(dtype: Any) -> None:
+    x = draw((3, 100_003), dtype)
+    device = on_cuda(x)
+    assert_equal((device * 2.0).exp(), np.exp(x * 2))
+    for dim in (0, 1):
+        exact = x.sum(dim, keepdims=True, dtype=np.float64)
+        assert_equal(device.sum(dim), exact, f"sum over {dim}")
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_4
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("a", "b"), [((257, 129), (129, 65)), ((70_000, 1, 3), (3, 2)), ((3, 33, 65), (3, 65, 31))]
+)
+def test_large_products(a: tuple[int, ...], b: tuple[int, ...], dtype: Any) -> None:
+    x, y = draw(a, dtype), draw(b, dtype, seed=1)
+    assert_equal(on_cuda(x) @ on_cuda(y), x.astype(np.float64) @ y, f"{a} @ {b}")
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_3
+def test_a_division_by_zero_is_infinite() -> None:
+    assert CudaBackend.inv_map(on_cuda(np.zeros(1))).item() == np.inf

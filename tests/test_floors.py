@@ -1,0 +1,123 @@
+"""The house: arrows point down only, and each thing that must exist once exists once."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(
+    path
+    for folder in ("kernels", "minitorch", "project")
+    for path in (ROOT / folder).rglob("*.py")
+    if "__pycache__" not in path.parts
+)
+
+# From the ground up; a file imports files of lower floors, or earlier ones of its own floor.
+MINITORCH_FLOORS = [
+    ["operators", "module", "datasets"],
+    ["autodiff", "scalar_functions", "scalar", "testing"],
+    ["tensor_data", "tensor_ops", "fast_ops", "cuda_kernels", "cuda_ops", "cuda_kernel_ops"],
+    [
+        "function",
+        "tensor_functions",
+        "fused_functions",
+        "tensor_operators",
+        "tensor",
+        "factories",
+        "gradient_check",
+        "fast_conv",
+    ],
+    ["nn", "modules_basic", "optim"],
+    ["transformer", "modules_transfomer", "checkpoint", "published"],
+]
+ORDER = {name: i for i, name in enumerate(name for floor in MINITORCH_FLOORS for name in floor)}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(path: Path) -> set[str]:
+    """Absolute names of the modules that a file imports when it runs (not for its types)."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    hidden = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+        for node in ast.walk(block)
+    }
+    names: set[str] = set()
+    package = (
+        module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    )
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(filter(None, [package, base]))
+            names |= {f"{base}.{alias.name}" for alias in node.names} | {base}
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_kernels_know_nothing_of_tensors(path: Path) -> None:
+    if path.is_relative_to(ROOT / "kernels"):
+        assert not {n for n in imported(path) if n.split(".")[0] in ("minitorch", "project")}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_nothing_imports_the_top_floor(path: Path) -> None:
+    if not path.is_relative_to(ROOT / "project"):
+        assert not {n for n in imported(path) if n.split(".")[0] in ("project", "tests", "docs")}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_minitorch_imports_lower_floors_only(path: Path) -> None:
+    if not path.is_relative_to(ROOT / "minitorch") or path.name == "__init__.py":
+        return
+    assert path.stem in ORDER, f"{path.stem} has no floor yet: give it one in this test"
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] == "minitorch" and len(parts) > 1 and parts[1] in ORDER:
+            assert ORDER[parts[1]] < ORDER[path.stem], f"{path.stem} imports {parts[1]}, above it"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_only_targets_imports_numba_cuda(path: Path) -> None:
+    uses = {n for n in imported(path) if n.startswith("numba.cuda")}
+    assert not uses or module_name(path) == "kernels.targets"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_there_are_no_star_imports(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    stars = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
+    assert not stars
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_no_import_hides_in_a_function_but_that_of_an_extra(path: Path) -> None:
+    extras = {"matplotlib", "torch", "streamlit", "plotly", "networkx", "pydoc_data"}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Import):
+                    names = {alias.name.split(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom):
+                    names = {(node.module or "").split(".")[0]}
+                else:
+                    continue
+                assert names <= extras, f"{function.name} imports {names}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_files_stay_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 450

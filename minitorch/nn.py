@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels import make_problem, takes_attention_options
+from kernels import takes_attention_options
 from kernels.masks import is_visible
 
 from . import operators
@@ -16,7 +16,7 @@ from .fast_ops import FastOps
 from .function import as_int, is_tensor
 from .fused_functions import CrossEntropy, Gelu, Softmax
 from .tensor import Tensor
-from .tensor_functions import Max
+from .tensor_functions import Max, attention_problem
 from .tensor_ops import normalize_dim
 
 #: The published fold behind :func:`max`, on the fast backend.
@@ -228,7 +228,7 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any)
 
     Source: FlashAttention, Algorithm 0.
     """
-    problem = make_problem(q, k, v, *args, **options)
+    problem = attention_problem(q, k, v, *args, **options)
     order = (*range(k.dims - 2), k.dims - 1, k.dims - 2)
     scores = (q @ k.permute(*order)) * problem.scale  # (…, seq_q, seq_k)
     if problem.diagonal < problem.seq_k - 1:  # else every row sees every column

@@ -22,7 +22,7 @@ from .tensor_data import (
 )
 from .tensor_functions import To
 from .tensor_operators import TensorOperators
-from .tensor_ops import TensorBackend
+from .tensor_ops import TensorBackend, result_dtype
 
 _tensor_count = 0
 
@@ -256,7 +256,7 @@ class Tensor(TensorOperators):
                 b._type_(self.backend)
             return b
         if isinstance(b, (int, float, np.number)):
-            return self.full((1,), float(b), self.dtype if self.dtype.kind == "f" else None)
+            return self.full((1,), float(b), result_dtype(self))
         raise TypeError(
             f"a tensor combines with a tensor or a number, got {type(b).__name__}; convert it with "
             "minitorch.tensor or minitorch.from_numpy"
@@ -328,6 +328,10 @@ class Tensor(TensorOperators):
                 "or pass a gradient of that shape"
             )
             grad_output = self.full((1,), 1.0)
+        assert grad_output.shape == self.shape, (
+            f"the gradient of a tensor has its shape {self.shape}, got {grad_output.shape}; "
+            "backward starts from the derivative of the result in this very tensor"
+        )
         backpropagate(self, grad_output)
 
     def zero_grad_(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels import launch, make_problem
+from kernels import Problem, launch, make_problem
 
 from .autodiff import Context
 from .function import Function, as_int, as_ints, is_tensor
@@ -360,6 +360,27 @@ def swap_last(a: Tensor) -> Tensor:
     return a._new(a._tensor.permute(*order))
 
 
+def attention_problem(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Problem:
+    """Check the operands and options of attention on tensors; see ``kernels.make_problem``.
+
+    Raises:
+        TypeError: Also if an operand is no tensor, or on another backend than q.
+    """
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        if not is_tensor(operand):
+            raise TypeError(
+                f"{name} must be a tensor, got {type(operand).__name__}; make one with "
+                "minitorch.from_numpy or minitorch.tensor"
+            )
+    if not q.backend.ops is k.backend.ops is v.backend.ops:
+        raise TypeError(
+            "q, k and v must be on one backend, got "
+            f"{', '.join(t.backend.ops.__name__ for t in (q, k, v))}; move them with "
+            "Tensor.to(backend)"
+        )
+    return make_problem(q, k, v, *args, **options)
+
+
 class FlashAttention(Function):
     """Attention in one kernel: nothing of size seq_q x seq_k is ever stored."""
 
@@ -380,19 +401,7 @@ class FlashAttention(Function):
         Returns:
             (…, heads, seq_q, value_dim).
         """
-        for name, operand in (("q", q), ("k", k), ("v", v)):
-            if not is_tensor(operand):
-                raise TypeError(
-                    f"{name} must be a tensor, got {type(operand).__name__}; make one with "
-                    "minitorch.from_numpy or minitorch.tensor"
-                )
-            if operand.backend.ops is not q.backend.ops:
-                raise TypeError(
-                    "q, k and v must be on one backend, got "
-                    f"{', '.join(t.backend.ops.__name__ for t in (q, k, v) if is_tensor(t))}; move "
-                    "them with Tensor.to(backend)"
-                )
-        problem = make_problem(q, k, v, *args, **options)
+        problem = attention_problem(q, k, v, *args, **options)
         target = q.f.attention
         out, lse = launch.forward(target, problem, *(t.array() for t in (q, k, v)))
         result = q.wrap(out)
@@ -403,7 +412,8 @@ class FlashAttention(Function):
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Recompute the probabilities tile by tile and return dq, dk and dv."""
         target, problem, q, k, v, out, lse = ctx.saved_values
-        dout, *operands = (t.array() for t in (grad_output, q, k, v, out))
-        gradients = launch.backward(target, problem, dout, *operands, lse)
+        gradients = launch.backward(
+            target, problem, grad_output.array(), q.array(), k.array(), v.array(), out.array(), lse
+        )
         dq, dk, dv = (q.wrap(gradient) for gradient in gradients)
         return dq, dk, dv, None, None

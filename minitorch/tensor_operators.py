@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import numpy as np
+
 from kernels import takes_attention_options
 
+from .function import is_tensor
 from .tensor_functions import (
     EQ,
     LT,
@@ -36,6 +39,10 @@ if TYPE_CHECKING:
 TensorLike: TypeAlias = "float | int | Tensor"
 
 
+def _is_operand(b: Any) -> bool:
+    return is_tensor(b) or isinstance(b, (int, float, np.number))
+
+
 class TensorOperators:
     """The operators and methods of :class:`minitorch.tensor.Tensor`, which inherits them."""
 
@@ -43,9 +50,9 @@ class TensorOperators:
         _tensor: Any
 
         @property
-        def shape(self) -> tuple[int, ...]: ...
+        def shape(self) -> tuple[int, ...]: ...  # noqa: D102
         @property
-        def size(self) -> int: ...
+        def size(self) -> int: ...  # noqa: D102
         def _ensure_tensor(self, b: Any) -> Tensor: ...
 
     def __add__(self, b: TensorLike) -> Tensor:
@@ -89,7 +96,15 @@ class TensorOperators:
         return LT.apply(self._ensure_tensor(b), self)
 
     def __eq__(self, b: TensorLike) -> Tensor:  # type: ignore[override]
+        if not _is_operand(b):
+            return NotImplemented  # Python then says that they differ
         return EQ.apply(self, self._ensure_tensor(b))
+
+    def __ne__(self, b: TensorLike) -> Tensor:  # type: ignore[override]
+        # Python's own would be `not (self == b)`, and every tensor counts as true.
+        if not _is_operand(b):
+            return NotImplemented
+        return 1.0 - EQ.apply(self, self._ensure_tensor(b))
 
     def all(self, dim: int | None = None) -> Tensor:
         """Return 1 where every element along ``dim`` is 1; over everything, of shape (1,)."""

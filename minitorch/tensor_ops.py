@@ -185,7 +185,7 @@ class TensorOps:
         lead, matrix, steps = t.shape[:-2], t.shape[-2:], t.strides[-2:]
         if all(size == 1 for size in lead):
             return TensorData(t._storage, (1, *matrix), (0, *steps))
-        if len(lead) == 1:
+        if len(batch) == 1:
             return TensorData(t._storage, t.shape, t.strides)
         if lead != tuple(batch) or not t.is_contiguous():
             shape = (*batch, *matrix)

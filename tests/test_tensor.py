@@ -304,6 +304,7 @@ def test_a_number_may_stand_on_either_side() -> None:
             (a < number, array < n), (number < a, n < array),
             (a > number, array > n), (number > a, n > array),
             (a == number, array == n), (number == a, n == array),
+            (a != number, array != n), (number != a, n != array),
         ):  # fmt: skip
             assert_close_arrays(result, np.asarray(expected, float), np.float64)
 

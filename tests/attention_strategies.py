@@ -1,0 +1,109 @@
+"""Draw attention problems: shapes that do not divide any tile, strided and broadcast operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+import kernels
+from kernels import reference
+
+LENGTHS = st.integers(1, 40)
+DIMS = st.sampled_from([1, 2, 3, 5, 8, 16, 17])
+
+
+@dataclass
+class Case:
+    """Operands of one attention call, its options, and the oracle's answer in float64."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    options: dict[str, Any]
+    tile: tuple[int, int]
+
+    @property
+    def operands(self) -> tuple[Any, Any, Any]:
+        return self.q, self.k, self.v
+
+    def problem(self, **more: Any) -> kernels.Problem:
+        return kernels.make_problem(*self.operands, **self.options, **more)
+
+    def oracle(self) -> dict[str, Any]:
+        """Return out, lse and the gradients, by the textbook, in float64."""
+        q, k, v, dout = (x.astype(np.float64) for x in (*self.operands, self.dout))
+        problem = kernels.make_problem(q, k, v, **self.options)
+        out, lse = reference.attention(problem, q, k, v)
+        gradients = reference.attention_backward(problem, dout, q, k, v, out, lse)
+        dq, dk, dv = (
+            sum_to(gradient, operand.shape)
+            for gradient, operand in zip(gradients, self.operands, strict=True)
+        )
+        lse = np.broadcast_to(lse, problem.lse_shape)
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(
+            f"{name} {x.shape} strides {x.strides}"
+            for name, x in zip("qkv", self.operands, strict=True)
+        )
+        return f"Case({shapes}, {self.q.dtype}, {self.options}, tile {self.tile})"
+
+
+def sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
+    """Sum over what broadcasting repeated; written apart from the library's own."""
+    while gradient.ndim > len(shape):
+        gradient = gradient.sum(axis=0)
+    for axis, size in enumerate(shape):
+        if size == 1 and gradient.shape[axis] != 1:
+            gradient = gradient.sum(axis=axis, keepdims=True)
+    return gradient
+
+
+@st.composite
+def operand(draw: Any, shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
+    """Draw an array of a shape: contiguous, permuted, a slice of a larger one, or repeated."""
+    kind = draw(st.sampled_from(["contiguous", "permuted", "sliced", "reversed", "read-only"]))
+    if kind == "permuted":
+        order = draw(st.permutations(range(len(shape))))
+        stored = rng.standard_normal([shape[i] for i in order])
+        return stored.astype(dtype).transpose(np.argsort(order))
+    if kind == "sliced":
+        return rng.standard_normal([n + 2 for n in shape]).astype(dtype)[
+            tuple(slice(1, n + 1) for n in shape)
+        ]
+    array = rng.standard_normal(shape).astype(dtype)
+    if kind == "reversed":
+        return array[..., ::-1, :]
+    if kind == "read-only":
+        array.flags.writeable = False
+    return array
+
+
+@st.composite
+def cases(draw: Any, dtypes: Any = (np.float32, np.float64)) -> Case:
+    """Draw a problem: leading dimensions that broadcast, unequal lengths, causal or not, any scale."""
+    dtype = draw(st.sampled_from(dtypes))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    lead = draw(st.lists(st.integers(1, 3), max_size=3))
+    seq_q, seq_k = draw(LENGTHS), draw(LENGTHS)
+    head_dim, value_dim = draw(DIMS), draw(DIMS)
+
+    def leading() -> list[int]:
+        shape = [draw(st.sampled_from([n, n, 1])) for n in lead]
+        return shape[draw(st.integers(0, len(lead))) :] if draw(st.booleans()) else shape
+
+    q = draw(operand((*leading(), seq_q, head_dim), dtype, rng))
+    k = draw(operand((*leading(), seq_k, head_dim), dtype, rng))
+    v = draw(operand((*leading(), seq_k, value_dim), dtype, rng))
+    options: dict[str, Any] = {"is_causal": draw(st.booleans())}
+    if draw(st.booleans()):
+        options["scale"] = draw(st.sampled_from([0.1, 1.0, -0.7, 3.0]))
+    lead_shape = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    dout = draw(operand((*lead_shape, seq_q, value_dim), dtype, rng))
+    tile = draw(st.sampled_from([(1, 1), (3, 5), (8, 4), (16, 16), (64, 64)]))
+    return Case(q, k, v, dout, options, tile)

@@ -18,10 +18,12 @@ if not hasattr(np, "row_stack"):
     # ruff's own fix for NPY201 turns this line into np.vstack = np.vstack, which does nothing.
     np.row_stack = np.vstack  # type: ignore[attr-defined]  # noqa: NPY201
 
-# Small grids are what students launch; the warning would bury their own output.
-os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
-
 import numba.cuda
+
+# Small grids are what students launch; the warning would bury their own output.  Setting the
+# variable is not enough: numba reads it when it is imported, which may have been earlier.
+if "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS" not in os.environ:
+    numba.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # type: ignore[attr-defined]
 
 #: ``numba.cuda``, whoever owns it.
 cuda: Any = numba.cuda

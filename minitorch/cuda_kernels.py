@@ -2,7 +2,7 @@
 
 Nothing here compiles or touches the driver before the first launch, so the file imports without a
 GPU.  The kernels keep the published launch protocol: arguments as in ``tensor_ops``, and the number
-of output elements, ``out_size``, after ``out_strides``.
+of output elements, ``out_size``, after ``out_strides``.  Shapes and strides are arrays or tuples.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
         Block: any number of threads
         One thread does: one element
         Shared: none
-        Registers: two indices, in local memory because their length is known at run time only
+        Registers: two indices, which fall into local memory where shapes are arrays
         Global traffic: one read and one write an element, and the shapes and strides
         """
         i = cuda.grid(1)
@@ -112,7 +112,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
         Block: any number of threads
         One thread does: one element
         Shared: none
-        Registers: two indices, in local memory because their length is known at run time only
+        Registers: two indices, which fall into local memory where shapes are arrays
         Global traffic: two reads and one write an element, and the shapes and strides
         """
         i = cuda.grid(1)
@@ -160,7 +160,7 @@ def reduce_kernel(fn: Callable[[float, float], float], onto_out: bool) -> Any:
         Block: up to MAX_THREADS threads; any number, no power of two is needed
         One thread does: its elements in steps of a block, then its part of a tree
         Shared: MAX_THREADS partial folds in the dtype of out
-        Registers: one fold; one index in local memory
+        Registers: one fold; one index in local memory, as reduce_dim is known at run time only
         Global traffic: each element read once, one write for each element of out
         """
         partial = cuda.shared.array(MAX_THREADS, out.dtype)  # (threads,)

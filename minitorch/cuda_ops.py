@@ -1,4 +1,8 @@
-"""The CUDA backend: what launches the kernels; storages stay on the device between launches."""
+"""The CUDA backend: what launches the kernels; storages stay on the device between launches.
+
+Shapes and strides go to the kernels as tuples and not as arrays.  Nothing is copied for them at a
+launch, and because a kernel is compiled for each length of the tuples, its indices are registers.
+"""
 
 from __future__ import annotations
 
@@ -62,33 +66,58 @@ MAX_GRID_Z = 65535
 # In the simulator each thread of a block is a Python thread, and a barrier waits for all of them.
 #: Largest block of ``CudaOps.reduce_loop``.
 REDUCE_THREADS = 32 if IS_SIMULATOR else MAX_THREADS
+#: Threads that keep a large GPU busy; with enough blocks, small ones have fewer barriers to wait at.
+BUSY_THREADS = 1 << 17
 #: Tile of ``CudaOps.matmul_loop``.
 MATMUL_TILE = 8 if IS_SIMULATOR else THREADS_PER_BLOCK
 
 
 @lru_cache(maxsize=4096)
-def _on_device(values: Ints) -> Any:
-    """Return a shape or strides as a device array, copied once and not at every launch."""
-    # A 0-dimensional tensor is read as one element in one dimension.
-    return cuda.to_device(np.array(values or (1,), dtype=np.int64))
+def _joined(shape: Ints, *strides: Ints) -> list[Ints]:
+    """Join dimensions that every operand steps through evenly: fewer divisions for each element.
+
+    Args:
+        shape: The shape of the output.
+        strides: Of the output, then of each input; 0 where an input is broadcast.
+
+    Returns:
+        Shape and strides of the same elements, the dimensions in the output's order in memory.
+        Operands that lie alike become vectors.
+    """
+    joined: list[Ints] = []  # (size, stride of each operand), the slowest dimension first
+    dims = [dim for dim in zip(shape, *strides, strict=True) if dim[0] != 1]
+    for size, *steps in sorted(dims, key=lambda dim: -dim[1]):
+        slower = joined[-1] if joined else ()
+        if slower and all(
+            size * step == above for step, above in zip(steps, slower[1:], strict=True)
+        ):
+            joined[-1] = (slower[0] * size, *steps)
+        else:
+            joined.append((size, *steps))
+    # A single element has no dimension left.
+    return list(zip(*joined or [(1,) + (0,) * len(strides)], strict=True))
 
 
-def _operand(t: TensorData) -> tuple[Any, Any, Any]:
-    """Return the three arguments that a kernel takes for a tensor, all on the device."""
-    return t._storage, _on_device(t.shape), _on_device(t.strides)
-
-
-def _operands(*tensors: TensorData) -> list[tuple[Any, Any, Any]]:
-    """Return :func:`_operand` of each; as vectors if they lie alike, which makes indices short."""
-    out = tensors[0]
-    if all(t.shape == out.shape and t.strides == out.strides for t in tensors):
-        return [(t._storage, _on_device((t.size,)), _on_device((1,))) for t in tensors]
-    return [_operand(t) for t in tensors]
+def _run_elementwise(kernel: Any, out: TensorData, *inputs: TensorData) -> None:
+    """Launch a map or zip kernel, one thread for each element of ``out``."""
+    if out.size == 0:  # a grid without blocks cannot be launched
+        return
+    strides = [
+        (0,) * (out.dims - t.dims)
+        + tuple(0 if size == 1 else step for size, step in zip(t.shape, t.strides, strict=True))
+        for t in (out, *inputs)
+    ]
+    shape, out_strides, *in_strides = _joined(out.shape, *strides)
+    threads = _threads(out.size, MAP_THREADS)
+    args: list[Any] = [out._storage, shape, out_strides, out.size]
+    for t, steps in zip(inputs, in_strides, strict=True):
+        args += [t._storage, shape, steps]  # a stride of 0 does the broadcasting
+    kernel[ceil_div(out.size, threads), threads](*args)
 
 
 def _threads(count: int, limit: int) -> int:
-    """Return a block size for ``count`` items: a power of two, ``limit`` at most."""
-    return min(1 << max(count - 1, 0).bit_length(), limit)
+    """Return a block size for ``count`` items, ``limit`` at most: a power of two."""
+    return 1 << (max(min(count, limit), 1) - 1).bit_length()
 
 
 class CudaOps(TensorOps):
@@ -110,30 +139,12 @@ class CudaOps(TensorOps):
     @staticmethod
     def map_loop(fn: Callable[[float], float]) -> Loop:
         """Return the loop of an element-wise function of one tensor."""
-
-        def loop(out: TensorData, a: TensorData) -> None:
-            if out.size == 0:  # a grid without blocks cannot be launched
-                return
-            threads = _threads(out.size, MAP_THREADS)
-            out_args, a_args = _operands(out, a)
-            tensor_map(fn)[ceil_div(out.size, threads), threads](*out_args, out.size, *a_args)
-
-        return loop
+        return lambda out, a: _run_elementwise(tensor_map(fn), out, a)
 
     @staticmethod
     def zip_loop(fn: Callable[[float, float], float]) -> Loop:
         """Return the loop of an element-wise function of two tensors."""
-
-        def loop(out: TensorData, a: TensorData, b: TensorData) -> None:
-            if out.size == 0:
-                return
-            threads = _threads(out.size, MAP_THREADS)
-            out_args, a_args, b_args = _operands(out, a, b)
-            tensor_zip(fn)[ceil_div(out.size, threads), threads](
-                *out_args, out.size, *a_args, *b_args
-            )
-
-        return loop
+        return lambda out, a, b: _run_elementwise(tensor_zip(fn), out, a, b)
 
     @staticmethod
     def reduce_loop(fn: Callable[[float, float], float]) -> Loop:
@@ -142,10 +153,16 @@ class CudaOps(TensorOps):
         def loop(out: TensorData, a: TensorData, dim: int) -> None:
             if out.size == 0:
                 return
-            threads = _threads(a.shape[dim], REDUCE_THREADS)
+            # The folded dimension comes last; the others may join.
+            length, step = a.shape[dim], a.strides[dim]
+            kept = [x[:dim] + x[dim + 1 :] for x in (out.shape, out.strides, a.strides)]
+            shape, out_strides, a_strides = _joined(*kept)
+            share = max(BUSY_THREADS // out.size, 64)
+            threads = min(_threads(length, share), REDUCE_THREADS)
             reduce_kernel(fn, onto_out=True)[out.size, threads](
-                *_operand(out), out.size, *_operand(a), dim, 0.0
-            )
+                out._storage, (*shape, 1), (*out_strides, 0), out.size,
+                a._storage, (*shape, length), (*a_strides, step), len(shape), 0.0,
+            )  # fmt: skip
 
         return loop
 
@@ -158,8 +175,9 @@ class CudaOps(TensorOps):
         tile = MATMUL_TILE
         grid = (ceil_div(rows, tile), ceil_div(cols, tile), min(batch, MAX_GRID_Z))
         matmul_kernel(tile)[grid, (tile, tile, 1)](
-            *_operand(out), out.size, *_operand(a), *_operand(b)
-        )
+            out._storage, out.shape, out.strides, out.size,
+            a._storage, a.shape, a.strides, b._storage, b.shape, b.strides,
+        )  # fmt: skip
 
 
 CudaBackend = TensorBackend(CudaOps)

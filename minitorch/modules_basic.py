@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .factories import ones, rand, randn, tensor, zeros
+from .factories import from_numpy, ones, rand, randn, tensor, zeros
 from .fused_functions import LayerNorm, Lookup
 from .module import Module, Parameter
 from .nn import integer_array, one_hot
@@ -54,7 +54,7 @@ class Embedding(Module):
         ids = integer_array(x, self.num_embeddings, "token ids")
         if table.f.fused is not None:
             return Lookup.apply(table, ids)
-        chosen = one_hot(tensor(ids, self.backend, dtype=table.dtype), self.num_embeddings)
+        chosen = one_hot(from_numpy(ids, self.backend), self.num_embeddings).to(table.dtype)
         flat = chosen.view(ids.size, self.num_embeddings)
         return (flat @ table).view(*ids.shape, self.embedding_dim)
 

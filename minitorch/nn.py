@@ -99,16 +99,26 @@ def softmax(input: Tensor, dim: int) -> Tensor:
     return Softmax.apply(input) if _has_fused(input, dim) else composed_softmax(input, dim)
 
 
+def _log_total(shifted: Tensor, dim: int) -> Tensor:
+    """Return the logarithm of the sum of exponentials of what :func:`_shift` was taken from."""
+    total = shifted.exp().sum(dim)
+    # 1 at least, for the largest of them is 0; so it needs no EPS, which log adds against log(0).
+    # Only a row of -inf sums up to 0: 1 in its place gives a finite logarithm and no gradient.
+    return (total + (total.detach() == 0.0) - operators.EPS).log()
+
+
 def logsumexp(input: Tensor, dim: int) -> Tensor:
     """Return the logarithm of the sum of exponentials over ``dim``, which stays with size 1."""
     dim = normalize_dim(as_int(dim), input.shape)
-    shift = _shift(input, dim)
-    return (input - shift).exp().sum(dim).log() + shift
+    # Not the shift again: a row of -inf sums up to -inf.
+    return _log_total(input - _shift(input, dim), dim) + max(input.detach(), dim)
 
 
 def logsoftmax(input: Tensor, dim: int) -> Tensor:
-    """Return the logarithm of softmax over ``dim``."""
-    return input - logsumexp(input, dim)
+    """Return the logarithm of softmax over ``dim``; -inf in a row of -inf."""
+    dim = normalize_dim(as_int(dim), input.shape)
+    shifted = input - _shift(input, dim)
+    return shifted - _log_total(shifted, dim)
 
 
 def integer_array(ids: Any, limit: int, name: str) -> Any:

@@ -131,11 +131,8 @@ class Tensor(TensorOperators):
         return self._tensor.to_array()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        return (
-            np.array(self.to_numpy(), dtype=dtype, copy=bool(copy))
-            if copy
-            else np.asarray(self.to_numpy(), dtype=dtype)
-        )
+        # NumPy 1 reads None as False, which means there what None means in NumPy 2: if it must.
+        return np.array(self.to_numpy(), dtype=dtype, copy=copy)
 
     def array(self) -> Any:
         """Return what kernels take: a NumPy view on the host."""
@@ -219,11 +216,13 @@ class Tensor(TensorOperators):
         """Return the tensor on another backend, or in another dtype; differentiable.
 
         Args:
-            target: A backend, or a floating dtype.
+            target: A backend, or a dtype. Integers are constants: they end the graph.
         """
         if isinstance(target, TensorBackend):
             return self if target is self.backend else To.apply(self, target, self.dtype)
         dtype = np.dtype(target)
+        if dtype.kind != "f":
+            return self._converted(self.backend, dtype)
         return self if dtype == self.dtype else To.apply(self, self.backend, dtype)
 
     def cpu(self) -> Tensor:
@@ -245,9 +244,9 @@ class Tensor(TensorOperators):
 
     def _type_(self, backend: TensorBackend) -> None:
         """Move the tensor itself to another backend."""
+        # Data of its own where it must move: other tensors may look at the old data.
+        self._tensor = self._converted(backend, self.dtype)._tensor
         self.backend = backend
-        if backend.cuda:
-            self._tensor.to_cuda_()
 
     def _ensure_tensor(self, b: Any) -> Tensor:
         """Turn a number into a tensor of one element; move a tensor to this backend."""

@@ -48,6 +48,11 @@ def result_dtype(*tensors: Tensor) -> np.dtype[Any]:
     return np.result_type(*floating) if floating else get_default_dtype()
 
 
+def _floating(t: Tensor, dtype: np.dtype[Any]) -> Tensor:
+    """Return an integer or boolean tensor in a floating dtype; a floating one as it is."""
+    return t if t.dtype.kind == "f" else t._converted(t.backend, dtype)
+
+
 class TensorOps:
     """Higher-order tensor operations; a backend overrides the ``*_loop`` methods.
 
@@ -108,6 +113,7 @@ class TensorOps:
         def mapped(a: Tensor, out: Tensor | None = None, /) -> Tensor:
             if out is None:
                 out = a.empty(a.shape, result_dtype(a))
+                a = _floating(a, out.dtype)
             elif shape_broadcast(a.shape, out.shape) != out.shape:
                 raise IndexingError(f"shape {a.shape} does not broadcast to out's {out.shape}")
             loop(out._tensor, a._tensor)
@@ -126,6 +132,7 @@ class TensorOps:
 
         def zipped(a: Tensor, b: Tensor) -> Tensor:
             out = a.empty(shape_broadcast(a.shape, b.shape), result_dtype(a, b))
+            a, b = _floating(a, out.dtype), _floating(b, out.dtype)
             loop(out._tensor, a._tensor, b._tensor)
             return out
 
@@ -150,7 +157,7 @@ class TensorOps:
             dim = normalize_dim(dim, a.shape)
             shape = (*a.shape[:dim], 1, *a.shape[dim + 1 :])
             out = a.full(shape, start, result_dtype(a))
-            loop(out._tensor, a._tensor, dim)
+            loop(out._tensor, _floating(a, out.dtype)._tensor, dim)
             return out
 
         return reduced
@@ -168,6 +175,7 @@ class TensorOps:
         """
         shape = matmul_shape(a.shape, b.shape)
         out = a.empty(shape, result_dtype(a, b))
+        a, b = _floating(a, out.dtype), _floating(b, out.dtype)
         cls.matmul_into(out._tensor, a._tensor, b._tensor)
         return out
 

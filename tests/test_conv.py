@@ -64,7 +64,7 @@ def convolved(image: Array, weight: Array, reverse: bool = False) -> Array:
     for offset in np.ndindex(*kernel):
         begin = [k - 1 - o if reverse else o for k, o in zip(kernel, offset, strict=True)]
         window = tuple(slice(b, b + s) for b, s in zip(begin, size, strict=True))
-        out += np.einsum("bi...,oi->bo...", padded[:, :, *window], weight[:, :, *offset])
+        out += np.einsum("bi...,oi->bo...", padded[(..., *window)], weight[(..., *offset)])
     return out
 
 

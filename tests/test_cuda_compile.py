@@ -16,7 +16,9 @@ from minitorch import cuda_kernel_ops, cuda_kernels, operators
 needs_nvvm = pytest.mark.skipif(why_no_ptx() is not None, reason=why_no_ptx() or "")
 
 SIZE = numba.int64
-SHAPE = numba.int64[::1]
+#: Shapes and strides as the backend passes them, and as the published launch protocol does.
+TUPLE = numba.types.UniTuple(numba.int64, 3)
+ARRAY = numba.int64[::1]
 
 #: How to make each kernel, by name; first one of each kind.
 KERNELS: dict[str, Callable[[], Any]] = {
@@ -39,9 +41,9 @@ for _name in ("mul", "max"):
     KERNELS[f"reduce {_name}"] = partial(cuda_kernels.tensor_reduce, getattr(operators, _name))
 
 
-def _ptx(name: str, scalar: Any, cc: tuple[int, int]) -> str:
+def _ptx(name: str, scalar: Any, cc: tuple[int, int], shape: Any = TUPLE) -> str:
     storage = scalar[::1]
-    triple = (storage, SHAPE, SHAPE)
+    triple = (storage, shape, shape)
     arguments = {
         "map": (*triple, SIZE, *triple),
         "zip": (*triple, SIZE, *triple, *triple),
@@ -63,6 +65,18 @@ def test_every_kernel_compiles_for_every_generation(
     ptx = _ptx(name, scalar, cc)
     assert ".visible .entry" in ptx
     assert f".target sm_{cc[0]}{cc[1]}" in ptx
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", KINDS[:5])
+def test_every_kernel_takes_shapes_as_arrays(name: str) -> None:
+    assert ".visible .entry" in _ptx(name, numba.float32, (8, 0), ARRAY)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", ["map sigmoid", "zip add"])
+def test_shapes_as_tuples_keep_indices_in_registers(name: str) -> None:
+    assert ".local" not in _ptx(name, numba.float32, (8, 0))
 
 
 @needs_nvvm

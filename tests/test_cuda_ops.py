@@ -206,14 +206,25 @@ def _triple(x: float) -> float:
     return 3.0 * x
 
 
+@pytest.mark.task3_3
+def test_operands_that_lie_alike_are_indexed_as_vectors() -> None:
+    joined = cuda_ops._joined
+    assert joined((2, 3, 4), (12, 4, 1), (12, 4, 1)) == [(24,), (1,), (1,)]
+    assert joined((3, 2), (1, 3), (1, 3)) == [(6,), (1,), (1,)]  # both permuted
+    assert joined((2, 3, 4), (12, 4, 1), (0, 0, 1)) == [(6, 4), (4, 1), (0, 1)]  # a row, broadcast
+    assert joined((1, 1), (1, 1), (0, 0)) == [(1,), (0,), (0,)]
+    assert joined((), (), ()) == [(1,), (0,), (0,)]
+
+
 # -- the published launch protocol ------------------------------------------------------------
 
 
 @pytest.mark.task3_3
-@pytest.mark.parametrize("host_shapes", [True, False])
-def test_raw_map_and_zip_take_the_published_arguments(host_shapes: bool) -> None:
+@pytest.mark.parametrize("arrays", [True, False], ids=["arrays", "tuples"])
+def test_raw_map_and_zip_take_the_published_arguments(arrays: bool) -> None:
     x, y = on_cuda(draw((7, 5))), on_cuda(permuted(draw((7, 5), seed=1)))
-    triples = [t.tuple() if host_shapes else cuda_ops._operand(t._tensor) for t in (x, y)]
+    shapes = [(t._tensor._storage, t._tensor.shape, t._tensor.strides) for t in (x, y)]
+    triples = [x.tuple(), y.tuple()] if arrays else shapes
     threads = cuda_ops.THREADS_PER_BLOCK
     blocks = ceil_div(x.size, threads)
 

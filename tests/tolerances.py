@@ -32,6 +32,7 @@ def assert_close_arrays(
     Raises:
         AssertionError: It names the shape, the worst element and its two values.
     """
+    __tracebackhide__ = True  # a failure is shown at the call
     actual, expected = np.asarray(actual), np.asarray(expected)
     assert actual.dtype == np.dtype(dtype), f"{what} is {actual.dtype}, not {np.dtype(dtype)}"
     assert actual.shape == expected.shape, (

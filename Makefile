@@ -23,6 +23,10 @@ $(VENV)/.test: $(BIN)/python setup.py requirements.txt
 	$(PIP) --editable '.[plot,test]'
 	@touch $@
 
+$(VENV)/.lint: $(VENV)/.lint
+	$(PIP) --editable '.[plot,test,lint]'
+	@touch $@
+
 train: $(VENV)/.train
 	$(BIN)/python project/train_gpt.py $(if $(TEXT),--text '$(TEXT)') $(ARGS)
 
@@ -30,7 +34,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m simulator $(ARGS)
 
-lint: $(VENV)/.test
+lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python

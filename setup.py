@@ -20,9 +20,8 @@ EXTRAS = {
         "hypothesis>=6.100,<7",
         "pytest>=8,<10",
         "pytest-xdist>=3.5,<4",
-        "pyright[nodejs]>=1.1.390,<2",
-        "ruff>=0.9,<0.18",
     ],
+    "lint": ["pyright[nodejs]>=1.1.390,<2", "ruff>=0.9,<0.18"],
 }
 
 setup(

@@ -13,6 +13,7 @@ from kernels.problem import (
     make_problem,
     takes_attention_options,
 )
+from kernels.targets import as_device_array, is_device_array
 
 __all__ = [
     "Problem",
@@ -28,10 +29,11 @@ __all__ = [
 def flash_attention_forward(
     q: Any, k: Any, v: Any, *args: Any, tile: launch.Tile | None = None, **options: Any
 ) -> tuple[Any, Any]:
-    """Compute attention on arrays.
+    """Compute attention on arrays, where they lie: NumPy arrays, or arrays on a CUDA device.
 
     Args:
-        q: (…, heads, seq_q, head_dim) or (seq_q, head_dim), float32 or float64, any strides.
+        q: (…, heads, seq_q, head_dim) or (seq_q, head_dim), float32 or float64, any strides; NumPy,
+            or anything with ``__cuda_array_interface__``, as CuPy and PyTorch have.
         k: (…, heads, seq_k, head_dim); leading dimensions broadcast against those of q.
         v: (…, heads, seq_k, value_dim).
         args: As in :func:`kernels.problem.make_problem`, whose names and order are those of
@@ -41,7 +43,7 @@ def flash_attention_forward(
 
     Returns:
         out (…, heads, seq_q, value_dim), and lse (…, heads, seq_q), the natural logarithm of the
-        sum of the exponentials of each row's scores.
+        sum of the exponentials of each row's scores.  NumPy arrays, or numba's device arrays.
 
     Raises:
         TypeError: For operands that are no floating arrays, or an option of the wrong type.
@@ -49,6 +51,7 @@ def flash_attention_forward(
 
     Source: FlashAttention-2, Algorithm 1.
     """
+    q, k, v = (as_device_array(operand) for operand in (q, k, v))
     problem = make_problem(q, k, v, *args, **options)
     return launch.forward(_target(q, k, v), problem, q, k, v, tile)
 
@@ -87,37 +90,35 @@ def flash_attention_backward(
 
     Source: FlashAttention-2, Algorithm 2.
     """
+    dout, q, k, v, out, lse = (as_device_array(array) for array in (dout, q, k, v, out, lse))
     problem = make_problem(q, k, v, *args, **options)
     check_gradient_operands(problem, dout, out, lse)
-    gradients = launch.backward(_target(q, k, v), problem, dout, q, k, v, out, lse, tile)
+    target = _target(q, k, v, dout, out, lse)
+    gradients = launch.backward(target, problem, dout, q, k, v, out, lse, tile)
     dq, dk, dv = (
-        _sum_to(gradient, tuple(operand.shape))
+        target.memory.sum_to(gradient, tuple(operand.shape))
         for gradient, operand in zip(gradients, (q, k, v), strict=True)
     )
     return dq, dk, dv
 
 
 def available_rungs() -> dict[str, str | None]:
-    """Return rung → None if it runs here, else the reason why not."""
-    return {rung.name: None for rung in launch.CPU.rungs}
+    """Return rung → None if it runs on the CPU or the GPU of this machine, else the reason why not."""
+    reasons: dict[str, str | None] = {}
+    for target in (launch.CUDA, launch.CPU):
+        for rung in target.rungs:
+            missing = target.memory.why_not()
+            reasons[rung.name] = reasons.get(rung.name, missing) and missing
+    return reasons
 
 
 def _target(*operands: Any) -> launch.Target:
-    for operand in operands:
-        if not isinstance(operand, np.ndarray):
-            raise TypeError(
-                f"kernels take NumPy arrays, got {type(operand).__name__}; convert it with "
-                "numpy.asarray"
-            )
-    return launch.CPU
-
-
-def _sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
-    """Sum a gradient over the dimensions along which its operand was broadcast."""
-    extra = gradient.ndim - len(shape)
-    repeated = tuple(
-        axis
-        for axis, size in enumerate(gradient.shape)
-        if axis < extra or (shape[axis - extra] == 1 and size != 1)
+    if all(isinstance(operand, np.ndarray) for operand in operands):
+        return launch.CPU
+    if all(is_device_array(operand) for operand in operands):
+        return launch.CUDA
+    kinds = ", ".join(dict.fromkeys(type(operand).__name__ for operand in operands))
+    raise TypeError(
+        f"kernels take NumPy arrays, or arrays on one CUDA device, got {kinds}; convert them with "
+        "numpy.asarray or numba.cuda.to_device"
     )
-    return gradient.sum(axis=repeated).reshape(shape) if repeated else gradient

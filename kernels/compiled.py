@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 # A thread that waits must sleep and not spin: on two cores it would take the place of one that works.
@@ -29,11 +29,24 @@ def _code_parts(code: CodeType) -> list[object]:
     return parts
 
 
+def _ours(module: str | None) -> bool:
+    return (module or "").split(".")[0] not in ("numba", "numpy", "math", "builtins")
+
+
+def _named(function: FunctionType) -> list[object]:
+    """Return what a function's code names: globals, and what it takes from a module by a dot."""
+    names = function.__code__.co_names
+    found = [function.__globals__[name] for name in names if name in function.__globals__]
+    modules = [item for item in found if isinstance(item, ModuleType) and _ours(item.__name__)]
+    return found + [getattr(m, name) for m in modules for name in names if hasattr(m, name)]
+
+
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Return a hash of a function's code and of everything of ours that it calls.
+    """Return a hash of a function's code and options, and of everything of ours that it calls.
 
     Numba's cache looks only at the file in which a function stands.  A student who mends a helper in
-    another file would go on running the old one; with this hash the kernel is compiled again.
+    another file would go on running the old one; with this hash the kernel is compiled again.  A
+    function that numba replaces by another (``overload``) names its ``implementations``.
     """
     seen: set[int] = set()
     parts: list[object] = []
@@ -41,17 +54,22 @@ def fingerprint(function: Callable[..., Any]) -> str:
     while stack:
         item = stack.pop()
         if isinstance(item, Dispatcher):
+            # Sorted: the order of a set of words changes from process to process.
+            for name, option in sorted(item.targetoptions.items()):
+                parts.append((name, sorted(option) if isinstance(option, set) else repr(option)))
             item = item.py_func
         if isinstance(item, FunctionType):
-            module = item.__module__ or ""
-            if id(item) in seen or module.split(".")[0] in ("numba", "numpy", "math"):
+            if id(item) in seen or not _ours(item.__module__):
                 continue
             seen.add(id(item))
             parts.extend(_code_parts(item.__code__))
-            called = [item.__globals__[n] for n in item.__code__.co_names if n in item.__globals__]
-            stack.extend(called)
+            stack.extend(_named(item))
             stack.extend(cell.cell_contents for cell in item.__closure__ or ())
-        elif isinstance(item, (bool, int, float, str, tuple, frozenset)):
+            stack.extend(item.__defaults__ or ())
+            stack.extend(getattr(item, "implementations", ()))
+        elif isinstance(item, tuple):
+            stack.extend(item)
+        elif isinstance(item, (bool, int, float, str, np.generic)):
             parts.append(repr(item))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -72,7 +90,7 @@ def njit_cached(function: Callable[..., Any] | None = None, **options: Any) -> A
         dispatcher: Any = numba.njit(cache=True, error_model="numpy", **options)(target)
         cache_file = getattr(dispatcher._cache, "_cache_file", None)
         if cache_file is not None:  # None: no folder for a cache is writable
-            cache_file._source_stamp = fingerprint(target)
+            cache_file._source_stamp = fingerprint(dispatcher)
         return dispatcher
 
     return compile_ if function is None else compile_(function)

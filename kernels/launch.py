@@ -6,13 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kernels import reference
 from kernels.cpu import flash2 as cpu_flash2
+from kernels.cuda import flash1, flash1_backward, flash2_backward
+from kernels.cuda import flash2 as cuda_flash2
+from kernels.cuda import naive as cuda_naive
+from kernels.cuda.memory import DeviceMemory
+from kernels.cuda.sizes import SIZES
+from kernels.memory import HostMemory, Memory
 from kernels.problem import Problem
 
 Tile = tuple[int, int]
+
+
+def _anything(problem: Problem, tile: Tile | None) -> str | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -23,15 +31,17 @@ class Rung:
         name: What a user asks for.
         forward: ``(problem, tile, q, k, v, out, lse)``, fills out and lse.
         backward: ``(problem, tile, dout, q, k, v, out, lse, dq, dk, dv)``, fills dq, dk and dv.
-        tile: (block_q, block_k) unless the caller asks for another.
-        why_not: The reason why this rung cannot run a problem, or None.
+        tile: (block_q, block_k) for a problem, unless the caller asks for another.
+        backward_tile: Likewise for the backward pass.
+        why_not: The reason why this rung cannot run a problem with a tile (None: its own), or None.
     """
 
     name: str
     forward: Callable[..., None]
     backward: Callable[..., None]
-    tile: Tile
-    why_not: Callable[[Problem], str | None] = lambda problem: None
+    tile: Callable[[Problem], Tile]
+    backward_tile: Callable[[Problem], Tile]
+    why_not: Callable[[Problem, Tile | None], str | None] = _anything
 
 
 @dataclass(frozen=True)
@@ -39,29 +49,30 @@ class Target:
     """Where kernels run, and the rungs that are there, fastest first."""
 
     name: str
+    memory: Memory
     rungs: tuple[Rung, ...]
 
-    def pick(self, problem: Problem) -> Rung:
+    def pick(self, problem: Problem, tile: Tile | None = None) -> Rung:
         """Return the rung asked for, or the fastest that can run the problem.
 
         Raises:
-            ValueError: If no rung has that name here, or the named one cannot run the problem.
-            NotImplementedError: If the target has no rungs yet.
+            ValueError: If no rung has that name here, or the named one cannot run the problem, or
+                the machine has no such memory.
         """
-        if not self.rungs:
-            raise NotImplementedError(
-                f"attention on the {self.name.upper()} backend comes with the {self.name.upper()} "
-                "rungs; move the tensors with .cpu()"
-            )
-        reasons = {rung.name: rung.why_not(problem) for rung in self.rungs}
+        missing = self.memory.why_not()
+        if missing is not None:
+            raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
+        reasons = {rung.name: rung.why_not(problem, tile) for rung in self.rungs}
         usable = [rung for rung in self.rungs if reasons[rung.name] is None]
         for rung in usable:
             if problem.rung in ("auto", rung.name):
                 return rung
-        why = reasons.get(problem.rung) or f"the {self.name} target has no such rung"
+        known = {"auto": "; ".join(f"{name}: {reason}" for name, reason in reasons.items())}
+        why = {**known, **reasons}.get(problem.rung) or f"the {self.name} target has no such rung"
+        what_can = f"use 'auto' or one of {[rung.name for rung in usable]}"
         raise ValueError(
-            f"rung {problem.rung!r} cannot run this call: {why}; use 'auto' or one of "
-            f"{[rung.name for rung in usable]}"
+            f"rung {problem.rung!r} cannot run this call: {why}; "
+            f"{what_can if usable else f'no rung of the {self.name} target can'}"
         )
 
 
@@ -78,18 +89,53 @@ def _naive_backward(
     dq[...], dk[...], dv[...] = reference.attention_backward(problem, dout, q, k, v, out, lse)
 
 
-_NAIVE = Rung("naive", _naive_forward, _naive_backward, tile=(1, 1))
+def _rung(name: str, forward: Any, backward: Any, tile: Tile, why_not: Any = _anything) -> Rung:
+    """Return a rung with one tile for every problem and both passes."""
+    return Rung(name, forward, backward, lambda problem: tile, lambda problem: tile, why_not)
+
+
+_HOST = HostMemory()
+_NAIVE = _rung("naive", _naive_forward, _naive_backward, (1, 1))
 
 #: NumPy on the host: the readable form.
 NUMPY = Target(
     "numpy",
+    _HOST,
     (
-        Rung("flash2", reference.tiled_attention, reference.tiled_attention_backward, (64, 64)),
+        _rung("flash2", reference.tiled_attention, reference.tiled_attention_backward, (64, 64)),
         _NAIVE,
     ),
 )
 #: Compiled loops on the host, parallel over heads and tiles.
-CPU = Target("cpu", (Rung("flash2", cpu_flash2.forward, cpu_flash2.backward, (128, 64)), _NAIVE))
+CPU = Target(
+    "cpu", _HOST, (_rung("flash2", cpu_flash2.forward, cpu_flash2.backward, (128, 64)), _NAIVE)
+)
+#: Kernels on a GPU, or in numba's simulator.
+CUDA = Target(
+    "cuda",
+    DeviceMemory(),
+    (
+        Rung(
+            "flash2",
+            cuda_flash2.forward,
+            flash2_backward.backward,
+            cuda_flash2.tile,
+            flash2_backward.tile,
+            cuda_flash2.why_not,
+        ),
+        Rung(
+            "flash1",
+            flash1.forward,
+            flash1_backward.backward,
+            flash1.tile,
+            flash1.backward_tile,
+            flash1.why_not,
+        ),
+        _rung(
+            "naive", cuda_naive.forward, cuda_naive.backward, SIZES.product_tile, cuda_naive.why_not
+        ),
+    ),
+)
 
 
 def forward(
@@ -108,14 +154,18 @@ def forward(
     Returns:
         out (…, heads, seq_q, value_dim) and lse (…, heads, seq_q).
     """
-    rung = target.pick(problem)
-    out = np.empty(problem.out_shape, problem.dtype)
-    lse = np.empty(problem.lse_shape, problem.dtype)
+    rung, memory = target.pick(problem, _checked(tile)), target.memory
+    out = memory.empty(problem.out_shape, problem.dtype)
+    lse = memory.empty(problem.lse_shape, problem.dtype)
     rung.forward(
-        problem, _checked(tile or rung.tile),
-        four_dims(q, problem.q_shape), four_dims(k, problem.k_shape), four_dims(v, problem.v_shape),
-        four_dims(out, out.shape), four_dims(lse[..., None], (*lse.shape, 1))[..., 0],
-    )  # fmt: skip
+        problem,
+        tile or rung.tile(problem),
+        memory.four_dims(q, problem.q_shape),
+        memory.four_dims(k, problem.k_shape),
+        memory.four_dims(v, problem.v_shape),
+        memory.four_dims(out, problem.out_shape),
+        memory.three_dims(lse),
+    )
     return out, lse
 
 
@@ -135,35 +185,29 @@ def backward(
     Returns:
         dq, dk and dv of the broadcast shapes ``problem.q_shape``, ``k_shape`` and ``v_shape``.
     """
-    rung = target.pick(problem)
-    dq, dk, dv = (
-        np.empty(shape, problem.dtype)
-        for shape in (problem.q_shape, problem.k_shape, problem.v_shape)
-    )
+    rung, memory = target.pick(problem, _checked(tile)), target.memory
+    dq = memory.empty(problem.q_shape, problem.dtype)
+    dk = memory.empty(problem.k_shape, problem.dtype)
+    dv = memory.empty(problem.v_shape, problem.dtype)
     rung.backward(
-        problem, _checked(tile or rung.tile), four_dims(dout, problem.out_shape),
-        four_dims(q, problem.q_shape), four_dims(k, problem.k_shape), four_dims(v, problem.v_shape),
-        four_dims(out, problem.out_shape), four_dims(lse[..., None], (*lse.shape, 1))[..., 0],
-        four_dims(dq, dq.shape), four_dims(dk, dk.shape), four_dims(dv, dv.shape),
-    )  # fmt: skip
+        problem,
+        tile or rung.backward_tile(problem),
+        memory.four_dims(dout, problem.out_shape),
+        memory.four_dims(q, problem.q_shape),
+        memory.four_dims(k, problem.k_shape),
+        memory.four_dims(v, problem.v_shape),
+        memory.four_dims(out, problem.out_shape),
+        memory.three_dims(lse),
+        memory.four_dims(dq, problem.q_shape),
+        memory.four_dims(dk, problem.k_shape),
+        memory.four_dims(dv, problem.v_shape),
+    )
     return dq, dk, dv
 
 
-def four_dims(array: Any, shape: tuple[int, ...]) -> Any:
-    """View an operand as (batch, heads, seq, dim), broadcast to ``shape``.
-
-    Nothing is copied unless three or more leading dimensions do not lie evenly in memory, or the
-    machine cannot address the array as it is (misaligned, or of the other byte order).
-    """
-    array = np.broadcast_to(array, shape) if tuple(array.shape) != shape else array
-    if not (array.flags.aligned and array.dtype.isnative):
-        array = np.array(array, array.dtype.newbyteorder("="))
-    lead = (1, 1, *shape[:-2])
-    batch = int(np.prod(lead[:-1]))
-    return array.reshape(batch, lead[-1], *shape[-2:])
-
-
-def _checked(tile: Tile) -> Tile:
+def _checked(tile: Tile | None) -> Tile | None:
+    if tile is None:
+        return None
     block_q, block_k = tile
     if not (isinstance(block_q, int) and isinstance(block_k, int) and min(tile) >= 1):
         raise ValueError(f"tile is (block_q, block_k), two positive ints; got {tile!r}")

@@ -124,7 +124,9 @@ def make_problem(
         NotImplementedError: For a valid option that this version does not have yet.
     """
     dtype = _check_dtypes(q, k, v)
-    lead, seq_q, seq_k, head_dim, value_dim = _check_shapes(q.shape, k.shape, v.shape)
+    lead, seq_q, seq_k, head_dim, value_dim = _check_shapes(
+        *(tuple(operand.shape) for operand in (q, k, v))
+    )
     _check_mask(attn_mask, (*lead, seq_q, seq_k))
     if not (_is_number(dropout_p) and 0.0 <= dropout_p < 1.0):
         raise ValueError(

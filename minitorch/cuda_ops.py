@@ -124,7 +124,7 @@ class CudaOps(TensorOps):
     """Operations as CUDA kernels."""
 
     cuda = True
-    attention = launch.Target("cuda", rungs=())
+    attention = launch.CUDA
 
     @staticmethod
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,14 @@ def manual_seed(seed: int) -> None:
     """Seed every generator that the library draws from: Python's and NumPy's."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def _shape(shape: UserShape | int) -> tuple[int, ...]:
+    """Return a shape as a tuple; a single number is a shape of one dimension."""
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    if not all(isinstance(size, (int, np.integer)) and size >= 0 for size in sizes):
+        raise ValueError(f"a shape is a tuple of whole numbers, none below 0; got {shape!r}")
+    return tuple(int(size) for size in sizes)
 
 
 def _make(array: npt.NDArray[Any], backend: TensorBackend, requires_grad: bool) -> Tensor:
@@ -48,7 +56,9 @@ def full(
         requires_grad: Whether it is a leaf of the graph.
         dtype: The default dtype when None.
     """
-    return _make(np.full(shape, value, dtype or get_default_dtype()), backend, requires_grad)
+    return _make(
+        np.full(_shape(shape), value, dtype or get_default_dtype()), backend, requires_grad
+    )
 
 
 def zeros(
@@ -81,8 +91,9 @@ def rand(
 
     Other arguments as in :func:`full`.
     """
+    shape = _shape(shape)
     values = [random.random() for _ in range(int(operators.prod(shape)))]
-    array = np.array(values, dtype or get_default_dtype()).reshape(tuple(shape))
+    array = np.array(values, dtype or get_default_dtype()).reshape(shape)
     return _make(array, backend, requires_grad)
 
 
@@ -96,7 +107,7 @@ def randn(
 
     Other arguments as in :func:`full`.
     """
-    array = np.random.standard_normal(tuple(shape)).astype(dtype or get_default_dtype())
+    array = np.random.standard_normal(_shape(shape)).astype(dtype or get_default_dtype())
     return _make(array, backend, requires_grad)
 
 
@@ -118,11 +129,14 @@ def tensor(
         ValueError: If the lists are ragged or hold something that is no number.
     """
     try:
-        array = np.array(ls, dtype or get_default_dtype(), order="C")
+        array = np.array(ls)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"tensor needs a number or nested lists of numbers of equal lengths ({error})"
         ) from None
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"tensor needs numbers, got {array.dtype} in {ls!r}")
+    array = np.array(array, dtype or get_default_dtype(), order="C")
     return _make(array, backend, requires_grad)
 
 
@@ -155,8 +169,6 @@ def from_numpy(
         TypeError: If the array does not hold numbers.
     """
     array = np.asarray(array)
-    if array.dtype.kind not in "fiub":
-        raise TypeError(f"a tensor holds numbers, got an array of {array.dtype}; convert it")
     if not (array.dtype.isnative and array.flags.aligned):
         array = array.astype(array.dtype.newbyteorder("="))
     # From the slowest to the fastest dimension; a permuted array is contiguous in that order.

@@ -26,8 +26,19 @@ def as_int(x: Any) -> int:
 
 
 def as_ints(x: Any) -> tuple[int, ...]:
-    """Return a list-like option as a tuple of ints; published code passes a tensor."""
-    return tuple(int(i) for i in (x.to_numpy().reshape(-1) if is_tensor(x) else x))
+    """Return a list-like option as a tuple of ints; published code passes a tensor.
+
+    Raises:
+        TypeError: If an entry is no number.
+    """
+    entries = x.to_numpy().reshape(-1) if is_tensor(x) else x
+    try:
+        return tuple(int(i) for i in entries)
+    except TypeError:
+        raise TypeError(
+            f"sizes and dimensions are whole numbers given one by one, got {tuple(entries)!r}; "
+            "write view(2, 3) and permute(1, 0), or put a * before a tuple"
+        ) from None
 
 
 class Function:
@@ -61,8 +72,18 @@ class Function:
 
         Returns:
             A new tensor; it has a history only if a tensor argument requires a gradient.
+
+        Raises:
+            TypeError: If no argument is a tensor.
         """
-        need_grad = any(is_tensor(arg) and arg.requires_grad() for arg in args)
+        tensors = [arg for arg in args if is_tensor(arg)]
+        if not tensors:
+            raise TypeError(
+                f"{cls.__name__}.apply needs a tensor, got "
+                f"{', '.join(type(arg).__name__ for arg in args) or 'nothing'}; make one with "
+                "minitorch.tensor or minitorch.from_numpy"
+            )
+        need_grad = any(t.requires_grad() for t in tensors)
         ctx = Context(no_grad=not need_grad)
         value = cls._forward(ctx, *(arg.detach() if is_tensor(arg) else arg for arg in args))
         # A tensor of its own: `value` may be saved in ctx, and a history on it would close a cycle

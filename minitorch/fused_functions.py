@@ -37,7 +37,16 @@ class LayerNorm(Function):
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-        """Return (…, n) for (…, n), (n,) and (n,)."""
+        """Return (…, n) for (…, n), (n,) and (n,).
+
+        Raises:
+            ValueError: If the sizes differ; the kernel would read beyond gamma and beta.
+        """
+        if not gamma.shape == beta.shape == x.shape[-1:]:
+            raise ValueError(
+                f"layer norm of shape {x.shape} needs weights and a bias of shape {x.shape[-1:]}, "
+                f"got {gamma.shape} and {beta.shape}"
+            )
         out, mean, rstd = x.f.fused.layer_norm(x.array(), gamma.array(), beta.array(), eps)
         ctx.save_for_backward(x, gamma, mean, rstd)
         return x.wrap(out)

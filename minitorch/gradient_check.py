@@ -33,13 +33,16 @@ def grad_central_difference(
     return delta[0] / (2.0 * epsilon)
 
 
-def grad_check(f: Callable[..., Tensor], *vals: Tensor, tol: float = 1e-2) -> None:
+def grad_check(
+    f: Callable[..., Tensor], *vals: Tensor, tol: float = 1e-2, epsilon: float = 1e-6
+) -> None:
     """Check one random element of each argument's gradient.
 
     Args:
         f: A function of tensors, float64 if the check is to mean much.
         vals: Its arguments; their gradients are reset.
         tol: Relative and absolute tolerance.
+        epsilon: Half the distance of the two points of a central difference.
 
     Raises:
         AssertionError: If a gradient differs; it names the argument, the element and both values.
@@ -52,7 +55,7 @@ def grad_check(f: Callable[..., Tensor], *vals: Tensor, tol: float = 1e-2) -> No
     out.sum().backward()
     for i, x in enumerate(vals):
         ind = x._tensor.sample()
-        expected = grad_central_difference(f, *vals, arg=i, ind=ind)
+        expected = grad_central_difference(f, *vals, arg=i, epsilon=epsilon, ind=ind)
         assert x.grad is not None, f"argument {i} of {f} got no gradient"
         np.testing.assert_allclose(
             float(x.grad[ind]),

@@ -122,10 +122,13 @@ class LayerNorm1d(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (…, dim) for (…, dim)."""
-        gamma, beta = self.weights.value, self.bias.value
-        if x.f.fused is not None:
-            return LayerNorm.apply(x, gamma, beta, self.eps)
-        return composed_layer_norm(x, gamma, beta, self.eps)
+        return layer_norm(x, self.weights.value, self.bias.value, self.eps)
+
+
+def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    """Return layer norm over the last dimension: fused where the backend has it, else composed."""
+    norm = composed_layer_norm if x.f.fused is None else LayerNorm.apply
+    return norm(x, gamma, beta, eps)
 
 
 def composed_layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:

@@ -36,6 +36,10 @@ def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
     Returns:
         (batch, channel, new_height, new_width, tile height * tile width), new_height, new_width.
     """
+    assert input.dims == 4, (
+        f"an image is (batch, channel, height, width), got shape {input.shape}; add what is missing "
+        "with view"
+    )
     batch, channel, height, width = input.shape
     kh, kw = kernel
     assert height % kh == 0 and width % kw == 0, (
@@ -49,16 +53,14 @@ def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
 
 def avgpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:
     """Average each tile of (batch, channel, height, width)."""
-    batch, channel, _, _ = input.shape
     tiles, new_h, new_w = tile(input, kernel)
-    return tiles.mean(4).view(batch, channel, new_h, new_w)
+    return tiles.mean(4).view(*input.shape[:2], new_h, new_w)
 
 
 def maxpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:
     """Take the maximum of each tile of (batch, channel, height, width)."""
-    batch, channel, _, _ = input.shape
     tiles, new_h, new_w = tile(input, kernel)
-    return max(tiles, 4).view(batch, channel, new_h, new_w)
+    return max(tiles, 4).view(*input.shape[:2], new_h, new_w)
 
 
 def max(input: Tensor, dim: Any) -> Tensor:
@@ -162,9 +164,10 @@ def composed_softmax_loss(logits: Tensor, target: Any) -> Tensor:
     """Return the cross entropy of each row, composed of tensor operations."""
     rows, classes = logits.shape
     ids = integer_array(target, classes, "targets")
-    chosen = from_numpy(np.eye(classes, dtype=logits.dtype)[ids], logits.backend)
-    losses = logsumexp(logits, 1) - (logits * chosen).sum(1)
-    return losses.contiguous().view(rows)
+    # Adding minus infinity hides the other classes; times 0, a logit of -inf would become NaN.
+    hidden = np.where(np.eye(classes, dtype=bool)[ids], 0.0, -np.inf).astype(logits.dtype)
+    chosen = max(logsoftmax(logits, 1) + from_numpy(hidden, logits.backend), 1)
+    return -chosen.view(rows)
 
 
 def softmax_loss(logits: Tensor, target: Any) -> Tensor:
@@ -180,10 +183,10 @@ def softmax_loss(logits: Tensor, target: Any) -> Tensor:
     Raises:
         ValueError: If the shapes do not fit or a target is no class.
     """
-    if logits.dims != 2 or tuple(target.shape) != logits.shape[:1]:
+    if logits.dims != 2 or np.shape(target) != logits.shape[:1]:
         raise ValueError(
             f"softmax_loss needs logits (rows, classes) and targets (rows,), got {logits.shape} and "
-            f"{tuple(target.shape)}; flatten the leading dimensions with view"
+            f"{np.shape(target)}; flatten the leading dimensions with view"
         )
     if not _has_fused(logits, 1):
         return composed_softmax_loss(logits, target)
@@ -209,7 +212,12 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
         input: Any shape.
         rate: From 0 (nothing changes) to 1 (everything is 0).
         ignore: Return the input unchanged.
+
+    Raises:
+        ValueError: If the rate is no probability.
     """
+    if not 0.0 <= rate <= 1.0:
+        raise ValueError(f"rate is a probability from 0 to 1, got {rate}")
     if ignore or rate == 0.0:
         return input
     noise = rand(input.shape, input.backend, dtype=input.dtype)

@@ -91,11 +91,19 @@ class Adam(Optimizer):
         """Move every parameter that has a gradient."""
         self.steps += 1
         for p in self.parameters:
+            if isinstance(p.value, Scalar):
+                raise TypeError("Adam moves tensors, got a Scalar; take SGD for scalars")
             if p.value is not None and p.value.grad is not None:
                 p.update(self._moved(p))
 
     def _moved(self, p: Parameter) -> Any:
         value, grad = p.value.detach(), p.value.grad
+        past = self.moments[p][0].shape if p in self.moments else value.shape
+        if not value.shape == grad.shape == past:  # the kernel would write beyond the smaller one
+            raise ValueError(
+                f"a parameter of shape {value.shape} has a gradient of shape {grad.shape} and past "
+                f"gradients of shape {past}; make a new optimiser for another parameter"
+            )
         decay = self.weight_decay if value.dims >= 2 else 0.0
         fused = value.f.fused
         if fused is None:

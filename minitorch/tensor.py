@@ -135,8 +135,9 @@ class Tensor(TensorOperators):
         return np.array(self.to_numpy(), dtype=dtype, copy=copy)
 
     def array(self) -> Any:
-        """Return what kernels take: a NumPy view on the host."""
-        return self._tensor.to_array()
+        """Return what kernels take: a view of the elements where they lie; nothing is copied."""
+        data = self._tensor
+        return self.backend.attention.memory.view(data._storage, data.shape, data.strides)
 
     def wrap(self, array: Any) -> Tensor:
         """Return a constant tensor on this backend around a contiguous array from a kernel."""
@@ -217,10 +218,21 @@ class Tensor(TensorOperators):
 
         Args:
             target: A backend, or a dtype. Integers are constants: they end the graph.
+
+        Raises:
+            TypeError: If the target is neither, or a dtype that no tensor has.
         """
         if isinstance(target, TensorBackend):
             return self if target is self.backend else To.apply(self, target, self.dtype)
-        dtype = np.dtype(target)
+        try:
+            dtype = np.dtype(target)
+        except TypeError:
+            dtype = None
+        if target is None or dtype is None:  # NumPy takes None for float64
+            raise TypeError(
+                "to needs a backend, such as minitorch.FastBackend, or a dtype, such as "
+                f"numpy.float32; got {target!r}"
+            )
         if dtype.kind != "f":
             return self._converted(self.backend, dtype)
         return self if dtype == self.dtype else To.apply(self, self.backend, dtype)

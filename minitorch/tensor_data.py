@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kernels.targets import cuda
+from kernels.targets import cuda, why_no_cuda
 
 from .operators import prod
 
@@ -32,6 +32,9 @@ UserShape: TypeAlias = Sequence[int]
 UserStrides: TypeAlias = Sequence[int]
 Ints: TypeAlias = tuple[int, ...]  # inside TensorData the word `tuple` names a published method
 Triple: TypeAlias = tuple[Storage, Shape, Strides]
+
+#: What a tensor may hold: what every backend computes with.
+DTYPES = frozenset(np.dtype(code) for code in "fd?bBhHiIlLqQ")
 
 _default_dtype = np.dtype(np.float64)
 
@@ -154,6 +157,7 @@ class TensorData:
     Raises:
         IndexingError: If strides and shape have different lengths, or an index would leave the
             storage.
+        TypeError: If the storage holds anything but float32, float64, integers or booleans.
         AssertionError: If shape or strides is no tuple, or the storage has another size or is not
             flat, or there are more than MAX_DIMS dimensions.
     """
@@ -175,6 +179,11 @@ class TensorData:
             self._storage = storage  # type: ignore[assignment]
         else:
             self._storage = np.array(storage, dtype=_default_dtype)
+        if self._storage.dtype not in DTYPES:
+            raise TypeError(
+                f"a tensor holds float32, float64, integers or booleans, got "
+                f"{self._storage.dtype}; convert with astype(numpy.float32)"
+            )
         row_major = strides is None
         if strides is None:
             strides = strides_from_shape(shape)
@@ -216,9 +225,19 @@ class TensorData:
         return self._storage.dtype
 
     def to_cuda_(self) -> None:
-        """Move the storage to the CUDA device, in place."""
+        """Move the storage to the CUDA device, in place.
+
+        Raises:
+            RuntimeError: If there is none; it says what to do.
+        """
         if not is_device_storage(self._storage):
-            self._storage = cuda.to_device(self._storage)
+            try:
+                self._storage = cuda.to_device(self._storage)
+            except Exception as error:
+                reason = why_no_cuda()
+                if reason is None:
+                    raise
+                raise RuntimeError(reason) from error
 
     def is_contiguous(self) -> bool:
         """Tell whether the elements lie in row-major order."""

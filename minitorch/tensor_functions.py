@@ -301,9 +301,9 @@ def _reshaped(a: Tensor, shape: UserShape) -> Tensor:
         "contiguous() first"
     )
     size = int(np.prod(shape))
-    assert size == a.size, (
+    assert size == a.size and min(shape, default=1) >= 0, (
         f"cannot view shape {a.shape}, {a.size} elements, as {tuple(shape)}, {size} elements; the "
-        "sizes must be equal"
+        "sizes must be equal, and none is inferred from -1"
     )
     return a._new(type(a._tensor)(a._tensor._storage, tuple(shape), strides_from_shape(shape)))
 

@@ -208,13 +208,18 @@ def normalize_dim(dim: int, shape: UserShape) -> int:
 
     Raises:
         IndexingError: If there is no such dimension.
+        TypeError: If ``dim`` is no whole number.
     """
+    if not isinstance(dim, (int, np.integer)):
+        raise TypeError(
+            f"dim must be one whole number, got {dim!r}; for several dimensions call once for each"
+        )
     if not -len(shape) <= dim < len(shape):
         raise IndexingError(
             f"dim {dim} does not exist in shape {tuple(shape)}; use {-len(shape)} to "
             f"{len(shape) - 1}"
         )
-    return dim % len(shape)
+    return int(dim) % len(shape)
 
 
 def matmul_shape(a: UserShape, b: UserShape) -> tuple[int, ...]:

@@ -76,6 +76,8 @@ class MultiHeadAttention(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, seq, n_embd) for (batch, seq, n_embd)."""
+        if x.dims != 3 or x.shape[2] != self.n_embd:
+            raise ValueError(f"attention needs (batch, seq, {self.n_embd}), got shape {x.shape}")
         q = self.split_heads(self.q_projection(x))  # (batch, n_head, seq, head_dim)
         k = self.split_heads(self.k_projection(x))  # (batch, n_head, seq, head_dim)
         v = self.split_heads(self.v_projection(x))  # (batch, n_head, seq, head_dim)
@@ -230,7 +232,11 @@ class DecoderLM(Module):
         Returns:
             (batch, seq, n_vocab) logits.
         """
-        batch, seq = idx.shape
+        if len(np.shape(idx)) != 2:
+            raise ValueError(
+                f"a language model needs ids of shape (batch, seq), got {np.shape(idx)}"
+            )
+        batch, seq = np.shape(idx)
         if seq > self.n_positions:
             raise ValueError(
                 f"the context holds {self.n_positions} tokens, got {seq}; pass the last ones"

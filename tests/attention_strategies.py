@@ -13,6 +13,8 @@ from kernels import reference
 
 LENGTHS = st.integers(1, 40)
 DIMS = st.sampled_from([1, 2, 3, 5, 8, 16, 17])
+LEAD = st.lists(st.integers(1, 3), max_size=3)
+TILES = ((1, 1), (3, 5), (8, 4), (16, 16), (64, 64))
 
 
 @dataclass
@@ -85,13 +87,20 @@ def operand(draw: Any, shape: tuple[int, ...], dtype: Any, rng: np.random.Genera
 
 
 @st.composite
-def cases(draw: Any, dtypes: Any = (np.float32, np.float64)) -> Case:
+def cases(
+    draw: Any,
+    dtypes: Any = (np.float32, np.float64),
+    lengths: st.SearchStrategy[int] = LENGTHS,
+    dims: st.SearchStrategy[int] = DIMS,
+    leads: st.SearchStrategy[list[int]] = LEAD,
+    tiles: Any = TILES,
+) -> Case:
     """Draw a problem: leading dimensions that broadcast, unequal lengths, causal or not, any scale."""
     dtype = draw(st.sampled_from(dtypes))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    lead = draw(st.lists(st.integers(1, 3), max_size=3))
-    seq_q, seq_k = draw(LENGTHS), draw(LENGTHS)
-    head_dim, value_dim = draw(DIMS), draw(DIMS)
+    lead = draw(leads)
+    seq_q, seq_k = draw(lengths), draw(lengths)
+    head_dim, value_dim = draw(dims), draw(dims)
 
     def leading() -> list[int]:
         shape = [draw(st.sampled_from([n, n, 1])) for n in lead]
@@ -105,5 +114,5 @@ def cases(draw: Any, dtypes: Any = (np.float32, np.float64)) -> Case:
         options["scale"] = draw(st.sampled_from([0.1, 1.0, -0.7, 3.0]))
     lead_shape = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     dout = draw(operand((*lead_shape, seq_q, value_dim), dtype, rng))
-    tile = draw(st.sampled_from([(1, 1), (3, 5), (8, 4), (16, 16), (64, 64)]))
+    tile = draw(st.sampled_from(tiles))
     return Case(q, k, v, dout, options, tile)

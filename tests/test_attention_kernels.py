@@ -120,12 +120,12 @@ def test_gradients_are_finite_differences(case: Case, data: st.DataObject) -> No
 def test_every_output_element_is_written(case: Case) -> None:
     problem = case.problem()
     q, k, v = (
-        launch.four_dims(x, shape)
+        launch.CPU.memory.four_dims(x, shape)
         for x, shape in zip(
             case.operands, (problem.q_shape, problem.k_shape, problem.v_shape), strict=True
         )
     )
-    dout = launch.four_dims(case.dout, problem.out_shape)
+    dout = launch.CPU.memory.four_dims(case.dout, problem.out_shape)
     for target in TARGETS.values():
         rung = target.pick(problem)
         out = np.full(dout.shape, np.nan, problem.dtype)

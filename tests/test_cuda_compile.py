@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numba
+import numpy as np
 import pytest
 
 import minitorch
+from kernels import Problem, make_problem
+from kernels.cuda import flash1, flash1_backward, flash2, flash2_backward, memory, naive
+from kernels.cuda.device import Kernel
+from kernels.cuda.register_tiles import pick_layout
+from kernels.cuda.sizes import GPU
 from kernels.targets import compile_ptx, why_no_ptx
 from minitorch import cuda_kernel_ops, cuda_kernels, operators
 
@@ -91,6 +98,100 @@ def test_a_float32_product_does_no_float64_arithmetic() -> None:
     ptx = _ptx("matmul", numba.float32, (8, 0))
     assert "fma.rn.f32" in ptx
     assert ".f64" not in ptx
+
+
+# -- attention ----------------------------------------------------------------------------------
+
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
+#: How to make each kernel of the attention rungs, by name, with the sizes that a GPU gets.
+ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
+    "copy": lambda dtype, *dims: memory.copy_kernel(dtype),
+    "sum": lambda dtype, *dims: memory.sum_kernel(dtype),
+    "naive product": lambda dtype, *dims: naive.product_kernel(*GPU.product_tile, dtype),
+    "naive softmax": lambda dtype, *dims: naive.softmax_kernel(GPU.row_threads, dtype),
+    "naive softmax backward": lambda dtype, *dims: naive.softmax_backward_kernel(
+        GPU.row_threads, dtype
+    ),
+    "flash1 forward": lambda dtype, *dims: flash1.forward_kernel(
+        *flash1.paper_tiles(GPU.flash1_bytes // dtype.itemsize, *dims)[0],
+        *dims, GPU.flash1_threads, dtype,
+    ),
+    "flash1 backward": lambda dtype, *dims: flash1_backward.backward_kernel(
+        *flash1.paper_tiles(GPU.flash1_bytes // dtype.itemsize, *dims)[1],
+        *dims, GPU.flash1_threads, dtype,
+    ),
+    "flash2 forward": lambda dtype, *dims: flash2.forward_kernel(
+        pick_layout("forward", _problem(dtype, *dims), None), *dims, dtype, True
+    ),
+    "flash2 dq": lambda dtype, *dims: flash2_backward.dq_kernel(
+        pick_layout("dq", _problem(dtype, *dims), None), *dims, dtype, True
+    ),
+    "flash2 dkdv": lambda dtype, *dims: flash2_backward.dkdv_kernel(
+        pick_layout("dkdv", _problem(dtype, *dims), None), *dims, dtype, True
+    ),
+}  # fmt: skip
+
+
+def _problem(dtype: Any, head_dim: int, value_dim: int) -> Problem:
+    q, v = np.ones((8, head_dim), dtype), np.ones((8, value_dim), dtype)
+    return make_problem(q, q, v)
+
+
+def _attention_ptx(name: str, dtype: Any, cc: tuple[int, int], dims: tuple[int, int]) -> str:
+    kernel = ATTENTION[name](dtype, *dims)
+    return compile_ptx(kernel.source, kernel.signature, cc)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("cc", [(7, 5), (8, 0), (9, 0)], ids=lambda cc: f"cc{cc[0]}{cc[1]}")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_rung_compiles_for_every_generation(
+    name: str, dtype: Any, cc: tuple[int, int]
+) -> None:
+    ptx = _attention_ptx(name, dtype, cc, (64, 64))
+    assert ".visible .entry" in ptx
+    assert f".target sm_{cc[0]}{cc[1]}" in ptx
+    assert ".local" not in ptx
+    if dtype == np.float32:
+        # The helpers of online_softmax mix float32 with Python's constants, once a row.
+        assert not re.search(r"(fma|mul|add|sub)\S*\.f64", ptx), "float32 computes in float64"
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", ["flash2 forward", "flash2 dq", "flash2 dkdv"])
+def test_flash2_moves_whole_vectors(name: str) -> None:
+    ptx = _attention_ptx(name, DTYPES[0], (9, 0), (64, 64))
+    assert len(re.findall(r"ld\.shared\.v4", ptx)) >= 20
+    assert len(re.findall(r"ld(\.global)?\.v4", ptx)) >= 3
+    assert not re.search(r"(ld|st)\.local", ptx)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("dims", [(1, 1), (3, 5), (80, 33), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "name", [name for name in ATTENTION if name.startswith("flash") and "dkdv" not in name]
+)
+def test_flash_compiles_for_every_width(name: str, dims: tuple[int, int]) -> None:
+    assert ".visible .entry" in _attention_ptx(name, DTYPES[0], (8, 0), dims)
+
+
+def test_flash1_divides_the_memory_as_the_paper_says() -> None:
+    # 1: B_c = ceil(M / 4d), B_r = min(ceil(M / 4d), d)
+    assert flash1.paper_tile(8192, 64) == (32, 32)
+    assert flash1.paper_tile(8192, 16) == (16, 128)
+    assert flash1.paper_tile(8193, 256) == (9, 9)
+
+
+@pytest.mark.parametrize("itemsize", [4, 8])
+def test_flash1_fits_the_shared_memory_with_every_width(itemsize: int) -> None:
+    elements = GPU.flash1_bytes // itemsize
+    for head_dim in range(1, 257):
+        for value_dim in {1, head_dim, max(head_dim - 1, 1), 256}:
+            dims = head_dim, value_dim
+            tile, backward_tile = flash1.paper_tiles(elements, *dims)
+            assert flash1.forward_elements(tile, *dims) <= elements, dims
+            assert flash1_backward.backward_elements(backward_tile, *dims) <= elements, dims
 
 
 def test_the_cuda_backend_is_there_without_a_gpu() -> None:

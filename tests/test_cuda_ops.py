@@ -393,12 +393,6 @@ def test_tensors_without_elements_launch_nothing() -> None:
     assert_equal(x.sum(0), [[0.0, 0.0, 0.0]])
 
 
-def test_fused_attention_says_that_it_is_not_here_yet() -> None:
-    q = on_cuda(draw((1, 1, 2, 2)))
-    with pytest.raises(NotImplementedError, match="on the CUDA backend comes with the CUDA rungs"):
-        q.flash_attention(q, q)
-
-
 # -- what only a GPU runs -----------------------------------------------------------------------
 
 

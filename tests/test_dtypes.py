@@ -290,11 +290,21 @@ def test_from_numpy_takes_odd_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    "array", [np.array(["a"]), np.array([1j]), np.array([None]), np.array(["2020"], "M8[Y]")]
-)
-def test_from_numpy_takes_numbers_only(array: Any) -> None:
-    with pytest.raises(TypeError, match=r"a tensor holds numbers, got an array of .*; convert it"):
+    "array",
+    [
+        np.array(["a"]), np.array([1j]), np.array([None]), np.array(["2020"], "M8[Y]"),
+        np.array([1.0], np.float16), np.array([1.0], np.longdouble),
+    ],
+)  # fmt: skip
+def test_a_tensor_holds_what_every_backend_computes_with(array: Any) -> None:
+    holds = f"holds float32, float64, integers or booleans, got {array.dtype}".replace("[", r"\[")
+    with pytest.raises(TypeError, match=holds):
         from_numpy(array)
+    if array.dtype.kind in "fc":
+        with pytest.raises(TypeError, match=holds):
+            tensor([1.0], dtype=array.dtype)
+        with pytest.raises(TypeError, match=holds):
+            tensor([1.0]).to(array.dtype)
 
 
 def test_copies_do_not_share() -> None:

@@ -252,7 +252,8 @@ def test_item_reads_the_only_element() -> None:
 def test_elements_are_read_and_written_by_index() -> None:
     a = zeros((2, 3))
     a[1, 2] = 4.0
-    a[np.int64(0), 1] = 5.0
+    of_numpy: Any = (np.int64(0), 1)
+    a[of_numpy] = 5.0
     assert a.to_numpy().tolist() == [[0.0, 5.0, 0.0], [0.0, 0.0, 4.0]]
     assert tensor([1.0, 2.0])[1] == 2.0
     with pytest.raises(IndexingError, match=r"\(50, 2\) is out of range for shape \(2, 3\)"):
@@ -293,7 +294,8 @@ def test_a_tensor_equals_nothing_that_is_no_number() -> None:
 def test_a_number_may_stand_on_either_side() -> None:
     a = tensor([[1.0, 2.0], [4.0, 8.0]])
     array = a.to_numpy()
-    for number in (3, 3.0, np.float64(3.0), np.int64(3), np.float32(3.0)):
+    numbers: list[Any] = [3, 3.0, np.float64(3.0), np.int64(3), np.float32(3.0)]
+    for number in numbers:
         n = float(number)
         for result, expected in (
             (a + number, array + n), (number + a, n + array),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,8 +198,9 @@ def test_attributes_hold_plain_ints() -> None:
     layout = TensorData(np.zeros(6), (2, 3)).permute(1, 0)
     assert all(type(n) is int for n in (*layout.shape, *layout.strides, layout.size, layout.dims))
     assert layout._shape.dtype == layout._strides.dtype == np.int64
-    assert shape_broadcast((np.int64(2), 1), (1, 3)) == (2, 3)
-    assert type(shape_broadcast((np.int64(2), 1), (1, 3))[0]) is int
+    of_numpy: Any = (np.int64(2), 1)
+    assert shape_broadcast(of_numpy, (1, 3)) == (2, 3)
+    assert type(shape_broadcast(of_numpy, (1, 3))[0]) is int
 
 
 def test_tuple_is_what_a_kernel_takes() -> None:

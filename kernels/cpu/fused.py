@@ -42,7 +42,10 @@ def _flat(x: Array) -> Array:
 
 @njit(fastmath=FASTMATH)
 def softmax_row(x, out):
-    """Write softmax(x) to out; return the logarithm of the sum of exponentials."""
+    """Write softmax(x) to out; return the largest x and the logarithm of what exp(x - it) sums to.
+
+    A row of minus infinity becomes a row of zeros.
+    """
     largest = x[0]
     for i in range(len(x)):
         largest = max(largest, x[i])
@@ -52,10 +55,10 @@ def softmax_row(x, out):
     for i in range(len(x)):
         out[i] = exp2((x[i] - shift) * log2_e)
         total += out[i]
-    inverse = x.dtype.type(1) / total
+    inverse = x.dtype.type(1) / total if total > 0 else total
     for i in range(len(x)):
         out[i] *= inverse
-    return shift + math.log(total)
+    return shift, math.log(total)
 
 
 @njit_cached(parallel=True, fastmath=FASTMATH)
@@ -244,11 +247,12 @@ def gelu_backward(dout: Array, x: Array) -> Array:
 # -- cross entropy -----------------------------------------------------------------------------
 
 
-@njit_cached(parallel=True, fastmath=FASTMATH)
+@njit_cached(parallel=True)
 def _cross_entropy(logits, targets, losses, probs):
     for row in prange(len(logits)):
-        log_sum = softmax_row(logits[row], probs[row])
-        losses[row] = log_sum - logits[row, targets[row]]
+        largest, log_total = softmax_row(logits[row], probs[row])
+        # In this order, hence no fastmath here: beside a large logit log_total would round away.
+        losses[row] = (largest - logits[row, targets[row]]) + log_total
 
 
 @njit_cached(parallel=True, fastmath=FASTMATH)

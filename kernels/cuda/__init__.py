@@ -1,0 +1,1 @@
+"""Kernels for CUDA, compiled by numba; they run in its simulator too."""

@@ -1,0 +1,99 @@
+"""What every CUDA kernel calls, compiled for the device once, and how a kernel itself is compiled.
+
+A helper with a barrier or shared memory does not belong here but beside its kernel: the simulator
+replaces the name ``cuda`` in the kernel's own file only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from kernels.geometry import make_geometry, same
+from kernels.masks import make_masks
+from kernels.online_softmax import make_online_softmax
+from kernels.targets import IS_SIMULATOR, allow_shared_memory, cuda, shared_memory_bytes
+
+
+def device_function(function: Callable[..., Any]) -> Any:
+    """Compile a function that kernels call; inlined, which needs no GPU at compile time."""
+    return same(function) if IS_SIMULATOR else cuda.jit(device=True, inline="always")(function)
+
+
+# On the host the same functions are those of ``geometry.PLAIN`` and its like.
+_GEOMETRY = make_geometry(device_function)
+ceil_div, tile_stop = _GEOMETRY.ceil_div, _GEOMETRY.tile_stop
+visited_key_tiles, full_key_tiles = _GEOMETRY.visited_key_tiles, _GEOMETRY.full_key_tiles
+first_query_tile = _GEOMETRY.first_query_tile
+is_visible = make_masks(device_function).is_visible
+_SOFTMAX = make_online_softmax(device_function)
+shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
+
+
+class Kernel:
+    """A kernel and the types of its arguments, compiled at the first launch and never again.
+
+    Args:
+        source: A plain function.
+        signature: Its argument types.  Arrays are typed with any strides: an operand is read as it
+            lies, and no layout makes numba compile the kernel anew.
+        threads: Of a block, the most there will be; tells the compiler how many registers it may
+            use.  0 leaves it open.
+        shared_bytes: Dynamic shared memory of a block.
+    """
+
+    def __init__(
+        self,
+        source: Callable[..., None],
+        signature: Any,
+        threads: int = 0,
+        shared_bytes: int = 0,
+    ):
+        self.source = source
+        self.signature = signature
+        self.threads = threads
+        self.shared_bytes = shared_bytes
+
+    @cached_property
+    def _compiled(self) -> Any:
+        bounds = {"launch_bounds": self.threads} if self.threads and not IS_SIMULATOR else {}
+        compiled = cuda.jit(self.signature, **bounds)(self.source)
+        if self.shared_bytes:
+            allow_shared_memory(compiled, self.shared_bytes)
+        return compiled
+
+    def __getitem__(self, launch: Any) -> Callable[..., None]:
+        """Return the function that launches on (grid, block)."""
+        grid, block = launch
+        return self._compiled[grid, block, 0, self.shared_bytes]
+
+
+def scalar_type(dtype: np.dtype[Any]) -> Any:
+    """Return numba's type of a dtype: for shared arrays, and to round a number to the dtype."""
+    return numba.from_dtype(dtype)
+
+
+def array_type(dtype: np.dtype[Any], dims: int) -> Any:
+    """Return numba's type of an array with any strides."""
+    return types.Array(scalar_type(dtype), dims, "A")
+
+
+def why_too_large(
+    tile: tuple[int, int] | None, needed: int, limit: int | None = None
+) -> str | None:
+    """Return why a block cannot have ``needed`` bytes of shared memory, or None if it can.
+
+    Args:
+        tile: For the text.
+        needed: Bytes.
+        limit: What a block can have; without it, what it has unasked.
+    """
+    limit = shared_memory_bytes() if limit is None else limit
+    if needed <= limit:
+        return None
+    return f"tile {tile} needs {needed:,} bytes of shared memory, a block has {limit:,}"

@@ -1,0 +1,254 @@
+"""Tiles on CUDA cores: load one to shared memory, multiply two, with a block of registers a thread.
+
+A block of ``rows_of_threads x lanes`` threads works on two tiles.  Thread (ty, tx) owns the rows ty,
+ty + rows_of_threads, … of the one and the rows tx, tx + lanes, … of the other: neighbouring threads then
+read neighbouring rows, which lie in different banks since a row is padded by one vector.
+
+The functions made here take the thread's own place as arguments and have no barriers: in the simulator the
+name ``cuda`` means the running thread in the kernel's own file only.
+"""
+
+# An intrinsic's first argument is the compiler's; callers do not pass it.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from kernels.cuda.device import device_function, why_too_large
+from kernels.cuda.sizes import SIZES, LayoutSizes
+from kernels.cuda.vector import VECTOR, load_global, load_shared, store_shared
+from kernels.geometry import PLAIN
+from kernels.problem import Problem
+from kernels.targets import dynamic_shared_memory_bytes
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the next multiple, ``size`` itself if it is one."""
+    return PLAIN.ceil_div(size, multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of the work of one block of threads.
+
+    Attributes:
+        block_q: Query rows a tile.
+        block_k: Key columns a tile.
+        lanes: Threads along a row; a power of two, at most 32.
+        rows_of_threads: Threads along a column.
+    """
+
+    block_q: int
+    block_k: int
+    lanes: int
+    rows_of_threads: int
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return self.lanes * self.rows_of_threads
+
+    def row_stride(self, dim: int) -> int:
+        """Elements from row to row of a tile in shared memory: a padded width and one vector."""
+        return round_up(dim, VECTOR * self.lanes) + VECTOR
+
+    def columns(self, dim: int) -> int:
+        """Columns of an accumulator of width ``dim`` that one thread owns, a multiple of VECTOR."""
+        return round_up(dim, VECTOR * self.lanes) // self.lanes
+
+
+def _largest_power(limit: int, size: int) -> int:
+    """Return the largest power of two up to ``limit`` that divides ``size``."""
+    return min(limit, size & -size)
+
+
+def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> Layout:
+    """Return the layout of a kernel for a problem: from the table, with the caller's tile if given.
+
+    Args:
+        name: "forward", "dq" or "dkdv".
+        problem: The checked call.
+        tile: (block_q, block_k), or None.
+    """
+    sizes = _table_entry(name, problem)
+    block_q, block_k = tile or (sizes.block_q, sizes.block_k)
+    # dK and dV are summed by key: there a thread owns rows of keys.
+    rows, cols = (block_k, block_q) if name == "dkdv" else (block_q, block_k)
+    return Layout(
+        block_q,
+        block_k,
+        lanes=_largest_power(sizes.lanes, cols),
+        rows_of_threads=_largest_power(sizes.rows_of_threads, rows),
+    )
+
+
+def _table_entry(name: str, problem: Problem) -> LayoutSizes:
+    table = SIZES.flash2[name, problem.dtype.itemsize]
+    width = max(problem.head_dim, problem.value_dim)
+    return next(sizes for limit, sizes in table if width <= limit)
+
+
+def why_not_layout(
+    name: str,
+    problem: Problem,
+    tile: tuple[int, int] | None,
+    elements: Callable[[Layout, int, int], int],
+) -> str | None:
+    """Return why a kernel cannot run a problem with a tile, or None.
+
+    Args:
+        name: As in :func:`pick_layout`.
+        problem: The checked call.
+        tile: (block_q, block_k), or None.
+        elements: Shared memory of the kernel, from layout, head_dim and value_dim.
+    """
+    layout = pick_layout(name, problem, tile)
+    blocks = (layout.block_q, layout.block_k)
+    if any(block % VECTOR for block in blocks):
+        return f"flash2 needs tiles of multiples of {VECTOR}, got {blocks}"
+    needed = problem.dtype.itemsize * elements(layout, problem.head_dim, problem.value_dim)
+    return why_too_large(blocks, needed, dynamic_shared_memory_bytes())
+
+
+@cache
+def make_load_tile(
+    layout: Layout, rows: int, dim: int, dtype: Any, vectors: bool
+) -> Callable[..., None]:
+    """Return ``load_tile(thread, source, b, h, first, limit, factor, shared, offset)``.
+
+    It copies ``factor`` times the rows from ``first`` on of one head to shared memory, zeros for rows from
+    ``limit`` on and for columns from ``dim`` on; what is out of range is never read.
+
+    Args:
+        layout: Who copies.
+        rows: Of the tile.
+        dim: Columns of the source.
+        dtype: Of its elements, a numba type.
+        vectors: The source is aligned for 128-bit loads and ``dim`` a multiple of four.
+    """
+    stride = layout.row_stride(dim)
+    vectors_a_row = (stride - VECTOR) // VECTOR
+    count, threads = rows * vectors_a_row, layout.threads
+    zero = dtype(0)
+
+    @device_function
+    def load_tile(thread, source, b, h, first, limit, factor, shared, offset):
+        for n in range(thread, count, threads):
+            r = n // vectors_a_row
+            c = (n % vectors_a_row) * VECTOR
+            w = x = y = z = zero
+            if first + r < limit:
+                if vectors:
+                    if c < dim:
+                        w, x, y, z = load_global(source, b, h, first + r, c)
+                else:
+                    if c < dim:
+                        w = source[b, h, first + r, c]
+                    if c + 1 < dim:
+                        x = source[b, h, first + r, c + 1]
+                    if c + 2 < dim:
+                        y = source[b, h, first + r, c + 2]
+                    if c + 3 < dim:
+                        z = source[b, h, first + r, c + 3]
+            store_shared(
+                shared, offset + r * stride + c, w * factor, x * factor, y * factor, z * factor
+            )
+
+    return load_tile
+
+
+@cache
+def make_multiply(
+    layout: Layout, rows: int, cols: int, dim: int, dtype: Any
+) -> Callable[..., None]:
+    """Return ``multiply(tx, ty, s, fragment, shared, a, b)``: s = A·Bᵀ over ``dim``, of two shared tiles.
+
+    ``s`` is the thread's (rows / rows_of_threads, cols / lanes) registers, ``fragment`` scratch of
+    (rows / rows_of_threads, VECTOR); ``a`` and ``b`` are the offsets of the tiles.  A thread with R rows
+    and C columns does 4·R·C multiply-adds for R + C vector loads.
+    """
+    own_rows, own_cols = rows // layout.rows_of_threads, cols // layout.lanes
+    stride, depth = layout.row_stride(dim), round_up(dim, VECTOR)
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    zero = dtype(0)
+
+    @device_function
+    def multiply(tx, ty, s, fragment, shared, a, b):
+        for i in range(own_rows):
+            for j in range(own_cols):
+                s[i, j] = zero
+        for d in range(0, depth, VECTOR):
+            for i in range(own_rows):
+                w, x, y, z = load_shared(shared, a + (ty + i * rows_of_threads) * stride + d)
+                fragment[i, 0] = w
+                fragment[i, 1] = x
+                fragment[i, 2] = y
+                fragment[i, 3] = z
+            for j in range(own_cols):
+                w, x, y, z = load_shared(shared, b + (tx + j * lanes) * stride + d)
+                for i in range(own_rows):
+                    s[i, j] += fragment[i, 0] * w
+                    s[i, j] += fragment[i, 1] * x
+                    s[i, j] += fragment[i, 2] * y
+                    s[i, j] += fragment[i, 3] * z
+
+    return multiply
+
+
+@cache
+def make_accumulate(layout: Layout, rows: int, depth: int, dim: int) -> Callable[..., None]:
+    """Return ``accumulate(tx, ty, acc, fragment, shared, p, b)``: acc += P·B, two tiles in shared memory.
+
+    P is (rows, depth), its rows ``depth + VECTOR`` apart; B is (depth, dim).  ``acc`` is the thread's
+    (rows / rows_of_threads, columns(dim)) registers, in groups of four neighbouring columns.
+    """
+    own_rows = rows // layout.rows_of_threads
+    groups = layout.columns(dim) // VECTOR
+    p_stride, stride = depth + VECTOR, layout.row_stride(dim)
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+
+    @device_function
+    def accumulate(tx, ty, acc, fragment, shared, p, b):
+        for c in range(0, depth, VECTOR):
+            for i in range(own_rows):
+                w, x, y, z = load_shared(shared, p + (ty + i * rows_of_threads) * p_stride + c)
+                fragment[i, 0] = w
+                fragment[i, 1] = x
+                fragment[i, 2] = y
+                fragment[i, 3] = z
+            for g in range(groups):
+                for u in range(VECTOR):
+                    w, x, y, z = load_shared(
+                        shared, b + (c + u) * stride + (g * lanes + tx) * VECTOR
+                    )
+                    for i in range(own_rows):
+                        acc[i, g * VECTOR] += fragment[i, u] * w
+                        acc[i, g * VECTOR + 1] += fragment[i, u] * x
+                        acc[i, g * VECTOR + 2] += fragment[i, u] * y
+                        acc[i, g * VECTOR + 3] += fragment[i, u] * z
+
+    return accumulate
+
+
+@cache
+def make_store_tile(layout: Layout, rows: int, dim: int) -> Callable[..., None]:
+    """Return ``store_tile(tx, ty, acc, target, b, h, first, limit)``: write the rows below ``limit``."""
+    own_rows = rows // layout.rows_of_threads
+    columns = layout.columns(dim)
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+
+    @device_function
+    def store_tile(tx, ty, acc, target, b, h, first, limit):
+        for i in range(own_rows):
+            row = first + ty + i * rows_of_threads
+            if row < limit:
+                for n in range(columns):
+                    col = (n // VECTOR * lanes + tx) * VECTOR + n % VECTOR
+                    if col < dim:
+                        target[b, h, row, col] = acc[i, n]
+
+    return store_tile

@@ -1,0 +1,87 @@
+"""Where arrays lie: allocate them, and view operands as the four dimensions that kernels take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class Memory:
+    """One kind of memory; ``launch`` asks it and does not ask which kind it is."""
+
+    def why_not(self) -> str | None:
+        """Return why there is no such memory on this machine, or None."""
+        raise NotImplementedError
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised, contiguous array."""
+        raise NotImplementedError
+
+    def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        """See a flat storage through a shape and strides in elements; nothing is copied."""
+        raise NotImplementedError
+
+    def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """View an operand as (batch, heads, seq, dim), broadcast to ``shape``.
+
+        Nothing is copied unless the leading dimensions before the heads do not lie evenly in
+        memory, or a kernel cannot address the array as it is.
+        """
+        raise NotImplementedError
+
+    def three_dims(self, array: Any) -> Any:
+        """View lse, (…, heads, seq), as (batch, heads, seq)."""
+        raise NotImplementedError
+
+    def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
+        """Sum a contiguous gradient over the leading dimensions that its operand was repeated in."""
+        raise NotImplementedError
+
+
+def repeated_axes(broadcast: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the axes of a broadcast shape along which an array of ``shape`` was repeated."""
+    extra = len(broadcast) - len(shape)
+    return tuple(
+        axis
+        for axis, size in enumerate(broadcast)
+        if axis < extra or (shape[axis - extra] == 1 and size != 1)
+    )
+
+
+class HostMemory(Memory):
+    """NumPy arrays."""
+
+    def why_not(self) -> str | None:
+        """Return None: the host is always there."""
+        return None
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised, contiguous array."""
+        return np.empty(shape, dtype)
+
+    def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        """See a flat storage through a shape and strides in elements; nothing is copied."""
+        steps = tuple(step * storage.itemsize for step in strides)
+        return np.ndarray(shape, storage.dtype, storage, 0, steps)
+
+    def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """View an operand as (batch, heads, seq, dim); see :meth:`Memory.four_dims`.
+
+        What is misaligned or of the other byte order is copied.
+        """
+        array = np.broadcast_to(array, shape) if tuple(array.shape) != shape else array
+        if not (array.flags.aligned and array.dtype.isnative):
+            array = np.array(array, array.dtype.newbyteorder("="))
+        lead = (1, 1, *shape[:-2])
+        batch = int(np.prod(lead[:-1]))
+        return array.reshape(batch, lead[-1], *shape[-2:])
+
+    def three_dims(self, array: Any) -> Any:
+        """View lse, (…, heads, seq), as (batch, heads, seq)."""
+        return self.four_dims(array[..., None], (*array.shape, 1))[..., 0]
+
+    def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
+        """Sum a gradient over the leading dimensions that its operand was repeated in."""
+        repeated = repeated_axes(gradient.shape, shape)
+        return gradient.sum(axis=repeated).reshape(shape) if repeated else gradient

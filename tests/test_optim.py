@@ -1,0 +1,176 @@
+"""Optimisers: which parameters move, how far, and that training goes downhill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.strategies import DataObject, data, floats
+
+from minitorch import (
+    SGD,
+    Adam,
+    FastBackend,
+    Linear,
+    Module,
+    Optimizer,
+    Parameter,
+    Scalar,
+    SimpleBackend,
+    Tensor,
+    TensorBackend,
+    from_numpy,
+    manual_seed,
+    tensor,
+)
+
+from .tensor_strategies import Array, laid_out, lattice, on_backends, shapes
+from .tolerances import assert_close_arrays
+
+
+def with_gradient(value: Tensor, gradient: Tensor | None) -> Parameter:
+    parameter = Parameter(value)
+    parameter.value.grad = gradient
+    return parameter
+
+
+@on_backends()
+@given(data())
+def test_sgd_steps_against_the_gradient(backend: TensorBackend, data: DataObject) -> None:
+    start = data.draw(lattice(data.draw(shapes())))
+    gradient = data.draw(lattice(start.shape))
+    lr = data.draw(floats(0.0, 2.0))
+    parameter = with_gradient(
+        data.draw(laid_out(start, backend)), data.draw(laid_out(gradient, backend))
+    )
+    SGD([parameter], lr).step()
+    assert_close_arrays(parameter.value, start - lr * gradient, np.float64, size=20.0)
+
+
+def test_sgd_moves_scalars_too() -> None:
+    parameter = Parameter(Scalar(3.0))
+    optimiser = SGD([parameter], lr=0.5)
+    (parameter.value * parameter.value).backward()
+    optimiser.step()
+    assert parameter.value.data == 3.0 - 0.5 * 6.0
+    assert parameter.value.is_leaf()
+
+
+@pytest.mark.parametrize("make", [SGD, Adam])
+def test_a_parameter_without_a_gradient_stays(make: type[SGD] | type[Adam]) -> None:
+    moving = with_gradient(tensor([1.0]), tensor([1.0]))
+    resting, missing = with_gradient(tensor([1.0]), None), Parameter(None)
+    before = resting.value
+    make([moving, resting, missing], lr=0.1).step()
+    assert resting.value is before
+    assert missing.value is None
+    assert moving.value.item() == pytest.approx(0.9)
+
+
+@on_backends()
+@pytest.mark.parametrize("make", [SGD, Adam])
+def test_a_step_leaves_a_fresh_leaf_and_the_old_value(
+    make: type[SGD] | type[Adam], backend: TensorBackend
+) -> None:
+    old = from_numpy(np.array([1.0, 2.0]), backend)
+    parameter = with_gradient(old, from_numpy(np.array([1.0, -1.0]), backend))
+    parameter.name = "w"
+    make([parameter], lr=0.1).step()
+    assert old.to_numpy().tolist() == [1.0, 2.0]  # who still holds it can compare
+    assert parameter.value.is_leaf()
+    assert parameter.value.grad is None
+    assert (parameter.value.name, parameter.value.backend) == ("w", backend)
+
+
+def test_zero_grad_drops_every_gradient() -> None:
+    of_tensor, of_scalar = with_gradient(tensor([1.0]), tensor([1.0])), Parameter(Scalar(1.0))
+    of_scalar.value.derivative = 2.0
+    SGD([of_tensor, of_scalar, Parameter(None), Parameter(5.0)]).zero_grad()
+    assert of_tensor.value.grad is None
+    assert of_scalar.value.derivative is None
+
+
+def test_the_first_step_of_adam_has_the_length_of_the_learning_rate() -> None:
+    gradient = np.array([1e-3, -5.0, 1e6])
+    for backend in (SimpleBackend, FastBackend):
+        parameter = with_gradient(from_numpy(np.zeros(3), backend), from_numpy(gradient, backend))
+        Adam([parameter], lr=0.25, eps=0.0).step()
+        assert_close_arrays(parameter.value, np.array([-0.25, 0.25, -0.25]), np.float64)
+
+
+@on_backends()
+def test_weight_decay_shrinks_matrices_and_no_vectors(backend: TensorBackend) -> None:
+    ones = np.ones((2, 2))
+    matrix = with_gradient(from_numpy(ones, backend), from_numpy(0 * ones, backend))
+    vector = with_gradient(from_numpy(ones[0], backend), from_numpy(0 * ones[0], backend))
+    Adam([matrix, vector], lr=0.5, weight_decay=0.1).step()
+    assert_close_arrays(matrix.value, 0.95 * ones, np.float64)
+    assert_close_arrays(vector.value, ones[0], np.float64)
+
+
+@on_backends()
+def test_adam_remembers_each_parameter_by_itself(backend: TensorBackend) -> None:
+    def path(*gradients: float, others: int) -> list[float]:
+        """Return where a parameter goes that is optimised beside others of another shape."""
+        watched = Parameter(from_numpy(np.zeros(1), backend))
+        crowd = [Parameter(from_numpy(np.ones(i + 1), backend)) for i in range(others)]
+        optimiser = Adam([*crowd, watched], lr=0.1)
+        seen = []
+        for gradient in gradients:
+            for parameter in (*crowd, watched):
+                parameter.value.grad = parameter.value.detach() * 0.0 + gradient
+            optimiser.step()
+            seen.append(watched.value.item())
+        return seen
+
+    assert path(1.0, -2.0, 0.5, others=0) == path(1.0, -2.0, 0.5, others=3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD(p, lr=0.3),
+        lambda p: Adam(p, lr=0.2),
+        lambda p: Adam(p, 0.2, weight_decay=1e-4),
+    ],
+    ids=["sgd", "adam", "adamw"],
+)
+@on_backends()
+def test_a_line_is_found(
+    make: Callable[[list[Parameter]], Optimizer], backend: TensorBackend
+) -> None:
+    manual_seed(0)
+    model: Module = Linear(2, 1, True, backend)
+    x = np.random.default_rng(0).uniform(-1.0, 1.0, (20, 2))
+    y: Array = x @ [[2.0], [-3.0]] + 0.5
+    inputs, wanted = from_numpy(x, backend), from_numpy(y, backend)
+    optimiser = make(model.parameters())
+    losses = []
+    for _ in range(60):
+        optimiser.zero_grad()
+        error = model(inputs) - wanted
+        loss = (error * error).mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.01 * losses[0]
+
+
+def test_both_backends_take_the_same_steps() -> None:
+    ends = []
+    for backend in (SimpleBackend, FastBackend):
+        parameter = Parameter(from_numpy(np.array([[1.0, -2.0], [0.5, 3.0]]), backend))
+        optimiser = Adam([parameter], lr=0.1, weight_decay=0.01)
+        for _ in range(5):
+            optimiser.zero_grad()
+            (parameter.value * parameter.value * parameter.value).sum().backward()
+            optimiser.step()
+        ends.append(parameter.value.to_numpy())
+    assert_close_arrays(ends[0], ends[1], np.float64)
+
+
+def test_an_optimiser_must_say_how_to_step() -> None:
+    with pytest.raises(NotImplementedError, match="defines step"):
+        Optimizer([]).step()

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
-
-# A thread that waits must sleep and not spin: on two cores it would take the place of one that works.
-# The OpenMP library reads this when numba starts its threads.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numba
 import numpy as np

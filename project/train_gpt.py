@@ -37,11 +37,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--text", metavar="FILE", help="text to learn, UTF-8 (default: Python's own manual)")
     add("--out", default="runs/gpt", metavar="DIR", help="where results go (default: %(default)s)")
-    add("--steps", type=positive_int, default=700, help="optimiser steps (default: %(default)s)")
+    add("--steps", type=positive_int, default=550, help="optimiser steps (default: %(default)s)")
     add(
         "--max-seconds",
         type=positive_float,
-        default=90.0,
+        default=85.0,
         metavar="S",
         help="anneal and stop by then, compilation not counted (default: %(default)s)",
     )
@@ -59,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--lr",
         type=positive_float,
-        default=3e-3,
+        default=5e-3,
         help="highest learning rate (default: %(default)s)",
     )
     add("--attention", choices=("flash", "naive"), default="flash", help="(default: %(default)s)")

@@ -1,36 +1,61 @@
-"""Matrix products by NumPy's BLAS, in parallel on threads that sleep when they have nothing to do.
+"""Matrix products by BLAS, on numba's threads.
 
 BLAS libraries keep threads of their own, which go on spinning after a product; on a machine with two
-cores they then take turns with numba's threads, and a training step becomes several times slower.
-Here BLAS runs on one thread, and blocks of rows are spread over a pool of Python threads: NumPy lets
-go of the interpreter lock while it multiplies.
+cores they then take turns with numba's, and a training step becomes several times slower.  Here each of
+numba's threads calls BLAS for a block of the product, and BLAS itself is held to one thread.
 """
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
-import numba
 import numpy as np
+from numba import prange
 from threadpoolctl import ThreadpoolController
 
-#: Fewer multiply-adds than this are not worth waking a thread for (about 50 microseconds).
-PARALLEL_FROM = 2_000_000
+from kernels.compiled import njit_cached
+from kernels.geometry import PLAIN
+
+#: Fewer multiply-adds than this are not worth waking a thread for.
+PARALLEL_FROM = 500_000
+#: Rows of a block; a fixed number, so that no sum depends on how many threads there are.
+BLOCK_ROWS = 256
+#: Most parts that a sum over many rows is cut into, each with a result of its own.
+PARTS = 4
 
 
 @cache
-def _blas() -> Any:
+def _libraries() -> Any:
+    """Return the BLAS libraries of this process: NumPy's, and SciPy's, which numba calls."""
     return ThreadpoolController().select(user_api="blas")
 
 
-@cache
-def _pool(workers: int, _process: int) -> ThreadPoolExecutor:
-    # Keyed by the process: a pool does not survive a fork.
-    return ThreadPoolExecutor(workers, thread_name_prefix="minitorch-blas")
+@njit_cached(parallel=True)
+def _by_rows(a, b, out, blocks):
+    """Multiply (rows, depth) by (depth, cols), a block of rows for each work item."""
+    size = (len(a) + blocks - 1) // blocks
+    for block in prange(blocks):
+        start, stop = block * size, min((block + 1) * size, len(a))
+        if start < stop:
+            np.dot(a[start:stop], b, out[start:stop])
+
+
+@njit_cached(parallel=True)
+def _by_depth(a_t, b, parts):
+    """Multiply a_tᵀ, (depth, rows)ᵀ, by (depth, cols): a range of the depth for each part."""
+    count = len(parts)
+    size = (len(b) + count - 1) // count
+    for part in prange(count):
+        start, stop = part * size, min((part + 1) * size, len(b))
+        np.dot(a_t[start:stop].T, b[start:stop], parts[part])
+
+
+@njit_cached(parallel=True)
+def _by_matrices(a, b, out):
+    """Multiply (count, rows, depth) by (count, depth, cols), a matrix for each work item."""
+    for i in prange(len(out)):
+        np.dot(a[i], b[i], out[i])
 
 
 def matmul(a: Any, b: Any, out: Any) -> None:
@@ -39,39 +64,25 @@ def matmul(a: Any, b: Any, out: Any) -> None:
     Args:
         a: Each matrix with contiguous rows or contiguous columns, or BLAS is not used.
         b: Likewise.
-        out: Written; rows contiguous.
+        out: Written; contiguous.
     """
-    threads = numba.get_num_threads()
-    with _blas().limit(limits=1):
-        if threads == 1 or out.size * a.shape[-1] < PARALLEL_FROM:
+    with _libraries().limit(limits=1):
+        if out.size * a.shape[-1] < PARALLEL_FROM:
             np.matmul(a, b, out=out)
-            return
-        pool = _pool(threads - 1, os.getpid())
-        first, *others = _blocks(a, b, out, threads)
-        waiting = [pool.submit(np.matmul, x, y, out=z) for x, y, z in others]
-        np.matmul(first[0], first[1], out=first[2])
-        for future in waiting:
-            future.result()
-
-
-def _blocks(a: Any, b: Any, out: Any, count: int) -> list[tuple[Any, Any, Any]]:
-    """Cut a product into ``count`` products: along the first batch dimension, rows, or columns."""
-    a, b = (x if x.ndim == out.ndim else x[(None,) * (out.ndim - x.ndim)] for x in (a, b))
-    if out.ndim > 2 and out.shape[0] >= count:
-        axis, a_axis, b_axis = 0, 0, 0
-    elif out.shape[-2] >= out.shape[-1]:
-        axis, a_axis, b_axis = out.ndim - 2, out.ndim - 2, None
-    else:
-        axis, a_axis, b_axis = out.ndim - 1, None, out.ndim - 1
-    edges = [out.shape[axis] * i // count for i in range(count + 1)]
-    return [
-        (_cut(a, a_axis, start, stop), _cut(b, b_axis, start, stop), _cut(out, axis, start, stop))
-        for start, stop in pairwise(edges)
-    ]
-
-
-def _cut(x: Any, axis: int | None, start: int, stop: int) -> Any:
-    """Return a range of one axis; all of it if there is none, or if it is broadcast."""
-    if axis is None or (axis == 0 and x.ndim > 2 and x.shape[0] == 1):
-        return x
-    return x[(slice(None),) * axis + (slice(start, stop),)]
+        elif (
+            out.ndim == 2
+            and a.flags.c_contiguous
+            and (b.flags.c_contiguous or b.flags.f_contiguous)
+        ):
+            _by_rows(a, b, out, PLAIN.ceil_div(len(a), BLOCK_ROWS))
+        elif out.ndim == 2 and a.flags.f_contiguous and b.flags.c_contiguous:
+            parts = np.empty(
+                (min(PARTS, PLAIN.ceil_div(len(b), BLOCK_ROWS)), *out.shape), out.dtype
+            )
+            _by_depth(a.T, b, parts)
+            parts.sum(axis=0, out=out)
+        elif a.shape[:-2] == b.shape[:-2] and a.flags.c_contiguous and b.flags.c_contiguous:
+            count = out.size // (out.shape[-2] * out.shape[-1])
+            _by_matrices(*(x.reshape(count, *x.shape[-2:]) for x in (a, b, out)))
+        else:
+            np.matmul(a, b, out=out)

@@ -23,7 +23,7 @@ $(VENV)/.test: $(BIN)/python setup.py requirements.txt
 	$(PIP) --editable '.[plot,test]'
 	@touch $@
 
-$(VENV)/.lint: $(VENV)/.lint
+$(VENV)/.lint: $(VENV)/.test
 	$(PIP) --editable '.[plot,test,lint]'
 	@touch $@
 

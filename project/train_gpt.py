@@ -41,7 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--max-seconds",
         type=positive_float,
-        default=85.0,
+        default=72.0,
         metavar="S",
         help="anneal and stop by then, compilation not counted (default: %(default)s)",
     )

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from kernels import launch
+from kernels.dlpack import as_array
 from kernels.problem import (
     Problem,
     check_gradient_operands,
     make_problem,
     takes_attention_options,
 )
-from kernels.targets import as_device_array, is_device_array
+from kernels.targets import is_device_array
 
 __all__ = [
     "Problem",
@@ -33,7 +34,7 @@ def flash_attention_forward(
 
     Args:
         q: (…, heads, seq_q, head_dim) or (seq_q, head_dim), float32 or float64, any strides; NumPy,
-            or anything with ``__cuda_array_interface__``, as CuPy and PyTorch have.
+            or anything with ``__cuda_array_interface__`` or DLPack, as CuPy and PyTorch have.
         k: (…, heads, seq_k, head_dim); leading dimensions broadcast against those of q.
         v: (…, heads, seq_k, value_dim).
         args: As in :func:`kernels.problem.make_problem`, whose names and order are those of
@@ -51,7 +52,7 @@ def flash_attention_forward(
 
     Source: FlashAttention-2, Algorithm 1.
     """
-    q, k, v = (as_device_array(operand) for operand in (q, k, v))
+    q, k, v = (as_array(operand) for operand in (q, k, v))
     problem = make_problem(q, k, v, *args, **options)
     return launch.forward(_target(q, k, v), problem, q, k, v, tile)
 
@@ -90,7 +91,7 @@ def flash_attention_backward(
 
     Source: FlashAttention-2, Algorithm 2.
     """
-    dout, q, k, v, out, lse = (as_device_array(array) for array in (dout, q, k, v, out, lse))
+    dout, q, k, v, out, lse = (as_array(array) for array in (dout, q, k, v, out, lse))
     problem = make_problem(q, k, v, *args, **options)
     check_gradient_operands(problem, dout, out, lse)
     target = _target(q, k, v, dout, out, lse)
@@ -103,11 +104,19 @@ def flash_attention_backward(
 
 
 def available_rungs() -> dict[str, str | None]:
-    """Return rung → None if it runs on the CPU or the GPU of this machine, else the reason why not."""
+    """Return which rungs of the ladder this machine has, the fastest first.
+
+    Any of them may be asked for by name: ``rung="flash1"`` for a call, the environment variable
+    ``MINITORCH_RUNG`` for a whole run.
+
+    Returns:
+        Name → None if it runs on the CPU or the GPU of this machine, else the reason why not and
+        what to do about it.
+    """
     reasons: dict[str, str | None] = {}
     for target in (launch.CUDA, launch.CPU):
+        missing = target.memory.why_not()
         for rung in target.rungs:
-            missing = target.memory.why_not()
             reasons[rung.name] = reasons.get(rung.name, missing) and missing
     return reasons
 

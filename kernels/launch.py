@@ -14,7 +14,7 @@ from kernels.cuda import naive as cuda_naive
 from kernels.cuda.memory import DeviceMemory
 from kernels.cuda.sizes import SIZES
 from kernels.memory import HostMemory, Memory
-from kernels.problem import Problem
+from kernels.problem import Problem, unknown_rung, unusable_rung
 
 Tile = tuple[int, int]
 
@@ -56,9 +56,11 @@ class Target:
         """Return the rung asked for, or the fastest that can run the problem.
 
         Raises:
-            ValueError: If no rung has that name here, or the named one cannot run the problem, or
-                the machine has no such memory.
+            ValueError: If no rung has that name, or the named one is not here or cannot run the
+                problem, or the machine has no such memory.
         """
+        if problem.rung not in ("auto", *RUNGS):
+            raise unknown_rung(problem.rung, RUNGS)
         missing = self.memory.why_not()
         if missing is not None:
             raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
@@ -69,11 +71,7 @@ class Target:
                 return rung
         known = {"auto": "; ".join(f"{name}: {reason}" for name, reason in reasons.items())}
         why = {**known, **reasons}.get(problem.rung) or f"the {self.name} target has no such rung"
-        what_can = f"use 'auto' or one of {[rung.name for rung in usable]}"
-        raise ValueError(
-            f"rung {problem.rung!r} cannot run this call: {why}; "
-            f"{what_can if usable else f'no rung of the {self.name} target can'}"
-        )
+        raise unusable_rung(problem.rung, why, self.name, [rung.name for rung in usable])
 
 
 def _naive_forward(
@@ -121,7 +119,7 @@ CUDA = Target(
             flash2_backward.backward,
             cuda_flash2.tile,
             flash2_backward.tile,
-            cuda_flash2.why_not,
+            flash2_backward.why_not,
         ),
         Rung(
             "flash1",
@@ -136,6 +134,9 @@ CUDA = Target(
         ),
     ),
 )
+
+#: Every name that a rung has on some target, the fastest first.
+RUNGS = tuple(dict.fromkeys(rung.name for target in (CUDA, CPU, NUMPY) for rung in target.rungs))
 
 
 def forward(

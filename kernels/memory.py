@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
+
+Ints = tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def join_dims(shape: Ints, *strides: Ints) -> list[Ints]:
+    """Join dimensions that every operand steps through evenly: fewer divisions for each element.
+
+    Args:
+        shape: The shape of a result.
+        strides: Of the result, then of each operand; 0 where it is broadcast.
+
+    Returns:
+        Shape and strides of the same elements, the dimensions in the result's order in memory and
+        one at least.  Operands that lie alike become vectors.
+    """
+    joined: list[Ints] = []  # (size, stride of each operand), the slowest dimension first
+    dims = [dim for dim in zip(shape, *strides, strict=True) if dim[0] != 1]
+    for size, *steps in sorted(dims, key=lambda dim: -dim[1]):
+        slower = joined[-1] if joined else ()
+        if slower and all(
+            size * step == above for step, above in zip(steps, slower[1:], strict=True)
+        ):
+            joined[-1] = (slower[0] * size, *steps)
+        else:
+            joined.append((size, *steps))
+    # A single element has no dimension left.
+    return list(zip(*joined or [(1,) + (0,) * len(strides)], strict=True))
+
+
+def joined_step(sizes: Ints, steps: Ints) -> int | None:
+    """Return the one stride that steps through several dimensions, or None if there is none."""
+    shape, _, joined = join_dims(sizes, row_major_strides(sizes), steps)
+    return joined[0] if len(shape) == 1 else None
 
 
 class Memory:
@@ -37,6 +74,11 @@ class Memory:
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
         """Sum a contiguous gradient over the leading dimensions that its operand was repeated in."""
         raise NotImplementedError
+
+
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of an array without gaps whose last dimension is fastest."""
+    return tuple(accumulate((*shape[:0:-1],), mul, initial=1))[::-1] if shape else ()
 
 
 def repeated_axes(broadcast: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ import numpy as np
 
 FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 MAX_HEAD_DIM = 256
+
+#: The environment variable that names the rung of a whole run, wherever a call says "auto".
+RUNG_VARIABLE = "MINITORCH_RUNG"
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Problem:
         diagonal: Row ``row`` sees column ``col`` when ``col <= row + diagonal``.  ``seq_k`` when
             there is no causal mask: then every row sees every column.
         rung: Name of the kernel asked for, or "auto".
+        deterministic: The gradients must be equal bit for bit from run to run.
     """
 
     lead: tuple[int, ...]
@@ -40,6 +45,7 @@ class Problem:
     scale: float
     diagonal: int
     rung: str = "auto"
+    deterministic: bool = True
 
     @property
     def q_shape(self) -> tuple[int, ...]:
@@ -110,9 +116,11 @@ def make_problem(
         score_mod: ``(score, batch, head, row, col) -> score``.
         seed: Of the dropout bits.
         precision: Of the products.
-        deterministic: Gradients equal bit for bit from run to run.
+        deterministic: Gradients equal bit for bit from run to run; False lets a kernel add them in any
+            order where that is faster.
         return_lse: Also return lse.
-        rung: Name of the kernel, or "auto".
+        rung: Name of the kernel, or "auto": what the environment variable ``MINITORCH_RUNG`` names,
+            and without it the fastest that can run the call.
 
     Returns:
         The problem.
@@ -157,7 +165,6 @@ def make_problem(
         score_mod=score_mod is not None,
         seed=seed is not None,
         precision=precision is not None,
-        deterministic=not deterministic,
         return_lse=bool(return_lse),
     )
     return Problem(
@@ -169,7 +176,8 @@ def make_problem(
         dtype=dtype,
         scale=float(scale),
         diagonal=causal_offset if is_causal else seq_k,
-        rung=rung,
+        rung=_rung_of_run() if rung == "auto" else rung,
+        deterministic=bool(deterministic),
     )
 
 
@@ -208,6 +216,39 @@ def check_gradient_operands(problem: Problem, dout: Any, out: Any, lse: Any) -> 
             raise TypeError(
                 f"{name} must be {problem.dtype} as q, k and v are, got {array.dtype}; convert it"
             )
+
+
+def _rung_of_run() -> str:
+    return os.environ.get(RUNG_VARIABLE) or "auto"
+
+
+def unknown_rung(rung: str, names: Sequence[str]) -> ValueError:
+    """Return the error for a rung that no target has."""
+    return ValueError(
+        f"no rung is named {rung!r}{_source(rung)}; the rungs are {', '.join(map(repr, names))}, and "
+        "'auto' takes the fastest that can run the call"
+    )
+
+
+def unusable_rung(rung: str, why: str, target: str, usable: Sequence[str]) -> ValueError:
+    """Return the error for a rung that cannot run a call.
+
+    Args:
+        rung: What was asked for.
+        why: The reason.
+        target: Where the operands are.
+        usable: The rungs of the target that can.
+    """
+    way_out = (
+        f"use 'auto' or one of {', '.join(map(repr, usable))}"
+        if usable
+        else f"no rung of the {target} target can; use smaller heads, or none of the options named"
+    )
+    return ValueError(f"rung {rung!r}{_source(rung)} cannot run this call: {why}; {way_out}")
+
+
+def _source(rung: str) -> str:
+    return f" (from {RUNG_VARIABLE})" if rung == _rung_of_run() != "auto" else ""
 
 
 def _is_number(value: Any) -> bool:

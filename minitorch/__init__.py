@@ -16,6 +16,7 @@ from .cuda_kernel_ops import CudaKernelOps
 from .cuda_ops import CudaBackend, CudaOps, mm_practice, sum_practice
 from .datasets import datasets
 from .factories import (
+    from_dlpack,
     from_numpy,
     full,
     manual_seed,

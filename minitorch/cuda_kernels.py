@@ -141,12 +141,6 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
         the start value; what out holds is overwritten.  Where out has c entries along the
         dimension and not one, each gets the fold of every c-th run of elements as long as a block.
     """
-    return reduce_kernel(fn, onto_out=False)
-
-
-@cache
-def reduce_kernel(fn: Callable[[float, float], float], onto_out: bool) -> Any:
-    """Return the kernel of :func:`tensor_reduce`; ``onto_out`` starts from what out holds."""
     fn = _callable(fn)
 
     def _reduce(
@@ -196,73 +190,59 @@ def reduce_kernel(fn: Callable[[float, float], float], onto_out: bool) -> Any:
             folds = half
 
         if thread == 0 and cuda.blockIdx.x < out_size:
-            origin = out[out_position] if onto_out else start
-            out[out_position] = fn(origin, partial[0]) if active > 0 else origin
+            out[out_position] = fn(start, partial[0]) if active > 0 else start
 
     return _kernel_of(_reduce, fn)
 
 
-@cache
-def matmul_source(tile: int) -> Callable[..., None]:
-    """Return the matrix product for one tile size, not yet compiled."""
+def _tensor_matrix_multiply(
+    out, out_shape, out_strides, out_size,
+    a_storage, a_shape, a_strides, b_storage, b_shape, b_strides,
+):  # fmt: skip
+    """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m), with any strides.
 
-    def _tensor_matrix_multiply(
-        out, out_shape, out_strides, out_size,
-        a_storage, a_shape, a_strides, b_storage, b_shape, b_strides,
-    ):  # fmt: skip
-        """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m), with any strides.
+    An operand may have fewer matrices; they repeat, as broadcasting asks for.
 
-        An operand may have fewer matrices; they repeat, as broadcasting asks for.
+    Computes: out[z, i, j] = sum over k of a[z, i, k] * b[z, k, j]
+    Grid: (ceil(n / 32), ceil(m / 32), batch, or fewer along z)
+    Block: (32, 32); x runs along a row, so that neighbours read neighbours
+    One thread does: one element of out for every gridDim.z-th matrix
+    Shared: a tile of a and one of b in the dtype of out
+    Registers: one sum
+    Global traffic: a is read ceil(m / 32) times and b ceil(n / 32) times, each element once
+        for a tile of out; each element of out is written once
+    """
+    a_tile = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (32, 32)
+    b_tile = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (32, 32)
+    tile_row, tile_col = cuda.threadIdx.y, cuda.threadIdx.x
+    row = cuda.blockIdx.x * THREADS_PER_BLOCK + tile_row
+    col = cuda.blockIdx.y * THREADS_PER_BLOCK + tile_col
+    rows, cols, depth = out_shape[1], out_shape[2], a_shape[2]
+    zero = out.dtype.type(0)
 
-        Computes: out[z, i, j] = sum over k of a[z, i, k] * b[z, k, j]
-        Grid: (ceil(n / tile), ceil(m / tile), batch, or fewer along z)
-        Block: (tile, tile); x runs along a row, so that neighbours read neighbours
-        One thread does: one element of out for every gridDim.z-th matrix
-        Shared: a tile of a and one of b in the dtype of out
-        Registers: one sum
-        Global traffic: a is read ceil(m / tile) times and b ceil(n / tile) times, each element once
-            for a tile of out; each element of out is written once
-        """
-        a_tile = cuda.shared.array((tile, tile), out.dtype)  # (tile, tile)
-        b_tile = cuda.shared.array((tile, tile), out.dtype)  # (tile, tile)
-        tile_row, tile_col = cuda.threadIdx.y, cuda.threadIdx.x
-        row = cuda.blockIdx.x * tile + tile_row
-        col = cuda.blockIdx.y * tile + tile_col
-        rows, cols, depth = out_shape[1], out_shape[2], a_shape[2]
-        zero = out.dtype.type(0)
-
-        for matrix in range(cuda.blockIdx.z, out_shape[0], cuda.gridDim.z):
-            a_start = (matrix % a_shape[0]) * a_strides[0] + row * a_strides[1]
-            b_start = (matrix % b_shape[0]) * b_strides[0] + col * b_strides[2]
-            total = zero
-            for start in range(0, depth, tile):
-                # Outside the matrices the tiles hold zeros, which add nothing.
-                a_tile[tile_row, tile_col] = zero
-                b_tile[tile_row, tile_col] = zero
-                a_col, b_row = start + tile_col, start + tile_row
-                if row < rows and a_col < depth:
-                    a_tile[tile_row, tile_col] = a_storage[a_start + a_col * a_strides[2]]
-                if col < cols and b_row < depth:
-                    b_tile[tile_row, tile_col] = b_storage[b_start + b_row * b_strides[1]]
-                cuda.syncthreads()  # both tiles are complete before any thread reads them
-                for k in range(tile):
-                    total += a_tile[tile_row, k] * b_tile[k, tile_col]
-                cuda.syncthreads()  # all have read the tiles before the next ones replace them
-            if row < rows and col < cols:
-                position = matrix * out_strides[0] + row * out_strides[1] + col * out_strides[2]
-                out[position] = total
-
-    return _tensor_matrix_multiply
+    for matrix in range(cuda.blockIdx.z, out_shape[0], cuda.gridDim.z):
+        a_start = (matrix % a_shape[0]) * a_strides[0] + row * a_strides[1]
+        b_start = (matrix % b_shape[0]) * b_strides[0] + col * b_strides[2]
+        total = zero
+        for start in range(0, depth, THREADS_PER_BLOCK):
+            # Outside the matrices the tiles hold zeros, which add nothing.
+            a_tile[tile_row, tile_col] = zero
+            b_tile[tile_row, tile_col] = zero
+            a_col, b_row = start + tile_col, start + tile_row
+            if row < rows and a_col < depth:
+                a_tile[tile_row, tile_col] = a_storage[a_start + a_col * a_strides[2]]
+            if col < cols and b_row < depth:
+                b_tile[tile_row, tile_col] = b_storage[b_start + b_row * b_strides[1]]
+            cuda.syncthreads()  # both tiles are complete before any thread reads them
+            for k in range(THREADS_PER_BLOCK):
+                total += a_tile[tile_row, k] * b_tile[k, tile_col]
+            cuda.syncthreads()  # all have read the tiles before the next ones replace them
+        if row < rows and col < cols:
+            position = matrix * out_strides[0] + row * out_strides[1] + col * out_strides[2]
+            out[position] = total
 
 
-@cache
-def matmul_kernel(tile: int) -> Any:
-    """Return the kernel of the matrix product for one tile size."""
-    return jit(matmul_source(tile))
-
-
-_tensor_matrix_multiply = matmul_source(THREADS_PER_BLOCK)
-tensor_matrix_multiply = matmul_kernel(THREADS_PER_BLOCK)
+tensor_matrix_multiply = jit(_tensor_matrix_multiply)
 
 
 # ---------------------------------------------------------------------------------------------

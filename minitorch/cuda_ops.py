@@ -7,17 +7,22 @@ launch, and because a kernel is compiled for each length of the tuples, its indi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kernels import launch
+from kernels.cuda import fused, product
+from kernels.cuda.memory import fill_kernel
+from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
-from kernels.targets import IS_SIMULATOR, cuda
+from kernels.memory import join_dims
+from kernels.targets import IS_SIMULATOR, empty_device
 
+from . import operators
 from .cuda_kernels import (
-    MAX_THREADS,
     THREADS_PER_BLOCK,
     _mm_practice,
     _sum_practice,
@@ -26,13 +31,12 @@ from .cuda_kernels import (
     jit,
     jit_mm_practice,
     jit_sum_practice,
-    matmul_kernel,
-    reduce_kernel,
     tensor_map,
     tensor_matrix_multiply,
     tensor_reduce,
     tensor_zip,
 )
+from .cuda_loops import fold_kernel, map_kernel, zip_kernel
 from .tensor_data import Ints, Storage, TensorData
 from .tensor_ops import Loop, TensorBackend, TensorOps
 
@@ -59,65 +63,62 @@ __all__ = [
     "tensor_zip",
 ]
 
-#: Block of map and zip: several warps, so that some compute while others wait for memory.
-MAP_THREADS = 256
-#: Largest grid along z, where the batch of a matrix product goes; the hardware's limit.
-MAX_GRID_Z = 65535
+#: Most elements of what the element-wise kernels with few arguments index.
+FLAT_LIMIT = 1 << 32
 # In the simulator each thread of a block is a Python thread, and a barrier waits for all of them.
-#: Largest block of ``CudaOps.reduce_loop``.
-REDUCE_THREADS = 32 if IS_SIMULATOR else MAX_THREADS
-#: Threads that keep a large GPU busy; with enough blocks, small ones have fewer barriers to wait at.
-BUSY_THREADS = 1 << 17
-#: Tile of ``CudaOps.matmul_loop``.
-MATMUL_TILE = 8 if IS_SIMULATOR else THREADS_PER_BLOCK
+#: Largest block of the course's reduction.
+REDUCE_THREADS = 32 if IS_SIMULATOR else 256
+#: Block of the course's map and zip.
+MAP_THREADS = SIZES.flat_threads
+
+
+def _run_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: TensorData) -> None:
+    """Launch an element-wise kernel.
+
+    Args:
+        kernel: ``(flat, *dtypes)`` to a kernel for operands whose dimensions join to two at most.
+        strided: Returns the kernel of the course, for any others.
+        out: Written.
+        *inputs: Broadcast to it.
+    """
+    if out.size == 0:  # a grid without blocks cannot be launched
+        return
+    storages = [out._storage, *(t._storage for t in inputs)]
+    layouts = [layout for t in inputs for layout in (t.shape, t.strides)]
+    shape, *strides = _joined(out.shape, out.strides, *layouts)
+    if len(shape) <= 2 and out.size < FLAT_LIMIT:
+        blocks = ceil_div(out.size, SIZES.flat_threads * SIZES.flat_items)
+        run = kernel(len(shape) == 1, *[storage.dtype for storage in storages])
+        steps = chain.from_iterable(_two(steps) for steps in strides[1:])
+        run[blocks, SIZES.flat_threads](*storages, _two(shape)[1], *steps)
+        return
+    args: list[Any] = [out._storage, shape, strides[0], out.size]
+    for storage, steps in zip(storages[1:], strides[1:], strict=True):
+        args += [storage, shape, steps]  # a stride of 0 does the broadcasting
+    strided()[ceil_div(out.size, MAP_THREADS), MAP_THREADS](*args)
+
+
+def _two(steps: Ints) -> Ints:
+    """Return the steps of two dimensions where there is one or none."""
+    return (0,) * (2 - len(steps)) + steps
 
 
 @lru_cache(maxsize=4096)
-def _joined(shape: Ints, *strides: Ints) -> list[Ints]:
-    """Join dimensions that every operand steps through evenly: fewer divisions for each element.
+def _joined(*layouts: Ints) -> list[Ints]:
+    """Join the dimensions of a result and its operands; see :func:`kernels.memory.join_dims`.
 
     Args:
-        shape: The shape of the output.
-        strides: Of the output, then of each input; 0 where an input is broadcast.
-
-    Returns:
-        Shape and strides of the same elements, the dimensions in the output's order in memory.
-        Operands that lie alike become vectors.
+        *layouts: Shape and strides of the result, then of each operand, which broadcasts to it.
     """
-    joined: list[Ints] = []  # (size, stride of each operand), the slowest dimension first
-    dims = [dim for dim in zip(shape, *strides, strict=True) if dim[0] != 1]
-    for size, *steps in sorted(dims, key=lambda dim: -dim[1]):
-        slower = joined[-1] if joined else ()
-        if slower and all(
-            size * step == above for step, above in zip(steps, slower[1:], strict=True)
-        ):
-            joined[-1] = (slower[0] * size, *steps)
-        else:
-            joined.append((size, *steps))
-    # A single element has no dimension left.
-    return list(zip(*joined or [(1,) + (0,) * len(strides)], strict=True))
+    shape = layouts[0]
+    pairs = zip(layouts[::2], layouts[1::2], strict=True)
+    return join_dims(shape, *(_broadcast_strides(*pair, len(shape)) for pair in pairs))
 
 
-def _run_elementwise(kernel: Any, out: TensorData, *inputs: TensorData) -> None:
-    """Launch a map or zip kernel, one thread for each element of ``out``."""
-    if out.size == 0:  # a grid without blocks cannot be launched
-        return
-    strides = [
-        (0,) * (out.dims - t.dims)
-        + tuple(0 if size == 1 else step for size, step in zip(t.shape, t.strides, strict=True))
-        for t in (out, *inputs)
-    ]
-    shape, out_strides, *in_strides = _joined(out.shape, *strides)
-    threads = _threads(out.size, MAP_THREADS)
-    args: list[Any] = [out._storage, shape, out_strides, out.size]
-    for t, steps in zip(inputs, in_strides, strict=True):
-        args += [t._storage, shape, steps]  # a stride of 0 does the broadcasting
-    kernel[ceil_div(out.size, threads), threads](*args)
-
-
-def _threads(count: int, limit: int) -> int:
-    """Return a block size for ``count`` items, ``limit`` at most: a power of two."""
-    return 1 << (max(min(count, limit), 1) - 1).bit_length()
+def _broadcast_strides(shape: Ints, strides: Ints, dims: int) -> Ints:
+    """Return the strides of an operand in a result of ``dims`` dimensions; 0 where it repeats."""
+    own = tuple(0 if size == 1 else step for size, step in zip(shape, strides, strict=True))
+    return (0,) * (dims - len(own)) + own
 
 
 class CudaOps(TensorOps):
@@ -125,30 +126,39 @@ class CudaOps(TensorOps):
 
     cuda = True
     attention = launch.CUDA
+    fused = fused
 
     @staticmethod
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
         """Return an uninitialised flat storage on the device."""
-        return cuda.device_array(size, dtype)
+        return empty_device((size,), dtype)
 
     @staticmethod
     def filled(size: int, value: float, dtype: np.dtype[Any]) -> Storage:
         """Return a flat storage of equal elements on the device."""
-        return cuda.to_device(np.full(size, value, dtype))
+        storage = empty_device((size,), dtype)
+        if size:
+            blocks = ceil_div(size, SIZES.flat_threads)
+            # A launch takes integers for integers: the value is one of the dtype first.
+            value = dtype.type(value).item()
+            fill_kernel(dtype)[blocks, SIZES.flat_threads](storage, value)
+        return storage
 
-    @staticmethod
-    def map_loop(fn: Callable[[float], float]) -> Loop:
+    @classmethod
+    def map_loop(cls, fn: Callable[[float], float]) -> Loop:
         """Return the loop of an element-wise function of one tensor."""
-        return lambda out, a: _run_elementwise(tensor_map(fn), out, a)
+        kernel, strided = partial(map_kernel, fn), partial(tensor_map, fn)
+        return lambda out, a: _run_elementwise(kernel, strided, out, a)
 
-    @staticmethod
-    def zip_loop(fn: Callable[[float, float], float]) -> Loop:
+    @classmethod
+    def zip_loop(cls, fn: Callable[[float, float], float]) -> Loop:
         """Return the loop of an element-wise function of two tensors."""
-        return lambda out, a, b: _run_elementwise(tensor_zip(fn), out, a, b)
+        kernel, strided = partial(zip_kernel, fn), partial(tensor_zip, fn)
+        return lambda out, a, b: _run_elementwise(kernel, strided, out, a, b)
 
-    @staticmethod
-    def reduce_loop(fn: Callable[[float, float], float]) -> Loop:
-        """Return the loop that folds one dimension; ``fn`` must be commutative too."""
+    @classmethod
+    def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
+        """Return the loop that writes the fold of one dimension; ``fn`` must be commutative too."""
 
         def loop(out: TensorData, a: TensorData, dim: int) -> None:
             if out.size == 0:
@@ -156,28 +166,91 @@ class CudaOps(TensorOps):
             # The folded dimension comes last; the others may join.
             length, step = a.shape[dim], a.strides[dim]
             kept = [x[:dim] + x[dim + 1 :] for x in (out.shape, out.strides, a.strides)]
-            shape, out_strides, a_strides = _joined(*kept)
-            share = max(BUSY_THREADS // out.size, 64)
-            threads = min(_threads(length, share), REDUCE_THREADS)
-            reduce_kernel(fn, onto_out=True)[out.size, threads](
+            shape, out_strides, a_strides = join_dims(*kept)
+            if len(shape) <= 2:
+                layout = (step, _two(shape)[1], *_two(a_strides))
+                _fold(fn, start, out._storage, out.size, a._storage, length, layout)
+                return
+            threads = min(max(length, 1), REDUCE_THREADS)
+            tensor_reduce(fn)[out.size, threads](
                 out._storage, (*shape, 1), (*out_strides, 0), out.size,
-                a._storage, (*shape, length), (*a_strides, step), len(shape), 0.0,
+                a._storage, (*shape, length), (*a_strides, step), len(shape), start,
             )  # fmt: skip
 
         return loop
 
+    @classmethod
+    def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
+        """Fill ``out`` with the product, reading operands as they lie if their batches allow it."""
+        if out.size == 0:
+            return
+        a, b = (cls._in_dtype(t, out.dtype) for t in (a, b))
+        lead, *steps = _joined(*(x[:-2] for t in (out, a, b) for x in (t.shape, t.strides)))
+        if len(lead) > 2:
+            super().matmul_into(out, a, b)
+            return
+        out_steps, a_steps, b_steps = (
+            _two(own) + t.strides[-2:] for t, own in zip((out, a, b), steps, strict=True)
+        )
+        one = (1,) * (2 - len(lead))
+        product.multiply(
+            out._storage, out_steps, a._storage, a_steps, b._storage, b_steps,
+            (*one, *lead, *out.shape[-2:], a.shape[-1]),
+        )  # fmt: skip
+
+    @classmethod
+    def _in_dtype(cls, t: TensorData, dtype: np.dtype[Any]) -> TensorData:
+        """Return ``t`` in the dtype of a product, whose kernel takes one dtype."""
+        if t.dtype == dtype:
+            return t
+        copy = TensorData(cls.allocate(t.size, dtype), t.shape)
+        cls.map_loop(operators.id)(copy, t)
+        return copy
+
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
         """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m)."""
-        if out.size == 0:
-            return
-        batch, rows, cols = out.shape
-        tile = MATMUL_TILE
-        grid = (ceil_div(rows, tile), ceil_div(cols, tile), min(batch, MAX_GRID_Z))
-        matmul_kernel(tile)[grid, (tile, tile, 1)](
-            out._storage, out.shape, out.strides, out.size,
-            a._storage, a.shape, a.strides, b._storage, b.shape, b.strides,
-        )  # fmt: skip
+        CudaOps.matmul_into(out, a, b)
+
+
+def _fold(
+    fn: Callable[[float, float], float],
+    start: float,
+    out: Storage,
+    outputs: int,
+    a: Storage,
+    length: int,
+    layout: Ints,
+) -> None:
+    """Fold one dimension of ``a``; in two passes or more where one would leave the device idle.
+
+    Args:
+        fn: Associative and commutative.
+        start: What the fold starts from.
+        out: (outputs,), written.
+        outputs: How many.
+        a: The input.
+        length: Of the folded dimension.
+        layout: Step of that dimension; size of the fastest of the others; step from one row of that
+            size to the next; step within a row.
+    """
+    step, inner, _, inner_step = layout
+    shape = SIZES.fold_long if length >= SIZES.fold_long_from else SIZES.fold_short
+    if inner > 1 and inner_step < step:
+        shape = SIZES.fold_across
+    # The number of parts depends on the shape alone, and so does the rounding of a sum.
+    blocks = ceil_div(outputs, shape.outputs)
+    parts = min(SIZES.fold_blocks // blocks, length // (shape.lanes * SIZES.fold_items))
+    chunk = ceil_div(length, max(parts, 1))
+    parts = ceil_div(length, chunk) if length else 1  # rounding may leave none for the last
+    last = parts == 1
+    target = out if last else empty_device((parts * outputs,), out.dtype)
+    block = (shape.lanes, shape.outputs) if shape.along else (shape.outputs, shape.lanes)
+    fold_kernel(fn, out.dtype, shape)[(blocks, parts), block](
+        target, a, outputs, length, *layout, chunk, start, int(last)
+    )
+    if not last:
+        _fold(fn, start, out, outputs, target, parts, (outputs, outputs, 0, 1))
 
 
 CudaBackend = TensorBackend(CudaOps)

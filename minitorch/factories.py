@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kernels.cuda.memory import contiguous
+from kernels.dlpack import as_array
+from kernels.targets import device_view, element_strides
+
 from . import operators
+from .cuda_ops import CudaBackend
 from .fast_ops import FastBackend
 from .tensor import Tensor
-from .tensor_data import TensorData, UserShape, get_default_dtype
-from .tensor_ops import SimpleBackend, TensorBackend
+from .tensor_data import (
+    Storage,
+    TensorData,
+    UserShape,
+    get_default_dtype,
+    is_device_storage,
+    strides_from_shape,
+)
+from .tensor_ops import SimpleBackend, TensorBackend, TensorOps
 
 
 def manual_seed(seed: int) -> None:
@@ -30,14 +43,39 @@ def _shape(shape: UserShape | int) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-def _make(array: npt.NDArray[Any], backend: TensorBackend, requires_grad: bool) -> Tensor:
-    """Return a tensor around a contiguous array."""
-    data = TensorData(array.reshape(-1), tuple(array.shape))
+def _leaf(data: TensorData, backend: TensorBackend, requires_grad: bool) -> Tensor:
+    """Return a tensor of some data on a backend, where the data moves if it is elsewhere."""
     if backend.cuda:
         data.to_cuda_()
     result = Tensor(data, backend=backend)
     result.requires_grad_(requires_grad)
     return result
+
+
+def _make(array: npt.NDArray[Any], backend: TensorBackend, requires_grad: bool) -> Tensor:
+    """Return a tensor around a contiguous array."""
+    return _leaf(TensorData(array.reshape(-1), tuple(array.shape)), backend, requires_grad)
+
+
+Storages = Callable[[type[TensorOps], int, np.dtype[Any]], Storage]
+
+
+def _of_shape(storage: Storages):
+    """Make a factory of a function that returns a flat storage, its length and dtype given."""
+
+    @wraps(storage, ("__module__", "__name__", "__qualname__", "__doc__"))
+    def make(
+        shape: UserShape,
+        backend: TensorBackend = SimpleBackend,
+        requires_grad: bool = False,
+        dtype: npt.DTypeLike | None = None,
+    ) -> Tensor:
+        sizes, kind = _shape(shape), np.dtype(dtype or get_default_dtype())
+        elements = storage(backend.ops, int(operators.prod(sizes)), kind)
+        return _leaf(TensorData(elements, sizes), backend, requires_grad)
+
+    del make.__wrapped__  # its arguments are those above, and help shows them
+    return make
 
 
 def full(
@@ -56,59 +94,38 @@ def full(
         requires_grad: Whether it is a leaf of the graph.
         dtype: The default dtype when None.
     """
-    return _make(
-        np.full(_shape(shape), value, dtype or get_default_dtype()), backend, requires_grad
-    )
+    make = _of_shape(lambda ops, size, dtype: ops.filled(size, value, dtype))
+    return make(shape, backend, requires_grad, dtype)
 
 
-def zeros(
-    shape: UserShape,
-    backend: TensorBackend = SimpleBackend,
-    requires_grad: bool = False,
-    dtype: npt.DTypeLike | None = None,
-) -> Tensor:
+@_of_shape
+def zeros(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
     """Return a tensor of zeros; arguments as in :func:`full`."""
-    return full(shape, 0.0, backend, requires_grad, dtype)
+    return ops.filled(size, 0.0, dtype)
 
 
-def ones(
-    shape: UserShape,
-    backend: TensorBackend = SimpleBackend,
-    requires_grad: bool = False,
-    dtype: npt.DTypeLike | None = None,
-) -> Tensor:
+@_of_shape
+def ones(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
     """Return a tensor of ones; arguments as in :func:`full`."""
-    return full(shape, 1.0, backend, requires_grad, dtype)
+    return ops.filled(size, 1.0, dtype)
 
 
-def rand(
-    shape: UserShape,
-    backend: TensorBackend = SimpleBackend,
-    requires_grad: bool = False,
-    dtype: npt.DTypeLike | None = None,
-) -> Tensor:
+@_of_shape
+def rand(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
     """Return a tensor drawn uniformly from [0, 1), with Python's ``random``.
 
     Other arguments as in :func:`full`.
     """
-    shape = _shape(shape)
-    values = [random.random() for _ in range(int(operators.prod(shape)))]
-    array = np.array(values, dtype or get_default_dtype()).reshape(shape)
-    return _make(array, backend, requires_grad)
+    return np.array([random.random() for _ in range(size)], dtype)
 
 
-def randn(
-    shape: UserShape,
-    backend: TensorBackend = SimpleBackend,
-    requires_grad: bool = False,
-    dtype: npt.DTypeLike | None = None,
-) -> Tensor:
+@_of_shape
+def randn(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
     """Return a tensor drawn from the standard normal distribution, with ``numpy.random``.
 
     Other arguments as in :func:`full`.
     """
-    array = np.random.standard_normal(_shape(shape)).astype(dtype or get_default_dtype())
-    return _make(array, backend, requires_grad)
+    return np.random.standard_normal(size).astype(dtype)
 
 
 def tensor(
@@ -166,8 +183,13 @@ def from_numpy(
         requires_grad: Whether it is a leaf of the graph.
 
     Raises:
-        TypeError: If the array does not hold numbers.
+        TypeError: If the array does not hold numbers, or lies on a device.
     """
+    if hasattr(array, "__cuda_array_interface__"):
+        raise TypeError(
+            f"from_numpy takes arrays on the host, this {type(array).__name__} lies on a CUDA device; "
+            "use minitorch.from_dlpack, which copies nothing, or copy it to the host first"
+        )
     array = np.asarray(array)
     if not (array.dtype.isnative and array.flags.aligned):
         array = array.astype(array.dtype.newbyteorder("="))
@@ -181,6 +203,53 @@ def from_numpy(
     result = Tensor(result._tensor.permute(*back), backend=backend)
     result.requires_grad_(requires_grad)
     return result
+
+
+def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
+    """Return a tensor on the memory of an array of any library, with its dtype and strides.
+
+    Nothing is copied, unless the array has gaps or repeats elements.  What one of the two writes the
+    other sees, and the memory lives as long as either.  On a device, the legacy default stream, where
+    kernels run, waits for what the owner has under way on another.
+
+    Args:
+        x: Anything with DLPack or ``__cuda_array_interface__``, as PyTorch, CuPy, numba and NumPy
+            have: float32, float64, integers or booleans.
+        requires_grad: Whether the tensor is a leaf of the graph; the owner's own graph ends here.
+
+    Returns:
+        A tensor of the fast backend if the array lies on the host, of the CUDA backend if it lies on
+        the current device.
+
+    Raises:
+        TypeError: If ``x`` has neither protocol, or elements or memory that no tensor has.
+        ValueError: If it lies on another device than the current one.
+        RuntimeError: If kernels cannot run on the device; it says what to do.
+    """
+    array = as_array(x)
+    if isinstance(array, np.ndarray):
+        return from_numpy(array, FastBackend, requires_grad)
+    if not is_device_storage(array):
+        raise TypeError(
+            f"from_dlpack takes an array with DLPack or __cuda_array_interface__, got "
+            f"{type(x).__name__}; use minitorch.tensor for numbers and lists"
+        )
+    shape, strides = tuple(array.shape), element_strides(array)
+    if not _is_dense(shape, strides):
+        array, strides = contiguous(array), strides_from_shape(shape)
+    flat = device_view(array, (int(operators.prod(shape)),), (1,))
+    return _leaf(TensorData(flat, shape, strides), CudaBackend, requires_grad)
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Tell whether the elements fill their memory in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def tensor_from_numpy(

@@ -1,19 +1,110 @@
-"""Convolution in one and two dimensions, forward and backward, by one compiled loop each."""
+"""Convolution in one and two dimensions, forward and backward: one sum, compiled for CPU and for CUDA."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from numba import prange
+from numba import njit, prange
 
 from kernels.compiled import njit_cached
+from kernels.cuda.device import device_function
+from kernels.cuda.sizes import SIZES
+from kernels.geometry import ceil_div
+from kernels.targets import cuda
 
 from .autodiff import Context
+from .cuda_kernels import jit
 from .function import Function
 from .tensor_ops import result_dtype
 
 if TYPE_CHECKING:
     from .tensor import Tensor
+
+
+class Items(NamedTuple):
+    """The functions that :func:`make_items` returns; each computes and writes one item of the output."""
+
+    conv1d: Callable[..., None]
+    conv2d: Callable[..., None]
+
+
+def make_items(compile_: Callable[[Any], Any]) -> Items:
+    """Return the sum behind one item of a convolution, for one compiler.
+
+    Args:
+        compile_: Turns a plain function into one that the caller's compiler can call.
+    """
+
+    @compile_
+    def conv1d_item(
+        item, out, out_shape, out_strides,
+        input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
+    ):  # fmt: skip
+        # out[b, o, w] = Σ_{i, k} input[b, i, w ± k] weight[o, i, k]
+        out_channels, out_width = out_shape[1], out_shape[2]
+        in_channels, width = input_shape[1], input_shape[2]
+        kernel = weight_shape[2]
+        step = -1 if reverse else 1
+        w, o, b = (
+            item % out_width,
+            item // out_width % out_channels,
+            item // (out_width * out_channels),
+        )
+        total = out.dtype.type(0)
+        for i in range(in_channels):
+            source = b * input_strides[0] + i * input_strides[1]
+            factor = o * weight_strides[0] + i * weight_strides[1]
+            for k in range(kernel):
+                x = w + step * k
+                if 0 <= x < width:
+                    total += (
+                        input[source + x * input_strides[2]]
+                        * weight[factor + k * weight_strides[2]]
+                    )
+        out[b * out_strides[0] + o * out_strides[1] + w * out_strides[2]] = total
+
+    @compile_
+    def conv2d_item(
+        item, out, out_shape, out_strides,
+        input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
+    ):  # fmt: skip
+        # out[b, o, h, w] = Σ_{i, kh, kw} input[b, i, h ± kh, w ± kw] weight[o, i, kh, kw]
+        out_channels, out_height, out_width = out_shape[1], out_shape[2], out_shape[3]
+        in_channels, height, width = input_shape[1], input_shape[2], input_shape[3]
+        kernel_h, kernel_w = weight_shape[2], weight_shape[3]
+        step = -1 if reverse else 1
+        w, h = item % out_width, item // out_width % out_height
+        o, b = (
+            item // (out_width * out_height) % out_channels,
+            item // (out_width * out_height * out_channels),
+        )
+        total = out.dtype.type(0)
+        for i in range(in_channels):
+            for kh in range(kernel_h):
+                y = h + step * kh
+                if 0 <= y < height:
+                    source = b * input_strides[0] + i * input_strides[1] + y * input_strides[2]
+                    factor = o * weight_strides[0] + i * weight_strides[1] + kh * weight_strides[2]
+                    for kw in range(kernel_w):
+                        x = w + step * kw
+                        if 0 <= x < width:
+                            total += (
+                                input[source + x * input_strides[3]]
+                                * weight[factor + kw * weight_strides[3]]
+                            )
+        out[b * out_strides[0] + o * out_strides[1] + h * out_strides[2] + w * out_strides[3]] = (
+            total
+        )
+
+    return Items(conv1d_item, conv2d_item)
+
+
+conv1d_item, conv2d_item = make_items(njit(error_model="numpy", inline="always"))
+conv1d_on_device, conv2d_on_device = make_items(device_function)
+
+
+# -- on the CPU --------------------------------------------------------------------------------
 
 
 def _tensor_conv1d(
@@ -40,28 +131,11 @@ def _tensor_conv1d(
         weight_strides: Likewise.
         reverse: Anchor the kernel at its right end.
     """
-    out_channels, out_width = out_shape[1], out_shape[2]
-    in_channels, width = input_shape[1], input_shape[2]
-    kernel = weight_shape[2]
-    step = -1 if reverse else 1
     for item in prange(out_size):
-        b, o, w = (
-            item // (out_channels * out_width),
-            item // out_width % out_channels,
-            item % out_width,
-        )
-        total = out.dtype.type(0)
-        for i in range(in_channels):
-            source = b * input_strides[0] + i * input_strides[1]
-            factor = o * weight_strides[0] + i * weight_strides[1]
-            for k in range(kernel):
-                x = w + step * k
-                if 0 <= x < width:
-                    total += (
-                        input[source + x * input_strides[2]]
-                        * weight[factor + k * weight_strides[2]]
-                    )
-        out[b * out_strides[0] + o * out_strides[1] + w * out_strides[2]] = total
+        conv1d_item(
+            item, out, out_shape, out_strides,
+            input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
+        )  # fmt: skip
 
 
 tensor_conv1d = njit_cached(_tensor_conv1d, parallel=True)
@@ -90,43 +164,104 @@ def _tensor_conv2d(
         weight_strides: Likewise.
         reverse: Anchor the kernel at its bottom right corner.
     """
-    out_channels, out_height, out_width = out_shape[1], out_shape[2], out_shape[3]
-    in_channels, height, width = input_shape[1], input_shape[2], input_shape[3]
-    kernel_h, kernel_w = weight_shape[2], weight_shape[3]
-    step = -1 if reverse else 1
     for item in prange(out_size):
-        w, h = item % out_width, item // out_width % out_height
-        o, b = (
-            item // (out_width * out_height) % out_channels,
-            item // (out_width * out_height * out_channels),
-        )
-        total = out.dtype.type(0)
-        for i in range(in_channels):
-            for kh in range(kernel_h):
-                y = h + step * kh
-                if 0 <= y < height:
-                    source = b * input_strides[0] + i * input_strides[1] + y * input_strides[2]
-                    factor = o * weight_strides[0] + i * weight_strides[1] + kh * weight_strides[2]
-                    for kw in range(kernel_w):
-                        x = w + step * kw
-                        if 0 <= x < width:
-                            total += (
-                                input[source + x * input_strides[3]]
-                                * weight[factor + kw * weight_strides[3]]
-                            )
-        out[b * out_strides[0] + o * out_strides[1] + h * out_strides[2] + w * out_strides[3]] = (
-            total
-        )
+        conv2d_item(
+            item, out, out_shape, out_strides,
+            input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
+        )  # fmt: skip
 
 
 tensor_conv2d = njit_cached(_tensor_conv2d, parallel=True)
 
 
-class _Convolution(Function):
-    """Same-size convolution; a subclass names the loop and the number of spatial dimensions."""
+# -- on CUDA -----------------------------------------------------------------------------------
 
-    loop: object
-    spatial: int
+
+def _cuda_conv1d(
+    out, out_shape, out_strides, out_size,
+    input, input_shape, input_strides,
+    weight, weight_shape, weight_strides,
+    reverse,
+):  # fmt: skip
+    """Convolve in one dimension; arguments as :func:`_tensor_conv1d`, shapes and strides as tuples.
+
+    Computes: out[b, o, w] = Σ_{i, k} input[b, i, w + k] · weight[o, i, k], or w - k when reverse
+    Source: none
+    Grid: ceil(out_size / threads)
+    Block: any number of threads
+    One thread does: one element of out
+    Shared: none
+    Registers: one sum
+    Global traffic: for each element of out, in_channels · kernel elements of input and of weight,
+        which neighbouring threads find in the cache; one write
+    Needs: nothing
+    """
+    item = cuda.grid(1)
+    if item < out_size:
+        conv1d_on_device(
+            item, out, out_shape, out_strides,
+            input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
+        )  # fmt: skip
+
+
+def _cuda_conv2d(
+    out, out_shape, out_strides, out_size,
+    input, input_shape, input_strides,
+    weight, weight_shape, weight_strides,
+    reverse,
+):  # fmt: skip
+    """Convolve in two dimensions; arguments as :func:`_tensor_conv2d`, shapes and strides as tuples.
+
+    Computes: out[b, o, h, w] = Σ_{i, kh, kw} input[b, i, h + kh, w + kw] · weight[o, i, kh, kw], or
+        h - kh and w - kw when reverse
+    Source: none
+    Grid: ceil(out_size / threads)
+    Block: any number of threads
+    One thread does: one element of out
+    Shared: none
+    Registers: one sum
+    Global traffic: for each element of out, in_channels · kh · kw elements of input and of weight,
+        which neighbouring threads find in the cache; one write
+    Needs: nothing
+    """
+    item = cuda.grid(1)
+    if item < out_size:
+        conv2d_on_device(
+            item, out, out_shape, out_strides,
+            input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
+        )  # fmt: skip
+
+
+cuda_conv1d, cuda_conv2d = jit(_cuda_conv1d), jit(_cuda_conv2d)
+
+
+# -- differentiable ----------------------------------------------------------------------------
+
+
+class _Convolution(Function):
+    """Same-size convolution; a subclass names the loops and the number of spatial dimensions."""
+
+    loop: ClassVar[Any]
+    kernel: ClassVar[Any]
+    spatial: ClassVar[int]
+
+    @classmethod
+    def forward(cls, ctx: Context, input: Tensor, weight: Tensor) -> Tensor:
+        """Convolve (batch, in_channels, …) with (out_channels, in_channels, …)."""
+        ctx.save_for_backward(input, weight)
+        return cls.convolve(input, weight, False)
+
+    @classmethod
+    def backward(cls, ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of input and weight."""
+        input, weight = ctx.saved_values
+        swap = cls.swap_channels
+        # out[b,o,w] = sum_{i,k} in[b,i,w+k] W[o,i,k]
+        #   dW[o,i,k] = sum_{b,w} in[b,i,w+k] dout[b,o,w]: a convolution of in with dout, batch as
+        #   channel
+        dweight = swap(cls.convolve(swap(input), swap(grad_output), False, weight.shape[2:]))
+        #   din[b,i,x] = sum_{o,k} dout[b,o,x-k] W[o,i,k]: a reversed convolution
+        return cls.convolve(grad_output, swap(weight), True), dweight
 
     @classmethod
     def convolve(
@@ -141,13 +276,18 @@ class _Convolution(Function):
             f"the input has {input.shape[1]} channels, the weight {weight.shape[1]}, in shapes "
             f"{input.shape} and {weight.shape}; they must be equal"
         )
-        if input.backend.cuda:
-            raise NotImplementedError(
-                "convolution has no CUDA kernel yet; move the tensors with Tensor.cpu()"
-            )
         shape = (input.shape[0], weight.shape[0], *(size or input.shape[2:]))
         out = input.empty(shape, result_dtype(input, weight))
-        cls.loop(*out.tuple(), out.size, *input.tuple(), *weight.tuple(), reverse)  # type: ignore[operator]
+        operands = [t._tensor for t in (out, input, weight)]
+        if input.backend.cuda:
+            # As tuples: shapes and strides then cost no copy, and an index no local memory.
+            triples = [(data._storage, data.shape, data.strides) for data in operands]
+            grid = ceil_div(out.size, SIZES.flat_threads)
+            launch = cls.kernel[grid, SIZES.flat_threads] if grid else None
+        else:
+            triples, launch = [data.tuple() for data in operands], cls.loop
+        if launch is not None:  # a grid without blocks cannot be launched
+            launch(*triples[0], out.size, *triples[1], *triples[2], reverse)
         return out
 
     @classmethod
@@ -159,48 +299,13 @@ class _Convolution(Function):
 class Conv1dFun(_Convolution):
     """Same-size convolution in one dimension, anchored left."""
 
-    loop = staticmethod(tensor_conv1d)
-    spatial = 1
-
-    @staticmethod
-    def forward(ctx: Context, input: Tensor, weight: Tensor) -> Tensor:
-        """Convolve (batch, in_channels, width) with (out_channels, in_channels, kernel)."""
-        ctx.save_for_backward(input, weight)
-        return Conv1dFun.convolve(input, weight, False)
-
-    @staticmethod
-    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of input and weight."""
-        return _backward(Conv1dFun, ctx, grad_output)
+    loop, kernel, spatial = staticmethod(tensor_conv1d), cuda_conv1d, 1
 
 
 class Conv2dFun(_Convolution):
     """Same-size convolution in two dimensions, anchored top left."""
 
-    loop = staticmethod(tensor_conv2d)
-    spatial = 2
-
-    @staticmethod
-    def forward(ctx: Context, input: Tensor, weight: Tensor) -> Tensor:
-        """Convolve (batch, in_channels, h, w) with (out_channels, in_channels, kh, kw)."""
-        ctx.save_for_backward(input, weight)
-        return Conv2dFun.convolve(input, weight, False)
-
-    @staticmethod
-    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of input and weight."""
-        return _backward(Conv2dFun, ctx, grad_output)
-
-
-def _backward(fun: type[_Convolution], ctx: Context, grad: Tensor) -> tuple[Tensor, Tensor]:
-    input, weight = ctx.saved_values
-    swap = fun.swap_channels
-    # out[b,o,w] = sum_{i,k} in[b,i,w+k] W[o,i,k]
-    #   dW[o,i,k] = sum_{b,w} in[b,i,w+k] dout[b,o,w]: a convolution of in with dout, batch as channel
-    dweight = swap(fun.convolve(swap(input), swap(grad), False, weight.shape[2:]))
-    #   din[b,i,x] = sum_{o,k} dout[b,o,x-k] W[o,i,k]: a reversed convolution
-    dinput = fun.convolve(grad, swap(weight), True)
-    return dinput, dweight
+    loop, kernel, spatial = staticmethod(tensor_conv2d), cuda_conv2d, 2
 
 
 conv1d = Conv1dFun.apply

@@ -17,7 +17,7 @@ from kernels.cpu import blas, fused
 
 from . import operators
 from .tensor_data import MAX_DIMS, TensorData, broadcast_index, index_to_position, to_index
-from .tensor_ops import Loop, TensorBackend, TensorOps
+from .tensor_ops import TensorBackend, TensorOps
 
 #: Neighbouring outputs that a reduction folds together: two cache lines of float32.
 RUN = 32
@@ -236,24 +236,9 @@ class FastOps(TensorOps):
 
     attention = launch.CPU
     fused = fused
-
-    @staticmethod
-    def map_loop(fn: Callable[[float], float]) -> Loop:
-        """Return the loop of an element-wise function of one tensor."""
-        loop = tensor_map(fn)
-        return lambda out, a: loop(*out.tuple(), *a.tuple())
-
-    @staticmethod
-    def zip_loop(fn: Callable[[float, float], float]) -> Loop:
-        """Return the loop of an element-wise function of two tensors."""
-        loop = tensor_zip(fn)
-        return lambda out, a, b: loop(*out.tuple(), *a.tuple(), *b.tuple())
-
-    @staticmethod
-    def reduce_loop(fn: Callable[[float, float], float]) -> Loop:
-        """Return the loop that folds one dimension."""
-        loop = tensor_reduce(fn)
-        return lambda out, a, dim: loop(*out.tuple(), *a.tuple(), dim)
+    make_map = staticmethod(tensor_map)
+    make_zip = staticmethod(tensor_zip)
+    make_reduce = staticmethod(tensor_reduce)
 
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:

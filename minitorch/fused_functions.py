@@ -15,13 +15,26 @@ if TYPE_CHECKING:
     from .tensor import Tensor
 
 
+def dense(t: Tensor, dtype: Any = None) -> Any:
+    """Return a tensor's elements as the kernels take them: contiguous, and of one dtype.
+
+    Args:
+        t: Any tensor; it is copied, where it lies, only if it must be.
+        dtype: Its own if None.
+    """
+    dtype = t.dtype if dtype is None else dtype
+    if dtype != t.dtype or not t._tensor.is_contiguous():
+        t = t.f.id_map(t, t.empty(t.shape, dtype))
+    return t.array()
+
+
 class Softmax(Function):
     """Softmax over the last dimension."""
 
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Return (…, n) for (…, n)."""
-        out = a.wrap(a.f.fused.softmax(a.array()))
+        out = a.wrap(a.f.fused.softmax(dense(a)))
         ctx.save_for_backward(out)
         return out
 
@@ -29,7 +42,7 @@ class Softmax(Function):
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
         """Return P ∘ (dP - rowsum(P ∘ dP))."""
         (out,) = ctx.saved_values
-        return out.wrap(out.f.fused.softmax_backward(grad_output.array(), out.array()))
+        return out.wrap(out.f.fused.softmax_backward(dense(grad_output, out.dtype), out.array()))
 
 
 class LayerNorm(Function):
@@ -47,17 +60,19 @@ class LayerNorm(Function):
                 f"layer norm of shape {x.shape} needs weights and a bias of shape {x.shape[-1:]}, "
                 f"got {gamma.shape} and {beta.shape}"
             )
-        out, mean, rstd = x.f.fused.layer_norm(x.array(), gamma.array(), beta.array(), eps)
-        ctx.save_for_backward(x, gamma, mean, rstd)
+        rows, weights = dense(x), dense(gamma, x.dtype)
+        out, mean, rstd = x.f.fused.layer_norm(rows, weights, dense(beta, x.dtype), eps)
+        ctx.save_for_backward(x, rows, weights, mean, rstd)
         return x.wrap(out)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Return the gradients of x, gamma and beta."""
-        x, gamma, mean, rstd = ctx.saved_values
+        x, rows, weights, mean, rstd = ctx.saved_values
         backward = x.f.fused.layer_norm_backward
-        dx, dgamma, dbeta = backward(grad_output.array(), x.array(), gamma.array(), mean, rstd)
-        return x.wrap(dx), x.wrap(dgamma), x.wrap(dbeta), None
+        gradients = backward(dense(grad_output, x.dtype), rows, weights, mean, rstd)
+        dx, dgamma, dbeta = (x.wrap(gradient) for gradient in gradients)
+        return dx, dgamma, dbeta, None
 
 
 class Gelu(Function):
@@ -66,14 +81,15 @@ class Gelu(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Apply to each element."""
-        ctx.save_for_backward(a)
-        return a.wrap(a.f.fused.gelu(a.array()))
+        elements = dense(a)
+        ctx.save_for_backward(a, elements)
+        return a.wrap(a.f.fused.gelu(elements))
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
         """Multiply by the slope."""
-        (a,) = ctx.saved_values
-        return a.wrap(a.f.fused.gelu_backward(grad_output.array(), a.array()))
+        a, elements = ctx.saved_values
+        return a.wrap(a.f.fused.gelu_backward(dense(grad_output, a.dtype), elements))
 
 
 class CrossEntropy(Function):
@@ -82,16 +98,18 @@ class CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Context, logits: Tensor, targets: Any) -> Tensor:
         """Return (rows,) for logits (rows, classes) and an integer array (rows,)."""
-        losses, probs = logits.f.fused.cross_entropy(logits.array(), targets)
-        ctx.save_for_backward(probs, targets)
+        fused = logits.f.fused
+        ids = fused.place_ids(targets)  # once, for both passes
+        losses, probs = fused.cross_entropy(dense(logits), ids)
+        ctx.save_for_backward(probs, ids)
         return logits.wrap(losses)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
         """Return (softmax(logits) - one_hot(targets)) times the gradient of each row."""
-        probs, targets = ctx.saved_values
+        probs, ids = ctx.saved_values
         backward = grad_output.f.fused.cross_entropy_backward
-        return grad_output.wrap(backward(grad_output.array(), targets, probs)), None
+        return grad_output.wrap(backward(dense(grad_output, probs.dtype), ids, probs)), None
 
 
 class Lookup(Function):
@@ -99,13 +117,30 @@ class Lookup(Function):
 
     @staticmethod
     def forward(ctx: Context, table: Tensor, ids: Any) -> Tensor:
-        """Return (*ids.shape, dim) for a table (count, dim)."""
-        ctx.save_for_backward(ids, table.shape[0])
-        return table.wrap(table.array()[ids])
+        """Return (*ids.shape, dim) for a table (count, dim) and an integer array."""
+        ctx.save_for_backward(ids, table.shape[0], table.dtype)
+        return table.wrap(table.f.fused.embedding(dense(table), ids))
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
         """Add up the gradients of each row."""
-        ids, rows = ctx.saved_values
+        ids, rows, dtype = ctx.saved_values
         backward = grad_output.f.fused.embedding_backward
-        return grad_output.wrap(backward(grad_output.array(), ids.reshape(-1), rows)), None
+        return grad_output.wrap(backward(dense(grad_output, dtype), ids, rows)), None
+
+
+class SeededDropout(Function):
+    """Dropout whose noise comes from a counter: the backward pass draws it again, none is stored."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, seed: int, rate: float, scale: float) -> Tensor:
+        """Set each element to 0 with probability ``rate`` and multiply the others by ``scale``."""
+        ctx.save_for_backward(a, seed, rate, scale)
+        return a.wrap(a.f.fused.dropout(dense(a), seed, rate, scale))
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        """Do the same to the gradient."""
+        a, *options = ctx.saved_values
+        out = a.f.fused.dropout(dense(grad_output, a.dtype), *options)
+        return a.wrap(out), None, None, None

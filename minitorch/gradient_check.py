@@ -27,6 +27,7 @@ def grad_central_difference(
     x = vals[arg]
     up = zeros(x.shape, dtype=x.dtype)
     up[ind] = epsilon
+    up = up.to(x.backend)
     above = [val if j != arg else val + up for j, val in enumerate(vals)]
     below = [val if j != arg else val - up for j, val in enumerate(vals)]
     delta = f(*above).sum() - f(*below).sum()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from .factories import from_numpy, ones, rand, randn, tensor, zeros
 from .fused_functions import LayerNorm, Lookup
 from .module import Module, Parameter
-from .nn import integer_array, one_hot
+from .nn import device_dropout, integer_array, one_hot
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 
@@ -50,13 +50,25 @@ class Embedding(Module):
         Returns:
             (*x.shape, embedding_dim).
         """
-        table = self.weights.value
-        ids = integer_array(x, self.num_embeddings, "token ids")
-        if table.f.fused is not None:
-            return Lookup.apply(table, ids)
-        chosen = one_hot(from_numpy(ids, self.backend), self.num_embeddings).to(table.dtype)
-        flat = chosen.view(ids.size, self.num_embeddings)
-        return (flat @ table).view(*ids.shape, self.embedding_dim)
+        return lookup(self.weights.value, x)
+
+
+def lookup(table: Tensor, x: Any) -> Tensor:
+    """Return rows of a table: fused where the backend has it, else as a product with one-hot rows.
+
+    Args:
+        table: (count, dim).
+        x: Indices of any shape, a tensor or an integer array.
+
+    Returns:
+        (*x.shape, dim).
+    """
+    count, dim = table.shape
+    ids = integer_array(x, count, "token ids")
+    if table.f.fused is not None and table.dtype.kind == "f":
+        return Lookup.apply(table, ids)
+    chosen = one_hot(from_numpy(ids, table.backend), count).to(table.dtype)
+    return (chosen.view(ids.size, count) @ table).view(*ids.shape, dim)
 
 
 class Linear(Module):
@@ -156,5 +168,7 @@ class Dropout(Module):
         """Return a tensor of the same shape and, on average, the same value."""
         if not self.training or self.p_dropout == 0.0:
             return x
-        keep = np.random.binomial(1, 1.0 - self.p_dropout, x.shape)
+        if x.backend.cuda:
+            return device_dropout(x, self.p_dropout, 1.0 / (1.0 - self.p_dropout))
+        keep = np.random.binomial(1, 1.0 - self.p_dropout, x.shape)  # as published
         return x * tensor(keep, x.backend, dtype=x.dtype) / (1.0 - self.p_dropout)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,10 @@ from . import operators
 from .factories import from_numpy, rand, tensor
 from .fast_ops import FastOps
 from .function import as_int, is_tensor
-from .fused_functions import CrossEntropy, Gelu, Softmax
+from .fused_functions import CrossEntropy, Gelu, SeededDropout, Softmax
 from .tensor import Tensor
 from .tensor_functions import Max, attention_problem
-from .tensor_ops import normalize_dim
+from .tensor_ops import TensorBackend, normalize_dim
 
 #: The published fold behind :func:`max`, on the fast backend.
 max_reduce = FastOps.reduce(operators.max, -1e9)
@@ -157,7 +159,9 @@ def one_hot(input: Tensor, num_classes: int) -> Tensor:
         (*input.shape, num_classes), a constant.
     """
     ids = integer_array(input, num_classes, "class indices")
-    return tensor(np.eye(num_classes)[ids], input.backend)
+    # The comparison runs where the result shall be: only indices travel there.
+    classes = tensor(np.arange(num_classes), input.backend)  # (num_classes,)
+    return tensor(ids[..., None], input.backend) == classes  # (*input.shape, num_classes)
 
 
 def composed_softmax_loss(logits: Tensor, target: Any) -> Tensor:
@@ -220,11 +224,41 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
         raise ValueError(f"rate is a probability from 0 to 1, got {rate}")
     if ignore or rate == 0.0:
         return input
-    noise = rand(input.shape, input.backend, dtype=input.dtype)
+    if input.backend.cuda:
+        return device_dropout(input, rate, 1.0)
+    noise = rand(input.shape, input.backend, dtype=input.dtype)  # as published
     return input * (noise > rate)
 
 
+def device_dropout(input: Tensor, rate: float, scale: float) -> Tensor:
+    """Drop with noise that is drawn on the device; ``manual_seed`` decides it too.
+
+    Args:
+        input: Any shape, on the CUDA backend.
+        rate: Probability of 0.
+        scale: Of what is kept.
+    """
+    x = (
+        input if input.dtype.kind == "f" else input * 1.0
+    )  # integers become floating, as on the host
+    return SeededDropout.apply(x, random.getrandbits(63), rate, scale)
+
+
 # -- attention ---------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=2)
+def hidden_scores(
+    seq_q: int, seq_k: int, diagonal: int, backend: TensorBackend, dtype: np.dtype[Any]
+) -> Tensor:
+    """Return (seq_q, seq_k), 0 where a row sees a column and minus infinity where not; kept.
+
+    All layers of a model add the same one: it is built and brought to the device once, and not once a
+    layer and step.  Two are kept, for training and for evaluation.
+    """
+    rows, cols = np.arange(seq_q)[:, None], np.arange(seq_k)
+    hidden = np.where(is_visible(rows, cols, diagonal), 0.0, -np.inf)
+    return tensor(hidden, backend, dtype=dtype)  # (seq_q, seq_k)
 
 
 @takes_attention_options
@@ -250,7 +284,6 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any)
     order = (*range(k.dims - 2), k.dims - 1, k.dims - 2)
     scores = (q @ k.permute(*order)) * problem.scale  # (…, seq_q, seq_k)
     if problem.diagonal < problem.seq_k - 1:  # else every row sees every column
-        rows, cols = np.arange(problem.seq_q)[:, None], np.arange(problem.seq_k)
-        hidden = np.where(is_visible(rows, cols, problem.diagonal), 0.0, -np.inf)
-        scores = scores + tensor(hidden, q.backend, dtype=q.dtype)  # (…, seq_q, seq_k)
+        shape = problem.seq_q, problem.seq_k
+        scores = scores + hidden_scores(*shape, problem.diagonal, q.backend, q.dtype)
     return softmax(scores, scores.dims - 1) @ v  # (…, seq_q, value_dim)

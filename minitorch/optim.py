@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from .fused_functions import dense
 from .module import Parameter
 from .scalar import Scalar
+
+if TYPE_CHECKING:
+    from .tensor import Tensor
 
 
 class Optimizer:
@@ -54,7 +56,14 @@ class SGD(Optimizer):
                 if value.derivative is not None:
                     p.update(Scalar(value.data - self.lr * value.derivative))
             elif value is not None and value.grad is not None:
-                p.update(value.detach() - value.grad * self.lr)
+                p.update(self._moved(value.detach(), value.grad))
+
+    def _moved(self, value: Tensor, grad: Tensor) -> Tensor:
+        fused = value.f.fused
+        if fused is None or value.dtype.kind != "f":
+            return value - grad * self.lr
+        _same_shape(value, grad)
+        return value.wrap(fused.sgd_step(dense(value), dense(grad, value.dtype), self.lr))
 
 
 class Adam(Optimizer):
@@ -85,7 +94,7 @@ class Adam(Optimizer):
         self.weight_decay = weight_decay
         self.steps = 0
         # Keyed by the Parameter: its value is a new tensor after each step.
-        self.moments: dict[Parameter, tuple[Any, Any]] = {}
+        self.moments: dict[Parameter, tuple[Tensor, Tensor]] = {}
 
     def step(self) -> None:
         """Move every parameter that has a gradient."""
@@ -96,33 +105,26 @@ class Adam(Optimizer):
             if p.value is not None and p.value.grad is not None:
                 p.update(self._moved(p))
 
-    def _moved(self, p: Parameter) -> Any:
+    def _moved(self, p: Parameter) -> Tensor:
         value, grad = p.value.detach(), p.value.grad
-        past = self.moments[p][0].shape if p in self.moments else value.shape
-        if not value.shape == grad.shape == past:  # the kernel would write beyond the smaller one
-            raise ValueError(
-                f"a parameter of shape {value.shape} has a gradient of shape {grad.shape} and past "
-                f"gradients of shape {past}; make a new optimiser for another parameter"
-            )
+        if p not in self.moments:
+            self.moments[p] = (value.zeros(), value.zeros())
+        m, v = self.moments[p]
+        _same_shape(value, grad, m)
+        # They follow a parameter that was moved to another backend or dtype.
+        m, v = (t.to(value.backend).to(value.dtype) for t in (m, v))
+        self.moments[p] = (m, v)
         decay = self.weight_decay if value.dims >= 2 else 0.0
         fused = value.f.fused
         if fused is None:
             return self._composed(p, value, grad, decay)
-        if p not in self.moments:
-            self.moments[p] = (
-                np.zeros(value.shape, value.dtype),
-                np.zeros(value.shape, value.dtype),
-            )
-        m, v = self.moments[p]
         moved = fused.adam_step(
-            value.array(), grad.array(), m, v, lr=self.lr, beta1=self.beta1, beta2=self.beta2,
-            eps=self.eps, step=self.steps, weight_decay=decay,
+            dense(value), dense(grad, value.dtype), m.array(), v.array(), lr=self.lr,
+            beta1=self.beta1, beta2=self.beta2, eps=self.eps, step=self.steps, weight_decay=decay,
         )  # fmt: skip
         return value.wrap(moved)
 
-    def _composed(self, p: Parameter, value: Any, grad: Any, decay: float) -> Any:
-        if p not in self.moments:
-            self.moments[p] = (value.zeros(), value.zeros())
+    def _composed(self, p: Parameter, value: Tensor, grad: Tensor, decay: float) -> Tensor:
         m, v = self.moments[p]
         m = m * self.beta1 + grad * (1.0 - self.beta1)
         v = v * self.beta2 + grad * grad * (1.0 - self.beta2)
@@ -130,3 +132,13 @@ class Adam(Optimizer):
         m_hat = m / (1.0 - self.beta1**self.steps)
         v_hat = v / (1.0 - self.beta2**self.steps)
         return value * (1.0 - self.lr * decay) - m_hat / (v_hat**0.5 + self.eps) * self.lr
+
+
+def _same_shape(value: Tensor, grad: Tensor, past: Tensor | None = None) -> None:
+    """Refuse a gradient of another shape: a kernel would read or write beyond the smaller one."""
+    past = value if past is None else past
+    if not value.shape == grad.shape == past.shape:
+        raise ValueError(
+            f"a parameter of shape {value.shape} has a gradient of shape {grad.shape} and past "
+            f"gradients of shape {past.shape}; make a new optimiser for another parameter"
+        )

@@ -21,13 +21,14 @@ from .tensor_data import (
     is_device_storage,
 )
 from .tensor_functions import To
+from .tensor_lending import Lending
 from .tensor_operators import TensorOperators
 from .tensor_ops import TensorBackend, result_dtype
 
 _tensor_count = 0
 
 
-class Tensor(TensorOperators):
+class Tensor(TensorOperators, Lending):
     """An n-dimensional array that records how it was computed.
 
     Args:
@@ -146,7 +147,7 @@ class Tensor(TensorOperators):
     def item(self) -> float:
         """Return the only element as a number."""
         assert self.size == 1, f"item needs one element, shape {self.shape} has {self.size}"
-        return float(self._tensor._storage[0])
+        return float(self.to_numpy().item())
 
     def __getitem__(self, key: int | UserIndex) -> float:
         return self._tensor.get(self._key(key))
@@ -261,9 +262,20 @@ class Tensor(TensorOperators):
         self.backend = backend
 
     def _ensure_tensor(self, b: Any) -> Tensor:
-        """Turn a number into a tensor of one element; move a tensor to this backend."""
+        """Turn a number into a tensor of one element; give a tensor this backend.
+
+        Nothing but a single element moves between the host and a device: a copy at each operation
+        would go unseen.
+        """
         if isinstance(b, Tensor):
             if b.backend is not self.backend:
+                if b.backend.cuda != self.backend.cuda and not (self.backend.cuda and b.size == 1):
+                    places = ("the host", "the CUDA device")
+                    raise TypeError(
+                        f"the operands lie in two places: this one, of shape {self.shape}, on "
+                        f"{places[self.backend.cuda]}, the other, of shape {b.shape}, on "
+                        f"{places[b.backend.cuda]}; move one of them with cuda() or cpu()"
+                    )
                 b._type_(self.backend)
             return b
         if isinstance(b, (int, float, np.number)):

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kernels.targets import cuda, why_no_cuda
+from kernels.targets import explained, is_device_array, to_device, to_host
 
 from .operators import prod
 
@@ -140,10 +140,8 @@ def strides_from_shape(shape: UserShape) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def is_device_storage(storage: Any) -> bool:
-    """Tell whether a storage lives on a CUDA device (or is the simulator's stand-in for one)."""
-    # The simulator's arrays carry this mark too; numba.cuda.is_cuda_array does not exist there.
-    return getattr(storage, "__cuda_ndarray__", False)
+#: Tell whether a storage lives on a CUDA device (or is the simulator's stand-in for one).
+is_device_storage = is_device_array
 
 
 class TensorData:
@@ -229,15 +227,10 @@ class TensorData:
 
         Raises:
             RuntimeError: If there is none; it says what to do.
+            MemoryError: If it has too little memory left.
         """
         if not is_device_storage(self._storage):
-            try:
-                self._storage = cuda.to_device(self._storage)
-            except Exception as error:
-                reason = why_no_cuda()
-                if reason is None:
-                    raise
-                raise RuntimeError(reason) from error
+            self._storage = to_device(self._storage)
 
     def is_contiguous(self) -> bool:
         """Tell whether the elements lie in row-major order."""
@@ -253,7 +246,7 @@ class TensorData:
         """Return the elements as an array of ``shape``: a view of a host storage, else a copy."""
         storage: Any = self._storage
         if is_device_storage(storage):
-            storage = storage.copy_to_host()
+            storage = to_host(storage)
         steps = tuple(stride * storage.itemsize for stride in self.strides)
         return np.ndarray(self.shape, storage.dtype, storage, 0, steps)
 
@@ -297,11 +290,13 @@ class TensorData:
 
     def get(self, key: int | UserIndex) -> float:
         """Return the element at an index."""
-        return self._storage[self.index(key)]
+        with explained("reading an element"):
+            return self._storage[self.index(key)]
 
     def set(self, key: int | UserIndex, val: float) -> None:
         """Write the element at an index."""
-        self._storage[self.index(key)] = val
+        with explained("writing an element"):
+            self._storage[self.index(key)] = val
 
     def tuple(self) -> Triple:
         """Return (storage, shape, strides), the three arguments that a kernel takes per tensor."""

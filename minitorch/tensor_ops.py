@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kernels import launch
+from kernels.memory import joined_step
 
 from . import operators
 from .tensor_data import (
@@ -44,7 +45,9 @@ class MapProto(Protocol):
 
 def result_dtype(*tensors: Tensor) -> np.dtype[Any]:
     """Return the dtype of a result: the widest floating dtype, or the default for integers."""
-    floating = [t.dtype for t in tensors if t.dtype.kind == "f"]
+    floating = {dtype for t in tensors if (dtype := t.dtype).kind == "f"}
+    if len(floating) == 1:
+        return floating.pop()
     return np.result_type(*floating) if floating else get_default_dtype()
 
 
@@ -54,7 +57,7 @@ def _floating(t: Tensor, dtype: np.dtype[Any]) -> Tensor:
 
 
 class TensorOps:
-    """Higher-order tensor operations; a backend overrides the ``*_loop`` methods.
+    """Higher-order tensor operations; a backend names its loops, or overrides the ``*_loop`` methods.
 
     ``map_loop(fn)``, ``zip_loop(fn)`` and ``reduce_loop(fn)`` return functions of
     :class:`TensorData`: ``(out, a)``, ``(out, a, b)`` and ``(out, a, dim)``; ``matmul_loop`` is
@@ -62,6 +65,10 @@ class TensorOps:
     """
 
     cuda = False
+    #: Function → loop of the storage, shape and strides of each tensor, as ``tensor_map`` below.
+    make_map: Callable[..., Any]
+    make_zip: Callable[..., Any]
+    make_reduce: Callable[..., Any]
     #: What runs fused attention for this backend; see kernels/launch.py.
     attention: launch.Target = launch.NUMPY
     #: Fused kernels for the layers of module 4, or None where only their composed forms exist.
@@ -77,20 +84,34 @@ class TensorOps:
         """Return a flat storage of equal elements."""
         return np.full(size, value, dtype)
 
-    @staticmethod
-    def map_loop(fn: Callable[[float], float]) -> Loop:
+    @classmethod
+    def map_loop(cls, fn: Callable[[float], float]) -> Loop:
         """Return the loop of an element-wise function of one tensor."""
-        raise NotImplementedError("a backend supplies map_loop")
+        loop = cls.make_map(fn)
+        return lambda out, a: loop(*out.tuple(), *a.tuple())
 
-    @staticmethod
-    def zip_loop(fn: Callable[[float, float], float]) -> Loop:
+    @classmethod
+    def zip_loop(cls, fn: Callable[[float, float], float]) -> Loop:
         """Return the loop of an element-wise function of two tensors."""
-        raise NotImplementedError("a backend supplies zip_loop")
+        loop = cls.make_zip(fn)
+        return lambda out, a, b: loop(*out.tuple(), *a.tuple(), *b.tuple())
 
-    @staticmethod
-    def reduce_loop(fn: Callable[[float, float], float]) -> Loop:
-        """Return the loop that folds one dimension."""
-        raise NotImplementedError("a backend supplies reduce_loop")
+    @classmethod
+    def reduce_loop(cls, fn: Callable[[float, float], float]) -> Loop:
+        """Return the loop that folds one dimension onto what the output holds."""
+        loop = cls.make_reduce(fn)
+        return lambda out, a, dim: loop(*out.tuple(), *a.tuple(), dim)
+
+    @classmethod
+    def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
+        """Return the loop that writes the fold of one dimension, beginning with ``start``."""
+        loop = cls.reduce_loop(fn)
+
+        def fold(out: TensorData, a: TensorData, dim: int) -> None:
+            out._storage.fill(start)
+            loop(out, a, dim)
+
+        return fold
 
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -114,7 +135,7 @@ class TensorOps:
             if out is None:
                 out = a.empty(a.shape, result_dtype(a))
                 a = _floating(a, out.dtype)
-            elif shape_broadcast(a.shape, out.shape) != out.shape:
+            elif a.shape != out.shape and shape_broadcast(a.shape, out.shape) != out.shape:
                 raise IndexingError(f"shape {a.shape} does not broadcast to out's {out.shape}")
             loop(out._tensor, a._tensor)
             return out
@@ -131,9 +152,10 @@ class TensorOps:
         loop = cls.zip_loop(fn)
 
         def zipped(a: Tensor, b: Tensor) -> Tensor:
-            out = a.empty(shape_broadcast(a.shape, b.shape), result_dtype(a, b))
-            a, b = _floating(a, out.dtype), _floating(b, out.dtype)
-            loop(out._tensor, a._tensor, b._tensor)
+            shape = a.shape if a.shape == b.shape else shape_broadcast(a.shape, b.shape)
+            dtype = result_dtype(a, b)
+            out = a.empty(shape, dtype)
+            loop(out._tensor, _floating(a, dtype)._tensor, _floating(b, dtype)._tensor)
             return out
 
         return zipped
@@ -151,12 +173,11 @@ class TensorOps:
         Returns:
             ``reduced(a, dim)``: a new tensor in which ``dim`` has size 1.
         """
-        loop = cls.reduce_loop(fn)
+        loop = cls.fold_loop(fn, start)
 
         def reduced(a: Tensor, dim: int) -> Tensor:
             dim = normalize_dim(dim, a.shape)
-            shape = (*a.shape[:dim], 1, *a.shape[dim + 1 :])
-            out = a.full(shape, start, result_dtype(a))
+            out = a.empty((*a.shape[:dim], 1, *a.shape[dim + 1 :]), result_dtype(a))
             loop(out._tensor, _floating(a, out.dtype)._tensor, dim)
             return out
 
@@ -193,14 +214,13 @@ class TensorOps:
         lead, matrix, steps = t.shape[:-2], t.shape[-2:], t.strides[-2:]
         if all(size == 1 for size in lead):
             return TensorData(t._storage, (1, *matrix), (0, *steps))
-        if len(batch) == 1:
-            return TensorData(t._storage, t.shape, t.strides)
-        if lead != tuple(batch) or not t.is_contiguous():
-            shape = (*batch, *matrix)
-            copy = TensorData(cls.allocate(int(operators.prod(shape)), t.dtype), shape)
-            cls.map_loop(operators.id)(copy, t)
-            t = copy
-        return TensorData(t._storage, (int(operators.prod(batch)), *matrix))
+        size = int(operators.prod(batch))
+        step = joined_step(lead, t.strides[:-2]) if lead == tuple(batch) else None
+        if step is not None:
+            return TensorData(t._storage, (size, *matrix), (step, *steps))
+        storage = cls.allocate(size * matrix[0] * matrix[1], t.dtype)
+        cls.map_loop(operators.id)(TensorData(storage, (*batch, *matrix)), t)
+        return TensorData(storage, (size, *matrix))
 
 
 def normalize_dim(dim: int, shape: UserShape) -> int:
@@ -283,9 +303,7 @@ class TensorBackend:
         self.matrix_multiply = ops.matrix_multiply
 
 
-# ---------------------------------------------------------------------------------------------
-# The simple backend: plain Python loops, the form to read first
-# ---------------------------------------------------------------------------------------------
+# -- the simple backend: plain Python loops, the form to read first ------------------------------
 
 
 def tensor_map(fn: Callable[[float], float]) -> Loop:
@@ -295,13 +313,9 @@ def tensor_map(fn: Callable[[float], float]) -> Loop:
     """
 
     def _map(
-        out: Storage,
-        out_shape: Shape,
-        out_strides: Strides,
-        in_storage: Storage,
-        in_shape: Shape,
-        in_strides: Strides,
-    ) -> None:
+        out: Storage, out_shape: Shape, out_strides: Strides,
+        in_storage: Storage, in_shape: Shape, in_strides: Strides,
+    ) -> None:  # fmt: skip
         out_index = np.zeros(len(out_shape), np.int64)
         in_index = np.zeros(len(in_shape), np.int64)
         for ordinal in range(int(np.prod(out_shape))):
@@ -320,16 +334,10 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Loop:
     """
 
     def _zip(
-        out: Storage,
-        out_shape: Shape,
-        out_strides: Strides,
-        a_storage: Storage,
-        a_shape: Shape,
-        a_strides: Strides,
-        b_storage: Storage,
-        b_shape: Shape,
-        b_strides: Strides,
-    ) -> None:
+        out: Storage, out_shape: Shape, out_strides: Strides,
+        a_storage: Storage, a_shape: Shape, a_strides: Strides,
+        b_storage: Storage, b_shape: Shape, b_strides: Strides,
+    ) -> None:  # fmt: skip
         out_index = np.zeros(len(out_shape), np.int64)
         a_index = np.zeros(len(a_shape), np.int64)
         b_index = np.zeros(len(b_shape), np.int64)
@@ -351,14 +359,10 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Loop:
     """
 
     def _reduce(
-        out: Storage,
-        out_shape: Shape,
-        out_strides: Strides,
-        a_storage: Storage,
-        a_shape: Shape,
-        a_strides: Strides,
+        out: Storage, out_shape: Shape, out_strides: Strides,
+        a_storage: Storage, a_shape: Shape, a_strides: Strides,
         reduce_dim: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         index = np.zeros(len(out_shape), np.int64)
         for ordinal in range(int(np.prod(out_shape))):
             to_index(ordinal, out_shape, index)
@@ -374,24 +378,9 @@ class SimpleOps(TensorOps):
     """Operations as plain Python loops: slow, and steppable in a debugger."""
 
     is_cuda = False
-
-    @staticmethod
-    def map_loop(fn: Callable[[float], float]) -> Loop:
-        """Return the loop of an element-wise function of one tensor."""
-        loop = tensor_map(fn)
-        return lambda out, a: loop(*out.tuple(), *a.tuple())
-
-    @staticmethod
-    def zip_loop(fn: Callable[[float, float], float]) -> Loop:
-        """Return the loop of an element-wise function of two tensors."""
-        loop = tensor_zip(fn)
-        return lambda out, a, b: loop(*out.tuple(), *a.tuple(), *b.tuple())
-
-    @staticmethod
-    def reduce_loop(fn: Callable[[float, float], float]) -> Loop:
-        """Return the loop that folds one dimension."""
-        loop = tensor_reduce(fn)
-        return lambda out, a, dim: loop(*out.tuple(), *a.tuple(), dim)
+    make_map = staticmethod(tensor_map)
+    make_zip = staticmethod(tensor_zip)
+    make_reduce = staticmethod(tensor_reduce)
 
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .module import Module
-from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear
+from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
 from .nn import GELU, naive_attention, softmax_loss
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
@@ -233,11 +233,15 @@ class DecoderLM(Module):
         Returns:
             (batch, seq, n_vocab) logits.
         """
+        return self.score(self.hidden(idx))
+
+    def hidden(self, idx: Any) -> Tensor:
+        """Return what the last layer norm makes of (batch, seq) token ids: (batch, seq, n_embd)."""
         if len(np.shape(idx)) != 2:
             raise ValueError(
                 f"a language model needs ids of shape (batch, seq), got {np.shape(idx)}"
             )
-        batch, seq = np.shape(idx)
+        _, seq = np.shape(idx)
         if seq > self.n_positions:
             raise ValueError(
                 f"the context holds {self.n_positions} tokens, got {seq}; pass the last ones"
@@ -246,9 +250,13 @@ class DecoderLM(Module):
         x = self.dropout(self.token_embeddings(idx) + positions)  # (batch, seq, n_embd)
         for name in self.layer_names:
             x = getattr(self, name)(x)  # (batch, seq, n_embd)
-        x = self.ln(x)  # (batch, seq, n_embd)
+        return self.ln(x)  # (batch, seq, n_embd)
+
+    def score(self, x: Tensor) -> Tensor:
+        """Return (batch, seq, n_vocab) logits for what :meth:`hidden` returned."""
         if self.lm_head is not None:
             return self.lm_head(x)  # (batch, seq, n_vocab)
+        batch, seq, _ = x.shape
         table = self.token_embeddings.weights.value  # (n_vocab, n_embd)
         logits = x.view(batch * seq, self.n_embd) @ table.permute(1, 0)
         return logits.view(batch, seq, self.n_vocab)
@@ -288,8 +296,12 @@ class DecoderLM(Module):
         self.eval()
         for _ in range(count):
             context = np.array([ids[-self.n_positions :]])  # (1, seq)
-            last = self.forward(context).to_numpy()[0, -1].astype(np.float64)  # (n_vocab,)
-            ids.append(_choose(last, temperature, rng))
+            hidden = self.hidden(context)  # (1, seq, n_embd)
+            # Only the last position is scored and read: one row of logits and not seq of them.
+            rows = hidden.view(*hidden.shape[1:])  # (seq, n_embd)
+            last = lookup(rows, np.array([[len(context[0]) - 1]]))  # (1, 1, n_embd)
+            logits = self.score(last).to_numpy()[0, 0].astype(np.float64)  # (n_vocab,)
+            ids.append(_choose(logits, temperature, rng))
         if was_training:
             self.train()
         return ids

@@ -1,10 +1,13 @@
 """Time and memory of naive against flash attention, forward and backward, by length.
 
     python project/bench_attention.py                       lengths 256 to 8192 on the CPU
+    python project/bench_attention.py --device cuda         the ladder of kernels, 128 to 16384, on a GPU
     python project/bench_attention.py --lengths 512 2048 --causal --json out.json
 
-Timings are medians of interleaved pairs: one naive call, one flash call, and again.  Memory is what the
-peak of a fresh process grows by during one forward and backward pass.
+Timings are medians of interleaved rounds, each of which calls every contestant once: from the call until
+the result is there.  Memory is what one forward and backward pass adds to the peak: of a fresh process on
+the CPU, of the pool that device memory comes from on a GPU.  A contestant that would take longer than
+--limit for one pass, or for which there is too little memory, is left out from there on.
 """
 
 from __future__ import annotations
@@ -23,14 +26,19 @@ from typing import Any
 
 import numba
 import numpy as np
+from contestants import Contestant, contestants, random_arrays
 from tqdm import tqdm
 
-import minitorch
 from kernels.formulas import attention_backward_flops, attention_flops
-from minitorch import Tensor
+from kernels.targets import device_name, why_no_cuda
 
-ATTENTION = {"naive": minitorch.naive_attention, "flash": Tensor.flash_attention}
 MEGABYTE = 1024 * 1024
+#: Batch, heads and lengths by device.
+DEFAULTS = {
+    "cpu": (1, 4, [256, 512, 1024, 2048, 4096, 8192]),
+    "cuda": (4, 16, [128, 256, 512, 1024, 2048, 4096, 8192, 16384]),
+}
+Row = dict[str, Any]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -38,34 +46,38 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192], metavar="N")
-    add("--batch", type=int, default=1, help="(default: %(default)s)")
-    add("--heads", type=int, default=4, help="(default: %(default)s)")
+    add("--device", choices=sorted(DEFAULTS), default="cpu", help="(default: %(default)s)")
+    add("--lengths", type=int, nargs="+", metavar="N", help="of queries and keys")
+    add("--batch", type=int, help="(default: 1 on the CPU, 4 on a GPU)")
+    add("--heads", type=int, help="(default: 4 on the CPU, 16 on a GPU)")
     add("--head-dim", type=int, default=64, help="(default: %(default)s)")
     add("--causal", action="store_true", help="mask what comes later")
     add("--seconds", type=float, default=4.0, help="to spend on each length (default: %(default)s)")
+    add("--limit", type=float, default=20.0, help="seconds of one pass (default: %(default)s)")
+    add("--only", nargs="+", metavar="NAME", help="contestants to run, by their names in the table")
     add("--json", metavar="FILE", help="also write the rows there")
-    add("--measure-memory", choices=sorted(ATTENTION), help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    add("--measure-memory", metavar="NAME", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    batch, heads, lengths = DEFAULTS[args.device]
+    args.batch, args.heads = args.batch or batch, args.heads or heads
+    args.lengths = args.lengths or lengths
+    return args
 
 
-def operands(args: argparse.Namespace, length: int) -> list[Tensor]:
-    rng = np.random.default_rng(0)
-    shape = (args.batch, args.heads, length, args.head_dim)
-    return [
-        minitorch.from_numpy(rng.standard_normal(shape, dtype=np.float32), requires_grad=True)
-        for _ in range(3)
-    ]
+def shape_of(args: argparse.Namespace, length: int) -> tuple[int, int, int]:
+    """Return (batch * heads, length, head_dim): a batch and its heads are alike to attention."""
+    return args.batch * args.heads, length, args.head_dim
 
 
-def one_pass(name: str, tensors: list[Tensor], causal: bool) -> tuple[float, float]:
+def one_pass(contestant: Contestant, operands: list[Any]) -> tuple[float, float]:
     """Run forward and backward once; return the seconds of each."""
-    for t in tensors:
-        t.zero_grad_()
+    contestant.wait()
     start = time.perf_counter()
-    out = ATTENTION[name](*tensors, is_causal=causal)
+    out = contestant.forward(*operands)
+    contestant.wait()
     middle = time.perf_counter()
-    out.backward(out.detach())
+    contestant.backward(out, operands)
+    contestant.wait()
     return middle - start, time.perf_counter() - middle
 
 
@@ -83,15 +95,23 @@ def measure_memory(args: argparse.Namespace) -> None:
     """In a process of its own: print by how many bytes one pass raises the peak."""
     if peak_memory() == 0:
         sys.exit("the peak memory of a process is known on Linux only")
-    one_pass(args.measure_memory, operands(args, 64), args.causal)  # load the kernels
-    tensors = operands(args, args.lengths[0])
+    contestant = contestants(args.device, args.causal)[args.measure_memory]
+    # The kernels are loaded before.
+    one_pass(contestant, contestant.operands(random_arrays(shape_of(args, 64))))
+    operands = contestant.operands(random_arrays(shape_of(args, args.lengths[0])))
     before = peak_memory()
-    one_pass(args.measure_memory, tensors, args.causal)
+    one_pass(contestant, operands)
     print(peak_memory() - before)
 
 
-def memory_of(name: str, args: argparse.Namespace, length: int) -> float | None:
+def memory_of(
+    name: str, contestant: Contestant, operands: list[Any], args: argparse.Namespace, length: int
+) -> float | None:
     """Return the megabytes that one pass takes, or None if it ran out of memory."""
+    if args.device == "cuda":
+        before = contestant.start_peak()
+        one_pass(contestant, operands)
+        return (contestant.peak() - before) / MEGABYTE
     command = [
         sys.executable, __file__, "--measure-memory", name, "--lengths", str(length), "--batch",
         str(args.batch), "--heads", str(args.heads), "--head-dim", str(args.head_dim),
@@ -101,66 +121,97 @@ def memory_of(name: str, args: argparse.Namespace, length: int) -> float | None:
     return int(done.stdout) / MEGABYTE if done.returncode == 0 else None
 
 
-def measure(args: argparse.Namespace, length: int) -> dict[str, Any]:
-    """Return the row of one length."""
-    tensors = operands(args, length)
-    names = list(ATTENTION)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    try:
-        for name in names:
-            one_pass(name, tensors, args.causal)  # warm-up: compilation, page faults
-        start = time.perf_counter()
-        while time.perf_counter() - start < args.seconds or len(seconds["flash"]) < 3:
-            for name in names:
-                seconds[name].append(one_pass(name, tensors, args.causal))
-    except MemoryError:
-        names = ["flash"]
-        seconds = {"flash": [one_pass("flash", tensors, args.causal) for _ in range(4)][1:]}
+def out_of_memory(error: Exception) -> bool:
+    """Tell whether an error, ours or PyTorch's, means that memory has run out."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def measure(
+    running: dict[str, Contestant], args: argparse.Namespace, length: int, expected: Row
+) -> Row:
+    """Return the row of one length; take out of ``running`` what cannot run any longer.
+
+    Args:
+        running: The contestants by name.
+        args: The command line.
+        length: Of queries and keys.
+        expected: Seconds of a pass at this length by name, as far as they can be foreseen.
+    """
+    arrays = random_arrays(shape_of(args, length))
+    operands: dict[str, list[Any]] = {}
+    row: Row = {"length": length}
+    for name, contestant in list(running.items()):
+        if expected.get(name, 0.0) > args.limit:
+            running.pop(name)
+            continue
+        try:
+            operands[name] = contestant.operands(arrays)
+            one_pass(contestant, operands[name])  # warm-up: compilation, page faults
+            row[name] = {"peak_mb": memory_of(name, contestant, operands[name], args, length)}
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            operands.pop(name, None)
+            running.pop(name)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
+    start = time.perf_counter()
+    while time.perf_counter() - start < args.seconds or len(next(iter(seconds.values()))) < 3:
+        for name, contestant in running.items():
+            seconds[name].append(one_pass(contestant, operands[name]))
+        if time.perf_counter() - start > 3 * args.limit:
+            break
     shape = (args.batch * args.heads, length, length, args.head_dim)
-    row: dict[str, Any] = {"length": length, "pairs": len(seconds["flash"])}
-    for name in names:
-        row[f"{name}_forward_ms"] = 1e3 * median(forward for forward, _ in seconds[name])
-        row[f"{name}_backward_ms"] = 1e3 * median(backward for _, backward in seconds[name])
-    for name in ATTENTION:
-        row[f"{name}_peak_mb"] = memory_of(name, args, length)
-    row["flash_forward_gflops"] = (
-        attention_flops(*shape, causal=args.causal) / row["flash_forward_ms"] / 1e6
-    )
-    row["flash_backward_gflops"] = (
-        attention_backward_flops(*shape, causal=args.causal) / row["flash_backward_ms"] / 1e6
-    )
-    for direction in ("forward", "backward"):
-        if "naive" in names:
-            place = 0 if direction == "forward" else 1
-            row[f"{direction}_speedup"] = median(
-                n[place] / f[place] for n, f in zip(seconds["naive"], seconds["flash"], strict=True)
-            )
+    flops = attention_flops(*shape, causal=args.causal)
+    backward_flops = attention_backward_flops(*shape, causal=args.causal)
+    for name, times in seconds.items():
+        forward, backward = (median(place) for place in zip(*times, strict=True))
+        row[name] |= {
+            "rounds": len(times),
+            "forward_ms": 1e3 * forward,
+            "backward_ms": 1e3 * backward,
+            "forward_tflops": flops / forward / 1e12,
+            "backward_tflops": backward_flops / backward / 1e12,
+        }
+        rounds = list(zip(times, seconds[last_of(running)], strict=True))
+        for place, direction in enumerate(("forward", "backward")):
+            row[name][f"{direction}_ratio"] = median(a[place] / b[place] for a, b in rounds)
     return row
 
 
-def cell(row: dict[str, Any], key: str, form: str) -> str:
-    value = row.get(key)
-    return "–" if value is None else format(value, form)
+def last_of(names: Any) -> str:
+    """Return the contestant that the others are compared with."""
+    return list(names)[-1]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a Markdown table."""
-    lines = [
-        "| length | naive forward ms | flash forward ms | × | naive backward ms | flash backward ms "
-        "| × | naive peak MB | flash peak MB |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+def table(title: str, rows: list[Row], names: list[str], cell: Any) -> str:
+    """Return one quantity of all contestants as a Markdown table, a line for each length."""
+    lines = [f"| {title} | {' | '.join(names)} |", "|---:|" + "---:|" * len(names)]
     for row in rows:
-        cells = [
-            str(row["length"]),
-            cell(row, "naive_forward_ms", ".1f"), cell(row, "flash_forward_ms", ".1f"),
-            cell(row, "forward_speedup", ".1f"),
-            cell(row, "naive_backward_ms", ".1f"), cell(row, "flash_backward_ms", ".1f"),
-            cell(row, "backward_speedup", ".1f"),
-            cell(row, "naive_peak_mb", ".0f"), cell(row, "flash_peak_mb", ".0f"),
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [cell(row[name]) if name in row else "–" for name in names]
+        lines.append(f"| {row['length']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def tables(rows: list[Row], names: list[str]) -> str:
+    """Return the three tables: forward, backward, memory."""
+    last = last_of(names)
+
+    def timing(direction: str) -> Any:
+        def cell(entry: Row) -> str:
+            ratio = entry[f"{direction}_ratio"]
+            beside = "" if ratio == 1.0 else f", {ratio:.1f} ×"
+            return f"{entry[f'{direction}_ms']:.3g}{beside}"
+
+        return cell
+
+    def megabytes(entry: Row) -> str:
+        return "–" if entry["peak_mb"] is None else f"{entry['peak_mb']:.0f}"
+
+    shown = [
+        table(f"{direction} ms, × of {last}", rows, names, timing(direction))
+        for direction in ("forward", "backward")
+    ]
+    return "\n\n".join([*shown, table("peak MB", rows, names, megabytes)])
 
 
 def processor() -> str:
@@ -174,33 +225,58 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def versions(names: list[str]) -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    found = {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+    }
+    for name, module in (("numba_cuda", "numba_cuda"), ("PyTorch", "torch")):
+        if module in sys.modules and (name in names or name == "numba_cuda"):
+            found[module] = sys.modules[module].__version__
+    return found
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     if args.measure_memory:
         return measure_memory(args)
-    rows = []
+    if args.device == "cuda" and (missing := why_no_cuda()) is not None:
+        sys.exit(missing)
+    running = contestants(args.device, args.causal)
+    if unknown := set(args.only or []) - set(running):
+        sys.exit(f"no contestant {sorted(unknown)}; there are {list(running)}")
+    running = {name: one for name, one in running.items() if name in (args.only or running)}
+    names = list(running)
+    rows: list[Row] = []
+    expected: Row = {}
     try:
         for length in tqdm(args.lengths, unit="length", disable=not sys.stderr.isatty()):
-            rows.append(measure(args, length))  # noqa: PERF401 - an interrupt keeps what is done
+            rows.append(measure(running, args, length, expected))
+            longer = args.lengths[len(rows) % len(args.lengths)] / length
+            expected = {
+                name: longer**2
+                * (rows[-1][name]["forward_ms"] + rows[-1][name]["backward_ms"])
+                / 1e3
+                for name in running
+            }
     except KeyboardInterrupt:
         print("interrupted: these lengths are done", file=sys.stderr)
+    device = processor() if args.device == "cpu" else device_name()
     print(
-        f"{processor()}, {numba.get_num_threads()} threads; batch {args.batch}, {args.heads} heads, "
+        f"{device}, {numba.get_num_threads()} threads; batch {args.batch}, {args.heads} heads, "
         f"head_dim {args.head_dim}, float32, {'causal' if args.causal else 'full'}\n"
     )
-    print(table(rows))
+    print(tables(rows, names))
     if args.json:
         record = {
             "command": "python project/bench_attention.py " + " ".join(argv or sys.argv[1:]),
             "date": datetime.date.today().isoformat(),
-            "device": processor(),
+            "device": device,
             "cores": os.cpu_count(),
             "threads": numba.get_num_threads(),
-            "versions": {
-                "python": platform.python_version(),
-                "numpy": np.__version__,
-                "numba": numba.__version__,
-            },
+            "versions": versions(names),
             "batch": args.batch,
             "heads": args.heads,
             "head_dim": args.head_dim,

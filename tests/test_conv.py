@@ -68,10 +68,13 @@ def convolved(image: Array, weight: Array, reverse: bool = False) -> Array:
     return out
 
 
-def drawn_arrays(data: DataObject, spatial: int) -> tuple[Array, Array]:
-    """Draw an image and a weight; the kernel may be larger than the image."""
+def drawn_arrays(data: DataObject, spatial: int, most: int = 5) -> tuple[Array, Array]:
+    """Draw an image of ``most`` pixels at the most along each side, and a weight.
+
+    The kernel may be larger than the image.
+    """
     batch, channels, out_channels = (data.draw(integers(1, 3)) for _ in range(3))
-    size = tuple(data.draw(integers(1, 5)) for _ in range(spatial))
+    size = tuple(data.draw(integers(1, most)) for _ in range(spatial))
     kernel = tuple(data.draw(integers(1, 4)) for _ in range(spatial))
     image = data.draw(lattice((batch, channels, *size)))
     return image, data.draw(lattice((out_channels, channels, *kernel)))
@@ -120,13 +123,19 @@ def test_convolution(
 @few
 @given(data())
 def test_gradients(dtype: npt.DTypeLike, conv: Convolution, data: DataObject) -> None:
-    image, weight = (x.astype(dtype) for x in drawn_arrays(data, conv.spatial))
-    on_tensors = [data.draw(laid_out(x, FastBackend)) for x in (image, weight)]
+    check_gradients(dtype, conv, data, FastBackend)
+
+
+def check_gradients(
+    dtype: npt.DTypeLike, conv: Convolution, data: DataObject, backend: TensorBackend, most: int = 5
+) -> None:
+    image, weight = (x.astype(dtype) for x in drawn_arrays(data, conv.spatial, most))
+    on_tensors = [data.draw(laid_out(x, backend)) for x in (image, weight)]
     for operand in on_tensors:
         operand.requires_grad_(True)
     out = conv.function.apply(*on_tensors)
     dout = np.linspace(-1.0, 2.0, out.size).reshape(out.shape)
-    out.backward(data.draw(laid_out(dout.astype(dtype), FastBackend)))
+    out.backward(data.draw(laid_out(dout.astype(dtype), backend)))
     # Convolution is linear in each operand: the slope in an element is what becomes of a unit there.
     units = np.eye(image.size).reshape(image.size, *image.shape)
     d_image = [(convolved(unit, weight) * dout).sum() for unit in units]

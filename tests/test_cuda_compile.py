@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numba
@@ -13,43 +12,53 @@ import pytest
 
 import minitorch
 from kernels import Problem, make_problem
-from kernels.cuda import flash1, flash1_backward, flash2, flash2_backward, memory, naive
+from kernels.cuda import flash1, flash1_backward, flash2, flash2_backward, memory, naive, product
 from kernels.cuda.device import Kernel
-from kernels.cuda.register_tiles import pick_layout
-from kernels.cuda.sizes import GPU
+from kernels.cuda.register_tiles import pick_layout, widths
+from kernels.cuda.sizes import GPU, ProductTile
 from kernels.targets import compile_ptx, why_no_ptx
-from minitorch import cuda_kernel_ops, cuda_kernels, operators
+from minitorch import cuda_kernel_ops, cuda_kernels, cuda_loops, operators
 
 needs_nvvm = pytest.mark.skipif(why_no_ptx() is not None, reason=why_no_ptx() or "")
+
+GENERATIONS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+#: Every generation in float32, and float64 once.
+on_every_generation = pytest.mark.parametrize(
+    ("dtype", "cc"),
+    [(FLOAT32, cc) for cc in GENERATIONS] + [(FLOAT64, (8, 0))],
+    ids=lambda x: "cc{}{}".format(*x) if isinstance(x, tuple) else str(x),
+)
+
+MAPS = ["sigmoid", "neg", "relu", "log", "exp", "tanh", "id", "inv"]
+ZIPS = ["add", "mul", "lt", "eq", "is_close", "relu_back", "log_back", "inv_back", "pow"]
+FOLDS = ["add", "mul", "max"]
+
+
+def _assert_no_float64(ptx: str) -> None:
+    assert not re.search(r"(fma|mul|add|sub|div|cvt)\S*\.f64", ptx), "float32 computes in float64"
+
+
+# -- the course ---------------------------------------------------------------------------------
 
 SIZE = numba.int64
 #: Shapes and strides as the backend passes them, and as the published launch protocol does.
 TUPLE = numba.types.UniTuple(numba.int64, 3)
 ARRAY = numba.int64[::1]
 
-#: How to make each kernel, by name; first one of each kind.
+#: How to make each kernel, by name.
 KERNELS: dict[str, Callable[[], Any]] = {
     "map sigmoid": lambda: cuda_kernels.tensor_map(operators.sigmoid),
     "zip add": lambda: cuda_kernels.tensor_zip(operators.add),
     "reduce add": lambda: cuda_kernels.tensor_reduce(operators.add),
-    "reduce onto out": lambda: cuda_kernels.reduce_kernel(operators.add, onto_out=True),
     "matmul": lambda: cuda_kernels.tensor_matrix_multiply,
     "sum_practice": lambda: cuda_kernels.jit_sum_practice,
     "mm_practice": lambda: cuda_kernels.jit_mm_practice,
 }
-KINDS = list(KERNELS)
-MAPS = ["neg", "relu", "log", "exp", "tanh", "id", "inv"]
-ZIPS = ["mul", "lt", "eq", "is_close", "relu_back", "log_back", "inv_back", "pow"]
-for _name in MAPS:
-    KERNELS[f"map {_name}"] = partial(cuda_kernels.tensor_map, getattr(operators, _name))
-for _name in ZIPS:
-    KERNELS[f"zip {_name}"] = partial(cuda_kernels.tensor_zip, getattr(operators, _name))
-for _name in ("mul", "max"):
-    KERNELS[f"reduce {_name}"] = partial(cuda_kernels.tensor_reduce, getattr(operators, _name))
 
 
-def _ptx(name: str, scalar: Any, cc: tuple[int, int], shape: Any = TUPLE) -> str:
-    storage = scalar[::1]
+def _ptx(name: str, dtype: Any, cc: tuple[int, int], shape: Any = TUPLE) -> str:
+    storage = numba.from_dtype(dtype)[::1]
     triple = (storage, shape, shape)
     arguments = {
         "map": (*triple, SIZE, *triple),
@@ -63,41 +72,119 @@ def _ptx(name: str, scalar: Any, cc: tuple[int, int], shape: Any = TUPLE) -> str
 
 
 @needs_nvvm
-@pytest.mark.parametrize("cc", [(7, 5), (8, 0), (9, 0)], ids=lambda cc: f"cc{cc[0]}{cc[1]}")
-@pytest.mark.parametrize("scalar", [numba.float32, numba.float64], ids=str)
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kernel_compiles_for_every_generation(
-    name: str, scalar: Any, cc: tuple[int, int]
+@on_every_generation
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_of_the_course_compiles_for_every_generation(
+    name: str, dtype: Any, cc: tuple[int, int]
 ) -> None:
-    ptx = _ptx(name, scalar, cc)
+    ptx = _ptx(name, dtype, cc)
     assert ".visible .entry" in ptx
     assert f".target sm_{cc[0]}{cc[1]}" in ptx
 
 
 @needs_nvvm
-@pytest.mark.parametrize("name", KINDS[:5])
+@pytest.mark.parametrize("name", list(KERNELS)[:4])
 def test_every_kernel_takes_shapes_as_arrays(name: str) -> None:
-    assert ".visible .entry" in _ptx(name, numba.float32, (8, 0), ARRAY)
+    assert ".visible .entry" in _ptx(name, FLOAT32, (8, 0), ARRAY)
 
 
 @needs_nvvm
 @pytest.mark.parametrize("name", ["map sigmoid", "zip add"])
 def test_shapes_as_tuples_keep_indices_in_registers(name: str) -> None:
-    assert ".local" not in _ptx(name, numba.float32, (8, 0))
+    assert ".local" not in _ptx(name, FLOAT32, (8, 0))
 
 
 @needs_nvvm
-@pytest.mark.parametrize("scalar", [numba.float32, numba.float64], ids=str)
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in KINDS])
-def test_every_operator_compiles(name: str, scalar: Any) -> None:
-    assert ".visible .entry" in _ptx(name, scalar, (8, 0))
-
-
-@needs_nvvm
-def test_a_float32_product_does_no_float64_arithmetic() -> None:
-    ptx = _ptx("matmul", numba.float32, (8, 0))
+def test_the_product_of_the_course_does_no_float64_arithmetic() -> None:
+    ptx = _ptx("matmul", FLOAT32, (8, 0))
     assert "fma.rn.f32" in ptx
-    assert ".f64" not in ptx
+    _assert_no_float64(ptx)
+
+
+# -- what the backend launches --------------------------------------------------------------------
+
+#: How to make each kernel for a dtype, by name.
+LOOPS: dict[str, Callable[[Any], Kernel]] = {
+    "map": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, True, dtype, dtype),
+    "map of rows": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, False, dtype, dtype),
+    "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, True, dtype, dtype, dtype),
+    "zip of rows": lambda dtype: cuda_loops.zip_kernel(operators.add, False, dtype, dtype, dtype),
+    "fold short": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, GPU.fold_short),
+    "fold long": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, GPU.fold_long),
+    "fold across": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, GPU.fold_across),
+    "product": lambda dtype: product.product_kernel(_tiles(dtype)[0], dtype),
+}
+
+
+def _tiles(dtype: Any) -> tuple[ProductTile, ...]:
+    return GPU.product_tiles[dtype.itemsize]
+
+
+def _loop_ptx(kernel: Kernel, cc: tuple[int, int] = (8, 0)) -> str:
+    return compile_ptx(kernel.source, kernel.signature, cc)
+
+
+@needs_nvvm
+@on_every_generation
+@pytest.mark.parametrize("name", LOOPS)
+def test_every_kernel_compiles_for_every_generation_and_stays_in_registers(
+    name: str, dtype: Any, cc: tuple[int, int]
+) -> None:
+    ptx = _loop_ptx(LOOPS[name](dtype), cc)
+    assert ".visible .entry" in ptx
+    assert f".target sm_{cc[0]}{cc[1]}" in ptx
+    assert ".local" not in ptx
+    if dtype == FLOAT32:
+        _assert_no_float64(ptx)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", MAPS)
+def test_every_function_of_one_number_stays_in_float32(name: str) -> None:
+    fn = getattr(operators, name)
+    _assert_no_float64(_loop_ptx(cuda_loops.map_kernel(fn, True, FLOAT32, FLOAT32)))
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", ZIPS)
+def test_every_function_of_two_numbers_stays_in_float32(name: str) -> None:
+    fn = getattr(operators, name)
+    _assert_no_float64(_loop_ptx(cuda_loops.zip_kernel(fn, True, FLOAT32, FLOAT32, FLOAT32)))
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", FOLDS)
+def test_neighbours_fold_by_warp_shuffles(name: str) -> None:
+    fn = getattr(operators, name)
+    short, long, across = (
+        _loop_ptx(cuda_loops.fold_kernel(fn, FLOAT32, shape))
+        for shape in (GPU.fold_short, GPU.fold_long, GPU.fold_across)
+    )
+    assert "shfl.sync.down" in short and "bar.sync" not in short
+    assert "shfl.sync.down" in long and len(re.findall(r"bar\.sync", long)) == 1
+    assert "shfl" not in across
+    assert not any("atom" in ptx for ptx in (short, long, across))
+
+
+@needs_nvvm
+def test_an_element_wise_kernel_reads_all_its_elements_before_it_writes_one() -> None:
+    ptx = _loop_ptx(LOOPS["zip"](FLOAT32))
+    before, _, after = ptx.partition("st.global")
+    assert len(re.findall(r"ld\.global\.f32", before)) == 2 * GPU.flat_items
+    assert not re.search(r"ld\.global\.f32", after)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("tile", [*_tiles(FLOAT32)], ids=str)
+def test_the_product_multiplies_in_registers_what_it_loads_as_vectors(tile: ProductTile) -> None:
+    ptx = _loop_ptx(product.product_kernel(tile, FLOAT32), (9, 0))
+    steps = product.UNROLL
+    assert (
+        len(re.findall(r"ld\.shared\.v4\.f32", ptx)) == steps * (tile.own_rows + tile.own_cols) // 4
+    )
+    assert len(re.findall(r"fma\.rn\.f32", ptx)) == steps * tile.own_rows * tile.own_cols
+    # Each barrier of a kernel stands once: one tile is multiplied while the next one arrives.
+    assert len(re.findall(r"bar\.sync", ptx)) == 1
 
 
 # -- attention ----------------------------------------------------------------------------------
@@ -107,7 +194,6 @@ DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
 ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
     "copy": lambda dtype, *dims: memory.copy_kernel(dtype),
     "sum": lambda dtype, *dims: memory.sum_kernel(dtype),
-    "naive product": lambda dtype, *dims: naive.product_kernel(*GPU.product_tile, dtype),
     "naive softmax": lambda dtype, *dims: naive.softmax_kernel(GPU.row_threads, dtype),
     "naive softmax backward": lambda dtype, *dims: naive.softmax_backward_kernel(
         GPU.row_threads, dtype
@@ -121,13 +207,17 @@ ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
         *dims, GPU.flash1_threads, dtype,
     ),
     "flash2 forward": lambda dtype, *dims: flash2.forward_kernel(
-        pick_layout("forward", _problem(dtype, *dims), None), *dims, dtype, True
+        *_layout_and_widths("forward", dtype, *dims), dtype, True
     ),
+    "flash2 delta": lambda dtype, *dims: flash2_backward.delta_kernel(GPU.flat_threads, dtype),
     "flash2 dq": lambda dtype, *dims: flash2_backward.dq_kernel(
-        pick_layout("dq", _problem(dtype, *dims), None), *dims, dtype, True
+        *_layout_and_widths("dq", dtype, *dims), dtype, True
     ),
     "flash2 dkdv": lambda dtype, *dims: flash2_backward.dkdv_kernel(
-        pick_layout("dkdv", _problem(dtype, *dims), None), *dims, dtype, True
+        *_layout_and_widths("dkdv", dtype, *dims), dtype, True, False
+    ),
+    "flash2 atomic": lambda dtype, *dims: flash2_backward.dkdv_kernel(
+        *_layout_and_widths("atomic", dtype, *dims), dtype, True, True
     ),
 }  # fmt: skip
 
@@ -135,6 +225,11 @@ ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
 def _problem(dtype: Any, head_dim: int, value_dim: int) -> Problem:
     q, v = np.ones((8, head_dim), dtype), np.ones((8, value_dim), dtype)
     return make_problem(q, q, v)
+
+
+def _layout_and_widths(name: str, dtype: Any, *dims: int) -> tuple[Any, int, int]:
+    problem = _problem(dtype, *dims)
+    return pick_layout(name, problem, None), *widths(problem)
 
 
 def _attention_ptx(name: str, dtype: Any, cc: tuple[int, int], dims: tuple[int, int]) -> str:
@@ -159,7 +254,7 @@ def test_every_rung_compiles_for_every_generation(
 
 
 @needs_nvvm
-@pytest.mark.parametrize("name", ["flash2 forward", "flash2 dq", "flash2 dkdv"])
+@pytest.mark.parametrize("name", ["flash2 forward", "flash2 dq", "flash2 dkdv", "flash2 atomic"])
 def test_flash2_moves_whole_vectors(name: str) -> None:
     ptx = _attention_ptx(name, DTYPES[0], (9, 0), (64, 64))
     assert len(re.findall(r"ld\.shared\.v4", ptx)) >= 20

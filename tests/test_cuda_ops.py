@@ -17,8 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minitorch
+from kernels.cuda import product
+from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
-from kernels.targets import IS_SIMULATOR
+from kernels.memory import join_dims
+from kernels.targets import IS_SIMULATOR, cuda, device_view, to_host
 from minitorch import (
     CudaBackend,
     SimpleBackend,
@@ -168,6 +171,54 @@ def test_any_two_layouts_that_broadcast_multiply_as_in_numpy(pair: tuple[Any, An
 
 
 @pytest.mark.task3_3
+@pytest.mark.parametrize("excess", [-1, 0, 1])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_vectors_of_any_length_around_a_block_are_mapped_whole(blocks: int, excess: int) -> None:
+    x = draw((blocks * SIZES.flat_threads * SIZES.flat_items + excess,), np.float32)
+    assert_equal(on_cuda(x) * 2.0, x * 2.0, f"{x.size} elements and one")
+    assert_equal(2.0 * on_cuda(x), x * 2.0, f"one element and {x.size}")
+    assert_equal(on_cuda(x) + on_cuda(x[::-1].copy()), x + x[::-1], f"{x.size} elements")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((5, 3), (3,)),  # a row
+        ((5, 3), (5, 1)),  # a column
+        ((5, 1), (3,)),  # a column and a row
+        ((4, 2, 3), (2, 3)),  # two dimensions that join
+        ((4, 2, 3), (4, 1, 1)),
+        ((2, 3, 2), (2, 1, 2)),  # three that do not
+        ((2, 2, 2, 2, 2), (2, 1, 2, 1, 2)),
+    ],
+)
+def test_rows_columns_and_what_lies_between_them_broadcast(
+    a: tuple[int, ...], b: tuple[int, ...]
+) -> None:
+    x, y = draw(a, np.float32), draw(b, np.float32, seed=1)
+    assert_equal(on_cuda(x) * on_cuda(y), x * y, f"{a} by {b}")
+    assert_equal(on_cuda(permuted(x)) * on_cuda(y), x * y, f"{a} in reverse by {b}")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("value", [0.0, 1.5, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_filled_tensors_are_made_on_the_device(value: float, dtype: Any) -> None:
+    for shape in [(), (1,), (33,), (2, 3), (0, 3)]:
+        result = on_cuda(draw((2,), dtype)).full(shape, value)
+        assert result.dtype == dtype
+        assert_equal(result, np.full(shape, value), f"{shape} of {value}")
+
+
+@pytest.mark.task3_3
+def test_integers_and_booleans_are_filled_too() -> None:
+    for dtype in (np.int64, np.uint8, np.bool_):
+        storage = cuda_ops.CudaOps.filled(5, 1.0, np.dtype(dtype))
+        assert to_host(storage).tolist() == [1] * 5, dtype
+
+
+@pytest.mark.task3_3
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fn", "start", "expected"), REDUCTIONS, ids=["add", "mul", "max"])
 def test_reduce_agrees_with_numpy(fn: Any, start: float, expected: Any, dtype: Any) -> None:
@@ -189,10 +240,45 @@ def test_reduce_folds_every_element_of_a_dimension_of_any_length(length: int) ->
 
 
 @pytest.mark.task3_3
+@pytest.mark.parametrize("excess", [-1, 0, 1])
+@pytest.mark.parametrize("name", ["fold_short", "fold_long", "fold_across"])
+def test_reduce_folds_lengths_around_what_a_block_and_a_part_of_it_hold(
+    name: str, excess: int
+) -> None:
+    shape = getattr(SIZES, name)
+    for length in {shape.lanes + excess, shape.lanes * SIZES.fold_items * 2 + excess}:
+        for others in (1, shape.outputs + 1):
+            x = draw((others, length), np.float32)
+            x = permuted(x) if name == "fold_across" else x
+            exact = x.sum(1, keepdims=True, dtype=np.float64)
+            assert_equal(on_cuda(x).sum(1), exact, f"{others} sums of {length}, {name}")
+
+
+@st.composite
+def layouts(draw_from: st.DrawFn) -> tuple[Any, int]:
+    """Draw an array of up to four dimensions in any layout, and one of the dimensions."""
+    shape = draw_from(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    order = draw_from(st.permutations(range(len(shape))))
+    array = draw(tuple(shape[dim] for dim in order)).transpose(np.argsort(order).astype(int))
+    return array, draw_from(st.integers(0, len(shape) - 1))
+
+
+@pytest.mark.task3_3
+@settings(max_examples=15)
+@given(layout=layouts())
+def test_any_dimension_of_any_layout_is_folded_as_in_numpy(layout: tuple[Any, int]) -> None:
+    x, dim = layout
+    assert_equal(on_cuda(x).sum(dim), x.sum(dim, keepdims=True), f"{x.shape}, dim {dim}")
+    largest = CudaBackend.max_reduce(on_cuda(x), dim)
+    assert_equal(largest, x.max(dim, keepdims=True), f"{x.shape}, largest over {dim}")
+
+
+@pytest.mark.task3_3
 def test_reduce_starts_from_its_start() -> None:
-    x = draw((3, 5))
-    result = cuda_ops.CudaOps.reduce(operators.add, 10.0)(on_cuda(x), 1)
-    assert_equal(result, x.sum(1, keepdims=True) + 10.0)
+    ten = cuda_ops.CudaOps.reduce(operators.add, 10.0)
+    for length in (0, 1, 5, 70):  # the last is folded in two passes where blocks are small
+        x = draw((3, length))
+        assert_equal(ten(on_cuda(x), 1), x.sum(1, keepdims=True) + 10.0, f"{length} elements")
 
 
 @pytest.mark.task3_3
@@ -208,7 +294,7 @@ def _triple(x: float) -> float:
 
 @pytest.mark.task3_3
 def test_operands_that_lie_alike_are_indexed_as_vectors() -> None:
-    joined = cuda_ops._joined
+    joined = join_dims
     assert joined((2, 3, 4), (12, 4, 1), (12, 4, 1)) == [(24,), (1,), (1,)]
     assert joined((3, 2), (1, 3), (1, 3)) == [(6,), (1,), (1,)]  # both permuted
     assert joined((2, 3, 4), (12, 4, 1), (0, 0, 1)) == [(6, 4), (4, 1), (0, 1)]  # a row, broadcast
@@ -324,6 +410,89 @@ def test_matrix_multiply_reads_operands_as_they_lie(layouts: tuple[Any, Any]) ->
     assert_equal(on_cuda(x) @ on_cuda(y), x @ y)
 
 
+@st.composite
+def products(draw_from: st.DrawFn) -> tuple[Any, Any]:
+    """Draw two batches of matrices in any layout that multiply, broadcast in up to three dimensions."""
+    rows, depth, cols = (draw_from(st.integers(1, 20)) for _ in range(3))
+    batch = draw_from(st.lists(st.integers(1, 2), max_size=3))
+    operands = []
+    for seed, matrix in enumerate([(rows, depth), (depth, cols)]):
+        ones = draw_from(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch)))
+        own = [1 if one else size for one, size in zip(ones, batch, strict=True)]
+        shape = (*own[draw_from(st.integers(0, len(own))) :], *matrix)
+        order = draw_from(st.permutations(range(len(shape))))
+        array = draw(tuple(shape[dim] for dim in order), seed=seed)
+        operands.append(array.transpose(np.argsort(order).astype(int)))
+    return operands[0], operands[1]
+
+
+@pytest.mark.task3_4
+@settings(max_examples=12)
+@given(operands=products())
+def test_any_layouts_and_batches_multiply_as_in_numpy(operands: tuple[Any, Any]) -> None:
+    x, y = operands
+    assert_equal(on_cuda(x) @ on_cuda(y), x @ y, f"{x.shape} @ {y.shape}")
+
+
+@pytest.mark.task3_4
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_sum_is_divided_among_blocks(dtype: Any) -> None:
+    depth = 3 * SIZES.product_depth + 5
+    x, y = draw((2, depth), dtype), draw((depth, 3), dtype, seed=1)
+    for left in (x, permuted(x)):
+        result = on_cuda(left) @ on_cuda(y)
+        assert_equal(result, x.astype(np.float64) @ y, f"depth {depth}")
+    once = (on_cuda(x) @ on_cuda(y)).to_numpy()
+    assert np.array_equal(once, result.to_numpy()), "the order of a sum depends on the layout"
+
+
+@pytest.mark.task3_4
+def test_heads_that_were_permuted_multiply_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = draw((2, 5, 3, 4)), draw((2, 5, 3, 4), seed=1)  # (batch, seq, heads, dim)
+    q, k = on_cuda(x).permute(0, 2, 1, 3), on_cuda(y).permute(0, 2, 3, 1)
+    monkeypatch.setattr(CudaBackend.ops, "map_loop", None)
+    assert_equal(q @ k, x.transpose(0, 2, 1, 3) @ y.transpose(0, 2, 3, 1))
+
+
+@pytest.mark.task3_4
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tile", SIZES.product_tiles[8], ids=str)
+def test_a_product_reads_and_writes_nothing_beyond_the_matrices(
+    tile: Any, transposed: bool
+) -> None:
+    """Operands and result lie in larger matrices of NaN: one row more, one column more."""
+    rows, cols, depth = tile.rows + 3, tile.cols - 3, 2 * tile.depth + 1
+
+    def framed(array: Any) -> tuple[Any, Any]:
+        stored = np.full([size + 1 for size in array.shape], np.nan)
+        stored[tuple(slice(size) for size in array.shape)] = array
+        steps = [stored.strides[-2] // 8, stored.strides[-1] // 8]
+        return cuda.to_device(stored), (0, 0, *steps)
+
+    def flat(array: Any) -> Any:
+        return device_view(array, (int(np.prod(array.shape)),), (1,))
+
+    x, y = draw((rows, depth)), draw((depth, cols), seed=1)
+    (a, a_steps), (b, b_steps) = (framed(t.T if transposed else t) for t in (x, y))
+    if transposed:
+        a_steps, b_steps = ((0, 0, step, row) for _, _, row, step in (a_steps, b_steps))
+    out, out_steps = framed(np.full((rows, cols), np.nan))
+    product.multiply(
+        flat(out),
+        out_steps,
+        flat(a),
+        a_steps,
+        flat(b),
+        b_steps,
+        (1, 1, rows, cols, depth),
+        2.0,
+        tile,
+    )
+    result = to_host(out)
+    assert_close_arrays(result[:-1, :-1], 2.0 * (x @ y), np.float64)
+    assert np.isnan(result[-1]).all() and np.isnan(result[:, -1]).all(), "written beyond the end"
+
+
 @pytest.mark.task3_4
 def test_operands_of_two_dtypes_multiply_in_the_wider() -> None:
     x, y = draw((2, 3), np.float32), draw((3, 2), np.float64, seed=1)
@@ -380,9 +549,10 @@ def test_moving_to_the_device_and_back_keeps_values_and_dtype() -> None:
 
 
 @pytest.mark.task3_3
-def test_an_operand_on_another_backend_moves_to_the_device() -> None:
+def test_operands_in_two_places_do_not_combine() -> None:
     x, y = draw((2, 3)), draw((3,), seed=1)
-    assert_equal(on_cuda(x) + minitorch.from_numpy(y, backend=SimpleBackend), x + y)
+    with pytest.raises(TypeError, match=r"move one of them with cuda\(\) or cpu\(\)"):
+        on_cuda(x) + minitorch.from_numpy(y, backend=SimpleBackend)
 
 
 @pytest.mark.task3_3
@@ -409,10 +579,50 @@ def test_large_maps_and_reductions(dtype: Any) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.task3_3
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_of_everything_is_equal_from_run_to_run(dtype: Any) -> None:
+    x = np.random.default_rng(0).standard_normal(3_000_001).astype(dtype)
+    device = on_cuda(x)
+    first = device.sum(0).to_numpy()
+    scale = np.abs(x).sum(dtype=np.float64)
+    assert abs(first[0] - x.sum(dtype=np.float64)) < 1e-7 * scale
+    for _ in range(20):
+        assert np.array_equal(first, device.sum(0).to_numpy())
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_3
+@pytest.mark.parametrize("shape", [(7, 300, 65), (300, 1, 1027), (2, 70_001, 3)])
+def test_every_dimension_of_a_large_tensor_is_folded(shape: tuple[int, ...]) -> None:
+    x = draw(shape, np.float32)
+    for dim in range(3):
+        exact = x.sum(dim, keepdims=True, dtype=np.float64)
+        assert_equal(on_cuda(x).sum(dim), exact, f"sum of {shape} over {dim}")
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_3
+def test_more_elements_than_32_bits_count_in_bytes_are_mapped() -> None:
+    if cuda.current_context().get_memory_info().free < 16 << 30:
+        pytest.skip("needs 16 GiB of free device memory")
+    ones = on_cuda(np.zeros(1, np.float32)).full(((1 << 30) + 3,), 1.0)
+    assert (ones + ones).sum(0).item() == pytest.approx(2.0 * ones.size, rel=1e-6)
+
+
+@pytest.mark.cuda
 @pytest.mark.task3_4
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("a", "b"), [((257, 129), (129, 65)), ((70_000, 1, 3), (3, 2)), ((3, 33, 65), (3, 65, 31))]
+    ("a", "b"),
+    [
+        ((257, 129), (129, 65)),
+        ((70_000, 1, 3), (3, 2)),
+        ((3, 33, 65), (3, 65, 31)),
+        ((1500, 300), (300, 1700)),
+        ((96, 5000), (5000, 80)),
+        ((2, 3, 300, 70), (3, 70, 130)),
+    ],
 )
 def test_large_products(a: tuple[int, ...], b: tuple[int, ...], dtype: Any) -> None:
     x, y = draw(a, dtype), draw(b, dtype, seed=1)

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+import kernels
 import minitorch as mt
+from kernels import launch
 from kernels.targets import why_no_cuda
 from minitorch import (
     FastBackend,
@@ -248,6 +250,72 @@ def test_a_language_model_names_what_it_was_given() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             call()
+
+
+@pytest.mark.simulator
+def test_nothing_moves_between_host_and_device_unseen() -> None:
+    host = from_numpy(np.arange(6.0).reshape(2, 3))
+    there = from_numpy(np.ones((3, 2)), mt.CudaBackend)
+    for call in (
+        lambda: host + there.permute(1, 0),
+        lambda: there.permute(1, 0) + host,
+        lambda: host @ there,
+        lambda: there @ host,
+        lambda: there.permute(1, 0) < host,
+        lambda: host * from_numpy(np.ones(1), mt.CudaBackend),
+    ):
+        with pytest.raises(TypeError, match=r"two places.*the host.*with cuda\(\) or cpu\(\)"):
+            call()
+    with pytest.raises(TypeError, match=r"one backend, got FastOps, CudaOps, CudaOps"):
+        host.flash_attention(there, there)
+    assert host.backend is FastBackend and there.backend is mt.CudaBackend
+    # A number may be written as a tensor, as published code does.
+    assert (there * tensor([2.0])).to_numpy().tolist() == [[2.0, 2.0]] * 3
+
+
+@on_backends()
+def test_the_rung_of_a_whole_run(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (from_numpy(np.ones((1, 2, 3)), backend) for _ in range(3))
+    expected = q.flash_attention(k, v, rung="naive").to_numpy()
+    picked: list[str] = []
+    pick = launch.Target.pick
+
+    def spy(*args: Any) -> Any:
+        rung = pick(*args)
+        picked.append(rung.name)
+        return rung
+
+    monkeypatch.setattr(launch.Target, "pick", spy)
+    for name, rung in (("naive", "naive"), ("auto", "flash2"), ("", "flash2")):
+        monkeypatch.setenv("MINITORCH_RUNG", name)
+        np.testing.assert_allclose(q.flash_attention(k, v).to_numpy(), expected)
+        q.flash_attention(k, v, rung="flash2")  # a call that names one has it
+        assert picked[-2:] == [rung, "flash2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            "flash1",
+            "cannot run this call: the cpu target has no such rung; use 'auto' or one of 'flash2', "
+            "'naive'",
+        ),
+        ("warp9", "the rungs are .*'flash2', 'flash1', 'naive', and 'auto'"),
+    ],
+)
+def test_a_rung_that_is_not_to_be_had(
+    asked: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = from_numpy(np.ones((2, 3)))
+    with pytest.raises(ValueError, match=words) as by_call:
+        q.flash_attention(q, q, rung=asked)
+    monkeypatch.setenv("MINITORCH_RUNG", asked)
+    with pytest.raises(ValueError, match=words) as by_run:
+        q.flash_attention(q, q)
+    assert f"{asked!r} (from MINITORCH_RUNG)" in str(by_run.value)
+    assert f"{asked!r}" in str(by_call.value) and "MINITORCH_RUNG" not in str(by_call.value)
+    assert asked == "warp9" or asked in kernels.available_rungs()
 
 
 @pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or its simulator")

@@ -138,7 +138,6 @@ LATER = [
     {"causal_offset": 1}, {"window_size": (1, 1)}, {"softcap": 5.0},
     {"alibi_slopes": np.ones(1)}, {"block_mask": object()}, {"mask_mod": lambda *_: True},
     {"score_mod": lambda s, *_: s}, {"seed": 1}, {"precision": "tf32"},
-    {"deterministic": False}, {"return_lse": True},
 ]  # fmt: skip
 
 

@@ -19,12 +19,22 @@ SOURCES = sorted(
 MINITORCH_FLOORS = [
     ["operators", "module", "datasets"],
     ["autodiff", "scalar_functions", "scalar", "testing"],
-    ["tensor_data", "tensor_ops", "fast_ops", "cuda_kernels", "cuda_ops", "cuda_kernel_ops"],
+    [
+        "tensor_data",
+        "tensor_ops",
+        "fast_ops",
+        "cuda_kernels",
+        "cuda_loops",
+        "cuda_ops",
+        "cuda_kernel_ops",
+    ],
     [
         "function",
+        "shape_functions",
         "tensor_functions",
         "fused_functions",
         "tensor_operators",
+        "tensor_lending",
         "tensor",
         "factories",
         "gradient_check",

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
-from hypothesis.strategies import DataObject, data, integers
+from hypothesis.strategies import DataObject, DrawFn, composite, data, integers
 
 from kernels.cpu import fused
 from minitorch import (
@@ -123,7 +123,14 @@ in_every_form = pytest.mark.parametrize("form", ["fused", "composed"])
 layers = pytest.mark.parametrize("name", list(LAYERS))
 
 
-def check(name: str, form: str, dtype: npt.DTypeLike, data: DataObject, x: Array) -> None:
+def check(
+    name: str,
+    form: str,
+    dtype: npt.DTypeLike,
+    data: DataObject,
+    x: Array,
+    backend: TensorBackend = FastBackend,
+) -> None:
     """Compare one form of a layer, value and gradients, with NumPy; the layout in memory is drawn."""
     layer = LAYERS[name]
     arrays = [x.astype(dtype)]
@@ -131,19 +138,29 @@ def check(name: str, form: str, dtype: npt.DTypeLike, data: DataObject, x: Array
         n = x.shape[-1]
         arrays += [np.linspace(0.5, 1.5, n).astype(dtype), np.linspace(-1, 1, n).astype(dtype)]
     wide = [array.astype(np.float64) for array in arrays]
-    operands = [data.draw(laid_out(array, FastBackend)) for array in arrays]
+    operands = [data.draw(laid_out(array, backend)) for array in arrays]
     for operand in operands:
         operand.requires_grad_(True)
     out = getattr(layer, form)(*operands)
     expected = layer.value(*wide)
     assert_close_arrays(out, expected, dtype, f"{form} {name}", 5.0)
     dout = np.linspace(-1.0, 2.0, out.size).reshape(out.shape).astype(dtype)
-    out.backward(data.draw(laid_out(dout, FastBackend)))
+    out.backward(data.draw(laid_out(dout, backend)))
     # A row of nearly equal numbers, which the norm stretches a hundredfold, has large gradients.
     size = 5.0 + (normalised(wide[0])[1].max() * len(x) if name == "layer norm" else 0.0)
     gradients = layer.gradient(dout.astype(np.float64), *wide)
     for i, (operand, gradient) in enumerate(zip(operands, gradients, strict=True)):
         assert_close_arrays(operand.grad, gradient, dtype, f"gradient {i} of {form} {name}", size)
+
+
+@composite
+def small_inputs(draw: DrawFn, name: str, most: int = 5) -> Array:
+    """Draw an input for a layer: one to four dimensions of up to ``most`` elements."""
+    dims = 2 if name == "cross entropy" else draw(integers(1, 4))
+    shape = tuple(draw(integers(1, most)) for _ in range(dims))
+    x = draw(lattice(shape))
+    # No row of equal numbers for layer norm: its variance would be rounding.
+    return x + np.arange(shape[-1]) if name == "layer norm" else x
 
 
 # -- softmax, layer norm, GELU, cross entropy --------------------------------------------------
@@ -157,12 +174,7 @@ def check(name: str, form: str, dtype: npt.DTypeLike, data: DataObject, x: Array
 def test_small_tensors_in_any_layout(
     dtype: npt.DTypeLike, form: str, name: str, data: DataObject
 ) -> None:
-    dims = 2 if name == "cross entropy" else data.draw(integers(1, 4))
-    shape = tuple(data.draw(integers(1, 5)) for _ in range(dims))
-    x = data.draw(lattice(shape))
-    if name == "layer norm":  # no row of equal numbers, whose variance is rounding
-        x = x + np.arange(shape[-1])
-    check(name, form, dtype, data, x)
+    check(name, form, dtype, data, data.draw(small_inputs(name)))
 
 
 @layers
@@ -212,6 +224,12 @@ def test_arrays_with_gaps(dtype: npt.DTypeLike) -> None:
 @in_every_form
 @on_dtypes
 def test_extreme_numbers_do_not_overflow(dtype: npt.DTypeLike, form: str, name: str) -> None:
+    check_extremes(dtype, form, name)
+
+
+def check_extremes(
+    dtype: npt.DTypeLike, form: str, name: str, backend: TensorBackend = FastBackend
+) -> None:
     x = np.array(
         [[1e4, 0.0, -1e4, 3.0], [-1e9, -1e9, -1e9, -1e9 - 1e3], [80.0, 90.0, -88.0, 1e-30]]
     )
@@ -219,14 +237,14 @@ def test_extreme_numbers_do_not_overflow(dtype: npt.DTypeLike, form: str, name: 
         x = np.array([[1e15, -1e15, 0.0, 1.0], [1e-20, 0.0, 0.0, 0.0]])
     x = x.astype(dtype)
     layer = LAYERS[name]
-    operands = [from_numpy(x, requires_grad=True)]
+    operands = [from_numpy(x, backend, requires_grad=True)]
     if name == "layer norm":
-        operands += [from_numpy(np.ones(4, dtype)), from_numpy(np.zeros(4, dtype))]
+        operands += [from_numpy(y.astype(dtype), backend) for y in (np.ones(4), np.zeros(4))]
     wide = [np.asarray(operand).astype(np.float64) for operand in operands]
     out = getattr(layer, form)(*operands)
     assert_close_arrays(out, layer.value(*wide), dtype, name)
     dout = np.linspace(-1.0, 1.0, out.size).reshape(out.shape)
-    out.backward(from_numpy(dout.astype(dtype)))
+    out.backward(from_numpy(dout.astype(dtype), backend))
     expected = layer.gradient(dout, *wide)[0]
     assert_close_arrays(operands[0].grad, expected, dtype, "gradient", np.abs(expected).max())
 
@@ -234,13 +252,19 @@ def test_extreme_numbers_do_not_overflow(dtype: npt.DTypeLike, form: str, name: 
 @in_every_form
 @on_dtypes
 def test_scores_of_minus_infinity_weigh_nothing(dtype: npt.DTypeLike, form: str) -> None:
+    check_masked_scores(dtype, form)
+
+
+def check_masked_scores(
+    dtype: npt.DTypeLike, form: str, backend: TensorBackend = FastBackend
+) -> None:
     inf = np.inf
     x = np.array([[0.0, -inf, np.log(3.0)], [-inf, 5.0, -inf], [-inf, -inf, -inf]], dtype)
-    operand = from_numpy(x, requires_grad=True)
+    operand = from_numpy(x, backend, requires_grad=True)
     probs = getattr(LAYERS["softmax"], form)(operand)
     expected = np.array([[0.25, 0.0, 0.75], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     assert_close_arrays(probs, expected, dtype)
-    probs.backward(from_numpy(np.arange(9.0).reshape(3, 3).astype(dtype)))
+    probs.backward(from_numpy(np.arange(9.0).reshape(3, 3).astype(dtype), backend))
     d = 0.25 * 0.75 * 2.0
     gradient = np.array([[-d, 0.0, d], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     assert_close_arrays(operand.grad, gradient, dtype, "gradient")
@@ -249,7 +273,13 @@ def test_scores_of_minus_infinity_weigh_nothing(dtype: npt.DTypeLike, form: str)
 @in_every_form
 @on_dtypes
 def test_a_class_of_minus_infinity_is_no_class(dtype: npt.DTypeLike, form: str) -> None:
-    operand = from_numpy(np.array([[0.0, -np.inf, 0.0]], dtype), requires_grad=True)
+    check_impossible_class(dtype, form)
+
+
+def check_impossible_class(
+    dtype: npt.DTypeLike, form: str, backend: TensorBackend = FastBackend
+) -> None:
+    operand = from_numpy(np.array([[0.0, -np.inf, 0.0]], dtype), backend, requires_grad=True)
     # Its target is class 1 % 3, the impossible one; the loss of another is log 2.
     layer = {"fused": CrossEntropy.apply, "composed": composed_softmax_loss}[form]
     losses = layer(operand, np.array([2]))
@@ -279,6 +309,10 @@ def test_fused_layers_give_the_same_bits_every_time(dtype: npt.DTypeLike) -> Non
 @few
 @given(data())
 def test_embedding(dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject) -> None:
+    check_embedding(dtype, backend, data)
+
+
+def check_embedding(dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject) -> None:
     rows, dim = data.draw(integers(1, 5)), data.draw(integers(1, 4))
     table = data.draw(lattice((rows, dim))).astype(dtype)
     shape = tuple(data.draw(integers(1, 3)) for _ in range(data.draw(integers(1, 3))))
@@ -310,6 +344,16 @@ def test_a_lookup_is_a_copy() -> None:
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("shape", [(3,), (5, 7), (2, 4099)], ids=str)
 def test_adam(shape: tuple[int, ...], weight_decay: float, dtype: npt.DTypeLike) -> None:
+    small = int(np.prod(shape)) < 100
+    check_adam(shape, weight_decay, dtype, (FastBackend, SimpleBackend)[: 1 + small])
+
+
+def check_adam(
+    shape: tuple[int, ...],
+    weight_decay: float,
+    dtype: npt.DTypeLike,
+    backends: tuple[TensorBackend, ...],
+) -> None:
     rng = np.random.default_rng(0)
     start = rng.standard_normal(shape).astype(dtype)
     gradients = [(rng.standard_normal(shape) * 10.0 ** (i - 2)).astype(dtype) for i in range(5)]
@@ -323,7 +367,6 @@ def test_adam(shape: tuple[int, ...], weight_decay: float, dtype: npt.DTypeLike)
         m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
         value = value - lr * decay * value - lr * m_hat / (np.sqrt(v_hat) + eps)
 
-    backends = (FastBackend, SimpleBackend) if start.size < 100 else (FastBackend,)
     for backend in backends:
         parameter = Parameter(from_numpy(start.copy(), backend))
         optimiser = Adam([parameter], lr, beta1, beta2, eps, weight_decay)

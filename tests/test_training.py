@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import minitorch
+from kernels.targets import why_no_cuda
 from minitorch.checkpoint import (
     CheckpointError,
     load_parameters,
@@ -98,6 +99,25 @@ def test_flash_and_naive_give_the_same_curve(tmp_path: Path) -> None:
     np.testing.assert_allclose(curves[0]["held_out"], curves[1]["held_out"], rtol=1e-4)
 
 
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or the simulator")
+def test_a_missing_gpu_is_one_line(tmp_path: Path) -> None:
+    for extra in ((), ("--load", tmp_path / "none")):
+        done = run("train_gpt.py", "--backend", "cuda", *extra)
+        fails_in_one_line(done, "--backend cuda cannot run", "fast backend")
+
+
+@pytest.mark.cuda
+def test_the_losses_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+    curves = []
+    for backend in ("fast", "cuda"):
+        done = run("train_gpt.py", "--backend", backend, "--out", tmp_path / backend,
+                   "--max-seconds", 1000, *SMALL)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        curves.append(json.loads((tmp_path / backend / "result.json").read_text())["curve"])
+    np.testing.assert_allclose(curves[1]["train"], curves[0]["train"], rtol=1e-3)
+    np.testing.assert_allclose(curves[1]["held_out"], curves[0]["held_out"], rtol=1e-3)
+
+
 def test_the_benchmark_prints_and_writes_its_rows(tmp_path: Path) -> None:
     record = tmp_path / "rows.json"
     done = run("bench_attention.py", "--lengths", 32, 48, "--heads", 1, "--head-dim", 8,
@@ -105,7 +125,7 @@ def test_the_benchmark_prints_and_writes_its_rows(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(record.read_text())["rows"]
     assert [row["length"] for row in rows] == [32, 48]
-    assert all(row["flash_forward_ms"] > 0 and row["naive_backward_ms"] > 0 for row in rows)
+    assert all(row["flash"]["forward_ms"] > 0 and row["naive"]["backward_ms"] > 0 for row in rows)
     assert "| 48 |" in done.stdout
 
 

@@ -159,7 +159,9 @@ def backward_tile(dout, q, k, v, lse, delta, dq, dk, dv, scale, diagonal, col, b
     v_t = np.empty((value_dim, block_k), lse.dtype)  # (value_dim, lanes)
     pack_transposed(v, one, v_t)
     k_tile = np.empty((cols, head_dim), lse.dtype)  # rows contiguous, for dS K
-    k_tile[:] = k
+    for c in range(cols):  # not k_tile[:] = k, whose check of shapes takes seconds to compile
+        for d in range(head_dim):
+            k_tile[c, d] = k[c, d]
     # 7: dK_j = 0, dV_j = 0
     dk_acc = np.zeros((head_dim, block_k), lse.dtype)  # (head_dim, lanes)
     dv_acc = np.zeros((value_dim, block_k), lse.dtype)  # (value_dim, lanes)

@@ -1,4 +1,4 @@
-"""Fused layers on the CPU: softmax, layer norm, GELU, cross entropy and Adam, each in one pass.
+"""Fused layers on the CPU: softmax, layer norm, GELU, cross entropy, SGD and Adam, each in one pass.
 
 Every function takes and returns NumPy arrays; ``minitorch.fused_functions`` makes them differentiable.
 Composed of tensor operations, each of these would read and write its operands five to ten times.
@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 from numba import njit, prange
+from numba.extending import register_jitable
 
 from kernels.compiled import FASTMATH, njit_cached
 from kernels.cpu.products import exp2
 from kernels.online_softmax import LOG2_E
+from kernels.pointwise import GELU_CONSTANTS, adam_constants, make_adam, make_gelu
 
 Array = np.ndarray[Any, Any]
 
@@ -24,8 +26,8 @@ CHUNK = 4096
 #: does not depend on how many threads there are.
 ROWS = 64
 
-SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
-GELU_CUBIC = 0.044715
+gelu_value, gelu_gradient = make_gelu(njit(fastmath=FASTMATH), exp2)
+adam_element = make_adam(njit(fastmath=FASTMATH))
 
 
 def _rows(x: Array) -> Array:
@@ -35,6 +37,11 @@ def _rows(x: Array) -> Array:
 
 def _flat(x: Array) -> Array:
     return np.ascontiguousarray(x).reshape(-1)
+
+
+def place_ids(ids: Array) -> Array:
+    """Return whole numbers as the kernels take them: flat, int64; a copy only if they are not."""
+    return _flat(np.asarray(ids, np.int64))
 
 
 # -- softmax -----------------------------------------------------------------------------------
@@ -192,42 +199,31 @@ def layer_norm_backward(
 # -- GELU --------------------------------------------------------------------------------------
 
 
-@njit(fastmath=FASTMATH)
-def gelu_gate(x, one, cubic, factor):
-    """Return sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x³): GELU's tanh form is x * sigmoid(2u).
-
-    The constants come from the caller, in the dtype of x: a Python float would promote float32.
-    """
-    z = factor * (x + cubic * x * x * x)
-    # exp2 takes arguments that are not positive: sigmoid(z) = 1 - sigmoid(-z).
-    small = exp2(-abs(z))
-    gate = one / (one + small)
-    return gate if z >= 0 else small * gate
+@register_jitable
+def gelu_constants(real):
+    """Return GELU_CONSTANTS in the dtype of the elements."""
+    zero, one, three, cubic, inner, factor = GELU_CONSTANTS
+    return real(zero), real(one), real(three), real(cubic), real(inner), real(factor)
 
 
 @njit_cached(parallel=True, fastmath=FASTMATH)
 def _gelu(x, out):
-    one, cubic = x.dtype.type(1), x.dtype.type(GELU_CUBIC)
-    factor = x.dtype.type(2.0 * SQRT_2_OVER_PI * LOG2_E)
+    constants = gelu_constants(x.dtype.type)
     for chunk in prange((len(x) + CHUNK - 1) // CHUNK):
         start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, len(x))
         v, y = x[start:stop], out[start:stop]
         for i in range(len(v)):
-            y[i] = v[i] * gelu_gate(v[i], one, cubic, factor)
+            y[i] = gelu_value(v[i], constants)
 
 
 @njit_cached(parallel=True, fastmath=FASTMATH)
 def _gelu_backward(dout, x, dx):
-    one, cubic = x.dtype.type(1), x.dtype.type(GELU_CUBIC)
-    factor = x.dtype.type(2.0 * SQRT_2_OVER_PI * LOG2_E)
-    inner, three = x.dtype.type(2.0 * SQRT_2_OVER_PI), x.dtype.type(3.0 * GELU_CUBIC)
+    constants = gelu_constants(x.dtype.type)
     for chunk in prange((len(x) + CHUNK - 1) // CHUNK):
         start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, len(x))
         g, v, d = dout[start:stop], x[start:stop], dx[start:stop]
         for i in range(len(v)):
-            gate = gelu_gate(v[i], one, cubic, factor)
-            slope = inner * (one + three * v[i] * v[i])
-            d[i] = g[i] * (gate + v[i] * gate * (one - gate) * slope)
+            d[i] = gelu_gradient(g[i], v[i], constants)
 
 
 def gelu(x: Array) -> Array:
@@ -275,33 +271,46 @@ def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
         losses (rows,), and probs (rows, classes) for the backward pass.
     """
     losses, probs = np.empty(len(logits), logits.dtype), np.empty(logits.shape, logits.dtype)
-    _cross_entropy(_rows(logits), targets.astype(np.int64), losses, probs)
+    _cross_entropy(_rows(logits), place_ids(targets), losses, probs)
     return losses, probs
 
 
 def cross_entropy_backward(dlosses: Array, targets: Array, probs: Array) -> Array:
     """Return the gradient of the logits."""
     dlogits = np.empty(probs.shape, probs.dtype)
-    _cross_entropy_backward(_flat(dlosses), targets.astype(np.int64), probs, dlogits)
+    _cross_entropy_backward(_flat(dlosses), place_ids(targets), probs, dlogits)
     return dlogits
 
 
 # -- embedding ---------------------------------------------------------------------------------
 
 
+def embedding(table: Array, ids: Array) -> Array:
+    """Return rows of a table.
+
+    Args:
+        table: (num_rows, dim).
+        ids: Integers from 0 to num_rows - 1 of any shape, checked by the caller.
+
+    Returns:
+        (*ids.shape, dim).
+    """
+    return np.take(table, ids, axis=0)
+
+
 def embedding_backward(dout: Array, ids: Array, num_rows: int) -> Array:
     """Add up the gradients of the rows that were looked up; equal from run to run.
 
     Args:
-        dout: (count, dim).
-        ids: (count,) integers.
+        dout: (…, dim).
+        ids: Integers, as many as dout has rows.
         num_rows: Rows of the table.
 
     Returns:
         (num_rows, dim).
     """
     dtable = np.zeros((num_rows, dout.shape[-1]), dout.dtype)
-    _scatter_add(_rows(dout), ids.astype(np.int64), dtable)
+    _scatter_add(_rows(dout), place_ids(ids), dtable)
     return dtable
 
 
@@ -314,20 +323,32 @@ def _scatter_add(rows, ids, table):
             target[j] += source[j]
 
 
-# -- Adam --------------------------------------------------------------------------------------
+# -- optimisers --------------------------------------------------------------------------------
 
 
 @njit_cached(parallel=True, fastmath=FASTMATH)
-def _adam(p, g, m, v, out, step_size, beta1, beta2, eps, correction, decay):
-    one = p.dtype.type(1)
-    b1, b2 = p.dtype.type(beta1), p.dtype.type(beta2)
-    size, tiny, root = p.dtype.type(step_size), p.dtype.type(eps), p.dtype.type(correction)
-    keep = p.dtype.type(decay)
+def _sgd(p, g, out, lr):
+    step = p.dtype.type(lr)
+    for i in prange(len(p)):
+        out[i] = p[i] - step * g[i]
+
+
+def sgd_step(value: Array, grad: Array, lr: float) -> Array:
+    """Return value - lr * grad."""
+    out = np.empty(value.shape, value.dtype)
+    _sgd(_flat(value), _flat(grad), out.reshape(-1), lr)
+    return out
+
+
+@njit_cached(parallel=True, fastmath=FASTMATH)
+def _adam(p, g, m, v, out, constants):
+    real = p.dtype.type
+    one = real(1)
+    size, beta1, beta2, eps, root, keep = constants
+    rounded = real(size), real(beta1), real(beta2), real(eps), real(root), real(keep)
     for chunk in prange((len(p) + CHUNK - 1) // CHUNK):
         for i in range(chunk * CHUNK, min((chunk + 1) * CHUNK, len(p))):
-            m[i] = b1 * m[i] + (one - b1) * g[i]
-            v[i] = b2 * v[i] + (one - b2) * g[i] * g[i]
-            out[i] = keep * p[i] - size * m[i] / (np.sqrt(v[i]) * root + tiny)
+            m[i], v[i], out[i] = adam_element(p[i], g[i], m[i], v[i], one, rounded)
 
 
 def adam_step(
@@ -350,19 +371,14 @@ def adam_step(
         grad: Likewise.
         m: Running mean of the gradient.
         v: Running mean of its square.
-        lr: Learning rate.
-        beta1: Decay of m.
-        beta2: Decay of v.
-        eps: Added to the root of v.
-        step: Counts from 1; corrects the bias of the zero start.
-        weight_decay: Decoupled, as in AdamW.
-
-    Source: Kingma and Ba (2015), Algorithm 1; Loshchilov and Hutter (2019), Algorithm 2.
+        lr: See ``pointwise.adam_constants``; likewise the others.
+        beta1: Likewise.
+        beta2: Likewise.
+        eps: Likewise.
+        step: Likewise.
+        weight_decay: Likewise.
     """
     out = np.empty(value.shape, value.dtype)
-    _adam(
-        _flat(value), _flat(grad), m.reshape(-1), v.reshape(-1), out.reshape(-1),
-        lr / (1.0 - beta1**step), beta1, beta2, eps, 1.0 / math.sqrt(1.0 - beta2**step),
-        1.0 - lr * weight_decay,
-    )  # fmt: skip
+    constants = adam_constants(lr, beta1, beta2, eps, step, weight_decay)
+    _adam(_flat(value), _flat(grad), m.reshape(-1), v.reshape(-1), out.reshape(-1), constants)
     return out

@@ -17,7 +17,14 @@ from numba import types
 from kernels.geometry import make_geometry, same
 from kernels.masks import make_masks
 from kernels.online_softmax import make_online_softmax
-from kernels.targets import IS_SIMULATOR, allow_shared_memory, cuda, shared_memory_bytes
+from kernels.targets import (
+    IS_SIMULATOR,
+    allow_shared_memory,
+    cuda,
+    explained,
+    launching,
+    shared_memory_bytes,
+)
 
 
 def device_function(function: Callable[..., Any]) -> Any:
@@ -45,6 +52,7 @@ class Kernel:
         threads: Of a block, the most there will be; tells the compiler how many registers it may
             use.  0 leaves it open.
         shared_bytes: Dynamic shared memory of a block.
+        resident: Blocks that a multiprocessor shall hold at a time; bounds the registers further.
     """
 
     def __init__(
@@ -53,24 +61,39 @@ class Kernel:
         signature: Any,
         threads: int = 0,
         shared_bytes: int = 0,
+        resident: int = 1,
     ):
         self.source = source
         self.signature = signature
         self.threads = threads
         self.shared_bytes = shared_bytes
+        self.resident = resident
+        self._launching = launching(source.__name__)
+
+    @property
+    def launch_bounds(self) -> tuple[int, int] | None:
+        """What the compiler is told: threads of a block, and blocks of a multiprocessor."""
+        return (self.threads, self.resident) if self.threads else None
 
     @cached_property
     def _compiled(self) -> Any:
-        bounds = {"launch_bounds": self.threads} if self.threads and not IS_SIMULATOR else {}
-        compiled = cuda.jit(self.signature, **bounds)(self.source)
-        if self.shared_bytes:
-            allow_shared_memory(compiled, self.shared_bytes)
+        bounds = {} if IS_SIMULATOR else {"launch_bounds": self.launch_bounds}
+        with explained(f"compiling the kernel {self.source.__name__}"):
+            compiled = cuda.jit(self.signature, **bounds)(self.source)
+            if self.shared_bytes:
+                allow_shared_memory(compiled, self.shared_bytes)
         return compiled
 
     def __getitem__(self, launch: Any) -> Callable[..., None]:
         """Return the function that launches on (grid, block)."""
         grid, block = launch
-        return self._compiled[grid, block, 0, self.shared_bytes]
+        configured = self._compiled[grid, block, 0, self.shared_bytes]
+
+        def run(*args: Any) -> None:
+            with self._launching:
+                configured(*args)
+
+        return run
 
 
 def scalar_type(dtype: np.dtype[Any]) -> Any:

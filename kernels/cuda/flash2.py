@@ -30,12 +30,14 @@ from kernels.cuda.device import (
 )
 from kernels.cuda.register_tiles import (
     Layout,
+    SharedTiles,
+    assign,
     make_accumulate,
     make_load_tile,
     make_multiply,
     make_store_tile,
     pick_layout,
-    why_not_layout,
+    widths,
 )
 from kernels.cuda.vector import EXP2, VECTOR, are_vectors
 from kernels.geometry import PLAIN
@@ -79,33 +81,26 @@ def make_row_reductions(lanes: int) -> tuple[Any, Any]:
     return row_max, row_sum
 
 
-def forward_shared_elements(layout: Layout, head_dim: int, value_dim: int) -> int:
-    """Return how many elements of shared memory the forward kernel takes."""
-    q_and_k = (layout.block_q + layout.block_k) * layout.row_stride(head_dim)
-    v = layout.block_k * layout.row_stride(value_dim)
-    return q_and_k + v + layout.block_q * (layout.block_k + VECTOR)
-
-
-def backward_shared_elements(layout: Layout, head_dim: int, value_dim: int) -> int:
-    """Return how many elements of shared memory either backward kernel takes, at the most."""
-    rows = layout.block_q + layout.block_k
-    tiles = rows * (layout.row_stride(head_dim) + layout.row_stride(value_dim))
-    square = max(
-        layout.block_q * (layout.block_k + VECTOR), layout.block_k * (layout.block_q + VECTOR)
+def forward_tiles(layout: Layout, head_width: int, value_width: int) -> SharedTiles:
+    """Return where the tiles of the forward kernel lie."""
+    return SharedTiles(
+        q=layout.block_q * layout.row_stride(head_width),
+        k=layout.block_k * layout.row_stride(head_width),
+        v=layout.block_k * layout.row_stride(value_width),
+        p=layout.block_q * (layout.block_k + VECTOR),
     )
-    return tiles + square + 2 * layout.block_q
 
 
 @cache
 def forward_kernel(
-    layout: Layout, head_dim: int, value_dim: int, dtype: np.dtype[Any], vectors: bool
+    layout: Layout, head_width: int, value_width: int, dtype: np.dtype[Any], vectors: bool
 ) -> Kernel:
-    """Return the forward kernel for one layout, head_dim, value_dim and dtype.
+    """Return the forward kernel for one layout, two widths and one dtype.
 
     Args:
         layout: Tiles and threads.
-        head_dim: Of q and k.
-        value_dim: Of v.
+        head_width: head_dim, or more.
+        value_width: value_dim, or more.
         dtype: Of all of them.
         vectors: q, k and v are aligned for 128-bit loads.
     """
@@ -113,18 +108,17 @@ def forward_kernel(
     block_q, block_k = layout.block_q, layout.block_k
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
-    own_width = layout.columns(value_dim)
+    own_width = layout.columns(value_width)
     p_stride = block_k + VECTOR
-    k_offset = block_q * layout.row_stride(head_dim)
-    v_offset = k_offset + block_k * layout.row_stride(head_dim)
-    p_offset = v_offset + block_k * layout.row_stride(value_dim)
+    tiles = forward_tiles(layout, head_width, value_width)
+    q_tile, k_tile, v_tile, p_tile = tiles["q"], tiles["k"], tiles["v"], tiles["p"]
     scratch_shape = (block_q, lanes) if IS_SIMULATOR else (1, 1)
-    load_q = make_load_tile(layout, block_q, head_dim, real, vectors)
-    load_k = make_load_tile(layout, block_k, head_dim, real, vectors)
-    load_v = make_load_tile(layout, block_k, value_dim, real, vectors)
-    multiply = make_multiply(layout, block_q, block_k, head_dim, real)
-    accumulate = make_accumulate(layout, block_q, block_k, value_dim)
-    store_out = make_store_tile(layout, block_q, value_dim)
+    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
+    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
+    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
+    multiply = make_multiply(layout, block_q, block_k, head_width, real)
+    accumulate = make_accumulate(layout, block_q, block_k, value_width)
+    store_out = make_store_tile(layout, block_q, value_width, assign)
     row_max_of, row_sum_of = make_row_reductions(lanes)
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
     log2_e, ln_2 = dtype.type(LOG2_E), dtype.type(LN_2)
@@ -156,7 +150,7 @@ def forward_kernel(
         row_max = cuda.local.array(own_rows, real)
         row_sum = cuda.local.array(own_rows, real)
         # 4: load Q_i, scaled so that exp becomes exp2
-        load_q(cuda.threadIdx.x, q, b, h, row, seq_q, real(scale) * log2_e, shared, 0)
+        load_q(cuda.threadIdx.x, q, b, h, row, seq_q, real(scale) * log2_e, shared, q_tile)
         # 5: O = 0, l = 0, m = -inf
         for i in range(own_rows):
             row_max[i] = minus_inf
@@ -171,11 +165,11 @@ def forward_kernel(
             col = j * block_k
             cuda.syncthreads()  # every thread is done with the last key tile
             # 7: load K_j, V_j
-            load_k(cuda.threadIdx.x, k, b, h, col, seq_k, one, shared, k_offset)
-            load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_offset)
+            load_k(cuda.threadIdx.x, k, b, h, col, seq_k, one, shared, k_tile)
+            load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_tile)
             cuda.syncthreads()  # the tiles are whole
             # 8: S = Q_i K_jᵀ
-            multiply(tx, ty, s, fragment, shared, 0, k_offset)
+            multiply(tx, ty, s, fragment, shared, q_tile, k_tile)
             if j >= full:
                 for i in range(own_rows):
                     for c in range(own_cols):
@@ -196,7 +190,7 @@ def forward_kernel(
                 total = zero
                 for c in range(own_cols):
                     p = exp2(s[i, c] - shift)
-                    shared[p_offset + r * p_stride + tx + c * lanes] = p
+                    shared[p_tile + r * p_stride + tx + c * lanes] = p
                     total += p
                 # Each thread sums its own columns; the threads of a row meet once, at the end.
                 row_sum[i] = row_sum[i] * rescale + total
@@ -205,7 +199,7 @@ def forward_kernel(
                     acc[i, c] *= rescale
             cuda.syncthreads()  # P is whole
             # 10, second half: O = O + P V_j
-            accumulate(tx, ty, acc, fragment, shared, p_offset, v_offset)
+            accumulate(tx, ty, acc, fragment, shared, p_tile, v_tile)
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             r = ty + i * rows_of_threads
@@ -220,8 +214,8 @@ def forward_kernel(
 
     read = array_type(dtype, 4)
     signature = void(read, read, read, read, array_type(dtype, 3), float64, int64)
-    shared_bytes = dtype.itemsize * forward_shared_elements(layout, head_dim, value_dim)
-    return Kernel(flash2_forward, signature, layout.threads, shared_bytes)
+    shared_bytes = dtype.itemsize * tiles.elements
+    return Kernel(flash2_forward, signature, layout.threads, shared_bytes, layout.resident)
 
 
 def forward_layout(problem: Problem, tile: tuple[int, int] | None = None) -> Layout:
@@ -251,19 +245,6 @@ def forward(
     """
     layout = forward_layout(problem, tile)
     batch, heads, seq_q, _ = q.shape
-    kernel = forward_kernel(
-        layout, problem.head_dim, problem.value_dim, problem.dtype, are_vectors(q, k, v)
-    )
+    kernel = forward_kernel(layout, *widths(problem), problem.dtype, are_vectors(q, k, v))
     grid = (PLAIN.ceil_div(seq_q, layout.block_q), batch * heads)
     kernel[grid, layout.threads](q, k, v, out, lse, problem.scale, problem.diagonal)
-
-
-def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
-    """Return why the forward or the backward kernels cannot run a problem with a tile, or None."""
-    sizes = {"forward": forward_shared_elements, "dq": backward_shared_elements}
-    sizes["dkdv"] = backward_shared_elements
-    for name, elements in sizes.items():
-        reason = why_not_layout(name, problem, tile, elements)
-        if reason is not None:
-            return reason
-    return None

@@ -1,7 +1,9 @@
-"""FlashAttention-2 backward on CUDA cores: dQ by query rows, dK and dV by key columns, no atomics.
+"""FlashAttention-2 backward on CUDA cores: dQ by query rows, dK and dV by key columns.
 
-Two kernels recompute P from lse.  Each owns what it adds up, so nothing is added by two blocks and the
-result is the same bit for bit on every run; the price is seven products where atomics would need five.
+By default two kernels recompute P from lse.  Each owns what it adds up, so nothing is added by two blocks
+and the result is the same bit for bit on every run; the price is seven products where five would do.
+With ``deterministic=False`` the second one adds its part of dQ to global memory by atomics, in any order,
+and the first is not needed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from kernels.cuda.device import (
     Kernel,
     array_type,
     ceil_div,
+    device_function,
     first_query_tile,
     full_key_tiles,
     is_visible,
@@ -24,60 +27,121 @@ from kernels.cuda.device import (
     shift_of,
     visited_key_tiles,
 )
-from kernels.cuda.flash2 import backward_shared_elements
+from kernels.cuda.flash2 import forward_tiles
+from kernels.cuda.memory import fill
 from kernels.cuda.register_tiles import (
     Layout,
+    SharedTiles,
+    assign,
     make_accumulate,
     make_load_tile,
     make_multiply,
     make_store_tile,
     pick_layout,
+    why_not_layout,
+    widths,
 )
+from kernels.cuda.sizes import SIZES
 from kernels.cuda.vector import EXP2, VECTOR, are_vectors
 from kernels.geometry import PLAIN
-from kernels.online_softmax import LOG2_E
+from kernels.online_softmax import LN_2, LOG2_E
 from kernels.problem import Problem
 from kernels.targets import cuda, empty_device
 
 
+def dq_tiles(layout: Layout, head_width: int, value_width: int) -> SharedTiles:
+    """Return where the tiles of the dq kernel lie."""
+    return SharedTiles(
+        q=layout.block_q * layout.row_stride(head_width),
+        dout=layout.block_q * layout.row_stride(value_width),
+        k=layout.block_k * layout.row_stride(head_width),
+        v=layout.block_k * layout.row_stride(value_width),
+        ds=layout.block_q * (layout.block_k + VECTOR),
+    )
+
+
+def dkdv_tiles(layout: Layout, head_width: int, value_width: int) -> SharedTiles:
+    """Return where the tiles of the dk and dv kernel lie; P, dS and its transpose share a place."""
+    block_q, block_k = layout.block_q, layout.block_k
+    return SharedTiles(
+        k=block_k * layout.row_stride(head_width),
+        v=block_k * layout.row_stride(value_width),
+        q=block_q * layout.row_stride(head_width),
+        dout=block_q * layout.row_stride(value_width),
+        p=max(block_k * (block_q + VECTOR), block_q * (block_k + VECTOR)),
+        lse=block_q,
+        delta=block_q,
+    )
+
+
+@cache
+def delta_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel that fills delta, for one dtype."""
+    zero = dtype.type(0)
+
+    def flash2_delta(dout, out, delta):
+        """Fill delta.
+
+        Computes   D = rowsum(dO ∘ O)
+        Source     FlashAttention-2, Algorithm 2, line 4.
+        Grid       ceil(batch * heads * seq_q / threads)
+        Block      (threads,)
+        One thread does: one row
+        Shared     none
+        Registers  one sum
+        Global     reads dout and out once, writes delta once.
+        Needs      nothing
+        """
+        heads, seq_q = delta.shape[1], delta.shape[2]
+        i = cuda.grid(1)
+        if i < delta.shape[0] * heads * seq_q:
+            b, h, row = i // seq_q // heads, i // seq_q % heads, i % seq_q
+            total = zero
+            for c in range(out.shape[3]):
+                total += dout[b, h, row, c] * out[b, h, row, c]
+            delta[b, h, row] = total
+
+    read = array_type(dtype, 4)
+    return Kernel(flash2_delta, void(read, read, array_type(dtype, 3)), threads)
+
+
 @cache
 def dq_kernel(
-    layout: Layout, head_dim: int, value_dim: int, dtype: np.dtype[Any], vectors: bool
+    layout: Layout, head_width: int, value_width: int, dtype: np.dtype[Any], vectors: bool
 ) -> Kernel:
-    """Return the kernel that fills delta and dq; arguments as for ``flash2.forward_kernel``."""
+    """Return the kernel that fills dq; arguments as for ``flash2.forward_kernel``."""
     real, exp2 = scalar_type(dtype), EXP2[dtype]
     block_q, block_k = layout.block_q, layout.block_k
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
-    own_width = layout.columns(head_dim)
+    own_width = layout.columns(head_width)
     ds_stride = block_k + VECTOR
-    dout_offset = block_q * layout.row_stride(head_dim)
-    k_offset = dout_offset + block_q * layout.row_stride(value_dim)
-    v_offset = k_offset + block_k * layout.row_stride(head_dim)
-    ds_offset = v_offset + block_k * layout.row_stride(value_dim)
-    load_q = make_load_tile(layout, block_q, head_dim, real, vectors)
-    load_dout = make_load_tile(layout, block_q, value_dim, real, vectors)
-    load_k = make_load_tile(layout, block_k, head_dim, real, vectors)
-    load_v = make_load_tile(layout, block_k, value_dim, real, vectors)
-    multiply_qk = make_multiply(layout, block_q, block_k, head_dim, real)
-    multiply_dout_v = make_multiply(layout, block_q, block_k, value_dim, real)
-    accumulate = make_accumulate(layout, block_q, block_k, head_dim)
-    store_dq = make_store_tile(layout, block_q, head_dim)
+    tiles = dq_tiles(layout, head_width, value_width)
+    q_tile, dout_tile = tiles["q"], tiles["dout"]
+    k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
+    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
+    load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
+    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
+    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
+    multiply_qk = make_multiply(layout, block_q, block_k, head_width, real)
+    multiply_dout_v = make_multiply(layout, block_q, block_k, value_width, real)
+    accumulate = make_accumulate(layout, block_q, block_k, head_width)
+    store_dq = make_store_tile(layout, block_q, head_width, assign)
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
     log2_e = dtype.type(LOG2_E)
 
-    def flash2_dq(dout, q, k, v, out, lse, delta, dq, scale, diagonal):
-        """Fill one query tile of delta and dq.
+    def flash2_dq(dout, q, k, v, lse, delta, dq, scale, diagonal):
+        """Fill one query tile of dq.
 
-        Computes   delta and dq for one tile of query rows of one (batch, head).
-        Source     FlashAttention-2, Algorithm 2, lines 4, 10, 11, 13, 14 and 15, by rows.
+        Computes   dq for one tile of query rows of one (batch, head).
+        Source     FlashAttention-2, Algorithm 2, lines 10, 11, 13, 14 and 15, by rows.
         Grid       (num_q_tiles, batch * heads)        one block per query tile, the longest first
         Block      (lanes * rows_of_threads,)
         One thread does: own_rows x own_cols of S, dP and dS, and own_rows x own_width of dQ.
         Shared     q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector
         Registers  acc (own_rows, own_width), s and dp (own_rows, own_cols), shift, own_delta (own_rows,)
-        Global     reads q, dout, out and lse once, k and v once per query tile; writes delta and dq once.
-        Needs      warp shuffles and 128-bit loads, for which the simulator has plain forms.
+        Global     reads q, dout, lse and delta once, k and v once per query tile; writes dq once.
+        Needs      128-bit loads, for which the simulator has a plain form.
         """
         heads, seq_q, seq_k = q.shape[1], q.shape[2], k.shape[2]
         b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
@@ -90,26 +154,13 @@ def dq_kernel(
         fragment = cuda.local.array((own_rows, VECTOR), real)
         shift = cuda.local.array(own_rows, real)
         own_delta = cuda.local.array(own_rows, real)
-        load_q(cuda.threadIdx.x, q, b, h, row, seq_q, real(scale) * log2_e, shared, 0)
-        load_dout(cuda.threadIdx.x, dout, b, h, row, seq_q, one, shared, dout_offset)
-        # 4: D = rowsum(dO ∘ O): each thread of a row sums its own columns, they meet where dS will be
+        load_q(cuda.threadIdx.x, q, b, h, row, seq_q, real(scale) * log2_e, shared, q_tile)
+        load_dout(cuda.threadIdx.x, dout, b, h, row, seq_q, one, shared, dout_tile)
         for i in range(own_rows):
-            r = ty + i * rows_of_threads
-            total = zero
-            shift[i] = zero
-            if row + r < seq_q:
-                for c in range(tx, value_dim, lanes):
-                    total += dout[b, h, row + r, c] * out[b, h, row + r, c]
-                shift[i] = real(shift_of(lse[b, h, row + r])) * log2_e
-            shared[ds_offset + r * ds_stride + tx] = total
-        cuda.syncthreads()  # every part is written
-        for i in range(own_rows):
-            r = ty + i * rows_of_threads
-            own_delta[i] = zero
-            for c in range(lanes):
-                own_delta[i] += shared[ds_offset + r * ds_stride + c]
-            if tx == 0 and row + r < seq_q:
-                delta[b, h, row + r] = own_delta[i]
+            this_row = row + ty + i * rows_of_threads
+            inside = this_row < seq_q
+            shift[i] = real(shift_of(lse[b, h, this_row])) * log2_e if inside else zero
+            own_delta[i] = delta[b, h, this_row] if inside else zero
             for c in range(own_width):
                 acc[i, c] = zero
         row_stop = min(row + block_q, seq_q)
@@ -118,12 +169,12 @@ def dq_kernel(
         for j in range(visited):
             col = j * block_k
             cuda.syncthreads()  # every thread is done with the last key tile
-            load_k(cuda.threadIdx.x, k, b, h, col, seq_k, one, shared, k_offset)
-            load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_offset)
+            load_k(cuda.threadIdx.x, k, b, h, col, seq_k, one, shared, k_tile)
+            load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_tile)
             cuda.syncthreads()  # the tiles are whole
             # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
-            multiply_qk(tx, ty, s, fragment, shared, 0, k_offset)
-            multiply_dout_v(tx, ty, dp, fragment, shared, dout_offset, v_offset)
+            multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
+            multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP - D_i)
             for i in range(own_rows):
                 r = ty + i * rows_of_threads
@@ -134,10 +185,10 @@ def dq_kernel(
                         if this_col >= seq_k or not is_visible(row + r, this_col, diagonal):
                             score = minus_inf
                     ds = exp2(score - shift[i]) * (dp[i, c] - own_delta[i])
-                    shared[ds_offset + r * ds_stride + tx + c * lanes] = ds
+                    shared[ds_tile + r * ds_stride + tx + c * lanes] = ds
             cuda.syncthreads()  # dS is whole
             # 15: dQ_i += dS K_j
-            accumulate(tx, ty, acc, fragment, shared, ds_offset, k_offset)
+            accumulate(tx, ty, acc, fragment, shared, ds_tile, k_tile)
         tau = real(scale)
         for i in range(own_rows):
             for c in range(own_width):
@@ -145,53 +196,65 @@ def dq_kernel(
         store_dq(tx, ty, acc, dq, b, h, row, seq_q)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(read, read, read, read, read, rows, rows, read, float64, int64)
-    shared_bytes = dtype.itemsize * backward_shared_elements(layout, head_dim, value_dim)
-    return Kernel(flash2_dq, signature, layout.threads, shared_bytes)
+    signature = void(read, read, read, read, rows, rows, read, float64, int64)
+    shared_bytes = dtype.itemsize * tiles.elements
+    return Kernel(flash2_dq, signature, layout.threads, shared_bytes, layout.resident)
 
 
 @cache
 def dkdv_kernel(
-    layout: Layout, head_dim: int, value_dim: int, dtype: np.dtype[Any], vectors: bool
+    layout: Layout,
+    head_width: int,
+    value_width: int,
+    dtype: np.dtype[Any],
+    vectors: bool,
+    atomics: bool,
 ) -> Kernel:
-    """Return the kernel that fills dk and dv; arguments as for ``flash2.forward_kernel``."""
+    """Return the kernel that fills dk and dv, and with ``atomics`` adds to dq.
+
+    The other arguments are those of ``flash2.forward_kernel``.
+    """
     real, exp2 = scalar_type(dtype), EXP2[dtype]
     block_q, block_k = layout.block_q, layout.block_k
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_keys, own_rows = block_k // rows_of_threads, block_q // lanes
-    k_width, v_width = layout.columns(head_dim), layout.columns(value_dim)
-    p_stride = block_q + VECTOR
-    v_offset = block_k * layout.row_stride(head_dim)
-    q_offset = v_offset + block_k * layout.row_stride(value_dim)
-    dout_offset = q_offset + block_q * layout.row_stride(head_dim)
-    p_offset = dout_offset + block_q * layout.row_stride(value_dim)
-    lse_offset = p_offset + block_k * p_stride
-    delta_offset = lse_offset + block_q
-    load_k = make_load_tile(layout, block_k, head_dim, real, vectors)
-    load_v = make_load_tile(layout, block_k, value_dim, real, vectors)
-    load_q = make_load_tile(layout, block_q, head_dim, real, vectors)
-    load_dout = make_load_tile(layout, block_q, value_dim, real, vectors)
-    multiply_kq = make_multiply(layout, block_k, block_q, head_dim, real)
-    multiply_v_dout = make_multiply(layout, block_k, block_q, value_dim, real)
-    accumulate_dk = make_accumulate(layout, block_k, block_q, head_dim)
-    accumulate_dv = make_accumulate(layout, block_k, block_q, value_dim)
-    store_dk = make_store_tile(layout, block_k, head_dim)
-    store_dv = make_store_tile(layout, block_k, value_dim)
+    k_width, v_width = layout.columns(head_width), layout.columns(value_width)
+    # A kernel without atomics never reads these; registers need a positive size.
+    dq_rows = max(block_q // rows_of_threads, 1) if atomics else 1
+    fragment_rows = max(own_keys, dq_rows)
+    p_stride, ds_stride = block_q + VECTOR, block_k + VECTOR
+    tiles = dkdv_tiles(layout, head_width, value_width)
+    k_tile, v_tile, q_tile, dout_tile = tiles["k"], tiles["v"], tiles["q"], tiles["dout"]
+    p_tile, lse_tile, delta_tile = tiles["p"], tiles["lse"], tiles["delta"]
+    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
+    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
+    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
+    load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
+    multiply_kq = make_multiply(layout, block_k, block_q, head_width, real)
+    multiply_v_dout = make_multiply(layout, block_k, block_q, value_width, real)
+    accumulate_dk = make_accumulate(layout, block_k, block_q, head_width)
+    accumulate_dv = make_accumulate(layout, block_k, block_q, value_width)
+    accumulate_dq = make_accumulate(layout, block_q, block_k, head_width)
+    store_dk = make_store_tile(layout, block_k, head_width, assign)
+    store_dv = make_store_tile(layout, block_k, value_width, assign)
+    add_dq = make_store_tile(layout, block_q, head_width, add_atomically)
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
-    log2_e = dtype.type(LOG2_E)
+    log2_e, ln_2 = dtype.type(LOG2_E), dtype.type(LN_2)
 
-    def flash2_dkdv(dout, q, k, v, lse, delta, dk, dv, scale, diagonal):
-        """Fill one key tile of dk and dv.
+    def flash2_dkdv(dout, q, k, v, lse, delta, dq, dk, dv, scale, diagonal):
+        """Fill one key tile of dk and dv; with atomics, add what it gives to dq, which holds zeros before.
 
-        Computes   dk and dv for one tile of keys of one (batch, head).
-        Source     FlashAttention-2, Algorithm 2, lines 5-18 without 15.
+        Computes   dk and dv for one tile of keys of one (batch, head), and its part of dq.
+        Source     FlashAttention-2, Algorithm 2, lines 5-18; without atomics all but line 15.
         Grid       (num_k_tiles, batch * heads)        one block per key tile
         Block      (lanes * rows_of_threads,)
         One thread does: own_keys x own_rows of Sᵀ, dPᵀ and dSᵀ, and own_keys rows of dK and dV.
         Shared     k_tile, v_tile, q_tile, dout_tile, first P and then dS transposed (block_k, block_q),
                    lse and delta (block_q,); rows padded by one vector
-        Registers  dk_acc (own_keys, k_width), dv_acc (own_keys, v_width), s and dp (own_keys, own_rows)
-        Global     reads k and v once, q, dout, lse and delta once per key tile; writes dk and dv once.
+        Registers  dk_acc (own_keys, k_width), dv_acc (own_keys, v_width), s and dp (own_keys, own_rows),
+                   with atomics dq_acc (dq_rows, k_width)
+        Global     reads k and v once, q, dout, lse and delta once per key tile; writes dk and dv once;
+                   with atomics adds to dq once per key tile.
         Needs      128-bit loads, for which the simulator has a plain form.
         """
         heads, seq_q, seq_k = q.shape[1], q.shape[2], k.shape[2]
@@ -204,10 +267,11 @@ def dkdv_kernel(
         dv_acc = cuda.local.array((own_keys, v_width), real)
         s = cuda.local.array((own_keys, own_rows), real)
         dp = cuda.local.array((own_keys, own_rows), real)
-        fragment = cuda.local.array((own_keys, VECTOR), real)
+        dq_acc = cuda.local.array((dq_rows, k_width), real)
+        fragment = cuda.local.array((fragment_rows, VECTOR), real)
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
-        load_k(cuda.threadIdx.x, k, b, h, col, seq_k, real(scale) * log2_e, shared, 0)
-        load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_offset)
+        load_k(cuda.threadIdx.x, k, b, h, col, seq_k, real(scale) * log2_e, shared, k_tile)
+        load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_tile)
         for i in range(own_keys):
             for c in range(k_width):
                 dk_acc[i, c] = zero
@@ -219,18 +283,18 @@ def dkdv_kernel(
             row = t * block_q
             cuda.syncthreads()  # every thread is done with the last query tile
             # 9: load Q_i, dO_i, L_i, D_i
-            load_q(cuda.threadIdx.x, q, b, h, row, seq_q, one, shared, q_offset)
-            load_dout(cuda.threadIdx.x, dout, b, h, row, seq_q, one, shared, dout_offset)
+            load_q(cuda.threadIdx.x, q, b, h, row, seq_q, one, shared, q_tile)
+            load_dout(cuda.threadIdx.x, dout, b, h, row, seq_q, one, shared, dout_tile)
             for r in range(cuda.threadIdx.x, block_q, lanes * rows_of_threads):
                 inside = row + r < seq_q
-                shared[lse_offset + r] = (
+                shared[lse_tile + r] = (
                     real(shift_of(lse[b, h, row + r])) * log2_e if inside else zero
                 )
-                shared[delta_offset + r] = delta[b, h, row + r] if inside else zero
+                shared[delta_tile + r] = delta[b, h, row + r] if inside else zero
             cuda.syncthreads()  # the tiles are whole
             # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
-            multiply_kq(tx, ty, s, fragment, shared, 0, q_offset)
-            multiply_v_dout(tx, ty, dp, fragment, shared, v_offset, dout_offset)
+            multiply_kq(tx, ty, s, fragment, shared, k_tile, q_tile)
+            multiply_v_dout(tx, ty, dp, fragment, shared, v_tile, dout_tile)
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP - D_i)
             partial = (
                 row + block_q > seq_q
@@ -250,20 +314,33 @@ def dkdv_kernel(
                         or not is_visible(row + r, col + key, diagonal)
                     ):
                         score = minus_inf
-                    p = exp2(score - shared[lse_offset + r])
-                    shared[p_offset + key * p_stride + r] = p
-                    dp[i, c] = p * (dp[i, c] - shared[delta_offset + r])
+                    p = exp2(score - shared[lse_tile + r])
+                    shared[p_tile + key * p_stride + r] = p
+                    dp[i, c] = p * (dp[i, c] - shared[delta_tile + r])
             cuda.syncthreads()  # P is whole
             # 12: dV_j += Pᵀ dO_i
-            accumulate_dv(tx, ty, dv_acc, fragment, shared, p_offset, dout_offset)
+            accumulate_dv(tx, ty, dv_acc, fragment, shared, p_tile, dout_tile)
             cuda.syncthreads()  # every thread is done with P: dS takes its place
             for i in range(own_keys):
                 for c in range(own_rows):
                     place = (ty + i * rows_of_threads) * p_stride + tx + c * lanes
-                    shared[p_offset + place] = dp[i, c]
+                    shared[p_tile + place] = dp[i, c]
             cuda.syncthreads()  # dS is whole
             # 16: dK_j += dSᵀ Q_i
-            accumulate_dk(tx, ty, dk_acc, fragment, shared, p_offset, q_offset)
+            accumulate_dk(tx, ty, dk_acc, fragment, shared, p_tile, q_tile)
+            if atomics:
+                cuda.syncthreads()  # every thread is done with dSᵀ: dS takes its place
+                for i in range(own_keys):
+                    for c in range(own_rows):
+                        place = (tx + c * lanes) * ds_stride + ty + i * rows_of_threads
+                        shared[p_tile + place] = dp[i, c] * ln_2
+                for i in range(dq_rows):
+                    for c in range(k_width):
+                        dq_acc[i, c] = zero
+                cuda.syncthreads()  # dS is whole
+                # 15: dQ_i += dS K_j, where K_j is scaled by τ log2 e already and dS by ln 2
+                accumulate_dq(tx, ty, dq_acc, fragment, shared, p_tile, k_tile)
+                add_dq(tx, ty, dq_acc, dq, b, h, row, seq_q)
         # 18: write dK_j, dV_j
         tau = real(scale)
         for i in range(own_keys):
@@ -273,9 +350,15 @@ def dkdv_kernel(
         store_dv(tx, ty, dv_acc, dv, b, h, col, seq_k)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(read, read, read, read, rows, rows, read, read, float64, int64)
-    shared_bytes = dtype.itemsize * backward_shared_elements(layout, head_dim, value_dim)
-    return Kernel(flash2_dkdv, signature, layout.threads, shared_bytes)
+    signature = void(read, read, read, read, rows, rows, read, read, read, float64, int64)
+    shared_bytes = dtype.itemsize * tiles.elements
+    return Kernel(flash2_dkdv, signature, layout.threads, shared_bytes, layout.resident)
+
+
+@device_function
+def add_atomically(target, index, value):
+    """Add to an element that other blocks add to: the ``put`` of a tile of dq."""
+    cuda.atomic.add(target, index, value)
 
 
 def _own_layout(problem: Problem) -> Layout:
@@ -304,14 +387,34 @@ def backward(
     """Fill dq, dk and dv; takes memory for delta.  Arguments as in the forward pass."""
     batch, heads, seq_q, _ = q.shape
     delta = empty_device((batch, heads, seq_q), problem.dtype)
-    kind = (problem.head_dim, problem.value_dim, problem.dtype, are_vectors(dout, q, k, v))
-    sizes = problem.scale, problem.diagonal
-    rows = pick_layout("dq", problem, tile)
-    grid = (PLAIN.ceil_div(seq_q, rows.block_q), batch * heads)
-    launch = dq_kernel(rows, *kind)[grid, rows.threads]
-    launch(dout, q, k, v, out, lse, delta, dq, *sizes)
-    # dK and dV have a layout of their own, unless the caller asked for a tile.
-    columns = pick_layout("dkdv", problem, None if rows == _own_layout(problem) else tile)
-    grid = (PLAIN.ceil_div(problem.seq_k, columns.block_k), batch * heads)
-    launch = dkdv_kernel(columns, *kind)[grid, columns.threads]
-    launch(dout, q, k, v, lse, delta, dk, dv, *sizes)
+    threads = SIZES.flat_threads
+    rows = PLAIN.ceil_div(batch * heads * seq_q, threads)
+    delta_kernel(threads, problem.dtype)[rows, threads](dout, out, delta)
+    kind = (*widths(problem), problem.dtype, are_vectors(dout, q, k, v))
+    numbers = problem.scale, problem.diagonal
+    if problem.deterministic:
+        layout = pick_layout("dq", problem, tile)
+        grid = (PLAIN.ceil_div(seq_q, layout.block_q), batch * heads)
+        launch = dq_kernel(layout, *kind)[grid, layout.threads]
+        launch(dout, q, k, v, lse, delta, dq, *numbers)
+        # dK and dV have a layout of their own, unless the caller asked for a tile.
+        own = layout == _own_layout(problem)
+        layout = pick_layout("dkdv", problem, None if own else tile)
+    else:
+        fill(dq, 0.0)
+        layout = pick_layout("atomic", problem, tile)
+    grid = (PLAIN.ceil_div(problem.seq_k, layout.block_k), batch * heads)
+    launch = dkdv_kernel(layout, *kind, not problem.deterministic)[grid, layout.threads]
+    launch(dout, q, k, v, lse, delta, dq, dk, dv, *numbers)
+
+
+def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
+    """Return why the forward or the backward kernels cannot run a problem with a tile, or None."""
+    kernels = {"forward": forward_tiles, "dq": dq_tiles, "dkdv": dkdv_tiles}
+    if not problem.deterministic:
+        kernels = {"forward": forward_tiles, "atomic": dkdv_tiles}
+    for name, tiles in kernels.items():
+        reason = why_not_layout(name, problem, tile, tiles)
+        if reason is not None:
+            return reason
+    return None

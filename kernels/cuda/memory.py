@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numba import int64, void
 
-from kernels.cuda.device import Kernel, array_type
+from kernels.cuda.device import Kernel, array_type, scalar_type
 from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
-from kernels.memory import Memory, repeated_axes
+from kernels.memory import Memory, joined_step, repeated_axes, row_major_strides
 from kernels.targets import cuda, device_view, element_strides, empty_device, why_no_cuda
 
 
@@ -72,6 +71,39 @@ def sum_kernel(dtype: np.dtype[Any]) -> Kernel:
     return Kernel(sum_middle, void(array_type(dtype, 3), array_type(dtype, 2)))
 
 
+@cache
+def fill_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel that fills a flat array, for one dtype."""
+
+    def fill_flat(out, value):
+        """Set every element.
+
+        Computes: out[i] = value
+        Source: none
+        Grid: ceil(elements / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: none
+        Global traffic: each element written once
+        Needs: nothing
+        """
+        i = cuda.grid(1)
+        if i < out.shape[0]:
+            out[i] = value
+
+    return Kernel(fill_flat, void(array_type(dtype, 1), scalar_type(dtype)))
+
+
+def fill(array: Any, value: float) -> None:
+    """Set every element of a contiguous device array."""
+    size = math.prod(array.shape)
+    blocks = ceil_div(size, SIZES.flat_threads)
+    if blocks:
+        flat = device_view(array, (size,), (1,))
+        fill_kernel(array.dtype)[blocks, SIZES.flat_threads](flat, value)
+
+
 class DeviceMemory(Memory):
     """Numba's device arrays."""
 
@@ -94,7 +126,7 @@ class DeviceMemory(Memory):
         steps = tuple(0 if size == 1 else step for size, step in zip(sizes, steps, strict=True))
         *batches, heads, seq, dim = (1, 1, *shape)[-max(len(shape), 4) :]
         *batch_steps, head_step, row_step, col_step = (0, 0, *steps)[-max(len(shape), 4) :]
-        batch, batch_step = math.prod(batches), _joined_step(batches, batch_steps)
+        batch, batch_step = math.prod(batches), joined_step(tuple(batches), tuple(batch_steps))
         if batch_step is None:
             return _copied(device_view(array, shape, steps))
         return device_view(
@@ -117,15 +149,15 @@ class DeviceMemory(Memory):
             blocks = ceil_div(outer * inner, SIZES.flat_threads)
             sum_kernel(gradient.dtype)[blocks, SIZES.flat_threads](source, gradient)
             sizes[axis] = 1
-        steps = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return device_view(gradient, shape, steps)
+        return device_view(gradient, shape, row_major_strides(shape))
 
 
-def _joined_step(sizes: list[int], steps: list[int]) -> int | None:
-    """Return the one stride that steps through several dimensions, or None if there is none."""
-    dims = [(size, step) for size, step in zip(sizes, steps, strict=True) if size != 1]
-    even = all(slow == fast * size for (_, slow), (size, fast) in pairwise(dims))
-    return (dims[-1][1] if dims else 0) if even else None
+def contiguous(array: Any) -> Any:
+    """Return a row-major copy of a device array with any strides."""
+    shape, strides = tuple(array.shape), element_strides(array)
+    missing = max(4 - len(shape), 0)
+    copy = _copied(device_view(array, (1,) * missing + shape, (0,) * missing + strides))
+    return device_view(copy, shape, row_major_strides(shape))
 
 
 def _copied(array: Any) -> Any:
@@ -133,6 +165,10 @@ def _copied(array: Any) -> Any:
     *batches, heads, seq, dim = array.shape
     out = empty_device((math.prod(batches), heads, seq, dim), array.dtype)
     blocks = ceil_div(heads * seq * dim, SIZES.flat_threads)
+    *batch_steps, head_step, row_step, col_step = element_strides(array)
     for batch, index in enumerate(np.ndindex(*batches)):
-        copy_kernel(array.dtype)[blocks, SIZES.flat_threads](array[index], out, batch)
+        # Not array[index]: numba's own view of an array with a stride of 0 begins at a wrong place.
+        offset = sum(i * step for i, step in zip(index, batch_steps, strict=True))
+        one = device_view(array, (heads, seq, dim), (head_step, row_step, col_step), offset)
+        copy_kernel(array.dtype)[blocks, SIZES.flat_threads](one, out, batch)
     return out

@@ -1,7 +1,8 @@
 """Attention by the textbook on CUDA: scores and probabilities lie in global memory as matrices.
 
-Forward three launches: S = τ Q Kᵀ, softmax in place, O = P V.  Backward the same product kernel five
-times, and in between one kernel that turns S and dP into P and dS, in place.
+Forward three launches: S = τ Q Kᵀ, softmax in place, O = P V.  Backward the same product five times, and
+in between one kernel that turns S and dP into P and dS, in place.  The product is the one of the tensors'
+``@``, tiled in shared memory: a baseline that is slow for its traffic alone.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from typing import Any
 import numpy as np
 from numba import int64, void
 
-from kernels import geometry
+from kernels.cuda import product
 from kernels.cuda.device import (
     Kernel,
     array_type,
-    ceil_div,
     device_function,
     inverse_sum,
     is_visible,
@@ -27,60 +27,16 @@ from kernels.cuda.device import (
     shift_of,
     why_too_large,
 )
-from kernels.cuda.sizes import SIZES
+from kernels.cuda.register_tiles import round_up
+from kernels.cuda.sizes import SIZES, ProductTile
 from kernels.problem import Problem
-from kernels.targets import cuda, device_view, element_strides, empty_device
-
-#: A block has no more, on any device.
-MAX_THREADS = 1024
-
-
-@cache
-def product_kernel(block_rows: int, block_cols: int, dtype: np.dtype[Any]) -> Kernel:
-    """Return the batched matrix product for one tile size and dtype."""
-    real, zero = scalar_type(dtype), dtype.type(0)
-
-    def product(a, b, out, factor):
-        """Multiply (batch, heads, rows, depth) by (batch, heads, depth, cols), any strides.
-
-        Computes: out[i, j] = factor · Σ_k a[i, k] b[k, j] for each batch and head
-        Source: FlashAttention, Algorithm 0, lines 1 and 3
-        Grid: batch · heads · ceil(rows / block_rows) · ceil(cols / block_cols)
-        Block: (block_cols, block_rows); x runs along a row, so that neighbours read neighbours
-        One thread does: one element of out
-        Shared: (block_rows + block_cols) · block_cols elements
-        Registers: one sum
-        Global traffic: reads a ceil(cols / block_cols) times, b ceil(rows / block_rows) times;
-            writes out once
-        Needs: block_rows · block_cols <= 1024
-        """
-        a_tile = cuda.shared.array((block_rows, block_cols), real)  # (block_rows, block_cols)
-        b_tile = cuda.shared.array((block_cols, block_cols), real)  # (block_cols, block_cols)
-        tile_row, tile_col = cuda.threadIdx.y, cuda.threadIdx.x
-        heads, rows, cols, depth = out.shape[1], out.shape[2], out.shape[3], a.shape[3]
-        col_tiles = ceil_div(cols, block_cols)
-        tiles = ceil_div(rows, block_rows) * col_tiles
-        batch, head = cuda.blockIdx.x // tiles // heads, cuda.blockIdx.x // tiles % heads
-        row = cuda.blockIdx.x % tiles // col_tiles * block_rows + tile_row
-        col = cuda.blockIdx.x % col_tiles * block_cols + tile_col
-
-        total = zero
-        for start in range(0, depth, block_cols):
-            if row < rows and start + tile_col < depth:
-                a_tile[tile_row, tile_col] = a[batch, head, row, start + tile_col]
-            for k in range(tile_row, block_cols, block_rows):
-                if start + k < depth and col < cols:
-                    b_tile[k, tile_col] = b[batch, head, start + k, col]
-            cuda.syncthreads()  # both tiles are complete before any thread reads them
-            if row < rows and col < cols:
-                for k in range(min(block_cols, depth - start)):
-                    total += a_tile[tile_row, k] * b_tile[k, tile_col]
-            cuda.syncthreads()  # all have read the tiles before the next ones replace them
-        if row < rows and col < cols:
-            out[batch, head, row, col] = factor * total
-
-    array = array_type(dtype, 4)
-    return Kernel(product, void(array, array, array, real), block_rows * block_cols)
+from kernels.targets import (
+    cuda,
+    device_view,
+    dynamic_shared_memory_bytes,
+    element_strides,
+    empty_device,
+)
 
 
 def _make_block_fold(combine: Callable[[Any, Any], Any]) -> Any:
@@ -221,21 +177,40 @@ def softmax_backward_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
 
 def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
     """Return why this rung cannot run with a tile, or None."""
-    block_rows, block_cols = tile or SIZES.product_tile
-    threads = block_rows * block_cols
-    if threads > MAX_THREADS:
-        return f"tile {tile} needs {threads} threads a block, the most is {MAX_THREADS}"
-    needed = (block_rows + block_cols) * block_cols * problem.dtype.itemsize
-    return why_too_large(tile, needed)
+    own = _product_tile(tile or SIZES.product_tile)
+    tiles = SIZES.product_tiles[problem.dtype.itemsize] if own is None else (own,)
+    threads = max(each.threads for each in tiles)
+    if threads > product.MAX_THREADS:
+        return f"tile {tile} needs {threads} threads a block, the most is {product.MAX_THREADS}"
+    needed = problem.dtype.itemsize * max(product.shared_elements(each) for each in tiles)
+    return why_too_large(tile, needed, dynamic_shared_memory_bytes())
+
+
+def _product_tile(tile: tuple[int, int]) -> ProductTile | None:
+    """Return the products' tile for one that a caller asks for; None leaves it to the table.
+
+    Its sides are rounded up to what the threads of a block can share evenly.
+    """
+    if tile == SIZES.product_tile:
+        return None
+    return ProductTile(
+        round_up(tile[0], 16), round_up(tile[1], 16), depth=4, own_rows=4, own_cols=4
+    )
 
 
 def _multiply(tile: tuple[int, int], a: Any, b: Any, out: Any, factor: float) -> None:
     """Launch the product of two batches of matrices."""
-    (block_rows, block_cols), (batch, heads, rows, cols) = tile, out.shape
-    row_tiles = geometry.ceil_div(rows, block_rows)
-    col_tiles = geometry.ceil_div(cols, block_cols)
-    kernel = product_kernel(block_rows, block_cols, out.dtype)
-    kernel[batch * heads * row_tiles * col_tiles, (block_cols, block_rows)](a, b, out, factor)
+    product.multiply(
+        _flat(out), element_strides(out), _flat(a), element_strides(a), _flat(b), element_strides(b),
+        (*out.shape, a.shape[3]), factor, _product_tile(tile),
+    )  # fmt: skip
+
+
+def _flat(array: Any) -> Any:
+    """View the memory of an array as one dimension, from its first element to its last."""
+    steps = element_strides(array)
+    last = sum((size - 1) * step for size, step in zip(array.shape, steps, strict=True))
+    return device_view(array, (last + 1,), (1,))
 
 
 def _swap(a: Any) -> Any:
@@ -252,7 +227,7 @@ def forward(
 
     Args:
         problem: The checked call.
-        tile: Rows and columns of a block of the products.
+        tile: Rows and columns of a block of the products, rounded up.
         q: (batch, heads, seq_q, head_dim), any strides, on the device as all the others.
         k: (batch, heads, seq_k, head_dim), any strides.
         v: (batch, heads, seq_k, value_dim), any strides.

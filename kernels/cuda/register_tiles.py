@@ -13,9 +13,11 @@ name ``cuda`` means the running thread in the kernel's own file only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 from kernels.cuda.device import device_function, why_too_large
@@ -40,25 +42,53 @@ class Layout:
         block_k: Key columns a tile.
         lanes: Threads along a row; a power of two, at most 32.
         rows_of_threads: Threads along a column.
+        resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
     """
 
     block_q: int
     block_k: int
     lanes: int
     rows_of_threads: int
+    resident: int = 1
 
     @property
     def threads(self) -> int:
         """Threads a block."""
         return self.lanes * self.rows_of_threads
 
-    def row_stride(self, dim: int) -> int:
-        """Elements from row to row of a tile in shared memory: a padded width and one vector."""
-        return round_up(dim, VECTOR * self.lanes) + VECTOR
+    def row_stride(self, width: int) -> int:
+        """Elements from row to row of a tile in shared memory: its padded width and one vector."""
+        return round_up(width, VECTOR * self.lanes) + VECTOR
 
-    def columns(self, dim: int) -> int:
-        """Columns of an accumulator of width ``dim`` that one thread owns, a multiple of VECTOR."""
-        return round_up(dim, VECTOR * self.lanes) // self.lanes
+    def columns(self, width: int) -> int:
+        """Columns of an accumulator of that width that one thread owns, a multiple of VECTOR."""
+        return round_up(width, VECTOR * self.lanes) // self.lanes
+
+
+class SharedTiles:
+    """Where the tiles of a block lie in its dynamic shared memory, one after the other.
+
+    Args:
+        elements: Of each tile, by name, in their order in memory.
+    """
+
+    def __init__(self, **elements: int):
+        self._offsets = dict(zip(elements, accumulate(elements.values(), initial=0), strict=False))
+        #: Of all tiles.
+        self.elements = sum(elements.values())
+
+    def __getitem__(self, name: str) -> int:
+        """Return the first element of a tile."""
+        return self._offsets[name]
+
+
+def widths(problem: Problem) -> tuple[int, int]:
+    """Return head_dim and value_dim rounded up: what a kernel is compiled for.
+
+    The sizes themselves are read from the operands, so that the 256 of each need few kernels.
+    """
+    step = SIZES.width_step
+    return round_up(problem.head_dim, step), round_up(problem.value_dim, step)
 
 
 def _largest_power(limit: int, size: int) -> int:
@@ -70,19 +100,22 @@ def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> La
     """Return the layout of a kernel for a problem: from the table, with the caller's tile if given.
 
     Args:
-        name: "forward", "dq" or "dkdv".
+        name: "forward", "dq", "dkdv" or "atomic".
         problem: The checked call.
         tile: (block_q, block_k), or None.
     """
     sizes = _table_entry(name, problem)
     block_q, block_k = tile or (sizes.block_q, sizes.block_k)
     # dK and dV are summed by key: there a thread owns rows of keys.
-    rows, cols = (block_k, block_q) if name == "dkdv" else (block_q, block_k)
+    rows, cols = (block_q, block_k) if name in ("forward", "dq") else (block_k, block_q)
+    if name == "atomic":  # and rows of queries too
+        rows = math.gcd(rows, cols)
     return Layout(
         block_q,
         block_k,
         lanes=_largest_power(sizes.lanes, cols),
         rows_of_threads=_largest_power(sizes.rows_of_threads, rows),
+        resident=1 if tile else sizes.resident,
     )
 
 
@@ -96,7 +129,7 @@ def why_not_layout(
     name: str,
     problem: Problem,
     tile: tuple[int, int] | None,
-    elements: Callable[[Layout, int, int], int],
+    tiles: Callable[[Layout, int, int], SharedTiles],
 ) -> str | None:
     """Return why a kernel cannot run a problem with a tile, or None.
 
@@ -104,39 +137,40 @@ def why_not_layout(
         name: As in :func:`pick_layout`.
         problem: The checked call.
         tile: (block_q, block_k), or None.
-        elements: Shared memory of the kernel, from layout, head_dim and value_dim.
+        tiles: Shared memory of the kernel, from layout and the two widths.
     """
     layout = pick_layout(name, problem, tile)
     blocks = (layout.block_q, layout.block_k)
     if any(block % VECTOR for block in blocks):
         return f"flash2 needs tiles of multiples of {VECTOR}, got {blocks}"
-    needed = problem.dtype.itemsize * elements(layout, problem.head_dim, problem.value_dim)
+    needed = problem.dtype.itemsize * tiles(layout, *widths(problem)).elements
     return why_too_large(blocks, needed, dynamic_shared_memory_bytes())
 
 
 @cache
 def make_load_tile(
-    layout: Layout, rows: int, dim: int, dtype: Any, vectors: bool
+    layout: Layout, rows: int, width: int, dtype: Any, vectors: bool
 ) -> Callable[..., None]:
     """Return ``load_tile(thread, source, b, h, first, limit, factor, shared, offset)``.
 
     It copies ``factor`` times the rows from ``first`` on of one head to shared memory, zeros for rows from
-    ``limit`` on and for columns from ``dim`` on; what is out of range is never read.
+    ``limit`` on and for columns that the source does not have; what is out of range is never read.
 
     Args:
         layout: Who copies.
         rows: Of the tile.
-        dim: Columns of the source.
+        width: Columns of the tile, as many as the source has or more.
         dtype: Of its elements, a numba type.
-        vectors: The source is aligned for 128-bit loads and ``dim`` a multiple of four.
+        vectors: The source is aligned for 128-bit loads and has a multiple of four columns.
     """
-    stride = layout.row_stride(dim)
+    stride = layout.row_stride(width)
     vectors_a_row = (stride - VECTOR) // VECTOR
     count, threads = rows * vectors_a_row, layout.threads
     zero = dtype(0)
 
     @device_function
     def load_tile(thread, source, b, h, first, limit, factor, shared, offset):
+        dim = source.shape[3]
         for n in range(thread, count, threads):
             r = n // vectors_a_row
             c = (n % vectors_a_row) * VECTOR
@@ -163,16 +197,16 @@ def make_load_tile(
 
 @cache
 def make_multiply(
-    layout: Layout, rows: int, cols: int, dim: int, dtype: Any
+    layout: Layout, rows: int, cols: int, width: int, dtype: Any
 ) -> Callable[..., None]:
-    """Return ``multiply(tx, ty, s, fragment, shared, a, b)``: s = A·Bᵀ over ``dim``, of two shared tiles.
+    """Return ``multiply(tx, ty, s, fragment, shared, a, b)``: s = A·Bᵀ, of two shared tiles of a width.
 
     ``s`` is the thread's (rows / rows_of_threads, cols / lanes) registers, ``fragment`` scratch of
     (rows / rows_of_threads, VECTOR); ``a`` and ``b`` are the offsets of the tiles.  A thread with R rows
     and C columns does 4·R·C multiply-adds for R + C vector loads.
     """
     own_rows, own_cols = rows // layout.rows_of_threads, cols // layout.lanes
-    stride, depth = layout.row_stride(dim), round_up(dim, VECTOR)
+    stride, depth = layout.row_stride(width), round_up(width, VECTOR)
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     zero = dtype(0)
 
@@ -200,15 +234,15 @@ def make_multiply(
 
 
 @cache
-def make_accumulate(layout: Layout, rows: int, depth: int, dim: int) -> Callable[..., None]:
+def make_accumulate(layout: Layout, rows: int, depth: int, width: int) -> Callable[..., None]:
     """Return ``accumulate(tx, ty, acc, fragment, shared, p, b)``: acc += P·B, two tiles in shared memory.
 
-    P is (rows, depth), its rows ``depth + VECTOR`` apart; B is (depth, dim).  ``acc`` is the thread's
-    (rows / rows_of_threads, columns(dim)) registers, in groups of four neighbouring columns.
+    P is (rows, depth), its rows ``depth + VECTOR`` apart; B is (depth, width).  ``acc`` is the thread's
+    (rows / rows_of_threads, columns(width)) registers, in groups of four neighbouring columns.
     """
     own_rows = rows // layout.rows_of_threads
-    groups = layout.columns(dim) // VECTOR
-    p_stride, stride = depth + VECTOR, layout.row_stride(dim)
+    groups = layout.columns(width) // VECTOR
+    p_stride, stride = depth + VECTOR, layout.row_stride(width)
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
 
     @device_function
@@ -235,20 +269,36 @@ def make_accumulate(layout: Layout, rows: int, depth: int, dim: int) -> Callable
 
 
 @cache
-def make_store_tile(layout: Layout, rows: int, dim: int) -> Callable[..., None]:
-    """Return ``store_tile(tx, ty, acc, target, b, h, first, limit)``: write the rows below ``limit``."""
+def make_store_tile(
+    layout: Layout, rows: int, width: int, put: Callable[..., None]
+) -> Callable[..., None]:
+    """Return ``store_tile(tx, ty, acc, target, b, h, first, limit)``: hand on the rows below ``limit``.
+
+    Args:
+        layout: Who stores.
+        rows: Of the accumulator.
+        width: Of the accumulator; columns that the target does not have are left out.
+        put: What becomes of an element: ``put(target, index, value)``.
+    """
     own_rows = rows // layout.rows_of_threads
-    columns = layout.columns(dim)
+    columns = layout.columns(width)
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
 
     @device_function
     def store_tile(tx, ty, acc, target, b, h, first, limit):
+        dim = target.shape[3]
         for i in range(own_rows):
             row = first + ty + i * rows_of_threads
             if row < limit:
                 for n in range(columns):
                     col = (n // VECTOR * lanes + tx) * VECTOR + n % VECTOR
                     if col < dim:
-                        target[b, h, row, col] = acc[i, n]
+                        put(target, (b, h, row, col), acc[i, n])
 
     return store_tile
+
+
+@device_function
+def assign(target, index, value):
+    """Write an element: the ``put`` of a tile that one block owns."""
+    target[index] = value

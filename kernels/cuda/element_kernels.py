@@ -1,0 +1,243 @@
+"""The fused layers on CUDA that look at single elements: GELU, embedding, dropout, optimisers.
+
+All arrays are contiguous; those of any shape are seen as vectors.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import int64, types, void
+
+from kernels.cuda.device import Kernel, device_function, scalar_type
+from kernels.cuda.row_kernels import matrix_type, vector_type
+from kernels.cuda.vector import EXP2
+from kernels.philox import WORDS, make_philox
+from kernels.pointwise import GELU_CONSTANTS, make_adam, make_gelu
+from kernels.targets import cuda
+
+_element_words = make_philox(device_function).element_words
+_adam = make_adam(device_function)
+
+
+@cache
+def gelu_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the GELU kernel for one dtype."""
+    constants = tuple(dtype.type(number) for number in GELU_CONSTANTS)
+    value = make_gelu(device_function, EXP2[dtype]).value
+
+    def gelu(x, out):
+        """Apply GELU in its tanh form to each element.
+
+        Computes: out = x sigmoid(2u), u = sqrt(2/π) (x + 0.044715 x³)
+        Source: Hendrycks and Gimpel, Gaussian Error Linear Units (2016), section 2
+        Grid: ceil(size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: none
+        Global traffic: one read and one write an element
+        Needs: nothing
+        """
+        i = cuda.grid(1)
+        if i < x.shape[0]:
+            out[i] = value(x[i], constants)
+
+    vector = vector_type(dtype)
+    return Kernel(gelu, void(vector, vector))
+
+
+@cache
+def gelu_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel of GELU's gradient for one dtype."""
+    constants = tuple(dtype.type(number) for number in GELU_CONSTANTS)
+    gradient = make_gelu(device_function, EXP2[dtype]).gradient
+
+    def gelu_backward(dout, x, dx):
+        """Return through GELU.
+
+        Computes: dx = dout ∘ gelu'(x)
+        Source: as gelu
+        Grid: ceil(size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: none
+        Global traffic: two reads and one write an element
+        Needs: nothing
+        """
+        i = cuda.grid(1)
+        if i < x.shape[0]:
+            dx[i] = gradient(dout[i], x[i], constants)
+
+    vector = vector_type(dtype)
+    return Kernel(gelu_backward, void(vector, vector, vector))
+
+
+@cache
+def cross_entropy_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel of the gradient of cross entropy for one dtype."""
+    one = dtype.type(1)
+
+    def cross_entropy_backward(dlosses, targets, probs, dlogits):
+        """Return through cross entropy.
+
+        Computes: dlogits = dloss (probs - one_hot(target)) for each row
+        Source: none
+        Grid: ceil(rows · classes / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: none
+        Global traffic: one read and one write an element; a loss and a target a row
+        Needs: nothing
+        """
+        i, classes = cuda.grid(1), probs.shape[1]
+        if i < probs.shape[0] * classes:
+            row, col = i // classes, i % classes
+            p = probs[row, col]
+            dlogits[row, col] = dlosses[row] * (p - one if targets[row] == col else p)
+
+    matrix, vector = matrix_type(dtype), vector_type(dtype)
+    return Kernel(cross_entropy_backward, void(vector, int64[::1], matrix, matrix))
+
+
+@cache
+def embedding_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the lookup kernel for one dtype."""
+
+    def embedding(table, ids, out):
+        """Look up rows of a table.
+
+        Computes: out[i] = table[ids[i]]
+        Source: none
+        Grid: ceil(count · dim / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: none
+        Global traffic: one read and one write an element; an id a row
+        Needs: ids inside the table
+        """
+        i, dim = cuda.grid(1), table.shape[1]
+        if i < out.shape[0] * dim:
+            out[i // dim, i % dim] = table[ids[i // dim], i % dim]
+
+    matrix = matrix_type(dtype)
+    return Kernel(embedding, void(matrix, int64[::1], matrix))
+
+
+@cache
+def embedding_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel of the gradient of a lookup for one dtype."""
+    zero = dtype.type(0)
+
+    def embedding_backward(dout, uses, dtable):
+        """Add up, for each row of the table, the gradients of its lookups, in their order.
+
+        No two threads add to one element: the result is equal from run to run, without atomics.
+
+        Computes: dtable[r] = Σ dout[i] over the i with ids[i] = r
+        Source: none
+        Grid: ceil(rows · dim / threads)
+        Block: any number of threads
+        One thread does: one element of dtable, a row that nobody looked up included
+        Shared: none
+        Registers: one sum
+        Global traffic: dout read once; dtable written once; the lists of uses read once a row
+        Needs: uses: where each row's list begins, rows + 1 numbers, and then the lists
+        """
+        i, rows, dim = cuda.grid(1), dtable.shape[0], dtable.shape[1]
+        if i < rows * dim:
+            row, col = i // dim, i % dim
+            total = zero
+            for use in range(uses[row], uses[row + 1]):
+                total += dout[uses[rows + 1 + use], col]
+            dtable[row, col] = total
+
+    matrix = matrix_type(dtype)
+    return Kernel(embedding_backward, void(matrix, int64[::1], matrix))
+
+
+@cache
+def dropout_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the dropout kernel for one dtype."""
+    real, zero = scalar_type(dtype), dtype.type(0)
+
+    def dropout(x, out, seed, threshold, scale):
+        """Set elements to 0 at random; with the same seed it is also the gradient.
+
+        Computes: out[i] = scale x[i] where random word i reaches the threshold, else 0
+        Source: Srivastava et al., Dropout (2014); the words: see ``philox``
+        Grid: ceil(size / 4 threads)
+        Block: any number of threads
+        One thread does: four neighbouring elements, for one counter gives four words
+        Shared: none
+        Registers: four words
+        Global traffic: one read and one write an element
+        Needs: nothing
+        """
+        block = cuda.grid(1)
+        if block * WORDS < x.shape[0]:
+            words = _element_words(seed, block)
+            for i in range(WORDS):
+                at = block * WORDS + i
+                if at < x.shape[0]:
+                    out[at] = scale * x[at] if words[i] >= threshold else zero
+
+    vector = vector_type(dtype)
+    return Kernel(dropout, void(vector, vector, int64, int64, real))
+
+
+@cache
+def adam_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel of a step of Adam for one dtype."""
+    real, one = scalar_type(dtype), dtype.type(1)
+
+    def adam(value, grad, m, v, out, constants):
+        """Take a step of Adam.
+
+        Computes: m, v in place, and the next value, as ``pointwise.make_adam``
+        Source: Kingma and Ba (2015), Algorithm 1; Loshchilov and Hutter (2019), Algorithm 2
+        Grid: ceil(size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: none
+        Global traffic: four reads and three writes an element
+        Needs: nothing
+        """
+        i = cuda.grid(1)
+        if i < value.shape[0]:
+            m[i], v[i], out[i] = _adam(value[i], grad[i], m[i], v[i], one, constants)
+
+    vector = vector_type(dtype)
+    signature = void(vector, vector, vector, vector, vector, types.UniTuple(real, 6))
+    return Kernel(adam, signature)
+
+
+@cache
+def sgd_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel of a step of gradient descent for one dtype."""
+
+    def sgd(value, grad, out, lr):
+        """Take a step against the gradient.
+
+        Computes: out = value - lr · grad
+        Source: none
+        Grid: ceil(size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: none
+        Global traffic: two reads and one write an element
+        Needs: nothing
+        """
+        i = cuda.grid(1)
+        if i < value.shape[0]:
+            out[i] = value[i] - lr * grad[i]
+
+    vector = vector_type(dtype)
+    return Kernel(sgd, void(vector, vector, vector, scalar_type(dtype)))

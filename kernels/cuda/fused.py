@@ -1,0 +1,308 @@
+"""Fused layers on CUDA: softmax, layer norm, GELU, cross entropy, embedding, dropout, SGD and Adam.
+
+The functions of ``kernels.cpu.fused`` under the same names, on contiguous device arrays of one dtype,
+float32 or float64.  Nothing comes back to the host, nothing waits for the device, and each result is the
+same bit for bit on every run: no kernel adds with atomics.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kernels.cuda import element_kernels as elements
+from kernels.cuda import row_kernels
+from kernels.cuda.block import RowBlock, row_block
+from kernels.cuda.memory import sum_kernel
+from kernels.cuda.sizes import SIZES
+from kernels.geometry import ceil_div
+from kernels.philox import WORDS, drop_threshold
+from kernels.pointwise import adam_constants
+from kernels.targets import device_view, empty_device, is_device_array, to_device
+
+#: Fewest rows that one part of layer norm's sums takes.
+ROWS = 16
+
+
+def _empty_like(x: Any) -> Any:
+    return empty_device(tuple(x.shape), x.dtype)
+
+
+def _rows(x: Any) -> Any:
+    """View an array as (rows, last dimension)."""
+    *lead, n = x.shape
+    return device_view(x, (math.prod(lead), n), (n, 1))
+
+
+def _flat(x: Any) -> Any:
+    return device_view(x, (math.prod(x.shape),), (1,))
+
+
+def _launch_elements(kernel: Any, count: int, *args: Any) -> None:
+    """Launch one thread for each of ``count`` items; a grid without blocks cannot be launched."""
+    if count:
+        kernel[ceil_div(count, SIZES.flat_threads), SIZES.flat_threads](*args)
+
+
+def _launch_rows(kernel: Any, block: RowBlock, rows: Any, *args: Any) -> None:
+    """Launch on the rows of ``rows``, which is the first argument too."""
+    if math.prod(rows.shape):
+        kernel[ceil_div(rows.shape[0], block.rows), (block.threads, block.rows)](rows, *args)
+
+
+def place_ids(ids: Any) -> Any:
+    """Return whole numbers as the functions below take them: flat, int64, on the device.
+
+    What is on the device stays there; ids from the host are copied once.
+    """
+    if is_device_array(ids):
+        return ids
+    return to_device(np.ascontiguousarray(ids, np.int64).reshape(-1))
+
+
+# -- softmax -----------------------------------------------------------------------------------
+
+
+def softmax(x: Any) -> Any:
+    """Return softmax over the last dimension.
+
+    Args:
+        x: (…, n).
+
+    Returns:
+        (…, n).
+    """
+    out, rows = _empty_like(x), _rows(x)
+    block = row_block(rows.shape[1])
+    _launch_rows(row_kernels.softmax_kernel(block, x.dtype), block, rows, _rows(out))
+    return out
+
+
+def softmax_backward(dout: Any, out: Any) -> Any:
+    """Return the gradient of softmax's input from its output.
+
+    Args:
+        dout: (…, n).
+        out: (…, n), as :func:`softmax` returned it.
+
+    Returns:
+        (…, n).
+    """
+    dx, rows = _empty_like(out), _rows(dout)
+    block = row_block(rows.shape[1])
+    kernel = row_kernels.softmax_backward_kernel(block, out.dtype)
+    _launch_rows(kernel, block, rows, _rows(out), _rows(dx))
+    return dx
+
+
+# -- layer norm --------------------------------------------------------------------------------
+
+
+def layer_norm(x: Any, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Any]:
+    """Normalise the last dimension to mean 0 and variance 1, then scale and shift it.
+
+    Args:
+        x: (…, n).
+        gamma: (n,).
+        beta: (n,).
+        eps: Added to the variance.
+
+    Returns:
+        out (…, n), and the mean and the reciprocal standard deviation of each row, (rows,).
+    """
+    out, rows = _empty_like(x), _rows(x)
+    mean, rstd = (empty_device((rows.shape[0],), x.dtype) for _ in range(2))
+    n = rows.shape[1]
+    block = row_block(n)
+    kernel = row_kernels.layer_norm_kernel(block, x.dtype)
+    real = x.dtype.type
+    _launch_rows(
+        kernel, block, rows, gamma, beta, _rows(out), mean, rstd, real(1.0 / max(n, 1)), real(eps)
+    )
+    return out, mean, rstd
+
+
+def layer_norm_backward(
+    dout: Any, x: Any, gamma: Any, mean: Any, rstd: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of x, gamma and beta; mean and rstd as :func:`layer_norm` gave them."""
+    dx, drows, rows = _empty_like(x), _rows(dout), _rows(x)
+    count, n = rows.shape
+    block = row_block(n)
+    kernel = row_kernels.layer_norm_backward_kernel(block, x.dtype)
+    inverse_n = x.dtype.type(1.0 / max(n, 1))
+    _launch_rows(kernel, block, drows, rows, gamma, mean, rstd, _rows(dx), inverse_n)
+    # About as many parts as rows in a part: both sums are short.
+    rows_of_part = max(ROWS, math.isqrt(count))
+    shape = 1, max(ceil_div(count, rows_of_part), 1), n
+    dgamma_parts, dbeta_parts = (empty_device(shape, x.dtype) for _ in range(2))
+    dgamma, dbeta = (empty_device((n,), x.dtype) for _ in range(2))
+    if n:
+        grid = (ceil_div(n, SIZES.flat_threads), shape[1])
+        row_kernels.layer_norm_parts_kernel(x.dtype)[grid, SIZES.flat_threads](
+            drows, rows, mean, rstd, dgamma_parts, dbeta_parts, rows_of_part
+        )
+    for parts, sums in ((dgamma_parts, dgamma), (dbeta_parts, dbeta)):
+        _launch_elements(sum_kernel(x.dtype), n, parts, device_view(sums, (1, n), (n, 1)))
+    return dx, dgamma, dbeta
+
+
+# -- GELU --------------------------------------------------------------------------------------
+
+
+def gelu(x: Any) -> Any:
+    """Return GELU in its tanh form, element by element."""
+    out, flat = _empty_like(x), _flat(x)
+    _launch_elements(elements.gelu_kernel(x.dtype), flat.shape[0], flat, _flat(out))
+    return out
+
+
+def gelu_backward(dout: Any, x: Any) -> Any:
+    """Return the gradient of GELU's input."""
+    dx, flat = _empty_like(x), _flat(x)
+    kernel = elements.gelu_backward_kernel(x.dtype)
+    _launch_elements(kernel, flat.shape[0], _flat(dout), flat, _flat(dx))
+    return dx
+
+
+# -- cross entropy -----------------------------------------------------------------------------
+
+
+def cross_entropy(logits: Any, targets: Any) -> tuple[Any, Any]:
+    """Return the negative log-likelihood of each row's target.
+
+    Args:
+        logits: (rows, classes).
+        targets: (rows,) integers from 0 to classes - 1, checked by the caller.
+
+    Returns:
+        losses (rows,), and probs (rows, classes) for the backward pass.
+    """
+    losses, probs = empty_device((logits.shape[0],), logits.dtype), _empty_like(logits)
+    block = row_block(logits.shape[1])
+    kernel = row_kernels.cross_entropy_kernel(block, logits.dtype)
+    _launch_rows(kernel, block, logits, place_ids(targets), losses, probs)
+    return losses, probs
+
+
+def cross_entropy_backward(dlosses: Any, targets: Any, probs: Any) -> Any:
+    """Return the gradient of the logits."""
+    dlogits = _empty_like(probs)
+    kernel = elements.cross_entropy_backward_kernel(probs.dtype)
+    _launch_elements(kernel, math.prod(probs.shape), dlosses, place_ids(targets), probs, dlogits)
+    return dlogits
+
+
+# -- embedding ---------------------------------------------------------------------------------
+
+
+def embedding(table: Any, ids: Any) -> Any:
+    """Return rows of a table.
+
+    Args:
+        table: (num_rows, dim).
+        ids: Integers from 0 to num_rows - 1 of any shape, on the host, checked by the caller.
+
+    Returns:
+        (*ids.shape, dim).
+    """
+    out = empty_device((*ids.shape, table.shape[1]), table.dtype)
+    kernel = elements.embedding_kernel(table.dtype)
+    _launch_elements(kernel, math.prod(out.shape), table, place_ids(ids), _rows(out))
+    return out
+
+
+def embedding_backward(dout: Any, ids: Any, num_rows: int) -> Any:
+    """Add up the gradients of the rows that were looked up; equal from run to run.
+
+    Args:
+        dout: (…, dim).
+        ids: Integers, as many as dout has rows, on the host: there they are put in order.
+        num_rows: Rows of the table.
+
+    Returns:
+        (num_rows, dim).
+    """
+    rows = _rows(dout)
+    dtable = empty_device((num_rows, rows.shape[1]), dout.dtype)
+    ids = np.asarray(ids).reshape(-1)
+    # For each row of the table where the list of its uses begins, and then the lists.
+    uses = np.zeros(num_rows + 1 + ids.size, np.int64)
+    np.cumsum(np.bincount(ids, minlength=num_rows), out=uses[1 : num_rows + 1])
+    uses[num_rows + 1 :] = np.argsort(ids, kind="stable")
+    kernel = elements.embedding_backward_kernel(dout.dtype)
+    _launch_elements(kernel, math.prod(dtable.shape), rows, to_device(uses), dtable)
+    return dtable
+
+
+# -- dropout -----------------------------------------------------------------------------------
+
+
+def dropout(x: Any, seed: int, rate: float, scale: float) -> Any:
+    """Set elements to 0 at random and multiply the others; with the same seed the gradient too.
+
+    Args:
+        x: Any shape.
+        seed: Of the noise, from 0 to 2⁶³ - 1; element i depends on the seed and on i alone.
+        rate: Probability of 0.
+        scale: Of what is kept.
+
+    Returns:
+        Of x's shape.
+    """
+    out, flat = _empty_like(x), _flat(x)
+    _launch_elements(
+        elements.dropout_kernel(x.dtype), ceil_div(flat.shape[0], WORDS),
+        flat, _flat(out), seed, drop_threshold(rate), x.dtype.type(scale),
+    )  # fmt: skip
+    return out
+
+
+# -- optimisers --------------------------------------------------------------------------------
+
+
+def sgd_step(value: Any, grad: Any, lr: float) -> Any:
+    """Return value - lr * grad."""
+    out, flat = _empty_like(value), _flat(value)
+    kernel = elements.sgd_kernel(value.dtype)
+    _launch_elements(kernel, flat.shape[0], flat, _flat(grad), _flat(out), value.dtype.type(lr))
+    return out
+
+
+def adam_step(
+    value: Any,
+    grad: Any,
+    m: Any,
+    v: Any,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    weight_decay: float = 0.0,
+) -> Any:
+    """Return the next value of a parameter; update its two moments in place.
+
+    Args:
+        value: Any shape; grad, m and v have the same.
+        grad: Likewise.
+        m: Running mean of the gradient.
+        v: Running mean of its square.
+        lr: See ``pointwise.adam_constants``; likewise the others.
+        beta1: Likewise.
+        beta2: Likewise.
+        eps: Likewise.
+        step: Likewise.
+        weight_decay: Likewise.
+    """
+    out, flat = _empty_like(value), _flat(value)
+    constants = adam_constants(lr, beta1, beta2, eps, step, weight_decay)
+    _launch_elements(
+        elements.adam_kernel(value.dtype), flat.shape[0],
+        flat, _flat(grad), _flat(m), _flat(v), _flat(out),
+        tuple(value.dtype.type(number) for number in constants),
+    )  # fmt: skip
+    return out

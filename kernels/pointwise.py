@@ -1,0 +1,103 @@
+"""GELU and Adam, one element at a time.  One source for every compiler.
+
+A constant comes from the caller in the dtype of the elements: a Python float would promote float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .online_softmax import LOG2_E
+
+SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+GELU_CUBIC = 0.044715
+
+#: What ``Gelu`` takes as ``constants``: 0, 1, 3, the cubic factor, 2 sqrt(2/pi), and that times log2(e).
+GELU_CONSTANTS = (
+    0.0,
+    1.0,
+    3.0,
+    GELU_CUBIC,
+    2.0 * SQRT_2_OVER_PI,
+    2.0 * SQRT_2_OVER_PI * LOG2_E,
+)
+
+
+class Gelu(NamedTuple):
+    """The functions that :func:`make_gelu` returns; ``constants`` are GELU_CONSTANTS in their dtype."""
+
+    value: Callable[[Any, Any], Any]
+    gradient: Callable[[Any, Any, Any], Any]
+
+
+def make_gelu(compile_: Callable[[Any], Any], exp2: Callable[[Any], Any]) -> Gelu:
+    """Return GELU in its tanh form, and its gradient, for one compiler.
+
+    Args:
+        compile_: Turns a plain function into one that the caller's compiler can call.
+        exp2: 2**x in the dtype of the elements, for x <= 0.
+    """
+
+    @compile_
+    def gate(x, constants):
+        """Return sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x³): GELU's tanh form is x sigmoid(2u)."""
+        zero, one, _, cubic, _, factor = constants
+        z = factor * (x + cubic * x * x * x)
+        # exp2 takes arguments that are not positive: sigmoid(z) = 1 - sigmoid(-z).
+        small = exp2(-abs(z))
+        large = one / (one + small)
+        return large if z >= zero else small * large
+
+    @compile_
+    def value(x, constants):
+        return x * gate(x, constants)
+
+    @compile_
+    def gradient(dout, x, constants):
+        # y = x s, s = sigmoid(2u): dy/dx = s + x s (1 - s) 2 du/dx
+        _, one, three, cubic, inner, _ = constants
+        s = gate(x, constants)
+        slope = inner * (one + three * cubic * x * x)
+        return dout * (s + x * s * (one - s) * slope)
+
+    return Gelu(value, gradient)
+
+
+def make_adam(compile_: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, Any]]:
+    """Return one element's step of Adam for one compiler.
+
+    Source: Kingma and Ba (2015), Algorithm 1; Loshchilov and Hutter (2019), Algorithm 2.
+    """
+
+    @compile_
+    def adam(value, grad, m, v, one, constants):
+        """Return the new m, v and value; ``constants`` as :func:`adam_constants` returns them."""
+        size, beta1, beta2, eps, root, keep = constants
+        m = beta1 * m + (one - beta1) * grad
+        v = beta2 * v + (one - beta2) * grad * grad
+        return m, v, keep * value - size * m / (math.sqrt(v) * root + eps)
+
+    return adam
+
+
+def adam_constants(
+    lr: float, beta1: float, beta2: float, eps: float, step: int, weight_decay: float
+) -> tuple[float, ...]:
+    """Return what is the same for every element of a step.
+
+    Args:
+        lr: Learning rate.
+        beta1: Decay of m, the running mean of the gradient.
+        beta2: Decay of v, the running mean of its square.
+        eps: Added to the root of v.
+        step: Counts from 1; corrects the bias of the zero start.
+        weight_decay: Decoupled, as in AdamW.
+
+    Returns:
+        The step size lr / (1 - beta1^step), beta1, beta2, eps, the factor 1 / sqrt(1 - beta2^step) of
+        the root, and what the decay leaves of the value.
+    """
+    size, root = lr / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
+    return size, beta1, beta2, eps, root, 1.0 - lr * weight_decay

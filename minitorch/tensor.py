@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from . import operators
 from .autodiff import History, Variable, backpropagate
 from .cuda_ops import CudaBackend
 from .fast_ops import FastBackend
@@ -23,9 +24,21 @@ from .tensor_data import (
 from .tensor_functions import To
 from .tensor_lending import Lending
 from .tensor_operators import TensorOperators
-from .tensor_ops import TensorBackend, result_dtype
+from .tensor_ops import TensorBackend, TensorOps, result_dtype
 
 _tensor_count = 0
+
+
+@lru_cache(maxsize=256)
+def constant(ops: type[TensorOps], value: str, dtype: np.dtype[Any]) -> TensorData:
+    """Return one element that nobody writes to; on a device each new one would cost a launch.
+
+    Args:
+        ops: Of the backend.
+        value: As ``float.hex`` writes it, for -0.0 is equal to 0.0 and not the same.
+        dtype: Of the element.
+    """
+    return TensorData(ops.filled(1, float.fromhex(value), dtype), (1,))
 
 
 class Tensor(TensorOperators, Lending):
@@ -199,7 +212,7 @@ class Tensor(TensorOperators, Lending):
         return self._allocated(lambda size, dtype: ops.filled(size, value, dtype), shape, dtype)
 
     def _allocated(self, allocate: Any, shape: UserShape, dtype: Any) -> Tensor:
-        size = int(operators.prod(shape))
+        size = math.prod(shape)
         return self._new(TensorData(allocate(size, np.dtype(dtype or self.dtype)), tuple(shape)))
 
     def zeros(self, shape: UserShape | None = None) -> Tensor:
@@ -279,7 +292,7 @@ class Tensor(TensorOperators, Lending):
                 b._type_(self.backend)
             return b
         if isinstance(b, (int, float, np.number)):
-            return self.full((1,), float(b), result_dtype(self))
+            return self._new(constant(self.backend.ops, float(b).hex(), result_dtype(self)))
         raise TypeError(
             f"a tensor combines with a tensor or a number, got {type(b).__name__}; convert it with "
             "minitorch.tensor or minitorch.from_numpy"

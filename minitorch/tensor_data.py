@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,7 +13,6 @@ import numpy.typing as npt
 
 from kernels.targets import explained, is_device_array, to_device, to_host
 
-from .operators import prod
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
 MAX_DIMS = 32
@@ -161,8 +162,6 @@ class TensorData:
     """
 
     _storage: Storage
-    _strides: Strides
-    _shape: Shape
     strides: Ints
     shape: Ints
     dims: int
@@ -195,9 +194,7 @@ class TensorData:
         self.shape = shape
         self.strides = strides
         self.dims = len(shape)
-        self.size = int(prod(shape))
-        self._shape = np.array(shape, dtype=np.int64)
-        self._strides = np.array(strides, dtype=np.int64)
+        self.size = math.prod(shape)
         assert self._storage.ndim == 1, (
             f"the storage must be flat, got an array of shape {self._storage.shape}; pass it as "
             "array.reshape(-1), or use minitorch.from_numpy"
@@ -216,6 +213,15 @@ class TensorData:
                     f"strides {strides} lead outside the {self.size} elements of shape {shape}; "
                     "they must not be negative, and the last index must lie in the storage"
                 )
+
+    # Arrays for the compiled loops, made when a loop asks for them: kernels on a device do not.
+    @cached_property
+    def _shape(self) -> Shape:
+        return np.array(self.shape, dtype=np.int64)
+
+    @cached_property
+    def _strides(self) -> Strides:
+        return np.array(self.strides, dtype=np.int64)
 
     @property
     def dtype(self) -> np.dtype[Any]:

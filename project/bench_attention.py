@@ -126,6 +126,12 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
+def leave_out(name: str, *places: Row) -> None:
+    """Forget a contestant."""
+    for place in places:
+        place.pop(name, None)
+
+
 def measure(
     running: dict[str, Contestant], args: argparse.Namespace, length: int, expected: Row
 ) -> Row:
@@ -151,13 +157,19 @@ def measure(
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            operands.pop(name, None)
-            running.pop(name)
+            leave_out(name, running, row, operands)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
     start = time.perf_counter()
-    while time.perf_counter() - start < args.seconds or len(next(iter(seconds.values()))) < 3:
-        for name, contestant in running.items():
-            seconds[name].append(one_pass(contestant, operands[name]))
+    rounds = 0
+    while running and (rounds < 3 or time.perf_counter() - start < args.seconds):
+        rounds += 1
+        for name, contestant in list(running.items()):
+            try:
+                seconds[name].append(one_pass(contestant, operands[name]))
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                leave_out(name, running, row, seconds, operands)
         if time.perf_counter() - start > 3 * args.limit:
             break
     shape = (args.batch * args.heads, length, length, args.head_dim)
@@ -172,9 +184,9 @@ def measure(
             "forward_tflops": flops / forward / 1e12,
             "backward_tflops": backward_flops / backward / 1e12,
         }
-        rounds = list(zip(times, seconds[last_of(running)], strict=True))
+        pairs = list(zip(times, seconds[last_of(running)], strict=False))
         for place, direction in enumerate(("forward", "backward")):
-            row[name][f"{direction}_ratio"] = median(a[place] / b[place] for a, b in rounds)
+            row[name][f"{direction}_ratio"] = median(a[place] / b[place] for a, b in pairs)
     return row
 
 

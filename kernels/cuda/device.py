@@ -14,6 +14,7 @@ import numba
 import numpy as np
 from numba import types
 
+from kernels.cuda.launcher import Launcher, three
 from kernels.geometry import make_geometry, same
 from kernels.masks import make_masks
 from kernels.online_softmax import make_online_softmax
@@ -21,6 +22,7 @@ from kernels.targets import (
     IS_SIMULATOR,
     allow_shared_memory,
     cuda,
+    driver,
     explained,
     launching,
     shared_memory_bytes,
@@ -68,7 +70,8 @@ class Kernel:
         self.threads = threads
         self.shared_bytes = shared_bytes
         self.resident = resident
-        self._launching = launching(source.__name__)
+        self.name = source.__qualname__.rsplit(".", 1)[-1]
+        self._launching = launching(self.name)
 
     @property
     def launch_bounds(self) -> tuple[int, int] | None:
@@ -76,22 +79,28 @@ class Kernel:
         return (self.threads, self.resident) if self.threads else None
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _launch(self) -> Callable[..., None]:
+        """Compile; return the function of grid, block and arguments that launches."""
         bounds = {} if IS_SIMULATOR else {"launch_bounds": self.launch_bounds}
-        with explained(f"compiling the kernel {self.source.__name__}"):
+        with explained(f"compiling the kernel {self.name}"):
             compiled = cuda.jit(self.signature, **bounds)(self.source)
             if self.shared_bytes:
                 allow_shared_memory(compiled, self.shared_bytes)
-        return compiled
+        if driver is not None:
+            return Launcher(compiled, self.signature, self.shared_bytes, self.name).launch
+
+        def launch(grid: Any, block: Any, *args: Any) -> None:
+            compiled[grid, block, 0, self.shared_bytes](*args)
+
+        return launch
 
     def __getitem__(self, launch: Any) -> Callable[..., None]:
         """Return the function that launches on (grid, block)."""
-        grid, block = launch
-        configured = self._compiled[grid, block, 0, self.shared_bytes]
+        grid, block = map(three, launch)
 
         def run(*args: Any) -> None:
             with self._launching:
-                configured(*args)
+                self._launch(grid, block, *args)
 
         return run
 

@@ -1,0 +1,142 @@
+"""Launch a compiled kernel by the driver itself: a training step is hundreds of launches.
+
+Numba's own launch makes an object of each number that a kernel takes, every time.  Here the numbers are
+packed into one buffer by one call, in the order and the sizes in which numba's kernels take them: an array
+is its (unused) owner and parent, its size, the bytes of an element, its address, its shape and its strides
+in bytes; a tuple is its elements.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from itertools import chain
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kernels.cuda.errors import explain_code
+from kernels.targets import cuda, driver
+
+#: How a number lies in its slot of eight bytes.
+SLOTS = {
+    types.int64: "q",
+    types.uint64: "Q",
+    types.int32: "i4x",
+    types.uint32: "I4x",
+    types.float32: "f4x",
+    types.float64: "d",
+    types.boolean: "?7x",
+}
+
+
+def _layout(kind: Any) -> str:
+    """Return how an argument of a type lies in the buffer."""
+    if isinstance(kind, types.Array):
+        return "q" * (5 + 2 * kind.ndim)
+    if isinstance(kind, types.BaseTuple):
+        return "".join(SLOTS[element] for element in kind)
+    return SLOTS[kind]
+
+
+def _number(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda value: (value,)
+
+
+def _tuple(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return lambda value: value
+
+
+def _array(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Return the function that gives the numbers of an array, once it is one of the right kind."""
+    expected = np.dtype(str(kind.dtype)), kind.ndim
+
+    def numbers(array: Any) -> tuple[Any, ...]:
+        known = vars(array).get("_numbers")
+        if known is None:
+            address = array.device_ctypes_pointer.value or 0
+            sizes = (0, 0, array.size, array.dtype.itemsize, address, *array.shape, *array.strides)
+            known = array._numbers = (array.dtype, array.ndim), sizes
+        if known[0] != expected:
+            raise TypeError(
+                f"the kernel takes {expected[0]} of {expected[1]} dimensions, got {known[0][0]} of "
+                f"{known[0][1]}; convert the array"
+            )
+        return known[1]
+
+    return numbers
+
+
+def _unpack(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Return the function that gives the numbers of an argument of a type."""
+    if isinstance(kind, types.Array):
+        return _array(kind)
+    return _tuple(kind) if isinstance(kind, types.BaseTuple) else _number(kind)
+
+
+class Launcher:
+    """One compiled kernel, to be launched on the legacy default stream.
+
+    Args:
+        compiled: What ``cuda.jit`` returned for a signature.
+        signature: Of its arguments.
+        shared_bytes: Dynamic shared memory of a block.
+        name: For the error text.
+    """
+
+    def __init__(self, compiled: Any, signature: Any, shared_bytes: int, name: str):
+        (overload,) = compiled.overloads.values()
+        self._library = overload._codelibrary
+        self._functions: dict[int, Any] = {}
+        self._shared_bytes = shared_bytes
+        self._name = name
+        self._unpackers = [_unpack(kind) for kind in signature.args]
+        self._packer = struct.Struct("=" + "".join(map(_layout, signature.args)))
+        # The driver takes an array of pointers, one to each number.  It has read the numbers when the
+        # launch returns; until then no other thread may write its own.
+        self._slots = np.zeros(self._packer.size, np.uint8)
+        base = self._slots.ctypes.data
+        self._pointers = np.arange(base, base + self._slots.size, 8, dtype=np.uint64)
+        self._address = int(self._pointers.ctypes.data)
+        self._lock = Lock()
+        self._launch = driver.cuLaunchKernel
+        self._stream = driver.CUstream(0)
+        self._success = driver.CUresult.CUDA_SUCCESS
+
+    def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], *args: Any) -> None:
+        """Launch on so many blocks of so many threads.
+
+        Raises:
+            TypeError: If an array has another dtype or number of dimensions than the kernel takes.
+            RuntimeError: If the driver fails, or a kernel has failed before.
+        """
+        numbers = chain.from_iterable(
+            unpack(arg) for unpack, arg in zip(self._unpackers, args, strict=True)
+        )
+        with self._lock:
+            self._packer.pack_into(self._slots, 0, *numbers)
+            (error,) = self._launch(
+                self._function(), *grid, *block, self._shared_bytes, self._stream, self._address, 0
+            )
+        if error != self._success:
+            raise explain_code(error.name, f"the kernel {self._name}")
+
+    def _function(self) -> Any:
+        """Return the driver's handle of the kernel on the current device."""
+        error, device = driver.cuCtxGetDevice()
+        number = int(device) if error == self._success else None
+        if number not in self._functions:
+            with_context = cuda.current_context()  # made current on this thread
+            number = int(with_context.device.id)
+            if number not in self._functions:
+                handle = self._library.get_cufunc().handle
+                self._functions[number] = driver.CUfunction(int(handle))
+        return self._functions[number]
+
+
+def three(size: Any) -> tuple[int, int, int]:
+    """Return a grid or a block as three numbers."""
+    sizes = tuple(size) if isinstance(size, (tuple, list)) else (size,)
+    return (*sizes, 1, 1, 1)[:3]  # type: ignore[return-value]

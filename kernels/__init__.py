@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kernels import launch
+from kernels.cuda.arrays import is_device_array
 from kernels.dlpack import as_array
 from kernels.problem import (
     Problem,
@@ -14,7 +15,6 @@ from kernels.problem import (
     make_problem,
     takes_attention_options,
 )
-from kernels.targets import is_device_array
 
 __all__ = [
     "Problem",

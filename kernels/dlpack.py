@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, types
 
+from kernels.cuda.arrays import device_pointer, is_device_array
 from kernels.memory import row_major_strides
-from kernels.targets import IS_SIMULATOR, cuda, device_pointer, driver, is_device_array, why_no_cuda
+from kernels.targets import IS_SIMULATOR, cuda, driver, why_no_cuda
 
 #: DLPack's numbers for kinds of memory.
 HOST, DEVICE, MANAGED = 1, 2, 13

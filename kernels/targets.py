@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from functools import cache, cached_property, lru_cache
+from functools import cache
 from importlib import import_module
 from threading import Lock
 from typing import Any
@@ -37,7 +37,6 @@ from kernels.cuda.errors import (
     explain,
     first_line,
 )
-from kernels.cuda.pool import Block, Pool
 
 # Small grids are what students launch; the warning would bury their own output.  Setting the
 # variable is not enough: numba reads it when it is imported, which may have been earlier.
@@ -177,163 +176,6 @@ def _text(name: bytes | str) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
-def is_device_array(array: Any) -> bool:
-    """Tell whether an array is one of numba's on the device, or the simulator's stand-in for one."""
-    return bool(getattr(array, "__cuda_ndarray__", False))
-
-
-@cache
-def pool() -> Pool | None:
-    """Return what device memory comes from, or None where numba's memory manager stays in charge.
-
-    That is so where the user has chosen one (``NUMBA_CUDA_MEMORY_MANAGER``, as RMM's), and where the
-    device or the owner of numba.cuda has no stream-ordered allocator.
-
-    Raises:
-        RuntimeError: If there is no device; it says what to do.
-    """
-    if (reason := why_no_cuda()) is not None:
-        raise RuntimeError(reason)
-    if IS_SIMULATOR or driver is None:
-        return None
-    if type(cuda.current_context().memory_manager).__name__ != "NumbaCUDAMemoryManager":
-        return None
-    found = Pool(driver, cuda.current_context)
-    return found if found.prepare() else None
-
-
-_MemoryPointer: Any = getattr(cuda, "MemoryPointer", object)
-
-
-class _Pooled(_MemoryPointer):
-    """Memory of the pool, as numba's arrays hold it; it goes back when the last of them goes."""
-
-    def __init__(self, source: Pool, block: Block, size: int):
-        super().__init__(None, block[0], size)  # numba reads no context of a pointer
-        self._source = source
-        self._block = block
-
-    def __del__(self) -> None:
-        self._source.free(self._block)
-
-    @cached_property
-    def device_ctypes_pointer(self) -> Any:
-        """The address, which numba asks for at each launch."""
-        return super().device_ctypes_pointer
-
-    def view(self, start: int, stop: int | None = None) -> Any:
-        """Return a part, from one byte to another, which keeps the whole."""
-        return _Part(self, super().view(start, stop))
-
-
-class _Part(_MemoryPointer):
-    """A part of the pool's memory: what numba's views are made of."""
-
-    def __init__(self, whole: Any, part: Any):
-        super().__init__(None, part.device_pointer, part.size)
-        self._whole = whole
-
-    def view(self, start: int, stop: int | None = None) -> Any:
-        """Return a part of the part, from one byte to another."""
-        return _Part(self._whole, super().view(start, stop))
-
-
-@lru_cache(maxsize=4096)
-def _array_state(shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return the attributes that numba's arrays of one shape, strides and dtype share.
-
-    Its constructor works them out anew for each array, which takes longer than a launch.
-    """
-    array = cuda.cudadrv.devicearray.DeviceNDArray(shape, steps, dtype, gpu_data=_ANY_MEMORY)
-    array._numba_type_  # noqa: B018 - kept from now on; each launch asks for it
-    return vars(array)
-
-
-_ANY_MEMORY = object()
-
-
-def _device_array(
-    shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any], memory: Any, stream: Any
-) -> Any:
-    """Return numba's array on some memory, ``steps`` in bytes."""
-    kind = cuda.cudadrv.devicearray.DeviceNDArray
-    if 0 in shape or driver is None:  # of no elements: numba gives it a null pointer
-        return kind(shape, steps, dtype, stream, memory)
-    array = object.__new__(kind)
-    vars(array).update(_array_state(shape, steps, dtype), gpu_data=memory, stream=stream)
-    return array
-
-
-def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return an uninitialised, contiguous device array.
-
-    Raises:
-        MemoryError: If the device has too little memory left.
-    """
-    source = pool()
-    if source is None:
-        with explained(f"allocating an array of shape {shape}"):
-            return cuda.device_array(shape, dtype)
-    size, steps = dtype.itemsize, []
-    for length in reversed(shape):
-        steps.append(size)
-        size *= length
-    memory = _Pooled(source, source.allocate(size), size) if size else None
-    return _device_array(tuple(shape), tuple(reversed(steps)), dtype, memory, 0)
-
-
-def to_device(array: np.ndarray[Any, Any]) -> Any:
-    """Return a contiguous copy of a NumPy array on the device.
-
-    Raises:
-        MemoryError: If the device has too little memory left.
-        RuntimeError: If there is no device; it says what to do.
-    """
-    array = np.asarray(array, order="C")
-    with explained("copying an array to the device"):
-        if pool() is None:
-            return cuda.to_device(array)
-        out = empty_device(array.shape, array.dtype)
-        out.copy_to_device(array)
-        return out
-
-
-def to_host(array: Any) -> np.ndarray[Any, Any]:
-    """Return a copy of a device array on the host, once the kernels launched before have run.
-
-    Raises:
-        RuntimeError: If one of them failed; it names those launched last.
-    """
-    with explained("copying an array to the host"):
-        return array.copy_to_host()
-
-
-def element_strides(array: Any) -> tuple[int, ...]:
-    """Return the strides of an array in elements, where NumPy and numba count bytes."""
-    size = array.dtype.itemsize
-    return tuple(step // size for step in array.strides)
-
-
-def device_view(
-    array: Any, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
-) -> Any:
-    """See the memory of a device array through another shape and strides; nothing is copied.
-
-    Args:
-        array: A device array, whose memory the view keeps alive.
-        shape: Any number of dimensions; the caller answers for staying inside.
-        strides: In elements; 0 repeats.
-        offset: Where the view begins, in elements from the array's first.
-    """
-    size = array.dtype.itemsize
-    steps = tuple(step * size for step in strides)
-    if IS_SIMULATOR:
-        start = np.lib.stride_tricks.as_strided(array._ary, (offset + 1,), (size,))[offset:]
-        return type(array)(np.lib.stride_tricks.as_strided(start, shape, steps))
-    memory = array.gpu_data.view(offset * size) if offset else array.gpu_data
-    return _device_array(tuple(shape), steps, array.dtype, memory, array.stream)
-
-
 @cache
 def shared_memory_bytes() -> int:
     """Return how much shared memory a block may have without asking the driver for more."""
@@ -361,11 +203,6 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
         (error,) = driver.cuKernelSetAttribute(attribute, size, handle, device)
         if int(error):
             raise RuntimeError(f"the device refused {size:,} bytes of shared memory: {error}")
-
-
-def device_pointer(array: Any) -> int:
-    """Return the address of the first element of a device array; 0 in the simulator."""
-    return 0 if IS_SIMULATOR else int(array.device_ctypes_pointer.value or 0)
 
 
 def compile_ptx(kernel: Any, signature: Any, cc: tuple[int, int] = (8, 0)) -> str:

@@ -15,11 +15,12 @@ import numpy as np
 
 from kernels import launch
 from kernels.cuda import fused, product
+from kernels.cuda.arrays import empty_device
 from kernels.cuda.memory import fill_kernel
 from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
 from kernels.memory import join_dims
-from kernels.targets import IS_SIMULATOR, empty_device
+from kernels.targets import IS_SIMULATOR
 
 from . import operators
 from .cuda_kernels import (

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kernels.cuda.arrays import device_view, element_strides
 from kernels.cuda.memory import contiguous
 from kernels.dlpack import as_array
-from kernels.targets import device_view, element_strides
 
 from . import operators
 from .cuda_ops import CudaBackend

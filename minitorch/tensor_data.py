@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kernels.targets import explained, is_device_array, to_device, to_host
-
+from kernels.cuda.arrays import is_device_array, to_device, to_host
+from kernels.targets import explained
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
 MAX_DIMS = 32

@@ -9,7 +9,8 @@ import numpy as np
 from published_cuda import PublishedBackend
 
 import minitorch
-from kernels.targets import cuda, pool
+from kernels.cuda.arrays import pool
+from kernels.targets import cuda
 from minitorch import Tensor, TensorBackend
 
 
@@ -71,8 +72,8 @@ class TorchContestant(Contestant):
         self.device = device
 
     def operands(self, arrays: list[Any]) -> list[Any]:
-        """Return NumPy arrays as what ``attend`` takes."""
-        return [self.torch.tensor(x, device=self.device, requires_grad=True) for x in arrays]
+        """Return NumPy arrays as what ``attend`` takes: four dimensions, for its fused kernels."""
+        return [self.torch.tensor(x[None], device=self.device, requires_grad=True) for x in arrays]
 
     def backward(self, out: Any, operands: list[Any]) -> None:
         """Compute all three gradients, from the result itself as the gradient of the result."""

@@ -18,9 +18,10 @@ from hypothesis.strategies import DataObject, data
 
 import minitorch
 from kernels.cuda import fused
+from kernels.cuda.arrays import empty_device, is_device_array
 from kernels.cuda.device import Kernel
 from kernels.philox import PLAIN, drop_threshold
-from kernels.targets import IS_SIMULATOR, cuda, empty_device, is_device_array
+from kernels.targets import IS_SIMULATOR, cuda
 from minitorch import CudaBackend, FastBackend, Parameter, Tensor, TensorData, from_numpy
 from minitorch.nn import composed_softmax, hidden_scores
 

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 import minitorch
 from kernels.cuda import product
+from kernels.cuda.arrays import device_view, to_host
 from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
 from kernels.memory import join_dims
-from kernels.targets import IS_SIMULATOR, cuda, device_view, to_host
+from kernels.targets import IS_SIMULATOR, cuda
 from minitorch import (
     CudaBackend,
     SimpleBackend,

@@ -276,16 +276,16 @@ def test_what_keeps_cuda_from_running_is_told_apart(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.cuda
 def test_memory_comes_from_the_pool_and_goes_back() -> None:
-    pool = targets.pool()
+    pool = arrays.pool()
     if pool is None:
         pytest.skip("another memory manager is in charge")
     gc.collect()
     before, size = pool.in_use(), 4 << 20
     for _ in range(100):  # each array takes the place of the one before
-        targets.empty_device((1 << 20,), np.dtype("f4"))
+        arrays.empty_device((1 << 20,), np.dtype("f4"))
     assert pool.in_use() == before
-    array = targets.empty_device((1 << 20,), np.dtype("f4"))
-    view = targets.device_view(array, (1 << 10, 1 << 10), (1, 1 << 10))
+    array = arrays.empty_device((1 << 20,), np.dtype("f4"))
+    view = arrays.device_view(array, (1 << 10, 1 << 10), (1, 1 << 10))
     assert view.strides == (4, 4 << 10) and view.size == array.size
     del array
     assert pool.in_use() >= before + size, "a view holds the memory"
@@ -296,4 +296,4 @@ def test_memory_comes_from_the_pool_and_goes_back() -> None:
 @pytest.mark.cuda
 def test_more_memory_than_there_is() -> None:
     with pytest.raises(MemoryError, match="were asked for"):
-        targets.empty_device((1 << 44,), np.dtype("f4"))
+        arrays.empty_device((1 << 44,), np.dtype("f4"))

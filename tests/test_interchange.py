@@ -14,7 +14,8 @@ from hypothesis.strategies import DrawFn, composite, integers, permutations, sam
 import kernels
 import minitorch as mt
 from kernels import dlpack
-from kernels.targets import IS_SIMULATOR, cuda, device_pointer, is_device_array, why_no_cuda
+from kernels.cuda.arrays import device_pointer, is_device_array
+from kernels.targets import IS_SIMULATOR, cuda, why_no_cuda
 from minitorch import CudaBackend, FastBackend, SimpleBackend, Tensor
 from minitorch.tensor_data import DTYPES
 

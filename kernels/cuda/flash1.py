@@ -19,6 +19,7 @@ import numpy as np
 from numba import int64, void
 
 from kernels import geometry
+from kernels.cuda.arrays import empty_device
 from kernels.cuda.device import (
     Kernel,
     array_type,
@@ -34,7 +35,7 @@ from kernels.cuda.device import (
 from kernels.cuda.flash1_backward import backward_elements
 from kernels.cuda.sizes import SIZES
 from kernels.problem import Problem
-from kernels.targets import cuda, empty_device, shared_memory_bytes
+from kernels.targets import cuda, shared_memory_bytes
 
 Tile = tuple[int, int]
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numba import float64, int64, void
 
+from kernels.cuda.arrays import empty_device
 from kernels.cuda.device import (
     Kernel,
     array_type,
@@ -46,7 +47,7 @@ from kernels.cuda.vector import EXP2, VECTOR, are_vectors
 from kernels.geometry import PLAIN
 from kernels.online_softmax import LN_2, LOG2_E
 from kernels.problem import Problem
-from kernels.targets import cuda, empty_device
+from kernels.targets import cuda
 
 
 def dq_tiles(layout: Layout, head_width: int, value_width: int) -> SharedTiles:

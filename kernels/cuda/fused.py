@@ -14,13 +14,13 @@ import numpy as np
 
 from kernels.cuda import element_kernels as elements
 from kernels.cuda import row_kernels
+from kernels.cuda.arrays import device_view, empty_device, is_device_array, to_device
 from kernels.cuda.block import RowBlock, row_block
 from kernels.cuda.memory import sum_kernel
 from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
 from kernels.philox import WORDS, drop_threshold
 from kernels.pointwise import adam_constants
-from kernels.targets import device_view, empty_device, is_device_array, to_device
 
 #: Fewest rows that one part of layer norm's sums takes.
 ROWS = 16

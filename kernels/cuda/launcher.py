@@ -22,13 +22,17 @@ from kernels.targets import cuda, driver
 
 #: How a number lies in its slot of eight bytes.
 SLOTS = {
-    types.int64: "q",
-    types.uint64: "Q",
+    types.boolean: "?7x",
+    types.int8: "b7x",
+    types.uint8: "B7x",
+    types.int16: "h6x",
+    types.uint16: "H6x",
     types.int32: "i4x",
     types.uint32: "I4x",
+    types.int64: "q",
+    types.uint64: "Q",
     types.float32: "f4x",
     types.float64: "d",
-    types.boolean: "?7x",
 }
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numba import int64, void
 
+from kernels.cuda.arrays import device_view, element_strides, empty_device
 from kernels.cuda.device import Kernel, array_type, scalar_type
 from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
 from kernels.memory import Memory, joined_step, repeated_axes, row_major_strides
-from kernels.targets import cuda, device_view, element_strides, empty_device, why_no_cuda
+from kernels.targets import cuda, why_no_cuda
 
 
 @cache

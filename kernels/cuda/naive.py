@@ -16,6 +16,7 @@ import numpy as np
 from numba import int64, void
 
 from kernels.cuda import product
+from kernels.cuda.arrays import device_view, element_strides, empty_device
 from kernels.cuda.device import (
     Kernel,
     array_type,
@@ -30,13 +31,7 @@ from kernels.cuda.device import (
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.sizes import SIZES, ProductTile
 from kernels.problem import Problem
-from kernels.targets import (
-    cuda,
-    device_view,
-    dynamic_shared_memory_bytes,
-    element_strides,
-    empty_device,
-)
+from kernels.targets import cuda, dynamic_shared_memory_bytes
 
 
 def _make_block_fold(combine: Callable[[Any, Any], Any]) -> Any:

@@ -14,11 +14,12 @@ import numpy as np
 from numba import int64, types, uint64, void
 
 from kernels import geometry
+from kernels.cuda.arrays import device_view, empty_device
 from kernels.cuda.device import Kernel, ceil_div, device_function, scalar_type
 from kernels.cuda.memory import sum_kernel
 from kernels.cuda.sizes import SIZES, ProductTile
 from kernels.cuda.vector import VECTOR, load_shared
-from kernels.targets import cuda, device_view, empty_device
+from kernels.targets import cuda
 
 #: A block has no more, on any device.
 MAX_THREADS = 1024

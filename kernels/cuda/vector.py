@@ -14,7 +14,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from kernels.targets import IS_SIMULATOR, cgutils, device_pointer, intrinsic, libdevice
+from kernels.cuda.arrays import device_pointer
+from kernels.targets import IS_SIMULATOR, cgutils, intrinsic, libdevice
 
 #: Elements that one vector access moves.
 VECTOR = 4

@@ -9,17 +9,43 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# The text's name reaches the script by the environment, as it is: quotes and spaces mean nothing there.
+override TEXT := $(value TEXT)
+export TEXT
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench clean FORCE
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+# Not empty when the user says which Python.
+CHOSEN := $(filter-out file,$(origin PYTHON))
+VERSION := import sys; print("%d.%d" % sys.version_info[:2])
 
-$(VENV)/.train: $(BIN)/python setup.py requirements.txt
+# An environment that works, of a version that works, stays, unless PYTHON=... asks for another
+# version.  The file is touched only when the environment is new, so that the rest follows.
+$(VENV)/.python: FORCE
+	@have=$$($(BIN)/python -c 'import pip; $(VERSION)' 2>/dev/null); \
+	case "$(if $(CHOSEN),chosen,$$have)" in 3.10|3.11|3.12|3.13) ;; *) \
+	  found=$$($(PYTHON) -c '$(VERSION)' 2>/dev/null); \
+	  case "$$found" in 3.10|3.11|3.12|3.13) ;; *) \
+	    echo "$(PYTHON) is $${found:+Python }$${found:-no Python}; needed is 3.10 to 3.13: make ... PYTHON=python3.12" >&2; \
+	    exit 1;; \
+	  esac; \
+	  if test "$$found" != "$$have"; then \
+	    if test -d $(VENV) && test ! -e $(VENV)/pyvenv.cfg; then \
+	      echo "$(VENV) is no virtual environment; move it away, or name another: make ... VENV=..." >&2; \
+	      exit 1; \
+	    fi; \
+	    echo "$(PYTHON) -m venv $(VENV)"; \
+	    $(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); exit 1; }; \
+	    touch $@; \
+	  fi;; \
+	esac; \
+	test -e $@ || touch $@
+
+$(VENV)/.train: $(VENV)/.python setup.py requirements.txt
 	$(PIP) --editable '.[plot]'
 	@touch $@
 
-$(VENV)/.test: $(BIN)/python setup.py requirements.txt
+$(VENV)/.test: $(VENV)/.python setup.py requirements.txt
 	$(PIP) --editable '.[plot,test]'
 	@touch $@
 
@@ -28,7 +54,7 @@ $(VENV)/.lint: $(VENV)/.test
 	@touch $@
 
 train: $(VENV)/.train
-	$(BIN)/python project/train_gpt.py $(if $(TEXT),--text '$(TEXT)') $(ARGS)
+	$(BIN)/python project/train_gpt.py $${TEXT:+--text="$$TEXT"} $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)

@@ -9,12 +9,8 @@ import numpy as np
 from kernels import launch
 from kernels.cuda.arrays import is_device_array
 from kernels.dlpack import as_array
-from kernels.problem import (
-    Problem,
-    check_gradient_operands,
-    make_problem,
-    takes_attention_options,
-)
+from kernels.options import takes_attention_options
+from kernels.problem import Problem, check_gradient_operands, make_problem
 
 __all__ = [
     "Problem",
@@ -49,10 +45,11 @@ def flash_attention_forward(
     Raises:
         TypeError: For operands that are no floating arrays, or an option of the wrong type.
         ValueError: For shapes or values that do not fit.
+        NotImplementedError: For a valid option that this version does not have yet.
 
     Source: FlashAttention-2, Algorithm 1.
     """
-    q, k, v = (as_array(operand) for operand in (q, k, v))
+    q, k, v = (_operand(operand) for operand in (q, k, v))
     problem = make_problem(q, k, v, *args, **options)
     return launch.forward(_target(q, k, v), problem, q, k, v, tile)
 
@@ -86,12 +83,13 @@ def flash_attention_backward(
         dq, dk and dv, of the shapes of q, k and v.
 
     Raises:
-        TypeError: As in the forward pass.
+        TypeError: As in the forward pass, or if dout, out or lse is no array or has another dtype.
         ValueError: As in the forward pass, or if dout, out or lse has another shape.
+        NotImplementedError: As in the forward pass.
 
     Source: FlashAttention-2, Algorithm 2.
     """
-    dout, q, k, v, out, lse = (as_array(array) for array in (dout, q, k, v, out, lse))
+    dout, q, k, v, out, lse = (_operand(array) for array in (dout, q, k, v, out, lse))
     problem = make_problem(q, k, v, *args, **options)
     check_gradient_operands(problem, dout, out, lse)
     target = _target(q, k, v, dout, out, lse)
@@ -119,6 +117,14 @@ def available_rungs() -> dict[str, str | None]:
         for rung in target.rungs:
             reasons[rung.name] = reasons.get(rung.name, missing) and missing
     return reasons
+
+
+def _operand(array: Any) -> Any:
+    """Return an operand as NumPy's or numba's array; of NumPy's subclasses only the array is taken.
+
+    A ``numpy.matrix`` would stay of two dimensions however it is reshaped.
+    """
+    return np.asarray(array) if isinstance(array, np.ndarray) else as_array(array)
 
 
 def _target(*operands: Any) -> launch.Target:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -11,6 +12,13 @@ import numba
 import numpy as np
 from numba import types
 from numba.core.dispatcher import Dispatcher
+
+#: How the threads of numba's OpenMP runtime (GCC's; LLVM's or Intel's) wait for the next kernel.  By
+#: themselves they spin for so long that they take the cores from whatever else runs: with one busy
+#: process beside it a training slowed down to a third.  A user's own setting of any of them stays.
+WAITING = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+if not any(name in os.environ for name in (*WAITING, "GOMP_SPINCOUNT")):
+    os.environ.update(WAITING)  # before numba loads the runtime, at its first parallel kernel
 
 #: Floating-point freedoms that let LLVM vectorise a sum and contract a multiply-add.  Infinities and
 #: NaNs keep their meaning: a masked score *is* minus infinity.

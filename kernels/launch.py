@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels import reference
+from kernels.checks import check_tile
 from kernels.cpu import flash2 as cpu_flash2
 from kernels.cuda import flash1, flash1_backward, flash2_backward
 from kernels.cuda import flash2 as cuda_flash2
@@ -154,8 +155,13 @@ def forward(
 
     Returns:
         out (…, heads, seq_q, value_dim) and lse (…, heads, seq_q).
+
+    Raises:
+        TypeError: If the tile is no pair of whole numbers.
+        ValueError: If it is beyond the limits, or no rung can run the call; see ``Target.pick``.
     """
-    rung, memory = target.pick(problem, _checked(tile)), target.memory
+    tile = check_tile(tile)
+    rung, memory = target.pick(problem, tile), target.memory
     out = memory.empty(problem.out_shape, problem.dtype)
     lse = memory.empty(problem.lse_shape, problem.dtype)
     rung.forward(
@@ -186,7 +192,8 @@ def backward(
     Returns:
         dq, dk and dv of the broadcast shapes ``problem.q_shape``, ``k_shape`` and ``v_shape``.
     """
-    rung, memory = target.pick(problem, _checked(tile)), target.memory
+    tile = check_tile(tile)
+    rung, memory = target.pick(problem, tile), target.memory
     dq = memory.empty(problem.q_shape, problem.dtype)
     dk = memory.empty(problem.k_shape, problem.dtype)
     dv = memory.empty(problem.v_shape, problem.dtype)
@@ -204,12 +211,3 @@ def backward(
         memory.four_dims(dv, problem.v_shape),
     )
     return dq, dk, dv
-
-
-def _checked(tile: Tile | None) -> Tile | None:
-    if tile is None:
-        return None
-    block_q, block_k = tile
-    if not (isinstance(block_q, int) and isinstance(block_k, int) and min(tile) >= 1):
-        raise ValueError(f"tile is (block_q, block_k), two positive ints; got {tile!r}")
-    return tile

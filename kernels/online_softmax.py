@@ -30,21 +30,24 @@ def make_online_softmax(compile_: Callable[[Any], Any]) -> OnlineSoftmax:
     With m the running row maximum, a tile's new maximum gives ``shift = shift_of(m_new)``; then
     P = exp(S - shift), the old sum and output are multiplied by exp(m_old - shift), and at the end
     O = acc * inverse_sum(sum) and L = log_sum_exp(shift, sum).
+
+    All three ask for the empty row by equality: a NaN, of an operand or of scores that overflow, is
+    equal to nothing and stays NaN, where ``>`` would take its row for an empty one.
     """
 
     @compile_
     def shift_of(row_max):
         # A row that has seen no key has maximum -inf; -inf - (-inf) would be NaN, -inf - 0 is not.
-        return row_max if row_max > MINUS_INF else 0.0
+        return 0.0 if row_max == MINUS_INF else row_max
 
     @compile_
     def inverse_sum(row_sum):
         # A row that saw no key has sum 0 and output 0.
-        return 1.0 / row_sum if row_sum > 0.0 else 0.0
+        return 0.0 if row_sum == 0.0 else 1.0 / row_sum
 
     @compile_
     def log_sum_exp(shift, row_sum):
-        return shift + math.log(row_sum) if row_sum > 0.0 else MINUS_INF
+        return MINUS_INF if row_sum == 0.0 else shift + math.log(row_sum)
 
     return OnlineSoftmax(shift_of, inverse_sum, log_sum_exp)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from kernels.checks import check_array, check_types
 
 FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 MAX_HEAD_DIM = 256
@@ -132,30 +133,41 @@ def make_problem(
         NotImplementedError: For a valid option that this version does not have yet.
     """
     dtype = _check_dtypes(q, k, v)
+    check_types(
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_offset=causal_offset,
+        window_size=window_size,
+        softcap=softcap,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        seed=seed,
+        precision=precision,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        rung=rung,
+    )
+    # Before the shapes: with it they need not be equal, and the advice to make them so would mislead.
+    _refuse_what_is_missing(enable_gqa=bool(enable_gqa))
     lead, seq_q, seq_k, head_dim, value_dim = _check_shapes(
         *(tuple(operand.shape) for operand in (q, k, v))
     )
     _check_mask(attn_mask, (*lead, seq_q, seq_k))
-    if not (_is_number(dropout_p) and 0.0 <= dropout_p < 1.0):
+    if not 0.0 <= dropout_p < 1.0:
         raise ValueError(
             f"dropout_p must be a probability in [0, 1), got {dropout_p!r}; 0 turns dropout off"
         )
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim)
-    elif not _is_number(scale):
-        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     elif not math.isfinite(scale) or scale == 0.0:
         raise ValueError(
             f"scale must be finite and not zero, got {scale}; None gives 1/sqrt(head_dim)"
         )
-    if not isinstance(is_causal, (bool, np.bool_)):
-        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
-    if not isinstance(rung, str):
-        raise TypeError(f"rung must be the name of a kernel or 'auto', got {rung!r}")
     _refuse_what_is_missing(
         attn_mask=attn_mask is not None,
         dropout_p=dropout_p != 0.0,
-        enable_gqa=bool(enable_gqa),
         causal_offset=causal_offset != 0,
         window_size=window_size is not None,
         softcap=softcap != 0.0,
@@ -181,33 +193,19 @@ def make_problem(
     )
 
 
-def takes_attention_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Show the options of :func:`make_problem` in the signature of a function that hands them on.
-
-    Their names, order and defaults thus stand once, and ``help`` and editors see them everywhere.
-    """
-    own = inspect.signature(function)
-    lead = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    last = [p for p in own.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    options = list(inspect.signature(make_problem).parameters.values())[3:]
-    named = [p for p in options if p.kind is p.KEYWORD_ONLY]
-    plain = [p for p in options if p.kind is p.POSITIONAL_OR_KEYWORD]
-    function.__signature__ = own.replace(parameters=[*lead, *plain, *named, *last])  # type: ignore[attr-defined]
-    return function
-
-
 def check_gradient_operands(problem: Problem, dout: Any, out: Any, lse: Any) -> None:
     """Check what the backward pass takes beside q, k and v.
 
     Raises:
         ValueError: If dout, out or lse has another shape than the forward pass returned.
-        TypeError: If dout or out has another dtype than q.
+        TypeError: If one of them is no array, or has another dtype than q.
     """
     for name, array, shape in (
         ("dout", dout, problem.out_shape),
         ("out", out, problem.out_shape),
         ("lse", lse, problem.lse_shape),
     ):
+        check_array(name, array)
         if tuple(array.shape) != shape:
             raise ValueError(
                 f"{name} must have the shape {shape} of the forward pass, got {tuple(array.shape)}"
@@ -251,17 +249,9 @@ def _source(rung: str) -> str:
     return f" (from {RUNG_VARIABLE})" if rung == _rung_of_run() != "auto" else ""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
 def _check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
     for name, operand in (("q", q), ("k", k), ("v", v)):
-        if not (hasattr(operand, "shape") and hasattr(operand, "dtype")):
-            raise TypeError(
-                f"{name} must be an array or a tensor, got {type(operand).__name__}; convert it "
-                "first"
-            )
+        check_array(name, operand)
         if np.dtype(operand.dtype) not in FLOAT_DTYPES:
             raise TypeError(
                 f"attention needs float32 or float64, got {name} of {operand.dtype}; convert it "
@@ -317,10 +307,7 @@ def _check_shapes(
 def _check_mask(mask: Any, scores_shape: tuple[int, ...]) -> None:
     if mask is None:
         return
-    if not (hasattr(mask, "shape") and hasattr(mask, "dtype")):
-        raise TypeError(
-            f"attn_mask must be an array or a tensor, got {type(mask).__name__}; convert it first"
-        )
+    check_array("attn_mask", mask)
     if np.dtype(mask.dtype).kind not in "bf":
         raise TypeError(
             "attn_mask must be boolean (True keeps) or floating (added to the scores), got "

@@ -32,7 +32,12 @@ def _scores(problem: Problem, q: Array, k: Array, row: int = 0, col: int = 0) ->
 
 def _shift_of(row_max: Array) -> Array:
     # -inf - (-inf) would be NaN in a row that sees no key; -inf - 0 is not.
-    return np.where(row_max > -np.inf, row_max, row_max.dtype.type(0))
+    return np.where(row_max == -np.inf, row_max.dtype.type(0), row_max)
+
+
+def _divisor(row_sum: Array) -> Array:
+    # 0 / 1 in a row that sees no key; by equality, so that a NaN stays one.
+    return np.where(row_sum == 0, 1, row_sum)[..., None]  # (…, rows, 1)
 
 
 def _probs(s: Array, lse: Array) -> Array:
@@ -62,7 +67,7 @@ def attention(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Ar
     shift = _shift_of(s.max(axis=-1))  # (…, seq_q)
     p = np.exp(s - shift[..., None])  # (…, seq_q, seq_k)
     total = p.sum(axis=-1)  # (…, seq_q)
-    out = (p @ v) / np.where(total > 0, total, 1)[..., None]  # (…, seq_q, value_dim)
+    out = (p @ v) / _divisor(total)  # (…, seq_q, value_dim)
     return out, shift + _log(total)
 
 
@@ -145,7 +150,7 @@ def tiled_attention(
             acc = rescale[..., None] * acc + p @ v_tile
             row_max = row_max_new
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-        out[..., row:row_stop, :] = acc / np.where(row_sum > 0, row_sum, 1)[..., None]
+        out[..., row:row_stop, :] = acc / _divisor(row_sum)
         lse[..., row:row_stop] = _shift_of(row_max) + _log(row_sum)
 
 

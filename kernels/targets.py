@@ -8,6 +8,7 @@ change of one line.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import suppress
 from functools import cache
@@ -53,11 +54,12 @@ cuda: Any = numba.cuda
 #: True when kernels run as Python threads on the host (``NUMBA_ENABLE_CUDASIM=1``).
 IS_SIMULATOR: bool = bool(numba.config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 
-#: The CUDA driver of numba-cuda; None for the other owners and in the simulator.
+#: The CUDA driver of numba-cuda, and its linker; None for the other owners and in the simulator.
 driver: Any = None
+nvjitlink: Any = None
 if "numba_cuda" in str(cuda.__file__) and not IS_SIMULATOR:
     with suppress(ImportError):
-        from cuda.bindings import driver
+        from cuda.bindings import driver, nvjitlink
 
 #: NVIDIA's functions of numbers; the simulator has none.
 libdevice: Any = None if IS_SIMULATOR else import_module("numba.cuda.libdevice")
@@ -205,17 +207,71 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
             raise RuntimeError(f"the device refused {size:,} bytes of shared memory: {error}")
 
 
-def compile_ptx(kernel: Any, signature: Any, cc: tuple[int, int] = (8, 0)) -> str:
+def compile_ptx(
+    kernel: Any,
+    signature: Any,
+    cc: tuple[int, int] = (8, 0),
+    launch_bounds: tuple[int, int] | None = None,
+) -> str:
     """Compile a kernel to PTX; this needs NVVM and no GPU.
 
     Args:
         kernel: A plain function, or what ``cuda.jit`` made of one.
         signature: Argument types, such as ``numba.void(numba.float32[::1])``.
         cc: Compute capability to compile for.
+        launch_bounds: Threads of a block, and blocks that a multiprocessor shall hold at a time.
     """
     function = getattr(kernel, "py_func", kernel)
-    ptx, _ = cuda.compile(function, signature, device=False, abi="numba", cc=cc, output="ptx")
+    bounds = {} if launch_bounds is None else {"launch_bounds": launch_bounds}
+    ptx, _ = cuda.compile(
+        function, signature, device=False, abi="numba", cc=cc, output="ptx", **bounds
+    )
     return ptx
+
+
+def ptx_resources(ptx: str, cc: tuple[int, int]) -> tuple[int, int]:
+    """Return what machine code takes that ptxas makes of one kernel; this needs no GPU.
+
+    Args:
+        ptx: Of :func:`compile_ptx`.
+        cc: Compute capability that it was compiled for.
+
+    Returns:
+        Registers a thread, and bytes a thread that did not fit there and went to local memory.
+
+    Raises:
+        RuntimeError: If ptxas refuses the PTX, or says something else than expected.
+    """
+    linker = nvjitlink.create(3, [f"-arch=sm_{cc[0]}{cc[1]}", "-verbose", "-Xptxas=-v"])
+    try:
+        code = ptx.encode()
+        nvjitlink.add_data(linker, nvjitlink.InputType.PTX, code, len(code), "kernel.ptx")
+        nvjitlink.complete(linker)
+        log = bytearray(nvjitlink.get_info_log_size(linker))
+        nvjitlink.get_info_log(linker, log)
+    except nvjitlink.nvJitLinkError as error:
+        log = bytearray(nvjitlink.get_error_log_size(linker))
+        nvjitlink.get_error_log(linker, log)
+        raise RuntimeError(f"ptxas refuses the kernel: {log.decode()} ({error})") from None
+    finally:
+        nvjitlink.destroy(linker)
+    text = log.decode()
+    registers = re.findall(r"Used (\d+) registers", text)
+    spills = re.findall(r"(\d+) bytes spill stores", text)
+    if not registers or not spills:
+        raise RuntimeError(f"ptxas says nothing of registers and spills: {text!r}")
+    return max(map(int, registers)), sum(map(int, spills))
+
+
+def why_no_ptx_resources() -> str | None:
+    """Return why :func:`ptx_resources` cannot be asked here and what to do, or None when it can."""
+    if (reason := why_no_ptx()) is not None:
+        return reason
+    try:
+        missing = None if nvjitlink and nvjitlink.version() else "no cuda.bindings.nvjitlink"
+    except Exception as error:  # the module is there, the library behind it is not
+        missing = str(error)
+    return missing and f'ptxas cannot be asked here ({missing}); pip install "numba-cuda[cu13]"'
 
 
 @cache

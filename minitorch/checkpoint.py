@@ -32,11 +32,16 @@ def save_checkpoint(path: str | os.PathLike[str], model: Module, config: dict[st
         path: Of the file.
         model: Whose parameters to save.
         config: What is needed to build the model again; anything that JSON holds.
+
+    Raises:
+        CheckpointError: If a parameter is not finite: it could not be loaded again, and the old file
+            stays.
     """
     path = Path(path)
     arrays = {
         name: np.ascontiguousarray(p.value.to_numpy()) for name, p in model.named_parameters()
     }
+    _check_finite(arrays, f"{path}: not saved")
     payload = save(arrays, metadata={"format": FORMAT, "config": json.dumps(config)})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -69,10 +74,16 @@ def read_checkpoint(
         if metadata.get("format") != FORMAT:
             raise CheckpointError(f"{path}: a safetensors file, but no checkpoint of minitorch")
         config = json.loads(metadata["config"])
-    except (SafetensorError, json.JSONDecodeError, KeyError, OSError, ValueError) as error:
+    # A TypeError: weights of a dtype that NumPy lacks, such as bfloat16.
+    except (SafetensorError, KeyError, OSError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: not a readable checkpoint ({error}); delete it or restore an older one"
         ) from None
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{path}: its configuration is {json.dumps(config)[:40]}, expected an object of names and "
+            "values; train the model again"
+        )
     return arrays, config
 
 
@@ -85,7 +96,7 @@ def load_parameters(model: Module, arrays: dict[str, npt.NDArray[Any]], source: 
         source: Named in errors.
 
     Raises:
-        CheckpointError: If a parameter is missing, unknown, or of another shape.
+        CheckpointError: If a parameter is missing, unknown, of another shape or dtype, or not finite.
     """
     named = dict(model.named_parameters())
     if named.keys() != arrays.keys():
@@ -100,5 +111,19 @@ def load_parameters(model: Module, arrays: dict[str, npt.NDArray[Any]], source: 
                 f"{source}: {name} has shape {arrays[name].shape}, the model's has "
                 f"{parameter.value.shape}; build the model from the checkpoint's own configuration"
             )
+        if arrays[name].dtype != parameter.value.dtype:
+            raise CheckpointError(
+                f"{source}: {name} is {arrays[name].dtype}, the model's is {parameter.value.dtype}; "
+                "convert the weights, or build the model with their dtype"
+            )
+    _check_finite(arrays, source)
     for name, parameter in named.items():
         parameter.update(from_numpy(arrays[name], parameter.value.backend))
+
+
+def _check_finite(arrays: dict[str, npt.NDArray[Any]], source: str) -> None:
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            raise CheckpointError(
+                f"{source}: {name} holds NaN or infinity; train again with a lower learning rate"
+            )

@@ -315,7 +315,8 @@ class TensorData:
             order: A permutation of 0 to dims - 1.
         """
         assert sorted(order) == list(range(self.dims)), (
-            f"permute needs each of the dimensions 0 to {self.dims - 1} once, got {order}"
+            f"permute needs each of the dimensions 0 to {self.dims - 1} once, got {order} for shape "
+            f"{self.shape}"
         )
         return TensorData(
             self._storage,

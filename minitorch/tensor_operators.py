@@ -167,8 +167,8 @@ class TensorOperators:
         Args:
             k: (…, heads, seq_k, head_dim); these queries are (…, heads, seq_q, head_dim).
             v: (…, heads, seq_k, value_dim).
-            args: Options by position: attn_mask, dropout_p, is_causal, scale, enable_gqa.
-            options: Options by name; see ``kernels.make_problem`` for each one's meaning.
+            args: Options by position, in PyTorch's order; ``help`` shows all of them here.
+            options: Options by name.
 
         Returns:
             (…, heads, seq_q, value_dim).

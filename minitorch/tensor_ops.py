@@ -247,6 +247,7 @@ def matmul_shape(a: UserShape, b: UserShape) -> tuple[int, ...]:
 
     Raises:
         AssertionError: If an operand has no matrix, or the inner sizes differ; names both shapes.
+        IndexingError: If the batch dimensions do not broadcast; it names both shapes.
     """
     # AssertionError is what the published course raises here, and its users catch.
     assert len(a) >= 2 and len(b) >= 2, (
@@ -257,7 +258,15 @@ def matmul_shape(a: UserShape, b: UserShape) -> tuple[int, ...]:
         f"cannot multiply shapes {tuple(a)} and {tuple(b)}: the left has {a[-1]} columns, the right "
         f"{b[-2]} rows; permute one of them"
     )
-    return (*shape_broadcast(a[:-2], b[:-2]), a[-2], b[-1])
+    try:
+        batch = shape_broadcast(a[:-2], b[:-2])
+    except IndexingError:
+        raise IndexingError(
+            f"cannot multiply shapes {tuple(a)} and {tuple(b)}: their batch dimensions "
+            f"{tuple(a[:-2])} and {tuple(b[:-2])} do not broadcast; sizes must be equal or 1, change "
+            "them with view or permute"
+        ) from None
+    return (*batch, a[-2], b[-1])
 
 
 class TensorBackend:

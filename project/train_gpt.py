@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from text_data import Corpus, decode, encode, read_text
+from text_data import PROMPT, Corpus, decode, encode, read_text
 from tqdm import tqdm
+from train_options import BACKENDS, check_config, parse_args
 
 import minitorch
 from minitorch.checkpoint import (
@@ -28,70 +31,15 @@ from minitorch.checkpoint import (
     save_checkpoint,
 )
 
-BACKENDS = {
-    "cuda": minitorch.CudaBackend,
-    "fast": minitorch.FastBackend,
-    "simple": minitorch.SimpleBackend,
-}
 #: Steps between two readings of the loss: a reading waits for the device, which else works ahead.
 READ_EVERY = 10
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--text", metavar="FILE", help="text to learn, UTF-8 (default: Python's own manual)")
-    add("--out", default="runs/gpt", metavar="DIR", help="where results go (default: %(default)s)")
-    add("--steps", type=positive_int, default=550, help="optimiser steps (default: %(default)s)")
-    add(
-        "--max-seconds",
-        type=positive_float,
-        default=72.0,
-        metavar="S",
-        help="anneal and stop by then, compilation not counted (default: %(default)s)",
-    )
-    add("--batch", type=positive_int, default=16, help="windows a step (default: %(default)s)")
-    add(
-        "--context",
-        type=positive_int,
-        default=128,
-        help="characters a window (default: %(default)s)",
-    )
-    add("--width", type=positive_int, default=128, help="width of the model (default: %(default)s)")
-    add("--heads", type=positive_int, default=4, help="attention heads (default: %(default)s)")
-    add("--layers", type=positive_int, default=2, help="transformer layers (default: %(default)s)")
-    add("--dropout", type=float, default=0.0, help="probability of dropping (default: %(default)s)")
-    add(
-        "--lr",
-        type=positive_float,
-        default=5e-3,
-        help="highest learning rate (default: %(default)s)",
-    )
-    add("--attention", choices=("flash", "naive"), default="flash", help="(default: %(default)s)")
-    add("--backend", choices=sorted(BACKENDS), default="fast", help="(default: %(default)s)")
-    add("--tie-weights", action="store_true", help="score tokens with the embedding table")
-    add("--seed", type=int, default=0, help="of everything that is random (default: %(default)s)")
-    add("--sample", type=int, default=400, metavar="N", help="characters to write at the end")
-    add("--temperature", type=float, default=0.8, help="of the writing; 0 is greedy")
-    add("--prompt", default="The ", help="what the writing begins with (default: %(default)r)")
-    add("--load", metavar="FILE", help="do not train: load this checkpoint and write")
-    return parser.parse_args(argv)  # fmt: skip
-
-
-def positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
-    return value
-
-
-def positive_float(text: str) -> float:
-    value = float(text)
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
+#: Steps between two points of the held-out curve, and the windows that each of them judges.
+JUDGE_EVERY, JUDGE_WINDOWS = 100, 48
+#: How far the clock may run ahead of the steps before it takes over the learning rate.  The schedule's
+#: last twentieth is nearly flat, so that a run within this slack needs no help from the clock.
+CLOCK_SLACK = 0.05
+#: The final evaluation takes at most this share of --max-seconds.
+JUDGE_SHARE = 0.25
 
 
 def check_backend(backend: str) -> None:
@@ -102,7 +50,12 @@ def check_backend(backend: str) -> None:
 
 
 def build(config: dict[str, Any], backend: str) -> minitorch.DecoderLM:
-    """Build the model that a configuration describes, in float32."""
+    """Build the model that a configuration describes, in float32.
+
+    Raises:
+        ValueError: If it describes none.
+    """
+    check_config(config)
     return minitorch.DecoderLM(
         n_vocab=len(config["characters"]),
         n_embd=config["width"],
@@ -125,23 +78,48 @@ def learning_rate(progress: float, highest: float) -> float:
     return highest * (0.1 + 0.45 * (1.0 + math.cos(math.pi * (progress - 0.05) / 0.95)))
 
 
-def held_out_loss(
-    model: minitorch.DecoderLM, corpus: Corpus, context: int, batch: int, windows: int | None = None
-) -> float:
-    """Return the loss on the held-out text in nats per character.
+class CtrlC:
+    """Within the context, the first Ctrl-C only sets ``asked``; the second ends the program."""
 
-    Over all its windows, or over so many of them, evenly spread.
+    def __enter__(self) -> CtrlC:
+        self.asked = False
+        self.before = signal.getsignal(signal.SIGINT)
+        if callable(
+            self.before
+        ):  # not where the signal is ignored, as in the background of a shell
+            signal.signal(signal.SIGINT, self.first)
+        return self
+
+    def first(self, *_: Any) -> None:
+        """Ask for the end."""
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("\nstopping after this step; Ctrl-C again ends at once", file=sys.stderr)
+
+    def __exit__(self, *_: Any) -> None:
+        if callable(self.before):
+            signal.signal(signal.SIGINT, self.before)
+
+
+def judge(
+    model: minitorch.DecoderLM, inputs: Any, targets: Any, batch: int, seconds: float
+) -> list[float]:
+    """Return the loss of each window, as the mean of its batch, in nats per character.
+
+    Windows are taken in their order; when the seconds are over, the rest is left out, but not the
+    first batch.
     """
-    inputs, targets = corpus.held_out_windows(context)
-    chosen = np.linspace(0, len(inputs) - 1, min(windows or len(inputs), len(inputs))).astype(int)
-    inputs, targets = inputs[chosen], targets[chosen]
+    start = time.perf_counter()
+    losses: list[float] = []
     model.eval()
-    total = 0.0
-    for start in range(0, len(inputs), batch):
-        part = inputs[start : start + batch]
-        total += model.loss(part, targets[start : start + batch]).item() * len(part)
+    with tqdm(total=len(inputs), desc="held out", unit="window", leave=False, delay=1) as bar:
+        while len(losses) < len(inputs) and (not losses or time.perf_counter() - start < seconds):
+            part = slice(len(losses), len(losses) + batch)
+            count = len(inputs[part])
+            losses += [model.loss(inputs[part], targets[part]).item()] * count
+            bar.update(count)
     model.train()
-    return total / len(inputs)
+    return losses
 
 
 def train_step(
@@ -155,66 +133,127 @@ def train_step(
     return loss.detach()
 
 
+def check_loss(value: float, what: str, lr: float) -> float:
+    """Return a loss; exit with one line if it is no number."""
+    if not math.isfinite(value):
+        sys.exit(f"{what} is {value}; lower --lr, now {lr}")
+    return value
+
+
 def read_losses(unread: list[minitorch.Tensor], curve: dict[str, list[Any]], lr: float) -> None:
-    """Move losses to the curve; exit with one line if one is no number."""
+    """Move losses to the curve."""
     for loss in unread:
-        step, value = len(curve["step"]), loss.item()
-        if not math.isfinite(value):
-            sys.exit(f"the loss is {value} at step {step}; lower --lr, now {lr}")
+        step = len(curve["step"])
+        curve["train"].append(check_loss(loss.item(), f"the loss at step {step}", lr))
         curve["step"].append(step)
-        curve["train"].append(value)
     unread.clear()
 
 
+def warm_up(model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace) -> None:
+    """Compile what training needs, without a step."""
+    if args.backend == "simple":
+        print("the simple backend computes number by number in Python and compiles nothing; it is made "
+              "for small models, such as --width 8 --heads 2 --layers 1 --context 8 --batch 2")  # fmt: skip
+        return
+    how_often = "once per checkout" if args.backend == "fast" else "in each run"
+    print(f"compiling kernels ({how_often}) ...", flush=True)
+    start = time.perf_counter()
+    model.loss(*corpus.batch(np.random.default_rng(args.seed), 2, args.context)).backward()
+    first = model.parameters()[0].value
+    spare = minitorch.Parameter(first.detach())  # the optimiser's kernel too
+    spare.value.grad = first.grad
+    minitorch.Adam([spare]).step()
+    for parameter in model.parameters():
+        parameter.value.zero_grad_()
+    print(f"... ready after {time.perf_counter() - start:.1f} s", flush=True)
+
+
 def train(model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace) -> dict[str, Any]:
-    """Train until the steps or the seconds are used up; return the curve and the figures."""
+    """Train until the steps or the seconds are used up, or Ctrl-C; return the curve and the figures."""
+    warm_up(model, corpus, args)
     optimizer = minitorch.Adam(model.parameters(), lr=args.lr, beta2=0.99, weight_decay=0.1)
     rng = np.random.default_rng(args.seed)
     curve: dict[str, list[Any]] = {"step": [], "train": [], "held_out_step": [], "held_out": []}
     unread: list[minitorch.Tensor] = []
-    print("compiling kernels (once per machine) …", flush=True)
-    warm_start = time.perf_counter()
-    model.loss(*corpus.batch(np.random.default_rng(args.seed), 2, args.context)).backward()
-    first = model.parameters()[0].value
-    spare = minitorch.Parameter(first.detach())  # the optimiser's kernel too, without a step
-    spare.value.grad = first.grad
-    minitorch.Adam([spare]).step()
-    optimizer.zero_grad()
-    print(f"… ready after {time.perf_counter() - warm_start:.1f} s", flush=True)
+    inputs, targets = (part[:JUDGE_WINDOWS] for part in corpus.held_out_windows(args.context))
 
+    def add_point() -> None:
+        read_losses(unread, curve, args.lr)
+        losses = judge(model, inputs, targets, args.batch, JUDGE_SHARE * args.max_seconds)
+        mean = check_loss(float(np.mean(losses)), "the held-out loss", args.lr)
+        if len(losses) == len(inputs):  # a point of fewer windows is not comparable
+            curve["held_out_step"].append(len(curve["step"]) - 1)
+            curve["held_out"].append(mean)
+
+    by_clock = False
     start = time.perf_counter()
     bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, mininterval=0.5)
-    for step in range(args.steps):
-        elapsed = time.perf_counter() - start
-        progress = max(step / args.steps, elapsed / args.max_seconds)
-        if progress >= 1.0:
-            break
-        optimizer.lr = learning_rate(progress, args.lr)
-        unread.append(train_step(model, optimizer, *corpus.batch(rng, args.batch, args.context)))
-        if step % READ_EVERY == READ_EVERY - 1:
-            read_losses(unread, curve, args.lr)
-        if step % 100 == 99:
-            curve["held_out_step"].append(step)
-            curve["held_out"].append(held_out_loss(model, corpus, args.context, args.batch, 48))
-        if curve["train"]:
-            recent = float(np.mean(curve["train"][-20:]))
-            rate = (step + 1) * args.batch * args.context / (time.perf_counter() - start)
-            bar.set_postfix_str(f"loss {recent:.3f}, {rate:,.0f} tokens/s", refresh=False)
-        bar.update()
+    with bar, CtrlC() as ctrl_c:
+        for step in range(args.steps):
+            progress, clock = step / args.steps, (time.perf_counter() - start) / args.max_seconds
+            # Once the clock decides, it stays so: until then, a run depends on its options only.
+            by_clock = by_clock or clock > min(progress + CLOCK_SLACK, 1.0)
+            if step > 0 and clock >= 1.0:
+                by_clock = True
+                break
+            optimizer.lr = learning_rate(max(progress, clock) if by_clock else progress, args.lr)
+            batch = corpus.batch(rng, args.batch, args.context)
+            unread.append(train_step(model, optimizer, *batch))
+            if step % READ_EVERY == READ_EVERY - 1:
+                read_losses(unread, curve, args.lr)
+            if step % JUDGE_EVERY == JUDGE_EVERY - 1:
+                add_point()
+            if curve["train"]:
+                recent = float(np.mean(curve["train"][-20:]))
+                rate = (step + 1) * args.batch * args.context / (time.perf_counter() - start)
+                bar.set_postfix_str(f"loss {recent:.3f}, {rate:,.0f} tokens/s", refresh=False)
+            bar.update()
+            if ctrl_c.asked:
+                break
     read_losses(unread, curve, args.lr)
-    bar.close()
-    seconds = time.perf_counter() - start
-    final = held_out_loss(model, corpus, args.context, args.batch)
-    curve["held_out_step"].append(len(curve["step"]) - 1)
-    curve["held_out"].append(final)
+    seconds, steps = time.perf_counter() - start, len(curve["step"])
+    if steps % JUDGE_EVERY != 0:
+        add_point()
     return {
         "curve": curve,
-        "steps": len(curve["step"]),
+        "curve_windows": len(inputs),
+        "steps": steps,
+        "by_clock": by_clock,
+        "stopped": ctrl_c.asked,
         "seconds": seconds,
-        "tokens_per_second": len(curve["step"]) * args.batch * args.context / seconds,
+        "tokens_per_second": steps * args.batch * args.context / seconds,
         "train_loss": float(np.mean(curve["train"][-50:])),
-        "held_out_loss": final,
     }
+
+
+def judge_finally(
+    model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace, result: dict[str, Any]
+) -> None:
+    """Add the loss on the whole held-out text, or on what the time allows of it."""
+    inputs, targets = corpus.held_out_windows(args.context)
+    losses = judge(model, inputs, targets, args.batch, JUDGE_SHARE * args.max_seconds)
+    done, of = len(losses), len(inputs)
+    result["held_out_loss"] = check_loss(float(np.mean(losses)), "the held-out loss", args.lr)
+    result["held_out_windows"] = (
+        f"all {of} windows" if done == of else f"{done} of {of} windows, evenly spread: time was up"
+    )
+
+
+def report(result: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the figures of a training."""
+    print(
+        f"train loss     {result['train_loss']:.3f} nats per character "
+        f"(last {min(50, result['steps'])} steps)\n"
+        f"held-out loss  {result['held_out_loss']:.3f} nats per character "
+        f"({result['held_out_windows']})\n"
+        f"speed          {result['tokens_per_second']:,.0f} tokens/s over {result['steps']} steps, "
+        f"{result['seconds']:.0f} s"
+    )
+    if result["by_clock"]:
+        print(
+            f"clock          shortened the run: {result['steps']} of {args.steps} steps; a larger "
+            f"--max-seconds, now {args.max_seconds:g}, gives them all"
+        )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -234,7 +273,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )
     axes.plot(
         curve["held_out_step"], curve["held_out"], "o-", color="#c2410c", markersize=4,
-        label=f"held out, finally {result['held_out_loss']:.3f}",
+        label=f"held out, the same {result['curve_windows']} windows each time",
+    )  # fmt: skip
+    axes.plot(
+        curve["step"][-1], result["held_out_loss"], "D", color="#166534", markersize=5,
+        label=f"held out, {result['held_out_windows']}: {result['held_out_loss']:.3f}",
     )  # fmt: skip
     axes.set(xlabel="step", ylabel="loss, nats per character")
     axes.set_ylim(top=min(max(curve["train"]), 4.0))
@@ -245,60 +288,121 @@ def draw(result: dict[str, Any], path: Path) -> None:
     print(f"loss curve     {path}")
 
 
-def write(model: minitorch.DecoderLM, config: dict[str, Any], args: argparse.Namespace) -> str:
-    """Let the model continue the prompt."""
-    prompt = encode(args.prompt, config["characters"])
-    if len(prompt) == 0:
+def write(model: minitorch.DecoderLM, config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print how the model continues the prompt, character by character."""
+    ids = list(encode_prompt(config, args))
+    print(decode(ids, config["characters"]), end="", flush=True)
+    rng: Any = np.random.default_rng(args.seed)  # one generator over all calls of generate
+    for _ in range(args.sample):
+        try:
+            ids = model.generate(ids[-config["context"] :], 1, args.temperature, seed=rng)
+        except ValueError as error:  # weights so large that the scores are no numbers
+            sys.exit(f"\nthe model cannot write ({error}); train it again with a lower --lr")
+        print(decode(ids[-1:], config["characters"]), end="", flush=True)
+    print()
+
+
+def encode_prompt(config: dict[str, Any], args: argparse.Namespace) -> Any:
+    """Return the ids of the prompt; exit with one line if it has none or unknown ones."""
+    prompt = config["prompt"] if args.prompt is None else args.prompt
+    if not prompt:
         sys.exit("--prompt must hold at least one character")
-    ids = model.generate(prompt, args.sample, args.temperature, seed=args.seed)
-    return decode(ids, config["characters"])
+    try:
+        return encode(prompt, config["characters"])
+    except ValueError as error:
+        sys.exit(f"--prompt {prompt!r} cannot be continued: {error}")
 
 
 def load_and_write(args: argparse.Namespace) -> None:
     """Load a checkpoint and let it write; exit with one line if it cannot be read."""
     try:
         arrays, config = read_checkpoint(args.load)
+        config = {"prompt": PROMPT, **config}  # which older checkpoints lack
+        check_config(config)
+        width = config["width"]
+        least = (
+            12 * config["layers"] * width**2
+            + (len(config["characters"]) + config["context"]) * width
+        )
+        if least > sum(array.size for array in arrays.values()):  # before memory is taken for it
+            sys.exit(f"{args.load}: its configuration describes a larger model than its weights")
+        config["attention"] = args.attention or config["attention"]  # both have the same weights
         model = build(config, args.backend)
         load_parameters(model, arrays, args.load)
     except CheckpointError as error:
         sys.exit(str(error))
-    print(write(model, config, args))
+    except ValueError as error:
+        sys.exit(f"{args.load}: {error}")
+    write(model, config, args)
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
-    check_backend(args.backend)
-    if args.load:
-        return load_and_write(args)
+def make_folder(path: str) -> Path:
+    """Make the folder of the results; exit with one line if nothing can be written there."""
+    out = Path(path)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except (OSError, ValueError) as error:
+        sys.exit(f"--out {path} cannot be written ({error}); name another folder")
+    return out
+
+
+def train_and_write(args: argparse.Namespace) -> None:
+    """Train, save, judge, draw and write."""
     begin = time.perf_counter()
+    args.attention = args.attention or "flash"
     minitorch.manual_seed(args.seed)
     corpus = Corpus.from_text(read_text(args.text), args.context)
-    encode(args.prompt, corpus.characters)  # fail before the training, not after it
     keys = ("width", "heads", "layers", "context", "dropout", "attention", "tie_weights")
-    config = {"characters": corpus.characters, **{key: getattr(args, key) for key in keys}}
+    config = {
+        "characters": corpus.characters,
+        "prompt": corpus.prompt,
+        **{key: getattr(args, key) for key in keys},
+    }
+    encode_prompt(config, args)  # fail before the training, not after it
     try:
         model = build(config, args.backend)
     except ValueError as error:
         sys.exit(str(error))
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = make_folder(args.out)
     weights = sum(p.value.size for p in model.parameters())
     print(
         f"text {len(corpus.train) + len(corpus.held_out):,} characters, {len(corpus.characters)} "
         f"different; model {weights:,} weights, {args.attention} attention"
     )
     result = train(model, corpus, args)
-    save_checkpoint(out / "model.safetensors", model, config)
-    (out / "result.json").write_text(json.dumps({**result, "args": vars(args)}, indent=1) + "\n")
-    print(
-        f"train loss     {result['train_loss']:.3f} nats per character (last 50 steps)\n"
-        f"held-out loss  {result['held_out_loss']:.3f} nats per character\n"
-        f"speed          {result['tokens_per_second']:,.0f} tokens/s over {result['steps']} steps, "
-        f"{result['seconds']:.0f} s\n"
-        f"checkpoint     {out / 'model.safetensors'}"
-    )
-    draw(result, out / "loss.png")
-    print(f"\n{write(model, config, args)}\n\nall done in {time.perf_counter() - begin:.0f} s")
+    try:
+        save_checkpoint(out / "model.safetensors", model, config)
+        judge_finally(model, corpus, args, result)
+        record = json.dumps({**result, "args": vars(args)}, indent=1)
+        (out / "result.json").write_text(record + "\n")
+        report(result, args)
+        print(f"checkpoint     {out / 'model.safetensors'}")
+        draw(result, out / "loss.png")
+    except CheckpointError as error:
+        sys.exit(f"{error}; --lr is now {args.lr}")
+    except OSError as error:
+        sys.exit(f"--out {out} cannot be written ({error}); name another folder")
+    if result["stopped"]:
+        sys.exit(f"stopped by Ctrl-C after {result['steps']} of {args.steps} steps; they are saved")
+    print()
+    write(model, config, args)
+    print(f"\nall done in {time.perf_counter() - begin:.0f} s")
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(__doc__, argv)
+    # The model writes what it has read; a terminal of another encoding shows "?" for some of it.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    check_backend(args.backend)
+    try:
+        with np.errstate(all="ignore"):  # what is no number ends the run with a line of its own
+            (load_and_write if args.load else train_and_write)(args)
+    except KeyboardInterrupt:
+        sys.exit("stopped by Ctrl-C")
+    except MemoryError:
+        sys.exit("out of memory; take a smaller --batch, --context, --width or --layers")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import kernels
 from kernels import reference
 
+from .tolerances import assert_close_arrays
+
 LENGTHS = st.integers(1, 40)
 DIMS = st.sampled_from([1, 2, 3, 5, 8, 16, 17])
 LEAD = st.lists(st.integers(1, 3), max_size=3)
@@ -48,6 +50,52 @@ class Case:
         lse = np.broadcast_to(lse, problem.lse_shape)
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
+    def row_by_row(self) -> dict[str, Any]:
+        """Return what the oracle does, each row attending to the keys that it sees and to no others.
+
+        The textbook multiplies a hidden key by a probability of zero, and 0 · NaN is NaN: what
+        is NaN there need not be so in a kernel that does not visit the key.  What is NaN here must.
+        """
+        q, k, v, dout = (x.astype(np.float64) for x in (*self.operands, self.dout))
+        problem = kernels.make_problem(q, k, v, **self.options)
+        out, lse = np.zeros(problem.out_shape), np.zeros(problem.lse_shape)
+        wide = [np.broadcast_to(x, (*problem.lead, *x.shape[-2:])) for x in (q, k, v)]
+        grads = [np.zeros(x.shape) for x in wide]
+        scale: dict[str, Any] = {"scale": problem.scale}
+        for r in range(problem.seq_q):
+            rows, seen = np.s_[..., r : r + 1, :], np.s_[..., : max(r + 1 + problem.diagonal, 0), :]
+            operands = wide[0][rows], wide[1][seen], wide[2][seen]
+            one = kernels.make_problem(*operands, **scale)
+            out[rows], lse[..., r : r + 1] = reference.attention(one, *operands)
+            results = out[rows], lse[..., r : r + 1]
+            parts = reference.attention_backward(one, dout[rows], *operands, *results)
+            for grad, place, part in zip(grads, (rows, seen, seen), parts, strict=True):
+                grad[place] += part
+        dq, dk, dv = (sum_to(g, x.shape) for g, x in zip(grads, self.operands, strict=True))
+        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+    def check_what_is_not_finite(self, actual: dict[str, Any], planted: float) -> None:
+        """Check the results of a :func:`planted` case: NaN where it must be, and nowhere else.
+
+        The other elements are those of the oracle.  After an infinity what is not finite counts: it
+        may be infinite by one order of sums and NaN by another.
+        """
+        bad: Any = np.isnan if np.isnan(planted) else lambda x: ~np.isfinite(x)
+        with np.errstate(invalid="ignore"):
+            most, least = self.oracle(), self.row_by_row()
+        for name, got in actual.items():
+            got = sum_to(got, least[name].shape)
+            must, may, is_bad = bad(least[name]), bad(most[name]), bad(got)
+            lost, stray = np.argwhere(must & ~is_bad), np.argwhere(is_bad & ~may)
+            assert not len(lost), f"{name} of {self}: finite at {lost}"
+            assert not len(stray), f"{name} of {self}: not finite at {stray}"
+            wanted = np.where(is_bad, 0.0, least[name])
+            finite = np.abs(wanted[np.isfinite(wanted)])
+            size = max(1.0, float(finite.max(initial=0.0)))
+            got = np.where(is_bad, got.dtype.type(0), got)
+            what = f"the rest of {name} of {self}"
+            assert_close_arrays(got, wanted, self.q.dtype, what=what, size=size)
+
     def __repr__(self) -> str:
         shapes = ", ".join(
             f"{name} {x.shape} strides {x.strides}"
@@ -84,6 +132,18 @@ def operand(draw: Any, shape: tuple[int, ...], dtype: Any, rng: np.random.Genera
     if kind == "read-only":
         array.flags.writeable = False
     return array
+
+
+@st.composite
+def planted(draw: Any, cases: st.SearchStrategy[Case]) -> tuple[Case, float]:
+    """Draw a problem in which one element of q, k, v or dout is NaN or infinite, and which it is."""
+    case = draw(cases)
+    name = draw(st.sampled_from(["q", "k", "v", "dout"]))
+    array = np.array(getattr(case, name))
+    value = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    array[tuple(draw(st.integers(0, size - 1)) for size in array.shape)] = value
+    setattr(case, name, array)
+    return case, value
 
 
 @st.composite

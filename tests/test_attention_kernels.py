@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels import launch, reference
+from kernels.compiled import FASTMATH, WAITING
+from kernels.cpu.products import exp2
 
-from .attention_strategies import Case, cases, sum_to
+from .attention_strategies import Case, cases, planted, sum_to
 from .tolerances import assert_close_arrays
 
 TARGETS = {"numpy": launch.NUMPY, "cpu": launch.CPU}
@@ -28,6 +31,15 @@ def run(target: launch.Target, case: Case, rung: str = "auto", tile: Any = None)
     out, lse = launch.forward(target, problem, *case.operands, tile)
     gradients = launch.backward(target, problem, case.dout, *case.operands, out, lse, tile)
     return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+@numba.njit(fastmath=FASTMATH)
+def exp2_of(x: Any) -> Any:
+    """Return 2**x by the CPU kernels' own function, in a loop that vectorises as theirs do."""
+    out = np.empty_like(x)
+    for i in range(len(x)):
+        out[i] = exp2(x[i])
+    return out
 
 
 def check(actual: Any, expected: Any, case: Case, what: str) -> None:
@@ -151,6 +163,51 @@ def test_a_row_that_sees_nothing_is_zero(target: str, rung: str) -> None:
     assert (dk[:, 6:] == 0).all() and (dv[:, 6:] == 0).all()  # no row sees the last three
 
 
+@pytest.mark.parametrize(("target", "rung"), RUNGS)
+@given(drawn=planted(cases(lengths=st.integers(1, 20))))
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_nan_and_infinity_come_out_where_the_textbook_has_them(
+    target: str, rung: str, drawn: tuple[Case, float]
+) -> None:
+    case, value = drawn
+    case.check_what_is_not_finite(run(TARGETS[target], case, rung, case.tile), value)
+
+
+@pytest.mark.parametrize(("target", "rung"), RUNGS)
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_scores_that_overflow_are_nan_and_not_zero(target: str, rung: str) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 9, 4), np.float32)
+    case = Case(x, x, x, x, {"scale": 1e39}, (4, 4))  # a row's product with itself is positive
+    assert all(np.isnan(result).all() for result in run(TARGETS[target], case, rung).values())
+
+
+@pytest.mark.parametrize(("target", "rung"), RUNGS)
+def test_a_key_that_no_row_sees_may_be_anything(target: str, rung: str) -> None:
+    """NaN in a tile of keys that no tile of queries visits reaches nothing; in a hidden key no score."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((2, n, 4)) for n in (6, 16, 16, 6))
+    case = Case(q, k, v, dout, {"is_causal": True}, (4, 4))
+    clean = run(TARGETS[target], case, rung, case.tile)
+    hidden = np.arange(16)[:, None] >= 8  # the last row of a tile of queries is number 7
+    case.k = np.where(hidden, np.nan, k)
+    if rung == "flash2":
+        case.v = np.where(hidden, np.nan, v)
+    spoilt = run(TARGETS[target], case, rung, case.tile)
+    # The textbook multiplies hidden keys by zero in its gradients.
+    for name in clean if rung == "flash2" else ("out", "lse"):
+        np.testing.assert_array_equal(spoilt[name], clean[name], err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_exp2_is_exact_to_the_last_place(dtype: Any) -> None:
+    lowest = dtype(np.finfo(dtype).minexp)
+    x = np.linspace(lowest, 1, 100_001).astype(dtype)
+    wanted = np.exp2(x.astype(np.longdouble)).astype(dtype)
+    assert (np.abs(exp2_of(x) - wanted) <= 2 * np.spacing(wanted)).all()
+    special = np.array([np.nan, -np.inf, 2 * lowest, 0.0, 1.0], dtype)
+    np.testing.assert_array_equal(exp2_of(special), np.array([np.nan, 0, 0, 1, 2], dtype))
+
+
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     rng = np.random.default_rng(1)
     q, k, v, dout = (rng.standard_normal((1, 2, 300, 24), np.float32) for _ in range(4))
@@ -210,3 +267,15 @@ def test_reference_by_hand() -> None:
 
 def test_available_rungs_names_what_runs_here() -> None:
     assert kernels.available_rungs()["flash2"] is None
+
+
+def test_waiting_threads_give_the_cores_away_unless_the_user_says_otherwise() -> None:
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    script = f"import os, kernels; print([os.environ.get(name) for name in {names}])"
+    bare = {name: value for name, value in os.environ.items() if name not in names}
+    for own in ({}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "7"}, {"KMP_BLOCKTIME": "9"}):
+        done = subprocess.run(
+            [sys.executable, "-c", script], env={**bare, **own}, capture_output=True, check=True
+        )
+        wanted = own or WAITING
+        assert done.stdout.decode().strip() == str([wanted.get(name) for name in names])

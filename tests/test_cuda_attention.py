@@ -19,7 +19,7 @@ from kernels.cuda.arrays import device_view, element_strides, is_device_array, p
 from kernels.targets import IS_SIMULATOR, cuda
 from minitorch import CudaBackend, Tensor, naive_attention
 
-from .attention_strategies import Case, cases, sum_to
+from .attention_strategies import Case, cases, planted, sum_to
 from .tolerances import assert_close_arrays
 
 pytestmark = pytest.mark.simulator
@@ -115,6 +115,19 @@ def test_atomics_add_up_to_the_textbook(case: Case, tile: Any) -> None:
     actual = run(case, tile=fitting("flash2", tile), problem=problem)
     for name, expected in case.oracle().items():
         check(sum_to(actual[name], expected.shape), expected, case, f"{name} with atomics")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("rung", RUNGS)
+@settings(max_examples=8)
+@given(drawn=planted(tiny()))
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:divide by zero")
+def test_nan_and_infinity_come_out_where_the_textbook_has_them(
+    rung: str, deterministic: bool, drawn: tuple[Case, float]
+) -> None:
+    case, value = drawn
+    problem = case.problem(rung=rung, deterministic=deterministic)
+    case.check_what_is_not_finite(run(case, tile=fitting(rung, case.tile), problem=problem), value)
 
 
 @pytest.mark.parametrize("rung", RUNGS)

@@ -8,19 +8,19 @@ from functools import partial
 from typing import Any
 
 import numba
-import numpy as np
 import pytest
 
 from kernels.cuda import element_kernels, row_kernels
 from kernels.cuda.block import RowBlock
 from kernels.cuda.device import Kernel
-from kernels.targets import compile_ptx, why_no_ptx
+from kernels.targets import compile_ptx
 from minitorch import fast_conv
 
-pytestmark = pytest.mark.skipif(why_no_ptx() is not None, reason=why_no_ptx() or "")
+from .cuda_compiling import FLOAT32, FLOAT64, GENERATIONS, needs_nvvm, ptx_of
 
-FLOAT32 = np.dtype(np.float32)
-on_generations = pytest.mark.parametrize("cc", [(7, 5), (9, 0)], ids=lambda cc: f"cc{cc[0]}{cc[1]}")
+pytestmark = needs_nvvm
+
+on_generations = pytest.mark.parametrize("cc", GENERATIONS, ids=lambda cc: f"cc{cc[0]}{cc[1]}")
 
 #: A row for each warp, and a row for a whole block.
 BLOCKS = {"warp": RowBlock(32, 4), "block": RowBlock(256, 1)}
@@ -58,8 +58,7 @@ def check_float32(ptx: str) -> None:
 @on_generations
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_layer_computes_in_registers_and_in_its_own_dtype(name: str, cc: tuple[int, int]) -> None:
-    kernel = KERNELS[name](FLOAT32)
-    ptx = compile_ptx(kernel.source, kernel.signature, cc)
+    ptx = ptx_of(KERNELS[name](FLOAT32), cc)
     check_float32(ptx)
     shares_rows = name.split(",")[0] in ROW_KERNELS
     assert ("shfl.sync" in ptx) == shares_rows
@@ -68,8 +67,7 @@ def test_a_layer_computes_in_registers_and_in_its_own_dtype(name: str, cc: tuple
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_layer_compiles_in_float64(name: str) -> None:
-    kernel = KERNELS[name](np.dtype(np.float64))
-    ptx = compile_ptx(kernel.source, kernel.signature, (9, 0))
+    ptx = ptx_of(KERNELS[name](FLOAT64), (9, 0))
     assert ".local" not in ptx
     assert not re.search(r"\b(add|sub|mul|fma|div|cvt)\S*\.f32", ptx), "float64 rounds to float32"
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis.strategies import integers, lists, tuples
 
 from kernels import targets
-from kernels.cuda import errors
+from kernels.cuda import arrays, errors
 from kernels.cuda.pool import Pool
 
 CAPACITY = 1 << 20

@@ -73,7 +73,7 @@ WRONG = {
     ),
     "product of batches": wrong(
         lambda o: o.image @ from_numpy(np.ones((5, 3, 3)), o.image.backend),
-        IndexingError, "(1, 2)", "(5,)",
+        IndexingError, "(1, 2, 3, 3) and (5, 3, 3)", "(1, 2) and (5,)", "broadcast",
     ),
     "map into a smaller tensor": wrong(
         lambda o: o.matrix.f.neg_map(o.matrix, o.vector), IndexingError, "(2, 3)", "(4,)"
@@ -124,7 +124,9 @@ WRONG = {
         lambda o: o.matrix.sum((0, 1)), TypeError, "one whole number", "(0, 1)", "once for each"
     ),
     "sum over half": wrong(lambda o: o.matrix.sum(0.5), TypeError, "one whole number", "0.5"),
-    "permute twice": wrong(lambda o: o.matrix.permute(0, 0), AssertionError, "0 to 1 once", "(0, 0)"),
+    "permute twice": wrong(
+        lambda o: o.matrix.permute(0, 0), AssertionError, "0 to 1 once", "(0, 0)", "(2, 3)"
+    ),
     "permute a tuple": wrong(
         lambda o: o.matrix.permute((1, 0)), TypeError, "one by one", "((1, 0),)", "permute(1, 0)"
     ),

@@ -114,6 +114,35 @@ WRONG = {
     "scale str": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), scale="1"), TypeError, "str"),
     "causal": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), is_causal=3), TypeError, "True or"),
     "rung": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), rung=7), TypeError, "rung"),
+    "flag": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), deterministic="no"), TypeError,
+        "deterministic must be True or False, got 'no' (str)",
+    ),
+    "half an offset": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), causal_offset=0.5), TypeError, "0.5 (float)",
+    ),
+    "window": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), window_size=3), TypeError, "(left, right)",
+    ),
+    "cap": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), softcap="5"), TypeError, "'5' (str)"),
+    "seed": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), seed="x"), TypeError, "or None"),
+    "p str": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), dropout_p="0"), TypeError, "a number"),
+    "close option": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), causal=True), TypeError,
+        "attention has no option 'causal' (did you mean is_causal?); its options are attn_mask, ",
+    ),
+    "too many": (
+        lambda a: a(*(ones(2, 3) for _ in range(3)), None, 0.0, False, None, False, 1), TypeError,
+        "scale, enable_gqa), got ",
+    ),
+    "twice": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), None, attn_mask=None), TypeError,
+        "attn_mask twice",
+    ),
+    "grouped heads": (
+        lambda a: a(ones(1, 4, 3, 2), ones(1, 2, 3, 2), ones(1, 2, 3, 2), enable_gqa=True),
+        NotImplementedError, "enable_gqa",
+    ),
     "option": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), causal=True), TypeError, "causal"),
 }  # fmt: skip
 
@@ -156,5 +185,62 @@ def test_backward_checks_what_it_is_given() -> None:
         kernels.flash_attention_backward(out[:1], x, x, x, out, lse)
     with pytest.raises(TypeError, match="float64"):
         kernels.flash_attention_backward(out.astype(np.float64), x, x, x, out, lse)
-    with pytest.raises(ValueError, match="tile"):
-        kernels.flash_attention_forward(x, x, x, tile=(0, 4))
+    for wrong in (None, [1.0]):
+        with pytest.raises(TypeError, match="dout must be an array or a tensor, got"):
+            kernels.flash_attention_backward(wrong, x, x, x, out, lse)
+        with pytest.raises(TypeError, match="lse must be an array or a tensor, got"):
+            kernels.flash_attention_backward(out, x, x, x, out, wrong)
+
+
+@pytest.mark.parametrize("rung", ["flash2", "naive"])
+def test_a_tile_is_two_ints_within_limits(rung: str) -> None:
+    x = np.ones((2, 3), np.float32)
+    for tile in ((0, 4), (10**6, 10**6), (4, -1)):
+        with pytest.raises(ValueError, match=r"each from 1 to 4096, got \("):
+            kernels.flash_attention_forward(x, x, x, tile=tile, rung=rung)
+    for tile in (3, "ab", (4,), (4, 4, 4), (4.0, 4)):
+        with pytest.raises(TypeError, match=r"\(block_q, block_k\), two whole numbers"):
+            kernels.flash_attention_forward(x, x, x, tile=tile, rung=rung)
+    for tile in ([4, 4], (np.int64(4), 4), (4096, 4096)):
+        out, _ = kernels.flash_attention_forward(x, x, x, tile=tile, rung=rung)
+        np.testing.assert_allclose(out, x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rung", ["flash2", "naive"])
+def test_a_matrix_is_taken_as_an_array(rung: str) -> None:
+    arrays = [np.random.default_rng(i).standard_normal((4, 3)) for i in range(4)]
+    matrices = [x.view(np.matrix) for x in arrays]
+    results = []
+    for dout, *operands in (arrays, matrices):
+        forward = kernels.flash_attention_forward(*operands, rung=rung)
+        results.append((*forward, *kernels.flash_attention_backward(dout, *operands, *forward)))
+    for expected, got in zip(*results, strict=True):
+        assert type(got) is np.ndarray
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Tensor.flash_attention,
+        naive_attention,
+        kernels.flash_attention_forward,
+        kernels.flash_attention_backward,
+    ],
+)
+def test_help_describes_what_the_signature_shows(function: Any) -> None:
+    described = inspect.getdoc(function) or ""
+    section = described.split("Args:\n")[1].split("\n\n")[0]
+    entries = [line.split(":")[0].strip() for line in section.split("\n") if line[4] != " "]
+    shown = [name for name in inspect.signature(function).parameters if name != "self"]
+    assert entries == shown
+
+
+@given(case=cases())
+@settings(max_examples=10)
+def test_gradients_in_any_order_are_the_deterministic_ones_to_rounding(case: Case) -> None:
+    one = attend(Tensor.flash_attention, case, FastBackend)
+    case.options["deterministic"] = False
+    for name, got in attend(Tensor.flash_attention, case, FastBackend).items():
+        size = max(1.0, float(np.abs(one[name]).max()))
+        assert_close_arrays(got, one[name], case.q.dtype, what=name, size=size)

@@ -56,13 +56,13 @@ def softmax_row(x, out):
     largest = x[0]
     for i in range(len(x)):
         largest = max(largest, x[i])
-    shift = largest if largest > -np.inf else x.dtype.type(0)
+    shift = x.dtype.type(0) if largest == -np.inf else largest
     log2_e = x.dtype.type(LOG2_E)
     total = x.dtype.type(0)
     for i in range(len(x)):
         out[i] = exp2((x[i] - shift) * log2_e)
         total += out[i]
-    inverse = x.dtype.type(1) / total if total > 0 else total
+    inverse = total if total == 0 else x.dtype.type(1) / total  # NaN stays NaN
     for i in range(len(x)):
         out[i] *= inverse
     return shift, math.log(total)

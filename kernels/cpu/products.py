@@ -96,8 +96,8 @@ _MANTISSA32, _MANTISSA64 = np.int32(23), np.int64(52)
 
 @njit(fastmath=FASTMATH)
 def exp2_float32(x):
-    """Return 2**x for float32 x <= 126, 0 below -126 (minus infinity included)."""
-    clamped = max(x, _LOWEST32)
+    """Return 2**x for float32 x <= 126, 0 below -126 (minus infinity included), NaN for NaN."""
+    clamped = _LOWEST32 if x < _LOWEST32 else x  # not max: a NaN must stay one
     whole = np.floor(clamped + _HALF32)
     f = clamped - whole  # in [-1/2, 1/2]
     p = _F7 * f + _F6
@@ -109,13 +109,13 @@ def exp2_float32(x):
     p = p * f + _ONE32
     # Adding to the exponent field multiplies by a power of two.
     value = _bits_to_float32(np.int32(_float32_to_bits(p) + (np.int32(whole) << _MANTISSA32)))
-    return value if x >= _LOWEST32 else np.float32(0.0)
+    return np.float32(0.0) if x < _LOWEST32 else value
 
 
 @njit(fastmath=FASTMATH)
 def exp2_float64(x):
-    """Return 2**x for float64 x <= 1022, 0 below -1022 (minus infinity included)."""
-    clamped = max(x, -1022.0)
+    """Return 2**x for float64 x <= 1022, 0 below -1022 (minus infinity included), NaN for NaN."""
+    clamped = -1022.0 if x < -1022.0 else x  # not max: a NaN must stay one
     whole = np.floor(clamped + 0.5)
     f = clamped - whole  # in [-1/2, 1/2]
     p = _D13 * f + _D12
@@ -132,11 +132,11 @@ def exp2_float64(x):
     p = p * f + _D1
     p = p * f + 1.0
     value = _bits_to_float64(np.int64(_float64_to_bits(p) + (np.int64(whole) << _MANTISSA64)))
-    return value if x >= -1022.0 else 0.0
+    return 0.0 if x < -1022.0 else value
 
 
 def exp2(x):
-    """Return 2**x for x <= 0 or a little above, and 0 for minus infinity; for kernels."""
+    """Return 2**x for x <= 0 or a little above, 0 for minus infinity, NaN for NaN; for kernels."""
     return 2.0**x
 
 

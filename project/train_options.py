@@ -1,0 +1,161 @@
+"""The options of the training script, each checked before any work begins."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import minitorch
+from kernels.problem import MAX_HEAD_DIM
+from minitorch.transformer import ATTENTIONS
+
+BACKENDS = {
+    "cuda": minitorch.CudaBackend,
+    "fast": minitorch.FastBackend,
+    "simple": minitorch.SimpleBackend,
+}
+EPILOG = """\
+Two runs with the same options give the same losses only when all steps are done: when the clock
+(--max-seconds) has to shorten the run, which the run then says, they depend on the machine's speed."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the list of all options before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
+
+
+def number(
+    kind: Callable[[str], float], fits: Callable[[float], bool], wanted: str
+) -> Callable[[str], Any]:
+    """Return a reader of numbers of one kind that refuses what does not fit."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+            if math.isfinite(value) and fits(value):
+                return value
+        except (ValueError, OverflowError):
+            pass
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
+
+    return read
+
+
+COUNT = number(int, lambda x: x >= 1, "a whole number, 1 or more")
+FROM_ZERO = number(int, lambda x: x >= 0, "a whole number, 0 or more")
+POSITIVE = number(float, lambda x: x > 0, "a number above 0")
+NOT_NEGATIVE = number(float, lambda x: x >= 0, "a number, 0 or more")
+PROBABILITY = number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+
+
+def parse_args(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; exit with one line and code 2 if it cannot be."""
+    parser = OneLineParser(
+        description=description,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = "(default: %(default)s)"
+
+    def add(name: str, what: str, **kwargs: Any) -> None:
+        parser.add_argument(name, help=what, **kwargs)
+
+    add("--text", "text to learn, UTF-8 (default: Python's own manual)", metavar="FILE")
+    add("--out", f"where results go {default}", default="runs/gpt", metavar="DIR")
+    add("--steps", f"optimiser steps {default}", type=COUNT, default=550, metavar="N")
+    add(
+        "--max-seconds",
+        "anneal and stop by then, compilation not counted; the final evaluation takes at most a "
+        f"quarter of it more {default}",
+        type=POSITIVE,
+        default=72.0,
+        metavar="S",
+    )
+    add("--batch", f"windows a step {default}", type=COUNT, default=16, metavar="N")
+    add("--context", f"characters a window {default}", type=COUNT, default=128, metavar="N")
+    add("--width", f"width of the model {default}", type=COUNT, default=128, metavar="N")
+    add("--heads", f"attention heads {default}", type=COUNT, default=4, metavar="N")
+    add("--layers", f"transformer layers {default}", type=COUNT, default=2, metavar="N")
+    add("--dropout", f"share that is dropped {default}", type=PROBABILITY, default=0.0, metavar="P")
+    add("--lr", f"highest learning rate {default}", type=POSITIVE, default=5e-3, metavar="X")
+    add(
+        "--attention",
+        "(default: flash; with --load, what the checkpoint was trained with)",
+        choices=ATTENTIONS,
+    )
+    add("--backend", default, choices=sorted(BACKENDS), default="fast")
+    add("--tie-weights", "score tokens with the embedding table", action="store_true")
+    add("--seed", f"of everything that is random {default}", type=FROM_ZERO, default=0, metavar="N")
+    add(
+        "--sample", f"characters to write at the end {default}",
+        type=FROM_ZERO, default=400, metavar="N",
+    )  # fmt: skip
+    add(
+        "--temperature", f"of the writing; 0 is greedy {default}",
+        type=NOT_NEGATIVE, default=0.8, metavar="X",
+    )  # fmt: skip
+    add(
+        "--prompt",
+        "what the writing begins with (default: 'The ', or how the text begins if it lacks these "
+        "characters)",
+    )
+    add(
+        "--load",
+        "do not train: load this checkpoint and write; of the other options only --backend, "
+        "--attention, --prompt, --sample, --temperature and --seed count",
+        metavar="FILE",
+    )
+    return parser.parse_args(argv)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+#: What a configuration must hold: what each value must be, in words and as a check.
+CONFIG: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "characters": (
+        "a text of characters that all differ",
+        lambda x: isinstance(x, str) and 0 < len(x) == len(set(x)),
+    ),
+    "prompt": ("a text", lambda x: isinstance(x, str)),
+    "width": ("a whole number, 1 or more", _is_count),
+    "heads": ("a whole number, 1 or more", _is_count),
+    "layers": ("a whole number, 1 or more", _is_count),
+    "context": ("a whole number, 1 or more", _is_count),
+    "dropout": (
+        "a number from 0 to below 1",
+        lambda x: type(x) in (int, float) and 0 <= x < 1,
+    ),
+    "attention": (f"one of {ATTENTIONS}", lambda x: x in ATTENTIONS),
+    "tie_weights": ("true or false", lambda x: type(x) is bool),
+}
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Check the configuration of a model, from the command line or from a checkpoint.
+
+    Raises:
+        ValueError: If it describes no model; one line.
+    """
+    for key, (wanted, fits) in CONFIG.items():
+        if key not in config:
+            raise ValueError(f"{key} is missing from the model's configuration")
+        if not fits(config[key]):
+            raise ValueError(f"{key} must be {wanted}, got {config[key]!r:.40}")
+    width, heads = config["width"], config["heads"]
+    if width % heads != 0:
+        raise ValueError(
+            f"--width must be a multiple of --heads, got {width} and {heads}: each head gets an equal "
+            "share of the width"
+        )
+    if config["attention"] == "flash" and width // heads > MAX_HEAD_DIM:
+        raise ValueError(
+            f"--width {width} with --heads {heads} makes heads of {width // heads}; flash attention "
+            f"takes {MAX_HEAD_DIM} at most: take more heads, or --attention naive"
+        )

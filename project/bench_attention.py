@@ -237,20 +237,35 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def versions(names: list[str]) -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    found = {
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "numba": numba.__version__,
+    loaded = ("numpy", "numba", "numba_cuda", "torch")
+    found = {name: sys.modules[name].__version__ for name in loaded if name in sys.modules}
+    return {"python": platform.python_version(), **found}
+
+
+def write(args: argparse.Namespace, argv: list[str], device: str, rows: list[Row]) -> None:
+    """Write what has been measured so far, with what it depends on."""
+    record = {
+        "command": "python project/bench_attention.py " + " ".join(argv),
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "cores": os.cpu_count(),
+        "threads": numba.get_num_threads(),
+        "versions": versions(),
+        "batch": args.batch,
+        "heads": args.heads,
+        "head_dim": args.head_dim,
+        "causal": args.causal,
+        "rows": rows,
     }
-    for name, module in (("numba_cuda", "numba_cuda"), ("PyTorch", "torch")):
-        if module in sys.modules and (name in names or name == "numba_cuda"):
-            found[module] = sys.modules[module].__version__
-    return found
+    path = Path(args.json)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
     args = parse_args(argv)
     if args.measure_memory:
         return measure_memory(args)
@@ -261,42 +276,27 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"no contestant {sorted(unknown)}; there are {list(running)}")
     running = {name: one for name, one in running.items() if name in (args.only or running)}
     names = list(running)
+    device = processor() if args.device == "cpu" else device_name()
     rows: list[Row] = []
     expected: Row = {}
     try:
-        for length in tqdm(args.lengths, unit="length", disable=not sys.stderr.isatty()):
+        for place, length in enumerate(tqdm(args.lengths, unit="length")):
             rows.append(measure(running, args, length, expected))
-            longer = args.lengths[len(rows) % len(args.lengths)] / length
+            if args.json:  # at once: the next length may take long
+                write(args, argv, device, rows)
+            longer = args.lengths[(place + 1) % len(args.lengths)] / length
             expected = {
-                name: longer**2
-                * (rows[-1][name]["forward_ms"] + rows[-1][name]["backward_ms"])
-                / 1e3
-                for name in running
+                name: longer**2 * (row["forward_ms"] + row["backward_ms"]) / 1e3
+                for name, row in rows[-1].items()
+                if name in running
             }
     except KeyboardInterrupt:
         print("interrupted: these lengths are done", file=sys.stderr)
-    device = processor() if args.device == "cpu" else device_name()
     print(
         f"{device}, {numba.get_num_threads()} threads; batch {args.batch}, {args.heads} heads, "
         f"head_dim {args.head_dim}, float32, {'causal' if args.causal else 'full'}\n"
     )
     print(tables(rows, names))
-    if args.json:
-        record = {
-            "command": "python project/bench_attention.py " + " ".join(argv or sys.argv[1:]),
-            "date": datetime.date.today().isoformat(),
-            "device": device,
-            "cores": os.cpu_count(),
-            "threads": numba.get_num_threads(),
-            "versions": versions(names),
-            "batch": args.batch,
-            "heads": args.heads,
-            "head_dim": args.head_dim,
-            "causal": args.causal,
-            "rows": rows,
-        }
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

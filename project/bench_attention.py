@@ -25,7 +25,6 @@ from statistics import median
 from typing import Any
 
 import numba
-import numpy as np
 from contestants import Contestant, contestants, random_arrays
 from tqdm import tqdm
 
@@ -166,7 +165,7 @@ def measure(
         for name, contestant in list(running.items()):
             try:
                 seconds[name].append(one_pass(contestant, operands[name]))
-            except Exception as error:
+            except Exception as error:  # noqa: PERF203 - who runs out of memory leaves
                 if not out_of_memory(error):
                     raise
                 leave_out(name, running, row, seconds, operands)

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, types
+from numba import carray, cfunc, types  # type: ignore[attr-defined]
 
 from kernels.cuda.arrays import device_pointer, is_device_array
 from kernels.memory import row_major_strides

@@ -121,7 +121,7 @@ def contestants(device: str, causal: bool) -> dict[str, Contestant]:
         ladder["flash2 atomic"] = Contestant(fused(rung="flash2", deterministic=False), gpu)
         ladder["flash2"] = Contestant(fused(rung="flash2"), gpu)
     try:
-        import torch
+        import torch  # type: ignore[import-not-found]
     except ImportError:
         return {**found, **ladder}
     return {**found, "PyTorch": TorchContestant(torch, causal, device), **ladder}

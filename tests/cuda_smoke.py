@@ -31,14 +31,12 @@ def main() -> None:
             problem = kernels.make_problem(
                 q, k, v, is_causal=True, rung=rung, deterministic=deterministic
             )
-            device = [cuda.to_device(x) for x in (q, k, v, dout)]
-            out, lse = launch.forward(launch.CUDA, problem, *device[:3])
-            results = launch.backward(launch.CUDA, problem, device[3], *device[:3], out, lse)
-            exact = [x.astype(np.float64) for x in (q, k, v, dout)]
-            true_out, true_lse = reference.attention(problem, *exact[:3])
-            gradients = reference.attention_backward(
-                problem, exact[3], *exact[:3], true_out, true_lse
-            )
+            q_, k_, v_, dout_ = (cuda.to_device(x) for x in (q, k, v, dout))
+            out, lse = launch.forward(launch.CUDA, problem, q_, k_, v_)
+            results = launch.backward(launch.CUDA, problem, dout_, q_, k_, v_, out, lse)
+            q, k, v, dout = (x.astype(np.float64) for x in (q, k, v, dout))
+            true_out, true_lse = reference.attention(problem, q, k, v)
+            gradients = reference.attention_backward(problem, dout, q, k, v, true_out, true_lse)
             for name, got, expected in zip(
                 ("out", "dq", "dk", "dv"), (out, *results), (true_out, *gradients), strict=True
             ):

@@ -349,10 +349,10 @@ def test_memory_is_linear_in_the_length(deterministic: bool) -> None:
     heads, length, dim = 8, 65536, 64
     q, k, v, dout = draw(10, *[(heads, length, dim)] * 4, dtype=np.float32)
     problem = kernels.make_problem(q, k, v, is_causal=True, deterministic=deterministic)
-    arrays = [cuda.to_device(x) for x in (q, k, v, dout)]
+    q_, k_, v_, dout_ = (cuda.to_device(x) for x in (q, k, v, dout))
     before = memory.reset_peak()
-    out, lse = launch.forward(launch.CUDA, problem, *arrays[:3])
-    dq, _, _ = launch.backward(launch.CUDA, problem, arrays[3], *arrays[:3], out, lse)
+    out, lse = launch.forward(launch.CUDA, problem, q_, k_, v_)
+    dq, _, _ = launch.backward(launch.CUDA, problem, dout_, q_, k_, v_, out, lse)
     results = 4 * q.nbytes  # out, dq, dk and dv
     assert memory.peak() - before <= results + 4 * heads * length * 4
     # Some rows against the textbook: row r sees the columns up to r.

@@ -553,7 +553,7 @@ def test_moving_to_the_device_and_back_keeps_values_and_dtype() -> None:
 def test_operands_in_two_places_do_not_combine() -> None:
     x, y = draw((2, 3)), draw((3,), seed=1)
     with pytest.raises(TypeError, match=r"move one of them with cuda\(\) or cpu\(\)"):
-        on_cuda(x) + minitorch.from_numpy(y, backend=SimpleBackend)
+        _ = on_cuda(x) + minitorch.from_numpy(y, backend=SimpleBackend)
 
 
 @pytest.mark.task3_3

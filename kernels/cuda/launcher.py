@@ -41,7 +41,7 @@ def _layout(kind: Any) -> str:
     if isinstance(kind, types.Array):
         return "q" * (5 + 2 * kind.ndim)
     if isinstance(kind, types.BaseTuple):
-        return "".join(SLOTS[element] for element in kind)
+        return "".join(SLOTS[element] for element in kind.types)  # type: ignore[attr-defined]
     return SLOTS[kind]
 
 
@@ -100,7 +100,7 @@ class Launcher:
         self._packer = struct.Struct("=" + "".join(map(_layout, signature.args)))
         # The driver takes an array of pointers, one to each number.  It has read the numbers when the
         # launch returns; until then no other thread may write its own.
-        self._slots = np.zeros(self._packer.size, np.uint8)
+        self._slots: Any = np.zeros(self._packer.size, np.uint8)
         base = self._slots.ctypes.data
         self._pointers = np.arange(base, base + self._slots.size, 8, dtype=np.uint64)
         self._address = int(self._pointers.ctypes.data)

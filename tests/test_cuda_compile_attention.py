@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels import Problem, make_problem
-from kernels.cuda import flash1, flash1_backward, flash2, flash2_backward, naive
+from kernels.cuda import flash1, flash1_backward, flash2, flash2_dkdv, flash2_dq, naive
 from kernels.cuda.device import Kernel
 from kernels.cuda.register_tiles import pick_layout, widths
 from kernels.cuda.sizes import GPU
@@ -43,14 +43,14 @@ ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
     "flash2 forward": lambda dtype, *dims: flash2.forward_kernel(
         *_layout_and_widths("forward", dtype, *dims), dtype, True
     ),
-    "flash2 delta": lambda dtype, *dims: flash2_backward.delta_kernel(GPU.flat_threads, dtype),
-    "flash2 dq": lambda dtype, *dims: flash2_backward.dq_kernel(
+    "flash2 delta": lambda dtype, *dims: flash2_dq.delta_kernel(GPU.flat_threads, dtype),
+    "flash2 dq": lambda dtype, *dims: flash2_dq.dq_kernel(
         *_layout_and_widths("dq", dtype, *dims), dtype, True
     ),
-    "flash2 dkdv": lambda dtype, *dims: flash2_backward.dkdv_kernel(
+    "flash2 dkdv": lambda dtype, *dims: flash2_dkdv.dkdv_kernel(
         *_layout_and_widths("dkdv", dtype, *dims), dtype, True, False
     ),
-    "flash2 atomic": lambda dtype, *dims: flash2_backward.dkdv_kernel(
+    "flash2 atomic": lambda dtype, *dims: flash2_dkdv.dkdv_kernel(
         *_layout_and_widths("atomic", dtype, *dims), dtype, True, True
     ),
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kernels import reference
@@ -164,16 +165,25 @@ def forward(
     rung, memory = target.pick(problem, tile), target.memory
     out = memory.empty(problem.out_shape, problem.dtype)
     lse = memory.empty(problem.lse_shape, problem.dtype)
+    view = partial(_four_dims, memory, problem)
     rung.forward(
         problem,
         tile or rung.tile(problem),
-        memory.four_dims(q, problem.q_shape),
-        memory.four_dims(k, problem.k_shape),
-        memory.four_dims(v, problem.v_shape),
-        memory.four_dims(out, problem.out_shape),
-        memory.three_dims(lse),
+        *(view(array) for array in (q, k, v, out)),
+        memory.rows(view(memory.column(lse))),
     )
     return out, lse
+
+
+def _four_dims(memory: Memory, problem: Problem, array: Any) -> Any:
+    """View an operand, (…, heads, seq, dim), as a kernel takes it: (batch, heads, seq, dim).
+
+    Where query heads share a head of k and v, each group of them is the heads of an entry of the batch:
+    k and v repeat within it, by a stride of 0.
+    """
+    if problem.groups > 1:
+        array = memory.split_heads(array, problem.key_lead[-1])
+    return memory.four_dims(array, (*problem.grouped_lead, *array.shape[-2:]))
 
 
 def backward(
@@ -195,19 +205,23 @@ def backward(
     tile = check_tile(tile)
     rung, memory = target.pick(problem, tile), target.memory
     dq = memory.empty(problem.q_shape, problem.dtype)
-    dk = memory.empty(problem.k_shape, problem.dtype)
-    dv = memory.empty(problem.v_shape, problem.dtype)
+    # A head of k and v that several query heads share gets a gradient from each.
+    dk, dv = (
+        memory.empty((*problem.grouped_lead, *shape[-2:]), problem.dtype)
+        for shape in (problem.k_shape, problem.v_shape)
+    )
+    view = partial(_four_dims, memory, problem)
     rung.backward(
         problem,
         tile or rung.backward_tile(problem),
-        memory.four_dims(dout, problem.out_shape),
-        memory.four_dims(q, problem.q_shape),
-        memory.four_dims(k, problem.k_shape),
-        memory.four_dims(v, problem.v_shape),
-        memory.four_dims(out, problem.out_shape),
-        memory.three_dims(lse),
-        memory.four_dims(dq, problem.q_shape),
-        memory.four_dims(dk, problem.k_shape),
-        memory.four_dims(dv, problem.v_shape),
+        *(view(array) for array in (dout, q, k, v, out)),
+        memory.rows(view(memory.column(lse))),
+        view(dq),
+        *(memory.four_dims(gradient, gradient.shape) for gradient in (dk, dv)),
     )
+    if problem.groups > 1:
+        dk, dv = (
+            memory.sum_to(gradient, (*problem.key_lead, 1, *shape[-2:])).reshape(shape)
+            for gradient, shape in ((dk, problem.k_shape), (dv, problem.v_shape))
+        )
     return dq, dk, dv

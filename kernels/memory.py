@@ -67,8 +67,16 @@ class Memory:
         """
         raise NotImplementedError
 
-    def three_dims(self, array: Any) -> Any:
-        """View lse, (…, heads, seq), as (batch, heads, seq)."""
+    def column(self, array: Any) -> Any:
+        """View lse, (…, heads, seq), as (…, heads, seq, 1)."""
+        raise NotImplementedError
+
+    def rows(self, array: Any) -> Any:
+        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        raise NotImplementedError
+
+    def split_heads(self, array: Any, count: int) -> Any:
+        """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""
         raise NotImplementedError
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
@@ -119,9 +127,18 @@ class HostMemory(Memory):
         batch = int(np.prod(lead[:-1]))
         return array.reshape(batch, lead[-1], *shape[-2:])
 
-    def three_dims(self, array: Any) -> Any:
-        """View lse, (…, heads, seq), as (batch, heads, seq)."""
-        return self.four_dims(array[..., None], (*array.shape, 1))[..., 0]
+    def column(self, array: Any) -> Any:
+        """View lse, (…, heads, seq), as (…, heads, seq, 1)."""
+        return array[..., None]
+
+    def rows(self, array: Any) -> Any:
+        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        return array[..., 0]
+
+    def split_heads(self, array: Any, count: int) -> Any:
+        """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""
+        *lead, heads, seq, dim = array.shape
+        return array.reshape(*lead, count, heads // count, seq, dim)
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
         """Sum a gradient over the leading dimensions that its operand was repeated in."""

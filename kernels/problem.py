@@ -35,6 +35,7 @@ class Problem:
             there is no causal mask: then every row sees every column.
         rung: Name of the kernel asked for, or "auto".
         deterministic: The gradients must be equal bit for bit from run to run.
+        groups: Query heads, neighbours, that share one head of k and v.
     """
 
     lead: tuple[int, ...]
@@ -47,6 +48,17 @@ class Problem:
     diagonal: int
     rung: str = "auto"
     deterministic: bool = True
+    groups: int = 1
+
+    @property
+    def key_lead(self) -> tuple[int, ...]:
+        """Leading dimensions of k and v after broadcasting: fewer heads where several share one."""
+        return (*self.lead[:-1], self.lead[-1] // self.groups) if self.groups > 1 else self.lead
+
+    @property
+    def grouped_lead(self) -> tuple[int, ...]:
+        """Leading dimensions with the heads in groups, (…, key heads, groups): all operands broadcast."""
+        return (*self.key_lead, self.groups) if self.groups > 1 else self.lead
 
     @property
     def q_shape(self) -> tuple[int, ...]:
@@ -55,13 +67,13 @@ class Problem:
 
     @property
     def k_shape(self) -> tuple[int, ...]:
-        """Shape of k after broadcasting: (…, heads, seq_k, head_dim)."""
-        return (*self.lead, self.seq_k, self.head_dim)
+        """Shape of k after broadcasting: (…, key heads, seq_k, head_dim)."""
+        return (*self.key_lead, self.seq_k, self.head_dim)
 
     @property
     def v_shape(self) -> tuple[int, ...]:
-        """Shape of v after broadcasting: (…, heads, seq_k, value_dim)."""
-        return (*self.lead, self.seq_k, self.value_dim)
+        """Shape of v after broadcasting: (…, key heads, seq_k, value_dim)."""
+        return (*self.key_lead, self.seq_k, self.value_dim)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -107,8 +119,10 @@ def make_problem(
         dropout_p: Probability of dropping a probability, in [0, 1).
         is_causal: Row ``row`` sees columns up to ``row`` (top-left aligned, as in PyTorch).
         scale: Multiplies the scores; 1/sqrt(head_dim) when None.
-        enable_gqa: Let several query heads share a key/value head.
-        causal_offset: Shifts the causal diagonal to the right.
+        enable_gqa: Let several query heads, neighbours, share a head of k and v: the heads of q are a
+            multiple of theirs.
+        causal_offset: With ``is_causal``, row ``row`` sees columns up to ``row + causal_offset``;
+            seq_k - seq_q aligns the diagonal bottom-right.
         window_size: (left, right) columns around the diagonal, -1 unbounded.
         softcap: cap * tanh(score / cap) when positive.
         alibi_slopes: (heads,) or (batch, heads).
@@ -149,11 +163,13 @@ def make_problem(
         return_lse=return_lse,
         rung=rung,
     )
-    # Before the shapes: with it they need not be equal, and the advice to make them so would mislead.
-    _refuse_what_is_missing(enable_gqa=bool(enable_gqa))
-    lead, seq_q, seq_k, head_dim, value_dim = _check_shapes(
-        *(tuple(operand.shape) for operand in (q, k, v))
+    lead, groups, seq_q, seq_k, head_dim, value_dim = _check_shapes(
+        *(tuple(operand.shape) for operand in (q, k, v)), bool(enable_gqa)
     )
+    if causal_offset and not is_causal:
+        raise ValueError(
+            f"causal_offset shifts the causal diagonal, got {causal_offset} without is_causal=True"
+        )
     _check_mask(attn_mask, (*lead, seq_q, seq_k))
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(
@@ -168,7 +184,6 @@ def make_problem(
     _refuse_what_is_missing(
         attn_mask=attn_mask is not None,
         dropout_p=dropout_p != 0.0,
-        causal_offset=causal_offset != 0,
         window_size=window_size is not None,
         softcap=softcap != 0.0,
         alibi_slopes=alibi_slopes is not None,
@@ -187,9 +202,11 @@ def make_problem(
         value_dim=value_dim,
         dtype=dtype,
         scale=float(scale),
-        diagonal=causal_offset if is_causal else seq_k,
+        # Beyond these no offset changes what a row sees, and a kernel's integers have an end.
+        diagonal=min(max(int(causal_offset), -seq_q), seq_k) if is_causal else seq_k,
         rung=_rung_of_run() if rung == "auto" else rung,
         deterministic=bool(deterministic),
+        groups=groups,
     )
 
 
@@ -266,8 +283,8 @@ def _check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
 
 
 def _check_shapes(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int]
-) -> tuple[tuple[int, ...], int, int, int, int]:
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], enable_gqa: bool
+) -> tuple[tuple[int, ...], int, int, int, int, int]:
     shapes = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
     if min(len(q), len(k), len(v)) < 2:
         raise ValueError(
@@ -292,16 +309,34 @@ def _check_shapes(
                 f"{name} must be from 1 to {MAX_HEAD_DIM}, got {size} in {shapes}; use more heads "
                 "of a smaller size"
             )
+    groups = _check_groups(q, k, v, shapes) if enable_gqa else 1
+    last = -3 if groups > 1 else -2
     try:
-        lead = np.broadcast_shapes(tuple(q[:-2]), tuple(k[:-2]), tuple(v[:-2]))
+        lead = np.broadcast_shapes(tuple(q[:last]), tuple(k[:last]), tuple(v[:last]))
     except ValueError:
         raise ValueError(
             "the leading dimensions (batch and heads) of q, k and v must be equal or broadcast, "
             f"got {shapes}; repeat the smaller ones"
+            + ("" if enable_gqa else ", or let query heads share them with enable_gqa=True")
         ) from None
+    lead = (*lead, *q[last:-2])
     if 0 in lead:
         raise ValueError(f"batch and heads must not be empty, got {shapes}")
-    return lead, int(q[-2]), int(k[-2]), int(q[-1]), int(v[-1])
+    return lead, groups, int(q[-2]), int(k[-2]), int(q[-1]), int(v[-1])
+
+
+def _check_groups(q: Sequence[int], k: Sequence[int], v: Sequence[int], shapes: str) -> int:
+    """Return how many query heads share a head of k and v."""
+    if min(len(q), len(k), len(v)) < 3:
+        raise ValueError(
+            f"enable_gqa needs heads: (…, heads, seq, head_dim), three dimensions or more; got {shapes}"
+        )
+    if k[-3] != v[-3] or k[-3] < 1 or q[-3] % k[-3]:
+        raise ValueError(
+            "with enable_gqa k and v have the same number of heads, and q a multiple of it; got "
+            f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}"
+        )
+    return q[-3] // k[-3]
 
 
 def _check_mask(mask: Any, scores_shape: tuple[int, ...]) -> None:
@@ -328,6 +363,6 @@ def _refuse_what_is_missing(**asked: bool) -> None:
     missing = [name for name, wanted in asked.items() if wanted]
     if missing:
         raise NotImplementedError(
-            f"flash_attention does not have {', '.join(missing)} yet; it has is_causal, scale and "
-            "unequal lengths"
+            f"flash_attention does not have {', '.join(missing)} yet; it has is_causal, causal_offset, "
+            "scale, enable_gqa and unequal lengths"
         )

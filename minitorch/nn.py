@@ -281,9 +281,18 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any)
     Source: FlashAttention, Algorithm 0.
     """
     problem = attention_problem(q, k, v, *args, **options)
+    if problem.groups > 1:  # (…, key heads, groups or 1, seq, dim)
+        q, k, v = (_split_heads(t, problem.key_lead[-1]) for t in (q, k, v))
     order = (*range(k.dims - 2), k.dims - 1, k.dims - 2)
     scores = (q @ k.permute(*order)) * problem.scale  # (…, seq_q, seq_k)
     if problem.diagonal < problem.seq_k - 1:  # else every row sees every column
         shape = problem.seq_q, problem.seq_k
         scores = scores + hidden_scores(*shape, problem.diagonal, q.backend, q.dtype)
-    return softmax(scores, scores.dims - 1) @ v  # (…, seq_q, value_dim)
+    out = softmax(scores, scores.dims - 1) @ v  # (…, seq_q, value_dim)
+    return out.view(*problem.out_shape) if problem.groups > 1 else out
+
+
+def _split_heads(t: Tensor, count: int) -> Tensor:
+    """Return (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""
+    *lead, heads, seq, dim = t.shape
+    return t.contiguous().view(*lead, count, heads // count, seq, dim)

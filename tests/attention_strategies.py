@@ -37,16 +37,33 @@ class Case:
     def problem(self, **more: Any) -> kernels.Problem:
         return kernels.make_problem(*self.operands, **self.options, **more)
 
+    def plain(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return q, k, v and dout in float64, k and v with a head for each of q's, and the options.
+
+        Groups of query heads that share a head of k and v are written out by repeating it.
+        """
+        q, k, v, dout = (x.astype(np.float64) for x in (*self.operands, self.dout))
+        options = dict(self.options)
+        if options.pop("enable_gqa", False):
+            k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
+        return [q, k, v, dout], options
+
+    def own(self, gradients: Any) -> Any:
+        """Sum gradients to the shapes of the operands, over groups of heads too."""
+        for gradient, x in zip(gradients, self.operands, strict=True):
+            if self.options.get("enable_gqa") and gradient.shape[-3] != x.shape[-3]:
+                *lead, heads, seq, dim = gradient.shape
+                parts = gradient.reshape(*lead, x.shape[-3], heads // x.shape[-3], seq, dim)
+                gradient = parts.sum(axis=-3)
+            yield sum_to(gradient, x.shape)
+
     def oracle(self) -> dict[str, Any]:
         """Return out, lse and the gradients, by the textbook, in float64."""
-        q, k, v, dout = (x.astype(np.float64) for x in (*self.operands, self.dout))
-        problem = kernels.make_problem(q, k, v, **self.options)
+        (q, k, v, dout), options = self.plain()
+        problem = kernels.make_problem(q, k, v, **options)
         out, lse = reference.attention(problem, q, k, v)
         gradients = reference.attention_backward(problem, dout, q, k, v, out, lse)
-        dq, dk, dv = (
-            sum_to(gradient, operand.shape)
-            for gradient, operand in zip(gradients, self.operands, strict=True)
-        )
+        dq, dk, dv = self.own(gradients)
         lse = np.broadcast_to(lse, problem.lse_shape)
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
@@ -56,8 +73,8 @@ class Case:
         The textbook multiplies a hidden key by a probability of zero, and 0 · NaN is NaN: what
         is NaN there need not be so in a kernel that does not visit the key.  What is NaN here must.
         """
-        q, k, v, dout = (x.astype(np.float64) for x in (*self.operands, self.dout))
-        problem = kernels.make_problem(q, k, v, **self.options)
+        (q, k, v, dout), options = self.plain()
+        problem = kernels.make_problem(q, k, v, **options)
         out, lse = np.zeros(problem.out_shape), np.zeros(problem.lse_shape)
         wide = [np.broadcast_to(x, (*problem.lead, *x.shape[-2:])) for x in (q, k, v)]
         grads = [np.zeros(x.shape) for x in wide]
@@ -65,13 +82,16 @@ class Case:
         for r in range(problem.seq_q):
             rows, seen = np.s_[..., r : r + 1, :], np.s_[..., : max(r + 1 + problem.diagonal, 0), :]
             operands = wide[0][rows], wide[1][seen], wide[2][seen]
+            if operands[1].shape[-2] == 0:  # the row sees nothing
+                lse[..., r] = -np.inf
+                continue
             one = kernels.make_problem(*operands, **scale)
             out[rows], lse[..., r : r + 1] = reference.attention(one, *operands)
             results = out[rows], lse[..., r : r + 1]
             parts = reference.attention_backward(one, dout[rows], *operands, *results)
             for grad, place, part in zip(grads, (rows, seen, seen), parts, strict=True):
                 grad[place] += part
-        dq, dk, dv = (sum_to(g, x.shape) for g, x in zip(grads, self.operands, strict=True))
+        dq, dk, dv = self.own(grads)
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
     def check_what_is_not_finite(self, actual: dict[str, Any], planted: float) -> None:
@@ -166,13 +186,23 @@ def cases(
         shape = [draw(st.sampled_from([n, n, 1])) for n in lead]
         return shape[draw(st.integers(0, len(lead))) :] if draw(st.booleans()) else shape
 
-    q = draw(operand((*leading(), seq_q, head_dim), dtype, rng))
-    k = draw(operand((*leading(), seq_k, head_dim), dtype, rng))
-    v = draw(operand((*leading(), seq_k, value_dim), dtype, rng))
+    # With groups the heads of q are a multiple of those of k and v; else all broadcast.
+    key_heads, groups = draw(st.sampled_from([(1, 2), (2, 2), (2, 1), (1, 3)]))
+    grouped = draw(st.sampled_from([False, False, True]))
+    heads = ([key_heads * groups], [key_heads]) if grouped else ([], [])
+    q = draw(operand((*leading(), *heads[0], seq_q, head_dim), dtype, rng))
+    k = draw(operand((*leading(), *heads[1], seq_k, head_dim), dtype, rng))
+    v = draw(operand((*leading(), *heads[1], seq_k, value_dim), dtype, rng))
     options: dict[str, Any] = {"is_causal": draw(st.booleans())}
+    if options["is_causal"] and draw(st.booleans()):
+        options["causal_offset"] = draw(st.sampled_from([-3, -1, 1, 5, seq_k - seq_q]))
+    if grouped:
+        options["enable_gqa"] = True
     if draw(st.booleans()):
         options["scale"] = draw(st.sampled_from([0.1, 1.0, -0.7, 3.0]))
-    lead_shape = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    last = -3 if grouped else -2
+    batch = np.broadcast_shapes(q.shape[:last], k.shape[:last], v.shape[:last])
+    lead_shape = (*batch, *q.shape[last:-2])
     dout = draw(operand((*lead_shape, seq_q, value_dim), dtype, rng))
     tile = draw(st.sampled_from(tiles))
     return Case(q, k, v, dout, options, tile)

@@ -140,8 +140,14 @@ WRONG = {
         "attn_mask twice",
     ),
     "grouped heads": (
-        lambda a: a(ones(1, 4, 3, 2), ones(1, 2, 3, 2), ones(1, 2, 3, 2), enable_gqa=True),
-        NotImplementedError, "enable_gqa",
+        lambda a: a(ones(1, 4, 3, 2), ones(1, 3, 3, 2), ones(1, 3, 3, 2), enable_gqa=True),
+        ValueError, "q a multiple of it; got 4, 3 and 3 heads",
+    ),
+    "no heads": (
+        lambda a: a(ones(3, 2), ones(3, 2), ones(3, 2), enable_gqa=True), ValueError, "needs heads",
+    ),
+    "offset": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), causal_offset=1), ValueError, "is_causal",
     ),
     "option": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), causal=True), TypeError, "causal"),
 }  # fmt: skip
@@ -163,10 +169,10 @@ def test_an_unknown_rung_names_those_that_run() -> None:
 
 
 LATER = [
-    {"attn_mask": np.ones((2, 2), bool)}, {"dropout_p": 0.1}, {"enable_gqa": True},
-    {"causal_offset": 1}, {"window_size": (1, 1)}, {"softcap": 5.0},
-    {"alibi_slopes": np.ones(1)}, {"block_mask": object()}, {"mask_mod": lambda *_: True},
-    {"score_mod": lambda s, *_: s}, {"seed": 1}, {"precision": "tf32"},
+    {"attn_mask": np.ones((2, 2), bool)}, {"dropout_p": 0.1}, {"window_size": (1, 1)},
+    {"softcap": 5.0}, {"alibi_slopes": np.ones(1)}, {"block_mask": object()},
+    {"mask_mod": lambda *_: True}, {"score_mod": lambda s, *_: s}, {"seed": 1},
+    {"precision": "tf32"}, {"return_lse": True},
 ]  # fmt: skip
 
 

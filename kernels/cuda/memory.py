@@ -134,11 +134,22 @@ class DeviceMemory(Memory):
             array, (batch, heads, seq, dim), (batch_step, head_step, row_step, col_step)
         )
 
-    def three_dims(self, array: Any) -> Any:
-        """View lse, (…, heads, seq), as (batch, heads, seq)."""
-        column = device_view(array, (*array.shape, 1), (*element_strides(array), 1))
-        four = self.four_dims(column, tuple(column.shape))
-        return device_view(four, four.shape[:3], element_strides(four)[:3])
+    def column(self, array: Any) -> Any:
+        """View lse, (…, heads, seq), as (…, heads, seq, 1)."""
+        return device_view(array, (*array.shape, 1), (*element_strides(array), 1))
+
+    def rows(self, array: Any) -> Any:
+        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        return device_view(array, array.shape[:3], element_strides(array)[:3])
+
+    def split_heads(self, array: Any, count: int) -> Any:
+        """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""
+        *lead, heads, seq, dim = array.shape
+        *steps, step, row_step, col_step = element_strides(array)
+        group = heads // count
+        return device_view(
+            array, (*lead, count, group, seq, dim), (*steps, group * step, step, row_step, col_step)
+        )
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
         """Sum a contiguous gradient over the leading dimensions that its operand was repeated in."""

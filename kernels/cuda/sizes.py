@@ -152,8 +152,8 @@ GPU = Sizes(
     fold_blocks=1024,
     fold_items=8,
     product_tiles={
-        4: (ProductTile(128, 128, 8, 8, 8, 2), ProductTile(64, 64, 16, 4, 4, 4)),
-        8: (ProductTile(128, 64, 8, 8, 4, 2), ProductTile(64, 64, 8, 4, 4, 2)),
+        4: (ProductTile(128, 128, 8, 8, 8, 2), ProductTile(64, 64, 8, 8, 8, 1)),
+        8: (ProductTile(128, 64, 8, 8, 4, 2), ProductTile(64, 64, 8, 8, 8, 1)),
     },
     product_blocks=128,
     product_depth=1024,

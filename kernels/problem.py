@@ -168,7 +168,8 @@ def make_problem(
     )
     if causal_offset and not is_causal:
         raise ValueError(
-            f"causal_offset shifts the causal diagonal, got {causal_offset} without is_causal=True"
+            f"causal_offset shifts the causal diagonal, got {causal_offset} without is_causal=True; "
+            "set it, or leave the offset at 0"
         )
     _check_mask(attn_mask, (*lead, seq_q, seq_k))
     if not 0.0 <= dropout_p < 1.0:
@@ -302,7 +303,9 @@ def _check_shapes(
             f"in {shapes}"
         )
     if q[-2] < 1 or k[-2] < 1:
-        raise ValueError(f"sequences must hold at least one row, got {shapes}")
+        raise ValueError(
+            f"sequences must hold at least one row, got {shapes}; leave the call out for an empty one"
+        )
     for name, size in (("head_dim", q[-1]), ("value dim", v[-1])):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(
@@ -334,7 +337,7 @@ def _check_groups(q: Sequence[int], k: Sequence[int], v: Sequence[int], shapes: 
     if k[-3] != v[-3] or k[-3] < 1 or q[-3] % k[-3]:
         raise ValueError(
             "with enable_gqa k and v have the same number of heads, and q a multiple of it; got "
-            f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}"
+            f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}; repeat the heads of k and v"
         )
     return q[-3] // k[-3]
 

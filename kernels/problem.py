@@ -164,7 +164,7 @@ def make_problem(
         rung=rung,
     )
     lead, groups, seq_q, seq_k, head_dim, value_dim = _check_shapes(
-        *(tuple(operand.shape) for operand in (q, k, v)), bool(enable_gqa)
+        *(tuple(operand.shape) for operand in (q, k, v)), enable_gqa=bool(enable_gqa)
     )
     if causal_offset and not is_causal:
         raise ValueError(
@@ -284,7 +284,7 @@ def _check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
 
 
 def _check_shapes(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], enable_gqa: bool
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], *, enable_gqa: bool
 ) -> tuple[tuple[int, ...], int, int, int, int, int]:
     shapes = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
     if min(len(q), len(k), len(v)) < 2:

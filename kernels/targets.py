@@ -59,7 +59,7 @@ driver: Any = None
 nvjitlink: Any = None
 if "numba_cuda" in str(cuda.__file__) and not IS_SIMULATOR:
     with suppress(ImportError):
-        from cuda.bindings import driver, nvjitlink
+        from cuda.bindings import driver, nvjitlink  # pyright: ignore[reportMissingImports]
 
 #: NVIDIA's functions of numbers; the simulator has none.
 libdevice: Any = None if IS_SIMULATOR else import_module("numba.cuda.libdevice")

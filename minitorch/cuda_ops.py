@@ -16,7 +16,7 @@ import numpy as np
 from kernels import launch
 from kernels.cuda import fused, product
 from kernels.cuda.arrays import empty_device
-from kernels.cuda.memory import fill_kernel
+from kernels.cuda.memory import fill
 from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
 from kernels.memory import join_dims
@@ -138,11 +138,7 @@ class CudaOps(TensorOps):
     def filled(size: int, value: float, dtype: np.dtype[Any]) -> Storage:
         """Return a flat storage of equal elements on the device."""
         storage = empty_device((size,), dtype)
-        if size:
-            blocks = ceil_div(size, SIZES.flat_threads)
-            # A launch takes integers for integers: the value is one of the dtype first.
-            value = dtype.type(value).item()
-            fill_kernel(dtype)[blocks, SIZES.flat_threads](storage, value)
+        fill(storage, value)
         return storage
 
     @classmethod

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +20,15 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("minitorch")
+
+
+@pytest.fixture(scope="module")
+def quick_barriers() -> Iterator[None]:
+    """Let the simulator's threads hand over often: a barrier waits for each of them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
 
 
 def _why_skipped(mark: str) -> str | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from minitorch import CudaBackend, Tensor, naive_attention
 from .attention_strategies import Case, cases, planted, sum_to
 from .tolerances import assert_close_arrays
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 
 RUNGS = [rung.name for rung in launch.CUDA.rungs]
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -36,15 +34,6 @@ def tiny(*dtypes: Any) -> st.SearchStrategy[Case]:
     leads = st.sampled_from([[], [2], [1, 2], [2, 1]])
     sizes = {"lengths": st.integers(1, 9), "dims": DIMS, "leads": leads}
     return cases(dtypes or (np.float32, np.float64), **sizes, tiles=TILES)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_barriers() -> Iterator[None]:
-    """Let the simulator's threads hand over often: a barrier waits for each of them."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
 
 
 def on_device(array: Any) -> Any:

@@ -6,8 +6,7 @@ shapes are tiny, and divide no block.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,18 +44,9 @@ from .test_fused import (
 )
 from .tolerances import assert_close_arrays
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 
 few = settings(max_examples=8 if IS_SIMULATOR else 15)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_barriers() -> Iterator[None]:
-    """Let the simulator's threads hand over often: a barrier waits for each of them."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
 
 
 def array_class() -> Any:

@@ -7,8 +7,6 @@ divide no block and no tile.
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ from minitorch.tensor_data import is_device_storage
 
 from .tolerances import assert_close_arrays
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 
 DTYPES = [np.float32, np.float64]
 
@@ -63,15 +61,6 @@ REDUCTIONS: list[tuple[Any, float, Any]] = [
     (operators.mul, 1.0, np.prod),
     (operators.max, -np.inf, np.max),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_barriers() -> Iterator[None]:
-    """Let the simulator's threads hand over often: a barrier waits for each of them."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
 
 
 def draw(shape: tuple[int, ...], dtype: Any = np.float64, seed: int = 0) -> Any:

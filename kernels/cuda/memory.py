@@ -102,7 +102,9 @@ def fill(array: Any, value: float) -> None:
     blocks = ceil_div(size, SIZES.flat_threads)
     if blocks:
         flat = device_view(array, (size,), (1,))
-        fill_kernel(array.dtype)[blocks, SIZES.flat_threads](flat, value)
+        # A launch takes integers for integers: the value is one of the dtype first.
+        number = array.dtype.type(value).item()
+        fill_kernel(array.dtype)[blocks, SIZES.flat_threads](flat, number)
 
 
 class DeviceMemory(Memory):

@@ -8,7 +8,6 @@ in between one kernel that turns S and dP into P and dS, in place.  The product 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,10 +16,10 @@ from numba import int64, void
 
 from kernels.cuda import product
 from kernels.cuda.arrays import device_view, element_strides, empty_device
+from kernels.cuda.block import RowBlock, make_row_folds
 from kernels.cuda.device import (
     Kernel,
     array_type,
-    device_function,
     inverse_sum,
     is_visible,
     log_sum_exp,
@@ -34,54 +33,12 @@ from kernels.problem import Problem
 from kernels.targets import cuda, dynamic_shared_memory_bytes
 
 
-def _make_block_fold(combine: Callable[[Any, Any], Any]) -> Any:
-    """Return the function by which a block folds one value of each thread.
-
-    Args:
-        combine: A device function of two numbers.
-    """
-
-    @device_function
-    def block_fold(partial, value):
-        """Return the fold to every thread.
-
-        Args:
-            partial: (threads,) in shared memory, a power of two.
-            value: The thread's own.
-        """
-        thread = cuda.threadIdx.x
-        partial[thread] = value
-        cuda.syncthreads()  # every value is stored before a neighbour folds it
-        half = cuda.blockDim.x // 2
-        while half > 0:
-            if thread < half:
-                partial[thread] = combine(partial[thread], partial[thread + half])
-            cuda.syncthreads()  # this round is complete before the next one reads it
-            half //= 2
-        result = partial[0]
-        cuda.syncthreads()  # all have read the result before another fold overwrites it
-        return result
-
-    return block_fold
-
-
-@device_function
-def _larger(x, y):
-    return max(x, y)
-
-
-@device_function
-def _added(x, y):
-    return x + y
-
-
-block_max, block_sum = _make_block_fold(_larger), _make_block_fold(_added)
-
-
 @cache
 def softmax_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
     """Return the kernel that turns scores into probabilities, for one dtype."""
     real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
+    block = RowBlock(threads, rows=1)
+    slots, (row_max_of, row_sum_of) = block.slots, make_row_folds(block)
 
     def softmax(scores, lse, diagonal):
         """Replace each row of scores by its softmax over the columns that the row sees.
@@ -89,14 +46,14 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
         Computes: P = softmax(S) in place; L = m + log l
         Source: FlashAttention, Algorithm 0, line 2
         Grid: batch · heads · seq_q
-        Block: threads, a power of two
+        Block: threads, whole warps
         One thread does: every threads-th element of one row
-        Shared: one element a thread
+        Shared: one element a warp
         Registers: the row's maximum and sum
         Global traffic: reads S three times and writes it twice; writes L once
-        Needs: nothing
+        Needs: warp shuffles, for which the simulator has a plain form
         """
-        partial = cuda.shared.array(threads, real)  # (threads,)
+        partial = cuda.shared.array(slots, real)  # (slots,)
         thread = cuda.threadIdx.x
         heads, seq_q, seq_k = scores.shape[1], scores.shape[2], scores.shape[3]
         row, item = cuda.blockIdx.x % seq_q, cuda.blockIdx.x // seq_q
@@ -107,7 +64,7 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
         for col in range(thread, seq_k, threads):
             if is_visible(row, col, diagonal):
                 largest = max(largest, scores[batch, head, row, col])
-        shift = real(shift_of(block_max(partial, largest)))
+        shift = real(shift_of(row_max_of(partial, largest)))
         # P = exp(S - m), l = rowsum(P)
         total = zero
         for col in range(thread, seq_k, threads):
@@ -116,7 +73,7 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
                 p = real(math.exp(scores[batch, head, row, col] - shift))
             scores[batch, head, row, col] = p
             total += p
-        row_sum = block_sum(partial, total)
+        row_sum = row_sum_of(partial, total)
         # P = diag(l)^-1 P     L = m + log l
         inverse = real(inverse_sum(row_sum))
         for col in range(thread, seq_k, threads):
@@ -131,6 +88,8 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
 def softmax_backward_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
     """Return the kernel that recomputes probabilities and differentiates them, for one dtype."""
     real, zero = scalar_type(dtype), dtype.type(0)
+    block = RowBlock(threads, rows=1)
+    slots, (_, row_sum_of) = block.slots, make_row_folds(block)
 
     def softmax_backward(dout, out, lse, scores, dp, diagonal):
         """Replace scores by probabilities, and their gradient dP by that of the scores.
@@ -138,14 +97,14 @@ def softmax_backward_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
         Computes: P = exp(S - L) and dS = P ∘ (dP - D) in place, D = rowsum(dO ∘ O)
         Source: FlashAttention, appendix B.2; FlashAttention-2, Algorithm 2, lines 4, 11 and 14
         Grid: batch · heads · seq_q
-        Block: threads, a power of two
+        Block: threads, whole warps
         One thread does: every threads-th element of one row
-        Shared: one element a thread
+        Shared: one element a warp
         Registers: D
         Global traffic: reads and writes S and dP once; reads O and dO once
-        Needs: nothing
+        Needs: warp shuffles, for which the simulator has a plain form
         """
-        partial = cuda.shared.array(threads, real)  # (threads,)
+        partial = cuda.shared.array(slots, real)  # (slots,)
         thread = cuda.threadIdx.x
         heads, seq_q, seq_k = scores.shape[1], scores.shape[2], scores.shape[3]
         row, item = cuda.blockIdx.x % seq_q, cuda.blockIdx.x // seq_q
@@ -155,7 +114,7 @@ def softmax_backward_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
         total = zero
         for i in range(thread, out.shape[3], threads):
             total += dout[batch, head, row, i] * out[batch, head, row, i]
-        delta = block_sum(partial, total)
+        delta = row_sum_of(partial, total)
         shift = real(shift_of(lse[batch, head, row]))
         for col in range(thread, seq_k, threads):
             # P = exp(S - L)

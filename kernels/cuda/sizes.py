@@ -79,7 +79,7 @@ class Sizes:
         product_blocks: Blocks that keep a large GPU busy: where there are fewer, the sum is divided
             among up to twice as many, or a smaller tile is taken.
         product_depth: The shortest part of a sum that is divided.
-        row_threads: Threads that share one row of scores in the naive rung; a power of two.
+        row_threads: Threads that share one row of scores in the naive rung; whole warps on a GPU.
         flash1_bytes: Shared memory that flash1 divides into its tiles, the device permitting.
         flash1_threads: Threads of one block of flash1.
         width_step: flash2 kernels are compiled for head_dim and value_dim rounded up to this.

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kernels import launch
-from kernels.cuda.arrays import is_device_array
-from kernels.dlpack import as_array
-from kernels.options import takes_attention_options
-from kernels.problem import Problem, check_gradient_operands, make_problem
+from kernels.block_mask import BlockMask
+from kernels.calls import Call, as_operand
+from kernels.option_checks import check_dropout
+from kernels.options import by_name, takes_attention_options
+from kernels.problem import Problem, make_problem
+from kernels.reference_scores import kept
+from kernels.varlen import flash_attention_varlen_backward, flash_attention_varlen_forward
 
 __all__ = [
+    "BlockMask",
     "Problem",
     "available_rungs",
+    "dropout_mask",
     "flash_attention_backward",
     "flash_attention_forward",
+    "flash_attention_varlen_backward",
+    "flash_attention_varlen_forward",
     "make_problem",
     "takes_attention_options",
 ]
@@ -49,9 +58,7 @@ def flash_attention_forward(
 
     Source: FlashAttention-2, Algorithm 1.
     """
-    q, k, v = (_operand(operand) for operand in (q, k, v))
-    problem = make_problem(q, k, v, *args, **options)
-    return launch.forward(_target(q, k, v), problem, q, k, v, tile)
+    return Call(q, k, v, by_name(args, options)).forward(tile)
 
 
 @takes_attention_options
@@ -63,9 +70,11 @@ def flash_attention_backward(
     out: Any,
     lse: Any,
     *args: Any,
+    dlse: Any = None,
+    mask_gradient: bool = False,
     tile: launch.Tile | None = None,
     **options: Any,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Compute the gradients of attention on arrays; probabilities are recomputed from lse.
 
     Args:
@@ -76,11 +85,13 @@ def flash_attention_backward(
         out: As the forward pass returned it.
         lse: As the forward pass returned it.
         args: The options of the forward pass.
+        dlse: Gradient of lse; zeros when None.
+        mask_gradient: Also return the gradient of a floating ``attn_mask``.
         tile: (block_q, block_k); the rung's own when None.
         options: The options of the forward pass.
 
     Returns:
-        dq, dk and dv, of the shapes of q, k and v.
+        dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask.
 
     Raises:
         TypeError: As in the forward pass, or if dout, out or lse is no array or has another dtype.
@@ -89,16 +100,33 @@ def flash_attention_backward(
 
     Source: FlashAttention-2, Algorithm 2.
     """
-    dout, q, k, v, out, lse = (_operand(array) for array in (dout, q, k, v, out, lse))
-    problem = make_problem(q, k, v, *args, **options)
-    check_gradient_operands(problem, dout, out, lse)
-    target = _target(q, k, v, dout, out, lse)
-    gradients = launch.backward(target, problem, dout, q, k, v, out, lse, tile)
-    dq, dk, dv = (
-        target.memory.sum_to(gradient, tuple(operand.shape))
-        for gradient, operand in zip(gradients, (q, k, v), strict=True)
-    )
-    return dq, dk, dv
+    results = as_operand(dout), as_operand(out), as_operand(lse), as_operand(dlse)
+    return Call(q, k, v, by_name(args, options), results).backward(tile, mask_gradient)
+
+
+def dropout_mask(
+    shape: Sequence[int], dropout_p: float, seed: int
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return which probabilities attention keeps: the bits that every rung draws.
+
+    Args:
+        shape: (…, heads, seq_q, seq_k).
+        dropout_p: Probability of dropping, in [0, 1).
+        seed: From 0 to 2⁶⁴ - 1.
+
+    Returns:
+        A boolean array of that shape, True where a probability is kept.
+
+    Raises:
+        ValueError: If one of them is out of range.
+
+    Source: Philox4x32-10, keyed by the seed; the counter is (column / 4, row, batch · heads + head), and
+    each of the four words of a counter decides one column.
+    """
+    seed = check_dropout(dropout_p, seed)
+    *lead, seq_q, seq_k = shape
+    batch_head = np.arange(math.prod(lead)).reshape(*lead, 1, 1)
+    return kept(seed, dropout_p, batch_head, np.arange(seq_q)[:, None], np.arange(seq_k))
 
 
 def available_rungs() -> dict[str, str | None]:
@@ -117,23 +145,3 @@ def available_rungs() -> dict[str, str | None]:
         for rung in target.rungs:
             reasons[rung.name] = reasons.get(rung.name, missing) and missing
     return reasons
-
-
-def _operand(array: Any) -> Any:
-    """Return an operand as NumPy's or numba's array; of NumPy's subclasses only the array is taken.
-
-    A ``numpy.matrix`` would stay of two dimensions however it is reshaped.
-    """
-    return np.asarray(array) if isinstance(array, np.ndarray) else as_array(array)
-
-
-def _target(*operands: Any) -> launch.Target:
-    if all(isinstance(operand, np.ndarray) for operand in operands):
-        return launch.CPU
-    if all(is_device_array(operand) for operand in operands):
-        return launch.CUDA
-    kinds = ", ".join(dict.fromkeys(type(operand).__name__ for operand in operands))
-    raise TypeError(
-        f"kernels take NumPy arrays, or arrays on one CUDA device, got {kinds}; convert them with "
-        "numpy.asarray or numba.cuda.to_device"
-    )

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from kernels.block_mask import BlockMask
+
 #: Most rows or columns of a tile: beyond it nothing is gained, and its scores no longer fit anywhere.
 MAX_TILE = 4096
 
@@ -54,6 +56,15 @@ def _is_window(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_whole, value))
 
 
+def _is_score_mod(value: Any) -> bool:
+    pair = isinstance(value, (tuple, list)) and len(value) == 2 and all(map(callable, value))
+    return pair or callable(value)
+
+
+def _is_block_mask(value: Any) -> bool:
+    return isinstance(value, BlockMask)
+
+
 #: Option → what it may be beside None where that is its default, and that in words.
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
@@ -64,7 +75,9 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "causal_offset": (_is_whole, "a whole number"),
     "seed": (_is_whole, "a whole number or None"),
     "window_size": (_is_window, "(left, right), two whole numbers, or None"),
-    **dict.fromkeys(("mask_mod", "score_mod"), (callable, "a function or None")),
+    "mask_mod": (callable, "a function or None"),
+    "score_mod": (_is_score_mod, "a function, a pair of it and its derivative, or None"),
+    "block_mask": (_is_block_mask, "a kernels.BlockMask or None"),
     "precision": (_is_text, "a name or None"),
     "rung": (_is_text, "the name of a kernel or 'auto'"),
 }

@@ -11,14 +11,19 @@ from typing import Any, NamedTuple
 
 
 class Geometry(NamedTuple):
-    """The functions that :func:`make_geometry` returns; all take and return ints."""
+    """The functions that :func:`make_geometry` returns; all take and return ints.
+
+    The four about visits speak of lines of which line ``i`` sees the places from ``i + lower`` to
+    ``i + upper``: rows that see columns.  Columns are seen by the rows of the opposite bounds, so for
+    the query tiles that see a key tile they are called with ``-upper`` and ``-lower``.
+    """
 
     ceil_div: Callable[[int, int], int]
     tile_stop: Callable[[int, int, int], int]
-    visited_key_tiles: Callable[[int, int, int, int, int], int]
-    full_key_tiles: Callable[[int, int, int, int], int]
-    first_query_tile: Callable[[int, int, int, int], int]
-    zigzag: Callable[[int, int], int]
+    first_tile: Callable[[int, int, int, int], int]
+    tiles_stop: Callable[[int, int, int, int], int]
+    first_full_tile: Callable[[int, int, int], int]
+    full_tiles_stop: Callable[[int, int, int, int], int]
 
 
 def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
@@ -38,34 +43,27 @@ def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
         return min((tile + 1) * block, total)
 
     @compile_
-    def visited_key_tiles(row_stop, seq_k, block_k, num_k_tiles, diagonal):
-        """How many leading key tiles a query tile visits: those its last row sees a column of."""
-        last_col = min(row_stop - 1 + diagonal, seq_k - 1)
-        if last_col < 0:
-            return 0
-        return min(last_col // block_k + 1, num_k_tiles)
+    def first_tile(start, block, total, lower):
+        """The first tile, of ``block`` places of ``total``, that lines from ``start`` on visit."""
+        return min(max(start + lower, 0), total) // block
 
     @compile_
-    def full_key_tiles(row_start, seq_k, block_k, diagonal):
-        """How many leading key tiles need no element test: whole ones that each row sees all of."""
-        visible_cols = min(row_start + diagonal + 1, seq_k)
-        return max(visible_cols, 0) // block_k
+    def tiles_stop(stop, block, total, upper):
+        """One past the last tile that lines up to ``stop - 1`` visit; 0 if they see no place."""
+        last = min(stop - 1 + upper, total - 1)
+        return last // block + 1 if last >= 0 else 0
 
     @compile_
-    def first_query_tile(col_start, block_q, num_q_tiles, diagonal):
-        """The first query tile that visits a key tile; ``num_q_tiles`` if none does."""
-        first_row = max(col_start - diagonal, 0)
-        return min(first_row // block_q, num_q_tiles)
+    def first_full_tile(stop, block, lower):
+        """The first tile of which every line up to ``stop - 1`` sees the beginning."""
+        return (max(stop - 1 + lower, 0) + block - 1) // block
 
     @compile_
-    def zigzag(position, count):
-        """Order tiles 0, count-1, 1, count-2, …: any run of neighbours holds long and short ones."""
-        half = position // 2
-        return half if position % 2 == 0 else count - 1 - half
+    def full_tiles_stop(start, block, total, upper):
+        """One past the last whole tile of which every line from ``start`` on sees the end."""
+        return max(min(start + upper + 1, total), 0) // block
 
-    return Geometry(
-        ceil_div, tile_stop, visited_key_tiles, full_key_tiles, first_query_tile, zigzag
-    )
+    return Geometry(ceil_div, tile_stop, first_tile, tiles_stop, first_full_tile, full_tiles_stop)
 
 
 def same(function: Any) -> Any:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels import reference
 from kernels.checks import check_tile
 from kernels.cpu import flash2 as cpu_flash2
-from kernels.cuda import flash1, flash1_backward, flash2_backward
+from kernels.cpu import flash2_backward as cpu_flash2_backward
+from kernels.cpu import mask_gradient as cpu_mask_gradient
+from kernels.cuda import flash1, flash1_backward, flash2_backward, flash2_dmask
 from kernels.cuda import flash2 as cuda_flash2
 from kernels.cuda import naive as cuda_naive
 from kernels.cuda.memory import DeviceMemory
 from kernels.cuda.sizes import SIZES
 from kernels.memory import HostMemory, Memory
+from kernels.mods import check_derivative
+from kernels.operands import Operands, own_mask
 from kernels.problem import Problem, unknown_rung, unusable_rung
 
 Tile = tuple[int, int]
@@ -31,8 +34,8 @@ class Rung:
 
     Attributes:
         name: What a user asks for.
-        forward: ``(problem, tile, q, k, v, out, lse)``, fills out and lse.
-        backward: ``(problem, tile, dout, q, k, v, out, lse, dq, dk, dv)``, fills dq, dk and dv.
+        forward: ``(problem, tile, operands)``, fills out and lse.
+        backward: ``(problem, tile, operands)``, fills dq, dk and dv.
         tile: (block_q, block_k) for a problem, unless the caller asks for another.
         backward_tile: Likewise for the backward pass.
         why_not: The reason why this rung cannot run a problem with a tile (None: its own), or None.
@@ -48,11 +51,20 @@ class Rung:
 
 @dataclass(frozen=True)
 class Target:
-    """Where kernels run, and the rungs that are there, fastest first."""
+    """Where kernels run, and the rungs that are there, fastest first.
+
+    Attributes:
+        name: For error texts.
+        memory: Of the operands.
+        rungs: The fastest first.
+        mask_gradient: ``(problem, operands, dmask)``, fills the gradient of a floating mask; the same
+            for every rung, for it needs a pass of its own.
+    """
 
     name: str
     memory: Memory
     rungs: tuple[Rung, ...]
+    mask_gradient: Callable[[Problem, Operands, Any], None]
 
     def pick(self, problem: Problem, tile: Tile | None = None) -> Rung:
         """Return the rung asked for, or the fastest that can run the problem.
@@ -76,26 +88,13 @@ class Target:
         raise unusable_rung(problem.rung, why, self.name, [rung.name for rung in usable])
 
 
-def _naive_forward(
-    problem: Problem, tile: Tile, q: Any, k: Any, v: Any, out: Any, lse: Any
-) -> None:
-    out[...], lse[...] = reference.attention(problem, q, k, v)
-
-
-def _naive_backward(
-    problem: Problem, tile: Tile, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any,
-    dq: Any, dk: Any, dv: Any,
-) -> None:  # fmt: skip
-    dq[...], dk[...], dv[...] = reference.attention_backward(problem, dout, q, k, v, out, lse)
-
-
 def _rung(name: str, forward: Any, backward: Any, tile: Tile, why_not: Any = _anything) -> Rung:
     """Return a rung with one tile for every problem and both passes."""
     return Rung(name, forward, backward, lambda problem: tile, lambda problem: tile, why_not)
 
 
 _HOST = HostMemory()
-_NAIVE = _rung("naive", _naive_forward, _naive_backward, (1, 1))
+_NAIVE = _rung("naive", reference.attention, reference.attention_backward, (1, 1))
 
 #: NumPy on the host: the readable form.
 NUMPY = Target(
@@ -105,10 +104,24 @@ NUMPY = Target(
         _rung("flash2", reference.tiled_attention, reference.tiled_attention_backward, (64, 64)),
         _NAIVE,
     ),
+    reference.mask_gradient,
 )
 #: Compiled loops on the host, parallel over heads and tiles.
 CPU = Target(
-    "cpu", _HOST, (_rung("flash2", cpu_flash2.forward, cpu_flash2.backward, (128, 64)), _NAIVE)
+    "cpu",
+    _HOST,
+    (
+        Rung(
+            "flash2",
+            cpu_flash2.forward,
+            cpu_flash2_backward.backward,
+            cpu_flash2.tile,
+            cpu_flash2.tile,
+            cpu_flash2.why_not,
+        ),
+        _NAIVE,
+    ),
+    cpu_mask_gradient.mask_gradient,
 )
 #: Kernels on a GPU, or in numba's simulator.
 CUDA = Target(
@@ -135,6 +148,7 @@ CUDA = Target(
             "naive", cuda_naive.forward, cuda_naive.backward, SIZES.product_tile, cuda_naive.why_not
         ),
     ),
+    flash2_dmask.mask_gradient,
 )
 
 #: Every name that a rung has on some target, the fastest first.
@@ -142,16 +156,14 @@ RUNGS = tuple(dict.fromkeys(rung.name for target in (CUDA, CPU, NUMPY) for rung 
 
 
 def forward(
-    target: Target, problem: Problem, q: Any, k: Any, v: Any, tile: Tile | None = None
+    target: Target, problem: Problem, operands: Operands, tile: Tile | None = None
 ) -> tuple[Any, Any]:
     """Compute attention.
 
     Args:
         target: Where the operands are.
         problem: The checked call.
-        q: (…, heads, seq_q, head_dim).
-        k: (…, heads, seq_k, head_dim).
-        v: (…, heads, seq_k, value_dim).
+        operands: q, k, v, and mask and slopes where the call has them, with any leading dimensions.
         tile: (block_q, block_k); the rung's own when None.
 
     Returns:
@@ -165,43 +177,48 @@ def forward(
     rung, memory = target.pick(problem, tile), target.memory
     out = memory.empty(problem.out_shape, problem.dtype)
     lse = memory.empty(problem.lse_shape, problem.dtype)
-    view = partial(_four_dims, memory, problem)
-    rung.forward(
-        problem,
-        tile or rung.tile(problem),
-        *(view(array) for array in (q, k, v, out)),
-        memory.rows(view(memory.column(lse))),
-    )
+    viewed = operands.having(out=out, lse=lse).viewed(memory, problem)
+    rung.forward(problem, tile or rung.tile(problem), viewed)
     return out, lse
 
 
-def _four_dims(memory: Memory, problem: Problem, array: Any) -> Any:
-    """View an operand, (…, heads, seq, dim), as a kernel takes it: (batch, heads, seq, dim).
+class Gradients(NamedTuple):
+    """What :func:`backward` returns.
 
-    Where query heads share a head of k and v, each group of them is the heads of an entry of the batch:
-    k and v repeat within it, by a stride of 0.
+    Attributes:
+        dq: Of the broadcast shape ``problem.q_shape``.
+        dk: Of the broadcast shape ``problem.k_shape``.
+        dv: Of the broadcast shape ``problem.v_shape``.
+        dmask: Of the mask's own shape, or None.
     """
-    if problem.groups > 1:
-        array = memory.split_heads(array, problem.key_lead[-1])
-    return memory.four_dims(array, (*problem.grouped_lead, *array.shape[-2:]))
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dmask: Any = None
 
 
 def backward(
     target: Target,
     problem: Problem,
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
+    operands: Operands,
     tile: Tile | None = None,
-) -> tuple[Any, Any, Any]:
-    """Compute the gradients of attention; operands as in :func:`forward`, out and lse its results.
+    with_mask: bool = False,
+) -> Gradients:
+    """Compute the gradients of attention.
 
-    Returns:
-        dq, dk and dv of the broadcast shapes ``problem.q_shape``, ``k_shape`` and ``v_shape``.
+    Args:
+        target: Where the operands are.
+        problem: The checked call.
+        operands: Those of :func:`forward`, its results, dout, and dlse or None.
+        tile: As in :func:`forward`.
+        with_mask: Also of the floating mask.
+
+    Raises:
+        TypeError: As in :func:`forward`.
+        ValueError: As in :func:`forward`, or for a ``score_mod`` without its derivative.
     """
+    check_derivative(problem.score_mod)
     tile = check_tile(tile)
     rung, memory = target.pick(problem, tile), target.memory
     dq = memory.empty(problem.q_shape, problem.dtype)
@@ -210,18 +227,15 @@ def backward(
         memory.empty((*problem.grouped_lead, *shape[-2:]), problem.dtype)
         for shape in (problem.k_shape, problem.v_shape)
     )
-    view = partial(_four_dims, memory, problem)
-    rung.backward(
-        problem,
-        tile or rung.backward_tile(problem),
-        *(view(array) for array in (dout, q, k, v, out)),
-        memory.rows(view(memory.column(lse))),
-        view(dq),
-        *(memory.four_dims(gradient, gradient.shape) for gradient in (dk, dv)),
-    )
+    viewed = operands.having(dq=dq, dk=dk, dv=dv).viewed(memory, problem)
+    rung.backward(problem, tile or rung.backward_tile(problem), viewed)
     if problem.groups > 1:
         dk, dv = (
             memory.sum_to(gradient, (*problem.key_lead, 1, *shape[-2:])).reshape(shape)
             for gradient, shape in ((dk, problem.k_shape), (dv, problem.v_shape))
         )
-    return dq, dk, dv
+    dmask = None
+    if with_mask:
+        dmask = memory.empty(tuple(operands.mask.shape), problem.dtype)
+        target.mask_gradient(problem, viewed, own_mask(memory, problem, dmask)[0])
+    return Gradients(dq, dk, dv, dmask)

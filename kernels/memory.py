@@ -79,6 +79,10 @@ class Memory:
         """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""
         raise NotImplementedError
 
+    def bring(self, array: Any) -> Any:
+        """Return an array of the host in this memory, copied unless it is there already."""
+        raise NotImplementedError
+
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
         """Sum a contiguous gradient over the leading dimensions that its operand was repeated in."""
         raise NotImplementedError
@@ -120,7 +124,9 @@ class HostMemory(Memory):
 
         What is misaligned or of the other byte order is copied.
         """
-        array = np.broadcast_to(array, shape) if tuple(array.shape) != shape else array
+        # Not broadcast_to alone: what it returns is read-only, also where nothing is repeated.
+        array = array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
+        array = np.broadcast_to(array, shape) if array.shape != tuple(shape) else array
         if not (array.flags.aligned and array.dtype.isnative):
             array = np.array(array, array.dtype.newbyteorder("="))
         lead = (1, 1, *shape[:-2])
@@ -139,6 +145,10 @@ class HostMemory(Memory):
         """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""
         *lead, heads, seq, dim = array.shape
         return array.reshape(*lead, count, heads // count, seq, dim)
+
+    def bring(self, array: Any) -> Any:
+        """Return the array itself."""
+        return array
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
         """Sum a gradient over the leading dimensions that its operand was repeated in."""

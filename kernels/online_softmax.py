@@ -22,6 +22,7 @@ class OnlineSoftmax(NamedTuple):
     shift_of: Callable[[Any], Any]
     inverse_sum: Callable[[Any], Any]
     log_sum_exp: Callable[[Any, Any], Any]
+    merge_weight: Callable[[Any, Any], Any]
 
 
 def make_online_softmax(compile_: Callable[[Any], Any]) -> OnlineSoftmax:
@@ -49,7 +50,15 @@ def make_online_softmax(compile_: Callable[[Any], Any]) -> OnlineSoftmax:
     def log_sum_exp(shift, row_sum):
         return MINUS_INF if row_sum == 0.0 else shift + math.log(row_sum)
 
-    return OnlineSoftmax(shift_of, inverse_sum, log_sum_exp)
+    @compile_
+    def merge_weight(lse, shift):
+        """What the output of one part of the keys counts for, with shift = shift_of(largest lse).
+
+        The whole is O = Σ weight O_part * inverse_sum(Σ weight), L = log_sum_exp(shift, Σ weight).
+        """
+        return math.exp(lse - shift)
+
+    return OnlineSoftmax(shift_of, inverse_sum, log_sum_exp, merge_weight)
 
 
 PLAIN = make_online_softmax(same)

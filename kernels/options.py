@@ -13,6 +13,11 @@ from kernels.problem import make_problem
 _OPTIONS = list(inspect.signature(make_problem).parameters.values())[3:]
 
 
+def by_name(args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return options given by position, in the order of ``make_problem``, and by name as one record."""
+    return {**{p.name: arg for p, arg in zip(_OPTIONS, args, strict=False)}, **options}
+
+
 def takes_attention_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function that ends in ``*args, **options`` show and check those of ``make_problem``.
 

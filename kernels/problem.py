@@ -1,4 +1,4 @@
-"""The validated question: shapes, options, and every check and error text of attention."""
+"""The validated question: what one call of attention asks, every option checked."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ from typing import Any
 
 import numpy as np
 
+from kernels.block_mask import BlockMask
 from kernels.checks import check_array, check_types
-
-FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
-MAX_HEAD_DIM = 256
+from kernels.mods import ScoreMod, as_score_mod, check_mod
+from kernels.option_checks import (
+    check_block_mask,
+    check_dropout,
+    check_mask,
+    check_scale,
+    check_slopes,
+    check_softcap,
+    check_window,
+)
+from kernels.sequences import Sequences
+from kernels.shapes import check_dtypes, check_shapes
 
 #: The environment variable that names the rung of a whole run, wherever a call says "auto".
 RUNG_VARIABLE = "MINITORCH_RUNG"
@@ -23,6 +33,9 @@ RUNG_VARIABLE = "MINITORCH_RUNG"
 class Problem:
     """One attention call, checked.
 
+    A score is scale · q · k, then softcap, then ``score_mod``, then what ALiBi and a floating mask add;
+    it is minus infinity where the row does not see the column.
+
     Attributes:
         lead: Leading dimensions of the result, heads included; those of q, k and v broadcast to it.
         seq_q: Query rows.
@@ -31,11 +44,22 @@ class Problem:
         value_dim: Size of a value.
         dtype: Dtype of q, k, v and out.
         scale: Multiplies the scores, once.
-        diagonal: Row ``row`` sees column ``col`` when ``col <= row + diagonal``.  ``seq_k`` when
-            there is no causal mask: then every row sees every column.
+        lower: Row ``row`` sees no column before ``row + lower``; ``-seq_q`` where nothing bounds it.
+        upper: Row ``row`` sees no column after ``row + upper``; ``seq_k`` where nothing bounds it.
+        diagonal: ``causal_offset``: ALiBi measures |row + diagonal - col|.
         rung: Name of the kernel asked for, or "auto".
         deterministic: The gradients must be equal bit for bit from run to run.
         groups: Query heads, neighbours, that share one head of k and v.
+        softcap: Scores become cap · tanh(score / cap); 0 turns it off.
+        mask: "bool" or "float" for a call with ``attn_mask``, else "".
+        slopes: The call has ALiBi slopes.
+        dropout_p: Probability of dropping a probability.
+        seed: Of the bits that decide it; a signed number of 64 bits.
+        block_mask: A block-sparse pattern, or None.
+        mask_mod: ``(batch, head, row, col) -> bool``, or None.
+        score_mod: A function of a score with its derivative, or None.
+        sequences: Where packed sequences begin and end, or None; rows and columns then count from the
+            start of their sequence, and its number takes the place of the batch.
     """
 
     lead: tuple[int, ...]
@@ -45,10 +69,34 @@ class Problem:
     value_dim: int
     dtype: np.dtype[Any]
     scale: float
-    diagonal: int
+    lower: int
+    upper: int
+    diagonal: int = 0
     rung: str = "auto"
     deterministic: bool = True
     groups: int = 1
+    softcap: float = 0.0
+    mask: str = ""
+    slopes: bool = False
+    dropout_p: float = 0.0
+    seed: int = 0
+    block_mask: BlockMask | None = None
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: ScoreMod | None = None
+    sequences: Sequences | None = None
+
+    @property
+    def heads(self) -> int:
+        """Query heads; a flat number of (batch, head) is batch · heads + head."""
+        return self.lead[-1] if self.lead else 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether there is nothing but q, k, v, scale and bounds of what a row sees."""
+        return not (
+            self.softcap or self.mask or self.slopes or self.dropout_p or self.block_mask
+            or self.mask_mod or self.score_mod or self.sequences
+        )  # fmt: skip
 
     @property
     def key_lead(self) -> tuple[int, ...]:
@@ -85,6 +133,11 @@ class Problem:
         """Shape of lse: (…, heads, seq_q)."""
         return (*self.lead, self.seq_q)
 
+    @property
+    def scores_shape(self) -> tuple[int, ...]:
+        """Shape of the scores, which a mask broadcasts to: (…, heads, seq_q, seq_k)."""
+        return (*self.lead, self.seq_q, self.seq_k)
+
 
 def make_problem(
     q: Any,
@@ -115,21 +168,29 @@ def make_problem(
         q: (…, heads, seq_q, head_dim); anything with ``shape`` and ``dtype``.
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
-        attn_mask: Boolean (True keeps) or additive, broadcastable to (…, heads, seq_q, seq_k).
-        dropout_p: Probability of dropping a probability, in [0, 1).
+        attn_mask: Boolean (True keeps) or additive and of the dtype of q, broadcastable to
+            (…, heads, seq_q, seq_k); read through its strides.
+        dropout_p: Probability of dropping a probability, in [0, 1); what is kept is divided by
+            1 - dropout_p.
         is_causal: Row ``row`` sees columns up to ``row`` (top-left aligned, as in PyTorch).
         scale: Multiplies the scores; 1/sqrt(head_dim) when None.
         enable_gqa: Let several query heads, neighbours, share a head of k and v: the heads of q are a
             multiple of theirs.
-        causal_offset: With ``is_causal``, row ``row`` sees columns up to ``row + causal_offset``;
-            seq_k - seq_q aligns the diagonal bottom-right.
-        window_size: (left, right) columns around the diagonal, -1 unbounded.
-        softcap: cap * tanh(score / cap) when positive.
-        alibi_slopes: (heads,) or (batch, heads).
-        block_mask: A block-sparse pattern.
-        mask_mod: ``(batch, head, row, col) -> bool``.
-        score_mod: ``(score, batch, head, row, col) -> score``.
-        seed: Of the dropout bits.
+        causal_offset: Where the diagonal lies: with ``is_causal``, row ``row`` sees columns up to
+            ``row + causal_offset``; seq_k - seq_q aligns it bottom-right.
+        window_size: (left, right): row ``row`` sees columns from ``row + causal_offset - left`` to
+            ``row + causal_offset + right``, both inclusive; -1 is unbounded.
+        softcap: Scores become cap · tanh(score / cap); 0 turns it off.
+        alibi_slopes: (heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from
+            a score.  A constant: it gets no gradient.
+        block_mask: A :class:`kernels.BlockMask`: tiles that it hides are never visited.
+        mask_mod: ``(batch, head, row, col) -> bool``, True keeps; a plain function that numba can
+            compile.
+        score_mod: ``(score, batch, head, row, col) -> score``, after scale and softcap; for a gradient
+            a pair of it and of its derivative by the score, of the same arguments.
+        seed: Of the dropout bits, from 0 to 2⁶⁴ - 1: the same seed drops the same entries on every
+            device.  On tensors ``minitorch.manual_seed`` decides it by default; on arrays dropout
+            needs one.
         precision: Of the products.
         deterministic: Gradients equal bit for bit from run to run; False lets a kernel add them in any
             order where that is faster.
@@ -144,9 +205,9 @@ def make_problem(
         TypeError: For operands that are no floating arrays or differ in dtype, or an option of the
             wrong type.
         ValueError: For shapes or values that do not fit.
-        NotImplementedError: For a valid option that this version does not have yet.
+        NotImplementedError: For a precision, which this version does not have yet.
     """
-    dtype = _check_dtypes(q, k, v)
+    dtype = check_dtypes(q, k, v)
     check_types(
         dropout_p=dropout_p,
         is_causal=is_causal,
@@ -155,6 +216,7 @@ def make_problem(
         causal_offset=causal_offset,
         window_size=window_size,
         softcap=softcap,
+        block_mask=block_mask,
         mask_mod=mask_mod,
         score_mod=score_mod,
         seed=seed,
@@ -163,38 +225,30 @@ def make_problem(
         return_lse=return_lse,
         rung=rung,
     )
-    lead, groups, seq_q, seq_k, head_dim, value_dim = _check_shapes(
+    lead, groups, seq_q, seq_k, head_dim, value_dim = check_shapes(
         *(tuple(operand.shape) for operand in (q, k, v)), enable_gqa=bool(enable_gqa)
     )
-    if causal_offset and not is_causal:
+    if causal_offset and not (is_causal or window_size is not None or alibi_slopes is not None):
         raise ValueError(
-            f"causal_offset shifts the causal diagonal, got {causal_offset} without is_causal=True; "
-            "set it, or leave the offset at 0"
+            f"causal_offset shifts the diagonal of is_causal, window_size and alibi_slopes, got "
+            f"{causal_offset} without any of them; set one, or leave the offset at 0"
         )
-    _check_mask(attn_mask, (*lead, seq_q, seq_k))
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(
-            f"dropout_p must be a probability in [0, 1), got {dropout_p!r}; 0 turns dropout off"
+    mask = check_mask(attn_mask, (*lead, seq_q, seq_k), dtype)
+    check_slopes(alibi_slopes, lead)
+    check_softcap(softcap)
+    check_scale(scale)
+    left, right = check_window(window_size)
+    check_block_mask(block_mask, lead, seq_q, seq_k)
+    check_mod("mask_mod", mask_mod, "(batch, head, row, col)")
+    if precision is not None:
+        raise NotImplementedError(
+            f"flash_attention does not have precision={precision!r} yet; leave it at None: products "
+            "are in the dtype of the operands"
         )
-    if scale is None:
-        scale = 1.0 / math.sqrt(head_dim)
-    elif not math.isfinite(scale) or scale == 0.0:
-        raise ValueError(
-            f"scale must be finite and not zero, got {scale}; None gives 1/sqrt(head_dim)"
-        )
-    _refuse_what_is_missing(
-        attn_mask=attn_mask is not None,
-        dropout_p=dropout_p != 0.0,
-        window_size=window_size is not None,
-        softcap=softcap != 0.0,
-        alibi_slopes=alibi_slopes is not None,
-        block_mask=block_mask is not None,
-        mask_mod=mask_mod is not None,
-        score_mod=score_mod is not None,
-        seed=seed is not None,
-        precision=precision is not None,
-        return_lse=bool(return_lse),
-    )
+    lower = causal_offset - left if left >= 0 else -seq_q
+    upper = causal_offset + right if right >= 0 else seq_k
+    if is_causal:
+        upper = min(upper, causal_offset)
     return Problem(
         lead=lead,
         seq_q=seq_q,
@@ -202,26 +256,39 @@ def make_problem(
         head_dim=head_dim,
         value_dim=value_dim,
         dtype=dtype,
-        scale=float(scale),
-        # Beyond these no offset changes what a row sees, and a kernel's integers have an end.
-        diagonal=min(max(int(causal_offset), -seq_q), seq_k) if is_causal else seq_k,
+        scale=1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        # Beyond these no bound changes what a row sees, and a kernel's integers have an end.
+        lower=min(max(int(lower), -seq_q), seq_k),
+        upper=min(max(int(upper), -seq_q), seq_k),
+        diagonal=int(causal_offset),
         rung=_rung_of_run() if rung == "auto" else rung,
         deterministic=bool(deterministic),
         groups=groups,
+        softcap=float(softcap),
+        mask=mask,
+        slopes=alibi_slopes is not None,
+        dropout_p=float(dropout_p),
+        seed=check_dropout(dropout_p, seed),
+        block_mask=block_mask,
+        mask_mod=mask_mod,
+        score_mod=as_score_mod(score_mod),
     )
 
 
-def check_gradient_operands(problem: Problem, dout: Any, out: Any, lse: Any) -> None:
+def check_gradient_operands(
+    problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any = None
+) -> None:
     """Check what the backward pass takes beside q, k and v.
 
     Raises:
-        ValueError: If dout, out or lse has another shape than the forward pass returned.
+        ValueError: If one of them has another shape than the forward pass returned.
         TypeError: If one of them is no array, or has another dtype than q.
     """
     for name, array, shape in (
         ("dout", dout, problem.out_shape),
         ("out", out, problem.out_shape),
         ("lse", lse, problem.lse_shape),
+        *([] if dlse is None else [("dlse", dlse, problem.lse_shape)]),
     ):
         check_array(name, array)
         if tuple(array.shape) != shape:
@@ -265,107 +332,3 @@ def unusable_rung(rung: str, why: str, target: str, usable: Sequence[str]) -> Va
 
 def _source(rung: str) -> str:
     return f" (from {RUNG_VARIABLE})" if rung == _rung_of_run() != "auto" else ""
-
-
-def _check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
-    for name, operand in (("q", q), ("k", k), ("v", v)):
-        check_array(name, operand)
-        if np.dtype(operand.dtype) not in FLOAT_DTYPES:
-            raise TypeError(
-                f"attention needs float32 or float64, got {name} of {operand.dtype}; convert it "
-                "with .astype(numpy.float32) or Tensor.to(numpy.float32)"
-            )
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert them "
-            "to one"
-        )
-    return np.dtype(q.dtype)
-
-
-def _check_shapes(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], *, enable_gqa: bool
-) -> tuple[tuple[int, ...], int, int, int, int, int]:
-    shapes = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
-    if min(len(q), len(k), len(v)) < 2:
-        raise ValueError(
-            "attention needs (…, heads, seq, head_dim) or (seq, head_dim), two dimensions or "
-            f"more; got {shapes}"
-        )
-    if q[-1] != k[-1]:
-        raise ValueError(
-            f"q and k must have the same head_dim (their last size), got {q[-1]} and {k[-1]} in "
-            f"{shapes}"
-        )
-    if k[-2] != v[-2]:
-        raise ValueError(
-            f"k and v must have the same length (their last size but one), got {k[-2]} and {v[-2]} "
-            f"in {shapes}"
-        )
-    if q[-2] < 1 or k[-2] < 1:
-        raise ValueError(
-            f"sequences must hold at least one row, got {shapes}; leave the call out for an empty one"
-        )
-    for name, size in (("head_dim", q[-1]), ("value dim", v[-1])):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"{name} must be from 1 to {MAX_HEAD_DIM}, got {size} in {shapes}; use more heads "
-                "of a smaller size"
-            )
-    groups = _check_groups(q, k, v, shapes) if enable_gqa else 1
-    last = -3 if groups > 1 else -2
-    try:
-        lead = np.broadcast_shapes(tuple(q[:last]), tuple(k[:last]), tuple(v[:last]))
-    except ValueError:
-        raise ValueError(
-            "the leading dimensions (batch and heads) of q, k and v must be equal or broadcast, "
-            f"got {shapes}; repeat the smaller ones"
-            + ("" if enable_gqa else ", or let query heads share them with enable_gqa=True")
-        ) from None
-    lead = (*lead, *q[last:-2])
-    if 0 in lead:
-        raise ValueError(f"batch and heads must not be empty, got {shapes}")
-    return lead, groups, int(q[-2]), int(k[-2]), int(q[-1]), int(v[-1])
-
-
-def _check_groups(q: Sequence[int], k: Sequence[int], v: Sequence[int], shapes: str) -> int:
-    """Return how many query heads share a head of k and v."""
-    if min(len(q), len(k), len(v)) < 3:
-        raise ValueError(
-            f"enable_gqa needs heads: (…, heads, seq, head_dim), three dimensions or more; got {shapes}"
-        )
-    if k[-3] != v[-3] or k[-3] < 1 or q[-3] % k[-3]:
-        raise ValueError(
-            "with enable_gqa k and v have the same number of heads, and q a multiple of it; got "
-            f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}; repeat the heads of k and v"
-        )
-    return q[-3] // k[-3]
-
-
-def _check_mask(mask: Any, scores_shape: tuple[int, ...]) -> None:
-    if mask is None:
-        return
-    check_array("attn_mask", mask)
-    if np.dtype(mask.dtype).kind not in "bf":
-        raise TypeError(
-            "attn_mask must be boolean (True keeps) or floating (added to the scores), got "
-            f"{mask.dtype}; integers are ambiguous, write mask != 0"
-        )
-    try:
-        fits = np.broadcast_shapes(tuple(mask.shape), scores_shape) == scores_shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"attn_mask of shape {tuple(mask.shape)} does not broadcast to the scores' "
-            f"{scores_shape}, (…, heads, seq_q, seq_k)"
-        )
-
-
-def _refuse_what_is_missing(**asked: bool) -> None:
-    missing = [name for name, wanted in asked.items() if wanted]
-    if missing:
-        raise NotImplementedError(
-            f"flash_attention does not have {', '.join(missing)} yet; it has is_causal, causal_offset, "
-            "scale, enable_gqa and unequal lengths"
-        )

@@ -33,6 +33,7 @@ from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d
 from .fast_ops import FastBackend, FastOps
 from .function import Function
 from .gradient_check import grad_central_difference, grad_check
+from .kv_cache import KVCache, LayerCache
 from .module import Module, Parameter
 from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear
 from .nn import (

@@ -24,10 +24,12 @@ def central_difference(
     Returns:
         (f(.., x + epsilon, ..) - f(.., x - epsilon, ..)) / (2 epsilon), of the type that f returns.
     """
+    # TASK 1.1: Copy vals twice, move entry arg by ± epsilon, call f on both.
     above, below = list(vals), list(vals)
     above[arg] = vals[arg] + epsilon
     below[arg] = vals[arg] - epsilon
     return (f(*above) - f(*below)) / (2.0 * epsilon)
+    # END TASK 1.1
 
 
 class Variable(Protocol):
@@ -74,6 +76,7 @@ def topological_sort(variable: Variable) -> Iterable[Variable]:
     Returns:
         Each variable that is not constant, once, the right-most first; none if it is a constant.
     """
+    # TASK 1.4: Depth first from the result; note unique_ids; a long chain breaks recursion.
     if variable.is_constant():
         return []
     finished: list[Variable] = []
@@ -93,6 +96,7 @@ def topological_sort(variable: Variable) -> Iterable[Variable]:
             path.pop()
     finished.reverse()
     return finished
+    # END TASK 1.4
 
 
 def backpropagate(variable: Variable, deriv: Any) -> None:
@@ -103,6 +107,7 @@ def backpropagate(variable: Variable, deriv: Any) -> None:
         deriv: The derivative to start from: a number for a scalar, a tensor of the same shape
             for a tensor.
     """
+    # TASK 1.4: A dict of derivatives by unique_id; in this order each sum is complete when met.
     derivatives = {variable.unique_id: deriv}
     for current in topological_sort(variable):
         # Everything that uses `current` has been visited, so its sum is complete. Taking it out
@@ -118,6 +123,7 @@ def backpropagate(variable: Variable, deriv: Any) -> None:
             # A variable used more than once gets a share from each use. Not +=: that could write
             # into a derivative that is shared with another variable.
             derivatives[key] = derivatives[key] + d_parent if key in derivatives else d_parent
+    # END TASK 1.4
 
 
 @dataclass
@@ -127,10 +133,12 @@ class Context:
     Attributes:
         no_grad: True when there will be no backward pass, so that nothing need be kept.
         saved_values: What was kept.
+        needs_input_grad: Which arguments of `forward` require a gradient; a function of tensors sets it.
     """
 
     no_grad: bool = False
     saved_values: tuple[Any, ...] = ()
+    needs_input_grad: tuple[bool, ...] = ()
 
     def save_for_backward(self, *values: Any) -> None:
         """Keep values for the backward pass, in place of any kept before."""

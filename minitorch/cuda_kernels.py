@@ -77,6 +77,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
         Registers: two indices, which fall into local memory where shapes are arrays
         Global traffic: one read and one write an element, and the shapes and strides
         """
+        # TASK 3.3: One thread, one element: cuda.grid(1), guarded by out_size; indices in cuda.local.array.
         i = cuda.grid(1)
         if i < out_size:
             out_index = cuda.local.array(MAX_DIMS, int64)
@@ -85,6 +86,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
             broadcast_index(out_index, out_shape, in_shape, in_index)
             value = fn(in_storage[index_to_position(in_index, in_strides)])
             out[index_to_position(out_index, out_strides)] = value
+        # END TASK 3.3
 
     return _kernel_of(_map, fn)
 
@@ -115,6 +117,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
         Registers: two indices, which fall into local memory where shapes are arrays
         Global traffic: two reads and one write an element, and the shapes and strides
         """
+        # TASK 3.3: As _map, with two inputs.
         i = cuda.grid(1)
         if i < out_size:
             out_index = cuda.local.array(MAX_DIMS, int64)
@@ -125,6 +128,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
             broadcast_index(out_index, out_shape, b_shape, in_index)
             b = b_storage[index_to_position(in_index, b_strides)]
             out[index_to_position(out_index, out_strides)] = fn(a, b)
+        # END TASK 3.3
 
     return _kernel_of(_zip, fn)
 
@@ -157,6 +161,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
         Registers: one fold; one index in local memory, as reduce_dim is known at run time only
         Global traffic: each element read once, one write for each element of out
         """
+        # TASK 3.3: A block folds one element of out in shared memory: a tree, with a barrier each round.
         partial = cuda.shared.array(MAX_THREADS, out.dtype)  # (threads,)
         index = cuda.local.array(MAX_DIMS, int64)
         thread = cuda.threadIdx.x
@@ -191,6 +196,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
 
         if thread == 0 and cuda.blockIdx.x < out_size:
             out[out_position] = fn(start, partial[0]) if active > 0 else start
+        # END TASK 3.3
 
     return _kernel_of(_reduce, fn)
 
@@ -212,6 +218,7 @@ def _tensor_matrix_multiply(
     Global traffic: a is read ceil(m / 32) times and b ceil(n / 32) times, each element once
         for a tile of out; each element of out is written once
     """
+    # TASK 3.4: Walk along k in tiles: load, barrier, multiply, barrier; write once at the end.
     a_tile = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (32, 32)
     b_tile = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (32, 32)
     tile_row, tile_col = cuda.threadIdx.y, cuda.threadIdx.x
@@ -240,6 +247,7 @@ def _tensor_matrix_multiply(
         if row < rows and col < cols:
             position = matrix * out_strides[0] + row * out_strides[1] + col * out_strides[2]
             out[position] = total
+    # END TASK 3.4
 
 
 tensor_matrix_multiply = jit(_tensor_matrix_multiply)
@@ -266,6 +274,7 @@ def _sum_practice(out: Storage, a: Storage, size: int) -> None:
         a: (size,).
         size: Number of elements.
     """
+    # TASK 3.3: Load an element to shared memory, zero beyond size; barrier; then halve, barrier, halve.
     partial = cuda.shared.array(THREADS_PER_BLOCK, out.dtype)  # (THREADS_PER_BLOCK,)
     thread = cuda.threadIdx.x
     i = cuda.grid(1)
@@ -279,6 +288,7 @@ def _sum_practice(out: Storage, a: Storage, size: int) -> None:
         half //= 2
     if thread == 0 and i < size:
         out[cuda.blockIdx.x] = partial[0]
+    # END TASK 3.3
 
 
 jit_sum_practice = jit(_sum_practice)
@@ -301,6 +311,7 @@ def _mm_practice(out: Storage, a: Storage, b: Storage, size: int) -> None:
         b: Likewise.
         size: 1 to THREADS_PER_BLOCK.
     """
+    # TASK 3.4: Load both matrices to shared memory, barrier, then one row times one column.
     a_shared = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (size, size)
     b_shared = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (size, size)
     row, col = cuda.threadIdx.y, cuda.threadIdx.x
@@ -313,6 +324,7 @@ def _mm_practice(out: Storage, a: Storage, b: Storage, size: int) -> None:
         for k in range(size):
             total += a_shared[row, k] * b_shared[k, col]
         out[row * size + col] = total
+    # END TASK 3.4
 
 
 jit_mm_practice = jit(_mm_practice)

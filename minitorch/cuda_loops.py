@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 from numba import int64, types, uint32, uint64, void
 
-from kernels.cuda.device import Kernel, device_function, scalar_type
+from kernels.cuda.device import Kernel, device_callable, device_function, scalar_type
 from kernels.cuda.sizes import SIZES, FoldShape
 from kernels.targets import IS_SIMULATOR, cuda
 
@@ -27,25 +26,6 @@ WARP, ALL_LANES = 32, 0xFFFFFFFF
 def _storage(dtype: np.dtype[Any]) -> Any:
     """Return numba's type of a storage."""
     return types.Array(scalar_type(dtype), 1, "C")
-
-
-@cache
-def device_callable(fn: Callable[..., float], dtype: np.dtype[Any]) -> Any:
-    """Return what a kernel calls for ``fn``.
-
-    A Python float in a function is a float64, and a float32 kernel would compute in float64 around
-    it, which many GPUs do 64 times slower.  So the function is compiled with the constants of its own
-    source, and of its module, rounded to ``dtype``.
-    """
-    if not isinstance(fn, FunctionType) or IS_SIMULATOR:
-        return fn
-
-    def rounded(value: Any) -> Any:
-        return dtype.type(value) if type(value) is float and dtype.kind == "f" else value
-
-    code = fn.__code__.replace(co_consts=tuple(map(rounded, fn.__code__.co_consts)))
-    names = {name: rounded(value) for name, value in fn.__globals__.items()}
-    return device_function(FunctionType(code, names, fn.__name__, fn.__defaults__, fn.__closure__))
 
 
 def _kernel(source: Callable[..., None], fn: Callable[..., float], *arguments: Any) -> Kernel:

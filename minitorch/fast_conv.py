@@ -41,6 +41,7 @@ def make_items(compile_: Callable[[Any], Any]) -> Items:
         item, out, out_shape, out_strides,
         input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
     ):  # fmt: skip
+        # TASK 4.1: One element of out: find b, o, w from item; sum over channels and kernel, inside only.
         # out[b, o, w] = Σ_{i, k} input[b, i, w ± k] weight[o, i, k]
         out_channels, out_width = out_shape[1], out_shape[2]
         in_channels, width = input_shape[1], input_shape[2]
@@ -63,12 +64,14 @@ def make_items(compile_: Callable[[Any], Any]) -> Items:
                         * weight[factor + k * weight_strides[2]]
                     )
         out[b * out_strides[0] + o * out_strides[1] + w * out_strides[2]] = total
+        # END TASK 4.1
 
     @compile_
     def conv2d_item(
         item, out, out_shape, out_strides,
         input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
     ):  # fmt: skip
+        # TASK 4.2: As conv1d_item, with height and width; skip a row of the kernel that lies outside.
         # out[b, o, h, w] = Σ_{i, kh, kw} input[b, i, h ± kh, w ± kw] weight[o, i, kh, kw]
         out_channels, out_height, out_width = out_shape[1], out_shape[2], out_shape[3]
         in_channels, height, width = input_shape[1], input_shape[2], input_shape[3]
@@ -96,6 +99,7 @@ def make_items(compile_: Callable[[Any], Any]) -> Items:
         out[b * out_strides[0] + o * out_strides[1] + h * out_strides[2] + w * out_strides[3]] = (
             total
         )
+        # END TASK 4.2
 
     return Items(conv1d_item, conv2d_item)
 
@@ -131,11 +135,13 @@ def _tensor_conv1d(
         weight_strides: Likewise.
         reverse: Anchor the kernel at its right end.
     """
+    # TASK 4.1: prange over the items; conv1d_item does one.
     for item in prange(out_size):
         conv1d_item(
             item, out, out_shape, out_strides,
             input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
         )  # fmt: skip
+    # END TASK 4.1
 
 
 tensor_conv1d = njit_cached(_tensor_conv1d, parallel=True)
@@ -164,11 +170,13 @@ def _tensor_conv2d(
         weight_strides: Likewise.
         reverse: Anchor the kernel at its bottom right corner.
     """
+    # TASK 4.2: prange over the items; conv2d_item does one.
     for item in prange(out_size):
         conv2d_item(
             item, out, out_shape, out_strides,
             input, input_shape, input_strides, weight, weight_shape, weight_strides, reverse,
         )  # fmt: skip
+    # END TASK 4.2
 
 
 tensor_conv2d = njit_cached(_tensor_conv2d, parallel=True)

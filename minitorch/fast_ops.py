@@ -57,6 +57,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
     fn = _callable(fn)
 
     def _map(out, out_shape, out_strides, in_storage, in_shape, in_strides):
+        # TASK 3.1: prange over positions; where both lie alike in memory no index is needed.
         if aligned(out_shape, out_strides, in_shape, in_strides):
             for i in prange(len(out)):
                 out[i] = fn(in_storage[i])
@@ -75,6 +76,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
                     out[o] = fn(in_storage[i])
                     o += out_step
                     i += in_step
+        # END TASK 3.1
 
     return _compile(_map, fn)
 
@@ -91,6 +93,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
     fn = _callable(fn)
 
     def _zip(out, out_shape, out_strides, a, a_shape, a_strides, b, b_shape, b_strides):
+        # TASK 3.1: As _map; index buffers are made inside the prange loop, each thread its own.
         if aligned(out_shape, out_strides, a_shape, a_strides) and aligned(
             out_shape, out_strides, b_shape, b_strides
         ):
@@ -116,6 +119,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
                     o += out_step
                     i += a_step
                     j += b_step
+        # END TASK 3.1
 
     return _compile(_zip, fn)
 
@@ -134,6 +138,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
     fn = _callable(fn)
 
     def _reduce(out, out_shape, out_strides, a, a_shape, a_strides, reduce_dim):
+        # TASK 3.1: prange over out; the inner loop steps by a stride and calls nothing but fn.
         length, step = a_shape[reduce_dim], a_strides[reduce_dim]
         last = len(out_shape) - 1
         # Neighbouring outputs that one work item folds: 1 when they are folded themselves.
@@ -159,6 +164,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
                     for n in range(count):
                         out[o + n * out_step] = fn(out[o + n * out_step], a[i + n * a_step])
                     i += step
+        # END TASK 3.1
 
     return _compile(_reduce, fn)
 
@@ -179,6 +185,7 @@ def _tensor_matrix_multiply(
         b_shape: Likewise.
         b_strides: Likewise.
     """
+    # TASK 3.2: prange over rows of out; positions by strides; one product and sum in the inner loop.
     rows, cols, depth = out_shape[1], out_shape[2], a_shape[2]
     a_batch = a_strides[0] if a_shape[0] > 1 else 0
     b_batch = b_strides[0] if b_shape[0] > 1 else 0
@@ -193,6 +200,7 @@ def _tensor_matrix_multiply(
                 i += a_strides[2]
                 j += b_strides[1]
             out[n * out_strides[0] + row * out_strides[1] + col * out_strides[2]] = total
+    # END TASK 3.2
 
 
 tensor_matrix_multiply = njit_cached(_tensor_matrix_multiply, parallel=True)

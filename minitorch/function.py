@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from .autodiff import Context, History
+from .autodiff import Context, History, Variable
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -56,12 +58,25 @@ class Function:
     backward: Any
 
     @classmethod
-    def _forward(cls, ctx: Context, *args: Any) -> Tensor:
+    def _forward(cls, ctx: Context, *args: Any) -> Any:
         return cls.forward(ctx, *args)
 
     @classmethod
-    def _backward(cls, ctx: Context, grad_output: Tensor) -> tuple[Any, ...]:
-        return wrap_tuple(cls.backward(ctx, grad_output))
+    def _backward(cls, ctx: Context, *grad_outputs: Any) -> tuple[Any, ...]:
+        return wrap_tuple(cls.backward(ctx, *grad_outputs))
+
+    @classmethod
+    def _started(cls, args: tuple[Any, ...]) -> tuple[Context, Any]:
+        """Run ``forward`` on arguments without history; return its context too."""
+        if not any(map(is_tensor, args)):
+            raise TypeError(
+                f"{cls.__name__}.apply needs a tensor, got "
+                f"{', '.join(type(arg).__name__ for arg in args) or 'nothing'}; make one with "
+                "minitorch.tensor or minitorch.from_numpy"
+            )
+        needs_grad = tuple(is_tensor(arg) and arg.requires_grad() for arg in args)
+        ctx = Context(no_grad=not any(needs_grad), needs_input_grad=needs_grad)
+        return ctx, cls._forward(ctx, *(arg.detach() if is_tensor(arg) else arg for arg in args))
 
     @classmethod
     def apply(cls, *args: Any) -> Tensor:
@@ -76,19 +91,117 @@ class Function:
         Raises:
             TypeError: If no argument is a tensor.
         """
-        tensors = [arg for arg in args if is_tensor(arg)]
-        if not tensors:
-            raise TypeError(
-                f"{cls.__name__}.apply needs a tensor, got "
-                f"{', '.join(type(arg).__name__ for arg in args) or 'nothing'}; make one with "
-                "minitorch.tensor or minitorch.from_numpy"
-            )
-        need_grad = any(t.requires_grad() for t in tensors)
-        ctx = Context(no_grad=not need_grad)
-        value = cls._forward(ctx, *(arg.detach() if is_tensor(arg) else arg for arg in args))
+        ctx, value = cls._started(args)
         # A tensor of its own: `value` may be saved in ctx, and a history on it would close a cycle
         # that keeps the whole graph in memory.
         result = value.detach()
-        if need_grad:
+        if not ctx.no_grad:
             result.history = History(cls, ctx, args)
         return result
+
+    @classmethod
+    def apply_several(cls, *args: Any) -> tuple[Tensor, ...]:
+        """Compute a function of several results; as :meth:`apply`, but ``forward`` returns a tuple.
+
+        ``backward(ctx, *grad_outputs)`` is called once, with the gradient of each result, None for one
+        that nothing depends on.
+        """
+        ctx, values = cls._started(args)
+        results = tuple(value.detach() for value in values)
+        if not ctx.no_grad:
+            joint = Joint(History(cls, ctx, args))
+            for index, result in enumerate(results):
+                place = Context(saved_values=(index, len(results)))
+                result.history = History(_Result, place, (joint,))
+        return results
+
+
+class Joint:
+    """The variable that stands for all results of one function: each of them is computed from it.
+
+    Args:
+        history: How the results were computed.
+    """
+
+    _ids = count(-1, -1)  # tensors count upwards
+
+    def __init__(self, history: History):
+        self.history = history
+        self.unique_id = next(self._ids)
+
+    @property
+    def parents(self) -> Iterable[Variable]:
+        """The tensors that the results were computed from."""
+        return [arg for arg in self.history.inputs if is_tensor(arg)]
+
+    def requires_grad(self) -> bool:
+        """Return True: without a gradient there is no such variable."""
+        return True
+
+    def is_leaf(self) -> bool:
+        """Return False: a function made it."""
+        return False
+
+    def is_constant(self) -> bool:
+        """Return False; see :meth:`requires_grad`."""
+        return False
+
+    def accumulate_derivative(self, x: Any) -> None:
+        """Nothing calls this: only a leaf collects its derivative."""
+        raise AssertionError("only a leaf collects its gradient")
+
+    def chain_rule(self, d_output: Any) -> Iterable[tuple[Variable, Any]]:
+        """Pair each input with its gradient, given those of the results."""
+        return chain_rule(self.history, *d_output.parts)
+
+
+class Parts:
+    """The derivative of a :class:`Joint`: a gradient for each result, None for zeros.
+
+    Args:
+        parts: The gradients.
+    """
+
+    def __init__(self, parts: Iterable[Any]):
+        self.parts = tuple(parts)
+
+    def __add__(self, other: Parts) -> Parts:
+        pairs = zip(self.parts, other.parts, strict=True)
+        return Parts(b if a is None else a if b is None else a + b for a, b in pairs)
+
+
+class _Result(Function):
+    """One result of a function of several; it is made by ``Function.apply_several``."""
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Parts:
+        """Put the gradient at the result's place."""
+        index, total = ctx.saved_values
+        return Parts(grad_output if place == index else None for place in range(total))
+
+
+def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
+    """Pair each input of a function that requires a gradient with it.
+
+    Args:
+        history: Of the function's result.
+        *d_outputs: The gradient of each result.
+    """
+    assert history.last_fn is not None and history.ctx is not None, (
+        "the chain rule needs a tensor that a function made"
+    )
+    gradients = history.last_fn._backward(history.ctx, *d_outputs)
+    assert len(gradients) == len(history.inputs), (
+        f"{history.last_fn.__name__}.backward returned {len(gradients)} gradients for "
+        f"{len(history.inputs)} arguments; return one for each"
+    )
+    return [
+        (arg, gradient if isinstance(gradient, Parts) else _fitted(arg, gradient))
+        for arg, gradient in zip(history.inputs, gradients, strict=True)
+        if is_tensor(arg) and arg.requires_grad()
+    ]
+
+
+def _fitted(arg: Tensor, gradient: Any) -> Tensor:
+    """Return a gradient as a tensor of its argument's backend and shape."""
+    return arg.expand(arg._ensure_tensor(0.0 if gradient is None else gradient))

@@ -36,15 +36,19 @@ class Module:
 
     def train(self) -> None:
         """Put this module and everything below it into training mode."""
+        # TASK 0.4: Set training here, then do the same to each child.
         self.training = True
         for child in self.modules():
             child.train()
+        # END TASK 0.4
 
     def eval(self) -> None:
         """Put this module and everything below it into evaluation mode."""
+        # TASK 0.4: As train, with the other value.
         self.training = False
         for child in self.modules():
             child.eval()
+        # END TASK 0.4
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """List every parameter of the tree with its path.
@@ -53,14 +57,18 @@ class Module:
             Pairs of name and parameter: this module's own first, under their bare names, then each
             child's, with the child's name and a dot in front ("layer1.weights").
         """
+        # TASK 0.4: Own ones from _parameters, then each child's, its name and a dot in front.
         named = list(self._parameters.items())
         for child_name, child in self._modules.items():
             named += [(f"{child_name}.{name}", p) for name, p in child.named_parameters()]
         return named
+        # END TASK 0.4
 
     def parameters(self) -> list[Parameter]:
         """List every parameter of the tree, in the order of `named_parameters`."""
+        # TASK 0.4: named_parameters without the names.
         return [p for _, p in self.named_parameters()]
+        # END TASK 0.4
 
     def add_parameter(self, k: str, v: Any) -> Parameter:
         """Wrap a value in a parameter and register it, for names that are made at run time.

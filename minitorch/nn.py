@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from kernels import takes_attention_options
-from kernels.masks import is_visible
+from kernels import Problem, takes_attention_options
+from kernels.options import by_name
 
 from . import operators
+from .attention_functions import attention_call
+from .attention_scores import Keep, kept_probabilities, modified, visibility
 from .factories import from_numpy, rand, tensor
 from .fast_ops import FastOps
 from .function import as_int, is_tensor
 from .fused_functions import CrossEntropy, Gelu, SeededDropout, Softmax
 from .tensor import Tensor
-from .tensor_functions import Max, attention_problem
-from .tensor_ops import TensorBackend, normalize_dim
+from .tensor_functions import Max
+from .tensor_ops import normalize_dim
 
 #: The published fold behind :func:`max`, on the fast backend.
 max_reduce = FastOps.reduce(operators.max, -1e9)
@@ -47,33 +48,43 @@ def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
     assert height % kh == 0 and width % kw == 0, (
         f"tiles of {kernel} must divide the image's {(height, width)}; pad or crop it"
     )
+    # TASK 4.3: Split height and width by view, bring the two tile dimensions last by permute.
     new_h, new_w = height // kh, width // kw
     split = input.contiguous().view(batch, channel, new_h, kh, new_w, kw)
     rows = split.permute(0, 1, 2, 4, 3, 5).contiguous()
     return rows.view(batch, channel, new_h, new_w, kh * kw), new_h, new_w
+    # END TASK 4.3
 
 
 def avgpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:
     """Average each tile of (batch, channel, height, width)."""
+    # TASK 4.3: The mean of each tile's row.
     tiles, new_h, new_w = tile(input, kernel)
     return tiles.mean(4).view(*input.shape[:2], new_h, new_w)
+    # END TASK 4.3
 
 
 def maxpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:
     """Take the maximum of each tile of (batch, channel, height, width)."""
     tiles, new_h, new_w = tile(input, kernel)
+    # TASK 4.4: As avgpool2d, with max.
     return max(tiles, 4).view(*input.shape[:2], new_h, new_w)
+    # END TASK 4.4
 
 
 def max(input: Tensor, dim: Any) -> Tensor:
     """Take the maximum over ``dim``, which stays with size 1."""
+    # TASK 4.4: Apply Max; normalize_dim and as_int make dim a number from the left.
     return Max.apply(input, normalize_dim(as_int(dim), input.shape))
+    # END TASK 4.4
 
 
 def argmax(input: Tensor, dim: Any) -> Tensor:
     """Mark the maxima along ``dim``: 1 at each (all of them on a tie), 0 elsewhere."""
+    # TASK 4.4: Compare with the maximum, of the tensor without its history.
     plain = input.detach()
     return plain == max(plain, dim)
+    # END TASK 4.4
 
 
 # -- softmax and losses ------------------------------------------------------------------------
@@ -91,10 +102,12 @@ def _shift(input: Tensor, dim: int) -> Tensor:
 
 def composed_softmax(input: Tensor, dim: int) -> Tensor:
     """Return softmax over ``dim``, composed of tensor operations; 0 in a row of -inf."""
+    # TASK 4.4: Subtract _shift first, so that exp does not overflow; a row of -inf gives zeros.
     dim = normalize_dim(dim, input.shape)
     exponentials = (input - _shift(input, dim)).exp()
     total = exponentials.sum(dim)
     return exponentials / (total + (total.detach() == 0.0))
+    # END TASK 4.4
 
 
 def softmax(input: Tensor, dim: int) -> Tensor:
@@ -120,9 +133,11 @@ def logsumexp(input: Tensor, dim: int) -> Tensor:
 
 def logsoftmax(input: Tensor, dim: int) -> Tensor:
     """Return the logarithm of softmax over ``dim``; -inf in a row of -inf."""
+    # TASK 4.4: x - shift - log of the sum of exponentials; never the log of a softmax.
     dim = normalize_dim(as_int(dim), input.shape)
     shifted = input - _shift(input, dim)
     return shifted - _log_total(shifted, dim)
+    # END TASK 4.4
 
 
 def integer_array(ids: Any, limit: int, name: str) -> Any:
@@ -222,12 +237,14 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
     """
     if not 0.0 <= rate <= 1.0:
         raise ValueError(f"rate is a probability from 0 to 1, got {rate}")
+    # TASK 4.4: Multiply by rand > rate; nothing to do for rate 0 or ignore.
     if ignore or rate == 0.0:
         return input
     if input.backend.cuda:
         return device_dropout(input, rate, 1.0)
     noise = rand(input.shape, input.backend, dtype=input.dtype)  # as published
     return input * (noise > rate)
+    # END TASK 4.4
 
 
 def device_dropout(input: Tensor, rate: float, scale: float) -> Tensor:
@@ -247,26 +264,14 @@ def device_dropout(input: Tensor, rate: float, scale: float) -> Tensor:
 # -- attention ---------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=2)
-def hidden_scores(
-    seq_q: int, seq_k: int, diagonal: int, backend: TensorBackend, dtype: np.dtype[Any]
-) -> Tensor:
-    """Return (seq_q, seq_k), 0 where a row sees a column and minus infinity where not; kept.
-
-    All layers of a model add the same one: it is built and brought to the device once, and not once a
-    layer and step.  Two are kept, for training and for evaluation.
-    """
-    rows, cols = np.arange(seq_q)[:, None], np.arange(seq_k)
-    hidden = np.where(is_visible(rows, cols, diagonal), 0.0, -np.inf)
-    return tensor(hidden, backend, dtype=dtype)  # (seq_q, seq_k)
-
-
 @takes_attention_options
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend by the textbook, composed of tensor operations; autodiff derives its gradient.
 
     The baseline of ``Tensor.flash_attention``: same parameters, same meaning, and scores and
-    probabilities of size seq_q x seq_k in memory.
+    probabilities of size seq_q x seq_k in memory.  Mods run as Python, on the host.
 
     Args:
         q: (…, heads, seq_q, head_dim).
@@ -276,23 +281,49 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any)
         options: Options by name.
 
     Returns:
-        (…, heads, seq_q, value_dim).
+        (…, heads, seq_q, value_dim); with ``return_lse`` a pair of it and lse (…, heads, seq_q).
 
     Source: FlashAttention, Algorithm 0.
     """
-    problem = attention_problem(q, k, v, *args, **options)
+    options = by_name(args, options)
+    call = attention_call(q, k, v, options)
+    problem, shown = call.problem, visibility(q, call)
+    if shown.rows is not None:
+        q = Keep.apply(q, shown.rows)
     if problem.groups > 1:  # (…, key heads, groups or 1, seq, dim)
-        q, k, v = (_split_heads(t, problem.key_lead[-1]) for t in (q, k, v))
+        q, k, v = (_split_heads(t, problem) for t in (q, k, v))
+    if shown.cols is not None:
+        cols = _split_heads(shown.cols, problem) if problem.groups > 1 else shown.cols
+        k, v = Keep.apply(k, cols), Keep.apply(v, cols)
     order = (*range(k.dims - 2), k.dims - 1, k.dims - 2)
     scores = (q @ k.permute(*order)) * problem.scale  # (…, seq_q, seq_k)
-    if problem.diagonal < problem.seq_k - 1:  # else every row sees every column
-        shape = problem.seq_q, problem.seq_k
-        scores = scores + hidden_scores(*shape, problem.diagonal, q.backend, q.dtype)
-    out = softmax(scores, scores.dims - 1) @ v  # (…, seq_q, value_dim)
-    return out.view(*problem.out_shape) if problem.groups > 1 else out
+    return_lse = bool(options.get("return_lse"))
+    is_whole = return_lse or not problem.is_plain  # else leading dimensions may still broadcast
+    grouped = *problem.grouped_lead, problem.seq_q, problem.seq_k
+    if is_whole:
+        whole = scores if scores.shape == grouped else scores + scores.zeros(grouped)
+        scores = whole.view(*problem.scores_shape)  # (…, heads, seq_q, seq_k)
+        scores = modified(scores, call, options.get("attn_mask"))
+    if shown.scores is not None:
+        scores = Keep.apply(scores, shown.scores)
+    if shown.penalty is not None:
+        scores = scores + shown.penalty
+    probs = softmax(scores, scores.dims - 1)  # (…, seq_q, seq_k)
+    if problem.dropout_p:
+        probs = probs * kept_probabilities(problem, probs)
+    out = (probs.view(*grouped) if is_whole else probs) @ v  # (…, seq_q, value_dim)
+    out = out.view(*problem.out_shape) if problem.groups > 1 else out
+    if shown.rows is not None:
+        out = Keep.apply(out, shown.rows)
+    if not return_lse:
+        return out
+    return out, logsumexp(scores, scores.dims - 1).view(*problem.lse_shape)
 
 
-def _split_heads(t: Tensor, count: int) -> Tensor:
-    """Return (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""
+def _split_heads(t: Tensor, problem: Problem) -> Tensor:
+    """Return (…, heads, seq, dim) as (…, key heads, groups, seq, dim), sizes of 1 where heads broadcast."""
+    if t.dims < 3:
+        return t
     *lead, heads, seq, dim = t.shape
+    count = min(heads, problem.key_lead[-1])
     return t.contiguous().view(*lead, count, heads // count, seq, dim)

@@ -18,66 +18,90 @@ EPS = 1e-6
 
 def mul(x: float, y: float) -> float:
     """Multiply x by y."""
+    # TASK 0.1: Multiply x by y.
     return x * y
+    # END TASK 0.1
 
 
 def id(x: float) -> float:
     """Return x unchanged."""
+    # TASK 0.1: Return what you were given.
     return x
+    # END TASK 0.1
 
 
 def add(x: float, y: float) -> float:
     """Add y to x."""
+    # TASK 0.1: Add x and y.
     return x + y
+    # END TASK 0.1
 
 
 def neg(x: float) -> float:
     """Change the sign of x."""
+    # TASK 0.1: Return -x.
     return -x
+    # END TASK 0.1
 
 
 def lt(x: float, y: float) -> float:
     """Return 1.0 if x is less than y, else 0.0."""
+    # TASK 0.1: A float, not a bool: 1.0 or 0.0.
     return 1.0 if x < y else 0.0
+    # END TASK 0.1
 
 
 def eq(x: float, y: float) -> float:
     """Return 1.0 if x equals y exactly, else 0.0."""
+    # TASK 0.1: A float, not a bool: 1.0 or 0.0.
     return 1.0 if x == y else 0.0
+    # END TASK 0.1
 
 
 def max(x: float, y: float) -> float:
     """Return the larger of x and y; on a tie, y."""
+    # TASK 0.1: Compare; Python's own max is hidden here by this very function.
     return x if x > y else y
+    # END TASK 0.1
 
 
 def is_close(x: float, y: float) -> float:
     """Return 1.0 if x and y differ by less than 0.01, else 0.0."""
+    # TASK 0.1: Compare the absolute difference with 0.01.
     return 1.0 if abs(x - y) < 1e-2 else 0.0
+    # END TASK 0.1
 
 
 def sigmoid(x: float) -> float:
     """Compute 1 / (1 + e^-x), which maps any number into [0, 1]."""
+    # TASK 0.1: For x < 0 use e^x / (1 + e^x): math.exp(-x) overflows there.
     # exp sees only numbers that are not positive: exp(-x) overflows for a large negative x.
     if x >= 0.0:
         return 1.0 / (1.0 + math.exp(-x))
     grown = math.exp(x)
     return grown / (1.0 + grown)
+    # END TASK 0.1
 
 
 def relu(x: float) -> float:
     """Return x where it is positive, else 0.0; always a float."""
+    # TASK 0.1: A float in both branches, 0.0 and not 0.
     return float(x) if x > 0.0 else 0.0
+    # END TASK 0.1
 
 
 def log(x: float) -> float:
     """Compute the natural logarithm of x + EPS."""
+    # TASK 0.1: math.log of x + EPS.
     return math.log(x + EPS)
+    # END TASK 0.1
 
 
 def exp(x: float) -> float:
     """Compute e^x."""
+    # TASK 0.1: math.exp.
     return math.exp(x)
+    # END TASK 0.1
 
 
 def pow(x: float, y: float) -> float:
@@ -92,22 +116,30 @@ def tanh(x: float) -> float:
 
 def inv(x: float) -> float:
     """Compute 1 / x."""
+    # TASK 0.1: Divide 1.0 by x.
     return 1.0 / x
+    # END TASK 0.1
 
 
 def log_back(x: float, d: float) -> float:
     """Multiply d by the derivative of `log` at x."""
+    # TASK 0.1: The derivative of log(x + EPS) is 1 / (x + EPS); times d.
     return d / (x + EPS)
+    # END TASK 0.1
 
 
 def inv_back(x: float, d: float) -> float:
     """Multiply d by the derivative of `inv` at x."""
+    # TASK 0.1: The derivative of 1 / x is -1 / x²; times d.
     return -d / (x * x)
+    # END TASK 0.1
 
 
 def relu_back(x: float, d: float) -> float:
     """Multiply d by the derivative of `relu` at x, taken as 0.0 at the kink."""
+    # TASK 0.1: The slope is 1 where x > 0 and 0 elsewhere; times d.
     return d if x > 0.0 else 0.0
+    # END TASK 0.1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -125,10 +157,12 @@ def map(fn: Callable[[float], float]) -> Callable[[Iterable[float]], list[float]
         A function from (x1, x2, ...) to the list [fn(x1), fn(x2), ...].
     """
 
+    # TASK 0.3: Define a function of a list inside, and return that function.
     def map_list(ls: Iterable[float]) -> list[float]:
         return [fn(x) for x in ls]
 
     return map_list
+    # END TASK 0.3
 
 
 def zipWith(
@@ -144,10 +178,12 @@ def zipWith(
         It raises ValueError if one list is shorter than the other.
     """
 
+    # TASK 0.3: As map, with zip(…, strict=True), so that a shorter list is an error.
     def zip_lists(ls1: Iterable[float], ls2: Iterable[float]) -> list[float]:
         return [fn(x, y) for x, y in zip(ls1, ls2, strict=True)]
 
     return zip_lists
+    # END TASK 0.3
 
 
 def reduce(fn: Callable[[float, float], float], start: float) -> Callable[[Iterable[float]], float]:
@@ -161,6 +197,7 @@ def reduce(fn: Callable[[float, float], float], start: float) -> Callable[[Itera
         A function from (x1, x2, ...) to fn(fn(fn(start, x1), x2), ...).
     """
 
+    # TASK 0.3: Keep the value so far in a variable that begins as start.
     def reduce_list(ls: Iterable[float]) -> float:
         total = start
         for x in ls:
@@ -168,23 +205,32 @@ def reduce(fn: Callable[[float, float], float], start: float) -> Callable[[Itera
         return total
 
     return reduce_list
+    # END TASK 0.3
 
 
 def negList(ls: Iterable[float]) -> list[float]:
     """Change the sign of each element."""
+    # TASK 0.3: map, of neg.
     return map(neg)(ls)
+    # END TASK 0.3
 
 
 def addLists(ls1: Iterable[float], ls2: Iterable[float]) -> list[float]:
     """Add two equally long lists element by element."""
+    # TASK 0.3: zipWith, of add.
     return zipWith(add)(ls1, ls2)
+    # END TASK 0.3
 
 
 def sum(ls: Iterable[float]) -> float:
     """Add up a list, starting at 0.0."""
+    # TASK 0.3: reduce, of add; what is the sum of no numbers?
     return reduce(add, 0.0)(ls)
+    # END TASK 0.3
 
 
 def prod(ls: Iterable[float]) -> float:
     """Multiply up a list, starting at 1.0."""
+    # TASK 0.3: reduce, of mul; what is the product of no numbers?
     return reduce(mul, 1.0)(ls)
+    # END TASK 0.3

@@ -55,7 +55,9 @@ class Scalar:
     # --- arithmetic: the other operand is a Scalar or a number ---------------------------------
 
     def __add__(self, b: ScalarLike) -> Scalar:
+        # TASK 1.2: Apply Add.
         return Add.apply(self, b)
+        # END TASK 1.2
 
     def __radd__(self, b: ScalarLike) -> Scalar:
         return Add.apply(b, self)
@@ -67,11 +69,15 @@ class Scalar:
         return Mul.apply(b, self)
 
     def __neg__(self) -> Scalar:
+        # TASK 1.2: Apply Neg.
         return Neg.apply(self)
+        # END TASK 1.2
 
     def __sub__(self, b: ScalarLike) -> Scalar:
+        # TASK 1.2: a - b = a + (-b).
         # -b in Python, not Neg.apply(b): Neg of an int is an int, which apply refuses.
         return Add.apply(self, -b)
+        # END TASK 1.2
 
     def __rsub__(self, b: ScalarLike) -> Scalar:
         return Add.apply(b, Neg.apply(self))
@@ -85,33 +91,47 @@ class Scalar:
     # --- comparison: Scalars of 1.0 or 0.0, so that `if a > b` works ----------------------------
 
     def __lt__(self, b: ScalarLike) -> Scalar:
+        # TASK 1.2: Apply LT.
         return LT.apply(self, b)
+        # END TASK 1.2
 
     def __gt__(self, b: ScalarLike) -> Scalar:
+        # TASK 1.2: a > b is b < a.
         return LT.apply(b, self)
+        # END TASK 1.2
 
     def __eq__(self, b: object) -> Scalar:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # TASK 1.2: Apply EQ; for what is no number return NotImplemented.
         if not isinstance(b, (Scalar, Real)):
             return NotImplemented  # Python answers False, as for `scalar == None`
         return EQ.apply(self, b)
+        # END TASK 1.2
 
     # --- functions ------------------------------------------------------------------------------
 
     def log(self) -> Scalar:
         """Compute the natural logarithm."""
+        # TASK 1.2: Apply Log.
         return Log.apply(self)
+        # END TASK 1.2
 
     def exp(self) -> Scalar:
         """Compute the exponential."""
+        # TASK 1.2: Apply Exp.
         return Exp.apply(self)
+        # END TASK 1.2
 
     def sigmoid(self) -> Scalar:
         """Compute 1 / (1 + e^-x)."""
+        # TASK 1.2: Apply Sigmoid.
         return Sigmoid.apply(self)
+        # END TASK 1.2
 
     def relu(self) -> Scalar:
         """Cut off the negative part."""
+        # TASK 1.2: Apply ReLU.
         return ReLU.apply(self)
+        # END TASK 1.2
 
     # --- differentiation: what `autodiff.Variable` asks for -------------------------------------
 
@@ -158,6 +178,7 @@ class Scalar:
             AssertionError: If no function made this Scalar, or if the function's `backward` returns
                 another number of derivatives than it has inputs.
         """
+        # TASK 1.3: Ask history.last_fn._backward for the derivatives and pair them with history.inputs.
         history = self.history
         assert history is not None and history.last_fn is not None, (
             f"{self!r} was not computed by a function, so there is no chain rule to apply"
@@ -168,6 +189,7 @@ class Scalar:
             f"{len(history.inputs)} inputs: return one for each input of forward"
         )
         return list(zip(history.inputs, derivatives, strict=True))
+        # END TASK 1.3
 
     def backward(self, d_output: float | None = None) -> None:
         """Fill in the derivatives of all leaves that this Scalar was computed from.

@@ -121,14 +121,18 @@ class Mul(ScalarFunction):
     @staticmethod
     def forward(ctx: Context, a: float, b: float) -> float:
         """Compute the product."""
+        # TASK 1.2: Save both factors: backward needs them.
         ctx.save_for_backward(a, b)
         return operators.mul(a, b)
+        # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
         """Multiply the derivative by the other factor."""
+        # TASK 1.4: The slope in each factor is the other one; return two numbers.
         a, b = ctx.saved_values
         return d_output * b, d_output * a
+        # END TASK 1.4
 
 
 class Inv(ScalarFunction):
@@ -137,14 +141,18 @@ class Inv(ScalarFunction):
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
         """Compute the reciprocal."""
+        # TASK 1.2: Save a; use operators.inv.
         ctx.save_for_backward(a)
         return operators.inv(a)
+        # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
         """Multiply the derivative by -1 / a²."""
+        # TASK 1.4: There is an operator for this product: inv_back.
         (a,) = ctx.saved_values
         return operators.inv_back(a, d_output)
+        # END TASK 1.4
 
 
 class Neg(ScalarFunction):
@@ -153,12 +161,16 @@ class Neg(ScalarFunction):
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
         """Change the sign."""
+        # TASK 1.2: Use operators.neg.
         return operators.neg(a)
+        # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
         """Change the sign of the derivative."""
+        # TASK 1.4: The slope is -1.
         return operators.neg(d_output)
+        # END TASK 1.4
 
 
 class Sigmoid(ScalarFunction):
@@ -167,15 +179,19 @@ class Sigmoid(ScalarFunction):
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
         """Compute the sigmoid."""
+        # TASK 1.2: Save the result: the slope is a function of it alone.
         out = operators.sigmoid(a)
         ctx.save_for_backward(out)
         return out
+        # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
         """Multiply the derivative by f(a) (1 - f(a))."""
+        # TASK 1.4: The slope is f(a) (1 - f(a)).
         (out,) = ctx.saved_values
         return d_output * out * (1.0 - out)
+        # END TASK 1.4
 
 
 class ReLU(ScalarFunction):
@@ -184,14 +200,18 @@ class ReLU(ScalarFunction):
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
         """Cut off the negative part."""
+        # TASK 1.2: Save a; use operators.relu.
         ctx.save_for_backward(a)
         return operators.relu(a)
+        # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
         """Hand the derivative on where a is positive; stop it elsewhere, zero included."""
+        # TASK 1.4: There is an operator for this product: relu_back.
         (a,) = ctx.saved_values
         return operators.relu_back(a, d_output)
+        # END TASK 1.4
 
 
 class Exp(ScalarFunction):
@@ -200,15 +220,19 @@ class Exp(ScalarFunction):
     @staticmethod
     def forward(ctx: Context, a: float) -> float:
         """Compute the exponential."""
+        # TASK 1.2: Save the result: e^a is its own slope.
         out = operators.exp(a)
         ctx.save_for_backward(out)
         return out
+        # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
         """Multiply the derivative by f(a): the exponential is its own slope."""
+        # TASK 1.4: The slope is the value that forward saved.
         (out,) = ctx.saved_values
         return d_output * out
+        # END TASK 1.4
 
 
 class LT(ScalarFunction):
@@ -217,12 +241,16 @@ class LT(ScalarFunction):
     @staticmethod
     def forward(ctx: Context, a: float, b: float) -> float:
         """Compare the two numbers."""
+        # TASK 1.2: Use operators.lt.
         return operators.lt(a, b)
+        # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
         """Stop the derivative: a step is flat on both sides."""
+        # TASK 1.4: A step is flat: two zeros, as floats.
         return 0.0, 0.0
+        # END TASK 1.4
 
 
 class EQ(ScalarFunction):
@@ -231,9 +259,13 @@ class EQ(ScalarFunction):
     @staticmethod
     def forward(ctx: Context, a: float, b: float) -> float:
         """Compare the two numbers."""
+        # TASK 1.2: Use operators.eq.
         return operators.eq(a, b)
+        # END TASK 1.2
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
         """Stop the derivative: the function is 0 almost everywhere."""
+        # TASK 1.4: Zero almost everywhere: two zeros, as floats.
         return 0.0, 0.0
+        # END TASK 1.4

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .autodiff import History, Variable, backpropagate
 from .cuda_ops import CudaBackend
 from .fast_ops import FastBackend
-from .function import is_tensor
+from .function import chain_rule, is_tensor
 from .tensor_data import (
     TensorData,
     UserIndex,
@@ -337,27 +337,26 @@ class Tensor(TensorOperators, Lending):
 
     def chain_rule(self, d_output: Any) -> Iterable[tuple[Variable, Any]]:
         """Pair each input with its gradient, given the gradient of this tensor."""
-        h = self.history
-        assert h is not None and h.last_fn is not None and h.ctx is not None, (
-            "the chain rule needs a tensor that a function made"
-        )
-        gradients = h.last_fn._backward(h.ctx, d_output)
-        assert len(gradients) == len(h.inputs), (
-            f"{h.last_fn.__name__}.backward returned {len(gradients)} gradients for "
-            f"{len(h.inputs)} arguments; return one for each"
-        )
-        return [
-            (arg, arg.expand(arg._ensure_tensor(0.0 if gradient is None else gradient)))
-            for arg, gradient in zip(h.inputs, gradients, strict=True)
-            if is_tensor(arg) and arg.requires_grad()
-        ]
+        assert self.history is not None, "the chain rule needs a tensor that a function made"
+        return chain_rule(self.history, d_output)
 
     def backward(self, grad_output: Tensor | None = None) -> None:
         """Fill the ``grad`` of every leaf that this tensor was computed from.
 
         Args:
             grad_output: The gradient to start from, of this shape; ones for a tensor of shape (1,).
+
+        Raises:
+            RuntimeError: If nothing that this tensor was computed from requires a gradient.  So it is
+                with every gradient: the framework is first order.
         """
+        if self.is_constant():
+            raise RuntimeError(
+                f"backward needs a tensor that was computed from one that requires a gradient, this one "
+                f"of shape {self.shape} is a constant; call requires_grad_(True) on an input before the "
+                "computation. Gradients are constants too: the framework is first order, a second "
+                "derivative cannot be taken"
+            )
         if grad_output is None:
             assert self.shape == (1,), (
                 f"backward without a gradient needs shape (1,), got {self.shape}; call sum() first "
@@ -368,7 +367,8 @@ class Tensor(TensorOperators, Lending):
             f"the gradient of a tensor has its shape {self.shape}, got {grad_output.shape}; "
             "backward starts from the derivative of the result in this very tensor"
         )
-        backpropagate(self, grad_output)
+        # Without history: what backward computes is of first order, and no part of any graph.
+        backpropagate(self, grad_output.detach())
 
     def zero_grad_(self) -> None:
         """Drop the gradient."""

@@ -75,10 +75,12 @@ def index_to_position(index: Index, strides: Strides) -> int:
     Returns:
         The position, in elements.
     """
+    # TASK 2.1: Add up index times stride over the dimensions.
     position = 0
     for dim in range(len(strides)):
         position += index[dim] * strides[dim]
     return position
+    # END TASK 2.1
 
 
 def to_index(ordinal: int, shape: Shape, out_index: OutIndex) -> None:
@@ -89,12 +91,14 @@ def to_index(ordinal: int, shape: Shape, out_index: OutIndex) -> None:
         shape: (dims,).
         out_index: (dims,) or longer; its first ``dims`` entries are written.
     """
+    # TASK 2.1: From the last dimension: remainder and quotient by its size.
     rest = ordinal + 0  # inside a prange loop the loop variable itself must not be changed
     for step in range(len(shape)):
         dim = len(shape) - 1 - step
         extent = shape[dim]
         out_index[dim] = rest % extent
         rest = rest // extent
+    # END TASK 2.1
 
 
 def broadcast_index(big_index: Index, big_shape: Shape, shape: Shape, out_index: OutIndex) -> None:
@@ -106,9 +110,11 @@ def broadcast_index(big_index: Index, big_shape: Shape, shape: Shape, out_index:
         shape: (dims,), dims <= big_dims, broadcastable to ``big_shape``.
         out_index: (dims,) or longer; its first ``dims`` entries are written.
     """
+    # TASK 2.2: Align at the right; a dimension of size 1 has index 0 only.
     offset = len(big_shape) - len(shape)
     for dim in range(len(shape)):
         out_index[dim] = big_index[dim + offset] if shape[dim] > 1 else 0
+    # END TASK 2.2
 
 
 def shape_broadcast(shape1: UserShape, shape2: UserShape) -> tuple[int, ...]:
@@ -117,6 +123,7 @@ def shape_broadcast(shape1: UserShape, shape2: UserShape) -> tuple[int, ...]:
     Raises:
         IndexingError: If a pair of dimensions differs and neither is 1; it names both shapes.
     """
+    # TASK 2.2: Pad the shorter shape with 1s on the left; then compare pair by pair.
     dims = max(len(shape1), len(shape2))
     padded1 = (1,) * (dims - len(shape1)) + tuple(shape1)
     padded2 = (1,) * (dims - len(shape2)) + tuple(shape2)
@@ -129,6 +136,7 @@ def shape_broadcast(shape1: UserShape, shape2: UserShape) -> tuple[int, ...]:
             )
         result.append(int(size2 if size1 == 1 else size1))
     return tuple(result)
+    # END TASK 2.2
 
 
 def strides_from_shape(shape: UserShape) -> tuple[int, ...]:
@@ -318,11 +326,13 @@ class TensorData:
             f"permute needs each of the dimensions 0 to {self.dims - 1} once, got {order} for shape "
             f"{self.shape}"
         )
+        # TASK 2.1: The same storage, with shape and strides in the new order.
         return TensorData(
             self._storage,
             tuple(self.shape[dim] for dim in order),
             tuple(self.strides[dim] for dim in order),
         )
+        # END TASK 2.1
 
     def to_string(self) -> str:
         """Return the elements as nested brackets with two decimals."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kernels import Problem, launch, make_problem
-
+from .attention_functions import FlashAttention as FlashAttention
 from .autodiff import Context
-from .function import Function, as_int, is_tensor
+from .function import Function, as_int
 from .shape_functions import Copy as Copy
 from .shape_functions import Permute as Permute
 from .shape_functions import To as To
@@ -69,14 +67,18 @@ class Mul(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
         """Compute the product."""
+        # TASK 2.3: Save both; a.f has the operation, mul_zip.
         ctx.save_for_backward(a, b)
         return a.f.mul_zip(a, b)
+        # END TASK 2.3
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """Multiply by the other factor."""
+        # TASK 2.4: grad times b, and grad times a.
         a, b = ctx.saved_values
         return grad_output.f.mul_zip(b, grad_output), grad_output.f.mul_zip(a, grad_output)
+        # END TASK 2.4
 
 
 class PowerScalar(Function):
@@ -104,15 +106,19 @@ class Sigmoid(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Compute the sigmoid."""
+        # TASK 2.3: Save the result of a.f.sigmoid_map.
         out = a.f.sigmoid_map(a)
         ctx.save_for_backward(out)
         return out
+        # END TASK 2.3
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
         """Multiply by out (1 - out)."""
+        # TASK 2.4: grad times out (1 - out).
         (out,) = ctx.saved_values
         return grad_output * out * (-out + 1.0)
+        # END TASK 2.4
 
 
 class ReLU(Function):
@@ -121,14 +127,18 @@ class ReLU(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Cut off the negative part."""
+        # TASK 2.3: Save a; relu_map.
         ctx.save_for_backward(a)
         return a.f.relu_map(a)
+        # END TASK 2.3
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
         """Hand the gradient on where a is positive."""
+        # TASK 2.4: relu_back_zip of what was saved and of grad.
         (a,) = ctx.saved_values
         return grad_output.f.relu_back_zip(a, grad_output)
+        # END TASK 2.4
 
 
 class Log(Function):
@@ -137,14 +147,18 @@ class Log(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Compute the logarithm."""
+        # TASK 2.3: Save a; log_map.
         ctx.save_for_backward(a)
         return a.f.log_map(a)
+        # END TASK 2.3
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
         """Divide by a + EPS."""
+        # TASK 2.4: log_back_zip of what was saved and of grad.
         (a,) = ctx.saved_values
         return grad_output.f.log_back_zip(a, grad_output)
+        # END TASK 2.4
 
 
 class Exp(Function):
@@ -153,15 +167,19 @@ class Exp(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Compute the exponential."""
+        # TASK 2.3: Save the result of exp_map.
         out = a.f.exp_map(a)
         ctx.save_for_backward(out)
         return out
+        # END TASK 2.3
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
         """Multiply by e^a."""
+        # TASK 2.4: grad times what was saved.
         (out,) = ctx.saved_values
         return grad_output.f.mul_zip(out, grad_output)
+        # END TASK 2.4
 
 
 class Tanh(Function):
@@ -187,12 +205,16 @@ class Sum(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any) -> Tensor:
         """Add up; the dimension stays, with size 1."""
+        # TASK 2.3: add_reduce over as_int(dim).
         return a.f.add_reduce(a, as_int(dim))
+        # END TASK 2.3
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
         """Hand the gradient on; the chain rule expands it."""
+        # TASK 2.4: Each element has slope 1; chain_rule expands; 0.0 for dim.
         return grad_output, 0.0
+        # END TASK 2.4
 
 
 class Max(Function):
@@ -201,15 +223,19 @@ class Max(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor, dim: Any) -> Tensor:
         """Find the maximum; the dimension stays, with size 1."""
+        # TASK 4.4: max_reduce; save where a equals the maximum.
         out = a.f.max_reduce(a, as_int(dim))
         ctx.save_for_backward(a.f.eq_zip(a, out))
         return out
+        # END TASK 4.4
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
         """Hand the gradient on to every element that is the maximum."""
+        # TASK 4.4: grad times what was saved.
         (is_max,) = ctx.saved_values
         return grad_output.f.mul_zip(is_max, grad_output), 0.0
+        # END TASK 4.4
 
 
 class All(Function):
@@ -229,8 +255,10 @@ class _Comparison(Function):
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         """Return zeros for both."""
+        # TASK 2.4: Zeros of the two saved shapes.
         a_shape, b_shape = ctx.saved_values
         return grad_output.zeros(a_shape), grad_output.zeros(b_shape)
+        # END TASK 2.4
 
 
 class LT(_Comparison):
@@ -239,8 +267,10 @@ class LT(_Comparison):
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
         """Compare."""
+        # TASK 2.3: Save both shapes; lt_zip.
         ctx.save_for_backward(a.shape, b.shape)
         return a.f.lt_zip(a, b)
+        # END TASK 2.3
 
 
 class EQ(_Comparison):
@@ -249,8 +279,10 @@ class EQ(_Comparison):
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
         """Compare."""
+        # TASK 2.3: Save both shapes; eq_zip.
         ctx.save_for_backward(a.shape, b.shape)
         return a.f.eq_zip(a, b)
+        # END TASK 2.3
 
 
 class IsClose(Function):
@@ -259,7 +291,9 @@ class IsClose(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
         """Compare."""
+        # TASK 2.3: is_close_zip.
         return a.f.is_close_zip(a, b)
+        # END TASK 2.3
 
 
 class MatMul(Function):
@@ -277,62 +311,3 @@ class MatMul(Function):
         a, b = ctx.saved_values
         multiply = grad_output.f.matrix_multiply
         return multiply(grad_output, swap_last(b)), multiply(swap_last(a), grad_output)
-
-
-def attention_problem(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Problem:
-    """Check the operands and options of attention on tensors; see ``kernels.make_problem``.
-
-    Raises:
-        TypeError: Also if an operand is no tensor, or on another backend than q.
-    """
-    for name, operand in (("q", q), ("k", k), ("v", v)):
-        if not is_tensor(operand):
-            raise TypeError(
-                f"{name} must be a tensor, got {type(operand).__name__}; make one with "
-                "minitorch.from_numpy or minitorch.tensor"
-            )
-    if not q.backend.ops is k.backend.ops is v.backend.ops:
-        raise TypeError(
-            "q, k and v must be on one backend, got "
-            f"{', '.join(t.backend.ops.__name__ for t in (q, k, v))}; move them with "
-            "Tensor.to(backend)"
-        )
-    return make_problem(q, k, v, *args, **options)
-
-
-class FlashAttention(Function):
-    """Attention in one kernel: nothing of size seq_q x seq_k is ever stored."""
-
-    @staticmethod
-    def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, args: Sequence[Any], options: dict[str, Any]
-    ) -> Tensor:
-        """Check the call, compute out and lse, and keep them for the backward pass.
-
-        Args:
-            ctx: Keeps the problem, q, k, v, out and lse.
-            q: (…, heads, seq_q, head_dim).
-            k: (…, heads, seq_k, head_dim).
-            v: (…, heads, seq_k, value_dim).
-            args: Options by position, in the order of ``make_problem``.
-            options: Options by name.
-
-        Returns:
-            (…, heads, seq_q, value_dim).
-        """
-        problem = attention_problem(q, k, v, *args, **options)
-        target = q.f.attention
-        out, lse = launch.forward(target, problem, *(t.array() for t in (q, k, v)))
-        result = q.wrap(out)
-        ctx.save_for_backward(target, problem, q, k, v, result, lse)
-        return result
-
-    @staticmethod
-    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Recompute the probabilities tile by tile and return dq, dk and dv."""
-        target, problem, q, k, v, out, lse = ctx.saved_values
-        gradients = launch.backward(
-            target, problem, grad_output.array(), q.array(), k.array(), v.array(), out.array(), lse
-        )
-        dq, dk, dv = (q.wrap(gradient) for gradient in gradients)
-        return dq, dk, dv, None, None

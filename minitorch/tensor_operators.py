@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 
 from kernels import takes_attention_options
+from kernels.options import by_name
 
+from .attention_functions import attend, attend_packed
 from .function import is_tensor
 from .tensor_functions import (
     EQ,
@@ -16,7 +18,6 @@ from .tensor_functions import (
     All,
     Copy,
     Exp,
-    FlashAttention,
     Inv,
     IsClose,
     Log,
@@ -161,8 +162,13 @@ class TensorOperators:
         return View.apply(self, shape)
 
     @takes_attention_options
-    def flash_attention(self, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+    def flash_attention(
+        self, k: Tensor, v: Tensor, *args: Any, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend with these queries to keys and values, in one fused kernel.
+
+        ``attn_mask`` may be an array of booleans of any library or a tensor; a floating one is a tensor
+        and gets its gradient.  Without ``seed`` dropout is decided by ``manual_seed``.
 
         Args:
             k: (…, heads, seq_k, head_dim); these queries are (…, heads, seq_q, head_dim).
@@ -171,14 +177,44 @@ class TensorOperators:
             options: Options by name.
 
         Returns:
-            (…, heads, seq_q, value_dim).
+            (…, heads, seq_q, value_dim); with ``return_lse`` a pair of it and lse (…, heads, seq_q), both
+            differentiable.
 
         Raises:
             TypeError: For operands of different dtype or backend, or an option of the wrong type.
             ValueError: For shapes or values that do not fit.
             NotImplementedError: For an option that this version does not have yet.
         """
-        return FlashAttention.apply(self, k, v, args, options)
+        return attend(cast("Tensor", self), k, v, by_name(args, options))
+
+    @takes_attention_options
+    def flash_attention_varlen(
+        self, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Attend within each of several sequences that lie one after the other; nothing is padded.
+
+        Rows and columns count from the start of their sequence: so do ``is_causal``, ``window_size``,
+        ``alibi_slopes``, the dropout bits and what a mod gets; its batch is the sequence's number.
+
+        Args:
+            k: (total_k, heads, head_dim); these queries are (total_q, heads, head_dim).
+            v: (total_k, heads, value_dim).
+            cu_seqlens_q: (count + 1,) whole numbers: 0 and the sums of the lengths, so that sequence i
+                has the query rows from ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``.
+            cu_seqlens_k: Likewise of key columns.
+            args: Options by position; ``attn_mask`` and ``block_mask`` must be None.
+            options: Options by name.
+
+        Returns:
+            (total_q, heads, value_dim); with ``return_lse`` a pair of it and lse (heads, total_q), both
+            differentiable.
+
+        Raises:
+            TypeError: As :meth:`flash_attention`, or if the sums are no whole numbers.
+            ValueError: Likewise, or if they do not fit, or for a mask.
+        """
+        sums = cu_seqlens_q, cu_seqlens_k
+        return attend_packed(cast("Tensor", self), k, v, *sums, by_name(args, options))
 
     def contiguous(self) -> Tensor:
         """Return the tensor in row-major order: itself if it is, else a copy."""

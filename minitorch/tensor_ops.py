@@ -325,6 +325,7 @@ def tensor_map(fn: Callable[[float], float]) -> Loop:
         out: Storage, out_shape: Shape, out_strides: Strides,
         in_storage: Storage, in_shape: Shape, in_strides: Strides,
     ) -> None:  # fmt: skip
+        # TASK 2.3: For each position of out: its index, the input's index by broadcast_index, fn.
         out_index = np.zeros(len(out_shape), np.int64)
         in_index = np.zeros(len(in_shape), np.int64)
         for ordinal in range(int(np.prod(out_shape))):
@@ -332,6 +333,7 @@ def tensor_map(fn: Callable[[float], float]) -> Loop:
             broadcast_index(out_index, out_shape, in_shape, in_index)
             value = in_storage[index_to_position(in_index, in_strides)]
             out[index_to_position(out_index, out_strides)] = fn(value)
+        # END TASK 2.3
 
     return _map
 
@@ -347,6 +349,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Loop:
         a_storage: Storage, a_shape: Shape, a_strides: Strides,
         b_storage: Storage, b_shape: Shape, b_strides: Strides,
     ) -> None:  # fmt: skip
+        # TASK 2.3: As _map, with two inputs, each broadcast.
         out_index = np.zeros(len(out_shape), np.int64)
         a_index = np.zeros(len(a_shape), np.int64)
         b_index = np.zeros(len(b_shape), np.int64)
@@ -357,6 +360,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Loop:
             a = a_storage[index_to_position(a_index, a_strides)]
             b = b_storage[index_to_position(b_index, b_strides)]
             out[index_to_position(out_index, out_strides)] = fn(a, b)
+        # END TASK 2.3
 
     return _zip
 
@@ -372,6 +376,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Loop:
         a_storage: Storage, a_shape: Shape, a_strides: Strides,
         reduce_dim: int,
     ) -> None:  # fmt: skip
+        # TASK 2.3: For each position of out walk along reduce_dim and fold onto what out holds.
         index = np.zeros(len(out_shape), np.int64)
         for ordinal in range(int(np.prod(out_shape))):
             to_index(ordinal, out_shape, index)
@@ -379,6 +384,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Loop:
             for step in range(a_shape[reduce_dim]):
                 index[reduce_dim] = step
                 out[position] = fn(out[position], a_storage[index_to_position(index, a_strides)])
+        # END TASK 2.3
 
     return _reduce
 

@@ -243,24 +243,26 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
-def write(args: argparse.Namespace, argv: list[str], device: str, rows: list[Row]) -> None:
+def write_record(path: str, command: str, device: str, **figures: Any) -> None:
     """Write what has been measured so far, with what it depends on."""
     record = {
-        "command": "python project/bench_attention.py " + " ".join(argv),
+        "command": command,
         "date": datetime.date.today().isoformat(),
         "device": device,
         "cores": os.cpu_count(),
         "threads": numba.get_num_threads(),
         "versions": versions(),
-        "batch": args.batch,
-        "heads": args.heads,
-        "head_dim": args.head_dim,
-        "causal": args.causal,
-        "rows": rows,
+        **figures,
     }
-    path = Path(args.json)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write(args: argparse.Namespace, argv: list[str], device: str, rows: list[Row]) -> None:
+    """Write the rows of the lengths that are done."""
+    shape = {name: getattr(args, name) for name in ("batch", "heads", "head_dim", "causal")}
+    command = "python project/bench_attention.py " + " ".join(argv)
+    write_record(args.json, command, device, **shape, rows=rows)
 
 
 def main(argv: list[str] | None = None) -> None:

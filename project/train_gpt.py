@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import numpy as np
 from text_data import PROMPT, Corpus, decode, encode, read_text
 from tqdm import tqdm
 from train_options import BACKENDS, check_config, parse_args
+from training import check_backend, check_loss, learning_rate, make_folder
 
 import minitorch
 from minitorch.checkpoint import (
@@ -40,13 +39,6 @@ JUDGE_EVERY, JUDGE_WINDOWS = 100, 48
 CLOCK_SLACK = 0.05
 #: The final evaluation takes at most this share of --max-seconds.
 JUDGE_SHARE = 0.25
-
-
-def check_backend(backend: str) -> None:
-    """Exit with one line if the machine does not have what a backend needs."""
-    reason = BACKENDS[backend].attention.memory.why_not()
-    if reason is not None:
-        sys.exit(f"--backend {backend} cannot run: {reason}")
 
 
 def build(config: dict[str, Any], backend: str) -> minitorch.DecoderLM:
@@ -69,13 +61,6 @@ def build(config: dict[str, Any], backend: str) -> minitorch.DecoderLM:
         backend=BACKENDS[backend],
         dtype=np.float32,
     )
-
-
-def learning_rate(progress: float, highest: float) -> float:
-    """Rise linearly over the first 5 %, then fall to a tenth along a cosine."""
-    if progress < 0.05:
-        return highest * max(progress, 0.001) / 0.05
-    return highest * (0.1 + 0.45 * (1.0 + math.cos(math.pi * (progress - 0.05) / 0.95)))
 
 
 class CtrlC:
@@ -131,13 +116,6 @@ def train_step(
     loss.backward()
     optimizer.step()
     return loss.detach()
-
-
-def check_loss(value: float, what: str, lr: float) -> float:
-    """Return a loss; exit with one line if it is no number."""
-    if not math.isfinite(value):
-        sys.exit(f"{what} is {value}; lower --lr, now {lr}")
-    return value
 
 
 def read_losses(unread: list[minitorch.Tensor], curve: dict[str, list[Any]], lr: float) -> None:
@@ -292,13 +270,11 @@ def write(model: minitorch.DecoderLM, config: dict[str, Any], args: argparse.Nam
     """Print how the model continues the prompt, character by character."""
     ids = list(encode_prompt(config, args))
     print(decode(ids, config["characters"]), end="", flush=True)
-    rng: Any = np.random.default_rng(args.seed)  # one generator over all calls of generate
-    for _ in range(args.sample):
-        try:
-            ids = model.generate(ids[-config["context"] :], 1, args.temperature, seed=rng)
-        except ValueError as error:  # weights so large that the scores are no numbers
-            sys.exit(f"\nthe model cannot write ({error}); train it again with a lower --lr")
-        print(decode(ids[-1:], config["characters"]), end="", flush=True)
+    try:
+        for token in model.continuation(ids, args.sample, args.temperature, args.seed):
+            print(decode([token], config["characters"]), end="", flush=True)
+    except ValueError as error:  # weights so large that the scores are no numbers
+        sys.exit(f"\nthe model cannot write ({error}); train it again with a lower --lr")
     print()
 
 
@@ -334,18 +310,6 @@ def load_and_write(args: argparse.Namespace) -> None:
     except ValueError as error:
         sys.exit(f"{args.load}: {error}")
     write(model, config, args)
-
-
-def make_folder(path: str) -> Path:
-    """Make the folder of the results; exit with one line if nothing can be written there."""
-    out = Path(path)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except (OSError, ValueError) as error:
-        sys.exit(f"--out {path} cannot be written ({error}); name another folder")
-    return out
 
 
 def train_and_write(args: argparse.Namespace) -> None:
@@ -395,7 +359,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(__doc__, argv)
     # The model writes what it has read; a terminal of another encoding shows "?" for some of it.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    check_backend(args.backend)
+    check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
     try:
         with np.errstate(all="ignore"):  # what is no number ends the run with a line of its own
             (load_and_write if args.load else train_and_write)(args)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 import kernels
-from kernels import reference
+from kernels import launch
+from kernels.operands import make_operands
+from kernels.sequences import Sequences
 
 from .tolerances import assert_close_arrays
 
@@ -17,6 +19,42 @@ LENGTHS = st.integers(1, 40)
 DIMS = st.sampled_from([1, 2, 3, 5, 8, 16, 17])
 LEAD = st.lists(st.integers(1, 3), max_size=3)
 TILES = ((1, 1), (3, 5), (8, 4), (16, 16), (64, 64))
+
+
+def neighbours(batch: int, head: int, row: int, col: int) -> bool:
+    """Keep what is near, and every fifth column."""
+    return row - col < 4 + head or col % 5 == batch
+
+
+def checkers(batch: int, head: int, row: int, col: int) -> bool:
+    """Keep every other score."""
+    return (row + col + head) % 2 == 0
+
+
+def bowl(score: float, batch: int, head: int, row: int, col: int) -> float:
+    """Bend a score, more for later heads."""
+    return score + (0.05 + 0.02 * head) * score * score - 0.01 * (row - col)
+
+
+def slope_of_bowl(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return 1.0 + (0.1 + 0.04 * head) * score
+
+
+def squash(score: float, batch: int, head: int, row: int, col: int) -> float:
+    """Shrink scores of odd columns."""
+    return 0.5 * score if col % 2 else score + 0.25 * batch
+
+
+def slope_of_squash(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return 0.5 if col % 2 else 1.0
+
+
+MASK_MODS = (neighbours, checkers)
+SCORE_MODS = ((bowl, slope_of_bowl), (squash, slope_of_squash))
+#: Names of the options that :func:`cases` draws beyond q, k, v, scale and bounds.
+FEATURES = (
+    "bool mask", "float mask", "softcap", "alibi", "dropout", "block mask", "mask_mod", "score_mod", "dlse",
+)  # fmt: skip
 
 
 @dataclass
@@ -29,24 +67,71 @@ class Case:
     dout: Any
     options: dict[str, Any]
     tile: tuple[int, int]
+    dlse: Any = None
 
     @property
     def operands(self) -> tuple[Any, Any, Any]:
         return self.q, self.k, self.v
 
-    def problem(self, **more: Any) -> kernels.Problem:
-        return kernels.make_problem(*self.operands, **self.options, **more)
+    @property
+    def has_mask_gradient(self) -> bool:
+        mask = self.options.get("attn_mask")
+        return mask is not None and mask.dtype.kind == "f"
 
-    def plain(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return q, k, v and dout in float64, k and v with a head for each of q's, and the options.
+    def problem(self, **more: Any) -> kernels.Problem:
+        return kernels.make_problem(*self.operands, **{**self.options, **more})
+
+    def run(
+        self,
+        target: launch.Target,
+        rung: str = "auto",
+        tile: Any = None,
+        place: Any = None,
+        sequences: Sequences | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """Run one rung forward and backward.
+
+        Args:
+            target: Whose rung.
+            rung: Its name.
+            tile: For it.
+            place: Puts an array of the host where the target has its memory.
+            sequences: Packed ones.
+            more: Options beside the case's own.
+
+        Returns:
+            out, lse and the gradients by name; dmask only if there is a floating mask.
+        """
+        put = place or (lambda array: array)
+        problem = replace(self.problem(rung=rung, **more), sequences=sequences)
+        memory = target.memory
+        mask, slopes = self.options.get("attn_mask"), self.options.get("alibi_slopes")
+        q, k, v, mask = (put(x) if x is not None else None for x in (*self.operands, mask))
+        operands = make_operands(memory, problem, q, k, v, mask, slopes)
+        out, lse = launch.forward(target, problem, operands, tile)
+        dlse = None if self.dlse is None else put(self.dlse)
+        operands = operands.having(out=out, lse=lse, dout=put(self.dout), dlse=dlse)
+        gradients = launch.backward(target, problem, operands, tile, self.has_mask_gradient)
+        names = ("out", "lse", *gradients._fields)
+        results = dict(zip(names, (out, lse, *gradients), strict=True))
+        return {name: array for name, array in results.items() if array is not None}
+
+    def plain(self) -> Case:
+        """Return the case in float64, k and v with a head for each of q's.
 
         Groups of query heads that share a head of k and v are written out by repeating it.
         """
-        q, k, v, dout = (x.astype(np.float64) for x in (*self.operands, self.dout))
         options = dict(self.options)
+        for name in ("attn_mask", "alibi_slopes"):
+            array = options.get(name)
+            if array is not None and array.dtype.kind == "f":
+                options[name] = array.astype(np.float64)
+        q, k, v, dout = (x.astype(np.float64) for x in (*self.operands, self.dout))
         if options.pop("enable_gqa", False):
             k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
-        return [q, k, v, dout], options
+        dlse = None if self.dlse is None else self.dlse.astype(np.float64)
+        return Case(q, k, v, dout, options, self.tile, dlse)
 
     def own(self, gradients: Any) -> Any:
         """Sum gradients to the shapes of the operands, over groups of heads too."""
@@ -59,40 +144,48 @@ class Case:
 
     def oracle(self) -> dict[str, Any]:
         """Return out, lse and the gradients, by the textbook, in float64."""
-        (q, k, v, dout), options = self.plain()
-        problem = kernels.make_problem(q, k, v, **options)
-        out, lse = reference.attention(problem, q, k, v)
-        gradients = reference.attention_backward(problem, dout, q, k, v, out, lse)
-        dq, dk, dv = self.own(gradients)
-        lse = np.broadcast_to(lse, problem.lse_shape)
-        return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+        results = self.plain().run(launch.NUMPY, "naive")
+        dq, dk, dv = self.own([results[name] for name in ("dq", "dk", "dv")])
+        return {**results, "dq": dq, "dk": dk, "dv": dv}
 
     def row_by_row(self) -> dict[str, Any]:
         """Return what the oracle does, each row attending to the keys that it sees and to no others.
 
-        The textbook multiplies a hidden key by a probability of zero, and 0 · NaN is NaN: what
-        is NaN there need not be so in a kernel that does not visit the key.  What is NaN here must.
+        The textbook multiplies a key that some rows see by a probability of zero for the others, and
+        0 · NaN is NaN: what is NaN there need not be so in a kernel that does not visit the key.  What
+        is NaN here must.  For cases with bounds alone.
         """
-        (q, k, v, dout), options = self.plain()
-        problem = kernels.make_problem(q, k, v, **options)
+        case = self.plain()
+        problem = case.problem()
         out, lse = np.zeros(problem.out_shape), np.zeros(problem.lse_shape)
-        wide = [np.broadcast_to(x, (*problem.lead, *x.shape[-2:])) for x in (q, k, v)]
+        operands = case.operands
+        wide = [np.broadcast_to(x, (*problem.lead, *x.shape[-2:])) for x in operands]
         grads = [np.zeros(x.shape) for x in wide]
-        scale: dict[str, Any] = {"scale": problem.scale}
         for r in range(problem.seq_q):
-            rows, seen = np.s_[..., r : r + 1, :], np.s_[..., : max(r + 1 + problem.diagonal, 0), :]
-            operands = wide[0][rows], wide[1][seen], wide[2][seen]
-            if operands[1].shape[-2] == 0:  # the row sees nothing
+            first, stop = max(r + problem.lower, 0), max(r + 1 + problem.upper, 0)
+            rows, seen = np.s_[..., r : r + 1, :], np.s_[..., first:stop, :]
+            q, k, v = wide[0][rows], wide[1][seen], wide[2][seen]
+            if k.shape[-2] == 0:  # the row sees nothing
                 lse[..., r] = -np.inf
                 continue
-            one = kernels.make_problem(*operands, **scale)
-            out[rows], lse[..., r : r + 1] = reference.attention(one, *operands)
-            results = out[rows], lse[..., r : r + 1]
-            parts = reference.attention_backward(one, dout[rows], *operands, *results)
-            for grad, place, part in zip(grads, (rows, seen, seen), parts, strict=True):
-                grad[place] += part
+            one = Case(q, k, v, case.dout[rows], {"scale": problem.scale}, case.tile)
+            results = one.run(launch.NUMPY, "naive")
+            out[rows], lse[..., r : r + 1] = results["out"], results["lse"]
+            for grad, place, name in zip(
+                grads, (rows, seen, seen), ("dq", "dk", "dv"), strict=True
+            ):
+                grad[place] += results[name]
         dq, dk, dv = self.own(grads)
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+    def check(self, actual: dict[str, Any], what: str, dtype: Any = None) -> None:
+        """Compare results with the oracle's; a gradient's rounding grows with its largest element."""
+        for name, expected in self.oracle().items():
+            finite = np.abs(expected[np.isfinite(expected)])
+            size = max(1.0, float(finite.max(initial=0.0)))
+            summed = sum_to(actual[name], expected.shape)
+            label = f"{name} {what} of {self}"
+            assert_close_arrays(summed, expected, dtype or self.q.dtype, what=label, size=size)
 
     def check_what_is_not_finite(self, actual: dict[str, Any], planted: float) -> None:
         """Check the results of a :func:`planted` case: NaN where it must be, and nowhere else.
@@ -121,7 +214,11 @@ class Case:
             f"{name} {x.shape} strides {x.strides}"
             for name, x in zip("qkv", self.operands, strict=True)
         )
-        return f"Case({shapes}, {self.q.dtype}, {self.options}, tile {self.tile})"
+        options = {
+            name: f"{x.dtype} {x.shape} strides {x.strides}" if isinstance(x, np.ndarray) else x
+            for name, x in self.options.items()
+        }
+        return f"Case({shapes}, {self.q.dtype}, {options}, tile {self.tile})"
 
 
 def sum_to(gradient: Any, shape: tuple[int, ...]) -> Any:
@@ -174,8 +271,19 @@ def cases(
     dims: st.SearchStrategy[int] = DIMS,
     leads: st.SearchStrategy[list[int]] = LEAD,
     tiles: Any = TILES,
+    features: Any = (),
 ) -> Case:
-    """Draw a problem: leading dimensions that broadcast, unequal lengths, causal or not, any scale."""
+    """Draw a problem: leading dimensions that broadcast, unequal lengths, bounds, any scale.
+
+    Args:
+        draw: Hypothesis's.
+        dtypes: Of the operands.
+        lengths: Of queries and of keys.
+        dims: Of heads and values.
+        leads: Leading dimensions.
+        tiles: To choose from.
+        features: Names of :data:`FEATURES` that the call may have, up to three at a time.
+    """
     dtype = draw(st.sampled_from(dtypes))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     lead = draw(leads)
@@ -193,16 +301,64 @@ def cases(
     q = draw(operand((*leading(), *heads[0], seq_q, head_dim), dtype, rng))
     k = draw(operand((*leading(), *heads[1], seq_k, head_dim), dtype, rng))
     v = draw(operand((*leading(), *heads[1], seq_k, value_dim), dtype, rng))
-    options: dict[str, Any] = {"is_causal": draw(st.booleans())}
-    if options["is_causal"] and draw(st.booleans()):
-        options["causal_offset"] = draw(st.sampled_from([-3, -1, 1, 5, seq_k - seq_q]))
+    last = -3 if grouped else -2
+    batch = np.broadcast_shapes(q.shape[:last], k.shape[:last], v.shape[:last])
+    scores = (*batch, *q.shape[last:-2], seq_q, seq_k)
+    options = draw(bounds(seq_q, seq_k))
     if grouped:
         options["enable_gqa"] = True
     if draw(st.booleans()):
         options["scale"] = draw(st.sampled_from([0.1, 1.0, -0.7, 3.0]))
-    last = -3 if grouped else -2
-    batch = np.broadcast_shapes(q.shape[:last], k.shape[:last], v.shape[:last])
-    lead_shape = (*batch, *q.shape[last:-2])
-    dout = draw(operand((*lead_shape, seq_q, value_dim), dtype, rng))
-    tile = draw(st.sampled_from(tiles))
-    return Case(q, k, v, dout, options, tile)
+    dout = draw(operand((*scores[:-1], value_dim), dtype, rng))
+    dlse = None
+    chosen = draw(st.sets(st.sampled_from(features), max_size=3)) if features else ()
+    for feature in sorted(chosen):
+        if feature == "dlse":
+            dlse = draw(operand((*scores[:-1], 1), dtype, rng))[..., 0]
+        elif not (feature == "float mask" and "bool mask" in chosen):
+            options |= draw(option(feature, scores, dtype, rng))
+    return Case(q, k, v, dout, options, draw(st.sampled_from(tiles)), dlse)
+
+
+@st.composite
+def bounds(draw: Any, seq_q: int, seq_k: int) -> dict[str, Any]:
+    """Draw which columns a row sees: all, causal, a window, from any diagonal."""
+    options: dict[str, Any] = {"is_causal": draw(st.booleans())}
+    if draw(st.sampled_from([False, False, True])):
+        sides = st.sampled_from([-1, 0, 1, 4, seq_k])
+        options["window_size"] = draw(sides), draw(sides)
+    if (options["is_causal"] or "window_size" in options) and draw(st.booleans()):
+        options["causal_offset"] = draw(st.sampled_from([-3, -1, 1, 5, seq_k - seq_q]))
+    return options
+
+
+@st.composite
+def option(
+    draw: Any, feature: str, scores: tuple[int, ...], dtype: Any, rng: np.random.Generator
+) -> dict[str, Any]:
+    """Draw the options that make one of :data:`FEATURES`, for scores of a shape."""
+    *lead, seq_q, seq_k = scores
+    if feature in ("bool mask", "float mask"):
+        shape = tuple(draw(st.sampled_from([n, n, 1])) for n in scores)
+        shape = shape[draw(st.integers(0, len(lead))) :]
+        mask = draw(operand(shape, dtype, rng))
+        return {"attn_mask": mask > -0.5 if feature == "bool mask" else mask}
+    if feature == "softcap":
+        return {"softcap": draw(st.sampled_from([0.5, 2.0, 30.0]))}
+    if feature == "alibi":
+        heads = tuple(lead[-1:]) or (1,)
+        slopes = rng.random(draw(st.sampled_from([heads, tuple(lead) or heads])))
+        return {"alibi_slopes": slopes.astype(dtype)}
+    if feature == "dropout":
+        rate = draw(st.sampled_from([0.1, 0.5, 0.9]))
+        return {"dropout_p": rate, "seed": draw(st.integers(0, 2**64 - 1))}
+    if feature == "mask_mod":
+        return {"mask_mod": draw(st.sampled_from(MASK_MODS))}
+    if feature == "score_mod":
+        return {"score_mod": draw(st.sampled_from(SCORE_MODS))}
+    size = draw(st.sampled_from([16, 32, (16, 32)]))
+    block_q, block_k = size if isinstance(size, tuple) else (size, size)
+    heads = draw(st.sampled_from([1, lead[-1] if lead else 1]))
+    states = rng.integers(0, 4, (heads, -(-seq_q // block_q), -(-seq_k // block_k)))
+    patterns = rng.random((2, block_q, block_k)) < 0.5
+    return {"block_mask": kernels.BlockMask(states, seq_q, seq_k, size, patterns)}

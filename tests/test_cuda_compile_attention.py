@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kernels import Problem, make_problem
-from kernels.cuda import flash1, flash1_backward, flash2, flash2_dkdv, flash2_dq, naive
+from kernels.cuda import (
+    flash1,
+    flash1_backward,
+    flash2,
+    flash2_dkdv,
+    flash2_dmask,
+    flash2_dq,
+    flash2_merge,
+    naive,
+)
 from kernels.cuda.device import Kernel
 from kernels.cuda.register_tiles import pick_layout, widths
+from kernels.cuda.scores import PLAIN, Features
 from kernels.cuda.sizes import GPU
+from kernels.mods import ScoreMod
+from kernels.philox import MULTIPLIER_0, MULTIPLIER_1
 
 from .cuda_compiling import (
     FLOAT32,
@@ -53,16 +66,70 @@ ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
     "flash2 atomic": lambda dtype, *dims: flash2_dkdv.dkdv_kernel(
         *_layout_and_widths("atomic", dtype, *dims), dtype, True, True
     ),
+    "flash2 few rows": lambda dtype, *dims: flash2.forward_kernel(
+        *_layout_and_widths("few", dtype, *dims), dtype, True, PLAIN, True
+    ),
+    "flash2 merge": lambda dtype, *dims: flash2_merge.merge_kernel(dtype),
 }  # fmt: skip
 
 
+def _visible(batch: int, head: int, row: int, col: int) -> bool:
+    return (row + col) % 3 != 0
+
+
+def _score(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score * 1.5
+
+
+def _slope(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return 1.5
+
+
+#: Everything at once that a call can ask.
+EVERYTHING = Features(True, True, "float", True, True, True, _visible, _score, _slope)
+
+#: flash2's kernels with options.
+WITH_OPTIONS: dict[str, Callable[[Any, Features], Kernel]] = {
+    "forward": lambda dtype, features: flash2.forward_kernel(
+        *_layout_for("forward", dtype, features), dtype, True, features
+    ),
+    "dq": lambda dtype, features: flash2_dq.dq_kernel(
+        *_layout_for("dq", dtype, features), dtype, True, features
+    ),
+    "dkdv": lambda dtype, features: flash2_dkdv.dkdv_kernel(
+        *_layout_for("dkdv", dtype, features), dtype, True, False, features
+    ),
+    "atomic": lambda dtype, features: flash2_dkdv.dkdv_kernel(
+        *_layout_for("atomic", dtype, features), dtype, True, True, features
+    ),
+    "dmask": lambda dtype, features: flash2_dmask.dmask_kernel(
+        *_layout_for("dq", dtype, features), dtype, True, features
+    ),
+}
+
+
 def _problem(dtype: Any, head_dim: int, value_dim: int) -> Problem:
-    q, v = np.ones((8, head_dim), dtype), np.ones((8, value_dim), dtype)
+    q, v = np.ones((64, head_dim), dtype), np.ones((64, value_dim), dtype)
     return make_problem(q, q, v)
 
 
+def _layout_for(name: str, dtype: Any, features: Features) -> tuple[Any, int, int]:
+    """Return layout and widths for heads of 64, as a call with the features gets them."""
+    problem = replace(
+        _problem(dtype, 64, 64),
+        softcap=float(features.softcap),
+        slopes=features.slopes,
+        mask=features.mask,
+        score_mod=features.score_mod and ScoreMod(features.score_mod),
+    )
+    return pick_layout(name, problem, None), *widths(problem)
+
+
 def _layout_and_widths(name: str, dtype: Any, *dims: int) -> tuple[Any, int, int]:
+    """Return the layout of a kernel, which for few rows is the forward kernel's, and the widths."""
     problem = _problem(dtype, *dims)
+    if name == "few":
+        name, problem = "forward", replace(problem, seq_q=1)
     return pick_layout(name, problem, None), *widths(problem)
 
 
@@ -86,7 +153,7 @@ def test_every_rung_compiles_for_every_generation(
 
 #: Bytes a thread that the compiler may put aside, by kernel and width.  Three blocks a multiprocessor
 #: with a few bytes of local memory are faster than two without; see docs/notes-cuda.md.
-SPILLED = {("flash2 dq", 64): 16}
+SPILLED = {("flash2 dq", 64): 16, ("flash2 dkdv", 64): 16}
 
 
 @needs_ptxas
@@ -97,6 +164,50 @@ def test_a_multiprocessor_holds_the_blocks_that_the_layout_says_and_registers_su
 ) -> None:
     kernel = ATTENTION[name](FLOAT32, dim, dim)
     assert_fits(kernel, kernel.threads, (9, 0), SPILLED.get((name, dim), 0))
+
+
+def _assert_compiles_with_everything(name: str, dtype: Any, cc: tuple[int, int]) -> None:
+    ptx = ptx_of(WITH_OPTIONS[name](dtype, EVERYTHING), cc)
+    assert_is_kernel(ptx, cc)
+    assert not re.search(r"(ld|st)\.local", ptx)
+    if dtype == FLOAT32:
+        # A user's constants too are numbers of the dtype.
+        assert_no_float64(ptx, "fma|mul|add|sub")
+
+
+@needs_nvvm
+@on_every_generation
+def test_flash2_compiles_with_every_option_at_once_for_every_generation(
+    dtype: Any, cc: tuple[int, int]
+) -> None:
+    _assert_compiles_with_everything("forward", dtype, cc)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", [name for name in WITH_OPTIONS if name != "forward"])
+def test_gradients_compile_with_every_option_at_once(name: str) -> None:
+    _assert_compiles_with_everything(name, FLOAT32, (9, 0))
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", ["forward", "dq", "dkdv"])
+@pytest.mark.parametrize(
+    "features",
+    [Features(mask="bool"), Features(dropout=True), Features(block_mask=True)],
+    ids=["boolean mask", "dropout", "block mask"],
+)
+def test_an_option_leaves_the_tiles_in_registers(name: str, features: Features) -> None:
+    ptx = ptx_of(WITH_OPTIONS[name](FLOAT32, features), (9, 0))
+    assert not re.search(r"(ld|st)\.local", ptx)
+    assert len(re.findall(r"ld\.shared\.v4", ptx)) >= 20
+
+
+@needs_nvvm
+def test_dropout_draws_its_bits_with_words_of_32_bits() -> None:
+    ptx = ptx_of(WITH_OPTIONS["forward"](FLOAT32, Features(dropout=True)), (9, 0))
+    # 10 rounds of two products, once for four columns.
+    assert len(re.findall(r"mul\.hi\.u32", ptx)) == 20
+    assert not re.search(rf"mul\.lo\.s64.*({MULTIPLIER_0}|{MULTIPLIER_1})", ptx)
 
 
 @needs_ptxas

@@ -3,60 +3,121 @@
 from __future__ import annotations
 
 import inspect
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kernels
 import minitorch
-from minitorch import FastBackend, SimpleBackend, Tensor, naive_attention
+from minitorch import CudaBackend, FastBackend, SimpleBackend, Tensor, naive_attention
 
-from .attention_strategies import Case, cases
+from .attention_strategies import FEATURES, SCORE_MODS, Case, cases, neighbours
 from .tolerances import assert_close_arrays
 
 BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
 
 
-def attend(attention: Any, case: Case, backend: Any) -> dict[str, Any]:
-    """Run one attention on tensors, forward and backward."""
+def attend(attention: Any, case: Case, backend: Any, **more: Any) -> dict[str, Any]:
+    """Run one attention on tensors, forward and backward; floating masks get their gradient too."""
     tensors = [minitorch.from_numpy(x, backend, requires_grad=True) for x in case.operands]
-    out = attention(*tensors, **case.options)
+    options = {**case.options, **more}
+    names = ["dq", "dk", "dv"]
+    if case.has_mask_gradient:
+        options["attn_mask"] = minitorch.from_numpy(options["attn_mask"], backend, True)
+        tensors.append(options["attn_mask"])
+        names.append("dmask")
+    out, lse = attention(*tensors[:3], return_lse=True, **options)
     out.backward(minitorch.from_numpy(case.dout, backend))
+    if case.dlse is not None:
+        lse.backward(minitorch.from_numpy(case.dlse, backend))
     gradients = [t.grad.to_numpy() for t in tensors if t.grad is not None]
-    return {"out": out.to_numpy(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    results = {"out": out.to_numpy(), "lse": lse.to_numpy()}
+    return {**results, **dict(zip(names, gradients, strict=True))}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("attention", [Tensor.flash_attention, naive_attention])
+ON = [
+    pytest.param(attention, backend, id=f"{attention.__name__} {name}")
+    for attention in (Tensor.flash_attention, naive_attention)
+    for name, backend in BACKENDS.items()
+]
+SMALL = {"lengths": st.integers(1, 7), "dims": st.integers(1, 4)}
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+@given(case=cases(features=FEATURES, leads=st.lists(st.integers(1, 2), max_size=2), **SMALL))
+@settings(max_examples=30)
+def test_every_option_is_the_textbook(attention: Any, backend: Any, case: Case) -> None:
+    case.check(attend(attention, case, backend), f"by {attention.__name__}")
+
+
 @given(case=cases())
 @settings(max_examples=20)
-def test_flash_and_naive_are_the_textbook(attention: Any, backend: str, case: Case) -> None:
-    if backend == "simple":  # plain Python loops: keep the products small
-        case.q, case.k, case.v = case.q[..., :6, :], case.k[..., :7, :], case.v[..., :7, :]
-        case.dout = case.dout[..., :6, :]
-    actual, expected = attend(attention, case, BACKENDS[backend]), case.oracle()
-    for name, got in actual.items():
-        size = max(1.0, float(np.abs(expected[name]).max()))
-        what = f"{name} of {attention.__name__}"
-        assert_close_arrays(got, expected[name], case.q.dtype, what=what, size=size)
+def test_long_rows_are_the_textbook(case: Case) -> None:
+    for attention in (Tensor.flash_attention, naive_attention):
+        case.check(attend(attention, case, FastBackend), f"by {attention.__name__}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+#: Options that together touch every step of a score, and bits that drop some probabilities.
+EVERYTHING: dict[str, Any] = {
+    "is_causal": True, "causal_offset": 1, "window_size": (3, -1), "softcap": 2.0, "scale": 0.8,
+    "alibi_slopes": [0.1, 0.3], "enable_gqa": True, "dropout_p": 0.3, "seed": 7,
+    "mask_mod": neighbours, "score_mod": SCORE_MODS[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+@pytest.mark.parametrize("options", [{"is_causal": True, "enable_gqa": True}, EVERYTHING])
+def test_gradients_are_finite_differences(
+    attention: Any, backend: Any, options: dict[str, Any]
+) -> None:
+    shapes = [(2, 2, 5, 3), (2, 1, 4, 3), (1, 1, 4, 2), (2, 1, 4)]
+    *operands, mask = (minitorch.rand(shape, backend) for shape in shapes)
+
+    def both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Depend on out and on lse, so that one backward pass gets both gradients."""
+        out, lse = attention(q, k, v, mask, return_lse=True, **options)
+        return (out * out).sum() + (lse * lse).sum()
+
+    minitorch.grad_check(both, *operands, mask, tol=1e-5)
+
+
+@pytest.mark.simulator
 @pytest.mark.parametrize("attention", [Tensor.flash_attention, naive_attention])
-def test_gradients_are_finite_differences(attention: Any, backend: str) -> None:
-    q = minitorch.rand((2, 2, 5, 3), BACKENDS[backend])
-    k = minitorch.rand((2, 1, 4, 3), BACKENDS[backend])
-    v = minitorch.rand((2, 2, 4, 2), BACKENDS[backend])
-    minitorch.grad_check(
-        lambda q, k, v: attention(q, k, v, is_causal=True) * 2.0, q, k, v, tol=1e-5
-    )
+@pytest.mark.parametrize("kind", [bool, np.float64])
+def test_a_device_does_what_the_host_does(attention: Any, kind: Any) -> None:
+    rng = np.random.default_rng(0)
+    shapes = (2, 2, 5, 3), (2, 1, 4, 3), (1, 1, 4, 2), (2, 2, 5, 2)
+    q, k, v, dout = (rng.standard_normal(shape) for shape in shapes)
+    slopes = minitorch.tensor(EVERYTHING["alibi_slopes"], FastBackend)
+    mask = rng.standard_normal((2, 1, 4))
+    options = {
+        **EVERYTHING,
+        "alibi_slopes": slopes,
+        "attn_mask": mask > -0.5 if kind is bool else mask,
+    }
+    case = Case(q, k, v, dout, options, (4, 4), rng.standard_normal((2, 2, 5)))
+    expected = attend(naive_attention, case, FastBackend)
+    for name, got in attend(attention, case, CudaBackend).items():
+        assert_close_arrays(
+            got, expected[name], np.float64, f"{name} by {attention.__name__}", 10.0
+        )
 
 
 def test_no_history_without_a_gradient() -> None:
     q = minitorch.rand((1, 3, 2))
     assert q.flash_attention(q, q).history is None
+    assert [t.history for t in q.flash_attention(q, q, return_lse=True)] == [None, None]
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+def test_each_of_two_results_may_be_used_alone(attention: Any, backend: Any) -> None:
+    q, k = (minitorch.rand(shape, backend) for shape in ((2, 3, 2), (2, 4, 2)))
+    minitorch.grad_check(lambda q, k: attention(q, k, k, return_lse=True)[0], q, k, tol=1e-5)
+    minitorch.grad_check(lambda q, k: attention(q, k, k, return_lse=True)[1], q, k, tol=1e-5)
 
 
 def test_one_tensor_as_query_key_and_value_gets_the_sum_of_gradients() -> None:
@@ -168,20 +229,133 @@ def test_an_unknown_rung_names_those_that_run() -> None:
         x.flash_attention(x, x, rung="flash9")
 
 
-LATER = [
-    {"attn_mask": np.ones((2, 2), bool)}, {"dropout_p": 0.1}, {"window_size": (1, 1)},
-    {"softcap": 5.0}, {"alibi_slopes": np.ones(1)}, {"block_mask": object()},
-    {"mask_mod": lambda *_: True}, {"score_mod": lambda s, *_: s}, {"seed": 1},
-    {"precision": "tf32"}, {"return_lse": True},
-]  # fmt: skip
+def boolean(shape: tuple[int, ...], backend: Any = None) -> Any:
+    array = np.random.default_rng(3).random(shape) > 0.3
+    return array if backend is None else minitorch.from_numpy(array, backend)
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+def test_a_boolean_mask_may_be_an_array_or_a_tensor_of_any_host_backend(
+    attention: Any, backend: Any
+) -> None:
+    q = minitorch.rand((2, 3, 4, 2), backend)
+    expected = attention(q, q, q, boolean((3, 4, 4))).to_numpy()
+    for kind in BACKENDS.values():
+        given = attention(q, q, q, boolean((3, 4, 4), kind)).to_numpy()
+        np.testing.assert_array_equal(given, expected)
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+def test_slopes_may_be_a_list_an_array_or_a_tensor(attention: Any, backend: Any) -> None:
+    q = minitorch.rand((2, 3, 4, 2), backend)
+    slopes = [0.5, 0.25, 0.125]
+    kinds = [slopes, np.array(slopes), *(minitorch.tensor(slopes, b) for b in BACKENDS.values())]
+    first, *others = [attention(q, q, q, alibi_slopes=kind).to_numpy() for kind in kinds]
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+#: A score_mod without its derivative.
+HALF = {"score_mod": lambda s, b, h, r, c: s / 2}
+PLACES = {
+    "a floating array": (lambda a, x: a(x, x, x, np.zeros((2, 2))), TypeError, "got ndarray; make one"),
+    "another backend": (
+        lambda a, x: a(x, x, x, minitorch.zeros((2, 2), SimpleBackend)), TypeError, "got SimpleOps",
+    ),
+    "learnt slopes": (
+        lambda a, x: a(x, x, x, alibi_slopes=minitorch.tensor([1.0], FastBackend, True)), ValueError,
+        "floating attn_mask",
+    ),
+    "no derivative": (lambda a, x: a(x, x, x, **HALF), ValueError, "needs its derivative"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("attention", [Tensor.flash_attention, naive_attention])
-@pytest.mark.parametrize("option", LATER, ids=lambda option: next(iter(option)))
-def test_an_option_that_is_missing_says_so(attention: Any, option: dict[str, Any]) -> None:
-    x = ones(2, 2)
-    with pytest.raises(NotImplementedError, match=next(iter(option))):
-        attention(x, x, x, **option)
+@pytest.mark.parametrize("name", PLACES)
+def test_what_cannot_be_read_or_learnt_says_so(name: str, attention: Any) -> None:
+    call, error, text = PLACES[name]
+    x = minitorch.rand((2, 2), FastBackend, requires_grad=True)
+    with pytest.raises(error, match=text):
+        call(attention, x)
+
+
+def test_a_score_mod_alone_is_enough_without_a_gradient() -> None:
+    x = minitorch.rand((2, 2), FastBackend)
+    np.testing.assert_allclose(
+        x.flash_attention(x, x, **HALF).to_numpy(), naive_attention(x, x, x, **HALF).to_numpy()
+    )
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+def test_dropout_is_decided_by_the_seed(attention: Any, backend: Any) -> None:
+    x = minitorch.rand((2, 4, 4), backend)
+
+    def out(**options: Any) -> Any:
+        return attention(x, x, x, dropout_p=0.5, **options).to_numpy()
+
+    np.testing.assert_array_equal(out(seed=3), out(seed=3))
+    assert (out(seed=3) != out(seed=4)).any()
+    minitorch.manual_seed(1)
+    first, second = out(), out()
+    minitorch.manual_seed(1)
+    np.testing.assert_array_equal(out(), first)
+    np.testing.assert_array_equal(out(), second)
+    assert (first != second).any()
+    before = random.getstate()
+    out(seed=3)
+    attention(x, x, x, dropout_p=0.0)
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_shows_its_mask(p: float) -> None:
+    # With keys of zeros every probability is 1 / seq_k, and values that are unit vectors show each.
+    q, v = np.zeros((2, 3, 5, 4)), np.broadcast_to(np.eye(8), (2, 3, 8, 8))
+    tensors = [minitorch.from_numpy(x) for x in (q, np.zeros((2, 3, 8, 4)), v)]
+    out = tensors[0].flash_attention(*tensors[1:], dropout_p=p, seed=11).to_numpy()
+    expected = kernels.dropout_mask((2, 3, 5, 8), p, 11) / (1 - p) / 8
+    assert_close_arrays(out, expected, np.float64)
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_nobody_sees_changes_nothing(attention: Any, backend: Any, bad: float) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal(s) for s in ((2, 4, 3), (2, 5, 3), (2, 5, 2), (2, 4, 2)))
+    mask = np.ones((2, 4, 5), bool)
+    mask[0, :, 2] = mask[1, :, 4] = mask[:, 1] = (
+        False  # keys that no row sees; a row that sees none
+    )
+    results = []
+    for fill in (0.0, bad):
+        q[:, 1] = k[0, 2] = k[1, 4] = v[0, 2] = v[1, 4] = dout[:, 1] = fill
+        case = Case(q, k, v, dout, {"attn_mask": mask}, (4, 4))
+        with np.errstate(invalid="ignore"):  # NumPy's tiles do multiply what is then hidden
+            results.append(attend(attention, case, backend))
+    for name, expected in results[0].items():
+        np.testing.assert_array_equal(results[1][name], expected, name)
+    assert (results[0]["out"][:, 1] == 0).all() and (results[0]["lse"][:, 1] == -np.inf).all()
+    assert (results[0]["dq"][:, 1] == 0).all()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = minitorch.rand((2, 3), FastBackend, requires_grad=True)
+    x.flash_attention(x, x).sum().backward()
+    assert x.grad is not None
+    for gradient in (x.grad, (x.grad * x.grad).sum()):
+        with pytest.raises(RuntimeError, match="first order"):
+            gradient.backward()
+    # Nor does one come about by the way: a gradient to start from that has a history loses it.
+    y = minitorch.rand((2, 3), FastBackend, requires_grad=True)
+    x.tanh().backward(y * 2.0)
+    assert x.grad.history is None and y.grad is None
+
+
+def test_a_gradient_of_another_dtype_is_converted() -> None:
+    x = minitorch.rand((2, 3), FastBackend, requires_grad=True, dtype=np.float32)
+    weights = minitorch.rand((2, 3), FastBackend, dtype=np.float64)
+    (x.flash_attention(x, x) * weights).sum().backward()
+    assert x.grad is not None and x.grad.dtype == np.float32
 
 
 def test_backward_checks_what_it_is_given() -> None:
@@ -229,9 +403,12 @@ def test_a_matrix_is_taken_as_an_array(rung: str) -> None:
     "function",
     [
         Tensor.flash_attention,
+        Tensor.flash_attention_varlen,
         naive_attention,
         kernels.flash_attention_forward,
         kernels.flash_attention_backward,
+        kernels.flash_attention_varlen_forward,
+        kernels.flash_attention_varlen_backward,
     ],
 )
 def test_help_describes_what_the_signature_shows(function: Any) -> None:

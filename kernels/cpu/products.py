@@ -147,3 +147,66 @@ exp2.implementations = (exp2_float32, exp2_float64)  # type: ignore[attr-defined
 @overload(exp2)
 def _exp2_of_its_dtype(x):
     return exp2_float32.py_func if x == types.float32 else exp2_float64.py_func
+
+
+_CLAMP32, _CLAMP64 = np.float32(60.0), 120.0
+_TWO_LOG2_E32, _TWO_LOG2_E64 = np.float32(2.0 / math.log(2.0)), 2.0 / math.log(2.0)
+_TWO32, _BIAS32, _BIAS64 = np.float32(2.0), np.int32(127), np.int64(1023)
+
+
+@njit(fastmath=FASTMATH)
+def tanh_float32(x):
+    """Return the tanh of x, e / (e + 2) with e = exp(2x) - 1: precise near 0 too; NaN for NaN."""
+    y = x * _TWO_LOG2_E32
+    y = _CLAMP32 if y > _CLAMP32 else y  # not min: a NaN must stay one
+    y = -_CLAMP32 if y < -_CLAMP32 else y
+    whole = np.floor(y + _HALF32)
+    f = y - whole  # in [-1/2, 1/2]
+    p = _F7 * f + _F6
+    p = p * f + _F5
+    p = p * f + _F4
+    p = p * f + _F3
+    p = p * f + _F2
+    p = p * f + _F1
+    power = _bits_to_float32(np.int32((np.int32(whole) + _BIAS32) << _MANTISSA32))
+    # 2^y - 1 = 2^whole (2^f - 1) + (2^whole - 1), and 2^f - 1 has no 1 to round away against
+    e = power * (p * f) + (power - _ONE32)
+    return e / (e + _TWO32)
+
+
+@njit(fastmath=FASTMATH)
+def tanh_float64(x):
+    """Return the tanh of x, e / (e + 2) with e = exp(2x) - 1: precise near 0 too; NaN for NaN."""
+    y = x * _TWO_LOG2_E64
+    y = _CLAMP64 if y > _CLAMP64 else y  # not min: a NaN must stay one
+    y = -_CLAMP64 if y < -_CLAMP64 else y
+    whole = np.floor(y + 0.5)
+    f = y - whole  # in [-1/2, 1/2]
+    p = _D13 * f + _D12
+    p = p * f + _D11
+    p = p * f + _D10
+    p = p * f + _D9
+    p = p * f + _D8
+    p = p * f + _D7
+    p = p * f + _D6
+    p = p * f + _D5
+    p = p * f + _D4
+    p = p * f + _D3
+    p = p * f + _D2
+    p = p * f + _D1
+    power = _bits_to_float64(np.int64((np.int64(whole) + _BIAS64) << _MANTISSA64))
+    e = power * (p * f) + (power - 1.0)
+    return e / (e + 2.0)
+
+
+def tanh(x):
+    """Return the tanh of x, precise near 0 too; for kernels."""
+    return math.tanh(x)
+
+
+tanh.implementations = (tanh_float32, tanh_float64)  # type: ignore[attr-defined]
+
+
+@overload(tanh)
+def _tanh_of_its_dtype(x):
+    return tanh_float32.py_func if x == types.float32 else tanh_float64.py_func

@@ -7,17 +7,19 @@ replaces the name ``cuda`` in the kernel's own file only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
+from types import CellType, FunctionType
 from typing import Any
 
 import numba
 import numpy as np
-from numba import types
+from numba import types, uint32
 
 from kernels.cuda.launcher import Launcher, three
 from kernels.geometry import make_geometry, same
 from kernels.masks import make_masks
 from kernels.online_softmax import make_online_softmax
+from kernels.philox import MASK, Philox, make_philox
 from kernels.targets import (
     IS_SIMULATOR,
     allow_shared_memory,
@@ -25,6 +27,7 @@ from kernels.targets import (
     driver,
     explained,
     launching,
+    libdevice,
     shared_memory_bytes,
 )
 
@@ -34,14 +37,53 @@ def device_function(function: Callable[..., Any]) -> Any:
     return same(function) if IS_SIMULATOR else cuda.jit(device=True, inline="always")(function)
 
 
+@cache
+def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
+    """Return what a kernel calls for a user's function.
+
+    A Python float in a function is a float64, and a float32 kernel would compute in float64 around
+    it, which many GPUs do 64 times slower.  So the function is compiled with the constants of its own
+    source, of its module and of what it closes over, rounded to ``dtype``.
+    """
+    if not isinstance(function, FunctionType) or IS_SIMULATOR:
+        return function
+
+    def rounded(value: Any) -> Any:
+        return dtype.type(value) if type(value) is float and dtype.kind == "f" else value
+
+    code = function.__code__.replace(co_consts=tuple(map(rounded, function.__code__.co_consts)))
+    names = {name: rounded(value) for name, value in function.__globals__.items()}
+    cells = tuple(CellType(rounded(cell.cell_contents)) for cell in function.__closure__ or ())
+    copy = FunctionType(code, names, function.__name__, function.__defaults__, cells)
+    return device_function(copy)
+
+
 # On the host the same functions are those of ``geometry.PLAIN`` and its like.
 _GEOMETRY = make_geometry(device_function)
 ceil_div, tile_stop = _GEOMETRY.ceil_div, _GEOMETRY.tile_stop
-visited_key_tiles, full_key_tiles = _GEOMETRY.visited_key_tiles, _GEOMETRY.full_key_tiles
-first_query_tile = _GEOMETRY.first_query_tile
+first_tile, tiles_stop = _GEOMETRY.first_tile, _GEOMETRY.tiles_stop
+first_full_tile, full_tiles_stop = _GEOMETRY.first_full_tile, _GEOMETRY.full_tiles_stop
 is_visible = make_masks(device_function).is_visible
+
+
+def _make_device_philox() -> Philox:
+    """Return the generator on words of 32 bits: a product of 64 bits takes several instructions."""
+    if IS_SIMULATOR:  # Python's integers, for NumPy's warn of overflow
+        return make_philox(same, lambda x: int(x) & MASK)
+
+    def word(x):
+        return uint32(x)
+
+    def product(x, y):
+        return uint32(libdevice.umulhi(x, y)), uint32(x * y)
+
+    return make_philox(device_function, word, product)
+
+
+PHILOX = _make_device_philox()
 _SOFTMAX = make_online_softmax(device_function)
 shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
+merge_weight = _SOFTMAX.merge_weight
 
 
 class Kernel:

@@ -1,7 +1,8 @@
 """FlashAttention (2022) on CUDA as printed: key tiles outside, query tiles inside, a block a head.
 
-The comments give the line numbers and letters of Algorithm 1; τ is the scale and MASK the causal
-diagonal, as in the appendix, and L = m + log l is what the backward pass takes.
+The comments give the line numbers and letters of appendix B, Algorithm 2, which is Algorithm 1 with a
+scale τ, MASK and dropout; block-sparse attention, Algorithm 5, skips tiles besides.  L = m + log l is
+what the backward pass takes.
 
 The paper leaves two things open.  M counts the four tiles of d columns that Algorithm 1 keeps on chip,
 and neither the scores between them nor the three more tiles of the backward pass; :func:`paper_tiles`
@@ -16,7 +17,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, void
+from numba import void
 
 from kernels import geometry
 from kernels.cuda.arrays import empty_device
@@ -24,16 +25,20 @@ from kernels.cuda.device import (
     Kernel,
     array_type,
     ceil_div,
-    first_query_tile,
+    first_tile,
     inverse_sum,
-    is_visible,
     log_sum_exp,
     scalar_type,
     shift_of,
+    tiles_stop,
     why_too_large,
 )
 from kernels.cuda.flash1_backward import backward_elements
+from kernels.cuda.flash1_blocks import HIDDEN, grid_and_extras, part_of
+from kernels.cuda.scores import PLAIN, Features, extras_type, features_of, make_score_functions
 from kernels.cuda.sizes import SIZES
+from kernels.cuda.visits import make_visits
+from kernels.operands import Operands
 from kernels.problem import Problem
 from kernels.targets import cuda, shared_memory_bytes
 
@@ -91,26 +96,33 @@ def why_not(problem: Problem, tile_asked: Tile | None) -> str | None:
 
 @cache
 def forward_kernel(
-    block_q: int, block_k: int, head_dim: int, value_dim: int, threads: int, dtype: np.dtype[Any]
-) -> Kernel:
-    """Return the forward kernel for one tile size, pair of dims and dtype."""
+    block_q: int, block_k: int, head_dim: int, value_dim: int, threads: int,
+    dtype: np.dtype[Any], features: Features = PLAIN,
+) -> Kernel:  # fmt: skip
+    """Return the forward kernel for one tile size, pair of dims, dtype and set of options."""
     real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
     # One column more: threads that walk down a column then meet in different banks.
     key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
+    visits, part = make_visits(features, block_k, by_keys=True), part_of(features)
+    place, entries = visits.place, visits.entries
+    tile_of, is_within = visits.tile_of, visits.is_within
+    functions = make_score_functions(features, dtype)
+    score_of, kept = functions.score_of, functions.kept
+    dropout, hidden = features.dropout, dtype.type(HIDDEN)
 
-    def flash1_forward(q, k, v, out, lse, row_sum, row_max, scale, diagonal):
+    def flash1_forward(q, k, v, out, lse, row_sum, row_max, scale, extras):
         """Fold one key tile after the other into the output of every query row that sees it.
 
-        Computes: O = softmax(MASK(τ Q Kᵀ)) V and L for one (batch, head)
-        Source: FlashAttention, Algorithm 1
-        Grid: batch · heads
+        Computes: O = dropout(softmax(MASK(τ Q Kᵀ))) V and L for one (batch, head)
+        Source: FlashAttention, appendix B, Algorithm 2; the tiles that it skips, Algorithm 5
+        Grid: batch · heads, and that for each packed sequence
         Block: threads, any number
         One thread does: every threads-th element of S and of O; the statistics of every
             threads-th row
         Shared: K_j, V_j, Q_i, O_i, S, and four numbers a query row
         Registers: one sum
         Global traffic: reads and writes O, l and m once for each key tile, reads Q likewise; reads
-            K and V once
+            K and V once, and a mask once
         Needs: head_dim and value_dim as compiled; ``forward_elements`` of shared memory
         """
         k_tile = cuda.shared.array((block_k, key_pitch), real)  # (block_k, head_dim)
@@ -123,33 +135,48 @@ def forward_kernel(
         new_weight = cuda.shared.array(block_q, real)  # (block_q,)
         inverse = cuda.shared.array(block_q, real)  # (block_q,)
         thread = cuda.threadIdx.x
-        heads, seq_q, seq_k = q.shape[1], q.shape[2], k.shape[2]
-        b, h = cuda.blockIdx.x // heads, cuda.blockIdx.x % heads
-        num_q_tiles, num_k_tiles = ceil_div(seq_q, block_q), ceil_div(seq_k, block_k)
+        items, heads = q.shape[0] * q.shape[1], q.shape[1]
+        item, sequence = cuda.blockIdx.x % items, cuda.blockIdx.x // items
+        b, h = item // heads, item % heads
+        flat, _, first_q, seq_q, first_k, seq_k = place(
+            sequence, item, q.shape[2], k.shape[2], extras
+        )
+        q, out = part(q, first_q, seq_q), part(out, first_q, seq_q)
+        k, v = part(k, first_k, seq_k), part(v, first_k, seq_k)
+        lse = part(lse, first_q, seq_q)
+        row_sum, row_max = part(row_sum, first_q, seq_q), part(row_max, first_q, seq_q)
+        num_k_tiles = ceil_div(seq_k, block_k)
 
-        # 2: O = 0, l = 0, m = -inf in global memory
+        # 3: O = 0, l = 0, m = -inf in global memory
         for e in range(thread, seq_q * value_dim, threads):
             out[b, h, e // value_dim, e % value_dim] = zero
         for row in range(thread, seq_q, threads):
             row_sum[b, h, row], row_max[b, h, row] = zero, minus_inf
 
-        # 5: for 1 <= j <= T_c
+        # 6: for 1 <= j <= T_c
         for j in range(num_k_tiles):
             col = j * block_k
-            cols = min(block_k, seq_k - col)  # 3: the last tile may be short
-            # 6: load K_j, V_j
+            cols = min(block_k, seq_k - col)  # 4: the last tile may be short
+            # 7: load K_j, V_j
             for e in range(thread, cols * head_dim, threads):
                 c, d = e // head_dim, e % head_dim
                 k_tile[c, d] = k[b, h, col + c, d]
             for e in range(thread, cols * value_dim, threads):
                 c, d = e // value_dim, e % value_dim
                 v_tile[c, d] = v[b, h, col + c, d]
-            # 7: for 1 <= i <= T_r, but only those that see a column of the tile
-            for i in range(first_query_tile(col, block_q, num_q_tiles, diagonal), num_q_tiles):
+            # 8: for 1 <= i <= T_r, but only those that see a column of the tile
+            # Algorithm 5, 8: if M_ij is not 0, which the list of j's entries says
+            first = first_tile(col, block_q, seq_q, -extras.upper)
+            stop = tiles_stop(col + cols, block_q, seq_q, -extras.lower)
+            begin, end = entries(flat, col, seq_k, first, stop, extras)
+            for entry in range(begin, end):
+                i = int(tile_of(entry, extras))
+                if not is_within(i, first, stop):
+                    continue
                 row = i * block_q
                 rows = min(block_q, seq_q - row)
                 cuda.syncthreads()  # O, l, m are written; Q, O, S of the last tile are used up
-                # 8: load Q_i, O_i; l_i and m_i go to a register of the thread that has the row
+                # 9: load Q_i, O_i; l_i and m_i go to a register of the thread that has the row
                 for e in range(thread, rows * head_dim, threads):
                     r, d = e // head_dim, e % head_dim
                     q_tile[r, d] = q[b, h, row + r, d]
@@ -157,35 +184,39 @@ def forward_kernel(
                     r, d = e // value_dim, e % value_dim
                     o_tile[r, d] = out[b, h, row + r, d]
                 cuda.syncthreads()  # K_j, Q_i are complete before any thread multiplies them
-                # 9: S = τ Q_i K_jᵀ, MASK
+                # TASK 5.4: Lines 10 to 13, a barrier wherever another thread reads what was written.
                 for e in range(thread, block_q * block_k, threads):
                     r, c = e // block_k, e % block_k
                     if r < rows and c < cols:
+                        # 10: S = τ Q_i K_jᵀ
                         total = zero
                         for d in range(head_dim):
                             total += q_tile[r, d] * k_tile[c, d]
-                        visible = is_visible(row + r, col + c, diagonal)
-                        s[r, c] = scale * total if visible else minus_inf
+                        # 11: MASK(S), and before it what the other options make of a score
+                        s[r, c] = score_of(scale * total, flat, b, h, row + r, col + c, extras)
                 cuda.syncthreads()  # S is complete before a thread reads a whole row of it
-                # 10: m~ = rowmax(S)
+                # 12: m~ = rowmax(S)
                 for r in range(thread, rows, threads):
                     largest = minus_inf
                     for c in range(cols):
                         largest = max(largest, s[r, c])
                     m_tile[r] = largest
                 cuda.syncthreads()  # m~ is known before any thread subtracts it
-                # 10: P~ = exp(S - m~)
+                # 12: P~ = exp(S - m~); what is hidden stays out of all sums, its key may be NaN
                 for e in range(thread, block_q * block_k, threads):
                     r, c = e // block_k, e % block_k
                     if r < rows and c < cols:
-                        s[r, c] = math.exp(s[r, c] - real(shift_of(m_tile[r])))
+                        score = s[r, c]
+                        p = real(math.exp(score - real(shift_of(m_tile[r]))))
+                        s[r, c] = hidden if score == minus_inf else p
                 cuda.syncthreads()  # P~ is complete before a thread adds up a row of it
                 for r in range(thread, rows, threads):
-                    # 10: l~ = rowsum(P~)
+                    # 12: l~ = rowsum(P~)
                     tile_sum = zero
                     for c in range(cols):
-                        tile_sum += s[r, c]
-                    # 11: m_new = max(m, m~), l_new = e^(m - m_new) l + e^(m~ - m_new) l~
+                        if s[r, c] != hidden:
+                            tile_sum += s[r, c]
+                    # 13: m_new = max(m, m~), l_new = e^(m - m_new) l + e^(m~ - m_new) l~
                     old_max, old_sum = row_max[b, h, row + r], row_sum[b, h, row + r]
                     new_max = max(old_max, m_tile[r])
                     shift = real(shift_of(new_max))
@@ -194,45 +225,56 @@ def forward_kernel(
                     new_sum = rescale * old_sum + tile_scale * tile_sum
                     old_weight[r], new_weight[r] = rescale * old_sum, tile_scale
                     inverse[r] = real(inverse_sum(new_sum))
-                    # 13: write l_i = l_new, m_i = m_new
+                    # 16: write l_i = l_new, m_i = m_new
                     row_sum[b, h, row + r], row_max[b, h, row + r] = new_sum, new_max
-                cuda.syncthreads()  # the factors of each row are known before O is rescaled
-                # 12: write O_i = diag(l_new)^-1 (diag(l) e^(m - m_new) O_i + e^(m~ - m_new) P~ V_j)
+                cuda.syncthreads()  # l~ is added up, and the factors of each row are known
+                # END TASK 5.4
+                # 14: P~ = dropout(P~)
+                if dropout:
+                    # TASK 5.6: Line 14: times kept(…), after l~ is summed; then a barrier.
+                    for e in range(thread, block_q * block_k, threads):
+                        r, c = e // block_k, e % block_k
+                        if r < rows and c < cols and s[r, c] != hidden:
+                            s[r, c] *= kept(flat, row + r, col + c, extras)
+                    cuda.syncthreads()  # all of P~ is dropped before a thread reads a row of it
+                    # END TASK 5.6
+                # TASK 5.4: Line 15: P~ V_j and the old O_i, weighted; what is hidden stays out.
+                # 15: write O_i = diag(l_new)^-1 (diag(l) e^(m - m_new) O_i + e^(m~ - m_new) P~ V_j)
                 for e in range(thread, rows * value_dim, threads):
                     r, d = e // value_dim, e % value_dim
                     total = zero
                     for c in range(cols):
-                        total += s[r, c] * v_tile[c, d]
+                        if s[r, c] != hidden:
+                            total += s[r, c] * v_tile[c, d]
                     total = old_weight[r] * o_tile[r, d] + new_weight[r] * total
                     out[b, h, row + r, d] = inverse[r] * total
+                # END TASK 5.4
             cuda.syncthreads()  # all have read K_j and V_j before the next tiles replace them
-        # 16: return O, and L = m + log l
+        # 19: return O, and L = m + log l
         for row in range(thread, seq_q, threads):
             shift = real(shift_of(row_max[b, h, row]))
             lse[b, h, row] = log_sum_exp(shift, row_sum[b, h, row])
 
     four, three = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(four, four, four, four, three, three, three, real, int64)
+    extras = extras_type(features, dtype)
+    signature = void(four, four, four, four, three, three, three, real, extras)
     return Kernel(flash1_forward, signature, threads)
 
 
-def forward(problem: Problem, tile: Tile, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
     """Fill out and lse.
 
     Args:
         problem: The checked call.
         tile: (block_q, block_k), B_r and B_c in the paper.
-        q: (batch, heads, seq_q, head_dim), any strides, on the device as all the others.
-        k: (batch, heads, seq_k, head_dim), any strides.
-        v: (batch, heads, seq_k, value_dim), any strides.
-        out: (batch, heads, seq_q, value_dim), written.
-        lse: (batch, heads, seq_q), written.
+        operands: On the device, q, k, v and what the options need, and out and lse to be written.
     """
-    batch, heads, seq_q = lse.shape
-    row_sum = empty_device((batch, heads, seq_q), problem.dtype)  # l
-    row_max = empty_device((batch, heads, seq_q), problem.dtype)  # m
+    row_sum = empty_device(tuple(operands.lse.shape), problem.dtype)  # l
+    row_max = empty_device(tuple(operands.lse.shape), problem.dtype)  # m
     dims, threads = (problem.head_dim, problem.value_dim), SIZES.flash1_threads
-    kernel = forward_kernel(*tile, *dims, threads, problem.dtype)
-    kernel[batch * heads, threads](
-        q, k, v, out, lse, row_sum, row_max, problem.scale, problem.diagonal
-    )
+    kernel = forward_kernel(*tile, *dims, threads, problem.dtype, features_of(problem))
+    blocks, extras = grid_and_extras(problem, operands, tile)
+    kernel[blocks, threads](
+        operands.q, operands.k, operands.v, operands.out, operands.lse, row_sum, row_max,
+        problem.scale, extras,
+    )  # fmt: skip

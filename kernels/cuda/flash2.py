@@ -13,21 +13,23 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float64, int64, void
+from numba import float64, uint8, void
 
+from kernels.cuda.arrays import empty_device
 from kernels.cuda.device import (
     Kernel,
     array_type,
-    ceil_div,
     device_function,
-    full_key_tiles,
+    first_full_tile,
+    first_tile,
+    full_tiles_stop,
     inverse_sum,
-    is_visible,
     log_sum_exp,
     scalar_type,
     shift_of,
-    visited_key_tiles,
+    tiles_stop,
 )
+from kernels.cuda.flash2_merge import merge_parts, parts_of
 from kernels.cuda.register_tiles import (
     Layout,
     SharedTiles,
@@ -39,9 +41,13 @@ from kernels.cuda.register_tiles import (
     pick_layout,
     widths,
 )
+from kernels.cuda.scores import PLAIN, Features, extras_type, features_of, make_extras
+from kernels.cuda.tile_bits import make_tile_bits
+from kernels.cuda.tile_scores import make_tile_scores
 from kernels.cuda.vector import EXP2, VECTOR, are_vectors
-from kernels.geometry import PLAIN
-from kernels.online_softmax import LN_2, LOG2_E
+from kernels.cuda.visits import grid_of, make_visits
+from kernels.online_softmax import LN_2
+from kernels.operands import Operands
 from kernels.problem import Problem
 from kernels.targets import IS_SIMULATOR, cuda
 
@@ -93,9 +99,15 @@ def forward_tiles(layout: Layout, head_width: int, value_width: int) -> SharedTi
 
 @cache
 def forward_kernel(
-    layout: Layout, head_width: int, value_width: int, dtype: np.dtype[Any], vectors: bool
+    layout: Layout,
+    head_width: int,
+    value_width: int,
+    dtype: np.dtype[Any],
+    vectors: bool,
+    features: Features = PLAIN,
+    is_split: bool = False,
 ) -> Kernel:
-    """Return the forward kernel for one layout, two widths and one dtype.
+    """Return the forward kernel for one layout, two widths, one dtype and some options.
 
     Args:
         layout: Tiles and threads.
@@ -103,6 +115,9 @@ def forward_kernel(
         value_width: value_dim, or more.
         dtype: Of all of them.
         vectors: q, k and v are aligned for 128-bit loads.
+        features: Options of the call.
+        is_split: The keys are divided among the third dimension of the grid; out and lse then have a
+            batch for each part.
     """
     real, exp2 = scalar_type(dtype), EXP2[dtype]
     block_q, block_k = layout.block_q, layout.block_k
@@ -113,36 +128,46 @@ def forward_kernel(
     tiles = forward_tiles(layout, head_width, value_width)
     q_tile, k_tile, v_tile, p_tile = tiles["q"], tiles["k"], tiles["v"], tiles["p"]
     scratch_shape = (block_q, lanes) if IS_SIMULATOR else (1, 1)
+    place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
+    scores = make_tile_scores(features, dtype)
+    operand_factor, is_guarded = scores.operand_factor, scores.is_guarded
+    edge_of, score_of = scores.edge, scores.score
+    tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
+    draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
     load_q = make_load_tile(layout, block_q, head_width, real, vectors)
     load_k = make_load_tile(layout, block_k, head_width, real, vectors)
-    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
+    load_v = make_load_tile(layout, block_k, value_width, real, vectors, is_guarded)
     multiply = make_multiply(layout, block_q, block_k, head_width, real)
-    accumulate = make_accumulate(layout, block_q, block_k, value_width)
+    accumulate = make_accumulate(layout, block_q, block_k, value_width, is_guarded)
     store_out = make_store_tile(layout, block_q, value_width, assign)
     row_max_of, row_sum_of = make_row_reductions(lanes)
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
-    log2_e, ln_2 = dtype.type(LOG2_E), dtype.type(LN_2)
+    ln_2 = dtype.type(LN_2)
 
-    def flash2_forward(q, k, v, out, lse, scale, diagonal):
+    def flash2_forward(q, k, v, out, lse, scale, extras):
         """Fill one query tile of out and lse.
 
         Computes   out and lse for one tile of query rows of one (batch, head).
-        Source     FlashAttention-2, Algorithm 1, lines 3-15.
-        Grid       (num_q_tiles, batch * heads)        one block per query tile, the longest first
+        Source     FlashAttention-2, Algorithm 1, lines 3-15; FlashAttention, Algorithm 2, lines 11 (mask)
+                   and 14 (dropout).
+        Grid       (num_q_tiles, batch * heads, parts)  one block per query tile, the longest first
         Block      (lanes * rows_of_threads,)
         One thread does: the scores of own_rows x own_cols pairs, and own_rows x own_width of O.
         Shared     q_tile (block_q, head_dim), k_tile (block_k, head_dim), v_tile (block_k, value_dim),
-                   p (block_q, block_k); rows padded by one vector
+                   p (block_q, block_k); rows padded by one vector; for some options a byte for four columns
         Registers  acc (own_rows, own_width), s (own_rows, own_cols), row_max, row_sum (own_rows,)
         Global     reads q once, k and v once per query tile; writes out and lse once.
         Needs      warp shuffles and 128-bit loads, for which the simulator has plain forms.
         """
-        heads, seq_q, seq_k = q.shape[1], q.shape[2], k.shape[2]
+        heads = q.shape[1]
         b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
-        # 3: for 1 <= i <= T_r.  Under a causal mask the last tile is the longest: it starts first.
-        row = (ceil_div(seq_q, block_q) - 1 - cuda.blockIdx.x) * block_q
+        # 3: for 1 <= i <= T_r
+        flat, row, first_q, seq_q, first_k, seq_k = place(
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+        )
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # q_tile, k_tile, v_tile, p
+        bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
         scratch = cuda.shared.array(scratch_shape, real)
         acc = cuda.local.array((own_rows, own_width), real)
         s = cuda.local.array((own_rows, own_cols), real)
@@ -150,7 +175,9 @@ def forward_kernel(
         row_max = cuda.local.array(own_rows, real)
         row_sum = cuda.local.array(own_rows, real)
         # 4: load Q_i, scaled so that exp becomes exp2
-        load_q(cuda.threadIdx.x, q, b, h, row, seq_q, real(scale) * log2_e, shared, q_tile)
+        q_row, q_stop = first_q + row, first_q + seq_q
+        factor = real(scale) * operand_factor
+        load_q(cuda.threadIdx.x, q, b, h, q_row, q_row, q_stop, factor, shared, q_tile)
         # 5: O = 0, l = 0, m = -inf
         for i in range(own_rows):
             row_max[i] = minus_inf
@@ -158,63 +185,93 @@ def forward_kernel(
             for c in range(own_width):
                 acc[i, c] = zero
         row_stop = min(row + block_q, seq_q)
-        visited = visited_key_tiles(row_stop, seq_k, block_k, ceil_div(seq_k, block_k), diagonal)
-        full = full_key_tiles(row, seq_k, block_k, diagonal)
+        first = first_tile(row, block_k, seq_k, extras.lower)
+        stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)
+        full = first_full_tile(row_stop, block_k, extras.lower)
+        full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
+        # Keys that no row of the tile sees are read as zeros: zero times infinity would be NaN.
+        k_start = first_k + max(row + extras.lower, 0)
+        k_stop = first_k + min(row_stop + extras.upper, seq_k)
+        entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
+        out_batch = b
+        if is_split:
+            parts, count = cuda.gridDim.z, max(entries_stop - entry, 0)
+            entries_stop = entry + count * (cuda.blockIdx.z + 1) // parts
+            entry += count * cuda.blockIdx.z // parts
+            out_batch += cuda.blockIdx.z * q.shape[0]
         # 6: for 1 <= j <= T_c
-        for j in range(visited):
-            col = j * block_k
-            cuda.syncthreads()  # every thread is done with the last key tile
-            # 7: load K_j, V_j
-            load_k(cuda.threadIdx.x, k, b, h, col, seq_k, one, shared, k_tile)
-            load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_tile)
-            cuda.syncthreads()  # the tiles are whole
-            # 8: S = Q_i K_jᵀ
-            multiply(tx, ty, s, fragment, shared, q_tile, k_tile)
-            if j >= full:
+        for e in range(entry, entries_stop):
+            j = tile_of(e, extras)
+            if is_within(j, first, stop):  # the same for all threads of the block
+                col = j * block_k
+                whole = full <= j < full_stop and is_whole(e, extras)
+                cuda.syncthreads()  # every thread is done with the last key tile
+                # 7: load K_j, V_j
+                k_row = first_k + col
+                load_k(cuda.threadIdx.x, k, b, h, k_row, k_start, k_stop, one, shared, k_tile)
+                found = load_v(
+                    cuda.threadIdx.x, v, b, h, k_row, k_start, k_stop, one, shared, v_tile
+                )
+                draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
+                if is_guarded:
+                    found = cuda.syncthreads_or(found)  # the tiles are whole
+                else:
+                    cuda.syncthreads()  # the tiles are whole
+                # 8: S = Q_i K_jᵀ
+                multiply(tx, ty, s, fragment, shared, q_tile, k_tile)
+                edge = edge_of(row + ty, col + tx, seq_q, seq_k, extras)
                 for i in range(own_rows):
                     for c in range(own_cols):
-                        this_col = col + tx + c * lanes
-                        this_row = row + ty + i * rows_of_threads
-                        if this_col >= seq_k or not is_visible(this_row, this_col, diagonal):
-                            s[i, c] = minus_inf
-            for i in range(own_rows):
-                # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                largest = s[i, 0]
-                for c in range(1, own_cols):
-                    largest = max(largest, s[i, c])
-                r = ty + i * rows_of_threads
-                largest = max(row_max[i], row_max_of(largest, scratch, r, tx))
-                shift = real(shift_of(largest))
-                rescale = exp2(row_max[i] - shift)
-                row_max[i] = largest
-                total = zero
-                for c in range(own_cols):
-                    p = exp2(s[i, c] - shift)
-                    shared[p_tile + r * p_stride + tx + c * lanes] = p
-                    total += p
-                # Each thread sums its own columns; the threads of a row meet once, at the end.
-                row_sum[i] = row_sum[i] * rescale + total
-                # 10, first half: O = diag(e^(m - m_new)) O
-                for c in range(own_width):
-                    acc[i, c] *= rescale
-            cuda.syncthreads()  # P is whole
-            # 10, second half: O = O + P V_j
-            accumulate(tx, ty, acc, fragment, shared, p_tile, v_tile)
+                        is_listed = listed(bits, ty + i * rows_of_threads, tx + c * lanes)
+                        s[i, c] = score_of(
+                            s[i, c], whole, is_listed, edge, flat, b, h, row + ty,
+                            i * rows_of_threads, col + tx, c * lanes, seq_q, seq_k, extras,
+                        )  # fmt: skip
+                for i in range(own_rows):
+                    # TASK 5.7: Lines 9, 10: maximum over the row's threads; P to shared memory.
+                    # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
+                    largest = s[i, 0]
+                    for c in range(1, own_cols):
+                        largest = max(largest, s[i, c])
+                    r = ty + i * rows_of_threads
+                    largest = max(row_max[i], row_max_of(largest, scratch, r, tx))
+                    shift = real(shift_of(largest))
+                    rescale = exp2(row_max[i] - shift)
+                    row_max[i] = largest
+                    total = zero
+                    for c in range(own_cols):
+                        p = exp2(s[i, c] - shift)
+                        total += p
+                        # What dropout leaves of P; l is the sum of all.
+                        p *= kept(bits, r, tx + c * lanes, extras)
+                        shared[p_tile + r * p_stride + tx + c * lanes] = p
+                    # Each thread sums its own columns; the threads of a row meet once, at the end.
+                    row_sum[i] = row_sum[i] * rescale + total
+                    # 10, first half: O = diag(e^(m - m_new)) O
+                    for c in range(own_width):
+                        acc[i, c] *= rescale
+                    # END TASK 5.7
+                cuda.syncthreads()  # P is whole
+                # 10, second half: O = O + P V_j
+                accumulate(tx, ty, acc, fragment, shared, p_tile, v_tile, found)
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             r = ty + i * rows_of_threads
+            # TASK 5.7: Line 12: the threads of a row add up their sums; one division for the whole row.
             total = row_sum_of(row_sum[i], scratch, r, tx)
             inverse = real(inverse_sum(total))
             for c in range(own_width):
                 acc[i, c] *= inverse
+            # END TASK 5.7
             if tx == 0 and row + r < seq_q:
-                lse[b, h, row + r] = log_sum_exp(real(shift_of(row_max[i])) * ln_2, total)
+                lse[out_batch, h, q_row + r] = log_sum_exp(real(shift_of(row_max[i])) * ln_2, total)
         # 14: write O_i
-        store_out(tx, ty, acc, out, b, h, row, seq_q)
+        store_out(tx, ty, acc, out, out_batch, h, q_row, q_stop)
 
-    read = array_type(dtype, 4)
-    signature = void(read, read, read, read, array_type(dtype, 3), float64, int64)
-    shared_bytes = dtype.itemsize * tiles.elements
+    read, rows = array_type(dtype, 4), array_type(dtype, 3)
+    extras = extras_type(features, dtype)
+    signature = void(read, read, read, read, rows, float64, extras)
+    shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_forward, signature, layout.threads, shared_bytes, layout.resident)
 
 
@@ -229,22 +286,26 @@ def tile(problem: Problem) -> tuple[int, int]:
     return layout.block_q, layout.block_k
 
 
-def forward(
-    problem: Problem, tile: tuple[int, int], q: Any, k: Any, v: Any, out: Any, lse: Any
-) -> None:
-    """Fill out and lse.
+def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill out and lse; takes memory for the parts where the keys are divided among blocks.
 
     Args:
         problem: The checked call.
         tile: (block_q, block_k), multiples of four.
-        q: (batch, heads, seq_q, head_dim), any strides, on the device as all the others.
-        k: (batch, heads, seq_k, head_dim), any strides.
-        v: (batch, heads, seq_k, value_dim), any strides.
-        out: (batch, heads, seq_q, value_dim), written.
-        lse: (batch, heads, seq_q), written.
+        operands: As kernels take them, on the device; out and lse are written.
     """
-    layout = forward_layout(problem, tile)
-    batch, heads, seq_q, _ = q.shape
-    kernel = forward_kernel(layout, *widths(problem), problem.dtype, are_vectors(q, k, v))
-    grid = (PLAIN.ceil_div(seq_q, layout.block_q), batch * heads)
-    kernel[grid, layout.threads](q, k, v, out, lse, problem.scale, problem.diagonal)
+    layout, features = forward_layout(problem, tile), features_of(problem)
+    q, k, v, out, lse = operands.q, operands.k, operands.v, operands.out, operands.lse
+    extras = make_extras(problem, operands, layout.block_q, layout.block_k)
+    grid = grid_of(q, q.shape[2], layout.block_q, extras)
+    parts = parts_of(problem, layout, grid)
+    kind = *widths(problem), problem.dtype, are_vectors(q, k, v), features, parts > 1
+    launch = forward_kernel(layout, *kind)[(*grid, parts), layout.threads]
+    if parts == 1:
+        launch(q, k, v, out, lse, problem.scale, extras)
+        return
+    batch, heads, seq_q, value_dim = out.shape
+    part_out = empty_device((parts * batch, heads, seq_q, value_dim), problem.dtype)
+    part_lse = empty_device((parts * batch, heads, seq_q), problem.dtype)
+    launch(q, k, v, part_out, part_lse, problem.scale, extras)
+    merge_parts(part_out, part_lse, out, lse)

@@ -8,6 +8,7 @@ and the first is not needed.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kernels.cuda.arrays import empty_device
@@ -16,9 +17,12 @@ from kernels.cuda.flash2_dkdv import dkdv_kernel, dkdv_tiles
 from kernels.cuda.flash2_dq import delta_kernel, dq_kernel, dq_tiles
 from kernels.cuda.memory import fill
 from kernels.cuda.register_tiles import Layout, pick_layout, why_not_layout, widths
+from kernels.cuda.scores import features_of, make_extras
 from kernels.cuda.sizes import SIZES
 from kernels.cuda.vector import are_vectors
+from kernels.cuda.visits import grid_of
 from kernels.geometry import PLAIN
+from kernels.operands import Operands
 from kernels.problem import Problem
 
 
@@ -32,41 +36,46 @@ def tile(problem: Problem) -> tuple[int, int]:
     return layout.block_q, layout.block_k
 
 
-def backward(
-    problem: Problem,
-    tile: tuple[int, int],
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-) -> None:
-    """Fill dq, dk and dv; takes memory for delta.  Arguments as in the forward pass."""
-    batch, heads, seq_q, _ = q.shape
-    delta = empty_device((batch, heads, seq_q), problem.dtype)
-    threads = SIZES.flat_threads
-    rows = PLAIN.ceil_div(batch * heads * seq_q, threads)
-    delta_kernel(threads, problem.dtype)[rows, threads](dout, out, delta)
+def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill dq, dk and dv; takes memory for delta.
+
+    Args:
+        problem: The checked call.
+        tile: (block_q, block_k), multiples of four.
+        operands: As kernels take them, on the device; dq, dk and dv are written.
+    """
+    q, k, v, dout, lse = operands.q, operands.k, operands.v, operands.dout, operands.lse
+    dq, dk, dv, delta = operands.dq, operands.dk, operands.dv, delta_of(problem, operands)
     kind = (*widths(problem), problem.dtype, are_vectors(dout, q, k, v))
-    numbers = problem.scale, problem.diagonal
+    features = features_of(problem)
     if problem.deterministic:
         layout = pick_layout("dq", problem, tile)
-        grid = (PLAIN.ceil_div(seq_q, layout.block_q), batch * heads)
-        launch = dq_kernel(layout, *kind)[grid, layout.threads]
-        launch(dout, q, k, v, lse, delta, dq, *numbers)
+        extras = make_extras(problem, operands, layout.block_q, layout.block_k)
+        grid = grid_of(q, q.shape[2], layout.block_q, extras)
+        launch = dq_kernel(layout, *kind, features)[grid, layout.threads]
+        launch(dout, q, k, v, lse, delta, dq, problem.scale, extras)
         # dK and dV have a layout of their own, unless the caller asked for a tile.
         own = layout == _own_layout(problem)
         layout = pick_layout("dkdv", problem, None if own else tile)
     else:
         fill(dq, 0.0)
         layout = pick_layout("atomic", problem, tile)
-    grid = (PLAIN.ceil_div(problem.seq_k, layout.block_k), batch * heads)
-    launch = dkdv_kernel(layout, *kind, not problem.deterministic)[grid, layout.threads]
-    launch(dout, q, k, v, lse, delta, dq, dk, dv, *numbers)
+    extras = make_extras(problem, operands, layout.block_q, layout.block_k, by_keys=True)
+    grid = grid_of(q, k.shape[2], layout.block_k, extras)
+    launch = dkdv_kernel(layout, *kind, not problem.deterministic, features)[grid, layout.threads]
+    launch(dout, q, k, v, lse, delta, dq, dk, dv, problem.scale, extras)
+
+
+def delta_of(problem: Problem, operands: Operands) -> Any:
+    """Return D = rowsum(dO ∘ O), less the gradient of lse where there is one: (batch, heads, seq_q)."""
+    dout, out, dlse = operands.dout, operands.out, operands.dlse
+    shape = tuple(out.shape[:3])
+    delta = empty_device(shape, problem.dtype)
+    threads, has_dlse = SIZES.flat_threads, dlse is not None
+    blocks = PLAIN.ceil_div(math.prod(shape), threads)
+    launch = delta_kernel(threads, problem.dtype, has_dlse)[blocks, threads]
+    launch(dout, out, dlse if has_dlse else delta, delta)
+    return delta
 
 
 def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:

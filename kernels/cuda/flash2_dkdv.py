@@ -7,17 +7,16 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float64, int64, void
+from numba import float64, int32, uint8, void
 
 from kernels.cuda.device import (
     Kernel,
     array_type,
-    ceil_div,
     device_function,
-    first_query_tile,
-    is_visible,
+    first_tile,
     scalar_type,
     shift_of,
+    tiles_stop,
 )
 from kernels.cuda.register_tiles import (
     Layout,
@@ -28,7 +27,11 @@ from kernels.cuda.register_tiles import (
     make_multiply,
     make_store_tile,
 )
-from kernels.cuda.vector import EXP2, VECTOR
+from kernels.cuda.scores import PLAIN, Features, extras_type
+from kernels.cuda.tile_bits import make_tile_bits
+from kernels.cuda.tile_scores import make_tile_scores
+from kernels.cuda.vector import VECTOR
+from kernels.cuda.visits import make_visits
 from kernels.online_softmax import LN_2, LOG2_E
 from kernels.targets import cuda
 
@@ -61,12 +64,13 @@ def dkdv_kernel(
     dtype: np.dtype[Any],
     vectors: bool,
     atomics: bool,
+    features: Features = PLAIN,
 ) -> Kernel:
     """Return the kernel that fills dk and dv, and with ``atomics`` adds to dq.
 
     The other arguments are those of ``flash2.forward_kernel``.
     """
-    real, exp2 = scalar_type(dtype), EXP2[dtype]
+    real = scalar_type(dtype)
     block_q, block_k = layout.block_q, layout.block_k
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_keys, own_rows = block_k // rows_of_threads, block_q // lanes
@@ -78,43 +82,56 @@ def dkdv_kernel(
     tiles = dkdv_tiles(layout, head_width, value_width)
     k_tile, v_tile, q_tile, dout_tile = tiles["k"], tiles["v"], tiles["q"], tiles["dout"]
     p_tile, lse_tile, delta_tile = tiles["p"], tiles["lse"], tiles["delta"]
-    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
+    place, entries, tile_of, is_whole, is_within = make_visits(features, block_k, by_keys=True)
+    scores = make_tile_scores(features, dtype, by_keys=True)
+    operand_factor, is_guarded = scores.operand_factor, scores.is_guarded
+    edge_of, gradient_of = scores.edge, scores.gradient
+    tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
+    draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
+    load_k = make_load_tile(layout, block_k, head_width, real, vectors, is_guarded and atomics)
     load_v = make_load_tile(layout, block_k, value_width, real, vectors)
-    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
-    load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
+    load_q = make_load_tile(layout, block_q, head_width, real, vectors, is_guarded)
+    load_dout = make_load_tile(layout, block_q, value_width, real, vectors, is_guarded)
     multiply_kq = make_multiply(layout, block_k, block_q, head_width, real)
     multiply_v_dout = make_multiply(layout, block_k, block_q, value_width, real)
-    accumulate_dk = make_accumulate(layout, block_k, block_q, head_width)
-    accumulate_dv = make_accumulate(layout, block_k, block_q, value_width)
-    accumulate_dq = make_accumulate(layout, block_q, block_k, head_width)
+    accumulate_dk = make_accumulate(layout, block_k, block_q, head_width, is_guarded)
+    accumulate_dv = make_accumulate(layout, block_k, block_q, value_width, is_guarded)
+    accumulate_dq = make_accumulate(layout, block_q, block_k, head_width, is_guarded)
     store_dk = make_store_tile(layout, block_k, head_width, assign)
     store_dv = make_store_tile(layout, block_k, value_width, assign)
     add_dq = make_store_tile(layout, block_q, head_width, add_atomically)
-    zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
-    log2_e, ln_2 = dtype.type(LOG2_E), dtype.type(LN_2)
+    zero, one, inf = dtype.type(0), dtype.type(1), dtype.type(math.inf)
+    log2_e = dtype.type(LOG2_E)
+    # What K_j is multiplied by beside τ, dS is divided by before dQ.
+    unscaled = one if features.bends else dtype.type(LN_2)
 
-    def flash2_dkdv(dout, q, k, v, lse, delta, dq, dk, dv, scale, diagonal):
+    def flash2_dkdv(dout, q, k, v, lse, delta, dq, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with atomics, add what it gives to dq, which holds zeros before.
 
         Computes   dk and dv for one tile of keys of one (batch, head), and its part of dq.
-        Source     FlashAttention-2, Algorithm 2, lines 5-18; without atomics all but line 15.
+        Source     FlashAttention-2, Algorithm 2, lines 5-18; without atomics all but line 15;
+                   FlashAttention, Algorithm 4, for mask and dropout.
         Grid       (num_k_tiles, batch * heads)        one block per key tile
         Block      (lanes * rows_of_threads,)
         One thread does: own_keys x own_rows of Sᵀ, dPᵀ and dSᵀ, and own_keys rows of dK and dV.
         Shared     k_tile, v_tile, q_tile, dout_tile, first P and then dS transposed (block_k, block_q),
-                   lse and delta (block_q,); rows padded by one vector
+                   lse and delta (block_q,); rows padded by one vector; for some options a byte for
+                   four columns
         Registers  dk_acc (own_keys, k_width), dv_acc (own_keys, v_width), s and dp (own_keys, own_rows),
                    with atomics dq_acc (dq_rows, k_width)
         Global     reads k and v once, q, dout, lse and delta once per key tile; writes dk and dv once;
                    with atomics adds to dq once per key tile.
         Needs      128-bit loads, for which the simulator has a plain form.
         """
-        heads, seq_q, seq_k = q.shape[1], q.shape[2], k.shape[2]
+        heads = q.shape[1]
         b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
-        # 5: for 1 <= j <= T_c.  Under a causal mask the first tile is the longest: it starts first.
-        col = cuda.blockIdx.x * block_k
+        # 5: for 1 <= j <= T_c
+        flat, col, first_q, seq_q, first_k, seq_k = place(
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+        )
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)
+        bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
         dk_acc = cuda.local.array((own_keys, k_width), real)
         dv_acc = cuda.local.array((own_keys, v_width), real)
         s = cuda.local.array((own_keys, own_rows), real)
@@ -122,86 +139,110 @@ def dkdv_kernel(
         dq_acc = cuda.local.array((dq_rows, k_width), real)
         fragment = cuda.local.array((fragment_rows, VECTOR), real)
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
-        load_k(cuda.threadIdx.x, k, b, h, col, seq_k, real(scale) * log2_e, shared, k_tile)
-        load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_tile)
+        # Keys that no row sees, and rows that see no key of the tile, are read as zeros: zero times
+        # infinity would be NaN.
+        k_row, k_start = first_k + col, first_k + max(extras.lower, 0)
+        k_stop = first_k + min(seq_q + extras.upper, seq_k)
+        factor = real(scale) * operand_factor
+        k_found = load_k(cuda.threadIdx.x, k, b, h, k_row, k_start, k_stop, factor, shared, k_tile)
+        load_v(cuda.threadIdx.x, v, b, h, k_row, k_start, k_stop, one, shared, v_tile)
         for i in range(own_keys):
             for c in range(k_width):
                 dk_acc[i, c] = zero
             for c in range(v_width):
                 dv_acc[i, c] = zero
-        num_q_tiles = ceil_div(seq_q, block_q)
         # 8: for 1 <= i <= T_r, but only those that see a column of the tile
-        for t in range(first_query_tile(col, block_q, num_q_tiles, diagonal), num_q_tiles):
-            row = t * block_q
-            cuda.syncthreads()  # every thread is done with the last query tile
-            # 9: load Q_i, dO_i, L_i, D_i
-            load_q(cuda.threadIdx.x, q, b, h, row, seq_q, one, shared, q_tile)
-            load_dout(cuda.threadIdx.x, dout, b, h, row, seq_q, one, shared, dout_tile)
-            for r in range(cuda.threadIdx.x, block_q, lanes * rows_of_threads):
-                inside = row + r < seq_q
-                shared[lse_tile + r] = (
-                    real(shift_of(lse[b, h, row + r])) * log2_e if inside else zero
+        col_stop = min(col + block_k, seq_k)
+        first = first_tile(col, block_q, seq_q, -extras.upper)
+        stop = tiles_stop(col_stop, block_q, seq_q, -extras.lower)
+        q_start = int32(first_q + max(col - extras.upper, 0))
+        q_stop = int32(first_q + min(col_stop - extras.lower, seq_q))
+        entry, entries_stop = entries(flat, col, seq_k, first, stop, extras)
+        for e in range(entry, entries_stop):
+            t = tile_of(e, extras)
+            if is_within(t, first, stop):  # the same for all threads of the block
+                row = t * block_q
+                whole = (
+                    row + block_q <= seq_q
+                    and col + block_k <= seq_k
+                    and row + block_q - 1 + extras.lower <= col
+                    and col + block_k - 1 <= row + extras.upper
+                    and is_whole(e, extras)
                 )
-                shared[delta_tile + r] = delta[b, h, row + r] if inside else zero
-            cuda.syncthreads()  # the tiles are whole
-            # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
-            multiply_kq(tx, ty, s, fragment, shared, k_tile, q_tile)
-            multiply_v_dout(tx, ty, dp, fragment, shared, v_tile, dout_tile)
-            # 11: P = exp(S - L_i)     14: dS = P ∘ (dP - D_i)
-            partial = (
-                row + block_q > seq_q
-                or col + block_k > seq_k
-                or not is_visible(row, col + block_k - 1, diagonal)
-            )
-            for i in range(own_keys):
-                key = ty + i * rows_of_threads
-                for c in range(own_rows):
-                    r = tx + c * lanes
-                    score = s[i, c]
-                    # A row or a key beyond the end has zeros for operands, and lse 0: without the test its
-                    # probability would be 1.
-                    if partial and (
-                        row + r >= seq_q
-                        or col + key >= seq_k
-                        or not is_visible(row + r, col + key, diagonal)
-                    ):
-                        score = minus_inf
-                    p = exp2(score - shared[lse_tile + r])
-                    shared[p_tile + key * p_stride + r] = p
-                    dp[i, c] = p * (dp[i, c] - shared[delta_tile + r])
-            cuda.syncthreads()  # P is whole
-            # 12: dV_j += Pᵀ dO_i
-            accumulate_dv(tx, ty, dv_acc, fragment, shared, p_tile, dout_tile)
-            cuda.syncthreads()  # every thread is done with P: dS takes its place
-            for i in range(own_keys):
-                for c in range(own_rows):
-                    place = (ty + i * rows_of_threads) * p_stride + tx + c * lanes
-                    shared[p_tile + place] = dp[i, c]
-            cuda.syncthreads()  # dS is whole
-            # 16: dK_j += dSᵀ Q_i
-            accumulate_dk(tx, ty, dk_acc, fragment, shared, p_tile, q_tile)
-            if atomics:
-                cuda.syncthreads()  # every thread is done with dSᵀ: dS takes its place
+                cuda.syncthreads()  # every thread is done with the last query tile
+                # 9: load Q_i, dO_i, L_i, D_i
+                q_row = first_q + row
+                found = load_q(
+                    cuda.threadIdx.x, q, b, h, q_row, q_start, q_stop, one, shared, q_tile
+                )
+                found |= load_dout(
+                    cuda.threadIdx.x, dout, b, h, q_row, q_start, q_stop, one, shared, dout_tile
+                )
+                draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
+                for r in range(cuda.threadIdx.x, block_q, lanes * rows_of_threads):
+                    inside = q_start <= q_row + r < q_stop
+                    shared[lse_tile + r] = (
+                        real(shift_of(lse[b, h, q_row + r])) * log2_e if inside else inf
+                    )
+                    shared[delta_tile + r] = delta[b, h, q_row + r] if inside else zero
+                if is_guarded:
+                    found = cuda.syncthreads_or(found | k_found)  # the tiles are whole
+                else:
+                    cuda.syncthreads()  # the tiles are whole
+                # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
+                multiply_kq(tx, ty, s, fragment, shared, k_tile, q_tile)
+                multiply_v_dout(tx, ty, dp, fragment, shared, v_tile, dout_tile)
+                edge = edge_of(row + tx, col + ty, seq_q, seq_k, extras)
+                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
                 for i in range(own_keys):
                     for c in range(own_rows):
-                        place = (tx + c * lanes) * ds_stride + ty + i * rows_of_threads
-                        shared[p_tile + place] = dp[i, c] * ln_2
-                for i in range(dq_rows):
-                    for c in range(k_width):
-                        dq_acc[i, c] = zero
+                        r = tx + c * lanes
+                        keep = kept(bits, r, ty + i * rows_of_threads, extras)
+                        is_listed = listed(bits, r, ty + i * rows_of_threads)
+                        p, dp[i, c] = gradient_of(
+                            s[i, c], dp[i, c], shared[lse_tile + r], shared[delta_tile + r], keep,
+                            whole, is_listed, edge, flat, b, h, row + tx, c * lanes,
+                            col + ty, i * rows_of_threads, seq_q, seq_k, extras,
+                        )  # fmt: skip
+                        s[i, c] = p * keep
+                for i in range(own_keys):
+                    for c in range(own_rows):
+                        place_of_p = (ty + i * rows_of_threads) * p_stride + tx + c * lanes
+                        shared[p_tile + place_of_p] = s[i, c]
+                cuda.syncthreads()  # P is whole
+                # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i
+                accumulate_dv(tx, ty, dv_acc, fragment, shared, p_tile, dout_tile, found)
+                cuda.syncthreads()  # every thread is done with P: dS takes its place
+                for i in range(own_keys):
+                    for c in range(own_rows):
+                        place_of_ds = (ty + i * rows_of_threads) * p_stride + tx + c * lanes
+                        shared[p_tile + place_of_ds] = dp[i, c]
                 cuda.syncthreads()  # dS is whole
-                # 15: dQ_i += dS K_j, where K_j is scaled by τ log2 e already and dS by ln 2
-                accumulate_dq(tx, ty, dq_acc, fragment, shared, p_tile, k_tile)
-                add_dq(tx, ty, dq_acc, dq, b, h, row, seq_q)
+                # 16: dK_j += dSᵀ Q_i
+                accumulate_dk(tx, ty, dk_acc, fragment, shared, p_tile, q_tile, found)
+                if atomics:
+                    cuda.syncthreads()  # every thread is done with dSᵀ: dS takes its place
+                    for i in range(own_keys):
+                        for c in range(own_rows):
+                            place_of_ds = (tx + c * lanes) * ds_stride + ty + i * rows_of_threads
+                            shared[p_tile + place_of_ds] = dp[i, c] * unscaled
+                    for i in range(dq_rows):
+                        for c in range(k_width):
+                            dq_acc[i, c] = zero
+                    cuda.syncthreads()  # dS is whole
+                    # 15: dQ_i += dS K_j, where K_j is scaled by τ already
+                    accumulate_dq(tx, ty, dq_acc, fragment, shared, p_tile, k_tile, found)
+                    add_dq(tx, ty, dq_acc, dq, b, h, q_row, first_q + seq_q)
         # 18: write dK_j, dV_j
         tau = real(scale)
         for i in range(own_keys):
             for c in range(k_width):
                 dk_acc[i, c] *= tau
-        store_dk(tx, ty, dk_acc, dk, b, h, col, seq_k)
-        store_dv(tx, ty, dv_acc, dv, b, h, col, seq_k)
+        store_dk(tx, ty, dk_acc, dk, b, h, k_row, first_k + seq_k)
+        store_dv(tx, ty, dv_acc, dv, b, h, k_row, first_k + seq_k)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(read, read, read, read, rows, rows, read, read, read, float64, int64)
-    shared_bytes = dtype.itemsize * tiles.elements
+    extras = extras_type(features, dtype)
+    signature = void(read, read, read, read, rows, rows, read, read, read, float64, extras)
+    shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_dkdv, signature, layout.threads, shared_bytes, layout.resident)

@@ -7,17 +7,17 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float64, int64, void
+from numba import float64, uint8, void
 
 from kernels.cuda.device import (
     Kernel,
     array_type,
-    ceil_div,
-    full_key_tiles,
-    is_visible,
+    first_full_tile,
+    first_tile,
+    full_tiles_stop,
     scalar_type,
     shift_of,
-    visited_key_tiles,
+    tiles_stop,
 )
 from kernels.cuda.register_tiles import (
     Layout,
@@ -28,7 +28,11 @@ from kernels.cuda.register_tiles import (
     make_multiply,
     make_store_tile,
 )
-from kernels.cuda.vector import EXP2, VECTOR
+from kernels.cuda.scores import PLAIN, Features, extras_type
+from kernels.cuda.tile_bits import make_tile_bits
+from kernels.cuda.tile_scores import make_tile_scores
+from kernels.cuda.vector import VECTOR
+from kernels.cuda.visits import make_visits
 from kernels.online_softmax import LOG2_E
 from kernels.targets import cuda
 
@@ -45,21 +49,21 @@ def dq_tiles(layout: Layout, head_width: int, value_width: int) -> SharedTiles:
 
 
 @cache
-def delta_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel that fills delta, for one dtype."""
+def delta_kernel(threads: int, dtype: np.dtype[Any], has_dlse: bool = False) -> Kernel:
+    """Return the kernel that fills delta, for one dtype, with or without a gradient of lse."""
     zero = dtype.type(0)
 
-    def flash2_delta(dout, out, delta):
+    def flash2_delta(dout, out, dlse, delta):
         """Fill delta.
 
-        Computes   D = rowsum(dO ∘ O)
+        Computes   D = rowsum(dO ∘ O) - dL, which serves as D does: dS = P ∘ (dP - D) + P dL
         Source     FlashAttention-2, Algorithm 2, line 4.
         Grid       ceil(batch * heads * seq_q / threads)
         Block      (threads,)
         One thread does: one row
         Shared     none
         Registers  one sum
-        Global     reads dout and out once, writes delta once.
+        Global     reads dout and out once, and dlse if there is one; writes delta once.
         Needs      nothing
         """
         heads, seq_q = delta.shape[1], delta.shape[2]
@@ -69,18 +73,25 @@ def delta_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
             total = zero
             for c in range(out.shape[3]):
                 total += dout[b, h, row, c] * out[b, h, row, c]
+            if has_dlse:
+                total -= dlse[b, h, row]
             delta[b, h, row] = total
 
-    read = array_type(dtype, 4)
-    return Kernel(flash2_delta, void(read, read, array_type(dtype, 3)), threads)
+    read, rows = array_type(dtype, 4), array_type(dtype, 3)
+    return Kernel(flash2_delta, void(read, read, rows, rows), threads)
 
 
 @cache
 def dq_kernel(
-    layout: Layout, head_width: int, value_width: int, dtype: np.dtype[Any], vectors: bool
+    layout: Layout,
+    head_width: int,
+    value_width: int,
+    dtype: np.dtype[Any],
+    vectors: bool,
+    features: Features = PLAIN,
 ) -> Kernel:
     """Return the kernel that fills dq; arguments as for ``flash2.forward_kernel``."""
-    real, exp2 = scalar_type(dtype), EXP2[dtype]
+    real = scalar_type(dtype)
     block_q, block_k = layout.block_q, layout.block_k
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
@@ -89,83 +100,119 @@ def dq_kernel(
     tiles = dq_tiles(layout, head_width, value_width)
     q_tile, dout_tile = tiles["q"], tiles["dout"]
     k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
+    place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
+    scores = make_tile_scores(features, dtype)
+    operand_factor, is_guarded = scores.operand_factor, scores.is_guarded
+    edge_of, gradient_of = scores.edge, scores.gradient
+    tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
+    draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
     load_q = make_load_tile(layout, block_q, head_width, real, vectors)
     load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
-    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
+    load_k = make_load_tile(layout, block_k, head_width, real, vectors, is_guarded)
     load_v = make_load_tile(layout, block_k, value_width, real, vectors)
     multiply_qk = make_multiply(layout, block_q, block_k, head_width, real)
     multiply_dout_v = make_multiply(layout, block_q, block_k, value_width, real)
-    accumulate = make_accumulate(layout, block_q, block_k, head_width)
+    accumulate = make_accumulate(layout, block_q, block_k, head_width, is_guarded)
     store_dq = make_store_tile(layout, block_q, head_width, assign)
-    zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
+    zero, one, inf = dtype.type(0), dtype.type(1), dtype.type(math.inf)
     log2_e = dtype.type(LOG2_E)
 
-    def flash2_dq(dout, q, k, v, lse, delta, dq, scale, diagonal):
+    def flash2_dq(dout, q, k, v, lse, delta, dq, scale, extras):
         """Fill one query tile of dq.
 
         Computes   dq for one tile of query rows of one (batch, head).
-        Source     FlashAttention-2, Algorithm 2, lines 10, 11, 13, 14 and 15, by rows.
+        Source     FlashAttention-2, Algorithm 2, lines 10, 11, 13, 14 and 15, by rows; FlashAttention,
+                   Algorithm 4, for mask and dropout.
         Grid       (num_q_tiles, batch * heads)        one block per query tile, the longest first
         Block      (lanes * rows_of_threads,)
         One thread does: own_rows x own_cols of S, dP and dS, and own_rows x own_width of dQ.
-        Shared     q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector
+        Shared     q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
+                   for some options a byte for four columns
         Registers  acc (own_rows, own_width), s and dp (own_rows, own_cols), shift, own_delta (own_rows,)
         Global     reads q, dout, lse and delta once, k and v once per query tile; writes dq once.
         Needs      128-bit loads, for which the simulator has a plain form.
         """
-        heads, seq_q, seq_k = q.shape[1], q.shape[2], k.shape[2]
+        heads = q.shape[1]
         b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
-        row = (ceil_div(seq_q, block_q) - 1 - cuda.blockIdx.x) * block_q
+        flat, row, first_q, seq_q, first_k, seq_k = place(
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+        )
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
+        bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
         acc = cuda.local.array((own_rows, own_width), real)
         s = cuda.local.array((own_rows, own_cols), real)
         dp = cuda.local.array((own_rows, own_cols), real)
         fragment = cuda.local.array((own_rows, VECTOR), real)
         shift = cuda.local.array(own_rows, real)
         own_delta = cuda.local.array(own_rows, real)
-        load_q(cuda.threadIdx.x, q, b, h, row, seq_q, real(scale) * log2_e, shared, q_tile)
-        load_dout(cuda.threadIdx.x, dout, b, h, row, seq_q, one, shared, dout_tile)
+        q_row, q_stop = first_q + row, first_q + seq_q
+        factor = real(scale) * operand_factor
+        load_q(cuda.threadIdx.x, q, b, h, q_row, q_row, q_stop, factor, shared, q_tile)
+        load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_row, q_stop, one, shared, dout_tile)
+        # A row beyond the end has lse infinite, and so no probabilities.
         for i in range(own_rows):
-            this_row = row + ty + i * rows_of_threads
-            inside = this_row < seq_q
-            shift[i] = real(shift_of(lse[b, h, this_row])) * log2_e if inside else zero
+            this_row = q_row + ty + i * rows_of_threads
+            inside = this_row < q_stop
+            shift[i] = real(shift_of(lse[b, h, this_row])) * log2_e if inside else inf
             own_delta[i] = delta[b, h, this_row] if inside else zero
             for c in range(own_width):
                 acc[i, c] = zero
         row_stop = min(row + block_q, seq_q)
-        visited = visited_key_tiles(row_stop, seq_k, block_k, ceil_div(seq_k, block_k), diagonal)
-        full = full_key_tiles(row, seq_k, block_k, diagonal)
-        for j in range(visited):
-            col = j * block_k
-            cuda.syncthreads()  # every thread is done with the last key tile
-            load_k(cuda.threadIdx.x, k, b, h, col, seq_k, one, shared, k_tile)
-            load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_tile)
-            cuda.syncthreads()  # the tiles are whole
-            # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
-            multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
-            multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
-            # 11: P = exp(S - L_i)     14: dS = P ∘ (dP - D_i)
-            for i in range(own_rows):
-                r = ty + i * rows_of_threads
-                for c in range(own_cols):
-                    score = s[i, c]
-                    if j >= full:
-                        this_col = col + tx + c * lanes
-                        if this_col >= seq_k or not is_visible(row + r, this_col, diagonal):
-                            score = minus_inf
-                    ds = exp2(score - shift[i]) * (dp[i, c] - own_delta[i])
-                    shared[ds_tile + r * ds_stride + tx + c * lanes] = ds
-            cuda.syncthreads()  # dS is whole
-            # 15: dQ_i += dS K_j
-            accumulate(tx, ty, acc, fragment, shared, ds_tile, k_tile)
+        first = first_tile(row, block_k, seq_k, extras.lower)
+        stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)
+        full = first_full_tile(row_stop, block_k, extras.lower)
+        full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
+        # Keys that no row of the tile sees are read as zeros: zero times infinity would be NaN.
+        k_start = first_k + max(row + extras.lower, 0)
+        k_stop = first_k + min(row_stop + extras.upper, seq_k)
+        entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
+        for e in range(entry, entries_stop):
+            j = tile_of(e, extras)
+            if is_within(j, first, stop):  # the same for all threads of the block
+                col = j * block_k
+                whole = full <= j < full_stop and is_whole(e, extras)
+                cuda.syncthreads()  # every thread is done with the last key tile
+                k_row = first_k + col
+                found = load_k(
+                    cuda.threadIdx.x, k, b, h, k_row, k_start, k_stop, one, shared, k_tile
+                )
+                load_v(cuda.threadIdx.x, v, b, h, k_row, k_start, k_stop, one, shared, v_tile)
+                draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
+                if is_guarded:
+                    found = cuda.syncthreads_or(found)  # the tiles are whole
+                else:
+                    cuda.syncthreads()  # the tiles are whole
+                # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
+                multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
+                multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
+                edge = edge_of(row + ty, col + tx, seq_q, seq_k, extras)
+                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+                for i in range(own_rows):
+                    for c in range(own_cols):
+                        r = ty + i * rows_of_threads
+                        keep = kept(bits, r, tx + c * lanes, extras)
+                        is_listed = listed(bits, r, tx + c * lanes)
+                        _, dp[i, c] = gradient_of(
+                            s[i, c], dp[i, c], shift[i], own_delta[i], keep,
+                            whole, is_listed, edge, flat, b, h, row + ty, i * rows_of_threads,
+                            col + tx, c * lanes, seq_q, seq_k, extras,
+                        )  # fmt: skip
+                for i in range(own_rows):
+                    for c in range(own_cols):
+                        place_of_ds = (ty + i * rows_of_threads) * ds_stride + tx + c * lanes
+                        shared[ds_tile + place_of_ds] = dp[i, c]
+                cuda.syncthreads()  # dS is whole
+                # 15: dQ_i += dS K_j
+                accumulate(tx, ty, acc, fragment, shared, ds_tile, k_tile, found)
         tau = real(scale)
         for i in range(own_rows):
             for c in range(own_width):
                 acc[i, c] *= tau
-        store_dq(tx, ty, acc, dq, b, h, row, seq_q)
+        store_dq(tx, ty, acc, dq, b, h, q_row, q_stop)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(read, read, read, read, rows, rows, read, float64, int64)
-    shared_bytes = dtype.itemsize * tiles.elements
+    extras = extras_type(features, dtype)
+    signature = void(read, read, read, read, rows, rows, read, float64, extras)
+    shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_dq, signature, layout.threads, shared_bytes, layout.resident)

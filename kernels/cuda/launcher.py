@@ -41,7 +41,7 @@ def _layout(kind: Any) -> str:
     if isinstance(kind, types.Array):
         return "q" * (5 + 2 * kind.ndim)
     if isinstance(kind, types.BaseTuple):
-        return "".join(SLOTS[element] for element in kind.types)  # type: ignore[attr-defined]
+        return "".join(map(_layout, kind.types))  # type: ignore[attr-defined]
     return SLOTS[kind]
 
 
@@ -50,7 +50,12 @@ def _number(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _tuple(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
-    return lambda value: value
+    if not any(isinstance(element, types.Array) for element in kind.types):
+        return lambda value: value
+    unpackers = [_unpack(element) for element in kind.types]
+    return lambda value: tuple(
+        chain.from_iterable(unpack(x) for unpack, x in zip(unpackers, value, strict=True))
+    )
 
 
 def _array(kind: Any) -> Callable[[Any], tuple[Any, ...]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import int64, void
 
-from kernels.cuda.arrays import device_view, element_strides, empty_device
+from kernels.cuda.arrays import device_view, element_strides, empty_device, to_device
 from kernels.cuda.device import Kernel, array_type, scalar_type
 from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
@@ -152,6 +152,10 @@ class DeviceMemory(Memory):
         return device_view(
             array, (*lead, count, group, seq, dim), (*steps, group * step, step, row_step, col_step)
         )
+
+    def bring(self, array: Any) -> Any:
+        """Return a copy of a NumPy array on the device; a device array as it is."""
+        return to_device(array) if isinstance(array, np.ndarray) else array
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
         """Sum a contiguous gradient over the leading dimensions that its operand was repeated in."""

@@ -3,6 +3,9 @@
 Forward three launches: S = τ Q Kᵀ, softmax in place, O = P V.  Backward the same product five times, and
 in between one kernel that turns S and dP into P and dS, in place.  The product is the one of the tensors'
 ``@``, tiled in shared memory: a baseline that is slow for its traffic alone.
+
+Hidden scores are zeros in P and dS, and zero times NaN is NaN.  Keys that no row sees, and rows that see
+no key, are therefore left out of the products; a NaN in a key that some rows see reaches the others too.
 """
 
 from __future__ import annotations
@@ -21,116 +24,187 @@ from kernels.cuda.device import (
     Kernel,
     array_type,
     inverse_sum,
-    is_visible,
     log_sum_exp,
     scalar_type,
     shift_of,
     why_too_large,
 )
 from kernels.cuda.register_tiles import round_up
+from kernels.cuda.scores import (
+    PLAIN,
+    Extras,
+    Features,
+    extras_type,
+    features_of,
+    make_extras,
+    make_score_functions,
+)
 from kernels.cuda.sizes import SIZES, ProductTile
+from kernels.operands import Operands
 from kernels.problem import Problem
 from kernels.targets import cuda, dynamic_shared_memory_bytes
 
 
 @cache
-def softmax_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel that turns scores into probabilities, for one dtype."""
+def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAIN) -> Kernel:
+    """Return the kernel that turns scores into probabilities, for one dtype and set of options."""
     real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
     block = RowBlock(threads, rows=1)
     slots, (row_max_of, row_sum_of) = block.slots, make_row_folds(block)
+    functions = make_score_functions(features, dtype)
+    score_of, kept = functions.score_of, functions.kept
 
-    def softmax(scores, lse, diagonal):
-        """Replace each row of scores by its softmax over the columns that the row sees.
+    def softmax(scores, lse, extras):
+        """Replace each row of scores by its softmax over the columns that the row sees, with dropout.
 
-        Computes: P = softmax(S) in place; L = m + log l
+        Computes: P = dropout(softmax(MASK(S))) in place; L = m + log l
         Source: FlashAttention, Algorithm 0, line 2
         Grid: batch · heads · seq_q
         Block: threads, whole warps
         One thread does: every threads-th element of one row
         Shared: one element a warp
         Registers: the row's maximum and sum
-        Global traffic: reads S three times and writes it twice; writes L once
+        Global traffic: reads S three times and writes it twice; reads a mask twice; writes L once
         Needs: warp shuffles, for which the simulator has a plain form
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         thread = cuda.threadIdx.x
         heads, seq_q, seq_k = scores.shape[1], scores.shape[2], scores.shape[3]
         row, item = cuda.blockIdx.x % seq_q, cuda.blockIdx.x // seq_q
-        batch, head = item // heads, item % heads
+        b, h = item // heads, item % heads
 
-        # m = rowmax(S)
+        # MASK(S), and before it what the other options make of a score; m = rowmax(S)
         largest = minus_inf
         for col in range(thread, seq_k, threads):
-            if is_visible(row, col, diagonal):
-                largest = max(largest, scores[batch, head, row, col])
+            score = score_of(scores[b, h, row, col], item, b, h, row, col, extras)
+            largest = max(largest, score)
         shift = real(shift_of(row_max_of(partial, largest)))
         # P = exp(S - m), l = rowsum(P)
         total = zero
         for col in range(thread, seq_k, threads):
-            p = zero
-            if is_visible(row, col, diagonal):
-                p = real(math.exp(scores[batch, head, row, col] - shift))
-            scores[batch, head, row, col] = p
+            score = score_of(scores[b, h, row, col], item, b, h, row, col, extras)
+            p = real(math.exp(score - shift))
+            scores[b, h, row, col] = p
             total += p
         row_sum = row_sum_of(partial, total)
-        # P = diag(l)^-1 P     L = m + log l
+        # P = dropout(diag(l)^-1 P)     L = m + log l
         inverse = real(inverse_sum(row_sum))
         for col in range(thread, seq_k, threads):
-            scores[batch, head, row, col] *= inverse
+            scores[b, h, row, col] *= inverse * kept(item, row, col, extras)
         if thread == 0:
-            lse[batch, head, row] = log_sum_exp(shift, row_sum)
+            lse[b, h, row] = log_sum_exp(shift, row_sum)
 
-    return Kernel(softmax, void(array_type(dtype, 4), array_type(dtype, 3), int64))
+    four, three = array_type(dtype, 4), array_type(dtype, 3)
+    return Kernel(softmax, void(four, three, extras_type(features, dtype)))
 
 
 @cache
-def softmax_backward_kernel(threads: int, dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel that recomputes probabilities and differentiates them, for one dtype."""
+def softmax_backward_kernel(
+    threads: int, dtype: np.dtype[Any], features: Features = PLAIN, has_dlse: bool = False
+) -> Kernel:
+    """Return the kernel that recomputes probabilities and differentiates them, likewise."""
     real, zero = scalar_type(dtype), dtype.type(0)
     block = RowBlock(threads, rows=1)
     slots, (_, row_sum_of) = block.slots, make_row_folds(block)
+    functions = make_score_functions(features, dtype)
+    score_and_slope, is_seen, kept = functions.score_and_slope, functions.is_seen, functions.kept
 
-    def softmax_backward(dout, out, lse, scores, dp, diagonal):
-        """Replace scores by probabilities, and their gradient dP by that of the scores.
+    def softmax_backward(dout, out, lse, dlse, scores, dp, extras):
+        """Replace scores by probabilities with dropout, and their gradient dP by that of the scores.
 
-        Computes: P = exp(S - L) and dS = P ∘ (dP - D) in place, D = rowsum(dO ∘ O)
-        Source: FlashAttention, appendix B.2; FlashAttention-2, Algorithm 2, lines 4, 11 and 14
+        Computes: P ∘ Z, P = exp(MASK(S) - L), and dS = P ∘ (dP ∘ Z - D) in place, with Z the dropout
+            and D = rowsum(dO ∘ O) less the gradient of L
+        Source: FlashAttention, appendix B.2 and B.4; FlashAttention-2, Algorithm 2, lines 4, 11, 14
         Grid: batch · heads · seq_q
         Block: threads, whole warps
         One thread does: every threads-th element of one row
         Shared: one element a warp
         Registers: D
-        Global traffic: reads and writes S and dP once; reads O and dO once
+        Global traffic: reads and writes S and dP once; reads a mask, O and dO once
         Needs: warp shuffles, for which the simulator has a plain form
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
         thread = cuda.threadIdx.x
         heads, seq_q, seq_k = scores.shape[1], scores.shape[2], scores.shape[3]
         row, item = cuda.blockIdx.x % seq_q, cuda.blockIdx.x // seq_q
-        batch, head = item // heads, item % heads
+        b, h = item // heads, item % heads
 
-        # D = rowsum(dO ∘ O)
+        # D = rowsum(dO ∘ O), less the gradient of L
         total = zero
         for i in range(thread, out.shape[3], threads):
-            total += dout[batch, head, row, i] * out[batch, head, row, i]
+            total += dout[b, h, row, i] * out[b, h, row, i]
         delta = row_sum_of(partial, total)
-        shift = real(shift_of(lse[batch, head, row]))
+        if has_dlse:
+            delta -= dlse[b, h, row]
+        shift = real(shift_of(lse[b, h, row]))
         for col in range(thread, seq_k, threads):
-            # P = exp(S - L)
-            p = zero
-            if is_visible(row, col, diagonal):
-                p = real(math.exp(scores[batch, head, row, col] - shift))
-            scores[batch, head, row, col] = p
-            # dS = P ∘ (dP - D)
-            dp[batch, head, row, col] = p * (dp[batch, head, row, col] - delta)
+            p, ds = zero, zero
+            if is_seen(item, b, h, row, col, extras):
+                # MASK(S), and before it what the other options make of a score
+                score, slope = score_and_slope(scores[b, h, row, col], item, b, h, row, col, extras)
+                # P = exp(S - L)
+                prob = real(math.exp(score - shift))
+                # O = (P ∘ Z) V: dP = dP ∘ Z     P = softmax(S): dS = P ∘ (dP - D)
+                z = kept(item, row, col, extras)
+                p, ds = prob * z, prob * (dp[b, h, row, col] * z - delta) * slope
+            scores[b, h, row, col] = p
+            dp[b, h, row, col] = ds
 
     four, three = array_type(dtype, 4), array_type(dtype, 3)
-    return Kernel(softmax_backward, void(four, four, three, four, four, int64))
+    extras = extras_type(features, dtype)
+    return Kernel(softmax_backward, void(four, four, three, three, four, four, extras))
+
+
+@cache
+def seen_kernel(
+    threads: int, dtype: np.dtype[Any], features: Features = PLAIN, of_rows: bool = False
+) -> Kernel:
+    """Return the kernel that leaves out keys that nobody sees, or rows that see nothing."""
+    zero, one = dtype.type(0), dtype.type(1)
+    real, block = scalar_type(dtype), RowBlock(threads, rows=1)
+    slots, (largest_of, _) = block.slots, make_row_folds(block)
+    is_seen = make_score_functions(features, dtype).is_seen
+
+    def seen_lines(x, y, x_seen, y_seen, others, extras):
+        """Copy K and V with zeros for the keys that no row sees; or Q and dO for rows that see none.
+
+        Computes: operands of which no product with a probability of zero is NaN
+        Source: none
+        Grid: batch · heads · lines, keys or rows
+        Block: threads, whole warps
+        One thread does: every threads-th score of one line, then every threads-th element of its
+            operands
+        Shared: one element a warp
+        Registers: whether the line is seen
+        Global traffic: reads a mask once; reads and writes the operands once
+        Needs: warp shuffles, for which the simulator has a plain form
+        """
+        partial = cuda.shared.array(slots, real)  # (slots,)
+        thread = cuda.threadIdx.x
+        heads, lines = x.shape[1], x.shape[2]
+        line, item = cuda.blockIdx.x % lines, cuda.blockIdx.x // lines
+        b, h = item // heads, item % heads
+
+        seen = zero
+        for other in range(thread, others, threads):
+            row = line if of_rows else other
+            col = other if of_rows else line
+            if is_seen(item, b, h, row, col, extras):
+                seen = one
+        seen = largest_of(partial, seen)
+        for d in range(thread, x.shape[3], threads):
+            x_seen[b, h, line, d] = x[b, h, line, d] if seen == one else zero
+        for d in range(thread, y.shape[3], threads):
+            y_seen[b, h, line, d] = y[b, h, line, d] if seen == one else zero
+
+    four = array_type(dtype, 4)
+    return Kernel(seen_lines, void(four, four, four, four, int64, extras_type(features, dtype)))
 
 
 def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
-    """Return why this rung cannot run with a tile, or None."""
+    """Return why this rung cannot run a problem with a tile, or None."""
+    if problem.sequences is not None:
+        return "it multiplies whole matrices, and packed sequences are parts of them"
     own = _product_tile(tile or SIZES.product_tile)
     tiles = SIZES.product_tiles[problem.dtype.itemsize] if own is None else (own,)
     threads = max(each.threads for each in tiles)
@@ -174,60 +248,78 @@ def _swap(a: Any) -> Any:
     return device_view(a, (*lead, cols, rows), (*steps, col_step, row_step))
 
 
-def forward(
-    problem: Problem, tile: tuple[int, int], q: Any, k: Any, v: Any, out: Any, lse: Any
-) -> None:
+def _seen(
+    problem: Problem, x: Any, y: Any, features: Features, extras: Extras, of_rows: bool = False
+) -> tuple[Any, Any]:
+    """Return k and v without keys that nobody sees, or q and dout without rows that see nothing.
+
+    They are copied only where there may be such lines.
+    """
+    lower, upper, others = problem.lower, problem.upper, problem.seq_k
+    if not of_rows:
+        lower, upper, others = -upper, -lower, problem.seq_q
+    batch, heads, lines, _ = x.shape
+    # Line i sees the others from i + lower to i + upper.
+    by_bounds = lower > upper or upper < 0 or lines + lower > others
+    if not (by_bounds or features.mask or features.block_mask or features.mask_mod):
+        return x, y
+    x_seen, y_seen = (empty_device(tuple(array.shape), problem.dtype) for array in (x, y))
+    kernel = seen_kernel(SIZES.row_threads, problem.dtype, features, of_rows)
+    kernel[batch * heads * lines, SIZES.row_threads](x, y, x_seen, y_seen, others, extras)
+    return x_seen, y_seen
+
+
+def _empty_scores(problem: Problem, operands: Operands) -> Any:
+    return empty_device((*operands.lse.shape, problem.seq_k), problem.dtype)
+
+
+def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill out and lse; takes memory for the scores, batch · heads · seq_q · seq_k elements.
 
     Args:
         problem: The checked call.
         tile: Rows and columns of a block of the products, rounded up.
-        q: (batch, heads, seq_q, head_dim), any strides, on the device as all the others.
-        k: (batch, heads, seq_k, head_dim), any strides.
-        v: (batch, heads, seq_k, value_dim), any strides.
-        out: (batch, heads, seq_q, value_dim), written.
-        lse: (batch, heads, seq_q), written.
+        operands: On the device, q, k, v and what the options need, and out and lse to be written.
     """
-    batch, heads, seq_q = lse.shape
-    scores = empty_device((batch, heads, seq_q, problem.seq_k), problem.dtype)
+    features, extras = features_of(problem), make_extras(problem, operands, *tile)
+    k, v = _seen(problem, operands.k, operands.v, features, extras)
+    scores = _empty_scores(problem, operands)  # (batch, heads, seq_q, seq_k)
     # 1: S = τ Q Kᵀ
-    _multiply(tile, q, _swap(k), scores, problem.scale)
+    _multiply(tile, operands.q, _swap(k), scores, problem.scale)
     # 2: P = softmax(S)
-    softmax = softmax_kernel(SIZES.row_threads, problem.dtype)
-    softmax[batch * heads * seq_q, SIZES.row_threads](scores, lse, problem.diagonal)
+    softmax = softmax_kernel(SIZES.row_threads, problem.dtype, features)
+    rows = math.prod(operands.lse.shape)
+    softmax[rows, SIZES.row_threads](scores, operands.lse, extras)
     # 3: O = P V
-    _multiply(tile, scores, v, out, 1.0)
+    _multiply(tile, scores, v, operands.out, 1.0)
 
 
-def backward(
-    problem: Problem,
-    tile: tuple[int, int],
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-) -> None:
-    """Fill dq, dk and dv; takes twice the memory of the scores.  Arguments as in the forward pass."""
-    batch, heads, seq_q = lse.shape
-    scores = empty_device((batch, heads, seq_q, problem.seq_k), problem.dtype)
-    dp = empty_device((batch, heads, seq_q, problem.seq_k), problem.dtype)
+def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill dq, dk and dv; takes twice the memory of the scores.
+
+    Args:
+        problem: The checked call.
+        tile: As in the forward pass.
+        operands: Those of the forward pass, its results, dout and dlse or None, and dq, dk and dv to
+            be written.
+    """
+    o, has_dlse = operands, operands.dlse is not None
+    features, extras = features_of(problem), make_extras(problem, operands, *tile)
+    k, v = _seen(problem, o.k, o.v, features, extras)
+    q, dout = _seen(problem, o.q, o.dout, features, extras, of_rows=True)
+    scores, dp = _empty_scores(problem, o), _empty_scores(problem, o)
     # S = τ Q Kᵀ
     _multiply(tile, q, _swap(k), scores, problem.scale)
     # O = P V: dP = dO Vᵀ
     _multiply(tile, dout, _swap(v), dp, 1.0)
     # P = softmax(S): dS = P ∘ (dP - D)
-    softmax_backward = softmax_backward_kernel(SIZES.row_threads, problem.dtype)
-    softmax_backward[batch * heads * seq_q, SIZES.row_threads](
-        dout, out, lse, scores, dp, problem.diagonal
+    softmax_backward = softmax_backward_kernel(SIZES.row_threads, problem.dtype, features, has_dlse)
+    softmax_backward[math.prod(o.lse.shape), SIZES.row_threads](
+        dout, o.out, o.lse, o.dlse if has_dlse else o.lse, scores, dp, extras
     )
     probs, ds = scores, dp  # (batch, heads, seq_q, seq_k)
     # O = P V: dV = Pᵀ dO
-    _multiply(tile, _swap(probs), dout, dv, 1.0)
+    _multiply(tile, _swap(probs), dout, o.dv, 1.0)
     # S = τ Q Kᵀ: dQ = τ dS K, dK = τ dSᵀ Q
-    _multiply(tile, ds, k, dq, problem.scale)
-    _multiply(tile, _swap(ds), q, dk, problem.scale)
+    _multiply(tile, ds, k, o.dq, problem.scale)
+    _multiply(tile, _swap(ds), q, o.dk, problem.scale)

@@ -121,9 +121,32 @@ def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> La
 
 
 def _table_entry(name: str, problem: Problem) -> LayoutSizes:
+    if name == "forward" and problem.seq_q <= SIZES.few_rows:
+        name = "few"
     table = SIZES.flash2[name, problem.dtype.itemsize]
     width = max(problem.head_dim, problem.value_dim)
-    return next(sizes for limit, sizes in table if width <= limit)
+    sizes = next(sizes for limit, sizes in table if width <= limit)
+    if not _is_long(problem):
+        return sizes
+    # The loop over a thread's scores stays in registers only if the compiler unrolls it.
+    block_q, block_k, threads = sizes[0], sizes[1], sizes.lanes * sizes.rows_of_threads
+    while block_q * block_k > LONG_SCORES * threads:
+        if name in ("forward", "few", "dq"):
+            block_k //= 2
+        else:
+            block_q //= 2
+    resident = min(sizes.resident, LONG_RESIDENT)
+    return sizes._replace(block_q=block_q, block_k=block_k, resident=resident)
+
+
+#: Scores a thread, and blocks a multiprocessor, where the options make much of a score.
+LONG_SCORES, LONG_RESIDENT = 16, 2
+
+
+def _is_long(problem: Problem) -> bool:
+    """Tell whether options make much of a score: a user's function, or several of the others."""
+    bends = (problem.softcap > 0.0, problem.slopes, problem.mask == "float")
+    return problem.score_mod is not None or sum(bends) > 1
 
 
 def why_not_layout(
@@ -145,17 +168,21 @@ def why_not_layout(
     if any(block % VECTOR for block in blocks):
         return f"flash2 needs tiles of multiples of {VECTOR}, got {blocks}"
     needed = problem.dtype.itemsize * tiles(layout, *widths(problem)).elements
+    # Bits of dropout, and of block_mask and mask_mod; see tile_bits.
+    kinds = (problem.dropout_p > 0.0) + bool(problem.block_mask or problem.mask_mod)
+    needed += kinds * layout.block_q * layout.block_k // VECTOR
     return why_too_large(blocks, needed, dynamic_shared_memory_bytes())
 
 
 @cache
 def make_load_tile(
-    layout: Layout, rows: int, width: int, dtype: Any, vectors: bool
-) -> Callable[..., None]:
-    """Return ``load_tile(thread, source, b, h, first, limit, factor, shared, offset)``.
+    layout: Layout, rows: int, width: int, dtype: Any, vectors: bool, is_guarded: bool = False
+) -> Callable[..., Any]:
+    """Return ``load_tile(thread, source, b, h, first, start, stop, factor, shared, offset)``.
 
-    It copies ``factor`` times the rows from ``first`` on of one head to shared memory, zeros for rows from
-    ``limit`` on and for columns that the source does not have; what is out of range is never read.
+    It copies ``factor`` times the rows from ``first`` on of one head to shared memory, zeros for rows
+    outside of ``start`` to ``stop`` and for columns that the source does not have; what is out of range is
+    never read.  It returns 0, or if guarded 1 where this thread copied a number that is not finite.
 
     Args:
         layout: Who copies.
@@ -163,6 +190,7 @@ def make_load_tile(
         width: Columns of the tile, as many as the source has or more.
         dtype: Of its elements, a numba type.
         vectors: The source is aligned for 128-bit loads and has a multiple of four columns.
+        is_guarded: Look for numbers that are not finite.
     """
     stride = layout.row_stride(width)
     vectors_a_row = (stride - VECTOR) // VECTOR
@@ -170,13 +198,14 @@ def make_load_tile(
     zero = dtype(0)
 
     @device_function
-    def load_tile(thread, source, b, h, first, limit, factor, shared, offset):
+    def load_tile(thread, source, b, h, first, start, stop, factor, shared, offset):
         dim = source.shape[3]
+        found = zero
         for n in range(thread, count, threads):
             r = n // vectors_a_row
             c = (n % vectors_a_row) * VECTOR
             w = x = y = z = zero
-            if first + r < limit:
+            if start <= first + r < stop:
                 if vectors:
                     if c < dim:
                         w, x, y, z = load_global(source, b, h, first + r, c)
@@ -189,9 +218,11 @@ def make_load_tile(
                         y = source[b, h, first + r, c + 2]
                     if c + 3 < dim:
                         z = source[b, h, first + r, c + 3]
-            store_shared(
-                shared, offset + r * stride + c, w * factor, x * factor, y * factor, z * factor
-            )
+            w, x, y, z = w * factor, x * factor, y * factor, z * factor
+            if is_guarded:  # zero times what is not finite is NaN, and stays it
+                found += (w * zero + x * zero) + (y * zero + z * zero)
+            store_shared(shared, offset + r * stride + c, w, x, y, z)
+        return 1 if found != zero else 0
 
     return load_tile
 
@@ -235,38 +266,58 @@ def make_multiply(
 
 
 @cache
-def make_accumulate(layout: Layout, rows: int, depth: int, width: int) -> Callable[..., None]:
-    """Return ``accumulate(tx, ty, acc, fragment, shared, p, b)``: acc += P·B, two tiles in shared memory.
+def make_accumulate(
+    layout: Layout, rows: int, depth: int, width: int, is_guarded: bool = False
+) -> Callable[..., None]:
+    """Return ``accumulate(tx, ty, acc, fragment, shared, p, b, found)``: acc += P·B, both in shared memory.
 
     P is (rows, depth), its rows ``depth + VECTOR`` apart; B is (depth, width).  ``acc`` is the thread's
-    (rows / rows_of_threads, columns(width)) registers, in groups of four neighbouring columns.
+    (rows / rows_of_threads, columns(width)) registers, in groups of four neighbouring columns.  If guarded
+    and ``found``, what P has no part in is left out: zero times infinity would be NaN.
     """
     own_rows = rows // layout.rows_of_threads
     groups = layout.columns(width) // VECTOR
     p_stride, stride = depth + VECTOR, layout.row_stride(width)
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
 
-    @device_function
-    def accumulate(tx, ty, acc, fragment, shared, p, b):
-        for c in range(0, depth, VECTOR):
-            for i in range(own_rows):
-                w, x, y, z = load_shared(shared, p + (ty + i * rows_of_threads) * p_stride + c)
-                fragment[i, 0] = w
-                fragment[i, 1] = x
-                fragment[i, 2] = y
-                fragment[i, 3] = z
-            for g in range(groups):
-                for u in range(VECTOR):
-                    w, x, y, z = load_shared(
-                        shared, b + (c + u) * stride + (g * lanes + tx) * VECTOR
-                    )
-                    for i in range(own_rows):
-                        acc[i, g * VECTOR] += fragment[i, u] * w
-                        acc[i, g * VECTOR + 1] += fragment[i, u] * x
-                        acc[i, g * VECTOR + 2] += fragment[i, u] * y
-                        acc[i, g * VECTOR + 3] += fragment[i, u] * z
+    def make(skips: bool) -> Callable[..., None]:
+        @device_function
+        def accumulate(tx, ty, acc, fragment, shared, p, b):
+            for c in range(0, depth, VECTOR):
+                for i in range(own_rows):
+                    w, x, y, z = load_shared(shared, p + (ty + i * rows_of_threads) * p_stride + c)
+                    fragment[i, 0] = w
+                    fragment[i, 1] = x
+                    fragment[i, 2] = y
+                    fragment[i, 3] = z
+                for g in range(groups):
+                    for u in range(VECTOR):
+                        w, x, y, z = load_shared(
+                            shared, b + (c + u) * stride + (g * lanes + tx) * VECTOR
+                        )
+                        for i in range(own_rows):
+                            if not skips or fragment[i, u] != 0:
+                                acc[i, g * VECTOR] += fragment[i, u] * w
+                                acc[i, g * VECTOR + 1] += fragment[i, u] * x
+                                acc[i, g * VECTOR + 2] += fragment[i, u] * y
+                                acc[i, g * VECTOR + 3] += fragment[i, u] * z
 
-    return accumulate
+        return accumulate
+
+    all_of, seen_of = make(False), make(True)
+
+    @device_function
+    def unguarded(tx, ty, acc, fragment, shared, p, b, found):
+        all_of(tx, ty, acc, fragment, shared, p, b)
+
+    @device_function
+    def guarded(tx, ty, acc, fragment, shared, p, b, found):
+        if found:
+            seen_of(tx, ty, acc, fragment, shared, p, b)
+        else:
+            all_of(tx, ty, acc, fragment, shared, p, b)
+
+    return guarded if is_guarded else unguarded
 
 
 @cache

@@ -82,6 +82,10 @@ class Sizes:
         row_threads: Threads that share one row of scores in the naive rung; whole warps on a GPU.
         flash1_bytes: Shared memory that flash1 divides into its tiles, the device permitting.
         flash1_threads: Threads of one block of flash1.
+        split_blocks: Blocks that keep a large GPU busy: where the forward kernel of flash2 has fewer,
+            the keys are divided among so many.
+        split_tiles: The fewest tiles of keys of such a part.
+        few_rows: Query rows up to which the forward kernel takes its layout "few".
         width_step: flash2 kernels are compiled for head_dim and value_dim rounded up to this.
         flash2: Layouts of the flash2 kernels.
     """
@@ -100,6 +104,9 @@ class Sizes:
     row_threads: int
     flash1_bytes: int
     flash1_threads: int
+    split_blocks: int
+    split_tiles: int
+    few_rows: int
     width_step: int
     flash2: LayoutTable
 
@@ -113,9 +120,14 @@ class Sizes:
 _FLASH2: LayoutTable = {
     ("forward", 4): (
         (32, LayoutSizes(64, 64, 8, 16)),
-        (64, LayoutSizes(64, 64, 16, 8, resident=2)),
+        (64, LayoutSizes(64, 64, 16, 8, resident=3)),
         (128, LayoutSizes(64, 32, 16, 8, resident=2)),
         (256, LayoutSizes(64, 32, 16, 16)),
+    ),
+    ("few", 4): (
+        (64, LayoutSizes(8, 64, 16, 8)),
+        (128, LayoutSizes(8, 32, 16, 8)),
+        (256, LayoutSizes(8, 32, 16, 8)),
     ),
     ("dq", 4): (
         (32, LayoutSizes(64, 64, 8, 16)),
@@ -136,6 +148,7 @@ _FLASH2: LayoutTable = {
         (256, LayoutSizes(32, 32, 16, 16)),
     ),
     ("forward", 8): ((128, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(32, 16, 16, 16))),
+    ("few", 8): ((256, LayoutSizes(8, 32, 16, 8)),),
     ("dq", 8): ((64, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(16, 16, 16, 16))),
     ("dkdv", 8): ((64, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(16, 16, 16, 16))),
     ("atomic", 8): ((64, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(16, 16, 16, 16))),
@@ -160,6 +173,9 @@ GPU = Sizes(
     row_threads=128,
     flash1_bytes=48 * 1024,
     flash1_threads=512,
+    split_blocks=792,
+    split_tiles=2,
+    few_rows=16,
     width_step=16,
     flash2=_FLASH2,
 )
@@ -181,6 +197,9 @@ SIMULATOR = Sizes(
     row_threads=4,
     flash1_bytes=400,
     flash1_threads=8,
+    split_blocks=6,
+    split_tiles=1,
+    few_rows=3,
     width_step=4,
     flash2=dict.fromkeys(_FLASH2, _TINY),
 )

@@ -1,0 +1,129 @@
+"""One call of attention on arrays: where it runs, what it asks, its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kernels import launch
+from kernels.cuda.arrays import device_view, element_strides, is_device_array
+from kernels.dlpack import as_array
+from kernels.operands import make_operands
+from kernels.problem import Problem, check_gradient_operands, make_problem
+
+
+class Call:
+    """A checked call: target, problem and operands.
+
+    Args:
+        q: (…, heads, seq_q, head_dim), an array of any library.
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        options: Of ``make_problem``, by name.
+        results: For a gradient, dout, out, lse, and dlse or None.
+        make: Builds the problem, as :func:`kernels.problem.make_problem` does.
+
+    Raises:
+        TypeError: Also if operands lie in different places.
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        options: dict[str, Any],
+        results: tuple[Any, Any, Any, Any] | None = None,
+        make: Callable[..., Problem] = make_problem,
+    ):
+        q, k, v = (as_operand(operand) for operand in (q, k, v))
+        arrays = mask_and_slopes(options)
+        self.problem = make(q, k, v, **{**options, **arrays})
+        places = [q, k, v]
+        if results is not None:
+            check_gradient_operands(self.problem, *results)
+            places += [array for array in results if array is not None]
+        self.target = _target(*places)
+        for name, array in arrays.items():
+            check_place(name, array, isinstance(q, np.ndarray))
+        operands = make_operands(self.target.memory, self.problem, q, k, v, *arrays.values())
+        if results is not None:
+            dout, out, lse, dlse = results
+            operands = operands.having(dout=dout, out=out, lse=lse, dlse=dlse)
+        self.operands = operands
+
+    def forward(self, tile: Any) -> tuple[Any, Any]:
+        """Return out and lse."""
+        return launch.forward(self.target, self.problem, self.operands, tile)
+
+    def backward(self, tile: Any, with_mask: bool = False) -> tuple[Any, ...]:
+        """Return dq, dk and dv, of the operands' shapes; and with ``with_mask`` that of the mask."""
+        if with_mask and self.problem.mask != "float":
+            raise ValueError("mask_gradient is for a floating attn_mask, and the call has none")
+        operands = self.operands
+        gradients = launch.backward(self.target, self.problem, operands, tile, with_mask)
+        dq, dk, dv = (
+            self.target.memory.sum_to(gradient, tuple(operand.shape))
+            for gradient, operand in zip(
+                gradients, (operands.q, operands.k, operands.v), strict=False
+            )
+        )
+        return (dq, dk, dv, gradients.dmask) if with_mask else (dq, dk, dv)
+
+
+def as_operand(array: Any) -> Any:
+    """Return an operand, or None, as NumPy's or numba's array; of NumPy's subclasses only the array.
+
+    A ``numpy.matrix`` would stay of two dimensions however it is reshaped.
+    """
+    return np.asarray(array) if isinstance(array, np.ndarray) else as_array(array)
+
+
+def mask_and_slopes(options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``attn_mask`` and ``alibi_slopes`` as arrays, slopes from a list too."""
+    mask, slopes = options.get("attn_mask"), options.get("alibi_slopes")
+    return {
+        "attn_mask": as_operand(mask) if hasattr(mask, "dtype") else mask,
+        "alibi_slopes": np.asarray(slopes)
+        if isinstance(slopes, (list, tuple))
+        else as_operand(slopes),
+    }
+
+
+def check_place(name: str, array: Any, on_host: bool) -> None:
+    """Check that a mask, or slopes, can be brought to where q, k and v lie.
+
+    Args:
+        name: Of the option.
+        array: NumPy's, numba's, or None.
+        on_host: Whether q, k and v lie there.
+
+    Raises:
+        TypeError: If the array lies on a device and they do not: nothing leaves a device unasked.
+    """
+    if on_host and is_device_array(array):
+        raise TypeError(
+            f"{name} lies on the CUDA device, q, k and v on the host; bring all of them to one place"
+        )
+
+
+def heads_first(array: Any) -> Any:
+    """View (total, heads, dim) as (heads, total, dim), or back; nothing is copied."""
+    if isinstance(array, np.ndarray):
+        return array.swapaxes(0, 1)
+    (rows, heads, dim), (row_step, head_step, step) = array.shape, element_strides(array)
+    return device_view(array, (heads, rows, dim), (head_step, row_step, step))
+
+
+def _target(*operands: Any) -> launch.Target:
+    if all(isinstance(operand, np.ndarray) for operand in operands):
+        return launch.CPU
+    if all(is_device_array(operand) for operand in operands):
+        return launch.CUDA
+    kinds = ", ".join(dict.fromkeys(type(operand).__name__ for operand in operands))
+    raise TypeError(
+        f"kernels take NumPy arrays, or arrays on one CUDA device, got {kinds}; convert them with "
+        "numpy.asarray or numba.cuda.to_device"
+    )

@@ -1,0 +1,92 @@
+"""Dropout over a tile of probabilities on the CPU: one pass, drawn again wherever it is needed."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import from_dtype, njit, types, void
+
+from kernels.compiled import FASTMATH, njit_cached
+from kernels.cpu.calls import address_of
+from kernels.cpu.tile_scores import PLACE_TYPE, SETTINGS_TYPE
+from kernels.philox import ATTENTION, MASK, ROUNDS, WEYL_0, WEYL_1, WORDS, make_philox
+
+mix: Any = make_philox(njit).mix
+
+
+@njit
+def mix_words(words, seed):
+    """Turn counters into random words in place, as ``philox`` does with each.
+
+    One round after the other over all of them is what LLVM vectorises, not counter after counter.
+
+    Args:
+        words: (WORDS, count) uint32.
+        seed: Of 64 bits.
+    """
+    w0, w1, w2, w3 = words[0], words[1], words[2], words[3]  # (count,) each
+    k0, k1 = seed & MASK, (seed >> 32) & MASK
+    for _ in range(ROUNDS):
+        for i in range(words.shape[1]):
+            c0, c1, c2, c3 = np.int64(w0[i]), np.int64(w1[i]), np.int64(w2[i]), np.int64(w3[i])
+            w0[i], w1[i], w2[i], w3[i] = mix(k0, k1, c0, c1, c2, c3)
+        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
+
+
+@njit_cached(fastmath=FASTMATH)
+def keep_pass(z, settings, place):
+    """Fill what dropout multiplies a tile of probabilities by: 0 or 1 / (1 - p).
+
+    Args:
+        z: (lines, lanes), written as far as ``place.width``.
+        settings: (1,) of ``SETTINGS``.
+        place: A ``Place``.
+
+    One counter, (column / 4, row, batch · heads + head, ATTENTION), gives the words of four columns.
+    """
+    o = settings[0]
+    threshold, kept, zero = o.threshold, z.dtype.type(o.kept), z.dtype.type(0)
+    flat = np.uint32(place.flat + place.sequence * o.heads)
+    lines, width, by_keys = z.shape[0], place.width, o.by_keys != 0
+    cols, rows = (width, lines) if by_keys else (lines, width)
+    first_col, first_row = (place.lane, place.line) if by_keys else (place.line, place.lane)
+    first = first_col // WORDS
+    blocks = (first_col + cols + WORDS - 1) // WORDS - first
+    # By keys all rows' blocks at once; else the rows of one block, in the order of the lanes.
+    batch = 1 if by_keys else blocks
+    count = rows * blocks // batch
+    words = np.empty((WORDS, count), np.uint32)  # (WORDS, count)
+    for start in range(batch):
+        for i in range(count):
+            row, block = (i // blocks, i % blocks) if by_keys else (i, start)
+            words[0, i] = np.uint32(first + block)
+            words[1, i] = np.uint32(first_row + row)
+            words[2, i] = flat
+            words[3, i] = np.uint32(ATTENTION)
+        mix_words(words, o.seed)
+        for number in range(WORDS):
+            own = words[number]  # (count,)
+            if by_keys:
+                for row in range(rows):
+                    z_row = z[row]  # (lanes,)
+                    for block in range(blocks):
+                        col = (first + block) * WORDS + number - first_col
+                        if 0 <= col < cols:
+                            keep = np.int64(own[row * blocks + block]) >= threshold
+                            z_row[col] = kept if keep else zero
+            else:
+                col = (first + start) * WORDS + number - first_col
+                if 0 <= col < cols:
+                    z_row = z[col]  # (lanes,)
+                    for row in range(rows):
+                        z_row[row] = kept if np.int64(own[row]) >= threshold else zero
+
+
+@cache
+def keep_address(dtype: np.dtype[Any]) -> int:
+    """Return the address of the dropout pass for one dtype."""
+    return address_of(
+        keep_pass, void(types.Array(from_dtype(dtype), 2, "C"), SETTINGS_TYPE, PLACE_TYPE)
+    )

@@ -1,0 +1,89 @@
+"""``mask_mod`` and ``score_mod`` compiled: a user's function of one score, over a whole tile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import from_dtype, njit, types, void
+from numba.core.errors import NumbaError
+
+from kernels.cpu.calls import address_of
+from kernels.cpu.tile_scores import MOD_NUMBERS, MOD_SCALAR
+from kernels.problem import Problem
+
+#: What a tile does with the function's value.
+REPLACES, MULTIPLIES, HIDES = "replaces", "multiplies", "hides"
+
+
+def _over_tile(function: Any, use: str) -> Any:
+    """Return a function that fills ``target``, (lines, lanes), from ``source`` of the same shape."""
+    wide = MOD_SCALAR
+
+    def replaces(target, source, batch, head, line, lane, width, by_keys):
+        real = target.dtype.type
+        for i in range(target.shape[0]):
+            for j in range(width):
+                row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
+                target[i, j] = real(function(wide(source[i, j]), batch, head, row, col))
+
+    def multiplies(target, source, batch, head, line, lane, width, by_keys):
+        real = target.dtype.type
+        for i in range(target.shape[0]):
+            for j in range(width):
+                row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
+                target[i, j] *= real(function(wide(source[i, j]), batch, head, row, col))
+
+    def hides(target, source, batch, head, line, lane, width, by_keys):
+        minus_inf = target.dtype.type(-np.inf)
+        for i in range(target.shape[0]):
+            for j in range(width):
+                row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
+                if not function(batch, head, row, col):
+                    target[i, j] = minus_inf
+
+    return {REPLACES: replaces, MULTIPLIES: multiplies, HIDES: hides}[use]
+
+
+@lru_cache(maxsize=64)
+def _compiled(function: Callable[..., Any], use: str, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """Compile a user's function for tiles: its dispatcher and address, or None and why not.
+
+    The dispatcher is kept, for the address is that of its code.
+    """
+    tile = types.Array(from_dtype(dtype), 2, "C")
+    try:
+        inner = function if hasattr(function, "py_func") else njit(error_model="numpy")(function)
+        dispatcher = njit(error_model="numpy")(_over_tile(inner, use))
+        return dispatcher, address_of(dispatcher, void(tile, tile, *MOD_NUMBERS))
+    except (NumbaError, TypeError) as error:
+        return None, (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def mod_address(function: Callable[..., Any] | None, use: str, dtype: np.dtype[Any]) -> int:
+    """Return the address of a user's function over a tile, 0 for None.
+
+    Args:
+        function: The user's, one that :func:`why_not_compiled` has nothing against; the same object
+            is compiled once.
+        use: ``REPLACES``, ``MULTIPLIES`` or ``HIDES``.
+        dtype: Of the scores.
+    """
+    return 0 if function is None else _compiled(function, use, dtype)[1]
+
+
+def why_not_compiled(problem: Problem) -> str | None:
+    """Return why numba cannot compile the functions of a problem, or None."""
+    function, derivative = problem.score_mod or (None, None)
+    for name, mod, use in (
+        ("mask_mod", problem.mask_mod, HIDES),
+        ("score_mod", function, REPLACES),
+        ("the derivative of score_mod", derivative, MULTIPLIES),
+    ):
+        if mod is not None:
+            dispatcher, reason = _compiled(mod, use, problem.dtype)
+            if dispatcher is None:
+                return f"numba cannot compile {name} ({reason})"
+    return None

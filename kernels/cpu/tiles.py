@@ -1,0 +1,90 @@
+"""What the attention kernels on the host share: which tiles they visit, and how a tile is loaded."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kernels.compiled import FASTMATH
+from kernels.cpu.tile_scores import view
+from kernels.geometry import make_geometry
+from kernels.masks import make_masks
+from kernels.online_softmax import make_online_softmax
+
+_GEOMETRY = make_geometry(njit)
+ceil_div = _GEOMETRY.ceil_div
+first_tile, tiles_stop = _GEOMETRY.first_tile, _GEOMETRY.tiles_stop
+first_full_tile, full_tiles_stop = _GEOMETRY.first_full_tile, _GEOMETRY.full_tiles_stop
+is_visible = make_masks(njit).is_visible
+_SOFTMAX = make_online_softmax(njit)
+shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
+merge_weight = _SOFTMAX.merge_weight
+
+#: Lanes come in whole vectors.
+VECTOR = 16
+
+
+@njit(fastmath=FASTMATH)
+def lanes_for(lines, block):
+    """Return how many lanes a tile has for so many rows: whole vectors, at most ``block``."""
+    return min(block, ceil_div(lines, VECTOR) * VECTOR)
+
+
+@njit(fastmath=FASTMATH)
+def pack_transposed(source, factor, target):
+    """Write factor * sourceᵀ to target and zero the lanes beyond the source's rows.
+
+    Args:
+        source: (rows, dim), any strides.
+        factor: Scalar of the same dtype.
+        target: (dim, lanes), lanes >= rows.
+    """
+    rows, dim = source.shape
+    for i in range(dim):
+        lane = target[i]  # (lanes,)
+        for row in range(rows):
+            lane[row] = source[row, i] * factor
+        lane[rows:] = 0
+
+
+@njit(fastmath=FASTMATH)
+def copy_seen(source, seen, target):
+    """Copy rows, with zeros for those that are not seen: 0 · NaN would be NaN in a product.
+
+    Args:
+        source: (rows, dim), any strides.
+        seen: (rows,) or longer.
+        target: (rows, dim) or longer.
+    """
+    for row in range(source.shape[0]):
+        for i in range(source.shape[1]):
+            target[row, i] = source[row, i] if seen[row] else 0
+
+
+@njit(fastmath=FASTMATH)
+def entries(o, flat, tile, num_tiles, first, stop):
+    """Return the range of what a tile visits: entries of the list, or tiles where there is no list."""
+    if o.listed == 0:
+        return first, stop
+    line = flat % o.heads % o.pattern_heads * num_tiles + tile
+    tile_ptr = view(o.tile_ptr, np.int32)
+    return np.int64(tile_ptr[line, 0, 0, 0]), np.int64(tile_ptr[line + 1, 0, 0, 0])
+
+
+@njit(fastmath=FASTMATH)
+def tile_of(o, entry):
+    """Return the number of the tile that is visited, and 1 if the block mask hides a part of it."""
+    if o.listed == 0:
+        return entry, np.int64(0)
+    full = view(o.tile_full, np.uint8)[entry, 0, 0, 0]
+    return np.int64(view(o.tile_ids, np.int32)[entry, 0, 0, 0]), np.int64(full == 0)
+
+
+@njit(fastmath=FASTMATH)
+def tile_in_table(o, number):
+    """Return a row of the table: sequence, first_q, seq_q, first_k, seq_k and start of a tile."""
+    table = view(o.table, np.int64)
+    return (
+        table[number, 0, 0, 0], table[number, 1, 0, 0], table[number, 2, 0, 0],
+        table[number, 3, 0, 0], table[number, 4, 0, 0], table[number, 5, 0, 0],
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""The arrays of one attention call, as one record from the caller to the kernel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.memory import Memory
+from kernels.problem import Problem
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Operands and results of attention; what a call does not have is None.
+
+    From the caller they come with any leading dimensions, and :meth:`viewed` turns them into what
+    kernels take: (batch, heads, seq, dim), lse and dlse without the last, slopes (batch, heads).
+
+    Attributes:
+        q: (…, heads, seq_q, head_dim).
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        mask: Broadcasts to (…, heads, seq_q, seq_k), boolean or floating; for kernels (batches of
+            its own, heads, seq_q, seq_k), by strides of 0.
+        mask_batch: For kernels: the number of the mask's batch for each batch, (batch,) int64, on
+            the host.
+        slopes: (heads,) or (…, heads), ALiBi's, of the dtype of q.
+        out: (…, heads, seq_q, value_dim).
+        lse: (…, heads, seq_q).
+        dout: Gradient of out.
+        dlse: Gradient of lse, or None for zeros.
+        dq: Of the broadcast shape of q.
+        dk: Of the broadcast shape of k, a head for each of q's.
+        dv: Likewise of v.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    mask_batch: Any = None
+    slopes: Any = None
+    out: Any = None
+    lse: Any = None
+    dout: Any = None
+    dlse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+    def having(self, **arrays: Any) -> Operands:
+        """Return the record with other arrays."""
+        return replace(self, **arrays)
+
+    def viewed(self, memory: Memory, problem: Problem) -> Operands:
+        """Return the arrays as kernels take them; nothing is copied that strides can describe."""
+        scores = problem.scores_shape[-2:]
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        views = {
+            name: _viewed(memory, problem, name, array)
+            for name, array in given.items()
+            if array is not None and name not in ("mask", "mask_batch")
+        }
+        if self.mask is not None:
+            own, views["mask_batch"] = own_mask(memory, problem, self.mask)
+            views["mask"] = memory.four_dims(own, (own.shape[0], views["q"].shape[1], *scores))
+        return replace(self, **views)
+
+
+def make_operands(
+    memory: Memory, problem: Problem, q: Any, k: Any, v: Any, mask: Any = None, slopes: Any = None
+) -> Operands:
+    """Return the record of a call; mask and slopes may be arrays of the host for a call on a device.
+
+    Raises:
+        TypeError: If slopes on a device have another dtype than q.
+    """
+    if isinstance(slopes, np.ndarray):
+        slopes = slopes.astype(problem.dtype)
+    elif slopes is not None and slopes.dtype != problem.dtype:
+        raise TypeError(f"alibi_slopes on a device must be {problem.dtype}, got {slopes.dtype}")
+    mask, slopes = (array if array is None else memory.bring(array) for array in (mask, slopes))
+    return Operands(q, k, v, mask, slopes=slopes)
+
+
+def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDArray[np.int64]]:
+    """View a mask, or its gradient, as (batches of its own, heads or 1, seq_q or 1, seq_k or 1).
+
+    Its leading dimensions may broadcast within the batch, as one mask a batch does where groups of query
+    heads are entries of it; no stride describes that, so batches of the call look up theirs.
+
+    Returns:
+        The view, and the number of its batch for each batch of the call.
+    """
+    lead = problem.grouped_lead
+    if problem.groups > 1 and len(mask.shape) > 2:
+        mask = memory.split_heads(mask, min(problem.key_lead[-1], tuple(mask.shape)[-3]))
+    sizes = (*[1] * (len(lead) + 2 - len(mask.shape)), *mask.shape)[-max(len(lead) + 2, 3) :]
+    batches = sizes[:-3]
+    own = memory.four_dims(mask, sizes)
+    numbers = np.arange(math.prod(batches)).reshape(batches)
+    return own, np.broadcast_to(numbers, lead[:-1]).reshape(-1)
+
+
+def _viewed(memory: Memory, problem: Problem, name: str, array: Any) -> Any:
+    if name in ("lse", "dlse"):
+        column = _four_dims(memory, problem, memory.column(array))
+        return memory.rows(column)  # (batch, heads, seq_q)
+    if name == "slopes":
+        column = memory.column(memory.column(array))  # (…, heads, 1, 1)
+        return _four_dims(memory, problem, column)  # (batch, heads, 1, 1)
+    if name in ("dk", "dv"):  # a gradient for each query head, groups apart already
+        return memory.four_dims(array, tuple(array.shape))
+    return _four_dims(memory, problem, array)
+
+
+def _four_dims(memory: Memory, problem: Problem, array: Any) -> Any:
+    """View (…, heads, seq, dim) as a kernel takes it: (batch, heads, seq, dim).
+
+    Where query heads share a head of k and v, each group of them is the heads of an entry of the batch:
+    k and v repeat within it, by a stride of 0.
+    """
+    if problem.groups > 1:
+        array = memory.split_heads(array, problem.key_lead[-1])
+    # Slopes have a dimension of heads even where nothing else has.
+    lead = problem.grouped_lead or (1,) * (len(array.shape) - 2)
+    return memory.four_dims(array, (*lead, *array.shape[-2:]))

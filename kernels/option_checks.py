@@ -1,0 +1,116 @@
+"""What the options of attention must be once their types are right: shapes, ranges, error texts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kernels.block_mask import BlockMask
+from kernels.checks import check_array
+
+#: Seeds are unsigned numbers of 64 bits.
+SEEDS = 2**64
+
+
+def check_mask(mask: Any, scores_shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
+    """Check ``attn_mask``; return "bool", "float", or "" if there is none."""
+    if mask is None:
+        return ""
+    check_array("attn_mask", mask)
+    kind = np.dtype(mask.dtype).kind
+    if kind not in "bf":
+        raise TypeError(
+            "attn_mask must be boolean (True keeps) or floating (added to the scores), got "
+            f"{mask.dtype}; integers are ambiguous, write mask != 0"
+        )
+    if kind == "f" and mask.dtype != dtype:
+        raise TypeError(
+            f"a floating attn_mask is added to scores of {dtype}, got {mask.dtype}; convert it"
+        )
+    try:
+        fits = np.broadcast_shapes(tuple(mask.shape), scores_shape) == scores_shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"attn_mask of shape {tuple(mask.shape)} does not broadcast to the scores' "
+            f"{scores_shape}, (…, heads, seq_q, seq_k)"
+        )
+    return "bool" if kind == "b" else "float"
+
+
+def check_slopes(slopes: Any, lead: tuple[int, ...]) -> None:
+    """Check ``alibi_slopes`` against the leading dimensions (…, heads) of the scores."""
+    if slopes is None:
+        return
+    check_array("alibi_slopes", slopes)
+    if np.dtype(slopes.dtype).kind != "f":
+        raise TypeError(f"alibi_slopes must be floating, got {slopes.dtype}; convert them")
+    heads = lead[-1:] or (1,)
+    if tuple(slopes.shape) not in (heads, lead):
+        raise ValueError(
+            f"alibi_slopes must have shape {heads}, one for each head, or {lead}, one for each "
+            f"(batch, head); got {tuple(slopes.shape)}"
+        )
+
+
+def check_softcap(softcap: float) -> None:
+    """Check that ``softcap`` is off or a positive bound."""
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be positive, or 0 to turn it off, got {softcap!r}")
+
+
+def check_scale(scale: float | None) -> None:
+    """Check that ``scale`` is None or a number that scores can be multiplied with."""
+    if scale is not None and (not math.isfinite(scale) or scale == 0.0):
+        raise ValueError(
+            f"scale must be finite and not zero, got {scale}; None gives 1/sqrt(head_dim)"
+        )
+
+
+def check_window(window: Any) -> tuple[int, int]:
+    """Check ``window_size``; return (left, right), -1 where it is unbounded."""
+    left, right = (-1, -1) if window is None else map(int, window)
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"window_size is (left, right), each 0 or more columns, or -1 for no bound; got "
+            f"{(left, right)}"
+        )
+    return left, right
+
+
+def check_dropout(dropout_p: float, seed: int | None) -> int:
+    """Check ``dropout_p`` and ``seed``; return the seed as a signed number of 64 bits."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(
+            f"dropout_p must be a probability in [0, 1), got {dropout_p!r}; 0 turns dropout off"
+        )
+    if seed is None:
+        if dropout_p > 0.0:
+            raise ValueError(
+                f"dropout_p={dropout_p} needs a seed here, so that the backward pass drops the same "
+                "entries; give seed=, a whole number"
+            )
+        return 0
+    if not 0 <= seed < SEEDS:
+        raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
+    return int(seed) - SEEDS if seed >= SEEDS // 2 else int(seed)
+
+
+def check_block_mask(mask: BlockMask | None, lead: tuple[int, ...], seq_q: int, seq_k: int) -> None:
+    """Check that ``block_mask`` is for these lengths and heads."""
+    if mask is None:
+        return
+    heads = lead[-1] if lead else 1
+    if (mask.seq_q, mask.seq_k) != (seq_q, seq_k):
+        raise ValueError(
+            f"block_mask is for {mask.seq_q} rows and {mask.seq_k} columns, the call has {seq_q} and "
+            f"{seq_k}; build it with these lengths"
+        )
+    if mask.heads not in (1, heads):
+        raise ValueError(
+            f"block_mask has {mask.heads} heads, the call has {heads}; give it one pattern for all, "
+            "or one for each"
+        )

@@ -1,0 +1,98 @@
+"""What q, k and v of one attention call must be: dtypes, shapes, heads; and the error texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kernels.checks import check_array
+
+FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+MAX_HEAD_DIM = 256
+
+
+def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
+    """Return the one floating dtype of the operands.
+
+    Raises:
+        TypeError: If one is no array, or has a dtype that attention does not take or another than q.
+    """
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        check_array(name, operand)
+        if np.dtype(operand.dtype) not in FLOAT_DTYPES:
+            raise TypeError(
+                f"attention needs float32 or float64, got {name} of {operand.dtype}; convert it "
+                "with .astype(numpy.float32) or Tensor.to(numpy.float32)"
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert them "
+            "to one"
+        )
+    return np.dtype(q.dtype)
+
+
+def check_shapes(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], *, enable_gqa: bool
+) -> tuple[tuple[int, ...], int, int, int, int, int]:
+    """Return the leading dimensions of the scores, groups, seq_q, seq_k, head_dim and value_dim.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
+    shapes = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    if min(len(q), len(k), len(v)) < 2:
+        raise ValueError(
+            "attention needs (…, heads, seq, head_dim) or (seq, head_dim), two dimensions or "
+            f"more; got {shapes}"
+        )
+    if q[-1] != k[-1]:
+        raise ValueError(
+            f"q and k must have the same head_dim (their last size), got {q[-1]} and {k[-1]} in "
+            f"{shapes}"
+        )
+    if k[-2] != v[-2]:
+        raise ValueError(
+            f"k and v must have the same length (their last size but one), got {k[-2]} and {v[-2]} "
+            f"in {shapes}"
+        )
+    if q[-2] < 1 or k[-2] < 1:
+        raise ValueError(
+            f"sequences must hold at least one row, got {shapes}; leave the call out for an empty one"
+        )
+    for name, size in (("head_dim", q[-1]), ("value dim", v[-1])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} must be from 1 to {MAX_HEAD_DIM}, got {size} in {shapes}; use more heads "
+                "of a smaller size"
+            )
+    groups = _check_groups(q, k, v, shapes) if enable_gqa else 1
+    last = -3 if groups > 1 else -2
+    try:
+        lead = np.broadcast_shapes(tuple(q[:last]), tuple(k[:last]), tuple(v[:last]))
+    except ValueError:
+        raise ValueError(
+            "the leading dimensions (batch and heads) of q, k and v must be equal or broadcast, "
+            f"got {shapes}; repeat the smaller ones"
+            + ("" if enable_gqa else ", or let query heads share them with enable_gqa=True")
+        ) from None
+    lead = (*lead, *q[last:-2])
+    if 0 in lead:
+        raise ValueError(f"batch and heads must not be empty, got {shapes}")
+    return lead, groups, int(q[-2]), int(k[-2]), int(q[-1]), int(v[-1])
+
+
+def _check_groups(q: Sequence[int], k: Sequence[int], v: Sequence[int], shapes: str) -> int:
+    """Return how many query heads share a head of k and v."""
+    if min(len(q), len(k), len(v)) < 3:
+        raise ValueError(
+            f"enable_gqa needs heads: (…, heads, seq, head_dim), three dimensions or more; got {shapes}"
+        )
+    if k[-3] != v[-3] or k[-3] < 1 or q[-3] % k[-3]:
+        raise ValueError(
+            "with enable_gqa k and v have the same number of heads, and q a multiple of it; got "
+            f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}; repeat the heads of k and v"
+        )
+    return q[-3] // k[-3]

@@ -1,0 +1,87 @@
+"""Softmax of one vector in three steps: how the passes over memory go from three to two, for learning.
+
+FlashAttention is the third step with one change: what is summed beside the exponentials is the output.
+Nothing else in the project calls these; the kernels have their own, ``online_softmax``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[Any]
+
+
+def naive_softmax(x: Vector) -> Vector:
+    """Return e^x over its sum: two passes over x, one to add up and one to divide.
+
+    Overflows where an element is above 709 (float64) or 88 (float32).
+
+    Args:
+        x: (size,) floating.
+
+    Returns:
+        (size,).
+    """
+    # TASK 5.1: The exponentials over their sum.
+    powers = np.exp(x)  # (size,)
+    return powers / powers.sum()
+    # END TASK 5.1
+
+
+def safe_softmax(x: Vector) -> Vector:
+    """Return softmax with the largest element subtracted first: three passes over x.
+
+    Args:
+        x: (size,) floating, any numbers; not all of them minus infinity.
+
+    Returns:
+        (size,).
+
+    Source: Milakov and Gimelshein (2018), Algorithm 2.
+    """
+    # TASK 5.1: e^(x - c) / Σ e^(x - c) is the same for each c; which c keeps exp from overflowing?
+    powers = np.exp(x - x.max())  # (size,)
+    return powers / powers.sum()
+    # END TASK 5.1
+
+
+def online_softmax(x: Vector, block: int = 4) -> Vector:
+    """Return softmax, its maximum and its sum found together: two passes over x, by blocks.
+
+    Args:
+        x: (size,) floating, any numbers; not all of them minus infinity.
+        block: Elements that are read at a time.
+
+    Returns:
+        (size,).
+
+    Source: Milakov and Gimelshein (2018), Algorithm 3.
+    """
+    maximum, total = online_statistics(x, block)
+    return np.exp(x - maximum) / total
+
+
+def online_statistics(x: Vector, block: int) -> tuple[Any, Any]:
+    """Return the largest element m and Σ e^(x - m) in one pass, no block of x read twice.
+
+    Args:
+        x: (size,) floating; may begin with minus infinities.
+        block: Elements that are read at a time.
+
+    Returns:
+        m and the sum, of x's dtype.
+    """
+    # TASK 5.1: When the maximum grows from m to m_new, what is summed so far shrinks by e^(m - m_new).
+    maximum, total = x.dtype.type(-np.inf), x.dtype.type(0)
+    for start in range(0, len(x), block):
+        part = x[start : start + block]  # (block,), the last one may be short
+        new_maximum = max(maximum, part.max())
+        if new_maximum == -np.inf:
+            continue  # nothing yet: -inf - (-inf) would be NaN
+        total = total * np.exp(maximum - new_maximum) + np.exp(part - new_maximum).sum()
+        maximum = new_maximum
+    return maximum, total
+    # END TASK 5.1

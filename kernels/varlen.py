@@ -1,0 +1,165 @@
+"""Attention on packed sequences: several of unequal length in one call, and no padding computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kernels.calls import Call, as_operand, heads_first
+from kernels.checks import check_array
+from kernels.launch import Tile
+from kernels.options import by_name, takes_attention_options
+from kernels.problem import Problem, make_problem
+from kernels.sequences import Sequences
+
+
+@takes_attention_options
+def flash_attention_varlen_forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *args: Any,
+    tile: Tile | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Compute attention within each of several sequences that lie one after the other.
+
+    Rows and columns count from the start of their sequence: so do ``is_causal``, ``window_size``,
+    ``alibi_slopes``, the dropout bits and what a mod gets; its batch is the sequence's number.
+
+    Args:
+        q: (total_q, heads, head_dim); arrays as in :func:`kernels.flash_attention_forward`.
+        k: (total_k, heads, head_dim).
+        v: (total_k, heads, value_dim).
+        cu_seqlens_q: (count + 1,) whole numbers, on the host: 0 and the sums of the lengths, so that
+            sequence i has the query rows from ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``.
+        cu_seqlens_k: Likewise of key columns.
+        args: As in :func:`kernels.problem.make_problem`; ``attn_mask`` and ``block_mask`` must be None.
+        tile: (block_q, block_k); the rung's own when None.
+        options: Likewise.
+
+    Returns:
+        out (total_q, heads, value_dim), a view of (heads, total_q, value_dim), and lse (heads, total_q).
+
+    Raises:
+        TypeError: For operands that are no floating arrays, or an option of the wrong type.
+        ValueError: For shapes or values that do not fit, or a mask.
+
+    Source: FlashAttention-2, Algorithm 1; the layout is that of FlashAttention.
+    """
+    call = _call((q, k, v), cu_seqlens_q, cu_seqlens_k, by_name(args, options))
+    out, lse = call.forward(tile)
+    return heads_first(out), lse
+
+
+@takes_attention_options
+def flash_attention_varlen_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *args: Any,
+    dlse: Any = None,
+    tile: Tile | None = None,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """Compute the gradients of attention on packed sequences.
+
+    Args:
+        dout: Gradient of out, (total_q, heads, value_dim).
+        q: As in the forward pass.
+        k: As in the forward pass.
+        v: As in the forward pass.
+        out: As the forward pass returned it.
+        lse: As the forward pass returned it.
+        cu_seqlens_q: As in the forward pass.
+        cu_seqlens_k: As in the forward pass.
+        args: The options of the forward pass.
+        dlse: Gradient of lse; zeros when None.
+        tile: (block_q, block_k); the rung's own when None.
+        options: The options of the forward pass.
+
+    Returns:
+        dq, dk and dv, of the shapes of q, k and v, views of arrays with the heads first.
+
+    Raises:
+        TypeError: As in the forward pass, or if dout, out or lse is no array or has another dtype.
+        ValueError: As in the forward pass, or if dout, out or lse has another shape.
+
+    Source: FlashAttention-2, Algorithm 2.
+    """
+    dout, out = (_heads_first(name, array) for name, array in (("dout", dout), ("out", out)))
+    results = dout, out, as_operand(lse), as_operand(dlse)
+    call = _call((q, k, v), cu_seqlens_q, cu_seqlens_k, by_name(args, options), results)
+    dq, dk, dv = map(heads_first, call.backward(tile))
+    return dq, dk, dv
+
+
+def make_packed_problem(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Any
+) -> Problem:
+    """Check a call on packed sequences.
+
+    Args:
+        q: (heads, total_q, head_dim), a view.
+        k: (heads, total_k, head_dim).
+        v: (heads, total_k, value_dim).
+        cu_seqlens_q: See :func:`flash_attention_varlen_forward`.
+        cu_seqlens_k: Likewise.
+        options: Of :func:`kernels.problem.make_problem`.
+
+    Raises:
+        TypeError: See there, and :class:`kernels.sequences.Sequences`.
+        ValueError: Also for ``attn_mask`` or ``block_mask``.
+    """
+    for name in ("attn_mask", "block_mask"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"flash_attention_varlen takes no {name}: it has one shape, and each sequence would need "
+                "another; describe what is hidden by is_causal, window_size or "
+                "mask_mod(sequence, head, row, col)"
+            )
+    problem = make_problem(q, k, v, **options)
+    return replace(
+        problem, sequences=Sequences(cu_seqlens_q, cu_seqlens_k, problem.seq_q, problem.seq_k)
+    )
+
+
+def check_packed(name: str, operand: Any) -> None:
+    """Check that an operand has the three dimensions (total, heads, dim).
+
+    Raises:
+        TypeError: If it is no array.
+        ValueError: If it has others.
+    """
+    check_array(name, operand)
+    if len(operand.shape) != 3:
+        raise ValueError(
+            f"flash_attention_varlen needs {name} of shape (total, heads, dim), all sequences one after "
+            f"the other; got {tuple(operand.shape)}"
+        )
+
+
+def _heads_first(name: str, operand: Any) -> Any:
+    operand = as_operand(operand)
+    check_packed(name, operand)
+    return heads_first(operand)
+
+
+def _call(
+    operands: tuple[Any, Any, Any],
+    cu_q: Any,
+    cu_k: Any,
+    options: dict[str, Any],
+    results: Any = None,
+) -> Call:
+    q, k, v = (_heads_first(name, x) for name, x in zip("qkv", operands, strict=True))
+    make = partial(make_packed_problem, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return Call(q, k, v, options, results, make)

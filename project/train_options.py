@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
+
+from command_line import (
+    COUNT,
+    FROM_ZERO,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    OneLineParser,
+)
 
 import minitorch
-from kernels.problem import MAX_HEAD_DIM
+from kernels.shapes import MAX_HEAD_DIM
 from minitorch.transformer import ATTENTIONS
 
 BACKENDS = {
@@ -19,38 +27,6 @@ BACKENDS = {
 EPILOG = """\
 Two runs with the same options give the same losses only when all steps are done: when the clock
 (--max-seconds) has to shorten the run, which the run then says, they depend on the machine's speed."""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the list of all options before it."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with code 2."""
-        self.exit(2, f"{self.prog}: {message}; --help lists the options\n")
-
-
-def number(
-    kind: Callable[[str], float], fits: Callable[[float], bool], wanted: str
-) -> Callable[[str], Any]:
-    """Return a reader of numbers of one kind that refuses what does not fit."""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-            if math.isfinite(value) and fits(value):
-                return value
-        except (ValueError, OverflowError):
-            pass
-        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
-
-    return read
-
-
-COUNT = number(int, lambda x: x >= 1, "a whole number, 1 or more")
-FROM_ZERO = number(int, lambda x: x >= 0, "a whole number, 0 or more")
-POSITIVE = number(float, lambda x: x > 0, "a number above 0")
-NOT_NEGATIVE = number(float, lambda x: x >= 0, "a number, 0 or more")
-PROBABILITY = number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
 
 
 def parse_args(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:

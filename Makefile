@@ -1,6 +1,7 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
 # make test                    every test
 # make lint                    style and types
+# make docs                    the site: build/docs/index.html
 # make bench                   naive against flash attention: time and memory
 # Each creates .venv on first use and installs what it needs. PYTHON=python3.12 picks another Python.
 
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train test lint bench clean FORCE
+.PHONY: train test lint docs bench clean FORCE
 
 # Not empty when the user says which Python.
 CHOSEN := $(filter-out file,$(origin PYTHON))
@@ -53,6 +54,10 @@ $(VENV)/.lint: $(VENV)/.test
 	$(PIP) --editable '.[plot,test,lint]'
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.python setup.py requirements.txt
+	$(PIP) --editable '.[docs]'
+	@touch $@
+
 train: $(VENV)/.train
 	$(BIN)/python project/train_gpt.py $${TEXT:+--text="$$TEXT"} $(ARGS)
 
@@ -64,6 +69,10 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs $(ARGS)
+	@echo "the site is in build/docs/index.html"
 
 bench: $(VENV)/.train
 	$(BIN)/python project/bench_attention.py $(ARGS)

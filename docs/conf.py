@@ -1,0 +1,48 @@
+"""Configuration of the site: Sphinx with MyST, built offline; see ``make docs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "project"), str(DOCS), str(DOCS / "extensions")]
+
+project = "minitorch-flash"
+author = "the minitorch-flash authors"
+project_copyright = author
+html_title = project
+language = "en"
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "docstrings",  # these five stand in docs/extensions
+    "mathml",
+    "tasks",
+    "algorithm",
+    "measured",
+]
+exclude_patterns = ["_build", "results/**/tests.md"]
+suppress_warnings = ["docutils.directive_order"]
+
+# Markdown
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 4  # links such as page.md#a-heading, as on GitHub
+
+# Docstrings are Google's.  Types stand in the signatures, and are not links.
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+default_role = "code"  # `x` in a docstring is code, as in Markdown
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+# Formulas as MathML, which browsers draw themselves: no script and nothing from a network.
+html_math_renderer = "mathml"
+html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_copyright = False

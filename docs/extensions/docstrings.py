@@ -1,0 +1,34 @@
+"""Docstrings are plain text for ``help``; this makes of them what the site's parser reads as meant."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+LITERAL = re.compile(r"(``.+?``|`.+?`)")
+#: The fields of a kernel's header; see docs/architecture.md.
+FIELD = re.compile(
+    r"^(Computes|Source|Grid|Block|One thread does|Shared|Registers|Global traffic|Needs):(?= )"
+)
+
+
+def as_rst(lines: list[str]) -> list[str]:
+    """Return lines in which stars and bars are themselves, and a kernel's header is a list of fields."""
+    is_kernel = any(line.startswith("Computes: ") for line in lines)
+    result = []
+    for line in lines:
+        parts = LITERAL.split(line)
+        parts[::2] = [re.sub(r"([*|])", r"\\\1", text) for text in parts[::2]]
+        line = "".join(parts)
+        result.append(FIELD.sub(r":\1:", line) if is_kernel else line)
+    return result
+
+
+def _process(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = as_rst(lines)
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Run before napoleon, which reads the sections."""
+    app.connect("autodoc-process-docstring", _process, priority=100)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from kernels.targets import IS_SIMULATOR, why_no_cuda
+
+#: MINITORCH_SHRINK=0 shows the first example that fails, and does not look for the smallest.
+SHRINKING = os.environ.get("MINITORCH_SHRINK") != "0"
 
 settings.register_profile(
     "minitorch",
@@ -18,6 +21,8 @@ settings.register_profile(
     max_examples=int(os.environ.get("MINITORCH_EXAMPLES", "30")),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     print_blob=True,
+    report_multiple_bugs=SHRINKING,
+    phases=[p for p in Phase if SHRINKING or p not in (Phase.shrink, Phase.explain)],
 )
 settings.load_profile("minitorch")
 

@@ -105,6 +105,7 @@ def test_eq_is_exact(x: float, y: float) -> None:
 @given(small_floats, small_floats)
 def test_sigmoid(a: float, b: float) -> None:
     """It lies in [0, 1], 1 - sigmoid(a) = sigmoid(-a), it crosses one half at 0 and rises."""
+    # TASK 0.2: Assert the range, 1 - sigmoid(a) = sigmoid(-a), the value at 0, and that it rises.
     assert 0.0 <= sigmoid(a) <= 1.0
     assert 1.0 - sigmoid(a) == pytest.approx(sigmoid(-a))
     assert sigmoid(0.0) == 0.5
@@ -112,35 +113,44 @@ def test_sigmoid(a: float, b: float) -> None:
     low, high = sorted((a / 4.0, b / 4.0))
     assert sigmoid(low) <= sigmoid(high)
     assert sigmoid(low) < sigmoid(high + 1e-3)
+    # END TASK 0.2
 
 
 @pytest.mark.task0_2
 @given(small_floats, small_floats, small_floats)
 def test_transitive(a: float, b: float, c: float) -> None:
     """If a < b and b < c, then a < c."""
+    # TASK 0.2: Assert that a < b and b < c imply a < c, with lt.
     assert lt(a, c) >= lt(a, b) * lt(b, c)
+    # END TASK 0.2
 
 
 @pytest.mark.task0_2
 @given(small_floats, small_floats)
 def test_symmetric(a: float, b: float) -> None:
     """A product does not depend on the order of its factors."""
+    # TASK 0.2: Assert that the order of two factors does not matter.
     assert mul(a, b) == mul(b, a)
+    # END TASK 0.2
 
 
 @pytest.mark.task0_2
 @given(small_floats, small_floats, small_floats)
 def test_distribute(a: float, b: float, c: float) -> None:
     """Multiplication distributes over addition."""
+    # TASK 0.2: Assert x (y + z) = x y + x z, with assert_close.
     assert_close(mul(a, add(b, c)), add(mul(a, b), mul(a, c)))
+    # END TASK 0.2
 
 
 @pytest.mark.task0_2
 @given(small_floats)
 def test_other(x: float) -> None:
     """The logarithm undoes the exponential, as long as EPS does not show."""
+    # TASK 0.2: A property of your own choice: which pair of operators belongs together?
     assume(x > -4.0)
     assert_close(log(exp(x)), x)
+    # END TASK 0.2
 
 
 # --- task 0.3: functions of functions --------------------------------------------------------
@@ -160,7 +170,9 @@ def test_add_lists_adds_pairs(a: float, b: float, c: float, d: float) -> None:
 @given(number_lists, number_lists)
 def test_sum_distribute(xs: list[float], ys: list[float]) -> None:
     """The sum of two lists' sums is the sum of the lists' sum."""
+    # TASK 0.3: Assert that sum(xs) + sum(ys) is the sum of addLists(xs, ys).
     assert_close(add(sum(xs), sum(ys)), sum(addLists(xs, ys)))
+    # END TASK 0.3
 
 
 @pytest.mark.task0_3
@@ -188,26 +200,31 @@ def test_neg_list_changes_every_sign(xs: list[float]) -> None:
 # --- the rest of the contract ----------------------------------------------------------------
 
 
+@pytest.mark.task0_3
 def test_reduce_starts_at_start_and_goes_from_the_left() -> None:
     assert reduce(operators.max, -1e9)([]) == -1e9
     assert reduce(lambda total, x: 10 * total + x, 0.0)([1.0, 2.0, 3.0]) == 123.0
 
 
+@pytest.mark.task0_3
 def test_lists_of_different_length_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
         zipWith(add)([1.0, 2.0], [1.0])
 
 
+@pytest.mark.task0_1
 def test_sigmoid_does_not_overflow_far_from_zero() -> None:
     assert sigmoid(-1e6) == 0.0
     assert sigmoid(1e6) == 1.0
 
 
+@pytest.mark.task0_1
 def test_log_of_zero_is_finite() -> None:
     assert log(0.0) == pytest.approx(math.log(operators.EPS))
     assert log_back(0.0, 1.0) == pytest.approx(1.0 / operators.EPS)
 
 
+@pytest.mark.task0_1
 def test_is_close_is_an_absolute_hundredth() -> None:
     assert is_close(1.0, 1.009) and is_close(1.009, 1.0)
     assert not is_close(1.0, 1.011) and not is_close(1.011, 1.0)
@@ -221,6 +238,7 @@ def test_pow_and_tanh_are_those_of_math(x: float, y: float) -> None:
     assert operators.tanh(y) == pytest.approx(2.0 * sigmoid(2.0 * y) - 1.0, abs=1e-12)
 
 
+@pytest.mark.task0_1
 @given(small_floats, small_floats)
 def test_backs(x: float, d: float) -> None:
     """Each `_back` is d times the slope of its function."""
@@ -275,6 +293,7 @@ def test_operators_with_branches_compile_for_float32() -> None:
 one_arg, two_arg, red_arg = MathTest._tests()
 
 
+@pytest.mark.task0_1
 @pytest.mark.parametrize("fn", one_arg)
 @settings(max_examples=30)
 @given(small_floats)
@@ -284,6 +303,7 @@ def test_one_args(fn: tuple[str, Callable[[float], float]], x: float) -> None:
     assert isinstance(f(x), float)
 
 
+@pytest.mark.task0_1
 @pytest.mark.parametrize("fn", two_arg)
 @settings(max_examples=30)
 @given(small_floats, small_floats)

@@ -1,0 +1,167 @@
+"""Where a submission is graded: a folder of its own, a tree made for it, and a process that is watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from course_markers import (
+    PACKAGES,
+    CourseError,
+    Key,
+    Region,
+    find_regions,
+    read_bodies,
+    read_text,
+    sources,
+    stub,
+)
+from course_trees import ROOT, write_tree
+
+LONGEST_FILE = 1 << 20
+
+
+class Ending(NamedTuple):
+    """How a process ended: its exit code (negative: the signal), and whether time was up."""
+
+    code: int
+    late: bool
+
+
+class Workplace:
+    """A folder for one grading, with what a submission may write to and what it may not.
+
+    Args:
+        folder: An empty one.
+        gpu: CUDA tasks run on the GPU.
+    """
+
+    def __init__(self, folder: Path, gpu: bool):
+        self.gpu = gpu
+        self.tree, self.reports = folder / "tree", folder / "reports"
+        self.writable = {name: folder / name for name in ("home", "tmp", "numba")}
+        for path in (self.tree, self.reports, *self.writable.values()):
+            path.mkdir()
+
+    def environment(self, simulator: bool) -> dict[str, str]:
+        """Return the environment of a run: little of ours, and every folder inside this one."""
+        kept = (
+            "PATH",
+            "LANG",
+            "SYSTEMROOT",
+            "LD_LIBRARY_PATH",
+            "CUDA_HOME",
+            "CUDA_VISIBLE_DEVICES",
+        )
+        kept = (*kept, "MINITORCH_EXAMPLES", "NUMBA_NUM_THREADS")
+        home, tmp = str(self.writable["home"]), str(self.writable["tmp"])
+        return {name: os.environ[name] for name in kept if name in os.environ} | {
+            "CI": "1",  # property tests draw the same examples each time
+            "MINITORCH_SHRINK": "0",  # the first that fails will do
+            "HOME": home, "USERPROFILE": home, "TMPDIR": tmp, "TEMP": tmp, "TMP": tmp,
+            "HYPOTHESIS_STORAGE_DIRECTORY": tmp,
+            "NUMBA_CACHE_DIR": str(self.writable["numba"]),
+            "NUMBA_ENABLE_CUDASIM": str(int(simulator and not self.gpu)),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }  # fmt: skip
+
+    def run(self, job: dict[str, Any], simulator: bool, seconds: float) -> tuple[list[Any], Ending]:
+        """Run the child and return its records and its end."""
+        report = self.reports / f"{secrets.token_hex(16)}.jsonl"
+        report.touch()
+        whole = {"report": str(report), "gpu": self.gpu, **job}
+        child = ROOT / "project" / "course_child.py"
+        with tempfile.TemporaryFile(dir=self.reports) as output:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-B", str(child)],
+                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                env=self.environment(simulator), start_new_session=True,
+            )  # fmt: skip
+            late = False
+            try:
+                process.communicate(json.dumps(whole).encode(), timeout=seconds)
+            except subprocess.TimeoutExpired:
+                late = True
+            finally:
+                _end(process)
+        return list(_records(report)), Ending(process.returncode, late)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and whatever it has started."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+
+
+def _records(report: Path) -> Iterator[dict[str, Any]]:
+    for line in report.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the last line of a process that was ended
+        if isinstance(record, dict):
+            yield record
+
+
+# -- the tree ------------------------------------------------------------------------------------
+
+
+def assemble(submission: Path, tree: Path, module: int, root: Path = ROOT) -> None:
+    """Write the tree that is graded.
+
+    Args:
+        submission: The student's tree.
+        tree: An empty folder.
+        module: Tasks of this module and of earlier ones are the student's.
+        root: The course.
+    """
+
+    def ours(region: Region) -> bool:
+        return int(region.key.task.split(".")[0]) <= module
+
+    marked: dict[str, list[Region]] = {}
+    for file in sources(root):
+        regions = [r for r in find_regions(read_text(root / file), file) if ours(r)]
+        if regions:
+            marked[file] = regions
+    tests = {file for file in marked if file.startswith("tests/")}
+    theirs = sources(submission)
+    written, problem = _written_tests(submission, tests & set(theirs))
+
+    def body_of(region: Region) -> list[str] | None:
+        if region.key.file in tests and ours(region):
+            missing = region._replace(hint=problem or f"no markers in {region.key.file}")
+            return written.get(region.key) or stub(missing)
+        return stub(region)  # what the student's own files shall replace
+
+    write_tree(module, tree, body_of, root)
+    for file in theirs:
+        if file.split("/")[0] in PACKAGES and (file in marked or not (root / file).exists()):
+            if (submission / file).stat().st_size > LONGEST_FILE:
+                raise CourseError(f"{submission / file} is larger than {LONGEST_FILE} bytes")
+            target = tree / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(submission / file, target)
+
+
+def _written_tests(submission: Path, files: set[str]) -> tuple[dict[Key, list[str]], str]:
+    """Return the bodies of tests that the student wrote, and what is wrong with their markers."""
+    try:
+        return read_bodies(submission, sorted(files)), ""
+    except CourseError as error:
+        return {}, str(error)

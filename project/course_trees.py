@@ -1,0 +1,249 @@
+"""Starter trees: the library with some of its bodies taken out, and what a student needs around it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from course_markers import (
+    PACKAGES,
+    CourseError,
+    Key,
+    Region,
+    marked_regions,
+    read_bodies,
+    read_text,
+    replaced,
+    sources,
+    stub,
+)
+from course_tasks import MODULES, TASKS, Task, tasks_of, tasks_until
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Says of which module a starter tree is.
+STAMP = "course.json"
+#: Of the tests; the grader needs them in every tree.
+HELPERS = {"__init__", "conftest", "strategies", "tolerances"}
+
+
+# -- starter trees -------------------------------------------------------------------------------
+
+
+def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT) -> None:
+    """Write the starter tree of a module.
+
+    Args:
+        module: 0 to 5.
+        out: A folder that does not exist, or is empty.
+        earlier: A tree of the student's, from which the bodies of earlier modules are taken; the
+            course's solutions when None.
+        root: The course.
+
+    Raises:
+        CourseError: If the folder is in use, there is no such module, or a body is missing in
+            ``earlier``.
+    """
+    if module not in range(len(MODULES)):
+        raise CourseError(f"there is no module {module}; there are 0 to {len(MODULES) - 1}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CourseError(
+            f"{out} is not empty; name a folder that is, or one that is not there yet"
+        )
+    if (root / STAMP).exists():
+        raise CourseError(
+            f"{root} is a starter tree itself, without the solutions; start from the course"
+        )
+    solved = _bodies_of_earlier(module, earlier, root) if earlier is not None else {}
+
+    def body_of(region: Region) -> list[str] | None:
+        if int(region.key.task.split(".")[0]) >= module:
+            return stub(region)
+        return solved.get(region.key)
+
+    write_tree(module, out, body_of, root)
+
+
+def _bodies_of_earlier(module: int, earlier: Path, root: Path) -> dict[Key, list[str]]:
+    needed = [r for r in marked_regions(root) if int(r.key.task.split(".")[0]) < module]
+    have = read_bodies(earlier, [f for f in sources(earlier) if f in {r.key.file for r in needed}])
+    missing = [r.key for r in needed if r.key not in have]
+    if missing:
+        lines = [f"  task {key.task}: {key.file}, {key.name}" for key in missing]
+        raise CourseError(
+            f"{earlier} has no markers around {len(missing)} bodies that are needed; put '# TASK "
+            "n: …' and '# END TASK n' back, at the indentation of the body, in\n" + "\n".join(lines)
+        )
+    return {key: have[key] for key in (r.key for r in needed)}
+
+
+def write_tree(
+    module: int, out: Path, body_of: Callable[[Region], list[str] | None], root: Path = ROOT
+) -> None:
+    """Write the tree of a module with bodies of the caller's choice.
+
+    Args:
+        module: Its tests and those of earlier modules go in.
+        out: The folder.
+        body_of: Region → lines, or None for the course's own.
+        root: The course.
+    """
+    for file in (*_package_files(root), *_test_files(module, root), *_scripts(module, root)):
+        target = out / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if file.endswith(".py"):
+            target.write_text(replaced(read_text(root / file), file, body_of), encoding="utf-8")
+        else:
+            shutil.copyfile(root / file, target)
+    for file in ("setup.py", "requirements.txt", ".gitignore"):
+        shutil.copyfile(root / file, out / file)
+    marks = [task.mark for task in tasks_until(module)]
+    settings = read_text(root / "pyproject.toml")
+    addopts = 'addopts = "-q --strict-markers"'
+    if addopts not in settings:
+        raise CourseError(f"pyproject.toml has no line {addopts}; mend write_tree")
+    chosen = addopts[:-1] + f" -m '{' or '.join(marks)}'\""
+    (out / "pyproject.toml").write_text(settings.replace(addopts, chosen), encoding="utf-8")
+    (out / "Makefile").write_text(_makefile(module), encoding="utf-8")
+    (out / "README.md").write_text(_readme(module, root), encoding="utf-8")
+    (out / STAMP).write_text(json.dumps({"module": module}) + "\n", encoding="utf-8")
+
+
+def _package_files(root: Path) -> list[str]:
+    return [
+        path.relative_to(root).as_posix()
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*"))
+        if path.is_file() and path.suffix in (".py", ".typed")
+    ]
+
+
+def _test_files(module: int, root: Path) -> list[str]:
+    """Return the test files of the tasks up to a module, and the helpers that they import."""
+    tests = root / "tests"
+    chosen = {Path(file).stem for task in tasks_until(module) for file in task.tests}
+    names = _closure(tests, chosen | HELPERS)
+    return [f"tests/{name}.py" for name in names]
+
+
+def _scripts(module: int, root: Path) -> list[str]:
+    """Return the scripts of the modules up to this one, what they import, and the grader."""
+    project = root / "project"
+    wanted = {name for m in MODULES[: module + 1] for name in m.scripts}
+    wanted |= {path.stem for path in project.glob("course*.py")}
+    return [f"project/{name}.py" for name in _closure(project, wanted)]
+
+
+def _closure(folder: Path, names: set[str]) -> list[str]:
+    """Return the files of a folder that have these names, and those that they import from it."""
+    todo, done = set(names), set()
+    while todo:
+        name = todo.pop()
+        path = folder / f"{name}.py"
+        if name in done or not path.is_file():
+            continue
+        done.add(name)
+        for node in ast.walk(ast.parse(read_text(path))):
+            if isinstance(node, ast.Import):
+                todo |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                todo |= {(node.module or "").split(".")[0], *(a.name for a in node.names)}
+    return sorted(done)
+
+
+def _expressions(tasks: list[Task]) -> tuple[str, str]:
+    """Return pytest's ``-m`` of the tasks without and with the simulator."""
+    plain = " or ".join(task.mark for task in tasks if not task.simulator)
+    simulated = " or ".join(task.mark for task in tasks if task.simulator)
+    return plain, simulated
+
+
+def command(task: Task) -> str:
+    """Return the command that runs the tests of a task."""
+    run = f"python -m pytest -m {task.mark}"
+    if task.simulator:
+        run = f'NUMBA_ENABLE_CUDASIM=1 python -m pytest -m "{task.mark} and simulator and not cuda"'
+    return f"{run} {' '.join(task.tests)}"
+
+
+def _makefile(module: int) -> str:
+    plain, simulated = _expressions(tasks_of(module))
+    lines = [
+        "# make test    the tests of this module (pytest alone looks for the smallest example too)",
+        "# make grade   task by task, with points",
+        "ARGS ?= -n 2",
+        "PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)",
+        "",
+        ".PHONY: test grade venv",
+        "",
+        "test:",
+    ]
+    if plain:
+        lines.append(f'\tMINITORCH_SHRINK=0 $(PYTHON) -m pytest -m "{plain}" $(ARGS)')
+    if simulated:
+        chosen = f"simulator and not cuda and ({simulated})"
+        lines.append("\tMINITORCH_SHRINK=0 NUMBA_ENABLE_CUDASIM=1 \\")
+        lines.append(f'\t  $(PYTHON) -m pytest -m "{chosen}" $(ARGS)')
+    lines += [
+        "",
+        "grade:",
+        "\t$(PYTHON) project/course.py grade .",
+        "",
+        "venv:",
+        "\tpython3 -m venv .venv",
+        "\t.venv/bin/python -m pip install --quiet --editable '.[plot,test]'",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _readme(module: int, root: Path) -> str:
+    tasks = tasks_of(module)
+    lines = [
+        f"# Module {module}: {MODULES[module].title}",
+        "",
+        "Write what is missing, task by task. A place to write looks like this; the two comments stay:",
+        "",
+        "```python",
+        "    # TASK 1.1: a hint",
+        '    raise NotImplementedError("Task 1.1: a hint")',
+        "    # END TASK 1.1",
+        "```",
+        "",
+        "`make venv` makes an environment and installs what is needed. `make test` runs the tests of "
+        "this module, and `python project/course.py grade .` prints a table of tasks and points. You "
+        "may add functions and imports in the files named below, and files of your own; every other "
+        "file is taken from the course when your work is graded.",
+        "",
+        f"Points: {sum(task.points for task in tasks)}.",
+    ]
+    regions = marked_regions(root)
+    for task in tasks:
+        lines += ["", f"## Task {task.id}: {task.title} ({task.points} points)", "", task.hint, ""]
+        lines += ["| file | function | hint |", "|---|---|---|"]
+        for r in regions:
+            if r.key.task == task.id:
+                hint = r.hint.replace("|", "\\|")
+                lines.append(f"| `{r.key.file}` | `{r.key.name}` | {hint} |")
+        lines += ["", f"Mark `{task.mark}`:", "", "```", command(task), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def module_of(tree: Path) -> int:
+    """Return the module of a starter tree; the last one for a tree that is the whole course.
+
+    Raises:
+        CourseError: If the stamp cannot be read.
+    """
+    stamp = tree / STAMP
+    if not stamp.exists():
+        return TASKS[-1].module
+    try:
+        module = json.loads(stamp.read_text(encoding="utf-8"))["module"]
+        MODULES[module]
+        return module
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        raise CourseError(
+            f'{stamp} is damaged; it says {{"module": 3}} for the tree of module 3'
+        ) from None

@@ -1,0 +1,279 @@
+"""The grader gives points for what is right, and a submission cannot take them otherwise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "project"))
+
+import course_grader  # noqa: E402
+from course import main  # noqa: E402
+from course_child import landlock_version  # noqa: E402
+from course_grader import Result, expected_tests, grade_task  # noqa: E402
+from course_markers import fill, read_bodies, replaced  # noqa: E402
+from course_place import Workplace, assemble  # noqa: E402
+from course_tasks import find_task, tasks_of, tasks_until  # noqa: E402
+from course_trees import start  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    (ROOT / "course.json").exists(), reason="a starter tree has no solutions"
+)
+
+
+# -- the grader ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return expected_tests(Workplace(tmp_path_factory.mktemp("counts"), False), tasks_of(0))[0]
+
+
+@pytest.fixture
+def student(tmp_path: Path) -> Path:
+    """Module 0, solved."""
+    start(0, tmp_path / "student")
+    fill(tmp_path / "student", [task.id for task in tasks_of(0)], read_bodies(ROOT))
+    return tmp_path / "student"
+
+
+def graded(student: Path, counts: dict[str, list[str]], task: str = "0.4", **limits: int) -> Result:
+    folder = student.parent / "place"
+    folder.mkdir()
+    place = Workplace(folder, gpu=False)
+    assemble(student, place.tree, 0)
+    return grade_task(place, replace(find_task(task), **limits), counts[task])
+
+
+def at_import(student: Path, code: str) -> None:
+    file = student / "minitorch" / "module.py"
+    text = file.read_text(encoding="utf-8")
+    mark = "from typing import Any\n"
+    assert mark in text
+    file.write_text(text.replace(mark, mark + code), encoding="utf-8")
+
+
+def in_train(student: Path, code: str) -> None:
+    file = student / "minitorch" / "module.py"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("        self.training = True\n        for", f"{code}        for"),
+                    encoding="utf-8")  # fmt: skip
+
+
+def test_a_solved_tree_gets_full_points(
+    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "result.json"
+    assert main(["grade", str(student), "--json", str(result)]) == 0
+    summary = json.loads(result.read_text(encoding="utf-8"))
+    assert summary["points"] == summary["possible"] == sum(task.points for task in tasks_until(0))
+    assert summary["all_passed"] is True
+    assert [task["status"] for task in summary["tasks"]] == ["passed"] * len(tasks_of(0))
+    assert "points 40 of 40" in capsys.readouterr().out
+
+
+def test_a_starter_tree_gets_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(0, tmp_path / "new")
+    assert main(["grade", str(tmp_path / "new"), "--task", "0.4"]) == 1
+    out = capsys.readouterr().out
+    assert "NotImplementedError: Task 0.4: " in out
+    assert "points 0 of 10" in out
+
+
+def test_the_first_assertion_that_fails_is_shown(student: Path, counts: Any) -> None:
+    in_train(student, "        self.training = None\n")
+    result = graded(student, counts)
+    assert (result.status, result.points) == ("failed", 0)
+    assert result.message.startswith("test_train_and_eval_reach_every_module: assert")
+    assert "\n" not in result.message
+    assert 0 < result.passed < result.tests
+
+
+def test_an_endless_loop_is_stopped(student: Path, counts: Any) -> None:
+    in_train(student, "        while True: pass\n")
+    result = graded(student, counts, seconds=6)
+    assert result.status == "failed"
+    assert result.message == "stopped after 6 s, in test_train_and_eval_reach_every_module"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there the limit of memory holds")
+def test_an_eater_of_memory_is_stopped(student: Path, counts: Any) -> None:
+    in_train(student, "        eaten = []\n        while True: eaten.append(bytearray(1 << 24))\n")
+    result = graded(student, counts, memory_mb=2048)
+    assert result.status == "failed"
+    assert "the limit is 2048 MB" in result.message
+
+
+@pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)"])
+def test_ending_the_process_early_is_no_pass(student: Path, counts: Any, end: str) -> None:
+    at_import(student, end + "\n")
+    result = graded(student, counts)
+    assert (result.status, result.passed) == ("failed", 0)
+
+
+def test_ending_the_process_in_the_middle_is_no_pass(student: Path, counts: Any) -> None:
+    in_train(student, "        import os; os._exit(0)\n")
+    result = graded(student, counts)
+    assert result.status == "failed"
+    assert "ended early (exit code 0)" in result.message
+    assert "in test_train_and_eval_reach_every_module" in result.message
+
+
+TRICKS = {
+    "no test runs": "import _pytest.python as p; p.Function.runtest = lambda self: None\n",
+    "nothing is unequal": "import numpy; numpy.testing.assert_array_equal = lambda *a, **k: None\n",
+    "all that is raised is forgotten": "import pytest\n"
+    "class R:\n"
+    "    def __init__(self, *a, **k): pass\n"
+    "    def __enter__(self): return self\n"
+    "    def __exit__(self, *a): return True\n"
+    "pytest.raises = R\n",
+    "all tests are skipped": "import pytest; pytest.skip('x', allow_module_level=True)\n",
+}
+
+
+@pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
+def test_changing_what_judges_is_no_pass(student: Path, counts: Any, trick: str) -> None:
+    at_import(student, trick)
+    result = graded(student, counts)
+    assert (result.status, result.points) == ("failed", 0), result
+
+
+def test_the_tests_of_the_course_count_and_not_the_students(student: Path, counts: Any) -> None:
+    in_train(student, "        self.training = None\n")
+    (student / "tests" / "test_module.py").write_text("", encoding="utf-8")
+    (student / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '-k no'\n")
+    (student / "conftest.py").write_text("import os; os._exit(0)\n", encoding="utf-8")
+    assert graded(student, counts).message.startswith("test_train_and_eval_reach_every_module")
+
+
+def test_a_file_of_the_students_own_is_taken_along(student: Path, counts: Any) -> None:
+    (student / "minitorch" / "mine.py").write_text("YES = True\n", encoding="utf-8")
+    in_train(student, "        from .mine import YES\n        self.training = YES\n")
+    assert graded(student, counts).status == "passed"
+
+
+def test_a_submission_cannot_write_outside(student: Path, counts: Any, tmp_path: Path) -> None:
+    target, moved = tmp_path / "outside.txt", tmp_path / "kept.txt"
+    moved.write_text("kept", encoding="utf-8")
+    attempts = [
+        f"open({str(target)!r}, 'w').write('x')",
+        f"__import__('os').remove({str(moved)!r})",
+        f"__import__('os').system('touch {target}')",
+        f"__import__('subprocess').run(['touch', {str(target)!r}])",
+        f"__import__('pathlib').Path({str(tmp_path / 'folder')!r}).mkdir()",
+    ]
+    if landlock_version():  # past Python: the kernel says no
+        attempts.append(f"__import__('ctypes').CDLL(None).creat({str(target).encode()!r}, 0o600)")
+    code = "".join(f"try:\n    {a}\nexcept OSError:\n    pass\n" for a in attempts)
+    at_import(student, code)
+    result = graded(student, counts)
+    assert result.status == "passed", result.message  # it does no harm, and the rest is right
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept.txt", "place", "student"]
+
+
+def test_the_attempt_to_write_outside_is_named(student: Path, counts: Any, tmp_path: Path) -> None:
+    in_train(student, f"        open({str(tmp_path / 'outside.txt')!r}, 'w')\n")
+    message = graded(student, counts).message
+    assert "a submission may not change" in message and "outside.txt" in message
+
+
+def test_the_solutions_of_the_course_cannot_be_read(student: Path, counts: Any) -> None:
+    file = ROOT / "minitorch" / "module.py"
+    at_import(student, f"exec(open({str(file)!r}).read())\n")
+    assert "a submission may not read" in graded(student, counts).message
+
+
+# -- tasks in which tests are written ------------------------------------------------------------
+
+
+def rewritten(student: Path, name: str, body: str) -> None:
+    file = student / "tests" / "test_operators.py"
+    text = file.read_text(encoding="utf-8")
+    new = replaced(
+        text, "tests/test_operators.py", lambda r: [body] if r.key.name == name else None
+    )
+    assert new != text
+    file.write_text(new, encoding="utf-8")
+
+
+#: Bodies that hold and notice nothing, and how many broken operators each lets pass.
+EMPTY = {
+    "test_sigmoid": ("    pass", 4),
+    "test_symmetric": ("    assert mul(a, b) == mul(a, b)", 2),
+    "test_transitive": ("    assert lt(a, c) in (0.0, 1.0)", 2),
+    "test_other": ("    assert x == x", 1),
+}
+
+
+def test_a_property_test_that_notices_nothing_is_no_pass(student: Path, counts: Any) -> None:
+    for name, (body, _) in EMPTY.items():
+        rewritten(student, name, body)
+    result = graded(student, counts, "0.2")
+    assert result.status == "failed"
+    assert "test_sigmoid passes with a broken sigmoid" in result.message
+    assert result.tests - result.passed == sum(missed for _, missed in EMPTY.values())
+
+
+def test_property_tests_are_judged_by_the_courses_operators(student: Path, counts: Any) -> None:
+    file = student / "minitorch" / "operators.py"
+    text = file.read_text(encoding="utf-8").replace("return x * y", "return x * y + 1.0")
+    file.write_text(text, encoding="utf-8")
+    assert graded(student, counts, "0.2").status == "passed"
+
+
+def test_markers_that_are_gone_are_named(student: Path, counts: Any) -> None:
+    file = student / "tests" / "test_operators.py"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("    # END TASK 0.2\n", "", 1), encoding="utf-8")
+    assert "tests/test_operators.py, line" in graded(student, counts, "0.2").message
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def test_what_needs_a_gpu_is_blocked_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_gpu = ({"3.3": ["a"]}, "there is none")
+    monkeypatch.setattr(course_grader, "expected_tests", lambda *args: no_gpu)
+    start(3, tmp_path / "three")
+    assert main(["grade", str(tmp_path / "three"), "--task", "3.3", "--gpu"]) == 2
+    out = capsys.readouterr().out
+    assert "blocked" in out and "needs a GPU: there is none" in out
+    assert "points 0 of 0" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["grade", "nowhere"], "has no folder minitorch"),
+        (["grade", str(ROOT), "--task", "3.9"], "there is no task '3.9'; there are 3.1, 3.2"),
+    ],
+)
+def test_what_cannot_be_graded_ends_with_two(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_a_task_of_a_later_module_is_refused(
+    student: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grade", str(student), "--task", "2.1"]) == 2
+    assert "is the tree of module 0" in capsys.readouterr().err
+
+
+def test_the_command_runs(tmp_path: Path) -> None:
+    script = ROOT / "project" / "course.py"
+    run = [sys.executable, str(script), "start", "1", str(tmp_path / "one")]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert "README.md lists the tasks" in done.stdout

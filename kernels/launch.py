@@ -78,11 +78,11 @@ class Target:
         missing = self.memory.why_not()
         if missing is not None:
             raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
+        for rung in self.rungs:
+            if problem.rung in ("auto", rung.name) and rung.why_not(problem, tile) is None:
+                return rung
         reasons = {rung.name: rung.why_not(problem, tile) for rung in self.rungs}
         usable = [rung for rung in self.rungs if reasons[rung.name] is None]
-        for rung in usable:
-            if problem.rung in ("auto", rung.name):
-                return rung
         known = {"auto": "; ".join(f"{name}: {reason}" for name, reason in reasons.items())}
         why = {**known, **reasons}.get(problem.rung) or f"the {self.name} target has no such rung"
         raise unusable_rung(problem.rung, why, self.name, [rung.name for rung in usable])

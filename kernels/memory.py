@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -124,14 +125,20 @@ class HostMemory(Memory):
 
         What is misaligned or of the other byte order is copied.
         """
+        if (
+            array.shape == shape
+            and len(shape) == 4
+            and array.flags.aligned
+            and array.dtype.isnative
+        ):
+            return array  # as most are
         # Not broadcast_to alone: what it returns is read-only, also where nothing is repeated.
         array = array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
         array = np.broadcast_to(array, shape) if array.shape != tuple(shape) else array
         if not (array.flags.aligned and array.dtype.isnative):
             array = np.array(array, array.dtype.newbyteorder("="))
         lead = (1, 1, *shape[:-2])
-        batch = int(np.prod(lead[:-1]))
-        return array.reshape(batch, lead[-1], *shape[-2:])
+        return array.reshape(math.prod(lead[:-1]), lead[-1], *shape[-2:])
 
     def column(self, array: Any) -> Any:
         """View lse, (…, heads, seq), as (…, heads, seq, 1)."""

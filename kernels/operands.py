@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,21 +54,20 @@ class Operands:
 
     def having(self, **arrays: Any) -> Operands:
         """Return the record with other arrays."""
-        return replace(self, **arrays)
+        return Operands(**{**vars(self), **arrays})
 
     def viewed(self, memory: Memory, problem: Problem) -> Operands:
         """Return the arrays as kernels take them; nothing is copied that strides can describe."""
         scores = problem.scores_shape[-2:]
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
         views = {
             name: _viewed(memory, problem, name, array)
-            for name, array in given.items()
+            for name, array in vars(self).items()
             if array is not None and name not in ("mask", "mask_batch")
         }
         if self.mask is not None:
             own, views["mask_batch"] = own_mask(memory, problem, self.mask)
             views["mask"] = memory.four_dims(own, (own.shape[0], views["q"].shape[1], *scores))
-        return replace(self, **views)
+        return self.having(**views)
 
 
 def make_operands(
@@ -108,6 +107,8 @@ def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDAr
 
 def _viewed(memory: Memory, problem: Problem, name: str, array: Any) -> Any:
     if name in ("lse", "dlse"):
+        if problem.groups == 1 and len(array.shape) == 3:
+            return array  # as it is
         column = _four_dims(memory, problem, memory.column(array))
         return memory.rows(column)  # (batch, heads, seq_q)
     if name == "slopes":

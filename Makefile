@@ -1,5 +1,6 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
 # make test                    every test
+# make fuzz [EXAMPLES=2500]    more than 20,000 drawn combinations of attention's options
 # make lint                    style and types
 # make docs                    the site: build/docs/index.html
 # make bench                   naive against flash attention: time and memory
@@ -8,13 +9,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+EXAMPLES ?= 2500
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # The text's name reaches the script by the environment, as it is: quotes and spaces mean nothing there.
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train test lint docs bench clean FORCE
+.PHONY: train test fuzz lint docs bench clean FORCE
 
 # Not empty when the user says which Python.
 CHOSEN := $(filter-out file,$(origin PYTHON))
@@ -64,6 +66,9 @@ train: $(VENV)/.train
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m simulator $(ARGS)
+
+fuzz: $(VENV)/.test
+	MINITORCH_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 -m fuzz $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -54,6 +54,7 @@ def test_every_rung_is_the_textbook(target: str, rung: str, case: Case) -> None:
     case.check(case.run(TARGETS[target], rung, case.tile), f"of {rung} on {target}")
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("target", "rung"), RUNGS)
 @given(case=cases(features=FEATURES))
 def test_every_rung_has_every_option(target: str, rung: str, case: Case) -> None:

@@ -47,9 +47,9 @@ ON = [
 SMALL = {"lengths": st.integers(1, 7), "dims": st.integers(1, 4)}
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize(("attention", "backend"), ON)
 @given(case=cases(features=FEATURES, leads=st.lists(st.integers(1, 2), max_size=2), **SMALL))
-@settings(max_examples=30)
 def test_every_option_is_the_textbook(attention: Any, backend: Any, case: Case) -> None:
     case.check(attend(attention, case, backend), f"by {attention.__name__}")
 

@@ -148,8 +148,8 @@ def test_a_device_is_a_loop_over_the_sequences() -> None:
     case.check(on_tensors(case, CudaBackend), "on the device")
 
 
+@pytest.mark.fuzz
 @given(case=packed())
-@settings(max_examples=25)
 def test_arrays_are_a_loop_over_the_sequences(case: Packed) -> None:
     place = (case.cu_q, case.cu_k)
     out, lse = kernels.flash_attention_varlen_forward(*case.operands, *place, **case.options)

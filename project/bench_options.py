@@ -36,7 +36,7 @@ class Size(NamedTuple):
     sparse_heads: int
 
 
-SIZES = {"cpu": Size(4, 2048, 16384, 1), "cuda": Size(32, 4096, 16384, 8)}
+SIZES = {"cpu": Size(4, 2048, 16384, 1), "cuda": Size(64, 4096, 16384, 32)}
 HEAD_DIM = 64
 CACHE = 8192
 
@@ -188,8 +188,8 @@ def figures(device: str) -> dict[str, Callable[[], Figure]]:
             for name, mask in patterns.items()
         },
         "window of 1,024: 65,536 rows / 16,384 rows": lambda: Figure(
-            Call(device, size.sparse_heads, 65536, window_size=(512, 511)),
-            Call(device, size.sparse_heads, 16384, window_size=(512, 511)),
+            Call(device, min(8, size.sparse_heads), 65536, window_size=(512, 511)),
+            Call(device, min(8, size.sparse_heads), 16384, window_size=(512, 511)),
             4.4,
         ),
         "packed / the sum of its parts": lambda: Figure(

@@ -15,6 +15,7 @@ from kernels.cuda import (
     flash1,
     flash1_backward,
     flash2,
+    flash2_backward,
     flash2_dkdv,
     flash2_dmask,
     flash2_dq,
@@ -30,6 +31,7 @@ from kernels.philox import MULTIPLIER_0, MULTIPLIER_1
 
 from .cuda_compiling import (
     FLOAT32,
+    FLOAT64,
     assert_fits,
     assert_is_kernel,
     assert_no_float64,
@@ -251,3 +253,15 @@ def test_flash1_fits_the_shared_memory_with_every_width(itemsize: int) -> None:
             tile, backward_tile = flash1.paper_tiles(elements, *dims)
             assert flash1.forward_elements(tile, *dims) <= elements, dims
             assert flash1_backward.backward_elements(backward_tile, *dims) <= elements, dims
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (64, 64), (128, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=str)
+@pytest.mark.parametrize("name", ["forward", "dq", "atomic"])
+def test_a_call_without_a_tile_gets_the_layout_of_the_table(
+    name: str, dtype: Any, dims: tuple[int, int]
+) -> None:
+    """A tile of another kernel's would cost registers or blocks; nothing but time would show it."""
+    problem = replace(_problem(dtype, *dims), deterministic=name != "atomic")
+    tile = flash2.tile(problem) if name == "forward" else flash2_backward.tile(problem)
+    assert pick_layout(name, problem, tile) == pick_layout(name, problem, None)

@@ -27,11 +27,11 @@ from kernels.problem import Problem
 
 
 def _own_layout(problem: Problem) -> Layout:
-    return pick_layout("dq", problem, None)
+    return pick_layout("dq" if problem.deterministic else "atomic", problem, None)
 
 
 def tile(problem: Problem) -> tuple[int, int]:
-    """Return (block_q, block_k) of the dq kernel."""
+    """Return (block_q, block_k) of the dq kernel, or of the one that adds to dq by atomics."""
     layout = _own_layout(problem)
     return layout.block_q, layout.block_k
 

@@ -1,6 +1,7 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
 # make test                    every test
 # make fuzz [EXAMPLES=2500]    more than 20,000 drawn combinations of attention's options
+# make ptx                     every CUDA kernel compiled for every generation, without a GPU
 # make lint                    style and types
 # make docs                    the site: build/docs/index.html
 # make bench                   naive against flash attention: time and memory
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train test fuzz lint docs bench clean FORCE
+.PHONY: train test ptx compile-ptx fuzz lint docs bench clean FORCE
 
 # Not empty when the user says which Python.
 CHOSEN := $(filter-out file,$(origin PYTHON))
@@ -67,6 +68,17 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m simulator $(ARGS)
 
+# numba-cuda would take the place of numba's own simulator: an environment apart.
+ptx:
+	@$(MAKE) --no-print-directory compile-ptx VENV=$(VENV)-ptx
+
+$(VENV)/.ptx: $(VENV)/.python setup.py requirements.txt
+	$(PIP) --editable '.[test,cuda]'
+	@touch $@
+
+compile-ptx: $(VENV)/.ptx
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/test_cuda_compile*.py $(ARGS)
+
 fuzz: $(VENV)/.test
 	MINITORCH_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 -m fuzz $(ARGS)
 
@@ -83,5 +95,5 @@ bench: $(VENV)/.train
 	$(BIN)/python project/bench_attention.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) $(VENV)-ptx runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -124,6 +124,8 @@ def dropout_mask(
     each of the four words of a counter decides one column.
     """
     seed = check_dropout(dropout_p, seed)
+    if len(shape) < 2 or min(shape) < 0:
+        raise ValueError(f"shape must be (…, heads, seq_q, seq_k), got {tuple(shape)}")
     *lead, seq_q, seq_k = shape
     batch_head = np.arange(math.prod(lead)).reshape(*lead, 1, 1)
     return kept(seed, dropout_p, batch_head, np.arange(seq_q)[:, None], np.arange(seq_k))

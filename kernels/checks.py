@@ -77,7 +77,10 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "window_size": (_is_window, "(left, right), two whole numbers, or None"),
     "mask_mod": (callable, "a function or None"),
     "score_mod": (_is_score_mod, "a function, a pair of it and its derivative, or None"),
-    "block_mask": (_is_block_mask, "a kernels.BlockMask or None"),
+    "block_mask": (
+        _is_block_mask,
+        "a kernels.BlockMask (BlockMask.from_dense makes one of an array) or None",
+    ),
     "precision": (_is_text, "a name or None"),
     "rung": (_is_text, "the name of a kernel or 'auto'"),
 }

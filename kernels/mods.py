@@ -19,7 +19,9 @@ class ScoreMod(NamedTuple):
 
 
 def check_mod(name: str, function: Any, arguments: str) -> None:
-    """Check that a function takes its arguments by position.
+    """Check that a function takes its arguments by position, and what it returns at the first place.
+
+    A compiled function cannot say that it forgot to return something, nor raise.
 
     Args:
         name: Of the option.
@@ -27,21 +29,36 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
         arguments: What it is called with, in words: "(batch, head, row, col)".
 
     Raises:
-        TypeError: If it takes another number of them.
+        TypeError: If it takes another number of them, or returns no bool or no number.
+        ValueError: If it raises.
     """
     if function is None:
         return
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin without a signature
-        return
-    try:
         signature.bind(*range(arguments.count(",") + 1))
+    except ValueError:  # a builtin without a signature
+        pass
     except TypeError:
         raise TypeError(
             f"{name} is called with {arguments}, got a function of {signature}; let it take these "
             "by position"
         ) from None
+    of_score = arguments.startswith("(score")
+    places = (0.0, 0, 0, 0, 0) if of_score else (0, 0, 0, 0)
+    try:
+        result = function(*places)
+    except Exception as error:
+        raise ValueError(
+            f"{name} must give a result for every place and never raise, got {type(error).__name__}: "
+            f"{error} at {arguments} = {places}"
+        ) from error
+    kinds = (int, float, np.number) if of_score else (bool, np.bool_)
+    if not isinstance(result, kinds):
+        raise TypeError(
+            f"{name} must return {'a number' if of_score else 'True or False'}, got {result!r} "
+            f"({type(result).__name__}) at {arguments} = {places}; is a return missing?"
+        )
 
 
 def as_score_mod(value: Any) -> ScoreMod | None:

@@ -36,7 +36,8 @@ def check_mask(mask: Any, scores_shape: tuple[int, ...], dtype: np.dtype[Any]) -
     if not fits:
         raise ValueError(
             f"attn_mask of shape {tuple(mask.shape)} does not broadcast to the scores' "
-            f"{scores_shape}, (…, heads, seq_q, seq_k)"
+            f"{scores_shape}, (…, heads, seq_q, seq_k); a padding mask (batch, seq_k) is "
+            "mask[:, None, None, :]"
         )
     return "bool" if kind == "b" else "float"
 

@@ -210,10 +210,12 @@ class DecoderLM(Module):
             seed: Likewise.
 
         Raises:
-            ValueError: If the prompt is empty, or the temperature negative.
+            ValueError: If the prompt is empty, or the count or the temperature negative.
         """
         if len(prompt) == 0:
             raise ValueError("the prompt must hold at least one token")
+        if count < 0:
+            raise ValueError(f"count must be 0 or more tokens, got {count}")
         if temperature < 0:
             raise ValueError(f"temperature must not be negative, got {temperature}")
         rng = np.random.default_rng(seed)

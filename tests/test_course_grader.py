@@ -272,6 +272,13 @@ def test_a_task_of_a_later_module_is_refused(
     assert "is the tree of module 0" in capsys.readouterr().err
 
 
+def test_the_command_runs_inside_the_tree(tmp_path: Path) -> None:
+    start(0, tmp_path / "tree")
+    command = [sys.executable, "project/course.py", "grade", ".", "--task", "0.4"]
+    done = subprocess.run(command, cwd=tmp_path / "tree", capture_output=True, text=True)
+    assert done.returncode == 1 and "0/10" in done.stdout, done.stdout + done.stderr
+
+
 def test_the_command_runs(tmp_path: Path) -> None:
     script = ROOT / "project" / "course.py"
     run = [sys.executable, str(script), "start", "1", str(tmp_path / "one")]

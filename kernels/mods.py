@@ -36,9 +36,11 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
         return
     try:
         signature = inspect.signature(function)
-        signature.bind(*range(arguments.count(",") + 1))
-    except ValueError:  # a builtin without a signature
-        pass
+    except (TypeError, ValueError):  # a builtin without a signature
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(*range(arguments.count(",") + 1))
     except TypeError:
         raise TypeError(
             f"{name} is called with {arguments}, got a function of {signature}; let it take these "

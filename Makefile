@@ -3,6 +3,7 @@
 # make fuzz [EXAMPLES=2500]    more than 20,000 drawn combinations of attention's options
 # make ptx                     every CUDA kernel compiled for every generation, without a GPU
 # make lint                    style and types
+# make app [MODULE=2]          the app in a browser: every page, or those of the modules up to one
 # make docs                    the site: build/docs/index.html
 # make bench                   naive against flash attention: time and memory
 # Each creates .venv on first use and installs what it needs. PYTHON=python3.12 picks another Python.
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+MODULE ?=
 EXAMPLES ?= 2500
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -17,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train test ptx compile-ptx fuzz lint docs bench clean FORCE
+.PHONY: train test ptx compile-ptx fuzz lint docs bench app clean FORCE
 
 # Not empty when the user says which Python.
 CHOSEN := $(filter-out file,$(origin PYTHON))
@@ -50,15 +52,19 @@ $(VENV)/.train: $(VENV)/.python setup.py requirements.txt
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.python setup.py requirements.txt
-	$(PIP) --editable '.[plot,test]'
+	$(PIP) --editable '.[app,plot,test]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test
-	$(PIP) --editable '.[plot,test,lint]'
+	$(PIP) --editable '.[app,plot,test,lint]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.python setup.py requirements.txt
 	$(PIP) --editable '.[docs]'
+	@touch $@
+
+$(VENV)/.app: $(VENV)/.python setup.py requirements.txt
+	$(PIP) --editable '.[app]'
 	@touch $@
 
 train: $(VENV)/.train
@@ -93,6 +99,9 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.train
 	$(BIN)/python project/bench_attention.py $(ARGS)
+
+app: $(VENV)/.app
+	$(BIN)/python -m streamlit run project/app.py $(ARGS) -- $(MODULE)
 
 clean:
 	rm -rf $(VENV) $(VENV)-ptx runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

@@ -7,20 +7,23 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 LINES = (HERE / "requirements.txt").read_text(encoding="utf-8").splitlines()
 README = HERE / "README.md"
+MATPLOTLIB = "matplotlib>=3.7,<4"
 SKLEARN = "scikit-learn>=1.3,<2"
 
 EXTRAS = {
     # CUDA kernels on an NVIDIA GPU. cu13 needs driver 580 or newer; for an older one install
     # "numba-cuda[cu12]" instead.
     "cuda": ["numba-cuda[cu13]>=0.30,<0.40; sys_platform != 'darwin'"],
-    "plot": ["matplotlib>=3.7,<4"],
+    "plot": [MATPLOTLIB],
     # The digits of project/run_digits.py, which come with the library.
     "digits": [SKLEARN],
-    "app": ["streamlit>=1.30,<2", "plotly>=5.18,<7", "networkx>=3.1,<4"],
+    "app": [MATPLOTLIB, "streamlit>=1.40,<2"],
     "docs": ["docutils>=0.21,<0.22", "furo>=2024.8,<2027", "myst-parser>=4,<6", "sphinx>=8.1,<9"],
     "dist": ["build>=1,<2", "twine>=5,<7"],
     "test": [
         "hypothesis>=6.100,<7",
+        # Drives the Chromium that is installed; "playwright install chromium" gets one.
+        "playwright>=1.40,<2",
         "pytest>=8,<10",
         "pytest-xdist>=3.5,<4",
         SKLEARN,

@@ -1,0 +1,1 @@
+"""The pages of the app, a file each; ``project/app.py`` shows them."""

@@ -1,0 +1,255 @@
+"""One attention call, step by step, from a recording of the real kernel."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import numpy as np
+import streamlit as st
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+from recording import MASKS, Recording, Settings, Step, record
+
+from app_pages.pictures import matrix, new_figure, show
+from app_pages.tile_view import Story
+from app_pages.widgets import choose
+from kernels.formulas import TRAFFIC, HeadShape, total
+
+RUNGS = ("naive", "flash1", "flash2")
+TILE_SIZES = (4, 8, 16)
+#: What has become of a tile: colour and name, in the order of ``Story.progress``.
+STATES = (
+    ("#e5e7eb", "never visited"),
+    ("#ffffff", "to come"),
+    ("#9dc3e6", "done"),
+    ("#f59e0b", "in shared memory"),
+)
+
+
+@st.cache_data(show_spinner="the kernels run in the simulator …", max_entries=32)
+def recordings(seq: int, dim: int, block_q: int, block_k: int, mask: str) -> list[Recording]:
+    """Record one call with each of the rungs."""
+    return record(*(Settings(rung, seq, dim, block_q, block_k, mask) for rung in RUNGS))
+
+
+@st.cache_data(show_spinner=False, max_entries=32)
+def running_totals(
+    seq: int, dim: int, block_q: int, block_k: int, mask: str
+) -> dict[str, list[int]]:
+    """Return for each rung what has moved up to each step."""
+    return {
+        each.settings.rung: [total(step.counts).moved for step in each.steps]
+        for each in recordings(seq, dim, block_q, block_k, mask)
+    }
+
+
+def controls() -> tuple[str, tuple[int, int, int, int, str]]:
+    """Show the sliders; return the rung and the other settings."""
+    side = st.sidebar
+    rung = choose("kernel", RUNGS, "rung", side, index=2)
+    mask = choose("mask", MASKS, "mask", side, index=1)
+    seq = side.slider("N, rows and columns", 8, 48, 16, 4, key="N")
+    dim = side.slider("d, head_dim", 4, 16, 8, 4, key="d")
+    block_q = side.select_slider("B_r, query rows a tile", TILE_SIZES, 4, key="block_q")
+    block_k = side.select_slider("B_c, key columns a tile", TILE_SIZES, 4, key="block_k")
+    return rung, (seq, dim, block_q, block_k, mask)
+
+
+def choose_step(count: int, jumps: list[int]) -> int:
+    """Show the slider and the buttons of the steps; return the number of the step."""
+    state = st.session_state
+    state["step"] = min(state.get("step", jumps[0] if jumps else 0), count - 1)
+
+    def go(number: int) -> None:
+        state["step"] = min(max(number, 0), count - 1)
+
+    now = state["step"]
+    later, earlier = [n for n in jumps if n > now], [n for n in jumps if n < now]
+    moves = {
+        "first": ("|◀ start", 0),
+        "tile_back": ("◀◀ tile", earlier[-1] if earlier else 0),
+        "back": ("◀ step", now - 1),
+        "next": ("step ▶", now + 1),
+        "tile_next": ("tile ▶▶", later[0] if later else count - 1),
+        "last": ("end ▶|", count - 1),
+    }
+    for column, (key, (label, number)) in zip(st.columns(6), moves.items(), strict=True):
+        column.button(label, key=key, on_click=go, args=(number,))
+    return int(st.slider("step", 0, count - 1, key="step"))
+
+
+def overview(story: Story, number: int) -> Figure:
+    """Draw which tiles of Q, K and V are in shared memory, and which scores have been visited."""
+    settings, states = story.settings, story.progress(number)
+    figure = new_figure(5.2, 5)
+    grid = figure.subplots(
+        2, 2, width_ratios=(1, 5), height_ratios=(1, 5), sharex="col", sharey="row"
+    )
+    keys, scores, queries = grid[0][1], grid[1][1], grid[1][0]
+    grid[0][0].set_axis_off()
+    colours = ListedColormap([colour for colour, _ in STATES])
+    size = settings.seq
+    now = story.visits[number]
+    for axes, shape in ((keys, (1, states.shape[1])), (queries, (states.shape[0], 1))):
+        along = shape[0] == 1
+        held = np.ones(shape, np.int64)
+        if now is not None:
+            held[(0, now[1]) if along else (now[0], 0)] = 3
+        _tiles(axes, held, colours, story, along, not along)
+    _tiles(scores, states, colours, story, True, True)
+    keys.set(title="K and V, key columns", yticks=[])
+    queries.set(ylabel="Q, query rows", xticks=[])
+    scores.set(xlabel="S = τ Q Kᵀ", xlim=(0, size), ylim=(size, 0))
+    handles = [Patch(facecolor=c, edgecolor="grey", label=name) for c, name in STATES]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=7, frameon=False)
+    return figure
+
+
+def _tiles(axes: Any, states: Any, colours: Any, story: Story, wide: bool, tall: bool) -> None:
+    """Draw tiles of a matrix, the last of a row or column as short as it is."""
+    s = story.settings
+    for (i, j), state in np.ndenumerate(states):
+        x, y = (j * s.block_k if wide else 0), (i * s.block_q if tall else 0)
+        width = min(s.block_k, s.seq - x) if wide else 1
+        height = min(s.block_q, s.seq - y) if tall else 1
+        axes.add_patch(Rectangle((x, y), width, height, fc=colours(state), ec="grey"))
+    axes.set(xlim=(0, s.seq if wide else 1), ylim=(s.seq if tall else 1, 0))  # rows count downwards
+
+
+def tile_picture(story: Story, number: int) -> Figure:
+    """Draw the tiles of a visit: operands above, then scores, probabilities and statistics."""
+    view = story.tiles(number)
+    figure = new_figure(9, 4)
+    grid = figure.subplots(2, 4)
+    if view is None:
+        for axes in grid.ravel():
+            axes.set_axis_off()
+        figure.suptitle("between two visits: nothing is computed")
+        return figure
+    i, j = view.visit
+    statistics = [view.row_max, view.row_sum, view.rescale]
+    known = [np.full(len(view.q_tile), np.nan) if x is None else x for x in statistics]
+    panels = [
+        (view.q_tile, f"Q_{i}  (shared)"),
+        (view.k_tile, f"K_{j}  (shared)"),
+        (view.v_tile, f"V_{j}  (shared)"),
+        (view.acc, "accumulator O"),
+        (view.scores, "S of the tile"),
+        (view.probs, "P of the tile"),
+        (np.stack(known, axis=1), "row_max | row_sum | rescale"),
+    ]
+    for axes, (values, title) in zip(grid.ravel(), panels, strict=False):
+        numbers = "{:.1f}" if title.endswith(("(shared)", "O")) else "{:.2g}"
+        matrix(axes, values, title if values is not None else f"{title}: not yet", numbers)
+    grid[1][3].set_axis_off()
+    return figure
+
+
+def naive_picture(step: Step, seq: int) -> Figure:
+    """Draw what lies in global memory while the naive rung runs."""
+    figure = new_figure(9, 4.4)
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    names = {"scores": "S, then P, in global memory", "out": "O in global memory"}
+    for axes, (name, title) in zip((left, right), names.items(), strict=True):
+        values = step.written.get(name)
+        matrix(axes, None if values is None else values.reshape(seq, -1), title, numbers="")
+    return figure
+
+
+def counters(step: Step, before: Step | None) -> None:
+    """Show what has travelled so far, in all and array by array."""
+    now = total(step.counts)
+    last = total(before.counts) if before else total({})
+    reads, writes = st.columns(2)
+    reads.metric("elements read", f"{now.reads:,}", f"{now.reads - last.reads:+,} in this step")
+    writes.metric(
+        "elements written", f"{now.writes:,}", f"{now.writes - last.writes:+,} in this step"
+    )
+    rows = [
+        {"array": name, "read": traffic.reads, "written": traffic.writes}
+        for name, traffic in step.counts.items()
+    ]
+    st.dataframe(rows, hide_index=True)
+
+
+def comparison(recording: Recording, moved: dict[str, list[int]], number: int) -> Figure:
+    """Draw the running totals of all rungs, and how far the chosen one is."""
+    figure = new_figure(5.2, 4)
+    axes = figure.subplots()
+    for rung, values in moved.items():
+        axes.plot(np.linspace(0, 100, len(values)), values, label=f"{rung}: {values[-1]:,}")
+    own = moved[recording.settings.rung]
+    axes.plot(100 * number / max(len(own) - 1, 1), own[number], "ko")
+    axes.set(xlabel="% of the call's steps", ylabel="elements read and written")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def formula_line(recording: Recording) -> str:
+    """Say what the formula of a rung gives for a whole call, where there is one for it."""
+    s = recording.settings
+    if s.mask.startswith("blocks") or (s.rung == "naive" and s.mask != "none"):
+        return "There is no formula here for this mask; the counters count what the kernels do."
+    round_up = 16 if s.rung == "naive" else 1  # the products' own tiles
+    tile = tuple(-(-block // round_up) * round_up for block in (s.block_q, s.block_k))
+    shape = HeadShape(s.seq, s.seq, s.head_dim, s.head_dim, recording.lower, recording.upper)
+    expected = total(TRAFFIC[s.rung](shape, tile)).moved  # type: ignore[arg-type]
+    counted = total(recording.steps[-1].counts).moved
+    sign = "=" if expected == counted else "≠"
+    return f"The whole call: counted {counted:,} {sign} {expected:,} by the formula."
+
+
+def source_around(recording: Recording, step: Step) -> None:
+    """Show the kernel's lines around the barrier at which the threads stand."""
+    lines = textwrap.dedent(recording.sources[step.kernel]).splitlines()
+    if step.line is None:
+        first, last, mark = max(len(lines) - 12, 0), len(lines), None
+    else:
+        first, last, mark = max(step.line - 12, 0), step.line + 4, step.line
+    marks = ["▶ " if n == mark else "  " for n in range(first, last)]
+    shown = textwrap.dedent("\n".join(lines[first:last])).splitlines()
+    st.code("\n".join(map(str.__add__, marks, shown)), language="python")
+
+
+def page(hide_source: bool = False) -> None:
+    """Show the page."""
+    st.title("Attention, tile by tile")
+    st.markdown(
+        "The kernel of `kernels/cuda` runs in numba's simulator; at each barrier its shared memory and "
+        "registers were written down, and its global arrays count every element that travels."
+    )
+    rung, settings = controls()
+    try:
+        found = recordings(*settings)
+    except RuntimeError as error:
+        st.error(str(error))
+        return
+    recording = found[RUNGS.index(rung)]
+    story = Story(recording)
+    number = choose_step(len(recording.steps), story.last_steps())
+    step = recording.steps[number]
+    before = recording.steps[number - 1] if number else None
+    st.markdown(
+        f"**{step.kernel}**, block {step.block}: {step.comment or 'a barrier'}"
+        f" — step {number} of {len(recording.steps) - 1}"
+    )
+    left, right = st.columns((3, 2))
+    with left:
+        show(
+            naive_picture(step, recording.settings.seq)
+            if rung == "naive"
+            else tile_picture(story, number)
+        )
+    with right:
+        counters(step, before)
+    left, right = st.columns(2)
+    with left:
+        if rung != "naive":
+            show(overview(story, number))
+    with right:
+        show(comparison(recording, running_totals(*settings), number))
+        st.caption(formula_line(recording))
+    if not hide_source:
+        source_around(recording, step)

@@ -1,0 +1,85 @@
+"""Module 0: the functions of numbers, drawn, and functions of functions on a list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import streamlit as st
+from run_scalar import Network
+
+from app_pages.pictures import show_panels
+from app_pages.widgets import choose
+from minitorch import operators
+
+ONE: dict[str, Callable[[float], float]] = {
+    "neg": operators.neg,
+    "sigmoid": operators.sigmoid,
+    "relu": operators.relu,
+    "exp": operators.exp,
+    "log": operators.log,
+    "inv": operators.inv,
+    "id": operators.id,
+}
+TWO: dict[str, Callable[[float, float], float]] = {
+    "add": operators.add,
+    "mul": operators.mul,
+    "max": operators.max,
+    "lt": operators.lt,
+    "eq": operators.eq,
+    "is_close": operators.is_close,
+}
+#: Where they are defined for positive numbers only, or not at 0.
+POSITIVE = {"log", "inv"}
+
+
+def _with_second(function: Callable[[float, float], float], y: float) -> Callable[[float], float]:
+    return lambda x: function(x, y)
+
+
+def page(hide_source: bool = False) -> None:
+    """Show the page."""
+    st.title("Math sandbox")
+    name = choose("function", [*ONE, *TWO], "function", index=1)
+    low = 0.1 if name in POSITIVE else -5.0
+    x = st.slider("x", low, 5.0, 1.0, 0.1, key="x")
+    if name in TWO:
+        y = st.slider("y", -5.0, 5.0, 2.0, 0.1, key="y")
+        function = _with_second(TWO[name], y)
+    else:
+        function = ONE[name]
+    value = float(function(x))
+    st.metric(f"{name} at x = {x:g}", f"{value:.4g}")
+
+    def curve(axes: Any) -> None:
+        xs = np.linspace(low, 5.0, 201)
+        axes.plot(xs, [float(function(each)) for each in xs.tolist()])
+        axes.plot(x, value, "ko")
+        axes.set(xlabel="x", ylabel=name)
+        axes.grid(alpha=0.3)
+
+    show_panels(curve, where=st.columns(2)[0])
+    st.header("Functions of functions")
+    text = st.text_input("a list of numbers", "1, 2, 3, 4", key="numbers")
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        st.error(f"numbers with commas between them are needed, as in 1, 2, 3; got {text!r}")
+        return
+    one = ONE[choose("map", ONE, "map")]
+    safe = [number for number in numbers if one not in (operators.log, operators.inv) or number > 0]
+    results = {
+        "map(function)(list)": operators.map(one)(safe),
+        "negList(list)": operators.negList(numbers),
+        "addLists(list, list)": operators.addLists(numbers, numbers),
+        "sum(list)": operators.sum(numbers),
+        "prod(list)": operators.prod(numbers),
+    }
+    st.dataframe([{"": key, "result": str(result)} for key, result in results.items()])
+    st.header("A tree of modules")
+    width = st.slider("hidden units of run_scalar.py's network", 1, 6, 2, key="width")
+    network = Network(width)
+    rows = [{"parameter": key, "value": str(p.value)} for key, p in network.named_parameters()]
+    st.metric("parameters", len(rows))
+    st.dataframe(rows)

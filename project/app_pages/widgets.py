@@ -1,0 +1,31 @@
+"""Widgets that several pages share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import streamlit as st
+
+T = TypeVar("T")
+
+
+def choose(
+    label: str,
+    options: Iterable[T],
+    key: str,
+    where: Any = st,
+    index: int = 0,
+    names: Callable[[T], str] = str,
+) -> T:
+    """Show a list of which one entry is chosen, and return it.
+
+    Args:
+        label: Above it.
+        options: To choose from, one at least.
+        key: Of the widget.
+        where: On the page, or in the sidebar.
+        index: Of the first choice.
+        names: What stands in the list for an option.
+    """
+    return where.selectbox(label, list(options), index=index, key=key, format_func=names)

@@ -1,0 +1,142 @@
+"""The app in a real browser: headless Chromium, as its users see it.
+
+The pictures of docs/app.md come from here: MINITORCH_SCREENSHOTS=docs/images says where they go.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .test_app import PAGES, ROOT
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Start headless Chromium, or skip the test and say so in the warnings."""
+    reason = None
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    try:
+        from playwright.sync_api import Error, sync_playwright
+    except ImportError:
+        reason = 'playwright is not installed: pip install -e ".[app,test]"'
+    else:
+        with sync_playwright() as playwright:
+            try:
+                chromium = playwright.chromium.launch(
+                    executable_path=found, args=["--no-sandbox", "--force-color-profile=srgb"]
+                )
+            except Error as error:
+                first = str(error).splitlines()[0]
+                reason = f"no browser: install chromium, or playwright install chromium ({first})"
+            else:
+                yield chromium
+                chromium.close()
+    if reason:
+        warnings.warn(f"THE APP WAS NOT TESTED IN A BROWSER: {reason}", stacklevel=1)
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start the app as its users do; return where it is."""
+    log = tmp_path_factory.mktemp("app") / "log.txt"
+    command = [
+        sys.executable, "-m", "streamlit", "run", "project/app.py", "--server.headless=true",
+        "--server.port=0", "--server.fileWatcherType=none",
+    ]  # fmt: skip
+    with log.open("w") as out:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield _address(server, log)
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def _address(server: subprocess.Popen[bytes], log: Path) -> str:
+    """Wait until the app answers; its log says where."""
+    for _ in range(300):
+        lines = [line for line in log.read_text().splitlines() if "Local URL:" in line]
+        if lines:
+            url = lines[0].split()[-1]
+            with urllib.request.urlopen(f"{url}/_stcore/health") as answer:
+                assert answer.status == 200
+            return url
+        assert server.poll() is None, log.read_text()
+        time.sleep(0.1)
+    raise AssertionError(f"the app does not start: {log.read_text()}")
+
+
+def settled(view: Any) -> None:
+    """Wait until the page has run to its end."""
+    view.wait_for_selector("h1")
+    view.wait_for_timeout(300)  # a click takes a moment to reach the server
+    view.wait_for_selector("[data-testid=stApp][data-test-script-state=notRunning]", timeout=60_000)
+
+
+def test_the_app_works_in_a_browser(browser: Any, address: str, tmp_path: Path) -> None:
+    folder = Path(os.environ.get("MINITORCH_SCREENSHOTS") or tmp_path)
+    view = browser.new_page(viewport={"width": 1280, "height": 1150})
+    faults: list[str] = []
+    view.on("pageerror", lambda error: faults.append(str(error)))
+    entries = view.locator("[data-testid=stSidebar] [data-testid=stRadio] label")
+    view.goto(address)
+    settled(view)
+    for number, page in enumerate(PAGES):
+        entries.filter(has_text=" · ").nth(number).click()
+        settled(view)
+        assert view.url.endswith(f"?page={page}")
+        assert view.locator("[data-testid=stException], [data-testid=stAlert]").count() == 0, page
+        if page in ("autodiff", "tensor", "attention"):
+            assert view.locator("[data-testid=stSlider]").count() > 0
+    view.goto(f"{address}/?page=math")
+    settled(view)
+    picture = "[data-testid=stImage] img"
+    before = view.locator(picture).first.get_attribute("src")
+    view.get_by_role("slider").first.press("ArrowRight")
+    settled(view)
+    assert view.locator(picture).first.get_attribute("src") != before, "the slider changes nothing"
+
+    def shot(page: str) -> None:
+        view.wait_for_timeout(500)
+        view.screenshot(path=folder / f"app-{page}.png")
+
+    view.goto(f"{address}/?page=attention")
+    settled(view)
+    values = view.locator("[data-testid=stMetricValue]")
+    counts = values.all_inner_texts()
+    for _ in range(3):
+        view.get_by_role("button", name="tile ▶▶").click()
+        settled(view)
+    assert values.all_inner_texts() != counts, "the step changes no counter"
+    shot("attention")
+    view.goto(f"{address}/?page=autodiff")
+    settled(view)
+    steps = view.get_by_role("slider").last
+    for _ in range(3):
+        steps.press("ArrowRight")
+        settled(view)
+    assert view.locator("[data-testid=stGraphVizChart] svg").count() == 1
+    shot("autodiff")
+    view.goto(f"{address}/?page=ladder")
+    settled(view)
+    shot("ladder")
+    view.goto(f"{address}/?page=fast")
+    settled(view)
+    view.get_by_role("button", name="train", exact=True).click()
+    settled(view)
+    shot("train")
+    assert not faults, faults

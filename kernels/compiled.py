@@ -10,7 +10,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 from numba.core.dispatcher import Dispatcher
 
 #: How the threads of numba's OpenMP runtime (GCC's; LLVM's or Intel's) wait for the next kernel.  By
@@ -108,15 +107,3 @@ def compile_signature(dispatcher: Any, signature: Any) -> Any:
     dispatcher.compile(signature)
     dispatcher.disable_compile()
     return dispatcher
-
-
-def array_types(dtype: Any) -> tuple[Callable[[int], Any], Callable[[int], Any]]:
-    """Return numba's types, by number of dimensions, of operands and of results.
-
-    Operands may be strided, broadcast or read-only; results are contiguous.
-    """
-    scalar = numba.from_dtype(np.dtype(dtype))
-    return (
-        lambda dims: types.Array(scalar, dims, "A", readonly=True),
-        lambda dims: types.Array(scalar, dims, "C"),
-    )

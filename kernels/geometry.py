@@ -19,7 +19,6 @@ class Geometry(NamedTuple):
     """
 
     ceil_div: Callable[[int, int], int]
-    tile_stop: Callable[[int, int, int], int]
     first_tile: Callable[[int, int, int, int], int]
     tiles_stop: Callable[[int, int, int, int], int]
     first_full_tile: Callable[[int, int, int], int]
@@ -36,11 +35,6 @@ def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
     @compile_
     def ceil_div(total, size):
         return (total + size - 1) // size
-
-    @compile_
-    def tile_stop(tile, block, total):
-        """One past the last row (or column) of a tile; the last tile may be short."""
-        return min((tile + 1) * block, total)
 
     @compile_
     def first_tile(start, block, total, lower):
@@ -63,7 +57,7 @@ def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
         """One past the last whole tile of which every line from ``start`` on sees the end."""
         return max(min(start + upper + 1, total), 0) // block
 
-    return Geometry(ceil_div, tile_stop, first_tile, tiles_stop, first_full_tile, full_tiles_stop)
+    return Geometry(ceil_div, first_tile, tiles_stop, first_full_tile, full_tiles_stop)
 
 
 def same(function: Any) -> Any:

@@ -31,10 +31,6 @@ def _within_bounds(seq_q: int, seq_k: int, lower: int, upper: int) -> Bools:
     return is_visible(np.arange(seq_q)[:, None], np.arange(seq_k), lower, upper)
 
 
-def _penalty(seen: Bools, backend: TensorBackend, dtype: np.dtype[Any]) -> Tensor:
-    return tensor(np.where(seen, 0.0, -np.inf), backend, dtype=dtype)
-
-
 class Visibility(NamedTuple):
     """Which scores count, as constants that broadcast to (…, heads, seq_q, seq_k); None where all do.
 

@@ -60,7 +60,7 @@ def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
 
 # On the host the same functions are those of ``geometry.PLAIN`` and its like.
 _GEOMETRY = make_geometry(device_function)
-ceil_div, tile_stop = _GEOMETRY.ceil_div, _GEOMETRY.tile_stop
+ceil_div = _GEOMETRY.ceil_div
 first_tile, tiles_stop = _GEOMETRY.first_tile, _GEOMETRY.tiles_stop
 first_full_tile, full_tiles_stop = _GEOMETRY.first_full_tile, _GEOMETRY.full_tiles_stop
 is_visible = make_masks(device_function).is_visible

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numba import int64, types, void
 
-from kernels.cuda.device import Kernel, device_function, scalar_type
+from kernels.cuda.device import PHILOX, Kernel, device_function, scalar_type
 from kernels.cuda.row_kernels import matrix_type, vector_type
 from kernels.cuda.vector import EXP2
-from kernels.philox import WORDS, make_philox
+from kernels.philox import WORDS
 from kernels.pointwise import GELU_CONSTANTS, make_adam, make_gelu
 from kernels.targets import cuda
 
-_element_words = make_philox(device_function).element_words
+_element_words = PHILOX.element_words
 _adam = make_adam(device_function)
 
 

@@ -65,6 +65,14 @@ def _is_block_mask(value: Any) -> bool:
     return isinstance(value, BlockMask)
 
 
+#: Option → the type that most calls give, which needs no further look; of all others that of None.
+_USUAL: dict[str, type] = {
+    **dict.fromkeys(("is_causal", "enable_gqa", "deterministic", "return_lse"), bool),
+    **dict.fromkeys(("dropout_p", "softcap"), float),
+    "causal_offset": int,
+    "rung": str,
+}
+_NONE = type(None)
 #: Option → what it may be beside None where that is its default, and that in words.
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
@@ -93,6 +101,8 @@ def check_types(**options: Any) -> None:
         TypeError: It names the option, what it may be and what it is.
     """
     for name, value in options.items():
+        if type(value) is _USUAL.get(name, _NONE):
+            continue
         fits, words = _TYPES[name]
         if not (fits(value) or (value is None and words.endswith("None"))):
             raise TypeError(f"{name} must be {words}, got {_shown(value)}")

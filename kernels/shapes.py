@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,15 +35,16 @@ def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
     return np.dtype(q.dtype)
 
 
+@lru_cache(maxsize=1024)
 def check_shapes(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], *, enable_gqa: bool
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *, enable_gqa: bool
 ) -> tuple[tuple[int, ...], int, int, int, int, int]:
     """Return the leading dimensions of the scores, groups, seq_q, seq_k, head_dim and value_dim.
 
     Raises:
         ValueError: If the shapes do not fit together.
     """
-    shapes = f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)}"
+    shapes = f"q {q}, k {k}, v {v}"
     if min(len(q), len(k), len(v)) < 2:
         raise ValueError(
             "attention needs (…, heads, seq, head_dim) or (seq, head_dim), two dimensions or "
@@ -71,7 +73,7 @@ def check_shapes(
     groups = _check_groups(q, k, v, shapes) if enable_gqa else 1
     last = -3 if groups > 1 else -2
     try:
-        lead = np.broadcast_shapes(tuple(q[:last]), tuple(k[:last]), tuple(v[:last]))
+        lead = np.broadcast_shapes(q[:last], k[:last], v[:last])
     except ValueError:
         raise ValueError(
             "the leading dimensions (batch and heads) of q, k and v must be equal or broadcast, "

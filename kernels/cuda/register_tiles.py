@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels.cuda.device import device_function, why_too_large
 from kernels.cuda.sizes import SIZES, LayoutSizes
@@ -91,6 +91,37 @@ def widths(problem: Problem) -> tuple[int, int]:
     return round_up(problem.head_dim, step), round_up(problem.value_dim, step)
 
 
+class Demand(NamedTuple):
+    """What of a problem decides the layouts of its kernels, and what they keep in shared memory.
+
+    Attributes:
+        widths: As :func:`widths` returns them.
+        itemsize: Bytes of an element.
+        has_few_rows: Fewer query rows than a usual tile.
+        is_long: Options make much of a score: a user's function, or several of the others.
+        kinds_of_bits: Dropout, and a pattern or ``mask_mod``: each keeps a bit for a score of the tile.
+    """
+
+    widths: tuple[int, int]
+    itemsize: int
+    has_few_rows: bool
+    is_long: bool
+    kinds_of_bits: int
+
+
+def demand_of(problem: Problem) -> Demand:
+    """Return what a problem demands."""
+    bends = (problem.softcap > 0.0) + problem.slopes + (problem.mask == "float")
+    return Demand(
+        widths(problem),
+        problem.dtype.itemsize,
+        problem.seq_q <= SIZES.few_rows,
+        problem.score_mod is not None or bends > 1,
+        (problem.dropout_p > 0.0)
+        + (problem.block_mask is not None or problem.mask_mod is not None),
+    )
+
+
 def _largest_power(limit: int, size: int) -> int:
     """Return the largest power of two up to ``limit`` that divides ``size``."""
     return min(limit, size & -size)
@@ -104,7 +135,12 @@ def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> La
         problem: The checked call.
         tile: (block_q, block_k), or None.
     """
-    sizes = _table_entry(name, problem)
+    return _layout(name, demand_of(problem), tile)
+
+
+@lru_cache(maxsize=1024)
+def _layout(name: str, demand: Demand, tile: tuple[int, int] | None) -> Layout:
+    sizes = _table_entry(name, demand)
     block_q, block_k = tile or (sizes.block_q, sizes.block_k)
     # dK and dV are summed by key: there a thread owns rows of keys.
     rows, cols = (block_q, block_k) if name in ("forward", "dq") else (block_k, block_q)
@@ -120,13 +156,12 @@ def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> La
     )
 
 
-def _table_entry(name: str, problem: Problem) -> LayoutSizes:
-    if name == "forward" and problem.seq_q <= SIZES.few_rows:
+def _table_entry(name: str, demand: Demand) -> LayoutSizes:
+    if name == "forward" and demand.has_few_rows:
         name = "few"
-    table = SIZES.flash2[name, problem.dtype.itemsize]
-    width = max(problem.head_dim, problem.value_dim)
-    sizes = next(sizes for limit, sizes in table if width <= limit)
-    if not _is_long(problem):
+    table = SIZES.flash2[name, demand.itemsize]
+    sizes = next(sizes for limit, sizes in table if max(demand.widths) <= limit)
+    if not demand.is_long:
         return sizes
     # The loop over a thread's scores stays in registers only if the compiler unrolls it.
     block_q, block_k, threads = sizes[0], sizes[1], sizes.lanes * sizes.rows_of_threads
@@ -143,12 +178,6 @@ def _table_entry(name: str, problem: Problem) -> LayoutSizes:
 LONG_SCORES, LONG_RESIDENT = 16, 2
 
 
-def _is_long(problem: Problem) -> bool:
-    """Tell whether options make much of a score: a user's function, or several of the others."""
-    bends = (problem.softcap > 0.0, problem.slopes, problem.mask == "float")
-    return problem.score_mod is not None or sum(bends) > 1
-
-
 def why_not_layout(
     name: str,
     problem: Problem,
@@ -163,14 +192,22 @@ def why_not_layout(
         tile: (block_q, block_k), or None.
         tiles: Shared memory of the kernel, from layout and the two widths.
     """
-    layout = pick_layout(name, problem, tile)
+    return _why_not(name, demand_of(problem), tile, tiles)
+
+
+@lru_cache(maxsize=1024)
+def _why_not(
+    name: str,
+    demand: Demand,
+    tile: tuple[int, int] | None,
+    tiles: Callable[[Layout, int, int], SharedTiles],
+) -> str | None:
+    layout = _layout(name, demand, tile)
     blocks = (layout.block_q, layout.block_k)
     if any(block % VECTOR for block in blocks):
         return f"flash2 needs tiles of multiples of {VECTOR}, got {blocks}"
-    needed = problem.dtype.itemsize * tiles(layout, *widths(problem)).elements
-    # Bits of dropout, and of block_mask and mask_mod; see tile_bits.
-    kinds = (problem.dropout_p > 0.0) + bool(problem.block_mask or problem.mask_mod)
-    needed += kinds * layout.block_q * layout.block_k // VECTOR
+    needed = demand.itemsize * tiles(layout, *demand.widths).elements
+    needed += demand.kinds_of_bits * layout.block_q * layout.block_k // VECTOR  # see tile_bits
     return why_too_large(blocks, needed, dynamic_shared_memory_bytes())
 
 

@@ -125,9 +125,9 @@ _FLASH2: LayoutTable = {
         (256, LayoutSizes(64, 32, 16, 16)),
     ),
     ("few", 4): (
-        (64, LayoutSizes(8, 64, 16, 8)),
-        (128, LayoutSizes(8, 32, 16, 8)),
-        (256, LayoutSizes(8, 32, 16, 8)),
+        (64, LayoutSizes(8, 32, 16, 8, resident=7)),
+        (128, LayoutSizes(8, 32, 16, 8, resident=5)),
+        (256, LayoutSizes(8, 32, 16, 8, resident=2)),
     ),
     ("dq", 4): (
         (32, LayoutSizes(64, 64, 8, 16)),
@@ -173,7 +173,7 @@ GPU = Sizes(
     row_threads=128,
     flash1_bytes=48 * 1024,
     flash1_threads=512,
-    split_blocks=792,
+    split_blocks=660,
     split_tiles=2,
     few_rows=16,
     width_step=16,

@@ -8,6 +8,7 @@ In the simulator each function is the plain Python that means the same.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,18 @@ ALIGNMENT = 16
 def are_vectors(*arrays: Any) -> bool:
     """Tell whether the rows of (batch, heads, seq, dim) arrays can be read in whole vectors."""
     return all(
-        tuple(array.shape)[-1] % VECTOR == 0
-        and tuple(array.strides)[-1] == array.dtype.itemsize
-        and all(step % ALIGNMENT == 0 for step in tuple(array.strides)[:-1])
+        _lies_in_vectors(tuple(array.shape), tuple(array.strides), array.dtype.itemsize)
         and device_pointer(array) % ALIGNMENT == 0
         for array in arrays
+    )
+
+
+@lru_cache(maxsize=1024)
+def _lies_in_vectors(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    return (
+        shape[-1] % VECTOR == 0
+        and strides[-1] == itemsize
+        and all(step % ALIGNMENT == 0 for step in strides[:-1])
     )
 
 
@@ -95,6 +103,14 @@ if IS_SIMULATOR:
         """Return four neighbouring elements of a row of a (batch, heads, seq, dim) array."""
         return a[b, h, i, j], a[b, h, i, j + 1], a[b, h, i, j + 2], a[b, h, i, j + 3]
 
+    def load_row(a, i, j):
+        """Return four neighbouring elements of a row of a matrix."""
+        return a[i, j], a[i, j + 1], a[i, j + 2], a[i, j + 3]
+
+    def store_row(a, i, j, w, x, y, z):
+        """Write four neighbouring elements of a row of a matrix."""
+        a[i, j], a[i, j + 1], a[i, j + 2], a[i, j + 3] = w, x, y, z
+
     def _exp2(x):
         return 2.0**x
 
@@ -116,6 +132,16 @@ else:
     def load_global(_context, a, b, h, i, j):
         """Return four neighbouring elements of a row of a (batch, heads, seq, dim) array."""
         return _load(a, b, h, i, j)
+
+    @intrinsic
+    def load_row(_context, a, i, j):
+        """Return four neighbouring elements of a row of a matrix."""
+        return _load(a, i, j)
+
+    @intrinsic
+    def store_row(_context, a, i, j, w, x, y, z):
+        """Write four neighbouring elements of a row of a matrix."""
+        return _store(a, (i, j), (w, x, y, z))
 
     #: 2**x for a dtype; in float32 one instruction, ``ex2.approx``.
     EXP2 = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +65,110 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
         )
 
 
+class _Same:
+    """An object that equals itself and nothing else, whatever it says of equality.
+
+    Args:
+        value: Kept, so that no other object gets its address meanwhile.
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Content(NamedTuple):
+    """What a plain function does, as far as its value decides: equal contents compile to equal code."""
+
+    code: CodeType
+    defaults: tuple[Any, ...]
+    captured: tuple[Any, ...]
+    world: tuple[Any, ...]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _comparable(value: Any) -> Any:
+    """Return a number or a text by its type and value, anything else by what it is."""
+    return (type(value), value) if isinstance(value, (int, float, str, bytes)) else _Same(value)
+
+
+def _content(function: FunctionType) -> _Content:
+    world = function.__globals__
+    return _Content(
+        function.__code__,
+        tuple(map(_comparable, function.__defaults__ or ())),
+        tuple(_comparable(cell.cell_contents) for cell in function.__closure__ or ()),
+        tuple(_comparable(world[name]) for name in _names(function.__code__) if name in world),
+    )
+
+
+class _Kept:
+    """A function with its content, which alone decides whether two of them are the same.
+
+    Args:
+        function: A user's.
+        content: Of it.
+    """
+
+    def __init__(self, function: FunctionType, content: _Content):
+        self.function, self.content = function, content
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kept) and self.content == other.content
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+
+@lru_cache(maxsize=256)
+def _checked(name: str, kept: _Kept, arguments: str) -> Function:
+    check_mod(name, kept.function, arguments)
+    source = kept.function
+    cells = tuple(CellType(cell.cell_contents) for cell in source.__closure__ or ())
+    # A copy: kernels know a function by what it is, and this one captures what it captured now.
+    return FunctionType(
+        source.__code__, source.__globals__, source.__name__, source.__defaults__, cells
+    )
+
+
+def as_mod(name: str, function: Any, arguments: str) -> Function | None:
+    """Check a user's function; return the one that stands for all that compute the same.
+
+    A lambda written inside a loop is a new function at each turn, and would be compiled at each.  Two of
+    one source whose captured numbers, defaults and globals are equal are one here; where a number has
+    changed since, the function is another, and is compiled anew.
+
+    Args:
+        name: Of the option.
+        function: The user's, or None.
+        arguments: As in :func:`check_mod`.
+
+    Raises:
+        TypeError: As in :func:`check_mod`.
+        ValueError: As in :func:`check_mod`.
+    """
+    if type(function) is not FunctionType or function.__kwdefaults__:
+        check_mod(name, function, arguments)
+        return function
+    try:
+        kept = _Kept(function, _content(function))
+    except ValueError:  # a cell that is still empty
+        check_mod(name, function, arguments)
+        return function
+    return _checked(name, kept, arguments)
+
+
 def as_score_mod(value: Any) -> ScoreMod | None:
     """Return what a user gives as ``score_mod``, a function or a pair with its derivative, as one.
 
@@ -72,9 +178,10 @@ def as_score_mod(value: Any) -> ScoreMod | None:
     if value is None:
         return None
     mod = ScoreMod(*value) if isinstance(value, (tuple, list)) else ScoreMod(value)
-    for name, function in zip(("score_mod", "the derivative of score_mod"), mod, strict=True):
-        check_mod(name, function, "(score, batch, head, row, col)")
-    return mod
+    arguments = "(score, batch, head, row, col)"
+    function = as_mod("score_mod", mod.function, arguments)
+    assert function is not None
+    return ScoreMod(function, as_mod("the derivative of score_mod", mod.derivative, arguments))
 
 
 def check_derivative(mod: ScoreMod | None) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kernels.block_mask import BlockMask
 from kernels.checks import check_array, check_types
-from kernels.mods import ScoreMod, as_score_mod, check_mod
+from kernels.mods import ScoreMod, as_mod, as_score_mod
 from kernels.option_checks import (
     check_block_mask,
     check_dropout,
@@ -239,7 +239,7 @@ def make_problem(
     check_scale(scale)
     left, right = check_window(window_size)
     check_block_mask(block_mask, lead, seq_q, seq_k)
-    check_mod("mask_mod", mask_mod, "(batch, head, row, col)")
+    mask_mod = as_mod("mask_mod", mask_mod, "(batch, head, row, col)")
     if precision is not None:
         raise NotImplementedError(
             f"flash_attention does not have precision={precision!r} yet; leave it at None: products "

@@ -2,24 +2,34 @@
 
 The argument of the FlashAttention papers is a count of elements that travel.  Here the kernels themselves
 are counted, not a model of them: while a meter is open, every array that a kernel is launched on counts
-each element as it is read or written.  ``formulas`` says what the counts should be.
+each element as it is read or written.  ``formulas`` says what the counts should be, :func:`metered` counts
+a call.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cuda.arrays import is_device_array
+from kernels import launch
+from kernels.cuda import flash2_merge, product
+from kernels.cuda.arrays import is_device_array, to_device
 from kernels.cuda.device import Kernel
-from kernels.formulas import Traffic, total
-from kernels.targets import IS_SIMULATOR
+from kernels.formulas import HeadShape, Traffic, total
+from kernels.operands import make_operands
+from kernels.problem import make_problem
+from kernels.targets import IS_SIMULATOR, simulated_atomics
+from kernels.traffic import RUNGS, PassTraffic, Tile, call_traffic
 
-__all__ = ["Counted", "IOMeter", "Traffic", "total"]
+__all__ = ["Counted", "IOMeter", "Traffic", "metered", "one_of_many_heads", "total"]
 
 #: The general matrix product names its operands a, b and out, which says nothing of what they are.
 UNTELLING = "product"
@@ -99,6 +109,15 @@ class Counted:
             self.writes[key] += 1
         self.array[key] = value
 
+    def add(self, key: Any, value: Any) -> Any:
+        """Add to an element atomically; return what it was.  That is one reading and one writing."""
+        with self._lock:
+            before = self.array[key]
+            self.reads[key] += 1
+            self.writes[key] += 1
+            self.array[key] = before + value
+        return before
+
     def __len__(self) -> int:
         return len(self.array)
 
@@ -122,6 +141,7 @@ class IOMeter:
         self._ledgers: dict[int, _Ledger] = {}
         self._lock = Lock()
         self._unmetered: Any = None
+        self._atomic_add: Any = None
 
     def __enter__(self) -> Any:
         if not IS_SIMULATOR:
@@ -134,11 +154,20 @@ class IOMeter:
         def metered(kernel: Kernel, size: Any) -> Any:
             return lambda *args: self.launch(kernel, size, args)
 
+        def add(atomics: Any, array: Any, index: Any, value: Any) -> Any:
+            if isinstance(array, Counted):
+                return array.add(index, value)
+            return before(atomics, array, index, value)
+
+        # The simulator's own addition reads the element twice.
+        before = self._atomic_add = simulated_atomics.add
+        simulated_atomics.add = add
         Kernel.__getitem__ = metered  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *error: object) -> None:
         Kernel.__getitem__ = self._unmetered  # type: ignore[method-assign]
+        simulated_atomics.add = self._atomic_add
 
     def launch(self, kernel: Kernel, size: Any, args: tuple[Any, ...]) -> None:
         """Launch a kernel on arrays that count.
@@ -213,10 +242,69 @@ class IOMeter:
         return {key: ledger.traffic for key, ledger in self._ledgers.items()}
 
     def called(self, **arrays: Any) -> dict[int, str]:
-        """Return the name of each allocation; the same arguments as for :meth:`counts`."""
-        names = {key: ledger.name for key, ledger in self._ledgers.items()}
+        """Return the name of each allocation; the same arguments as for :meth:`counts`.
+
+        A temporary that a kernel calls as one of these arrays is called a copy of it.
+        """
+        names = {
+            key: f"{ledger.name} copy" if ledger.name in arrays else ledger.name
+            for key, ledger in self._ledgers.items()
+        }
         return names | {self.number(array): name for name, array in arrays.items()}
 
     def number(self, array: Any) -> int:
         """Return the number of the allocation that an array lies in."""
         return id(_owner(_host(array)))
+
+
+@contextmanager
+def one_of_many_heads() -> Iterator[None]:
+    """Let one head be computed as it is among many: no sum is divided among blocks.
+
+    Barriers wait for every thread of a block, so the simulator's threads also hand over often.
+    """
+    sizes, merged, interval = product.SIZES, flash2_merge.SIZES, sys.getswitchinterval()
+    product.SIZES = replace(sizes, product_blocks=0)
+    flash2_merge.SIZES = replace(merged, split_blocks=0)
+    sys.setswitchinterval(1e-4)
+    try:
+        yield
+    finally:
+        product.SIZES, flash2_merge.SIZES = sizes, merged
+        sys.setswitchinterval(interval)
+
+
+def metered(
+    name: str, shape: HeadShape, tile: Tile | None = None, seed: int = 0, **options: Any
+) -> tuple[PassTraffic, PassTraffic]:
+    """Run one head forward and backward in the simulator; return what it moved, and what it should.
+
+    Args:
+        name: One of ``traffic.RUNGS``.
+        shape: Of the head; the bounds come from the options.
+        tile: (block_q, block_k); the rung's own when None.
+        seed: Of the operands.
+        options: Of ``make_problem``: is_causal, causal_offset, window_size.
+
+    Returns:
+        Counted by the meter, and by the formulas.
+
+    Raises:
+        RuntimeError: Outside of the simulator.
+        ValueError: If the rung cannot run such a call.
+    """
+    rng = np.random.default_rng(seed)
+    keys, values = (shape.seq_k, shape.head_dim), (shape.seq_k, shape.value_dim)
+    sizes = (shape.seq_q, shape.head_dim), keys, values, (shape.seq_q, shape.value_dim)
+    q, k, v, dout = (to_device(rng.standard_normal((1, *x), dtype=np.float32)) for x in sizes)
+    problem = make_problem(q, k, v, **RUNGS[name], **options)
+    operands = make_operands(launch.CUDA.memory, problem, q, k, v)
+    with one_of_many_heads():
+        with IOMeter() as meter:
+            out, lse = launch.forward(launch.CUDA, problem, operands, tile)
+        forward = meter.counts(q=q, k=k, v=v, out=out, lse=lse)
+        operands = operands.having(dout=dout, out=out, lse=lse)
+        with IOMeter() as meter:
+            dq, dk, dv, _ = launch.backward(launch.CUDA, problem, operands, tile)
+        backward = meter.counts(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)
+    return PassTraffic(forward, backward), call_traffic(name, problem, tile)

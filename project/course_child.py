@@ -193,7 +193,7 @@ class Recorder:
         outcome = "xfailed" if hasattr(report, "wasxfail") else report.outcome
         self.write({
             "id": report.nodeid, "when": report.when, "outcome": outcome,
-            "message": text.strip()[:2000],
+            "message": text.strip()[:2000], "notes": dict(report.user_properties),
         })  # fmt: skip
 
 

@@ -4,24 +4,29 @@ The tree that is graded is made of the course's files, the files of the student 
 and any that the student has added. Points are given for a report in which every test that the course
 has for a task has run and passed; neither exit codes nor output count. Tests that must fail run among
 them: if one of these passes, the submission has changed what judges it.
+
+What is right may have to be fast as well, for some of the points: as a ratio of two times, measured when
+everything else has passed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from course_markers import CourseError
-from course_place import Ending, Workplace, assemble
-from course_tasks import Task, tasks_of, tasks_until
+from course_place import Workplace, assemble
+from course_tasks import SPEED, Task, tasks_of, tasks_until
 from course_trees import ROOT, module_of
+from course_verdict import Result, Verdict, judge, notes
 
 #: A test that must fail → what it means if it passes.
 CANARIES = {
@@ -34,14 +39,20 @@ CANARIES = {
     "assert_close(1.0, 2.0)": "1.0 and 2.0, nearly (operators.is_close)",
     "given(integers())(lambda n: never(n))()": "a property that no number has",
 }
+#: Likewise where speed is measured: a thing is not faster than itself.
+SPEED_CANARIES = {
+    "assert False": "an assertion that fails",
+    "assert_faster(pause, pause, 1.5, lambda *note: None, 'itself')": "any speed at all",
+}
 CANARY_FILE = """
+from time import sleep
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis.strategies import integers
 
-from .strategies import assert_close
-from .tolerances import assert_close_arrays
+{imports}
 
 pytestmark = [{marks}]
 
@@ -49,46 +60,26 @@ pytestmark = [{marks}]
 def never(n):
     assert n != n
 
+
+def pause():
+    sleep(0.002)
+
 """
+COMPARING = "from .strategies import assert_close\nfrom .tolerances import assert_close_arrays"
+TIMING = f"from .{Path(SPEED).stem} import assert_faster"
 
 
-@dataclass
-class Result:
-    """What became of a task.
-
-    Attributes:
-        task: Its id.
-        title: Its title.
-        mark: Its pytest mark.
-        status: "passed", "failed" or "blocked".
-        points: Given.
-        possible: Given for passing.
-        message: One line: the first that went wrong; empty if nothing did.
-        tests: How many tests decide.
-        passed: How many of them passed.
-        seconds: How long they took.
-    """
-
-    task: str
-    title: str
-    mark: str
-    status: str = "failed"
-    points: int = 0
-    possible: int = 0
-    message: str = ""
-    tests: int = 0
-    passed: int = 0
-    seconds: float = 0.0
-
-
-def add_canaries(tree: Path, task: Task) -> dict[str, str]:
+def add_canaries(tree: Path, task: Task, speed: bool = False) -> dict[str, str]:
     """Write tests that must fail, under names that say nothing; return what each one means."""
-    marks = f"pytest.mark.{task.mark}" + (", pytest.mark.simulator" if task.simulator else "")
-    names = {f"test_{secrets.token_hex(6)}": body for body in CANARIES}
+    chosen = SPEED_CANARIES if speed else CANARIES
+    simulated = task.simulator and not speed
+    marks = f"pytest.mark.{task.mark}" + (", pytest.mark.simulator" if simulated else "")
+    head = CANARY_FILE.format(marks=marks, imports=TIMING if speed else COMPARING)
+    names = {f"test_{secrets.token_hex(6)}": body for body in chosen}
     bodies = "\n\n".join(f"def {name}():\n    {body}\n" for name, body in names.items())
     file = f"tests/test_{secrets.token_hex(6)}.py"
-    (tree / file).write_text(CANARY_FILE.format(marks=marks) + bodies, encoding="utf-8")
-    return {f"{file}::{name}": CANARIES[body] for name, body in names.items()}
+    (tree / file).write_text(head + bodies, encoding="utf-8")
+    return {f"{file}::{name}": chosen[body] for name, body in names.items()}
 
 
 # -- verdicts ------------------------------------------------------------------------------------
@@ -96,100 +87,73 @@ def add_canaries(tree: Path, task: Task) -> dict[str, str]:
 
 def expression(task: Task, gpu: bool) -> str:
     """Return pytest's ``-m`` for the tests that decide."""
-    if not task.simulator:
-        return f"{task.mark} and not cuda"
-    return task.mark if gpu else f"{task.mark} and simulator and not cuda"
+    if task.is_simulated(gpu):
+        return f"{task.mark} and simulator and not cuda"
+    return task.mark if task.simulator else f"{task.mark} and not cuda"
 
 
-def judge(
-    task: Task, expected: list[str], canaries: dict[str, str], records: list[Any], end: Ending
-) -> tuple[int, str]:
-    """Return how many of the expected tests passed, and the first thing that is wrong, or ''."""
-    phases: dict[str, dict[str, Any]] = {}
-    for record in records:
-        if "id" in record:
-            phases.setdefault(record["id"], {})[record["when"]] = record
-    good = [test for test in expected if _passed(phases.get(test, {}))]
-    running = next((r["begun"] for r in reversed(records) if "begun" in r), "")
-    if end.late:
-        return len(good), f"stopped after {task.seconds} s" + (
-            f", in {_short(running)}" if running else ""
-        )
-    for record in records:
-        if "broken" in record:
-            return len(good), f"{record['broken']}: {record['message']}"
-    for test in expected:
-        for record in phases.get(test, {}).values():
-            if record["outcome"] != "passed":
-                return len(good), f"{_short(test)}: {_line(record, task)}"
-    if not any("finished" in record for record in records):
-        how = f"signal {-end.code}" if end.code < 0 else f"exit code {end.code}"
-        where = f", in {_short(running)}" if running else ", before the first test"
-        return len(good), (
-            f"the run ended early ({how}) after {len(good)} of {len(expected)} tests{where}; the "
-            f"memory limit is {task.memory_mb} MB"
-        )
-    missing = [test for test in expected if test not in good]
-    if missing:
-        return len(
-            good
-        ), f"{len(missing)} of {len(expected)} tests did not run: {_short(missing[0])}"
-    for test, meaning in canaries.items():
-        if phases.get(test, {}).get("call", {}).get("outcome") != "failed":
-            return len(good), f"the submission makes the tests accept {meaning}"
-    return len(good), ""
+class Expected(NamedTuple):
+    """What the course has.
+
+    Attributes:
+        tests: Task → the tests that decide.
+        speed: Task → those that measure its speed; empty for most.
+        no_gpu: Why there is no GPU, or None.
+    """
+
+    tests: dict[str, list[str]]
+    speed: dict[str, list[str]]
+    no_gpu: str | None
 
 
-def _passed(phases: dict[str, Any]) -> bool:
-    outcomes = [phases.get(when, {}).get("outcome") for when in ("setup", "call", "teardown")]
-    return outcomes == ["passed"] * 3
-
-
-def _short(test: str) -> str:
-    return test.split("::")[-1]
-
-
-def _line(record: dict[str, Any], task: Task) -> str:
-    """Return what went wrong in a test, in one line."""
-    lines = [line.strip() for line in record["message"].splitlines() if line.strip()]
-    text = lines[0] if lines else record["outcome"]
-    if text.startswith(("MemoryError", "numpy._core._exceptions._ArrayMemoryError")):
-        text = f"out of memory, the limit is {task.memory_mb} MB ({text})"
-    return text if len(text) <= 240 else text[:239] + "…"
-
-
-def expected_tests(place: Workplace, tasks: list[Task]) -> tuple[dict[str, list[str]], str | None]:
-    """Return the tests that the course has for each task, and why there is no GPU, or None.
+def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
+    """Return what the course has for some tasks.
 
     Raises:
         CourseError: If the course's own tests cannot be read.
     """
-    expected: dict[str, list[str]] = {}
-    no_gpu: str | None = None
-    for simulator in sorted({task.simulator for task in tasks}):
-        own = [task for task in tasks if task.simulator is simulator]
-        files = sorted({file for task in own for file in task.tests})
-        job = {"trusted": True, "tree": str(ROOT), "arguments": _arguments(ROOT, files, "")}
-        records, end = place.run(job, simulator, 180.0)
-        if not records or records[0]["code"] != 0:
-            raise CourseError(
-                f"the course's own tests cannot be collected (exit code {end.code}); run 'python "
-                f"-m pytest --collect-only {' '.join(files)}' in {ROOT} and see why"
-            )
-        no_gpu = records[0]["no_gpu"]
+    expected = Expected({}, {}, None)
+    for simulator, simulated in sorted({_how(task, place) for task in tasks}):
+        own = [task for task in tasks if _how(task, place) == (simulator, simulated)]
+        files = {file for task in own for file in task.tests}
+        marks, no_gpu = _collected(place, files, simulated)
+        expected = expected._replace(no_gpu=expected.no_gpu or no_gpu)
+        keep = {"simulator"} if simulated else set()
+        drop = {"cuda"} if simulated or not simulator else set()
         for task in own:
-            keep = {task.mark} | ({"simulator"} if simulator and not place.gpu else set())
-            drop = set() if simulator and place.gpu else {"cuda"}
-            expected[task.id] = [
+            expected.tests[task.id] = [
                 test
-                for test, marks in records[0]["tests"].items()
+                for test, its in marks.items()
                 if test.split("::")[0] in task.tests
-                and keep <= set(marks)
-                and not drop & set(marks)
+                and {task.mark} | keep <= its
+                and not drop & its
             ]
-            if not expected[task.id]:
-                raise CourseError(f"the course has no test with the mark {task.mark}")
-    return expected, no_gpu
+    if any(task.speed for task in tasks):
+        marks, _ = _collected(place, {SPEED}, False)
+        for task in tasks:
+            expected.speed[task.id] = [test for test, its in marks.items() if task.mark in its]
+    for task in tasks:
+        if not expected.tests[task.id] or (task.speed and not expected.speed[task.id]):
+            raise CourseError(f"the course has no test, or none of speed, with mark {task.mark}")
+    return expected
+
+
+def _how(task: Task, place: Workplace) -> tuple[bool, bool]:
+    return task.simulator, task.is_simulated(place.gpu)
+
+
+def _collected(
+    place: Workplace, files: set[str], simulator: bool
+) -> tuple[dict[str, set[str]], str | None]:
+    """Return the marks of each of the course's tests in some files, and why there is no GPU."""
+    job = {"trusted": True, "tree": str(ROOT), "arguments": _arguments(ROOT, sorted(files), "")}
+    records, end = place.run(job, simulator, 180.0)
+    if not records or records[0]["code"] != 0:
+        raise CourseError(
+            f"the course's own tests cannot be collected (exit code {end.code}); run 'python "
+            f"-m pytest --collect-only {' '.join(sorted(files))}' in {ROOT} and see why"
+        )
+    return {t: set(marks) for t, marks in records[0]["tests"].items()}, records[0]["no_gpu"]
 
 
 def _arguments(tree: Path, files: list[str], chosen: str) -> list[str]:
@@ -199,34 +163,66 @@ def _arguments(tree: Path, files: list[str], chosen: str) -> list[str]:
     return [*settings, "-p", "no:cacheprovider", "--tb=line", "--strict-markers", *select, *files]
 
 
-def grade_task(place: Workplace, task: Task, expected: list[str], root: Path = ROOT) -> Result:
-    """Run the tests of one task and return what became of it."""
+def grade_task(
+    place: Workplace,
+    task: Task,
+    expected: list[str],
+    of_speed: list[str] | None = None,
+    root: Path = ROOT,
+) -> Result:
+    """Run the tests of one task and return what became of it.
+
+    Args:
+        place: With the tree.
+        task: What to grade.
+        expected: The tests that decide.
+        of_speed: Those that measure speed, for the task's points of speed; they run if all
+            others have passed.
+        root: The course.
+    """
     result = Result(task.id, task.title, task.mark, possible=task.points, tests=len(expected))
-    canaries = add_canaries(place.tree, task)
-    canary_file = next(iter(canaries)).split("::")[0]
     swapped: dict[Path, bytes] = {}
     if task.own_tests:  # they are judged by whether they tell right code from wrong, the course's
         for path in (place.tree / "minitorch" / "operators.py",):
             swapped[path] = path.read_bytes()
             shutil.copyfile(root / path.relative_to(place.tree), path)
+    begin = time.perf_counter()
+    verdict, _ = _run(place, task, expected, root)
+    for path, content in swapped.items():
+        path.write_bytes(content)
+    result.passed, result.message = verdict.passed, verdict.message
+    result.waits_for, result.speed_possible = verdict.waits_for, task.speed if of_speed else 0
+    if verdict.waits_for:
+        result.status = "waiting"
+    elif not verdict.message:
+        result.points = task.points - result.speed_possible
+        if of_speed:
+            verdict, records = _run(place, task, of_speed, root, speed=True)
+            result.speed = notes(records, "speed")
+            result.speed_points = 0 if verdict.message else task.speed
+            result.points += result.speed_points
+            result.message = verdict.message and f"right, but too slow: {verdict.message}"
+        result.status = "failed" if result.message else "passed"
+    result.seconds = round(time.perf_counter() - begin, 2)
+    return result
+
+
+def _run(
+    place: Workplace, task: Task, expected: list[str], root: Path, speed: bool = False
+) -> tuple[Verdict, list[Any]]:
+    """Run tests of a task, confined, and judge them; return the records too."""
+    canaries = add_canaries(place.tree, task, speed)
+    canary_file = next(iter(canaries)).split("::")[0]
+    files, chosen = ((SPEED,), task.mark) if speed else (task.tests, expression(task, place.gpu))
     job = {
         "trusted": False, "tree": str(place.tree), "hidden": str(root),
         "writable": [str(path) for path in place.writable.values()],
         "memory_mb": task.memory_mb, "seconds": task.seconds,
-        "arguments": _arguments(
-            place.tree, [*task.tests, canary_file], expression(task, place.gpu)
-        ),
+        "arguments": _arguments(place.tree, [*files, canary_file], chosen),
     }  # fmt: skip
-    begin = time.perf_counter()
-    records, end = place.run(job, task.simulator, task.seconds)
-    result.seconds = round(time.perf_counter() - begin, 2)
-    for path, content in swapped.items():
-        path.write_bytes(content)
+    records, end = place.run(job, task.is_simulated(place.gpu) and not speed, task.seconds)
     (place.tree / canary_file).unlink()
-    result.passed, result.message = judge(task, expected, canaries, records, end)
-    if not result.message:
-        result.status, result.points = "passed", task.points
-    return result
+    return judge(task, expected, canaries, records, end), records
 
 
 def grade(
@@ -265,21 +261,25 @@ def grade(
         raise CourseError(
             f"{submission} is the tree of module {last}; it has no task {late or module}"
         )
-    own = {"seconds": seconds, "memory_mb": memory_mb}
-    tasks = [replace(task, **{k: v for k, v in own.items() if v}) for task in tasks]
+    limits = {"seconds": seconds, "memory_mb": memory_mb}
+    tasks = [replace(task, **{k: v for k, v in limits.items() if v}) for task in tasks]
 
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
         place = Workplace(Path(folder).resolve(), gpu)
         assemble(submission, place.tree, last)
-        expected, no_gpu = expected_tests(place, tasks)
+        expected = expected_tests(place, tasks)
         print(f"{'task':5} {'':32} {'status':8} {'points':>7} {'tests':>8} {'seconds':>8}")
         for task in tasks:
-            if task.simulator and gpu and no_gpu:
+            if task.simulator and not task.is_simulated(gpu) and expected.no_gpu:
                 result = Result(task.id, task.title, task.mark, "blocked", possible=task.points)
-                result.message = f"needs a GPU: {no_gpu}"
+                result.message = f"needs a GPU: {expected.no_gpu}"
             else:
-                result = grade_task(place, task, expected[task.id])
+                own = expected.tests[task.id], expected.speed.get(task.id)
+                result = grade_task(place, task, *own)
+            open_ = [r.task for r in results if r.task in task.needs and r.status != "passed"]
+            if open_ and result.status == "failed":
+                result.message += f" (it builds on {', '.join(open_)}, which has not passed)"
             results.append(result)
             _print_row(result)
     return _finish(results, json_file)
@@ -292,17 +292,21 @@ def _print_row(result: Result) -> None:
         f"{result.task:5} {result.title:32} {result.status:8} {points:>7} {tests:>8} "
         f"{result.seconds:8.1f}"
     )
-    if result.message:
-        print(f"      {result.message}")
+    for line in (result.message, result.speed and f"speed: {result.speed}"):
+        if line:
+            print(f"      {line}")
     sys.stdout.flush()
 
 
 def _finish(results: list[Result], json_file: Path | None) -> int:
     blocked = [result for result in results if result.status == "blocked"]
-    failed = [result for result in results if result.status == "failed"]
+    waiting = [result for result in results if result.status == "waiting"]
+    failed = [result for result in results if result.status in ("failed", "waiting")]
     points = sum(result.points for result in results)
     possible = sum(result.possible for result in results if result not in blocked)
     print(f"points {points} of {possible}")
+    if waiting:
+        print(f"WAITING for tasks that are not written yet: {', '.join(r.task for r in waiting)}")
     if blocked:
         open_ = sum(result.possible for result in blocked)
         print(f"BLOCKED, neither passed nor failed: {len(blocked)} tasks, {open_} points")
@@ -314,7 +318,17 @@ def _finish(results: list[Result], json_file: Path | None) -> int:
             "all_passed": not failed and not blocked,
             "tasks": [asdict(result) for result in results],
         }
-        json_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        _replace(json_file, json.dumps(summary, indent=2) + "\n")
     if failed:
         return 1
     return 2 if len(blocked) == len(results) else 0
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file; a link of that name, which a submission may have left there, is not followed."""
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.absolute().parent, delete=False
+    ) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import secrets
@@ -71,7 +72,7 @@ class Workplace:
             "HOME": home, "USERPROFILE": home, "TMPDIR": tmp, "TEMP": tmp, "TMP": tmp,
             "HYPOTHESIS_STORAGE_DIRECTORY": tmp,
             "NUMBA_CACHE_DIR": str(self.writable["numba"]),
-            "NUMBA_ENABLE_CUDASIM": str(int(simulator and not self.gpu)),
+            "NUMBA_ENABLE_CUDASIM": str(int(simulator)),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
@@ -82,6 +83,7 @@ class Workplace:
         report.touch()
         whole = {"report": str(report), "gpu": self.gpu, **job}
         child = ROOT / "project" / "course_child.py"
+        before = _adopted()
         with tempfile.TemporaryFile(dir=self.reports) as output:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-B", str(child)],
@@ -95,6 +97,9 @@ class Workplace:
                 late = True
             finally:
                 _end(process)
+                for orphan in _adopted() - before:
+                    os.kill(orphan, signal.SIGKILL)
+                    os.waitpid(orphan, 0)
         return list(_records(report)), Ending(process.returncode, late)
 
 
@@ -106,6 +111,21 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     else:
         process.kill()
     process.wait()
+
+
+SUBREAPER = 36  # of prctl
+
+
+def _adopted() -> set[int]:
+    """Return the children of this process; on Linux these are all that a child may have left behind.
+
+    A process that has left its group outlives the end of the group, and then becomes ours.
+    """
+    if not sys.platform.startswith("linux"):
+        return set()
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    lists = Path("/proc/self/task").glob("*/children")  # none where the kernel does not keep them
+    return {int(child) for path in lists for child in path.read_text().split()}
 
 
 def _records(report: Path) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,10 @@ class Task:
         points: What it counts.
         hint: The idea that solves it.
         tests: The files whose tests with this task's mark decide.
+        needs: Tasks of the same module that it builds on.
+        speed: How many of the points are for speed, see ``SPEED``.
         simulator: The tests run in the CUDA simulator, so that no GPU is needed.
+        metered: They run there even if there is a GPU: only there can traffic be counted.
         own_tests: The student writes tests, which are taken from the student; what they test is the
             course's own.
         seconds: Time limit of the grader.
@@ -32,15 +35,22 @@ class Task:
     points: int
     hint: str
     tests: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    speed: int = 0
     simulator: bool = False
+    metered: bool = False
     own_tests: bool = False
-    seconds: int = 180
+    seconds: int = 300
     memory_mb: int = 4096
 
     @property
     def module(self) -> int:
         """Number of the module."""
         return int(self.id.split(".")[0])
+
+    def is_simulated(self, gpu: bool) -> bool:
+        """Tell whether the tests run in the simulator, when there is a GPU to use or there is none."""
+        return self.simulator and (self.metered or not gpu)
 
     @property
     def mark(self) -> str:
@@ -77,7 +87,9 @@ SCALARS = ("tests/test_scalar.py", "tests/test_autodiff.py")
 DATA, TENSORS = ("tests/test_tensor_data.py",), ("tests/test_tensor.py",)
 GENERAL, CUDA = ("tests/test_tensor_general.py",), ("tests/test_cuda_ops.py",)
 CONV, LAYERS = ("tests/test_conv.py",), ("tests/test_nn.py",)
-FLASH = ("tests/test_module5.py",)
+FLASH, TRAFFIC = ("tests/test_module5.py",), ("tests/test_module5_traffic.py",)
+#: Measures how fast a right solution is, task by task.
+SPEED = "tests/course_speed.py"
 
 TASKS = (
     Task(
@@ -147,12 +159,12 @@ TASKS = (
         "3.1", "Parallel map, zip and reduce", 15,
         "The loops of 2.3, compiled: the outer one parallel, no index where memory lies alike, "
         "no call but fn in the inner one.",
-        GENERAL,
+        GENERAL, speed=4, seconds=600,  # some hundred loops are compiled
     ),
     Task(
         "3.2", "Matrix multiplication", 10,
         "Parallel over rows of the output; no index buffers, one product and one sum inside.",
-        GENERAL,
+        GENERAL, speed=3,
     ),
     Task(
         "3.3", "CUDA map, zip and reduce", 15,
@@ -199,7 +211,7 @@ TASKS = (
         "5.3", "Tiled attention in NumPy", 10,
         "The online softmax of 5.1 for a tile of rows, with the output summed beside the "
         "exponentials. Keep it unnormalised until the end.",
-        FLASH,
+        FLASH, speed=2,
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
@@ -212,13 +224,13 @@ TASKS = (
     Task(
         "5.5", "Its backward pass", 15,
         "P is not stored: it is computed again from S and L. Then the gradients of 5.2, tile by tile.",
-        FLASH, simulator=True,
+        FLASH, needs=("5.4",), simulator=True,
     ),
     Task(
         "5.6", "Masks and dropout in the tile", 10,
         "A mask changes a score before the maximum is taken. Dropout comes after the sum, and its "
         "bits are a function of the place alone, so that the backward pass draws them again.",
-        FLASH, simulator=True,
+        FLASH, needs=("5.4", "5.5"), simulator=True,
     ),
     Task(
         "5.7", "FlashAttention-2", 10,
@@ -227,10 +239,17 @@ TASKS = (
         FLASH, simulator=True,
     ),
     Task(
+        "5.8", "Traffic, and a budget", 10,
+        "Walk through the loops of a kernel with a pencil: how often is each array read, how often "
+        "written, and by which tile? Only the meter can say that the formula is right. Then let the "
+        "formula choose the tile.",
+        TRAFFIC, needs=("5.4", "5.7"), simulator=True, metered=True,
+    ),
+    Task(
         "5.9", "Block-sparse attention", 10,
         "A tile in which nothing is seen is not visited: each line of tiles has a list, all lists lie "
         "one after the other, and a pointer says where each begins.",
-        FLASH, simulator=True,
+        FLASH, needs=("5.4", "5.7"), speed=2, simulator=True,
     ),
     Task(
         "5.10", "Train the transformer", 10,

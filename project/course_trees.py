@@ -21,7 +21,7 @@ from course_markers import (
     sources,
     stub,
 )
-from course_tasks import MODULES, TASKS, Task, tasks_of, tasks_until
+from course_tasks import MODULES, SPEED, TASKS, Task, tasks_of, tasks_until
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Says of which module a starter tree is.
@@ -126,7 +126,9 @@ def _package_files(root: Path) -> list[str]:
 def _test_files(module: int, root: Path) -> list[str]:
     """Return the test files of the tasks up to a module, and the helpers that they import."""
     tests = root / "tests"
-    chosen = {Path(file).stem for task in tasks_until(module) for file in task.tests}
+    tasks = tasks_until(module)
+    chosen = {Path(file).stem for task in tasks for file in task.tests}
+    chosen |= {Path(SPEED).stem for task in tasks if task.speed}
     names = _closure(tests, chosen | HELPERS)
     return [f"tests/{name}.py" for name in names]
 
@@ -163,6 +165,11 @@ def _expressions(tasks: list[Task]) -> tuple[str, str]:
     return plain, simulated
 
 
+def points_of(task: Task) -> str:
+    """Return the points of a task in words."""
+    return f"{task.points} points" + (f", {task.speed} of them for speed" if task.speed else "")
+
+
 def command(task: Task) -> str:
     """Return the command that runs the tests of a task."""
     run = f"python -m pytest -m {task.mark}"
@@ -173,6 +180,13 @@ def command(task: Task) -> str:
 
 def _makefile(module: int) -> str:
     plain, simulated = _expressions(tasks_of(module))
+    runs = [
+        f'$(PYTHON) -m pytest -m "{plain}" $(ARGS)' if plain else "",
+        f'NUMBA_ENABLE_CUDASIM=1 $(PYTHON) -m pytest -m "simulator and not cuda and ({simulated})" '
+        "$(ARGS)"
+        if simulated
+        else "",
+    ]
     lines = [
         "# make test    the tests of this module (pytest alone looks for the smallest example too)",
         "# make grade   task by task, with points",
@@ -180,16 +194,12 @@ def _makefile(module: int) -> str:
         "PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)",
         "",
         ".PHONY: test grade venv",
+        "export MINITORCH_SHRINK = 0",
         "",
-        "test:",
-    ]
-    if plain:
-        lines.append(f'\tMINITORCH_SHRINK=0 $(PYTHON) -m pytest -m "{plain}" $(ARGS)')
-    if simulated:
-        chosen = f"simulator and not cuda and ({simulated})"
-        lines.append("\tMINITORCH_SHRINK=0 NUMBA_ENABLE_CUDASIM=1 \\")
-        lines.append(f'\t  $(PYTHON) -m pytest -m "{chosen}" $(ARGS)')
-    lines += [
+        "test:  # what fails first does not keep the rest from running",
+        "\t@failed=0; \\",
+        *(f"\t{run} || failed=1; \\" for run in runs if run),
+        "\texit $$failed",
         "",
         "grade:",
         "\t$(PYTHON) project/course.py grade .",
@@ -223,13 +233,17 @@ def _readme(module: int, root: Path) -> str:
     ]
     regions = marked_regions(root)
     for task in tasks:
-        lines += ["", f"## Task {task.id}: {task.title} ({task.points} points)", "", task.hint, ""]
+        lines += ["", f"## Task {task.id}: {task.title} ({points_of(task)})", "", task.hint, ""]
+        if task.needs:
+            lines += [f"Builds on {' and '.join(task.needs)}: solve these first.", ""]
         lines += ["| file | function | hint |", "|---|---|---|"]
         for r in regions:
             if r.key.task == task.id:
                 hint = r.hint.replace("|", "\\|")
                 lines.append(f"| `{r.key.file}` | `{r.key.name}` | {hint} |")
-        lines += ["", f"Mark `{task.mark}`:", "", "```", command(task), "```"]
+        lines += ["", f"Mark `{task.mark}`:", "", "```", command(task)]
+        lines += [f"python -m pytest -m {task.mark} {SPEED}  # how fast"] if task.speed else []
+        lines += ["```"]
     return "\n".join(lines) + "\n"
 
 

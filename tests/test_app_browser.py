@@ -1,6 +1,8 @@
 """The app in a real browser: headless Chromium, as its users see it.
 
 The pictures of docs/app.md come from here: MINITORCH_SCREENSHOTS=docs/images says where they go.
+Without a browser the test is skipped, with a warning; with MINITORCH_BROWSER=1, as CI should have it,
+it fails.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Start headless Chromium, or skip the test and say so in the warnings."""
+    """Start headless Chromium; without one skip the test and say so in the warnings, or fail."""
     reason = None
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     try:
@@ -40,10 +42,15 @@ def browser() -> Iterator[Any]:
                 )
             except Error as error:
                 first = str(error).splitlines()[0]
-                reason = f"no browser: install chromium, or playwright install chromium ({first})"
+                reason = (
+                    "no browser: apt-get install chromium, or python -m playwright install "
+                    f"--with-deps chromium ({first})"
+                )
             else:
                 yield chromium
                 chromium.close()
+    if reason and os.environ.get("MINITORCH_BROWSER") == "1":
+        pytest.fail(f"MINITORCH_BROWSER=1 asks for the test in a browser: {reason}", pytrace=False)
     if reason:
         warnings.warn(f"THE APP WAS NOT TESTED IN A BROWSER: {reason}", stacklevel=1)
         pytest.skip(reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ sys.path.insert(0, str(ROOT / "project"))
 import course_grader  # noqa: E402
 from course import main  # noqa: E402
 from course_child import landlock_version  # noqa: E402
-from course_grader import Result, expected_tests, grade_task  # noqa: E402
+from course_grader import Expected, expected_tests, grade_task  # noqa: E402
 from course_markers import fill, read_bodies, replaced  # noqa: E402
-from course_place import Workplace, assemble  # noqa: E402
+from course_place import Ending, Workplace, assemble  # noqa: E402
 from course_tasks import find_task, tasks_of, tasks_until  # noqa: E402
 from course_trees import start  # noqa: E402
+from course_verdict import Result, judge  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     (ROOT / "course.json").exists(), reason="a starter tree has no solutions"
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return expected_tests(Workplace(tmp_path_factory.mktemp("counts"), False), tasks_of(0))[0]
+    return expected_tests(Workplace(tmp_path_factory.mktemp("counts"), False), tasks_of(0)).tests
 
 
 @pytest.fixture
@@ -170,13 +172,55 @@ def test_a_submission_cannot_write_outside(student: Path, counts: Any, tmp_path:
         f"__import__('subprocess').run(['touch', {str(target)!r}])",
         f"__import__('pathlib').Path({str(tmp_path / 'folder')!r}).mkdir()",
     ]
+    up, link = "../" * 3 + target.name, "__import__('os').environ['TMPDIR'] + '/link'"
+    attempts += [
+        f"open({up!r}, 'w').write('x')",
+        f"__import__('os').symlink({str(tmp_path)!r}, {link}); open({link} + '/outside.txt', 'w')",
+        f"__import__('os').link({str(moved)!r}, {link} + '2'); open({link} + '2', 'w')",
+        f"__import__('os').rename({str(moved)!r}, {str(target)!r})",
+        f"__import__('os').chmod({str(moved)!r}, 0)",
+        f"__import__('os').execv('/bin/touch', ['touch', {str(target)!r}])",
+    ]
     if landlock_version():  # past Python: the kernel says no
         attempts.append(f"__import__('ctypes').CDLL(None).creat({str(target).encode()!r}, 0o600)")
+        attempts.append(f"__import__('ctypes').CDLL(None).system({f'touch {target}'.encode()!r})")
     code = "".join(f"try:\n    {a}\nexcept OSError:\n    pass\n" for a in attempts)
     at_import(student, code)
     result = graded(student, counts)
     assert result.status == "passed", result.message  # it does no harm, and the rest is right
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kept.txt", "place", "student"]
+    assert moved.read_text(encoding="utf-8") == "kept"
+
+
+@pytest.mark.skipif(not landlock_version(), reason="the kernel has to help")
+def test_what_a_submission_leaves_running_is_ended(student: Path, counts: Any) -> None:
+    at_import(
+        student,
+        "import ctypes, os, time\nlibc = ctypes.CDLL(None)\n"
+        "if libc.fork() == 0:\n    libc.setsid()\n    while True:\n"
+        "        open(os.environ['TMPDIR'] + '/alive', 'w').close()\n        time.sleep(0.05)\n",
+    )
+    assert graded(student, counts).status == "passed"
+    alive = student.parent / "place" / "tmp" / "alive"
+    alive.unlink()
+    time.sleep(0.5)
+    assert not alive.exists()
+
+
+def test_a_link_in_the_tree_is_not_followed(
+    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept.txt"
+    kept.write_text("kept", encoding="utf-8")
+    (student / "result.json").symlink_to(kept)
+    (student / "minitorch" / "taken.py").symlink_to(ROOT / "minitorch" / "module.py")
+    result = student / "result.json"
+    assert main(["grade", str(student), "--task", "0.4", "--json", str(result)]) == 0
+    assert kept.read_text(encoding="utf-8") == "kept"
+    assert json.loads(result.read_text(encoding="utf-8"))["points"] == 10
+    at_import(student, "from . import taken\n")
+    assert main(["grade", str(student), "--task", "0.4"]) == 1
+    assert "cannot import name 'taken'" in capsys.readouterr().out
 
 
 def test_the_attempt_to_write_outside_is_named(student: Path, counts: Any, tmp_path: Path) -> None:
@@ -236,13 +280,85 @@ def test_markers_that_are_gone_are_named(student: Path, counts: Any) -> None:
     assert "tests/test_operators.py, line" in graded(student, counts, "0.2").message
 
 
+# -- tasks that wait, and speed --------------------------------------------------------------------
+
+STUBS = {"5.4": "NotImplementedError: tid=[0, 0, 0] ctaid=[1, 0, 0]: Task 5.4: Lines 10 to 13",
+         "5.5": "NotImplementedError: Task 5.5: Line 19"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("errors", "waits_for", "message"),
+    [
+        ([STUBS["5.4"], STUBS["5.4"], ""], "5.4", "waits for task 5.4, which is not written yet"),
+        ([STUBS["5.5"], STUBS["5.4"]], "", f"t0: {STUBS['5.5']}"),
+        ([STUBS["5.4"], STUBS["5.5"]], "", f"t1: {STUBS['5.5']}"),
+        ([STUBS["5.4"], "assert 1 == 2"], "", "t1: assert 1 == 2"),
+        (["", ""], "", ""),
+    ],
+)
+def test_a_task_waits_if_only_other_tasks_are_missing(
+    errors: list[str], waits_for: str, message: str
+) -> None:
+    records: list[Any] = [
+        {"id": f"a.py::t{i}", "when": when, "message": error,
+         "outcome": "failed" if error and when == "call" else "passed"}
+        for i, error in enumerate(errors) for when in ("setup", "call", "teardown")
+    ]  # fmt: skip
+    tests = [f"a.py::t{i}" for i in range(len(errors))]
+    end = Ending(0, False)
+    verdict = judge(find_task("5.5"), tests, {}, [*records, {"finished": 0}], end)
+    assert (verdict.waits_for, verdict.message) == (waits_for, message)
+
+
+def test_what_waits_and_what_it_waits_for_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(1, tmp_path / "one")
+    text = (tmp_path / "one" / "minitorch" / "operators.py").read_text(encoding="utf-8")
+    late = text.replace("    return x + y", '    raise NotImplementedError("Task 0.1: Add.")')
+    assert late != text
+    (tmp_path / "one" / "minitorch" / "operators.py").write_text(late, encoding="utf-8")
+    result = tmp_path / "result.json"
+    assert main(["grade", str(tmp_path / "one"), "--task", "0.3", "--json", str(result)]) == 1
+    out = capsys.readouterr().out
+    assert "waits for task 0.1" in out and "waiting" in out
+    (task,) = json.loads(result.read_text(encoding="utf-8"))["tasks"]
+    assert (task["status"], task["waits_for"], task["points"]) == ("waiting", "0.1", 0)
+
+
+def test_what_is_right_and_slow_loses_the_points_of_speed(tmp_path: Path) -> None:
+    """A tile whose exponentials a Python loop computes one by one."""
+    task, tree = find_task("5.3"), tmp_path / "five"
+    start(5, tree)
+    fill(tree, ["5.2", "5.3"], read_bodies(ROOT))
+    file = tree / "kernels" / "reference.py"
+    right = file.read_text(encoding="utf-8")
+    one_by_one = """        p = np.zeros_like(s)
+        for place in np.ndindex(*s.shape):
+            p[place] = np.exp(s[place] - shift[place[:-1]])"""
+    line = "        p = np.exp(s - shift[..., None])"
+    head, found, tile = right.rpartition(line)
+    slow = head + one_by_one + tile
+    assert found
+    file.write_text(slow, encoding="utf-8")
+    (tmp_path / "place").mkdir()
+    place = Workplace(tmp_path / "place", gpu=False)
+    own = expected_tests(place, [task])
+    assemble(tree, place.tree, 5)
+    result = grade_task(place, task, own.tests["5.3"], own.speed["5.3"])
+    assert (result.status, result.points) == ("failed", task.points - task.speed)
+    assert (result.speed_points, result.speed_possible) == (0, task.speed)
+    assert result.message.startswith("right, but too slow: test_a_tile_is_a_few_products")
+    assert "0.05 times is asked for" in result.speed
+
+
 # -- the command ---------------------------------------------------------------------------------
 
 
 def test_what_needs_a_gpu_is_blocked_without_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_gpu = ({"3.3": ["a"]}, "there is none")
+    no_gpu = Expected({"3.3": ["a"]}, {}, "there is none")
     monkeypatch.setattr(course_grader, "expected_tests", lambda *args: no_gpu)
     start(3, tmp_path / "three")
     assert main(["grade", str(tmp_path / "three"), "--task", "3.3", "--gpu"]) == 2

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -83,8 +84,12 @@ def _shared_array_once(self: Any, shape: Any, dtype: Any) -> Any:
 
 
 _shared_lock = Lock()
+#: The class of ``cuda.atomic`` in the simulator, for those who watch it; None elsewhere.
+simulated_atomics: Any = None
 if IS_SIMULATOR:
-    _fake_shared: Any = import_module("numba.cuda.simulator.kernelapi").FakeCUDAShared
+    _kernel_api = import_module("numba.cuda.simulator.kernelapi")
+    simulated_atomics = _kernel_api.FakeCUDAAtomic
+    _fake_shared: Any = _kernel_api.FakeCUDAShared
     _shared_array = _fake_shared.array
     _fake_shared.array = _shared_array_once
 
@@ -146,6 +151,45 @@ class launching:
                 raise known from None
 
 
+class EventTimer:
+    """Time what is asked of the device inside the ``with``, by two events on the default stream.
+
+    ::
+
+        with EventTimer() as timer:
+            kernels.flash_attention_forward(q, k, v)
+        timer.seconds
+
+    The device is idle when the time begins, and has done everything when it ends.
+
+    Attributes:
+        seconds: From the first event to the second, once the ``with`` is left.
+
+    Source: CUDA Runtime API, event management; their resolution is about half a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._start, self._stop = cuda.event(), cuda.event()
+        self._began = 0.0
+
+    def __enter__(self) -> EventTimer:
+        cuda.synchronize()
+        self._began = time.perf_counter()
+        self._start.record()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.record()
+        self._stop.synchronize()
+        if (
+            IS_SIMULATOR
+        ):  # whose events know no time, and whose kernels have run when a launch returns
+            self.seconds = time.perf_counter() - self._began
+        else:
+            self.seconds = 1e-3 * float(self._start.elapsed_time(self._stop))
+
+
 def why_no_cuda() -> str | None:
     """Return why CUDA kernels cannot run here and what to do, or None when they can."""
     return None if IS_SIMULATOR else _why_no_cuda()
@@ -179,6 +223,15 @@ def _text(name: bytes | str) -> str:
 
 
 @cache
+@cache
+def compute_capability() -> tuple[int, int]:
+    """Return the version of what the current device can do; (0, 0) in the simulator, which has none."""
+    if IS_SIMULATOR:
+        return 0, 0
+    major, minor = cuda.get_current_device().compute_capability
+    return int(major), int(minor)
+
+
 def shared_memory_bytes() -> int:
     """Return how much shared memory a block may have without asking the driver for more."""
     if IS_SIMULATOR:
@@ -210,7 +263,7 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
 def compile_ptx(
     kernel: Any,
     signature: Any,
-    cc: tuple[int, int] = (8, 0),
+    cc: tuple[Any, ...] = (8, 0),
     launch_bounds: tuple[int, int] | None = None,
 ) -> str:
     """Compile a kernel to PTX; this needs NVVM and no GPU.
@@ -218,34 +271,79 @@ def compile_ptx(
     Args:
         kernel: A plain function, or what ``cuda.jit`` made of one.
         signature: Argument types, such as ``numba.void(numba.float32[::1])``.
-        cc: Compute capability to compile for.
+        cc: Compute capability to compile for; (9, 0, "a") has the instructions of 9.0 alone.
         launch_bounds: Threads of a block, and blocks that a multiprocessor shall hold at a time.
     """
+    return _compile(kernel, signature, cc, launch_bounds, "ptx")
+
+
+def _compile(
+    kernel: Any, signature: Any, cc: Any, launch_bounds: tuple[int, int] | None, output: str
+) -> Any:
     function = getattr(kernel, "py_func", kernel)
     bounds = {} if launch_bounds is None else {"launch_bounds": launch_bounds}
-    ptx, _ = cuda.compile(
-        function, signature, device=False, abi="numba", cc=cc, output="ptx", **bounds
+    code, _ = cuda.compile(
+        function, signature, device=False, abi="numba", cc=cc, output=output, **bounds
     )
-    return ptx
+    return code
 
 
-def ptx_resources(ptx: str, cc: tuple[int, int]) -> tuple[int, int]:
-    """Return what machine code takes that ptxas makes of one kernel; this needs no GPU.
+class Resources(NamedTuple):
+    """What the machine code of a kernel takes.
+
+    Attributes:
+        registers: A thread.
+        spilled: Bytes a thread that did not fit there and went to local memory.
+        warnings: What ptxas says of the kernel's performance.
+    """
+
+    registers: int
+    spilled: int
+    warnings: tuple[str, ...]
+
+
+def ptx_resources(ptx: str, cc: tuple[Any, ...]) -> tuple[int, int]:
+    """Return registers and spilled bytes of what ptxas makes of one kernel; this needs no GPU.
 
     Args:
         ptx: Of :func:`compile_ptx`.
         cc: Compute capability that it was compiled for.
 
-    Returns:
-        Registers a thread, and bytes a thread that did not fit there and went to local memory.
-
     Raises:
         RuntimeError: If ptxas refuses the PTX, or says something else than expected.
     """
-    linker = nvjitlink.create(3, [f"-arch=sm_{cc[0]}{cc[1]}", "-verbose", "-Xptxas=-v"])
+    return _link(ptx.encode(), nvjitlink.InputType.PTX, cc)[:2]
+
+
+def launched_resources(
+    kernel: Any,
+    signature: Any,
+    cc: tuple[Any, ...],
+    launch_bounds: tuple[int, int] | None = None,
+) -> Resources:
+    """Return what a kernel takes when it is compiled as it is for a launch; this needs no GPU.
+
+    That is by way of NVVM's intermediate code, the kernel being known to be the whole program: of PTX the
+    linker makes a part of one, in which ``setmaxnreg`` is ignored.
+
+    Args:
+        kernel: As in :func:`compile_ptx`, and the others too.
+        signature: Argument types.
+        cc: Compute capability.
+        launch_bounds: Threads of a block, and blocks a multiprocessor.
+
+    Raises:
+        RuntimeError: If ptxas refuses the kernel, or says something else than expected.
+    """
+    code = _compile(kernel, signature, cc, launch_bounds, "ltoir")
+    return _link(code, nvjitlink.InputType.LTOIR, cc, "-lto")
+
+
+def _link(code: bytes, kind: Any, cc: tuple[Any, ...], *options: str) -> Resources:
+    options = (f"-arch=sm_{''.join(map(str, cc))}", "-verbose", "-Xptxas=-v", *options)
+    linker = nvjitlink.create(len(options), list(options))
     try:
-        code = ptx.encode()
-        nvjitlink.add_data(linker, nvjitlink.InputType.PTX, code, len(code), "kernel.ptx")
+        nvjitlink.add_data(linker, kind, code, len(code), "kernel")
         nvjitlink.complete(linker)
         log = bytearray(nvjitlink.get_info_log_size(linker))
         nvjitlink.get_info_log(linker, log)
@@ -260,7 +358,8 @@ def ptx_resources(ptx: str, cc: tuple[int, int]) -> tuple[int, int]:
     spills = re.findall(r"(\d+) bytes spill stores", text)
     if not registers or not spills:
         raise RuntimeError(f"ptxas says nothing of registers and spills: {text!r}")
-    return max(map(int, registers)), sum(map(int, spills))
+    warnings = tuple(re.findall(r"Potential Performance Loss: (.*)", text))
+    return Resources(max(map(int, registers)), sum(map(int, spills)), warnings)
 
 
 def why_no_ptx_resources() -> str | None:

@@ -1,0 +1,294 @@
+"""FlashAttention-2 forward on tensor cores: the loop of flash2 on fragments, 16-bit tensors, float32 sums.
+
+What flash2 left on the table: CUDA cores multiply one pair of numbers a thread at a time, a tensor core a
+whole tile a warp.  Here both products are ``mma.sync``; the probabilities never leave the lane that
+computed them, for the accumulators of S = QKᵀ have the layout of the left operand of P·V; K and V of the
+next tile are on their way (``cp.async``) while this one is multiplied; and shared memory is read without
+bank conflicts, each fragment of K and V for all of the warp's rows.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from numba import float32, float64, uint8, uint16, uint32, void
+
+from kernels.cuda.device import (
+    Kernel,
+    array_type,
+    device_function,
+    first_full_tile,
+    first_tile,
+    full_tiles_stop,
+    inverse_sum,
+    log_sum_exp,
+    shift_of,
+    tiles_stop,
+)
+from kernels.cuda.mma_tiles import (
+    COL_OF,
+    COLS,
+    HALF,
+    ROW_OF,
+    ROWS,
+    WARP,
+    MmaLayout,
+    lane_col,
+    lane_row,
+    make_accumulate,
+    make_copy_tile,
+    make_multiply,
+    make_store_tile,
+)
+from kernels.cuda.ptx.copies import (
+    cp_async_commit_group,
+    cp_async_wait_all,
+    shared_address,
+)
+from kernels.cuda.ptx.numbers import ex2
+from kernels.cuda.register_tiles import SharedTiles
+from kernels.cuda.scores import PLAIN, Features, extras_type
+from kernels.cuda.tile_bits import make_tile_bits
+from kernels.cuda.tile_scores import make_tile_scores
+from kernels.cuda.visits import make_visits
+from kernels.online_softmax import LN_2
+from kernels.targets import cuda
+
+FLOAT32 = np.dtype(np.float32)
+#: What 16-bit tensors are to a kernel.
+STORAGE = np.dtype(np.uint16)
+#: Lanes that share a row of scores are neighbours in two steps: 1 and 2 apart.
+QUAD = (1, 2)
+
+
+def forward_tiles(layout: MmaLayout, head_width: int, value_width: int) -> SharedTiles:
+    """Return where the tiles of the forward kernel lie, in bytes: two each of K and V.
+
+    The output takes the place of all of them at the end.
+    """
+    k, v = (HALF * layout.block_k * width for width in (head_width, value_width))
+    out = HALF * layout.block_q * value_width
+    q = max(HALF * layout.block_q * head_width, out - 2 * (k + v))
+    return SharedTiles(q=q, k=2 * k, v=2 * v)
+
+
+@device_function
+def row_max_of(value):
+    """Return the maximum over the four lanes that share a row."""
+    for step in QUAD:
+        value = max(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, step))
+    return value
+
+
+@device_function
+def row_sum_of(value):
+    """Return the sum over the four lanes that share a row."""
+    for step in QUAD:
+        value += cuda.shfl_xor_sync(0xFFFFFFFF, value, step)
+    return value
+
+
+@cache
+def forward_kernel(
+    layout: MmaLayout,
+    head_width: int,
+    value_width: int,
+    dtype: str,
+    vectors: bool,
+    features: Features = PLAIN,
+    is_folded: bool = True,
+) -> Kernel:
+    """Return the forward kernel for one layout, two widths, one dtype and some options.
+
+    Args:
+        layout: Tiles and warps.
+        head_width: head_dim rounded up to a multiple of 16, or more.
+        value_width: value_dim likewise.
+        dtype: "float16" or "bfloat16".
+        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces.
+        features: Options of the call.
+        is_folded: The scale is positive: without options it is then multiplied within the exponent.
+    """
+    block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
+    row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, value_width // COLS
+    warp_rows, own_rows = ROWS * row_tiles, 2 * row_tiles
+    s_tiles, acc_tiles = row_tiles * col_tiles, row_tiles * own_tiles
+    tiles = forward_tiles(layout, head_width, value_width)
+    q_offset, k_offset, v_offset = tiles["q"], tiles["k"], tiles["v"]
+    k_bytes, v_bytes = HALF * block_k * head_width, HALF * block_k * value_width
+    place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
+    scores = make_tile_scores(features, FLOAT32)
+    operand_factor, edge_of, score_of = scores.operand_factor, scores.edge, scores.score
+    is_folded = is_folded and features == PLAIN
+    tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
+    draw, kept, listed, has_bits = tile_bits.draw, tile_bits.kept, tile_bits.listed, tile_bits.bytes
+    copy_q = make_copy_tile(threads, block_q, head_width, vectors)
+    copy_k = make_copy_tile(threads, block_k, head_width, vectors)
+    copy_v = make_copy_tile(threads, block_k, value_width, vectors)
+    multiply = make_multiply(layout, head_width, dtype)
+    accumulate = make_accumulate(layout, value_width, dtype)
+    store_out = make_store_tile(layout, value_width, dtype, vectors)
+    minus_inf, zero, ln_2 = np.float32(-math.inf), np.float32(0), np.float32(LN_2)
+    rows_of, cols_of = ROW_OF, COL_OF
+
+    @device_function
+    def next_entry(entry, entries_stop, first, stop, extras):
+        """Return the first entry from this one on that the bounds leave."""
+        while entry < entries_stop and not is_within(tile_of(entry, extras), first, stop):
+            entry += 1
+        return entry
+
+    def flash2_mma_forward(q, k, v, out, lse, scale, extras):
+        """Fill one query tile of out and lse.
+
+        Computes   out and lse for one tile of query rows of one (batch, head).
+        Source     FlashAttention-2, Algorithm 1, lines 3-15; FlashAttention, Algorithm 2, lines 11 (mask)
+                   and 14 (dropout).
+        Grid       (num_q_tiles, batch * heads)  one block per query tile, the longest first
+        Block      (32 * warps,)
+        One thread does: of 16 x 8 tiles, for row_tiles * 16 rows of its warp, two neighbouring columns of
+                   two rows: of S block_k / 8 tiles, of O value_dim / 8.
+        Shared     q_tile (block_q, head_dim), two k_tile (block_k, head_dim), two v_tile (block_k,
+                   value_dim), swizzled; at the end out (block_q, value_dim); for some options a byte for
+                   four columns
+        Registers  acc (row_tiles * value_dim / 8, 4), s (row_tiles * block_k / 8, 4), a (row_tiles, 4),
+                   b (2, 2), row_max, row_sum (2 * row_tiles,)
+        Global     reads q once, k and v once per query tile; writes out and lse once.
+        Needs      compute capability 8.0.
+        """
+        heads = q.shape[1]
+        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        # 3: for 1 <= i <= T_r
+        flat, row, first_q, seq_q, first_k, seq_k = place(
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+        )
+        thread = cuda.threadIdx.x
+        lane, warp_row = thread % WARP, thread // WARP * warp_rows
+        bits = cuda.shared.array(0, uint8)  # q_tile, k_tile, v_tile; the bits begin after them
+        halves = cuda.shared.array(0, uint16)  # the same memory
+        memory = shared_address(bits)
+        q_tile, k_tile, v_tile = memory + q_offset, memory + k_offset, memory + v_offset
+        acc = cuda.local.array((acc_tiles, 4), float32)
+        s = cuda.local.array((s_tiles, 4), float32)
+        a_fragment = cuda.local.array((row_tiles, 4), uint32)
+        b_fragment = cuda.local.array((2, 2), uint32)
+        row_max = cuda.local.array(own_rows, float32)
+        row_sum = cuda.local.array(own_rows, float32)
+        row_stop = min(row + block_q, seq_q)
+        first = first_tile(row, block_k, seq_k, extras.lower)
+        stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)
+        full = first_full_tile(row_stop, block_k, extras.lower)
+        full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
+        # Keys that no row of the tile sees are read as zeros: zero times infinity would be NaN.
+        k_start = first_k + max(row + extras.lower, 0)
+        k_stop = first_k + min(row_stop + extras.upper, seq_k)
+        entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
+        entry = next_entry(entry, entries_stop, first, stop, extras)
+        # 4: load Q_i, and the first K_j and V_j
+        q_row, q_stop = first_q + row, first_q + seq_q
+        copy_q(thread, q, b, h, q_row, q_row, q_stop, q_tile)
+        if entry < entries_stop:
+            k_row = first_k + tile_of(entry, extras) * block_k
+            copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
+            copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
+        cp_async_commit_group()
+        # 5: O = 0, l = 0, m = -inf
+        factor = float32(scale) * operand_factor
+        for i in range(own_rows):
+            row_max[i] = minus_inf
+            row_sum[i] = zero
+        for n in range(acc_tiles):
+            for i in range(4):
+                acc[n, i] = zero
+        stage = 0
+        # 6: for 1 <= j <= T_c
+        while entry < entries_stop:
+            j = tile_of(entry, extras)
+            col = j * block_k
+            whole = full <= j < full_stop and is_whole(entry, extras)
+            cp_async_wait_all()
+            draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
+            cuda.syncthreads()  # the tiles are whole, and every warp is done with the other stage
+            # 7: load K_j, V_j: those of the next iteration, while this one computes
+            entry = next_entry(entry + 1, entries_stop, first, stop, extras)
+            if entry < entries_stop:
+                k_row = first_k + tile_of(entry, extras) * block_k
+                other = 1 - stage
+                copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile + other * k_bytes)
+                copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile + other * v_bytes)
+            cp_async_commit_group()
+            # 8: S = Q_i K_jᵀ
+            k_stage = k_tile + stage * k_bytes
+            multiply(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)
+            own_row, own_col = row + warp_row + lane_row(lane), col + lane_col(lane)
+            if not (is_folded and whole):
+                edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
+                for m in range(row_tiles):
+                    for n in range(col_tiles):
+                        for i in range(4):
+                            r, c = m * ROWS + rows_of[i], n * COLS + cols_of[i]
+                            at = m * col_tiles + n
+                            value = s[at, i] if is_folded else s[at, i] * factor
+                            in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
+                            s[at, i] = score_of(
+                                value, whole, listed(bits, in_row, in_col), edge, flat, b, h,
+                                own_row, r, own_col, c, seq_q, seq_k, extras,
+                            )  # fmt: skip
+            for m in range(row_tiles):
+                for half in range(2):  # the row, and that eight below
+                    # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
+                    i = 2 * m + half
+                    largest = row_max[i]
+                    for n in range(col_tiles):
+                        at = m * col_tiles + n
+                        largest = max(largest, max(s[at, 2 * half], s[at, 2 * half + 1]))
+                    largest = row_max_of(largest)
+                    unit = factor if is_folded else float32(1)
+                    shift = float32(shift_of(largest)) * unit
+                    rescale = ex2(row_max[i] * unit - shift)
+                    row_max[i] = largest
+                    total = zero
+                    for n in range(col_tiles):
+                        at = m * col_tiles + n
+                        for u in range(2):
+                            p = ex2(s[at, 2 * half + u] * unit - shift)
+                            total += p
+                            if has_bits:  # what dropout leaves of P; l is the sum of all
+                                in_row = warp_row + lane_row(lane) + m * ROWS + 8 * half
+                                p *= kept(bits, in_row, lane_col(lane) + n * COLS + u, extras)
+                            s[at, 2 * half + u] = p
+                    # Each lane sums its own columns; the lanes of a row meet once, at the end.
+                    row_sum[i] = row_sum[i] * rescale + total
+                    # 10, first half: O = diag(e^(m - m_new)) O
+                    for n in range(own_tiles):
+                        acc[m * own_tiles + n, 2 * half] *= rescale
+                        acc[m * own_tiles + n, 2 * half + 1] *= rescale
+            # 10, second half: O = O + P V_j
+            accumulate(acc, s, a_fragment, b_fragment, v_tile + stage * v_bytes, lane)
+            if has_bits:
+                cuda.syncthreads()  # every warp has read the bits before they are drawn anew
+            stage = 1 - stage
+        cp_async_wait_all()
+        cuda.syncthreads()  # every warp is done with the tiles, which the output overwrites
+        for i in range(own_rows):
+            # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+            total = row_sum_of(row_sum[i])
+            inverse = float32(inverse_sum(total))
+            for n in range(own_tiles):
+                at = i // 2 * own_tiles + n
+                acc[at, 2 * (i % 2)] *= inverse
+                acc[at, 2 * (i % 2) + 1] *= inverse
+            own_row = warp_row + lane_row(lane) + i // 2 * ROWS + 8 * (i % 2)
+            if lane % 4 == 0 and row + own_row < seq_q:
+                unit = factor if is_folded else float32(1)
+                shift = float32(shift_of(row_max[i])) * unit * ln_2
+                lse[b, h, q_row + own_row] = log_sum_exp(shift, total)
+        # 14: write O_i
+        store_out(acc, out, b, h, q_row, q_stop, halves, memory, lane, warp_row)
+
+    read, rows = array_type(STORAGE, 4), array_type(FLOAT32, 3)
+    signature = void(read, read, read, read, rows, float64, extras_type(features, FLOAT32))
+    shared_bytes = tiles.elements + tile_bits.bytes
+    return Kernel(flash2_mma_forward, signature, threads, shared_bytes, layout.resident)

@@ -1,0 +1,264 @@
+"""Tiles on tensor cores: copy one to shared memory, multiply two, with fragments in registers.
+
+A block of warps works on two tiles.  Each warp owns whole rows of the one, in tiles of 16, and reads all
+rows of the other; the more of its own rows a fragment of the other is multiplied with, the less shared
+memory has to deliver.  Rows in shared memory are in the order of ``ptx.swizzle``, without gaps.
+
+A lane's elements of a 16 x 8 tile of scores are (row, col), (row, col + 1) and the same eight rows
+below: ``lane_row`` and ``lane_col`` are where it begins, ``ROW_OF`` and ``COL_OF`` what is known when
+the kernel is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from numba import int64, uint16, uint32
+
+from kernels.cuda.device import device_function
+from kernels.cuda.ptx.copies import (
+    cp_async_16,
+    global_address,
+    ld_shared_v4,
+    st_global_v4,
+    st_shared,
+    st_shared_v4,
+)
+from kernels.cuda.ptx.fragments import DEVICE
+from kernels.cuda.ptx.mma import MMA, ldmatrix_x4, ldmatrix_x4_trans
+from kernels.cuda.ptx.numbers import PACK
+from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
+from kernels.targets import cuda
+
+square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
+
+#: Rows of a tile of A, columns of a tile of accumulators, depth of one product.
+ROWS, COLS, DEPTH = 16, 8, 16
+WARP = 32
+#: Bytes and elements of a piece of a row that a lane copies.
+HALF, PIECE = 2, CHUNK // 2
+#: Row and column, from the lane's first, of each of its accumulators of a 16 x 8 tile.
+ROW_OF, COL_OF = (0, 0, 8, 8), (0, 1, 0, 1)
+
+
+@dataclass(frozen=True)
+class MmaLayout:
+    """The shape of the work of one block of warps.
+
+    Attributes:
+        block_q: Query rows a tile: ``warps`` times a multiple of 16.
+        block_k: Key columns a tile, a multiple of 16.
+        warps: Of the block.
+        resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
+    """
+
+    block_q: int
+    block_k: int
+    warps: int
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return WARP * self.warps
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 query rows a warp."""
+        return self.block_q // (ROWS * self.warps)
+
+
+@device_function
+def lane_row(lane):
+    """Return the first row of a lane's accumulators in a 16 x 8 tile."""
+    return lane >> 2
+
+
+@device_function
+def lane_col(lane):
+    """Return the first column of a lane's accumulators in a 16 x 8 tile."""
+    return 2 * (lane & 3)
+
+
+@cache
+def make_copy_tile(threads: int, rows: int, width: int, vectors: bool) -> Callable[..., None]:
+    """Return ``copy_tile(thread, source, b, h, first, start, stop, target)``: rows to shared memory.
+
+    It copies the rows from ``first`` on of one head to the address ``target``, zeros for rows outside of
+    ``start`` to ``stop`` and for columns that the source does not have; what is out of range is never read.
+
+    Args:
+        threads: Who copy.
+        rows: Of the tile.
+        width: Columns of the tile, as many as the source has or more, a multiple of 16.
+        vectors: The source is aligned for pieces of 16 bytes and has a multiple of eight columns: the
+            copy is asynchronous.  Otherwise it goes through registers, element by element.
+    """
+    chunks = width // PIECE
+    count = rows * chunks
+    loads = -(-count // threads)
+    place = make_tile_place(device_function, HALF * width)
+    # Where a round of the threads is whole rows, each of them stays in its column.
+    step = threads // chunks if threads % chunks == 0 else 0
+
+    @device_function
+    def in_columns(thread, source, b, h, first, start, stop, target):
+        row, chunk = thread // chunks, thread % chunks
+        row_bytes = source.strides[2]
+        address = global_address(source) + b * source.strides[0] + h * source.strides[1]
+        address += (first + row) * row_bytes + chunk * CHUNK
+        # One comparison instead of two: before the start is far beyond the end.
+        after = uint32(first + row - start)
+        length = uint32(max(stop - start, 0))
+        length = length if chunk * PIECE < source.shape[3] else uint32(0)
+        for i in range(loads):
+            if rows % step == 0 or row + i * step < rows:
+                bytes_ = CHUNK if uint32(after + uint32(i * step)) < length else 0
+                cp_async_16(target + place(row + i * step, chunk), address, bytes_)
+                address += step * row_bytes
+
+    @device_function
+    def piece_by_piece(thread, source, b, h, first, start, stop, target):
+        base = global_address(source) + b * source.strides[0] + h * source.strides[1]
+        dim = source.shape[3]
+        for i in range(loads):
+            n = thread + i * threads
+            row, chunk = n // chunks, n % chunks
+            if count % threads == 0 or n < count:
+                inside = start <= first + row < stop and chunk * PIECE < dim
+                address = base + (first + row) * source.strides[2] + chunk * CHUNK
+                cp_async_16(target + place(row, chunk), address, CHUNK if inside else 0)
+
+    @device_function
+    def by_element(thread, source, b, h, first, start, stop, target):
+        words = cuda.local.array(4, uint32)
+        dim = source.shape[3]
+        for i in range(loads):
+            n = thread + i * threads
+            row, chunk = n // chunks, n % chunks
+            if count % threads == 0 or n < count:
+                for w in range(4):
+                    low = high = uint16(0)
+                    col = chunk * PIECE + 2 * w
+                    if start <= first + row < stop:
+                        if col < dim:
+                            low = source[b, h, first + row, col]
+                        if col + 1 < dim:
+                            high = source[b, h, first + row, col + 1]
+                    words[w] = uint32(low) | (uint32(high) << uint32(16))
+                st_shared_v4(target + place(row, chunk), words)
+
+    asynchronous = in_columns if step else piece_by_piece
+    return asynchronous if vectors else by_element
+
+
+@cache
+def make_multiply(layout: MmaLayout, width: int, dtype: str) -> Callable[..., None]:
+    """Return ``multiply(s, a, b, q_tile, k_tile, lane, row)``: s = Q·Kᵀ for the warp's rows.
+
+    ``s`` is (row_tiles * block_k / 8, 4) float32; ``a`` (row_tiles, 4) and ``b`` (2, 2) uint32 are scratch;
+    the tiles are addresses, ``row`` is the warp's first in the tile of Q.
+    """
+    mma, place = MMA[dtype], make_tile_place(device_function, HALF * width)
+    row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
+    below = ROWS * HALF * width  # the swizzle begins anew after eight rows
+
+    @device_function
+    def multiply(s, a, b, q_tile, k_tile, lane, row):
+        a_row, a_chunk = square_place(lane)
+        b_row, b_chunk = turned_place(lane)
+        for n in range(row_tiles * col_tiles):
+            for i in range(4):
+                s[n, i] = 0
+        for step in range(width // DEPTH):
+            q_place = q_tile + place(row + a_row, 2 * step + a_chunk)
+            k_place = k_tile + place(b_row, 2 * step + b_chunk)
+            for m in range(row_tiles):
+                ldmatrix_x4(a[m], q_place + m * below)
+            for n in range(col_tiles // 2):  # a pair of tiles from four matrices
+                ldmatrix_x4(b[0], k_place + n * below)
+                for m in range(row_tiles):
+                    mma(s[m * col_tiles + 2 * n], a[m], b[0])
+                    mma(s[m * col_tiles + 2 * n + 1], a[m], b[1])
+
+    return multiply
+
+
+@cache
+def make_accumulate(layout: MmaLayout, width: int, dtype: str) -> Callable[..., None]:
+    """Return ``accumulate(acc, s, a, b, v_tile, lane)``: acc += P·V, P the lane's own s, rounded.
+
+    ``acc`` is (row_tiles * width / 8, 4) float32; the others as for :func:`make_multiply`.
+    """
+    mma, pack = MMA[dtype], PACK[dtype]
+    place = make_tile_place(device_function, HALF * width)
+    row_tiles, col_tiles, own_tiles = layout.row_tiles, layout.block_k // COLS, width // COLS
+    below = DEPTH * HALF * width  # the swizzle begins anew after eight rows
+
+    @device_function
+    def accumulate(acc, s, a, b, v_tile, lane):
+        b_row, b_chunk = square_place(lane)
+        for step in range(col_tiles // 2):
+            for m in range(row_tiles):
+                # Two tiles of accumulators side by side are a tile of A.
+                left, right = m * col_tiles + 2 * step, m * col_tiles + 2 * step + 1
+                a[m, 0] = pack(s[left, 0], s[left, 1])
+                a[m, 1] = pack(s[left, 2], s[left, 3])
+                a[m, 2] = pack(s[right, 0], s[right, 1])
+                a[m, 3] = pack(s[right, 2], s[right, 3])
+            for n in range(own_tiles // 2):
+                ldmatrix_x4_trans(b[0], v_tile + place(b_row, 2 * n + b_chunk) + step * below)
+                for m in range(row_tiles):
+                    mma(acc[m * own_tiles + 2 * n], a[m], b[0])
+                    mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
+
+    return accumulate
+
+
+@cache
+def make_store_tile(
+    layout: MmaLayout, width: int, dtype: str, vectors: bool
+) -> Callable[..., None]:
+    """Return ``store_tile(acc, target, b, h, first, stop, shared, tile, lane, row)``.
+
+    It rounds the warp's accumulators, turns them in shared memory into whole rows, and writes those of its
+    rows below ``stop``.  Each warp uses its own rows of the tile only; ``shared`` is the same memory as an
+    array of uint16 that begins at the address ``tile``.
+
+    Args:
+        layout: Who stores.
+        width: Of the accumulators; columns that the target does not have are left out.
+        dtype: "float16" or "bfloat16".
+        vectors: The target is aligned for pieces of 16 bytes and has a multiple of eight columns.
+    """
+    pack, place = PACK[dtype], make_tile_place(device_function, HALF * width)
+    row_tiles, own_tiles, chunks = layout.row_tiles, width // COLS, width // PIECE
+    pieces = row_tiles * ROWS * chunks
+
+    @device_function
+    def store_tile(acc, target, b, h, first, stop, shared, tile, lane, row):
+        own_row, own_byte = row + lane_row(lane), HALF * lane_col(lane)
+        for m in range(row_tiles):
+            for n in range(own_tiles):
+                i, at = m * own_tiles + n, own_row + m * ROWS
+                st_shared(tile + place(at, n) + own_byte, pack(acc[i, 0], acc[i, 1]))
+                st_shared(tile + place(at + 8, n) + own_byte, pack(acc[i, 2], acc[i, 3]))
+        cuda.syncwarp()  # the warp's rows are whole
+        words = cuda.local.array(4, uint32)
+        dim = target.shape[3]
+        base = global_address(target) + b * target.strides[0] + h * target.strides[1]
+        for n in range(lane, pieces, WARP):
+            at, chunk = row + n // chunks, n % chunks
+            if first + at < stop and chunk * PIECE < dim:
+                if vectors:
+                    ld_shared_v4(words, tile + place(at, chunk))
+                    offset = (first + at) * target.strides[2] + chunk * CHUNK
+                    st_global_v4(base + offset, words)
+                else:
+                    element = int64(place(at, chunk)) // HALF
+                    for i in range(min(PIECE, dim - chunk * PIECE)):
+                        target[b, h, first + at, chunk * PIECE + i] = shared[element + i]
+
+    return store_tile

@@ -1,0 +1,114 @@
+"""How warps wait for each other and for copies; one lane of a warp; who has how many registers.
+
+An ``mbarrier`` is eight bytes of shared memory.  A phase of it ends when as many threads have
+arrived as it was made for and all bytes announced have come; phases are counted modulo two, and who
+waits says which one it waits for: a fresh barrier is in phase 0, and to wait for phase 1 of it
+returns at once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from kernels.cuda.device import device_function
+from kernels.cuda.ptx.inline import U32, instruction
+
+
+@instruction("mbarrier.init.shared::cta.b64 [$barrier], $count;", barrier=U32, count=U32)
+def mbarrier_init(barrier, count):
+    """Make a barrier for so many arrivals a phase; one thread does."""
+
+
+@instruction("fence.mbarrier_init.release.cluster;")
+def fence_mbarrier_init():
+    """Let the copy engine see barriers that were made before; cc 9.0."""
+
+
+@instruction("mbarrier.arrive.shared::cta.b64 _, [$barrier];", barrier=U32)
+def mbarrier_arrive(barrier):
+    """Arrive, without waiting; what this thread read and wrote before stays before; cc 9.0."""
+
+
+@instruction(
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$barrier], $bytes_;", barrier=U32, bytes_=U32
+)
+def mbarrier_arrive_expect_tx(barrier, bytes_):
+    """Arrive, and announce bytes that copies will bring before the phase may end; cc 9.0."""
+
+
+@instruction("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$barrier], $bytes_;",
+             barrier=U32, bytes_=U32)  # fmt: skip
+def mbarrier_expect_tx(barrier, bytes_):
+    """Announce bytes that copies will bring before the phase may end; cc 9.0."""
+
+
+@instruction(
+    """{ .reg .pred ended;
+    mbarrier.try_wait.parity.shared::cta.b64 ended, [$barrier], $parity;
+    selp.b32 $result, 1, 0, ended; }""",
+    U32, barrier=U32, parity=U32,
+)  # fmt: skip
+def mbarrier_try_wait(barrier, parity):
+    """Wait a while; return 1 if the phase of that parity has ended, or else 0; cc 9.0."""
+
+
+@device_function
+def mbarrier_wait(barrier, parity):
+    """Wait until the phase of that parity has ended; cc 9.0."""
+    while mbarrier_try_wait(barrier, parity) == 0:
+        pass
+
+
+@instruction("fence.proxy.async.shared::cta;")
+def fence_proxy_async():
+    """Let ``wgmma`` and bulk copies see what this thread wrote to shared memory before; cc 9.0."""
+
+
+@instruction("bar.sync $barrier, $threads;", barrier=U32, threads=U32)
+def bar_sync(barrier, threads):
+    """Wait at one of a block's 16 named barriers until so many threads, whole warps, have come.
+
+    Number 0 is that of ``cuda.syncthreads``.
+    """
+
+
+@instruction("bar.arrive $barrier, $threads;", barrier=U32, threads=U32)
+def bar_arrive(barrier, threads):
+    """Count as come to a named barrier, without waiting."""
+
+
+@instruction(
+    """{ .reg .pred elected;
+    elect.sync _|elected, 0xffffffff;
+    selp.b32 $result, 1, 0, elected; }""",
+    U32,
+)
+def elect_sync():
+    """Return 1 in one lane of the warp and 0 in the others; cc 9.0."""
+
+
+@cache
+def make_setmaxnreg(action: str, registers: int) -> Any:
+    """Return a function by which a warpgroup gives registers back ("dec") or takes more ("inc"); cc 9.0.
+
+    All its warps must call it; it waits until there are as many.  Each role of the threads must be one
+    branch of a single if, and the kernel have launch bounds, or the compiler takes no notice.
+
+    Args:
+        action: "dec" or "inc".
+        registers: A thread then has: 24 to 256, a multiple of eight.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    if action not in ("dec", "inc") or registers % 8 or not 24 <= registers <= 256:
+        raise ValueError(
+            f"setmaxnreg takes dec or inc and a multiple of 8 from 24 to 256, got {action}, {registers}"
+        )
+
+    @instruction(f"setmaxnreg.{action}.sync.aligned.u32 {registers};")
+    def setmaxnreg():
+        """Change how many registers the threads of a warpgroup have."""
+
+    return setmaxnreg

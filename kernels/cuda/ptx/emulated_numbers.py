@@ -1,0 +1,84 @@
+"""Roundings of the conversions in ``numbers``, on NumPy arrays, bit for bit.
+
+A 16-bit number is its bits, uint16, and a dtype's name; a pair is uint32, the first number in its
+low half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+#: Of the bits of a float32 that is not a number, when it is rounded to a bfloat16.
+_NAN_BF16 = np.uint16(0x7FFF)
+
+
+def _bits(values: Any) -> Array:
+    return np.asarray(values, np.float32).view(np.uint32)
+
+
+def to_bits(values: Any, dtype: str) -> Array:
+    """Return the bits of numbers rounded to "float16" or "bfloat16", to nearest even."""
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return np.asarray(values, np.float32).astype(np.float16).view(np.uint16)
+    bits = _bits(values)
+    # Half of the last place, or a bit less where the last bit is even; the carry may reach the exponent.
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(is_nan, _NAN_BF16, rounded).astype(np.uint16)
+
+
+def from_bits(bits: Any, dtype: str) -> Array:
+    """Return the float32 that bits of "float16" or "bfloat16" mean, exactly."""
+    bits = np.asarray(bits, np.uint16)
+    if dtype == "float16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def round_to(values: Any, dtype: str) -> Array:
+    """Return numbers rounded to "float16", "bfloat16" or "tf32", as float32."""
+    if dtype == "tf32":
+        return round_tf32(values).view(np.float32)
+    return from_bits(to_bits(values, dtype), dtype)
+
+
+def pack(low: Any, high: Any, dtype: str) -> Array:
+    """Return pairs, as ``pack_f16`` and ``pack_bf16`` do."""
+    low, high = to_bits(low, dtype), to_bits(high, dtype)
+    return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
+
+
+def halves(pairs: Any) -> Array:
+    """Return the bits of the two numbers of each pair, along a new last axis."""
+    pairs = np.asarray(pairs, np.uint32)
+    return np.stack([pairs & 0xFFFF, pairs >> 16], axis=-1).astype(np.uint16)
+
+
+def unpack(pairs: Any, dtype: str) -> Array:
+    """Return the two numbers of each pair, along a new last axis, as ``unpack_f16`` does."""
+    return from_bits(halves(pairs), dtype)
+
+
+def round_tf32(values: Any) -> Array:
+    """Return numbers rounded as ``round_tf32`` does: bits of float32, of which the last 13 are zero."""
+    bits = _bits(values)
+    is_number = (bits & 0x7F800000) != 0x7F800000
+    return np.where(is_number, (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000), bits)
+
+
+def read_tf32(bits: Any) -> Array:
+    """Return what tensor cores read of 32 bits: the upper 19."""
+    return (np.asarray(bits, np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def ex2(values: Any) -> Array:
+    """Return 2**x as float32, subnormal arguments and results as zero; the GPU's is within two units."""
+    values = np.asarray(values, np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        result = np.exp2(values.astype(np.float64)).astype(np.float32)
+    return np.where(result < np.finfo(np.float32).tiny, np.float32(0), result)

@@ -1,0 +1,71 @@
+"""Float32 to packed pairs of 16 bits and back, float32 to TF32, and powers of two: one instruction each.
+
+A pair is 32 bits: the first number in the low half.  Its dtype is a name, "float16" or "bfloat16":
+kernels keep 16-bit tensors as words, so that nothing of numba's own types for them has to be
+linked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels.cuda.ptx.inline import F32, U32, instruction
+
+
+@instruction("cvt.rn.f16x2.f32 $result, $high, $low;", U32, is_pure=True, low=F32, high=F32)
+def pack_f16(low, high):
+    """Return two numbers as a pair of float16, rounded to nearest even; cc 8.0."""
+
+
+@instruction("cvt.rn.bf16x2.f32 $result, $high, $low;", U32, is_pure=True, low=F32, high=F32)
+def pack_bf16(low, high):
+    """Return two numbers as a pair of bfloat16, rounded to nearest even; cc 8.0."""
+
+
+@instruction(
+    """{ .reg .b16 low, high;
+    cvt.rn.f16.f32 low, $low;
+    cvt.rn.f16.f32 high, $high;
+    mov.b32 $result, {low, high}; }""",
+    U32, is_pure=True, low=F32, high=F32,
+)  # fmt: skip
+def pack_f16_singly(low, high):
+    """Return two numbers as a pair of float16, as :func:`pack_f16` does; cc 7.5."""
+
+
+@instruction(
+    """{ .reg .b16 low, high;
+    mov.b32 {low, high}, $pair;
+    cvt.f32.f16 $result0, low;
+    cvt.f32.f16 $result1, high; }""",
+    (F32, F32), is_pure=True, pair=U32,
+)  # fmt: skip
+def unpack_f16(pair):
+    """Return the two numbers of a pair of float16."""
+
+
+@instruction(
+    """{ .reg .b32 low, high;
+    shl.b32 low, $pair, 16;
+    and.b32 high, $pair, 0xffff0000;
+    mov.b32 $result0, low;
+    mov.b32 $result1, high; }""",
+    (F32, F32), is_pure=True, pair=U32,
+)  # fmt: skip
+def unpack_bf16(pair):
+    """Return the two numbers of a pair of bfloat16, the upper halves of float32."""
+
+
+@instruction("cvt.rna.tf32.f32 $result, $x;", U32, is_pure=True, x=F32)
+def round_tf32(x):
+    """Return a number as TF32, 11 bits of fraction with the hidden one, halves away from zero; cc 8.0."""
+
+
+@instruction("ex2.approx.ftz.f32 $result, $x;", F32, is_pure=True, x=F32)
+def ex2(x):
+    """Return 2**x within two units in the last place; subnormal numbers are zero."""
+
+
+#: ``pack(low, high)`` and ``unpack(pair)`` by dtype.
+PACK: dict[str, Any] = {"float16": pack_f16, "bfloat16": pack_bf16}
+UNPACK: dict[str, Any] = {"float16": unpack_f16, "bfloat16": unpack_bf16}

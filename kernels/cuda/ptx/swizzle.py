@@ -1,0 +1,66 @@
+"""Where the elements of a tile lie in shared memory, so that no eight of its rows meet in one bank.
+
+Shared memory delivers 128 bytes at a time, from 32 banks: eight pieces of 16 bytes whose addresses
+differ modulo 128.  ``ldmatrix`` reads eight rows of one 16-byte column; where rows are a multiple
+of 128 bytes apart they would come one after the other.  So the pieces of a row change places by an
+exclusive or with bits of the row's number: it costs no memory and undoes itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kernels.geometry import same
+
+#: Bytes of a piece, the most that one lane reads or writes at a time.
+CHUNK = 16
+#: Bytes of a row that the hardware's own modes know; 0 is none.
+MODES = (0, 32, 64, 128)
+
+
+def make_swizzle(compile_: Callable[[Any], Any], width: int) -> Callable[..., Any]:
+    """Return ``swizzled(offset)``: the hardware's own map of byte offsets, an involution.
+
+    Bulk copies write it and ``wgmma`` reads it, for tiles that begin at a multiple of 1024 bytes.
+
+    Args:
+        compile_: Turns a plain function into one that the caller's compiler can call.
+        width: Bytes of a row: 32, 64, 128, or 0 for no swizzle.
+
+    Source: PTX ISA, "Swizzling modes" of tensor copies.
+    """
+    mask = max(width // CHUNK - 1, 0)
+
+    @compile_
+    def swizzled(offset):
+        return offset ^ (((offset >> 7) & mask) << 4)
+
+    return swizzled
+
+
+def make_tile_place(compile_: Callable[[Any], Any], width: int) -> Callable[..., Any]:
+    """Return ``place(row, chunk)``: the byte offset of 16 bytes of a row in a tile of whole rows.
+
+    It has no bank conflicts for any width: as many pieces of a row change places as the largest power of
+    two, up to eight, that divides their number; the rest the rows' own distance does.  For rows of 32, 64
+    and 128 bytes it is the hardware's map.
+
+    Args:
+        compile_: Turns a plain function into one that the caller's compiler can call.
+        width: Bytes of a row, a multiple of 16.
+    """
+    chunks = width // CHUNK
+    group = min(8, chunks & -chunks)
+    shift, mask = 3 - (group.bit_length() - 1), group - 1
+
+    @compile_
+    def place(row, chunk):
+        return row * width + ((chunk ^ ((row >> shift) & mask)) << 4)
+
+    return place
+
+
+def swizzled(offset: Any, width: int) -> Any:
+    """Return the hardware's place of a byte offset, on the host; arrays of offsets too."""
+    return make_swizzle(same, width)(offset)

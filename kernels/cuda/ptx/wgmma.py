@@ -1,0 +1,142 @@
+"""Products of a warpgroup: 64 rows at a time, operands in shared memory, asynchronous; cc 9.0a.
+
+The right operand, and the left one unless it is in registers, is told by a *descriptor*: 64 bits
+with where it begins and how its pieces are laid out.  A piece is eight rows (eight lines) of 16,
+32, 64 or 128 bytes, the width of the swizzle, one after the other.  For an operand whose lines run
+along the depth of the product (A by rows, B by columns: "K-major") ``stride`` is how far apart the
+eights of lines are.  For a transposed one, whose lines run along the rows of A or the columns of B,
+``stride`` is how far apart the eights along the depth are, and ``leading`` how far apart the widths
+are.  Without a swizzle the two are the distances of 8 x 16-byte matrices; see
+``emulated_wgmma.operand_offsets``, which says it in one formula each.
+
+A step of 16 along the depth moves the beginning: by 32 bytes within the width, or transposed by two
+strides.
+
+Between the first product into an accumulator and the threads' own use of it stand, in this order:
+``wgmma_fence``, the products, ``wgmma_commit_group``, a wait.  Until then its registers belong to
+the tensor cores.
+
+Source: PTX ISA, "Asynchronous warpgroup level matrix multiply-accumulate operation"; the strides of
+transposed operands as in the comments of CUTLASS's ``mma_sm90_desc``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from numba import int64, uint64
+
+from kernels.cuda.device import device_function
+from kernels.cuda.ptx.inline import F32, I64, U32, instruction, reads, updates
+from kernels.cuda.ptx.swizzle import MODES
+
+#: Rows of A, and of the accumulators, of a warpgroup.
+ROWS = 64
+#: dtype → its name in PTX, and the depth of one instruction: 32 bytes.
+KINDS = {"float16": ("f16", 16), "bfloat16": ("bf16", 16), "tf32": ("tf32", 8)}
+#: Width of the swizzle → its code in a descriptor.
+_CODES = {0: 0, 128: 1, 64: 2, 32: 3}
+
+
+def descriptor_layout(swizzle: int, leading: int, stride: int) -> int:
+    """Return a descriptor without its beginning: the part that is known when a kernel is compiled.
+
+    Args:
+        swizzle: Bytes of a line: 32, 64, 128, or 0 for none.
+        leading: Bytes, see above; any, 16 say, where it does not count.
+        stride: Bytes.
+
+    Raises:
+        ValueError: If a descriptor cannot say so.
+    """
+    if swizzle not in MODES or any(
+        step % 16 or not 0 <= step < 1 << 18 for step in (leading, stride)
+    ):
+        raise ValueError(
+            f"a descriptor takes a swizzle of {MODES} and strides that are multiples of 16 below 2**18, "
+            f"got {swizzle}, {leading}, {stride}"
+        )
+    return _CODES[swizzle] << 62 | (stride >> 4) << 32 | (leading >> 4) << 16
+
+
+@device_function
+def descriptor(layout, address):
+    """Return the descriptor of what begins at a shared address; ``+ (bytes >> 4)`` moves it."""
+    return int64(uint64(layout) | uint64((address & 0x3FFFF) >> 4))
+
+
+@instruction("wgmma.fence.sync.aligned;")
+def wgmma_fence():
+    """Hand the accumulators, and A in registers, to the tensor cores."""
+
+
+@instruction("wgmma.commit_group.sync.aligned;")
+def wgmma_commit_group():
+    """Close a group of products."""
+
+
+@cache
+def make_wgmma_wait_group(pending: int) -> Any:
+    """Return a function that waits until at most ``pending`` groups are under way."""
+
+    @instruction(f"wgmma.wait_group.sync.aligned {pending};")
+    def wgmma_wait_group():
+        """Wait for groups of products."""
+
+    return wgmma_wait_group
+
+
+@cache
+def make_wgmma(
+    cols: int,
+    dtype: str,
+    a_in_registers: bool = False,
+    a_transposed: bool = False,
+    b_transposed: bool = False,
+) -> Any:
+    """Return ``wgmma(acc, a, b, accumulate)``: acc = A·B, or acc += A·B where the flag is not 0.
+
+    ``acc`` is a local array of float32, (cols / 8, 4) say, whose elements lie as those of ``mma``
+    do, warp w with the rows from 16 w on; ``a`` a descriptor, or the four registers of each warp's
+    own 16 rows; ``b`` a descriptor.
+
+    Args:
+        cols: Of B, 8 to 256, a multiple of eight.
+        dtype: Of A and B: "float16", "bfloat16" or "tf32".
+        a_in_registers: A is a fragment.
+        a_transposed: The lines of A run along its rows; 16-bit dtypes only.
+        b_transposed: The lines of B run along its columns; 16-bit dtypes only.
+
+    Raises:
+        ValueError: If there is no such instruction.
+    """
+    if cols % 8 or not 8 <= cols <= 256 or dtype not in KINDS:
+        raise ValueError(
+            f"wgmma has 8 to 256 columns, a multiple of 8, of {', '.join(KINDS)}; got {cols} of {dtype!r}"
+        )
+    if (a_transposed and a_in_registers) or (dtype == "tf32" and (a_transposed or b_transposed)):
+        raise ValueError(
+            "wgmma transposes operands of 16 bits in shared memory only; store this one along the depth"
+        )
+    name, depth = KINDS[dtype]
+    # Nothing is negated; then which operands are transposed, of those that could be.
+    turned = "" if dtype == "tf32" else "".join(
+        f", {int(flag)}" for flag in ([] if a_in_registers else [a_transposed]) + [b_transposed]
+    )  # fmt: skip
+    a = "{$a}" if a_in_registers else "$a"
+
+    @instruction(
+        "{ .reg .pred accumulate;\n"
+        "setp.ne.b32 accumulate, $accumulate, 0;\n"
+        f"wgmma.mma_async.sync.aligned.m{ROWS}n{cols}k{depth}.f32.{name}.{name} "
+        f"{{$acc}}, {a}, $b, accumulate, 1, 1{turned}; }}",
+        acc=updates(F32, cols // 2),
+        a=reads(U32, 4) if a_in_registers else I64,
+        b=I64,
+        accumulate=U32,
+    )
+    def wgmma(acc, a, b, accumulate):
+        """Multiply, or multiply and add, 64 rows; asynchronous."""
+
+    return wgmma

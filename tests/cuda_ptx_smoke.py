@@ -1,0 +1,63 @@
+"""Every tensor-core instruction on a GPU against its NumPy emulation, and attention, one line each.
+
+python -m tests.cuda_ptx_smoke [part of a name]
+compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.cuda_ptx_smoke
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from kernels.targets import cuda, why_no_cuda
+
+from .mma_attention import LARGE, OPTIONS, TINY, Call
+from .mma_attention import run as run_attention
+from .ptx_cases import Case, run
+from .ptx_kernels import CASES as OF_A_WARP
+from .ptx_kernels_hopper import CASES as OF_A_BLOCK
+
+
+def _instruction(case: Case) -> str:
+    error = run(case, np.random.default_rng(0))
+    if not error <= 1:
+        raise AssertionError(f"{error:.3g} of what is allowed")
+    return f"{error:.2g} of what is allowed"
+
+
+def _attention(call: Call) -> str:
+    run_attention(call, np.random.default_rng(0))
+    return "within the tolerance"
+
+
+def main() -> None:
+    """Run everything that the device has; stop with the number of those that are wrong."""
+    if (missing := why_no_cuda()) is not None:
+        raise SystemExit(missing)
+    device = tuple(cuda.get_current_device().compute_capability)
+    found: dict[str, Callable[[], str]] = {
+        case.name: partial(_instruction, case)
+        for case in OF_A_WARP + OF_A_BLOCK
+        if device >= case.cc[:2]
+    }
+    if device >= (8, 0):
+        for name, call in {**TINY, **OPTIONS, **LARGE}.items():
+            found[f"flash2_mma, {name}"] = partial(_attention, call)
+    wrong = 0
+    for name, ask in found.items():
+        if sys.argv[1:] and sys.argv[1] not in name:
+            continue
+        try:
+            verdict = f"right: {ask()}"
+        except Exception as failed:
+            wrong, verdict = wrong + 1, f"WRONG: {type(failed).__name__}: {failed}"
+        print(f"{name:48} {verdict}", flush=True)
+    if wrong:
+        raise SystemExit(f"{wrong} are wrong")
+
+
+if __name__ == "__main__":
+    main()

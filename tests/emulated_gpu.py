@@ -1,0 +1,311 @@
+"""A GPU in Python for tiny kernels of tensor-core instructions: its threads are Python's, in turns.
+
+It runs the source of a kernel as it is.  Functions and instructions that the source names are found in its
+closures and modules and replaced: a device function by its own source, an instruction by what its PTX says,
+done on NumPy arrays by ``kernels.cuda.ptx.emulated``.  Memory is not forgiving: it begins as garbage, and a
+copy under way leaves garbage where it will arrive until it has been waited for.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.np.numpy_support import as_dtype
+
+from kernels.targets import cuda, libdevice
+
+from .emulated_instructions import (
+    APART,
+    GARBAGE,
+    GLOBAL,
+    GROUP,
+    INSTRUCTIONS,
+    WARP,
+    Array,
+    Instructions,
+    MemoryBarrier,
+    TensorMap,
+)
+
+#: Bytes of a block for its static shared arrays.
+STATIC = 4096
+#: Where functions come from that are replaced by their own source.
+OURS = ("kernels", "tests")
+
+
+class _Turns:
+    """Threads that run one at a time, in a fixed order: each until it waits for others."""
+
+    def __init__(self, count: int):
+        self.ready = deque(range(count))
+        self.gates = [threading.Semaphore(0) for _ in range(count)]
+        self.left = count
+        self.failed: list[BaseException] = []
+
+    def hand_over(self) -> None:
+        """Let the next thread run, if one is left."""
+        if self.ready:
+            self.gates[self.ready.popleft()].release()
+        elif self.left and not self.failed:
+            self.fail(RuntimeError("threads wait for others, which wait too or have ended"))
+
+    def wait(self, number: int) -> None:
+        """Stop this thread until it is ready again and the turn comes to it."""
+        self.hand_over()
+        self.gates[number].acquire()
+        if self.failed:
+            raise _StoppedError
+
+    def leave(self) -> None:
+        """End this thread."""
+        self.left -= 1
+        self.hand_over()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop all threads, for what one of them raised."""
+        self.failed.append(error)
+        for gate in self.gates:
+            gate.release()
+
+
+class _StoppedError(Exception):
+    """Another thread has failed."""
+
+
+class _Meeting:
+    """Threads that wait for each other, hand in a value each, and get a result each."""
+
+    def __init__(self, count: int, turns: _Turns):
+        self.values: list[Any] = [None] * count
+        self.results: list[Any] = []
+        self.arrived: list[int] = []
+        self.turns = turns
+
+    def hold(self, number: int, value: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
+        """Return the own result of what ``act`` makes of all values."""
+        index = number % len(self.values)
+        self.values[index] = value
+        if len(self.arrived) < len(self.values) - 1:
+            self.arrived.append(number)
+            self.turns.wait(number)
+        else:
+            self.results = act(self.values)
+            self.turns.ready.extend(self.arrived)
+            self.arrived = []
+        return self.results[index]
+
+
+class EmulatedBlock(Instructions):
+    """One block of threads that run a kernel.
+
+    Args:
+        grid: Blocks.
+        index: Which one this is.
+        threads: Of a block.
+        shared_bytes: Dynamic shared memory.
+        memory: Global memory: arrays by number.
+        maps: What tensor maps say, by the address of each.
+    """
+
+    def __init__(
+        self, grid: tuple[int, int], index: tuple[int, int], threads: int, shared_bytes: int,
+        memory: list[Array], maps: dict[int, TensorMap],
+    ):  # fmt: skip
+        self.grid, self.index, self.threads = grid, index, threads
+        self.dynamic = -(-shared_bytes // 16) * 16
+        self.shared = np.full(self.dynamic + STATIC, GARBAGE, np.uint8)
+        self.static: dict[Any, int] = {}
+        self.end = self.dynamic
+        self.memory, self.maps = memory, maps
+        self.own = threading.local()
+        self.named: dict[int, tuple[int, list[int]]] = {}
+        self.barriers: dict[int, MemoryBarrier] = {}
+        self.turns = _Turns(threads)
+        self.everyone = _Meeting(threads, self.turns)
+        self.warps = [_Meeting(WARP, self.turns) for _ in range(threads // WARP)]
+        self.groups = [_Meeting(GROUP, self.turns) for _ in range(threads // GROUP)]
+        self.known: dict[int, Any] = {}
+        self.kept: list[Any] = []  # so that no other object gets the number of one that is known
+
+    def run(self, source: Callable[..., None], args: tuple[Any, ...]) -> None:
+        """Run the kernel; raise what one of its threads raises."""
+        kernel = self.translate(source)
+        turns = self.turns
+
+        def thread(number: int) -> None:
+            self.start_thread(number)
+            turns.gates[number].acquire()
+            try:
+                with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                    kernel(*args)
+            except _StoppedError:
+                return
+            except BaseException as error:
+                turns.fail(error)
+            turns.leave()
+
+        running = [threading.Thread(target=thread, args=(i,)) for i in range(self.threads)]
+        for one in running:
+            one.start()
+        turns.hand_over()
+        for one in running:
+            one.join()
+        if turns.failed:
+            raise turns.failed[0]
+
+    # -- what a kernel names ---------------------------------------------------------------------
+
+    def translate(self, value: Any) -> Any:
+        """Return what stands for a value of the source."""
+        if id(value) not in self.known:
+            self.kept.append(value)
+            self.known[id(value)] = self._translation(value)
+        return self.known[id(value)]
+
+    def _translation(self, value: Any) -> Any:
+        if isinstance(value, ModuleType):
+            if value is cuda:
+                return self._cuda()
+            if value is libdevice:
+                return SimpleNamespace(umulhi=lambda x, y: np.uint32(int(x) * int(y) >> 32))
+            is_ours = value.__name__.startswith(OURS)
+            return _Module(lambda name: self.translate(getattr(value, name))) if is_ours else value
+        if hasattr(value, "ptx"):
+            return self._instruction(value.ptx)
+        if isinstance(value, types.Number):
+            return _Cast(as_dtype(value))
+        function = getattr(value, "py_func", value)
+        if not isinstance(function, FunctionType) or not function.__module__.startswith(
+            ("kernels", "tests")
+        ):
+            return value
+        names = dict(function.__globals__)
+        cells = tuple(CellType() for _ in function.__closure__ or ())
+        copy = FunctionType(
+            function.__code__, names, function.__name__, function.__defaults__, cells
+        )
+        self.known[id(value)] = copy  # a function may name itself
+        for name in function.__code__.co_names:
+            if name in names:
+                names[name] = self.translate(names[name])
+        for cell, old in zip(cells, function.__closure__ or (), strict=True):
+            cell.cell_contents = self.translate(old.cell_contents)
+        return copy
+
+    def _cuda(self) -> Any:
+        own = self.own
+        thread = _Place(lambda: (own.number, 0, 0))
+        return SimpleNamespace(
+            threadIdx=thread,
+            blockIdx=_Place(lambda: (*self.index, 0)),
+            gridDim=_Place(lambda: (*self.grid, 1)),
+            syncthreads=lambda: self.everyone.hold(own.number, None, lambda values: values),
+            syncwarp=lambda: self._meet(None, lambda values: values),
+            threadfence=lambda: None,
+            ballot_sync=lambda mask, value: self._meet(
+                bool(value), lambda values: [sum(x << i for i, x in enumerate(values))] * WARP
+            ),
+            shfl_xor_sync=lambda mask, value, step: self._meet(
+                (value, step), lambda values: [values[i ^ values[i][1]][0] for i in range(WARP)]
+            ),
+            shared=SimpleNamespace(array=self._shared_array),
+            local=SimpleNamespace(array=_local_array),
+        )
+
+    def _shared_array(self, shape: Any, kind: Any) -> Array:
+        """Return dynamic shared memory, or a static array of the line of the kernel that asks."""
+        if shape == 0:
+            return self.shared[: self.dynamic].view(kind.dtype)
+        frame = sys._getframe(1)
+        place, count = (frame.f_code, frame.f_lineno), int(np.prod(shape)) * kind.dtype.itemsize
+        if place not in self.static:
+            self.static[place] = self.end
+            self.end += -(-count // 16) * 16
+        start = self.static[place]
+        return self.shared[start : start + count].view(kind.dtype).reshape(shape)
+
+    def _meet(self, value: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
+        return self.warps[self.own.number // WARP].hold(self.own.number, value, act)
+
+    def _meet_group(self, value: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
+        return self.groups[self.own.number // GROUP].hold(self.own.number, value, act)
+
+    # -- instructions ----------------------------------------------------------------------------
+
+    def _instruction(self, ptx: str) -> Callable[..., Any]:
+        for pattern, name in INSTRUCTIONS.items():
+            if (found := re.match(pattern, ptx)) is not None:
+                method = getattr(self, name)
+                return lambda *args: method(*found.groups(), *args)
+        raise NotImplementedError(f"the emulated GPU does not know {ptx!r}; add what it does")
+
+
+class _Module:
+    """A module of ours, of which what is asked for is translated."""
+
+    def __init__(self, find: Callable[[str], Any]):
+        self._find = find
+
+    def __getattr__(self, name: str) -> Any:
+        return self._find(name)
+
+
+class _Place:
+    """A place in three dimensions, asked for anew each time."""
+
+    def __init__(self, find: Callable[[], tuple[int, int, int]]):
+        self._find = find
+
+    x = property(lambda self: self._find()[0])
+    y = property(lambda self: self._find()[1])
+    z = property(lambda self: self._find()[2])
+
+
+def _local_array(shape: Any, kind: Any) -> Array:
+    array = np.empty(shape, kind.dtype)
+    array.view(np.uint8)[...] = GARBAGE
+    return array
+
+
+class _Cast:
+    """A number type of a kernel: it converts, and says what an array is of."""
+
+    def __init__(self, dtype: np.dtype[Any]):
+        self.dtype = dtype
+
+    def __call__(self, value: Any) -> Any:
+        if self.dtype.kind == "f":
+            return self.dtype.type(value)
+        return np.array(int(value) & ((1 << 64) - 1), np.uint64).astype(self.dtype)[()]
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int], *args: Any, maps: dict[int, TensorMap] | None = None
+) -> None:
+    """Run a ``device.Kernel`` on NumPy arrays, and tuples and numbers, block after block.
+
+    Args:
+        kernel: With its threads and shared memory.
+        grid: Blocks.
+        args: Its arguments.
+        maps: What tensor maps say, by their place among the arrays of the arguments.
+    """
+    memory = []
+    for array in args:
+        if isinstance(array, np.ndarray):
+            while isinstance(array.base, np.ndarray):
+                array = array.base
+            memory.append(array.reshape(-1).view(np.uint8))
+    at = {GLOBAL + i * APART: tensor_map for i, tensor_map in (maps or {}).items()}
+    for y in range(grid[1]):
+        for x in range(grid[0]):
+            block = EmulatedBlock(grid, (x, y), kernel.threads, kernel.shared_bytes, memory, at)
+            block.run(kernel.source, args)

@@ -1,0 +1,347 @@
+"""What the emulated GPU's instructions do: PTX by PTX, on the state of one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels.cuda.ptx import emulated, emulated_numbers, emulated_wgmma
+
+#: A byte that makes every float16, bfloat16 and float32 of it NaN.
+GARBAGE = 0xFF
+#: Where the first array of global memory lies, and how far apart they do.
+GLOBAL, APART = 1 << 40, 1 << 32
+WARP, GROUP = 32, 128
+
+Array = np.ndarray[Any, Any]
+
+
+class TensorMap(NamedTuple):
+    """A tensor map: the tensor, the box, fastest dimension last, and the swizzle."""
+
+    tensor: Array
+    box: tuple[int, ...]
+    swizzle: int
+
+
+class MemoryBarrier:
+    """An ``mbarrier``."""
+
+    def __init__(self, count: int):
+        self.count = self.missing = count
+        self.bytes = self.phase = 0
+        self.copies: list[Callable[[], int]] = []
+
+    def update(self, arrivals: int = 0, bytes_: int = 0) -> None:
+        """Count arrivals, and bytes that are announced, or have come where negative."""
+        self.missing -= arrivals
+        self.bytes += bytes_
+        if self.missing == 0 and self.bytes == 0:
+            self.missing, self.phase = self.count, self.phase + 1
+
+
+class Instructions:
+    """The instructions of a thread; what they need of the block is an :class:`EmulatedBlock`'s."""
+
+    own: Any
+    shared: Array
+    memory: list[Array]
+    maps: dict[int, TensorMap]
+    named: dict[int, tuple[int, list[int]]]
+    barriers: dict[int, MemoryBarrier]
+    turns: Any
+    _meet: Callable[..., Any]
+    _meet_group: Callable[..., Any]
+
+    def start_thread(self, number: int) -> None:
+        """Make what a thread has of its own."""
+        own = self.own
+        own.number, own.copies, own.groups = number, [], []
+        own.stores, own.store_groups, own.products, own.product_groups = [], [], [], []
+
+    def address(self, space: str, array: Array) -> int:
+        if space == "3":
+            start = self.shared.__array_interface__["data"][0]
+            return array.__array_interface__["data"][0] - start
+        for i, known in enumerate(self.memory):
+            if np.shares_memory(known, array):
+                start = array.__array_interface__["data"][0] - known.__array_interface__["data"][0]
+                return GLOBAL + i * APART + start
+        raise LookupError("the array is not in global memory")
+
+    def _bytes(self, address: int, count: int) -> Array:
+        """Return bytes of global or shared memory; they must all be there."""
+        where, at = self.shared, int(address)
+        if at >= GLOBAL:
+            where, at = self.memory[(at - GLOBAL) // APART], (at - GLOBAL) % APART
+        if not 0 <= at <= at + count <= len(where):
+            raise IndexError(f"{count} bytes at {at} of {len(where)}")
+        return where[at : at + count]
+
+    def load(self, count: str | None, words: Array, address: int) -> None:
+        row_of(words, 4)[:] = self._bytes(address, 16).view(np.uint32)
+
+    def store(self, count: str | None, address: int, words: Any) -> None:
+        values = row_of(words, 4) if count else np.array([words], np.uint32)
+        self._bytes(address, values.nbytes)[:] = values.view(np.uint8)
+
+    def copy(self, size: str, target: int, source: int, bytes_: int) -> None:
+        if target % int(size) or source % int(size):
+            raise ValueError(f"a copy of {size} bytes from {source} to {target}")
+        self._bytes(target, int(size))[:] = GARBAGE
+        self.own.copies.append((int(size), target, source, int(bytes_)))
+
+    def commit(self) -> None:
+        self.own.groups.append(self.own.copies)
+        self.own.copies = []
+
+    def wait(self, pending: str) -> None:
+        done = len(self.own.groups) - int(pending)
+        for size, target, source, bytes_ in (c for g in self.own.groups[:done] for c in g):
+            # Of a copy that reads nothing the source may be anywhere.
+            arrived = np.zeros(size, np.uint8)
+            arrived[:bytes_] = self._bytes(source, bytes_) if bytes_ else 0
+            self._bytes(target, size)[:] = arrived
+        self.own.groups = self.own.groups[max(done, 0) :]
+
+    def wait_all(self) -> None:
+        self.commit()
+        self.wait("0")
+
+    def ldmatrix(self, count: str, turn: str | None, fragment: Array, address: int) -> None:
+        def act(addresses: list[Any]) -> list[Any]:
+            return list(emulated.ldmatrix(self.shared, np.array(addresses), int(count), bool(turn)))
+
+        row_of(fragment, int(count))[:] = self._meet(int(address), act)
+
+    def mma(self, depth: str, dtype: str, acc: Array, a: Array, b: Array) -> None:
+        registers = int(depth) // 4
+        own = row_of(acc, 4).copy(), row_of(a, registers).copy(), row_of(b, registers // 2).copy()
+
+        def act(values: list[Any]) -> list[Any]:
+            acc, a, b = map(np.stack, zip(*values, strict=True))
+            return list(emulated.mma(acc, a, b, DTYPES[dtype]))
+
+        row_of(acc, 4)[:] = self._meet(own, act)
+
+    def pack(self, dtype: str, low: Any, high: Any) -> Any:
+        return emulated_numbers.pack(low, high, DTYPES[dtype])[()]
+
+    def ex2(self, x: Any) -> Any:
+        return emulated_numbers.ex2(x)[()]
+
+    def pack_singly(self, low: Any, high: Any) -> Any:
+        return self.pack("f16", low, high)
+
+    def unpack(self, kind: str, pair: Any) -> Any:
+        return tuple(emulated_numbers.unpack(pair, "float16" if kind == "16" else "bfloat16"))
+
+    def round_tf32(self, x: Any) -> Any:
+        return emulated_numbers.round_tf32(x)[()]
+
+    def load_pair(self, address: int) -> Any:
+        return tuple(self._bytes(address, 8).view(np.float32))
+
+    def add(self, count: str | None, address: int, *values: Any) -> None:
+        values = tuple(row_of(values[0], 4)) if count == "4" else values
+        self._bytes(address, 4 * len(values)).view(np.float32)[:] += values
+
+    def stmatrix(self, turn: str | None, address: int, fragment: Array) -> None:
+        def act(values: list[Any]) -> list[Any]:
+            addresses, registers = zip(*values, strict=True)
+            emulated.stmatrix(self.shared, np.array(addresses), np.stack(registers), bool(turn))
+            return values
+
+        self._meet((int(address), row_of(fragment, 4).copy()), act)
+
+    def mma_tf32(self, acc: Array, a: Array, b: Array) -> None:
+        def act(values: list[Any]) -> list[Any]:
+            acc, a, b = map(np.stack, zip(*values, strict=True))
+            return list(emulated.mma_tf32(acc, a, b))
+
+        own = row_of(acc, 4).copy(), row_of(a, 4).copy(), row_of(b, 2).copy()
+        row_of(acc, 4)[:] = self._meet(own, act)
+
+    # -- barriers ----------------------------------------------------------------------------
+
+    def nothing(self, *_: Any) -> None:
+        pass
+
+    def elect(self) -> int:
+        return self._meet(None, lambda values: [1] + [0] * (WARP - 1))
+
+    def bar(self, what: str, barrier: int, threads: int) -> None:
+        count, waiting = self.named.pop(int(barrier), (0, []))
+        if count + 1 == threads:
+            self.turns.ready.extend(waiting)
+            return
+        if what == "sync":
+            waiting.append(self.own.number)
+        self.named[int(barrier)] = count + 1, waiting
+        if what == "sync":
+            self.turns.wait(self.own.number)
+
+    def mbarrier_init(self, barrier: int, count: int) -> None:
+        self.barriers[int(barrier)] = MemoryBarrier(int(count))
+
+    def mbarrier_arrive(self, barrier: int) -> None:
+        self.barriers[int(barrier)].update(arrivals=1)
+
+    def mbarrier_expect(self, arrives: str | None, barrier: int, bytes_: int) -> None:
+        self.barriers[int(barrier)].update(1 if arrives else 0, int(bytes_))
+
+    def mbarrier_try_wait(self, barrier: int, parity: int) -> int:
+        one = self.barriers[int(barrier)]
+        if one.phase % 2 == parity:  # others may bring it to an end, and copies come at last
+            self.turns.ready.append(self.own.number)
+            if len(self.turns.ready) == 1:
+                if not one.copies:
+                    raise RuntimeError("a thread waits for a phase that nothing brings to an end")
+                one.update(bytes_=-one.copies.pop(0)())
+            self.turns.wait(self.own.number)
+            while one.copies and one.phase % 2 == parity and one.missing == 0:
+                one.update(bytes_=-one.copies.pop(0)())
+        return int(one.phase % 2 != parity)
+
+    # -- the copy engine -----------------------------------------------------------------------
+
+    def bulk_load(self, target: int, source: int, bytes_: int, barrier: int) -> None:
+        if target % 16 or source % 16 or bytes_ % 16:
+            raise ValueError(f"a bulk copy of {bytes_} bytes from {source} to {target}")
+        self._bytes(target, bytes_)[:] = GARBAGE
+
+        def arrive() -> int:
+            self._bytes(target, bytes_)[:] = self._bytes(source, bytes_)
+            return int(bytes_)
+
+        self.barriers[int(barrier)].copies.append(arrive)
+
+    def bulk_store(self, target: int, source: int, bytes_: int) -> None:
+        def store() -> None:
+            self._bytes(target, bytes_)[:] = self._bytes(source, bytes_)
+
+        self.own.stores.append(store)
+
+    def bulk_add(self, target: int, source: int, bytes_: int) -> None:
+        def store() -> None:
+            values = self._bytes(source, bytes_).view(np.float32)
+            self._bytes(target, bytes_).view(np.float32)[:] += values
+
+        self.own.stores.append(store)
+
+    def bulk_commit(self) -> None:
+        self.own.store_groups.append(self.own.stores)
+        self.own.stores = []
+
+    def bulk_wait(self, pending: str) -> None:
+        while len(self.own.store_groups) > int(pending):
+            for store in self.own.store_groups.pop(0):
+                store()
+
+    def tensor_load(self, target: int, tensor_map: int, barrier: int, start: Any) -> None:
+        tensor, box, swizzle = self.maps[int(tensor_map)]
+        size = int(np.prod(box)) * tensor.itemsize
+        if target % max(8 * swizzle, 128):
+            raise ValueError(f"a box with a swizzle of {swizzle} bytes to {target}")
+        self._bytes(target, size)[:] = GARBAGE
+
+        def arrive() -> int:
+            emulated.tensor_load(self.shared, int(target), tensor, box, start, swizzle)
+            return size
+
+        self.barriers[int(barrier)].copies.append(arrive)
+
+    def tensor_store(self, reduces: str | None, tensor_map: int, start: Any, source: int) -> None:
+        tensor, box, swizzle = self.maps[int(tensor_map)]
+
+        def store() -> None:
+            places = int(source) + emulated.box_places(box, tensor.itemsize, swizzle)
+            values = np.ascontiguousarray(self.shared[places]).view(tensor.dtype)[..., 0]
+            first = tuple(reversed(tuple(start)))
+            for place in np.ndindex(*box):
+                at = tuple(map(int, np.add(first, place)))
+                if all(0 <= i < length for i, length in zip(at, tensor.shape, strict=True)):
+                    tensor[at] = values[place] + (tensor[at] if reduces else 0)
+
+        self.own.stores.append(store)
+
+    # -- warpgroups ----------------------------------------------------------------------------
+
+    def wgmma(
+        self, cols: str, dtype: str, turned: str, acc: Array, a: Any, b: int, add: int
+    ) -> None:
+        own = row_of(acc, int(cols) // 2)
+        flags = tuple(flag == "1" for flag in turned.split(", ")[1:])
+        left = row_of(a, 4).copy() if isinstance(a, np.ndarray) else int(a) % (1 << 64)
+        is_transposed = (False, *flags)[-2:] if flags else (False, False)
+        self.own.products.append(
+            (own, left, int(b) % (1 << 64), DTYPES[dtype], *is_transposed, bool(add))
+        )
+
+    def wgmma_commit(self) -> None:
+        self.own.product_groups.append(self.own.products)
+        self.own.products = []
+
+    def wgmma_wait(self, pending: str) -> None:
+        """Do the products at last: what they read must not have been written anew, nor used before."""
+        done = max(len(self.own.product_groups) - int(pending), 0)
+        for product in (one for group in self.own.product_groups[:done] for one in group):
+            own, left, *rest = product
+            own[:] = self._meet_group((own.copy(), left, rest), self._multiply)
+        self.own.product_groups = self.own.product_groups[done:]
+
+    def _multiply(self, values: list[Any]) -> list[Any]:
+        accumulators, lefts, rests = zip(*values, strict=True)
+        acc = np.stack(accumulators).reshape(4, WARP, -1)
+        left = lefts[0] if isinstance(lefts[0], int) else np.stack(lefts).reshape(4, WARP, 4)
+        result = emulated_wgmma.wgmma(self.shared, acc, left, *rests[0])
+        return list(result.reshape(GROUP, -1))
+
+
+def row_of(fragment: Array, count: int) -> Array:
+    """Return as many elements from a row on, those of the next rows too."""
+    return np.lib.stride_tricks.as_strided(fragment, (count,), (fragment.itemsize,))
+
+
+#: What an instruction begins with → the method that does it.
+INSTRUCTIONS = {
+    r"mov, from space (\d)": "address",
+    r"ld\.\w+\.(v4)\.u32": "load",
+    r"st\.\w+(\.v4)?\.u32": "store",
+    r"ld\.shared\.v2\.f32": "load_pair",
+    r"red\.global\.add(?:\.v(\d))?\.f32": "add",
+    r"cp\.async\.c[ag]\.shared\.global \[\$target\], \[\$source\], (\d+)": "copy",
+    r"cp\.async\.commit_group": "commit",
+    r"cp\.async\.wait_group (\d+)": "wait",
+    r"cp\.async\.wait_all": "wait_all",
+    r"ldmatrix\.sync\.aligned\.m8n8\.x(\d)(\.trans)?\.": "ldmatrix",
+    r"stmatrix\.sync\.aligned\.m8n8\.x4(\.trans)?\.": "stmatrix",
+    r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(f16|bf16)": "mma",
+    r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32": "mma_tf32",
+    r"cvt\.rn\.(f16|bf16)x2\.f32": "pack",
+    r"\{ \.reg \.b16 low, high;\s+cvt\.rn\.f16": "pack_singly",
+    r"\{ \.reg \.b(16|32) low, high;\s+(?:mov|shl)": "unpack",
+    r"cvt\.rna\.tf32": "round_tf32",
+    r"ex2\.approx": "ex2",
+    r"fence\.|prefetch\.|setmaxnreg\.|wgmma\.fence": "nothing",
+    r"\{ \.reg \.pred elected": "elect",
+    r"bar\.(sync|arrive)": "bar",
+    r"mbarrier\.init": "mbarrier_init",
+    r"mbarrier\.(arrive\.)?expect_tx": "mbarrier_expect",
+    r"mbarrier\.arrive\.shared": "mbarrier_arrive",
+    r"\{ \.reg \.pred ended": "mbarrier_try_wait",
+    r"cp\.async\.bulk\.shared": "bulk_load",
+    r"cp\.async\.bulk\.global": "bulk_store",
+    r"cp\.reduce\.async\.bulk\.global": "bulk_add",
+    r"cp\.async\.bulk\.commit_group": "bulk_commit",
+    r"cp\.async\.bulk\.wait_group(?:\.read)? (\d+)": "bulk_wait",
+    r"cp\.async\.bulk\.tensor\.\dd\.shared": "tensor_load",
+    r"cp\.(reduce\.)?async\.bulk\.tensor\.\dd\.global": "tensor_store",
+    r"(?s)\{.*wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.f32\.(\w+).*accumulate, 1, 1(.*); \}":
+        "wgmma",
+    r"wgmma\.commit_group": "wgmma_commit",
+    r"wgmma\.wait_group\.sync\.aligned (\d+)": "wgmma_wait",
+}  # fmt: skip
+DTYPES = {"f16": "float16", "bf16": "bfloat16", "tf32": "tf32"}

@@ -38,8 +38,9 @@ def flash_attention_forward(
     """Compute attention on arrays, where they lie: NumPy arrays, or arrays on a CUDA device.
 
     Args:
-        q: (…, heads, seq_q, head_dim) or (seq_q, head_dim), float32 or float64, any strides; NumPy,
-            or anything with ``__cuda_array_interface__`` or DLPack, as CuPy and PyTorch have.
+        q: (…, heads, seq_q, head_dim) or (seq_q, head_dim), float16, bfloat16 (``ml_dtypes``), float32 or
+            float64, any strides; NumPy, or anything with ``__cuda_array_interface__`` or DLPack, as CuPy
+            and PyTorch have.
         k: (…, heads, seq_k, head_dim); leading dimensions broadcast against those of q.
         v: (…, heads, seq_k, value_dim).
         args: As in :func:`kernels.problem.make_problem`, whose names and order are those of
@@ -49,12 +50,12 @@ def flash_attention_forward(
 
     Returns:
         out (…, heads, seq_q, value_dim), and lse (…, heads, seq_q), the natural logarithm of the
-        sum of the exponentials of each row's scores.  NumPy arrays, or numba's device arrays.
+        sum of the exponentials of each row's scores; lse is float32 for operands of 16 bits.  NumPy
+        arrays, or numba's device arrays.
 
     Raises:
         TypeError: For operands that are no floating arrays, or an option of the wrong type.
         ValueError: For shapes or values that do not fit.
-        NotImplementedError: For a valid option that this version does not have yet.
 
     Source: FlashAttention-2, Algorithm 1.
     """
@@ -96,7 +97,6 @@ def flash_attention_backward(
     Raises:
         TypeError: As in the forward pass, or if dout, out or lse is no array or has another dtype.
         ValueError: As in the forward pass, or if dout, out or lse has another shape.
-        NotImplementedError: As in the forward pass.
 
     Source: FlashAttention-2, Algorithm 2.
     """

@@ -3,6 +3,9 @@
 Kernels run on CUDA's legacy default stream, and so do the kernels of PyTorch and CuPy unless told
 otherwise.  Where another stream has made an array, or will read it, that stream and the legacy
 default stream wait for each other; the host never waits.
+
+DLPack has a number for bfloat16.  The other protocol describes elements as NumPy does, which has no name of
+its own for it: there "<V2", two bytes of anything, is bfloat16, as PyTorch and ``ml_dtypes`` write it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, types  # type: ignore[attr-defined]
 
-from kernels.cuda.arrays import device_pointer, is_device_array
+from kernels.cuda.arrays import device_pointer, device_view, element_strides, is_device_array
+from kernels.dtypes import BFLOAT16, BITS
 from kernels.memory import row_major_strides
 from kernels.targets import IS_SIMULATOR, cuda, driver, why_no_cuda
 
@@ -28,6 +32,7 @@ LEGACY_STREAM = 1
 #: DLPack's numbers for kinds of elements, by NumPy's letters.
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
 _KINDS = {code: kind for kind, code in _CODES.items()}
+_CODE_OF_BFLOAT = 4
 
 
 class _Tensor(ctypes.Structure):
@@ -90,12 +95,7 @@ class Imported:
         address = _get_pointer(capsule, ctypes.addressof(_FRESH))
         managed = _Managed.from_address(address)
         tensor = managed.tensor
-        if tensor.lanes != 1 or tensor.code not in _KINDS or tensor.bits % 8:
-            raise TypeError(
-                f"elements of DLPack's kind {tensor.code} with {tensor.bits} bits are none that "
-                "NumPy has; convert them to float32, float64, integers or booleans"
-            )
-        self.dtype = np.dtype(f"{_KINDS[tensor.code]}{tensor.bits // 8}")
+        self.dtype = _dtype_of(tensor)
         self.device_type = int(tensor.device_type)
         self.shape = tuple(tensor.shape[: tensor.ndim])
         strides = tensor.strides[: tensor.ndim] if tensor.strides else row_major_strides(self.shape)
@@ -107,7 +107,7 @@ class Imported:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """What numba reads."""
+        """What numba reads; NumPy's own protocol, for memory of the host, has the same entries."""
         return {
             "shape": self.shape,
             "strides": self.steps,
@@ -116,9 +116,28 @@ class Imported:
             "version": 3,
         }
 
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """What NumPy reads of memory on the host; memory of a device is not for it."""
+        if self.device_type != HOST:
+            raise AttributeError("NumPy reads memory of the host, this lies on a device")
+        return self.__cuda_array_interface__
+
     def __del__(self) -> None:
         if self._managed and self._give_back is not None:
             self._give_back(self._managed)
+
+
+def _dtype_of(tensor: _Tensor) -> np.dtype[Any]:
+    """Return the dtype of what DLPack describes."""
+    if (tensor.lanes, tensor.code, tensor.bits) == (1, _CODE_OF_BFLOAT, 16):
+        return BFLOAT16
+    if tensor.lanes != 1 or tensor.code not in _KINDS or tensor.bits % 8:
+        raise TypeError(
+            f"elements of DLPack's kind {tensor.code} with {tensor.bits} bits are none that NumPy has; "
+            "convert them to float16, bfloat16, float32, float64, integers or booleans"
+        )
+    return np.dtype(f"{_KINDS[tensor.code]}{tensor.bits // 8}")
 
 
 def as_array(array: Any) -> Any:
@@ -146,7 +165,7 @@ def as_array(array: Any) -> Any:
         return array
     kind, _ = array.__dlpack_device__()
     if int(kind) == HOST:
-        return np.from_dlpack(array)
+        return _from_host(array)
     if int(kind) not in (DEVICE, MANAGED):
         raise TypeError(
             f"{type(array).__name__} lies in memory of DLPack's kind {int(kind)}, which neither NumPy "
@@ -154,6 +173,17 @@ def as_array(array: Any) -> Any:
         )
     lent = Imported(array.__dlpack__(stream=LEGACY_STREAM))  # its owner makes that stream wait
     return _wrapped(lent.__cuda_array_interface__, lent)
+
+
+def _from_host(array: Any) -> Any:
+    """Return NumPy's array of what another library has on the host."""
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, RuntimeError):  # of what NumPy does not know bfloat16 is ours
+        lent = Imported(array.__dlpack__())
+        if lent.dtype != BFLOAT16:
+            raise
+        return np.asarray(lent).view(BFLOAT16)
 
 
 def _wrapped(described: dict[str, Any], owner: Any) -> Any:
@@ -174,7 +204,12 @@ def _wrapped(described: dict[str, Any], owner: Any) -> Any:
     stream = described.get("stream")
     if stream not in (None, LEGACY_STREAM):
         _let_wait(cuda.default_stream(), cuda.external_stream(stream))
-    return cuda.from_cuda_array_interface({**described, "stream": None}, owner=owner, sync=False)
+    is_bfloat16 = described["typestr"] == BFLOAT16.str
+    known = {"stream": None, **({"typestr": BITS.str} if is_bfloat16 else {})}
+    found = cuda.from_cuda_array_interface({**described, **known}, owner=owner, sync=False)
+    if not is_bfloat16:
+        return found
+    return device_view(found, tuple(found.shape), element_strides(found), dtype=BFLOAT16)
 
 
 def device_of(address: int) -> int:
@@ -206,18 +241,19 @@ def dlpack_device(array: Any) -> tuple[int, int]:
 
 
 def to_dlpack(array: Any, stream: int | None = None) -> Any:
-    """Return a DLPack capsule of a device array; its memory lives until the reader is done.
+    """Return a DLPack capsule of an array; its memory lives until the reader is done.
 
     Args:
-        array: Numba's array; the simulator's lends its memory on the host.
+        array: Numba's array; the simulator's lends its memory on the host.  Or NumPy's, of bfloat16 too,
+            which NumPy itself does not lend.
         stream: Where the reader will read: None or 1, the legacy default stream; 2, the per-thread
             one; -1, the reader sees to it that kernels are done; otherwise a CUDA stream.
 
     Raises:
         BufferError: If the stream is 0, which could be either default stream.
     """
-    if IS_SIMULATOR:
-        host = array._ary
+    if IS_SIMULATOR or isinstance(array, np.ndarray):
+        host = getattr(array, "_ary", array)
         return _capsule(host.ctypes.data, (HOST, 0), host.shape, host.strides, host.dtype, array)
     if stream == 0:
         raise BufferError(
@@ -240,9 +276,8 @@ def _capsule(
 ) -> Any:
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     strides = (ctypes.c_int64 * len(shape))(*(step // dtype.itemsize for step in steps))
-    tensor = _Tensor(
-        address, *device, len(shape), _CODES[dtype.kind], dtype.itemsize * 8, 1, sizes, strides, 0
-    )
+    code = _CODE_OF_BFLOAT if dtype == BFLOAT16 else _CODES[dtype.kind]
+    tensor = _Tensor(address, *device, len(shape), code, dtype.itemsize * 8, 1, sizes, strides, 0)
     managed = _Managed(tensor, None, _marks_as_returned().address)
     place = ctypes.addressof(managed)
     capsule = _new_capsule(place, ctypes.addressof(_FRESH), None)

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from kernels import reference
 from kernels.checks import check_tile
 from kernels.cpu import flash2 as cpu_flash2
 from kernels.cpu import flash2_backward as cpu_flash2_backward
 from kernels.cpu import mask_gradient as cpu_mask_gradient
-from kernels.cuda import flash1, flash1_backward, flash2_backward, flash2_dmask
+from kernels.cuda import (
+    flash1,
+    flash1_backward,
+    flash2_backward,
+    flash2_dmask,
+    flash2_mma_launch,
+    flash3_launch,
+    tensor_cores,
+)
 from kernels.cuda import flash2 as cuda_flash2
 from kernels.cuda import naive as cuda_naive
 from kernels.cuda.memory import DeviceMemory
 from kernels.cuda.sizes import SIZES
+from kernels.dtypes import COMPUTE_DTYPES, HALF_DTYPES
 from kernels.memory import HostMemory, Memory
 from kernels.mods import check_derivative
 from kernels.operands import Operands, own_mask
 from kernels.problem import Problem, unknown_rung, unusable_rung
 
 Tile = tuple[int, int]
+_HALF_BY_NAME = {dtype.name: dtype for dtype in HALF_DTYPES}
 
 
 def _anything(problem: Problem, tile: Tile | None) -> str | None:
@@ -39,6 +51,8 @@ class Rung:
         tile: (block_q, block_k) for a problem, unless the caller asks for another.
         backward_tile: Likewise for the backward pass.
         why_not: The reason why this rung cannot run a problem with a tile (None: its own), or None.
+        dtypes: What it takes q, k, v, out and dout in, and writes its results in; others are converted
+            before and after.  A floating mask, lse and slopes are always of the accumulator's dtype.
     """
 
     name: str
@@ -47,6 +61,29 @@ class Rung:
     tile: Callable[[Problem], Tile]
     backward_tile: Callable[[Problem], Tile]
     why_not: Callable[[Problem, Tile | None], str | None] = _anything
+    dtypes: tuple[np.dtype[Any], ...] = COMPUTE_DTYPES
+
+    def taken(self, problem: Problem) -> Problem | None:
+        """Return a problem in the dtype in which this rung takes it, or None if there is none.
+
+        Operands of 16 bits go to a rung that does not know them as float32.  Operands of float32 go as 16
+        bits to a rung that knows those, if the call's precision allows it.
+        """
+        own, half = problem.dtype, _HALF_BY_NAME.get(problem.precision)
+        if half is not None and half in self.dtypes:
+            return problem if half == own else replace(problem, dtype=half)
+        if own in self.dtypes:
+            return problem
+        sums = problem.acc_dtype
+        return replace(problem, dtype=sums) if sums in self.dtypes else None
+
+    def reason(self, problem: Problem, tile: Tile | None) -> str | None:
+        """Return why this rung cannot run a problem with a tile (None: its own), or None."""
+        taken = self.taken(problem)
+        if taken is not None:
+            return self.why_not(taken, tile)
+        names = " and ".join(map(str, self.dtypes))
+        return f"it takes operands of {names}, or a precision that allows them, not {problem.dtype}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +95,7 @@ class Target:
         memory: Of the operands.
         rungs: The fastest first.
         mask_gradient: ``(problem, operands, dmask)``, fills the gradient of a floating mask; the same
-            for every rung, for it needs a pass of its own.
+            for every rung, for it needs a pass of its own.  It takes float32 or float64.
     """
 
     name: str
@@ -79,9 +116,9 @@ class Target:
         if missing is not None:
             raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
         for rung in self.rungs:
-            if problem.rung in ("auto", rung.name) and rung.why_not(problem, tile) is None:
+            if problem.rung in ("auto", rung.name) and rung.reason(problem, tile) is None:
                 return rung
-        reasons = {rung.name: rung.why_not(problem, tile) for rung in self.rungs}
+        reasons = {rung.name: rung.reason(problem, tile) for rung in self.rungs}
         usable = [rung for rung in self.rungs if reasons[rung.name] is None]
         known = {"auto": "; ".join(f"{name}: {reason}" for name, reason in reasons.items())}
         why = {**known, **reasons}.get(problem.rung) or f"the {self.name} target has no such rung"
@@ -128,6 +165,21 @@ CUDA = Target(
     "cuda",
     DeviceMemory(),
     (
+        *(
+            Rung(
+                name,
+                module.forward,
+                tensor_cores.backward,
+                module.tile,
+                tensor_cores.backward_tile,
+                module.why_not,
+                HALF_DTYPES,
+            )
+            for name, module in (
+                ("flash3_wgmma", flash3_launch),
+                ("flash2_mma", flash2_mma_launch),
+            )
+        ),
         Rung(
             "flash2",
             cuda_flash2.forward,
@@ -155,6 +207,17 @@ CUDA = Target(
 RUNGS = tuple(dict.fromkeys(rung.name for target in (CUDA, CPU, NUMPY) for rung in target.rungs))
 
 
+def _as_taken(
+    rung: Rung, memory: Memory, problem: Problem, operands: Operands
+) -> tuple[Problem, Operands]:
+    """Return a problem and its operands as a rung takes them."""
+    taken = rung.taken(problem)
+    assert taken is not None, "Target.pick returns a rung that takes the problem"
+    if taken is problem and problem.acc_dtype == problem.dtype:
+        return problem, operands
+    return taken, operands.converted(memory, taken.dtype)
+
+
 def forward(
     target: Target, problem: Problem, operands: Operands, tile: Tile | None = None
 ) -> tuple[Any, Any]:
@@ -167,7 +230,8 @@ def forward(
         tile: (block_q, block_k); the rung's own when None.
 
     Returns:
-        out (…, heads, seq_q, value_dim) and lse (…, heads, seq_q).
+        out (…, heads, seq_q, value_dim) and lse (…, heads, seq_q), which is float32 for operands of 16
+        bits.
 
     Raises:
         TypeError: If the tile is no pair of whole numbers.
@@ -175,11 +239,12 @@ def forward(
     """
     tile = check_tile(tile)
     rung, memory = target.pick(problem, tile), target.memory
-    out = memory.empty(problem.out_shape, problem.dtype)
-    lse = memory.empty(problem.lse_shape, problem.dtype)
+    taken, operands = _as_taken(rung, memory, problem, operands)
+    out = memory.empty(problem.out_shape, taken.dtype)
+    lse = memory.empty(problem.lse_shape, problem.acc_dtype)
     viewed = operands.having(out=out, lse=lse).viewed(memory, problem)
-    rung.forward(problem, tile or rung.tile(problem), viewed)
-    return out, lse
+    rung.forward(taken, tile or rung.tile(taken), viewed)
+    return memory.convert(out, problem.dtype), lse
 
 
 class Gradients(NamedTuple):
@@ -221,21 +286,25 @@ def backward(
     check_derivative(problem.score_mod)
     tile = check_tile(tile)
     rung, memory = target.pick(problem, tile), target.memory
-    dq = memory.empty(problem.q_shape, problem.dtype)
+    taken, own = _as_taken(rung, memory, problem, operands)
+    dq = memory.empty(problem.q_shape, taken.dtype)
     # A head of k and v that several query heads share gets a gradient from each.
     dk, dv = (
-        memory.empty((*problem.grouped_lead, *shape[-2:]), problem.dtype)
+        memory.empty((*problem.grouped_lead, *shape[-2:]), taken.dtype)
         for shape in (problem.k_shape, problem.v_shape)
     )
-    viewed = operands.having(dq=dq, dk=dk, dv=dv).viewed(memory, problem)
-    rung.backward(problem, tile or rung.backward_tile(problem), viewed)
+    viewed = own.having(dq=dq, dk=dk, dv=dv).viewed(memory, problem)
+    rung.backward(taken, tile or rung.backward_tile(taken), viewed)
     if problem.groups > 1:
         dk, dv = (
             memory.sum_to(gradient, (*problem.key_lead, 1, *shape[-2:])).reshape(shape)
             for gradient, shape in ((dk, problem.k_shape), (dv, problem.v_shape))
         )
-    dmask = None
+    gradients = [dq, dk, dv]
     if with_mask:
-        dmask = memory.empty(tuple(operands.mask.shape), problem.dtype)
-        target.mask_gradient(problem, viewed, own_mask(memory, problem, dmask)[0])
-    return Gradients(dq, dk, dv, dmask)
+        gradients.append(memory.empty(tuple(operands.mask.shape), problem.acc_dtype))
+        if taken.dtype != problem.acc_dtype:
+            taken = replace(problem, dtype=problem.acc_dtype)
+            viewed = operands.converted(memory, taken.dtype).viewed(memory, problem)
+        target.mask_gradient(taken, viewed, own_mask(memory, problem, gradients[-1])[0])
+    return Gradients(*(memory.convert(gradient, problem.dtype) for gradient in gradients))

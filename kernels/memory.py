@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from kernels.dtypes import BITS, acc_dtype, rounded
+
 Ints = tuple[int, ...]
 
 
@@ -43,6 +45,18 @@ def joined_step(sizes: Ints, steps: Ints) -> int | None:
     """Return the one stride that steps through several dimensions, or None if there is none."""
     shape, _, joined = join_dims(sizes, row_major_strides(sizes), steps)
     return joined[0] if len(shape) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def is_dense(shape: Ints, strides: Ints) -> bool:
+    """Tell whether elements fill their memory in some order of the dimensions; strides in elements."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 class Memory:
@@ -84,8 +98,23 @@ class Memory:
         """Return an array of the host in this memory, copied unless it is there already."""
         raise NotImplementedError
 
+    def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
+        """Return an array in another floating dtype, itself if it has it; each number is rounded once."""
+        raise NotImplementedError
+
+    def convert_into(self, source: Any, out: Any) -> None:
+        """Write a flat array to another one of any floating dtype; each number is rounded once."""
+        raise NotImplementedError
+
+    def bits(self, array: Any) -> Any:
+        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        raise NotImplementedError
+
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
-        """Sum a contiguous gradient over the leading dimensions that its operand was repeated in."""
+        """Sum a contiguous gradient over the leading dimensions that its operand was repeated in.
+
+        Numbers of 16 bits are added up in float32.
+        """
         raise NotImplementedError
 
 
@@ -157,7 +186,22 @@ class HostMemory(Memory):
         """Return the array itself."""
         return array
 
+    def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
+        """Return an array in another floating dtype; see :meth:`Memory.convert`."""
+        return array if array.dtype == dtype else rounded(array, dtype)
+
+    def convert_into(self, source: Any, out: Any) -> None:
+        """Write a flat array to another one of any floating dtype."""
+        out[...] = rounded(source, out.dtype)
+
+    def bits(self, array: Any) -> Any:
+        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        return array.view(BITS)
+
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
         """Sum a gradient over the leading dimensions that its operand was repeated in."""
         repeated = repeated_axes(gradient.shape, shape)
-        return gradient.sum(axis=repeated).reshape(shape) if repeated else gradient
+        if not repeated:
+            return gradient
+        total = gradient.sum(axis=repeated, dtype=acc_dtype(gradient.dtype))
+        return self.convert(total.reshape(shape), gradient.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kernels.dtypes import acc_dtype, is_floating
 from kernels.memory import Memory
 from kernels.problem import Problem
 
@@ -25,12 +26,12 @@ class Operands:
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
         mask: Broadcasts to (…, heads, seq_q, seq_k), boolean or floating; for kernels (batches of
-            its own, heads, seq_q, seq_k), by strides of 0.
+            its own, heads, seq_q, seq_k), by strides of 0, and a floating one of the dtype of lse.
         mask_batch: For kernels: the number of the mask's batch for each batch, (batch,) int64, on
             the host.
-        slopes: (heads,) or (…, heads), ALiBi's, of the dtype of q.
+        slopes: (heads,) or (…, heads), ALiBi's, of the dtype of lse.
         out: (…, heads, seq_q, value_dim).
-        lse: (…, heads, seq_q).
+        lse: (…, heads, seq_q), of the accumulator's dtype, float32 for q of 16 bits.
         dout: Gradient of out.
         dlse: Gradient of lse, or None for zeros.
         dq: Of the broadcast shape of q.
@@ -56,6 +57,17 @@ class Operands:
         """Return the record with other arrays."""
         return Operands(**{**vars(self), **arrays})
 
+    def converted(self, memory: Memory, dtype: np.dtype[Any]) -> Operands:
+        """Return the record with q, k, v, out and dout in a dtype, and a floating mask in that of sums.
+
+        A mask is added to scores, and those are sums; it shall lose nothing where q is narrowed.
+        """
+        arrays = {name: getattr(self, name) for name in ("q", "k", "v", "out", "dout")}
+        converted = {name: memory.convert(x, dtype) for name, x in arrays.items() if x is not None}
+        if self.mask is not None and is_floating(self.mask.dtype):
+            converted["mask"] = memory.convert(self.mask, acc_dtype(self.mask.dtype))
+        return self.having(**converted)
+
     def viewed(self, memory: Memory, problem: Problem) -> Operands:
         """Return the arrays as kernels take them; nothing is copied that strides can describe."""
         scores = problem.scores_shape[-2:]
@@ -76,12 +88,12 @@ def make_operands(
     """Return the record of a call; mask and slopes may be arrays of the host for a call on a device.
 
     Raises:
-        TypeError: If slopes on a device have another dtype than q.
+        TypeError: If slopes on a device have another dtype than lse.
     """
     if isinstance(slopes, np.ndarray):
-        slopes = slopes.astype(problem.dtype)
-    elif slopes is not None and slopes.dtype != problem.dtype:
-        raise TypeError(f"alibi_slopes on a device must be {problem.dtype}, got {slopes.dtype}")
+        slopes = slopes.astype(problem.acc_dtype)
+    elif slopes is not None and slopes.dtype != problem.acc_dtype:
+        raise TypeError(f"alibi_slopes on a device must be {problem.acc_dtype}, got {slopes.dtype}")
     mask, slopes = (array if array is None else memory.bring(array) for array in (mask, slopes))
     return Operands(q, k, v, mask, slopes=slopes)
 

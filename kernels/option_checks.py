@@ -9,9 +9,12 @@ import numpy as np
 
 from kernels.block_mask import BlockMask
 from kernels.checks import check_array
+from kernels.dtypes import FLOAT32, NAMES, is_floating
 
 #: Seeds are unsigned numbers of 64 bits.
 SEEDS = 2**64
+#: What numbers of float32 may be rounded to on the way to a result.
+PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 
 
 def check_mask(mask: Any, scores_shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
@@ -19,13 +22,13 @@ def check_mask(mask: Any, scores_shape: tuple[int, ...], dtype: np.dtype[Any]) -
     if mask is None:
         return ""
     check_array("attn_mask", mask)
-    kind = np.dtype(mask.dtype).kind
-    if kind not in "bf":
+    is_bool, is_float = np.dtype(mask.dtype).kind == "b", is_floating(np.dtype(mask.dtype))
+    if not (is_bool or is_float):
         raise TypeError(
             "attn_mask must be boolean (True keeps) or floating (added to the scores), got "
             f"{mask.dtype}; integers are ambiguous, write mask != 0"
         )
-    if kind == "f" and mask.dtype != dtype:
+    if is_float and mask.dtype != dtype:
         raise TypeError(
             f"a floating attn_mask is added to scores of {dtype}, got {mask.dtype}; convert it"
         )
@@ -39,7 +42,7 @@ def check_mask(mask: Any, scores_shape: tuple[int, ...], dtype: np.dtype[Any]) -
             f"{scores_shape}, (…, heads, seq_q, seq_k); a padding mask (batch, seq_k) is "
             "mask[:, None, None, :]"
         )
-    return "bool" if kind == "b" else "float"
+    return "bool" if is_bool else "float"
 
 
 def check_slopes(slopes: Any, lead: tuple[int, ...]) -> None:
@@ -47,7 +50,7 @@ def check_slopes(slopes: Any, lead: tuple[int, ...]) -> None:
     if slopes is None:
         return
     check_array("alibi_slopes", slopes)
-    if np.dtype(slopes.dtype).kind != "f":
+    if not is_floating(np.dtype(slopes.dtype)):
         raise TypeError(f"alibi_slopes must be floating, got {slopes.dtype}; convert them")
     heads = lead[-1:] or (1,)
     if tuple(slopes.shape) not in (heads, lead):
@@ -61,6 +64,23 @@ def check_softcap(softcap: float) -> None:
     """Check that ``softcap`` is off or a positive bound."""
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap must be positive, or 0 to turn it off, got {softcap!r}")
+
+
+def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
+    """Check ``precision``; return the name of what numbers may be rounded to on the way."""
+    if precision is None:
+        return NAMES[dtype]
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"precision must be one of {', '.join(map(repr, PRECISIONS))}, or None for the operands' own; "
+            f"got {precision!r}"
+        )
+    if dtype != FLOAT32:
+        raise ValueError(
+            f"precision is for operands of float32, got precision={precision!r} for {dtype}: those are "
+            "multiplied as they are; leave it at None, or convert the operands to float32"
+        )
+    return precision
 
 
 def check_scale(scale: float | None) -> None:

@@ -12,11 +12,13 @@ import numpy as np
 
 from kernels.block_mask import BlockMask
 from kernels.checks import check_array, check_types
+from kernels.dtypes import acc_dtype
 from kernels.mods import ScoreMod, as_mod, as_score_mod
 from kernels.option_checks import (
     check_block_mask,
     check_dropout,
     check_mask,
+    check_precision,
     check_scale,
     check_slopes,
     check_softcap,
@@ -42,12 +44,14 @@ class Problem:
         seq_k: Key columns.
         head_dim: Size of a query and of a key.
         value_dim: Size of a value.
-        dtype: Dtype of q, k, v and out.
+        dtype: Dtype of q, k, v and out, of their gradients, and of a floating mask and its gradient.
         scale: Multiplies the scores, once.
         lower: Row ``row`` sees no column before ``row + lower``; ``-seq_q`` where nothing bounds it.
         upper: Row ``row`` sees no column after ``row + upper``; ``seq_k`` where nothing bounds it.
         diagonal: ``causal_offset``: ALiBi measures |row + diagonal - col|.
         rung: Name of the kernel asked for, or "auto".
+        precision: Name of what numbers may be rounded to on the way to a result: of ``dtype``, unless the
+            call allows less; "tf32" is no dtype.
         deterministic: The gradients must be equal bit for bit from run to run.
         groups: Query heads, neighbours, that share one head of k and v.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
@@ -73,6 +77,7 @@ class Problem:
     upper: int
     diagonal: int = 0
     rung: str = "auto"
+    precision: str = "float32"
     deterministic: bool = True
     groups: int = 1
     softcap: float = 0.0
@@ -84,6 +89,11 @@ class Problem:
     mask_mod: Callable[..., Any] | None = None
     score_mod: ScoreMod | None = None
     sequences: Sequences | None = None
+
+    @property
+    def acc_dtype(self) -> np.dtype[Any]:
+        """Dtype of sums, and so of lse, its gradient and slopes: float32 for operands of 16 bits."""
+        return acc_dtype(self.dtype)
 
     @property
     def heads(self) -> int:
@@ -191,7 +201,9 @@ def make_problem(
         seed: Of the dropout bits, from 0 to 2⁶⁴ - 1: the same seed drops the same entries on every
             device.  On tensors ``minitorch.manual_seed`` decides it by default; on arrays dropout
             needs one.
-        precision: Of the products.
+        precision: For operands of float32, what numbers may be rounded to on the way where a rung is
+            faster with it: "tf32", "bfloat16" or "float16"; sums stay float32.  A permission: a rung
+            that has no use for it computes in "float32", which is what None means too.
         deterministic: Gradients equal bit for bit from run to run; False lets a kernel add them in any
             order where that is faster.
         return_lse: Also return lse.
@@ -204,8 +216,8 @@ def make_problem(
     Raises:
         TypeError: For operands that are no floating arrays or differ in dtype, or an option of the
             wrong type.
-        ValueError: For shapes or values that do not fit.
-        NotImplementedError: For a precision, which this version does not have yet.
+        ValueError: For shapes or values that do not fit, or a precision for operands of another dtype
+            than float32.
     """
     dtype = check_dtypes(q, k, v)
     check_types(
@@ -240,11 +252,6 @@ def make_problem(
     left, right = check_window(window_size)
     check_block_mask(block_mask, lead, seq_q, seq_k)
     mask_mod = as_mod("mask_mod", mask_mod, "(batch, head, row, col)")
-    if precision is not None:
-        raise NotImplementedError(
-            f"flash_attention does not have precision={precision!r} yet; leave it at None: products "
-            "are in the dtype of the operands"
-        )
     lower = causal_offset - left if left >= 0 else -seq_q
     upper = causal_offset + right if right >= 0 else seq_k
     if is_causal:
@@ -262,6 +269,7 @@ def make_problem(
         upper=min(max(int(upper), -seq_q), seq_k),
         diagonal=int(causal_offset),
         rung=_rung_of_run() if rung == "auto" else rung,
+        precision=check_precision(precision, dtype),
         deterministic=bool(deterministic),
         groups=groups,
         softcap=float(softcap),
@@ -282,22 +290,23 @@ def check_gradient_operands(
 
     Raises:
         ValueError: If one of them has another shape than the forward pass returned.
-        TypeError: If one of them is no array, or has another dtype than q.
+        TypeError: If one of them is no array, or has another dtype than the forward pass returned.
     """
-    for name, array, shape in (
-        ("dout", dout, problem.out_shape),
-        ("out", out, problem.out_shape),
-        ("lse", lse, problem.lse_shape),
-        *([] if dlse is None else [("dlse", dlse, problem.lse_shape)]),
+    dtype, sums = problem.dtype, problem.acc_dtype
+    for name, array, shape, wanted in (
+        ("dout", dout, problem.out_shape, dtype),
+        ("out", out, problem.out_shape, dtype),
+        ("lse", lse, problem.lse_shape, sums),
+        *([] if dlse is None else [("dlse", dlse, problem.lse_shape, sums)]),
     ):
         check_array(name, array)
         if tuple(array.shape) != shape:
             raise ValueError(
                 f"{name} must have the shape {shape} of the forward pass, got {tuple(array.shape)}"
             )
-        if array.dtype != problem.dtype:
+        if array.dtype != wanted:
             raise TypeError(
-                f"{name} must be {problem.dtype} as q, k and v are, got {array.dtype}; convert it"
+                f"{name} must be {wanted} where q, k and v are {dtype}, got {array.dtype}; convert it"
             )
 
 

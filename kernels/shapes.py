@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from kernels.checks import check_array
+from kernels.dtypes import FLOAT_DTYPES, NAMES
 
-FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 MAX_HEAD_DIM = 256
+_NAMES = ", ".join(map(str, FLOAT_DTYPES[:-1])) + f" or {FLOAT_DTYPES[-1]}"
 
 
 def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
@@ -22,10 +23,10 @@ def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_array(name, operand)
-        if np.dtype(operand.dtype) not in FLOAT_DTYPES:
+        if np.dtype(operand.dtype) not in NAMES:
             raise TypeError(
-                f"attention needs float32 or float64, got {name} of {operand.dtype}; convert it "
-                "with .astype(numpy.float32) or Tensor.to(numpy.float32)"
+                f"attention needs {_NAMES}, got {name} of {operand.dtype}; convert it with "
+                ".astype(numpy.float32) or Tensor.to(numpy.float32)"
             )
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(

@@ -1,7 +1,8 @@
 """Softmax of one vector in three steps: how the passes over memory go from three to two, for learning.
 
 FlashAttention is the third step with one change: what is summed beside the exponentials is the output.
-Nothing else in the project calls these; the kernels have their own, ``online_softmax``.
+The same steps as kernels stand in ``cpu/softmax_ladder.py`` and ``cuda/softmax_ladder.py``, where they
+are measured; ``evolution.py`` goes on from them to attention.
 """
 
 from __future__ import annotations
@@ -12,6 +13,32 @@ import numpy as np
 import numpy.typing as npt
 
 Vector = npt.NDArray[Any]
+
+#: How often the kernels of each step read an element from memory; they write it once.
+READS = {"naive": 2, "safe": 3, "online": 2}
+
+
+def check_rows(step: str, x: Any, out: Any) -> None:
+    """Check a call of the kernels.
+
+    Args:
+        step: One of :data:`READS`.
+        x: (rows, length) on the device in question.
+        out: (rows, length).
+
+    Raises:
+        ValueError: If there is no such step, or x and out differ in shape or dtype.
+        TypeError: If they are neither float32 nor float64.
+    """
+    if step not in READS:
+        raise ValueError(f"step must be one of {list(READS)}, got {step!r}")
+    shapes = [(tuple(a.shape), np.dtype(a.dtype).name) for a in (x, out)]
+    if x.ndim != 2 or shapes[0] != shapes[1]:
+        raise ValueError(
+            f"x and out must be (rows, length) and alike, got {shapes[0]} and {shapes[1]}"
+        )
+    if shapes[0][1] not in ("float32", "float64"):
+        raise TypeError(f"x must be float32 or float64, got {shapes[0][1]}; convert it")
 
 
 def naive_softmax(x: Vector) -> Vector:

@@ -153,7 +153,8 @@ class FlashAttention(Function):
             make: Builds the problem.
 
         Returns:
-            out (…, heads, seq_q, value_dim); with ``return_lse`` also lse (…, heads, seq_q).
+            out (…, heads, seq_q, value_dim); with ``return_lse`` also lse (…, heads, seq_q), float32 for
+            operands of 16 bits.
 
         Raises:
             ValueError: Also for a ``score_mod`` without its derivative, if there will be a gradient.
@@ -177,7 +178,7 @@ class FlashAttention(Function):
         """Recompute the probabilities tile by tile and return dq, dk, dv and dmask."""
         target, problem, q, operands = ctx.saved_values
         dout = q.zeros(problem.out_shape) if grad_output is None else grad_output
-        dlse = None if grad_lse is None else _in_dtype(grad_lse, q.dtype).array()
+        dlse = None if grad_lse is None else _in_dtype(grad_lse, problem.acc_dtype).array()
         gradients = launch.backward(
             target,
             problem,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kernels import Problem, dropout_mask
 from kernels.cuda.arrays import is_device_array, to_host
+from kernels.dtypes import acc_dtype, rounded
 from kernels.masks import is_visible
 from kernels.mods import ScoreMod, check_derivative, evaluate
 from kernels.option_checks import SEEDS
@@ -177,16 +178,17 @@ class ModifiedScore(Function):
         if not ctx.no_grad:
             check_derivative(mod)
         ctx.save_for_backward(scores, mod, places)
-        out = evaluate(mod.function, scores.dtype, scores.to_numpy(), *places)
-        return from_numpy(out, scores.backend)
+        array = scores.to(acc_dtype(scores.dtype)).to_numpy()
+        out = evaluate(mod.function, array.dtype, array, *places)
+        return from_numpy(rounded(out, scores.dtype), scores.backend)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None]:
         """Multiply by the derivative, called likewise."""
         scores, mod, places = ctx.saved_values
-        slope = evaluate(mod.derivative, scores.dtype, scores.to_numpy(), *places)
-        gradient = grad_output.to_numpy()
+        array, gradient = (t.to(acc_dtype(scores.dtype)).to_numpy() for t in (scores, grad_output))
+        slope = evaluate(mod.derivative, array.dtype, array, *places)
         # The derivative at a score that nobody sees may be anything, and 0 · NaN is NaN.
         with np.errstate(invalid="ignore"):
             gradient = np.where(gradient == 0, gradient, gradient * slope)
-        return from_numpy(gradient, scores.backend), None, None
+        return from_numpy(rounded(gradient, scores.dtype), scores.backend), None, None

@@ -74,7 +74,7 @@ def read_checkpoint(
         if metadata.get("format") != FORMAT:
             raise CheckpointError(f"{path}: a safetensors file, but no checkpoint of minitorch")
         config = json.loads(metadata["config"])
-    # A TypeError: weights of a dtype that NumPy lacks, such as bfloat16.
+    # A TypeError: weights of a dtype that NumPy lacks, such as float8.
     except (SafetensorError, KeyError, OSError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: not a readable checkpoint ({error}); delete it or restore an older one"

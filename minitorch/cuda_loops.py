@@ -4,6 +4,9 @@ They do what the kernels of the course do (``cuda_kernels``) at the speed of the
 for given dtypes, so that a launch passes no type twice, and takes few numbers: every number of a tuple is
 an argument that Python prepares.  Positions are unsigned: a signed index may be a negative one, which
 counts from the end, and each access would test for that.
+
+Storage of 16 bits they read and write themselves, as uint16: it is converted in registers, and each
+element moves once.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import numpy as np
 from numba import int64, types, uint32, uint64, void
 
 from kernels.cuda.device import Kernel, device_callable, device_function, scalar_type
+from kernels.cuda.half import form
 from kernels.cuda.sizes import SIZES, FoldShape
+from kernels.dtypes import FLOAT32, FLOAT64, acc_dtype, is_half
 from kernels.targets import IS_SIMULATOR, cuda
 
 #: Threads that run in step, and the bits that stand for them.
@@ -25,7 +30,21 @@ WARP, ALL_LANES = 32, 0xFFFFFFFF
 
 def _storage(dtype: np.dtype[Any]) -> Any:
     """Return numba's type of a storage."""
-    return types.Array(scalar_type(dtype), 1, "C")
+    return types.Array(scalar_type(form(dtype).stored), 1, "C")
+
+
+def _computed(*dtypes: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that a function of elements is computed in."""
+    return np.result_type(*map(acc_dtype, dtypes))
+
+
+def _written(out_dtype: np.dtype[Any], computed: np.dtype[Any]) -> tuple[Any, Any]:
+    """Return the type of a result in a register, and what makes of it an element of the output."""
+    if not is_half(out_dtype):
+        return scalar_type(out_dtype), form(out_dtype).narrow
+    wide = np.result_type(FLOAT32, computed)
+    own = form(out_dtype)
+    return scalar_type(wide), own.narrow_double if wide == FLOAT64 else own.narrow
 
 
 def _kernel(source: Callable[..., None], fn: Callable[..., float], *arguments: Any) -> Kernel:
@@ -67,7 +86,8 @@ def map_kernel(
         out_dtype: Of the output.
         a_dtype: Of the input.
     """
-    function, real = device_callable(fn, a_dtype), scalar_type(out_dtype)
+    computed, widen = _computed(a_dtype), form(a_dtype).widen
+    function, (real, narrow) = device_callable(fn, computed), _written(out_dtype, computed)
     threads, items, row_of = SIZES.flat_threads, SIZES.flat_items, _make_row_of(flat)
 
     def _map(out, a, cols, a_row, a_col):
@@ -91,11 +111,11 @@ def map_kernel(
             # Threads beyond the end read the last element again: cheaper than a branch.
             i = min(first + n * threads, last)
             row = row_of(i, cols)
-            values[n] = function(a[uint64(row * a_row + (i - row * cols) * a_col)])
+            values[n] = function(widen(a[uint64(row * a_row + (i - row * cols) * a_col)]))
         for n in range(items):
             i = first + n * threads
             if i <= last:
-                out[uint64(i)] = values[n]
+                out[uint64(i)] = narrow(values[n])
 
     return _kernel(_map, fn, _storage(out_dtype), _storage(a_dtype), int64, int64, int64)
 
@@ -117,7 +137,9 @@ def zip_kernel(
         a_dtype: Of the left input.
         b_dtype: Of the right input.
     """
-    function, real = device_callable(fn, np.result_type(a_dtype, b_dtype)), scalar_type(out_dtype)
+    computed = _computed(a_dtype, b_dtype)
+    widen_a, widen_b = form(a_dtype).widen, form(b_dtype).widen
+    function, (real, narrow) = device_callable(fn, computed), _written(out_dtype, computed)
     threads, items, row_of = SIZES.flat_threads, SIZES.flat_items, _make_row_of(flat)
 
     def _zip(out, a, b, cols, a_row, a_col, b_row, b_col):
@@ -140,12 +162,12 @@ def zip_kernel(
             i = min(first + n * threads, last)
             row = row_of(i, cols)
             col = i - row * cols
-            x = a[uint64(row * a_row + col * a_col)]
-            values[n] = function(x, b[uint64(row * b_row + col * b_col)])
+            x = widen_a(a[uint64(row * a_row + col * a_col)])
+            values[n] = function(x, widen_b(b[uint64(row * b_row + col * b_col)]))
         for n in range(items):
             i = first + n * threads
             if i <= last:
-                out[uint64(i)] = values[n]
+                out[uint64(i)] = narrow(values[n])
 
     storages = (_storage(dtype) for dtype in (out_dtype, a_dtype, b_dtype))
     return _kernel(_zip, fn, *storages, *[int64] * 5)
@@ -223,15 +245,21 @@ def _make_lanes_fold(fn: Callable[[float, float], float], shape: FoldShape) -> t
 
 @cache
 def fold_kernel(
-    fn: Callable[[float, float], float], dtype: np.dtype[Any], shape: FoldShape
+    fn: Callable[[float, float], float],
+    out_dtype: np.dtype[Any],
+    a_dtype: np.dtype[Any],
+    shape: FoldShape,
 ) -> Kernel:
     """Return the kernel that folds one dimension.
 
     Args:
         fn: A plain function or a device function, associative and commutative.
-        dtype: Of input and output.
+        out_dtype: Of the output: that of the input, or of its accumulator.
+        a_dtype: Of the input.
         shape: How the threads share the work.
     """
+    dtype = acc_dtype(a_dtype)
+    widen, narrow = form(a_dtype).widen, form(out_dtype).narrow
     function, real, zero = device_callable(fn, dtype), scalar_type(dtype), dtype.type(0)
     lanes, outputs_a_block, along = shape
     lanes_fold, partials = _make_lanes_fold(function, shape)
@@ -264,24 +292,24 @@ def fold_kernel(
         if lane < active:
             at = output // inner * outer_step + output % inner * inner_step + (first + lane) * step
             jump = lanes * step
-            total = a[uint64(at)]
+            total = widen(a[uint64(at)])
             at += jump
             k = first + lane + lanes
             while k + 3 * lanes < stop:
-                w, x = a[uint64(at)], a[uint64(at + jump)]
-                y, z = a[uint64(at + 2 * jump)], a[uint64(at + 3 * jump)]
+                w, x = widen(a[uint64(at)]), widen(a[uint64(at + jump)])
+                y, z = widen(a[uint64(at + 2 * jump)]), widen(a[uint64(at + 3 * jump)])
                 total = function(function(function(function(total, w), x), y), z)
                 at += 4 * jump
                 k += 4 * lanes
             while k < stop:
-                total = function(total, a[uint64(at)])
+                total = function(total, widen(a[uint64(at)]))
                 at += jump
                 k += lanes
         total = lanes_fold(partial, lane, slot, total, active)
         if lane == 0 and output < outputs:
             if is_last:
                 total = function(start, total) if active > 0 else start
-            out[cuda.blockIdx.y * outputs + output] = total
+            out[cuda.blockIdx.y * outputs + output] = narrow(total)
 
-    signature = (_storage(dtype), _storage(dtype), *[int64] * 7, scalar_type(dtype), int64)
+    signature = (_storage(out_dtype), _storage(a_dtype), *[int64] * 7, scalar_type(dtype), int64)
     return _kernel(_fold, fn, *signature)

@@ -16,8 +16,10 @@ import numpy as np
 from kernels import launch
 from kernels.cuda import fused, product
 from kernels.cuda.arrays import empty_device
+from kernels.cuda.half import as_bits
 from kernels.cuda.memory import fill
 from kernels.cuda.sizes import SIZES
+from kernels.dtypes import acc_dtype
 from kernels.geometry import ceil_div
 from kernels.memory import join_dims
 from kernels.targets import IS_SIMULATOR
@@ -91,11 +93,19 @@ def _run_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: Tensor
         blocks = ceil_div(out.size, SIZES.flat_threads * SIZES.flat_items)
         run = kernel(len(shape) == 1, *[storage.dtype for storage in storages])
         steps = chain.from_iterable(_two(steps) for steps in strides[1:])
-        run[blocks, SIZES.flat_threads](*storages, _two(shape)[1], *steps)
+        run[blocks, SIZES.flat_threads](*map(as_bits, storages), _two(shape)[1], *steps)
         return
+    # The kernels of the course know no storage of 16 bits.
+    CudaOps.run(partial(_run_strided, strided), out, *inputs)
+
+
+def _run_strided(strided: Any, out: TensorData, *inputs: TensorData) -> None:
+    """Launch an element-wise kernel of the course."""
+    layouts = [layout for t in inputs for layout in (t.shape, t.strides)]
+    shape, *strides = _joined(out.shape, out.strides, *layouts)
     args: list[Any] = [out._storage, shape, strides[0], out.size]
-    for storage, steps in zip(storages[1:], strides[1:], strict=True):
-        args += [storage, shape, steps]  # a stride of 0 does the broadcasting
+    for t, steps in zip(inputs, strides[1:], strict=True):
+        args += [t._storage, shape, steps]  # a stride of 0 does the broadcasting
     strided()[ceil_div(out.size, MAP_THREADS), MAP_THREADS](*args)
 
 
@@ -126,6 +136,7 @@ class CudaOps(TensorOps):
     """Operations as CUDA kernels."""
 
     cuda = True
+    takes_half = True
     attention = launch.CUDA
     fused = fused
 
@@ -169,10 +180,14 @@ class CudaOps(TensorOps):
                 _fold(fn, start, out._storage, out.size, a._storage, length, layout)
                 return
             threads = min(max(length, 1), REDUCE_THREADS)
-            tensor_reduce(fn)[out.size, threads](
-                out._storage, (*shape, 1), (*out_strides, 0), out.size,
-                a._storage, (*shape, length), (*a_strides, step), len(shape), start,
-            )  # fmt: skip
+
+            def reduce(out: TensorData, a: TensorData) -> None:
+                tensor_reduce(fn)[out.size, threads](
+                    out._storage, (*shape, 1), (*out_strides, 0), out.size,
+                    a._storage, (*shape, length), (*a_strides, step), len(shape), start,
+                )  # fmt: skip
+
+            cls.run(reduce, out, a)  # the course's, which knows no storage of 16 bits
 
         return loop
 
@@ -241,10 +256,10 @@ def _fold(
     chunk = ceil_div(length, max(parts, 1))
     parts = ceil_div(length, chunk) if length else 1  # rounding may leave none for the last
     last = parts == 1
-    target = out if last else empty_device((parts * outputs,), out.dtype)
+    target = out if last else empty_device((parts * outputs,), acc_dtype(out.dtype))
     block = (shape.lanes, shape.outputs) if shape.along else (shape.outputs, shape.lanes)
-    fold_kernel(fn, out.dtype, shape)[(blocks, parts), block](
-        target, a, outputs, length, *layout, chunk, start, int(last)
+    fold_kernel(fn, target.dtype, a.dtype, shape)[(blocks, parts), block](
+        as_bits(target), as_bits(a), outputs, length, *layout, chunk, start, int(last)
     )
     if not last:
         _fold(fn, start, out, outputs, target, parts, (outputs, outputs, 0, 1))

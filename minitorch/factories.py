@@ -13,6 +13,8 @@ import numpy.typing as npt
 from kernels.cuda.arrays import device_view, element_strides
 from kernels.cuda.memory import contiguous
 from kernels.dlpack import as_array
+from kernels.dtypes import BFLOAT16, is_floating, rounded
+from kernels.memory import is_dense
 
 from . import operators
 from .cuda_ops import CudaBackend
@@ -57,6 +59,12 @@ def _make(array: npt.NDArray[Any], backend: TensorBackend, requires_grad: bool) 
     return _leaf(TensorData(array.reshape(-1), tuple(array.shape)), backend, requires_grad)
 
 
+def _in_dtype(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return an array of our own in a dtype; floating numbers are rounded once."""
+    both = is_floating(array.dtype) and is_floating(dtype)
+    return rounded(array, dtype) if both else array.astype(dtype)
+
+
 Storages = Callable[[type[TensorOps], int, np.dtype[Any]], Storage]
 
 
@@ -92,7 +100,7 @@ def full(
         value: Of each element.
         backend: What computes on the tensor.
         requires_grad: Whether it is a leaf of the graph.
-        dtype: The default dtype when None.
+        dtype: Or its name, as "float32" or "bfloat16"; the default dtype when None.
     """
     make = _of_shape(lambda ops, size, dtype: ops.filled(size, value, dtype))
     return make(shape, backend, requires_grad, dtype)
@@ -116,7 +124,7 @@ def rand(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
 
     Other arguments as in :func:`full`.
     """
-    return np.array([random.random() for _ in range(size)], dtype)
+    return _in_dtype(np.array([random.random() for _ in range(size)]), dtype)
 
 
 @_of_shape
@@ -125,7 +133,7 @@ def randn(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
 
     Other arguments as in :func:`full`.
     """
-    return np.random.standard_normal(size).astype(dtype)
+    return _in_dtype(np.random.standard_normal(size), dtype)
 
 
 def tensor(
@@ -151,10 +159,10 @@ def tensor(
         raise ValueError(
             f"tensor needs a number or nested lists of numbers of equal lengths ({error})"
         ) from None
-    if array.dtype.kind not in "fiub":
+    if array.dtype.kind not in "fiub" and array.dtype != BFLOAT16:
         raise ValueError(f"tensor needs numbers, got {array.dtype} in {ls!r}")
-    array = np.array(array, dtype or get_default_dtype(), order="C")
-    return _make(array, backend, requires_grad)
+    array = _in_dtype(array, np.dtype(dtype or get_default_dtype()))
+    return _make(np.ascontiguousarray(array).reshape(array.shape), backend, requires_grad)
 
 
 def _tensor(
@@ -214,7 +222,7 @@ def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
 
     Args:
         x: Anything with DLPack or ``__cuda_array_interface__``, as PyTorch, CuPy, numba and NumPy
-            have: float32, float64, integers or booleans.
+            have: float16, bfloat16, float32, float64, integers or booleans.
         requires_grad: Whether the tensor is a leaf of the graph; the owner's own graph ends here.
 
     Returns:
@@ -235,21 +243,10 @@ def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
             f"{type(x).__name__}; use minitorch.tensor for numbers and lists"
         )
     shape, strides = tuple(array.shape), element_strides(array)
-    if not _is_dense(shape, strides):
+    if not is_dense(shape, strides):
         array, strides = contiguous(array), strides_from_shape(shape)
     flat = device_view(array, (int(operators.prod(shape)),), (1,))
     return _leaf(TensorData(flat, shape, strides), CudaBackend, requires_grad)
-
-
-def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Tell whether the elements fill their memory in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def tensor_from_numpy(

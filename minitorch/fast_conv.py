@@ -16,10 +16,11 @@ from kernels.targets import cuda
 from .autodiff import Context
 from .cuda_kernels import jit
 from .function import Function
-from .tensor_ops import result_dtype
+from .widening import result_dtype
 
 if TYPE_CHECKING:
     from .tensor import Tensor
+    from .tensor_data import TensorData
 
 
 class Items(NamedTuple):
@@ -286,17 +287,27 @@ class _Convolution(Function):
         )
         shape = (input.shape[0], weight.shape[0], *(size or input.shape[2:]))
         out = input.empty(shape, result_dtype(input, weight))
-        operands = [t._tensor for t in (out, input, weight)]
-        if input.backend.cuda:
-            # As tuples: shapes and strides then cost no copy, and an index no local memory.
-            triples = [(data._storage, data.shape, data.strides) for data in operands]
-            grid = ceil_div(out.size, SIZES.flat_threads)
-            launch = cls.kernel[grid, SIZES.flat_threads] if grid else None
-        else:
-            triples, launch = [data.tuple() for data in operands], cls.loop
-        if launch is not None:  # a grid without blocks cannot be launched
-            launch(*triples[0], out.size, *triples[1], *triples[2], reverse)
+        run = cls.on_device if input.backend.cuda else cls.on_host
+        operands = (t._tensor for t in (out, input, weight))
+        input.backend.ops.run(run, *operands, options=(reverse,))
         return out
+
+    @classmethod
+    def on_host(cls, out: TensorData, input: TensorData, weight: TensorData, reverse: bool) -> None:
+        """Run the compiled loop."""
+        cls.loop(*out.tuple(), out.size, *input.tuple(), *weight.tuple(), reverse)
+
+    @classmethod
+    def on_device(
+        cls, out: TensorData, input: TensorData, weight: TensorData, reverse: bool
+    ) -> None:
+        """Launch the kernel."""
+        # As tuples: shapes and strides then cost no copy, and an index no local memory.
+        triples = [(data._storage, data.shape, data.strides) for data in (out, input, weight)]
+        grid = ceil_div(out.size, SIZES.flat_threads)
+        if grid:  # one without blocks cannot be launched
+            launch = cls.kernel[grid, SIZES.flat_threads]
+            launch(*triples[0], out.size, *triples[1], *triples[2], reverse)
 
     @classmethod
     def swap_channels(cls, x: Tensor) -> Tensor:

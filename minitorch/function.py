@@ -203,5 +203,6 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
 
 
 def _fitted(arg: Tensor, gradient: Any) -> Tensor:
-    """Return a gradient as a tensor of its argument's backend and shape."""
-    return arg.expand(arg._ensure_tensor(0.0 if gradient is None else gradient))
+    """Return a gradient as a tensor of its argument's backend, shape and dtype."""
+    fitted = arg.expand(arg._ensure_tensor(0.0 if gradient is None else gradient))
+    return fitted if fitted.dtype == arg.dtype else fitted._converted(arg.backend, arg.dtype)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kernels.dtypes import acc_dtype
+
 from .autodiff import Context
 from .function import Function
 
@@ -16,16 +18,28 @@ if TYPE_CHECKING:
 
 
 def dense(t: Tensor, dtype: Any = None) -> Any:
-    """Return a tensor's elements as the kernels take them: contiguous, and of one dtype.
+    """Return a tensor's elements as the kernels take them: contiguous, of one dtype, and no 16 bits.
 
     Args:
         t: Any tensor; it is copied, where it lies, only if it must be.
-        dtype: Its own if None.
+        dtype: Its own if None; the kernels compute in float32 for one of 16 bits.
     """
-    dtype = t.dtype if dtype is None else dtype
+    dtype = acc_dtype(t.dtype if dtype is None else dtype)
     if dtype != t.dtype or not t._tensor.is_contiguous():
         t = t.f.id_map(t, t.empty(t.shape, dtype))
     return t.array()
+
+
+def rounded(like: Tensor, array: Any, dtype: Any = None) -> Tensor:
+    """Return what a kernel computed as a tensor of 16 bits where ``dense`` widened such.
+
+    Args:
+        like: Names the backend.
+        array: Contiguous, from a kernel.
+        dtype: Of the tensor; that of ``like`` if None.
+    """
+    dtype = like.dtype if dtype is None else dtype
+    return like.wrap(like.f.attention.memory.convert(array, dtype))
 
 
 class Softmax(Function):
@@ -34,7 +48,7 @@ class Softmax(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Return (…, n) for (…, n)."""
-        out = a.wrap(a.f.fused.softmax(dense(a)))
+        out = rounded(a, a.f.fused.softmax(dense(a)))
         ctx.save_for_backward(out)
         return out
 
@@ -42,7 +56,7 @@ class Softmax(Function):
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
         """Return P ∘ (dP - rowsum(P ∘ dP))."""
         (out,) = ctx.saved_values
-        return out.wrap(out.f.fused.softmax_backward(dense(grad_output, out.dtype), out.array()))
+        return rounded(out, out.f.fused.softmax_backward(dense(grad_output, out.dtype), dense(out)))
 
 
 class LayerNorm(Function):
@@ -63,7 +77,7 @@ class LayerNorm(Function):
         rows, weights = dense(x), dense(gamma, x.dtype)
         out, mean, rstd = x.f.fused.layer_norm(rows, weights, dense(beta, x.dtype), eps)
         ctx.save_for_backward(x, rows, weights, mean, rstd)
-        return x.wrap(out)
+        return rounded(x, out)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -71,7 +85,7 @@ class LayerNorm(Function):
         x, rows, weights, mean, rstd = ctx.saved_values
         backward = x.f.fused.layer_norm_backward
         gradients = backward(dense(grad_output, x.dtype), rows, weights, mean, rstd)
-        dx, dgamma, dbeta = (x.wrap(gradient) for gradient in gradients)
+        dx, dgamma, dbeta = (rounded(x, gradient) for gradient in gradients)
         return dx, dgamma, dbeta, None
 
 
@@ -83,13 +97,13 @@ class Gelu(Function):
         """Apply to each element."""
         elements = dense(a)
         ctx.save_for_backward(a, elements)
-        return a.wrap(a.f.fused.gelu(elements))
+        return rounded(a, a.f.fused.gelu(elements))
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
         """Multiply by the slope."""
         a, elements = ctx.saved_values
-        return a.wrap(a.f.fused.gelu_backward(dense(grad_output, a.dtype), elements))
+        return rounded(a, a.f.fused.gelu_backward(dense(grad_output, a.dtype), elements))
 
 
 class CrossEntropy(Function):
@@ -101,15 +115,16 @@ class CrossEntropy(Function):
         fused = logits.f.fused
         ids = fused.place_ids(targets)  # once, for both passes
         losses, probs = fused.cross_entropy(dense(logits), ids)
-        ctx.save_for_backward(probs, ids)
-        return logits.wrap(losses)
+        ctx.save_for_backward(probs, ids, logits.dtype)
+        return rounded(logits, losses)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
         """Return (softmax(logits) - one_hot(targets)) times the gradient of each row."""
-        probs, ids = ctx.saved_values
+        probs, ids, dtype = ctx.saved_values
         backward = grad_output.f.fused.cross_entropy_backward
-        return grad_output.wrap(backward(dense(grad_output, probs.dtype), ids, probs)), None
+        dlogits = backward(dense(grad_output, probs.dtype), ids, probs)
+        return rounded(grad_output, dlogits, dtype), None
 
 
 class Lookup(Function):
@@ -119,14 +134,14 @@ class Lookup(Function):
     def forward(ctx: Context, table: Tensor, ids: Any) -> Tensor:
         """Return (*ids.shape, dim) for a table (count, dim) and an integer array."""
         ctx.save_for_backward(ids, table.shape[0], table.dtype)
-        return table.wrap(table.f.fused.embedding(dense(table), ids))
+        return rounded(table, table.f.fused.embedding(dense(table), ids))
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
         """Add up the gradients of each row."""
         ids, rows, dtype = ctx.saved_values
         backward = grad_output.f.fused.embedding_backward
-        return grad_output.wrap(backward(dense(grad_output, dtype), ids, rows)), None
+        return rounded(grad_output, backward(dense(grad_output, dtype), ids, rows), dtype), None
 
 
 class SeededDropout(Function):
@@ -136,11 +151,11 @@ class SeededDropout(Function):
     def forward(ctx: Context, a: Tensor, seed: int, rate: float, scale: float) -> Tensor:
         """Set each element to 0 with probability ``rate`` and multiply the others by ``scale``."""
         ctx.save_for_backward(a, seed, rate, scale)
-        return a.wrap(a.f.fused.dropout(dense(a), seed, rate, scale))
+        return rounded(a, a.f.fused.dropout(dense(a), seed, rate, scale))
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         """Do the same to the gradient."""
         a, *options = ctx.saved_values
         out = a.f.fused.dropout(dense(grad_output, a.dtype), *options)
-        return a.wrap(out), None, None, None
+        return rounded(a, out), None, None, None

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kernels.dtypes import is_floating
+
 from .factories import from_numpy, ones, rand, randn, tensor, zeros
 from .fused_functions import LayerNorm, Lookup
 from .module import Module, Parameter
@@ -65,7 +67,7 @@ def lookup(table: Tensor, x: Any) -> Tensor:
     """
     count, dim = table.shape
     ids = integer_array(x, count, "token ids")
-    if table.f.fused is not None and table.dtype.kind == "f":
+    if table.f.fused is not None and is_floating(table.dtype):
         return Lookup.apply(table, ids)
     chosen = one_hot(from_numpy(ids, table.backend), count).to(table.dtype)
     return (chosen.view(ids.size, count) @ table).view(*ids.shape, dim)

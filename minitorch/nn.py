@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kernels import Problem, takes_attention_options
+from kernels.dtypes import is_floating
 from kernels.options import by_name
 
 from . import operators
@@ -91,7 +92,7 @@ def argmax(input: Tensor, dim: Any) -> Tensor:
 
 
 def _has_fused(input: Tensor, dim: int) -> bool:
-    return input.f.fused is not None and input.dtype.kind == "f" and dim == input.dims - 1
+    return input.f.fused is not None and is_floating(input.dtype) and dim == input.dims - 1
 
 
 def _shift(input: Tensor, dim: int) -> Tensor:
@@ -220,7 +221,7 @@ def composed_gelu(input: Tensor) -> Tensor:
 
 def GELU(input: Tensor) -> Tensor:
     """Return GELU in its tanh form: fused where the backend has it, else composed."""
-    fused = input.f.fused is not None and input.dtype.kind == "f"
+    fused = input.f.fused is not None and is_floating(input.dtype)
     return Gelu.apply(input) if fused else composed_gelu(input)
 
 
@@ -256,7 +257,7 @@ def device_dropout(input: Tensor, rate: float, scale: float) -> Tensor:
         scale: Of what is kept.
     """
     x = (
-        input if input.dtype.kind == "f" else input * 1.0
+        input if is_floating(input.dtype) else input * 1.0
     )  # integers become floating, as on the host
     return SeededDropout.apply(x, random.getrandbits(63), rate, scale)
 
@@ -317,7 +318,9 @@ def naive_attention(
         out = Keep.apply(out, shown.rows)
     if not return_lse:
         return out
-    return out, logsumexp(scores, scores.dims - 1).view(*problem.lse_shape)
+    # Like the fused one: a logarithm of a sum keeps the accumulator's dtype.
+    lse = logsumexp(scores.to(problem.acc_dtype), scores.dims - 1)
+    return out, lse.view(*problem.lse_shape)
 
 
 def _split_heads(t: Tensor, problem: Problem) -> Tensor:

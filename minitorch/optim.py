@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .fused_functions import dense
+from kernels.dtypes import acc_dtype, is_floating
+
+from .fused_functions import dense, rounded
 from .module import Parameter
 from .scalar import Scalar
 
@@ -60,14 +62,17 @@ class SGD(Optimizer):
 
     def _moved(self, value: Tensor, grad: Tensor) -> Tensor:
         fused = value.f.fused
-        if fused is None or value.dtype.kind != "f":
+        if fused is None or not is_floating(value.dtype):
             return value - grad * self.lr
         _same_shape(value, grad)
-        return value.wrap(fused.sgd_step(dense(value), dense(grad, value.dtype), self.lr))
+        moved = fused.sgd_step(dense(value), dense(grad, value.dtype), self.lr)
+        return rounded(value, moved)
 
 
 class Adam(Optimizer):
     """Adam, or AdamW with ``weight_decay``: steps scaled by running moments of the gradient.
+
+    Moments of parameters of 16 bits are float32: a mean that moves by a thousandth would not move there.
 
     Args:
         parameters: What to optimise, tensors.
@@ -108,11 +113,12 @@ class Adam(Optimizer):
     def _moved(self, p: Parameter) -> Tensor:
         value, grad = p.value.detach(), p.value.grad
         if p not in self.moments:
-            self.moments[p] = (value.zeros(), value.zeros())
+            m, v = (value.full(value.shape, 0.0, acc_dtype(value.dtype)) for _ in range(2))
+            self.moments[p] = (m, v)
         m, v = self.moments[p]
         _same_shape(value, grad, m)
         # They follow a parameter that was moved to another backend or dtype.
-        m, v = (t.to(value.backend).to(value.dtype) for t in (m, v))
+        m, v = (t.to(value.backend).to(acc_dtype(value.dtype)) for t in (m, v))
         self.moments[p] = (m, v)
         decay = self.weight_decay if value.dims >= 2 else 0.0
         fused = value.f.fused
@@ -122,16 +128,18 @@ class Adam(Optimizer):
             dense(value), dense(grad, value.dtype), m.array(), v.array(), lr=self.lr,
             beta1=self.beta1, beta2=self.beta2, eps=self.eps, step=self.steps, weight_decay=decay,
         )  # fmt: skip
-        return value.wrap(moved)
+        return rounded(value, moved)
 
     def _composed(self, p: Parameter, value: Tensor, grad: Tensor, decay: float) -> Tensor:
         m, v = self.moments[p]
+        wide, grad = value.to(m.dtype), grad.to(m.dtype)
         m = m * self.beta1 + grad * (1.0 - self.beta1)
         v = v * self.beta2 + grad * grad * (1.0 - self.beta2)
         self.moments[p] = (m, v)
         m_hat = m / (1.0 - self.beta1**self.steps)
         v_hat = v / (1.0 - self.beta2**self.steps)
-        return value * (1.0 - self.lr * decay) - m_hat / (v_hat**0.5 + self.eps) * self.lr
+        step = m_hat / (v_hat**0.5 + self.eps) * self.lr
+        return (wide * (1.0 - self.lr * decay) - step).to(value.dtype)
 
 
 def _same_shape(value: Tensor, grad: Tensor, past: Tensor | None = None) -> None:

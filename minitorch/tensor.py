@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kernels.dtypes import acc_dtype, is_floating, is_half, rounded
+
 from .autodiff import History, Variable, backpropagate
 from .cuda_ops import CudaBackend
 from .fast_ops import FastBackend
 from .function import chain_rule, is_tensor
 from .tensor_data import (
+    NUMBERS,
     TensorData,
     UserIndex,
     UserShape,
@@ -24,7 +27,8 @@ from .tensor_data import (
 from .tensor_functions import To
 from .tensor_lending import Lending
 from .tensor_operators import TensorOperators
-from .tensor_ops import TensorBackend, TensorOps, result_dtype
+from .tensor_ops import TensorBackend, TensorOps
+from .widening import result_dtype
 
 _tensor_count = 0
 
@@ -36,9 +40,12 @@ def constant(ops: type[TensorOps], value: str, dtype: np.dtype[Any]) -> TensorDa
     Args:
         ops: Of the backend.
         value: As ``float.hex`` writes it, for -0.0 is equal to 0.0 and not the same.
-        dtype: Of the element.
+        dtype: Of the tensor that it meets; beside one of 16 bits it is float32, and no reason to widen
+            the result.
     """
-    return TensorData(ops.filled(1, float.fromhex(value), dtype), (1,))
+    data = TensorData(ops.filled(1, float.fromhex(value), acc_dtype(dtype)), (1,))
+    data.is_number = is_half(dtype)
+    return data
 
 
 class Tensor(TensorOperators, Lending):
@@ -128,7 +135,7 @@ class Tensor(TensorOperators, Lending):
         Raises:
             TypeError: If its elements are integers.
         """
-        if x and self.dtype.kind != "f":
+        if x and not is_floating(self.dtype):
             raise TypeError(
                 f"only floating tensors have gradients, this one is {self.dtype}; convert it with "
                 "to(numpy.float32)"
@@ -231,7 +238,8 @@ class Tensor(TensorOperators, Lending):
         """Return the tensor on another backend, or in another dtype; differentiable.
 
         Args:
-            target: A backend, or a dtype. Integers are constants: they end the graph.
+            target: A backend, or a dtype, or its name: float16, bfloat16, float32, float64, or integers,
+                which are constants and end the graph.
 
         Raises:
             TypeError: If the target is neither, or a dtype that no tensor has.
@@ -247,7 +255,7 @@ class Tensor(TensorOperators, Lending):
                 "to needs a backend, such as minitorch.FastBackend, or a dtype, such as "
                 f"numpy.float32; got {target!r}"
             )
-        if dtype.kind != "f":
+        if not is_floating(dtype):
             return self._converted(self.backend, dtype)
         return self if dtype == self.dtype else To.apply(self, self.backend, dtype)
 
@@ -261,8 +269,14 @@ class Tensor(TensorOperators, Lending):
 
     def _converted(self, backend: TensorBackend, dtype: Any) -> Tensor:
         data = self._tensor
-        if dtype != data.dtype or is_device_storage(data._storage) != backend.cuda:
-            array = np.ascontiguousarray(data.to_array(), dtype=dtype)
+        moves = is_device_storage(data._storage) != backend.cuda
+        if dtype != data.dtype and is_floating(dtype) and backend.cuda and not moves:
+            data = self.backend.id_map(self, self.empty(self.shape, dtype))._tensor
+        elif dtype != data.dtype or moves:
+            array = data.to_array()
+            converts = dtype != array.dtype and is_floating(dtype) and is_floating(array.dtype)
+            array = rounded(array, dtype) if converts else array
+            array = np.ascontiguousarray(array, dtype=dtype)
             data = TensorData(array.reshape(-1), self.shape)
             if backend.cuda:
                 data.to_cuda_()
@@ -291,7 +305,7 @@ class Tensor(TensorOperators, Lending):
                     )
                 b._type_(self.backend)
             return b
-        if isinstance(b, (int, float, np.number)):
+        if isinstance(b, NUMBERS):
             return self._new(constant(self.backend.ops, float(b).hex(), result_dtype(self)))
         raise TypeError(
             f"a tensor combines with a tensor or a number, got {type(b).__name__}; convert it with "

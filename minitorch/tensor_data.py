@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.cuda.arrays import is_device_array, to_device, to_host
+from kernels.cuda.half import as_bits
+from kernels.dtypes import BFLOAT16, BITS, FLOAT_DTYPES, is_half, rounded
 from kernels.targets import explained
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
@@ -32,10 +34,12 @@ UserIndex: TypeAlias = Sequence[int]
 UserShape: TypeAlias = Sequence[int]
 UserStrides: TypeAlias = Sequence[int]
 Ints: TypeAlias = tuple[int, ...]  # inside TensorData the word `tuple` names a published method
+#: What counts as a number beside a tensor.
+NUMBERS = (int, float, np.number, BFLOAT16.type)
 Triple: TypeAlias = tuple[Storage, Shape, Strides]
 
-#: What a tensor may hold: what every backend computes with.
-DTYPES = frozenset(np.dtype(code) for code in "fd?bBhHiIlLqQ")
+#: What a tensor may hold, what every backend computes with: dtype → whether it is float16 or bfloat16.
+DTYPES = {dtype: is_half(dtype) for dtype in (*FLOAT_DTYPES, *map(np.dtype, "?bBhHiIlLqQ"))}
 
 _default_dtype = np.dtype(np.float64)
 
@@ -164,7 +168,8 @@ class TensorData:
     Raises:
         IndexingError: If strides and shape have different lengths, or an index would leave the
             storage.
-        TypeError: If the storage holds anything but float32, float64, integers or booleans.
+        TypeError: If the storage holds anything but float16, bfloat16, float32, float64, integers or
+            booleans.
         AssertionError: If shape or strides is no tuple, or the storage has another size or is not
             flat, or there are more than MAX_DIMS dimensions.
     """
@@ -173,6 +178,10 @@ class TensorData:
     strides: Ints
     shape: Ints
     dims: int
+    #: Whether the elements are of 16 bits, float16 or bfloat16.
+    is_half: bool
+    #: A Python number beside a tensor of 16 bits: not rounded to them, and no reason to widen a result.
+    is_number = False
 
     def __init__(
         self,
@@ -184,9 +193,10 @@ class TensorData:
             self._storage = storage  # type: ignore[assignment]
         else:
             self._storage = np.array(storage, dtype=_default_dtype)
-        if self._storage.dtype not in DTYPES:
+        is_half = DTYPES.get(self._storage.dtype)
+        if is_half is None:
             raise TypeError(
-                f"a tensor holds float32, float64, integers or booleans, got "
+                "a tensor holds float16, bfloat16, float32, float64, integers or booleans, got "
                 f"{self._storage.dtype}; convert with astype(numpy.float32)"
             )
         row_major = strides is None
@@ -199,6 +209,7 @@ class TensorData:
                 f"strides {strides} and shape {shape} have different lengths; give one stride for "
                 "each dimension"
             )
+        self.is_half = is_half
         self.shape = shape
         self.strides = strides
         self.dims = len(shape)
@@ -304,13 +315,21 @@ class TensorData:
 
     def get(self, key: int | UserIndex) -> float:
         """Return the element at an index."""
+        storage, position = self._storage, self.index(key)
         with explained("reading an element"):
-            return self._storage[self.index(key)]
+            if self.is_half and is_device_storage(storage):
+                return as_bits(storage)[position].view(storage.dtype)
+            return storage[position]
 
     def set(self, key: int | UserIndex, val: float) -> None:
         """Write the element at an index."""
+        storage, position = self._storage, self.index(key)
         with explained("writing an element"):
-            self._storage[self.index(key)] = val
+            if self.is_half and is_device_storage(storage):
+                number = rounded(np.array(val, np.float64), storage.dtype)
+                as_bits(storage)[position] = number.view(BITS)[()]
+            else:
+                storage[position] = val
 
     def tuple(self) -> Triple:
         """Return (storage, shape, strides), the three arguments that a kernel takes per tensor."""
@@ -340,7 +359,7 @@ class TensorData:
 
     def _pieces(self, array: Storage, depth: int) -> Iterator[str]:
         if array.ndim == 0:
-            yield f"{array:3.2f}"
+            yield f"{float(array):3.2f}"
             return
         yield ("\n" + "\t" * depth if depth else "") + "["
         for position, row in enumerate(array):

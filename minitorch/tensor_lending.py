@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from kernels.dlpack import HOST, cuda_array_interface, dlpack_device, to_dlpack
+from kernels.dtypes import BFLOAT16
 from kernels.targets import IS_SIMULATOR
 
 from .tensor_ops import TensorBackend
@@ -22,6 +23,8 @@ class Lending:
 
         @property
         def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+        @property
+        def dtype(self) -> Any: ...  # noqa: D102
         def to_numpy(self) -> Any: ...  # noqa: D102
         def array(self) -> Any: ...  # noqa: D102
 
@@ -30,7 +33,8 @@ class Lending:
         """The elements on the device, for PyTorch, CuPy and numba to read in place.
 
         Kernels run on the legacy default stream, which the description names, so that a reader on
-        another stream waits for them.
+        another stream waits for them.  Elements of bfloat16 are described as "<V2", two bytes of
+        anything, for the protocol has no name for them; DLPack has one.
 
         Raises:
             AttributeError: If they are not on a device, so that ``hasattr`` is False.
@@ -64,7 +68,7 @@ class Lending:
         Raises:
             BufferError: If they cannot be lent so.
         """
-        if not self.backend.cuda:
+        if not self.backend.cuda and self.dtype != BFLOAT16:  # NumPy does not lend that
             asked = {"max_version": max_version, "dl_device": dl_device, "copy": copy}
             given = {name: value for name, value in asked.items() if value is not None}
             return self.to_numpy().__dlpack__(stream=stream, **given)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
-
-import numpy as np
 
 from kernels import takes_attention_options
 from kernels.options import by_name
 
+from . import operators
 from .attention_functions import attend, attend_packed
 from .function import is_tensor
+from .tensor_data import NUMBERS
 from .tensor_functions import (
     EQ,
     LT,
@@ -40,8 +41,13 @@ if TYPE_CHECKING:
 TensorLike: TypeAlias = "float | int | Tensor"
 
 
+def _inverse(b: float) -> float:
+    """Return 1 / b, infinite for 0 as it is for a tensor."""
+    return operators.inv(b) if b else math.copysign(math.inf, b)
+
+
 def _is_operand(b: Any) -> bool:
-    return is_tensor(b) or isinstance(b, (int, float, np.number))
+    return is_tensor(b) or isinstance(b, NUMBERS)
 
 
 class TensorOperators:
@@ -60,12 +66,16 @@ class TensorOperators:
         return Add.apply(self, self._ensure_tensor(b))
 
     def __sub__(self, b: TensorLike) -> Tensor:
+        if isinstance(b, NUMBERS):
+            return self + -float(b)
         return Add.apply(self, Neg.apply(self._ensure_tensor(b)))
 
     def __mul__(self, b: TensorLike) -> Tensor:
         return Mul.apply(self, self._ensure_tensor(b))
 
     def __truediv__(self, b: TensorLike) -> Tensor:
+        if isinstance(b, NUMBERS):
+            return self * _inverse(float(b))
         return Mul.apply(self, Inv.apply(self._ensure_tensor(b)))
 
     def __pow__(self, exponent: TensorLike) -> Tensor:
@@ -183,7 +193,6 @@ class TensorOperators:
         Raises:
             TypeError: For operands of different dtype or backend, or an option of the wrong type.
             ValueError: For shapes or values that do not fit.
-            NotImplementedError: For an option that this version does not have yet.
         """
         return attend(cast("Tensor", self), k, v, by_name(args, options))
 

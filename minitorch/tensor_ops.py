@@ -7,11 +7,13 @@ the output first and then the inputs, and fills the output.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kernels import launch
+from kernels.dtypes import is_half, lowest
 from kernels.memory import joined_step
 
 from . import operators
@@ -23,11 +25,11 @@ from .tensor_data import (
     TensorData,
     UserShape,
     broadcast_index,
-    get_default_dtype,
     index_to_position,
     shape_broadcast,
     to_index,
 )
+from .widening import Widening, floating, result_dtype
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -43,20 +45,7 @@ class MapProto(Protocol):
         ...
 
 
-def result_dtype(*tensors: Tensor) -> np.dtype[Any]:
-    """Return the dtype of a result: the widest floating dtype, or the default for integers."""
-    floating = {dtype for t in tensors if (dtype := t.dtype).kind == "f"}
-    if len(floating) == 1:
-        return floating.pop()
-    return np.result_type(*floating) if floating else get_default_dtype()
-
-
-def _floating(t: Tensor, dtype: np.dtype[Any]) -> Tensor:
-    """Return an integer or boolean tensor in a floating dtype; a floating one as it is."""
-    return t if t.dtype.kind == "f" else t._converted(t.backend, dtype)
-
-
-class TensorOps:
+class TensorOps(Widening):
     """Higher-order tensor operations; a backend names its loops, or overrides the ``*_loop`` methods.
 
     ``map_loop(fn)``, ``zip_loop(fn)`` and ``reduce_loop(fn)`` return functions of
@@ -129,15 +118,15 @@ class TensorOps:
             ``mapped(a, out=None)``: without ``out`` a new tensor of a's shape, else ``out`` filled
             in place, ``a`` broadcast to it.
         """
-        loop = cls.map_loop(fn)
+        run = partial(cls.move if fn is operators.id else cls.run_elements, cls.map_loop(fn))
 
         def mapped(a: Tensor, out: Tensor | None = None, /) -> Tensor:
             if out is None:
                 out = a.empty(a.shape, result_dtype(a))
-                a = _floating(a, out.dtype)
+                a = floating(a, out.dtype)
             elif a.shape != out.shape and shape_broadcast(a.shape, out.shape) != out.shape:
                 raise IndexingError(f"shape {a.shape} does not broadcast to out's {out.shape}")
-            loop(out._tensor, a._tensor)
+            run(out._tensor, a._tensor)
             return out
 
         return mapped
@@ -155,7 +144,8 @@ class TensorOps:
             shape = a.shape if a.shape == b.shape else shape_broadcast(a.shape, b.shape)
             dtype = result_dtype(a, b)
             out = a.empty(shape, dtype)
-            loop(out._tensor, _floating(a, dtype)._tensor, _floating(b, dtype)._tensor)
+            inputs = (floating(t, dtype)._tensor for t in (a, b))
+            cls.run_elements(loop, out._tensor, *inputs)
             return out
 
         return zipped
@@ -178,7 +168,7 @@ class TensorOps:
         def reduced(a: Tensor, dim: int) -> Tensor:
             dim = normalize_dim(dim, a.shape)
             out = a.empty((*a.shape[:dim], 1, *a.shape[dim + 1 :]), result_dtype(a))
-            loop(out._tensor, _floating(a, out.dtype)._tensor, dim)
+            cls.run_elements(loop, out._tensor, floating(a, out.dtype)._tensor, options=(dim,))
             return out
 
         return reduced
@@ -196,8 +186,8 @@ class TensorOps:
         """
         shape = matmul_shape(a.shape, b.shape)
         out = a.empty(shape, result_dtype(a, b))
-        a, b = _floating(a, out.dtype), _floating(b, out.dtype)
-        cls.matmul_into(out._tensor, a._tensor, b._tensor)
+        a, b = floating(a, out.dtype), floating(b, out.dtype)
+        cls.run(cls.matmul_into, out._tensor, a._tensor, b._tensor)
         return out
 
     @classmethod
@@ -307,9 +297,17 @@ class TensorBackend:
         self.add_reduce = reduce_(operators.add, 0.0)
         self.mul_reduce = reduce_(operators.mul, 1.0)
         self.max_reduce = reduce_(operators.max, -np.inf)
-        # The shift of a softmax must be finite; see nn.
-        self.shift_reduce = reduce_(operators.max, float(np.finfo(np.float32).min))
+        self._finite_reduce = reduce_(operators.max, float(np.finfo(np.float32).min))
+        self._max_zip = zip_(operators.max)
         self.matrix_multiply = ops.matrix_multiply
+
+    def shift_reduce(self, a: Tensor, dim: int) -> Tensor:
+        """Return the maximum over a dimension, a finite number even of minus infinities; see ``nn``."""
+        largest = self._finite_reduce(a, dim)
+        if not is_half(largest.dtype):
+            return largest
+        # The least of float32 is minus infinity in 16 bits.
+        return self._max_zip(largest, largest._ensure_tensor(lowest(largest.dtype)))
 
 
 # -- the simple backend: plain Python loops, the form to read first ------------------------------

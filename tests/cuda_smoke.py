@@ -23,6 +23,7 @@ from kernels.problem import Problem
 from kernels.sequences import Sequences
 from kernels.targets import why_no_cuda
 
+from .cuda_attention import RUNGS
 from .tolerances import assert_close_arrays
 
 #: seq_q, seq_k, head_dim and value_dim that divide no tile.
@@ -73,8 +74,8 @@ def options(rng: np.random.Generator, seq_q: int, seq_k: int) -> dict[str, dict[
 def cases(rng: np.random.Generator) -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:
     """Yield name, (seq_q, seq_k, head_dim, value_dim) and options of each case."""
     for shape in SHAPES:
-        for rung in launch.CUDA.rungs:
-            yield rung.name, shape, {"rung": rung.name}
+        for rung in RUNGS:
+            yield rung, shape, {"rung": rung}
         yield "flash2 with atomics", shape, {"rung": "flash2", "deterministic": False}
         for name, asked in options(rng, *shape[:2]).items():
             yield f"flash2, {name}", shape, {"rung": "flash2", **asked}

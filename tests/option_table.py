@@ -4,6 +4,7 @@
     python -m tests.option_table --write    writes docs/options.md; runs itself in the simulator too
 
 A cell says "yes" when forward and gradients agree with the textbook in float64, else why the rung refuses.
+Of tensor cores, which the simulator has not, it is what the rung says it can; a run on a GPU tries it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 import kernels
 from kernels import launch
 from kernels.cuda.arrays import to_device, to_host
+from kernels.dtypes import FLOAT16, HALF_DTYPES
 from kernels.sequences import Sequences
 from kernels.targets import IS_SIMULATOR, why_no_cuda
 
@@ -86,6 +89,16 @@ OPTIONS: dict[str, Callable[[], Case]] = {
     "packed sequences": _case,
 }
 
+
+def _of_whole_pieces(case: Case) -> Case:
+    """Return a case of wider heads: rows of 16-bit numbers that are whole pieces of 16 bytes."""
+    q, k = (np.tile(x, 8) for x in (case.q, case.k))
+    v, dout = (np.tile(x, 4) for x in (case.v, case.dout))
+    return replace(case, q=q, k=k, v=v, dout=dout)
+
+
+#: Rungs of 16-bit operands, which only a GPU can try.
+TENSOR_CORES = [rung.name for rung in launch.CUDA.rungs if rung.dtypes == HALF_DTYPES]
 COLUMNS = [
     (target, rung.name)
     for target in (launch.NUMPY, launch.CPU, launch.CUDA)
@@ -110,7 +123,12 @@ def cell(option: str, target: launch.Target, rung: str) -> str:
     case = OPTIONS[option]()
     on_device = target is launch.CUDA
     place = to_device if on_device else None
+    closeness = 1e-9
     try:
+        if rung in TENSOR_CORES:
+            case, closeness = _of_whole_pieces(case).in_dtype(FLOAT16), 0.02
+            if IS_SIMULATOR:
+                return _claimed(case, rung, option == "packed sequences")
         if option == "packed sequences":
             actual, expected = _packed(case, target, rung, place)
         else:
@@ -119,8 +137,20 @@ def cell(option: str, target: launch.Target, rung: str) -> str:
         return str(error).split("cannot run this call: ")[1].split("; use ")[0]
     for name, wanted in expected.items():
         got = to_host(actual[name]) if on_device else actual[name]
-        np.testing.assert_allclose(got, wanted, 1e-9, 1e-9, err_msg=f"{name} with {option}")
+        np.testing.assert_allclose(got, wanted, closeness, closeness, err_msg=f"{name}, {option}")
     return "yes"
+
+
+def _claimed(case: Case, rung: str, is_packed: bool) -> str:
+    """Return what a rung of tensor cores says of a case on a device that has them."""
+    problem = case.problem(rung=rung)
+    if is_packed:
+        places = np.array([0, problem.seq_q]), np.array([0, problem.seq_k])
+        sequences = Sequences(*places, problem.seq_q, problem.seq_k)
+        problem = replace(problem, sequences=sequences)
+    (found,) = (one for one in launch.CUDA.rungs if one.name == rung)
+    with patch("kernels.cuda.tensor_cores.why_no_device", lambda needed: None):
+        return found.reason(problem, None) or "yes"
 
 
 def _packed(case: Case, target: launch.Target, rung: str, place: Any) -> tuple[Any, Any]:

@@ -101,9 +101,11 @@ LOOPS: dict[str, Callable[[Any], Kernel]] = {
     "map of rows": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, False, dtype, dtype),
     "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, True, dtype, dtype, dtype),
     "zip of rows": lambda dtype: cuda_loops.zip_kernel(operators.add, False, dtype, dtype, dtype),
-    "fold short": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, GPU.fold_short),
-    "fold long": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, GPU.fold_long),
-    "fold across": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, GPU.fold_across),
+    "fold short": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, dtype, GPU.fold_short),
+    "fold long": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, dtype, GPU.fold_long),
+    "fold across": lambda dtype: cuda_loops.fold_kernel(
+        operators.add, dtype, dtype, GPU.fold_across
+    ),
     "product": lambda dtype: product.product_kernel(_tiles(dtype)[0], dtype),
     "copy": memory.copy_kernel,
     "sum": memory.sum_kernel,
@@ -147,7 +149,7 @@ def test_every_function_of_two_numbers_stays_in_float32(name: str) -> None:
 def test_neighbours_fold_by_warp_shuffles(name: str) -> None:
     fn = getattr(operators, name)
     short, long, across = (
-        ptx_of(cuda_loops.fold_kernel(fn, FLOAT32, shape), (8, 0))
+        ptx_of(cuda_loops.fold_kernel(fn, FLOAT32, FLOAT32, shape), (8, 0))
         for shape in (GPU.fold_short, GPU.fold_long, GPU.fold_across)
     )
     assert "shfl.sync.down" in short and "bar.sync" not in short

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis.strategies import DataObject, data, permutations
 
 import minitorch
+from kernels.dtypes import FLOAT_DTYPES
 from minitorch import (
     FastBackend,
     SimpleBackend,
@@ -127,7 +129,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @on_backends()
-@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("operation", list(OPERATIONS.values()), ids=list(OPERATIONS))
 def test_operations_and_their_gradients_keep_the_dtype(
     operation: Callable[[Tensor], Tensor], dtype: npt.DTypeLike, backend: TensorBackend
@@ -142,21 +144,22 @@ def test_operations_and_their_gradients_keep_the_dtype(
 
 
 @on_backends()
-def test_layers_and_optimisers_keep_the_dtype(backend: TensorBackend) -> None:
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_layers_and_optimisers_keep_the_dtype(backend: TensorBackend, dtype: npt.DTypeLike) -> None:
     model = minitorch.DecoderLM(
-        5, 4, 2, 3, 0.1, backend=backend, n_layer=1, middle_dim=4, dtype=np.float32
+        5, 4, 2, 3, 0.1, backend=backend, n_layer=1, middle_dim=4, dtype=dtype
     )
     ids = np.array([[0, 4, 2]])
     for optimiser in (
         minitorch.Adam(model.parameters(), weight_decay=0.1), minitorch.SGD(model.parameters(), 0.1)
     ):  # fmt: skip
         loss = model.loss(ids, ids)
-        assert loss.dtype == np.float32
+        assert loss.dtype == dtype
         optimiser.zero_grad()
         loss.backward()
-        assert {p.value.grad.dtype for p in model.parameters()} == {np.dtype(np.float32)}
+        assert {p.value.grad.dtype for p in model.parameters()} == {np.dtype(dtype)}
         optimiser.step()
-        assert {p.value.dtype for p in model.parameters()} == {np.dtype(np.float32)}
+        assert {p.value.dtype for p in model.parameters()} == {np.dtype(dtype)}
 
 
 @on_backends()
@@ -275,7 +278,7 @@ def test_a_read_only_array_is_shared_and_stays_read_only() -> None:
     assert (a + 1.0).to_numpy().tolist() == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int32, np.int64, np.uint8, bool])
+@pytest.mark.parametrize("dtype", [*FLOAT_DTYPES, np.int32, np.int64, np.uint8, bool])
 def test_from_numpy_keeps_the_dtype(dtype: npt.DTypeLike) -> None:
     array = np.array([[0, 1], [1, 0]], dtype)
     assert from_numpy(array).dtype == from_numpy(array.T).dtype == dtype
@@ -293,11 +296,12 @@ def test_from_numpy_takes_odd_shapes() -> None:
     "array",
     [
         np.array(["a"]), np.array([1j]), np.array([None]), np.array(["2020"], "M8[Y]"),
-        np.array([1.0], np.float16), np.array([1.0], np.longdouble),
+        np.array([1.0], ml_dtypes.float8_e4m3fn), np.array([1.0], np.longdouble),
     ],
 )  # fmt: skip
 def test_a_tensor_holds_what_every_backend_computes_with(array: Any) -> None:
-    holds = f"holds float32, float64, integers or booleans, got {array.dtype}".replace("[", r"\[")
+    names = "float16, bfloat16, float32, float64, integers or booleans"
+    holds = f"holds {names}, got {array.dtype}".replace("[", r"\[")
     with pytest.raises(TypeError, match=holds):
         from_numpy(array)
     if array.dtype.kind in "fc":

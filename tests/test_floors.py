@@ -22,6 +22,7 @@ MINITORCH_FLOORS = [
     ["autodiff", "scalar_functions", "scalar", "testing"],
     [
         "tensor_data",
+        "widening",
         "tensor_ops",
         "fast_ops",
         "cuda_kernels",

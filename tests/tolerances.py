@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-#: Relative to the size of the numbers; some hundred roundings of each dtype.
-TOLERANCES = {np.dtype(np.float32): 3e-5, np.dtype(np.float64): 1e-11}
+from kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
+
+#: Relative to the size of the numbers: some hundred roundings of what is computed in, and of 16 bits, in
+#: which results are stored and nothing is computed, eight.
+TOLERANCES = {FLOAT16: 8 * 2**-11, BFLOAT16: 8 * 2**-8, FLOAT32: 3e-5, FLOAT64: 1e-11}
 
 
 def tolerance(dtype: npt.DTypeLike) -> float:

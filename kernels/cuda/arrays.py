@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.pool import Block, Pool
+from kernels.dtypes import BFLOAT16, BITS
+from kernels.memory import row_major_strides
 from kernels.targets import IS_SIMULATOR, cuda, driver, explained, why_no_cuda
 
 
@@ -79,7 +81,8 @@ def _array_state(shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype
     Its constructor works them out anew for each array, which takes longer than a launch.
     """
     array = cuda.cudadrv.devicearray.DeviceNDArray(shape, steps, dtype, gpu_data=_ANY_MEMORY)
-    array._numba_type_  # noqa: B018 - kept from now on; each launch asks for it
+    if dtype != BFLOAT16:  # which numba does not know: kernels get its bits
+        array._numba_type_  # noqa: B018 - kept from now on; each launch asks for it
     return vars(array)
 
 
@@ -124,6 +127,9 @@ def to_device(array: np.ndarray[Any, Any]) -> Any:
         RuntimeError: If there is no device; it says what to do.
     """
     array = np.asarray(array, order="C")
+    if array.dtype == BFLOAT16:  # whose memory NumPy does not lend to anyone
+        bits = to_device(array.view(BITS))
+        return device_view(bits, array.shape, row_major_strides(array.shape), dtype=BFLOAT16)
     with explained("copying an array to the device"):
         if pool() is None:
             return cuda.to_device(array)
@@ -149,7 +155,11 @@ def element_strides(array: Any) -> tuple[int, ...]:
 
 
 def device_view(
-    array: Any, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
+    array: Any,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int = 0,
+    dtype: np.dtype[Any] | None = None,
 ) -> Any:
     """See the memory of a device array through another shape and strides; nothing is copied.
 
@@ -158,14 +168,16 @@ def device_view(
         shape: Any number of dimensions; the caller answers for staying inside.
         strides: In elements; 0 repeats.
         offset: Where the view begins, in elements from the array's first.
+        dtype: For which the bits are taken, of the same size; the array's own when None.
     """
     size = array.dtype.itemsize
+    own: np.dtype[Any] = array.dtype if dtype is None else dtype
     steps = tuple(step * size for step in strides)
     if IS_SIMULATOR:
         start = np.lib.stride_tricks.as_strided(array._ary, (offset + 1,), (size,))[offset:]
-        return type(array)(np.lib.stride_tricks.as_strided(start, shape, steps))
+        return type(array)(np.lib.stride_tricks.as_strided(start, shape, steps).view(own))
     memory = array.gpu_data.view(offset * size) if offset else array.gpu_data
-    return _device_array(tuple(shape), steps, array.dtype, memory, array.stream)
+    return _device_array(tuple(shape), steps, own, memory, array.stream)
 
 
 def device_pointer(array: Any) -> int:

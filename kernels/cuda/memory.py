@@ -11,9 +11,11 @@ from numba import int64, void
 
 from kernels.cuda.arrays import device_view, element_strides, empty_device, to_device
 from kernels.cuda.device import Kernel, array_type, scalar_type
+from kernels.cuda.half import as_bits, convert_flat
 from kernels.cuda.sizes import SIZES
+from kernels.dtypes import BITS, acc_dtype, is_half
 from kernels.geometry import ceil_div
-from kernels.memory import Memory, joined_step, repeated_axes, row_major_strides
+from kernels.memory import Memory, is_dense, joined_step, repeated_axes, row_major_strides
 from kernels.targets import cuda, why_no_cuda
 
 
@@ -101,10 +103,12 @@ def fill(array: Any, value: float) -> None:
     size = math.prod(array.shape)
     blocks = ceil_div(size, SIZES.flat_threads)
     if blocks:
-        flat = device_view(array, (size,), (1,))
         # A launch takes integers for integers: the value is one of the dtype first.
-        number = array.dtype.type(value).item()
-        fill_kernel(array.dtype)[blocks, SIZES.flat_threads](flat, number)
+        number = np.array(value, array.dtype)
+        if is_half(array.dtype):
+            number = number.view(BITS)
+        flat = device_view(array, (size,), (1,), dtype=number.dtype)
+        fill_kernel(number.dtype)[blocks, SIZES.flat_threads](flat, number.item())
 
 
 class DeviceMemory(Memory):
@@ -159,8 +163,31 @@ class DeviceMemory(Memory):
         """Return a copy of a NumPy array on the device; a device array as it is."""
         return to_device(array) if isinstance(array, np.ndarray) else array
 
+    def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
+        """Return an array in another floating dtype; see :meth:`Memory.convert`."""
+        if array.dtype == dtype:
+            return array
+        shape, strides = tuple(array.shape), element_strides(array)
+        if not is_dense(shape, strides):
+            array, strides = contiguous(array), row_major_strides(shape)
+        size = (math.prod(shape),)
+        out = empty_device(size, dtype)
+        convert_flat(device_view(array, size, (1,)), out)
+        return device_view(out, shape, strides)
+
+    def convert_into(self, source: Any, out: Any) -> None:
+        """Write a flat array to another one of any floating dtype."""
+        convert_flat(source, out)
+
+    def bits(self, array: Any) -> Any:
+        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        return as_bits(array)
+
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
         """Sum a contiguous gradient over the leading dimensions that its operand was repeated in."""
+        own = gradient.dtype
+        if repeated_axes(tuple(gradient.shape), shape):
+            gradient = self.convert(gradient, acc_dtype(own))
         sizes = list(gradient.shape)
         for axis in repeated_axes(tuple(sizes), shape):
             outer, count, inner = math.prod(sizes[:axis]), sizes[axis], math.prod(sizes[axis + 1 :])
@@ -169,7 +196,7 @@ class DeviceMemory(Memory):
             blocks = ceil_div(outer * inner, SIZES.flat_threads)
             sum_kernel(gradient.dtype)[blocks, SIZES.flat_threads](source, gradient)
             sizes[axis] = 1
-        return device_view(gradient, shape, row_major_strides(shape))
+        return self.convert(device_view(gradient, shape, row_major_strides(shape)), own)
 
 
 def contiguous(array: Any) -> Any:
@@ -182,8 +209,10 @@ def contiguous(array: Any) -> Any:
 
 def _copied(array: Any) -> Any:
     """Copy (…, heads, seq, dim) to a contiguous (batch, heads, seq, dim), a launch for each batch."""
+    dtype, array = array.dtype, as_bits(array)
     *batches, heads, seq, dim = array.shape
-    out = empty_device((math.prod(batches), heads, seq, dim), array.dtype)
+    size = (math.prod(batches), heads, seq, dim)
+    out = empty_device(size, array.dtype)
     blocks = ceil_div(heads * seq * dim, SIZES.flat_threads)
     *batch_steps, head_step, row_step, col_step = element_strides(array)
     for batch, index in enumerate(np.ndindex(*batches)):
@@ -191,4 +220,6 @@ def _copied(array: Any) -> Any:
         offset = sum(i * step for i, step in zip(index, batch_steps, strict=True))
         one = device_view(array, (heads, seq, dim), (head_step, row_step, col_step), offset)
         copy_kernel(array.dtype)[blocks, SIZES.flat_threads](one, out, batch)
-    return out
+    return (
+        out if dtype == out.dtype else device_view(out, size, row_major_strides(size), dtype=dtype)
+    )

@@ -226,6 +226,12 @@ def _product_tile(tile: tuple[int, int]) -> ProductTile | None:
     )
 
 
+def product_blocks(tile: tuple[int, int] | None) -> tuple[int, int]:
+    """Return rows and columns of a block of the products for a tile that a caller asks for or not."""
+    own = _product_tile(tile or SIZES.product_tile)
+    return SIZES.product_tile if own is None else (own.rows, own.cols)
+
+
 def _multiply(tile: tuple[int, int], a: Any, b: Any, out: Any, factor: float) -> None:
     """Launch the product of two batches of matrices."""
     product.multiply(

@@ -42,11 +42,13 @@ def _lies_in_vectors(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     )
 
 
-def _vector_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Return a pointer to four neighbouring elements, and the vector's type."""
+def _vector_pointer(
+    context: Any, builder: Any, array_type: Any, array: Any, index: Any, element: Any
+) -> Any:
+    """Return a pointer to a vector of four that begins at an element of an array, and its type."""
     view = context.make_array(array_type)(context, builder, array)
     pointer = cgutils.get_item_pointer(context, builder, array_type, view, index, wraparound=False)
-    vector = ir.VectorType(context.get_data_type(array_type.dtype), VECTOR)
+    vector = ir.VectorType(context.get_data_type(element), VECTOR)
     return builder.bitcast(pointer, vector.as_pointer()), vector
 
 
@@ -57,12 +59,20 @@ def _indices(context: Any, builder: Any, values: Any, kinds: Any) -> list[Any]:
     ]
 
 
-def _load(array: Any, *index: Any) -> Any:
-    signature = types.UniTuple(array.dtype, VECTOR)(array, *index)
+def vector_load(array: Any, *index: Any, element: Any = None) -> Any:
+    """Return the intrinsic that loads a vector.
+
+    Args:
+        array: Numba's type of an array.
+        index: Those of the index of its first element.
+        element: That of what the vector is made of; of the array's own elements when None.
+    """
+    element = element or array.dtype
+    signature = types.UniTuple(element, VECTOR)(array, *index)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         positions = _indices(context, builder, args[1:], sig.args[1:])
-        pointer, _ = _vector_pointer(context, builder, sig.args[0], args[0], positions)
+        pointer, _ = _vector_pointer(context, builder, sig.args[0], args[0], positions, element)
         value = builder.load(pointer, align=ALIGNMENT)
         lanes = [
             builder.extract_element(value, ir.Constant(ir.IntType(32), i)) for i in range(VECTOR)
@@ -72,13 +82,17 @@ def _load(array: Any, *index: Any) -> Any:
     return signature, generate
 
 
-def _store(array: Any, index: Any, values: Any) -> Any:
-    signature = types.void(array, *index, *([array.dtype] * VECTOR))
+def vector_store(array: Any, *index: Any, element: Any = None) -> Any:
+    """Return the intrinsic that stores a vector, four values after the index; as :func:`vector_load`."""
+    element = element or array.dtype
+    signature = types.void(array, *index, *([element] * VECTOR))
     count = len(index)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         positions = _indices(context, builder, args[1 : 1 + count], sig.args[1 : 1 + count])
-        pointer, vector = _vector_pointer(context, builder, sig.args[0], args[0], positions)
+        pointer, vector = _vector_pointer(
+            context, builder, sig.args[0], args[0], positions, element
+        )
         value = ir.Constant(vector, ir.Undefined)
         for i in range(VECTOR):
             place = ir.Constant(ir.IntType(32), i)
@@ -121,30 +135,33 @@ else:
     @intrinsic
     def load_shared(_context, a, i):
         """Return four neighbouring elements of a flat shared array: one ``ld.shared.v4``."""
-        return _load(a, i)
+        return vector_load(a, i)
 
     @intrinsic
     def store_shared(_context, a, i, w, x, y, z):
         """Write four neighbouring elements of a flat shared array: one ``st.shared.v4``."""
-        return _store(a, (i,), (w, x, y, z))
+        return vector_store(a, i)
 
     @intrinsic
     def load_global(_context, a, b, h, i, j):
         """Return four neighbouring elements of a row of a (batch, heads, seq, dim) array."""
-        return _load(a, b, h, i, j)
+        return vector_load(a, b, h, i, j)
 
     @intrinsic
     def load_row(_context, a, i, j):
         """Return four neighbouring elements of a row of a matrix."""
-        return _load(a, i, j)
+        return vector_load(a, i, j)
 
     @intrinsic
     def store_row(_context, a, i, j, w, x, y, z):
         """Write four neighbouring elements of a row of a matrix."""
-        return _store(a, (i, j), (w, x, y, z))
+        return vector_store(a, i, j)
 
     #: 2**x for a dtype; in float32 one instruction, ``ex2.approx``.
     EXP2 = {
         np.dtype(np.float32): libdevice.exp2f,
         np.dtype(np.float64): libdevice.exp2,
     }
+
+# The compiler finds out by itself in which memory an array lies.
+load_flat, store_flat = load_shared, store_shared

@@ -1,0 +1,158 @@
+"""Hopper's forward rung: how its block is staffed, where its tiles lie, and in which order work is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from numba import int32, uint32
+
+from kernels.cuda.device import device_function
+from kernels.cuda.ptx.wgmma import ROWS
+from kernels.cuda.register_tiles import SharedTiles, round_up
+
+#: Columns of a panel: 128 bytes of 16-bit elements, the widest swizzle.
+PANEL = 64
+#: Bytes of a row of a panel.
+LINE = 128
+#: Tiles in shared memory begin at a multiple of this: the pattern of the swizzle repeats from there.
+ALIGNMENT = 1024
+WARPGROUP = 128
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who works on a query tile, and how many key tiles are in flight.
+
+    Attributes:
+        consumers: Warpgroups that multiply, each with 64 query rows; a further one copies.
+        block_k: Key columns of a tile, a multiple of 16.
+        stages: Tiles of keys, and of values, that shared memory holds at a time.
+        items: Query tiles that it holds: with two the next one is there when the last one is done.
+        takes_turns: The softmax of one consumer shall fall into the products of the others.
+    """
+
+    consumers: int
+    block_k: int
+    stages: int
+    items: int
+    takes_turns: bool
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of a tile."""
+        return ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a copying and of a multiplying thread: together no more than there are."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
+
+
+class Widths(NamedTuple):
+    """Columns that a kernel is compiled for: those of the operands, or more.
+
+    Attributes:
+        head: Of q and k, a multiple of 16.
+        value: Of v and out, likewise.
+    """
+
+    head: int
+    value: int
+
+    @property
+    def head_panels(self) -> int:
+        """Panels of a tile of q or k."""
+        return -(-self.head // PANEL)
+
+    @property
+    def value_panels(self) -> int:
+        """Panels of a tile of v."""
+        return -(-self.value // PANEL)
+
+
+def layout_of(widths: Widths) -> Layout:
+    """Return the layout for heads of some widths: what fits in registers and in shared memory."""
+    width = max(widths)
+    if width <= 64:
+        return Layout(3, 128, 2, 2, True)
+    if width <= 128:
+        return Layout(2, 128, 2, 2, False)
+    if width <= 192:
+        return Layout(2, 96, 2, 1, True)
+    return Layout(2, 80, 2, 1, False)
+
+
+def shared_tiles(layout: Layout, widths: Widths) -> SharedTiles:
+    """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one.
+
+    The tile of out takes the place of that of q, which no one needs any more by then.
+    """
+    q_panels = max(widths.head_panels, widths.value_panels)
+    return SharedTiles(
+        q=layout.items * q_panels * layout.block_q * LINE,
+        k=layout.stages * k_bytes(layout, widths),
+        v=layout.stages * v_bytes(layout, widths),
+        barriers=8 * (2 * layout.items + 4 * layout.stages),
+        numbers=4 * layout.items,
+    )
+
+
+def shared_bytes(layout: Layout, widths: Widths) -> int:
+    """Return the dynamic shared memory of a block, what its alignment takes included."""
+    return round_up(shared_tiles(layout, widths).elements, 16) + ALIGNMENT
+
+
+def k_bytes(layout: Layout, widths: Widths) -> int:
+    """Return the bytes of one tile of keys."""
+    return widths.head_panels * layout.block_k * LINE
+
+
+def v_bytes(layout: Layout, widths: Widths) -> int:
+    """Return the bytes of one tile of values."""
+    return widths.value_panels * layout.block_k * LINE
+
+
+class Schedule(NamedTuple):
+    """In which order the query tiles of all heads are worked on.
+
+    Whoever of the blocks is done takes the next item.  Heads come in groups whose keys and values the
+    L2 cache holds together, and within a group the longest tiles come first: under a causal mask the
+    last ones, so that all blocks end at about the same time.
+
+    Attributes:
+        tiles: Query tiles of a head.
+        heads: Batch times heads.
+        group: Heads of a group.
+    """
+
+    tiles: int
+    heads: int
+    group: int
+
+
+@device_function
+def item_of(item, schedule):
+    """Return the number of the query tile, and that of the (batch, head), of an item."""
+    # Unsigned, for a division of 64 bits takes several times as long as one of 32.
+    size, number = uint32(schedule.group * schedule.tiles), uint32(item)
+    first, rest = uint32(number // size) * schedule.group, uint32(number % size)
+    heads = uint32(min(schedule.group, schedule.heads - first))  # the last group may be smaller
+    return int32(schedule.tiles - 1 - rest // heads), int32(first + rest % heads)
+
+
+def schedule_of(tiles: int, heads: int, bytes_a_head: int, cache_bytes: int) -> Schedule:
+    """Return the schedule of a call.
+
+    Args:
+        tiles: Query tiles of a head.
+        heads: Batch times heads.
+        bytes_a_head: Of its keys and values.
+        cache_bytes: Of the L2 cache that they may fill.
+    """
+    return Schedule(tiles, heads, max(min(cache_bytes // max(bytes_a_head, 1), heads), 1))

@@ -1,0 +1,87 @@
+"""What the tensor-core rungs share: what they need of a device and of a call, and their backward pass.
+
+They know operands of 16 bits, and of the options bounds and groups of heads; everything else goes to
+flash2.  Their gradients are flash2's too, of operands widened to float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kernels.cuda import flash2_backward
+from kernels.cuda.arrays import device_pointer, device_view, empty_device
+from kernels.cuda.half import convert_flat
+from kernels.cuda.memory import DeviceMemory
+from kernels.dtypes import FLOAT32
+from kernels.operands import Operands
+from kernels.problem import Problem
+from kernels.targets import IS_SIMULATOR, compute_capability
+
+#: Bytes that the widest load, and the copy engine, want rows to begin at.
+ALIGNMENT = 16
+_MEMORY = DeviceMemory()
+
+
+def why_no_device(needed: tuple[int, int]) -> str | None:
+    """Return why the device has not the tensor cores that a kernel needs, or None.
+
+    Args:
+        needed: The least compute capability.
+    """
+    if IS_SIMULATOR:
+        return "numba's simulator has no tensor cores"
+    if (found := compute_capability()) < needed:
+        least, have = (".".join(map(str, version)) for version in (needed, found))
+        return f"it needs compute capability {least}, this device has {have}"
+    return None
+
+
+def why_not(problem: Problem, tile: tuple[int, int] | None, needed: tuple[int, int]) -> str | None:
+    """Return why tensor cores cannot serve a call, or None.
+
+    Args:
+        problem: The checked call, in 16 bits.
+        tile: What the caller asks for.
+        needed: The least compute capability.
+    """
+    if (missing := why_no_device(needed)) is not None:
+        return missing
+    if tile is not None:
+        return f"it takes its own tiles only, got {tile}"
+    if not problem.is_plain:
+        return "of the options it takes bounds, groups of heads and scale only"
+    return None
+
+
+def is_aligned(array: Any) -> bool:
+    """Tell whether the rows of (batch, heads, seq, dim) are whole pieces of 16 bytes."""
+    *steps, last = array.strides
+    return (
+        last == array.dtype.itemsize
+        and array.shape[-1] * last % ALIGNMENT == 0
+        and all(step % ALIGNMENT == 0 for step in steps)
+        and device_pointer(array) % ALIGNMENT == 0
+    )
+
+
+def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill dq, dk and dv by flash2's kernels, in float32.
+
+    Args:
+        problem: The checked call, in 16 bits.
+        tile: Of flash2.
+        operands: As kernels take them, of 16 bits.
+    """
+    wide = operands.converted(_MEMORY, FLOAT32)
+    results = {name: getattr(operands, name) for name in ("dq", "dk", "dv")}
+    sums = {name: empty_device(tuple(array.shape), FLOAT32) for name, array in results.items()}
+    flash2_backward.backward(replace(problem, dtype=FLOAT32), tile, wide.having(**sums))
+    for name, array in results.items():
+        size = (array.size,)
+        convert_flat(device_view(sums[name], size, (1,)), device_view(array, size, (1,)))
+
+
+def backward_tile(problem: Problem) -> tuple[int, int]:
+    """Return (block_q, block_k) of the backward pass."""
+    return flash2_backward.tile(replace(problem, dtype=FLOAT32))

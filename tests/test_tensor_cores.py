@@ -1,0 +1,147 @@
+"""Attention on tensor cores: each rung against the textbook on a GPU, and who serves what without one."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kernels
+from kernels import launch, make_problem
+from kernels.cuda.arrays import to_device, to_host
+from kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from kernels.targets import compute_capability, why_no_cuda
+
+from .attention_strategies import Case
+from .cuda_attention import on_device
+from .option_table import TENSOR_CORES
+
+LENGTHS = st.sampled_from([1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 385])
+#: Few, for each pair of them rounded up is a kernel to compile.
+DIMS = {
+    "flash3_wgmma": st.sampled_from([8, 40, 64, 128, 136, 256]),
+    "flash2_mma": st.sampled_from([1, 24, 33, 64, 65, 128, 256]),
+}
+
+
+@st.composite
+def half_cases(draw: Any, dims: st.SearchStrategy[int]) -> Case:
+    """Draw a call of 16-bit operands with bounds and groups of heads."""
+    dtype = draw(st.sampled_from([FLOAT16, BFLOAT16]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    seq_q, seq_k, head_dim, value_dim = draw(LENGTHS), draw(LENGTHS), draw(dims), draw(dims)
+    batch, key_heads, groups = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+    )
+    options: dict[str, Any] = {"enable_gqa": True} if groups > 1 else {}
+    if draw(st.booleans()):
+        options["is_causal"] = True
+    if draw(st.booleans()):
+        options["window_size"] = (draw(st.integers(-1, 150)), draw(st.integers(-1, 150)))
+    if options.keys() & {"is_causal", "window_size"}:
+        options["causal_offset"] = draw(st.integers(-100, 100))
+    heads = key_heads * groups
+    sizes = ((heads, seq_q, head_dim), (key_heads, seq_k, head_dim), (key_heads, seq_k, value_dim))
+    arrays = []
+    for count, seq, dim in (*sizes, (heads, seq_q, value_dim)):
+        beside = draw(st.booleans())  # heads beside the last dimension, as models have them
+        shape = (batch, seq, count, dim) if beside else (batch, count, seq, dim)
+        array = rng.standard_normal(shape)
+        arrays.append((array.swapaxes(1, 2) if beside else array).astype(dtype))
+    q, k, v, dout = arrays
+    return Case(q, k, v, dout, options, (16, 16))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rung", TENSOR_CORES)
+@given(data=st.data())
+def test_a_rung_of_tensor_cores_agrees_with_the_textbook(rung: str, data: Any) -> None:
+    case = data.draw(half_cases(DIMS[rung]))
+    case.check(_on_host(case.run(launch.CUDA, rung, place=on_device)), f"by {rung}")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rung", TENSOR_CORES)
+def test_the_same_call_gives_the_same_bits_250_times(rung: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (to_device(rng.standard_normal((2, 3, 700, 64)).astype(FLOAT16)) for _ in range(3))
+    first, *others = (_forward(q, k, v, rung) for _ in range(250))
+    assert all(np.array_equal(first, other) for other in others)
+
+
+def _forward(q: Any, k: Any, v: Any, rung: str) -> Any:
+    call = launch_call(q, k, v, rung=rung, is_causal=True)
+    return np.concatenate([to_host(x).reshape(-1).astype(np.float32) for x in call])
+
+
+def launch_call(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
+    """Return out and lse of arrays on the device."""
+    return kernels.flash_attention_forward(q, k, v, **options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rung", TENSOR_CORES)
+def test_a_key_that_nobody_sees_may_be_anything_and_scores_may_be_large(rung: str) -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, 2, 200, 64)).astype(FLOAT16) for _ in range(3))
+    k[:, :, 150:], v[:, :, 150:] = np.nan, np.inf
+    options = {"rung": rung, "is_causal": True, "causal_offset": -50}
+    out, lse = launch_call(*map(to_device, (q, k, v)), **options)
+    assert np.isfinite(to_host(out).astype(np.float32)).all()
+    assert np.isneginf(to_host(lse)[:, :, :50]).all()
+    large = (60 * rng.standard_normal((1, 1, 130, 64))).astype(FLOAT16)  # beyond float16 in QKᵀ
+    case = Case(large, large, v[:, :1, :130], v[:, :1, :130], {"scale": 1.0}, (16, 16))
+    results = _on_host(case.run(launch.CUDA, rung, place=to_device))
+    assert all(np.isfinite(array.astype(np.float32)).all() for array in results.values())
+
+
+def _on_host(results: dict[str, Any]) -> dict[str, Any]:
+    return {name: to_host(array) for name, array in results.items()}
+
+
+@pytest.mark.cuda
+def test_auto_takes_the_fastest_rung_of_the_device() -> None:
+    best = "flash3_wgmma" if compute_capability() >= (9, 0) else "flash2_mma"
+    q = np.ones((1, 2, 64, 64), FLOAT16)
+    assert launch.CUDA.pick(make_problem(q, q, q)).name == best
+
+
+@pytest.mark.skipif(why_no_cuda() is not None, reason="the ladder of a device")
+@pytest.mark.simulator
+@pytest.mark.parametrize(
+    ("dtype", "dim", "options", "expected"),
+    [
+        (FLOAT16, 64, {}, "flash3_wgmma"),
+        (BFLOAT16, 64, {"is_causal": True}, "flash3_wgmma"),
+        (FLOAT16, 60, {}, "flash2_mma"),
+        (FLOAT16, 64, {"scale": -1.0}, "flash2_mma"),
+        (FLOAT16, 64, {"softcap": 2.0}, "flash2"),
+        (FLOAT32, 64, {}, "flash2"),
+        (FLOAT32, 64, {"precision": "bfloat16"}, "flash3_wgmma"),
+        (FLOAT32, 64, {"precision": "tf32"}, "flash2"),
+    ],
+)
+def test_auto_takes_the_fastest_rung_that_can(
+    dtype: Any, dim: int, options: dict[str, Any], expected: str
+) -> None:
+    q = np.ones((1, 2, 8, dim), dtype)
+    problem = make_problem(q, q, q, **options)
+    with patch("kernels.cuda.tensor_cores.why_no_device", lambda needed: None):
+        assert launch.CUDA.pick(problem).name == expected
+
+
+@pytest.mark.simulator
+@pytest.mark.skipif(why_no_cuda() is not None, reason="the ladder of a device")
+def test_older_devices_hand_on_and_a_named_rung_says_what_it_needs() -> None:
+    q = np.ones((1, 2, 8, 64), FLOAT16)
+    ampere = patch("kernels.cuda.tensor_cores.compute_capability", lambda: (8, 0))
+    with ampere, patch("kernels.cuda.tensor_cores.IS_SIMULATOR", False):
+        assert launch.CUDA.pick(make_problem(q, q, q)).name == "flash2_mma"
+        with pytest.raises(ValueError, match=r"flash3_wgmma.*needs compute capability 9\.0.* 8\.0"):
+            launch.CUDA.pick(make_problem(q, q, q, rung="flash3_wgmma"))

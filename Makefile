@@ -6,6 +6,7 @@
 # make app [MODULE=2]          the app in a browser: every page, or those of the modules up to one
 # make docs                    the site: build/docs/index.html
 # make bench                   naive against flash attention: time and memory
+# make experiments             every table and figure of the papers, in small: build/experiments
 # Each creates .venv on first use and installs what it needs. PYTHON=python3.12 picks another Python.
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train test ptx compile-ptx fuzz lint docs bench app clean FORCE
+.PHONY: train test ptx compile-ptx fuzz lint docs bench experiments app clean FORCE
 
 # Not empty when the user says which Python.
 CHOSEN := $(filter-out file,$(origin PYTHON))
@@ -99,6 +100,9 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.train
 	$(BIN)/python project/bench_attention.py $(ARGS)
+
+experiments: $(VENV)/.train
+	$(BIN)/python project/experiments/all.py $(ARGS)
 
 app: $(VENV)/.app
 	$(BIN)/python -m streamlit run project/app.py $(ARGS) -- $(MODULE)

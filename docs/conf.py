@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "project"), str(DOCS), str(DOCS / "extensions")]
+PROJECT = DOCS.parent / "project"
+sys.path[:0] = [str(DOCS.parent), str(PROJECT), str(DOCS), str(DOCS / "extensions")]
+sys.path.append(
+    str(PROJECT / "experiments")
+)  # after project/, where other files have the same names
 
 project = "minitorch-flash"
 author = "the minitorch-flash authors"
@@ -18,11 +22,12 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "docstrings",  # these five stand in docs/extensions
+    "docstrings",  # these six stand in docs/extensions
     "mathml",
     "tasks",
     "algorithm",
     "measured",
+    "recorded",
 ]
 exclude_patterns = ["_build", "results/**/tests.md"]
 suppress_warnings = ["docutils.directive_order"]

@@ -4,8 +4,8 @@
     python project/bench_attention.py --device cuda         the ladder of kernels, 128 to 16384, on a GPU
     python project/bench_attention.py --lengths 512 2048 --causal --json out.json
 
-Timings are medians of interleaved rounds, each of which calls every contestant once: from the call until
-the result is there.  Memory is what one forward and backward pass adds to the peak: of a fresh process on
+Timings are medians of interleaved rounds, each of which calls every contestant once; see ``measuring``.
+Memory is what one forward and backward pass adds to the peak: of a fresh process on
 the CPU, of the pool that device memory comes from on a GPU.  A contestant that would take longer than
 --limit for one pass, or for which there is too little memory, is left out from there on.
 """
@@ -13,24 +13,30 @@ the CPU, of the pool that device memory comes from on a GPU.  A contestant that 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import subprocess
 import sys
-import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numba
-from contestants import Contestant, contestants, random_arrays
+from contestants import Bound, Contestant, contestants, random_arrays
+from measuring import (
+    command_line,
+    interleaved,
+    name_of,
+    out_of_memory,
+    peak_memory,
+    ratio,
+    timing_note,
+    wait,
+    write_record,
+)
 from tqdm import tqdm
 
 from kernels.formulas import attention_backward_flops, attention_flops
-from kernels.targets import device_name, why_no_cuda
+from kernels.targets import why_no_cuda
 
+DIRECTIONS = ("forward", "backward")
 MEGABYTE = 1024 * 1024
 #: Batch, heads and lengths by device.
 DEFAULTS = {
@@ -68,26 +74,12 @@ def shape_of(args: argparse.Namespace, length: int) -> tuple[int, int, int]:
     return args.batch * args.heads, length, args.head_dim
 
 
-def one_pass(contestant: Contestant, operands: list[Any]) -> tuple[float, float]:
-    """Run forward and backward once; return the seconds of each."""
-    contestant.wait()
-    start = time.perf_counter()
-    out = contestant.forward(*operands)
-    contestant.wait()
-    middle = time.perf_counter()
-    contestant.backward(out, operands)
-    contestant.wait()
-    return middle - start, time.perf_counter() - middle
-
-
-def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes; 0 where there is no such figure."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    # Not getrusage: its peak is inherited from the process that started this one.
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+def one_pass(bound: Bound, device: str) -> None:
+    """Run forward and backward once, and wait for the result."""
+    bound.forward()
+    bound.backward()
+    bound.release()
+    wait(device)
 
 
 def measure_memory(args: argparse.Namespace) -> None:
@@ -96,21 +88,19 @@ def measure_memory(args: argparse.Namespace) -> None:
         sys.exit("the peak memory of a process is known on Linux only")
     contestant = contestants(args.device, args.causal)[args.measure_memory]
     # The kernels are loaded before.
-    one_pass(contestant, contestant.operands(random_arrays(shape_of(args, 64))))
-    operands = contestant.operands(random_arrays(shape_of(args, args.lengths[0])))
+    one_pass(Bound(contestant, random_arrays(shape_of(args, 64))), args.device)
+    bound = Bound(contestant, random_arrays(shape_of(args, args.lengths[0])))
     before = peak_memory()
-    one_pass(contestant, operands)
+    one_pass(bound, args.device)
     print(peak_memory() - before)
 
 
-def memory_of(
-    name: str, contestant: Contestant, operands: list[Any], args: argparse.Namespace, length: int
-) -> float | None:
+def memory_of(name: str, bound: Bound, args: argparse.Namespace, length: int) -> float | None:
     """Return the megabytes that one pass takes, or None if it ran out of memory."""
     if args.device == "cuda":
-        before = contestant.start_peak()
-        one_pass(contestant, operands)
-        return (contestant.peak() - before) / MEGABYTE
+        before = bound.contestant.start_peak()
+        one_pass(bound, args.device)
+        return (bound.contestant.peak() - before) / MEGABYTE
     command = [
         sys.executable, __file__, "--measure-memory", name, "--lengths", str(length), "--batch",
         str(args.batch), "--heads", str(args.heads), "--head-dim", str(args.head_dim),
@@ -118,11 +108,6 @@ def memory_of(
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     return int(done.stdout) / MEGABYTE if done.returncode == 0 else None
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Tell whether an error, ours or PyTorch's, means that memory has run out."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def leave_out(name: str, *places: Row) -> None:
@@ -143,49 +128,42 @@ def measure(
         expected: Seconds of a pass at this length by name, as far as they can be foreseen.
     """
     arrays = random_arrays(shape_of(args, length))
-    operands: dict[str, list[Any]] = {}
+    bounds: dict[str, Bound] = {}
     row: Row = {"length": length}
     for name, contestant in list(running.items()):
         if expected.get(name, 0.0) > args.limit:
             running.pop(name)
             continue
         try:
-            operands[name] = contestant.operands(arrays)
-            one_pass(contestant, operands[name])  # warm-up: compilation, page faults
-            row[name] = {"peak_mb": memory_of(name, contestant, operands[name], args, length)}
+            bounds[name] = Bound(contestant, arrays)
+            one_pass(bounds[name], args.device)  # warm-up: compilation, page faults
+            row[name] = {"peak_mb": memory_of(name, bounds[name], args, length)}
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            leave_out(name, running, row, operands)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in running}
-    start = time.perf_counter()
-    rounds = 0
-    while running and (rounds < 3 or time.perf_counter() - start < args.seconds):
-        rounds += 1
-        for name, contestant in list(running.items()):
-            try:
-                seconds[name].append(one_pass(contestant, operands[name]))
-            except Exception as error:  # noqa: PERF203 - who runs out of memory leaves
-                if not out_of_memory(error):
-                    raise
-                leave_out(name, running, row, seconds, operands)
-        if time.perf_counter() - start > 3 * args.limit:
-            break
+            leave_out(name, running, row, bounds)
+    steps = {
+        (name, direction): getattr(bound, direction)
+        for name, bound in bounds.items()
+        for direction in DIRECTIONS
+    }
+    times = interleaved(
+        steps, args.device, args.seconds, at_most_seconds=3 * args.limit, warm_up=False,
+        after={(name, "backward"): bound.release for name, bound in bounds.items()},
+    )  # fmt: skip
     shape = (args.batch * args.heads, length, length, args.head_dim)
-    flops = attention_flops(*shape, causal=args.causal)
-    backward_flops = attention_backward_flops(*shape, causal=args.causal)
-    for name, times in seconds.items():
-        forward, backward = (median(place) for place in zip(*times, strict=True))
+    flops = {
+        "forward": attention_flops(*shape, causal=args.causal),
+        "backward": attention_backward_flops(*shape, causal=args.causal),
+    }
+    for name, direction in steps:
+        seconds = times[name, direction]
         row[name] |= {
-            "rounds": len(times),
-            "forward_ms": 1e3 * forward,
-            "backward_ms": 1e3 * backward,
-            "forward_tflops": flops / forward / 1e12,
-            "backward_tflops": backward_flops / backward / 1e12,
+            "rounds": len(seconds),
+            f"{direction}_ms": 1e3 * median(seconds),
+            f"{direction}_tflops": flops[direction] / median(seconds) / 1e12,
+            f"{direction}_ratio": ratio(seconds, times[last_of(running), direction])["median"],
         }
-        pairs = list(zip(times, seconds[last_of(running)], strict=False))
-        for place, direction in enumerate(("forward", "backward")):
-            row[name][f"{direction}_ratio"] = median(a[place] / b[place] for a, b in pairs)
     return row
 
 
@@ -225,44 +203,11 @@ def tables(rows: list[Row], names: list[str]) -> str:
     return "\n\n".join([*shown, table("peak MB", rows, names, megabytes)])
 
 
-def processor() -> str:
-    """Return the name of the processor."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
-    loaded = ("numpy", "numba", "numba_cuda", "torch")
-    found = {name: sys.modules[name].__version__ for name in loaded if name in sys.modules}
-    return {"python": platform.python_version(), **found}
-
-
-def write_record(path: str, command: str, device: str, **figures: Any) -> None:
-    """Write what has been measured so far, with what it depends on."""
-    record = {
-        "command": command,
-        "date": datetime.date.today().isoformat(),
-        "device": device,
-        "cores": os.cpu_count(),
-        "threads": numba.get_num_threads(),
-        "versions": versions(),
-        **figures,
-    }
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(record, indent=1) + "\n")
-
-
 def write(args: argparse.Namespace, argv: list[str], device: str, rows: list[Row]) -> None:
     """Write the rows of the lengths that are done."""
     shape = {name: getattr(args, name) for name in ("batch", "heads", "head_dim", "causal")}
-    command = "python project/bench_attention.py " + " ".join(argv)
-    write_record(args.json, command, device, **shape, rows=rows)
+    command = command_line("project/bench_attention.py", argv)
+    write_record(args.json, command, device, timing=timing_note(args.device), **shape, rows=rows)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -277,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"no contestant {sorted(unknown)}; there are {list(running)}")
     running = {name: one for name, one in running.items() if name in (args.only or running)}
     names = list(running)
-    device = processor() if args.device == "cpu" else device_name()
+    device = name_of(args.device)
     rows: list[Row] = []
     expected: Row = {}
     try:

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from bench_attention import processor, write_record
+from contestants import ArrayCall
+from measuring import command_line, interleaved, name_of, ratio, timing_note, write_record
 from tqdm import tqdm
 
 import kernels
 from kernels import BlockMask
 from kernels.cuda.arrays import to_device
-from kernels.targets import cuda, device_name, why_no_cuda
+from kernels.targets import why_no_cuda
 
 
 class Size(NamedTuple):
@@ -39,43 +39,6 @@ class Size(NamedTuple):
 SIZES = {"cpu": Size(4, 2048, 16384, 1), "cuda": Size(64, 4096, 16384, 32)}
 HEAD_DIM = 64
 CACHE = 8192
-
-
-class Call:
-    """One call of attention on arrays, to be timed.
-
-    Args:
-        device: "cpu" or "cuda".
-        heads: Of q, k and v.
-        seq_q: Query rows.
-        seq_k: Key columns; as many when None.
-        options: Of the call.
-    """
-
-    def __init__(
-        self, device: str, heads: int, seq_q: int, seq_k: int | None = None, **options: Any
-    ):
-        rng = np.random.default_rng(0)
-        place = to_device if device == "cuda" else lambda array: array
-        lengths = (seq_q, seq_k or seq_q, seq_k or seq_q, seq_q)
-        self.q, self.k, self.v, self.dout = (
-            place(rng.standard_normal((1, heads, length, HEAD_DIM), dtype=np.float32))
-            for length in lengths
-        )
-        if "attn_mask" in options:
-            options["attn_mask"] = place(options["attn_mask"])
-        self.options = options
-        self.results: Any = None
-
-    def forward(self) -> None:
-        """Compute out and lse."""
-        self.results = kernels.flash_attention_forward(self.q, self.k, self.v, **self.options)
-
-    def backward(self) -> None:
-        """Compute dq, dk and dv."""
-        kernels.flash_attention_backward(
-            self.dout, self.q, self.k, self.v, *self.results, **self.options
-        )
 
 
 class Packed:
@@ -117,7 +80,7 @@ class Several:
         calls: To be timed together.
     """
 
-    def __init__(self, calls: list[Call]):
+    def __init__(self, calls: list[ArrayCall]):
         self.calls = calls
 
     def forward(self) -> None:
@@ -154,13 +117,15 @@ def figures(device: str) -> dict[str, Callable[[], Figure]]:
     rng = np.random.default_rng(1)
 
     def against_plain(bound: float | None, **options: Any) -> Callable[[], Figure]:
-        return lambda: Figure(Call(device, heads, n, **options), Call(device, heads, n), bound)
+        return lambda: Figure(
+            ArrayCall(device, heads, n, **options), ArrayCall(device, heads, n), bound
+        )
 
     def sparse(mask: BlockMask) -> Callable[[], Figure]:
         bound = 1.2 * mask.density + 0.1
         return lambda: Figure(
-            Call(device, size.sparse_heads, sparse_n, block_mask=mask),
-            Call(device, size.sparse_heads, sparse_n),
+            ArrayCall(device, size.sparse_heads, sparse_n, block_mask=mask),
+            ArrayCall(device, size.sparse_heads, sparse_n),
             bound,
         )
 
@@ -174,7 +139,7 @@ def figures(device: str) -> dict[str, Callable[[], Figure]]:
     slopes = 2.0 ** -np.arange(1, heads + 1)
     return {
         "causal / dense": lambda: Figure(
-            Call(device, heads, 2 * n, is_causal=True), Call(device, heads, 2 * n), 0.6
+            ArrayCall(device, heads, 2 * n, is_causal=True), ArrayCall(device, heads, 2 * n), 0.6
         ),
         "boolean mask / plain": against_plain(1.5, attn_mask=rng.random((n, n)) < 0.9),
         "floating mask / plain": against_plain(
@@ -188,51 +153,37 @@ def figures(device: str) -> dict[str, Callable[[], Figure]]:
             for name, mask in patterns.items()
         },
         "window of 1,024: 65,536 rows / 16,384 rows": lambda: Figure(
-            Call(device, min(8, size.sparse_heads), 65536, window_size=(512, 511)),
-            Call(device, min(8, size.sparse_heads), 16384, window_size=(512, 511)),
+            ArrayCall(device, min(8, size.sparse_heads), 65536, window_size=(512, 511)),
+            ArrayCall(device, min(8, size.sparse_heads), 16384, window_size=(512, 511)),
             4.4,
         ),
         "packed / the sum of its parts": lambda: Figure(
             Packed(device, heads, lengths),
-            Several([Call(device, heads, length, is_causal=True) for length in lengths]),
+            Several([ArrayCall(device, heads, length, is_causal=True) for length in lengths]),
             1.15,
         ),
         "one token against a cache / computing all": lambda: Figure(
-            Call(device, heads, 1, CACHE, is_causal=True, causal_offset=CACHE - 1),
-            Call(device, heads, CACHE, is_causal=True),
+            ArrayCall(device, heads, 1, CACHE, is_causal=True, causal_offset=CACHE - 1),
+            ArrayCall(device, heads, CACHE, is_causal=True),
             1 / 50,
             backward=False,
         ),
     }
 
 
-def seconds(step: Callable[[], None], device: str) -> float:
-    """Return the time of one step, until its result is there."""
-    if device == "cuda":
-        cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    if device == "cuda":
-        cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def measure(figure: Figure, device: str, budget: float) -> dict[str, Any]:
     """Return milliseconds and the median ratio of each direction."""
     row: dict[str, Any] = {"bound": figure.bound}
     for direction in ("forward", "backward") if figure.backward else ("forward",):
-        steps = [getattr(one, direction) for one in (figure.call, figure.other)]
-        for step in steps:  # compiles
-            step()
-        pairs: list[list[float]] = []
-        start = time.perf_counter()
-        while len(pairs) < 3 or (time.perf_counter() - start < budget and len(pairs) < 50):
-            pairs.append([seconds(step, device) for step in steps])
+        steps = {"call": figure.call, "other": figure.other}
+        times = interleaved(
+            {name: getattr(one, direction) for name, one in steps.items()}, device, budget
+        )
         row[direction] = {
-            "ms": 1e3 * median(pair[0] for pair in pairs),
-            "other_ms": 1e3 * median(pair[1] for pair in pairs),
-            "ratio": median(a / b for a, b in pairs),
-            "pairs": len(pairs),
+            "ms": 1e3 * median(times["call"]),
+            "other_ms": 1e3 * median(times["other"]),
+            "ratio": ratio(times["call"], times["other"])["median"],
+            "pairs": len(times["call"]),
         }
     return row
 
@@ -264,13 +215,14 @@ def main(argv: list[str] | None = None) -> None:
         for name, make in figures(args.device).items()
         if not args.only or any(text in name for text in args.only)
     }
-    device = processor() if args.device == "cpu" else device_name()
+    device = name_of(args.device)
     rows: dict[str, Any] = {}
     for name, make in tqdm(chosen.items(), unit="figure"):
         rows[name] = measure(make(), args.device, args.seconds)
         if args.json:  # at once: the next figure may take long
-            command = "python project/bench_options.py " + " ".join(argv)
-            write_record(args.json, command, device, sizes=SIZES[args.device]._asdict(), rows=rows)
+            command = command_line("project/bench_options.py", argv)
+            sizes, timing = SIZES[args.device]._asdict(), timing_note(args.device)
+            write_record(args.json, command, device, timing=timing, sizes=sizes, rows=rows)
     print(f"{device}, float32, head_dim {HEAD_DIM}\n")
     print(table(rows))
 

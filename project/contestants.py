@@ -1,4 +1,4 @@
-"""What the attention benchmark compares: our rungs, the composed baselines, and PyTorch if it is there."""
+"""What benchmarks and experiments compare: our rungs, composed baselines, and PyTorch if it is there."""
 
 from __future__ import annotations
 
@@ -8,10 +8,51 @@ from typing import Any
 import numpy as np
 from published_cuda import PublishedBackend
 
+import kernels
 import minitorch
-from kernels.cuda.arrays import pool
+from kernels.cuda.arrays import pool, to_device
 from kernels.targets import cuda
 from minitorch import Tensor, TensorBackend
+
+
+class ArrayCall:
+    """One call of attention on arrays, to be timed: the kernels and nothing else.
+
+    Args:
+        device: "cpu" or "cuda".
+        heads: Of q, k and v.
+        seq_q: Query rows.
+        seq_k: Key columns; as many when None.
+        head_dim: Of q, k and v.
+        tile: (block_q, block_k) of both passes; the rung's own when None.
+        options: Of the call.
+    """
+
+    def __init__(
+        self, device: str, heads: int, seq_q: int, seq_k: int | None = None, *,
+        head_dim: int = 64, tile: tuple[int, int] | None = None, **options: Any,
+    ):  # fmt: skip
+        rng = np.random.default_rng(0)
+        place = to_device if device == "cuda" else lambda array: array
+        lengths = (seq_q, seq_k or seq_q, seq_k or seq_q, seq_q)
+        self.q, self.k, self.v, self.dout = (
+            place(rng.standard_normal((1, heads, length, head_dim), dtype=np.float32))
+            for length in lengths
+        )
+        if "attn_mask" in options:
+            options["attn_mask"] = place(options["attn_mask"])
+        self.options = {"tile": tile, **options}
+        self.results: Any = None
+
+    def forward(self) -> None:
+        """Compute out and lse."""
+        self.results = kernels.flash_attention_forward(self.q, self.k, self.v, **self.options)
+
+    def backward(self) -> None:
+        """Compute dq, dk and dv, after a forward pass."""
+        kernels.flash_attention_backward(
+            self.dout, self.q, self.k, self.v, *self.results, **self.options
+        )
 
 
 class Contestant:
@@ -56,6 +97,33 @@ class Contestant:
         return 0 if memory is None else memory.peak()
 
 
+class Bound:
+    """A contestant with its operands, to be timed as an :class:`ArrayCall` is.
+
+    Args:
+        contestant: That computes.
+        arrays: q, k and v, NumPy arrays.
+    """
+
+    def __init__(self, contestant: Contestant, arrays: list[Any]):
+        self.contestant = contestant
+        self.operands = contestant.operands(arrays)
+        self.out: Any = None
+
+    def forward(self) -> None:
+        """Compute the result."""
+        self.release()
+        self.out = self.contestant.forward(*self.operands)
+
+    def backward(self) -> None:
+        """Compute all three gradients, after a forward pass."""
+        self.contestant.backward(self.out, self.operands)
+
+    def release(self) -> None:
+        """Forget the result, and what its backward pass needs: the memory is free for others."""
+        self.out = None
+
+
 class TorchContestant(Contestant):
     """PyTorch's own scaled_dot_product_attention, by the fastest of its kernels.
 
@@ -77,7 +145,7 @@ class TorchContestant(Contestant):
 
     def backward(self, out: Any, operands: list[Any]) -> None:
         """Compute all three gradients, from the result itself as the gradient of the result."""
-        self.torch.autograd.grad(out, operands, out.detach())
+        self.torch.autograd.grad(out, operands, out.detach(), retain_graph=True)
 
     def wait(self) -> None:
         """Wait until everything that was asked for has been done."""

@@ -1,0 +1,128 @@
+"""What the experiments measured, read from docs/results when the site is built.
+
+The directive ``{experiment} NAME`` inserts the figure and, for each device, the table and where it was
+made.  The role ``{result}`` inserts one number: its text is an experiment, a device, a path and a format.
+``speedup nvidia-h200 rows/length=2048/naive/forward/median .1f`` looks into
+docs/results/nvidia-h200/speedup.json for the row whose length is 2048, and so on; a path may have spaces.
+A device without a file gives "(not measured yet)"; a path that leads nowhere is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import harness
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+MISSING = "(not measured yet)"
+
+
+@cache
+def _record(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def look_up(record: Any, path: str) -> Any:
+    """Return what a path leads to: keys, numbers of list entries, or key=value to choose an entry.
+
+    Args:
+        record: Of JSON.
+        path: Steps with slashes between them.
+
+    Raises:
+        ValueError: If a step leads nowhere; it says which, and what there is.
+    """
+    found = record
+    for step in path.split("/"):
+        key, equals, value = step.partition("=")
+        try:
+            if equals:
+                found = next(entry for entry in found if str(entry.get(key)) == value)
+            else:
+                found = found[int(step) if isinstance(found, list) else step]
+        except (KeyError, IndexError, StopIteration, ValueError, TypeError, AttributeError):
+            there = list(found) if isinstance(found, dict) else f"{type(found).__name__}"
+            raise ValueError(f"{path!r} leads nowhere at {step!r}; there is {there}") from None
+    return found
+
+
+def number(text: str, results: Path | None = None) -> str:
+    """Return the number that the text of a role asks for.
+
+    Raises:
+        ValueError: If it is no name, device, path and format, or the path leads nowhere.
+    """
+    words = text.split()
+    if len(words) < 4:
+        raise ValueError(f"a result is an experiment, a device, a path and a format, got {text!r}")
+    name, device, *path, form = words
+    file = (results or harness.RESULTS) / device / f"{name}.json"
+    if not file.exists():
+        return MISSING
+    return format(look_up(_record(file), " ".join(path)), form)
+
+
+class ResultRole(SphinxRole):
+    """One number from a record."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        """Return the number as text, or an error."""
+        try:
+            shown = number(self.text)
+        except (ValueError, TypeError) as error:
+            message = self.inliner.reporter.error(str(error), line=self.lineno)
+            return [self.inliner.problematic(self.rawtext, self.rawtext, message)], [message]
+        name, device, *_ = self.text.split()
+        self.env.note_dependency(str(harness.RESULTS / device / f"{name}.json"))
+        return [nodes.Text(shown)], []
+
+
+def as_markdown(name: str) -> str:
+    """Return the figure, and the tables of all devices."""
+    experiment = harness.load(name).EXPERIMENT
+    found = harness.stored(name)
+    lines = []
+    if (harness.IMAGES / f"{name}.svg").exists():
+        lines += [f"![{name}, by device](/images/experiments/{name}.svg)", ""]
+    for result in found:
+        record = result.record
+        rows = f"[rows](/results/{result.folder}/{name}.json)"
+        versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
+        lines += [
+            f"**{record['device']}**, {record['cores']} cores, {record['date']}: `{record['command']}` "
+            f"({rows}; {versions})",
+            "", experiment.table(record), "",
+        ]  # fmt: skip
+    how = f"`python project/experiments/{name}.py`"
+    return "\n".join(lines or [f"Not measured yet: {how} does it."])
+
+
+class ExperimentDirective(SphinxDirective):
+    """Insert what an experiment measured."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the parsed page part."""
+        name = self.arguments[0]
+        try:
+            text = as_markdown(name)
+        except ValueError as error:
+            raise self.error(str(error)) from None
+        for result in harness.stored(name):
+            self.env.note_dependency(str(harness.RESULTS / result.folder / f"{name}.json"))
+        box = nodes.container(classes=["measured"])
+        self.state.nested_parse(StringList(text.splitlines(), name), 0, box)
+        return [box]
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Register the directive and the role."""
+    app.add_directive("experiment", ExperimentDirective)
+    app.add_role("result", ResultRole())
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,77 @@
+"""Run every experiment, one after the other, each in a process of its own.
+
+    python project/experiments/all.py                    on the CPU: at most fifteen minutes on two cores
+    python project/experiments/all.py --device cuda      on a GPU
+    python project/experiments/all.py --quick            in small
+    python project/experiments/all.py --publish          into docs/results and docs/images/experiments
+
+What cannot be measured on the device is drawn from the files that are there.  Ctrl-C stops after the
+experiment that runs, whose rows are kept; one that fails does not keep the others from running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import harness
+from command_line import OneLineParser
+from harness import markdown
+
+
+def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and those that every experiment gets."""
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = list(harness.names())
+    parser.choice("--device", ("cpu", "cuda"), "cpu", "to measure")
+    parser.add_argument("--only", nargs="+", choices=known, default=known, help="(default: all)")
+    size = parser.add_mutually_exclusive_group()
+    for option in ("--quick", "--full"):
+        size.add_argument(option, action="store_true", help="handed on")
+    parser.add_argument("--publish", action="store_true", help="handed on")
+    args = parser.parse_args(argv)
+    handed = [f"--{name}" for name in ("quick", "full", "publish") if getattr(args, name)]
+    return args, handed
+
+
+def command_of(name: str, device: str, handed: list[str]) -> list[str] | None:
+    """Return the command of one experiment; None where there is nothing to measure nor to draw."""
+    script = str(Path(__file__).with_name(f"{name}.py"))
+    if device in harness.load(name).EXPERIMENT.devices:
+        return [sys.executable, script, "--device", device, *handed]
+    if not harness.stored(name):
+        return None
+    return [sys.executable, script, "--redraw", *(x for x in handed if x == "--publish")]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, handed = parse_args(sys.argv[1:] if argv is None else argv)
+    lines, code = [], 0
+    for name in args.only:
+        command = command_of(name, args.device, handed)
+        if command is None:
+            lines.append([name, f"not on {args.device}, and no file of it", "–"])
+            continue
+        print(f"\n## {name}\n", flush=True)
+        start = time.perf_counter()
+        done = subprocess.Popen(command)
+        try:
+            status = done.wait()
+        except KeyboardInterrupt:
+            status = done.wait() or 130  # it was interrupted, too, and writes what it has
+        how = {0: "done", 130: "interrupted"}.get(status, f"failed with exit code {status}")
+        lines.append([name, how, f"{time.perf_counter() - start:.0f}"])
+        code = code or status
+        if status == 130:
+            break
+    print(f"\n{markdown(['experiment', '', 'seconds'], lines)}")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

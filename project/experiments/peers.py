@@ -1,0 +1,322 @@
+"""The kernels against PyTorch's named backends and compiled FlexAttention, dense and with each option.
+
+    python project/experiments/peers.py                                       the CPU
+    python project/experiments/peers.py --device cuda --deadline 140          one GPU
+    python project/experiments/peers.py --device cuda --dtypes float16 --cases dense causal
+
+TFLOP/s count the scores that the option leaves.  A ratio is the peer's time over ours within a round:
+above 1 the kernels are faster.  The error is the largest one of out, and of the gradients relative to their
+largest element, of the first head, against the textbook formula in float64.  Dropout has none: each draws
+other bits.  Where PyTorch is not installed its lines are empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import harness
+import numpy as np
+from harness import Experiment, Record, Report, Result, markdown, timed_cell
+from measuring import interleaved, out_of_memory, ratio, spread, timing_note
+from peer_cases import Case, cases
+from torch_peers import FLEX, PEERS, TorchCall, Unavailable, load_torch, prepare
+
+import kernels
+from kernels.cuda.arrays import is_device_array, to_device, to_host
+from kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, rounded
+from kernels.formulas import attention_backward_flops, attention_flops
+
+#: Heads and length by device and size.
+WORKLOADS = {
+    "cpu": {"quick": (2, 256), "normal": (4, 1024), "full": (8, 2048)},
+    "cuda": {"quick": (32, 2048), "normal": (64, 4096), "full": (64, 8192)},
+}
+DTYPES = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
+DIRECTIONS = ("forward", "backward")
+OURS = "kernels"
+
+
+def options(parser: Any) -> None:
+    parser.add_argument("--heads", type=int, help="of q, k and v")
+    parser.add_argument("--length", type=int, help="of queries and keys")
+    parser.option("--head-dim", int, 64, "of q, k and v")
+    add = parser.add_argument
+    add("--dtypes", nargs="+", choices=list(DTYPES), default=["float32"], help="(default: float32)")
+    add("--cases", nargs="+", choices=list(cases(1, 64)), help="(default: all)")
+    add("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="(default: all)")
+    parser.option("--seconds", float, 0.4, "to spend on timing each pair and direction")
+    parser.option("--deadline", float, 600.0, "seconds after which no other pair begins")
+
+
+class OurCall:
+    """One case by the kernels, to be timed.
+
+    Args:
+        case: To compute.
+        arrays: q, k, v and dout, NumPy's, the device's or PyTorch's: (1, heads, length, head_dim), and
+            (length, heads, head_dim) for packed documents.
+        dtype: Of the arrays.
+        on_device: Masks belong on the device.
+    """
+
+    def __init__(self, case: Case, arrays: list[Any], dtype: np.dtype[Any], on_device: bool):
+        self.sums = case.sums
+        self.arrays = arrays
+        self.options = case.options_of(dtype)
+        mask = self.options.get("attn_mask")
+        if mask is not None and on_device:
+            self.options["attn_mask"] = to_device(mask)
+        self.results: Any = None
+        self.gradients: Any = None
+
+    def forward(self) -> None:
+        """Compute out and lse."""
+        *operands, _ = self.arrays
+        if self.sums is None:
+            self.results = kernels.flash_attention_forward(*operands, **self.options)
+        else:
+            self.results = kernels.flash_attention_varlen_forward(*operands, self.sums, self.sums)
+
+    def backward(self) -> None:
+        """Compute dq, dk and dv."""
+        *operands, dout = self.arrays
+        call = dout, *operands, *self.results
+        if self.sums is None:
+            self.gradients = kernels.flash_attention_backward(*call, **self.options)
+        else:
+            self.gradients = kernels.flash_attention_varlen_backward(*call, self.sums, self.sums)
+
+    def first_head(self) -> list[Any]:
+        """Return out, dq, dk and dv of the first head in float64, (length, head_dim)."""
+        found = (
+            to_host(x) if is_device_array(x) else x for x in (self.results[0], *self.gradients)
+        )
+        head = (0, 0) if self.sums is None else (slice(None), 0)
+        return [array[head].astype(np.float64) for array in found]
+
+
+def reference(case: Case, first: list[Any], dtype: np.dtype[Any]) -> list[Any]:
+    """Return out, dq, dk and dv of one head by the textbook in float64.
+
+    Args:
+        case: To compute.
+        first: q, k, v and dout of that head, (length, head_dim), float64.
+        dtype: That the contestants compute with.
+    """
+    q, k, v, dout = (array[None, None] for array in first)
+    textbook = {"rung": "naive", **case.reference_options(dtype)}
+    results = kernels.flash_attention_forward(q, k, v, **textbook)
+    gradients = kernels.flash_attention_backward(dout, q, k, v, *results, **textbook)
+    return [array[0, 0] for array in (results[0], *gradients)]
+
+
+def errors(found: list[Any], wanted: list[Any]) -> dict[str, float]:
+    """Return the largest error of out, and of the gradients relative to their largest elements."""
+    away = [float(np.abs(a - b).max()) for a, b in zip(found, wanted, strict=True)]
+    sizes = [float(np.abs(b).max()) for b in wanted]
+    return {
+        "error": away[0],
+        "gradient_error": max(a / b for a, b in zip(away[1:], sizes[1:], strict=True)),
+    }
+
+
+class Rivals:
+    """What one dtype needs: operands for both sides.
+
+    Args:
+        args: Of the command line.
+        name: Of the dtype.
+        torch: The module, or None.
+    """
+
+    def __init__(self, args: argparse.Namespace, name: str, torch: Any):
+        self.device, self.torch, self.name, self.dtype = args.device, torch, name, DTYPES[name]
+        rng = np.random.default_rng(0)
+        shape = 1, args.heads, args.length, args.head_dim
+        arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(4)]
+        arrays = [rounded(x, self.dtype) for x in arrays]
+        self.first = [x[0, 0].astype(np.float64) for x in arrays]
+        self.tensors: list[Any] | None = None
+        if torch is not None:  # whose memory our kernels read, too
+            kind = getattr(torch, name)
+            wide = [torch.from_numpy(x.astype(np.float32)) for x in arrays]
+            self.tensors = [x.to(args.device, kind) for x in wide]
+            self.arrays = self.tensors
+            self.packed = [x[0].permute(1, 0, 2) for x in self.tensors]
+        else:
+            place = to_device if args.device == "cuda" else np.asarray
+            self.arrays = [place(x) for x in arrays]
+            self.packed = [place(x[0].transpose(1, 0, 2)) for x in arrays]
+
+    def ours_of(self, case: Case) -> OurCall:
+        """Return a case by the kernels."""
+        arrays = self.arrays if case.sums is None else self.packed
+        return OurCall(case, arrays, self.dtype, self.device == "cuda")
+
+    def peer_of(self, peer: str, case: Case) -> TorchCall:
+        """Return a case by a peer.
+
+        Raises:
+            Unavailable: If it cannot do it.
+        """
+        if self.tensors is None:
+            raise Unavailable("PyTorch is not installed")
+        return TorchCall(self.torch, peer, case, self.tensors)
+
+
+def compare(
+    ours: OurCall | None,
+    theirs: Any,
+    args: argparse.Namespace,
+    case: Case,
+    wanted: list[Any] | None,
+) -> Record:
+    """Return the entries of a row: times and TFLOP/s of ``theirs``, ratios to ``ours``, errors.
+
+    Args:
+        ours: Which has run before; None where the kernels cannot do the case.
+        theirs: A peer, or ``ours`` itself.
+        args: Of the command line.
+        case: That both compute.
+        wanted: By the textbook, or None where there is nothing to compare.
+    """
+    theirs.forward()
+    theirs.backward()
+    size = case.heads, case.length, case.length, args.head_dim
+    flops = (case.part * count(*size) for count in (attention_flops, attention_backward_flops))
+    rivals = {"theirs": theirs} | ({OURS: ours} if ours not in (None, theirs) else {})
+    entry: Record = {}
+    for direction, count in zip(DIRECTIONS, flops, strict=True):
+        steps = {name: getattr(rival, direction) for name, rival in rivals.items()}
+        times = interleaved(steps, args.device, args.seconds)
+        timing = spread(times["theirs"], 1e3)
+        against = times["theirs"] if theirs is ours else times.get(OURS)
+        entry[direction] = {
+            "ms": timing,
+            "tflops": 1e-9 * count / timing["median"],
+            "ratio": against and ratio(times["theirs"], against)["median"],
+        }
+    return entry | (errors(theirs.first_head(), wanted) if wanted is not None else {})
+
+
+def why_failed(error: Exception) -> str:
+    """Return in one line why a contestant could not run."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return "out of memory" if out_of_memory(error) else lines[0][:160]
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    heads, length = WORKLOADS[args.device][args.size]
+    args.heads, args.length = args.heads or heads, args.length or length
+    torch, start = load_torch(), time.perf_counter()
+    if torch is not None:
+        prepare(torch, args.device)
+    workload = {name: getattr(args, name) for name in ("heads", "length", "head_dim")}
+    installed = (
+        "" if torch is not None else "PyTorch is not installed, so that its lines are empty; "
+    )
+    report.note(
+        workload={"batch": 1, **workload},
+        timing=timing_note(args.device),
+        note=f"{installed}in float32 no peer uses TF32",
+    )
+    known = cases(args.heads, args.length)
+    chosen = [known[name] for name in args.cases or known]
+    # FlexAttention compiles for each case, which takes longest: it comes last.
+    late = [peer for peer in args.peers if peer == FLEX]
+    early = [OURS, *(peer for peer in args.peers if peer != FLEX)]
+    for dtype in args.dtypes:
+        rivals = Rivals(args, dtype, torch)
+        plan = [(case, early) for case in chosen] + [(case, late) for case in chosen if late]
+        for case, peers in report.progress(plan, f"case of {dtype}"):
+            _measure_case(args, report, rivals, case, peers, start)
+
+
+def _measure_case(
+    args: argparse.Namespace,
+    report: Report,
+    rivals: Rivals,
+    case: Case,
+    peers: list[str],
+    start: float,
+) -> None:
+    """Add a row for each contestant of one case."""
+    if time.perf_counter() - start > args.deadline:
+        for peer in peers:
+            report.add(case=case.name, peer=peer, dtype=rivals.name, why_not="no time left")
+        return
+    ours, why_not = None, None
+    try:
+        ours = rivals.ours_of(case)
+        ours.forward()
+        ours.backward()
+    except Exception as error:  # this dtype, this option, or not enough memory: the row says which
+        ours, why_not = None, why_failed(error)
+    wanted = None if case.dropout_p else reference(case, rivals.first, rivals.dtype)
+    for peer in peers:
+        row: Record = {"case": case.name, "peer": peer, "dtype": rivals.name}
+        try:
+            if peer == OURS and why_not is not None:
+                raise Unavailable(why_not)
+            theirs = ours if peer == OURS else rivals.peer_of(peer, case)
+            row |= compare(ours, theirs, args, case, wanted)
+        except Exception as error:  # a peer may raise anything
+            row["why_not"] = why_failed(error)
+        report.add(**row)
+
+
+def table(record: Record) -> str:
+    workload = record["workload"]
+    size = ", ".join(f"{name} {value}" for name, value in workload.items())
+    head = ["case, peer, dtype"]
+    for direction in DIRECTIONS:
+        head += [f"{direction} ms", "TFLOP/s", f"× of {OURS}"]
+    lines = []
+    for row in record["rows"]:
+        name = f"{row['case']}, {row['peer']}, {row['dtype']}"
+        if "why_not" in row:
+            lines.append([name, row["why_not"], *["–"] * 7])
+            continue
+        cells: list[Any] = [name]
+        for direction in DIRECTIONS:
+            entry = row[direction]
+            cells += [timed_cell(entry["ms"]), entry["tflops"], entry["ratio"]]
+        cells += [f"{row[key]:.1e}" if key in row else "–" for key in ("error", "gradient_error")]
+        lines.append(cells)
+    return f"{size}\n\n{markdown([*head, 'error', 'of gradients'], lines)}"
+
+
+def draw(figure: Any, results: list[Result]) -> None:
+    for axes, result in harness.panels(figure, results, rows=len(DIRECTIONS)):
+        names = list(dict.fromkeys(row["case"] for row in result.rows))
+        peers = list(dict.fromkeys((row["peer"], row["dtype"]) for row in result.rows))
+        measured = [key for key in peers if any(_is(row, key) for row in result.rows)]
+        width = 0.8 / max(len(measured), 1)
+        for panel, direction in zip(axes, DIRECTIONS, strict=True):
+            for i, key in enumerate(measured):
+                rows = {
+                    row["case"]: row[direction]["tflops"] for row in result.rows if _is(row, key)
+                }
+                places = [names.index(name) + i * width for name in rows]
+                panel.bar(
+                    places, list(rows.values()), width, label=f"{key[0]}, {key[1]}", color=f"C{i}"
+                )
+            panel.set_xticks(
+                [x + width * (len(measured) - 1) / 2 for x in range(len(names))], names, rotation=45
+            )
+            panel.set_ylabel(f"{direction}, TFLOP/s")
+            if measured:
+                panel.legend(fontsize=6)
+
+
+def _is(row: Record, key: tuple[str, str]) -> bool:
+    """Tell whether a row holds measurements of a peer in a dtype."""
+    return (row["peer"], row["dtype"]) == key and "forward" in row
+
+
+EXPERIMENT = Experiment("peers", __doc__, measure, table, draw, options=options, height=3.0)
+
+if __name__ == "__main__":
+    raise SystemExit(harness.run(EXPERIMENT))

@@ -1,0 +1,141 @@
+"""Time against the fraction of tiles that a block mask lets be visited: random tiles, and the butterfly.
+
+    python project/experiments/sparsity.py                  on the CPU
+    python project/experiments/sparsity.py --device cuda    on a GPU
+
+Published: the time of block-sparse FlashAttention is proportional to the fraction of nonzero blocks.  The
+ideal line is the dense call's time multiplied by that fraction.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NamedTuple
+
+import numpy as np
+from harness import Experiment, Record, Report, Result, colour_of, markdown, panels, run, timed_cell
+
+# isort: split
+from contestants import ArrayCall
+from measuring import interleaved, ratio, spread, timing_note
+
+from kernels import BlockMask
+
+#: Rows and columns of a block: a multiple of every kernel's tile.
+BLOCK = 128
+HEAD_DIM = 64
+#: Blocks that each row of blocks visits, of all of them.
+PARTS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
+DENSE = "dense"
+
+
+class Size(NamedTuple):
+    """Of one device.
+
+    Attributes:
+        length: Queries and keys.
+        heads: Of them.
+        seconds: To spend.
+    """
+
+    length: int
+    heads: int
+    seconds: float
+
+
+SIZES = {
+    "cpu": {
+        "quick": Size(1024, 1, 0.5), "normal": Size(8192, 1, 12.0), "full": Size(16384, 1, 60.0)
+    },
+    "cuda": {
+        "quick": Size(4096, 8, 1.0), "normal": Size(16384, 16, 5.0), "full": Size(16384, 16, 20.0)
+    },
+}  # fmt: skip
+
+
+def random_tiles(length: int, part: float, seed: int = 0) -> BlockMask:
+    """Return a mask of which each row of blocks visits so many, drawn at random; one at least."""
+    count = -(-length // BLOCK)
+    kept = max(1, round(part * count))
+    order = np.random.default_rng(seed).random((count, count)).argsort(axis=1)  # (count, count)
+    return BlockMask(order < kept, length, length, BLOCK)
+
+
+def masks(length: int) -> dict[str, BlockMask]:
+    """Return the masks by name, the sparsest first."""
+    drawn = {f"random, {part:.3g}": random_tiles(length, part) for part in PARTS}
+    found = {**drawn, "butterfly": BlockMask.butterfly(length, length, BLOCK)}
+    return dict(sorted(found.items(), key=lambda item: item[1].density))
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    """Time all masks in the same rounds."""
+    size = SIZES[args.device][args.size]
+    found = masks(size.length)
+    calls = {
+        name: ArrayCall(args.device, size.heads, size.length, block_mask=mask)
+        for name, mask in found.items()
+    }
+    calls[DENSE] = ArrayCall(args.device, size.heads, size.length)
+    report.note(
+        timing=timing_note(args.device), block=BLOCK, head_dim=HEAD_DIM, length=size.length,
+        heads=size.heads,
+    )  # fmt: skip
+    times = {}
+    for direction in report.progress(("forward", "backward"), "direction"):
+        steps = {name: getattr(call, direction) for name, call in calls.items()}
+        times[direction] = interleaved(steps, args.device, size.seconds)
+    for name in calls:
+        row: Record = {"mask": name, "density": found[name].density if name in found else 1.0}
+        for direction, seconds in times.items():
+            row[direction] = spread(seconds[name], 1e3)
+            row[f"{direction}_part"] = ratio(seconds[name], seconds[DENSE])
+        report.add(**row)
+
+
+def table(record: Record) -> str:
+    """Return a line for each mask."""
+    head = ["mask", "tiles visited", "forward, ms", "of dense", "backward, ms", "of dense"]
+    return markdown(
+        head,
+        (
+            [
+                row["mask"], f"{row['density']:.1%}",
+                timed_cell(row["forward"]), f"{row['forward_part']['median']:.1%}",
+                timed_cell(row["backward"]), f"{row['backward_part']['median']:.1%}",
+            ]
+            for row in record["rows"]
+        ),
+    )  # fmt: skip
+
+
+def draw(figure: Any, results: list[Result]) -> None:
+    """Draw time against the fraction of tiles, beside the ideal line."""
+    directions = ("forward", "backward")
+    for axes, result in panels(figure, results):
+        for direction in directions:
+            colour = colour_of(direction, directions)
+            drawn = [row for row in result.rows if row["mask"] != "butterfly"]
+            dense = next(row for row in result.rows if row["mask"] == DENSE)[direction]["median"]
+            ends = [min(row["density"] for row in result.rows), 1.0]
+            axes.plot(ends, [dense * end for end in ends], "--", color=colour, alpha=0.5)
+            axes.plot(
+                [row["density"] for row in drawn],
+                [row[direction]["median"] for row in drawn],
+                "o", color=colour, label=direction,
+            )  # fmt: skip
+            for row in result.rows:
+                if row["mask"] == "butterfly":
+                    axes.plot(
+                        row["density"], row[direction]["median"], "*", color=colour, markersize=13,
+                        markeredgecolor="black", label=f"{direction}, butterfly",
+                    )  # fmt: skip
+        axes.plot([], [], "--", color="#666", label="dense × fraction")
+        axes.set(xscale="log", yscale="log", xlabel="fraction of tiles visited", ylabel="ms")
+        axes.legend()
+
+
+EXPERIMENT = Experiment("sparsity", __doc__, measure, table, draw)
+
+if __name__ == "__main__":
+    run(EXPERIMENT)

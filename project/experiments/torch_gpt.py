@@ -1,0 +1,131 @@
+"""The character GPT in PyTorch, eager: the same weights, the same arithmetic, PyTorch's own attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import minitorch
+
+#: How the attention of each peer is called, and which of PyTorch's backends computes it in float32: its
+#: flash kernels on CUDA take 16-bit numbers only, and the memory-efficient one is its fused kernel there.
+BACKENDS = {
+    "cpu": {"PyTorch math": "MATH", "PyTorch flash": "FLASH_ATTENTION"},
+    "cuda": {"PyTorch math": "MATH", "PyTorch efficient": "EFFICIENT_ATTENTION"},
+}
+
+
+def torch_peers(device: str) -> list[str]:
+    """Return the names of the peers: none where PyTorch is missing, or cannot use the device."""
+    try:
+        import torch  # type: ignore[import-not-found]
+    except ImportError:
+        return []
+    return [] if device == "cuda" and not torch.cuda.is_available() else list(BACKENDS[device])
+
+
+class TorchGPT:
+    """A copy of a model, with its optimiser.
+
+    Args:
+        model: Whose weights are copied; without dropout.
+        name: One of :data:`BACKENDS`.
+        device: "cpu" or "cuda".
+        lr: Highest learning rate.
+        beta2: Of AdamW.
+        weight_decay: Likewise, for parameters of two or more dimensions.
+    """
+
+    def __init__(
+        self, model: minitorch.DecoderLM, name: str, device: str, lr: float, beta2: float,
+        weight_decay: float,
+    ):  # fmt: skip
+        import torch  # type: ignore[import-not-found]
+        from torch.nn import attention  # type: ignore[import-not-found]
+
+        self.torch, self.device = torch, device
+        self.layers, self.heads, self.eps = model.layer_names, model.n_head, model.ln.eps
+        self.weights = {
+            key: torch.tensor(p.value.to_numpy(), device=device, requires_grad=True)
+            for key, p in model.named_parameters()
+        }
+        self._attention = lambda: attention.sdpa_kernel(
+            getattr(attention.SDPBackend, BACKENDS[device][name])
+        )
+        groups = [
+            {"params": [w for w in self.weights.values() if w.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [w for w in self.weights.values() if w.dim() < 2], "weight_decay": 0.0},
+        ]  # fmt: skip
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2))
+
+    def _linear(self, x: Any, name: str) -> Any:
+        y = x @ self.weights[f"{name}.weights"]
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+    def _norm(self, x: Any, name: str) -> Any:
+        weights, bias = (self.weights[f"{name}.{part}"] for part in ("weights", "bias"))
+        return self.torch.nn.functional.layer_norm(x, x.shape[-1:], weights, bias, self.eps)
+
+    def _attend(self, x: Any, name: str) -> Any:
+        batch, seq, width = x.shape
+        q, k, v = (
+            self._linear(x, f"{name}.{part}_projection")
+            .view(batch, seq, self.heads, width // self.heads)
+            .transpose(1, 2)
+            for part in "qkv"
+        )  # (batch, heads, seq, head_dim) each
+        out = self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self._linear(
+            out.transpose(1, 2).reshape(batch, seq, width), f"{name}.out_projection"
+        )
+
+    def loss(self, inputs: Any, targets: Any) -> Any:
+        """Return the mean cross entropy of (batch, seq) ids, nats per token."""
+        functional = self.torch.nn.functional
+        ids, targets = (self.torch.tensor(x, device=self.device) for x in (inputs, targets))
+        table = self.weights["token_embeddings.weights"]
+        x = functional.embedding(ids, table)  # (batch, seq, width)
+        x = x + self.weights["position_embeddings.weights"][: ids.shape[1]]
+        for name in self.layers:
+            x = x + self._attend(self._norm(x, f"{name}.ln_1"), f"{name}.attention")
+            middle = self._linear(self._norm(x, f"{name}.ln_2"), f"{name}.ff.linear_in")
+            x = x + self._linear(
+                functional.gelu(middle, approximate="tanh"), f"{name}.ff.linear_out"
+            )
+        x = self._norm(x, "ln")
+        tied = "lm_head.weights" not in self.weights
+        logits = x @ table.T if tied else self._linear(x, "lm_head")
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def step(self, inputs: Any, targets: Any, lr: float) -> Any:
+        """Take one step; return the loss before it, unread."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._attention():
+            loss = self.loss(inputs, targets)
+            loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+class TorchMemory:
+    """PyTorch's memory on the device, watched as our :class:`kernels.cuda.pool.Pool` is."""
+
+    def __init__(self) -> None:
+        import torch  # type: ignore[import-not-found]
+
+        self.cuda = torch.cuda
+
+    def in_use(self) -> int:
+        """Return how many bytes are allocated."""
+        return self.cuda.memory_allocated()
+
+    def reset_peak(self) -> int:
+        """Begin to watch for the peak anew; return what is in use."""
+        self.cuda.reset_peak_memory_stats()
+        return self.in_use()
+
+    def peak(self) -> int:
+        """Return the most bytes in use since :meth:`reset_peak`."""
+        return self.cuda.max_memory_allocated()

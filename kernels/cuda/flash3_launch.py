@@ -28,6 +28,7 @@ CAPABILITY = (9, 0)
 CACHE_BYTES = 24 << 20
 
 
+@cache
 def multiprocessors() -> int:
     """Return how many the device has."""
     return int(cuda.get_current_device().MULTIPROCESSOR_COUNT)

@@ -249,7 +249,7 @@ def draw(figure: Any, results: list[Result]) -> None:
         )  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set(yscale="log", xlabel="length", ylabel="peak, GB")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="lower right")
 
 
 EXPERIMENT = Experiment("memory", __doc__, measure, table, draw)

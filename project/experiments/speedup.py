@@ -202,7 +202,10 @@ def draw(figure: Any, results: list[Result]) -> None:
             speedup.plot([], [], style, color="#444", label=quantity)
         for quantity, place in REPORTED.items():
             speedup.plot(*place, "*", color="black", markersize=9)
-            speedup.annotate(f"{quantity}, published  ", place, fontsize=7, ha="right", va="center")
+            speedup.annotate(
+                f"{quantity}, published", place, xytext=(-8, 0), textcoords="offset points",
+                fontsize=7, ha="right", va="center",
+            )  # fmt: skip
         time.set_xscale("log", base=2)
         time.set(yscale="log", ylabel="ms (dotted: inference)")
         speedup.set(yscale="log", xlabel="length", ylabel="times faster is flash")

@@ -216,6 +216,7 @@ class EmulatedBlock(Instructions):
             shfl_xor_sync=lambda mask, value, step: self._meet(
                 (value, step), lambda values: [values[i ^ values[i][1]][0] for i in range(WARP)]
             ),
+            atomic=SimpleNamespace(add=_atomic_add),
             shared=SimpleNamespace(array=self._shared_array),
             local=SimpleNamespace(array=_local_array),
         )
@@ -285,6 +286,13 @@ class _Cast:
         if self.dtype.kind == "f":
             return self.dtype.type(value)
         return np.array(int(value) & ((1 << 64) - 1), np.uint64).astype(self.dtype)[()]
+
+
+def _atomic_add(array: Array, index: Any, value: Any) -> Any:
+    """Add, and return what was there before; threads run one at a time."""
+    before = array[index]
+    array[index] += value
+    return before
 
 
 def launch(

@@ -83,6 +83,9 @@ class Instructions:
     def load(self, count: str | None, words: Array, address: int) -> None:
         row_of(words, 4)[:] = self._bytes(address, 16).view(np.uint32)
 
+    def load_number(self, address: int) -> int:
+        return int(self._bytes(address, 4).view(np.int32)[0])
+
     def store(self, count: str | None, address: int, words: Any) -> None:
         values = row_of(words, 4) if count else np.array([words], np.uint32)
         self._bytes(address, values.nbytes)[:] = values.view(np.uint8)
@@ -311,6 +314,7 @@ INSTRUCTIONS = {
     r"ld\.\w+\.(v4)\.u32": "load",
     r"st\.\w+(\.v4)?\.u32": "store",
     r"ld\.shared\.v2\.f32": "load_pair",
+    r"ld\.shared\.s32": "load_number",
     r"red\.global\.add(?:\.v(\d))?\.f32": "add",
     r"cp\.async\.c[ag]\.shared\.global \[\$target\], \[\$source\], (\d+)": "copy",
     r"cp\.async\.commit_group": "commit",

@@ -1,12 +1,20 @@
-"""The Hopper rung without a GPU: the order of its work, and where its tiles lie."""
+"""The Hopper rung without a GPU: the order of its work, where its tiles lie, what its source computes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels import make_problem
 from kernels.cuda.flash3_layout import (
     ALIGNMENT,
+    LINE,
+    PANEL,
     Layout,
     Widths,
     item_of,
@@ -15,8 +23,21 @@ from kernels.cuda.flash3_layout import (
     shared_bytes,
     shared_tiles,
 )
+from kernels.cuda.flash3_wgmma import forward_kernel
+from kernels.cuda.ptx.emulated_numbers import from_bits, to_bits
+from kernels.cuda.scores import Extras
+from kernels.dtypes import BFLOAT16, FLOAT16
+from kernels.memory import HostMemory
+from kernels.operands import make_operands
+from kernels.reference import attention
 from kernels.targets import IS_SIMULATOR
 
+from .emulated_gpu import launch
+from .emulated_instructions import TensorMap
+from .tolerances import assert_close_arrays
+
+#: Beyond every row and column.
+FAR = 1 << 20
 #: Shared memory that a block of compute capability 9.0 can have, in bytes.
 MOST_SHARED = 227 * 1024
 plain = item_of if IS_SIMULATOR else item_of.py_func  # type: ignore[attr-defined]
@@ -65,3 +86,67 @@ def test_registers_are_no_more_than_a_multiprocessor_has(consumers: int) -> None
     few, more = layout.registers
     assert 128 * (few + consumers * more) <= 65536
     assert few % 8 == more % 8 == 0
+
+
+class Call(NamedTuple):
+    """A call for the emulated GPU: lengths, dims, bounds, heads of q and of k, dtype, layout, blocks."""
+
+    lengths: tuple[int, int]
+    dims: tuple[int, int] = (64, 64)
+    bounds: tuple[int, int] = (-FAR, FAR)
+    heads: tuple[int, int] = (2, 2)
+    dtype: str = "float16"
+    layout: Layout = Layout(2, 64, 2, 2, True)
+    blocks: int = 1
+
+
+CALLS = {
+    "odd lengths, one block takes all items": Call((70, 100)),
+    "causal, two blocks": Call((130, 100), bounds=(-FAR, 0), blocks=2),
+    "a window, rows that see nothing": Call((70, 90), bounds=(-20, -3), dtype="bfloat16"),
+    "one query tile at a time, three stages": Call((70, 130), layout=Layout(2, 32, 3, 1, False)),
+    "three consumers that take turns": Call((193, 40), heads=(1, 1), layout=Layout(3, 32, 2, 2, True)),
+    "narrow heads, a narrower value": Call((70, 40), (40, 24), (-FAR, 0)),
+    "two panels, heads that share keys": Call((65, 33), (96, 72), heads=(2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_kernels_own_source_computes_attention(name: str) -> None:
+    call, rng = CALLS[name], np.random.default_rng(0)
+    (seq_q, seq_k), (head_dim, value_dim), (heads, key_heads) = call.lengths, call.dims, call.heads
+    q, k, v = (
+        to_bits(rng.standard_normal((1, count, seq, dim)), call.dtype)
+        for count, seq, dim in (
+            (heads, seq_q, head_dim), (key_heads, seq_k, head_dim), (key_heads, seq_k, value_dim)
+        )
+    )  # fmt: skip
+    out = np.full((1, heads, seq_q, value_dim), 0xFFFF, np.uint16)
+    lse = np.full((heads, seq_q), np.nan, np.float32)
+    counters = np.zeros(2, np.int32)
+    layout, widths = call.layout, Widths(*(-(-dim // 16) * 16 for dim in call.dims))
+    rows = (layout.block_q, layout.block_k, layout.block_k, 64)
+    maps = {
+        i: TensorMap(array, (1, 1, count, PANEL), LINE)
+        for i, (array, count) in enumerate(zip((q, k, v, out), rows, strict=True))
+    }
+    shared = int(key_heads > 1)
+    shape = (seq_q, seq_k, heads, 1, 1, 0, shared, 0, shared, 0)
+    schedule = schedule_of(-(-seq_q // layout.block_q), heads, 1, 2)
+    scale = head_dim**-0.5
+    launch(
+        forward_kernel(layout, widths, call.dtype), (call.blocks, 1),
+        *(np.zeros(128, np.uint8) for _ in maps), lse, counters, shape, scale, schedule,
+        Extras(*call.bounds, heads, 0, 0.0, 0, 0, 1.0), maps=maps,
+    )  # fmt: skip
+    wide = [from_bits(x, call.dtype)[0].astype(np.float64) for x in (q, k, v)]
+    q, k, v = wide[0], *(np.repeat(x, heads // key_heads, axis=0) for x in wide[1:])
+    case = make_problem(q, k, v, scale=scale)
+    case = replace(case, lower=call.bounds[0], upper=call.bounds[1])
+    expected, expected_lse = np.empty((heads, seq_q, value_dim)), np.empty((heads, seq_q))
+    operands = make_operands(HostMemory(), case, q, k, v).having(out=expected, lse=expected_lse)
+    attention(case, (1, 1), operands.viewed(HostMemory(), case))
+    unit = {"float16": FLOAT16, "bfloat16": BFLOAT16}[call.dtype]
+    assert_close_arrays(out[0].view(unit), expected, unit, "out")
+    assert_close_arrays(lse, expected_lse, np.float32, "lse")
+    assert not counters.any(), "the last block sets the counters back"

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numba import float32, float64, int32, types, uint8, uint32, void
 
 from kernels.cuda.device import (
     Kernel,
+    device_function,
     first_full_tile,
     first_tile,
     full_tiles_stop,
@@ -83,6 +85,18 @@ square_place = DEVICE.square_place
 
 
 @cache
+def make_next(count: int) -> Any:
+    """Return ``following(place, phase)``: the next of so many places, whose phase turns with each round."""
+
+    @device_function
+    def following(place, phase):
+        last = place == count - 1
+        return int32(0 if last else place + 1), int32(phase ^ 1 if last else phase)
+
+    return following
+
+
+@cache
 def forward_kernel(
     layout: Layout, widths: Widths, dtype: str, features: Features = PLAIN
 ) -> Kernel:
@@ -129,6 +143,15 @@ def forward_kernel(
     edge_of, score_of, operand_factor = scores.edge, scores.score, scores.operand_factor
     zero, minus_inf, ln_2 = np.float32(0), np.float32(-math.inf), np.float32(LN_2)
     turns = 2 * WARPGROUP
+    next_stage, next_slot = make_next(stages), make_next(slots)
+
+    @device_function
+    def ask_for_scores(s, q_desc, k_desc):
+        """8: S = Q_i K_jᵀ, a group of products; a step of 16 is 32 bytes, or a panel."""
+        for t in range(head_steps):
+            panel, step = t // 4, 2 * (t % 4)
+            q_step, k_step = panel * (q_panel >> 4) + step, panel * (k_panel >> 4) + step
+            multiply_qk(s, q_desc + q_step, k_desc + k_step, t > 0)
 
     def flash3_forward(
         q_map, k_map, v_map, out_map, lse, next_item, shape, scale, schedule, extras
@@ -190,9 +213,7 @@ def forward_kernel(
                             tile + slot * q_size + panel * q_panel, q_tensor, full,
                             (panel * PANEL, row, h * shape[4], b * shape[5]),
                         )  # fmt: skip
-                    slot = int32(slot + 1)
-                    if slot == slots:
-                        slot, q_phase = int32(0), q_phase ^ 1
+                    slot, q_phase = next_slot(slot, q_phase)
                     # 6: for 1 <= j <= T_c, backwards: what bounds hide in part comes first
                     for n in range(stop - first):
                         col = (stop - 1 - n) * block_k
@@ -213,9 +234,7 @@ def forward_kernel(
                                 tile + v_offset + stage * v_size + panel * k_panel, v_tensor, full,
                                 (panel * PANEL, col, h * shape[8], b * shape[9]),
                             )  # fmt: skip
-                        stage = int32(stage + 1)
-                        if stage == stages:
-                            stage, phase = int32(0), phase ^ 1
+                        stage, phase = next_stage(stage, phase)
                     item = int32(cuda.gridDim.x + following)
                 mbarrier_wait(barriers + q_empty + 8 * slot, q_phase ^ 1)
                 st_shared(tile + number_offset + 4 * slot, items)  # no more of them
@@ -255,13 +274,7 @@ def forward_kernel(
                     mbarrier_wait(barriers + k_full + 8 * stage, phase)
                     k_desc = descriptor(along, tile + k_offset + stage * k_size)
                     wgmma_fence()
-                    for t in range(head_steps):
-                        multiply_qk(
-                            s,
-                            q_desc + (t // 4) * (q_panel >> 4) + (t % 4) * 2,
-                            k_desc + (t // 4) * (k_panel >> 4) + (t % 4) * 2,
-                            t > 0,
-                        )
+                    ask_for_scores(s, q_desc, k_desc)
                     wgmma_commit_group()
                     wait_for_all()
                     if lane == 0:
@@ -315,9 +328,7 @@ def forward_kernel(
                         p[t, 2] = pack(s[2 * t + 1, 0], s[2 * t + 1, 1])
                         p[t, 3] = pack(s[2 * t + 1, 2], s[2 * t + 1, 3])
                     before, v_phase = stage, phase
-                    stage = int32(stage + 1)
-                    if stage == stages:
-                        stage, phase = int32(0), phase ^ 1
+                    stage, phase = next_stage(stage, phase)
                     has_next = n + 1 < stop - first
                     if has_next:
                         mbarrier_wait(barriers + k_full + 8 * stage, phase)
@@ -327,13 +338,7 @@ def forward_kernel(
                     if has_next:
                         # 8: the next S = Q_i K_jᵀ, computed while P V is waited for
                         k_desc = descriptor(along, tile + k_offset + stage * k_size)
-                        for t in range(head_steps):
-                            multiply_qk(
-                                s,
-                                q_desc + (t // 4) * (q_panel >> 4) + (t % 4) * 2,
-                                k_desc + (t // 4) * (k_panel >> 4) + (t % 4) * 2,
-                                t > 0,
-                            )
+                        ask_for_scores(s, q_desc, k_desc)
                     wgmma_commit_group()
                     # 10, second half: O = O + P V_j
                     mbarrier_wait(barriers + v_full + 8 * before, v_phase)
@@ -392,9 +397,7 @@ def forward_kernel(
                 bar_sync(4 + me, WARPGROUP)  # and copied: another q may come
                 if lane == 0:
                     mbarrier_arrive(barriers + q_empty + 8 * slot)
-                slot = int32(slot + 1)
-                if slot == slots:
-                    slot, q_phase = int32(0), q_phase ^ 1
+                slot, q_phase = next_slot(slot, q_phase)
                 mbarrier_wait(barriers + 8 * slot, q_phase)
                 item = ld_shared(tile + number_offset + 4 * slot)
 

@@ -110,8 +110,7 @@ class Target:
             ValueError: If no rung has that name, or the named one is not here or cannot run the
                 problem, or the machine has no such memory.
         """
-        if problem.rung not in ("auto", *RUNGS):
-            raise unknown_rung(problem.rung, RUNGS)
+        check_rung(problem)
         missing = self.memory.why_not()
         if missing is not None:
             raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
@@ -205,6 +204,16 @@ CUDA = Target(
 
 #: Every name that a rung has on some target, the fastest first.
 RUNGS = tuple(dict.fromkeys(rung.name for target in (CUDA, CPU, NUMPY) for rung in target.rungs))
+
+
+def check_rung(problem: Problem) -> None:
+    """Check that some target has the rung that a call asks for.
+
+    Raises:
+        ValueError: If none has one of that name.
+    """
+    if problem.rung not in ("auto", *RUNGS):
+        raise unknown_rung(problem.rung, RUNGS)
 
 
 def _as_taken(

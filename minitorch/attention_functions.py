@@ -79,6 +79,7 @@ def attention_call(
     arrays = mask_and_slopes({"attn_mask": _readable(mask), "alibi_slopes": _readable(slopes)})
     seed = options.get("seed")
     problem = make(q, k, v, **{**options, **arrays, "seed": 0 if seed is None else seed})
+    launch.check_rung(problem)
     if problem.dropout_p and seed is None:
         problem = replace(problem, seed=random.getrandbits(63))
     if problem.mask == "float" and not (is_tensor(mask) and mask.backend.ops is q.backend.ops):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,17 +99,30 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a number or a text by its type and value, anything else by what it is."""
-    return (type(value), value) if isinstance(value, (int, float, str, bytes)) else _Same(value)
+    """Return a number or a text, or a tuple of them, by type and value, anything else by what it is."""
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
+    if isinstance(value, float):
+        return type(value), value.hex()  # 0.0 equals -0.0, and NaN not itself
+    if type(value) is tuple:
+        return tuple(map(_comparable, value))
+    return (type(value), value) if isinstance(value, (int, str, bytes)) else _Same(value)
+
+
+def _used_of(value: Any, names: tuple[str, ...]) -> Any:
+    """Return what code with some names may use of a global: of a module, the attributes so called."""
+    if not isinstance(value, ModuleType):
+        return _comparable(value)
+    return tuple(_comparable(vars(value)[name]) for name in names if name in vars(value))
 
 
 def _content(function: FunctionType) -> _Content:
-    world = function.__globals__
+    world, names = function.__globals__, tuple(_names(function.__code__))
     return _Content(
         function.__code__,
         tuple(map(_comparable, function.__defaults__ or ())),
         tuple(_comparable(cell.cell_contents) for cell in function.__closure__ or ()),
-        tuple(_comparable(world[name]) for name in _names(function.__code__) if name in world),
+        tuple(_used_of(world[name], names) for name in names if name in world),
     )
 
 

@@ -13,6 +13,8 @@ from kernels.dtypes import FLOAT32, NAMES, is_floating
 
 #: Seeds are unsigned numbers of 64 bits.
 SEEDS = 2**64
+#: A kernel's integers have an end.
+MOST_OFFSET = 2**31
 #: What numbers of float32 may be rounded to on the way to a result.
 PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 
@@ -57,6 +59,15 @@ def check_slopes(slopes: Any, lead: tuple[int, ...]) -> None:
         raise ValueError(
             f"alibi_slopes must have shape {heads}, one for each head, or {lead}, one for each "
             f"(batch, head); got {tuple(slopes.shape)}"
+        )
+
+
+def check_offset(offset: int, slopes: Any) -> None:
+    """Check that ALiBi can measure from the diagonal that ``causal_offset`` shifts."""
+    if slopes is not None and abs(offset) >= MOST_OFFSET:
+        raise ValueError(
+            f"with alibi_slopes causal_offset must be between -2**31 and 2**31, got {offset}; distances "
+            "from a diagonal so far away are all the same in float32"
         )
 
 

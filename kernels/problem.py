@@ -18,6 +18,7 @@ from kernels.option_checks import (
     check_block_mask,
     check_dropout,
     check_mask,
+    check_offset,
     check_precision,
     check_scale,
     check_slopes,
@@ -247,6 +248,7 @@ def make_problem(
         )
     mask = check_mask(attn_mask, (*lead, seq_q, seq_k), dtype)
     check_slopes(alibi_slopes, lead)
+    check_offset(causal_offset, alibi_slopes)
     check_softcap(softcap)
     check_scale(scale)
     left, right = check_window(window_size)

@@ -10,6 +10,7 @@ import numpy as np
 
 from kernels import Problem, takes_attention_options
 from kernels.dtypes import is_floating
+from kernels.option_checks import SEEDS
 from kernels.options import by_name
 
 from . import operators
@@ -288,6 +289,8 @@ def naive_attention(
     """
     options = by_name(args, options)
     call = attention_call(q, k, v, options)
+    if q.dtype != call.problem.acc_dtype:
+        return _attend_widened((q, k, v), call.problem, options)
     problem, shown = call.problem, visibility(q, call)
     if shown.rows is not None:
         q = Keep.apply(q, shown.rows)
@@ -318,9 +321,22 @@ def naive_attention(
         out = Keep.apply(out, shown.rows)
     if not return_lse:
         return out
-    # Like the fused one: a logarithm of a sum keeps the accumulator's dtype.
-    lse = logsumexp(scores.to(problem.acc_dtype), scores.dims - 1)
-    return out, lse.view(*problem.lse_shape)
+    return out, logsumexp(scores, scores.dims - 1).view(*problem.lse_shape)
+
+
+def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: dict[str, Any]) -> Any:
+    """Attend in the accumulator's dtype and round out once; lse stays as it is.
+
+    Scores of 16 bits would overflow, or have three digits, before the softmax sees them.
+    """
+    mask, sums = options.get("attn_mask"), problem.acc_dtype
+    if mask is not None and problem.mask == "float":
+        options = {**options, "attn_mask": mask.to(sums)}
+    seed = problem.seed % SEEDS  # what was drawn for this call
+    result = naive_attention(*(t.to(sums) for t in operands), **{**options, "seed": seed})
+    if not isinstance(result, tuple):
+        return result.to(problem.dtype)
+    return result[0].to(problem.dtype), result[1]
 
 
 def _split_heads(t: Tensor, problem: Problem) -> Tensor:

@@ -21,6 +21,27 @@ from .tolerances import assert_close_arrays
 BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_key_that_a_floating_mask_hides_from_all_may_be_anything(backend: Any) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, 2, 70, 8)) for _ in range(4))
+    mask = rng.standard_normal((70, 70))
+    mask[:, [3, 50]] = -np.inf
+    results = []
+    for planted in (0.0, np.nan, np.inf):
+        k[:, :, 3], v[:, :, 50] = planted, planted
+        tensors = [minitorch.from_numpy(x, backend, requires_grad=True) for x in (q, k, v)]
+        bias = minitorch.from_numpy(mask, backend)
+        out = tensors[0].flash_attention(*tensors[1:], attn_mask=bias)
+        out.backward(minitorch.from_numpy(dout, backend))
+        found = [out.to_numpy(), *(t.grad.to_numpy() for t in tensors)]  # type: ignore[union-attr]
+        results.append(np.concatenate([x.reshape(-1) for x in found]))
+    assert np.isfinite(results[0]).all()
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], 1e-12, 1e-12)
+
+
 def attend(attention: Any, case: Case, backend: Any, **more: Any) -> dict[str, Any]:
     """Run one attention on tensors, forward and backward; floating masks get their gradient too."""
     tensors = [minitorch.from_numpy(x, backend, requires_grad=True) for x in case.operands]

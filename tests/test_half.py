@@ -461,6 +461,20 @@ def test_attention_errs_no_more_than_its_composed_form(
         assert error <= (2 if name == "out" else 3) * allowed, f"{name}: {error} of {allowed}"
 
 
+@on_every_backend
+def test_scores_beyond_float16_are_right_in_both_forms(backend: TensorBackend) -> None:
+    """q · k is 102,400, and the largest float16 65,504."""
+    q = minitorch.from_numpy(np.full((1, 4, 64), 40, FLOAT16), backend)
+    values = np.random.default_rng(0).standard_normal((1, 4, 64)).astype(FLOAT16)
+    v = minitorch.from_numpy(values, backend)
+    for attend in (Tensor.flash_attention, minitorch.naive_attention):
+        out, lse = attend(q, q, v, return_lse=True)
+        assert (out.dtype, lse.dtype) == (FLOAT16, FLOAT32)
+        mean = values.astype(np.float64).mean(axis=1)
+        np.testing.assert_allclose(out.to_numpy()[0], mean.repeat(4, 0), 2e-3, 1e-3)
+        np.testing.assert_allclose(lse.to_numpy(), 12800 + np.log(4), 1e-6)
+
+
 @on_halves
 def test_sums_of_attention_are_float32(dtype: Any) -> None:
     rng = np.random.default_rng(7)

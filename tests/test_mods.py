@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,20 @@ def reach(limit: Any) -> Any:
     return lambda batch, head, row, col: row - col <= limit
 
 
-@pytest.mark.parametrize("limit", [3, 3.0, (3, 4)], ids=repr)
-def test_functions_of_one_source_and_equal_numbers_are_one(limit: Any) -> None:
-    if isinstance(limit, tuple):  # captured, and compared by what it is
-        first, second = (lambda b, h, r, c, limit=limit: r < limit[0] for _ in range(2))
-    else:
-        first, second = reach(limit), reach(limit)
+@pytest.mark.parametrize(
+    "make", [lambda: 3, lambda: 3.5, lambda: np.int64(3), lambda: np.float32(3), lambda: (3, 4.5)]
+)
+def test_functions_of_one_source_and_equal_numbers_are_one(make: Any) -> None:
+    limits = make(), make()
+    first, second = (
+        (lambda b, h, r, c, limit=limit: r < limit[0]) if isinstance(limit, tuple) else reach(limit)
+        for limit in limits
+    )
     assert first is not second
     assert as_mod("mask_mod", first, PLACE) is as_mod("mask_mod", second, PLACE)
 
 
-@given(st.permutations([1, 1.0, True, 2]))
+@given(st.permutations([1, 1.0, True, 2, np.int64(1), 0.0, -0.0]))
 def test_numbers_of_another_type_or_value_make_another_function(limits: list[Any]) -> None:
     mods = [as_mod("mask_mod", reach(limit), PLACE) for limit in limits]
     assert len({id(mod) for mod in mods}) == len(limits)
@@ -51,10 +55,15 @@ def outputs(mod: Any) -> tuple[Any, Any]:
 
 
 LIMIT = 2
+SETTINGS = ModuleType("settings")
 
 
 def within_limit(batch: int, head: int, row: int, col: int) -> bool:
     return abs(row - col) < LIMIT
+
+
+def within_setting(batch: int, head: int, row: int, col: int) -> bool:
+    return abs(row - col) < SETTINGS.limit
 
 
 def test_a_number_that_has_changed_since_the_last_call_is_taken_as_it_is_now(
@@ -68,13 +77,14 @@ def test_a_number_that_has_changed_since_the_last_call_is_taken_as_it_is_now(
     results = []
     for limit in (2, 4):
         monkeypatch.setattr(f"{__name__}.LIMIT", limit)
-        for mod in (captured, within_limit):
+        SETTINGS.limit = limit  # type: ignore[attr-defined]
+        for mod in (captured, within_limit, within_setting):
             out, expected = outputs(mod)
             assert_close_arrays(out, expected, np.float64, "out")
             results.append(out)
-    of_2, of_4 = results[:2], results[2:]
-    assert np.array_equal(*of_2)
-    assert np.array_equal(*of_4)
+    of_2, of_4 = results[:3], results[3:]
+    for of_both in (of_2, of_4):
+        assert all(np.array_equal(of_both[0], other) for other in of_both)
     assert not np.allclose(of_2[0], of_4[0])
 
 

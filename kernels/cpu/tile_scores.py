@@ -264,10 +264,12 @@ def score_pass(tile, slope, settings, place):
         own = view(o.mask, tile.dtype)[batch, place.head]  # (all lines, all lanes)
         added = np.zeros((lines, lanes), tile.dtype)  # (lines, lanes)
         copy_tile(own[place.line : end_line, place.lane : end_lane], added)
+        minus_inf = tile.dtype.type(-np.inf)
         for i in range(lines):
             s, plus = tile[i], added[i]  # (lanes,)
             for lane in range(lanes):
-                s[lane] += plus[lane]
+                # What the mask hides may be NaN, and would stay it.
+                s[lane] = plus[lane] if plus[lane] == minus_inf else s[lane] + plus[lane]
     if o.mask_kind == BOOL_MASK:
         batch = view(o.mask_batch, np.int64)[place.batch, 0, 0, 0]
         shown = view(o.mask, np.uint8)[batch, place.head]  # (all lines, all lanes)

@@ -188,4 +188,4 @@ def draw(figure: Any, results: list[Result]) -> None:
 EXPERIMENT = Experiment("evolution", __doc__, measure, table, draw, devices=("cpu",), height=3.4)
 
 if __name__ == "__main__":
-    run(EXPERIMENT)
+    raise SystemExit(run(EXPERIMENT))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -294,6 +295,8 @@ def show(experiment: Experiment, record: Record) -> None:
     print(experiment.table(record))
     origin = f"{record['device']}, {record['cores']} cores, {record['threads']} threads, {record['date']}"
     print(f"\n{origin}; {', '.join(f'{k} {v}' for k, v in record['versions'].items())}")
+    if record.get("interrupted"):
+        print("interrupted: rows are missing.")
     for key in ("timing", "note"):
         if record.get(key):
             print(f"{record[key]}.")
@@ -307,7 +310,9 @@ def run(experiment: Experiment, argv: list[str] | None = None) -> int:
         sys.exit(missing)
     folder = measuring.slug_of(args.device) if not args.redraw else ""
     results, images = (RESULTS, IMAGES) if args.publish else (BUILD, BUILD)
-    path = Path(args.json or results / folder / f"{experiment.name}.json")
+    name = f"{experiment.name}.json"
+    # What is published is whole: rows on their way lie elsewhere.
+    path = Path(args.json or BUILD / folder / name)
     picture = Path(args.figure or images / f"{experiment.name}.svg")
     fresh, code = None, 0
     if not args.redraw:
@@ -321,8 +326,13 @@ def run(experiment: Experiment, argv: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             print(f"interrupted: {len(report.rows)} rows are done", file=sys.stderr)
             code = 130
+            report.note(interrupted=True)
         if not report.rows:
             return code
+        if args.publish and not args.json and code == 0:
+            path = results / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(report.path, path)
         fresh = Result(report.read(), folder, fresh=True)
         print()
         show(experiment, fresh.record)

@@ -255,4 +255,4 @@ def draw(figure: Any, results: list[Result]) -> None:
 EXPERIMENT = Experiment("memory", __doc__, measure, table, draw)
 
 if __name__ == "__main__":
-    run(EXPERIMENT)
+    raise SystemExit(run(EXPERIMENT))

@@ -192,4 +192,4 @@ def draw(figure: Any, results: list[Result]) -> None:
 EXPERIMENT = Experiment("softmax_ladder", __doc__, measure, table, draw, height=3.2)
 
 if __name__ == "__main__":
-    run(EXPERIMENT)
+    raise SystemExit(run(EXPERIMENT))

@@ -138,4 +138,4 @@ def draw(figure: Any, results: list[Result]) -> None:
 EXPERIMENT = Experiment("sparsity", __doc__, measure, table, draw)
 
 if __name__ == "__main__":
-    run(EXPERIMENT)
+    raise SystemExit(run(EXPERIMENT))

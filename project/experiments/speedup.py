@@ -217,4 +217,4 @@ def draw(figure: Any, results: list[Result]) -> None:
 EXPERIMENT = Experiment("speedup", __doc__, measure, table, draw, height=3.4)
 
 if __name__ == "__main__":
-    run(EXPERIMENT)
+    raise SystemExit(run(EXPERIMENT))

@@ -367,4 +367,4 @@ def draw(figure: Any, results: list[Result]) -> None:
 EXPERIMENT = Experiment("training", __doc__, measure, table, draw, height=2.8)
 
 if __name__ == "__main__":
-    run(EXPERIMENT)
+    raise SystemExit(run(EXPERIMENT))

@@ -17,7 +17,7 @@ from pathlib import Path
 from course_grader import grade
 from course_markers import CourseError
 from course_tasks import find_task
-from course_trees import start
+from course_trees import left_behind, start
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,6 +48,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "start":
             start(args.module, args.dir, args.earlier)
             print(f"module {args.module} is in {args.dir}; its README.md lists the tasks")
+            if args.earlier and (left := left_behind(args.earlier)):
+                print(
+                    f"of {args.earlier} only the bodies between the markers were taken; if they need any "
+                    f"of this, copy it by hand:\n  " + "\n  ".join(left)
+                )
             return 0
         return grade(
             args.dir,

@@ -57,6 +57,8 @@ def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT
         raise CourseError(
             f"{root} is a starter tree itself, without the solutions; start from the course"
         )
+    if earlier is not None and not earlier.is_dir():
+        raise CourseError(f"{earlier} is no folder; name the tree of an earlier module")
     solved = _bodies_of_earlier(module, earlier, root) if earlier is not None else {}
 
     def body_of(region: Region) -> list[str] | None:
@@ -78,6 +80,24 @@ def _bodies_of_earlier(module: int, earlier: Path, root: Path) -> dict[Key, list
             "n: …' and '# END TASK n' back, at the indentation of the body, in\n" + "\n".join(lines)
         )
     return {key: have[key] for key in (r.key for r in needed)}
+
+
+def left_behind(earlier: Path, root: Path = ROOT) -> list[str]:
+    """Return what of a student's tree is not in the next one, a line a file: only bodies are carried.
+
+    Args:
+        earlier: The tree.
+        root: The course.
+    """
+    found, known = [], set(sources(root))
+    for file in sources(earlier):
+        if file not in known:
+            found.append(f"{file}: a file of your own")
+            continue
+        around = [replaced(read_text(tree / file), file, lambda r: []) for tree in (earlier, root)]
+        if around[0] != around[1]:
+            found.append(f"{file}: changed outside of the marked bodies")
+    return found
 
 
 def write_tree(

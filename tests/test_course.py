@@ -30,7 +30,7 @@ from course_markers import (  # noqa: E402
 )
 from course_place import Workplace  # noqa: E402
 from course_tasks import MODULES, TASKS, Task, find_task, tasks_of  # noqa: E402
-from course_trees import start  # noqa: E402
+from course_trees import left_behind, start  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     (ROOT / "course.json").exists(), reason="a starter tree has no solutions"
@@ -270,6 +270,25 @@ def test_earlier_modules_may_come_from_the_student(tmp_path: Path) -> None:
     file.write_text(own.split("def zipWith")[0], encoding="utf-8")
     with pytest.raises(CourseError, match=r"task 0.3: minitorch/operators.py, zipWith"):
         start(1, tmp_path / "other", zero)
+
+
+def test_what_a_student_wrote_around_the_bodies_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = tmp_path / "zero"
+    start(0, zero)
+    assert left_behind(zero) == []
+    fill(zero, [task.id for task in tasks_of(0)], read_bodies(ROOT))
+    assert left_behind(zero) == []
+    file = zero / "minitorch" / "operators.py"
+    file.write_text(file.read_text(encoding="utf-8") + "\n\ndef helper(): ...\n", encoding="utf-8")
+    (zero / "minitorch" / "own.py").touch()
+    assert main(["start", "1", str(tmp_path / "one"), "--from", str(zero)]) == 0
+    shown = capsys.readouterr().out
+    assert "minitorch/operators.py: changed outside of the marked bodies" in shown
+    assert "minitorch/own.py: a file of your own" in shown
+    assert main(["start", "1", str(tmp_path / "two"), "--from", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no folder" in capsys.readouterr().err
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,6 +144,12 @@ class Instructions:
     def round_tf32(self, x: Any) -> Any:
         return emulated_numbers.round_tf32(x)[()]
 
+    def same(self, x: Any) -> Any:
+        return x
+
+    def store_floats(self, address: int, values: Array) -> None:
+        self._bytes(address, 16).view(np.float32)[:] = row_of(values, 4)
+
     def load_pair(self, address: int) -> Any:
         return tuple(self._bytes(address, 8).view(np.float32))
 
@@ -273,7 +279,7 @@ class Instructions:
     # -- warpgroups ----------------------------------------------------------------------------
 
     def wgmma(
-        self, cols: str, dtype: str, turned: str, acc: Array, a: Any, b: int, add: int
+        self, cols: str, dtype: str, turned: str, acc: Array, a: Any, b: int, add: int = 0
     ) -> None:
         own = row_of(acc, int(cols) // 2)
         flags = tuple(flag == "1" for flag in turned.split(", ")[1:])
@@ -311,8 +317,10 @@ def row_of(fragment: Array, count: int) -> Array:
 #: What an instruction begins with → the method that does it.
 INSTRUCTIONS = {
     r"mov, from space (\d)": "address",
+    r"mov\.b32 \$result, \$x": "same",
     r"ld\.\w+\.(v4)\.u32": "load",
     r"st\.\w+(\.v4)?\.u32": "store",
+    r"st\.shared\.v4\.f32": "store_floats",
     r"ld\.shared\.v2\.f32": "load_pair",
     r"ld\.shared\.s32": "load_number",
     r"red\.global\.add(?:\.v(\d))?\.f32": "add",

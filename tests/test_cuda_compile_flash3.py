@@ -6,6 +6,15 @@ from typing import Any
 
 import pytest
 
+from kernels.cuda.flash3_backward import dkdv_kernel
+from kernels.cuda.flash3_backward_layout import (
+    Parts,
+    dq_share,
+    key_layout,
+    parts_of,
+    query_layout,
+)
+from kernels.cuda.flash3_dq import dq_kernel
 from kernels.cuda.flash3_layout import Widths, layout_of
 from kernels.cuda.flash3_wgmma import forward_kernel
 from kernels.targets import compile_ptx, launched_resources
@@ -47,4 +56,66 @@ def test_nothing_of_the_loop_spills_and_no_product_waits_for_the_last(widths: Wi
     found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
     assert not found.warnings
     assert found.spilled <= 32  # what an item begins with, three warpgroups; nothing in its loop
+    assert kernel.threads * found.registers <= REGISTERS
+
+
+# -- the backward pass ------------------------------------------------------------------------------
+
+#: Widths and what a kernel by key tiles computes.
+BY_KEYS = [
+    (widths, parts) for widths in WIDTHS for adds_dq in (True, False) if max(widths) <= 128 or adds_dq
+    for parts in parts_of(widths, adds_dq)
+]  # fmt: skip
+
+
+def _name(x: Any) -> str:
+    if isinstance(x, Widths):
+        return f"{x.head}-{x.value}"
+    return "+".join(part for part, has in x._asdict().items() if has)
+
+
+def _products(widths: Widths, parts: Parts) -> int:
+    """Return how many instructions the products of a kernel by key tiles take."""
+    block_q, block_k = key_layout(widths, parts).block_q, key_layout(widths, parts).block_k
+    scores, values = widths.head // 16, widths.value // 16
+    # The first scores, and those in the loop; dPᵀ and dK; dV; dQ.
+    return (
+        2 * scores
+        + parts.dk * (values + block_q // 16)
+        + parts.dv * block_q // 16
+        + parts.dq * block_k // 16
+    )
+
+
+@needs_nvvm
+@pytest.mark.parametrize(("widths", "parts"), BY_KEYS[:2], ids=_name)
+def test_the_backward_kernel_makes_each_product_once(widths: Widths, parts: Parts) -> None:
+    layout = key_layout(widths, parts)
+    kernel = dkdv_kernel(layout, widths, "bfloat16", parts)
+    ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n") == _products(widths, parts)
+    transposed = f"m64n{dq_share(layout, widths).cols}k16.f32.bf16.bf16"
+    assert (transposed in ptx) or not parts.dq
+    assert ("cp.reduce.async.bulk.global" in ptx) == parts.dq
+    assert "setmaxnreg.inc" in ptx
+    assert ".local" not in ptx
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("widths", "parts"), BY_KEYS, ids=_name)
+def test_no_product_of_the_backward_kernel_waits_for_the_last(widths: Widths, parts: Parts) -> None:
+    kernel = dkdv_kernel(key_layout(widths, parts), widths, "float16", parts)
+    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert not found.warnings
+    assert found.spilled <= 160  # addresses and numbers of an item; nothing is stored in its loop
+    assert kernel.threads * found.registers <= REGISTERS
+
+
+@needs_ptxas
+@pytest.mark.parametrize("widths", WIDTHS, ids=_name)
+def test_no_product_of_the_kernel_of_dq_waits_for_the_last(widths: Widths) -> None:
+    kernel = dq_kernel(query_layout(widths), widths, "float16")
+    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert not found.warnings
+    assert found.spilled <= 32
     assert kernel.threads * found.registers <= REGISTERS

@@ -31,6 +31,14 @@ def align_up(address, multiple):
     return (address + (multiple - 1)) & -multiple
 
 
+@instruction("mov.b32 $result, $x;", I32, x=I32)
+def anew(x):
+    """Return x, of which the compiler then knows nothing.
+
+    What a loop computes of it, such as addresses of a lane, is not computed beforehand and kept.
+    """
+
+
 @instruction("ld.global.v4.u32 {$words}, [$address];", words=writes(U32, 4), address=I64)
 def ld_global_v4(words, address):
     """Load 16 bytes, at a multiple of 16."""
@@ -59,6 +67,11 @@ def ld_shared_v4(words, address):
 @instruction("st.shared.v4.u32 [$address], {$words};", address=U32, words=reads(U32, 4))
 def st_shared_v4(address, words):
     """Store 16 bytes, at a multiple of 16."""
+
+
+@instruction("st.shared.v4.f32 [$address], {$values};", address=U32, values=reads(F32, 4))
+def st_shared_v4_f32(address, values):
+    """Store four neighbouring float32, at a multiple of 16."""
 
 
 @instruction("ld.shared.v2.f32 {$result}, [$address];", (F32, F32), address=U32)

@@ -28,7 +28,7 @@ from typing import Any
 from numba import int64, uint64
 
 from kernels.cuda.device import device_function
-from kernels.cuda.ptx.inline import F32, I64, U32, instruction, reads, updates
+from kernels.cuda.ptx.inline import F32, I64, U32, instruction, reads, updates, writes
 from kernels.cuda.ptx.swizzle import MODES
 
 #: Rows of A, and of the accumulators, of a warpgroup.
@@ -94,8 +94,12 @@ def make_wgmma(
     a_in_registers: bool = False,
     a_transposed: bool = False,
     b_transposed: bool = False,
+    begins: bool = False,
 ) -> Any:
     """Return ``wgmma(acc, a, b, accumulate)``: acc = A·B, or acc += A·B where the flag is not 0.
+
+    One that begins is ``wgmma(acc, a, b)``: acc = A·B.  The flag of the other may be 0 as well, but to the
+    compiler it reads what is in the accumulators before, which then cannot lend their registers.
 
     ``acc`` is a local array of float32, (cols / 8, 4) say, whose elements lie as those of ``mma``
     do, warp w with the rows from 16 w on; ``a`` a descriptor, or the four registers of each warp's
@@ -107,6 +111,7 @@ def make_wgmma(
         a_in_registers: A is a fragment.
         a_transposed: The lines of A run along its rows; 16-bit dtypes only.
         b_transposed: The lines of B run along its columns; 16-bit dtypes only.
+        begins: It is the first product into its accumulators.
 
     Raises:
         ValueError: If there is no such instruction.
@@ -124,18 +129,25 @@ def make_wgmma(
     turned = "" if dtype == "tf32" else "".join(
         f", {int(flag)}" for flag in ([] if a_in_registers else [a_transposed]) + [b_transposed]
     )  # fmt: skip
-    a = "{$a}" if a_in_registers else "$a"
+    left, a = (reads(U32, 4), "{$a}") if a_in_registers else (I64, "$a")
 
-    @instruction(
-        "{ .reg .pred accumulate;\n"
-        "setp.ne.b32 accumulate, $accumulate, 0;\n"
-        f"wgmma.mma_async.sync.aligned.m{ROWS}n{cols}k{depth}.f32.{name}.{name} "
-        f"{{$acc}}, {a}, $b, accumulate, 1, 1{turned}; }}",
-        acc=updates(F32, cols // 2),
-        a=reads(U32, 4) if a_in_registers else I64,
-        b=I64,
-        accumulate=U32,
-    )
+    def text(flag: str) -> str:
+        return (
+            "{ .reg .pred accumulate;\n"
+            f"setp.ne.b32 accumulate, {flag}, 0;\n"
+            f"wgmma.mma_async.sync.aligned.m{ROWS}n{cols}k{depth}.f32.{name}.{name} "
+            f"{{$acc}}, {a}, $b, accumulate, 1, 1{turned}; }}"
+        )
+
+    if begins:
+
+        @instruction(text("0"), acc=writes(F32, cols // 2), a=left, b=I64)
+        def wgmma_begin(acc, a, b):
+            """Multiply 64 rows; asynchronous."""
+
+        return wgmma_begin
+
+    @instruction(text("$accumulate"), acc=updates(F32, cols // 2), a=left, b=I64, accumulate=U32)
     def wgmma(acc, a, b, accumulate):
         """Multiply, or multiply and add, 64 rows; asynchronous."""
 

@@ -1,0 +1,440 @@
+"""FlashAttention-3 backward by key tiles: dK and dV, and by choice what they add to dQ.
+
+What the forward kernel does with two products, a copying warpgroup and registers handed over, this one
+does with five.  Sᵀ and dPᵀ are computed rather than S and dP: a warpgroup then has 64 keys of its own, and
+Pᵀ and dSᵀ are where the next products want their left operands, in its registers.  Only dQ needs the keys
+of all warpgroups, and therefore dS in shared memory; what it adds is left to the copy engine.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numba import float32, float64, int32, int64, types, uint8, uint32, void
+
+from kernels.cuda.device import Kernel, first_tile, tiles_stop
+from kernels.cuda.flash3_backward_layout import (
+    WORD,
+    KeyLayout,
+    Parts,
+    block_bytes,
+    dq_bytes,
+    dq_share,
+    key_item_of,
+    key_tiles,
+)
+from kernels.cuda.flash3_backward_tiles import (
+    make_accumulate,
+    make_hide,
+    make_load_tile,
+    make_multiply,
+    make_multiply_dq,
+    make_pack,
+    make_store_tile,
+    make_write_tile,
+    store_pairs,
+)
+from kernels.cuda.flash3_layout import ALIGNMENT, LINE, WARPGROUP, Schedule, Widths
+from kernels.cuda.flash3_wgmma import make_next
+from kernels.cuda.ptx.barriers import (
+    bar_sync,
+    fence_mbarrier_init,
+    fence_proxy_async,
+    make_setmaxnreg,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+)
+from kernels.cuda.ptx.bulk import (
+    cp_async_bulk_commit_group,
+    cp_async_bulk_load,
+    cp_reduce_async_bulk_add,
+    make_cp_async_bulk_wait_group,
+)
+from kernels.cuda.ptx.copies import (
+    align_up,
+    global_address,
+    ld_shared,
+    ld_shared_v2,
+    shared_address,
+    st_shared,
+    st_shared_v4_f32,
+)
+from kernels.cuda.ptx.fragments import DEVICE
+from kernels.cuda.ptx.numbers import ex2
+from kernels.cuda.ptx.wgmma import (
+    ROWS,
+    descriptor,
+    descriptor_layout,
+    make_wgmma_wait_group,
+    wgmma_commit_group,
+    wgmma_fence,
+)
+from kernels.cuda.scores import PLAIN, extras_type
+from kernels.cuda.tile_scores import make_tile_scores
+from kernels.targets import cuda
+
+#: The shape of a call: rows, columns that some row sees, heads, and by what a head's and a batch's number
+#: is multiplied to find it in q, k, v and dout: 0 where it repeats.
+SHAPE = types.UniTuple(int32, 11)
+MAPS = types.Array(uint8, 1, "C")
+ROW_NUMBERS = types.Array(float32, 2, "C")
+square_place = DEVICE.square_place
+
+
+@cache
+def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> Kernel:
+    """Return the kernel by key tiles for one layout, two widths, one dtype and some gradients.
+
+    Args:
+        layout: Who works.
+        widths: Columns that it is compiled for.
+        dtype: "float16" or "bfloat16": of q, k, v, dout, dk and dv.
+        parts: Which gradients it computes.
+    """
+    has_dk, has_dv, adds_dq = parts
+    consumers, block_q, block_k = layout.consumers, layout.block_q, layout.block_k
+    q_stages, dout_stages = layout.q_stages, layout.dout_stages
+    head_panels, value_panels = widths.head_panels, widths.value_panels
+    head_tiles, value_tiles, row_tiles = widths.head // 8, widths.value // 8, block_q // 8
+    depth_steps = block_q // 16
+    q_panel, k_panel = block_q * LINE, block_k * LINE
+    q_size, dout_size = head_panels * q_panel, value_panels * q_panel
+    keys_size = head_panels * k_panel + (value_panels * k_panel if has_dk else 0)
+    rows_size = block_q * WORD
+    tiles = key_tiles(layout, widths, parts)
+    # dV takes the place of V, or of K where V is not needed.
+    v_offset, dv_offset = tiles["v"], tiles["v"] if has_dk else tiles["k"]
+    q_offset, dout_offset, barrier_offset = tiles["q"], tiles["dout"], tiles["barriers"]
+    lse_offset, delta_offset, number_offset = tiles["lse"], tiles["delta"], tiles["number"]
+    ds_offset, ds_size, dq_offset = tiles["ds"], 2 * block_q * block_k, tiles["dq"]
+    # Barriers of eight bytes, one of each kind for the keys or a stage.
+    keys_empty, q_full = 8, 16
+    q_empty = q_full + 8 * q_stages
+    dout_full = q_empty + 8 * q_stages
+    dout_empty = dout_full + 8 * dout_stages
+    consumer_warps, everyone = 4 * consumers, WARPGROUP * consumers
+    share = dq_share(layout, widths)
+    dq_tiles, share_size = share.cols // 8, dq_bytes(layout, widths)
+    ds_step, k_step = (k_panel, 0) if share.by_rows else (0, share.step)
+
+    load_q, load_dout = (make_load_tile(n, q_panel) for n in (head_panels, value_panels))
+    load_k, load_v = (make_load_tile(n, k_panel) for n in (head_panels, value_panels))
+    store_dk, store_dv = (make_store_tile(n, k_panel) for n in (head_panels, value_panels))
+    multiply_qk, multiply_v_dout = (
+        make_multiply(block_q, dtype, width, k_panel, q_panel) for width in widths
+    )
+    add_dk, add_dv = (make_accumulate(width, dtype, block_q) for width in widths)
+    multiply_dq, hide = make_multiply_dq(share.cols, dtype, block_k), make_hide(block_q, True)
+    pack_tile = make_pack(dtype, block_q)
+    write_dk, write_dv = (make_write_tile(width, dtype, k_panel) for width in widths)
+    next_q, next_dout = make_next(q_stages), make_next(dout_stages)
+    # Rows of all run along the depth of Sᵀ and dPᵀ, and across that of the other products.
+    along = descriptor_layout(LINE, 16, 8 * LINE)
+    across_rows = descriptor_layout(LINE, q_panel, 8 * LINE)
+    across_keys = descriptor_layout(LINE, k_panel, 8 * LINE)
+    wait_for_all, wait_but_one = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
+    wait_but_two = make_wgmma_wait_group(2)
+    wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
+    wait_for_additions = make_cp_async_bulk_wait_group(0)
+    few_registers, more_registers = layout.registers
+    release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
+    scores = make_tile_scores(PLAIN, np.dtype(np.float32))
+    edge_of, operand_factor = scores.edge, scores.operand_factor
+    one = np.float32(1)
+
+    def flash3_dkdv(
+        q_map, k_map, v_map, dout_map, dk_map, dv_map, lse, delta, dq_sum, next_item, shape, scale,
+        schedule, extras,
+    ):  # fmt: skip
+        """Fill dk and dv, tile after tile, and add to dq_sum what each tile gives.
+
+        Computes   dk and dv for tiles of keys of (batch, head), one after the other, and their parts of
+                   dq / scale, in float32.
+        Source     FlashAttention-3, Algorithm 3; FlashAttention-2, Algorithm 2, for the numbered lines.
+        Grid       (multiprocessors,)  one block each, that takes items in turn; see ``Schedule``
+        Block      (128 * (consumers + 1),)  warpgroup 0 copies, the others multiply
+        One thread does: of a consumer, 2 keys and block_q / 4 rows of Sᵀ and dPᵀ, 2 rows of dK and dV, and
+                   2 rows of a consumer's share of dQ, scattered as wgmma scatters them
+        Shared     k_tile (block_k, head_dim), v_tile (block_k, value_dim), later dk and dv; stages of
+                   q_tile (block_q, head_dim), dout_tile (block_q, value_dim), lse and delta
+                   (block_q,); with dq two of dSᵀ (block_k, block_q), and a tile of dq
+                   (block_q, head_dim) in float32; tiles of 16 bits in panels of 64 columns, 128-byte
+                   swizzle; barriers
+        Registers  dk_acc (head_dim / 8, 4), dv_acc (value_dim / 8, 4), s and dp (block_q / 8, 4), p and ds
+                   (block_q / 16, 4) packed pairs, dq_acc
+        Global     reads k and v once, q, dout, lse and delta once per key tile; writes dk and dv once;
+                   with dq adds to dq_sum once per key tile.
+        Needs      cc 9.0: wgmma, tensor copies, mbarriers, register reallocation.
+        """
+        shared = cuda.shared.array(0, uint8)
+        tile = align_up(shared_address(shared), ALIGNMENT)
+        barriers = tile + barrier_offset
+        seq_q, seq_k, heads = shape[0], shape[1], shape[2]
+        warpgroup, lane = int32(cuda.threadIdx.x // WARPGROUP), int32(cuda.threadIdx.x % 32)
+        items = int32(schedule.tiles * schedule.heads)
+        if cuda.threadIdx.x == 0:
+            mbarrier_init(barriers, 1)
+            mbarrier_init(barriers + keys_empty, consumer_warps)
+            for i in range(q_stages):
+                mbarrier_init(barriers + q_full + 8 * i, 1)
+                mbarrier_init(barriers + q_empty + 8 * i, consumer_warps)
+            for i in range(dout_stages):
+                mbarrier_init(barriers + dout_full + 8 * i, 1)
+                mbarrier_init(barriers + dout_empty + 8 * i, consumer_warps)
+            fence_mbarrier_init()
+        cuda.syncthreads()  # the barriers are there
+        if warpgroup == 0:
+            release()
+            if cuda.threadIdx.x == 0:
+                q_tensor, dout_tensor = global_address(q_map), global_address(dout_map)
+                k_tensor, v_tensor = global_address(k_map), global_address(v_map)
+                lse_rows, delta_rows = global_address(lse), global_address(delta)
+                q_stage, q_phase, dout_stage, dout_phase = int32(0), int32(0), int32(0), int32(0)
+                item, phase = int32(cuda.blockIdx.x), int32(0)
+                while item < items:
+                    following = cuda.atomic.add(next_item, 0, 1)  # it is there when it is needed
+                    # 5: for 1 <= j <= T_c
+                    j, flat = key_item_of(item, schedule)
+                    col, b, h = int32(j * block_k), int32(flat // heads), int32(flat % heads)
+                    first = int32(first_tile(col, block_q, seq_q, -extras.upper))
+                    stop = int32(
+                        tiles_stop(min(col + block_k, seq_k), block_q, seq_q, -extras.lower)
+                    )
+                    # 6: load K_j, V_j, and say which they are
+                    mbarrier_wait(barriers + keys_empty, phase ^ 1)
+                    phase = phase ^ 1
+                    st_shared(tile + number_offset, item)
+                    mbarrier_arrive_expect_tx(barriers, keys_size)
+                    load_k(tile, k_tensor, barriers, col, h * shape[5], b * shape[6])
+                    if has_dk:
+                        load_v(tile + v_offset, v_tensor, barriers, col, h * shape[7], b * shape[8])
+                    # 8: for 1 <= i <= T_r, but only those that see a column of the tile
+                    for n in range(stop - first):
+                        row = int32((first + n) * block_q)
+                        place = (int64(flat) * lse.shape[1] + row) * WORD
+                        # 9: load Q_i, L_i, then dO_i, D_i
+                        full = barriers + q_full + 8 * q_stage
+                        mbarrier_wait(barriers + q_empty + 8 * q_stage, q_phase ^ 1)
+                        mbarrier_arrive_expect_tx(full, q_size + rows_size)
+                        load_q(
+                            tile + q_offset + q_stage * q_size,
+                            q_tensor,
+                            full,
+                            row,
+                            h * shape[3],
+                            b * shape[4],
+                        )
+                        cp_async_bulk_load(
+                            tile + lse_offset + q_stage * rows_size,
+                            lse_rows + place,
+                            rows_size,
+                            full,
+                        )
+                        q_stage, q_phase = next_q(q_stage, q_phase)
+                        full = barriers + dout_full + 8 * dout_stage
+                        mbarrier_wait(barriers + dout_empty + 8 * dout_stage, dout_phase ^ 1)
+                        mbarrier_arrive_expect_tx(full, dout_size + rows_size)
+                        load_dout(
+                            tile + dout_offset + dout_stage * dout_size,
+                            dout_tensor,
+                            full,
+                            row,
+                            h * shape[9],
+                            b * shape[10],
+                        )
+                        cp_async_bulk_load(
+                            tile + delta_offset + dout_stage * rows_size, delta_rows + place,
+                            rows_size, full,
+                        )  # fmt: skip
+                        dout_stage, dout_phase = next_dout(dout_stage, dout_phase)
+                    item = int32(cuda.gridDim.x + following)
+                mbarrier_wait(barriers + keys_empty, phase ^ 1)
+                st_shared(tile + number_offset, items)  # no more of them
+                mbarrier_arrive(barriers)
+                # The last block to end sets the counters back for the next launch.
+                if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
+                    next_item[0], next_item[1] = 0, 0
+        else:
+            claim()
+            me, thread = int32(warpgroup - 1), int32(cuda.threadIdx.x % WARPGROUP)
+            warp = int32(thread // 32)
+            dk_acc = cuda.local.array((head_tiles, 4), float32)
+            dv_acc = cuda.local.array((value_tiles, 4), float32)
+            dq_acc = cuda.local.array((dq_tiles, 4), float32)
+            s = cuda.local.array((row_tiles, 4), float32)
+            dp = cuda.local.array((row_tiles, 4), float32)
+            p = cuda.local.array((depth_steps, 4), uint32)
+            ds = cuda.local.array((depth_steps, 4), uint32)
+            factor = float32(scale) * operand_factor
+            q_stage, q_phase, dout_stage, dout_phase = int32(0), int32(0), int32(0), int32(0)
+            phase = int32(0)
+            r, c = square_place(lane)
+            line = me * ROWS + warp * 16 + r  # of dSᵀ, that this lane gives stmatrix
+            own_keys = tile + me * (ROWS * LINE)
+            k_desc, v_desc = descriptor(along, own_keys), descriptor(along, own_keys + v_offset)
+            own_rows = 2 * WORD * (lane % 4)
+            mbarrier_wait(barriers, phase)
+            item = ld_shared(tile + number_offset)
+            while item < items:
+                phase = phase ^ 1
+                j, flat = key_item_of(item, schedule)
+                col = int32(j * block_k)
+                own_col = int32(col + me * ROWS + warp * 16 + lane // 4)
+                first = int32(first_tile(col, block_q, seq_q, -extras.upper))
+                stop = int32(tiles_stop(min(col + block_k, seq_k), block_q, seq_q, -extras.lower))
+                # 7: dK_j = 0, dV_j = 0 is what the first products begin with
+                if first < stop:
+                    # 10: Sᵀ = K_j Q_iᵀ, the first
+                    mbarrier_wait(barriers + q_full + 8 * q_stage, q_phase)
+                    q_desc = descriptor(along, tile + q_offset + q_stage * q_size)
+                    wgmma_fence()
+                    multiply_qk(s, k_desc, q_desc)
+                    wgmma_commit_group()
+                    wait_for_all()
+                for n in range(int32(stop - first)):
+                    row = int32((first + n) * block_q)
+                    q_now, dout_now = q_stage, dout_stage
+                    lse_now = tile + lse_offset + q_now * rows_size + own_rows
+                    delta_now = tile + delta_offset + dout_now * rows_size + own_rows
+                    dout_tile = tile + dout_offset + dout_now * dout_size
+                    is_whole = (
+                        row + block_q <= seq_q
+                        and col + block_k <= seq_k
+                        and row + block_q - 1 + extras.lower <= col
+                        and col + block_k - 1 <= row + extras.upper
+                    )
+                    mbarrier_wait(barriers + dout_full + 8 * dout_now, dout_phase)
+                    dout_stage, dout_phase = next_dout(dout_stage, dout_phase)
+                    if has_dk:
+                        # 13: dPᵀ = V_j dO_iᵀ, computed while the exponentials are taken
+                        dout_desc = descriptor(along, dout_tile)
+                        wgmma_fence()
+                        multiply_v_dout(dp, v_desc, dout_desc)
+                        wgmma_commit_group()
+                    # 11: P = exp(S - L_i)
+                    for t in range(row_tiles):
+                        shift_0, shift_1 = ld_shared_v2(lse_now + 8 * WORD * t)
+                        s[t, 0] = ex2(s[t, 0] * factor - shift_0)
+                        s[t, 1] = ex2(s[t, 1] * factor - shift_1)
+                        s[t, 2] = ex2(s[t, 2] * factor - shift_0)
+                        s[t, 3] = ex2(s[t, 3] * factor - shift_1)
+                    if not is_whole:
+                        edge = edge_of(row + 2 * (lane % 4), own_col, seq_q, seq_k, extras)
+                        hide(s, edge)
+                    if has_dv:
+                        # The accumulators of Sᵀ lie as the left operand of Pᵀ dO does.
+                        pack_tile(p, s)
+                        # 12: dV_j = dV_j + Pᵀ dO_i, computed while dS is
+                        dout_desc = descriptor(across_rows, dout_tile)
+                        wgmma_fence()
+                        add_dv(dv_acc, p, dout_desc, n)
+                        wgmma_commit_group()
+                    if has_dk:
+                        if has_dv:
+                            wait_but_one()
+                        else:
+                            wait_for_all()
+                        # 14: dS = P ∘ (dP - D_i)
+                        for t in range(row_tiles):
+                            delta_0, delta_1 = ld_shared_v2(delta_now + 8 * WORD * t)
+                            dp[t, 0] = s[t, 0] * (dp[t, 0] - delta_0)
+                            dp[t, 1] = s[t, 1] * (dp[t, 1] - delta_1)
+                            dp[t, 2] = s[t, 2] * (dp[t, 2] - delta_0)
+                            dp[t, 3] = s[t, 3] * (dp[t, 3] - delta_1)
+                        if not is_whole:
+                            # Hidden elements are 0 whatever lse and delta are.
+                            edge = edge_of(row + 2 * (lane % 4), own_col, seq_q, seq_k, extras)
+                            hide(dp, edge)
+                        pack_tile(ds, dp)
+                        if not has_dv and lane == 0:
+                            mbarrier_arrive(barriers + dout_empty + 8 * dout_now)
+                    ds_tile = tile + ds_offset + (n % 2) * ds_size
+                    if adds_dq:
+                        for t in range(depth_steps):
+                            store_pairs(ds_tile, line, c, t, k_panel, ds[t])
+                        fence_proxy_async()
+                        if thread == 0:
+                            wait_for_reads()  # the tile of dq is free again
+                        bar_sync(1, everyone)  # dS is whole
+                    wgmma_fence()
+                    if adds_dq:
+                        # 15: dQ_i += dS K_j, this consumer's share
+                        ds_desc = descriptor(across_keys, ds_tile + me * ds_step)
+                        keys_desc = descriptor(across_keys, tile + me * k_step)
+                        multiply_dq(dq_acc, ds_desc, keys_desc)
+                        wgmma_commit_group()
+                    if has_dk:
+                        # 16: dK_j = dK_j + dSᵀ Q_i
+                        q_desc = descriptor(across_rows, tile + q_offset + q_now * q_size)
+                        add_dk(dk_acc, ds, q_desc, n)
+                        wgmma_commit_group()
+                    q_stage, q_phase = next_q(q_stage, q_phase)
+                    if adds_dq:
+                        wait_but_two()  # dV is done: S takes the registers of P
+                        if lane == 0:
+                            mbarrier_arrive(barriers + dout_empty + 8 * dout_now)
+                    # 10: the next Sᵀ, computed while dQ is stored.  After the last one it is of what lies
+                    # there, and nobody's: products behind a branch would wait for each other.
+                    if n + 1 < stop - first:
+                        mbarrier_wait(barriers + q_full + 8 * q_stage, q_phase)
+                    q_desc = descriptor(along, tile + q_offset + q_stage * q_size)
+                    multiply_qk(s, k_desc, q_desc)
+                    wgmma_commit_group()
+                    if adds_dq:
+                        wait_but_two()  # dQ is done
+                        own_share = tile + dq_offset + me * share_size
+                        for t in range(dq_tiles):
+                            st_shared_v4_f32(own_share + 16 * (t * WARPGROUP + thread), dq_acc[t])
+                        fence_proxy_async()
+                        bar_sync(2 + me, WARPGROUP)  # the share is whole
+                        if thread == 0:
+                            number = (
+                                int64(flat) * (lse.shape[1] // block_q) + first + n
+                            ) * consumers + me
+                            cp_reduce_async_bulk_add(
+                                global_address(dq_sum) + number * share_size, own_share, share_size
+                            )
+                            cp_async_bulk_commit_group()
+                    wait_for_all()  # dK, and the next Sᵀ
+                    if lane == 0:
+                        mbarrier_arrive(barriers + q_empty + 8 * q_now)
+                        if has_dv and not adds_dq:
+                            mbarrier_arrive(barriers + dout_empty + 8 * dout_now)
+                if adds_dq:
+                    bar_sync(1, everyone)  # no one reads the keys any more
+                # 18: write dK_j, dV_j, by way of the tiles of K and V
+                if has_dk:
+                    write_dk(tile, line, c, dk_acc, float32(scale), first < stop, ds)
+                if has_dv:
+                    write_dv(tile + dv_offset, line, c, dv_acc, one, first < stop, p)
+                fence_proxy_async()
+                bar_sync(2 + me, WARPGROUP)  # all keys of the warpgroup are there
+                if thread == 0:
+                    b, h = int32(flat // heads), int32(flat % heads)
+                    if has_dk:
+                        store_dk(global_address(dk_map), own_keys, col + me * ROWS, h, b)
+                    if has_dv:
+                        store_dv(
+                            global_address(dv_map), own_keys + dv_offset, col + me * ROWS, h, b
+                        )
+                    cp_async_bulk_commit_group()
+                    wait_for_reads()
+                bar_sync(2 + me, WARPGROUP)  # and copied: other keys may come
+                if lane == 0:
+                    mbarrier_arrive(barriers + keys_empty)
+                mbarrier_wait(barriers, phase)
+                item = ld_shared(tile + number_offset)
+            if thread == 0:
+                wait_for_additions()
+
+    schedule = types.NamedUniTuple(int32, 3, Schedule)
+    counters, sums = types.Array(int32, 1, "C"), types.Array(float32, 1, "C")
+    extras = extras_type(PLAIN, np.dtype(np.float32))
+    signature = void(
+        MAPS, MAPS, MAPS, MAPS, MAPS, MAPS, ROW_NUMBERS, ROW_NUMBERS, sums, counters, SHAPE, float64,
+        schedule, extras,
+    )  # fmt: skip
+    return Kernel(flash3_dkdv, signature, layout.threads, block_bytes(tiles))

@@ -1,0 +1,228 @@
+"""Hopper's backward rung: which kernels a call takes, how their blocks are staffed, where tiles lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from numba import int32
+
+from kernels.cuda.device import device_function
+from kernels.cuda.flash3_layout import ALIGNMENT, LINE, PANEL, WARPGROUP, Widths, item_of
+from kernels.cuda.ptx.wgmma import ROWS
+from kernels.cuda.register_tiles import SharedTiles, round_up
+
+#: Bytes of a float32.
+WORD = 4
+#: Rows of lse and delta come to their kernels rounded up to this: a whole number of any query tiles.
+PADDING = 128
+#: The widest heads whose dK and dV one warpgroup keeps in registers together.
+BOTH_WIDTH = 128
+
+
+class Parts(NamedTuple):
+    """Which gradients a kernel by key tiles computes.
+
+    Attributes:
+        dk: That of the keys.
+        dv: That of the values.
+        dq: What its keys add to that of the queries, in no order.
+    """
+
+    dk: bool
+    dv: bool
+    dq: bool
+
+
+def parts_of(widths: Widths, adds_dq: bool) -> tuple[Parts, ...]:
+    """Return the kernels by key tiles that a call takes, each by what it computes.
+
+    Args:
+        widths: Of the operands.
+        adds_dq: dQ may be added in any order.
+    """
+    if max(widths) <= BOTH_WIDTH:
+        return (Parts(True, True, adds_dq),)
+    # A warpgroup cannot hold both: S is computed twice.
+    return Parts(False, True, False), Parts(True, False, False)
+
+
+@dataclass(frozen=True)
+class KeyLayout:
+    """Who works on a key tile, and how many query tiles are in flight.
+
+    Attributes:
+        block_q: Rows of a query tile: one or two times 64.
+        q_stages: Tiles of q, with their rows of lse, that shared memory holds at a time.
+        dout_stages: Tiles of dout, with their rows of delta, likewise.
+        consumers: Warpgroups that multiply, each with 64 keys; a further one copies.
+    """
+
+    block_q: int
+    q_stages: int
+    dout_stages: int
+    consumers: int = 2
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a tile."""
+        return ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a copying and of a multiplying thread."""
+        return 24, 240
+
+
+def key_layout(widths: Widths, parts: Parts) -> KeyLayout:
+    """Return the layout of a kernel by key tiles: what fits in registers and in shared memory."""
+    width = max(widths)
+    if width <= 64:
+        return KeyLayout(128, 2, 2)
+    # Tiles of dout are done with before those of q where dV is not computed: one is enough.
+    return KeyLayout(64, 2, 1 if width > 192 and not parts.dv else 2)
+
+
+class DqShare(NamedTuple):
+    """Which part of a tile of dQ, dS K, a consumer computes: 64 rows and some columns.
+
+    Attributes:
+        cols: Columns.
+        by_rows: The consumers share the rows of the tile, or else its columns.
+        step: Bytes in the tile of keys from one consumer's columns to the next one's.
+    """
+
+    cols: int
+    by_rows: bool
+    step: int
+
+
+def dq_share(layout: KeyLayout, widths: Widths) -> DqShare:
+    """Return how the consumers share a tile of dQ."""
+    if layout.block_q > ROWS:
+        return DqShare(round_up(widths.head, 16), True, 0)
+    if widths.head <= PANEL:
+        return DqShare(PANEL // 2, False, LINE // 2)
+    return DqShare(PANEL, False, layout.block_k * LINE)
+
+
+def dq_bytes(layout: KeyLayout, widths: Widths) -> int:
+    """Return the bytes of one consumer's share of a tile of dQ, in float32."""
+    return ROWS * dq_share(layout, widths).cols * WORD
+
+
+def key_tiles(layout: KeyLayout, widths: Widths, parts: Parts) -> SharedTiles:
+    """Return where the tiles of a kernel by key tiles lie, in bytes from the first aligned one.
+
+    dK takes the place of K in the end, and dV that of V, or of K where V is not needed.
+    """
+    k_panels, v_panels = widths.head_panels, widths.value_panels
+    if not parts.dk:
+        k_panels, v_panels = max(k_panels, v_panels), 0
+    q_bytes, dout_bytes = (layout.block_q * LINE * panels for panels in _panels(widths))
+    ds_bytes = 2 * layout.block_q * layout.block_k
+    return SharedTiles(
+        k=k_panels * layout.block_k * LINE,
+        v=v_panels * layout.block_k * LINE,
+        q=layout.q_stages * q_bytes,
+        dout=layout.dout_stages * dout_bytes,
+        # Two, for the one consumer writes the next while the other still multiplies by this one.
+        ds=2 * ds_bytes if parts.dq else 0,
+        dq=layout.consumers * dq_bytes(layout, widths) if parts.dq else 0,
+        lse=layout.q_stages * layout.block_q * WORD,
+        delta=layout.dout_stages * layout.block_q * WORD,
+        barriers=8 * (2 + 2 * layout.q_stages + 2 * layout.dout_stages),
+        number=WORD,
+    )
+
+
+@dataclass(frozen=True)
+class QueryLayout:
+    """Who works on a query tile of dQ, and how many key tiles are in flight.
+
+    Attributes:
+        block_k: Keys of a tile, a multiple of 16.
+        k_stages: Tiles of keys that shared memory holds at a time.
+        v_stages: Tiles of values.
+        consumers: Warpgroups that multiply, each with 64 query rows; a further one copies.
+    """
+
+    block_k: int
+    k_stages: int
+    v_stages: int
+    consumers: int = 2
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of a tile."""
+        return ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a copying and of a multiplying thread."""
+        return 24, 240
+
+
+def query_layout(widths: Widths) -> QueryLayout:
+    """Return the layout of the kernel by query tiles: what fits in registers and in shared memory.
+
+    A tile of keys is needed for the next product with dS as well as for S: with three of them the next
+    one is there.  One of values is done with early.
+    """
+    width = max(widths)
+    if width <= 128:
+        return QueryLayout(128 if width <= 64 else 112, 3, 2)
+    return QueryLayout(64, 3, 2) if width <= 192 else QueryLayout(48, 3, 1)
+
+
+def query_tiles(layout: QueryLayout, widths: Widths) -> SharedTiles:
+    """Return where the tiles of the kernel by query tiles lie; dQ takes the place of q in the end."""
+    return SharedTiles(
+        q=widths.head_panels * layout.block_q * LINE,
+        dout=widths.value_panels * layout.block_q * LINE,
+        k=layout.k_stages * widths.head_panels * layout.block_k * LINE,
+        v=layout.v_stages * widths.value_panels * layout.block_k * LINE,
+        barriers=8 * (2 + 2 * layout.k_stages + 2 * layout.v_stages),
+        number=WORD,
+    )
+
+
+def block_bytes(tiles: SharedTiles) -> int:
+    """Return the dynamic shared memory of a block, what its alignment takes included."""
+    return round_up(tiles.elements, 16) + ALIGNMENT
+
+
+def _panels(widths: Widths) -> tuple[int, int]:
+    return widths.head_panels, widths.value_panels
+
+
+@device_function
+def key_item_of(item, schedule):
+    """Return the number of the key tile, and that of the (batch, head), of an item.
+
+    Under a causal mask it is the first key tiles that most rows see.
+    """
+    last, flat = item_of(item, schedule)
+    return int32(schedule.tiles - 1 - last), flat
+
+
+@device_function
+def is_seen(edge, r, c):
+    """Tell whether the element (r, c) from a thread's first one is within the bounds and the arrays.
+
+    Args:
+        edge: What ``TileScores.edge`` returns for the first one.
+        r: Rows, known when the kernel is compiled.
+        c: Columns, likewise.
+    """
+    return (edge[0] <= c - r) & (c - r <= edge[1]) & (c < edge[2]) & (r < edge[3])

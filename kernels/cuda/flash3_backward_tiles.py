@@ -1,0 +1,197 @@
+"""What the two backward kernels of Hopper do with a tile: load, multiply, pack, store."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import uint32
+
+from kernels.cuda.device import device_function
+from kernels.cuda.flash3_backward_layout import is_seen
+from kernels.cuda.flash3_layout import LINE, PANEL
+from kernels.cuda.ptx.bulk import make_tensor_load, make_tensor_store
+from kernels.cuda.ptx.mma import stmatrix_x4
+from kernels.cuda.ptx.numbers import PACK
+from kernels.cuda.ptx.wgmma import make_wgmma
+
+ZERO = np.float32(0)
+LOAD, STORE = make_tensor_load(4), make_tensor_store(4)
+
+
+@cache
+def make_load_tile(panels: int, panel_bytes: int) -> Any:
+    """Return ``load_tile(target, tensor, barrier, row, h, b)``: a tile of a tensor, panel by panel."""
+
+    @device_function
+    def load_tile(target, tensor, barrier, row, h, b):
+        for panel in range(panels):
+            LOAD(target + panel * panel_bytes, tensor, barrier, (panel * PANEL, row, h, b))
+
+    return load_tile
+
+
+@cache
+def make_store_tile(panels: int, panel_bytes: int) -> Any:
+    """Return ``store_tile(tensor, source, row, h, b)``: a tile to a tensor, panel by panel."""
+
+    @device_function
+    def store_tile(tensor, source, row, h, b):
+        for panel in range(panels):
+            STORE(tensor, (panel * PANEL, row, h, b), source + panel * panel_bytes)
+
+    return store_tile
+
+
+@cache
+def make_multiply(cols: int, dtype: str, depth: int, left_panel: int, right_panel: int) -> Any:
+    """Return ``multiply(acc, left, right)``: acc = A Bᵀ, of rows along the depth, a group of products.
+
+    Args:
+        cols: Rows of B.
+        dtype: "float16" or "bfloat16".
+        depth: Columns of A and B, a multiple of 16.
+        left_panel: Bytes of a panel of A.
+        right_panel: Bytes of a panel of B.
+    """
+    begin, add = make_wgmma(cols, dtype, begins=True), make_wgmma(cols, dtype)
+    steps = depth // 16
+
+    @device_function
+    def multiply(acc, left, right):
+        for t in range(steps):
+            # A step of 16 is 32 bytes, or a panel.
+            panel, step = t // 4, 2 * (t % 4)
+            a, b = (
+                left + panel * (left_panel >> 4) + step,
+                right + panel * (right_panel >> 4) + step,
+            )
+            if t == 0:
+                begin(acc, a, b)
+            else:
+                add(acc, a, b, 1)
+
+    return multiply
+
+
+@cache
+def make_multiply_dq(cols: int, dtype: str, depth: int) -> Any:
+    """Return ``multiply(acc, left, right)``: acc = Aᵀ B, both stored by rows, a group of products.
+
+    Args:
+        cols: Of B.
+        dtype: "float16" or "bfloat16".
+        depth: Rows of A and B, a multiple of 16.
+    """
+    begin, add = (
+        make_wgmma(cols, dtype, a_transposed=True, b_transposed=True, begins=begins)
+        for begins in (True, False)
+    )
+    steps = depth // 16
+
+    @device_function
+    def multiply(acc, left, right):
+        for t in range(steps):
+            step = t * (16 * LINE >> 4)
+            if t == 0:
+                begin(acc, left + step, right + step)
+            else:
+                add(acc, left + step, right + step, 1)
+
+    return multiply
+
+
+@cache
+def make_accumulate(cols: int, dtype: str, depth: int) -> Any:
+    """Return ``accumulate(acc, pairs, right, has_sums)``: acc += A B, A in registers, B stored by rows.
+
+    Args:
+        cols: Of B.
+        dtype: "float16" or "bfloat16".
+        depth: Rows of B, a multiple of 16.
+    """
+    multiply = make_wgmma(cols, dtype, a_in_registers=True, b_transposed=True)
+    steps = depth // 16
+
+    @device_function
+    def accumulate(acc, pairs, right, has_sums):
+        for t in range(steps):
+            multiply(acc, pairs[t], right + t * (16 * LINE >> 4), has_sums + t > 0)
+
+    return accumulate
+
+
+@cache
+def make_pack(dtype: str, depth: int) -> Any:
+    """Return ``pack(pairs, numbers)``: accumulators as the left operand of the next product.
+
+    They lie as it does.
+    """
+    pack, steps = PACK[dtype], depth // 16
+
+    @device_function
+    def pack_tile(pairs, numbers):
+        for t in range(steps):
+            pairs[t, 0] = pack(numbers[2 * t, 0], numbers[2 * t, 1])
+            pairs[t, 1] = pack(numbers[2 * t, 2], numbers[2 * t, 3])
+            pairs[t, 2] = pack(numbers[2 * t + 1, 0], numbers[2 * t + 1, 1])
+            pairs[t, 3] = pack(numbers[2 * t + 1, 2], numbers[2 * t + 1, 3])
+
+    return pack_tile
+
+
+@cache
+def make_hide(cols: int, by_keys: bool) -> Any:
+    """Return ``hide(numbers, edge)``: zeros where bounds or the ends of the arrays hide an element.
+
+    Args:
+        cols: Of the tile.
+        by_keys: Its rows are keys and its columns queries.
+    """
+    tiles = cols // 8
+
+    @device_function
+    def hide(numbers, edge):
+        for t in range(tiles):
+            for e in range(4):
+                across, along = 8 * (e // 2), 8 * t + e % 2
+                r, c = (along, across) if by_keys else (across, along)
+                if not is_seen(edge, r, c):
+                    numbers[t, e] = ZERO
+
+    return hide
+
+
+@device_function
+def store_pairs(tile, line, column, t, panel_bytes, pairs):
+    """Store 16 rows of 16 columns, of a warp, to a tile of panels; column is the lane's eight."""
+    chunk = (2 * t + column) % 8
+    place = tile + t // 4 * panel_bytes + line * LINE + ((chunk ^ (line % 8)) << 4)
+    stmatrix_x4(place, pairs)
+
+
+@cache
+def make_write_tile(cols: int, dtype: str, panel_bytes: int) -> Any:
+    """Return ``write_tile(tile, line, column, acc, factor, is_there, pairs)``: factor · acc, of 16 bits.
+
+    Accumulators that were never written, of rows that see nothing, are zeros.
+
+    Args:
+        cols: Of the tile.
+        dtype: "float16" or "bfloat16".
+        panel_bytes: Of a panel of it.
+    """
+    pack, steps = PACK[dtype], cols // 16
+
+    @device_function
+    def write_tile(tile, line, column, acc, factor, is_there, pairs):
+        for t in range(steps):
+            for u in range(2):
+                w, x = acc[2 * t + u, 0] * factor, acc[2 * t + u, 1] * factor
+                y, z = acc[2 * t + u, 2] * factor, acc[2 * t + u, 3] * factor
+                pairs[0, 2 * u] = pack(w, x) if is_there else uint32(0)
+                pairs[0, 2 * u + 1] = pack(y, z) if is_there else uint32(0)
+            store_pairs(tile, line, column, t, panel_bytes, pairs[0])
+
+    return write_tile

@@ -1,0 +1,324 @@
+"""FlashAttention-3 backward by query tiles: dQ, which a block sums in registers, the same on every run.
+
+Two products more than the kernel by key tiles would need to add it up, and nothing to wait for: dS stays in
+the registers of the warpgroup that computed it, as P does in the forward kernel, whose loop this is.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numba import float32, float64, int32, types, uint8, uint32, void
+
+from kernels.cuda.device import (
+    Kernel,
+    first_full_tile,
+    first_tile,
+    full_tiles_stop,
+    tiles_stop,
+)
+from kernels.cuda.flash3_backward import MAPS, ROW_NUMBERS, SHAPE, square_place
+from kernels.cuda.flash3_backward_layout import QueryLayout, block_bytes, query_tiles
+from kernels.cuda.flash3_backward_tiles import (
+    make_accumulate,
+    make_hide,
+    make_load_tile,
+    make_multiply,
+    make_pack,
+    make_store_tile,
+    make_write_tile,
+)
+from kernels.cuda.flash3_layout import (
+    ALIGNMENT,
+    LINE,
+    WARPGROUP,
+    Schedule,
+    Widths,
+    item_of,
+)
+from kernels.cuda.flash3_wgmma import make_next
+from kernels.cuda.ptx.barriers import (
+    bar_sync,
+    fence_mbarrier_init,
+    fence_proxy_async,
+    make_setmaxnreg,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+)
+from kernels.cuda.ptx.bulk import (
+    cp_async_bulk_commit_group,
+    make_cp_async_bulk_wait_group,
+)
+from kernels.cuda.ptx.copies import align_up, global_address, ld_shared, shared_address, st_shared
+from kernels.cuda.ptx.numbers import ex2
+from kernels.cuda.ptx.wgmma import (
+    ROWS,
+    descriptor,
+    descriptor_layout,
+    make_wgmma_wait_group,
+    wgmma_commit_group,
+    wgmma_fence,
+)
+from kernels.cuda.scores import PLAIN, extras_type
+from kernels.cuda.tile_scores import make_tile_scores
+from kernels.targets import cuda
+
+
+@cache
+def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
+    """Return the kernel by query tiles for one layout, two widths and one dtype.
+
+    Args:
+        layout: Who works.
+        widths: Columns that it is compiled for.
+        dtype: "float16" or "bfloat16": of q, k, v, dout and dq.
+    """
+    consumers, block_q, block_k = layout.consumers, layout.block_q, layout.block_k
+    k_stages, v_stages = layout.k_stages, layout.v_stages
+    head_panels, value_panels = widths.head_panels, widths.value_panels
+    head_tiles, key_tiles, depth_steps = widths.head // 8, block_k // 8, block_k // 16
+    q_panel, k_panel = block_q * LINE, block_k * LINE
+    rows_size = (head_panels + value_panels) * q_panel
+    k_size, v_size = head_panels * k_panel, value_panels * k_panel
+    tiles = query_tiles(layout, widths)
+    dout_offset, k_offset, v_offset = tiles["dout"], tiles["k"], tiles["v"]
+    barrier_offset, number_offset = tiles["barriers"], tiles["number"]
+    # Barriers of eight bytes, one of each kind for the rows or a stage.
+    rows_empty, k_full = 8, 16
+    k_empty = k_full + 8 * k_stages
+    v_full = k_empty + 8 * k_stages
+    v_empty = v_full + 8 * v_stages
+    consumer_warps = 4 * consumers
+
+    load_q, load_dout = (make_load_tile(n, q_panel) for n in (head_panels, value_panels))
+    load_k, load_v = (make_load_tile(n, k_panel) for n in (head_panels, value_panels))
+    store_dq = make_store_tile(head_panels, q_panel)
+    multiply_qk, multiply_dout_v = (
+        make_multiply(block_k, dtype, width, q_panel, k_panel) for width in widths
+    )
+    accumulate, pack_tile = make_accumulate(widths.head, dtype, block_k), make_pack(dtype, block_k)
+    write_dq = make_write_tile(widths.head, dtype, q_panel)
+    hide = make_hide(block_k, False)
+    next_k, next_v = make_next(k_stages), make_next(v_stages)
+    # Rows of all run along the depth of S and dP, and those of k across that of dS K.
+    along = descriptor_layout(LINE, 16, 8 * LINE)
+    across = descriptor_layout(LINE, k_panel, 8 * LINE)
+    wait_for_all, wait_but_one = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
+    wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
+    few_registers, more_registers = layout.registers
+    release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
+    scores = make_tile_scores(PLAIN, np.dtype(np.float32))
+    edge_of, operand_factor = scores.edge, scores.operand_factor
+
+    def flash3_dq(
+        q_map, k_map, v_map, dout_map, dq_map, lse, delta, next_item, shape, scale, schedule, extras
+    ):
+        """Fill dq, tile after tile.
+
+        Computes   dq for tiles of query rows of (batch, head), one after the other.
+        Source     FlashAttention-3, Algorithm 2, for the order of the products; FlashAttention-2,
+                   Algorithm 2, lines 10, 11, 13, 14 and 15, by rows.
+        Grid       (multiprocessors,)  one block each, that takes items in turn; see ``Schedule``
+        Block      (128 * (consumers + 1),)  warpgroup 0 copies, the others multiply
+        One thread does: of a consumer, 2 rows and block_k / 4 columns of S and dP, and of dQ 2 rows and
+                   head_dim / 4 columns, scattered as wgmma scatters them
+        Shared     q_tile (block_q, head_dim), later dq, and dout_tile (block_q, value_dim); stages of
+                   k_tile (block_k, head_dim) and v_tile (block_k, value_dim), in panels of 64 columns,
+                   128-byte swizzle; barriers
+        Registers  dq_acc (head_dim / 8, 4), s and dp (block_k / 8, 4), ds (block_k / 16, 4) packed pairs
+        Global     reads q, dout, lse and delta once, k and v once per query tile; writes dq once.
+        Needs      cc 9.0: wgmma, tensor copies, mbarriers, register reallocation.
+        """
+        shared = cuda.shared.array(0, uint8)
+        tile = align_up(shared_address(shared), ALIGNMENT)
+        barriers = tile + barrier_offset
+        seq_q, seq_k, heads = shape[0], shape[1], shape[2]
+        warpgroup, lane = int32(cuda.threadIdx.x // WARPGROUP), int32(cuda.threadIdx.x % 32)
+        items = int32(schedule.tiles * schedule.heads)
+        if cuda.threadIdx.x == 0:
+            mbarrier_init(barriers, 1)
+            mbarrier_init(barriers + rows_empty, consumer_warps)
+            for i in range(k_stages):
+                mbarrier_init(barriers + k_full + 8 * i, 1)
+                mbarrier_init(barriers + k_empty + 8 * i, consumer_warps)
+            for i in range(v_stages):
+                mbarrier_init(barriers + v_full + 8 * i, 1)
+                mbarrier_init(barriers + v_empty + 8 * i, consumer_warps)
+            fence_mbarrier_init()
+        cuda.syncthreads()  # the barriers are there
+        if warpgroup == 0:
+            release()
+            if cuda.threadIdx.x == 0:
+                q_tensor, dout_tensor = global_address(q_map), global_address(dout_map)
+                k_tensor, v_tensor = global_address(k_map), global_address(v_map)
+                k_stage, k_phase, v_stage, v_phase = int32(0), int32(0), int32(0), int32(0)
+                item, phase = int32(cuda.blockIdx.x), int32(0)
+                while item < items:
+                    following = cuda.atomic.add(next_item, 0, 1)  # it is there when it is needed
+                    i, flat = item_of(item, schedule)
+                    row, b, h = int32(i * block_q), int32(flat // heads), int32(flat % heads)
+                    first = int32(first_tile(row, block_k, seq_k, extras.lower))
+                    stop = int32(
+                        tiles_stop(min(row + block_q, seq_q), block_k, seq_k, extras.upper)
+                    )
+                    # 9: load Q_i, dO_i, and say which they are
+                    mbarrier_wait(barriers + rows_empty, phase ^ 1)
+                    phase = phase ^ 1
+                    st_shared(tile + number_offset, item)
+                    mbarrier_arrive_expect_tx(barriers, rows_size)
+                    load_q(tile, q_tensor, barriers, row, h * shape[3], b * shape[4])
+                    load_dout(
+                        tile + dout_offset, dout_tensor, barriers, row, h * shape[9], b * shape[10]
+                    )
+                    for n in range(stop - first):
+                        col = (stop - 1 - n) * block_k
+                        # 6: load K_j, V_j
+                        full = barriers + k_full + 8 * k_stage
+                        mbarrier_wait(barriers + k_empty + 8 * k_stage, k_phase ^ 1)
+                        mbarrier_arrive_expect_tx(full, k_size)
+                        load_k(
+                            tile + k_offset + k_stage * k_size,
+                            k_tensor,
+                            full,
+                            col,
+                            h * shape[5],
+                            b * shape[6],
+                        )
+                        k_stage, k_phase = next_k(k_stage, k_phase)
+                        full = barriers + v_full + 8 * v_stage
+                        mbarrier_wait(barriers + v_empty + 8 * v_stage, v_phase ^ 1)
+                        mbarrier_arrive_expect_tx(full, v_size)
+                        load_v(
+                            tile + v_offset + v_stage * v_size,
+                            v_tensor,
+                            full,
+                            col,
+                            h * shape[7],
+                            b * shape[8],
+                        )
+                        v_stage, v_phase = next_v(v_stage, v_phase)
+                    item = int32(cuda.gridDim.x + following)
+                mbarrier_wait(barriers + rows_empty, phase ^ 1)
+                st_shared(tile + number_offset, items)  # no more of them
+                mbarrier_arrive(barriers)
+                # The last block to end sets the counters back for the next launch.
+                if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
+                    next_item[0], next_item[1] = 0, 0
+        else:
+            claim()
+            me, thread = int32(warpgroup - 1), int32(cuda.threadIdx.x % WARPGROUP)
+            warp = int32(thread // 32)
+            dq_acc = cuda.local.array((head_tiles, 4), float32)
+            s = cuda.local.array((key_tiles, 4), float32)
+            dp = cuda.local.array((key_tiles, 4), float32)
+            ds = cuda.local.array((depth_steps, 4), uint32)
+            factor = float32(scale) * operand_factor
+            k_stage, k_phase, v_stage, v_phase = int32(0), int32(0), int32(0), int32(0)
+            phase = int32(0)
+            own_tile = tile + me * (ROWS * LINE)  # of q, and then of dq
+            q_desc, dout_desc = (
+                descriptor(along, own_tile),
+                descriptor(along, own_tile + dout_offset),
+            )
+            r, c = square_place(lane)
+            line = me * ROWS + warp * 16 + r
+            mbarrier_wait(barriers, phase)
+            item = ld_shared(tile + number_offset)
+            while item < items:
+                phase = phase ^ 1
+                i, flat = item_of(item, schedule)
+                row = int32(i * block_q)
+                own_row = int32(row + me * ROWS + warp * 16 + lane // 4)
+                row_stop = min(row + block_q, seq_q)
+                first = int32(first_tile(row, block_k, seq_k, extras.lower))
+                stop = int32(tiles_stop(row_stop, block_k, seq_k, extras.upper))
+                full = int32(first_full_tile(row_stop, block_k, extras.lower))
+                full_stop = int32(full_tiles_stop(row, block_k, seq_k, extras.upper))
+                shift_0, shift_1 = lse[flat, own_row], lse[flat, own_row + 8]
+                delta_0, delta_1 = delta[flat, own_row], delta[flat, own_row + 8]
+                # dQ = 0 is what the first dS K begins with
+                if first < stop:
+                    # 10: S = Q_i K_jᵀ, the first
+                    mbarrier_wait(barriers + k_full + 8 * k_stage, k_phase)
+                    k_desc = descriptor(along, tile + k_offset + k_stage * k_size)
+                    wgmma_fence()
+                    multiply_qk(s, q_desc, k_desc)
+                    wgmma_commit_group()
+                    wait_for_all()
+                before = int32(0)  # the stage of the keys before
+                for n in range(int32(stop - first)):
+                    j = int32(stop - 1 - n)
+                    # 13: dP = dO_i V_jᵀ, computed while the exponentials are taken
+                    mbarrier_wait(barriers + v_full + 8 * v_stage, v_phase)
+                    v_desc = descriptor(along, tile + v_offset + v_stage * v_size)
+                    wgmma_fence()
+                    multiply_dout_v(dp, dout_desc, v_desc)
+                    wgmma_commit_group()
+                    # 11: P = exp(S - L_i)
+                    for t in range(key_tiles):
+                        s[t, 0] = ex2(s[t, 0] * factor - shift_0)
+                        s[t, 1] = ex2(s[t, 1] * factor - shift_0)
+                        s[t, 2] = ex2(s[t, 2] * factor - shift_1)
+                        s[t, 3] = ex2(s[t, 3] * factor - shift_1)
+                    wait_for_all()
+                    if lane == 0:
+                        mbarrier_arrive(barriers + v_empty + 8 * v_stage)
+                        if n > 0:
+                            mbarrier_arrive(barriers + k_empty + 8 * before)
+                    v_stage, v_phase = next_v(v_stage, v_phase)
+                    # 14: dS = P ∘ (dP - D_i)
+                    for t in range(key_tiles):
+                        dp[t, 0] = s[t, 0] * (dp[t, 0] - delta_0)
+                        dp[t, 1] = s[t, 1] * (dp[t, 1] - delta_0)
+                        dp[t, 2] = s[t, 2] * (dp[t, 2] - delta_1)
+                        dp[t, 3] = s[t, 3] * (dp[t, 3] - delta_1)
+                    if not full <= j < full_stop:
+                        # Hidden elements are 0 whatever lse and delta are.
+                        edge = edge_of(own_row, j * block_k + 2 * (lane % 4), seq_q, seq_k, extras)
+                        hide(dp, edge)
+                    # The accumulators of dP lie as the left operand of dS K does.
+                    pack_tile(ds, dp)
+                    before = k_stage
+                    k_stage, k_phase = next_k(k_stage, k_phase)
+                    # 10: the next S.  After the last one it is of what lies there, and nobody's: products
+                    # behind a branch would wait for each other.
+                    if n + 1 < stop - first:
+                        mbarrier_wait(barriers + k_full + 8 * k_stage, k_phase)
+                    wgmma_fence()
+                    k_desc = descriptor(along, tile + k_offset + k_stage * k_size)
+                    multiply_qk(s, q_desc, k_desc)
+                    wgmma_commit_group()
+                    # 15: dQ_i = dQ_i + dS K_j
+                    k_desc = descriptor(across, tile + k_offset + before * k_size)
+                    accumulate(dq_acc, ds, k_desc, n)
+                    wgmma_commit_group()
+                    wait_but_one()
+                wait_for_all()
+                if first < stop and lane == 0:
+                    mbarrier_arrive(barriers + k_empty + 8 * before)
+                # Write dQ_i, by way of the tile of q, which this warpgroup has read to the end
+                write_dq(tile, line, c, dq_acc, float32(scale), first < stop, ds)
+                fence_proxy_async()
+                bar_sync(2 + me, WARPGROUP)  # all rows of the warpgroup are there
+                if thread == 0:
+                    b, h = int32(flat // heads), int32(flat % heads)
+                    store_dq(global_address(dq_map), own_tile, row + me * ROWS, h, b)
+                    cp_async_bulk_commit_group()
+                    wait_for_reads()
+                bar_sync(2 + me, WARPGROUP)  # and copied: another q may come
+                if lane == 0:
+                    mbarrier_arrive(barriers + rows_empty)
+                mbarrier_wait(barriers, phase)
+                item = ld_shared(tile + number_offset)
+
+    schedule = types.NamedUniTuple(int32, 3, Schedule)
+    counters = types.Array(int32, 1, "C")
+    extras = extras_type(PLAIN, np.dtype(np.float32))
+    signature = void(
+        MAPS, MAPS, MAPS, MAPS, MAPS, ROW_NUMBERS, ROW_NUMBERS, counters, SHAPE, float64, schedule,
+        extras,
+    )  # fmt: skip
+    return Kernel(flash3_dq, signature, layout.threads, block_bytes(tiles))

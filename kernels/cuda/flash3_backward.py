@@ -35,8 +35,7 @@ from kernels.cuda.flash3_backward_tiles import (
     make_write_tile,
     store_pairs,
 )
-from kernels.cuda.flash3_layout import ALIGNMENT, LINE, WARPGROUP, Schedule, Widths
-from kernels.cuda.flash3_wgmma import make_next
+from kernels.cuda.flash3_layout import ALIGNMENT, LINE, WARPGROUP, Schedule, Widths, make_next
 from kernels.cuda.ptx.barriers import (
     bar_sync,
     fence_mbarrier_init,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from numba import int32
 
 from kernels.cuda.device import device_function
-from kernels.cuda.flash3_layout import ALIGNMENT, LINE, PANEL, WARPGROUP, Widths, item_of
+from kernels.cuda.flash3_layout import ALIGNMENT, LINE, PANEL, Staff, Widths, item_of
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import SharedTiles, round_up
 
@@ -48,7 +48,7 @@ def parts_of(widths: Widths, adds_dq: bool) -> tuple[Parts, ...]:
 
 
 @dataclass(frozen=True)
-class KeyLayout:
+class KeyLayout(Staff):
     """Who works on a key tile, and how many query tiles are in flight.
 
     Attributes:
@@ -66,17 +66,7 @@ class KeyLayout:
     @property
     def block_k(self) -> int:
         """Keys of a tile."""
-        return ROWS * self.consumers
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return WARPGROUP * (self.consumers + 1)
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a copying and of a multiplying thread."""
-        return 24, 240
+        return self.rows
 
 
 def key_layout(widths: Widths, parts: Parts) -> KeyLayout:
@@ -142,7 +132,7 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: Parts) -> SharedTiles:
 
 
 @dataclass(frozen=True)
-class QueryLayout:
+class QueryLayout(Staff):
     """Who works on a query tile of dQ, and how many key tiles are in flight.
 
     Attributes:
@@ -160,17 +150,7 @@ class QueryLayout:
     @property
     def block_q(self) -> int:
         """Query rows of a tile."""
-        return ROWS * self.consumers
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return WARPGROUP * (self.consumers + 1)
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a copying and of a multiplying thread."""
-        return 24, 240
+        return self.rows
 
 
 def query_layout(widths: Widths) -> QueryLayout:

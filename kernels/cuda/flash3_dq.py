@@ -36,8 +36,8 @@ from kernels.cuda.flash3_layout import (
     Schedule,
     Widths,
     item_of,
+    make_next,
 )
-from kernels.cuda.flash3_wgmma import make_next
 from kernels.cuda.ptx.barriers import (
     bar_sync,
     fence_mbarrier_init,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 from numba import int32, uint32
 
 from kernels.cuda.device import device_function
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import SharedTiles, round_up
+from kernels.geometry import ceil_div
 
 #: Columns of a panel: 128 bytes of 16-bit elements, the widest swizzle.
 PANEL = 64
@@ -20,8 +22,29 @@ ALIGNMENT = 1024
 WARPGROUP = 128
 
 
+class Staff:
+    """A warpgroup that copies, and consumers, warpgroups that multiply, each with 64 rows of a tile."""
+
+    consumers: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile that the consumers share."""
+        return ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a copying and of a multiplying thread: together no more than there are."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
+
+
 @dataclass(frozen=True)
-class Layout:
+class Layout(Staff):
     """Who works on a query tile, and how many key tiles are in flight.
 
     Attributes:
@@ -41,17 +64,7 @@ class Layout:
     @property
     def block_q(self) -> int:
         """Query rows of a tile."""
-        return ROWS * self.consumers
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return WARPGROUP * (self.consumers + 1)
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a copying and of a multiplying thread: together no more than there are."""
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
+        return self.rows
 
 
 class Widths(NamedTuple):
@@ -68,12 +81,12 @@ class Widths(NamedTuple):
     @property
     def head_panels(self) -> int:
         """Panels of a tile of q or k."""
-        return -(-self.head // PANEL)
+        return ceil_div(self.head, PANEL)
 
     @property
     def value_panels(self) -> int:
         """Panels of a tile of v."""
-        return -(-self.value // PANEL)
+        return ceil_div(self.value, PANEL)
 
 
 def layout_of(widths: Widths) -> Layout:
@@ -134,6 +147,18 @@ class Schedule(NamedTuple):
     tiles: int
     heads: int
     group: int
+
+
+@cache
+def make_next(count: int) -> Any:
+    """Return ``following(place, phase)``: the next of so many places, whose phase turns with each round."""
+
+    @device_function
+    def following(place, phase):
+        last = place == count - 1
+        return int32(0 if last else place + 1), int32(phase ^ 1 if last else phase)
+
+    return following
 
 
 @device_function

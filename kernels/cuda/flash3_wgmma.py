@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numba import float32, float64, int32, types, uint8, uint32, void
@@ -38,6 +37,7 @@ from kernels.cuda.flash3_layout import (
     Widths,
     item_of,
     k_bytes,
+    make_next,
     shared_bytes,
     shared_tiles,
     v_bytes,
@@ -82,18 +82,6 @@ from kernels.targets import cuda
 SHAPE = types.UniTuple(int32, 10)
 MAPS = types.Array(uint8, 1, "C")
 square_place = DEVICE.square_place
-
-
-@cache
-def make_next(count: int) -> Any:
-    """Return ``following(place, phase)``: the next of so many places, whose phase turns with each round."""
-
-    @device_function
-    def following(place, phase):
-        last = place == count - 1
-        return int32(0 if last else place + 1), int32(phase ^ 1 if last else phase)
-
-    return following
 
 
 @cache

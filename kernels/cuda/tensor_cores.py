@@ -10,16 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from kernels.cuda import flash2_backward
-from kernels.cuda.arrays import device_pointer, device_view, empty_device
+from kernels.cuda.arrays import device_view, empty_device
 from kernels.cuda.half import convert_flat
 from kernels.cuda.memory import DeviceMemory
+from kernels.cuda.vector import are_vectors
 from kernels.dtypes import FLOAT32
 from kernels.operands import Operands
 from kernels.problem import Problem
 from kernels.targets import IS_SIMULATOR, compute_capability
 
-#: Bytes that the widest load, and the copy engine, want rows to begin at.
-ALIGNMENT = 16
 _MEMORY = DeviceMemory()
 
 
@@ -56,13 +55,7 @@ def why_not(problem: Problem, tile: tuple[int, int] | None, needed: tuple[int, i
 
 def is_aligned(array: Any) -> bool:
     """Tell whether the rows of (batch, heads, seq, dim) are whole pieces of 16 bytes."""
-    *steps, last = array.strides
-    return (
-        last == array.dtype.itemsize
-        and array.shape[-1] * last % ALIGNMENT == 0
-        and all(step % ALIGNMENT == 0 for step in steps)
-        and device_pointer(array) % ALIGNMENT == 0
-    )
+    return are_vectors(array)
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:

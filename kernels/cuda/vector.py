@@ -36,7 +36,7 @@ def are_vectors(*arrays: Any) -> bool:
 @lru_cache(maxsize=1024)
 def _lies_in_vectors(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     return (
-        shape[-1] % VECTOR == 0
+        shape[-1] % max(VECTOR, ALIGNMENT // itemsize) == 0  # of 16 bits eight fill a vector
         and strides[-1] == itemsize
         and all(step % ALIGNMENT == 0 for step in strides[:-1])
     )

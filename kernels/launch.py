@@ -19,8 +19,8 @@ from kernels.cuda import (
     flash2_backward,
     flash2_dmask,
     flash2_mma_launch,
+    flash3_backward_launch,
     flash3_launch,
-    tensor_cores,
 )
 from kernels.cuda import flash2 as cuda_flash2
 from kernels.cuda import naive as cuda_naive
@@ -168,15 +168,15 @@ CUDA = Target(
             Rung(
                 name,
                 module.forward,
-                tensor_cores.backward,
+                gradients.backward,
                 module.tile,
-                tensor_cores.backward_tile,
+                gradients.backward_tile,
                 module.why_not,
                 HALF_DTYPES,
             )
-            for name, module in (
-                ("flash3_wgmma", flash3_launch),
-                ("flash2_mma", flash2_mma_launch),
+            for name, module, gradients in (
+                ("flash3_wgmma", flash3_launch, flash3_backward_launch),
+                ("flash2_mma", flash2_mma_launch, flash2_mma_launch),
             )
         ),
         Rung(

@@ -16,6 +16,7 @@ from kernels.targets import cuda, why_no_cuda
 
 from .mma_attention import LARGE, OPTIONS, TINY, Call
 from .mma_attention import run as run_attention
+from .mma_backward import GRADIENTS, LARGE_GRADIENTS, OF_OPTIONS, Gradients, run_on_gpu
 from .ptx_cases import Case, run
 from .ptx_kernels import CASES as OF_A_WARP
 from .ptx_kernels_hopper import CASES as OF_A_BLOCK
@@ -33,6 +34,11 @@ def _attention(call: Call) -> str:
     return "within the tolerance"
 
 
+def _gradients(case: Gradients, atomics: bool) -> str:
+    run_on_gpu(case, atomics, np.random.default_rng(0))
+    return "within the tolerance"
+
+
 def main() -> None:
     """Run everything that the device has; stop with the number of those that are wrong."""
     if (missing := why_no_cuda()) is not None:
@@ -46,6 +52,9 @@ def main() -> None:
     if device >= (8, 0):
         for name, call in {**TINY, **OPTIONS, **LARGE}.items():
             found[f"flash2_mma, {name}"] = partial(_attention, call)
+        for name, case in {**GRADIENTS, **OF_OPTIONS, **LARGE_GRADIENTS}.items():
+            found[f"flash2_mma backward, {name}"] = partial(_gradients, case, False)
+            found[f"flash2_mma backward by atomics, {name}"] = partial(_gradients, case, True)
     wrong = 0
     for name, ask in found.items():
         if sys.argv[1:] and sys.argv[1] not in name:

@@ -71,7 +71,7 @@ ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
     "flash2 few rows": lambda dtype, *dims: flash2.forward_kernel(
         *_layout_and_widths("few", dtype, *dims), dtype, True, PLAIN, True
     ),
-    "flash2 merge": lambda dtype, *dims: flash2_merge.merge_kernel(dtype),
+    "flash2 merge": lambda dtype, *dims: flash2_merge.merge_kernel(dtype, dtype),
 }  # fmt: skip
 
 

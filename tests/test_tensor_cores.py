@@ -16,7 +16,7 @@ from kernels.cuda.arrays import to_device, to_host
 from kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.targets import compute_capability, why_no_cuda
 
-from .attention_strategies import Case
+from .attention_strategies import MASK_MODS, SCORE_MODS, Case
 from .cuda_attention import on_device
 from .option_table import TENSOR_CORES
 
@@ -31,6 +31,31 @@ KINDS = {
     ],
     "flash2_mma": [(FLOAT16, 64, 64), (BFLOAT16, 128, 128), (FLOAT16, 33, 65), (BFLOAT16, 256, 1)],
 }
+
+#: Option → what a call has of it.
+OPTIONS = {
+    "boolean mask": lambda rng: {"attn_mask": rng.random((2, 1, 300, 410)) < 0.7},
+    "floating mask": lambda rng: {"attn_mask": rng.standard_normal((2, 300, 1)).astype(FLOAT16)},
+    "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
+    "softcap": lambda rng: {"softcap": 2.0},
+    "alibi": lambda rng: {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
+    "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},
+    "score_mod": lambda rng: {"score_mod": SCORE_MODS[0]},
+    "block mask": lambda rng: {
+        "block_mask": kernels.BlockMask(
+            rng.integers(0, 4, (2, 5, 7)), 300, 410, 64, rng.random((2, 64, 64)) < 0.7
+        )
+    },
+}
+
+
+def wide_case(option: str, deterministic: bool, dim: int = 64) -> Case:
+    """Return a call of one option, causal, whose lengths no tile divides."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 2, 300, dim), (2, 2, 410, dim), (2, 2, 410, dim), (2, 2, 300, dim)
+    q, k, v, dout = (rng.standard_normal(shape).astype(FLOAT16) for shape in shapes)
+    options = {"is_causal": True, "causal_offset": 110, "deterministic": deterministic}
+    return Case(q, k, v, dout, {**options, **OPTIONS[option](rng)}, (16, 16))
 
 
 @st.composite
@@ -72,6 +97,23 @@ def test_a_rung_of_tensor_cores_agrees_with_the_textbook(rung: str, data: Any) -
 
 
 @pytest.mark.cuda
+@given(data=st.data())
+def test_atomics_agree_with_the_textbook(data: Any) -> None:
+    case = data.draw(half_cases(KINDS["flash2_mma"]))
+    case.options["deterministic"] = False
+    case.check(_on_host(case.run(launch.CUDA, "flash2_mma", place=on_device)), "by atomics")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_flash2_mma_has_every_option(option: str, deterministic: bool) -> None:
+    case = wide_case(option, deterministic)
+    results = _on_host(case.run(launch.CUDA, "flash2_mma", place=to_device))
+    case.check(results, f"with {option}")
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("rung", TENSOR_CORES)
 def test_the_same_call_gives_the_same_bits_250_times(rung: str) -> None:
     rng = np.random.default_rng(0)
@@ -83,6 +125,19 @@ def test_the_same_call_gives_the_same_bits_250_times(rung: str) -> None:
 def _forward(q: Any, k: Any, v: Any, rung: str) -> Any:
     call = launch_call(q, k, v, rung=rung, is_causal=True)
     return np.concatenate([to_host(x).reshape(-1).astype(np.float32) for x in call])
+
+
+@pytest.mark.cuda
+def test_deterministic_gradients_are_the_same_bits_50_times() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((2, 3, 700, 64)).astype(FLOAT16) for _ in range(4))
+    case = Case(q, k, v, dout, {"is_causal": True, "dropout_p": 0.1, "seed": 3}, (16, 16))
+    first, *others = (
+        _on_host(case.run(launch.CUDA, "flash2_mma", place=to_device)) for _ in range(50)
+    )
+    for other in others:
+        for name, array in first.items():
+            assert np.array_equal(array, other[name]), name
 
 
 def launch_call(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
@@ -126,7 +181,8 @@ def test_auto_takes_the_fastest_rung_of_the_device() -> None:
         (BFLOAT16, 64, {"is_causal": True}, "flash3_wgmma"),
         (FLOAT16, 60, {}, "flash2_mma"),
         (FLOAT16, 64, {"scale": -1.0}, "flash2_mma"),
-        (FLOAT16, 64, {"softcap": 2.0}, "flash2"),
+        (FLOAT16, 64, {"softcap": 2.0}, "flash2_mma"),
+        (BFLOAT16, 60, {"dropout_p": 0.1, "seed": 1}, "flash2_mma"),
         (FLOAT32, 64, {}, "flash2"),
         (FLOAT32, 64, {"precision": "bfloat16"}, "flash3_wgmma"),
         (FLOAT32, 64, {"precision": "tf32"}, "flash2"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numba import void
@@ -18,14 +18,28 @@ from kernels.cuda.device import (
     scalar_type,
     shift_of,
 )
-from kernels.cuda.register_tiles import Layout
+from kernels.cuda.half import as_bits, form
 from kernels.cuda.sizes import SIZES
 from kernels.geometry import PLAIN
 from kernels.problem import Problem
 from kernels.targets import cuda
 
 
-def parts_of(problem: Problem, layout: Layout, grid: tuple[int, int]) -> int:
+class Tiles(Protocol):
+    """A layout: how many query rows and key columns a tile has."""
+
+    @property
+    def block_q(self) -> int:
+        """Query rows."""
+        ...
+
+    @property
+    def block_k(self) -> int:
+        """Key columns."""
+        ...
+
+
+def parts_of(problem: Problem, layout: Tiles, grid: tuple[int, int]) -> int:
     """Return among how many blocks the keys of one query tile are divided.
 
     Only the shapes decide, so that results are equal bit for bit from device to device.
@@ -45,8 +59,9 @@ def parts_of(problem: Problem, layout: Layout, grid: tuple[int, int]) -> int:
 
 
 @cache
-def merge_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel that merges the parts, for one dtype."""
+def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any]) -> Kernel:
+    """Return the kernel that merges the parts, for the dtype of the parts and that of out."""
+    narrow, bits = form(stored).narrow, form(stored).stored
     real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
 
     def flash2_merge(part_out, part_lse, out, lse):
@@ -76,12 +91,13 @@ def merge_kernel(dtype: np.dtype[Any]) -> Kernel:
                 weight = merge_weight(part_lse[n, h, row], shift)
                 total += weight
                 acc += weight * part_out[n, h, row, c]
-            out[b, h, row, c] = acc * real(inverse_sum(total))
+            out[b, h, row, c] = narrow(acc * real(inverse_sum(total)))
             if c == 0:
                 lse[b, h, row] = log_sum_exp(shift, total)
 
     four, three = array_type(dtype, 4), array_type(dtype, 3)
-    return Kernel(flash2_merge, void(four, three, four, three), SIZES.flat_threads)
+    signature = void(four, three, array_type(bits, 4), three)
+    return Kernel(flash2_merge, signature, SIZES.flat_threads)
 
 
 def merge_parts(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
@@ -90,9 +106,10 @@ def merge_parts(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
     Args:
         part_out: (parts · batch, heads, seq_q, value_dim), batch ``n`` of part ``p`` at p · batch + n.
         part_lse: (parts · batch, heads, seq_q).
-        out: (batch, heads, seq_q, value_dim), written.
+        out: (batch, heads, seq_q, value_dim), written; of 16 bits or of the dtype of the parts.
         lse: (batch, heads, seq_q), written.
     """
     threads = SIZES.flat_threads
     blocks = PLAIN.ceil_div(math.prod(out.shape), threads)
-    merge_kernel(np.dtype(out.dtype))[blocks, threads](part_out, part_lse, out, lse)
+    kernel = merge_kernel(np.dtype(part_out.dtype), np.dtype(out.dtype))
+    kernel[blocks, threads](part_out, part_lse, as_bits(out), lse)

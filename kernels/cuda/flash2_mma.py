@@ -18,6 +18,7 @@ from numba import float32, float64, uint8, uint16, uint32, void
 from kernels.cuda.device import (
     Kernel,
     array_type,
+    ceil_div,
     device_function,
     first_full_tile,
     first_tile,
@@ -27,6 +28,7 @@ from kernels.cuda.device import (
     shift_of,
     tiles_stop,
 )
+from kernels.cuda.mma_guard import flag_type, is_flagged, make_clear_unseen, never_flagged
 from kernels.cuda.mma_tiles import (
     COL_OF,
     COLS,
@@ -40,6 +42,7 @@ from kernels.cuda.mma_tiles import (
     make_accumulate,
     make_copy_tile,
     make_multiply,
+    make_store_sums,
     make_store_tile,
 )
 from kernels.cuda.ptx.copies import (
@@ -52,7 +55,7 @@ from kernels.cuda.register_tiles import SharedTiles
 from kernels.cuda.scores import PLAIN, Features, extras_type
 from kernels.cuda.tile_bits import make_tile_bits
 from kernels.cuda.tile_scores import make_tile_scores
-from kernels.cuda.visits import make_visits
+from kernels.cuda.visits import make_next_entry, make_visits
 from kernels.online_softmax import LN_2
 from kernels.targets import cuda
 
@@ -99,6 +102,7 @@ def forward_kernel(
     vectors: bool,
     features: Features = PLAIN,
     is_folded: bool = True,
+    is_split: bool = False,
 ) -> Kernel:
     """Return the forward kernel for one layout, two widths, one dtype and some options.
 
@@ -110,6 +114,8 @@ def forward_kernel(
         vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces.
         features: Options of the call.
         is_folded: The scale is positive: without options it is then multiplied within the exponent.
+        is_split: The keys are divided among parts of the grid; out, of float32, and lse then have a batch
+            for each part.
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
     row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, value_width // COLS
@@ -118,10 +124,12 @@ def forward_kernel(
     tiles = forward_tiles(layout, head_width, value_width)
     q_offset, k_offset, v_offset = tiles["q"], tiles["k"], tiles["v"]
     k_bytes, v_bytes = HALF * block_k * head_width, HALF * block_k * value_width
-    place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
+    visits = make_visits(features, block_q)
+    place, entries, tile_of, is_whole, _ = visits
+    next_entry = make_next_entry(visits)
     scores = make_tile_scores(features, FLOAT32)
     operand_factor, edge_of, score_of = scores.operand_factor, scores.edge, scores.score
-    is_folded = is_folded and features == PLAIN
+    is_folded = is_folded and features.of_elements == PLAIN
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, kept, listed, has_bits = tile_bits.draw, tile_bits.kept, tile_bits.listed, tile_bits.bytes
     copy_q = make_copy_tile(threads, block_q, head_width, vectors)
@@ -129,24 +137,21 @@ def forward_kernel(
     copy_v = make_copy_tile(threads, block_k, value_width, vectors)
     multiply = make_multiply(layout, head_width, dtype)
     accumulate = make_accumulate(layout, value_width, dtype)
-    store_out = make_store_tile(layout, value_width, dtype, vectors)
+    is_found = is_flagged if features.hides else never_flagged
+    store = make_store_sums if is_split else make_store_tile
+    store_out = store(layout, value_width, dtype, vectors)
+    seen = tiles.elements + tile_bits.bytes
+    clear_unseen = make_clear_unseen(layout, value_width)
     minus_inf, zero, ln_2 = np.float32(-math.inf), np.float32(0), np.float32(LN_2)
     rows_of, cols_of = ROW_OF, COL_OF
 
-    @device_function
-    def next_entry(entry, entries_stop, first, stop, extras):
-        """Return the first entry from this one on that the bounds leave."""
-        while entry < entries_stop and not is_within(tile_of(entry, extras), first, stop):
-            entry += 1
-        return entry
-
-    def flash2_mma_forward(q, k, v, out, lse, scale, extras):
+    def flash2_mma_forward(q, k, v, out, lse, scale, flag, extras):
         """Fill one query tile of out and lse.
 
         Computes   out and lse for one tile of query rows of one (batch, head).
         Source     FlashAttention-2, Algorithm 1, lines 3-15; FlashAttention, Algorithm 2, lines 11 (mask)
                    and 14 (dropout).
-        Grid       (num_q_tiles, batch * heads)  one block per query tile, the longest first
+        Grid       (num_q_tiles * parts, batch * heads)  one block per query tile, the longest first
         Block      (32 * warps,)
         One thread does: of 16 x 8 tiles, for row_tiles * 16 rows of its warp, two neighbouring columns of
                    two rows: of S block_k / 8 tiles, of O value_dim / 8.
@@ -161,8 +166,12 @@ def forward_kernel(
         heads = q.shape[1]
         b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
         # 3: for 1 <= i <= T_r
+        tile, part, parts = cuda.blockIdx.x, 0, 1
+        if is_split:
+            q_tiles = ceil_div(q.shape[2], block_q)
+            tile, part, parts = tile % q_tiles, tile // q_tiles, cuda.gridDim.x // q_tiles
         flat, row, first_q, seq_q, first_k, seq_k = place(
-            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+            tile, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
         )
         thread = cuda.threadIdx.x
         lane, warp_row = thread % WARP, thread // WARP * warp_rows
@@ -185,6 +194,10 @@ def forward_kernel(
         k_start = first_k + max(row + extras.lower, 0)
         k_stop = first_k + min(row_stop + extras.upper, seq_k)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
+        if is_split:
+            count = max(entries_stop - entry, 0)
+            entries_stop = entry + count * (part + 1) // parts
+            entry += count * part // parts
         entry = next_entry(entry, entries_stop, first, stop, extras)
         # 4: load Q_i, and the first K_j and V_j
         q_row, q_stop = first_q + row, first_q + seq_q
@@ -202,6 +215,7 @@ def forward_kernel(
         for n in range(acc_tiles):
             for i in range(4):
                 acc[n, i] = zero
+        found = is_found(flag)
         stage = 0
         # 6: for 1 <= j <= T_c
         while entry < entries_stop:
@@ -265,13 +279,17 @@ def forward_kernel(
                     for n in range(own_tiles):
                         acc[m * own_tiles + n, 2 * half] *= rescale
                         acc[m * own_tiles + n, 2 * half + 1] *= rescale
+            if found:
+                clear_unseen(thread, lane, s, bits, seen, v_tile + stage * v_bytes)
             # 10, second half: O = O + P V_j
-            accumulate(acc, s, a_fragment, b_fragment, v_tile + stage * v_bytes, lane)
+            v_stage = v_tile + stage * v_bytes
+            accumulate(acc, s, a_fragment, b_fragment, v_stage, lane, 0)
             if has_bits:
                 cuda.syncthreads()  # every warp has read the bits before they are drawn anew
             stage = 1 - stage
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with the tiles, which the output overwrites
+        out_batch = b + part * q.shape[0]
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             total = row_sum_of(row_sum[i])
@@ -284,11 +302,13 @@ def forward_kernel(
             if lane % 4 == 0 and row + own_row < seq_q:
                 unit = factor if is_folded else float32(1)
                 shift = float32(shift_of(row_max[i])) * unit * ln_2
-                lse[b, h, q_row + own_row] = log_sum_exp(shift, total)
+                lse[out_batch, h, q_row + own_row] = log_sum_exp(shift, total)
         # 14: write O_i
-        store_out(acc, out, b, h, q_row, q_stop, halves, memory, lane, warp_row)
+        store_out(acc, out, out_batch, h, q_row, q_stop, halves, memory, memory, lane, warp_row, 0)
 
     read, rows = array_type(STORAGE, 4), array_type(FLOAT32, 3)
-    signature = void(read, read, read, read, rows, float64, extras_type(features, FLOAT32))
-    shared_bytes = tiles.elements + tile_bits.bytes
+    rest = float64, flag_type(features.hides), extras_type(features, FLOAT32)
+    written = array_type(FLOAT32, 4) if is_split else read
+    signature = void(read, read, read, written, rows, *rest)
+    shared_bytes = seen + (block_k if features.hides else 0)
     return Kernel(flash2_mma_forward, signature, threads, shared_bytes, layout.resident)

@@ -70,6 +70,35 @@ class MmaLayout:
         return self.block_q // (ROWS * self.warps)
 
 
+@dataclass(frozen=True)
+class KeyLayout:
+    """The shape of the work of one block of warps that own keys.
+
+    Attributes:
+        block_q: Query rows a tile in shared memory.
+        block_k: Keys of the block: ``warps`` times a multiple of 16.
+        warps: Of the block.
+        step_q: Query rows whose scores are in registers at a time, a multiple of 16 that divides block_q.
+        resident: As in :class:`MmaLayout`.
+    """
+
+    block_q: int
+    block_k: int
+    warps: int
+    step_q: int
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return WARP * self.warps
+
+    @property
+    def turned(self) -> MmaLayout:
+        """The same for Sᵀ = K·Qᵀ: the keys in the place of the query rows."""
+        return MmaLayout(self.block_k, self.step_q, self.warps, self.resident)
+
+
 @device_function
 def lane_row(lane):
     """Return the first row of a lane's accumulators in a 16 x 8 tile."""
@@ -187,18 +216,28 @@ def make_multiply(layout: MmaLayout, width: int, dtype: str) -> Callable[..., No
 
 
 @cache
-def make_accumulate(layout: MmaLayout, width: int, dtype: str) -> Callable[..., None]:
-    """Return ``accumulate(acc, s, a, b, v_tile, lane)``: acc += P·V, P the lane's own s, rounded.
+def make_accumulate(layout: MmaLayout, width: int, dtype: str, own: int = 0) -> Callable[..., None]:
+    """Return ``accumulate(acc, s, a, b, v_tile, lane, chunk)``: acc += P·V, P the lane's own s, rounded.
 
-    ``acc`` is (row_tiles * width / 8, 4) float32; the others as for :func:`make_multiply`.
+    ``acc`` is (row_tiles * own / 8, 4) float32; the others as for :func:`make_multiply`.
+
+    Args:
+        layout: Who multiplies.
+        width: Of the tile of V.
+        dtype: "float16" or "bfloat16".
+        own: Columns of it that are multiplied, from the piece ``chunk`` on; all of them when 0.
     """
     mma, pack = MMA[dtype], PACK[dtype]
     place = make_tile_place(device_function, HALF * width)
-    row_tiles, col_tiles, own_tiles = layout.row_tiles, layout.block_k // COLS, width // COLS
+    row_tiles, col_tiles, own_tiles = (
+        layout.row_tiles,
+        layout.block_k // COLS,
+        (own or width) // COLS,
+    )
     below = DEPTH * HALF * width  # the swizzle begins anew after eight rows
 
     @device_function
-    def accumulate(acc, s, a, b, v_tile, lane):
+    def accumulate(acc, s, a, b, v_tile, lane, chunk):
         b_row, b_chunk = square_place(lane)
         for step in range(col_tiles // 2):
             for m in range(row_tiles):
@@ -209,7 +248,8 @@ def make_accumulate(layout: MmaLayout, width: int, dtype: str) -> Callable[..., 
                 a[m, 2] = pack(s[right, 0], s[right, 1])
                 a[m, 3] = pack(s[right, 2], s[right, 3])
             for n in range(own_tiles // 2):
-                ldmatrix_x4_trans(b[0], v_tile + place(b_row, 2 * n + b_chunk) + step * below)
+                v_place = v_tile + place(b_row, chunk + 2 * n + b_chunk)
+                ldmatrix_x4_trans(b[0], v_place + step * below)
                 for m in range(row_tiles):
                     mma(acc[m * own_tiles + 2 * n], a[m], b[0])
                     mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
@@ -219,46 +259,70 @@ def make_accumulate(layout: MmaLayout, width: int, dtype: str) -> Callable[..., 
 
 @cache
 def make_store_tile(
-    layout: MmaLayout, width: int, dtype: str, vectors: bool
+    layout: MmaLayout, width: int, dtype: str, vectors: bool, own: int = 0
 ) -> Callable[..., None]:
-    """Return ``store_tile(acc, target, b, h, first, stop, shared, tile, lane, row)``.
+    """Return ``store_tile(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk)``.
 
-    It rounds the warp's accumulators, turns them in shared memory into whole rows, and writes those of its
-    rows below ``stop``.  Each warp uses its own rows of the tile only; ``shared`` is the same memory as an
-    array of uint16 that begins at the address ``tile``.
+    It rounds the warp's accumulators, turns them in shared memory into whole rows, and writes those of
+    its rows below ``stop``.  Each warp uses its own rows and columns of the tile only; ``shared`` is an
+    array of uint16 that begins at the address ``memory``.
 
     Args:
         layout: Who stores.
-        width: Of the accumulators; columns that the target does not have are left out.
+        width: Of the tile; columns that the target does not have are left out.
         dtype: "float16" or "bfloat16".
         vectors: The target is aligned for pieces of 16 bytes and has a multiple of eight columns.
+        own: Columns of the accumulators, from the piece ``chunk`` on; all of them when 0.
     """
     pack, place = PACK[dtype], make_tile_place(device_function, HALF * width)
-    row_tiles, own_tiles, chunks = layout.row_tiles, width // COLS, width // PIECE
+    own = own or width
+    row_tiles, own_tiles, chunks = layout.row_tiles, own // COLS, own // PIECE
     pieces = row_tiles * ROWS * chunks
 
     @device_function
-    def store_tile(acc, target, b, h, first, stop, shared, tile, lane, row):
+    def store_tile(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk):
         own_row, own_byte = row + lane_row(lane), HALF * lane_col(lane)
         for m in range(row_tiles):
             for n in range(own_tiles):
                 i, at = m * own_tiles + n, own_row + m * ROWS
-                st_shared(tile + place(at, n) + own_byte, pack(acc[i, 0], acc[i, 1]))
-                st_shared(tile + place(at + 8, n) + own_byte, pack(acc[i, 2], acc[i, 3]))
+                st_shared(tile + place(at, chunk + n) + own_byte, pack(acc[i, 0], acc[i, 1]))
+                st_shared(tile + place(at + 8, chunk + n) + own_byte, pack(acc[i, 2], acc[i, 3]))
         cuda.syncwarp()  # the warp's rows are whole
         words = cuda.local.array(4, uint32)
         dim = target.shape[3]
         base = global_address(target) + b * target.strides[0] + h * target.strides[1]
         for n in range(lane, pieces, WARP):
-            at, chunk = row + n // chunks, n % chunks
-            if first + at < stop and chunk * PIECE < dim:
+            at, piece = row + n // chunks, chunk + n % chunks
+            if first + at < stop and piece * PIECE < dim:
                 if vectors:
-                    ld_shared_v4(words, tile + place(at, chunk))
-                    offset = (first + at) * target.strides[2] + chunk * CHUNK
+                    ld_shared_v4(words, tile + place(at, piece))
+                    offset = (first + at) * target.strides[2] + piece * CHUNK
                     st_global_v4(base + offset, words)
                 else:
-                    element = int64(place(at, chunk)) // HALF
-                    for i in range(min(PIECE, dim - chunk * PIECE)):
-                        target[b, h, first + at, chunk * PIECE + i] = shared[element + i]
+                    element = int64(tile - memory + place(at, piece)) // HALF
+                    for i in range(min(PIECE, dim - piece * PIECE)):
+                        target[b, h, first + at, piece * PIECE + i] = shared[element + i]
 
     return store_tile
+
+
+@cache
+def make_store_sums(
+    layout: MmaLayout, width: int, dtype: str, vectors: bool
+) -> Callable[..., None]:
+    """Return what :func:`make_store_tile` does, for few rows of float32: nothing is rounded."""
+    row_tiles, own_tiles = layout.row_tiles, width // COLS
+    rows_of, cols_of = ROW_OF, COL_OF
+
+    @device_function
+    def store_sums(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk):
+        dim = target.shape[3]
+        for m in range(row_tiles):
+            for n in range(own_tiles):
+                for i in range(4):
+                    at = first + row + lane_row(lane) + m * ROWS + rows_of[i]
+                    col = n * COLS + lane_col(lane) + cols_of[i]
+                    if at < stop and col < dim:
+                        target[b, h, at, col] = acc[m * own_tiles + n, i]
+
+    return store_sums

@@ -62,6 +62,16 @@ class Features(NamedTuple):
         """Whether a score that is seen is another number than scale · q · k."""
         return bool(self.softcap or self.slopes or self.mask == "float" or self.score_mod)
 
+    @property
+    def of_elements(self) -> Features:
+        """The options that make anything of the elements of a whole tile: all but which tiles there are."""
+        return self._replace(block_mask=False, packed=False)
+
+    @property
+    def hides(self) -> bool:
+        """Whether a tile may have elements that are hidden beside others, not by bounds alone."""
+        return bool(self.mask or self.block_mask or self.mask_mod or self.score_mod)
+
 
 PLAIN = Features()
 

@@ -1,7 +1,7 @@
-"""What the tensor-core rungs share: what they need of a device and of a call, and their backward pass.
+"""What the tensor-core rungs share: what they need of a device and of a call, and gradients of flash2.
 
-They know operands of 16 bits, and of the options bounds and groups of heads; everything else goes to
-flash2.  Their gradients are flash2's too, of operands widened to float32.
+They know operands of 16 bits.  A rung that has no backward kernels of its own takes flash2's, of operands
+widened to float32.
 """
 
 from __future__ import annotations
@@ -36,18 +36,28 @@ def why_no_device(needed: tuple[int, int]) -> str | None:
     return None
 
 
+def why_not_here(tile: tuple[int, int] | None, needed: tuple[int, int]) -> str | None:
+    """Return why the device cannot run a kernel of tensor cores with a tile, or None.
+
+    Args:
+        tile: What the caller asks for.
+        needed: The least compute capability.
+    """
+    if (missing := why_no_device(needed)) is not None:
+        return missing
+    return None if tile is None else f"it takes its own tiles only, got {tile}"
+
+
 def why_not(problem: Problem, tile: tuple[int, int] | None, needed: tuple[int, int]) -> str | None:
-    """Return why tensor cores cannot serve a call, or None.
+    """Return why a kernel of tensor cores without options cannot serve a call, or None.
 
     Args:
         problem: The checked call, in 16 bits.
         tile: What the caller asks for.
         needed: The least compute capability.
     """
-    if (missing := why_no_device(needed)) is not None:
-        return missing
-    if tile is not None:
-        return f"it takes its own tiles only, got {tile}"
+    if (reason := why_not_here(tile, needed)) is not None:
+        return reason
     if not problem.is_plain:
         return "of the options it takes bounds, groups of heads and scale only"
     return None

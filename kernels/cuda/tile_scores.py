@@ -49,7 +49,11 @@ class TileScores(NamedTuple):
 
 @cache
 def make_tile_scores(
-    features: Features, dtype: np.dtype[Any], of_bias: bool = False, by_keys: bool = False
+    features: Features,
+    dtype: np.dtype[Any],
+    of_bias: bool = False,
+    by_keys: bool = False,
+    exp2: Any = None,
 ) -> TileScores:
     """Return the functions of elements for a kernel's features.
 
@@ -59,9 +63,10 @@ def make_tile_scores(
         of_bias: The gradient is that of what a mask adds, not of scale · q · k.
         by_keys: Keys sum over rows: a row beyond the end must count for nothing.  Its operands are
             zeros, but zero times an infinite key is NaN.
+        exp2: A power of two in the dtype; the library's when None.
     """
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
-    log2_e, exp2 = dtype.type(LOG2_E), EXP2[dtype]
+    log2_e, exp2 = dtype.type(LOG2_E), exp2 or EXP2[dtype]
     functions = make_score_functions(features, dtype)
     bend, add = functions.bend, functions.add
     in_mask = functions.in_mask

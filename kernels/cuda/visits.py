@@ -115,6 +115,20 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
     )
 
 
+@cache
+def make_next_entry(visits: Visits) -> Callable[..., Any]:
+    """Return ``next_entry(entry, entries_stop, first, stop, extras)``: the next that the bounds leave."""
+    tile_of, is_within = visits.tile_of, visits.is_within
+
+    @device_function
+    def next_entry(entry, entries_stop, first, stop, extras):
+        while entry < entries_stop and not is_within(tile_of(entry, extras), first, stop):
+            entry += 1
+        return entry
+
+    return next_entry
+
+
 def grid_of(array: Any, seq: int, block: int, extras: Extras) -> tuple[int, int]:
     """Return the grid: tiles of ``seq`` places, or those of packed sequences, and (batch, head).
 

@@ -1,0 +1,372 @@
+"""FlashAttention-2 backward on tensor cores, by key columns: dK and dV, and by choice dQ by atomics.
+
+What flash2 left on the table is what its forward pass did, and one thing more: there P and dS pass
+through shared memory twice, for the product with dO or Q has them transposed.  Here each warp owns keys
+and computes Sᵀ = KQᵀ and dPᵀ = VdOᵀ, so that the accumulators are the left operands of Pᵀ·dO and dSᵀ·Q as
+they lie.  Only dQ = dS·K wants dS from other warps, and that through shared memory, in 16 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from numba import float32, float64, int32, uint8, uint16, uint32, void
+
+from kernels.cuda.device import (
+    Kernel,
+    array_type,
+    device_function,
+    first_tile,
+    shift_of,
+    tiles_stop,
+)
+from kernels.cuda.flash2_mma import FLOAT32, STORAGE
+from kernels.cuda.mma_dq import DqSums, make_add_dq
+from kernels.cuda.mma_guard import flag_type, is_flagged, make_clear_rows, never_flagged
+from kernels.cuda.mma_tiles import (
+    COL_OF,
+    COLS,
+    HALF,
+    ROW_OF,
+    ROWS,
+    WARP,
+    KeyLayout,
+    lane_col,
+    lane_row,
+    make_accumulate,
+    make_copy_tile,
+    make_multiply,
+    make_store_tile,
+)
+from kernels.cuda.ptx.copies import (
+    anew,
+    cp_async_commit_group,
+    cp_async_wait_all,
+    ld_shared_v2,
+    shared_address,
+    st_shared,
+)
+from kernels.cuda.ptx.numbers import PACK, ex2
+from kernels.cuda.ptx.swizzle import make_tile_place
+from kernels.cuda.register_tiles import SharedTiles
+from kernels.cuda.scores import PLAIN, Features, extras_type
+from kernels.cuda.tile_bits import make_tile_bits
+from kernels.cuda.tile_scores import make_tile_scores
+from kernels.cuda.visits import make_next_entry, make_visits
+from kernels.online_softmax import LOG2_E
+from kernels.targets import cuda
+
+
+def dkdv_tiles(layout: KeyLayout, head_width: int, value_width: int, atomics: bool) -> SharedTiles:
+    """Return where the tiles of the kernel lie, in bytes: two each of Q, dO, lse and delta."""
+    k, v = (HALF * layout.block_k * width for width in (head_width, value_width))
+    q, dout = (2 * HALF * layout.block_q * width for width in (head_width, value_width))
+    ds = HALF * layout.block_q * layout.block_k if atomics else 0
+    rows = 2 * FLOAT32.itemsize * layout.block_q
+    return SharedTiles(k=k, v=v, q=q, dout=dout, ds=ds, lse=rows, delta=rows)
+
+
+@cache
+def dkdv_kernel(
+    layout: KeyLayout,
+    head_width: int,
+    value_width: int,
+    dtype: str,
+    vectors: bool,
+    sums: DqSums | None = None,
+    features: Features = PLAIN,
+    parts: int = 1,
+) -> Kernel:
+    """Return the kernel that fills dk and dv, and with ``sums`` adds to the sums of dq.
+
+    Args:
+        layout: Tiles and warps.
+        head_width: head_dim rounded up to a multiple of 16 · parts, or more.
+        value_width: value_dim likewise.
+        dtype: "float16" or "bfloat16".
+        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces.
+        sums: How those of dq lie in memory, or None.
+        features: Options of the call.
+        parts: Blocks that share the columns of dk, dv and dq of one key tile.
+    """
+    block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
+    turned, step_q = layout.turned, layout.step_q
+    key_tiles, col_tiles = turned.row_tiles, step_q // COLS
+    k_own, v_own = head_width // parts, value_width // parts
+    dk_tiles, dv_tiles = key_tiles * k_own // COLS, key_tiles * v_own // COLS
+    s_tiles, warp_keys = key_tiles * col_tiles, ROWS * key_tiles
+    tiles = dkdv_tiles(layout, head_width, value_width, sums is not None)
+    k_offset, v_offset, q_offset, dout_offset = (tiles[name] for name in ("k", "v", "q", "dout"))
+    ds_offset, lse_offset, delta_offset = tiles["ds"], tiles["lse"], tiles["delta"]
+    lse_index, delta_index = lse_offset // 4, delta_offset // 4
+    q_bytes, dout_bytes = HALF * block_q * head_width, HALF * block_q * value_width
+    visits = make_visits(features, block_k, by_keys=True)
+    place, entries, tile_of, is_whole, _ = visits
+    next_entry = make_next_entry(visits)
+    scores = make_tile_scores(features, FLOAT32, by_keys=True, exp2=ex2)
+    operand_factor, is_guarded = scores.operand_factor, features.hides
+    edge_of, gradient_of = scores.edge, scores.gradient
+    is_plain, has_sums = features.of_elements == PLAIN, sums is not None
+    is_found = is_flagged if is_guarded else never_flagged
+    tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
+    draw, kept, listed, has_bits = tile_bits.draw, tile_bits.kept, tile_bits.listed, tile_bits.bytes
+    copy_k = make_copy_tile(threads, block_k, head_width, vectors)
+    copy_v = make_copy_tile(threads, block_k, value_width, vectors)
+    copy_q = make_copy_tile(threads, block_q, head_width, vectors)
+    copy_dout = make_copy_tile(threads, block_q, value_width, vectors)
+    multiply_kq = make_multiply(turned, head_width, dtype)
+    multiply_v_dout = make_multiply(turned, value_width, dtype)
+    accumulate_dk = make_accumulate(turned, head_width, dtype, k_own)
+    accumulate_dv = make_accumulate(turned, value_width, dtype, v_own)
+    store_ds = _make_store_ds(layout, dtype)
+    add_dq = make_add_dq(layout, sums, head_width, k_own, dtype) if sums else _nothing
+    store_dk = make_store_tile(turned, head_width, dtype, vectors, k_own)
+    store_dv = make_store_tile(turned, value_width, dtype, vectors, v_own)
+    seen_q = tiles.elements + tile_bits.bytes
+    seen_k = seen_q + block_q
+    clear_q = make_clear_rows(threads, step_q, head_width)
+    clear_dout = make_clear_rows(threads, step_q, value_width)
+    clear_k = make_clear_rows(threads, block_k, head_width)
+    zero, inf, log2_e = np.float32(0), np.float32(math.inf), np.float32(LOG2_E)
+    rows_of, cols_of = ROW_OF, COL_OF
+
+    @device_function
+    def row_values(thread, lse, delta, b, h, q_row, q_start, q_stop):
+        """Return L, base 2, and D of one row of a tile; one that sees nothing has no probabilities."""
+        row = q_row + thread
+        inside = q_start <= row < q_stop
+        if threads > block_q:
+            inside = inside and thread < block_q
+        shift = float32(shift_of(lse[b, h, row])) * log2_e if inside else inf
+        return shift, (delta[b, h, row] if inside else zero)
+
+    def flash2_mma_dkdv(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, flag, extras):
+        """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
+
+        Computes   dk and dv for one tile of keys of one (batch, head), and its part of dq / τ.
+        Source     FlashAttention-2, Algorithm 2, lines 5-18; without sums all but line 15;
+                   FlashAttention, Algorithm 4, for mask and dropout.
+        Grid       (num_k_tiles * parts, batch * heads)  one block per key tile and part of the columns
+        Block      (32 * warps,)
+        One thread does: of 16 x 8 tiles, for the keys of its warp, two neighbouring query rows of two
+                   keys: of Sᵀ and dPᵀ step_q / 8 tiles, of dK and dV their columns / 8.
+        Shared     k_tile, v_tile (block_k, dim), two each of q_tile, dout_tile (block_q, dim), lse and
+                   delta (block_q,); with sums dSᵀ (block_k, block_q); swizzled; for some options a byte
+                   for four columns
+        Registers  dk_acc, dv_acc (key_tiles * columns / 8, 4), s, dp (key_tiles * step_q / 8, 4), with
+                   sums those of dq, a share of (block_q, columns)
+        Global     reads k and v once, q, dout, lse and delta once per key tile; writes dk and dv once;
+                   with sums adds to those of dq once per key tile.
+        Needs      compute capability 8.0.
+        """
+        heads = q.shape[1]
+        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        # 5: for 1 <= j <= T_c
+        flat, col, first_q, seq_q, first_k, seq_k = place(
+            cuda.blockIdx.x // parts, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+        )
+        part = cuda.blockIdx.x % parts
+        k_chunk, v_chunk = part * (k_own // COLS), part * (v_own // COLS)
+        thread = cuda.threadIdx.x
+        lane, warp = int32(thread % WARP), thread // WARP
+        warp_key = warp * warp_keys
+        bits = cuda.shared.array(0, uint8)  # all tiles; the bits begin after them
+        halves = cuda.shared.array(0, uint16)  # the same memory
+        floats = cuda.shared.array(0, float32)  # the same memory
+        memory = shared_address(bits)
+        k_tile, v_tile, ds_tile = memory + k_offset, memory + v_offset, memory + ds_offset
+        q_tile, dout_tile = memory + q_offset, memory + dout_offset
+        dk_acc = cuda.local.array((dk_tiles, 4), float32)
+        dv_acc = cuda.local.array((dv_tiles, 4), float32)
+        s = cuda.local.array((s_tiles, 4), float32)
+        dp = cuda.local.array((s_tiles, 4), float32)
+        a_fragment = cuda.local.array((key_tiles, 4), uint32)
+        b_fragment = cuda.local.array((2, 2), uint32)
+        # 8: for 1 <= i <= T_r, but only those that see a column of the tile
+        # Keys that no row sees, and rows that see no key of the tile, are read as zeros: zero times
+        # infinity would be NaN.
+        col_stop = min(col + block_k, seq_k)
+        first = first_tile(col, block_q, seq_q, -extras.upper)
+        stop = tiles_stop(col_stop, block_q, seq_q, -extras.lower)
+        k_row, k_start = first_k + col, first_k + max(extras.lower, 0)
+        k_stop = first_k + min(seq_q + extras.upper, seq_k)
+        q_start = first_q + max(col - extras.upper, 0)
+        q_stop = first_q + min(col_stop - extras.lower, seq_q)
+        entry, entries_stop = entries(flat, col, seq_k, first, stop, extras)
+        entry = next_entry(entry, entries_stop, first, stop, extras)
+        # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
+        copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
+        copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
+        shift = own_delta = zero
+        if entry < entries_stop:
+            q_row = first_q + tile_of(entry, extras) * block_q
+            copy_q(thread, q, b, h, q_row, q_start, q_stop, q_tile)
+            copy_dout(thread, dout, b, h, q_row, q_start, q_stop, dout_tile)
+            for r in range(thread, block_q, threads):
+                shift, own_delta = row_values(r, lse, delta, b, h, q_row, q_start, q_stop)
+                floats[lse_index + r], floats[delta_index + r] = shift, own_delta
+        cp_async_commit_group()
+        for n in range(dk_tiles):
+            for i in range(4):
+                dk_acc[n, i] = zero
+        for n in range(dv_tiles):
+            for i in range(4):
+                dv_acc[n, i] = zero
+        factor = float32(scale) * operand_factor
+        found = is_found(flag)
+        stage = 0
+        while entry < entries_stop:
+            t = tile_of(entry, extras)
+            row = t * block_q
+            whole = (
+                row + block_q <= seq_q
+                and col + block_k <= seq_k
+                and row + block_q - 1 + extras.lower <= col
+                and col + block_k - 1 <= row + extras.upper
+                and is_whole(entry, extras)
+            )
+            cp_async_wait_all()
+            draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
+            cuda.syncthreads()  # the tiles are whole; every warp is done with the other stage and dS
+            # 9: load Q_i, dO_i, L_i, D_i: those of the next iteration, while this one computes
+            entry = next_entry(entry + 1, entries_stop, first, stop, extras)
+            other = 1 - stage
+            if entry < entries_stop:
+                q_row = first_q + tile_of(entry, extras) * block_q
+                copy_q(thread, q, b, h, q_row, q_start, q_stop, q_tile + other * q_bytes)
+                copy_dout(
+                    thread, dout, b, h, q_row, q_start, q_stop, dout_tile + other * dout_bytes
+                )
+                if threads >= block_q:  # on their way until they are stored below
+                    shift, own_delta = row_values(thread, lse, delta, b, h, q_row, q_start, q_stop)
+                else:
+                    for r in range(thread, block_q, threads):
+                        shift, own_delta = row_values(r, lse, delta, b, h, q_row, q_start, q_stop)
+                        at = other * block_q + r
+                        floats[lse_index + at], floats[delta_index + at] = shift, own_delta
+            cp_async_commit_group()
+            if found:
+                for n in range(thread, block_q + block_k, threads):
+                    bits[seen_q + n] = 0
+                cuda.syncthreads()  # nothing has been seen yet
+            lse_row = memory + lse_offset + 4 * (stage * block_q + lane_col(lane))
+            delta_row = memory + delta_offset + 4 * (stage * block_q + lane_col(lane))
+            own_row, own_col = row + lane_col(lane), col + warp_key + lane_row(lane)
+            edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
+            for step in range(0, block_q, step_q):
+                lane = anew(lane)  # addresses of fragments would fill the registers
+                q_stage = q_tile + stage * q_bytes + HALF * head_width * step
+                dout_stage = dout_tile + stage * dout_bytes + HALF * value_width * step
+                # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
+                multiply_kq(s, a_fragment, b_fragment, k_tile, q_stage, lane, warp_key)
+                multiply_v_dout(dp, a_fragment, b_fragment, v_tile, dout_stage, lane, warp_key)
+                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+                if is_plain and whole:
+                    for n in range(col_tiles):
+                        low, high = ld_shared_v2(lse_row + 4 * (step + n * COLS))
+                        low_delta, high_delta = ld_shared_v2(delta_row + 4 * (step + n * COLS))
+                        for m in range(key_tiles):
+                            at = m * col_tiles + n
+                            for i in range(0, 4, 2):
+                                p, next_p = (
+                                    ex2(s[at, i] * factor - low),
+                                    ex2(s[at, i + 1] * factor - high),
+                                )
+                                s[at, i], s[at, i + 1] = p, next_p
+                                dp[at, i] = p * (dp[at, i] - low_delta)
+                                dp[at, i + 1] = next_p * (dp[at, i + 1] - high_delta)
+                else:
+                    for n in range(col_tiles):
+                        low, high = ld_shared_v2(lse_row + 4 * (step + n * COLS))
+                        low_delta, high_delta = ld_shared_v2(delta_row + 4 * (step + n * COLS))
+                        for m in range(key_tiles):
+                            at = m * col_tiles + n
+                            for i in range(4):
+                                r, c = step + n * COLS + cols_of[i], m * ROWS + rows_of[i]
+                                in_row, in_col = lane_col(lane) + r, warp_key + lane_row(lane) + c
+                                keep = kept(bits, in_row, in_col, extras)
+                                p, dp[at, i] = gradient_of(
+                                    s[at, i] * factor, dp[at, i], high if i % 2 else low,
+                                    high_delta if i % 2 else low_delta, keep, whole,
+                                    listed(bits, in_row, in_col), edge, flat, b, h,
+                                    own_row, r, own_col, c, seq_q, seq_k, extras,
+                                )  # fmt: skip
+                                s[at, i] = p * keep
+                if has_sums:
+                    store_ds(dp, ds_tile, lane, warp_key, step // COLS)
+                if found:
+                    # Rows that see no key of the tile, and keys that none sees: zero times infinity
+                    # would be NaN.
+                    for n in range(col_tiles):
+                        for m in range(key_tiles):
+                            for i in range(4):
+                                if s[m * col_tiles + n, i] != zero:
+                                    r, c = step + n * COLS + cols_of[i], m * ROWS + rows_of[i]
+                                    bits[seen_q + lane_col(lane) + r] = 1
+                                    bits[seen_k + warp_key + lane_row(lane) + c] = 1
+                    cuda.syncthreads()  # everybody is done with Q and dO, and has said what it sees
+                    clear_q(thread, bits, seen_q + step, q_stage)
+                    clear_dout(thread, bits, seen_q + step, dout_stage)
+                    cuda.syncthreads()  # what nobody sees is zeros
+                # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i
+                accumulate_dv(dv_acc, s, a_fragment, b_fragment, dout_stage, lane, v_chunk)
+                # 16: dK_j += dSᵀ Q_i
+                accumulate_dk(dk_acc, dp, a_fragment, b_fragment, q_stage, lane, k_chunk)
+            if threads >= block_q and thread < block_q:
+                at = other * block_q + thread
+                floats[lse_index + at], floats[delta_index + at] = shift, own_delta
+            if has_sums or has_bits:
+                cuda.syncthreads()  # dS is whole, and the bits have been read
+            if has_sums and found:
+                clear_k(thread, bits, seen_k, k_tile)
+                cuda.syncthreads()  # what nobody sees is zeros
+            # 15: dQ_i += dS K_j
+            lane = anew(lane)
+            add_dq(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, t, part, k_chunk, extras)
+            if has_sums and found:
+                cuda.syncthreads()  # every warp is done with K, which others may see after all
+                copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
+                cp_async_commit_group()
+            stage = other
+        # 18: write dK_j, dV_j
+        cp_async_wait_all()
+        cuda.syncthreads()  # every warp is done with K, V: what is stored takes their place
+        tau = float32(scale)
+        for n in range(dk_tiles):
+            for i in range(4):
+                dk_acc[n, i] *= tau
+        k_end = first_k + seq_k
+        store_dk(dk_acc, dk, b, h, k_row, k_end, halves, memory, k_tile, lane, warp_key, k_chunk)
+        store_dv(dv_acc, dv, b, h, k_row, k_end, halves, memory, v_tile, lane, warp_key, v_chunk)
+
+    read, rows = array_type(STORAGE, 4), array_type(FLOAT32, 3)
+    rest = float64, flag_type(is_guarded), extras_type(features, FLOAT32)
+    signature = void(read, read, read, read, rows, rows, rows, read, read, *rest)
+    shared_bytes = seen_q + (block_q + block_k if is_guarded else 0)
+    return Kernel(flash2_mma_dkdv, signature, threads, shared_bytes, layout.resident)
+
+
+@device_function
+def _nothing(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, t, part, chunk, extras):
+    pass
+
+
+@cache
+def _make_store_ds(layout: KeyLayout, dtype: str) -> Callable[..., None]:
+    """Return ``store_ds(dp, tile, lane, key, chunk)``: the warp's dSᵀ to shared memory, rounded."""
+    pack, place = PACK[dtype], make_tile_place(device_function, HALF * layout.block_q)
+    key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
+
+    @device_function
+    def store_ds(dp, tile, lane, key, chunk):
+        own_key, own_byte = key + lane_row(lane), HALF * lane_col(lane)
+        for m in range(key_tiles):
+            for n in range(col_tiles):
+                i, at = m * col_tiles + n, own_key + m * ROWS
+                st_shared(tile + place(at, chunk + n) + own_byte, pack(dp[i, 0], dp[i, 1]))
+                st_shared(tile + place(at + 8, chunk + n) + own_byte, pack(dp[i, 2], dp[i, 3]))
+
+    return store_ds

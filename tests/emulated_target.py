@@ -1,0 +1,110 @@
+"""A target whose rungs are those of tensor cores and whose device is the emulated GPU.
+
+Operands are NumPy arrays; what a launch asks of a device is answered here, and every launch is emulated.
+Tiles are the least that the kernels know, for each thread is one of Python's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from kernels import launch
+from kernels.cuda import flash2_mma_launch, scores
+from kernels.cuda.device import Kernel
+from kernels.cuda.flash2_mma_launch import ByKeys
+from kernels.cuda.mma_tiles import KeyLayout, MmaLayout
+from kernels.dtypes import BITS, HALF_DTYPES, is_half
+from kernels.memory import HostMemory
+
+from .emulated_gpu import launch as emulate
+from .emulated_instructions import GARBAGE
+
+#: The rungs of 16-bit operands, on the host.
+EMULATED = replace(
+    launch.CUDA,
+    memory=HostMemory(),
+    rungs=tuple(rung for rung in launch.CUDA.rungs if rung.dtypes == HALF_DTYPES),
+    mask_gradient=launch.NUMPY.mask_gradient,
+)
+_ROWS, _KEYS = (MmaLayout(16, 16, 1),), (ByKeys(KeyLayout(16, 16, 1, 16), 16),)
+
+
+def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    array = np.empty(shape, dtype)
+    array.view(np.uint8)[...] = GARBAGE
+    return array
+
+
+def _bits(array: Any) -> Any:
+    return array.view(BITS) if is_half(array.dtype) else array
+
+
+def _launched(kernel: Kernel, where: Any) -> Any:
+    grid, _ = where
+    x, y = grid if isinstance(grid, tuple) else (grid, 1)
+    return lambda *args: emulate(kernel, (x, y), *args)
+
+
+def _merge(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
+    parts = len(part_lse) // len(lse)
+    split = part_lse.reshape(parts, *lse.shape).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        lse[...] = np.logaddexp.reduce(split, axis=0)
+    weights = np.exp(split - np.where(np.isfinite(lse), lse, 0.0))[..., None]
+    out[...] = (weights * part_out.reshape(parts, *out.shape)).sum(axis=0).astype(out.dtype)
+
+
+def _forget() -> None:
+    """Let go of what calls keep on their device: arrays of the host are none."""
+    for kept in (scores._constant, scores._block_arrays, scores._tiles):
+        kept.cache_clear()
+
+
+@contextmanager
+def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """Let launches run on the emulated GPU.
+
+    Args:
+        cc: Its compute capability.
+    """
+    tables = {
+        name: dict.fromkeys((256,), _KEYS if "KEYS" in name else _ROWS)
+        for name in vars(flash2_mma_launch)
+        if name.startswith(("_FORWARD", "_BY_"))
+    }
+    of_launch = {
+        **tables,
+        "compute_capability": lambda: cc,
+        "dynamic_shared_memory_bytes": lambda: 227 * 1024,
+        "empty_device": _empty,
+        "fill": np.ndarray.fill,
+        "as_bits": _bits,
+        "merge_parts": _merge,
+    }
+    pool = {"empty_device": _empty}
+    modules = {
+        "flash2_mma_launch": of_launch,
+        "half_delta": {**pool, "as_bits": _bits},
+        "mma_guard": {**pool, "fill": np.ndarray.fill},
+        "scores": {"to_device": lambda array: array},
+        "tensor_cores": {
+            "device_pointer": lambda array: array.ctypes.data,
+            "why_no_device": lambda needed: None,
+        },
+    }
+    with ExitStack() as stack:
+        for module, names in modules.items():
+            for name, value in names.items():
+                stack.enter_context(patch(f"kernels.cuda.{module}.{name}", value))
+        stack.enter_context(patch.object(Kernel, "__getitem__", _launched))
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()

@@ -307,7 +307,9 @@ def launch(
         maps: What tensor maps say, by their place among the arrays of the arguments.
     """
     memory = []
-    for array in args:
+    # Arrays in tuples come last, for tensor maps count those that are arguments themselves.
+    nested = [array for arg in args if isinstance(arg, tuple) for array in arg]
+    for array in (*args, *nested):
         if isinstance(array, np.ndarray):
             while isinstance(array.base, np.ndarray):
                 array = array.base

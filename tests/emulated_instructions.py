@@ -147,8 +147,17 @@ class Instructions:
     def same(self, x: Any) -> Any:
         return x
 
+    def bits_of(self, x: Any) -> Any:
+        return np.float32(x).view(np.uint32)
+
+    def float_of(self, bits: Any) -> Any:
+        return np.uint32(bits).view(np.float32)
+
     def store_floats(self, address: int, values: Array) -> None:
         self._bytes(address, 16).view(np.float32)[:] = row_of(values, 4)
+
+    def store_pair(self, address: int, x: Any, y: Any) -> None:
+        self._bytes(address, 8).view(np.float32)[:] = x, y
 
     def load_pair(self, address: int) -> Any:
         return tuple(self._bytes(address, 8).view(np.float32))
@@ -156,6 +165,10 @@ class Instructions:
     def add(self, count: str | None, address: int, *values: Any) -> None:
         values = tuple(row_of(values[0], 4)) if count == "4" else values
         self._bytes(address, 4 * len(values)).view(np.float32)[:] += values
+
+    def put_larger(self, address: int, x: Any) -> None:
+        place = self._bytes(address, 4).view(np.float32)
+        place[:] = max(place[0], np.float32(x))
 
     def stmatrix(self, turn: str | None, address: int, fragment: Array) -> None:
         def act(values: list[Any]) -> list[Any]:
@@ -318,12 +331,16 @@ def row_of(fragment: Array, count: int) -> Array:
 INSTRUCTIONS = {
     r"mov, from space (\d)": "address",
     r"mov\.b32 \$result, \$x": "same",
+    r"mov\.b32 \$result, \$number": "bits_of",
+    r"mov\.b32 \$result, \$bits": "float_of",
     r"ld\.\w+\.(v4)\.u32": "load",
     r"st\.\w+(\.v4)?\.u32": "store",
     r"st\.shared\.v4\.f32": "store_floats",
+    r"st\.global\.v2\.f32": "store_pair",
     r"ld\.shared\.v2\.f32": "load_pair",
     r"ld\.shared\.s32": "load_number",
     r"red\.global\.add(?:\.v(\d))?\.f32": "add",
+    r"\{ \.reg \.b32 bits;\s+mov\.b32 bits, \$x;\s+red\.global\.max": "put_larger",
     r"cp\.async\.c[ag]\.shared\.global \[\$target\], \[\$source\], (\d+)": "copy",
     r"cp\.async\.commit_group": "commit",
     r"cp\.async\.wait_group (\d+)": "wait",

@@ -93,10 +93,8 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
         "half_delta": {**pool, "as_bits": _bits},
         "mma_guard": {**pool, "fill": np.ndarray.fill},
         "scores": {"to_device": lambda array: array},
-        "tensor_cores": {
-            "device_pointer": lambda array: array.ctypes.data,
-            "why_no_device": lambda needed: None,
-        },
+        "tensor_cores": {"why_no_device": lambda needed: None},
+        "vector": {"device_pointer": lambda array: array.ctypes.data},
     }
     with ExitStack() as stack:
         for module, names in modules.items():

@@ -68,6 +68,18 @@ def _rounding() -> Case:
     return Case("round_tf32", kernel, void(FLOATS, WORDS), (8, 0), "cvt.rna.tf32.f32", make)
 
 
+def _bits() -> Case:
+    def kernel(x, out):
+        bits = numbers.bits_of(numbers.float_of(x[cuda.threadIdx.x, 0]))
+        out[cuda.threadIdx.x, 0] = bits + np.uint32(1)
+
+    def make(rng: Generator) -> Any:
+        x = words(rng, WARP, 1)
+        return [x], np.zeros_like(x), x + np.uint32(1), 0
+
+    return Case("bits_of, float_of", kernel, void(WORDS, WORDS), (7, 5), "mov.b32", make)
+
+
 def _exponential() -> Case:
     def kernel(x, out):
         out[cuda.threadIdx.x, 0] = numbers.ex2(x[cuda.threadIdx.x, 0])
@@ -178,6 +190,17 @@ def _additions(size: int) -> Case:
     return Case(name, {1: one, 2: two, 4: four}[size], void(FLOATS, FLOATS), cc, text, make)
 
 
+def _larger() -> Case:
+    def kernel(x, out):
+        copies.red_max(copies.global_address(out), x[cuda.threadIdx.x, 0])
+
+    def make(rng: Generator) -> Any:
+        x = abs(normals(rng, WARP, 1))
+        return [x], np.zeros((1, 1), np.float32), x.max(keepdims=True), 0
+
+    return Case("red_max", kernel, void(FLOATS, FLOATS), (7, 5), "red.global.max.s32", make)
+
+
 # -- fragments -----------------------------------------------------------------------------------
 
 
@@ -283,11 +306,13 @@ CASES = [
     _unpacking("unpack_f16", "float16", "cvt.f32.f16"),
     _unpacking("unpack_bf16", "bfloat16", "shl.b32"),
     _rounding(),
+    _bits(),
     _exponential(),
     _through_memory(),
     _pairs_of_floats(),
     *(_asynchronous_copy(size, size == 16) for size in (4, 8, 16)),
     *(_additions(size) for size in (1, 2, 4)),
+    _larger(),
     *(_load_matrices(count, turned) for count in (1, 2, 4) for turned in (False, True)),
     *(_store_matrices(turned) for turned in (False, True)),
     _product("mma_f16", "float16", (8, 0), "mma.sync.aligned.m16n8k16.row.col.f32.f16", 4),

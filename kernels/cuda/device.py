@@ -97,6 +97,7 @@ class Kernel:
             use.  0 leaves it open.
         shared_bytes: Dynamic shared memory of a block.
         resident: Blocks that a multiprocessor shall hold at a time; bounds the registers further.
+        cluster: Neighbouring blocks that reach each other's shared memory; more than one needs cc 9.0.
     """
 
     def __init__(
@@ -106,12 +107,14 @@ class Kernel:
         threads: int = 0,
         shared_bytes: int = 0,
         resident: int = 1,
+        cluster: int = 1,
     ):
         self.source = source
         self.signature = signature
         self.threads = threads
         self.shared_bytes = shared_bytes
         self.resident = resident
+        self.cluster = cluster
         self.name = source.__qualname__.rsplit(".", 1)[-1]
         self._launching = launching(self.name)
 
@@ -129,7 +132,9 @@ class Kernel:
             if self.shared_bytes:
                 allow_shared_memory(compiled, self.shared_bytes)
         if driver is not None:
-            return Launcher(compiled, self.signature, self.shared_bytes, self.name).launch
+            return Launcher(
+                compiled, self.signature, self.shared_bytes, self.name, self.cluster
+            ).launch
 
         def launch(grid: Any, block: Any, *args: Any) -> None:
             compiled[grid, block, 0, self.shared_bytes](*args)

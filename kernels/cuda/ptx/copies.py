@@ -54,6 +54,11 @@ def st_global(address, word):
     """Store four bytes, at a multiple of four."""
 
 
+@instruction("st.global.v2.f32 [$address], {$x, $y};", address=I64, x=F32, y=F32)
+def st_global_v2(address, x, y):
+    """Store two neighbouring float32, at a multiple of 8."""
+
+
 @instruction("ld.shared.s32 $result, [$address];", I32, address=U32)
 def ld_shared(address):
     """Return four bytes, a signed number, at a multiple of four."""
@@ -145,3 +150,13 @@ def red_add_v2(address, x, y):
 @instruction("red.global.add.v4.f32 [$address], {$values};", address=I64, values=reads(F32, 4))
 def red_add_v4(address, values):
     """Add to four neighbouring float32, at a multiple of 16, each atomically; cc 9.0."""
+
+
+@instruction(
+    """{ .reg .b32 bits;
+    mov.b32 bits, $x;
+    red.global.max.s32 [$address], bits; }""",
+    address=I64, x=F32,
+)  # fmt: skip
+def red_max(address, x):
+    """Put the larger of two float32 that are not negative into global memory, atomically."""

@@ -61,6 +61,16 @@ def round_tf32(x):
     """Return a number as TF32, 11 bits of fraction with the hidden one, halves away from zero; cc 8.0."""
 
 
+@instruction("mov.b32 $result, $number;", U32, is_pure=True, number=F32)
+def bits_of(number):
+    """Return the bits of a float32."""
+
+
+@instruction("mov.b32 $result, $bits;", F32, is_pure=True, bits=U32)
+def float_of(bits):
+    """Return the float32 of bits."""
+
+
 @instruction("ex2.approx.ftz.f32 $result, $x;", F32, is_pure=True, x=F32)
 def ex2(x):
     """Return 2**x within two units in the last place; subnormal numbers are zero."""

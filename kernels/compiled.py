@@ -10,7 +10,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core.dispatcher import Dispatcher
+from numba.core.types import Type
 
 #: How the threads of numba's OpenMP runtime (GCC's; LLVM's or Intel's) wait for the next kernel.  By
 #: themselves they spin for so long that they take the cores from whatever else runs: with one busy
@@ -32,7 +32,7 @@ def _code_parts(code: CodeType) -> list[object]:
 
 
 def _ours(module: str | None) -> bool:
-    return (module or "").split(".")[0] not in ("numba", "numpy", "math", "builtins")
+    return (module or "").split(".")[0] not in ("numba", "numpy", "math", "builtins", "llvmlite")
 
 
 def _named(function: FunctionType) -> list[object]:
@@ -48,18 +48,20 @@ def fingerprint(function: Callable[..., Any]) -> str:
 
     Numba's cache looks only at the file in which a function stands.  A student who mends a helper in
     another file would go on running the old one; with this hash the kernel is compiled again.  A
-    function that numba replaces by another (``overload``) names its ``implementations``.
+    function that numba replaces by another (``overload``) names its ``implementations``; an intrinsic
+    is the function that emits its instructions.
     """
     seen: set[int] = set()
     parts: list[object] = []
-    stack: list[object] = [function]
+    stack: list[Any] = [function]
     while stack:
         item = stack.pop()
-        if isinstance(item, Dispatcher):
+        if hasattr(item, "targetoptions"):  # a dispatcher, of the CPU's or of CUDA's package
             # Sorted: the order of a set of words changes from process to process.
             for name, option in sorted(item.targetoptions.items()):
                 parts.append((name, sorted(option) if isinstance(option, set) else repr(option)))
             item = item.py_func
+        item = getattr(item, "_defn", item)  # of an intrinsic
         if isinstance(item, FunctionType):
             if id(item) in seen or not _ours(item.__module__):
                 continue
@@ -69,10 +71,15 @@ def fingerprint(function: Callable[..., Any]) -> str:
             stack.extend(cell.cell_contents for cell in item.__closure__ or ())
             stack.extend(item.__defaults__ or ())
             stack.extend(getattr(item, "implementations", ()))
-        elif isinstance(item, tuple):
+        elif isinstance(item, (tuple, list)):
             stack.extend(item)
-        elif isinstance(item, (bool, int, float, str, np.generic)):
+        elif isinstance(item, dict):
+            stack.extend(item.items())
+        elif isinstance(item, (bool, int, float, str, np.generic, np.dtype, Type)):
             parts.append(repr(item))
+        elif _ours(type(item).__module__) and id(item) not in seen:  # what emits an instruction
+            seen.add(id(item))
+            stack.extend(getattr(item, "__dict__", {}).items())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

@@ -11,9 +11,11 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ import numba.extending
 import numba.np.numpy_support
 from numba.core.types import Type
 
+from kernels.compiled import fingerprint
 from kernels.cuda.errors import (
     BLOCKING_VARIABLE,
     LAUNCHED,
@@ -258,6 +261,39 @@ def allow_shared_memory(kernel: Any, size: int) -> None:
         (error,) = driver.cuKernelSetAttribute(attribute, size, handle, device)
         if int(error):
             raise RuntimeError(f"the device refused {size:,} bytes of shared memory: {error}")
+
+
+def compile_kernel(
+    function: Callable[..., None], signature: Any, launch_bounds: tuple[int, int] | None
+) -> Any:
+    """Compile a kernel for the current device and one signature, or take it from the cache on disk.
+
+    An entry is found by all that the kernel is made of; see :func:`kernels.compiled.fingerprint`.
+
+    Args:
+        function: The kernel.
+        signature: Of its arguments.
+        launch_bounds: Threads of a block, and blocks of a multiprocessor; or None.
+    """
+    if IS_SIMULATOR:
+        return cuda.jit(signature)(function)
+    dispatcher = cuda.jit(launch_bounds=launch_bounds)(function)
+    with suppress(RuntimeError):  # no folder for a cache is writable
+        dispatcher.enable_caching()
+        stamp = f"{fingerprint(dispatcher)} {_package_version()}"
+        # Numba's own key is a pickle of what the function closes over, and misses what it names.
+        dispatcher._cache._index_key = lambda kinds, codegen: (kinds, codegen.magic_tuple(), stamp)
+    dispatcher.compile(tuple(signature.args))
+    dispatcher.disable_compile()
+    return dispatcher
+
+
+def _package_version() -> str:
+    """Return the version of numba-cuda; without it, numba's own, which its cache looks at already."""
+    try:
+        return version("numba-cuda")
+    except PackageNotFoundError:
+        return ""
 
 
 def compile_ptx(

@@ -183,3 +183,52 @@ def test_the_fingerprint_covers_exp2(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(fused._softmax)
     monkeypatch.setattr(products.exp2_float32.py_func, "__code__", (lambda x: x * 2.0).__code__)
     assert fingerprint(fused._softmax) != before
+
+
+KERNEL_PRINTS = """
+import json
+from kernels.compiled import fingerprint
+from kernels.cuda import flash2_mma, flash3_layout, flash3_wgmma
+from kernels.cuda.mma_tiles import MmaLayout
+
+widths = flash3_layout.Widths(64, 64)
+found = [
+    *(flash3_wgmma.forward_kernel(flash3_layout.layout_of(widths), widths, dtype)
+      for dtype in ("float16", "bfloat16")),
+    *(flash2_mma.forward_kernel(MmaLayout(64, rows, 4), 64, width, "float16", vectors)
+      for rows in (32, 64) for width in (64, 80) for vectors in (False, True)),
+]
+print(json.dumps([fingerprint(kernel.source) for kernel in found]))
+"""
+
+
+def test_kernels_of_a_gpu_differ_by_all_they_are_made_of(tmp_path: Path) -> None:
+    # Instructions too: float16 and bfloat16 differ in nothing else.
+    prints = run(KERNEL_PRINTS, tmp_path)
+    assert len(set(prints)) == len(prints)
+    assert run(KERNEL_PRINTS, tmp_path) == prints
+
+
+KERNELS_OF_A_CALL = """
+import json
+import numpy as np
+from numba.cuda.dispatcher import CUDADispatcher
+from kernels import flash_attention_forward
+from kernels.cuda.arrays import to_device, to_host
+
+compiled = []
+compile_ = CUDADispatcher.compile
+CUDADispatcher.compile = lambda self, *args: compiled.append(self) or compile_(self, *args)
+q = to_device(np.ones((1, 1, 40, 16), np.float32))
+out, _ = flash_attention_forward(q, q, q)
+assert (to_host(out) == 1).all()
+counts = [[sum(c.values()) for c in (one._cache_hits, one._cache_misses)] for one in compiled]
+print(json.dumps([sum(count) for count in zip(*counts)]))
+"""
+
+
+@pytest.mark.cuda
+def test_a_second_process_compiles_no_kernel_of_a_gpu(tmp_path: Path) -> None:
+    hits, misses = run(KERNELS_OF_A_CALL, tmp_path)
+    assert hits == 0 and misses > 0
+    assert run(KERNELS_OF_A_CALL, tmp_path) == [misses, 0]

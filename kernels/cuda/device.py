@@ -23,6 +23,7 @@ from kernels.philox import MASK, Philox, make_philox
 from kernels.targets import (
     IS_SIMULATOR,
     allow_shared_memory,
+    compile_kernel,
     cuda,
     driver,
     explained,
@@ -87,7 +88,7 @@ merge_weight = _SOFTMAX.merge_weight
 
 
 class Kernel:
-    """A kernel and the types of its arguments, compiled at the first launch and never again.
+    """A kernel and the types of its arguments, compiled at the first launch, or taken from the disk.
 
     Args:
         source: A plain function.
@@ -97,7 +98,6 @@ class Kernel:
             use.  0 leaves it open.
         shared_bytes: Dynamic shared memory of a block.
         resident: Blocks that a multiprocessor shall hold at a time; bounds the registers further.
-        cluster: Neighbouring blocks that reach each other's shared memory; more than one needs cc 9.0.
     """
 
     def __init__(
@@ -107,14 +107,12 @@ class Kernel:
         threads: int = 0,
         shared_bytes: int = 0,
         resident: int = 1,
-        cluster: int = 1,
     ):
         self.source = source
         self.signature = signature
         self.threads = threads
         self.shared_bytes = shared_bytes
         self.resident = resident
-        self.cluster = cluster
         self.name = source.__qualname__.rsplit(".", 1)[-1]
         self._launching = launching(self.name)
 
@@ -126,15 +124,12 @@ class Kernel:
     @cached_property
     def _launch(self) -> Callable[..., None]:
         """Compile; return the function of grid, block and arguments that launches."""
-        bounds = {} if IS_SIMULATOR else {"launch_bounds": self.launch_bounds}
         with explained(f"compiling the kernel {self.name}"):
-            compiled = cuda.jit(self.signature, **bounds)(self.source)
+            compiled = compile_kernel(self.source, self.signature, self.launch_bounds)
             if self.shared_bytes:
                 allow_shared_memory(compiled, self.shared_bytes)
         if driver is not None:
-            return Launcher(
-                compiled, self.signature, self.shared_bytes, self.name, self.cluster
-            ).launch
+            return Launcher(compiled, self.signature, self.shared_bytes, self.name).launch
 
         def launch(grid: Any, block: Any, *args: Any) -> None:
             compiled[grid, block, 0, self.shared_bytes](*args)

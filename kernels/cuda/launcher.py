@@ -93,12 +93,9 @@ class Launcher:
         signature: Of its arguments.
         shared_bytes: Dynamic shared memory of a block.
         name: For the error text.
-        cluster: Neighbouring blocks that run at a time and reach each other's shared memory; cc 9.0.
     """
 
-    def __init__(
-        self, compiled: Any, signature: Any, shared_bytes: int, name: str, cluster: int = 1
-    ):
+    def __init__(self, compiled: Any, signature: Any, shared_bytes: int, name: str):
         (overload,) = compiled.overloads.values()
         self._library = overload._codelibrary
         self._functions: dict[int, Any] = {}
@@ -116,9 +113,6 @@ class Launcher:
         self._launch = driver.cuLaunchKernel
         self._stream = driver.CUstream(0)
         self._success = driver.CUresult.CUDA_SUCCESS
-        if cluster > 1:
-            self._config = _cluster_config(cluster, shared_bytes, self._stream)
-            self._launch = self._launch_clusters
 
     def launch(self, grid: tuple[int, int, int], block: tuple[int, int, int], *args: Any) -> None:
         """Launch on so many blocks of so many threads.
@@ -138,13 +132,6 @@ class Launcher:
         if error != self._success:
             raise explain_code(error.name, f"the kernel {self._name}")
 
-    def _launch_clusters(self, function: Any, *numbers: Any) -> Any:
-        """Do what ``cuLaunchKernel`` does, cluster by cluster."""
-        config, (*sizes, _, _, address, extra) = self._config, numbers
-        config.gridDimX, config.gridDimY, config.gridDimZ = sizes[:3]
-        config.blockDimX, config.blockDimY, config.blockDimZ = sizes[3:]
-        return driver.cuLaunchKernelEx(config, function, address, extra)
-
     def _function(self) -> Any:
         """Return the driver's handle of the kernel on the current device."""
         error, device = driver.cuCtxGetDevice()
@@ -156,18 +143,6 @@ class Launcher:
                 handle = self._library.get_cufunc().handle
                 self._functions[number] = driver.CUfunction(int(handle))
         return self._functions[number]
-
-
-def _cluster_config(cluster: int, shared_bytes: int, stream: Any) -> Any:
-    """Return what a launch of clusters takes in the place of numbers, but for the grid and the block."""
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    sizes = attribute.value.clusterDim
-    sizes.x, sizes.y, sizes.z = cluster, 1, 1
-    config = driver.CUlaunchConfig()
-    config.sharedMemBytes, config.hStream = shared_bytes, stream
-    config.attrs, config.numAttrs = [attribute], 1
-    return config
 
 
 def three(size: Any) -> tuple[int, int, int]:

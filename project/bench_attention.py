@@ -3,6 +3,7 @@
     python project/bench_attention.py                       lengths 256 to 8192 on the CPU
     python project/bench_attention.py --device cuda         the ladder of kernels, 128 to 16384, on a GPU
     python project/bench_attention.py --lengths 512 2048 --causal --json out.json
+    python project/bench_attention.py --device cuda --against torch       tensor cores beside PyTorch's
 
 Timings are medians of interleaved rounds, each of which calls every contestant once; see ``measuring``.
 Memory is what one forward and backward pass adds to the peak: of a fresh process on
@@ -18,6 +19,7 @@ import sys
 from statistics import median
 from typing import Any
 
+import against_torch
 import numba
 from contestants import Bound, Contestant, contestants, random_arrays
 from measuring import (
@@ -62,8 +64,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--only", nargs="+", metavar="NAME", help="contestants to run, by their names in the table")
     add("--json", metavar="FILE", help="also write the rows there")
     add("--measure-memory", metavar="NAME", help=argparse.SUPPRESS)
+    against_torch.options(parser.add_argument_group("against PyTorch's backends"))
     args = parser.parse_args(argv)
-    batch, heads, lengths = DEFAULTS[args.device]
+    if args.against and args.device != "cuda":
+        parser.error("--against torch compares the kernels of a GPU; add --device cuda")
+    batch, heads, lengths = against_torch.DEFAULTS if args.against else DEFAULTS[args.device]
     args.batch, args.heads = args.batch or batch, args.heads or heads
     args.lengths = args.lengths or lengths
     return args
@@ -217,6 +222,8 @@ def main(argv: list[str] | None = None) -> None:
         return measure_memory(args)
     if args.device == "cuda" and (missing := why_no_cuda()) is not None:
         sys.exit(missing)
+    if args.against:
+        sys.exit(against_torch.run(args, argv))
     running = contestants(args.device, args.causal)
     if unknown := set(args.only or []) - set(running):
         sys.exit(f"no contestant {sorted(unknown)}; there are {list(running)}")

@@ -76,8 +76,18 @@ class Case:
         return options
 
 
-def cases(heads: int, length: int) -> dict[str, Case]:
-    """Return all cases, by name."""
+def cases(
+    heads: int, length: int, window: int = WINDOW, block: int = BLOCK, document: int | None = None
+) -> dict[str, Case]:
+    """Return all cases, by name.
+
+    Args:
+        heads: Of q, k and v.
+        length: Of queries and keys.
+        window: To each side.
+        block: Of the butterfly.
+        document: Length of a packed document; drawn lengths when None.
+    """
     rng = np.random.default_rng(2)
     rows, cols = np.arange(length)[:, None], np.arange(length)
 
@@ -87,14 +97,15 @@ def cases(heads: int, length: int) -> dict[str, Case]:
     mask = rng.random((length, length)) < KEPT
     bias = rng.standard_normal((length, length), dtype=np.float32)
     slopes = 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)
-    cuts = np.sort(rng.choice(np.arange(1, length), min(DOCUMENTS, length) - 1, replace=False))
+    drawn = np.sort(rng.choice(np.arange(1, length), min(DOCUMENTS, length) - 1, replace=False))
+    cuts = drawn if document is None else np.arange(document, length, document)
     sums = np.array([0, *cuts, length], np.int64)
     document = np.repeat(np.arange(len(sums) - 1), np.diff(sums))
-    window = min(WINDOW, length)
-    sparse = BlockMask.butterfly(length, length, BLOCK)
+    window = min(window, length)
+    sparse = BlockMask.butterfly(length, length, block)
 
     def in_butterfly(row: Any, col: Any) -> Any:
-        bits = (row // BLOCK) ^ (col // BLOCK)
+        bits = (row // block) ^ (col // block)
         return (bits & (bits - 1)) == 0
 
     def of_same_document(row: Any, col: Any, table: Any) -> Any:

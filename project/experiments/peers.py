@@ -59,12 +59,20 @@ class OurCall:
             (length, heads, head_dim) for packed documents.
         dtype: Of the arrays.
         on_device: Masks belong on the device.
+        options: Of the call, beside those of the case.
     """
 
-    def __init__(self, case: Case, arrays: list[Any], dtype: np.dtype[Any], on_device: bool):
+    def __init__(
+        self,
+        case: Case,
+        arrays: list[Any],
+        dtype: np.dtype[Any],
+        on_device: bool,
+        options: Record | None = None,
+    ):
         self.sums = case.sums
         self.arrays = arrays
-        self.options = case.options_of(dtype)
+        self.options = case.options_of(dtype) | (options or {})
         mask = self.options.get("attn_mask")
         if mask is not None and on_device:
             self.options["attn_mask"] = to_device(mask)
@@ -77,7 +85,9 @@ class OurCall:
         if self.sums is None:
             self.results = kernels.flash_attention_forward(*operands, **self.options)
         else:
-            self.results = kernels.flash_attention_varlen_forward(*operands, self.sums, self.sums)
+            self.results = kernels.flash_attention_varlen_forward(
+                *operands, self.sums, self.sums, **self.options
+            )
 
     def backward(self) -> None:
         """Compute dq, dk and dv."""
@@ -86,7 +96,9 @@ class OurCall:
         if self.sums is None:
             self.gradients = kernels.flash_attention_backward(*call, **self.options)
         else:
-            self.gradients = kernels.flash_attention_varlen_backward(*call, self.sums, self.sums)
+            self.gradients = kernels.flash_attention_varlen_backward(
+                *call, self.sums, self.sums, **self.options
+            )
 
     def first_head(self) -> list[Any]:
         """Return out, dq, dk and dv of the first head in float64, (length, head_dim)."""

@@ -60,7 +60,13 @@ def is_dense(shape: Ints, strides: Ints) -> bool:
 
 
 class Memory:
-    """One kind of memory; ``launch`` asks it and does not ask which kind it is."""
+    """One kind of memory; ``launch`` asks it and does not ask which kind it is.
+
+    Attributes:
+        is_native: All of its arrays are aligned and of the machine's byte order.
+    """
+
+    is_native = False
 
     def why_not(self) -> str | None:
         """Return why there is no such memory on this machine, or None."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +13,7 @@ from kernels.memory import Memory
 from kernels.problem import Problem
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """Operands and results of attention; what a call does not have is None.
 
     From the caller they come with any leading dimensions, and :meth:`viewed` turns them into what
@@ -55,7 +53,7 @@ class Operands:
 
     def having(self, **arrays: Any) -> Operands:
         """Return the record with other arrays."""
-        return Operands(**{**vars(self), **arrays})
+        return self._replace(**arrays)
 
     def converted(self, memory: Memory, dtype: np.dtype[Any]) -> Operands:
         """Return the record with q, k, v, out and dout in a dtype, and a floating mask in that of sums.
@@ -70,16 +68,30 @@ class Operands:
 
     def viewed(self, memory: Memory, problem: Problem) -> Operands:
         """Return the arrays as kernels take them; nothing is copied that strides can describe."""
+        if memory.is_native and self._lies_so(problem):
+            return self
         scores = problem.scores_shape[-2:]
         views = {
             name: _viewed(memory, problem, name, array)
-            for name, array in vars(self).items()
+            for name, array in self._asdict().items()
             if array is not None and name not in ("mask", "mask_batch")
         }
         if self.mask is not None:
             own, views["mask_batch"] = own_mask(memory, problem, self.mask)
             views["mask"] = memory.four_dims(own, (own.shape[0], views["q"].shape[1], *scores))
         return self.having(**views)
+
+    def _lies_so(self, problem: Problem) -> bool:
+        """Tell whether all arrays have the four dimensions of the kernels already, as in most calls."""
+        return (
+            len(problem.lead) == 2
+            and problem.groups == 1
+            and self.mask is None
+            and self.slopes is None
+            and self.q.shape == problem.q_shape
+            and self.k.shape == problem.k_shape
+            and self.v.shape == problem.v_shape
+        )
 
 
 def make_operands(

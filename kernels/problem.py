@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -90,6 +92,14 @@ class Problem:
     mask_mod: Callable[..., Any] | None = None
     score_mod: ScoreMod | None = None
     sequences: Sequences | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Return the hash of all fields, worked out once: calls are looked up by their problem."""
+        return self._hash
 
     @property
     def acc_dtype(self) -> np.dtype[Any]:
@@ -221,6 +231,49 @@ def make_problem(
             than float32.
     """
     dtype = check_dtypes(q, k, v)
+    asked = (
+        (tuple(q.shape), tuple(k.shape), tuple(v.shape)), dtype, dropout_p, is_causal, scale, enable_gqa,
+        causal_offset, window_size, softcap, seed, precision, deterministic, return_lse,
+        _rung_of_run() if rung == "auto" else rung,
+    )  # fmt: skip
+    if (
+        attn_mask is None and alibi_slopes is None and block_mask is None and mask_mod is None
+        and score_mod is None and _is_known(window_size)
+    ):  # fmt: skip
+        with suppress(TypeError):  # of what is wrong, or cannot be remembered
+            return _remembered(*asked)
+    return _checked(*asked, attn_mask, alibi_slopes, block_mask, mask_mod, score_mod)
+
+
+def _is_known(window_size: Any) -> bool:
+    """Tell whether a window is of whole numbers: to what remembers it, 1.0 and True are 1."""
+    return window_size is None or (
+        type(window_size) is tuple and all(type(size) is int for size in window_size)
+    )
+
+
+def _checked(
+    shapes: tuple[tuple[int, ...], ...],
+    dtype: np.dtype[Any],
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    causal_offset: int,
+    window_size: tuple[int, int] | None,
+    softcap: float,
+    seed: int | None,
+    precision: str | None,
+    deterministic: bool,
+    return_lse: bool,
+    rung: str,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    block_mask: Any = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+) -> Problem:
+    """Return the problem of operands of some shapes and one dtype; the rung is no more "auto" of a run."""
     check_types(
         dropout_p=dropout_p,
         is_causal=is_causal,
@@ -239,7 +292,7 @@ def make_problem(
         rung=rung,
     )
     lead, groups, seq_q, seq_k, head_dim, value_dim = check_shapes(
-        *(tuple(operand.shape) for operand in (q, k, v)), enable_gqa=bool(enable_gqa)
+        *shapes, enable_gqa=bool(enable_gqa)
     )
     if causal_offset and not (is_causal or window_size is not None or alibi_slopes is not None):
         raise ValueError(
@@ -270,7 +323,7 @@ def make_problem(
         lower=min(max(int(lower), -seq_q), seq_k),
         upper=min(max(int(upper), -seq_q), seq_k),
         diagonal=int(causal_offset),
-        rung=_rung_of_run() if rung == "auto" else rung,
+        rung=rung,
         precision=check_precision(precision, dtype),
         deterministic=bool(deterministic),
         groups=groups,
@@ -283,6 +336,11 @@ def make_problem(
         mask_mod=mask_mod,
         score_mod=as_score_mod(score_mod),
     )
+
+
+#: A training step makes the same calls again and again, and to check one takes longer than to launch it.
+#: By type as well, for True is 1.
+_remembered = lru_cache(maxsize=1024, typed=True)(_checked)
 
 
 def check_gradient_operands(

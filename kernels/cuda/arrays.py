@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
@@ -111,12 +112,15 @@ def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     if source is None:
         with explained(f"allocating an array of shape {shape}"):
             return cuda.device_array(shape, dtype)
-    size, steps = dtype.itemsize, []
-    for length in reversed(shape):
-        steps.append(size)
-        size *= length
+    size, steps = _row_major(tuple(shape), dtype.itemsize)
     memory = _Pooled(source, source.allocate(size), size) if size else None
-    return _device_array(tuple(shape), tuple(reversed(steps)), dtype, memory, 0)
+    return _device_array(tuple(shape), steps, dtype, memory, 0)
+
+
+@lru_cache(maxsize=4096)
+def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes of a contiguous array, and its strides in bytes."""
+    return math.prod(shape) * itemsize, tuple(s * itemsize for s in row_major_strides(shape))
 
 
 def to_device(array: np.ndarray[Any, Any]) -> Any:

@@ -114,6 +114,8 @@ def fill(array: Any, value: float) -> None:
 class DeviceMemory(Memory):
     """Numba's device arrays."""
 
+    is_native = True
+
     def why_not(self) -> str | None:
         """Return why there is no device on this machine, or None."""
         return why_no_cuda()

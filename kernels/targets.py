@@ -165,19 +165,26 @@ class EventTimer:
 
     The device is idle when the time begins, and has done everything when it ends.
 
+    Args:
+        hold: Called between the wait for the device and the first event: it may give the device something
+            to do while the host launches, so that nothing but the device's own time is measured.
+
     Attributes:
         seconds: From the first event to the second, once the ``with`` is left.
 
     Source: CUDA Runtime API, event management; their resolution is about half a microsecond.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hold: Callable[[], Any] | None = None) -> None:
         self.seconds = 0.0
+        self._hold = hold
         self._start, self._stop = cuda.event(), cuda.event()
         self._began = 0.0
 
     def __enter__(self) -> EventTimer:
         cuda.synchronize()
+        if self._hold is not None:
+            self._hold()
         self._began = time.perf_counter()
         self._start.record()
         return self

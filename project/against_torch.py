@@ -5,7 +5,8 @@
 
 Every call has 16,384 tokens in its batch and 2,048 columns over its heads.  What is compared takes turns in
 each round; a ratio is PyTorch's time over ours within a round, and a figure is the geometric mean of the
-medians of its calls.  Work counts the scores that the option leaves: 4 N^2 d a head forward, 2.5 times that
+medians of its calls.  Times are the device's own: it is kept busy while Python launches, whose share is a
+figure of its own.  Work counts the scores that the option leaves: 4 N^2 d a head forward, 2.5 times that
 backward.  Gradients of q are added up by atomics, as PyTorch's are, where nothing else is said.
 """
 
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -53,6 +55,8 @@ LENGTH, WINDOW, BLOCK, DOCUMENT = 8192, 1024, 128, 1000
 #: Of the calls whose results are compared with the textbook's, one head of which takes a while.
 ACCURACY_LENGTH = 1024
 PRODUCT = 8192
+#: Seconds of a reading at least; seconds that Python takes for one call at most; cycles a second.
+READING, LAUNCHING, CLOCK = 0.004, 5e-4, 1.8e9
 DTYPES = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}
 
 
@@ -174,6 +178,11 @@ def contestant(torch: Any, name: Ours | str, operands: Operands, case: Case) -> 
     return call
 
 
+def _hold(torch: Any, repeats: int) -> None:
+    """Let the device wait, in cycles of its clock, while so many calls are launched."""
+    torch.cuda._sleep(int(repeats * LAUNCHING * CLOCK))
+
+
 def measure(torch: Any, one: Peers, budget: float) -> Row:
     """Return the row of some calls: of each contestant times, rates and errors, or why it has none."""
     operands, case = Operands(torch, one), case_of(one)
@@ -198,7 +207,9 @@ def measure(torch: Any, one: Peers, budget: float) -> Row:
         for direction in DIRECTIONS
         for name, call in calls.items()
     }
-    times = interleaved(steps, "cuda", budget, least=5)
+    times = interleaved(
+        steps, "cuda", budget, least=5, shortest=READING, hold=partial(_hold, torch)
+    )
     shape = one.heads, one.length, one.length, one.head_dim
     counts = (attention_flops(*shape), attention_backward_flops(*shape))
     for direction, count in zip(DIRECTIONS, counts, strict=True):

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -33,7 +34,9 @@ Name = TypeVar("Name", bound=Hashable)
 SHORTEST = 0.002
 
 
-def seconds(step: Step, device: str, repeats: int = 1) -> float:
+def seconds(
+    step: Step, device: str, repeats: int = 1, hold: Callable[[int], Any] | None = None
+) -> float:
     """Return the time of one run of a step, until its result is there.
 
     On a GPU two events on the stream measure it: what the device did between them, and where it waited
@@ -43,9 +46,11 @@ def seconds(step: Step, device: str, repeats: int = 1) -> float:
         step: To be timed; its kernels are launched on the default stream.
         device: "cpu" or "cuda".
         repeats: Runs one after the other; their mean is returned.
+        hold: Of a GPU: called with ``repeats``, it keeps the device busy before the first event for as
+            long as the host takes to launch them, so that the device waits for nothing.
     """
     if device == "cuda":
-        with EventTimer() as timer:
+        with EventTimer(hold and partial(hold, repeats)) as timer:
             for _ in range(repeats):
                 step()
         return timer.seconds / repeats
@@ -74,6 +79,8 @@ def interleaved(
     at_most_seconds: float = math.inf,
     warm_up: bool = True,
     after: Mapping[Name, Step] | None = None,
+    shortest: float = SHORTEST,
+    hold: Callable[[int], Any] | None = None,
 ) -> dict[Name, list[float]]:
     """Return the seconds of each step in every round; a round runs each of them once, in their order.
 
@@ -88,16 +95,18 @@ def interleaved(
         at_most_seconds: After which no other round begins, however few there were.
         warm_up: Run each step before; what compiles is not counted.  Without, each runs once a round.
         after: By name, what follows the step and is not timed: it may free memory for the next one.
+        shortest: Seconds of a reading at least: a shorter step runs several times.
+        hold: As for :func:`seconds`.
 
     Returns:
-        By name, a number for each round: the mean, where a step shorter than 2 ms runs several times.
+        By name, a number for each round: the mean, where a step runs several times.
     """
     repeats, following = dict.fromkeys(steps, 1), after or {}
     if warm_up:
         for name, step in steps.items():
             step()
-            once = seconds(step, device)
-            repeats[name] = max(1, min(int(SHORTEST / max(once, 1e-9)), 100))
+            once = seconds(step, device, 1, hold)
+            repeats[name] = max(1, min(int(shortest / max(once, 1e-9)), 100))
             following.get(name, _nothing)()
     times: dict[Name, list[float]] = {name: [] for name in steps}
     start = time.perf_counter()
@@ -106,7 +115,7 @@ def interleaved(
         if (done >= least and spent >= budget) or (done and spent >= at_most_seconds):
             break
         for name, step in steps.items():
-            times[name].append(seconds(step, device, repeats[name]))
+            times[name].append(seconds(step, device, repeats[name], hold))
             following.get(name, _nothing)()
     return times
 

@@ -66,7 +66,7 @@ class TorchGPT:
         weights, bias = (self.weights[f"{name}.{part}"] for part in ("weights", "bias"))
         return self.torch.nn.functional.layer_norm(x, x.shape[-1:], weights, bias, self.eps)
 
-    def _attend(self, x: Any, name: str) -> Any:
+    def _attend(self, x: Any, name: str, cache: TorchCache | None = None) -> Any:
         batch, seq, width = x.shape
         q, k, v = (
             self._linear(x, f"{name}.{part}_projection")
@@ -74,28 +74,42 @@ class TorchGPT:
             .transpose(1, 2)
             for part in "qkv"
         )  # (batch, heads, seq, head_dim) each
-        out = self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if cache is not None:
+            k, v = cache.append(name, k, v)
+        # A single row comes last and sees all columns.
+        out = self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=seq > 1)
         return self._linear(
             out.transpose(1, 2).reshape(batch, seq, width), f"{name}.out_projection"
         )
 
-    def loss(self, inputs: Any, targets: Any) -> Any:
-        """Return the mean cross entropy of (batch, seq) ids, nats per token."""
-        functional = self.torch.nn.functional
-        ids, targets = (self.torch.tensor(x, device=self.device) for x in (inputs, targets))
+    def logits(self, ids: Any, cache: TorchCache | None = None) -> Any:
+        """Return the scores of the tokens after (batch, seq) ids: (batch, seq, n_vocab).
+
+        Args:
+            ids: A tensor.
+            cache: Of the tokens before; then ids is one token, or the first ones.
+        """
+        functional, start = self.torch.nn.functional, 0 if cache is None else cache.length
         table = self.weights["token_embeddings.weights"]
         x = functional.embedding(ids, table)  # (batch, seq, width)
-        x = x + self.weights["position_embeddings.weights"][: ids.shape[1]]
+        x = x + self.weights["position_embeddings.weights"][start : start + ids.shape[1]]
         for name in self.layers:
-            x = x + self._attend(self._norm(x, f"{name}.ln_1"), f"{name}.attention")
+            x = x + self._attend(self._norm(x, f"{name}.ln_1"), f"{name}.attention", cache)
             middle = self._linear(self._norm(x, f"{name}.ln_2"), f"{name}.ff.linear_in")
             x = x + self._linear(
                 functional.gelu(middle, approximate="tanh"), f"{name}.ff.linear_out"
             )
         x = self._norm(x, "ln")
+        if cache is not None:
+            cache.length += ids.shape[1]
         tied = "lm_head.weights" not in self.weights
-        logits = x @ table.T if tied else self._linear(x, "lm_head")
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return x @ table.T if tied else self._linear(x, "lm_head")
+
+    def loss(self, inputs: Any, targets: Any) -> Any:
+        """Return the mean cross entropy of (batch, seq) ids, nats per token."""
+        ids, targets = (self.torch.tensor(x, device=self.device) for x in (inputs, targets))
+        scores = self.logits(ids).flatten(0, 1)
+        return self.torch.nn.functional.cross_entropy(scores, targets.flatten())
 
     def step(self, inputs: Any, targets: Any, lr: float) -> Any:
         """Take one step; return the loss before it, unread."""
@@ -107,6 +121,34 @@ class TorchGPT:
             loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+
+class TorchCache:
+    """Keys and values of the tokens so far, in memory for all that may come.
+
+    Args:
+        gpt: The model.
+        capacity: Tokens.
+
+    Attributes:
+        length: Tokens so far.
+    """
+
+    def __init__(self, gpt: TorchGPT, capacity: int):
+        width = gpt.weights["token_embeddings.weights"].shape[1]
+        shape = 1, gpt.heads, capacity, width // gpt.heads
+        self.kept = {
+            f"{name}.attention": [gpt.torch.zeros(shape, device=gpt.device) for _ in "kv"]
+            for name in gpt.layers
+        }
+        self.length = 0
+
+    def append(self, name: str, k: Any, v: Any) -> list[Any]:
+        """Keep new keys and values of a layer; return all of its, (1, heads, length, head_dim)."""
+        stop = self.length + k.shape[2]
+        for kept, new in zip(self.kept[name], (k, v), strict=True):
+            kept[:, :, self.length : stop] = new
+        return [kept[:, :, :stop] for kept in self.kept[name]]
 
 
 class TorchMemory:

@@ -38,6 +38,8 @@ from .fast_ops import FastBackend, FastOps
 from .function import Function
 from .gradient_check import grad_central_difference, grad_check
 from .kv_cache import KVCache, LayerCache
+from .linear_functions import linear
+from .matmul_precision import get_matmul_precision, matmul_precision, set_matmul_precision
 from .module import Module, Parameter
 from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear
 from .nn import (

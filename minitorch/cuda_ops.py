@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kernels import launch
-from kernels.cuda import fused, product
+from kernels.cuda import fused, product, product_rungs
 from kernels.cuda.arrays import empty_device
 from kernels.cuda.half import as_bits
 from kernels.cuda.memory import fill
@@ -40,6 +40,7 @@ from .cuda_kernels import (
     tensor_zip,
 )
 from .cuda_loops import fold_kernel, map_kernel, zip_kernel
+from .matmul_precision import get_matmul_precision
 from .tensor_data import Ints, Storage, TensorData
 from .tensor_ops import Loop, TensorBackend, TensorOps
 
@@ -192,23 +193,52 @@ class CudaOps(TensorOps):
         return loop
 
     @classmethod
+    def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
+        """Fill ``out`` with the product, on tensor cores where they may; see ``product_rungs``."""
+        operands = _matrices(out, a, b) if a.dtype == b.dtype == out.dtype else None
+        kind = None
+        if operands is not None:
+            kind = product_rungs.kind_of(out.dtype, get_matmul_precision(), operands.shape)
+        if operands is None or kind is None:
+            super().multiply_into(out, a, b)
+        else:
+            product_rungs.multiply(*operands, kind)
+
+    @classmethod
+    def fuses_linear(cls, dtype: np.dtype[Any], shape: Ints) -> bool:
+        """Tell whether tensor cores multiply a dtype, and store so many columns in whole pieces."""
+        kind = product_rungs.kind_of(dtype, get_matmul_precision(), (1, 1, *shape))
+        return kind not in (None, "split") and shape[1] % 8 == 0
+
+    @classmethod
+    def linear_into(
+        cls, out: TensorData, rows: TensorData, weights: TensorData, bias: TensorData | None,
+        before_gelu: TensorData | None,
+    ) -> None:  # fmt: skip
+        """Fill ``out`` with a linear layer, and GELU of it; see :meth:`TensorOps.linear_into`."""
+        operands = _matrices(out, rows, weights)
+        assert operands is not None, "two matrices"
+        kind = product_rungs.kind_of(out.dtype, get_matmul_precision(), operands.shape)
+        assert kind is not None, "fuses_linear allowed it"
+        numbers, before = (None if t is None else t._storage for t in (bias, before_gelu))
+        epilogue = product_rungs.Epilogue(numbers, before is not None, before)
+        product_rungs.multiply(*operands, kind, epilogue)
+
+    @staticmethod
+    def gelu_backward_into(out: TensorData, grad: TensorData, before: TensorData) -> None:
+        """Fill ``out`` with a gradient on its way back through GELU."""
+        fused.gelu_backward_into(grad._storage, before._storage, out._storage)
+
+    @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
         """Fill ``out`` with the product, reading operands as they lie if their batches allow it."""
         if out.size == 0:
             return
         a, b = (cls._in_dtype(t, out.dtype) for t in (a, b))
-        lead, *steps = _joined(*(x[:-2] for t in (out, a, b) for x in (t.shape, t.strides)))
-        if len(lead) > 2:
+        if (operands := _matrices(out, a, b)) is None:
             super().matmul_into(out, a, b)
-            return
-        out_steps, a_steps, b_steps = (
-            _two(own) + t.strides[-2:] for t, own in zip((out, a, b), steps, strict=True)
-        )
-        one = (1,) * (2 - len(lead))
-        product.multiply(
-            out._storage, out_steps, a._storage, a_steps, b._storage, b_steps,
-            (*one, *lead, *out.shape[-2:], a.shape[-1]),
-        )  # fmt: skip
+        else:
+            product.multiply(*operands)
 
     @classmethod
     def _in_dtype(cls, t: TensorData, dtype: np.dtype[Any]) -> TensorData:
@@ -223,6 +253,30 @@ class CudaOps(TensorOps):
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
         """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m)."""
         CudaOps.matmul_into(out, a, b)
+
+
+class _Matrices(NamedTuple):
+    """What kernels of products take: storages, steps in batch, heads and the matrix, and all sizes."""
+
+    out: Storage
+    out_steps: Ints
+    a: Storage
+    a_steps: Ints
+    b: Storage
+    b_steps: Ints
+    shape: Ints
+
+
+def _matrices(out: TensorData, a: TensorData, b: TensorData) -> _Matrices | None:
+    """Return operands and result as kernels take them, or None if joined batches have more dimensions."""
+    lead, *steps = _joined(*(x[:-2] for t in (out, a, b) for x in (t.shape, t.strides)))
+    if len(lead) > 2:
+        return None
+    out_steps, a_steps, b_steps = (
+        _two(own) + t.strides[-2:] for t, own in zip((out, a, b), steps, strict=True)
+    )
+    shape = (*(1,) * (2 - len(lead)), *lead, *out.shape[-2:], a.shape[-1])
+    return _Matrices(out._storage, out_steps, a._storage, a_steps, b._storage, b_steps, shape)
 
 
 def _fold(

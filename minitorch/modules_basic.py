@@ -12,6 +12,7 @@ from kernels.dtypes import is_floating
 
 from .factories import from_numpy, ones, rand, randn, tensor, zeros
 from .fused_functions import LayerNorm, Lookup
+from .linear_functions import linear
 from .module import Module, Parameter
 from .nn import device_dropout, integer_array, one_hot
 from .tensor import Tensor
@@ -102,13 +103,17 @@ class Linear(Module):
         self.weights = uniform(in_size, out_size)
         self.bias = uniform(out_size) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (…, out_size) for (…, in_size)."""
+    def forward(self, x: Tensor, has_gelu: bool = False) -> Tensor:
+        """Return (…, out_size) for (…, in_size).
+
+        Args:
+            x: The rows.
+            has_gelu: Apply GELU to the result, on its way to memory where the backend can.
+        """
         # One product of two matrices: BLAS and the gradient of the weights want it so.
         rows = x.contiguous().view(x.size // x.shape[-1], x.shape[-1])
-        out = rows @ self.weights.value
-        if self.bias is not None:
-            out = out + self.bias.value
+        bias = None if self.bias is None else self.bias.value
+        out = linear(rows, self.weights.value, bias, has_gelu)
         return out.view(*x.shape[:-1], self.out_size)
 
 

@@ -19,6 +19,7 @@ from kernels.memory import joined_step
 from . import operators
 from .tensor_data import (
     IndexingError,
+    Ints,
     Shape,
     Storage,
     Strides,
@@ -187,8 +188,33 @@ class TensorOps(Widening):
         shape = matmul_shape(a.shape, b.shape)
         out = a.empty(shape, result_dtype(a, b))
         a, b = floating(a, out.dtype), floating(b, out.dtype)
-        cls.run(cls.matmul_into, out._tensor, a._tensor, b._tensor)
+        cls.multiply_into(out._tensor, a._tensor, b._tensor)
         return out
+
+    @classmethod
+    def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
+        """Fill ``out`` with the product of operands of any floating dtype."""
+        cls.run(cls.matmul_into, out, a, b)
+
+    @classmethod
+    def fuses_linear(cls, dtype: np.dtype[Any], shape: Ints) -> bool:
+        """Tell whether :meth:`linear_into` serves layers of a dtype, for (rows, out_size, in_size)."""
+        return False
+
+    @classmethod
+    def linear_into(
+        cls, out: TensorData, rows: TensorData, weights: TensorData, bias: TensorData | None,
+        before_gelu: TensorData | None,
+    ) -> None:  # fmt: skip
+        """Fill ``out`` with rows @ weights + bias; or ``before_gelu`` so, and ``out`` with its GELU."""
+        raise NotImplementedError("a backend whose fuses_linear says so supplies linear_into")
+
+    @staticmethod
+    def gelu_backward_into(out: TensorData, grad: TensorData, before: TensorData) -> None:
+        """Fill ``out`` with a gradient on its way back through GELU; all contiguous, of one dtype."""
+        raise NotImplementedError(
+            "a backend whose fuses_linear says so supplies gelu_backward_into"
+        )
 
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -300,6 +326,8 @@ class TensorBackend:
         self._finite_reduce = reduce_(operators.max, float(np.finfo(np.float32).min))
         self._max_zip = zip_(operators.max)
         self.matrix_multiply = ops.matrix_multiply
+        self.fuses_linear, self.linear_into = ops.fuses_linear, ops.linear_into
+        self.gelu_backward_into = ops.gelu_backward_into
 
     def shift_reduce(self, a: Tensor, dim: int) -> Tensor:
         """Return the maximum over a dimension, a finite number even of minus infinities; see ``nn``."""

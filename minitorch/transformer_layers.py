@@ -9,7 +9,7 @@ import numpy.typing as npt
 from .kv_cache import LayerCache
 from .module import Module
 from .modules_basic import Dropout, LayerNorm1d, Linear
-from .nn import GELU, naive_attention
+from .nn import naive_attention
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 
@@ -139,7 +139,7 @@ class FeedForward(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (…, n_embd) for (…, n_embd)."""
-        return self.dropout(self.linear_out(GELU(self.linear_in(x))))
+        return self.dropout(self.linear_out(self.linear_in(x, has_gelu=True)))
 
 
 class TransformerLayer(Module):

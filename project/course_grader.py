@@ -6,83 +6,34 @@ has for a task has run and passed; neither exit codes nor output count. Tests th
 them: if one of these passes, the submission has changed what judges it.
 
 What is right may have to be fast as well, for some of the points: as a ratio of two times, measured when
-everything else has passed.
+everything else has passed. Tasks run beside each other, as many as :data:`AT_ONCE`; speed is measured while
+nothing else runs.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import shutil
-import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from course_canaries import add_canaries
 from course_markers import CourseError
 from course_place import Workplace, assemble
+from course_report import finish, print_row, refuse_unwritable
 from course_tasks import SPEED, Task, tasks_of, tasks_until
 from course_trees import ROOT, module_of
 from course_verdict import Result, Verdict, judge, notes
 
-#: A test that must fail → what it means if it passes.
-CANARIES = {
-    "assert False": "an assertion that fails",
-    "with pytest.raises(ValueError):\n        pass": "a test in which nothing is raised",
-    "assert 1.0 == pytest.approx(2.0)": "approx(2.0) and 1.0",
-    "assert_close_arrays(np.ones(2), np.zeros(2), np.float64)": "arrays of ones and zeros",
-    "np.testing.assert_array_equal([1.0], [2.0])": "[1.0] and [2.0]",
-    "np.testing.assert_allclose([1.0], [2.0])": "[1.0] and [2.0], nearly",
-    "assert_close(1.0, 2.0)": "1.0 and 2.0, nearly (operators.is_close)",
-    "given(integers())(lambda n: never(n))()": "a property that no number has",
-}
-#: Likewise where speed is measured: a thing is not faster than itself.
-SPEED_CANARIES = {
-    "assert False": "an assertion that fails",
-    "assert_faster(pause, pause, 1.5, lambda *note: None, 'itself')": "any speed at all",
-}
-CANARY_FILE = """
-from time import sleep
-
-import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis.strategies import integers
-
-{imports}
-
-pytestmark = [{marks}]
-
-
-def never(n):
-    assert n != n
-
-
-def pause():
-    sleep(0.002)
-
-"""
-COMPARING = "from .strategies import assert_close\nfrom .tolerances import assert_close_arrays"
-TIMING = f"from .{Path(SPEED).stem} import assert_faster"
-
-
-def add_canaries(tree: Path, task: Task, speed: bool = False) -> dict[str, str]:
-    """Write tests that must fail, under names that say nothing; return what each one means."""
-    chosen = SPEED_CANARIES if speed else CANARIES
-    simulated = task.simulator and not speed
-    marks = f"pytest.mark.{task.mark}" + (", pytest.mark.simulator" if simulated else "")
-    head = CANARY_FILE.format(marks=marks, imports=TIMING if speed else COMPARING)
-    names = {f"test_{secrets.token_hex(6)}": body for body in chosen}
-    bodies = "\n\n".join(f"def {name}():\n    {body}\n" for name, body in names.items())
-    file = f"tests/test_{secrets.token_hex(6)}.py"
-    (tree / file).write_text(head + bodies, encoding="utf-8")
-    return {f"{file}::{name}": chosen[body] for name, body in names.items()}
-
-
-# -- verdicts ------------------------------------------------------------------------------------
+#: So many tasks are graded at the same time; on a GPU, which they would share, one.
+AT_ONCE = min(2, os.cpu_count() or 1)
 
 
 def expression(task: Task, gpu: bool) -> str:
@@ -113,9 +64,10 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
         CourseError: If the course's own tests cannot be read.
     """
     expected = Expected({}, {}, None)
+    speed = {SPEED} if any(task.speed for task in tasks) else set()
     for simulator, simulated in sorted({_how(task, place) for task in tasks}):
         own = [task for task in tasks if _how(task, place) == (simulator, simulated)]
-        files = {file for task in own for file in task.tests}
+        files = {file for task in own for file in task.tests} | speed
         marks, no_gpu = _collected(place, files, simulated)
         expected = expected._replace(no_gpu=expected.no_gpu or no_gpu)
         keep = {"simulator"} if simulated else set()
@@ -128,10 +80,14 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
                 and {task.mark} | keep <= its
                 and not drop & its
             ]
-    if any(task.speed for task in tasks):
-        marks, _ = _collected(place, {SPEED}, False)
-        for task in tasks:
-            expected.speed[task.id] = [test for test, its in marks.items() if task.mark in its]
+        if speed:
+            for task in tasks:
+                expected.speed[task.id] = [
+                    test
+                    for test, its in marks.items()
+                    if test.split("::")[0] == SPEED and task.mark in its
+                ]
+            speed = set()
     for task in tasks:
         if not expected.tests[task.id] or (task.speed and not expected.speed[task.id]):
             raise CourseError(f"the course has no test, or none of speed, with mark {task.mark}")
@@ -180,6 +136,14 @@ def grade_task(
             others have passed.
         root: The course.
     """
+    result = _grade_right(place, task, expected, of_speed, root)
+    return _grade_fast(place, task, result, of_speed, root)
+
+
+def _grade_right(
+    place: Workplace, task: Task, expected: list[str], of_speed: list[str] | None, root: Path = ROOT
+) -> Result:
+    """Run the tests that decide; the points of speed are open still."""
     result = Result(task.id, task.title, task.mark, possible=task.points, tests=len(expected))
     swapped: dict[Path, bytes] = {}
     if task.own_tests:  # they are judged by whether they tell right code from wrong, the course's
@@ -195,16 +159,26 @@ def grade_task(
     if verdict.waits_for:
         result.status = "waiting"
     elif not verdict.message:
-        result.points = task.points - result.speed_possible
-        if of_speed:
-            verdict, records = _run(place, task, of_speed, root, speed=True)
-            result.speed = notes(records, "speed")
-            result.speed_points = 0 if verdict.message else task.speed
-            result.points += result.speed_points
-            result.message = verdict.message and f"right, but too slow: {verdict.message}"
-        result.status = "failed" if result.message else "passed"
+        result.status, result.points = "passed", task.points - result.speed_possible
     result.seconds = round(time.perf_counter() - begin, 2)
     return result
+
+
+def _grade_fast(
+    place: Workplace, task: Task, result: Result, of_speed: list[str] | None, root: Path = ROOT
+) -> Result:
+    """Measure what is right, if that gives points; return the result with them."""
+    if not of_speed or result.status != "passed":
+        return result
+    begin = time.perf_counter()
+    verdict, records = _run(place, task, of_speed, root, speed=True)
+    seconds = round(result.seconds + time.perf_counter() - begin, 2)
+    measured = replace(result, speed=notes(records, "speed"), seconds=seconds)
+    if verdict.message:
+        slow = f"right, but too slow: {verdict.message}"
+        return replace(measured, status="failed", message=slow)
+    points = result.points + task.speed
+    return replace(measured, points=points, speed_points=task.speed)
 
 
 def _run(
@@ -220,9 +194,50 @@ def _run(
         "memory_mb": task.memory_mb, "seconds": task.seconds,
         "arguments": _arguments(place.tree, [*files, canary_file], chosen),
     }  # fmt: skip
-    records, end = place.run(job, task.is_simulated(place.gpu) and not speed, task.seconds)
+    simulator = task.is_simulated(place.gpu) and not speed
+    records, end = place.run(job, simulator, task.seconds, optimised=speed)
     (place.tree / canary_file).unlink()
     return judge(task, expected, canaries, records, end), records
+
+
+def _grade_all(places: list[Workplace], tasks: list[Task], expected: Expected) -> Iterator[Result]:
+    """Yield the result of each task, in order.
+
+    Module after module: its tasks beside each other, each in a place that is free, and then how fast
+    they are, one by one.
+    """
+    free: SimpleQueue[Workplace] = SimpleQueue()
+    for place in places:
+        free.put(place)
+
+    def right(task: Task) -> Result:
+        place = free.get()
+        try:
+            blocked = task.simulator and not task.is_simulated(place.gpu) and expected.no_gpu
+            if blocked:
+                text = f"needs a GPU: {expected.no_gpu}"
+                return Result(
+                    task.id, task.title, task.mark, "blocked", possible=task.points, message=text
+                )
+            return _grade_right(place, task, expected.tests[task.id], expected.speed.get(task.id))
+        finally:
+            free.put(place)
+
+    pool = ThreadPoolExecutor(len(places))
+    try:
+        for _, tasks_of_module in groupby(tasks, lambda task: task.module):
+            group = list(tasks_of_module)
+            runs = [pool.submit(right, task) for task in group]
+            for task, run in zip(group, runs, strict=True):
+                result, of_speed = run.result(), expected.speed.get(task.id)
+                if of_speed and result.status == "passed":
+                    wait(runs)
+                yield _grade_fast(places[0], task, result, of_speed)
+    finally:  # after an interrupt too
+        pool.shutdown(wait=False, cancel_futures=True)
+        for place in places:
+            place.close()
+        pool.shutdown()
 
 
 def grade(
@@ -252,6 +267,8 @@ def grade(
         CourseError: If the tree cannot be graded.
     """
     submission = submission.resolve()
+    if json_file is not None:
+        refuse_unwritable(json_file)
     if not (submission / "minitorch").is_dir():
         raise CourseError(f"{submission} has no folder minitorch; name the student's tree")
     last = module_of(submission)
@@ -266,69 +283,17 @@ def grade(
 
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
-        place = Workplace(Path(folder).resolve(), gpu)
-        assemble(submission, place.tree, last)
-        expected = expected_tests(place, tasks)
+        places = [
+            Workplace(Path(folder).resolve() / str(i), gpu) for i in range(1 if gpu else AT_ONCE)
+        ]
+        for place in places:
+            assemble(submission, place.tree, last)
+        expected = expected_tests(places[0], tasks)
         print(f"{'task':5} {'':32} {'status':8} {'points':>7} {'tests':>8} {'seconds':>8}")
-        for task in tasks:
-            if task.simulator and not task.is_simulated(gpu) and expected.no_gpu:
-                result = Result(task.id, task.title, task.mark, "blocked", possible=task.points)
-                result.message = f"needs a GPU: {expected.no_gpu}"
-            else:
-                own = expected.tests[task.id], expected.speed.get(task.id)
-                result = grade_task(place, task, *own)
+        for task, result in zip(tasks, _grade_all(places, tasks, expected), strict=True):
             open_ = [r.task for r in results if r.task in task.needs and r.status != "passed"]
             if open_ and result.status == "failed":
                 result.message += f" (it builds on {', '.join(open_)}, which has not passed)"
             results.append(result)
-            _print_row(result)
-    return _finish(results, json_file)
-
-
-def _print_row(result: Result) -> None:
-    points = f"{result.points}/{result.possible}"
-    tests = f"{result.passed}/{result.tests}"
-    print(
-        f"{result.task:5} {result.title:32} {result.status:8} {points:>7} {tests:>8} "
-        f"{result.seconds:8.1f}"
-    )
-    for line in (result.message, result.speed and f"speed: {result.speed}"):
-        if line:
-            print(f"      {line}")
-    sys.stdout.flush()
-
-
-def _finish(results: list[Result], json_file: Path | None) -> int:
-    blocked = [result for result in results if result.status == "blocked"]
-    waiting = [result for result in results if result.status == "waiting"]
-    failed = [result for result in results if result.status in ("failed", "waiting")]
-    points = sum(result.points for result in results)
-    possible = sum(result.possible for result in results if result not in blocked)
-    print(f"points {points} of {possible}")
-    if waiting:
-        print(f"WAITING for tasks that are not written yet: {', '.join(r.task for r in waiting)}")
-    if blocked:
-        open_ = sum(result.possible for result in blocked)
-        print(f"BLOCKED, neither passed nor failed: {len(blocked)} tasks, {open_} points")
-    if json_file is not None:
-        summary = {
-            "points": points,
-            "possible": possible,
-            "blocked": sum(result.possible for result in blocked),
-            "all_passed": not failed and not blocked,
-            "tasks": [asdict(result) for result in results],
-        }
-        _replace(json_file, json.dumps(summary, indent=2) + "\n")
-    if failed:
-        return 1
-    return 2 if len(blocked) == len(results) else 0
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file; a link of that name, which a submission may have left there, is not followed."""
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.absolute().parent, delete=False
-    ) as file:
-        file.write(text)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+            print_row(result)
+    return finish(results, json_file)

@@ -81,17 +81,23 @@ def find_regions(text: str, file: str) -> list[Region]:
             key = plain._replace(number=seen[plain])
             regions.append(Region(key, hint, indent, first + 1, i))
             opened = None
-        elif begin or end:
+        elif (begin or end) and opened is not None:
+            raise _never_ended(file, *opened, before=f", before {line.strip()!r} in line {i + 1}")
+        elif end:
             raise CourseError(
                 f"{file}, line {i + 1}: {line.strip()!r} has no partner; each '# TASK n: …' is "
                 "followed by its '# END TASK n', and both stay in the file"
             )
     if opened is not None:
-        raise CourseError(
-            f"{file}, line {opened[0] + 1}: '# TASK {opened[1][2]}: …' is never ended; put "
-            f"'# END TASK {opened[1][2]}' after the body"
-        )
+        raise _never_ended(file, *opened)
     return regions
+
+
+def _never_ended(file: str, at: int, begin: re.Match[str], before: str = "") -> CourseError:
+    return CourseError(
+        f"{file}, line {at + 1}: '# TASK {begin[2]}: …' is never ended; put '# END TASK {begin[2]}' "
+        f"after the body{before}"
+    )
 
 
 def _enclosing(lines: list[str], at: int, indent: str) -> str:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,23 +40,34 @@ class Ending(NamedTuple):
     late: bool
 
 
+#: Processes that run in any place; what one of them leaves behind is ended, and another is not.
+RUNNING: set[int] = set()
+LOCK = threading.Lock()
+
+
 class Workplace:
-    """A folder for one grading, with what a submission may write to and what it may not.
+    """A folder for gradings, one after the other, with what a submission may write to and what not.
 
     Args:
-        folder: An empty one.
+        folder: An empty one, or one that is not there yet.
         gpu: CUDA tasks run on the GPU.
     """
 
     def __init__(self, folder: Path, gpu: bool):
         self.gpu = gpu
+        self.closed = False
+        self.process: subprocess.Popen[bytes] | None = None
         self.tree, self.reports = folder / "tree", folder / "reports"
         self.writable = {name: folder / name for name in ("home", "tmp", "numba")}
         for path in (self.tree, self.reports, *self.writable.values()):
-            path.mkdir()
+            path.mkdir(parents=True)
 
-    def environment(self, simulator: bool) -> dict[str, str]:
-        """Return the environment of a run: little of ours, and every folder inside this one."""
+    def environment(self, simulator: bool, optimised: bool = False) -> dict[str, str]:
+        """Return the environment of a run: little of ours, and every folder inside this one.
+
+        Whether code is right shows without LLVM's optimisation too, and compiling is most of the time
+        that tests take; how fast it is does not. Numba's cache does not tell the two apart.
+        """
         kept = (
             "PATH",
             "LANG",
@@ -71,25 +83,32 @@ class Workplace:
             "MINITORCH_SHRINK": "0",  # the first that fails will do
             "HOME": home, "USERPROFILE": home, "TMPDIR": tmp, "TEMP": tmp, "TMP": tmp,
             "HYPOTHESIS_STORAGE_DIRECTORY": tmp,
-            "NUMBA_CACHE_DIR": str(self.writable["numba"]),
+            "NUMBA_CACHE_DIR": str(self.writable["numba"] / ("fast" if optimised else "plain")),
+            "NUMBA_OPT": "3" if optimised else "0",
             "NUMBA_ENABLE_CUDASIM": str(int(simulator)),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
 
-    def run(self, job: dict[str, Any], simulator: bool, seconds: float) -> tuple[list[Any], Ending]:
+    def run(
+        self, job: dict[str, Any], simulator: bool, seconds: float, optimised: bool = False
+    ) -> tuple[list[Any], Ending]:
         """Run the child and return its records and its end."""
         report = self.reports / f"{secrets.token_hex(16)}.jsonl"
         report.touch()
         whole = {"report": str(report), "gpu": self.gpu, **job}
         child = ROOT / "project" / "course_child.py"
-        before = _adopted()
         with tempfile.TemporaryFile(dir=self.reports) as output:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-B", str(child)],
-                stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
-                env=self.environment(simulator), start_new_session=True,
-            )  # fmt: skip
+            with LOCK:
+                if self.closed:
+                    raise RuntimeError("a workplace that is closed runs nothing")
+                before = _adopted()
+                process = self.process = subprocess.Popen(
+                    [sys.executable, "-I", "-B", str(child)],
+                    stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                    env=self.environment(simulator, optimised), start_new_session=True,
+                )  # fmt: skip
+                RUNNING.add(process.pid)
             late = False
             try:
                 process.communicate(json.dumps(whole).encode(), timeout=seconds)
@@ -97,20 +116,34 @@ class Workplace:
                 late = True
             finally:
                 _end(process)
-                for orphan in _adopted() - before:
-                    os.kill(orphan, signal.SIGKILL)
-                    os.waitpid(orphan, 0)
+                with LOCK:
+                    self.process = None
+                    RUNNING.discard(process.pid)
+                    for orphan in _adopted() - before - RUNNING:
+                        os.kill(orphan, signal.SIGKILL)
+                        os.waitpid(orphan, 0)
         return list(_records(report)), Ending(process.returncode, late)
+
+    def close(self) -> None:
+        """End what runs here, and start nothing more."""
+        with LOCK:
+            self.closed = True
+            if self.process is not None:
+                _kill(self.process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and whatever it has started."""
+    """End a process and whatever it has started, and wait for it."""
+    _kill(process)
+    process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError, PermissionError):  # nothing of it is left
             os.killpg(process.pid, signal.SIGKILL)
     else:
         process.kill()
-    process.wait()
 
 
 SUBREAPER = 36  # of prctl
@@ -124,8 +157,11 @@ def _adopted() -> set[int]:
     if not sys.platform.startswith("linux"):
         return set()
     ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
-    lists = Path("/proc/self/task").glob("*/children")  # none where the kernel does not keep them
-    return {int(child) for path in lists for child in path.read_text().split()}
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):  # none where the kernel keeps no list
+        with suppress(OSError):  # a thread that has ended since
+            found |= {int(child) for child in path.read_text().split()}
+    return found
 
 
 def _records(report: Path) -> Iterator[dict[str, Any]]:

@@ -217,8 +217,9 @@ TASKS = (
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
         "Lines 10 to 15 of the paper, with s, m_tile, old_weight, new_weight and inverse in shared "
         "memory. Elements of S are dealt out to threads by e in range(thread, …, threads); a barrier "
-        "stands wherever another thread reads what was written. Hidden elements of P~ are marked "
-        "with hidden, and score_of hides them.",
+        "stands wherever another thread reads what was written. score_of(τ q · k, flat, b, h, "
+        "row + r, col + c, extras) hides what element (r, c) of the tile does not see; hidden "
+        "elements of P~ are marked with hidden.",
         FLASH, simulator=True,
     ),
     Task(

@@ -21,6 +21,7 @@ from course_markers import (
     sources,
     stub,
 )
+from course_pages import write_pages
 from course_tasks import MODULES, SPEED, TASKS, Task, tasks_of, tasks_until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,6 +68,7 @@ def start(module: int, out: Path, earlier: Path | None = None, root: Path = ROOT
         return solved.get(region.key)
 
     write_tree(module, out, body_of, root)
+    write_pages(module, out, root)
 
 
 def _bodies_of_earlier(module: int, earlier: Path, root: Path) -> dict[Key, list[str]]:
@@ -130,7 +132,6 @@ def write_tree(
         raise CourseError(f"pyproject.toml has {count} lines {addopts}…, not one; mend write_tree")
     (out / "pyproject.toml").write_text(settings, encoding="utf-8")
     (out / "Makefile").write_text(_makefile(module), encoding="utf-8")
-    (out / "README.md").write_text(_readme(module, root), encoding="utf-8")
     (out / STAMP).write_text(json.dumps({"module": module}) + "\n", encoding="utf-8")
 
 
@@ -185,19 +186,6 @@ def _expressions(tasks: list[Task]) -> tuple[str, str]:
     return plain, simulated
 
 
-def points_of(task: Task) -> str:
-    """Return the points of a task in words."""
-    return f"{task.points} points" + (f", {task.speed} of them for speed" if task.speed else "")
-
-
-def command(task: Task) -> str:
-    """Return the command that runs the tests of a task."""
-    run = f"python -m pytest -m {task.mark}"
-    if task.simulator:
-        run = f'NUMBA_ENABLE_CUDASIM=1 python -m pytest -m "{task.mark} and simulator and not cuda"'
-    return f"{run} {' '.join(task.tests)}"
-
-
 def _makefile(module: int) -> str:
     plain, simulated = _expressions(tasks_of(module))
     runs = [
@@ -208,7 +196,8 @@ def _makefile(module: int) -> str:
         else "",
     ]
     lines = [
-        "# make test    the tests of this module (pytest alone looks for the smallest example too)",
+        "# make test    the tests of this module, compiled without optimisation, which takes half the time",
+        "#              (pytest alone compiles as for use, and looks for the smallest example too)",
         "# make grade   task by task, with points",
         "ARGS ?= -n 2",
         "PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)",
@@ -216,6 +205,9 @@ def _makefile(module: int) -> str:
         ".PHONY: test grade venv",
         "export MINITORCH_SHRINK = 0",
         "",
+        "# Numba's cache does not tell what is optimised from what is not.",
+        "test: export NUMBA_OPT = 0",
+        "test: export NUMBA_CACHE_DIR = $(CURDIR)/build/numba",
         "test:  # what fails first does not keep the rest from running",
         "\t@failed=0; \\",
         *(f"\t{run} || failed=1; \\" for run in runs if run),
@@ -228,42 +220,6 @@ def _makefile(module: int) -> str:
         "\tpython3 -m venv .venv",
         "\t.venv/bin/python -m pip install --quiet --editable '.[plot,test]'",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _readme(module: int, root: Path) -> str:
-    tasks = tasks_of(module)
-    lines = [
-        f"# Module {module}: {MODULES[module].title}",
-        "",
-        "Write what is missing, task by task. A place to write looks like this; the two comments stay:",
-        "",
-        "```python",
-        "    # TASK 1.1: a hint",
-        '    raise NotImplementedError("Task 1.1: a hint")',
-        "    # END TASK 1.1",
-        "```",
-        "",
-        "`make venv` makes an environment and installs what is needed. `make test` runs the tests of "
-        "this module, and `python project/course.py grade .` prints a table of tasks and points. You "
-        "may add functions and imports in the files named below, and files of your own; every other "
-        "file is taken from the course when your work is graded.",
-        "",
-        f"Points: {sum(task.points for task in tasks)}.",
-    ]
-    regions = marked_regions(root)
-    for task in tasks:
-        lines += ["", f"## Task {task.id}: {task.title} ({points_of(task)})", "", task.hint, ""]
-        if task.needs:
-            lines += [f"Builds on {' and '.join(task.needs)}: solve these first.", ""]
-        lines += ["| file | function | hint |", "|---|---|---|"]
-        for r in regions:
-            if r.key.task == task.id:
-                hint = r.hint.replace("|", "\\|")
-                lines.append(f"| `{r.key.file}` | `{r.key.name}` | {hint} |")
-        lines += ["", f"Mark `{task.mark}`:", "", "```", command(task)]
-        lines += [f"python -m pytest -m {task.mark} {SPEED}  # how fast"] if task.speed else []
-        lines += ["```"]
     return "\n".join(lines) + "\n"
 
 

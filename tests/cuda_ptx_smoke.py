@@ -1,4 +1,4 @@
-"""Every tensor-core instruction on a GPU against its NumPy emulation, and attention, one line each.
+"""Every tensor-core instruction on a GPU against its NumPy emulation, attention, products, one line each.
 
 python -m tests.cuda_ptx_smoke [part of a name]
 compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.cuda_ptx_smoke
@@ -17,6 +17,9 @@ from kernels.targets import cuda, why_no_cuda
 from .mma_attention import LARGE, OPTIONS, TINY, Call
 from .mma_attention import run as run_attention
 from .mma_backward import GRADIENTS, LARGE_GRADIENTS, OF_OPTIONS, Gradients, run_on_gpu
+from .product_cases import CALLS as PRODUCTS
+from .product_cases import Product
+from .product_cases import run_on_gpu as run_product
 from .ptx_cases import Case, run
 from .ptx_kernels import CASES as OF_A_WARP
 from .ptx_kernels_hopper import CASES as OF_A_BLOCK
@@ -39,6 +42,13 @@ def _gradients(case: Gradients, atomics: bool) -> str:
     return "within the tolerance"
 
 
+def _product(call: Product) -> str:
+    error = run_product(call, np.random.default_rng(0))
+    if not error <= 1:
+        raise AssertionError(f"{error:.3g} of what is allowed")
+    return f"{error:.2g} of what is allowed"
+
+
 def main() -> None:
     """Run everything that the device has; stop with the number of those that are wrong."""
     if (missing := why_no_cuda()) is not None:
@@ -55,6 +65,9 @@ def main() -> None:
         for name, case in {**GRADIENTS, **OF_OPTIONS, **LARGE_GRADIENTS}.items():
             found[f"flash2_mma backward, {name}"] = partial(_gradients, case, False)
             found[f"flash2_mma backward by atomics, {name}"] = partial(_gradients, case, True)
+        for name, product in PRODUCTS.items():
+            if product.kind != "split" or device >= (9, 0):
+                found[f"product, {name}"] = partial(_product, product)
     wrong = 0
     for name, ask in found.items():
         if sys.argv[1:] and sys.argv[1] not in name:

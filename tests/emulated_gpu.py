@@ -36,7 +36,7 @@ from .emulated_instructions import (
 )
 
 #: Bytes of a block for its static shared arrays.
-STATIC = 4096
+STATIC = 1 << 15
 #: Where functions come from that are replaced by their own source.
 OURS = ("kernels", "tests")
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cuda.ptx import emulated, emulated_numbers, emulated_wgmma
+from kernels.philox import PLAIN as PHILOX
 
 #: A byte that makes every float16, bfloat16 and float32 of it NaN.
 GARBAGE = 0xFF
@@ -134,6 +135,19 @@ class Instructions:
 
     def ex2(self, x: Any) -> Any:
         return emulated_numbers.ex2(x)[()]
+
+    def rcp(self, x: Any) -> Any:
+        return np.float32(1) / np.float32(x)
+
+    def draw(self, places: str, *given: int) -> tuple[int, ...]:
+        *words, threshold, low, high, block, row, flat = map(int, given)
+        drawn = PHILOX.attention_words(low | high << 32, flat, row, block)
+        kept = [int(x >= threshold) << int(at) for x, at in zip(drawn, places.split(), strict=True)]
+        return tuple(word | bit for word, bit in zip(words, kept, strict=True))
+
+    def spread(self, selector: str, x: int) -> int:
+        bytes_ = [(int(x) >> 8 * (int(one, 16) - 8)) & 0x80 for one in reversed(selector)]
+        return sum(0xFF << 8 * i for i, byte in enumerate(bytes_) if byte)
 
     def pack_singly(self, low: Any, high: Any) -> Any:
         return self.pack("f16", low, high)
@@ -354,6 +368,9 @@ INSTRUCTIONS = {
     r"\{ \.reg \.b(16|32) low, high;\s+(?:mov|shl)": "unpack",
     r"cvt\.rna\.tf32": "round_tf32",
     r"ex2\.approx": "ex2",
+    r"rcp\.approx": "rcp",
+    r"\{ // philox ([\d ]+)": "draw",
+    r"prmt\.b32 \$result, \$x, 0, 0x([89ab]{4})": "spread",
     r"fence\.|prefetch\.|setmaxnreg\.|wgmma\.fence": "nothing",
     r"\{ \.reg \.pred elected": "elect",
     r"bar\.(sync|arrive)": "bar",

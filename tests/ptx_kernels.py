@@ -93,7 +93,32 @@ def _exponential() -> Case:
     return Case("ex2", kernel, void(FLOATS, FLOATS), (7, 5), "ex2.approx.ftz.f32", make)
 
 
+def _reciprocal() -> Case:
+    def kernel(x, out):
+        out[cuda.threadIdx.x, 0] = numbers.rcp(x[cuda.threadIdx.x, 0])
+
+    def make(rng: Generator) -> Any:
+        x = rng.uniform(-140, 130, (WARP, 1)).astype(np.float32)
+        x[:3, 0] = -np.inf, np.inf, 1
+        expected = np.float32(1) / x
+        return [x], np.zeros_like(x), expected, 2.0**-22 * np.abs(expected)
+
+    return Case("rcp", kernel, void(FLOATS, FLOATS), (7, 5), "rcp.approx.ftz.f32", make)
+
+
 # -- memory --------------------------------------------------------------------------------------
+
+
+def _pairs_to_memory() -> Case:
+    def kernel(x, out):
+        lane = cuda.threadIdx.x
+        copies.st_global_v2(copies.global_address(out) + 8 * lane, x[lane, 0], x[lane, 1])
+
+    def make(rng: Generator) -> Any:
+        x = _any_floats(rng, 2)
+        return [x], np.zeros_like(x), x, 0
+
+    return Case("st.global.v2", kernel, void(FLOATS, FLOATS), (7, 5), "st.global.v2.f32", make)
 
 
 def _through_memory() -> Case:
@@ -308,6 +333,8 @@ CASES = [
     _rounding(),
     _bits(),
     _exponential(),
+    _reciprocal(),
+    _pairs_to_memory(),
     _through_memory(),
     _pairs_of_floats(),
     *(_asynchronous_copy(size, size == 16) for size in (4, 8, 16)),

@@ -194,7 +194,9 @@ PRODUCT_SPILLS = 192
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=str)
 def test_a_multiprocessor_holds_the_blocks_of_the_product_that_the_table_says(dtype: Any) -> None:
     for tile in _tiles(dtype):
-        assert_fits(product.product_kernel(tile, dtype), tile.threads, (9, 0), PRODUCT_SPILLS)
+        for is_guarded in (False, True):
+            kernel = product.product_kernel(tile, dtype, is_guarded)
+            assert_fits(kernel, tile.threads, (9, 0), PRODUCT_SPILLS)
 
 
 def test_the_cuda_backend_is_there_without_a_gpu() -> None:

@@ -567,7 +567,7 @@ def _recording(seen: list[Any], *dtypes: Any) -> launch.Target:
                 name: x.astype(np.float64)
                 if isinstance(x, np.ndarray) and name != "mask_batch"
                 else x
-                for name, x in vars(operands).items()
+                for name, x in operands._asdict().items()
             }
             own = operands.having(**wide)
             run(problem, tile, own)

@@ -12,8 +12,10 @@ import numpy as np
 from numba import int64, types, void
 
 from kernels.cuda.device import PHILOX, Kernel, device_function, scalar_type
+from kernels.cuda.half import form
 from kernels.cuda.row_kernels import matrix_type, vector_type
 from kernels.cuda.vector import EXP2
+from kernels.dtypes import acc_dtype
 from kernels.philox import WORDS
 from kernels.pointwise import GELU_CONSTANTS, make_adam, make_gelu
 from kernels.targets import cuda
@@ -51,9 +53,10 @@ def gelu_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 @cache
 def gelu_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel of GELU's gradient for one dtype."""
-    constants = tuple(dtype.type(number) for number in GELU_CONSTANTS)
-    gradient = make_gelu(device_function, EXP2[dtype]).gradient
+    """Return the kernel of GELU's gradient for one dtype, of 16 bits too."""
+    own, (stored, widen, narrow, _) = acc_dtype(dtype), form(dtype)
+    constants = tuple(own.type(number) for number in GELU_CONSTANTS)
+    gradient = make_gelu(device_function, EXP2[own]).gradient
 
     def gelu_backward(dout, x, dx):
         """Return through GELU.
@@ -70,9 +73,9 @@ def gelu_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
         """
         i = cuda.grid(1)
         if i < x.shape[0]:
-            dx[i] = gradient(dout[i], x[i], constants)
+            dx[i] = narrow(gradient(widen(dout[i]), widen(x[i]), constants))
 
-    vector = vector_type(dtype)
+    vector = vector_type(stored)
     return Kernel(gelu_backward, void(vector, vector, vector))
 
 

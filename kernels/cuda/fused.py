@@ -16,6 +16,7 @@ from kernels.cuda import element_kernels as elements
 from kernels.cuda import row_kernels
 from kernels.cuda.arrays import device_view, empty_device, is_device_array, to_device
 from kernels.cuda.block import RowBlock, row_block
+from kernels.cuda.half import as_bits
 from kernels.cuda.memory import sum_kernel
 from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
@@ -161,10 +162,15 @@ def gelu(x: Any) -> Any:
 
 def gelu_backward(dout: Any, x: Any) -> Any:
     """Return the gradient of GELU's input."""
-    dx, flat = _empty_like(x), _flat(x)
-    kernel = elements.gelu_backward_kernel(x.dtype)
-    _launch_elements(kernel, flat.shape[0], _flat(dout), flat, _flat(dx))
+    dx = _empty_like(x)
+    gelu_backward_into(dout, x, dx)
     return dx
+
+
+def gelu_backward_into(dout: Any, x: Any, dx: Any) -> None:
+    """Fill dx with the gradient of GELU's input; all of one dtype, of 16 bits too."""
+    flat = [as_bits(_flat(array)) for array in (dout, x, dx)]
+    _launch_elements(elements.gelu_backward_kernel(x.dtype), flat[0].shape[0], *flat)
 
 
 # -- cross entropy -----------------------------------------------------------------------------

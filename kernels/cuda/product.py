@@ -131,8 +131,14 @@ def _make_multiply(tile: ProductTile) -> Callable[..., None]:
 
 
 @cache
-def product_kernel(tile: ProductTile, dtype: np.dtype[Any]) -> Kernel:
-    """Return the batched matrix product for one tile and dtype."""
+def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = False) -> Kernel:
+    """Return the batched matrix product for one tile and dtype.
+
+    Args:
+        tile: What a block computes at a time.
+        dtype: Of operands and result.
+        is_guarded: It does nothing unless a number on the device is the ticket.
+    """
     real, zero = scalar_type(dtype), dtype.type(0)
     block_rows, block_cols, depth, own_rows, own_cols, _ = tile
     lanes, rows_of_threads, threads = block_cols // own_cols, block_rows // own_rows, tile.threads
@@ -144,11 +150,12 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any]) -> Kernel:
     b_offset = depth * a_stride
     stage_size = b_offset + depth * b_stride
 
-    def product(out, out_steps, a, a_steps, b, b_steps, shape, part, factor):
+    def product(out, out_steps, a, a_steps, b, b_steps, shape, part, factor, guard, ticket):
         """Multiply (batch, heads, rows, depth) by (batch, heads, depth, cols), any strides.
 
         Computes: out[i, j] = factor · Σ_k a[i, k] b[k, j] for each batch and head; k runs over one part
-            of the depth, and the parts lie one after another where heads do
+            of the depth, and the parts lie one after another where heads do; guarded, nothing unless
+            guard[0] is the ticket
         Source: FlashAttention, Algorithm 0, lines 1 and 3
         Grid: (batch · heads · ceil(rows / block_rows) · ceil(cols / block_cols), parts)
         Block: block_rows / own_rows · block_cols / own_cols
@@ -176,6 +183,8 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any]) -> Kernel:
         first_col = cuda.blockIdx.x % col_tiles * block_cols
         first = cuda.blockIdx.y * part
         stop = min(first + part, total_depth)
+        if is_guarded and guard[0] != ticket:
+            rows, cols, first, stop = 0, 0, 0, 0
 
         a_along, b_along = a_steps[3] <= a_steps[2], b_steps[2] < b_steps[3]
         a_row, a_depth, a_apart, a_jump, a_place_jump = share_a(
@@ -222,7 +231,8 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any]) -> Kernel:
                     )
 
     flat, steps = types.Array(real, 1, "C"), types.UniTuple(int64, 4)
-    signature = void(flat, steps, flat, steps, flat, steps, steps, int64, real)
+    guard = types.Array(int64, 1, "C") if is_guarded else int64
+    signature = void(flat, steps, flat, steps, flat, steps, steps, int64, real, guard, int64)
     shared_bytes = dtype.itemsize * shared_elements(tile)
     return Kernel(product, signature, threads, shared_bytes, tile.resident)
 
@@ -260,6 +270,7 @@ def _is_contiguous(shape: Ints, steps: Ints) -> bool:
 def multiply(
     out: Any, out_steps: Ints, a: Any, a_steps: Ints, b: Any, b_steps: Ints,
     shape: Ints, factor: float = 1.0, tile: ProductTile | None = None,
+    only_if: tuple[Any, int] | None = None,
 ) -> None:  # fmt: skip
     """Fill out with factor · a @ b for each batch and head.
 
@@ -276,6 +287,7 @@ def multiply(
         shape: (batch, heads, rows, cols, depth).
         factor: A number.
         tile: For the whole output; picked by its size when None.
+        only_if: One integer on the device, and what it must be, or nothing is written.
     """
     batch, heads, rows, cols, depth = shape
     if 0 in shape[:4]:
@@ -284,15 +296,29 @@ def multiply(
     kernel, blocks = product_kernel(tile, out.dtype), _blocks(batch * heads, rows, cols, tile)
     sizes, matrix = (heads, rows, cols, depth), rows * cols
     parts = min(2 * SIZES.product_blocks // blocks, depth // SIZES.product_depth)
+    guard = only_if or (0, 0)
+    if only_if is not None:
+        kernel, parts = product_kernel(tile, out.dtype, True), 1
     if parts < 2 or not _is_contiguous(shape[:4], out_steps):
-        kernel[blocks, tile.threads](out, out_steps, a, a_steps, b, b_steps, sizes, depth, factor)
+        kernel[blocks, tile.threads](
+            out, out_steps, a, a_steps, b, b_steps, sizes, depth, factor, *guard
+        )
         return
     part = geometry.ceil_div(depth, parts)
     parts = geometry.ceil_div(depth, part)  # rounding may leave none for the last
     inner = heads * matrix
     partial = empty_device((batch * parts * inner,), out.dtype)
     kernel[(blocks, parts), tile.threads](
-        partial, (parts * inner, matrix, cols, 1), a, a_steps, b, b_steps, sizes, part, factor
+        partial,
+        (parts * inner, matrix, cols, 1),
+        a,
+        a_steps,
+        b,
+        b_steps,
+        sizes,
+        part,
+        factor,
+        *guard,
     )
     sum_kernel(out.dtype)[geometry.ceil_div(batch * inner, SIZES.flat_threads), SIZES.flat_threads](
         device_view(partial, (batch, parts, inner), (parts * inner, inner, 1)),

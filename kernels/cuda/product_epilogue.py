@@ -1,4 +1,4 @@
-"""What Hopper's product does with a tile of the result while it is in registers: bias, GELU, rounding, storing.
+"""What Hopper's product does with a tile of the result while in registers: bias, GELU, rounding, storing.
 
 The accumulators of a warpgroup are 64 rows, 16 of each warp: ``acc[t, e]`` of a lane is of row lane / 4, or
 eight below where e > 1, and of column 8 t + 2 (lane % 4) + e % 2.
@@ -25,11 +25,13 @@ from kernels.cuda.ptx.bulk import (
 from kernels.cuda.ptx.copies import global_address, st_global_v2
 from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.mma import stmatrix_x4
-from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2
+from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2, rcp
 from kernels.cuda.ptx.wgmma import ROWS
-from kernels.pointwise import GELU_CONSTANTS, make_gelu
+from kernels.pointwise import GELU_CONSTANTS
 from kernels.targets import cuda
 
+#: GELU in its tanh form is x / (1 + 2**-z), z = x (inner + cubic x²).
+GELU_INNER = GELU_CONSTANTS[5], GELU_CONSTANTS[5] * GELU_CONSTANTS[3]
 #: Columns of a tile of accumulators.
 COLS = 8
 square_place = DEVICE.square_place
@@ -40,35 +42,15 @@ wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 @cache
 def make_activation(count: int) -> Callable[..., None]:
     """Return ``activate(acc)``: GELU of (count, 4) accumulators, in its tanh form."""
-    constants = tuple(np.float32(number) for number in GELU_CONSTANTS)
-    gelu = make_gelu(device_function, ex2).value
-
-    def make(tiles: int) -> Any:
-        """Return the function of some tiles; made of halves, for of a long loop none is unrolled."""
-        if tiles <= 2:
-
-            @device_function
-            def apply(acc, first):
-                for t in range(tiles):
-                    for e in range(4):
-                        acc[first + t, e] = gelu(acc[first + t, e], constants)
-
-            return apply
-        half = tiles // 2
-        upper, lower = make(half), make(tiles - half)
-
-        @device_function
-        def apply_both(acc, first):
-            upper(acc, first)
-            lower(acc, first + half)
-
-        return apply_both
-
-    whole = make(count)
+    one = np.float32(1)
+    inner, cubic = (np.float32(factor) for factor in GELU_INNER)
 
     @device_function
     def activate(acc):
-        whole(acc, 0)
+        for t in range(count):
+            for e in range(4):
+                x = acc[t, e]
+                acc[t, e] = x * rcp(one + ex2(-x * (inner + cubic * x * x)))
 
     return activate
 
@@ -77,17 +59,17 @@ def make_activation(count: int) -> Callable[..., None]:
 def make_epilogue(layout: ProductLayout, form: Form) -> tuple[Any, Any]:
     """Return ``add_bias(acc, bias, first_col, cols)`` and ``activate(acc)``.
 
-    Of a result of 16 bits the bias is too, as words of two columns; else it is float32.
+    Of a result of 16 bits the bias is too; else it is float32.
     """
     count, is_half = layout.cols // COLS, form.out != "float32"
-    unpack = UNPACK.get(form.out)
+    unpack: Any = UNPACK.get(form.out)
 
     @device_function
     def add_pairs(acc, bias, first_col, cols):
         for t in range(count):
             col = first_col + t * COLS
             if col < cols:  # a multiple of eight
-                x, y = unpack(bias[col // 2])
+                x, y = unpack(uint32(bias[col]) | (uint32(bias[col + 1]) << uint32(16)))
                 acc[t, 0] += x
                 acc[t, 1] += y
                 acc[t, 2] += x
@@ -106,11 +88,11 @@ def make_epilogue(layout: ProductLayout, form: Form) -> tuple[Any, Any]:
 
 
 @cache
-def make_write_tile(layout: ProductLayout, form: Form) -> Callable[..., None] | None:
+def make_write_tile(layout: ProductLayout, form: Form) -> Any:
     """Return ``write_tile(acc, tensor, tile, row, col, h, b, me, warp, lane)``, or None for float32.
 
-    It rounds the warpgroup's 64 rows, by way of the shared memory at ``tile``, and has the copy engine write
-    them; that goes on while the next tile is computed.
+    It rounds the warpgroup's 64 rows, by way of the shared memory at ``tile``, and has the copy engine
+    write them; that goes on while the next tile is computed.
     """
     if form.out == "float32":
         return None
@@ -152,8 +134,8 @@ def make_write_tile(layout: ProductLayout, form: Form) -> Callable[..., None] | 
 def make_write_floats(layout: ProductLayout) -> Callable[..., None]:
     """Return ``write_floats(acc, out, steps, row, col, h, b, part, rows, cols, warp, lane)``.
 
-    Each lane writes its own pairs of columns, four lanes 32 bytes of a row; ``steps`` are from batch to batch,
-    head to head, part to part and row to row, and whether all of them and ``cols`` are even.
+    Each lane writes its own pairs of columns, four lanes 32 bytes of a row; ``steps`` are from batch to
+    batch, head to head, part to part and row to row, and whether all of them and ``cols`` are even.
     """
     count = layout.cols // COLS
 
@@ -178,4 +160,10 @@ def make_write_floats(layout: ProductLayout) -> Callable[..., None]:
     return write_floats
 
 
-__all__ = ["make_activation", "make_epilogue", "make_write_floats", "make_write_tile", "wait_for_reads"]
+__all__ = [
+    "make_activation",
+    "make_epilogue",
+    "make_write_floats",
+    "make_write_tile",
+    "wait_for_reads",
+]

@@ -1,4 +1,4 @@
-"""Hopper's matrix product: how its block is staffed, where its tiles lie, and in which order work is done."""
+"""Products on tensor cores: how a block is staffed, where its tiles lie, in which order work is done."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Form(NamedTuple):
         out: Of the result: the same, or "float32".
         a_turned: Neighbours of a lie side by side along its rows, not along the depth.
         b_turned: Those of b do along its columns.
-        planes: Numbers that a number is the sum of, 1 or 3: the planes lie one after the other in the depth.
+        planes: Numbers that a number is the sum of, 1 or 3; planes lie one after the other in the depth.
         has_bias: One number for each column is added.
         has_gelu: GELU is applied then.
         keeps_input: What it is applied to is written too, for the backward pass.
@@ -57,14 +57,12 @@ class ProductLayout(Staff):
         cols: Columns of a tile, a multiple of 64, 256 at most.
         stages: Tiles of each operand that shared memory holds at a time.
         panels: Panels of 64 columns that a consumer rounds and stores at a time; of a result of 16 bits.
-        cluster: Blocks, one below the other, that share the tiles of b: each copies its part for all.
     """
 
     consumers: int
     cols: int
     stages: int
     panels: int
-    cluster: int = 1
 
     @property
     def a_bytes(self) -> int:
@@ -75,6 +73,37 @@ class ProductLayout(Staff):
     def b_bytes(self) -> int:
         """Bytes of a tile of b."""
         return self.cols * LINE
+
+
+@dataclass(frozen=True)
+class WarpLayout:
+    """Who works on a tile of the result, where warps multiply: each its own rows and columns of it.
+
+    Attributes:
+        rows: Of a tile: ``row_warps`` times a multiple of 16.
+        cols: Likewise: ``col_warps`` times a multiple of 16.
+        row_warps: Warps one below the other.
+        col_warps: Warps side by side.
+        stages: Tiles of each operand that shared memory holds at a time.
+        resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
+    """
+
+    rows: int
+    cols: int
+    row_warps: int
+    col_warps: int
+    stages: int
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.row_warps * self.col_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: lines of 128 bytes of both operands."""
+        return self.stages * (self.rows + self.cols) * LINE
 
 
 def shared_tiles(layout: ProductLayout, form: Form) -> SharedTiles:
@@ -100,7 +129,7 @@ class Order(NamedTuple):
     delivers what one of them has read to the others.  So tiles come column by column in bands of rows.
 
     Attributes:
-        row_tiles: Of a matrix; those of a cluster are one.
+        row_tiles: Of a matrix.
         col_tiles: Likewise.
         band: Tiles of rows of a band.
         matrices: Of the result.
@@ -138,6 +167,7 @@ __all__ = [
     "Form",
     "Order",
     "ProductLayout",
+    "WarpLayout",
     "place_of",
     "shared_bytes",
     "shared_tiles",

@@ -1,19 +1,18 @@
-"""The matrix product on Hopper: copies and products at the same time, blocks that share what they copy.
+"""The matrix product on Hopper: copies and products at the same time, tile after tile.
 
-What ``mma.sync`` leaves on the table: its fragments go through registers, and it reaches little more than half of
-what Hopper's tensor cores can.  Here one warpgroup does nothing but ask the copy engine for tiles; the others
-multiply them out of shared memory by ``wgmma``, 64 rows each, and never wait for their own products but for those
-before.  What then limits is how fast the L2 cache delivers: a tile of 128 x 256 is read 64 deep in half
-a microsecond, by all multiprocessors.  So two blocks, one below the other, form a cluster: each copies half of the
-columns' tile, for both.
+What ``mma.sync`` leaves on the table: its fragments go through registers, and it reaches little more than
+half of what Hopper's tensor cores can.  Here one warpgroup does nothing but ask the copy engine for tiles;
+the others multiply them out of shared memory by ``wgmma``, 64 rows each, and wait for the products before,
+never for the last ones.  Measured at 8192³ in bfloat16 on an H200: 359 TFLOP/s by ``mma.sync``, 702 to 752
+here, 0.96 to 0.99 of cuBLAS.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
-import numpy as np
-from numba import float32, int32, int64, types, uint8, uint32, void
+from numba import float32, int32, int64, types, uint8, uint16, void
 
 from kernels.cuda.device import Kernel, device_function
 from kernels.cuda.flash3_layout import WARPGROUP, make_next
@@ -45,11 +44,6 @@ from kernels.cuda.ptx.barriers import (
     mbarrier_wait,
 )
 from kernels.cuda.ptx.bulk import make_tensor_load
-from kernels.cuda.ptx.cluster import (
-    cluster_sync,
-    make_tensor_multicast,
-    mbarrier_arrive_at,
-)
 from kernels.cuda.ptx.copies import align_up, global_address, shared_address
 from kernels.cuda.ptx.wgmma import (
     ROWS,
@@ -62,10 +56,27 @@ from kernels.cuda.ptx.wgmma import (
 )
 from kernels.targets import cuda
 
-#: rows, cols, steps of the depth, those of a part, parts; heads, and by what a head's and a batch's number is
-#: multiplied to find it in a and in b: 0 where it repeats; elements from plane to plane.
+#: rows, cols, steps of the depth, those of a part, parts; heads, and by what a head's and a batch's number
+#: is multiplied to find it in a and in b: 0 where it repeats; elements from plane to plane.
 SHAPE = types.UniTuple(int32, 11)
 MAPS = types.Array(uint8, 1, "C")
+
+
+@cache
+def _make_load(lines: int, depth: int, is_turned: bool) -> Callable[..., None]:
+    """Return ``load(target, tensor, full, line, k, h, b)``, which asks for a tile of an operand."""
+    load, panels, panel_bytes = make_tensor_load(4), lines // PANEL, depth * LINE
+
+    @device_function
+    def load_lines(target, tensor, full, line, k, h, b):
+        load(target, tensor, full, (k, line, h, b))
+
+    @device_function
+    def load_panels(target, tensor, full, line, k, h, b):
+        for panel in range(panels):
+            load(target + panel * panel_bytes, tensor, full, (line + panel * PANEL, k, h, b))
+
+    return load_panels if is_turned else load_lines
 
 
 @cache
@@ -76,7 +87,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
         layout: Who works.
         form: What is multiplied, and what is done with the result.
     """
-    stages, cluster, planes = layout.stages, layout.cluster, form.planes
+    stages, planes = layout.stages, form.planes
     rows_a_block, cols_a_block = layout.rows, layout.cols
     a_size, b_size, depth = layout.a_bytes, layout.b_bytes, form.depth
     stage_bytes = planes * (a_size + b_size)
@@ -105,59 +116,13 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
         (16 * LINE if is_turned else LINE // STEPS) >> 4
         for is_turned in (form.a_turned, form.b_turned)
     )
-    a_panels, b_panels = rows_a_block // PANEL, cols_a_block // PANEL // cluster
-    b_share = cols_a_block // cluster
-    blocks_mask = (1 << cluster) - 1
-    load, share = make_tensor_load(4), make_tensor_multicast(4) if cluster > 1 else None
-    a_turned, b_turned = form.a_turned, form.b_turned
+    load_a = _make_load(rows_a_block, depth, form.a_turned)
+    load_b = _make_load(cols_a_block, depth, form.b_turned)
 
     @device_function
-    def load_a(target, tensor, full, row, k, h, b):
-        if a_turned:
-            for panel in range(a_panels):
-                at = row + panel * PANEL
-                load(target + panel * turned_panel, tensor, full, (at, k, h, b))
-        else:
-            load(target, tensor, full, (k, row, h, b))
-
-    if share is None:
-
-        @device_function
-        def load_box(target, tensor, full, place):
-            load(target, tensor, full, place)
-
-        @device_function
-        def free(barrier, lane):
-            if lane == 0:
-                mbarrier_arrive(barrier)
-
-        @device_function
-        def wait_for_blocks():
-            pass
-
-    else:
-
-        @device_function
-        def load_box(target, tensor, full, place):
-            share(target, tensor, full, place, blocks_mask)
-
-        @device_function
-        def free(barrier, lane):
-            if lane < cluster:  # each of the blocks writes to this one's shared memory
-                mbarrier_arrive_at(barrier, lane)
-
-        wait_for_blocks = cluster_sync
-
-    @device_function
-    def load_b(target, tensor, full, col, k, h, b, rank):
-        if b_turned:
-            for i in range(b_panels):
-                panel = rank * b_panels + i
-                place = (col + panel * PANEL, k, h, b)
-                load_box(target + panel * turned_panel, tensor, full, place)
-        else:
-            at = rank * b_share
-            load_box(target + at * LINE, tensor, full, (k, col + at, h, b))
+    def arrive(barrier, lane):
+        if lane == 0:
+            mbarrier_arrive(barrier)
 
     write_tile = make_write_tile(layout, form)
     write_floats = make_write_floats(layout)
@@ -184,16 +149,16 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
     def product_wgmma(a_map, b_map, out, before_gelu, bias, out_steps, shape, order):
         """Multiply matrix after matrix, tile after tile.
 
-        Computes   out = gelu(a·b + bias) for each batch and head; bias and GELU if asked for.  The depth may be
-                   divided into parts, whose sums lie one after the other.
+        Computes   out = gelu(a·b + bias) for each batch and head; bias and GELU if asked for.  The depth
+                   may be divided into parts, whose sums lie one after the other.
         Source     the Hopper kernels of CUTLASS, for who does what; Goto and van de Geijn (2008) for tiles
         Grid       (multiprocessors,)  one block each, that takes every so many-th item; see ``Order``
         Block      (128 * (consumers + 1),)  warpgroup 0 copies, the others multiply
         One thread does: of a consumer, 2 rows and cols / 4 columns of out, scattered as wgmma scatters them
-        Shared     stages of a (rows, depth) and b (depth, cols), lines of 128 bytes, swizzled; of a result of 16
-                   bits panels of 64 columns, rounded; barriers
+        Shared     stages of a (rows, depth) and b (depth, cols), lines of 128 bytes, swizzled; of a result
+                   of 16 bits panels of 64 columns, rounded; barriers
         Registers  acc (cols / 8, 4); with planes as many again: sums
-        Global     reads a once for each tile of columns, b once for each of rows of a cluster; writes out once.
+        Global     reads a once for each tile of columns, b once for each tile of rows; writes out once.
         Needs      cc 9.0: wgmma, tensor copies, mbarriers, register reallocation.
         """
         shared = cuda.shared.array(0, uint8)
@@ -201,16 +166,14 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
         barriers = tile + barrier_offset
         steps_of_depth, part_steps, parts, heads = shape[2], shape[3], shape[4], shape[5]
         warpgroup, lane = int32(cuda.threadIdx.x // WARPGROUP), int32(cuda.threadIdx.x % 32)
-        rank = int32(cuda.blockIdx.x % cluster)
-        first_item, stride = int32(cuda.blockIdx.x // cluster), int32(cuda.gridDim.x // cluster)
+        first_item, stride = int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
         items = int32(order.row_tiles * order.col_tiles * order.matrices)
         if cuda.threadIdx.x == 0:
             for i in range(stages):
                 mbarrier_init(barriers + 8 * i, 1)
-                mbarrier_init(barriers + empty + 8 * i, cluster * consumer_warps)
+                mbarrier_init(barriers + empty + 8 * i, consumer_warps)
             fence_mbarrier_init()
         cuda.syncthreads()  # the barriers are there
-        wait_for_blocks()  # and those of the others
         if warpgroup == 0:
             release()
             if cuda.threadIdx.x == 0:
@@ -218,7 +181,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
                 stage, phase, item = int32(0), int32(0), first_item
                 while item < items:
                     row_tile, col_tile, matrix = place_of(item, order)
-                    row = int32((row_tile * cluster + rank) * rows_a_block)
+                    row = int32(row_tile * rows_a_block)
                     col = int32(col_tile * cols_a_block)
                     part, number = int32(matrix % parts), int32(matrix // parts)
                     h, b = int32(number % heads), int32(number // heads)
@@ -235,7 +198,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
                             )  # fmt: skip
                             load_b(
                                 tile + b_offset + n * b_size, b_tensor, full, col, at,
-                                h * shape[8], b * shape[9], rank,
+                                h * shape[8], b * shape[9],
                             )  # fmt: skip
                         stage, phase = next_stage(stage, phase)
                     item += stride
@@ -250,7 +213,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
             stage, phase, item = int32(0), int32(0), first_item
             while item < items:
                 row_tile, col_tile, matrix = place_of(item, order)
-                row = int32((row_tile * cluster + rank) * rows_a_block + me * ROWS)
+                row = int32(row_tile * rows_a_block + me * ROWS)
                 col = int32(col_tile * cols_a_block)
                 part, number = int32(matrix % parts), int32(matrix // parts)
                 h, b = int32(number % heads), int32(number // heads)
@@ -274,14 +237,14 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
                     if promotes:
                         # Tensor cores cut off what does not fit into a sum; float32 additions round it.
                         wait_for_all()
-                        free(barriers + empty + 8 * stage, lane)
+                        arrive(barriers + empty + 8 * stage, lane)
                         for t in range(col_tiles):
                             for e in range(4):
                                 sums[t, e] += acc[t, e]
                     else:
                         wait_for_last()
                         if k > first:
-                            free(barriers + empty + 8 * last, lane)
+                            arrive(barriers + empty + 8 * last, lane)
                     last = stage
                     stage, phase = next_stage(stage, phase)
                 if promotes:
@@ -290,7 +253,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
                             acc[t, e] = sums[t, e]
                 else:
                     wait_for_all()
-                    free(barriers + empty + 8 * last, lane)
+                    arrive(barriers + empty + 8 * last, lane)
                 if has_bias:
                     add_bias(acc, bias, col + 2 * (lane % 4), shape[1])
                 if keeps:
@@ -307,13 +270,12 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
                 item += stride
             if is_half and warp == 0 and lane == 0:
                 wait_for_reads()
-        wait_for_blocks()  # none ends while another one writes to its shared memory
 
     from_map = MAPS if is_half else types.Array(float32, 1, "C")
-    one_bias = types.Array(uint32 if is_half else float32, 1, "C") if has_bias else int64
+    one_bias = types.Array(uint16 if is_half else float32, 1, "C") if has_bias else int64
     signature = void(
         MAPS, MAPS, from_map, from_map if keeps else int64, one_bias,
         types.UniTuple(int64, 5), SHAPE, types.NamedUniTuple(int32, 4, Order),
     )  # fmt: skip
     shared_size = shared_bytes(layout, form)
-    return Kernel(product_wgmma, signature, layout.threads, shared_size, cluster=cluster)
+    return Kernel(product_wgmma, signature, layout.threads, shared_size)

@@ -76,6 +76,11 @@ def ex2(x):
     """Return 2**x within two units in the last place; subnormal numbers are zero."""
 
 
+@instruction("rcp.approx.ftz.f32 $result, $x;", F32, is_pure=True, x=F32)
+def rcp(x):
+    """Return 1 / x within a unit in the last place; of a subnormal number it is infinite."""
+
+
 #: ``pack(low, high)`` and ``unpack(pair)`` by dtype.
 PACK: dict[str, Any] = {"float16": pack_f16, "bfloat16": pack_bf16}
 UNPACK: dict[str, Any] = {"float16": unpack_f16, "bfloat16": unpack_bf16}

@@ -1,0 +1,121 @@
+"""Products on tensor cores where the device is the emulated GPU: NumPy arrays, and the least tiles."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from kernels.cuda import product_rungs
+from kernels.cuda.device import Kernel
+from kernels.cuda.product_layout import LINE, ProductLayout, WarpLayout
+from kernels.dtypes import BITS, is_half
+
+from .emulated_gpu import launch as emulate
+from .emulated_instructions import GARBAGE, TensorMap
+
+_MAPS: dict[int, TensorMap] = {}
+_KEPT: list[Any] = []
+_FLAG = np.zeros(1, np.int64)
+
+
+def _tensor_map(address: int, shape: Any, strides: Any, box: Any, dtype: str) -> Any:
+    """Return what a kernel takes for a tensor map, and remember what it says."""
+    size = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
+    stored = np.dtype(np.float32 if dtype == "float32" else np.uint16)
+    whole = (ctypes.c_uint8 * (size + stored.itemsize - 1)).from_address(address)
+    flat = np.ctypeslib.as_array(whole).view(stored)
+    tensor = np.lib.stride_tricks.as_strided(flat, shape, strides)
+    stands_for_it = np.zeros(128, np.uint8)
+    _KEPT.append(stands_for_it)
+    _MAPS[id(stands_for_it)] = TensorMap(tensor, box, LINE)
+    return stands_for_it
+
+
+def empty(shape: Any, dtype: Any) -> Any:
+    """Return an array of garbage."""
+    array = np.empty(shape, dtype)
+    array.view(np.uint8)[...] = GARBAGE
+    return array
+
+
+def _multiply_if(
+    out: Any, out_steps: Any, a: Any, a_steps: Any, b: Any, b_steps: Any, shape: Any, only_if: Any
+) -> None:
+    """Do what the CUDA cores' product does, if it shall."""
+    if only_if[0][0] == only_if[1]:
+        batch, heads, rows, cols, depth = shape
+        views = (
+            np.lib.stride_tricks.as_strided(array, size, [4 * step for step in steps])
+            for array, size, steps in (
+                (out, (batch, heads, rows, cols), out_steps),
+                (a, (batch, heads, rows, depth), a_steps),
+                (b, (batch, heads, depth, cols), b_steps),
+            )
+        )
+        result, left, right = views
+        result[...] = left @ right
+
+
+def _launched(kernel: Kernel, where: Any) -> Any:
+    def run(*args: Any) -> None:
+        arrays = [arg for arg in args if isinstance(arg, np.ndarray)]
+        maps = {i: _MAPS[id(array)] for i, array in enumerate(arrays) if id(array) in _MAPS}
+        one = kernel if kernel.threads else Kernel(kernel.source, kernel.signature, where[1])
+        emulate(one, (where[0], 1), *args, maps=maps)
+
+    return run
+
+
+@contextmanager
+def emulated_products(cc: tuple[int, int]) -> Iterator[None]:
+    """Let products run on the emulated GPU.
+
+    Args:
+        cc: Its compute capability.
+    """
+    changes = {
+        "product_launch.device_pointer": lambda array: array.ctypes.data,
+        "product_operands.device_pointer": lambda array: array.ctypes.data,
+        "product_rungs.device_pointer": lambda array: array.ctypes.data,
+        "product_launch._tensor_map": _tensor_map,
+        "product_launch.multiprocessors": lambda: 2,
+        "product_rungs.multiprocessors": lambda: 2,
+        "product_operands.empty_device": empty,
+        "product_operands.device_view": lambda array, shape, steps: array[: shape[0]],
+        "product_operands.convert_flat": lambda source, out: np.copyto(out, source, "unsafe"),
+        "product_rungs.empty_device": empty,
+        "product_rungs.why_no_device": lambda needed: None,
+        "product_rungs.compute_capability": lambda: cc,
+        "product_rungs._HOPPER": dict.fromkeys((1, 3), ((ProductLayout(1, 64, 2, 1), 1.0, 8.0),)),
+        "product_rungs._WARPS": ((WarpLayout(32, 32, 1, 1, 2), 1.0, 8.0),),
+        "product_rungs.flag": lambda: _FLAG,
+        "product_operands.flag": lambda: _FLAG,
+        "product_rungs.product.multiply": _multiply_if,
+    }
+    bits = {"product_launch.as_bits", "product_operands.as_bits", "half.as_bits"}
+    with ExitStack() as stack:
+        for name, value in changes.items():
+            stack.enter_context(patch(f"kernels.cuda.{name}", value))
+        for name in bits:
+            stack.enter_context(patch(f"kernels.cuda.{name}", _bits))
+        stack.enter_context(patch.object(Kernel, "__getitem__", _launched))
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+def _bits(array: Any) -> Any:
+    return array.view(BITS) if is_half(array.dtype) else array
+
+
+def _forget() -> None:
+    product_rungs._layout.cache_clear()
+    _MAPS.clear()
+    _KEPT.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from kernels.cuda import flash2 as cuda_flash2
 from kernels.cuda import naive as cuda_naive
 from kernels.cuda.memory import DeviceMemory
 from kernels.cuda.sizes import SIZES
-from kernels.dtypes import COMPUTE_DTYPES, HALF_DTYPES
+from kernels.dtypes import COMPUTE_DTYPES, FLOAT32, HALF_DTYPES
 from kernels.memory import HostMemory, Memory
 from kernels.mods import check_derivative
 from kernels.operands import Operands, own_mask
@@ -114,6 +115,17 @@ class Target:
         missing = self.memory.why_not()
         if missing is not None:
             raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
+        try:
+            return self._usable(problem, tile)
+        except TypeError:  # what cannot be remembered
+            return self._search(problem, tile)
+
+    @cached_property
+    def _usable(self) -> Callable[[Problem, Tile | None], Rung]:
+        return lru_cache(maxsize=1024)(self._search)
+
+    def _search(self, problem: Problem, tile: Tile | None) -> Rung:
+        """Return what :meth:`pick` returns; it is asked once for each kind of call."""
         for rung in self.rungs:
             if problem.rung in ("auto", rung.name) and rung.reason(problem, tile) is None:
                 return rung
@@ -172,11 +184,11 @@ CUDA = Target(
                 module.tile,
                 gradients.backward_tile,
                 module.why_not,
-                HALF_DTYPES,
+                dtypes,
             )
-            for name, module, gradients in (
-                ("flash3_wgmma", flash3_launch, flash3_backward_launch),
-                ("flash2_mma", flash2_mma_launch, flash2_mma_launch),
+            for name, module, gradients, dtypes in (
+                ("flash3_wgmma", flash3_launch, flash3_backward_launch, HALF_DTYPES),
+                ("flash2_mma", flash2_mma_launch, flash2_mma_launch, (*HALF_DTYPES, FLOAT32)),
             )
         ),
         Rung(
@@ -222,7 +234,7 @@ def _as_taken(
     """Return a problem and its operands as a rung takes them."""
     taken = rung.taken(problem)
     assert taken is not None, "Target.pick returns a rung that takes the problem"
-    if taken is problem and problem.acc_dtype == problem.dtype:
+    if taken is problem and (operands.mask is None or problem.acc_dtype == problem.dtype):
         return problem, operands
     return taken, operands.converted(memory, taken.dtype)
 

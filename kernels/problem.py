@@ -213,8 +213,9 @@ def make_problem(
             device.  On tensors ``minitorch.manual_seed`` decides it by default; on arrays dropout
             needs one.
         precision: For operands of float32, what numbers may be rounded to on the way where a rung is
-            faster with it: "tf32", "bfloat16" or "float16"; sums stay float32.  A permission: a rung
-            that has no use for it computes in "float32", which is what None means too.
+            faster with it: "tf32" (11 bits of significand), "bfloat16" or "float16"; sums stay float32.
+            A permission: a rung that has no use for it computes in "float32", which is what None means
+            too; on tensor cores that is by several products, see docs/options.md.
         deterministic: Gradients equal bit for bit from run to run; False lets a kernel add them in any
             order where that is faster.
         return_lse: Also return lse.

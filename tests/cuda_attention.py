@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kernels import launch
 from kernels.cuda.arrays import device_view, element_strides, is_device_array, to_device
-from kernels.dtypes import FLOAT32
+from kernels.dtypes import FLOAT64
 from kernels.sequences import Sequences
 from kernels.targets import IS_SIMULATOR
 
@@ -18,7 +18,7 @@ from .attention_strategies import Case, cases
 from .tolerances import assert_close_arrays
 
 #: Those that compute in the dtype of their operands, float32 or float64.
-RUNGS = [rung.name for rung in launch.CUDA.rungs if FLOAT32 in rung.dtypes]
+RUNGS = [rung.name for rung in launch.CUDA.rungs if FLOAT64 in rung.dtypes]
 TILED_RUNGS = [rung for rung in RUNGS if rung != "naive"]
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # On a GPU flash1 is compiled for each tile and each pair of dims: there are few of them.

@@ -15,21 +15,21 @@ from unittest.mock import patch
 import numpy as np
 
 from kernels import launch
-from kernels.cuda import flash2_mma_launch, scores
+from kernels.cuda import flash2_mma_launch, mma_split, scores
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash2_mma_launch import ByKeys
 from kernels.cuda.mma_tiles import KeyLayout, MmaLayout
-from kernels.dtypes import BITS, HALF_DTYPES, is_half
+from kernels.dtypes import BITS, FLOAT16, is_half
 from kernels.memory import HostMemory
 
 from .emulated_gpu import launch as emulate
 from .emulated_instructions import GARBAGE
 
-#: The rungs of 16-bit operands, on the host.
+#: The rungs of tensor cores, on the host.
 EMULATED = replace(
     launch.CUDA,
     memory=HostMemory(),
-    rungs=tuple(rung for rung in launch.CUDA.rungs if rung.dtypes == HALF_DTYPES),
+    rungs=tuple(rung for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes),
     mask_gradient=launch.NUMPY.mask_gradient,
 )
 _ROWS, _KEYS = (MmaLayout(16, 16, 1),), (ByKeys(KeyLayout(16, 16, 1, 16), 16),)
@@ -39,6 +39,14 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
     array = np.empty(shape, dtype)
     array.view(np.uint8)[...] = GARBAGE
     return array
+
+
+def _view(array: Any, shape: Any, strides: Any, offset: int = 0, dtype: Any = None) -> Any:
+    steps, whole = tuple(step * array.itemsize for step in strides), array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    start = array.ctypes.data - whole.ctypes.data + offset * array.itemsize
+    return np.ndarray(shape, array.dtype, whole, start, steps)
 
 
 def _bits(array: Any) -> Any:
@@ -62,8 +70,10 @@ def _merge(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
 
 def _forget() -> None:
     """Let go of what calls keep on their device: arrays of the host are none."""
-    for kept in (scores._constant, scores._block_arrays, scores._tiles):
+    kernels = mma_split.measure_kernel, mma_split.split_kernel  # of few threads
+    for kept in (scores._constant, scores._block_arrays, scores._tiles, *kernels):
         kept.cache_clear()
+    EMULATED._usable.cache_clear()
 
 
 @contextmanager
@@ -86,11 +96,13 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
         "fill": np.ndarray.fill,
         "as_bits": _bits,
         "merge_parts": _merge,
+        "device_view": _view,
     }
     pool = {"empty_device": _empty}
     modules = {
         "flash2_mma_launch": of_launch,
         "half_delta": {**pool, "as_bits": _bits},
+        "mma_split": {**pool, "device_view": _view, "THREADS": 32},
         "mma_guard": {**pool, "fill": np.ndarray.fill},
         "scores": {"to_device": lambda array: array},
         "tensor_cores": {"why_no_device": lambda needed: None},

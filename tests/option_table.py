@@ -24,7 +24,7 @@ import numpy as np
 import kernels
 from kernels import launch
 from kernels.cuda.arrays import to_device, to_host
-from kernels.dtypes import FLOAT16, HALF_DTYPES
+from kernels.dtypes import FLOAT16
 from kernels.sequences import Sequences
 from kernels.targets import IS_SIMULATOR, why_no_cuda
 
@@ -97,8 +97,8 @@ def _of_whole_pieces(case: Case) -> Case:
     return replace(case, q=q, k=k, v=v, dout=dout)
 
 
-#: Rungs of 16-bit operands, which only a GPU can try.
-TENSOR_CORES = [rung.name for rung in launch.CUDA.rungs if rung.dtypes == HALF_DTYPES]
+#: Rungs of tensor cores, which only a GPU can try.
+TENSOR_CORES = [rung.name for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes]
 COLUMNS = [
     (target, rung.name)
     for target in (launch.NUMPY, launch.CPU, launch.CUDA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -47,6 +48,11 @@ OPTIONS = {
         )
     },
 }
+
+
+def another_device() -> launch.Target:
+    """Return the rungs of a GPU, none of which has been asked yet what it can."""
+    return replace(launch.CUDA)
 
 
 def wide_case(option: str, deterministic: bool, dim: int = 64) -> Case:
@@ -96,6 +102,19 @@ def test_a_rung_of_tensor_cores_agrees_with_the_textbook(rung: str, data: Any) -
     case.check(_on_host(case.run(launch.CUDA, rung, place=on_device)), f"by {rung}")
 
 
+#: Of float32: dtype, head_dim and value dim.
+WIDE_KINDS = [(FLOAT32, 64, 64), (FLOAT32, 128, 128), (FLOAT32, 33, 65), (FLOAT32, 256, 1)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("deterministic", [True, False])
+@given(data=st.data())
+def test_float32_on_tensor_cores_agrees_with_the_textbook(deterministic: bool, data: Any) -> None:
+    case = data.draw(half_cases(WIDE_KINDS))
+    case.options["deterministic"] = deterministic
+    case.check(_on_host(case.run(launch.CUDA, "flash2_mma", place=on_device)), "float32, split")
+
+
 @pytest.mark.cuda
 @given(data=st.data())
 def test_atomics_agree_with_the_textbook(data: Any) -> None:
@@ -105,11 +124,15 @@ def test_atomics_agree_with_the_textbook(data: Any) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("rung", "dtype"),
+    [("flash3_wgmma", FLOAT16), ("flash2_mma", FLOAT16), ("flash2_mma", FLOAT32)],
+)
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_flash2_mma_has_every_option(option: str, deterministic: bool) -> None:
-    case = wide_case(option, deterministic)
-    results = _on_host(case.run(launch.CUDA, "flash2_mma", place=to_device))
+def test_a_rung_has_every_option(option: str, deterministic: bool, rung: str, dtype: Any) -> None:
+    case = wide_case(option, deterministic).in_dtype(dtype)
+    results = _on_host(case.run(launch.CUDA, rung, place=to_device))
     case.check(results, f"with {option}")
 
 
@@ -181,9 +204,9 @@ def test_auto_takes_the_fastest_rung_of_the_device() -> None:
         (BFLOAT16, 64, {"is_causal": True}, "flash3_wgmma"),
         (FLOAT16, 60, {}, "flash2_mma"),
         (FLOAT16, 64, {"scale": -1.0}, "flash2_mma"),
-        (FLOAT16, 64, {"softcap": 2.0}, "flash2_mma"),
+        (FLOAT16, 64, {"softcap": 2.0}, "flash3_wgmma"),
         (BFLOAT16, 60, {"dropout_p": 0.1, "seed": 1}, "flash2_mma"),
-        (FLOAT32, 64, {}, "flash2"),
+        (FLOAT32, 64, {}, "flash2"),  # too small to be worth splitting
         (FLOAT32, 64, {"precision": "bfloat16"}, "flash3_wgmma"),
         (FLOAT32, 64, {"precision": "tf32"}, "flash2"),
     ],
@@ -194,7 +217,22 @@ def test_auto_takes_the_fastest_rung_that_can(
     q = np.ones((1, 2, 8, dim), dtype)
     problem = make_problem(q, q, q, **options)
     with patch("kernels.cuda.tensor_cores.why_no_device", lambda needed: None):
-        assert launch.CUDA.pick(problem).name == expected
+        assert another_device().pick(problem).name == expected
+
+
+@pytest.mark.skipif(why_no_cuda() is not None, reason="the ladder of a device")
+@pytest.mark.simulator
+@pytest.mark.parametrize("precision", [None, "float32", "tf32"])
+def test_auto_splits_float32_where_that_is_worth_it(precision: str | None) -> None:
+    q = np.broadcast_to(np.float32(1), (8, 16, 2048, 64))
+    few = q[:, :, :1]
+    with patch("kernels.cuda.tensor_cores.why_no_device", lambda needed: None):
+        assert another_device().pick(make_problem(q, q, q, precision=precision)).name == "flash2_mma"
+        assert another_device().pick(make_problem(few, q, q, precision=precision)).name == "flash2"
+        named = make_problem(few, q, q, precision=precision, rung="flash2_mma")
+        assert another_device().pick(named).name == "flash2_mma"
+        wide = q[:2].astype(np.float64)
+        assert another_device().pick(make_problem(wide, wide, wide)).name == "flash2"
 
 
 @pytest.mark.simulator
@@ -203,6 +241,6 @@ def test_older_devices_hand_on_and_a_named_rung_says_what_it_needs() -> None:
     q = np.ones((1, 2, 8, 64), FLOAT16)
     ampere = patch("kernels.cuda.tensor_cores.compute_capability", lambda: (8, 0))
     with ampere, patch("kernels.cuda.tensor_cores.IS_SIMULATOR", False):
-        assert launch.CUDA.pick(make_problem(q, q, q)).name == "flash2_mma"
+        assert another_device().pick(make_problem(q, q, q)).name == "flash2_mma"
         with pytest.raises(ValueError, match=r"flash3_wgmma.*needs compute capability 9\.0.* 8\.0"):
-            launch.CUDA.pick(make_problem(q, q, q, rung="flash3_wgmma"))
+            another_device().pick(make_problem(q, q, q, rung="flash3_wgmma"))

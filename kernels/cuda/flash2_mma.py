@@ -1,4 +1,6 @@
-"""FlashAttention-2 forward on tensor cores: the loop of flash2 on fragments, 16-bit tensors, float32 sums.
+"""FlashAttention-2 forward on tensor cores: the loop of flash2 on fragments, float32 sums.
+
+Tensors are of 16 bits, or float32 that was split into such beforehand (``mma_terms``).
 
 What flash2 left on the table: CUDA cores multiply one pair of numbers a thread at a time, a tensor core a
 whole tile a warp.  Here both products are ``mma.sync``; the probabilities never leave the lane that
@@ -13,7 +15,7 @@ import math
 from functools import cache
 
 import numpy as np
-from numba import float32, float64, uint8, uint16, uint32, void
+from numba import float32, uint8, uint16, uint32, void
 
 from kernels.cuda.device import (
     Kernel,
@@ -29,6 +31,8 @@ from kernels.cuda.device import (
     tiles_stop,
 )
 from kernels.cuda.mma_guard import flag_type, is_flagged, make_clear_unseen, never_flagged
+from kernels.cuda.mma_products import make_accumulate, make_multiply
+from kernels.cuda.mma_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.mma_tiles import (
     COL_OF,
     COLS,
@@ -39,9 +43,7 @@ from kernels.cuda.mma_tiles import (
     MmaLayout,
     lane_col,
     lane_row,
-    make_accumulate,
     make_copy_tile,
-    make_multiply,
     make_store_sums,
     make_store_tile,
 )
@@ -66,14 +68,16 @@ STORAGE = np.dtype(np.uint16)
 QUAD = (1, 2)
 
 
-def forward_tiles(layout: MmaLayout, head_width: int, value_width: int) -> SharedTiles:
+def forward_tiles(
+    layout: MmaLayout, head_width: int, value_width: int, terms: int = 1
+) -> SharedTiles:
     """Return where the tiles of the forward kernel lie, in bytes: two each of K and V.
 
-    The output takes the place of all of them at the end.
+    An output of 16 bits takes the place of all of them at the end.
     """
-    k, v = (HALF * layout.block_k * width for width in (head_width, value_width))
+    k, v = (terms * HALF * layout.block_k * width for width in (head_width, value_width))
     out = HALF * layout.block_q * value_width
-    q = max(HALF * layout.block_q * head_width, out - 2 * (k + v))
+    q = max(terms * HALF * layout.block_q * head_width, out - 2 * (k + v))
     return SharedTiles(q=q, k=2 * k, v=2 * v)
 
 
@@ -110,8 +114,9 @@ def forward_kernel(
         layout: Tiles and warps.
         head_width: head_dim rounded up to a multiple of 16, or more.
         value_width: value_dim likewise.
-        dtype: "float16" or "bfloat16".
-        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces.
+        dtype: See ``mma_terms.NUMBERS``.
+        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
+            alone, where operands are scaled.
         features: Options of the call.
         is_folded: The scale is positive: without options it is then multiplied within the exponent.
         is_split: The keys are divided among parts of the grid; out, of float32, and lse then have a batch
@@ -121,9 +126,14 @@ def forward_kernel(
     row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, value_width // COLS
     warp_rows, own_rows = ROWS * row_tiles, 2 * row_tiles
     s_tiles, acc_tiles = row_tiles * col_tiles, row_tiles * own_tiles
-    tiles = forward_tiles(layout, head_width, value_width)
+    numbers = NUMBERS[dtype]
+    terms, units = numbers.terms, make_units(numbers)
+    copied = vectors or numbers.is_scaled
+    a_tiles, b_tiles = terms * row_tiles, 2 * terms
+    unit_of_scores, unit_of_out, top_of = units.scores, units.out, units.top
+    tiles = forward_tiles(layout, head_width, value_width, terms)
     q_offset, k_offset, v_offset = tiles["q"], tiles["k"], tiles["v"]
-    k_bytes, v_bytes = HALF * block_k * head_width, HALF * block_k * value_width
+    k_bytes, v_bytes = (terms * HALF * block_k * width for width in (head_width, value_width))
     visits = make_visits(features, block_q)
     place, entries, tile_of, is_whole, _ = visits
     next_entry = make_next_entry(visits)
@@ -132,16 +142,17 @@ def forward_kernel(
     is_folded = is_folded and features.of_elements == PLAIN
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, kept, listed, has_bits = tile_bits.draw, tile_bits.kept, tile_bits.listed, tile_bits.bytes
-    copy_q = make_copy_tile(threads, block_q, head_width, vectors)
-    copy_k = make_copy_tile(threads, block_k, head_width, vectors)
-    copy_v = make_copy_tile(threads, block_k, value_width, vectors)
+    copy_q = make_copy_tile(threads, block_q, head_width, copied, terms)
+    copy_k = make_copy_tile(threads, block_k, head_width, copied, terms)
+    copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
     multiply = make_multiply(layout, head_width, dtype)
     accumulate = make_accumulate(layout, value_width, dtype)
     is_found = is_flagged if features.hides else never_flagged
-    store = make_store_sums if is_split else make_store_tile
+    is_wide = is_split or numbers.is_scaled
+    store = make_store_sums if is_wide else make_store_tile
     store_out = store(layout, value_width, dtype, vectors)
     seen = tiles.elements + tile_bits.bytes
-    clear_unseen = make_clear_unseen(layout, value_width)
+    clear_unseen = make_clear_unseen(layout, value_width, terms)
     minus_inf, zero, ln_2 = np.float32(-math.inf), np.float32(0), np.float32(LN_2)
     rows_of, cols_of = ROW_OF, COL_OF
 
@@ -159,7 +170,7 @@ def forward_kernel(
                    value_dim), swizzled; at the end out (block_q, value_dim); for some options a byte for
                    four columns
         Registers  acc (row_tiles * value_dim / 8, 4), s (row_tiles * block_k / 8, 4), a (row_tiles, 4),
-                   b (2, 2), row_max, row_sum (2 * row_tiles,)
+                   b (2, 2), the last two for each term, row_max, row_sum (2 * row_tiles,)
         Global     reads q once, k and v once per query tile; writes out and lse once.
         Needs      compute capability 8.0.
         """
@@ -168,10 +179,10 @@ def forward_kernel(
         # 3: for 1 <= i <= T_r
         tile, part, parts = cuda.blockIdx.x, 0, 1
         if is_split:
-            q_tiles = ceil_div(q.shape[2], block_q)
+            q_tiles = ceil_div(q.shape[2] // terms, block_q)
             tile, part, parts = tile % q_tiles, tile // q_tiles, cuda.gridDim.x // q_tiles
         flat, row, first_q, seq_q, first_k, seq_k = place(
-            tile, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+            tile, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
         )
         thread = cuda.threadIdx.x
         lane, warp_row = thread % WARP, thread // WARP * warp_rows
@@ -181,8 +192,8 @@ def forward_kernel(
         q_tile, k_tile, v_tile = memory + q_offset, memory + k_offset, memory + v_offset
         acc = cuda.local.array((acc_tiles, 4), float32)
         s = cuda.local.array((s_tiles, 4), float32)
-        a_fragment = cuda.local.array((row_tiles, 4), uint32)
-        b_fragment = cuda.local.array((2, 2), uint32)
+        a_fragment = cuda.local.array((a_tiles, 4), uint32)
+        b_fragment = cuda.local.array((b_tiles, 2), uint32)
         row_max = cuda.local.array(own_rows, float32)
         row_sum = cuda.local.array(own_rows, float32)
         row_stop = min(row + block_q, seq_q)
@@ -208,7 +219,7 @@ def forward_kernel(
             copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
         cp_async_commit_group()
         # 5: O = 0, l = 0, m = -inf
-        factor = float32(scale) * operand_factor
+        factor, top = unit_of_scores(scale, b, h) * operand_factor, top_of(scale, b, h)
         for i in range(own_rows):
             row_max[i] = minus_inf
             row_sum[i] = zero
@@ -263,6 +274,7 @@ def forward_kernel(
                     shift = float32(shift_of(largest)) * unit
                     rescale = ex2(row_max[i] * unit - shift)
                     row_max[i] = largest
+                    shift -= top
                     total = zero
                     for n in range(col_tiles):
                         at = m * col_tiles + n
@@ -293,7 +305,7 @@ def forward_kernel(
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             total = row_sum_of(row_sum[i])
-            inverse = float32(inverse_sum(total))
+            inverse = float32(inverse_sum(total)) * unit_of_out(scale, b, h)
             for n in range(own_tiles):
                 at = i // 2 * own_tiles + n
                 acc[at, 2 * (i % 2)] *= inverse
@@ -301,14 +313,14 @@ def forward_kernel(
             own_row = warp_row + lane_row(lane) + i // 2 * ROWS + 8 * (i % 2)
             if lane % 4 == 0 and row + own_row < seq_q:
                 unit = factor if is_folded else float32(1)
-                shift = float32(shift_of(row_max[i])) * unit * ln_2
+                shift = (float32(shift_of(row_max[i])) * unit - top) * ln_2
                 lse[out_batch, h, q_row + own_row] = log_sum_exp(shift, total)
         # 14: write O_i
         store_out(acc, out, out_batch, h, q_row, q_stop, halves, memory, memory, lane, warp_row, 0)
 
     read, rows = array_type(STORAGE, 4), array_type(FLOAT32, 3)
-    rest = float64, flag_type(features.hides), extras_type(features, FLOAT32)
-    written = array_type(FLOAT32, 4) if is_split else read
+    rest = scale_type(numbers), flag_type(features.hides), extras_type(features, FLOAT32)
+    written = array_type(FLOAT32, 4) if is_wide else read
     signature = void(read, read, read, written, rows, *rest)
     shared_bytes = seen + (block_k if features.hides else 0)
     return Kernel(flash2_mma_forward, signature, threads, shared_bytes, layout.resident)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numba import float32, float64, int32, uint8, uint16, uint32, void
+from numba import float32, int32, uint8, uint16, uint32, void
 
 from kernels.cuda.device import (
     Kernel,
@@ -26,6 +26,8 @@ from kernels.cuda.device import (
 from kernels.cuda.flash2_mma import FLOAT32, STORAGE
 from kernels.cuda.mma_dq import DqSums, make_add_dq
 from kernels.cuda.mma_guard import flag_type, is_flagged, make_clear_rows, never_flagged
+from kernels.cuda.mma_products import make_accumulate, make_multiply
+from kernels.cuda.mma_terms import NUMBERS, Numbers, make_split, make_units, scale_type
 from kernels.cuda.mma_tiles import (
     COL_OF,
     COLS,
@@ -36,9 +38,8 @@ from kernels.cuda.mma_tiles import (
     KeyLayout,
     lane_col,
     lane_row,
-    make_accumulate,
     make_copy_tile,
-    make_multiply,
+    make_store_sums,
     make_store_tile,
 )
 from kernels.cuda.ptx.copies import (
@@ -60,11 +61,14 @@ from kernels.online_softmax import LOG2_E
 from kernels.targets import cuda
 
 
-def dkdv_tiles(layout: KeyLayout, head_width: int, value_width: int, atomics: bool) -> SharedTiles:
+def dkdv_tiles(
+    layout: KeyLayout, head_width: int, value_width: int, atomics: bool, terms: int = 1
+) -> SharedTiles:
     """Return where the tiles of the kernel lie, in bytes: two each of Q, dO, lse and delta."""
-    k, v = (HALF * layout.block_k * width for width in (head_width, value_width))
-    q, dout = (2 * HALF * layout.block_q * width for width in (head_width, value_width))
-    ds = HALF * layout.block_q * layout.block_k if atomics else 0
+    size = terms * HALF
+    k, v = (size * layout.block_k * width for width in (head_width, value_width))
+    q, dout = (2 * size * layout.block_q * width for width in (head_width, value_width))
+    ds = size * layout.block_q * layout.block_k if atomics else 0
     rows = 2 * FLOAT32.itemsize * layout.block_q
     return SharedTiles(k=k, v=v, q=q, dout=dout, ds=ds, lse=rows, delta=rows)
 
@@ -86,8 +90,9 @@ def dkdv_kernel(
         layout: Tiles and warps.
         head_width: head_dim rounded up to a multiple of 16 · parts, or more.
         value_width: value_dim likewise.
-        dtype: "float16" or "bfloat16".
-        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces.
+        dtype: See ``mma_terms.NUMBERS``.
+        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
+            alone, where operands are scaled.
         sums: How those of dq lie in memory, or None.
         features: Options of the call.
         parts: Blocks that share the columns of dk, dv and dq of one key tile.
@@ -98,11 +103,17 @@ def dkdv_kernel(
     k_own, v_own = head_width // parts, value_width // parts
     dk_tiles, dv_tiles = key_tiles * k_own // COLS, key_tiles * v_own // COLS
     s_tiles, warp_keys = key_tiles * col_tiles, ROWS * key_tiles
-    tiles = dkdv_tiles(layout, head_width, value_width, sums is not None)
+    numbers = NUMBERS[dtype]
+    terms, units = numbers.terms, make_units(numbers)
+    copied = vectors or numbers.is_scaled
+    a_tiles, b_tiles = terms * key_tiles, 2 * terms
+    unit_of_scores, unit_of_dp, unit_of_delta = units.scores, units.dp, units.delta
+    unit_of_dk, unit_of_dv, top_of = units.dk, units.dv, units.top
+    tiles = dkdv_tiles(layout, head_width, value_width, sums is not None, terms)
     k_offset, v_offset, q_offset, dout_offset = (tiles[name] for name in ("k", "v", "q", "dout"))
     ds_offset, lse_offset, delta_offset = tiles["ds"], tiles["lse"], tiles["delta"]
     lse_index, delta_index = lse_offset // 4, delta_offset // 4
-    q_bytes, dout_bytes = HALF * block_q * head_width, HALF * block_q * value_width
+    q_bytes, dout_bytes = (terms * HALF * block_q * width for width in (head_width, value_width))
     visits = make_visits(features, block_k, by_keys=True)
     place, entries, tile_of, is_whole, _ = visits
     next_entry = make_next_entry(visits)
@@ -113,35 +124,36 @@ def dkdv_kernel(
     is_found = is_flagged if is_guarded else never_flagged
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, kept, listed, has_bits = tile_bits.draw, tile_bits.kept, tile_bits.listed, tile_bits.bytes
-    copy_k = make_copy_tile(threads, block_k, head_width, vectors)
-    copy_v = make_copy_tile(threads, block_k, value_width, vectors)
-    copy_q = make_copy_tile(threads, block_q, head_width, vectors)
-    copy_dout = make_copy_tile(threads, block_q, value_width, vectors)
-    multiply_kq = make_multiply(turned, head_width, dtype)
-    multiply_v_dout = make_multiply(turned, value_width, dtype)
-    accumulate_dk = make_accumulate(turned, head_width, dtype, k_own)
-    accumulate_dv = make_accumulate(turned, value_width, dtype, v_own)
-    store_ds = _make_store_ds(layout, dtype)
+    copy_k = make_copy_tile(threads, block_k, head_width, copied, terms)
+    copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
+    copy_q = make_copy_tile(threads, block_q, head_width, copied, terms)
+    copy_dout = make_copy_tile(threads, block_q, value_width, copied, terms)
+    multiply_kq = make_multiply(turned, head_width, dtype, block_q)
+    multiply_v_dout = make_multiply(turned, value_width, dtype, block_q)
+    accumulate_dk = make_accumulate(turned, head_width, dtype, k_own, block_q)
+    accumulate_dv = make_accumulate(turned, value_width, dtype, v_own, block_q)
+    store_ds = _make_store_ds(layout, numbers)
     add_dq = make_add_dq(layout, sums, head_width, k_own, dtype) if sums else _nothing
-    store_dk = make_store_tile(turned, head_width, dtype, vectors, k_own)
-    store_dv = make_store_tile(turned, value_width, dtype, vectors, v_own)
+    store = make_store_sums if numbers.is_scaled else make_store_tile
+    store_dk = store(turned, head_width, dtype, vectors, k_own)
+    store_dv = store(turned, value_width, dtype, vectors, v_own)
     seen_q = tiles.elements + tile_bits.bytes
     seen_k = seen_q + block_q
-    clear_q = make_clear_rows(threads, step_q, head_width)
-    clear_dout = make_clear_rows(threads, step_q, value_width)
-    clear_k = make_clear_rows(threads, block_k, head_width)
+    clear_q = make_clear_rows(threads, step_q, head_width, terms, block_q)
+    clear_dout = make_clear_rows(threads, step_q, value_width, terms, block_q)
+    clear_k = make_clear_rows(threads, block_k, head_width, terms)
     zero, inf, log2_e = np.float32(0), np.float32(math.inf), np.float32(LOG2_E)
     rows_of, cols_of = ROW_OF, COL_OF
 
     @device_function
-    def row_values(thread, lse, delta, b, h, q_row, q_start, q_stop):
+    def row_values(thread, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit):
         """Return L, base 2, and D of one row of a tile; one that sees nothing has no probabilities."""
         row = q_row + thread
         inside = q_start <= row < q_stop
         if threads > block_q:
             inside = inside and thread < block_q
-        shift = float32(shift_of(lse[b, h, row])) * log2_e if inside else inf
-        return shift, (delta[b, h, row] if inside else zero)
+        shift = float32(shift_of(lse[b, h, row])) * log2_e - top if inside else inf
+        return shift, (delta[b, h, row] * delta_unit if inside else zero)
 
     def flash2_mma_dkdv(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, flag, extras):
         """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
@@ -166,7 +178,11 @@ def dkdv_kernel(
         b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
         # 5: for 1 <= j <= T_c
         flat, col, first_q, seq_q, first_k, seq_k = place(
-            cuda.blockIdx.x // parts, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+            cuda.blockIdx.x // parts,
+            cuda.blockIdx.y,
+            q.shape[2] // terms,
+            k.shape[2] // terms,
+            extras,
         )
         part = cuda.blockIdx.x % parts
         k_chunk, v_chunk = part * (k_own // COLS), part * (v_own // COLS)
@@ -183,8 +199,8 @@ def dkdv_kernel(
         dv_acc = cuda.local.array((dv_tiles, 4), float32)
         s = cuda.local.array((s_tiles, 4), float32)
         dp = cuda.local.array((s_tiles, 4), float32)
-        a_fragment = cuda.local.array((key_tiles, 4), uint32)
-        b_fragment = cuda.local.array((2, 2), uint32)
+        a_fragment = cuda.local.array((a_tiles, 4), uint32)
+        b_fragment = cuda.local.array((b_tiles, 2), uint32)
         # 8: for 1 <= i <= T_r, but only those that see a column of the tile
         # Keys that no row sees, and rows that see no key of the tile, are read as zeros: zero times
         # infinity would be NaN.
@@ -200,13 +216,17 @@ def dkdv_kernel(
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
         copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
         copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
+        top = top_of(scale, b, h)
+        dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
         shift = own_delta = zero
         if entry < entries_stop:
             q_row = first_q + tile_of(entry, extras) * block_q
             copy_q(thread, q, b, h, q_row, q_start, q_stop, q_tile)
             copy_dout(thread, dout, b, h, q_row, q_start, q_stop, dout_tile)
             for r in range(thread, block_q, threads):
-                shift, own_delta = row_values(r, lse, delta, b, h, q_row, q_start, q_stop)
+                shift, own_delta = row_values(
+                    r, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit
+                )
                 floats[lse_index + r], floats[delta_index + r] = shift, own_delta
         cp_async_commit_group()
         for n in range(dk_tiles):
@@ -215,7 +235,7 @@ def dkdv_kernel(
         for n in range(dv_tiles):
             for i in range(4):
                 dv_acc[n, i] = zero
-        factor = float32(scale) * operand_factor
+        factor = unit_of_scores(scale, b, h) * operand_factor
         found = is_found(flag)
         stage = 0
         while entry < entries_stop:
@@ -241,10 +261,14 @@ def dkdv_kernel(
                     thread, dout, b, h, q_row, q_start, q_stop, dout_tile + other * dout_bytes
                 )
                 if threads >= block_q:  # on their way until they are stored below
-                    shift, own_delta = row_values(thread, lse, delta, b, h, q_row, q_start, q_stop)
+                    shift, own_delta = row_values(
+                        thread, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit
+                    )
                 else:
                     for r in range(thread, block_q, threads):
-                        shift, own_delta = row_values(r, lse, delta, b, h, q_row, q_start, q_stop)
+                        shift, own_delta = row_values(
+                            r, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit
+                        )
                         at = other * block_q + r
                         floats[lse_index + at], floats[delta_index + at] = shift, own_delta
             cp_async_commit_group()
@@ -276,8 +300,8 @@ def dkdv_kernel(
                                     ex2(s[at, i + 1] * factor - high),
                                 )
                                 s[at, i], s[at, i + 1] = p, next_p
-                                dp[at, i] = p * (dp[at, i] - low_delta)
-                                dp[at, i + 1] = next_p * (dp[at, i + 1] - high_delta)
+                                dp[at, i] = p * (dp[at, i] * dp_unit - low_delta)
+                                dp[at, i + 1] = next_p * (dp[at, i + 1] * dp_unit - high_delta)
                 else:
                     for n in range(col_tiles):
                         low, high = ld_shared_v2(lse_row + 4 * (step + n * COLS))
@@ -289,7 +313,7 @@ def dkdv_kernel(
                                 in_row, in_col = lane_col(lane) + r, warp_key + lane_row(lane) + c
                                 keep = kept(bits, in_row, in_col, extras)
                                 p, dp[at, i] = gradient_of(
-                                    s[at, i] * factor, dp[at, i], high if i % 2 else low,
+                                    s[at, i] * factor, dp[at, i] * dp_unit, high if i % 2 else low,
                                     high_delta if i % 2 else low_delta, keep, whole,
                                     listed(bits, in_row, in_col), edge, flat, b, h,
                                     own_row, r, own_col, c, seq_q, seq_k, extras,
@@ -334,17 +358,21 @@ def dkdv_kernel(
         # 18: write dK_j, dV_j
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with K, V: what is stored takes their place
-        tau = float32(scale)
+        dk_unit, dv_unit = unit_of_dk(scale, b, h), unit_of_dv(scale, b, h)
         for n in range(dk_tiles):
             for i in range(4):
-                dk_acc[n, i] *= tau
+                dk_acc[n, i] *= dk_unit
+        for n in range(dv_tiles):
+            for i in range(4):
+                dv_acc[n, i] *= dv_unit
         k_end = first_k + seq_k
         store_dk(dk_acc, dk, b, h, k_row, k_end, halves, memory, k_tile, lane, warp_key, k_chunk)
         store_dv(dv_acc, dv, b, h, k_row, k_end, halves, memory, v_tile, lane, warp_key, v_chunk)
 
     read, rows = array_type(STORAGE, 4), array_type(FLOAT32, 3)
-    rest = float64, flag_type(is_guarded), extras_type(features, FLOAT32)
-    signature = void(read, read, read, read, rows, rows, rows, read, read, *rest)
+    rest = scale_type(numbers, True), flag_type(is_guarded), extras_type(features, FLOAT32)
+    written = array_type(FLOAT32, 4) if numbers.is_scaled else read
+    signature = void(read, read, read, read, rows, rows, rows, written, written, *rest)
     shared_bytes = seen_q + (block_q + block_k if is_guarded else 0)
     return Kernel(flash2_mma_dkdv, signature, threads, shared_bytes, layout.resident)
 
@@ -355,10 +383,11 @@ def _nothing(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, t, part, chunk
 
 
 @cache
-def _make_store_ds(layout: KeyLayout, dtype: str) -> Callable[..., None]:
+def _make_store_ds(layout: KeyLayout, numbers: Numbers) -> Callable[..., None]:
     """Return ``store_ds(dp, tile, lane, key, chunk)``: the warp's dSᵀ to shared memory, rounded."""
-    pack, place = PACK[dtype], make_tile_place(device_function, HALF * layout.block_q)
+    pack, place = PACK[numbers.dtype], make_tile_place(device_function, HALF * layout.block_q)
     key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
+    split, term = make_split(numbers.dtype), HALF * layout.block_q * layout.block_k
 
     @device_function
     def store_ds(dp, tile, lane, key, chunk):
@@ -369,4 +398,16 @@ def _make_store_ds(layout: KeyLayout, dtype: str) -> Callable[..., None]:
                 st_shared(tile + place(at, chunk + n) + own_byte, pack(dp[i, 0], dp[i, 1]))
                 st_shared(tile + place(at + 8, chunk + n) + own_byte, pack(dp[i, 2], dp[i, 3]))
 
-    return store_ds
+    @device_function
+    def store_ds_terms(dp, tile, lane, key, chunk):
+        own_key, own_byte = key + lane_row(lane), HALF * lane_col(lane)
+        for m in range(key_tiles):
+            for n in range(col_tiles):
+                for half in range(2):
+                    i, at = m * col_tiles + n, own_key + m * ROWS + 8 * half
+                    to = tile + place(at, chunk + n) + own_byte
+                    high, low = split(dp[i, 2 * half], dp[i, 2 * half + 1])
+                    st_shared(to, high)
+                    st_shared(to + term, low)
+
+    return store_ds if numbers.terms == 1 else store_ds_terms

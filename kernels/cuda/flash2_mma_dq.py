@@ -6,7 +6,7 @@ import math
 from functools import cache
 
 import numpy as np
-from numba import float32, float64, uint8, uint16, uint32, void
+from numba import float32, uint8, uint16, uint32, void
 
 from kernels.cuda.device import (
     Kernel,
@@ -19,6 +19,8 @@ from kernels.cuda.device import (
 )
 from kernels.cuda.flash2_mma import FLOAT32, STORAGE
 from kernels.cuda.mma_guard import flag_type, is_flagged, make_clear_unseen, never_flagged
+from kernels.cuda.mma_products import make_accumulate, make_multiply
+from kernels.cuda.mma_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.mma_tiles import (
     COL_OF,
     COLS,
@@ -29,9 +31,8 @@ from kernels.cuda.mma_tiles import (
     MmaLayout,
     lane_col,
     lane_row,
-    make_accumulate,
     make_copy_tile,
-    make_multiply,
+    make_store_sums,
     make_store_tile,
 )
 from kernels.cuda.ptx.copies import cp_async_commit_group, cp_async_wait_all, shared_address
@@ -45,10 +46,11 @@ from kernels.online_softmax import LOG2_E
 from kernels.targets import cuda
 
 
-def dq_tiles(layout: MmaLayout, head_width: int, value_width: int) -> SharedTiles:
+def dq_tiles(layout: MmaLayout, head_width: int, value_width: int, terms: int = 1) -> SharedTiles:
     """Return where the tiles of the dq kernel lie, in bytes: two each of K and V."""
-    q, dout = (HALF * layout.block_q * width for width in (head_width, value_width))
-    k, v = (2 * HALF * layout.block_k * width for width in (head_width, value_width))
+    size = terms * HALF
+    q, dout = (size * layout.block_q * width for width in (head_width, value_width))
+    k, v = (2 * size * layout.block_k * width for width in (head_width, value_width))
     return SharedTiles(q=q, dout=dout, k=k, v=v)
 
 
@@ -66,9 +68,15 @@ def dq_kernel(
     row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, head_width // COLS
     warp_rows, own_rows = ROWS * row_tiles, 2 * row_tiles
     s_tiles, acc_tiles = row_tiles * col_tiles, row_tiles * own_tiles
-    tiles = dq_tiles(layout, head_width, value_width)
+    numbers = NUMBERS[dtype]
+    terms, units = numbers.terms, make_units(numbers)
+    copied = vectors or numbers.is_scaled
+    a_tiles, b_tiles = terms * row_tiles, 2 * terms
+    unit_of_scores, unit_of_dp, unit_of_delta = units.scores, units.dp, units.delta
+    unit_of_dq, top_of = units.dq, units.top
+    tiles = dq_tiles(layout, head_width, value_width, terms)
     q_offset, dout_offset, k_offset, v_offset = (tiles[name] for name in ("q", "dout", "k", "v"))
-    k_bytes, v_bytes = HALF * block_k * head_width, HALF * block_k * value_width
+    k_bytes, v_bytes = (terms * HALF * block_k * width for width in (head_width, value_width))
     visits = make_visits(features, block_q)
     place, entries, tile_of, is_whole, _ = visits
     next_entry = make_next_entry(visits)
@@ -79,16 +87,17 @@ def dq_kernel(
     is_found = is_flagged if is_guarded else never_flagged
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, kept, listed, has_bits = tile_bits.draw, tile_bits.kept, tile_bits.listed, tile_bits.bytes
-    copy_q = make_copy_tile(threads, block_q, head_width, vectors)
-    copy_dout = make_copy_tile(threads, block_q, value_width, vectors)
-    copy_k = make_copy_tile(threads, block_k, head_width, vectors)
-    copy_v = make_copy_tile(threads, block_k, value_width, vectors)
+    copy_q = make_copy_tile(threads, block_q, head_width, copied, terms)
+    copy_dout = make_copy_tile(threads, block_q, value_width, copied, terms)
+    copy_k = make_copy_tile(threads, block_k, head_width, copied, terms)
+    copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
     multiply_qk = make_multiply(layout, head_width, dtype)
     multiply_dout_v = make_multiply(layout, value_width, dtype)
     accumulate = make_accumulate(layout, head_width, dtype)
-    store_dq = make_store_tile(layout, head_width, dtype, vectors)
+    store = make_store_sums if numbers.is_scaled else make_store_tile
+    store_dq = store(layout, head_width, dtype, vectors)
     seen = tiles.elements + tile_bits.bytes
-    clear_unseen = make_clear_unseen(layout, head_width)
+    clear_unseen = make_clear_unseen(layout, head_width, terms)
     zero, inf, log2_e = np.float32(0), np.float32(math.inf), np.float32(LOG2_E)
     rows_of, cols_of = ROW_OF, COL_OF
 
@@ -113,7 +122,7 @@ def dq_kernel(
         heads = q.shape[1]
         b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
         flat, row, first_q, seq_q, first_k, seq_k = place(
-            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
         )
         thread = cuda.threadIdx.x
         lane, warp_row = thread % WARP, thread // WARP * warp_rows
@@ -125,8 +134,8 @@ def dq_kernel(
         acc = cuda.local.array((acc_tiles, 4), float32)
         s = cuda.local.array((s_tiles, 4), float32)
         dp = cuda.local.array((s_tiles, 4), float32)
-        a_fragment = cuda.local.array((row_tiles, 4), uint32)
-        b_fragment = cuda.local.array((2, 2), uint32)
+        a_fragment = cuda.local.array((a_tiles, 4), uint32)
+        b_fragment = cuda.local.array((b_tiles, 2), uint32)
         shift = cuda.local.array(own_rows, float32)
         own_delta = cuda.local.array(own_rows, float32)
         row_stop = min(row + block_q, seq_q)
@@ -147,16 +156,18 @@ def dq_kernel(
             copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
             copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
         cp_async_commit_group()
+        top = top_of(scale, b, h)
+        dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
         # A row beyond the end has lse infinite, and so no probabilities.
         for i in range(own_rows):
             this_row = q_row + warp_row + lane_row(lane) + 8 * i
             inside = this_row < q_stop
-            shift[i] = float32(shift_of(lse[b, h, this_row])) * log2_e if inside else inf
-            own_delta[i] = delta[b, h, this_row] if inside else zero
+            shift[i] = float32(shift_of(lse[b, h, this_row])) * log2_e - top if inside else inf
+            own_delta[i] = delta[b, h, this_row] * delta_unit if inside else zero
         for n in range(acc_tiles):
             for i in range(4):
                 acc[n, i] = zero
-        factor = float32(scale) * operand_factor
+        factor = unit_of_scores(scale, b, h) * operand_factor
         found = is_found(flag)
         stage = 0
         while entry < entries_stop:
@@ -185,7 +196,7 @@ def dq_kernel(
                         for i in range(4):
                             p = ex2(s[at, i] * factor - shift[2 * m + i // 2])
                             s[at, i] = p
-                            dp[at, i] = p * (dp[at, i] - own_delta[2 * m + i // 2])
+                            dp[at, i] = p * (dp[at, i] * dp_unit - own_delta[2 * m + i // 2])
             else:
                 own_row, own_col = row + warp_row + lane_row(lane), col + lane_col(lane)
                 edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
@@ -197,7 +208,7 @@ def dq_kernel(
                             in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
                             keep = kept(bits, in_row, in_col, extras)
                             s[at, i], dp[at, i] = gradient_of(
-                                s[at, i] * factor, dp[at, i], shift[2 * m + i // 2],
+                                s[at, i] * factor, dp[at, i] * dp_unit, shift[2 * m + i // 2],
                                 own_delta[2 * m + i // 2], keep, whole,
                                 listed(bits, in_row, in_col), edge, flat, b, h,
                                 own_row, r, own_col, c, seq_q, seq_k, extras,
@@ -211,14 +222,15 @@ def dq_kernel(
             stage = 1 - stage
         cp_async_wait_all()
         cuda.syncthreads()  # Q has arrived everywhere, for dQ takes its place
-        tau = float32(scale)
+        unit = unit_of_dq(scale, b, h)
         for n in range(acc_tiles):
             for i in range(4):
-                acc[n, i] *= tau
+                acc[n, i] *= unit
         store_dq(acc, dq, b, h, q_row, q_stop, halves, memory, q_tile, lane, warp_row, 0)
 
     read, rows = array_type(STORAGE, 4), array_type(FLOAT32, 3)
-    rest = float64, flag_type(is_guarded), extras_type(features, FLOAT32)
-    signature = void(read, read, read, read, rows, rows, read, *rest)
+    rest = scale_type(numbers, True), flag_type(is_guarded), extras_type(features, FLOAT32)
+    written = array_type(FLOAT32, 4) if numbers.is_scaled else read
+    signature = void(read, read, read, read, rows, rows, written, *rest)
     shared_bytes = seen + (block_k if is_guarded else 0)
     return Kernel(flash2_mma_dq, signature, threads, shared_bytes, layout.resident)

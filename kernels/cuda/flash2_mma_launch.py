@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from kernels.cuda import tensor_cores
-from kernels.cuda.arrays import empty_device
+from kernels.cuda import flash2_backward, tensor_cores
+from kernels.cuda.arrays import device_view, empty_device
 from kernels.cuda.flash2_merge import merge_parts, parts_of
-from kernels.cuda.flash2_mma import forward_kernel
+from kernels.cuda.flash2_mma import forward_kernel, forward_tiles
 from kernels.cuda.flash2_mma_backward import dkdv_kernel, dkdv_tiles
 from kernels.cuda.flash2_mma_dq import dq_kernel, dq_tiles
 from kernels.cuda.half import as_bits
@@ -17,9 +18,12 @@ from kernels.cuda.half_delta import delta_of
 from kernels.cuda.memory import fill
 from kernels.cuda.mma_dq import dq_end_kernel, dq_sums, slots_of
 from kernels.cuda.mma_guard import flag_of
+from kernels.cuda.mma_split import split_operands
+from kernels.cuda.mma_terms import NUMBERS, TOP, Numbers, Units
 from kernels.cuda.mma_tiles import ROWS, KeyLayout, MmaLayout
 from kernels.cuda.register_tiles import SharedTiles, round_up
 from kernels.cuda.scores import PLAIN, Extras, Features, features_of, make_extras
+from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import grid_of
 from kernels.dtypes import FLOAT32, NAMES
 from kernels.operands import Operands
@@ -95,9 +99,50 @@ _BY_KEYS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
 }
 
 
+#: For float32, whose tiles take twice the shared memory and whose products three times as long.
+_FORWARD_OF_TERMS: dict[int, tuple[MmaLayout, ...]] = {
+    64: (MmaLayout(128, 64, 4, resident=2), MmaLayout(128, 32, 4, resident=2)),
+    128: (MmaLayout(64, 32, 4, resident=2),),
+    256: (MmaLayout(64, 16, 4), MmaLayout(32, 16, 2)),
+}
+_FORWARD_OF_TERMS_WITH_OPTIONS: dict[int, tuple[MmaLayout, ...]] = {
+    64: (MmaLayout(64, 64, 4, resident=2),),
+    128: (MmaLayout(64, 32, 4, resident=2),),
+    256: (MmaLayout(64, 16, 4), MmaLayout(32, 16, 2)),
+}
+_BY_ROWS_OF_TERMS: dict[int, tuple[MmaLayout, ...]] = {
+    64: (MmaLayout(64, 32, 4, resident=2),),
+    128: (MmaLayout(128, 32, 8), MmaLayout(32, 32, 2)),
+    256: (MmaLayout(64, 16, 4), MmaLayout(16, 16, 1)),
+}
+_BY_KEYS_OF_TERMS: dict[int, tuple[ByKeys, ...]] = {
+    64: (ByKeys(KeyLayout(64, 128, 8, 32), 32), ByKeys(KeyLayout(32, 64, 4, 32, resident=2), 32)),
+    128: (ByKeys(KeyLayout(32, 128, 8, 32), 64), ByKeys(KeyLayout(16, 32, 2, 16), 32)),
+    256: (ByKeys(KeyLayout(16, 64, 4, 16), 128, 2), ByKeys(KeyLayout(16, 16, 1, 16), 64, 2)),
+}
+_BY_KEYS_OF_TERMS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
+    64: (ByKeys(KeyLayout(32, 64, 4, 16, resident=2), 32),),
+    128: (ByKeys(KeyLayout(32, 128, 8, 16), 64), ByKeys(KeyLayout(16, 32, 2, 16), 32)),
+    256: (ByKeys(KeyLayout(16, 64, 4, 16), 128, 2), ByKeys(KeyLayout(16, 16, 1, 16), 64, 2)),
+}
+#: From which on the terms are worth their making: query rows, and multiplications of one product.
+LEAST_ROWS, LEAST_WORK = 128, 1 << 28
+
+
 def _first(table: dict[int, _T], problem: Problem) -> _T:
     width = max(problem.head_dim, problem.value_dim)
     return next(layouts for limit, layouts in table.items() if width <= limit)
+
+
+def _compiled_for(problem: Problem) -> str:
+    """Return the name of the numbers that kernels are compiled for, see ``mma_terms.NUMBERS``."""
+    if problem.dtype != FLOAT32:
+        return NAMES[problem.dtype]
+    return "tf32" if problem.precision == "tf32" else "float32"
+
+
+def _numbers(problem: Problem) -> Numbers:
+    return NUMBERS[_compiled_for(problem)]
 
 
 def tile(problem: Problem) -> tuple[int, int]:
@@ -107,8 +152,13 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 
 def _forward_layout(problem: Problem) -> MmaLayout:
-    if problem.seq_q <= ROWS:
+    if problem.seq_q <= ROWS and _numbers(problem).terms == 1:
         return _first(_FORWARD_OF_FEW_ROWS, problem)[0]
+    if (terms := _numbers(problem).terms) > 1:
+        own = _FORWARD_OF_TERMS, _FORWARD_OF_TERMS_WITH_OPTIONS
+        widths = round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
+        choices = _first(own[_made_of_scores(problem) > 0], problem)
+        return _fitting(choices, lambda one: forward_tiles(one, *widths, terms))
     tables = _FORWARD, _FORWARD_WITH_OPTIONS, _FORWARD_WITH_MUCH
     return _first(tables[_made_of_scores(problem)], problem)[0]
 
@@ -125,13 +175,24 @@ def _made_of_scores(problem: Problem) -> int:
 
 def backward_tile(problem: Problem) -> tuple[int, int]:
     """Return (block_q, block_k) of the kernel by key columns, where shared memory is large."""
-    layout = _first(_BY_KEYS, problem)[0].layout
+    table = _BY_KEYS if _numbers(problem).terms == 1 else _BY_KEYS_OF_TERMS
+    layout = _first(table, problem)[0].layout
     return layout.block_q, layout.block_k
 
 
 def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
     """Return why this rung cannot run a problem with a tile, or None."""
-    return tensor_cores.why_not_here(tile, CAPABILITY)
+    if (reason := tensor_cores.why_not_here(tile, CAPABILITY)) is not None:
+        return reason
+    if problem.rung == "auto" and problem.dtype == FLOAT32 and _is_small(problem):
+        return "so small a call of float32 takes less time on CUDA cores, which need not split it"
+    return None
+
+
+def _is_small(problem: Problem) -> bool:
+    scores = math.prod(problem.scores_shape)
+    work = scores * max(problem.head_dim, problem.value_dim)
+    return problem.seq_q < LEAST_ROWS or work < LEAST_WORK
 
 
 class _Call(NamedTuple):
@@ -140,18 +201,23 @@ class _Call(NamedTuple):
     Attributes:
         problem: With the dtype of sums where options need numbers of it.
         operands: As given.
+        tensors: Those that are multiplied, of 16 bits as uint16: q, k, v, and in the backward pass dout.
         features: Of the kernels.
-        dtype: "float16" or "bfloat16".
-        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces.
+        compiled: What kernels are compiled for: numbers, and whether rows of all tensors, or of scaled
+            ones those of results, are aligned for pieces of 16 bytes and are whole pieces.
+        scale: Of the scores, or units.
         flag: Whether an operand has numbers that are not finite, or 0 where no option hides any.
+        delta: Of the backward pass, else None.
     """
 
     problem: Problem
     operands: Operands
+    tensors: tuple[Any, ...]
     features: Features
-    dtype: str
-    vectors: bool
+    compiled: tuple[str, bool]
+    scale: Any
     flag: Any
+    delta: Any = None
 
     def extras(self, layout: MmaLayout | KeyLayout, by_keys: bool = False) -> Extras:
         """Return what the options need in a kernel."""
@@ -159,47 +225,88 @@ class _Call(NamedTuple):
         return make_extras(self.problem, self.operands, *blocks, by_keys=by_keys)
 
 
-def _call(problem: Problem, operands: Operands, tensors: tuple[Any, ...], read: Any) -> _Call:
+def _call(problem: Problem, operands: Operands, results: tuple[Any, ...]) -> _Call:
     """Return what kernels take.
 
     Args:
-        problem: The checked call, in 16 bits.
-        operands: As kernels take them.
-        tensors: All of 16 bits, as uint16.
-        read: Those that are multiplied by probabilities or their gradients.
+        problem: The checked call.
+        operands: As kernels take them; dout tells that gradients are wanted.
+        results: All that are written in the dtype of the problem, as kernels see them.
     """
-    dtype, vectors = NAMES[problem.dtype], all(map(tensor_cores.is_aligned, tensors))
-    if problem.is_plain:
-        return _Call(problem, operands, PLAIN, dtype, vectors, 0)
-    features = features_of(problem)
-    flag = flag_of(dtype, *read) if features.hides else 0
-    return _Call(replace(problem, dtype=FLOAT32), operands, features, dtype, vectors, flag)
+    is_backward = operands.dout is not None
+    names = ("q", "k", "v", "dout") if is_backward else ("q", "k", "v")
+    tensors = tuple(as_bits(getattr(operands, name)) for name in names)
+    delta = delta_of(problem, operands) if is_backward else None
+    features, name = PLAIN if problem.is_plain else features_of(problem), _compiled_for(problem)
+    if NUMBERS[name].is_scaled:
+        bits, units, flag = _split(problem, tensors, delta, NUMBERS[name])
+        compiled, flag = (name, are_vectors(*results)), flag if features.hides else 0
+        return _Call(problem, operands, bits, features, compiled, units, flag, delta)
+    compiled = name, all(map(tensor_cores.is_aligned, (*tensors, *results)))
+    # Those that are multiplied by probabilities or their gradients.
+    read = tensors[:2] + tensors[3:] if is_backward else tensors[2:]
+    flag = flag_of(name, *read) if features.hides else 0
+    problem = problem if problem.is_plain else replace(problem, dtype=FLOAT32)
+    return _Call(problem, operands, tensors, features, compiled, problem.scale, flag, delta)
+
+
+def _split(
+    problem: Problem, tensors: tuple[Any, ...], delta: Any, numbers: Numbers
+) -> tuple[tuple[Any, ...], Units, Any]:
+    """Return float32 operands as tensor cores take them, their units, and the flag."""
+    head, value = round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
+    widths = (head, head, value, value)[: len(tensors)]
+    keep_scale = 1.0 / (1.0 - problem.dropout_p)
+    top = float(TOP - math.ceil(math.log2(keep_scale)))
+    if delta is not None:
+        batch, heads, seq = delta.shape
+        column = device_view(delta, (batch, heads, seq, 1), (heads * seq, seq, 1, 1))
+        tensors = (*tensors, column)
+    splits, flag = split_operands(tensors, widths, numbers, _rows_that_count(problem, len(tensors)))
+    q, k, v, *rest = splits
+    units = Units(problem.scale, top, keep_scale, q.unit, k.unit, v.unit)
+    if rest:
+        dout, of_delta = rest
+        units = units._replace(
+            dout=dout.unit, delta=of_delta.unit, v_norm=v.norm, dout_norm=dout.norm
+        )
+    return tuple(one.bits for one in splits[: len(widths)]), units, flag
+
+
+def _rows_that_count(problem: Problem, count: int) -> tuple[tuple[int, int], ...]:
+    """Return which rows of q, k, v, dout and delta the bounds leave: others may be anything."""
+    if problem.sequences is not None:  # whose bounds count from their own starts
+        return ()
+    queries = max(-problem.upper, 0), min(problem.seq_q, problem.seq_k - problem.lower)
+    keys = max(problem.lower, 0), min(problem.seq_k, problem.seq_q + problem.upper)
+    return (queries, keys, keys, queries, queries)[:count]
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse.
+    """Fill out and lse; of float32 it takes memory for the terms of q, k and v.
 
     Args:
-        problem: The checked call, in 16 bits.
+        problem: The checked call, in 16 bits or float32.
         tile: Its own.
         operands: As kernels take them, on the device; out and lse are written.
     """
-    q, k, v, out = (as_bits(array) for array in (operands.q, operands.k, operands.v, operands.out))
-    call = _call(problem, operands, (q, k, v, out), (v,))
+    out = as_bits(operands.out)
+    call = _call(problem, operands, (out,))
+    q, k, v = call.tensors
     layout = _forward_layout(problem)
     extras = call.extras(layout)
-    tiles, lines = grid_of(q, q.shape[2], layout.block_q, extras)
+    tiles, lines = grid_of(q, out.shape[2], layout.block_q, extras)
     parts = parts_of(problem, layout, (tiles, lines))
     widths = round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
-    kind = call.dtype, call.vectors, call.features, problem.scale > 0.0, parts > 1
+    kind = *call.compiled, call.features, problem.scale > 0.0, parts > 1
     launch = forward_kernel(layout, *widths, *kind)[(tiles * parts, lines), layout.threads]
     if parts == 1:
-        launch(q, k, v, out, operands.lse, problem.scale, call.flag, extras)
+        launch(q, k, v, out, operands.lse, call.scale, call.flag, extras)
         return
     batch, heads, seq_q, value_dim = out.shape
     part_out = empty_device((parts * batch, heads, seq_q, value_dim), FLOAT32)
     part_lse = empty_device((parts * batch, heads, seq_q), FLOAT32)
-    launch(q, k, v, part_out, part_lse, problem.scale, call.flag, extras)
+    launch(q, k, v, part_out, part_lse, call.scale, call.flag, extras)
     merge_parts(part_out, part_lse, operands.out, operands.lse)
 
 
@@ -207,47 +314,52 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     """Fill dq, dk and dv; takes memory for delta, and for sums of dq where it is not deterministic.
 
     Args:
-        problem: The checked call, in 16 bits.
+        problem: The checked call, in 16 bits or float32.
         tile: Its own.
         operands: As kernels take them, on the device; dq, dk and dv are written.
     """
-    names = ("dout", "q", "k", "v", "dq", "dk", "dv")
-    tensors = tuple(as_bits(getattr(operands, name)) for name in names)
-    dout, q, k, v, dq, dk, dv = tensors
-    call = _call(problem, operands, tensors, (k, q, dout))
-    read = dout, q, k, v, operands.lse, delta_of(problem, operands)
-    compiled = call.dtype, call.vectors
-    layout, step, parts = _by_keys(problem, call)
+    if problem.dtype == FLOAT32 and problem.score_mod is not None:
+        # Its derivative may be anything, and dS has to be bounded before it is scaled to float16.
+        flash2_backward.backward(problem, flash2_backward.tile(problem), operands)
+        return
+    dq, dk, dv = (as_bits(x) for x in (operands.dq, operands.dk, operands.dv))
+    call = _call(problem, operands, (dq, dk, dv))
+    q, k, v, dout = call.tensors
+    read = dout, q, k, v, operands.lse, call.delta
+    layout, step, parts = _by_keys(problem)
     head, value = round_up(problem.head_dim, step), round_up(problem.value_dim, step)
     extras = call.extras(layout, by_keys=True)
-    grid = grid_of(k, k.shape[2], layout.block_k, extras)
+    grid = grid_of(k, dk.shape[2], layout.block_k, extras)
     grid = grid[0] * parts, grid[1]
     if problem.deterministic:
         _by_rows(problem, call, read, dq)
-        kernel = dkdv_kernel(layout, head, value, *compiled, None, call.features, parts)
-        kernel[grid, layout.threads](*read, read[-1], dk, dv, problem.scale, call.flag, extras)
+        kernel = dkdv_kernel(layout, head, value, *call.compiled, None, call.features, parts)
+        kernel[grid, layout.threads](*read, call.delta, dk, dv, call.scale, call.flag, extras)
         return
     shares = dq_sums(layout, head // parts, compute_capability() >= WIDE_ADDS)
     sequences = 1 if problem.sequences is None else problem.sequences.count
-    slots = slots_of(q.shape[2], layout.block_q, sequences)
+    slots = slots_of(dq.shape[2], layout.block_q, sequences)
     sums = empty_device((grid[1], slots, layout.block_q * head), FLOAT32)
     fill(sums, 0.0)
-    kernel = dkdv_kernel(layout, head, value, *compiled, shares, call.features, parts)
-    kernel[grid, layout.threads](*read, sums, dk, dv, problem.scale, call.flag, extras)
+    kernel = dkdv_kernel(layout, head, value, *call.compiled, shares, call.features, parts)
+    kernel[grid, layout.threads](*read, sums, dk, dv, call.scale, call.flag, extras)
     extras = call.extras(layout)
-    grid = grid_of(q, q.shape[2], layout.block_q, extras)
-    end = dq_end_kernel(layout, head, *compiled, shares, call.features, parts)
-    end[grid, layout.threads](sums, q, k, dq, problem.scale, extras)
+    grid = grid_of(q, dq.shape[2], layout.block_q, extras)
+    end = dq_end_kernel(layout, head, *call.compiled, shares, call.features, parts)
+    end[grid, layout.threads](sums, q, k, dq, call.scale, extras)
 
 
-def _by_keys(problem: Problem, call: _Call) -> ByKeys:
+def _by_keys(problem: Problem) -> ByKeys:
     """Return how the kernel by key columns is compiled: what the device has the memory for."""
+    terms = _numbers(problem).terms
 
     def tiles_of(one: ByKeys) -> SharedTiles:
         widths = round_up(problem.head_dim, one.step), round_up(problem.value_dim, one.step)
-        return dkdv_tiles(one.layout, *widths, not problem.deterministic)
+        return dkdv_tiles(one.layout, *widths, not problem.deterministic, terms)
 
     tables = _BY_KEYS, _BY_KEYS_WITH_OPTIONS, _BY_KEYS_WITH_MUCH
+    if terms > 1:
+        tables = _BY_KEYS_OF_TERMS, *[_BY_KEYS_OF_TERMS_WITH_OPTIONS] * 2
     return _fitting(_first(tables[_made_of_scores(problem)], problem), tiles_of)
 
 
@@ -260,10 +372,11 @@ def _fitting(choices: tuple[_T, ...], tiles_of: Callable[[_T], SharedTiles]) -> 
 
 def _by_rows(problem: Problem, call: _Call, read: tuple[Any, ...], dq: Any) -> None:
     """Fill dq by a kernel of its own."""
-    choices = _first(_BY_ROWS_WITH_OPTIONS if _made_of_scores(problem) else _BY_ROWS, problem)
+    tables, terms = (_BY_ROWS, _BY_ROWS_WITH_OPTIONS), _numbers(problem).terms
+    table = tables[_made_of_scores(problem) > 0] if terms == 1 else _BY_ROWS_OF_TERMS
     widths = round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
-    layout = _fitting(choices, lambda one: dq_tiles(one, *widths))
+    layout = _fitting(_first(table, problem), lambda one: dq_tiles(one, *widths, terms))
     extras = call.extras(layout)
     grid = grid_of(dq, dq.shape[2], layout.block_q, extras)
-    kernel = dq_kernel(layout, *widths, call.dtype, call.vectors, call.features)
-    kernel[grid, layout.threads](*read, dq, problem.scale, call.flag, extras)
+    kernel = dq_kernel(layout, *widths, *call.compiled, call.features)
+    kernel[grid, layout.threads](*read, dq, call.scale, call.flag, extras)

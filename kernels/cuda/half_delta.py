@@ -1,4 +1,4 @@
-"""Delta of the backward pass for operands of 16 bits: D = rowsum(dO ∘ O), summed in float32."""
+"""Delta of the backward pass on tensor cores: D = rowsum(dO ∘ O), of 16 or 32 bits, summed in float32."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from numba import float32, uint32, void
 
 from kernels.cuda import tensor_cores
 from kernels.cuda.arrays import empty_device
-from kernels.cuda.device import Kernel, array_type
+from kernels.cuda.device import Kernel, array_type, device_function
 from kernels.cuda.half import as_bits
 from kernels.cuda.ptx.copies import global_address, ld_global_v4
-from kernels.cuda.ptx.numbers import UNPACK
+from kernels.cuda.ptx.numbers import UNPACK, float_of
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.dtypes import BITS, FLOAT32, NAMES
 from kernels.geometry import PLAIN
@@ -32,16 +32,50 @@ def lanes_of(value_dim: int) -> int:
 
 
 @cache
+def _make_add_products(dtype: str) -> tuple[Any, Any]:
+    """Return ``add(total, x, y)`` for words of a dtype, and ``number(element)``, its float32."""
+    if dtype == "float32":
+
+        @device_function
+        def add_product(total, x, y):
+            return total + float_of(x) * float_of(y)
+
+        @device_function
+        def own_number(element):
+            return element
+
+        return add_product, own_number
+    unpack = UNPACK[dtype]
+
+    @device_function
+    def add_products(total, x, y):
+        low, high = unpack(x)
+        other_low, other_high = unpack(y)
+        total += low * other_low
+        total += high * other_high
+        return total
+
+    @device_function
+    def number(element):
+        low, _ = unpack(uint32(element))
+        return low
+
+    return add_products, number
+
+
+@cache
 def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kernel:
     """Return the kernel that fills delta.
 
     Args:
         lanes: Of a row; a power of two, up to 32.
-        dtype: "float16" or "bfloat16".
+        dtype: "float16", "bfloat16" or "float32".
         vectors: Rows are aligned for pieces of 16 bytes and are whole pieces.
         has_dlse: There is a gradient of lse.
     """
-    unpack, steps = UNPACK[dtype], lanes.bit_length() - 1
+    (add, number), steps = _make_add_products(dtype), lanes.bit_length() - 1
+    stored = FLOAT32 if dtype == "float32" else BITS
+    of_piece = CHUNK // stored.itemsize
 
     def half_delta(dout, out, dlse, delta):
         """Fill delta.
@@ -68,19 +102,14 @@ def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kerne
             left_row += row * dout.strides[2]
             right_row = global_address(out) + b * out.strides[0] + h * out.strides[1]
             right_row += row * out.strides[2]
-            for piece in range(lane, dim // PIECE, lanes):
+            for piece in range(lane, dim // of_piece, lanes):
                 ld_global_v4(left, left_row + piece * CHUNK)
                 ld_global_v4(right, right_row + piece * CHUNK)
                 for w in range(4):
-                    x, y = unpack(left[w])
-                    u, v = unpack(right[w])
-                    total += x * u
-                    total += y * v
+                    total = add(total, left[w], right[w])
         elif inside:
             for c in range(lane, dim, lanes):
-                x, _ = unpack(uint32(dout[b, h, row, c]))
-                u, _ = unpack(uint32(out[b, h, row, c]))
-                total += x * u
+                total += number(dout[b, h, row, c]) * number(out[b, h, row, c])
         for step in range(steps):  # every lane of the warp takes part
             total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 1 << step)
         if inside and lane == 0:
@@ -88,15 +117,15 @@ def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kerne
                 total -= dlse[b, h, row]
             delta[b, h, row] = total
 
-    halves, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
-    return Kernel(half_delta, void(halves, halves, rows, rows), THREADS)
+    read, rows = array_type(stored, 4), array_type(FLOAT32, 3)
+    return Kernel(half_delta, void(read, read, rows, rows), THREADS)
 
 
 def delta_of(problem: Problem, operands: Operands) -> Any:
     """Return D = rowsum(dO ∘ O), less the gradient of lse where there is one.
 
     Args:
-        problem: The checked call, in 16 bits.
+        problem: The checked call, in 16 or 32 bits.
         operands: As kernels take them, on the device: dout, out, and dlse or None.
 
     Returns:
@@ -107,7 +136,7 @@ def delta_of(problem: Problem, operands: Operands) -> Any:
     shape = tuple(out.shape[:3])
     delta = empty_device(shape, FLOAT32)
     vectors = tensor_cores.is_aligned(dout) and tensor_cores.is_aligned(out)
-    lanes = lanes_of(out.shape[3])
+    lanes = lanes_of(out.shape[3] * problem.dtype.itemsize // BITS.itemsize)
     kernel = delta_kernel(lanes, NAMES[problem.dtype], vectors, has_dlse)
     launch = kernel[PLAIN.ceil_div(math.prod(shape) * lanes, THREADS), THREADS]
     launch(dout, out, operands.dlse if has_dlse else delta, delta)

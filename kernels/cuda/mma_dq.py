@@ -12,9 +12,10 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, float64, uint8, uint16, uint32, void
+from numba import float32, uint8, uint16, uint32, void
 
 from kernels.cuda.device import Kernel, array_type, device_function
+from kernels.cuda.mma_terms import LEFT_TERMS, NUMBERS, RIGHT_TERMS, make_units, scale_type
 from kernels.cuda.mma_tiles import (
     COLS,
     DEPTH,
@@ -23,6 +24,7 @@ from kernels.cuda.mma_tiles import (
     WARP,
     KeyLayout,
     MmaLayout,
+    make_store_sums,
     make_store_tile,
 )
 from kernels.cuda.ptx.copies import global_address, red_add, red_add_v4, shared_address
@@ -110,7 +112,12 @@ def make_add_dq(
     row_tiles = layout.block_q // (ROWS * q_warps)
     own_tiles = own // (COLS * d_warps)
     threads, count = layout.threads, row_tiles * own_tiles
-    mma, slot = MMA[dtype], _make_slot(layout.block_q)
+    numbers, slot = NUMBERS[dtype], _make_slot(layout.block_q)
+    mma, terms = MMA[numbers.dtype], numbers.terms
+    lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
+    a_tiles, b_tiles = terms * row_tiles, 2 * terms
+    ds_term = HALF * layout.block_q * layout.block_k
+    k_term = HALF * layout.block_k * width
     ds_place = make_tile_place(device_function, HALF * layout.block_q)
     k_place = make_tile_place(device_function, HALF * width)
     ds_below, k_below = DEPTH * HALF * layout.block_q, DEPTH * HALF * width
@@ -119,8 +126,8 @@ def make_add_dq(
 
     @device_function
     def add_dq(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, tile, part, chunk, extras):
-        a = cuda.local.array((row_tiles, 4), uint32)
-        b = cuda.local.array((2, 2), uint32)
+        a = cuda.local.array((a_tiles, 4), uint32)
+        b = cuda.local.array((b_tiles, 2), uint32)
         acc = cuda.local.array((count, 4), float32)
         for n in range(count):
             for i in range(4):
@@ -132,13 +139,17 @@ def make_add_dq(
         for step in range(steps):
             for m in range(row_tiles):
                 ds = ds_tile + ds_place(a_row, first_row + 2 * m + a_chunk)
-                ldmatrix_x4_trans(a[m], ds + step * ds_below)
+                for t in range(terms):
+                    ldmatrix_x4_trans(a[t * row_tiles + m], ds + t * ds_term + step * ds_below)
             for n in range(own_tiles // 2):
                 k = k_tile + k_place(b_row, first_chunk + 2 * n + b_chunk)
-                ldmatrix_x4_trans(b[0], k + step * k_below)
-                for m in range(row_tiles):
-                    mma(acc[m * own_tiles + 2 * n], a[m], b[0])
-                    mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
+                for t in range(terms):
+                    ldmatrix_x4_trans(b[2 * t], k + t * k_term + step * k_below)
+                for p in range(products):
+                    left, right = lefts[p] * row_tiles, 2 * rights[p]
+                    for m in range(row_tiles):
+                        mma(acc[m * own_tiles + 2 * n], a[left + m], b[right])
+                        mma(acc[m * own_tiles + 2 * n + 1], a[left + m], b[right + 1])
         y = cuda.blockIdx.y
         address = global_address(dq_sums) + y * dq_sums.strides[0] + part * part_bytes
         address += slot(flat, y, first_q, tile, extras) * dq_sums.strides[1]
@@ -170,7 +181,10 @@ def dq_end_kernel(
     count, part_size = row_tiles * own_tiles, block_q * own
     place, slot = make_visits(features, block_q).place, _make_slot(block_q)
     rows_of_warps = MmaLayout(block_q, COLS, q_warps)
-    store = make_store_tile(rows_of_warps, width, dtype, vectors, own // d_warps)
+    numbers = NUMBERS[dtype]
+    terms, unit_of_dq = numbers.terms, make_units(numbers).dq
+    make_store = make_store_sums if numbers.is_scaled else make_store_tile
+    store = make_store(rows_of_warps, width, dtype, vectors, own // d_warps)
 
     def flash2_mma_dq_end(dq_sums, q, k, dq, scale, extras):
         """Fill one query tile of dq.
@@ -188,7 +202,7 @@ def dq_end_kernel(
         heads = q.shape[1]
         b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
         flat, row, first_q, seq_q, _, _ = place(
-            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
         )
         thread, y = cuda.threadIdx.x, cuda.blockIdx.y
         lane, warp = thread % WARP, thread // WARP
@@ -196,7 +210,7 @@ def dq_end_kernel(
         halves = cuda.shared.array(0, uint16)  # the same memory
         memory = shared_address(bits)
         acc = cuda.local.array((count, 4), float32)
-        tau = float32(scale)
+        unit = unit_of_dq(scale, b, h)
         at = slot(flat, y, first_q, row // block_q, extras)
         for part in range(parts):
             for n in range(count):
@@ -205,12 +219,14 @@ def dq_end_kernel(
                         place_of_sum = part * part_size + (n * threads + thread) * 4 + i
                     else:
                         place_of_sum = part * part_size + (4 * n + i) * threads + thread
-                    acc[n, i] = dq_sums[y, at, place_of_sum] * tau
+                    acc[n, i] = dq_sums[y, at, place_of_sum] * unit
             store(
                 acc, dq, b, h, first_q + row, first_q + seq_q, halves, memory, memory, lane,
                 warp % q_warps * (ROWS * row_tiles), part * (own // COLS) + warp // q_warps * own_tiles,
             )  # fmt: skip
 
     halves, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
-    signature = void(rows, halves, halves, halves, float64, extras_type(features, FLOAT32))
+    written = array_type(FLOAT32, 4) if numbers.is_scaled else halves
+    extras = extras_type(features, FLOAT32)
+    signature = void(rows, halves, halves, written, scale_type(numbers, True), extras)
     return Kernel(flash2_mma_dq_end, signature, threads, HALF * block_q * width)

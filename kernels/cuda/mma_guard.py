@@ -54,7 +54,9 @@ def never_flagged(flag):
 
 
 @cache
-def make_clear_rows(threads: int, rows: int, width: int) -> Callable[..., None]:
+def make_clear_rows(
+    threads: int, rows: int, width: int, terms: int = 1, term_rows: int = 0
+) -> Callable[..., None]:
     """Return ``clear_rows(thread, bits, seen, tile)``: make zeros of the rows of a tile that nobody sees.
 
     ``bits`` is shared memory as bytes, of which those from ``seen`` on are 0 for such rows.
@@ -63,7 +65,10 @@ def make_clear_rows(threads: int, rows: int, width: int) -> Callable[..., None]:
         threads: Who clear.
         rows: Of the tile.
         width: Columns of the tile.
+        terms: Tiles of a number.
+        term_rows: From one of them to the next, where there are more than are cleared.
     """
+    term_bytes = BITS.itemsize * (term_rows or rows) * width
     chunks = width // PIECE
     place = make_tile_place(device_function, BITS.itemsize * width)
 
@@ -76,11 +81,16 @@ def make_clear_rows(threads: int, rows: int, width: int) -> Callable[..., None]:
             if bits[seen + n // chunks] == 0:
                 st_shared_v4(tile + place(n // chunks, n % chunks), zeros)
 
-    return clear_rows
+    @device_function
+    def clear_terms(thread, bits, seen, tile):
+        for t in range(terms):
+            clear_rows(thread, bits, seen, tile + t * term_bytes)
+
+    return clear_rows if terms == 1 else clear_terms
 
 
 @cache
-def make_clear_unseen(layout: MmaLayout, width: int) -> Callable[..., None]:
+def make_clear_unseen(layout: MmaLayout, width: int, terms: int = 1) -> Callable[..., None]:
     """Return ``clear_unseen(thread, lane, s, bits, seen, tile)``, for all threads of a block.
 
     It makes zeros of the rows of a tile, keys, for which no lane has a probability in ``s``; bytes of
@@ -89,10 +99,11 @@ def make_clear_unseen(layout: MmaLayout, width: int) -> Callable[..., None]:
     Args:
         layout: Of the block.
         width: Columns of the tile.
+        terms: Tiles of a number.
     """
     threads, block_k = layout.threads, layout.block_k
     row_tiles, col_tiles = layout.row_tiles, block_k // COLS
-    clear_rows, cols_of = make_clear_rows(threads, block_k, width), COL_OF
+    clear_rows, cols_of = make_clear_rows(threads, block_k, width, terms), COL_OF
 
     @device_function
     def clear_unseen(thread, lane, s, bits, seen, tile):

@@ -6,12 +6,11 @@ Attention reads every key and value once for each tile of queries; they are spli
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, types, uint32, void
+from numba import float32, int64, types, uint32, void
 
 from kernels.cuda.arrays import device_view, element_strides, empty_device
 from kernels.cuda.device import Kernel, array_type, ceil_div, device_function
@@ -34,6 +33,7 @@ PARTS = 32
 LEAST_PIECES = 4
 #: Exponents with their bias: a scaled number is below 2**15, and no scale or unit is subnormal.
 _SCALED, _LEAST = 268, 15
+FLOAT_BYTES = 4
 _INT32 = np.dtype(np.int32)
 
 
@@ -52,16 +52,16 @@ class Split(NamedTuple):
     norm: Any
 
 
-@cache
-def _make_load(vectors: bool) -> Callable[..., None]:
-    """Return ``load(x, words, source, b, h, row, piece)``: eight float32 of a row, zeros beyond its end."""
-    zero, size = np.float32(0), FLOAT32.itemsize
+_ZERO, _INF = np.float32(0), np.float32(np.inf)
 
-    @device_function
-    def load_vectors(x, words, source, b, h, row, piece):
-        first, dim = piece * PIECE, source.shape[3]
+
+@device_function
+def _load(x, words, source, is_vector, b, h, row, piece):
+    """Load eight float32 of a row, zeros beyond its end; a row that is whole vectors by vectors."""
+    first, dim = piece * PIECE, source.shape[3]
+    if is_vector:
         address = global_address(source) + b * source.strides[0] + h * source.strides[1]
-        address += row * source.strides[2] + first * size
+        address += row * source.strides[2] + first * FLOAT_BYTES
         for half in range(2):
             for i in range(4):
                 words[i] = 0
@@ -69,31 +69,26 @@ def _make_load(vectors: bool) -> Callable[..., None]:
                 ld_global_v4(words, address + CHUNK * half)
             for i in range(4):
                 x[4 * half + i] = float_of(words[i])
-
-    @device_function
-    def load_each(x, words, source, b, h, row, piece):
+    else:
         for i in range(PIECE):
-            col = piece * PIECE + i
-            x[i] = source[b, h, row, col] if col < source.shape[3] else zero
-
-    return load_vectors if vectors else load_each
+            x[i] = source[b, h, row, first + i] if first + i < dim else _ZERO
 
 
 @cache
-def measure_kernel(count: int, lanes: int, vectors: bool) -> Kernel:
+def measure_kernel(count: int, lanes: int) -> Kernel:
     """Return the kernel that finds the largest number of each head.
 
     Args:
         count: Operands.
         lanes: Of a row; a power of two, up to 32.
-        vectors: Rows are aligned for pieces of 16 bytes and are whole ones.
     """
-    load, zero, inf = _make_load(vectors), np.float32(0), np.float32(np.inf)
+    zero, inf = _ZERO, _INF
 
-    def measure_heads(sources, largest, norms, flag):
-        """Fill largest; set norms and the flag to zero.
+    def measure_heads(sources, vectors, starts, stops, largest, norms, flag):
+        """Fill largest; set norms and the flag to zero.  ``vectors`` has a bit for each operand.
 
-        Computes   largest[operand, head, part] = max |x| of a part of the head's rows that is finite
+        Computes   largest[operand, head, part] = max |x| of what is finite in a part of the head's rows
+                   from start to stop
         Source     none
         Grid       (operands * parts, batch * heads)
         Block      (threads,)
@@ -106,18 +101,19 @@ def measure_kernel(count: int, lanes: int, vectors: bool) -> Kernel:
         parts = cuda.gridDim.x // count
         which, part, line = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts, cuda.blockIdx.y
         thread = cuda.threadIdx.x
-        source = sources[which]
-        heads, seq, dim = source.shape[1], source.shape[2], source.shape[3]
+        source, is_vector = sources[which], (vectors >> which) & 1
+        heads, dim = source.shape[1], source.shape[3]
         shared = cuda.shared.array(WARP, float32)
         x, words = cuda.local.array(PIECE, float32), cuda.local.array(4, uint32)
         most = zero
         if line < source.shape[0] * heads:
             b, h = line // heads, line % heads
-            rows = ceil_div(seq, parts)
-            stop = min((part + 1) * rows, seq)
-            for row in range(part * rows + thread // lanes, stop, THREADS // lanes):
+            start, end = starts[which], stops[which]
+            rows = ceil_div(max(end - start, 0), parts)
+            stop = min(start + (part + 1) * rows, end)
+            for row in range(start + part * rows + thread // lanes, stop, THREADS // lanes):
                 for piece in range(thread % lanes, ceil_div(dim, PIECE), lanes):
-                    load(x, words, source, b, h, row, piece)
+                    _load(x, words, source, is_vector, b, h, row, piece)
                     for i in range(PIECE):
                         size = abs(x[i])
                         most = max(most, size if size < inf else zero)
@@ -135,13 +131,13 @@ def measure_kernel(count: int, lanes: int, vectors: bool) -> Kernel:
                 if line == 0 and which == 0:
                     flag[0] = 0
 
-    sources = types.UniTuple(array_type(FLOAT32, 4), count)
+    sources, rows = types.UniTuple(array_type(FLOAT32, 4), count), types.UniTuple(int64, count)
     written = array_type(FLOAT32, 3), array_type(FLOAT32, 2), array_type(_INT32, 1)
-    return Kernel(measure_heads, void(sources, *written), THREADS)
+    return Kernel(measure_heads, void(sources, int64, rows, rows, *written), THREADS)
 
 
 @cache
-def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, vectors: bool) -> Kernel:
+def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel:
     """Return the kernel that scales and splits; arguments as of :func:`measure_kernel`.
 
     Args:
@@ -149,13 +145,12 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, vectors: 
         split: How many of them are split, the first; of the others only the units are wanted.
         lanes: Of a row.
         numbers: The terms.
-        vectors: As there.
     """
-    load, steps, terms = _make_load(vectors), lanes.bit_length() - 1, numbers.terms
+    steps, terms = lanes.bit_length() - 1, numbers.terms
     split_pair, pack = make_split(numbers.dtype), PACK[numbers.dtype]
-    zero, inf = np.float32(0), np.float32(np.inf)
+    zero, inf = _ZERO, _INF
 
-    def split_heads(sources, targets, largest, units, norms, flag):
+    def split_heads(sources, vectors, starts, stops, targets, largest, units, norms, flag):
         """Fill targets and units; put the norms of rows into norms, zeros before, and set the flag.
 
         Computes   x · scale as one or two float16, the scale of a head a power of two; flag[0] = 1 if a
@@ -173,7 +168,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, vectors: 
         which, part, line = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts, cuda.blockIdx.y
         thread = cuda.threadIdx.x
         lane = thread % WARP
-        source = sources[which]
+        source, is_vector = sources[which], (vectors >> which) & 1
         heads, seq = source.shape[1], source.shape[2]
         most = largest[which, line, lane] if lane < parts else zero
         for step in range(5):
@@ -191,13 +186,14 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, vectors: 
             rows = ceil_div(seq, parts)
             stop = min((part + 1) * rows, seq)
             largest_square, is_finite = zero, True
+            seen, end = starts[which], stops[which]
             # All lanes of a warp go round together.
             for first in range(part * rows, stop, THREADS // lanes):
                 row, square = first + thread // lanes, zero
                 if is_here and row < stop:
                     address = global_address(target) + b * target.strides[0] + h * target.strides[1]
                     for piece in range(thread % lanes, target.shape[3] // PIECE, lanes):
-                        load(x, words, source, b, h, row, piece)
+                        _load(x, words, source, is_vector, b, h, row, piece)
                         for i in range(PIECE):
                             x[i] *= scale
                             if abs(x[i]) < inf:
@@ -215,7 +211,8 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, vectors: 
                             st_global_v4(place + (seq + row) * target.strides[2], low_words)
                 for step in range(steps):
                     square += cuda.shfl_xor_sync(0xFFFFFFFF, square, 1 << step)
-                largest_square = max(largest_square, square)
+                if seen <= row < end:
+                    largest_square = max(largest_square, square)
             for step in range(5):
                 largest_square = max(
                     largest_square, cuda.shfl_xor_sync(0xFFFFFFFF, largest_square, 1 << step)
@@ -226,15 +223,20 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers, vectors: 
             if not is_finite:
                 flag[0] = 1
 
-    sources = types.UniTuple(array_type(FLOAT32, 4), count)
+    sources, rows = types.UniTuple(array_type(FLOAT32, 4), count), types.UniTuple(int64, count)
     targets = types.UniTuple(array_type(BITS, 4), split)
     heads, parts = array_type(FLOAT32, 2), array_type(FLOAT32, 3)
-    signature = void(sources, targets, parts, heads, heads, array_type(_INT32, 1))
+    signature = void(
+        sources, int64, rows, rows, targets, parts, heads, heads, array_type(_INT32, 1)
+    )
     return Kernel(split_heads, signature, THREADS)
 
 
 def split_operands(
-    arrays: tuple[Any, ...], widths: tuple[int, ...], numbers: Numbers
+    arrays: tuple[Any, ...],
+    widths: tuple[int, ...],
+    numbers: Numbers,
+    rows: tuple[tuple[int, int], ...] = (),
 ) -> tuple[list[Split], Any]:
     """Split operands of a call.
 
@@ -243,6 +245,8 @@ def split_operands(
         widths: Columns of the results, a multiple of 16 that is dim or more; arrays without one come last
             and get only their units.
         numbers: The terms.
+        rows: Of each array from which to which one they count for the largest number and norm; all of
+            them when empty.  What others hold may be anything.
 
     Returns:
         What is made of each, in their order, and (1,) int32: 1 if any number is not finite.
@@ -255,15 +259,21 @@ def split_operands(
     )
     lines = max(array.shape[0] * array.shape[1] for array in own)
     lanes = lanes_of(max(widths))
-    rows = LEAST_PIECES * THREADS // lanes
-    parts = min(PLAIN.ceil_div(max(array.shape[2] for array in own), rows), PARTS)
+    starts, stops = zip(*(rows or [(0, array.shape[2]) for array in own]), strict=True)
+    least = LEAST_PIECES * THREADS // lanes
+    parts = min(PLAIN.ceil_div(max(array.shape[2] for array in own), least), PARTS)
     largest = empty_device((count, lines, parts), FLOAT32)
     units, norms = (empty_device((count, lines), FLOAT32) for _ in range(2))
     flag = empty_device((1,), _INT32)
-    vectors, grid = all(map(are_vectors, own)), (count * parts, lines)
-    measure_kernel(count, lanes, vectors)[grid, THREADS](tuple(own), largest, norms, flag)
-    kernel = split_kernel(count, split, lanes, numbers, vectors)
-    kernel[grid, THREADS](tuple(own), targets, largest, units, norms, flag)
+    vectors = sum(are_vectors(array) << i for i, array in enumerate(own))
+    grid, sources = (count * parts, lines), tuple(own)
+    measure_kernel(count, lanes)[grid, THREADS](
+        sources, vectors, starts, stops, largest, norms, flag
+    )  # fmt: skip
+    kernel = split_kernel(count, split, lanes, numbers)
+    kernel[grid, THREADS](
+        sources, vectors, starts, stops, targets, largest, units, norms, flag
+    )  # fmt: skip
     results = []
     for i, (array, one) in enumerate(zip(arrays, own, strict=True)):
         batch, heads = array.shape[:2]

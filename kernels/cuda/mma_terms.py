@@ -7,7 +7,7 @@ have 22, and one more by the sign of the second: x = high + low, and of a produc
 
 leave out 2⁻²² of it, less than the sums of float32 lose.  What float16 has not is range.  So each head of a
 tensor is multiplied by the power of two that brings its largest number to 2¹⁴ … 2¹⁵: then a second term is
-off by at most 2⁻²⁵, that is 2⁻⁴⁰ of the largest.  Powers of two round nothing; they are taken back where
+off by at most 2⁻²⁵, that is 2⁻³⁹ of the largest.  Powers of two round nothing; they are taken back where
 a kernel multiplies by a number anyway.
 
 Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
@@ -49,8 +49,9 @@ NUMBERS = {
     "tf32": Numbers("float16", 1, True),
     "float32": Numbers("float16", 2, True),
 }
-#: The terms of the left and of the right operand whose products are added, by the number of terms.
-LEFT_TERMS, RIGHT_TERMS = {1: (0,), 2: (0, 1, 0)}, {1: (0,), 2: (0, 0, 1)}
+#: The terms of the left and of the right operand whose products are added, by the number of terms.  The
+#: smaller ones first: tensor cores cut off what does not fit the sum so far.
+LEFT_TERMS, RIGHT_TERMS = {1: (0,), 2: (1, 0, 0)}, {1: (0,), 2: (0, 1, 0)}
 #: The largest power of two of a scaled number, and so of a probability: float16 ends at 2**16.
 TOP = 15
 

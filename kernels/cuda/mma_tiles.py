@@ -1,4 +1,4 @@
-"""Tiles on tensor cores: copy one to shared memory, multiply two, with fragments in registers.
+"""Tiles on tensor cores: how warps share two, how one comes to shared memory and results to global memory.
 
 A block of warps works on two tiles.  Each warp owns whole rows of the one, in tiles of 16, and reads all
 rows of the other; the more of its own rows a fragment of the other is multiplied with, the less shared
@@ -18,21 +18,20 @@ from functools import cache
 from numba import int64, uint16, uint32
 
 from kernels.cuda.device import device_function
+from kernels.cuda.mma_terms import NUMBERS
 from kernels.cuda.ptx.copies import (
     cp_async_16,
     global_address,
     ld_shared_v4,
+    st_global_v2,
     st_global_v4,
     st_shared,
     st_shared_v4,
 )
-from kernels.cuda.ptx.fragments import DEVICE
-from kernels.cuda.ptx.mma import MMA, ldmatrix_x4, ldmatrix_x4_trans
 from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
+from kernels.dtypes import FLOAT32
 from kernels.targets import cuda
-
-square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
 
 #: Rows of a tile of A, columns of a tile of accumulators, depth of one product.
 ROWS, COLS, DEPTH = 16, 8, 16
@@ -112,7 +111,9 @@ def lane_col(lane):
 
 
 @cache
-def make_copy_tile(threads: int, rows: int, width: int, vectors: bool) -> Callable[..., None]:
+def make_copy_tile(
+    threads: int, rows: int, width: int, vectors: bool, terms: int = 1
+) -> Callable[..., None]:
     """Return ``copy_tile(thread, source, b, h, first, start, stop, target)``: rows to shared memory.
 
     It copies the rows from ``first`` on of one head to the address ``target``, zeros for rows outside of
@@ -124,6 +125,7 @@ def make_copy_tile(threads: int, rows: int, width: int, vectors: bool) -> Callab
         width: Columns of the tile, as many as the source has or more, a multiple of 16.
         vectors: The source is aligned for pieces of 16 bytes and has a multiple of eight columns: the
             copy is asynchronous.  Otherwise it goes through registers, element by element.
+        terms: Of a number: tiles of each one after the other, from as many parts of the source's rows.
     """
     chunks = width // PIECE
     count = rows * chunks
@@ -180,81 +182,18 @@ def make_copy_tile(threads: int, rows: int, width: int, vectors: bool) -> Callab
                 st_shared_v4(target + place(row, chunk), words)
 
     asynchronous = in_columns if step else piece_by_piece
-    return asynchronous if vectors else by_element
-
-
-@cache
-def make_multiply(layout: MmaLayout, width: int, dtype: str) -> Callable[..., None]:
-    """Return ``multiply(s, a, b, q_tile, k_tile, lane, row)``: s = Q·Kᵀ for the warp's rows.
-
-    ``s`` is (row_tiles * block_k / 8, 4) float32; ``a`` (row_tiles, 4) and ``b`` (2, 2) uint32 are scratch;
-    the tiles are addresses, ``row`` is the warp's first in the tile of Q.
-    """
-    mma, place = MMA[dtype], make_tile_place(device_function, HALF * width)
-    row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
-    below = ROWS * HALF * width  # the swizzle begins anew after eight rows
+    copy = asynchronous if vectors else by_element
+    if terms == 1:
+        return copy
 
     @device_function
-    def multiply(s, a, b, q_tile, k_tile, lane, row):
-        a_row, a_chunk = square_place(lane)
-        b_row, b_chunk = turned_place(lane)
-        for n in range(row_tiles * col_tiles):
-            for i in range(4):
-                s[n, i] = 0
-        for step in range(width // DEPTH):
-            q_place = q_tile + place(row + a_row, 2 * step + a_chunk)
-            k_place = k_tile + place(b_row, 2 * step + b_chunk)
-            for m in range(row_tiles):
-                ldmatrix_x4(a[m], q_place + m * below)
-            for n in range(col_tiles // 2):  # a pair of tiles from four matrices
-                ldmatrix_x4(b[0], k_place + n * below)
-                for m in range(row_tiles):
-                    mma(s[m * col_tiles + 2 * n], a[m], b[0])
-                    mma(s[m * col_tiles + 2 * n + 1], a[m], b[1])
+    def of_terms(thread, source, b, h, first, start, stop, target):
+        seq = source.shape[2] // terms
+        for t in range(terms):
+            to = target + t * (rows * HALF * width)
+            copy(thread, source, b, h, first + t * seq, start + t * seq, stop + t * seq, to)
 
-    return multiply
-
-
-@cache
-def make_accumulate(layout: MmaLayout, width: int, dtype: str, own: int = 0) -> Callable[..., None]:
-    """Return ``accumulate(acc, s, a, b, v_tile, lane, chunk)``: acc += P·V, P the lane's own s, rounded.
-
-    ``acc`` is (row_tiles * own / 8, 4) float32; the others as for :func:`make_multiply`.
-
-    Args:
-        layout: Who multiplies.
-        width: Of the tile of V.
-        dtype: "float16" or "bfloat16".
-        own: Columns of it that are multiplied, from the piece ``chunk`` on; all of them when 0.
-    """
-    mma, pack = MMA[dtype], PACK[dtype]
-    place = make_tile_place(device_function, HALF * width)
-    row_tiles, col_tiles, own_tiles = (
-        layout.row_tiles,
-        layout.block_k // COLS,
-        (own or width) // COLS,
-    )
-    below = DEPTH * HALF * width  # the swizzle begins anew after eight rows
-
-    @device_function
-    def accumulate(acc, s, a, b, v_tile, lane, chunk):
-        b_row, b_chunk = square_place(lane)
-        for step in range(col_tiles // 2):
-            for m in range(row_tiles):
-                # Two tiles of accumulators side by side are a tile of A.
-                left, right = m * col_tiles + 2 * step, m * col_tiles + 2 * step + 1
-                a[m, 0] = pack(s[left, 0], s[left, 1])
-                a[m, 1] = pack(s[left, 2], s[left, 3])
-                a[m, 2] = pack(s[right, 0], s[right, 1])
-                a[m, 3] = pack(s[right, 2], s[right, 3])
-            for n in range(own_tiles // 2):
-                v_place = v_tile + place(b_row, chunk + 2 * n + b_chunk)
-                ldmatrix_x4_trans(b[0], v_place + step * below)
-                for m in range(row_tiles):
-                    mma(acc[m * own_tiles + 2 * n], a[m], b[0])
-                    mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
-
-    return accumulate
+    return of_terms
 
 
 @cache
@@ -274,7 +213,7 @@ def make_store_tile(
         vectors: The target is aligned for pieces of 16 bytes and has a multiple of eight columns.
         own: Columns of the accumulators, from the piece ``chunk`` on; all of them when 0.
     """
-    pack, place = PACK[dtype], make_tile_place(device_function, HALF * width)
+    pack, place = PACK[NUMBERS[dtype].dtype], make_tile_place(device_function, HALF * width)
     own = own or width
     row_tiles, own_tiles, chunks = layout.row_tiles, own // COLS, own // PIECE
     pieces = row_tiles * ROWS * chunks
@@ -308,21 +247,30 @@ def make_store_tile(
 
 @cache
 def make_store_sums(
-    layout: MmaLayout, width: int, dtype: str, vectors: bool
+    layout: MmaLayout, width: int, dtype: str, vectors: bool, own: int = 0
 ) -> Callable[..., None]:
-    """Return what :func:`make_store_tile` does, for few rows of float32: nothing is rounded."""
-    row_tiles, own_tiles = layout.row_tiles, width // COLS
-    rows_of, cols_of = ROW_OF, COL_OF
+    """Return what :func:`make_store_tile` does, into float32: nothing is rounded, nor turned."""
+    row_tiles, own_tiles, size = layout.row_tiles, (own or width) // COLS, FLOAT32.itemsize
 
     @device_function
     def store_sums(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk):
-        dim = target.shape[3]
+        dim, first_col = target.shape[3], chunk * COLS + lane_col(lane)
+        base = global_address(target) + b * target.strides[0] + h * target.strides[1]
         for m in range(row_tiles):
-            for n in range(own_tiles):
-                for i in range(4):
-                    at = first + row + lane_row(lane) + m * ROWS + rows_of[i]
-                    col = n * COLS + lane_col(lane) + cols_of[i]
-                    if at < stop and col < dim:
-                        target[b, h, at, col] = acc[m * own_tiles + n, i]
+            for half in range(2):
+                at = int64(first + row + lane_row(lane) + m * ROWS + 8 * half)
+                address = base + at * target.strides[2] + size * int64(first_col)
+                left = dim - first_col if at < stop else 0
+                for n in range(own_tiles):
+                    i, u = m * own_tiles + n, 2 * half
+                    if vectors:
+                        if n * COLS < left:
+                            st_global_v2(address + size * COLS * n, acc[i, u], acc[i, u + 1])
+                    else:
+                        col = first_col + n * COLS
+                        if n * COLS < left:
+                            target[b, h, at, col] = acc[i, u]
+                        if n * COLS + 1 < left:
+                            target[b, h, at, col + 1] = acc[i, u + 1]
 
     return store_sums

@@ -1,0 +1,224 @@
+"""Two tiles multiplied on tensor cores, with fragments in registers: S = Q·Kᵀ, and O += P·V.
+
+Each warp multiplies its own rows of the left tile, in tiles of 16, with all rows of the right one: a
+fragment of that is read from shared memory once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from numba import float32, uint32
+
+from kernels.cuda.device import device_function
+from kernels.cuda.mma_terms import LEFT_TERMS, NUMBERS, RIGHT_TERMS, make_split
+from kernels.cuda.mma_tiles import COLS, DEPTH, HALF, ROWS, MmaLayout
+from kernels.cuda.ptx.fragments import DEVICE
+from kernels.cuda.ptx.mma import MMA, ldmatrix_x4, ldmatrix_x4_trans
+from kernels.cuda.ptx.numbers import PACK
+from kernels.cuda.ptx.swizzle import make_tile_place
+from kernels.targets import cuda
+
+square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
+
+
+@cache
+def make_multiply(
+    layout: MmaLayout, width: int, dtype: str, b_rows: int = 0
+) -> Callable[..., None]:
+    """Return ``multiply(s, a, b, q_tile, k_tile, lane, row)``: s = Q·Kᵀ for the warp's rows.
+
+    ``s`` is (row_tiles * block_k / 8, 4) float32; ``a`` (terms * row_tiles, 4) and ``b`` (terms * 2, 2)
+    uint32 are scratch; the tiles are addresses, ``row`` is the warp's first in the tile of Q.
+
+    Args:
+        layout: Who multiplies.
+        width: Of the tiles.
+        dtype: See ``mma_terms.NUMBERS``.
+        b_rows: Rows of the tile of K, where there are more of them than block_k.
+    """
+    numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
+    mma, terms = MMA[numbers.dtype], numbers.terms
+    lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
+    row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
+    below = ROWS * HALF * width  # the swizzle begins anew after eight rows
+    a_term, b_term = HALF * layout.block_q * width, HALF * (b_rows or layout.block_k) * width
+
+    @device_function
+    def multiply(s, a, b, q_tile, k_tile, lane, row):
+        a_row, a_chunk = square_place(lane)
+        b_row, b_chunk = turned_place(lane)
+        for n in range(row_tiles * col_tiles):
+            for i in range(4):
+                s[n, i] = 0
+        for step in range(width // DEPTH):
+            q_place = q_tile + place(row + a_row, 2 * step + a_chunk)
+            k_place = k_tile + place(b_row, 2 * step + b_chunk)
+            for m in range(row_tiles):
+                ldmatrix_x4(a[m], q_place + m * below)
+            for n in range(col_tiles // 2):  # a pair of tiles from four matrices
+                ldmatrix_x4(b[0], k_place + n * below)
+                for m in range(row_tiles):
+                    mma(s[m * col_tiles + 2 * n], a[m], b[0])
+                    mma(s[m * col_tiles + 2 * n + 1], a[m], b[1])
+
+    @device_function
+    def multiply_terms(s, a, b, q_tile, k_tile, lane, row):
+        a_row, a_chunk = square_place(lane)
+        b_row, b_chunk = turned_place(lane)
+        for n in range(row_tiles * col_tiles):
+            for i in range(4):
+                s[n, i] = 0
+        for step in range(width // DEPTH):
+            q_place = q_tile + place(row + a_row, 2 * step + a_chunk)
+            k_place = k_tile + place(b_row, 2 * step + b_chunk)
+            for t in range(terms):
+                for m in range(row_tiles):
+                    ldmatrix_x4(a[t * row_tiles + m], q_place + t * a_term + m * below)
+            for n in range(col_tiles // 2):
+                for t in range(terms):
+                    ldmatrix_x4(b[2 * t], k_place + t * b_term + n * below)
+                for p in range(products):
+                    left, right = lefts[p] * row_tiles, 2 * rights[p]
+                    for m in range(row_tiles):
+                        mma(s[m * col_tiles + 2 * n], a[left + m], b[right])
+                        mma(s[m * col_tiles + 2 * n + 1], a[left + m], b[right + 1])
+
+    return multiply if terms == 1 else multiply_terms
+
+
+@cache
+def make_accumulate(
+    layout: MmaLayout, width: int, dtype: str, own: int = 0, v_rows: int = 0
+) -> Callable[..., None]:
+    """Return ``accumulate(acc, s, a, b, v_tile, lane, chunk)``: acc += P·V, P the lane's own s, rounded.
+
+    ``acc`` is (row_tiles * own / 8, 4) float32; the others as for :func:`make_multiply`.
+
+    Args:
+        layout: Who multiplies.
+        width: Of the tile of V.
+        dtype: See ``mma_terms.NUMBERS``.
+        own: Columns of it that are multiplied, from the piece ``chunk`` on; all of them when 0.
+        v_rows: Rows of the tile of V, where there are more of them than block_k.
+    """
+    numbers = NUMBERS[dtype]
+    if numbers.terms > 1:
+        return _make_accumulate_terms(layout, width, dtype, own or width, v_rows or layout.block_k)
+    mma, pack = MMA[numbers.dtype], PACK[numbers.dtype]
+    place = make_tile_place(device_function, HALF * width)
+    row_tiles, col_tiles, own_tiles = (
+        layout.row_tiles,
+        layout.block_k // COLS,
+        (own or width) // COLS,
+    )
+    below = DEPTH * HALF * width  # the swizzle begins anew after eight rows
+
+    @device_function
+    def accumulate(acc, s, a, b, v_tile, lane, chunk):
+        b_row, b_chunk = square_place(lane)
+        for step in range(col_tiles // 2):
+            for m in range(row_tiles):
+                # Two tiles of accumulators side by side are a tile of A.
+                left, right = m * col_tiles + 2 * step, m * col_tiles + 2 * step + 1
+                a[m, 0] = pack(s[left, 0], s[left, 1])
+                a[m, 1] = pack(s[left, 2], s[left, 3])
+                a[m, 2] = pack(s[right, 0], s[right, 1])
+                a[m, 3] = pack(s[right, 2], s[right, 3])
+            for n in range(own_tiles // 2):
+                v_place = v_tile + place(b_row, chunk + 2 * n + b_chunk)
+                ldmatrix_x4_trans(b[0], v_place + step * below)
+                for m in range(row_tiles):
+                    mma(acc[m * own_tiles + 2 * n], a[m], b[0])
+                    mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
+
+    return accumulate
+
+
+#: Tiles of accumulators that a warp adds to in turn, for each product waits for the last one to its tile;
+#: and how many where those that it keeps are more than MANY, and registers few.
+IN_TURN, IN_TURN_OF_MANY, MANY = 8, 4, 16
+
+
+def _make_accumulate_terms(
+    layout: MmaLayout, width: int, dtype: str, own: int, v_rows: int
+) -> Callable[..., None]:
+    """Return what :func:`make_accumulate` does, for numbers of several terms.
+
+    Tensor cores cut off what does not fit a sum, and over thousands of keys that adds up: so products of
+    one tile are summed by themselves, and added to ``acc`` as float32, rounded to nearest.
+    """
+    numbers = NUMBERS[dtype]
+    mma, terms, split = MMA[numbers.dtype], numbers.terms, make_split(numbers.dtype)
+    lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
+    place, zero = make_tile_place(device_function, HALF * width), np.float32(0)
+    row_tiles, col_tiles, own_tiles = layout.row_tiles, layout.block_k // COLS, own // COLS
+    steps, below, v_term = col_tiles // 2, DEPTH * HALF * width, HALF * v_rows * width
+    in_turn = IN_TURN if row_tiles * own_tiles <= MANY else IN_TURN_OF_MANY
+    pairs = max(in_turn // (2 * row_tiles), 1)
+    while own_tiles // 2 % pairs:
+        pairs -= 1
+    p_tiles, part_tiles = steps * row_tiles * terms, 2 * pairs * row_tiles
+
+    def make_add_group(group: int) -> Callable[..., None]:
+        @device_function
+        def add_group(acc, p, part, b, v_tile, lane, chunk):
+            b_row, b_chunk = square_place(lane)
+            for n in range(part_tiles):
+                for i in range(4):
+                    part[n, i] = zero
+            for step in range(steps):
+                for n in range(pairs):
+                    v_place = v_tile + place(b_row, chunk + 2 * (group * pairs + n) + b_chunk)
+                    for t in range(terms):
+                        ldmatrix_x4_trans(b[2 * t], v_place + t * v_term + step * below)
+                    for i in range(products):
+                        right = 2 * rights[i]
+                        for m in range(row_tiles):
+                            left = (step * row_tiles + m) * terms + lefts[i]
+                            mma(part[2 * (n * row_tiles + m)], p[left], b[right])
+                            mma(part[2 * (n * row_tiles + m) + 1], p[left], b[right + 1])
+            for n in range(pairs):
+                for m in range(row_tiles):
+                    for half in range(2):
+                        at = m * own_tiles + 2 * (group * pairs + n) + half
+                        for i in range(4):
+                            acc[at, i] += part[2 * (n * row_tiles + m) + half, i]
+
+        return add_group
+
+    add_groups = _one_after_the_other(make_add_group, own_tiles // (2 * pairs))
+
+    @device_function
+    def accumulate_terms(acc, s, a, b, v_tile, lane, chunk):
+        # In the place of s: two tiles of it side by side are a tile of A, of each term.
+        p = cuda.local.array((p_tiles, 4), uint32)
+        part = cuda.local.array((part_tiles, 4), float32)
+        for m in range(row_tiles):
+            for step in range(steps):
+                at = (step * row_tiles + m) * terms
+                for i in range(4):
+                    tile, half = m * col_tiles + 2 * step + i // 2, 2 * (i % 2)
+                    p[at, i], p[at + 1, i] = split(s[tile, half], s[tile, half + 1])
+        add_groups(acc, p, part, b, v_tile, lane, chunk)
+
+    return accumulate_terms
+
+
+def _one_after_the_other(
+    make_step: Callable[[int], Callable[..., None]], count: int
+) -> Callable[..., None]:
+    """Return what does step 0, 1, …, each with its number known: a loop so long is not unrolled."""
+    step = make_step(count - 1)
+    if count == 1:
+        return step
+    before = _one_after_the_other(make_step, count - 1)
+
+    @device_function
+    def both(acc, p, part, b, v_tile, lane, chunk):
+        before(acc, p, part, b, v_tile, lane, chunk)
+        step(acc, p, part, b, v_tile, lane, chunk)
+
+    return both

@@ -1,0 +1,80 @@
+"""Hopper's forward rung on the emulated GPU: its launch, with tensor maps of NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from kernels.cuda.device import Kernel
+from kernels.cuda.flash3_layout import LINE, PANEL, Layout
+from kernels.dtypes import BITS, is_half
+
+from .emulated_gpu import launch as emulate
+from .emulated_instructions import GARBAGE, TensorMap
+from .emulated_target import emulated_device
+
+
+def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    array = np.empty(shape, dtype)
+    array.view(np.uint8)[...] = GARBAGE
+    return array
+
+
+def _bits(array: Any) -> Any:
+    return array.view(BITS) if is_half(array.dtype) else array
+
+
+def _lines(array: Any, shape: Any, strides: Any) -> Any:
+    return array.reshape(shape)
+
+
+@contextmanager
+def emulated_hopper(layout: Layout | None = None, blocks: int = 2) -> Iterator[None]:
+    """Let the forward rung run on the emulated GPU.
+
+    Args:
+        layout: Of its kernels; their own when None.
+        blocks: Multiprocessors.
+    """
+    maps: dict[int, tuple[Any, TensorMap]] = {}
+
+    def tensor_map(array: Any, seq: int, rows: int, dtype: str) -> tuple[Any, int, int]:
+        array = _bits(array)[:, :, :seq]
+        for axis in (0, 1):
+            if array.strides[axis] == 0:
+                array = array[(slice(None),) * axis + (slice(1),)]
+        token = np.zeros(128, np.uint8)
+        maps[id(token)] = token, TensorMap(array, (1, 1, rows, PANEL), LINE)
+        return token, int(array.shape[1] > 1), int(array.shape[0] > 1)
+
+    def launched(kernel: Kernel, where: Any) -> Any:
+        grid, _ = where
+
+        def run(*args: Any) -> None:
+            arrays = [array for array in args if isinstance(array, np.ndarray)]
+            found = {i: maps[id(one)][1] for i, one in enumerate(arrays) if id(one) in maps}
+            emulate(kernel, grid if isinstance(grid, tuple) else (grid, 1), *args, maps=found)
+
+        return run
+
+    of_launch = {
+        "tensor_map": tensor_map,
+        "multiprocessors": lambda: blocks,
+        "counters": lambda: np.zeros(2, np.int32),
+        "device_view": _lines,
+        "contiguous": np.ascontiguousarray,
+        "as_bits": _bits,
+    }
+    if layout is not None:
+        of_launch["layout_of"] = lambda widths, has_options=False: layout
+    with ExitStack() as stack:
+        stack.enter_context(emulated_device())
+        for name, value in of_launch.items():
+            stack.enter_context(patch(f"kernels.cuda.flash3_launch.{name}", value))
+        stack.enter_context(patch("kernels.cuda.flash3_mask.empty_device", _empty))
+        stack.enter_context(patch.object(Kernel, "__getitem__", launched))
+        yield

@@ -66,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     except (CourseError, ValueError, OSError) as error:
         print(f"course.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("course.py: interrupted", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -200,7 +201,9 @@ def _run(
     return judge(task, expected, canaries, records, end), records
 
 
-def _grade_all(places: list[Workplace], tasks: list[Task], expected: Expected) -> Iterator[Result]:
+def _grade_all(
+    places: list[Workplace], tasks: list[Task], expected: Expected
+) -> Generator[Result, None, None]:
     """Yield the result of each task, in order.
 
     Module after module: its tasks beside each other, each in a place that is free, and then how fast
@@ -290,10 +293,11 @@ def grade(
             assemble(submission, place.tree, last)
         expected = expected_tests(places[0], tasks)
         print(f"{'task':5} {'':32} {'status':8} {'points':>7} {'tests':>8} {'seconds':>8}")
-        for task, result in zip(tasks, _grade_all(places, tasks, expected), strict=True):
-            open_ = [r.task for r in results if r.task in task.needs and r.status != "passed"]
-            if open_ and result.status == "failed":
-                result.message += f" (it builds on {', '.join(open_)}, which has not passed)"
-            results.append(result)
-            print_row(result)
+        with closing(_grade_all(places, tasks, expected)) as graded:
+            for task, result in zip(tasks, graded, strict=True):
+                open_ = [r.task for r in results if r.task in task.needs and r.status != "passed"]
+                if open_ and result.status == "failed":
+                    result.message += f" (it builds on {', '.join(open_)}, which has not passed)"
+                results.append(result)
+                print_row(result)
     return finish(results, json_file)

@@ -73,7 +73,7 @@ def _forget() -> None:
     kernels = mma_split.measure_kernel, mma_split.split_kernel  # of few threads
     for kept in (scores._constant, scores._block_arrays, scores._tiles, *kernels):
         kept.cache_clear()
-    EMULATED._usable.cache_clear()
+    vars(EMULATED).pop("_usable", None)  # what its rungs can was asked of another device
 
 
 @contextmanager

@@ -88,7 +88,9 @@ def run(call: Call, rng: np.random.Generator) -> None:
         for name, value in (call.options or {}).items()
     }
     extras = call._replace(options=own).extras
-    call.kernel[call.grid, call.layout.threads](*on_device, call.scale, call.flag(to_device), extras)
+    call.kernel[call.grid, call.layout.threads](
+        *on_device, call.scale, call.flag(to_device), extras
+    )
     check(call, *arrays[:3], *map(to_host, on_device[3:]))
 
 

@@ -163,7 +163,9 @@ def _packed(case: Case, target: launch.Target, rung: str, place: Any) -> tuple[A
     for number in range(3):
         rows, cols = (slice(*sums[number : number + 2]) for sums in ends)
         if rows.start == rows.stop:  # keys that no row sees
-            empty = [np.zeros((HEADS, cols.stop - cols.start, x.shape[-1])) for x in (first.k, first.v)]
+            empty = [
+                np.zeros((HEADS, cols.stop - cols.start, x.shape[-1])) for x in (first.k, first.v)
+            ]
             parts.append({"dk": empty[0], "dv": empty[1]})
             continue
         q, dout = first.q[:, rows], first.dout[:, rows]

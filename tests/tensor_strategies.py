@@ -151,22 +151,29 @@ def sum_to(array: Array, shape: Sequence[int]) -> Array:
 # -- backends ----------------------------------------------------------------------------------
 
 
-def on_backends(
+def backends(
     fast: pytest.MarkDecorator | None = None, cuda: pytest.MarkDecorator | None = None
-) -> Callable[[Any], Any]:
-    """Run a test on the simple and on the fast backend; on the CUDA backend if it has a task.
+) -> list[Any]:
+    """Return the simple and the fast backend as parameters; the CUDA backend too if it has a task.
 
     Args:
         fast: The course task that the fast backend is part of.
         cuda: Likewise.
     """
-    backends = [
+    found = [
         pytest.param(SimpleBackend, id="simple"),
         pytest.param(FastBackend, id="fast", marks=[fast] if fast else []),
     ]
     if cuda is not None:
-        backends.append(pytest.param(CudaBackend, id="cuda", marks=[pytest.mark.cuda, cuda]))
-    return pytest.mark.parametrize("backend", backends)
+        found.append(pytest.param(CudaBackend, id="cuda", marks=[pytest.mark.cuda, cuda]))
+    return found
+
+
+def on_backends(
+    fast: pytest.MarkDecorator | None = None, cuda: pytest.MarkDecorator | None = None
+) -> Callable[[Any], Any]:
+    """Run a test on each of :func:`backends`."""
+    return pytest.mark.parametrize("backend", backends(fast, cuda))
 
 
 def on_dtypes(test: Any) -> Any:

@@ -94,7 +94,11 @@ def test_a_body_is_replaced_and_put_back() -> None:
     [
         ("# TASK 1.1: a\nx = 1\n", "never ended"),
         ("x = 1\n# END TASK 1.1\n", "line 2: .* no partner"),
-        ("# TASK 1.1: a\n# TASK 1.2: b\n# END TASK 1.2\n", "line 2: .* no partner"),
+        ("# TASK 1.1: a\n# TASK 1.2: b\n", "line 1: '# TASK 1.1: .* '# END TASK 1.1' .* in line 2"),
+        (
+            "# TASK 1.1: a\n# END TASK 1.2\n",
+            "line 1: '# TASK 1.1: .* '# END TASK 1.1' .* in line 2",
+        ),
     ],
 )
 def test_a_marker_without_its_partner_is_named(text: str, match: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -15,10 +14,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "project"))
 
-import course_grader  # noqa: E402
 from course import main  # noqa: E402
 from course_child import landlock_version  # noqa: E402
-from course_grader import Expected, expected_tests, grade_task  # noqa: E402
+from course_grader import expected_tests, grade_task  # noqa: E402
 from course_markers import fill, read_bodies, replaced  # noqa: E402
 from course_place import Ending, Workplace, assemble  # noqa: E402
 from course_tasks import find_task, tasks_of, tasks_until  # noqa: E402
@@ -103,6 +101,31 @@ def test_an_endless_loop_is_stopped(student: Path, counts: Any) -> None:
     result = graded(student, counts, seconds=6)
     assert result.status == "failed"
     assert result.message == "stopped after 6 s, in test_train_and_eval_reach_every_module"
+
+
+def test_what_goes_on_when_the_tests_are_over_is_stopped_and_no_hidden_test_named(
+    student: Path, counts: Any
+) -> None:
+    at_import(
+        student,
+        "import sys, threading\n"
+        "def forever():\n"
+        "    while True:\n"
+        "        try:\n"
+        "            print('more', flush=True)\n"
+        "        except (OSError, ValueError):\n"
+        "            pass\n"
+        "threading.Thread(target=forever).start()\n",
+    )
+    result = graded(student, counts, seconds=15)
+    assert (result.status, result.points) == ("failed", 0)
+    assert result.message == "stopped after 15 s, when the tests of the task had run"
+
+
+def test_endless_printing_is_stopped(student: Path, counts: Any) -> None:
+    in_train(student, "        while True: print('more' * 1000)\n")
+    message = graded(student, counts).message
+    assert message == "test_train_and_eval_reach_every_module: OSError: [Errno 27] File too large"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there the limit of memory holds")
@@ -350,53 +373,3 @@ def test_what_is_right_and_slow_loses_the_points_of_speed(tmp_path: Path) -> Non
     assert (result.speed_points, result.speed_possible) == (0, task.speed)
     assert result.message.startswith("right, but too slow: test_a_tile_is_a_few_products")
     assert "0.05 times is asked for" in result.speed
-
-
-# -- the command ---------------------------------------------------------------------------------
-
-
-def test_what_needs_a_gpu_is_blocked_without_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_gpu = Expected({"3.3": ["a"]}, {}, "there is none")
-    monkeypatch.setattr(course_grader, "expected_tests", lambda *args: no_gpu)
-    start(3, tmp_path / "three")
-    assert main(["grade", str(tmp_path / "three"), "--task", "3.3", "--gpu"]) == 2
-    out = capsys.readouterr().out
-    assert "blocked" in out and "needs a GPU: there is none" in out
-    assert "points 0 of 0" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["grade", "nowhere"], "has no folder minitorch"),
-        (["grade", str(ROOT), "--task", "3.9"], "there is no task '3.9'; there are 3.1, 3.2"),
-    ],
-)
-def test_what_cannot_be_graded_ends_with_two(
-    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    assert error in capsys.readouterr().err
-
-
-def test_a_task_of_a_later_module_is_refused(
-    student: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["grade", str(student), "--task", "2.1"]) == 2
-    assert "is the tree of module 0" in capsys.readouterr().err
-
-
-def test_the_command_runs_inside_the_tree(tmp_path: Path) -> None:
-    start(0, tmp_path / "tree")
-    command = [sys.executable, "project/course.py", "grade", ".", "--task", "0.4"]
-    done = subprocess.run(command, cwd=tmp_path / "tree", capture_output=True, text=True)
-    assert done.returncode == 1 and "0/10" in done.stdout, done.stdout + done.stderr
-
-
-def test_the_command_runs(tmp_path: Path) -> None:
-    script = ROOT / "project" / "course.py"
-    run = [sys.executable, str(script), "start", "1", str(tmp_path / "one")]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
-    assert "README.md lists the tasks" in done.stdout

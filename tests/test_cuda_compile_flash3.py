@@ -17,6 +17,7 @@ from kernels.cuda.flash3_backward_layout import (
 from kernels.cuda.flash3_dq import dq_kernel
 from kernels.cuda.flash3_layout import Widths, layout_of
 from kernels.cuda.flash3_wgmma import forward_kernel
+from kernels.cuda.scores import Features
 from kernels.targets import compile_ptx, launched_resources
 
 from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas
@@ -118,4 +119,25 @@ def test_no_product_of_the_kernel_of_dq_waits_for_the_last(widths: Widths) -> No
     found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
     assert not found.warnings
     assert found.spilled <= 32
+    assert kernel.threads * found.registers <= REGISTERS
+
+
+#: Options that take most of the registers, each with the heads for which it does.
+WITH_OPTIONS = [
+    (Features(dropout=True), Widths(64, 64)),
+    (Features(mask="bool"), Widths(128, 128)),
+    (Features(softcap=True, packed=True), Widths(64, 64)),
+]
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("features", "widths"), WITH_OPTIONS, ids=["dropout", "mask", "softcap"])
+def test_no_product_waits_for_the_last_with_options(features: Features, widths: Widths) -> None:
+    (parts,) = parts_of(widths, True)
+    layout = key_layout(widths, parts, features)
+    kernel = dkdv_kernel(layout, widths, "bfloat16", parts, features)
+    ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert ".local" not in ptx
+    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert not found.warnings
     assert kernel.threads * found.registers <= REGISTERS

@@ -22,6 +22,7 @@ MINITORCH_FLOORS = [
     ["autodiff", "scalar_functions", "scalar", "testing"],
     [
         "tensor_data",
+        "matmul_precision",
         "widening",
         "tensor_ops",
         "fast_ops",
@@ -43,7 +44,7 @@ MINITORCH_FLOORS = [
         "gradient_check",
         "fast_conv",
     ],
-    ["attention_scores", "nn", "modules_basic", "optim"],
+    ["attention_scores", "nn", "linear_functions", "modules_basic", "optim"],
     [
         "kv_cache",
         "transformer_layers",

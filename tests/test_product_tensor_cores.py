@@ -372,6 +372,6 @@ def test_a_gpus_large_products_of_float32_are_exact_and_know_infinities(special:
     with np.errstate(all="ignore"):
         exact = a.astype(np.float64) @ b.astype(np.float64)
         found = (tensors[0] @ tensors[1].permute(1, 0)).to_numpy()
-    # Of the sum of absolute values: where an infinity sends the product to CUDA cores, that is float32's own.
+    # Of the sum of absolute values, which float32 is held to: an infinity ends on CUDA cores.
     sizes = np.abs(np.where(np.isfinite(a), a, 0.0)).astype(np.float64) @ np.abs(b)
     np.testing.assert_allclose(found / sizes, exact / sizes, rtol=1e-6, atol=1e-6)

@@ -227,7 +227,9 @@ def test_auto_splits_float32_where_that_is_worth_it(precision: str | None) -> No
     q = np.broadcast_to(np.float32(1), (8, 16, 2048, 64))
     few = q[:, :, :1]
     with patch("kernels.cuda.tensor_cores.why_no_device", lambda needed: None):
-        assert another_device().pick(make_problem(q, q, q, precision=precision)).name == "flash2_mma"
+        assert (
+            another_device().pick(make_problem(q, q, q, precision=precision)).name == "flash2_mma"
+        )
         assert another_device().pick(make_problem(few, q, q, precision=precision)).name == "flash2"
         named = make_problem(few, q, q, precision=precision, rung="flash2_mma")
         assert another_device().pick(named).name == "flash2_mma"

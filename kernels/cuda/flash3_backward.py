@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 from numba import float32, float64, int32, int64, types, uint8, uint32, void
 
-from kernels.cuda.device import Kernel, first_tile, tiles_stop
+from kernels.cuda.device import Kernel, array_type
+from kernels.cuda.flash3_backward_guard import Guarded, clear_unseen_of
 from kernels.cuda.flash3_backward_layout import (
     WORD,
     KeyLayout,
@@ -21,21 +21,26 @@ from kernels.cuda.flash3_backward_layout import (
     block_bytes,
     dq_bytes,
     dq_share,
-    key_item_of,
+    is_guarded,
     key_tiles,
 )
+from kernels.cuda.flash3_backward_options import make_elements, words_type
+from kernels.cuda.flash3_backward_passes import make_passes
 from kernels.cuda.flash3_backward_tiles import (
+    init_stages,
     make_accumulate,
-    make_hide,
+    make_fetch_rows,
     make_load_tile,
     make_multiply,
     make_multiply_dq,
     make_pack,
-    make_store_tile,
+    make_put_tile,
     make_write_tile,
     store_pairs,
 )
+from kernels.cuda.flash3_backward_walk import make_row_base, make_visits_of
 from kernels.cuda.flash3_layout import ALIGNMENT, LINE, WARPGROUP, Schedule, Widths, make_next
+from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
 from kernels.cuda.ptx.barriers import (
     bar_sync,
     fence_mbarrier_init,
@@ -48,7 +53,6 @@ from kernels.cuda.ptx.barriers import (
 )
 from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,
-    cp_async_bulk_load,
     cp_reduce_async_bulk_add,
     make_cp_async_bulk_wait_group,
 )
@@ -56,13 +60,11 @@ from kernels.cuda.ptx.copies import (
     align_up,
     global_address,
     ld_shared,
-    ld_shared_v2,
     shared_address,
     st_shared,
     st_shared_v4_f32,
 )
 from kernels.cuda.ptx.fragments import DEVICE
-from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -71,8 +73,8 @@ from kernels.cuda.ptx.wgmma import (
     wgmma_commit_group,
     wgmma_fence,
 )
-from kernels.cuda.scores import PLAIN, extras_type
-from kernels.cuda.tile_scores import make_tile_scores
+from kernels.cuda.scores import PLAIN, Features, extras_type
+from kernels.dtypes import BITS, FLOAT32
 from kernels.targets import cuda
 
 #: The shape of a call: rows, columns that some row sees, heads, and by what a head's and a batch's number
@@ -84,7 +86,9 @@ square_place = DEVICE.square_place
 
 
 @cache
-def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> Kernel:
+def dkdv_kernel(
+    layout: KeyLayout, widths: Widths, dtype: str, parts: Parts, features: Features = PLAIN
+) -> Kernel:
     """Return the kernel by key tiles for one layout, two widths, one dtype and some gradients.
 
     Args:
@@ -92,6 +96,7 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
         widths: Columns that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v, dout, dk and dv.
         parts: Which gradients it computes.
+        features: Options of the call.
     """
     has_dk, has_dv, adds_dq = parts
     consumers, block_q, block_k = layout.consumers, layout.block_q, layout.block_k
@@ -103,7 +108,8 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
     q_size, dout_size = head_panels * q_panel, value_panels * q_panel
     keys_size = head_panels * k_panel + (value_panels * k_panel if has_dk else 0)
     rows_size = block_q * WORD
-    tiles = key_tiles(layout, widths, parts)
+    guards, is_packed = is_guarded(features), features.packed
+    tiles = key_tiles(layout, widths, parts, features)
     # dV takes the place of V, or of K where V is not needed.
     v_offset, dv_offset = tiles["v"], tiles["v"] if has_dk else tiles["k"]
     q_offset, dout_offset, barrier_offset = tiles["q"], tiles["dout"], tiles["barriers"]
@@ -114,19 +120,22 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
     q_empty = q_full + 8 * q_stages
     dout_full = q_empty + 8 * q_stages
     dout_empty = dout_full + 8 * dout_stages
-    consumer_warps, everyone = 4 * consumers, WARPGROUP * consumers
+    consumer_warps, everyone = 4 * consumers, layout.threads - WARPGROUP
     share = dq_share(layout, widths)
     dq_tiles, share_size = share.cols // 8, dq_bytes(layout, widths)
     ds_step, k_step = (k_panel, 0) if share.by_rows else (0, share.step)
 
-    load_q, load_dout = (make_load_tile(n, q_panel) for n in (head_panels, value_panels))
+    fetch_q, fetch_dout = (
+        make_fetch_rows(panels, q_panel, rows_size, stages)
+        for panels, stages in ((head_panels, q_stages), (value_panels, dout_stages))
+    )
     load_k, load_v = (make_load_tile(n, k_panel) for n in (head_panels, value_panels))
-    store_dk, store_dv = (make_store_tile(n, k_panel) for n in (head_panels, value_panels))
+    put_dk, put_dv = (make_put_tile(n, k_panel, is_packed) for n in (head_panels, value_panels))
     multiply_qk, multiply_v_dout = (
         make_multiply(block_q, dtype, width, k_panel, q_panel) for width in widths
     )
     add_dk, add_dv = (make_accumulate(width, dtype, block_q) for width in widths)
-    multiply_dq, hide = make_multiply_dq(share.cols, dtype, block_k), make_hide(block_q, True)
+    multiply_dq = make_multiply_dq(share.cols, dtype, block_k)
     pack_tile = make_pack(dtype, block_q)
     write_dk, write_dv = (make_write_tile(width, dtype, k_panel) for width in widths)
     next_q, next_dout = make_next(q_stages), make_next(dout_stages)
@@ -140,13 +149,20 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
     wait_for_additions = make_cp_async_bulk_wait_group(0)
     few_registers, more_registers = layout.registers
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
-    scores = make_tile_scores(PLAIN, np.dtype(np.float32))
-    edge_of, operand_factor = scores.edge, scores.operand_factor
-    one = np.float32(1)
+    visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, True)
+    elements, row_base = make_elements(features, block_q, True), make_row_base(features.packed)
+    steepness_of, scale_of, operand_factor = elements.steepness, elements.scale, elements.factor
+    words = elements.words
+    weigh, slope_of = make_passes(features, block_q, dtype, True, has_dv or guards)
+    is_found = is_flagged if guards else never_flagged
+    seen_offset, copy_offset = tiles["seen"], tiles["copy"]
+    clear_unseen = clear_unseen_of(
+        Guarded(everyone, block_q, block_k, head_panels, value_panels, adds_dq), guards
+    )
 
     def flash3_dkdv(
         q_map, k_map, v_map, dout_map, dk_map, dv_map, lse, delta, dq_sum, next_item, shape, scale,
-        schedule, extras,
+        schedule, flag, mask_words, extras,
     ):  # fmt: skip
         """Fill dk and dv, tile after tile, and add to dq_sum what each tile gives.
 
@@ -177,12 +193,8 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
         if cuda.threadIdx.x == 0:
             mbarrier_init(barriers, 1)
             mbarrier_init(barriers + keys_empty, consumer_warps)
-            for i in range(q_stages):
-                mbarrier_init(barriers + q_full + 8 * i, 1)
-                mbarrier_init(barriers + q_empty + 8 * i, consumer_warps)
-            for i in range(dout_stages):
-                mbarrier_init(barriers + dout_full + 8 * i, 1)
-                mbarrier_init(barriers + dout_empty + 8 * i, consumer_warps)
+            init_stages(barriers + q_full, q_stages, 1, consumer_warps)
+            init_stages(barriers + dout_full, dout_stages, 1, consumer_warps)
             fence_mbarrier_init()
         cuda.syncthreads()  # the barriers are there
         if warpgroup == 0:
@@ -196,57 +208,37 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
                 while item < items:
                     following = cuda.atomic.add(next_item, 0, 1)  # it is there when it is needed
                     # 5: for 1 <= j <= T_c
-                    j, flat = key_item_of(item, schedule)
-                    col, b, h = int32(j * block_k), int32(flat // heads), int32(flat % heads)
-                    first = int32(first_tile(col, block_q, seq_q, -extras.upper))
-                    stop = int32(
-                        tiles_stop(min(col + block_k, seq_k), block_q, seq_q, -extras.lower)
+                    y, flat, col, first_q, rows, first_k, cols, first, stop = visits_of(
+                        item, schedule, seq_q, seq_k, extras
                     )
+                    base = row_base(flat, y, first_q, extras)
+                    b, h = int32(y // heads), int32(y % heads)
                     # 6: load K_j, V_j, and say which they are
                     mbarrier_wait(barriers + keys_empty, phase ^ 1)
                     phase = phase ^ 1
                     st_shared(tile + number_offset, item)
                     mbarrier_arrive_expect_tx(barriers, keys_size)
-                    load_k(tile, k_tensor, barriers, col, h * shape[5], b * shape[6])
+                    key = first_k + col
+                    load_k(tile, k_tensor, barriers, key, h * shape[5], b * shape[6])
                     if has_dk:
-                        load_v(tile + v_offset, v_tensor, barriers, col, h * shape[7], b * shape[8])
+                        load_v(tile + v_offset, v_tensor, barriers, key, h * shape[7], b * shape[8])
                     # 8: for 1 <= i <= T_r, but only those that see a column of the tile
-                    for n in range(stop - first):
-                        row = int32((first + n) * block_q)
-                        place = (int64(flat) * lse.shape[1] + row) * WORD
+                    for n in range(int32(stop - first)):
+                        row = int32(tile_of(first + n, extras) * block_q)
+                        place = (int64(y) * lse.shape[1] + base + row) * WORD
+                        row += first_q
                         # 9: load Q_i, L_i, then dO_i, D_i
-                        full = barriers + q_full + 8 * q_stage
-                        mbarrier_wait(barriers + q_empty + 8 * q_stage, q_phase ^ 1)
-                        mbarrier_arrive_expect_tx(full, q_size + rows_size)
-                        load_q(
-                            tile + q_offset + q_stage * q_size,
-                            q_tensor,
-                            full,
-                            row,
-                            h * shape[3],
-                            b * shape[4],
-                        )
-                        cp_async_bulk_load(
-                            tile + lse_offset + q_stage * rows_size,
-                            lse_rows + place,
-                            rows_size,
-                            full,
-                        )
+                        fetch_q(
+                            tile + q_offset + q_stage * q_size, q_tensor,
+                            tile + lse_offset + q_stage * rows_size, lse_rows + place,
+                            barriers + q_full + 8 * q_stage, q_phase, row, h * shape[3], b * shape[4],
+                        )  # fmt: skip
                         q_stage, q_phase = next_q(q_stage, q_phase)
-                        full = barriers + dout_full + 8 * dout_stage
-                        mbarrier_wait(barriers + dout_empty + 8 * dout_stage, dout_phase ^ 1)
-                        mbarrier_arrive_expect_tx(full, dout_size + rows_size)
-                        load_dout(
-                            tile + dout_offset + dout_stage * dout_size,
-                            dout_tensor,
-                            full,
-                            row,
-                            h * shape[9],
-                            b * shape[10],
-                        )
-                        cp_async_bulk_load(
+                        fetch_dout(
+                            tile + dout_offset + dout_stage * dout_size, dout_tensor,
                             tile + delta_offset + dout_stage * rows_size, delta_rows + place,
-                            rows_size, full,
+                            barriers + dout_full + 8 * dout_stage, dout_phase, row, h * shape[9],
+                            b * shape[10],
                         )  # fmt: skip
                         dout_stage, dout_phase = next_dout(dout_stage, dout_phase)
                     item = int32(cuda.gridDim.x + following)
@@ -267,23 +259,26 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
             dp = cuda.local.array((row_tiles, 4), float32)
             p = cuda.local.array((depth_steps, 4), uint32)
             ds = cuda.local.array((depth_steps, 4), uint32)
-            factor = float32(scale) * operand_factor
+            kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
+            factor, found = float32(scale) * operand_factor, is_found(flag)
             q_stage, q_phase, dout_stage, dout_phase = int32(0), int32(0), int32(0), int32(0)
             phase = int32(0)
             r, c = square_place(lane)
             line = me * ROWS + warp * 16 + r  # of dSᵀ, that this lane gives stmatrix
             own_keys = tile + me * (ROWS * LINE)
             k_desc, v_desc = descriptor(along, own_keys), descriptor(along, own_keys + v_offset)
-            own_rows = 2 * WORD * (lane % 4)
+            own_row = int32(2 * (lane % 4))
             mbarrier_wait(barriers, phase)
             item = ld_shared(tile + number_offset)
             while item < items:
                 phase = phase ^ 1
-                j, flat = key_item_of(item, schedule)
-                col = int32(j * block_k)
+                y, flat, col, first_q, rows, first_k, cols, first, stop = visits_of(
+                    item, schedule, seq_q, seq_k, extras
+                )
+                base = row_base(flat, y, first_q, extras)
+                b, h = int32(y // heads), int32(y % heads)
+                steepness = steepness_of(b, h, extras)
                 own_col = int32(col + me * ROWS + warp * 16 + lane // 4)
-                first = int32(first_tile(col, block_q, seq_q, -extras.upper))
-                stop = int32(tiles_stop(min(col + block_k, seq_k), block_q, seq_q, -extras.lower))
                 # 7: dK_j = 0, dV_j = 0 is what the first products begin with
                 if first < stop:
                     # 10: Sᵀ = K_j Q_iᵀ, the first
@@ -294,14 +289,14 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
                     wgmma_commit_group()
                     wait_for_all()
                 for n in range(int32(stop - first)):
-                    row = int32((first + n) * block_q)
+                    row = int32(tile_of(first + n, extras) * block_q)
                     q_now, dout_now = q_stage, dout_stage
-                    lse_now = tile + lse_offset + q_now * rows_size + own_rows
-                    delta_now = tile + delta_offset + dout_now * rows_size + own_rows
+                    lse_now = tile + lse_offset + q_now * rows_size + WORD * own_row
+                    delta_now = tile + delta_offset + dout_now * rows_size + WORD * own_row
                     dout_tile = tile + dout_offset + dout_now * dout_size
                     is_whole = (
-                        row + block_q <= seq_q
-                        and col + block_k <= seq_k
+                        row + block_q <= rows
+                        and col + block_k <= cols
                         and row + block_q - 1 + extras.lower <= col
                         and col + block_k - 1 <= row + extras.upper
                     )
@@ -313,19 +308,20 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
                         wgmma_fence()
                         multiply_v_dout(dp, v_desc, dout_desc)
                         wgmma_commit_group()
-                    # 11: P = exp(S - L_i)
-                    for t in range(row_tiles):
-                        shift_0, shift_1 = ld_shared_v2(lse_now + 8 * WORD * t)
-                        s[t, 0] = ex2(s[t, 0] * factor - shift_0)
-                        s[t, 1] = ex2(s[t, 1] * factor - shift_1)
-                        s[t, 2] = ex2(s[t, 2] * factor - shift_0)
-                        s[t, 3] = ex2(s[t, 3] * factor - shift_1)
-                    if not is_whole:
-                        edge = edge_of(row + 2 * (lane % 4), own_col, seq_q, seq_k, extras)
-                        hide(s, edge)
+                    # 11: P = exp(S - L_i), and packed as it lies the left operand of Pᵀ dO
+                    place = flat, b, h, int32(row + own_row), own_col, steepness, rows, cols
+                    weigh(
+                        s, p, kept, seen, mask_words, lane, lse_now, factor, is_whole,
+                        is_listed_whole(first + n, extras), place, extras,
+                    )  # fmt: skip
+                    if found:
+                        wait_for_all()  # dPᵀ, which reads dO
+                        clear_unseen(
+                            int32(cuda.threadIdx.x - WARPGROUP), own_col - col, lane, s, p, shared,
+                            tile - shared_address(shared) + seen_offset,
+                            tile + q_offset + q_now * q_size, dout_tile, tile, tile + copy_offset,
+                        )  # fmt: skip
                     if has_dv:
-                        # The accumulators of Sᵀ lie as the left operand of Pᵀ dO does.
-                        pack_tile(p, s)
                         # 12: dV_j = dV_j + Pᵀ dO_i, computed while dS is
                         dout_desc = descriptor(across_rows, dout_tile)
                         wgmma_fence()
@@ -336,17 +332,8 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
                             wait_but_one()
                         else:
                             wait_for_all()
-                        # 14: dS = P ∘ (dP - D_i)
-                        for t in range(row_tiles):
-                            delta_0, delta_1 = ld_shared_v2(delta_now + 8 * WORD * t)
-                            dp[t, 0] = s[t, 0] * (dp[t, 0] - delta_0)
-                            dp[t, 1] = s[t, 1] * (dp[t, 1] - delta_1)
-                            dp[t, 2] = s[t, 2] * (dp[t, 2] - delta_0)
-                            dp[t, 3] = s[t, 3] * (dp[t, 3] - delta_1)
-                        if not is_whole:
-                            # Hidden elements are 0 whatever lse and delta are.
-                            edge = edge_of(row + 2 * (lane % 4), own_col, seq_q, seq_k, extras)
-                            hide(dp, edge)
+                        # 14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+                        slope_of(s, dp, kept, delta_now, is_whole, place, extras)
                         pack_tile(ds, dp)
                         if not has_dv and lane == 0:
                             mbarrier_arrive(barriers + dout_empty + 8 * dout_now)
@@ -362,7 +349,8 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
                     if adds_dq:
                         # 15: dQ_i += dS K_j, this consumer's share
                         ds_desc = descriptor(across_keys, ds_tile + me * ds_step)
-                        keys_desc = descriptor(across_keys, tile + me * k_step)
+                        keys = tile + copy_offset if found else tile
+                        keys_desc = descriptor(across_keys, keys + me * k_step)
                         multiply_dq(dq_acc, ds_desc, keys_desc)
                         wgmma_commit_group()
                     if has_dk:
@@ -390,9 +378,8 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
                         fence_proxy_async()
                         bar_sync(2 + me, WARPGROUP)  # the share is whole
                         if thread == 0:
-                            number = (
-                                int64(flat) * (lse.shape[1] // block_q) + first + n
-                            ) * consumers + me
+                            slot = int64(y) * (lse.shape[1] // block_q) + (base + row) // block_q
+                            number = slot * consumers + me
                             cp_reduce_async_bulk_add(
                                 global_address(dq_sum) + number * share_size, own_share, share_size
                             )
@@ -408,17 +395,16 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
                 if has_dk:
                     write_dk(tile, line, c, dk_acc, float32(scale), first < stop, ds)
                 if has_dv:
-                    write_dv(tile + dv_offset, line, c, dv_acc, one, first < stop, p)
+                    write_dv(tile + dv_offset, line, c, dv_acc, scale_of(extras), first < stop, p)
                 fence_proxy_async()
                 bar_sync(2 + me, WARPGROUP)  # all keys of the warpgroup are there
-                if thread == 0:
-                    b, h = int32(flat // heads), int32(flat % heads)
+                b, h = int32(y // heads), int32(y % heads)
+                key, left = first_k + col + me * ROWS, cols - col - me * ROWS
+                if is_packed or thread == 0:
                     if has_dk:
-                        store_dk(global_address(dk_map), own_keys, col + me * ROWS, h, b)
+                        put_dk(dk_map, own_keys, thread, b, h, key, left)
                     if has_dv:
-                        store_dv(
-                            global_address(dv_map), own_keys + dv_offset, col + me * ROWS, h, b
-                        )
+                        put_dv(dv_map, own_keys + dv_offset, thread, b, h, key, left)
                     cp_async_bulk_commit_group()
                     wait_for_reads()
                 bar_sync(2 + me, WARPGROUP)  # and copied: other keys may come
@@ -431,9 +417,10 @@ def dkdv_kernel(layout: KeyLayout, widths: Widths, dtype: str, parts: Parts) -> 
 
     schedule = types.NamedUniTuple(int32, 3, Schedule)
     counters, sums = types.Array(int32, 1, "C"), types.Array(float32, 1, "C")
-    extras = extras_type(PLAIN, np.dtype(np.float32))
+    gradients = array_type(BITS, 4) if is_packed else MAPS
     signature = void(
-        MAPS, MAPS, MAPS, MAPS, MAPS, MAPS, ROW_NUMBERS, ROW_NUMBERS, sums, counters, SHAPE, float64,
-        schedule, extras,
+        MAPS, MAPS, MAPS, MAPS, gradients, gradients, ROW_NUMBERS, ROW_NUMBERS, sums, counters, SHAPE,
+        float64, schedule, flag_type(is_guarded(features)), words_type(features),
+        extras_type(features, FLOAT32),
     )  # fmt: skip
     return Kernel(flash3_dkdv, signature, layout.threads, block_bytes(tiles))

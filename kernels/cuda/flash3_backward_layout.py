@@ -11,6 +11,7 @@ from kernels.cuda.device import device_function
 from kernels.cuda.flash3_layout import ALIGNMENT, LINE, PANEL, Staff, Widths, item_of
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import SharedTiles, round_up
+from kernels.cuda.scores import PLAIN, Features
 
 #: Bytes of a float32.
 WORD = 4
@@ -18,6 +19,11 @@ WORD = 4
 PADDING = 128
 #: The widest heads whose dK and dV one warpgroup keeps in registers together.
 BOTH_WIDTH = 128
+
+
+def is_guarded(features: Features) -> bool:
+    """Tell whether a tile may hold rows or keys that none of the other side sees, beside bounds."""
+    return features.hides or features.packed
 
 
 class Parts(NamedTuple):
@@ -69,11 +75,22 @@ class KeyLayout(Staff):
         return self.rows
 
 
-def key_layout(widths: Widths, parts: Parts) -> KeyLayout:
-    """Return the layout of a kernel by key tiles: what fits in registers and in shared memory."""
+def makes_elements(features: Features) -> bool:
+    """Tell whether options make anything of single elements, beside bounds and the ends of sequences."""
+    return features._replace(packed=False) != PLAIN
+
+
+def key_layout(widths: Widths, parts: Parts, features: Features = PLAIN) -> KeyLayout:
+    """Return the layout of a kernel by key tiles: what fits in registers and in shared memory.
+
+    Args:
+        widths: Of the operands.
+        parts: What it computes.
+        features: Options; what they make of single elements takes registers.
+    """
     width = max(widths)
     if width <= 64:
-        return KeyLayout(128, 2, 2)
+        return KeyLayout(64 if makes_elements(features) else 128, 2, 2)
     # Tiles of dout are done with before those of q where dV is not computed: one is enough.
     return KeyLayout(64, 2, 1 if width > 192 and not parts.dv else 2)
 
@@ -106,10 +123,18 @@ def dq_bytes(layout: KeyLayout, widths: Widths) -> int:
     return ROWS * dq_share(layout, widths).cols * WORD
 
 
-def key_tiles(layout: KeyLayout, widths: Widths, parts: Parts) -> SharedTiles:
+def key_tiles(
+    layout: KeyLayout, widths: Widths, parts: Parts, features: Features = PLAIN
+) -> SharedTiles:
     """Return where the tiles of a kernel by key tiles lie, in bytes from the first aligned one.
 
     dK takes the place of K in the end, and dV that of V, or of K where V is not needed.
+
+    Args:
+        layout: Of the block.
+        widths: Of the operands.
+        parts: What it computes.
+        features: Options of the kernel.
     """
     k_panels, v_panels = widths.head_panels, widths.value_panels
     if not parts.dk:
@@ -121,6 +146,7 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: Parts) -> SharedTiles:
         v=v_panels * layout.block_k * LINE,
         q=layout.q_stages * q_bytes,
         dout=layout.dout_stages * dout_bytes,
+        copy=k_panels * layout.block_k * LINE if is_guarded(features) and parts.dq else 0,
         # Two, for the one consumer writes the next while the other still multiplies by this one.
         ds=2 * ds_bytes if parts.dq else 0,
         dq=layout.consumers * dq_bytes(layout, widths) if parts.dq else 0,
@@ -128,6 +154,7 @@ def key_tiles(layout: KeyLayout, widths: Widths, parts: Parts) -> SharedTiles:
         delta=layout.dout_stages * layout.block_q * WORD,
         barriers=8 * (2 + 2 * layout.q_stages + 2 * layout.dout_stages),
         number=WORD,
+        seen=layout.block_q + layout.block_k if is_guarded(features) else 0,
     )
 
 
@@ -165,8 +192,14 @@ def query_layout(widths: Widths) -> QueryLayout:
     return QueryLayout(64, 3, 2) if width <= 192 else QueryLayout(48, 3, 1)
 
 
-def query_tiles(layout: QueryLayout, widths: Widths) -> SharedTiles:
-    """Return where the tiles of the kernel by query tiles lie; dQ takes the place of q in the end."""
+def query_tiles(layout: QueryLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
+    """Return where the tiles of the kernel by query tiles lie; dQ takes the place of q in the end.
+
+    Args:
+        layout: Of the block.
+        widths: Of the operands.
+        features: Options of the kernel.
+    """
     return SharedTiles(
         q=widths.head_panels * layout.block_q * LINE,
         dout=widths.value_panels * layout.block_q * LINE,
@@ -174,6 +207,7 @@ def query_tiles(layout: QueryLayout, widths: Widths) -> SharedTiles:
         v=layout.v_stages * widths.value_panels * layout.block_k * LINE,
         barriers=8 * (2 + 2 * layout.k_stages + 2 * layout.v_stages),
         number=WORD,
+        seen=layout.block_k if is_guarded(features) else 0,
     )
 
 

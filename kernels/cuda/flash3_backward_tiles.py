@@ -6,17 +6,24 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import uint32
+from numba import int32, int64, uint32
 
 from kernels.cuda.device import device_function
 from kernels.cuda.flash3_backward_layout import is_seen
-from kernels.cuda.flash3_layout import LINE, PANEL
-from kernels.cuda.ptx.bulk import make_tensor_load, make_tensor_store
+from kernels.cuda.flash3_layout import LINE, PANEL, WARPGROUP
+from kernels.cuda.half import EIGHT
+from kernels.cuda.ptx.barriers import mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait
+from kernels.cuda.ptx.bulk import cp_async_bulk_load, make_tensor_load, make_tensor_store
+from kernels.cuda.ptx.copies import global_address, ld_shared_v4, st_global_v4
 from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.numbers import PACK
-from kernels.cuda.ptx.wgmma import make_wgmma
+from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.ptx.wgmma import ROWS, make_wgmma
+from kernels.targets import cuda
 
 ZERO = np.float32(0)
+#: Bytes of a barrier.
+BARRIER = 8
 LOAD, STORE = make_tensor_load(4), make_tensor_store(4)
 
 
@@ -30,6 +37,46 @@ def make_load_tile(panels: int, panel_bytes: int) -> Any:
             LOAD(target + panel * panel_bytes, tensor, barrier, (panel * PANEL, row, h, b))
 
     return load_tile
+
+
+@device_function
+def init_stages(first, count, filled_by, emptied_by):
+    """Initialize barriers of stages: as many that tell of bytes, from the first on, as that tell of room.
+
+    Args:
+        first: Its address.
+        count: Of stages.
+        filled_by: Who arrives at one of the former.
+        emptied_by: Who arrives at one of the latter.
+    """
+    for i in range(count):
+        mbarrier_init(first + BARRIER * i, filled_by)
+        mbarrier_init(first + BARRIER * (count + i), emptied_by)
+
+
+@cache
+def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int, stages: int) -> Any:
+    """Return what fetches a tile of a tensor, and as many float32 of a vector.
+
+    ``fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b)``: when there is room, to where
+    ``full``, a stage's barrier of :func:`init_stages`, tells of them.
+
+    Args:
+        panels: Of the tile.
+        panel_bytes: Of each.
+        numbers_bytes: Of the vector.
+        stages: In all.
+    """
+    load, bytes_ = make_load_tile(panels, panel_bytes), panels * panel_bytes + numbers_bytes
+
+    @device_function
+    def fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b):
+        mbarrier_wait(full + BARRIER * stages, phase ^ 1)
+        mbarrier_arrive_expect_tx(full, bytes_)
+        load(target, tensor, full, row, h, b)
+        cp_async_bulk_load(numbers_target, numbers, numbers_bytes, full)
+
+    return fetch
 
 
 @cache
@@ -161,6 +208,58 @@ def make_hide(cols: int, by_keys: bool) -> Any:
                     numbers[t, e] = ZERO
 
     return hide
+
+
+@cache
+def make_hide_pairs(cols: int) -> Any:
+    """Return ``hide_pairs(pairs, edge)``: :func:`make_hide`'s function for packed pairs, rows being keys.
+
+    Args:
+        cols: Of the tile.
+    """
+    tiles = cols // 8
+
+    @device_function
+    def hide_pairs(pairs, edge):
+        for t in range(tiles):
+            for half in range(2):
+                low = is_seen(edge, 8 * t, 8 * half)
+                high = is_seen(edge, 8 * t + 1, 8 * half)
+                kept = (0xFFFF if low else 0) | (0xFFFF0000 if high else 0)
+                pairs[t // 2, 2 * (t % 2) + half] &= uint32(kept)
+
+    return hide_pairs
+
+
+@cache
+def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
+    """Return ``put_tile(target, source, thread, b, h, row, left)``: a warpgroup's rows to memory.
+
+    Args:
+        panels: Of the tile.
+        panel_bytes: Of each.
+        is_packed: Rows beyond those that are left belong to the next sequence: the target is an array
+            (batch, heads, seq, dim), to which all threads copy.  Else it is a tensor map, and the one
+            thread that calls asks the copy engine, which leaves out what is beyond the end.
+    """
+    store_tile = make_store_tile(panels, panel_bytes)
+
+    @device_function
+    def copy_rows(target, source, thread, b, h, row, left):
+        words, chunks = cuda.local.array(4, uint32), int32(target.shape[3] // EIGHT)
+        start = global_address(target) + int64(b) * target.strides[0] + int64(h) * target.strides[1]
+        start += int64(row) * target.strides[2]
+        for n in range(thread, min(left, ROWS) * chunks, WARPGROUP):
+            r, chunk = n // chunks, n % chunks
+            panel = source + chunk // 8 * panel_bytes + r * LINE
+            ld_shared_v4(words, panel + ((chunk % 8 ^ r % 8) << 4))
+            st_global_v4(start + int64(r) * target.strides[2] + int64(chunk * CHUNK), words)
+
+    @device_function
+    def store_rows(target, source, thread, b, h, row, left):
+        store_tile(global_address(target), source, row, h, b)
+
+    return copy_rows if is_packed else store_rows
 
 
 @device_function

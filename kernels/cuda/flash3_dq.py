@@ -8,36 +8,43 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
 from numba import float32, float64, int32, types, uint8, uint32, void
 
 from kernels.cuda.device import (
     Kernel,
+    array_type,
     first_full_tile,
-    first_tile,
     full_tiles_stop,
-    tiles_stop,
 )
 from kernels.cuda.flash3_backward import MAPS, ROW_NUMBERS, SHAPE, square_place
-from kernels.cuda.flash3_backward_layout import QueryLayout, block_bytes, query_tiles
+from kernels.cuda.flash3_backward_layout import (
+    QueryLayout,
+    block_bytes,
+    is_guarded,
+    query_tiles,
+)
+from kernels.cuda.flash3_backward_options import make_elements, words_type
+from kernels.cuda.flash3_backward_passes import make_passes
 from kernels.cuda.flash3_backward_tiles import (
+    init_stages,
     make_accumulate,
-    make_hide,
     make_load_tile,
     make_multiply,
     make_pack,
-    make_store_tile,
+    make_put_tile,
     make_write_tile,
 )
+from kernels.cuda.flash3_backward_walk import make_row_base, make_visits_of
 from kernels.cuda.flash3_layout import (
     ALIGNMENT,
     LINE,
     WARPGROUP,
     Schedule,
     Widths,
-    item_of,
     make_next,
 )
+from kernels.cuda.flash3_options import make_clear_unseen
+from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
 from kernels.cuda.ptx.barriers import (
     bar_sync,
     fence_mbarrier_init,
@@ -53,7 +60,6 @@ from kernels.cuda.ptx.bulk import (
     make_cp_async_bulk_wait_group,
 )
 from kernels.cuda.ptx.copies import align_up, global_address, ld_shared, shared_address, st_shared
-from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -62,19 +68,22 @@ from kernels.cuda.ptx.wgmma import (
     wgmma_commit_group,
     wgmma_fence,
 )
-from kernels.cuda.scores import PLAIN, extras_type
-from kernels.cuda.tile_scores import make_tile_scores
+from kernels.cuda.scores import PLAIN, Features, extras_type
+from kernels.dtypes import BITS, FLOAT32
 from kernels.targets import cuda
 
 
 @cache
-def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
+def dq_kernel(
+    layout: QueryLayout, widths: Widths, dtype: str, features: Features = PLAIN
+) -> Kernel:
     """Return the kernel by query tiles for one layout, two widths and one dtype.
 
     Args:
         layout: Who works.
         widths: Columns that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v, dout and dq.
+        features: Options of the call.
     """
     consumers, block_q, block_k = layout.consumers, layout.block_q, layout.block_k
     k_stages, v_stages = layout.k_stages, layout.v_stages
@@ -83,7 +92,8 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
     q_panel, k_panel = block_q * LINE, block_k * LINE
     rows_size = (head_panels + value_panels) * q_panel
     k_size, v_size = head_panels * k_panel, value_panels * k_panel
-    tiles = query_tiles(layout, widths)
+    guards = is_guarded(features)
+    tiles = query_tiles(layout, widths, features)
     dout_offset, k_offset, v_offset = tiles["dout"], tiles["k"], tiles["v"]
     barrier_offset, number_offset = tiles["barriers"], tiles["number"]
     # Barriers of eight bytes, one of each kind for the rows or a stage.
@@ -95,13 +105,12 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
 
     load_q, load_dout = (make_load_tile(n, q_panel) for n in (head_panels, value_panels))
     load_k, load_v = (make_load_tile(n, k_panel) for n in (head_panels, value_panels))
-    store_dq = make_store_tile(head_panels, q_panel)
+    put_dq = make_put_tile(head_panels, q_panel, features.packed)
     multiply_qk, multiply_dout_v = (
         make_multiply(block_k, dtype, width, q_panel, k_panel) for width in widths
     )
     accumulate, pack_tile = make_accumulate(widths.head, dtype, block_k), make_pack(dtype, block_k)
     write_dq = make_write_tile(widths.head, dtype, q_panel)
-    hide = make_hide(block_k, False)
     next_k, next_v = make_next(k_stages), make_next(v_stages)
     # Rows of all run along the depth of S and dP, and those of k across that of dS K.
     along = descriptor_layout(LINE, 16, 8 * LINE)
@@ -110,12 +119,18 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
     wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
     few_registers, more_registers = layout.registers
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
-    scores = make_tile_scores(PLAIN, np.dtype(np.float32))
-    edge_of, operand_factor = scores.edge, scores.operand_factor
+    visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, False)
+    elements, row_base = make_elements(features, block_k, False), make_row_base(features.packed)
+    steepness_of, operand_factor, words = elements.steepness, elements.factor, elements.words
+    weigh, slope_of = make_passes(features, block_k, dtype, False)
+    is_packed = features.packed
+    is_found, seen_offset = is_flagged if guards else never_flagged, tiles["seen"]
+    clear_unseen = make_clear_unseen(consumers, block_k, head_panels)
 
     def flash3_dq(
-        q_map, k_map, v_map, dout_map, dq_map, lse, delta, next_item, shape, scale, schedule, extras
-    ):
+        q_map, k_map, v_map, dout_map, dq_map, lse, delta, next_item, shape, scale, schedule, flag,
+        mask_words, extras,
+    ):  # fmt: skip
         """Fill dq, tile after tile.
 
         Computes   dq for tiles of query rows of (batch, head), one after the other.
@@ -141,12 +156,8 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
         if cuda.threadIdx.x == 0:
             mbarrier_init(barriers, 1)
             mbarrier_init(barriers + rows_empty, consumer_warps)
-            for i in range(k_stages):
-                mbarrier_init(barriers + k_full + 8 * i, 1)
-                mbarrier_init(barriers + k_empty + 8 * i, consumer_warps)
-            for i in range(v_stages):
-                mbarrier_init(barriers + v_full + 8 * i, 1)
-                mbarrier_init(barriers + v_empty + 8 * i, consumer_warps)
+            init_stages(barriers + k_full, k_stages, 1, consumer_warps)
+            init_stages(barriers + v_full, v_stages, 1, consumer_warps)
             fence_mbarrier_init()
         cuda.syncthreads()  # the barriers are there
         if warpgroup == 0:
@@ -158,12 +169,11 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
                 item, phase = int32(cuda.blockIdx.x), int32(0)
                 while item < items:
                     following = cuda.atomic.add(next_item, 0, 1)  # it is there when it is needed
-                    i, flat = item_of(item, schedule)
-                    row, b, h = int32(i * block_q), int32(flat // heads), int32(flat % heads)
-                    first = int32(first_tile(row, block_k, seq_k, extras.lower))
-                    stop = int32(
-                        tiles_stop(min(row + block_q, seq_q), block_k, seq_k, extras.upper)
+                    y, _, row, first_q, _, first_k, _, first, stop = visits_of(
+                        item, schedule, seq_q, seq_k, extras
                     )
+                    b, h = int32(y // heads), int32(y % heads)
+                    row += first_q
                     # 9: load Q_i, dO_i, and say which they are
                     mbarrier_wait(barriers + rows_empty, phase ^ 1)
                     phase = phase ^ 1
@@ -173,32 +183,24 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
                     load_dout(
                         tile + dout_offset, dout_tensor, barriers, row, h * shape[9], b * shape[10]
                     )
-                    for n in range(stop - first):
-                        col = (stop - 1 - n) * block_k
+                    for n in range(int32(stop - first)):
+                        col = first_k + tile_of(stop - 1 - n, extras) * block_k
                         # 6: load K_j, V_j
                         full = barriers + k_full + 8 * k_stage
                         mbarrier_wait(barriers + k_empty + 8 * k_stage, k_phase ^ 1)
                         mbarrier_arrive_expect_tx(full, k_size)
                         load_k(
-                            tile + k_offset + k_stage * k_size,
-                            k_tensor,
-                            full,
-                            col,
-                            h * shape[5],
+                            tile + k_offset + k_stage * k_size, k_tensor, full, col, h * shape[5],
                             b * shape[6],
-                        )
+                        )  # fmt: skip
                         k_stage, k_phase = next_k(k_stage, k_phase)
                         full = barriers + v_full + 8 * v_stage
                         mbarrier_wait(barriers + v_empty + 8 * v_stage, v_phase ^ 1)
                         mbarrier_arrive_expect_tx(full, v_size)
                         load_v(
-                            tile + v_offset + v_stage * v_size,
-                            v_tensor,
-                            full,
-                            col,
-                            h * shape[7],
+                            tile + v_offset + v_stage * v_size, v_tensor, full, col, h * shape[7],
                             b * shape[8],
-                        )
+                        )  # fmt: skip
                         v_stage, v_phase = next_v(v_stage, v_phase)
                     item = int32(cuda.gridDim.x + following)
                 mbarrier_wait(barriers + rows_empty, phase ^ 1)
@@ -215,7 +217,8 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
             s = cuda.local.array((key_tiles, 4), float32)
             dp = cuda.local.array((key_tiles, 4), float32)
             ds = cuda.local.array((depth_steps, 4), uint32)
-            factor = float32(scale) * operand_factor
+            kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
+            factor, found = float32(scale) * operand_factor, is_found(flag)
             k_stage, k_phase, v_stage, v_phase = int32(0), int32(0), int32(0), int32(0)
             phase = int32(0)
             own_tile = tile + me * (ROWS * LINE)  # of q, and then of dq
@@ -229,16 +232,18 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
             item = ld_shared(tile + number_offset)
             while item < items:
                 phase = phase ^ 1
-                i, flat = item_of(item, schedule)
-                row = int32(i * block_q)
+                y, flat, row, first_q, rows, first_k, cols, first, stop = visits_of(
+                    item, schedule, seq_q, seq_k, extras
+                )
+                b, h = int32(y // heads), int32(y % heads)
+                steepness = steepness_of(b, h, extras)
                 own_row = int32(row + me * ROWS + warp * 16 + lane // 4)
-                row_stop = min(row + block_q, seq_q)
-                first = int32(first_tile(row, block_k, seq_k, extras.lower))
-                stop = int32(tiles_stop(row_stop, block_k, seq_k, extras.upper))
+                row_stop = min(row + block_q, rows)
                 full = int32(first_full_tile(row_stop, block_k, extras.lower))
-                full_stop = int32(full_tiles_stop(row, block_k, seq_k, extras.upper))
-                shift_0, shift_1 = lse[flat, own_row], lse[flat, own_row + 8]
-                delta_0, delta_1 = delta[flat, own_row], delta[flat, own_row + 8]
+                full_stop = int32(full_tiles_stop(row, block_k, cols, extras.upper))
+                line_of = row_base(flat, y, first_q, extras) + own_row
+                shift_0, shift_1 = lse[y, line_of], lse[y, line_of + 8]
+                delta_0, delta_1 = delta[y, line_of], delta[y, line_of + 8]
                 # dQ = 0 is what the first dS K begins with
                 if first < stop:
                     # 10: S = Q_i K_jᵀ, the first
@@ -250,7 +255,7 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
                     wait_for_all()
                 before = int32(0)  # the stage of the keys before
                 for n in range(int32(stop - first)):
-                    j = int32(stop - 1 - n)
+                    j = tile_of(stop - 1 - n, extras)
                     # 13: dP = dO_i V_jᵀ, computed while the exponentials are taken
                     mbarrier_wait(barriers + v_full + 8 * v_stage, v_phase)
                     v_desc = descriptor(along, tile + v_offset + v_stage * v_size)
@@ -258,27 +263,27 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
                     multiply_dout_v(dp, dout_desc, v_desc)
                     wgmma_commit_group()
                     # 11: P = exp(S - L_i)
-                    for t in range(key_tiles):
-                        s[t, 0] = ex2(s[t, 0] * factor - shift_0)
-                        s[t, 1] = ex2(s[t, 1] * factor - shift_0)
-                        s[t, 2] = ex2(s[t, 2] * factor - shift_1)
-                        s[t, 3] = ex2(s[t, 3] * factor - shift_1)
+                    own_col = int32(j * block_k + 2 * (lane % 4))
+                    place = flat, b, h, own_row, own_col, steepness, rows, cols
+                    is_whole = full <= j < full_stop
+                    weigh(
+                        s, ds, kept, seen, mask_words, lane, (shift_0, shift_1), factor, is_whole,
+                        is_listed_whole(stop - 1 - n, extras), place, extras,
+                    )  # fmt: skip
                     wait_for_all()
                     if lane == 0:
                         mbarrier_arrive(barriers + v_empty + 8 * v_stage)
                         if n > 0:
                             mbarrier_arrive(barriers + k_empty + 8 * before)
                     v_stage, v_phase = next_v(v_stage, v_phase)
-                    # 14: dS = P ∘ (dP - D_i)
-                    for t in range(key_tiles):
-                        dp[t, 0] = s[t, 0] * (dp[t, 0] - delta_0)
-                        dp[t, 1] = s[t, 1] * (dp[t, 1] - delta_0)
-                        dp[t, 2] = s[t, 2] * (dp[t, 2] - delta_1)
-                        dp[t, 3] = s[t, 3] * (dp[t, 3] - delta_1)
-                    if not full <= j < full_stop:
-                        # Hidden elements are 0 whatever lse and delta are.
-                        edge = edge_of(own_row, j * block_k + 2 * (lane % 4), seq_q, seq_k, extras)
-                        hide(dp, edge)
+                    # 14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+                    slope_of(s, dp, kept, (delta_0, delta_1), is_whole, place, extras)
+                    if found:
+                        clear_unseen(
+                            int32(cuda.threadIdx.x - WARPGROUP), lane, dp, shared,
+                            tile - shared_address(shared) + seen_offset,
+                            tile + k_offset + k_stage * k_size,
+                        )  # fmt: skip
                     # The accumulators of dP lie as the left operand of dS K does.
                     pack_tile(ds, dp)
                     before = k_stage
@@ -303,9 +308,10 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
                 write_dq(tile, line, c, dq_acc, float32(scale), first < stop, ds)
                 fence_proxy_async()
                 bar_sync(2 + me, WARPGROUP)  # all rows of the warpgroup are there
-                if thread == 0:
-                    b, h = int32(flat // heads), int32(flat % heads)
-                    store_dq(global_address(dq_map), own_tile, row + me * ROWS, h, b)
+                b, h = int32(y // heads), int32(y % heads)
+                own_first, left = first_q + row + me * ROWS, rows - row - me * ROWS
+                if is_packed or thread == 0:
+                    put_dq(dq_map, own_tile, thread, b, h, own_first, left)
                     cp_async_bulk_commit_group()
                     wait_for_reads()
                 bar_sync(2 + me, WARPGROUP)  # and copied: another q may come
@@ -316,9 +322,10 @@ def dq_kernel(layout: QueryLayout, widths: Widths, dtype: str) -> Kernel:
 
     schedule = types.NamedUniTuple(int32, 3, Schedule)
     counters = types.Array(int32, 1, "C")
-    extras = extras_type(PLAIN, np.dtype(np.float32))
+    gradient = array_type(BITS, 4) if features.packed else MAPS
     signature = void(
-        MAPS, MAPS, MAPS, MAPS, MAPS, ROW_NUMBERS, ROW_NUMBERS, counters, SHAPE, float64, schedule,
-        extras,
+        MAPS, MAPS, MAPS, MAPS, gradient, ROW_NUMBERS, ROW_NUMBERS, counters, SHAPE, float64,
+        schedule, flag_type(is_guarded(features)), words_type(features),
+        extras_type(features, FLOAT32),
     )  # fmt: skip
     return Kernel(flash3_dq, signature, layout.threads, block_bytes(tiles))

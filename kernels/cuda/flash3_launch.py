@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kernels.cuda import tensor_cores
 from kernels.cuda.arrays import device_pointer, device_view, to_device
 from kernels.cuda.flash3_layout import LINE, PANEL, Layout, Widths, layout_of, schedule_of
-from kernels.cuda.flash3_wgmma import forward_kernel
+from kernels.cuda.flash3_mask import packed_mask
+from kernels.cuda.flash3_wgmma import forward_kernel, is_guarded
+from kernels.cuda.half import as_bits
 from kernels.cuda.memory import contiguous
+from kernels.cuda.mma_guard import flag_of
 from kernels.cuda.ptx.tensor_map import encode_tensor_map
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import round_up
-from kernels.cuda.scores import make_extras
-from kernels.dtypes import NAMES
-from kernels.geometry import ceil_div
+from kernels.cuda.scores import PLAIN, Extras, Features, features_of, make_extras
+from kernels.cuda.visits import grid_of
+from kernels.dtypes import FLOAT32, NAMES
 from kernels.operands import Operands
 from kernels.problem import Problem
 from kernels.targets import cuda
@@ -68,21 +72,28 @@ def tensor_map(array: Any, seq: int, rows: int, dtype: str) -> tuple[Any, int, i
     Returns:
         The tensor map on the device, 1 or 0 for the heads, 1 or 0 for the batches.
     """
-    shape, strides = list(array.shape), list(array.strides)
-    shape[2] = seq
+    shape, strides, differs = _as_copied(tuple(array.shape), tuple(array.strides), seq)
+    return _tensor_map(device_pointer(array), shape, strides, rows, dtype), *differs
+
+
+@lru_cache(maxsize=4096)
+def _as_copied(
+    shape: tuple[int, ...], strides: tuple[int, ...], seq: int
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]:
+    """Return shape and strides for the copy engine, and 1 or 0 for heads and batches that differ."""
+    sizes, steps = [*shape[:2], seq, *shape[3:]], list(strides)
     for axis in (0, 1):
-        if strides[axis] == 0 or shape[axis] == 1:
+        if steps[axis] == 0 or sizes[axis] == 1:
             # One head that all share; the engine asks for a stride all the same.
-            shape[axis], strides[axis] = 1, LINE
-    differs = (int(shape[1] > 1), int(shape[0] > 1))
-    address = device_pointer(array)
-    return _tensor_map(address, tuple(shape), tuple(strides), rows, dtype), *differs
+            sizes[axis], steps[axis] = 1, LINE
+    return tuple(sizes), tuple(steps), (int(sizes[1] > 1), int(sizes[0] > 1))
 
 
+@lru_cache(maxsize=1024)
 def layout_for(problem: Problem) -> tuple[Layout, Widths]:
     """Return who works on a problem, and the widths its kernel is compiled for."""
     widths = Widths(round_up(problem.head_dim, 16), round_up(problem.value_dim, 16))
-    return layout_of(widths), widths
+    return layout_of(widths, not problem.is_plain), widths
 
 
 def tile(problem: Problem) -> tuple[int, int]:
@@ -98,7 +109,7 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
         return f"its copies need a head_dim and a value dim that are multiples of 8, got {dims}"
     if problem.scale <= 0.0:
         return f"it takes a positive scale, got {problem.scale}"
-    return tensor_cores.why_not(problem, tile, CAPABILITY)
+    return tensor_cores.why_not_here(tile, CAPABILITY)
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
@@ -118,18 +129,61 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     dtype, out = NAMES[problem.dtype], operands.out
     batch, heads, seq_q, value_dim = out.shape
     # Keys that nobody sees are outside of the tensor: zeros, whatever they are.
-    seq_k = max(min(problem.seq_k, problem.seq_q + problem.upper), 1)
+    bound = problem.seq_k if problem.sequences else problem.seq_q + problem.upper
+    seq_k = max(min(problem.seq_k, bound), 1)
     q_map, *q_differs = tensor_map(q, seq_q, layout.block_q, dtype)
     k_map, *k_differs = tensor_map(k, seq_k, layout.block_k, dtype)
     v_map, *v_differs = tensor_map(v, seq_k, layout.block_k, dtype)
-    out_map, *_ = tensor_map(out, seq_q, ROWS, dtype)
     shape = (seq_q, seq_k, heads, batch, *q_differs, *k_differs, *v_differs)
-    tiles = ceil_div(seq_q, layout.block_q)
-    bytes_a_head = 2 * seq_k * (problem.head_dim + value_dim)
-    schedule = schedule_of(tiles, batch * heads, bytes_a_head, CACHE_BYTES)
-    blocks = min(multiprocessors(), tiles * batch * heads)
-    lse = device_view(operands.lse, (batch * heads, seq_q), (seq_q, 1))
-    extras = make_extras(problem, operands, layout.block_q, layout.block_k)
-    forward_kernel(layout, widths, dtype)[blocks, layout.threads](
-        q_map, k_map, v_map, out_map, lse, counters(), shape, problem.scale, schedule, extras
+    own = _own_arguments(problem, operands, v, layout)
+    tiles, lines = grid_of(out, seq_q, layout.block_q, own.extras)
+    schedule = schedule_of(tiles, lines, 2 * seq_k * (problem.head_dim + value_dim), CACHE_BYTES)
+    blocks = min(multiprocessors(), tiles * lines)
+    lse = device_view(operands.lse, (lines, seq_q), (seq_q, 1))
+    forward_kernel(layout, widths, dtype, own.features)[blocks, layout.threads](
+        q_map, k_map, v_map, own.out, lse, counters(), shape, problem.scale, schedule,
+        own.flag, own.mask_words, own.extras,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _plain_extras(problem: Problem) -> Extras:
+    """Return the numbers of a call without options: no array is among them."""
+    return make_extras(problem, Operands(None, None, None), 1, 1)
+
+
+class _Own(NamedTuple):
+    """What options need in the kernel; the number 0 stands for an array that is not there.
+
+    Attributes:
+        features: Of the kernel.
+        extras: Of the kernel.
+        out: Its tensor map; the array itself where tiles of packed sequences end within it.
+        flag: Whether a value is not finite.
+        mask_words: Bits of a boolean mask.
+    """
+
+    features: Features
+    extras: Extras
+    out: Any
+    flag: Any = 0
+    mask_words: Any = 0
+
+
+def _own_arguments(problem: Problem, operands: Operands, v: Any, layout: Layout) -> _Own:
+    """Return what the options of a call need."""
+    blocks, dtype = (layout.block_q, layout.block_k), NAMES[problem.dtype]
+    if problem.sequences is None:
+        out, *_ = tensor_map(operands.out, problem.seq_q, ROWS, dtype)
+    else:
+        out = as_bits(operands.out)
+    if problem.is_plain:
+        return _Own(PLAIN, _plain_extras(problem), out)
+    features = features_of(problem)
+    return _Own(
+        features,
+        make_extras(replace(problem, dtype=FLOAT32), operands, *blocks),
+        out,
+        flag_of(dtype, as_bits(v)) if is_guarded(features) else 0,
+        packed_mask(operands.mask, layout.block_k) if features.mask == "bool" else 0,
     )

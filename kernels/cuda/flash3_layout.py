@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from numba import int32, uint32
@@ -89,11 +89,16 @@ class Widths(NamedTuple):
         return ceil_div(self.value, PANEL)
 
 
-def layout_of(widths: Widths) -> Layout:
-    """Return the layout for heads of some widths: what fits in registers and in shared memory."""
+def layout_of(widths: Widths, has_options: bool = False) -> Layout:
+    """Return the layout for heads of some widths: what fits in registers and in shared memory.
+
+    Args:
+        widths: Of the kernel.
+        has_options: Beyond bounds: they take registers, and the blocks of masks are often of 128 rows.
+    """
     width = max(widths)
     if width <= 64:
-        return Layout(3, 128, 2, 2, True)
+        return Layout(2 if has_options else 3, 128, 2, 2, True)
     if width <= 128:
         return Layout(2, 128, 2, 2, False)
     if width <= 192:
@@ -101,10 +106,16 @@ def layout_of(widths: Widths) -> Layout:
     return Layout(2, 80, 2, 1, False)
 
 
-def shared_tiles(layout: Layout, widths: Widths) -> SharedTiles:
+def shared_tiles(layout: Layout, widths: Widths, guards: bool = False) -> SharedTiles:
     """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one.
 
     The tile of out takes the place of that of q, which no one needs any more by then.
+
+    Args:
+        layout: Who works.
+        widths: Of the kernel.
+        guards: Options may hide elements: there are numbers of the tiles listed, and a byte for each
+            key of a tile, whether anybody sees it.
     """
     q_panels = max(widths.head_panels, widths.value_panels)
     return SharedTiles(
@@ -113,12 +124,14 @@ def shared_tiles(layout: Layout, widths: Widths) -> SharedTiles:
         v=layout.stages * v_bytes(layout, widths),
         barriers=8 * (2 * layout.items + 4 * layout.stages),
         numbers=4 * layout.items,
+        listed=4 * (layout.items + layout.stages) * guards,
+        seen=layout.block_k * guards,
     )
 
 
-def shared_bytes(layout: Layout, widths: Widths) -> int:
+def shared_bytes(layout: Layout, widths: Widths, guards: bool = False) -> int:
     """Return the dynamic shared memory of a block, what its alignment takes included."""
-    return round_up(shared_tiles(layout, widths).elements, 16) + ALIGNMENT
+    return round_up(shared_tiles(layout, widths, guards).elements, 16) + ALIGNMENT
 
 
 def k_bytes(layout: Layout, widths: Widths) -> int:
@@ -171,6 +184,7 @@ def item_of(item, schedule):
     return int32(schedule.tiles - 1 - rest // heads), int32(first + rest % heads)
 
 
+@lru_cache(maxsize=1024)
 def schedule_of(tiles: int, heads: int, bytes_a_head: int, cache_bytes: int) -> Schedule:
     """Return the schedule of a call.
 

@@ -48,21 +48,6 @@ def why_not_here(tile: tuple[int, int] | None, needed: tuple[int, int]) -> str |
     return None if tile is None else f"it takes its own tiles only, got {tile}"
 
 
-def why_not(problem: Problem, tile: tuple[int, int] | None, needed: tuple[int, int]) -> str | None:
-    """Return why a kernel of tensor cores without options cannot serve a call, or None.
-
-    Args:
-        problem: The checked call, in 16 bits.
-        tile: What the caller asks for.
-        needed: The least compute capability.
-    """
-    if (reason := why_not_here(tile, needed)) is not None:
-        return reason
-    if not problem.is_plain:
-        return "of the options it takes bounds, groups of heads and scale only"
-    return None
-
-
 def is_aligned(array: Any) -> bool:
     """Tell whether the rows of (batch, heads, seq, dim) are whole pieces of 16 bytes."""
     return are_vectors(array)

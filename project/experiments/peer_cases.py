@@ -77,7 +77,11 @@ class Case:
 
 
 def cases(
-    heads: int, length: int, window: int = WINDOW, block: int = BLOCK, document: int | None = None
+    heads: int,
+    length: int,
+    window: int = WINDOW,
+    block: int = BLOCK,
+    document_length: int | None = None,
 ) -> dict[str, Case]:
     """Return all cases, by name.
 
@@ -86,7 +90,7 @@ def cases(
         length: Of queries and keys.
         window: To each side.
         block: Of the butterfly.
-        document: Length of a packed document; drawn lengths when None.
+        document_length: Of packed documents; drawn lengths when None.
     """
     rng = np.random.default_rng(2)
     rows, cols = np.arange(length)[:, None], np.arange(length)
@@ -98,7 +102,9 @@ def cases(
     bias = rng.standard_normal((length, length), dtype=np.float32)
     slopes = 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)
     drawn = np.sort(rng.choice(np.arange(1, length), min(DOCUMENTS, length) - 1, replace=False))
-    cuts = drawn if document is None else np.arange(document, length, document)
+    cuts = drawn
+    if document_length is not None:
+        cuts = np.arange(document_length, length, document_length)
     sums = np.array([0, *cuts, length], np.int64)
     document = np.repeat(np.arange(len(sums) - 1), np.diff(sums))
     window = min(window, length)

@@ -1,8 +1,8 @@
 """Philox4x32-10 as one block of instructions: several of them overlap, and none takes long to compile.
 
-Written in Python its rounds are inlined one by one wherever they are drawn; the compiler takes minutes for the
-dozens of draws that keep a multiprocessor busy, and leaves loops of one draw in which each round waits for the
-last.  It computes what ``kernels.philox`` says, which is the readable form.
+Written in Python its rounds are inlined one by one wherever they are drawn; the compiler takes minutes for
+the dozens of draws that keep a multiprocessor busy, and leaves loops of one draw in which each round waits
+for the last.  It computes what ``kernels.philox`` says, which is the readable form.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""Boolean masks as Hopper's rung reads them: one bit an element, in the order in which lanes have them.
+
+A lane's elements of a tile are scattered over two rows, two columns at a time; read from the mask itself
+each takes an address and a byte.  Packed beforehand, a lane reads two words for 64 elements; and a mask
+that all heads share, which is packed once for all of them, is read once and not once for each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import int64, types, uint32, void
+
+from kernels.cuda.arrays import empty_device
+from kernels.cuda.device import Kernel, array_type, ceil_div, device_function
+from kernels.cuda.flash3_scores import TILES, bit_words, with_bit
+from kernels.geometry import PLAIN
+from kernels.targets import cuda
+
+#: Lanes of a warp; rows of which it has the elements; threads of a block that packs.
+WARP, ROWS, THREADS = 32, 16, 256
+#: Numba's type of the words.
+WORDS = types.Array(uint32, 1, "C")
+
+
+def _sizes(mask: Any, cols: int, by_keys: bool) -> tuple[int, int, int]:
+    """Return how many heads of a mask differ, and its groups of rows and tiles of columns."""
+    heads = 1 if mask.strides[1] == 0 else mask.shape[1]
+    seq = mask.shape[3:1:-1] if by_keys else mask.shape[2:]
+    return heads, PLAIN.ceil_div(seq[0], ROWS), PLAIN.ceil_div(seq[1], cols)
+
+
+@cache
+def make_words_place(cols: int, by_keys: bool = False) -> Callable[..., Any]:
+    """Return ``words_place(lane, b, h, row, col, extras)``: the number of a lane's first word.
+
+    ``row`` is the first of the warp's 16 rows, ``col`` the tile's first column.
+
+    Args:
+        cols: Columns of a tile, up to 128.
+        by_keys: Tiles are transposed: rows are keys, columns query rows.
+    """
+    words = bit_words(cols)
+    rows_axis, cols_axis = (3, 2) if by_keys else (2, 3)
+
+    @device_function
+    def words_place(lane, b, h, row, col, extras):
+        mask = extras.mask
+        groups = ceil_div(mask.shape[rows_axis], ROWS)
+        tiles = ceil_div(mask.shape[cols_axis], cols)
+        heads = 1 if mask.strides[1] == 0 else mask.shape[1]
+        line = extras.mask_batch[b] * heads + (0 if heads == 1 else h)
+        # Rows beyond the end read those of the last group, and are not written.
+        line = line * groups + min(row // ROWS, groups - 1)
+        return ((line * tiles + col // cols) * WARP + lane) * words
+
+    return words_place
+
+
+@cache
+def pack_kernel(cols: int, by_keys: bool) -> Kernel:
+    """Return the kernel that packs a mask for tiles of ``cols`` columns."""
+    words = bit_words(cols)
+
+    def pack_mask(mask, heads, groups, tiles, packed):
+        """Fill packed.
+
+        Computes   a word of 32 elements of a lane: bit 4 u + i is that of element (8 n + u, i)
+        Source     none
+        Grid       (ceil(groups * tiles * words * 32 / threads), batches * heads)
+        Block      (threads,)
+        One thread does: one word
+        Shared     none
+        Registers  one word
+        Global     reads the mask once; writes packed once.
+        Needs      nothing
+        """
+        thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        lane, place = thread % WARP, thread // WARP
+        n, tile, group = place % words, place // words % tiles, place // words // tiles
+        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        row, col = group * ROWS + lane // 4, tile * cols + 2 * (lane % 4)
+        seq_q, seq_k = mask.shape[2], mask.shape[3]
+        if group < groups:
+            word = uint32(0)
+            for u in range(TILES):
+                for i in range(4):
+                    c = 8 * (n * TILES + u) + i % 2
+                    i_row, i_col = row + 8 * (i // 2), col + c
+                    if by_keys:
+                        i_row, i_col = i_col, i_row
+                    if c < cols and i_row < seq_q and i_col < seq_k:
+                        word = with_bit(word, mask[b, h, i_row, i_col], 4 * u + i)
+            line = cuda.blockIdx.y * groups + group
+            packed[((line * tiles + tile) * WARP + lane) * words + n] = word
+
+    mask = array_type(np.dtype(bool), 4)
+    return Kernel(pack_mask, void(mask, int64, int64, int64, WORDS), THREADS)
+
+
+def packed_mask(mask: Any, cols: int, by_keys: bool = False) -> Any:
+    """Return the bits of a mask as :func:`make_words_place` finds them, one vector of uint32.
+
+    Args:
+        mask: (own batches, heads, seq_q, seq_k) bool on the device; strides of 0 repeat.
+        cols: Columns of a kernel's tiles, up to 128.
+        by_keys: Its tiles are transposed.
+    """
+    heads, groups, tiles = _sizes(mask, cols, by_keys)
+    words = groups * tiles * bit_words(cols) * WARP
+    lines = mask.shape[0] * heads
+    packed = empty_device((lines * words,), np.dtype(np.uint32))
+    launch = pack_kernel(cols, by_keys)[(PLAIN.ceil_div(words, THREADS), lines), THREADS]
+    launch(mask, heads, groups, tiles, packed)
+    return packed

@@ -1,0 +1,286 @@
+"""What options make of a tile of scores in Hopper's forward kernel, in the registers of its lanes.
+
+A lane's elements are (t, i), as in ``flash3_scores``.  A tile of which bounds and lists hide nothing is
+whole; for whole tiles and for the others there is a function each: the many whole ones test nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import float32, int32, int64, uint32
+
+from kernels.block_mask import FULL, PARTIAL
+from kernels.cuda.device import device_callable, device_function
+from kernels.cuda.flash3_layout import LINE, WARPGROUP
+from kernels.cuda.flash3_scores import has_bit
+from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
+from kernels.cuda.ptx.copies import st_shared_v4
+from kernels.cuda.ptx.numbers import ex2, rcp
+from kernels.cuda.scores import PLAIN, Features, block_at, make_score_functions, mask_at
+from kernels.cuda.tile_scores import make_tile_scores
+from kernels.dtypes import FLOAT32
+from kernels.online_softmax import LOG2_E
+from kernels.targets import cuda
+
+#: The named barrier at which all consumers meet.
+EVERYONE = 7
+#: Rows and columns of a block of a block mask are multiples of this.
+STEP = 16
+#: Of the Taylor series of tanh(x) / x in x², from the last to the first.
+_SERIES = tuple(np.float32(x) for x in (-17 / 315, 2 / 15, -1 / 3, 1.0))
+#: Below this the series is taken: the error of what is left out is as small there as a rounding.
+_SMALL, _TWICE_LOG2_E = np.float32(0.25), np.float32(2 * LOG2_E)
+
+
+@device_function
+def tanh(x):
+    """Return the hyperbolic tangent, to some units in the last place, without a branch."""
+    last, third, second, first = _SERIES
+    square = x * x
+    small = x * (((last * square + third) * square + second) * square + first)
+    large = float32(1) - float32(2) * rcp(ex2(x * _TWICE_LOG2_E) + float32(1))
+    return small if abs(x) < _SMALL else large
+
+
+class Elements(NamedTuple):
+    """The functions that :func:`make_elements` returns, and what a kernel must know beside them.
+
+    The functions are ``(s, seen, lane, row, col, seq_q, seq_k, flat, b, h, scale, extras)``: of the
+    products in ``s`` they make scores, minus infinity where hidden; (row, col) is the lane's first element,
+    and ``seen`` its bits of a boolean mask.
+
+    Attributes:
+        bends: Scores are natural logarithms; else still products, which the scale, if it is positive,
+            leaves in their order.
+        of_all: There is anything to do in tiles that are whole.
+        whole: For tiles that are.
+        edge: For the others.
+    """
+
+    bends: bool
+    of_all: bool
+    whole: Callable[..., None]
+    edge: Callable[..., None]
+
+
+@cache
+def make_elements(features: Features, cols: int) -> Elements:
+    """Return the functions for tiles of ``cols`` columns."""
+    of_all = features._replace(dropout=False).of_elements != PLAIN
+    return Elements(
+        features.bends,
+        of_all,
+        _make_apply(features, cols, _is_long(features)),  # which takes long to compile twice
+        _make_apply(features, cols, True),
+    )
+
+
+def _make_bend(features: Features) -> Callable[..., Any]:
+    """Return ``bend(x, row, col, distance, flat, b, h, scale, extras)``: the score of a product."""
+    # Without one nothing calls it.
+    score_mod: Any = features.score_mod and device_callable(features.score_mod, FLOAT32)
+    has_softcap, has_slopes, has_bias = features.softcap, features.slopes, features.mask == "float"
+    minus_inf = np.float32(-math.inf)
+
+    @device_function
+    def cap(x, scale, extras):
+        return extras.softcap * tanh(x * (float32(scale) / extras.softcap))
+
+    @device_function
+    def scaled(x, scale, extras):
+        return x * float32(scale)
+
+    @device_function
+    def modified(x, row, col, flat, extras):
+        batch, head = int32(flat // extras.heads), int32(flat % extras.heads)
+        return float32(score_mod(x, batch, head, row, col))
+
+    @device_function
+    def alibi(x, distance, b, h, extras):
+        return x - extras.slopes[b, h, 0, 0] * abs(distance)
+
+    @device_function
+    def biased(x, row, col, b, h, extras):
+        bias = mask_at(b, h, row, col, extras)
+        # What the mask hides may be NaN, and would stay it.
+        return bias if bias == minus_inf else x + bias
+
+    @device_function
+    def not_modified(x, row, col, flat, extras):
+        return x
+
+    @device_function
+    def not_far(x, distance, b, h, extras):
+        return x
+
+    @device_function
+    def not_biased(x, row, col, b, h, extras):
+        return x
+
+    first = cap if has_softcap else scaled
+    second = modified if score_mod else not_modified
+    third, fourth = alibi if has_slopes else not_far, biased if has_bias else not_biased
+
+    @device_function
+    def bend(x, row, col, distance, flat, b, h, scale, extras):
+        x = second(first(x, scale, extras), row, col, flat, extras)
+        return fourth(third(x, distance, b, h, extras), row, col, b, h, extras)
+
+    @device_function
+    def same(x, row, col, distance, flat, b, h, scale, extras):
+        return x
+
+    return bend if features.bends else same
+
+
+@cache
+def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., None]:
+    """Return one of the two functions of :class:`Elements`."""
+    tiles, minus_inf = cols // 8, np.float32(-math.inf)
+    bounds = make_tile_scores(PLAIN, FLOAT32)
+    edge_of, bounded = bounds.edge, bounds.score
+    bend, in_mod = _make_bend(features), make_score_functions(features, FLOAT32).in_mod
+    has_mask, has_mod = features.mask == "bool", features.mask_mod is not None
+    hide = _make_hide_blocks(cols) if is_edge and features.block_mask else _hide_nothing
+
+    @device_function
+    def apply_to(s, seen, t, given):
+        edge, distance, row, col, seq_q, seq_k, flat, b, h, scale, extras = given
+        last_row, last_col = int32(seq_q - 1), int32(seq_k - 1)
+        for i in range(4):
+            r, c = 8 * (i // 2), 8 * t + i % 2
+            # Within the arrays, so that loads need no branch.
+            at_row = int32(min(int32(row + r), last_row))
+            at_col = int32(min(int32(col + c), last_col)) if is_edge else int32(col + c)
+            far = distance + float32(r - c)
+            x = bend(s[t, i], at_row, at_col, far, flat, b, h, scale, extras)
+            if has_mask:
+                x = x if has_bit(seen, t, i) else minus_inf
+            if has_mod:
+                x = x if in_mod(flat, b, h, at_row, at_col, extras) else minus_inf
+            if is_edge:
+                x = bounded(x, False, True, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras)
+            s[t, i] = x
+
+    @device_function
+    def apply_in_turn(s, seen, given):
+        for t in range(tiles):
+            apply_to(s, seen, t, given)
+
+    def make_part(first: int) -> Callable[..., None]:
+        @device_function
+        def part(s, seen, given):
+            for t in range(2):
+                apply_to(s, seen, first + t, given)
+
+        @device_function
+        def no_part(s, seen, given):
+            pass
+
+        return part if first < tiles else no_part
+
+    p0, p1, p2, p3, p4, p5, p6, p7 = (make_part(2 * n) for n in range(8))
+
+    @device_function
+    def apply_in_parts(s, seen, given):
+        # A loop that is not unrolled would put the scores into memory.
+        p0(s, seen, given)
+        p1(s, seen, given)
+        p2(s, seen, given)
+        p3(s, seen, given)
+        p4(s, seen, given)
+        p5(s, seen, given)
+        p6(s, seen, given)
+        p7(s, seen, given)
+
+    apply_to_all = apply_in_parts if _is_long(features) else apply_in_turn
+
+    @device_function
+    def apply(s, seen, lane, row, col, seq_q, seq_k, flat, b, h, scale, extras):
+        edge = edge_of(row, col, seq_q, seq_k, extras)
+        distance = float32(row + extras.diagonal - col)
+        given = edge, distance, row, col, seq_q, seq_k, flat, b, h, scale, extras
+        apply_to_all(s, seen, given)
+        hide(s, lane, row, col, seq_q, seq_k, flat, extras)
+
+    return apply
+
+
+def _is_long(features: Features) -> bool:
+    """Tell whether options make so much of an element that no loop over a tile would be unrolled."""
+    bends = features.softcap + features.slopes + (features.mask == "float")
+    return features.score_mod is not None or features.mask_mod is not None or bends > 1
+
+
+@device_function
+def _hide_nothing(s, lane, row, col, seq_q, seq_k, flat, extras):
+    pass
+
+
+@cache
+def _make_hide_blocks(cols: int) -> Callable[..., None]:
+    """Return ``hide(s, lane, row, col, seq_q, seq_k, flat, extras)``: what the block mask hides."""
+    steps, minus_inf = cols // STEP, np.float32(-math.inf)
+
+    @device_function
+    def hide(s, lane, row, col, seq_q, seq_k, flat, extras):
+        # A warp's 16 rows, and 16 columns of them, are all in one block: its state is looked up once.
+        at_lane = lane // 4
+        first = min(row - at_lane, (seq_q - 1) // STEP * STEP)
+        first_col, last_col = col - 2 * (lane % 4), (seq_k - 1) // STEP * STEP
+        for u in range(steps):
+            at_col = min(first_col + u * STEP, last_col)
+            state, r, c = block_at(flat, first, at_col, extras)
+            if state != FULL:
+                r, c = r + at_lane, c + 2 * (lane % 4)
+                number = int64(max(state - PARTIAL, 0))
+                for v in range(2):
+                    for i in range(4):
+                        place = int64(r + 8 * (i // 2)), int64(c + 8 * v + i % 2)
+                        is_kept = extras.patterns[number, place[0], place[1]]
+                        if state < PARTIAL or not is_kept:
+                            s[2 * u + v, i] = minus_inf
+
+    return hide
+
+
+@cache
+def make_clear_unseen(consumers: int, block_k: int, panels: int) -> Callable[..., None]:
+    """Return ``clear_unseen(thread, lane, s, bytes_, seen, tile)``, for all threads of all consumers.
+
+    It makes zeros of the rows of a tile of values for which no lane has a probability in ``s``: zero times
+    what is not finite would be NaN.  ``bytes_`` is shared memory as bytes, of which block_k, from ``seen``
+    on, are its own; ``thread`` is the number among the consumers' threads.
+
+    Args:
+        consumers: Warpgroups that multiply.
+        block_k: Rows of the tile.
+        panels: Of the tile.
+    """
+    threads, tiles, chunks = WARPGROUP * consumers, block_k // 8, LINE // 16
+
+    @device_function
+    def clear_unseen(thread, lane, s, bytes_, seen, tile):
+        for n in range(thread, block_k, threads):
+            bytes_[seen + n] = 0
+        bar_sync(EVERYONE, threads)  # nothing has been seen yet
+        for t in range(tiles):
+            for i in range(4):
+                if s[t, i] != 0:
+                    bytes_[seen + 8 * t + 2 * (lane % 4) + i % 2] = 1
+        bar_sync(EVERYONE, threads)  # everybody has said what it sees
+        zeros = cuda.local.array(4, uint32)
+        for i in range(4):
+            zeros[i] = 0
+        for n in range(thread, panels * block_k * chunks, threads):
+            if bytes_[seen + n // chunks % block_k] == 0:  # a row of a panel is a line: any order
+                st_shared_v4(tile + n * 16, zeros)
+        fence_proxy_async()
+        bar_sync(EVERYONE, threads)  # what nobody sees is zeros
+
+    return clear_unseen

@@ -1,0 +1,49 @@
+"""Options of the Hopper rung's forward kernel without a GPU: no spills in the loop, nothing waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.cuda.flash3_layout import Widths, layout_of
+from kernels.cuda.flash3_wgmma import forward_kernel
+from kernels.cuda.scores import Features
+from kernels.targets import compile_ptx, launched_resources
+
+from .attention_strategies import MASK_MODS, SCORE_MODS
+from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas
+
+HOPPER = (9, 0, "a")
+OPTIONS = {
+    "boolean mask": Features(mask="bool"),
+    "floating mask": Features(mask="float"),
+    "dropout": Features(dropout=True),
+    "softcap": Features(softcap=True),
+    "alibi": Features(slopes=True),
+    "block mask": Features(block_mask=True),
+    "packed": Features(packed=True),
+    "mask_mod": Features(mask_mod=MASK_MODS[0]),
+    "score_mod": Features(score_mod=SCORE_MODS[0][0]),
+}
+
+
+@needs_nvvm
+@pytest.mark.parametrize("option", OPTIONS)
+def test_tiles_of_scores_stay_in_registers(option: str) -> None:
+    widths = Widths(64, 64)
+    kernel = forward_kernel(layout_of(widths, True), widths, "bfloat16", OPTIONS[option])
+    ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    # The first scores and those in the loop, of four steps each, and eight steps of P V.
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n") == 2 * 4 + 8
+    assert ".local" not in ptx
+
+
+@needs_ptxas
+@pytest.mark.parametrize("widths", [Widths(128, 128), Widths(256, 256)], ids=lambda w: str(w.head))
+@pytest.mark.parametrize("option", ["boolean mask", "dropout", "softcap"])
+def test_options_leave_registers_enough_and_no_product_waits(option: str, widths: Widths) -> None:
+    layout = layout_of(widths, True)
+    kernel = forward_kernel(layout, widths, "float16", OPTIONS[option])
+    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert not found.warnings
+    assert found.spilled <= 224  # numbers of an item; nothing is stored in its loop
+    assert kernel.threads * found.registers <= REGISTERS

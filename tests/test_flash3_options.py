@@ -1,0 +1,150 @@
+"""Every option on the Hopper rung's forward kernel, its own source on the emulated GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import float32, types, void
+
+import kernels
+from kernels import launch
+from kernels.cuda.device import Kernel
+from kernels.cuda.flash3_layout import Layout
+from kernels.cuda.flash3_options import tanh
+from kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from kernels.operands import make_operands
+from kernels.sequences import Sequences
+from kernels.targets import cuda
+
+from .attention_strategies import MASK_MODS, SCORE_MODS, Case
+from .emulated_gpu import launch as emulate
+from .emulated_hopper import emulated_hopper
+from .emulated_target import EMULATED
+from .tolerances import assert_close_arrays
+
+#: What is emulated: two consumers in turns, and small tiles.
+SMALL = Layout(2, 32, 2, 2, True)
+SEQ_Q, SEQ_K = 139, 90
+
+
+def _blocks(rng: np.random.Generator) -> kernels.BlockMask:
+    states = rng.integers(0, 4, (2, 9, 3))
+    return kernels.BlockMask(states, SEQ_Q, SEQ_K, (16, 32), rng.random((2, 16, 32)) < 0.7)
+
+
+#: Option → what a call of two heads has of it.
+OPTIONS: dict[str, Any] = {
+    "boolean mask": lambda rng: {"attn_mask": rng.random((2, SEQ_Q, SEQ_K)) < 0.7},
+    "boolean mask that heads share": lambda rng: {"attn_mask": rng.random((SEQ_Q, SEQ_K)) < 0.7},
+    "boolean mask of keys": lambda rng: {"attn_mask": rng.random((1, 2, 1, SEQ_K)) < 0.7},
+    "floating mask": lambda rng: {"attn_mask": rng.standard_normal((2, SEQ_Q, 1)).astype(FLOAT16)},
+    "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
+    "softcap": lambda rng: {"softcap": 2.0},
+    "alibi": lambda rng: {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
+    "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},
+    "score_mod": lambda rng: {"score_mod": SCORE_MODS[0]},
+    "block mask": lambda rng: {"block_mask": _blocks(rng)},
+    "block mask and dropout": lambda rng: {"block_mask": _blocks(rng), "dropout_p": 0.3, "seed": 9},
+    "boolean mask and dropout": lambda rng: {
+        "attn_mask": rng.random((SEQ_Q, SEQ_K)) < 0.7, "dropout_p": 0.3, "seed": 9
+    },
+}  # fmt: skip
+
+
+def _case(options: dict[str, Any], dtype: Any = FLOAT16, heads: int = 2) -> Case:
+    rng = np.random.default_rng(0)
+    shapes = (1, heads, SEQ_Q, 64), (1, heads, SEQ_K, 64), (1, heads, SEQ_K, 40)
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return Case(q, k, v, np.zeros((1, heads, SEQ_Q, 40), dtype), options, (16, 16))
+
+
+def _forward(case: Case, layout: Layout | None = SMALL, sequences: Any = None) -> tuple[Any, Any]:
+    problem = replace(case.problem(rung="flash3_wgmma"), sequences=sequences)
+    mask, slopes = (case.options.get(name) for name in ("attn_mask", "alibi_slopes"))
+    with emulated_hopper(layout):
+        operands = make_operands(EMULATED.memory, problem, *case.operands, mask, slopes)
+        return launch.forward(EMULATED, problem, operands)
+
+
+def _check(case: Case, found: tuple[Any, Any]) -> None:
+    wide = case.plain()
+    problem = wide.problem(rung="naive")
+    mask, slopes = (wide.options.get(name) for name in ("attn_mask", "alibi_slopes"))
+    memory = launch.NUMPY.memory
+    operands = make_operands(memory, problem, *wide.operands, mask, slopes)
+    out, lse = launch.forward(launch.NUMPY, problem, operands)
+    assert_close_arrays(found[0], out, case.q.dtype, "out")
+    assert_close_arrays(found[1], lse, FLOAT32, "lse")
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_is_the_textbooks(option: str, is_causal: bool) -> None:
+    options = OPTIONS[option](np.random.default_rng(1))
+    if is_causal:
+        options |= {"is_causal": True, "causal_offset": -10}
+    case = _case(options, BFLOAT16 if is_causal and "attn_mask" not in options else FLOAT16)
+    _check(case, _forward(case))
+
+
+def test_what_nobody_sees_may_be_nan_or_infinite() -> None:
+    rng = np.random.default_rng(2)
+    mask = rng.random((SEQ_Q, SEQ_K)) < 0.6
+    mask[:, 3:7] = mask[:, 20:33] = mask[:, 70:90] = mask[9:12] = False
+    case = _case({"attn_mask": mask})
+    hidden = ~mask.any(axis=0)
+    k, v = case.k.copy(), case.v.copy()
+    k[:, :, hidden], v[:, :, hidden] = np.nan, np.inf
+    found = _forward(replace(case, k=k, v=v))
+    k[:, :, hidden], v[:, :, hidden] = 0, 0
+    _check(replace(case, k=k, v=v), found)
+
+
+def test_packed_sequences_end_where_tiles_do_not_and_know_nothing_of_each_other() -> None:
+    ends = (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)
+    case = _case({"is_causal": True, "causal_offset": 5})
+    case = replace(case, **{name: getattr(case, name)[0] for name in ("q", "k", "v", "dout")})
+    case.v[0, 30] = np.inf  # the third sequence's only key
+    sequences = Sequences(np.array(ends[0]), np.array(ends[1]), SEQ_Q, SEQ_K)
+    out, lse = _forward(case, sequences=sequences)
+    for i in (0, 3):
+        rows, cols = (slice(*sums[i : i + 2]) for sums in ends)
+        own = replace(case, q=case.q[:, rows], k=case.k[:, cols], v=case.v[:, cols])
+        _check(replace(own, dout=case.dout[:, rows]), (out[:, rows], lse[:, rows]))
+
+
+def test_all_options_together_are_the_textbooks() -> None:
+    rng = np.random.default_rng(5)
+    options = {
+        "softcap": 2.0,
+        "alibi_slopes": np.array([0.5, 0.1], np.float32),
+        "attn_mask": rng.standard_normal((2, 1, SEQ_K)).astype(FLOAT16),
+        "dropout_p": 0.3,
+        "seed": 7,
+        "block_mask": _blocks(rng),
+        "mask_mod": MASK_MODS[0],
+        "score_mod": SCORE_MODS[0],
+        "is_causal": True,
+        "causal_offset": 5,
+    }
+    case = _case(options)
+    _check(case, _forward(case))
+
+
+def _tanh_kernel(x, out):
+    lane = cuda.threadIdx.x
+    out[lane] = tanh(x[lane])
+
+
+def test_tanh_is_exact_to_some_units_in_the_last_place() -> None:
+    sizes = np.geomspace(1e-6, 90, 30)
+    x = np.array([0.0, np.nan, *sizes], np.float32)
+    vector = types.Array(float32, 1, "C")
+    kernel = Kernel(_tanh_kernel, void(vector, vector), 32)
+    for sign in (1, -1):
+        out = np.zeros(32, np.float32)
+        emulate(kernel, (1, 1), sign * x, out)
+        np.testing.assert_allclose(out, np.tanh(sign * x.astype(np.float64)), 2e-6)

@@ -85,7 +85,8 @@ MODULES = (
 OPERATORS = ("tests/test_operators.py",)
 SCALARS = ("tests/test_scalar.py", "tests/test_autodiff.py")
 DATA, TENSORS = ("tests/test_tensor_data.py",), ("tests/test_tensor.py",)
-GENERAL, CUDA = ("tests/test_tensor_general.py",), ("tests/test_cuda_ops.py",)
+GENERAL = ("tests/test_tensor_general.py",)
+KERNELS = ("tests/test_cuda_ops.py", "tests/test_course_kernels.py")
 CONV, LAYERS = ("tests/test_conv.py",), ("tests/test_nn.py",)
 FLASH, TRAFFIC = ("tests/test_module5.py",), ("tests/test_module5_traffic.py",)
 #: Measures how fast a right solution is, task by task.
@@ -170,13 +171,13 @@ TASKS = (
         "3.3", "CUDA map, zip and reduce", 15,
         "One thread, one element; a reduction shares its partial sums within a block. A barrier "
         "between the write of one thread and the read of another.",
-        CUDA, simulator=True,
+        KERNELS, simulator=True,
     ),
     Task(
         "3.4", "CUDA matrix multiplication", 15,
         "Tiles in shared memory: each element is read from global memory once for a tile of the "
         "output, and the output is written once.",
-        (*CUDA, "tests/test_course_kernels.py"), simulator=True,
+        KERNELS, simulator=True,
     ),
     Task(
         "4.1", "Convolution in one dimension", 10,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash3_layout import LINE, PANEL, Layout
@@ -22,6 +24,13 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
     array = np.empty(shape, dtype)
     array.view(np.uint8)[...] = GARBAGE
     return array
+
+
+#: Marks of a call that takes seconds and is like others that always run.
+FUZZ_ONLY = [
+    pytest.mark.fuzz,
+    pytest.mark.skipif("MINITORCH_EXAMPLES" not in os.environ, reason="make fuzz runs it"),
+]
 
 
 def _bits(array: Any) -> Any:

@@ -1,7 +1,8 @@
 """The CUDA backend against NumPy and the simple backend, in the simulator or on a GPU.
 
 In the simulator a thread of a block is a Python thread: shapes are tiny, and chosen so that they
-divide no block and no tile.
+divide no block and no tile. A test has a task's mark if a kernel of the course runs in it: the backend
+multiplies, and folds what lies in order, with kernels of its own.
 """
 
 from __future__ import annotations
@@ -208,7 +209,6 @@ def test_integers_and_booleans_are_filled_too() -> None:
         assert to_host(storage).tolist() == [1] * 5, dtype
 
 
-@pytest.mark.task3_3
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fn", "start", "expected"), REDUCTIONS, ids=["add", "mul", "max"])
 def test_reduce_agrees_with_numpy(fn: Any, start: float, expected: Any, dtype: Any) -> None:
@@ -220,7 +220,6 @@ def test_reduce_agrees_with_numpy(fn: Any, start: float, expected: Any, dtype: A
             assert_equal(result, expected(x, axis=dim, keepdims=True), f"{x.shape}, dim {dim}")
 
 
-@pytest.mark.task3_3
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 1023, 1024, 1025, 2049])
 def test_reduce_folds_every_element_of_a_dimension_of_any_length(length: int) -> None:
     x = draw((2, length))
@@ -229,7 +228,6 @@ def test_reduce_folds_every_element_of_a_dimension_of_any_length(length: int) ->
         assert_equal(on_cuda(permuted(x)).sum(1), x.sum(1, keepdims=True), f"{length}, strided")
 
 
-@pytest.mark.task3_3
 @pytest.mark.parametrize("excess", [-1, 0, 1])
 @pytest.mark.parametrize("name", ["fold_short", "fold_long", "fold_across"])
 def test_reduce_folds_lengths_around_what_a_block_and_a_part_of_it_hold(
@@ -369,7 +367,6 @@ def test_mm_practice_refuses_more_than_one_block() -> None:
 # -- matrix products ----------------------------------------------------------------------------
 
 
-@pytest.mark.task3_4
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("a", "b"),
@@ -393,7 +390,6 @@ def test_matrix_multiply_agrees_with_numpy(
     assert_equal(result, x @ y, f"{a} @ {b}")
 
 
-@pytest.mark.task3_4
 @pytest.mark.parametrize("layouts", [(permuted, np.array), (np.array, permuted), (permuted,) * 2])
 def test_matrix_multiply_reads_operands_as_they_lie(layouts: tuple[Any, Any]) -> None:
     x, y = layouts[0](draw((2, 9, 3))), layouts[1](draw((2, 3, 5), seed=1))
@@ -416,7 +412,6 @@ def products(draw_from: st.DrawFn) -> tuple[Any, Any]:
     return operands[0], operands[1]
 
 
-@pytest.mark.task3_4
 @settings(max_examples=12)
 @given(operands=products())
 def test_any_layouts_and_batches_multiply_as_in_numpy(operands: tuple[Any, Any]) -> None:
@@ -424,7 +419,6 @@ def test_any_layouts_and_batches_multiply_as_in_numpy(operands: tuple[Any, Any])
     assert_equal(on_cuda(x) @ on_cuda(y), x @ y, f"{x.shape} @ {y.shape}")
 
 
-@pytest.mark.task3_4
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_long_sum_is_divided_among_blocks(dtype: Any) -> None:
     depth = 3 * SIZES.product_depth + 5
@@ -436,7 +430,6 @@ def test_a_long_sum_is_divided_among_blocks(dtype: Any) -> None:
     assert np.array_equal(once, result.to_numpy()), "the order of a sum depends on the layout"
 
 
-@pytest.mark.task3_4
 def test_heads_that_were_permuted_multiply_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = draw((2, 5, 3, 4)), draw((2, 5, 3, 4), seed=1)  # (batch, seq, heads, dim)
     q, k = on_cuda(x).permute(0, 2, 1, 3), on_cuda(y).permute(0, 2, 3, 1)
@@ -444,7 +437,6 @@ def test_heads_that_were_permuted_multiply_without_a_copy(monkeypatch: pytest.Mo
     assert_equal(q @ k, x.transpose(0, 2, 1, 3) @ y.transpose(0, 2, 3, 1))
 
 
-@pytest.mark.task3_4
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("tile", SIZES.product_tiles[8], ids=str)
 def test_a_product_reads_and_writes_nothing_beyond_the_matrices(
@@ -483,7 +475,6 @@ def test_a_product_reads_and_writes_nothing_beyond_the_matrices(
     assert np.isnan(result[-1]).all() and np.isnan(result[:, -1]).all(), "written beyond the end"
 
 
-@pytest.mark.task3_4
 def test_operands_of_two_dtypes_multiply_in_the_wider() -> None:
     x, y = draw((2, 3), np.float32), draw((3, 2), np.float64, seed=1)
     result = on_cuda(x) @ on_cuda(y)
@@ -494,7 +485,6 @@ def test_operands_of_two_dtypes_multiply_in_the_wider() -> None:
 # -- tensors on the device ------------------------------------------------------------------------
 
 
-@pytest.mark.task3_4
 @pytest.mark.parametrize(
     "f",
     [

@@ -160,7 +160,7 @@ TASKS = (
         "3.1", "Parallel map, zip and reduce", 15,
         "The loops of 2.3, compiled: the outer one parallel, no index where memory lies alike, "
         "no call but fn in the inner one.",
-        GENERAL, speed=4, seconds=600,  # some hundred loops are compiled
+        GENERAL, speed=4, seconds=600,  # many loops are compiled
     ),
     Task(
         "3.2", "Matrix multiplication", 10,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kernel_diagrams import mma_fragments, ping_pong, swizzle
 from picture import AMBER, BLUE, GREEN, INK, PALE, RED, Picture
 
 FOLDER = Path(__file__).resolve().parent / "diagrams"
@@ -239,6 +240,9 @@ PICTURES = {
     "mask-tiles": mask_tiles,
     "attention-graph": attention_graph,
     "traffic": traffic,
+    "mma-fragments": mma_fragments,
+    "swizzle": swizzle,
+    "ping-pong": ping_pong,
 }
 
 

@@ -122,14 +122,15 @@ def plan(args: argparse.Namespace) -> Iterator[Peers]:
             yield Peers("dense", case, dtype, dim, length, RUNGS, ("FLASH", "CUDNN"))
         peers = ("EFFICIENT", "MATH") if length < LENGTH else ("EFFICIENT",)
         yield Peers("float32", case, "float32", dim, length, PRECISIONS, peers)
-    for dim in [dim for dim in args.dims if dim <= 128]:
-        for case in ("boolean mask", "dropout"):
-            yield Peers("masks", case, "bfloat16", dim, LENGTH, AUTO, SDPA)
-        for case in OPTIONS:
-            yield Peers("options", case, "bfloat16", dim, LENGTH, AUTO, (FLEX,))
-    for dtype, dim, case in itertools.product(DTYPES, args.dims, masks):
+    dtypes: list[str] = [*args.dtypes, "float32"]
+    for dtype, dim, case in itertools.product(dtypes, args.dims, masks):
         ours, peer = (PRECISIONS[:1], "EFFICIENT") if dtype == "float32" else (RUNGS, "MATH")
         yield Peers("accuracy", case, dtype, dim, ACCURACY_LENGTH, ours, (peer,))
+    narrow = [dim for dim in args.dims if dim <= 128]
+    for dim, case in itertools.product(narrow, ("boolean mask", "dropout")):
+        yield Peers("masks", case, "bfloat16", dim, LENGTH, AUTO, SDPA)
+    for dim, case in itertools.product(narrow, OPTIONS):
+        yield Peers("options", case, "bfloat16", dim, LENGTH, AUTO, (FLEX,))
 
 
 class Operands:
@@ -153,6 +154,18 @@ class Operands:
 def case_of(one: Peers) -> Case:
     """Return the option of some calls."""
     return cases(one.heads, one.length, WINDOW, BLOCK, DOCUMENT)[one.case]
+
+
+def compiled_first(todo: list[Peers]) -> list[Peers]:
+    """Return calls of one contestant each, those first that share no kernel with an earlier one."""
+    alone = [one._replace(ours=(ours,), theirs=()) for one in todo for ours in one.ours]
+    known: set[tuple[Any, ...]] = set()
+    first, later = [], []
+    for one in alone:
+        kernel = one.dtype, one.head_dim, one.case, one.ours[0].name
+        (later if kernel in known else first).append(one)
+        known.add(kernel)
+    return sorted(first, key=lambda one: one.case in ("dense", "causal")) + later
 
 
 def compile_for(one: Peers) -> None:
@@ -286,11 +299,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     prepare(torch, "cuda")
     todo, rows = [one for one in plan(args) if one.group in args.groups], []
     if args.jobs > 1:
-        context = multiprocessing.get_context("spawn")
+        context, first = multiprocessing.get_context("spawn"), compiled_first(todo)
         with ProcessPoolExecutor(args.jobs, context) as pool:
-            for _ in tqdm(
-                pool.map(compile_for, todo), total=len(todo), unit="call", desc="compile"
-            ):
+            steps = pool.map(compile_for, first)
+            for _ in tqdm(steps, total=len(first), unit="call", desc="compile"):
                 pass
     try:
         if "overhead" in args.groups:

@@ -82,9 +82,10 @@ def interleaved(
     shortest: float = SHORTEST,
     hold: Callable[[int], Any] | None = None,
 ) -> dict[Name, list[float]]:
-    """Return the seconds of each step in every round; a round runs each of them once, in their order.
+    """Return the seconds of each step in every round; a round runs each once, every other one backwards.
 
-    So what disturbs the machine disturbs all of them alike, and :func:`ratio` of two is fair.
+    So what disturbs the machine disturbs all of them alike, what one leaves behind for the next is not
+    always the same one's gain or loss, and :func:`ratio` of two is fair.
 
     Args:
         steps: By name.
@@ -94,7 +95,8 @@ def interleaved(
         most: Rounds at most.
         at_most_seconds: After which no other round begins, however few there were.
         warm_up: Run each step before; what compiles is not counted.  Without, each runs once a round.
-        after: By name, what follows the step and is not timed: it may free memory for the next one.
+        after: By name, what follows the step and is not timed: it may free memory for the next one.  Steps
+            then keep their order in every round: one may need what the one before it left.
         shortest: Seconds of a reading at least: a shorter step runs several times.
         hold: As for :func:`seconds`.
 
@@ -114,8 +116,8 @@ def interleaved(
         spent = time.perf_counter() - start
         if (done >= least and spent >= budget) or (done and spent >= at_most_seconds):
             break
-        for name, step in steps.items():
-            times[name].append(seconds(step, device, repeats[name], hold))
+        for name in [*steps][:: -1 if done % 2 and not following else 1]:
+            times[name].append(seconds(steps[name], device, repeats[name], hold))
             following.get(name, _nothing)()
     return times
 

@@ -86,6 +86,7 @@ class CtrlC:
             signal.signal(signal.SIGINT, self.before)
 
 
+@minitorch.no_grad()
 def judge(
     model: minitorch.DecoderLM, inputs: Any, targets: Any, batch: int, seconds: float
 ) -> list[float]:

@@ -68,7 +68,15 @@ def one_number(measure: Any, name: str = "one_number") -> Experiment:
 def of(device: str, name: str, **more: Any) -> str:
     """Return the text of a result file."""
     entries = {"experiment": name, "device": device, "date": "2020-02-02", "cores": 8, "threads": 8}
-    return json.dumps({**entries, "versions": {}, "rows": [{"x": 1.0}], **more})
+    made = {"command": "python x.py", "versions": {}}
+    return json.dumps({**entries, **made, "rows": [{"x": 1.0}], **more})
+
+
+def put(elsewhere: Path, folder: str, name: str, text: str) -> None:
+    """Write a result file of another device."""
+    path = elsewhere / "results" / folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -81,6 +89,8 @@ def test_an_experiment_leaves_a_record_and_a_figure(
     record = json.loads(record_path.read_text())
     assert set(record) >= {*KEYS, "rows", "timing"} and record["rows"]
     assert record["experiment"] == name and record["kind"] == "cpu"
+    if name == "io_table":  # what is timed on the CPU is not what is counted
+        assert "attention composed of tensor operations" in record["note"]
     assert record["command"] == " ".join([f"python project/experiments/{name}.py", *TINY[name]])
     assert str(tmp_path) not in record_path.read_text()
     assert "measured here" in figure.read_text()
@@ -135,12 +145,77 @@ def test_a_fresh_result_takes_the_place_of_its_file(elsewhere: Path) -> None:
     assert [r.record["device"] for r in harness.beside_files(None, "x")] == ["cpu-2-cores", "gpu"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"experiment": "y", "rows": []}'])
-def test_a_file_that_is_no_record_is_named(elsewhere: Path, text: str) -> None:
-    (elsewhere / "results" / "gpu").mkdir(parents=True)
-    (elsewhere / "results" / "gpu" / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=r"x\.json is no record of the experiment x; make it with"):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "JSONDecodeError: "),
+        ("[]", "its experiment is 'list'"),
+        ('{"rows": []}', "its experiment is None"),
+        (of("A GPU", "y"), "its experiment is 'y'"),
+        (of("A GPU", "x", versions=None), "versions is None, expected dict"),
+        (of("A GPU", "x", rows=[]), "it has no list of rows"),
+        (of("A GPU", "x", rows=[1]), "it has no list of rows"),
+    ],
+)
+def test_a_file_that_is_no_record_is_named(elsewhere: Path, text: str, why: str) -> None:
+    put(elsewhere, "gpu", "x", text)
+    said = r"x\.json is no record of the experiment x; make it with"
+    with pytest.raises(ValueError, match=said) as error:
         harness.stored("x")
+    assert why in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", harness.names())
+def test_rows_that_are_not_an_experiments_own_are_an_error_of_one_line(
+    elsewhere: Path, name: str
+) -> None:
+    """A file may come from anywhere: from another version, say, whose rows had other entries."""
+    put(elsewhere, "gpu", name, of("A GPU", name, rows=[{"unknown": 1}]))
+    with pytest.raises(SystemExit) as error:
+        harness.run(harness.load(name).EXPERIMENT, ["--redraw"])
+    text = str(error.value)
+    assert f"{name}.json is no record of the experiment {name}; " in text and "\n" not in text
+
+
+def test_what_was_measured_stays_where_a_file_beside_it_is_foreign(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(elsewhere, "gpu", "one_number", of("A GPU", "one_number", rows=[{"y": 1.0}]))
+    put(elsewhere, "hal", "one_number", of("Another", "one_number"))
+    with pytest.raises(SystemExit, match=r"gpu/one_number\.json is no record .* \(KeyError"):
+        harness.run(one_number(lambda args, report: report.add(x=2.0)), ["--publish"])
+    (record,) = (elsewhere / "results").glob("cpu-*/one_number.json")
+    assert json.loads(record.read_text())["rows"] == [{"x": 2.0}]
+    assert "| 2 |" in capsys.readouterr().out
+
+
+def test_a_fault_of_our_own_is_no_fault_of_a_file(elsewhere: Path) -> None:
+    put(elsewhere, "gpu", "one_number", of("A GPU", "one_number"))
+    with pytest.raises(KeyError, match="x"):
+        harness.run(one_number(lambda args, report: report.add(y=2.0)), [])
+
+
+def test_files_of_nonsense_do_not_stop_the_others(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(elsewhere, "gpu", "hardware_counters", "{")
+    assert harness.load("all").main(["--only", "hardware_counters"]) == 1
+    printed = capsys.readouterr().out
+    assert "hardware_counters.json is no record" in printed and "| hardware_counters |" in printed
+
+
+def test_another_processor_with_as_many_cores_has_a_folder_of_its_own(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = one_number(lambda args, report: report.add(x=2.0))
+    for name in ("Processor A", "Processor (R) B", "Processor A"):
+        monkeypatch.setattr(measuring, "processor", lambda name=name: name)
+        assert harness.run(experiment, ["--publish"]) == 0
+    folder = measuring.slug_of("cpu")
+    found = {r.folder: r.record["device"] for r in harness.stored("one_number")}
+    assert found == {folder: "Processor A", f"{folder}-processor-r-b": "Processor (R) B"}
+    drawn = (elsewhere / "images" / "one_number.svg").read_text()
+    assert "Processor A" in drawn and "Processor (R) B" in drawn
 
 
 @pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
@@ -195,6 +270,13 @@ def test_rounds_are_interleaved_and_what_compiles_is_not_counted() -> None:
     assert {name: len(found) for name, found in times.items()} == {"a": 2, "b": 2}
     assert done[-6:] == ["a", "free", "b"] * 2
     assert done[:-6] == ["a", "a", "free", "b", "b"]
+
+
+def test_every_other_round_runs_backwards() -> None:
+    done: list[str] = []
+    steps = {name: lambda name=name: done.append(name) for name in "abc"}
+    measuring.interleaved(steps, "cpu", 0.0, least=3, shortest=0.0)
+    assert "".join(done[-9:]) == "abccbaabc"
 
 
 def test_no_round_begins_after_the_last_second() -> None:

@@ -32,6 +32,7 @@ RECORD = {
     [
         ("rows/length=2048/flash/median", 2.0),
         ("rows/mask=a b/length", 2048),
+        ("rows/mask=a b&length=2048/flash/median", 2.0),
         ("rows/0/length", 128),
         ("largest/-1/1", 8),
     ],
@@ -49,6 +50,7 @@ def test_a_path_leads_to_a_number(path: str, expected: float) -> None:
         ("rows/0/flash/median/low", "low"),
         ("rows/first", "first"),
         ("rows/0/length/x=1", "x=1"),
+        ("rows/length=128&mask=a b/flash", "length=128&mask=a b"),
     ],
 )
 def test_a_path_that_leads_nowhere_says_where_it_ends(path: str, step: str) -> None:

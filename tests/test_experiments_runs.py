@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -142,8 +143,39 @@ def test_sparsity(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     set_size(monkeypatch, module, **{device: module.Size(64, 1, 0.0)})
     rows = {row["mask"]: row for row in result_of(module, device, tmp_path).rows}
     assert rows.keys() == {"random, 0.25", "butterfly", "dense"}
-    assert [rows[name]["density"] for name in rows] == [0.25, 0.75, 1.0]
+    assert [rows[name]["density"] for name in rows] == [1.0, 0.25, 0.75]
     assert rows["dense"]["forward_part"]["median"] == 1.0
+
+
+def test_an_interruption_of_sparsity_keeps_the_masks_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, timed = load("sparsity"), []
+    interleaved = module.interleaved
+
+    def stopped(*args: Any, **more: Any) -> Any:
+        timed.append(args)
+        if len(timed) == 3:
+            raise KeyboardInterrupt
+        return interleaved(*args, **more)
+
+    monkeypatch.setattr(module, "interleaved", stopped)
+    monkeypatch.setattr(module, "BLOCK", 16)
+    set_size(monkeypatch, module, cpu=module.Size(64, 1, 0.0))
+    places = ["--json", str(tmp_path / "record.json"), "--figure", str(tmp_path / "figure.svg")]
+    assert harness.run(module.EXPERIMENT, places) == 130
+    rows = json.loads((tmp_path / "record.json").read_text())["rows"]
+    assert [row["mask"] for row in rows] == ["dense", "random, 0.25"]
+    assert all(row["backward"]["median"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_two_masks_of_sparsity_are_the_same(device: str) -> None:
+    module = load("sparsity")
+    for size in module.SIZES[device].values():
+        masks = [mask for name, mask in module.masks(size.length).items() if name != "butterfly"]
+        densities = [mask.density for mask in masks]
+        assert len(set(densities)) == len(densities) >= 4, size
 
 
 @pytest.mark.parametrize("part", [0.01, 0.3, 1.0])

@@ -3,7 +3,8 @@
 The directive ``{experiment} NAME`` inserts the figure and, for each device, the table and where it was
 made.  The role ``{result}`` inserts one number: its text is an experiment, a device, a path and a format.
 ``speedup nvidia-h200 rows/length=2048/naive/forward/median .1f`` looks into
-docs/results/nvidia-h200/speedup.json for the row whose length is 2048, and so on; a path may have spaces.
+docs/results/nvidia-h200/speedup.json for the row whose length is 2048, and so on; a path may have spaces,
+and ``peer=CUDNN&case=dense`` chooses by both.
 A device without a file gives "(not measured yet)"; a path that leads nowhere is an error.
 """
 
@@ -32,17 +33,21 @@ def look_up(record: Any, path: str) -> Any:
 
     Args:
         record: Of JSON.
-        path: Steps with slashes between them.
+        path: Steps with slashes between them; a choice may name several keys, with & between them.
 
     Raises:
         ValueError: If a step leads nowhere; it says which, and what there is.
     """
     found = record
     for step in path.split("/"):
-        key, equals, value = step.partition("=")
+        wanted = [part.partition("=")[::2] for part in step.split("&")]
         try:
-            if equals:
-                found = next(entry for entry in found if str(entry.get(key)) == value)
+            if "=" in step:
+                found = next(
+                    entry
+                    for entry in found
+                    if all(str(entry.get(key)) == value for key, value in wanted)
+                )
             else:
                 found = found[int(step) if isinstance(found, list) else step]
         except (KeyError, IndexError, StopIteration, ValueError, TypeError, AttributeError):
@@ -96,7 +101,7 @@ def as_markdown(name: str) -> str:
         lines += [
             f"**{record['device']}**, {record['cores']} cores, {record['date']}: `{record['command']}` "
             f"({rows}; {versions})",
-            "", experiment.table(record), "",
+            "", harness.table_of(experiment, result), "",
         ]  # fmt: skip
     how = f"`python project/experiments/{name}.py`"
     return "\n".join(lines or [f"Not measured yet: {how} does it."])

@@ -20,6 +20,7 @@ from pathlib import Path
 import harness
 from command_line import OneLineParser
 from harness import markdown
+from record_files import BadRecordError
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -40,7 +41,11 @@ def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def command_of(name: str, device: str, handed: list[str]) -> list[str] | None:
-    """Return the command of one experiment; None where there is nothing to measure nor to draw."""
+    """Return the command of one experiment; None where there is nothing to measure nor to draw.
+
+    Raises:
+        BadRecordError: If what would be drawn is no record of it.
+    """
     script = str(Path(__file__).with_name(f"{name}.py"))
     if device in harness.load(name).EXPERIMENT.devices:
         return [sys.executable, script, "--device", device, *handed]
@@ -53,7 +58,12 @@ def main(argv: list[str] | None = None) -> int:
     args, handed = parse_args(sys.argv[1:] if argv is None else argv)
     lines, code = [], 0
     for name in args.only:
-        command = command_of(name, args.device, handed)
+        try:
+            command = command_of(name, args.device, handed)
+        except BadRecordError as error:
+            lines.append([name, str(error), "–"])
+            code = code or 1
+            continue
         if command is None:
             lines.append([name, f"not on {args.device}, and no file of it", "–"])
             continue

@@ -11,7 +11,7 @@ figure with a panel for each device of which there is a file::
 Rows are written as they come, so that an interruption keeps them.  Records go to ``build/experiments``,
 where they change nothing; with ``--publish`` they go to ``docs/results`` and figures to
 ``docs/images/experiments``.  A file of another machine, put into ``docs/results/<device>``, is drawn beside
-what is measured here, and its panel says where it comes from.
+what is measured here, and its panel says where it comes from; what is published never takes its place.
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
 import measuring  # noqa: E402
 from command_line import OneLineParser  # noqa: E402
+from record_files import FOREIGN, BadRecordError, Record, bad_record, folder_of, read_record  # noqa: E402
+from table_cells import COLOURS as COLOURS  # noqa: E402  # experiments have these from here
+from table_cells import cell as cell  # noqa: E402
+from table_cells import colour_of as colour_of  # noqa: E402
+from table_cells import markdown as markdown  # noqa: E402
+from table_cells import timed_cell as timed_cell  # noqa: E402
 
 from kernels.targets import why_no_cuda  # noqa: E402
 
@@ -44,19 +50,6 @@ IMAGES = ROOT / "docs" / "images" / "experiments"
 BUILD = ROOT / "build" / "experiments"
 #: Where results and figures go, for the record of the command they are left out.
 PLACES = ("--json", "--figure")
-#: One colour for a rung, a baseline or a peer in all figures, by the name in the rows.
-COLOURS = {
-    "naive": "#c0392b",
-    "flash1": "#b8860b",
-    "flash2": "#1b6ca8",
-    "flash2 atomic": "#5dade2",
-    "flash": "#1b6ca8",
-    "composed": "#8e44ad",
-    "published": "#7f8c8d",
-    "PyTorch": "#2e8b57",
-}
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -192,23 +185,30 @@ def stored(name: str, results: Path | None = None) -> list[Result]:
     """Return what ``docs/results/*/<name>.json`` hold, by device, the CPUs first.
 
     Raises:
-        ValueError: If such a file is no record of that experiment.
+        BadRecordError: If such a file is no record of that experiment.
     """
-    found = []
-    for path in sorted((results or RESULTS).glob(f"*/{name}.json")):
-        record: Any = None
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            known = record["experiment"] == name and isinstance(record["rows"], list)
-        except (ValueError, KeyError, TypeError):
-            known = False
-        if not known:
-            raise ValueError(
-                f"{path} is no record of the experiment {name}; make it with "
-                f"python project/experiments/{name}.py --json, or take it away"
-            )
-        found.append(Result(record, path.parent.name))
-    return found
+    paths = sorted((results or RESULTS).glob(f"*/{name}.json"))
+    return [Result(read_record(path, name), path.parent.name) for path in paths]
+
+
+def table_of(experiment: Experiment, result: Result) -> str:
+    """Return the table of what was measured on one device.
+
+    Raises:
+        BadRecordError: If it is from a file, and the rows of that are not those of the experiment.
+    """
+    try:
+        return experiment.table(result.record)
+    except BadRecordError:  # of another file that the table reads
+        raise
+    except FOREIGN as error:
+        if result.fresh:
+            raise
+        raise bad_record(_file_of(experiment, result), experiment.name, repr(error)) from None
+
+
+def _file_of(experiment: Experiment, result: Result) -> Path:
+    return RESULTS / result.folder / f"{experiment.name}.json"
 
 
 def beside_files(fresh: Result | None, name: str) -> list[Result]:
@@ -240,14 +240,12 @@ def panels(
     return [(grid[0, i] if rows == 1 else grid[:, i], result) for i, result in enumerate(results)]
 
 
-def colour_of(name: str, names: Sequence[str]) -> str:
-    """Return the colour of a curve: one for each rung in all figures, and some others for others."""
-    others = [other for other in names if other not in COLOURS]
-    return COLOURS.get(name) or f"C{others.index(name) % 10}"
-
-
 def draw(experiment: Experiment, results: list[Result], path: Path) -> str | None:
-    """Draw the figure; return why not, or None."""
+    """Draw the figure; return why not, or None.
+
+    Raises:
+        BadRecordError: If the rows of a file are not those of the experiment.
+    """
     if not results:
         return "no figure: nothing has been measured"
     try:
@@ -258,41 +256,34 @@ def draw(experiment: Experiment, results: list[Result], path: Path) -> str | Non
     # The same rows make the same file; text stays text.
     with rc_context({"svg.hashsalt": experiment.name, "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(5.2, experiment.height), layout="constrained")
-        experiment.draw(figure, results)
+        try:
+            experiment.draw(figure, results)
+        except BadRecordError:
+            raise
+        except FOREIGN:
+            for result in results:
+                if not result.fresh and (why := _why_not_drawn(experiment, result, Figure())):
+                    raise bad_record(_file_of(experiment, result), experiment.name, why) from None
+            raise
         path.parent.mkdir(parents=True, exist_ok=True)
         date = {"Date": None} if path.suffix == ".svg" else {}
         figure.savefig(path, metadata=date, dpi=150)
     return None
 
 
-def cell(value: float | None) -> str:
-    """Write a number for a table: three digits, or all of a whole one; a dash where there is none."""
-    if value is None:
-        return "–"
-    text = f"{value:.3g}"
-    return f"{float(text):,.10g}" if "e" in text or abs(value) >= 1000 else text
+def _why_not_drawn(experiment: Experiment, result: Result, figure: Any) -> str:
+    """Return what drawing one result alone raises, or an empty text."""
+    try:
+        experiment.draw(figure, [result])
+    except FOREIGN as error:
+        return repr(error)
+    return ""
 
 
-def timed_cell(entry: Record | None) -> str:
-    """Write what ``measuring.spread`` returned: the median, and the quartiles in brackets."""
-    if entry is None:
-        return "–"
-    return f"{cell(entry['median'])} ({cell(entry['low'])} … {cell(entry['high'])})"
-
-
-def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-    """Return a Markdown table; all columns but the first are aligned to the right."""
-    table = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
-    table += [
-        f"| {' | '.join(each if isinstance(each, str) else cell(each) for each in line)} |"
-        for line in lines
-    ]
-    return "\n".join(table)
-
-
-def show(experiment: Experiment, record: Record) -> None:
+def show(experiment: Experiment, result: Result) -> None:
     """Print the table, and under it where it was measured."""
-    print(experiment.table(record))
+    record = result.record
+    print(table_of(experiment, result))
     origin = f"{record['device']}, {record['cores']} cores, {record['threads']} threads, {record['date']}"
     print(f"\n{origin}; {', '.join(f'{k} {v}' for k, v in record['versions'].items())}")
     if record.get("interrupted"):
@@ -308,7 +299,7 @@ def run(experiment: Experiment, argv: list[str] | None = None) -> int:
     args = parse_args(experiment, argv)
     if args.device == "cuda" and not args.redraw and (missing := why_no_cuda()) is not None:
         sys.exit(missing)
-    folder = measuring.slug_of(args.device) if not args.redraw else ""
+    folder = folder_of(args.device, RESULTS) if not args.redraw else ""
     results, images = (RESULTS, IMAGES) if args.publish else (BUILD, BUILD)
     name = f"{experiment.name}.json"
     # What is published is whole: rows on their way lie elsewhere.
@@ -335,14 +326,17 @@ def run(experiment: Experiment, argv: list[str] | None = None) -> int:
             shutil.copyfile(report.path, path)
         fresh = Result(report.read(), folder, fresh=True)
         print()
-        show(experiment, fresh.record)
+        show(experiment, fresh)
         print(f"\nrecord: {_shown(path)}")
-    found = beside_files(fresh, experiment.name)
-    if args.redraw:
-        for result in found:
-            show(experiment, result.record)
-            print()
-    why_not = draw(experiment, found, picture)
+    try:
+        found = beside_files(fresh, experiment.name)
+        if args.redraw:
+            for result in found:
+                show(experiment, result)
+                print()
+        why_not = draw(experiment, found, picture)
+    except BadRecordError as error:
+        sys.exit(str(error))
     print(f"figure: {_shown(picture)}" if why_not is None else why_not)
     return code
 

@@ -43,6 +43,12 @@ NOTE = (
     "its backward pass, where the published baseline reads a stored P; flash1 divides 48 KB of float32 into"
     " tiles, a quarter of the elements that the published one had, and so visits rows more often"
 )
+#: What is timed without a GPU is not what is counted.
+CPU_NOTE = (
+    "; operations and traffic are those of the CUDA rungs, but the times are the CPU's: naive is there "
+    "attention composed of tensor operations, which keeps P for its backward pass, and flash2 is the rung "
+    "of the CPU"
+)
 
 
 def options(parser: Any) -> None:
@@ -95,7 +101,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     args.batch_heads, args.length = args.batch_heads or batch_heads, args.length or length
     workload = {name: getattr(args, name) for name in ("batch_heads", "length", "head_dim")}
     print("counting a small call in the simulator, some 10 s", file=sys.stderr)
-    report.note(workload=workload, timing=timing_note(args.device), note=NOTE)
+    note = NOTE + (CPU_NOTE if args.device == "cpu" else "")
+    report.note(workload=workload, timing=timing_note(args.device), note=note)
     report.note(metered=METERED, meter=in_child(meter, simulator=True))
     timed = calls(args)
     steps = {
@@ -129,7 +136,7 @@ def counters_of(record: Record) -> dict[tuple[str, str], Record]:
     """Return what the counters of the same device say of the same workload, by rung and pass."""
     for result in harness.stored("hardware_counters"):
         same = result.record["device"] == record["device"]
-        if same and result.record["workload"] == record["workload"]:
+        if same and result.record.get("workload") == record["workload"]:
             return {(row["rung"], row["pass"]): row for row in result.rows}
     return {}
 

@@ -28,6 +28,7 @@ class Case:
         heads: Of q, k and v.
         length: Of queries and keys.
         options: Of ``kernels.flash_attention_forward``; of masks, NumPy arrays.
+        textbook: Options that say the same to the textbook, where they are faster there; None: as above.
         sums: Where packed documents begin and end, or None.
         is_causal: The peer has an option for it, too.
         dropout_p: Likewise.
@@ -45,6 +46,7 @@ class Case:
     heads: int
     length: int
     options: dict[str, Any] = field(default_factory=dict)
+    textbook: dict[str, Any] | None = None
     sums: npt.NDArray[np.int64] | None = None
     is_causal: bool = False
     dropout_p: float = 0.0
@@ -65,7 +67,7 @@ class Case:
 
     def reference_options(self, dtype: np.dtype[Any]) -> dict[str, Any]:
         """Return those of the first head alone in float64, the mask rounded; documents are a mask."""
-        options = self.options_of(dtype)
+        options = self.options_of(dtype) if self.textbook is None else dict(self.textbook)
         if "alibi_slopes" in options:
             options["alibi_slopes"] = options["alibi_slopes"][:1]
         mask = options.get("attn_mask")
@@ -117,6 +119,14 @@ def cases(
     def of_same_document(row: Any, col: Any, table: Any) -> Any:
         return table[row] == table[col]
 
+    by_head = slopes.astype(np.float32)
+
+    def with_distance(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+        return score - by_head[head] * abs(row - col)
+
+    def steepness(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+        return 1.0
+
     def distance_bias() -> npt.NDArray[np.float32]:
         distance = np.abs(rows - cols)
         return (-slopes[:, None, None] * distance).astype(np.float32)
@@ -151,7 +161,13 @@ def cases(
         Case(
             "ALiBi", heads, length, options={"alibi_slopes": slopes}, bias=distance_bias,
             score=lambda torch, score, head, row, col, table: score - table[head] * abs(row - col),
-            table=slopes.astype(np.float32),
+            table=by_head,
+        ),
+        Case(
+            "ALiBi as score_mod", heads, length, options={"score_mod": (with_distance, steepness)},
+            textbook={"alibi_slopes": slopes}, bias=distance_bias,
+            score=lambda torch, score, head, row, col, table: score - table[head] * abs(row - col),
+            table=by_head,
         ),
         Case(
             "documents", heads, length, sums=sums, seen=lambda: document[:, None] == document,

@@ -12,7 +12,8 @@ DIRECTIONS = ("forward", "backward")
 DTYPES = ("float16", "bfloat16", "float32")
 #: Of the calls that FlexAttention computes, too.
 OPTIONS = (
-    "dense", "causal", "window", "documents", "butterfly", "ALiBi", "softcap", "boolean mask",
+    "dense", "causal", "window", "documents", "butterfly", "ALiBi", "ALiBi as score_mod", "softcap",
+    "boolean mask",
 )  # fmt: skip
 
 

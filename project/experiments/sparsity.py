@@ -27,6 +27,7 @@ HEAD_DIM = 64
 #: Blocks that each row of blocks visits, of all of them.
 PARTS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 DENSE = "dense"
+DIRECTIONS = ("forward", "backward")
 
 
 class Size(NamedTuple):
@@ -35,7 +36,7 @@ class Size(NamedTuple):
     Attributes:
         length: Queries and keys.
         heads: Of them.
-        seconds: To spend.
+        seconds: To spend on each mask.
     """
 
     length: int
@@ -45,56 +46,62 @@ class Size(NamedTuple):
 
 SIZES = {
     "cpu": {
-        "quick": Size(1024, 1, 0.5), "normal": Size(8192, 1, 12.0), "full": Size(16384, 1, 60.0)
+        "quick": Size(1024, 1, 0.2), "normal": Size(8192, 1, 4.0), "full": Size(16384, 1, 15.0)
     },
     "cuda": {
-        "quick": Size(4096, 8, 1.0), "normal": Size(16384, 16, 5.0), "full": Size(16384, 16, 20.0)
+        "quick": Size(4096, 8, 0.3), "normal": Size(16384, 16, 1.5), "full": Size(16384, 16, 5.0)
     },
 }  # fmt: skip
+
+
+def kept_of(part: float, count: int) -> int:
+    """Return how many of so many blocks a part of them is; one at least."""
+    return max(1, round(part * count))
 
 
 def random_tiles(length: int, part: float, seed: int = 0) -> BlockMask:
     """Return a mask of which each row of blocks visits so many, drawn at random; one at least."""
     count = -(-length // BLOCK)
-    kept = max(1, round(part * count))
+    kept = kept_of(part, count)
     order = np.random.default_rng(seed).random((count, count)).argsort(axis=1)  # (count, count)
     return BlockMask(order < kept, length, length, BLOCK)
 
 
 def masks(length: int) -> dict[str, BlockMask]:
-    """Return the masks by name, the sparsest first."""
-    drawn = {f"random, {part:.3g}": random_tiles(length, part) for part in PARTS}
+    """Return the masks by name, the sparsest first; parts of as many blocks are one mask."""
+    count = -(-length // BLOCK)
+    parts = sorted({kept_of(part, count) / count for part in PARTS})
+    drawn = {f"random, {part:.3g}": random_tiles(length, part) for part in parts}
     found = {**drawn, "butterfly": BlockMask.butterfly(length, length, BLOCK)}
     return dict(sorted(found.items(), key=lambda item: item[1].density))
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    """Time all masks in the same rounds."""
+    """Time the dense call, and then each mask in the same rounds as the dense one again."""
     size = SIZES[args.device][args.size]
     found = masks(size.length)
-    calls = {
-        name: ArrayCall(args.device, size.heads, size.length, block_mask=mask)
-        for name, mask in found.items()
-    }
-    calls[DENSE] = ArrayCall(args.device, size.heads, size.length)
+    dense = ArrayCall(args.device, size.heads, size.length)
     report.note(
         timing=timing_note(args.device), block=BLOCK, head_dim=HEAD_DIM, length=size.length,
         heads=size.heads,
     )  # fmt: skip
-    times = {}
-    for direction in report.progress(("forward", "backward"), "direction"):
-        steps = {name: getattr(call, direction) for name, call in calls.items()}
-        times[direction] = interleaved(steps, args.device, size.seconds)
-    for name in calls:
+    for name in report.progress((DENSE, *found), "mask"):
+        calls = {DENSE: dense}
+        if name in found:
+            calls[name] = ArrayCall(args.device, size.heads, size.length, block_mask=found[name])
+        steps = {
+            (each, way): getattr(call, way) for way in DIRECTIONS for each, call in calls.items()
+        }
+        times = interleaved(steps, args.device, size.seconds)
         row: Record = {"mask": name, "density": found[name].density if name in found else 1.0}
-        for direction, seconds in times.items():
-            row[direction] = spread(seconds[name], 1e3)
-            row[f"{direction}_part"] = ratio(seconds[name], seconds[DENSE])
+        for way in DIRECTIONS:
+            row[way] = spread(times[name, way], 1e3)
+            row[f"{way}_part"] = ratio(times[name, way], times[DENSE, way])
         report.add(**row)
 
 
 def table(record: Record) -> str:
-    """Return a line for each mask."""
+    """Return a line for each mask, the sparsest first."""
     head = ["mask", "tiles visited", "forward, ms", "of dense", "backward, ms", "of dense"]
     return markdown(
         head,
@@ -104,17 +111,16 @@ def table(record: Record) -> str:
                 timed_cell(row["forward"]), f"{row['forward_part']['median']:.1%}",
                 timed_cell(row["backward"]), f"{row['backward_part']['median']:.1%}",
             ]
-            for row in record["rows"]
+            for row in sorted(record["rows"], key=lambda row: row["density"])
         ),
     )  # fmt: skip
 
 
 def draw(figure: Any, results: list[Result]) -> None:
     """Draw time against the fraction of tiles, beside the ideal line."""
-    directions = ("forward", "backward")
     for axes, result in panels(figure, results):
-        for direction in directions:
-            colour = colour_of(direction, directions)
+        for direction in DIRECTIONS:
+            colour = colour_of(direction, DIRECTIONS)
             drawn = [row for row in result.rows if row["mask"] != "butterfly"]
             dense = next(row for row in result.rows if row["mask"] == DENSE)[direction]["median"]
             ends = [min(row["density"] for row in result.rows), 1.0]

@@ -7,7 +7,7 @@ launch, and because a kernel is compiled for each length of the tuples, its indi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,7 @@ from kernels.cuda.memory import fill
 from kernels.cuda.sizes import SIZES
 from kernels.dtypes import acc_dtype
 from kernels.geometry import ceil_div
-from kernels.memory import join_dims
+from kernels.memory import join_dims, joined
 from kernels.targets import IS_SIMULATOR
 
 from . import operators
@@ -89,7 +89,7 @@ def _run_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: Tensor
         return
     storages = [out._storage, *(t._storage for t in inputs)]
     layouts = [layout for t in inputs for layout in (t.shape, t.strides)]
-    shape, *strides = _joined(out.shape, out.strides, *layouts)
+    shape, *strides = joined(out.shape, out.strides, *layouts)
     if len(shape) <= 2 and out.size < FLAT_LIMIT:
         blocks = ceil_div(out.size, SIZES.flat_threads * SIZES.flat_items)
         run = kernel(len(shape) == 1, *[storage.dtype for storage in storages])
@@ -103,7 +103,7 @@ def _run_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: Tensor
 def _run_strided(strided: Any, out: TensorData, *inputs: TensorData) -> None:
     """Launch an element-wise kernel of the course."""
     layouts = [layout for t in inputs for layout in (t.shape, t.strides)]
-    shape, *strides = _joined(out.shape, out.strides, *layouts)
+    shape, *strides = joined(out.shape, out.strides, *layouts)
     args: list[Any] = [out._storage, shape, strides[0], out.size]
     for t, steps in zip(inputs, strides[1:], strict=True):
         args += [t._storage, shape, steps]  # a stride of 0 does the broadcasting
@@ -113,24 +113,6 @@ def _run_strided(strided: Any, out: TensorData, *inputs: TensorData) -> None:
 def _two(steps: Ints) -> Ints:
     """Return the steps of two dimensions where there is one or none."""
     return (0,) * (2 - len(steps)) + steps
-
-
-@lru_cache(maxsize=4096)
-def _joined(*layouts: Ints) -> list[Ints]:
-    """Join the dimensions of a result and its operands; see :func:`kernels.memory.join_dims`.
-
-    Args:
-        *layouts: Shape and strides of the result, then of each operand, which broadcasts to it.
-    """
-    shape = layouts[0]
-    pairs = zip(layouts[::2], layouts[1::2], strict=True)
-    return join_dims(shape, *(_broadcast_strides(*pair, len(shape)) for pair in pairs))
-
-
-def _broadcast_strides(shape: Ints, strides: Ints, dims: int) -> Ints:
-    """Return the strides of an operand in a result of ``dims`` dimensions; 0 where it repeats."""
-    own = tuple(0 if size == 1 else step for size, step in zip(shape, strides, strict=True))
-    return (0,) * (dims - len(own)) + own
 
 
 class CudaOps(TensorOps):
@@ -269,7 +251,7 @@ class _Matrices(NamedTuple):
 
 def _matrices(out: TensorData, a: TensorData, b: TensorData) -> _Matrices | None:
     """Return operands and result as kernels take them, or None if joined batches have more dimensions."""
-    lead, *steps = _joined(*(x[:-2] for t in (out, a, b) for x in (t.shape, t.strides)))
+    lead, *steps = joined(*(x[:-2] for t in (out, a, b) for x in (t.shape, t.strides)))
     if len(lead) > 2:
         return None
     out_steps, a_steps, b_steps = (

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 from numba.extending import register_jitable
 
 from kernels import launch
 from kernels.compiled import njit_cached
-from kernels.cpu import blas, fused
+from kernels.cpu import blas, fused, pool
 
-from . import operators
-from .tensor_data import MAX_DIMS, TensorData, broadcast_index, index_to_position, to_index
-from .tensor_ops import TensorBackend, TensorOps
+from .fast_loops import (
+    FOLDS,
+    LARGE,
+    callable_,
+    compiled,
+    fold_into,
+    fold_layout,
+    row_layout,
+    row_zip,
+)
+from .tensor_data import (
+    MAX_DIMS,
+    Storage,
+    TensorData,
+    broadcast_index,
+    index_to_position,
+    to_index,
+)
+from .tensor_ops import Loop, TensorBackend, TensorOps
 
 #: Neighbouring outputs that a reduction folds together: two cache lines of float32.
 RUN = 32
@@ -25,20 +40,6 @@ RUN = 32
 # Compiled code may call these; plain Python still sees the plain functions.
 for _helper in (to_index, broadcast_index, index_to_position):
     register_jitable(_helper)
-
-
-def _compile(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:
-    """Compile a loop around ``fn``; keep it on disk if ``fn`` is one of ours."""
-    if isinstance(fn, FunctionType) and fn.__module__ == operators.__name__:
-        # A name of its own for each loop: for the cache file, the debugger and the profiler.
-        kernel.__qualname__ = f"{kernel.__name__.strip('_')}_{fn.__name__}"
-        return njit_cached(kernel, parallel=True)
-    return njit(parallel=True, error_model="numpy")(kernel)
-
-
-def _callable(fn: Callable[..., float]) -> Callable[..., float]:
-    """Let compiled code call a plain function; a dispatcher it can call already."""
-    return register_jitable(fn) if isinstance(fn, FunctionType) else fn
 
 
 @cache
@@ -54,7 +55,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
     Returns:
         A dispatcher of ``(out, out_shape, out_strides, in_storage, in_shape, in_strides)``.
     """
-    fn = _callable(fn)
+    fn = callable_(fn)
 
     def _map(out, out_shape, out_strides, in_storage, in_shape, in_strides):
         # TASK 3.1: prange over positions; where both lie alike in memory no index is needed.
@@ -78,7 +79,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
                     i += in_step
         # END TASK 3.1
 
-    return _compile(_map, fn)
+    return compiled(_map, fn)
 
 
 @cache
@@ -90,7 +91,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
     Returns:
         A dispatcher of the storage, shape and strides of out, a and b: nine arguments.
     """
-    fn = _callable(fn)
+    fn = callable_(fn)
 
     def _zip(out, out_shape, out_strides, a, a_shape, a_strides, b, b_shape, b_strides):
         # TASK 3.1: As _map; index buffers are made inside the prange loop, each thread its own.
@@ -121,7 +122,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
                     j += b_step
         # END TASK 3.1
 
-    return _compile(_zip, fn)
+    return compiled(_zip, fn)
 
 
 @cache
@@ -135,7 +136,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
     Returns:
         A dispatcher of the storage, shape and strides of out and a, and the dimension.
     """
-    fn = _callable(fn)
+    fn = callable_(fn)
 
     def _reduce(out, out_shape, out_strides, a, a_shape, a_strides, reduce_dim):
         # TASK 3.1: prange over out; the inner loop steps by a stride and calls nothing but fn.
@@ -166,7 +167,7 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
                     i += step
         # END TASK 3.1
 
-    return _compile(_reduce, fn)
+    return compiled(_reduce, fn)
 
 
 def _tensor_matrix_multiply(
@@ -247,6 +248,43 @@ class FastOps(TensorOps):
     make_map = staticmethod(tensor_map)
     make_zip = staticmethod(tensor_zip)
     make_reduce = staticmethod(tensor_reduce)
+
+    @staticmethod
+    def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
+        """Return an uninitialised flat storage."""
+        return pool.empty(size, dtype)
+
+    @classmethod
+    def zip_loop(cls, fn: Callable[[float, float], float]) -> Loop:
+        """Return the loop of a function of two tensors, of large ones that broadcast by ``fast_loops``."""
+        of_the_course = super().zip_loop(fn)
+
+        def zipped(out: TensorData, a: TensorData, b: TensorData) -> None:
+            layout = None
+            if out.size >= LARGE and not a.shape == b.shape == out.shape:
+                layout = row_layout(out, a, b)
+            if layout is None:
+                of_the_course(out, a, b)
+            else:
+                row_zip(fn)(out._storage, a._storage, b._storage, *layout)
+
+        return zipped
+
+    @classmethod
+    def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
+        """Return the loop that writes the fold of one dimension, of many elements by ``fast_loops``."""
+        of_the_course = super().fold_loop(fn, start)
+        if fn not in FOLDS:  # the order may matter
+            return of_the_course
+
+        def fold(out: TensorData, a: TensorData, dim: int) -> None:
+            layout = fold_layout(a.shape, a.strides, dim) if a.size >= LARGE else None
+            if layout is None:
+                of_the_course(out, a, dim)
+            else:
+                fold_into(fn, start, out, a, layout)
+
+        return fold
 
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:

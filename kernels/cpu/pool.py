@@ -1,0 +1,100 @@
+"""Memory of large results, taken again: a page that the system gives out anew it first fills with zeros.
+
+Beyond some 32 MB the C library returns an array's pages when it is freed.  The next result of that size
+then costs more for its pages than for its numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+#: Bytes from which memory is kept; the C library itself keeps what is smaller.
+KEPT_FROM = 1 << 20
+#: Bytes that are kept at most while nobody uses them.
+KEPT_MOST = 256 << 20
+#: Bytes that a block's address is a multiple of: a line of the cache, and the longest vector.
+ALIGNMENT = 64
+
+#: Size in bytes to unused pieces of memory; the size that was given back last comes last.
+_unused: dict[int, list[Piece]] = {}
+
+
+class Piece(NamedTuple):
+    """Memory, and what NumPy asks of it.
+
+    Attributes:
+        memory: Flat bytes.
+        interface: Of those in it that an array may take: ``__array_interface__``.
+    """
+
+    memory: Any
+    interface: dict[str, Any]
+
+
+class Owner:
+    """Who lends a piece of memory: NumPy keeps it for as long as an array or a view lies there."""
+
+    __slots__ = ("__array_interface__", "piece", "size")
+
+    def __init__(self, piece: Piece, size: int):
+        self.piece, self.size = piece, size
+        self.__array_interface__ = piece.interface
+
+    def __del__(self) -> None:
+        _keep(self.piece, self.size)
+
+
+def empty(size: int, dtype: np.dtype[Any]) -> Any:
+    """Return an uninitialised flat array; a large one on memory that an earlier one has left.
+
+    Args:
+        size: In elements.
+        dtype: Any.
+    """
+    count = size * dtype.itemsize
+    if count < KEPT_FROM:
+        return np.empty(size, dtype)
+    # No locks: a list's pop and append are one step each; what two threads disagree on is freed.
+    try:
+        piece = _unused[count].pop()
+    except (KeyError, IndexError):
+        piece = _new(count)
+    return np.asarray(Owner(piece, count)).view(dtype)
+
+
+def _new(size: int) -> Piece:
+    memory = np.empty(size + ALIGNMENT - 1, np.uint8)
+    address = memory.__array_interface__["data"][0]
+    aligned = address + -address % ALIGNMENT
+    return Piece(
+        memory, {"data": (aligned, False), "shape": (size,), "typestr": "|u1", "version": 3}
+    )
+
+
+def _keep(piece: Piece, size: int) -> None:
+    """Keep unused memory, and let go of what has been unused the longest if it is too much."""
+    pieces = _unused.pop(size, [])
+    pieces.append(piece)
+    _unused[size] = pieces
+    excess = unused_bytes() - KEPT_MOST
+    if excess <= 0:
+        return
+    for other in tuple(_unused):
+        pieces = _unused.get(other, [])
+        while excess > 0 and pieces:
+            pieces.pop()
+            excess -= other
+        if not pieces:
+            _unused.pop(other, None)
+
+
+def unused_bytes() -> int:
+    """Return how much memory is kept for whoever comes next."""
+    return sum(size * len(pieces) for size, pieces in tuple(_unused.items()))
+
+
+def release() -> None:
+    """Give all unused memory back to the system."""
+    _unused.clear()

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from numba import int64, void
 
 from kernels.cpu import mods
-from kernels.cpu.calls import run_items
+from kernels.cpu.calls import run_alone, run_items
 from kernels.cpu.dropout import keep_address
+from kernels.cpu.products import product_address
 from kernels.cpu.tile_scores import (
     BOOL_MASK,
     FLOAT_MASK,
@@ -23,7 +24,7 @@ from kernels.cpu.tile_scores import (
 from kernels.geometry import ceil_div
 from kernels.online_softmax import LOG2_E
 from kernels.operands import Operands
-from kernels.philox import drop_threshold
+from kernels.philox import attention_threshold, keep_scale
 from kernels.problem import Problem
 
 #: Of every kernel: the record and the number of the work item.
@@ -69,6 +70,7 @@ class CallOptions:
         o["scale"], o["lower"], o["upper"] = problem.scale, problem.lower, problem.upper
         o["by_keys"], o["heads"] = by_keys, problem.heads
         o["block_q"], o["block_k"] = tile
+        o["product"] = product_address(problem.dtype)
         if problem.is_plain:
             return
         self._score_options(backward, operands)
@@ -78,8 +80,8 @@ class CallOptions:
             o["score_pass"] = score_address(problem.dtype)
         if problem.dropout_p:
             o["keep_pass"] = keep_address(problem.dtype)
-            o["seed"], o["threshold"] = problem.seed, drop_threshold(problem.dropout_p)
-            o["kept"] = 1.0 / (1.0 - problem.dropout_p)
+            o["seed"], o["threshold"] = problem.seed, attention_threshold(problem.dropout_p)
+            o["kept"] = keep_scale(problem.dropout_p)
 
     def name(self, **arrays: Any) -> None:
         """Put arrays of four dimensions into the record."""
@@ -156,7 +158,11 @@ class CallOptions:
         """Run a kernel: call the function at an address for each work item, on all threads."""
         threads = min(numba.get_num_threads(), items)
         # As bytes, which the kernel takes for the record: numba is slow to look up a record's type.
-        run_items(address, self.settings.view(np.uint8), np.zeros(1, np.int64), items, threads)
+        settings = self.settings.view(np.uint8)
+        if threads > 1:
+            run_items(address, settings, np.zeros(1, np.int64), items, threads)
+        else:  # waking the others costs more than a short call
+            run_alone(address, settings, items)
 
 
 def _visible(

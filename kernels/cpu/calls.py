@@ -99,6 +99,19 @@ def contiguous(_context, array):
     return array.copy(layout="C")(array), generate
 
 
+@njit_cached
+def run_alone(address, settings, items):
+    """Call ``address(settings, item)`` for each work item, one after the other.
+
+    Args:
+        address: Of a compiled function.
+        settings: Handed on; its bytes.
+        items: How many there are.
+    """
+    for item in range(items):
+        call(address, (settings, item))
+
+
 @njit_cached(parallel=True)
 def run_items(address, settings, counter, items, threads):
     """Call ``address(settings, item)`` for each work item: the one parallel loop of these kernels.

@@ -25,7 +25,7 @@ from kernels.cpu import short_queries
 from kernels.cpu.call_options import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.calls import address_of, call
 from kernels.cpu.mods import why_not_compiled
-from kernels.cpu.products import add_product, exp2
+from kernels.cpu.products import add_product, exp2, set_product
 from kernels.cpu.tile_scores import Place, rows_of
 from kernels.cpu.tiles import (
     ceil_div,
@@ -43,6 +43,7 @@ from kernels.cpu.tiles import (
     tile_in_table,
     tile_of,
     tiles_stop,
+    transpose,
 )
 from kernels.online_softmax import LN_2
 from kernels.operands import Operands
@@ -85,8 +86,8 @@ def make_forward(real):
         out = rows_of(o.out, b, h, first_q + row, rows, real)  # (rows, value_dim)
         lse = rows_of(o.lse, b, h, first_q + row, rows, real)  # (rows, 1)
         value_dim = v.shape[1]
-        lanes = lanes_for(rows, block_q)
-        zero, minus_inf, unit = real(0), real(-np.inf), real(o.unit)
+        lanes = lanes_for(rows)
+        minus_inf, unit = real(-np.inf), real(o.unit)
         # 4: load Q_i, transposed and scaled
         q_t = np.empty((q.shape[1], lanes), real)  # (head_dim, lanes)
         pack_transposed(q, real(o.factor), q_t)
@@ -117,8 +118,7 @@ def make_forward(real):
             v_tile = v[col : col + cols]  # (cols, value_dim)
             here = Place(b, h, flat, sequence, col, row, rows, partial)
             # 8: S = Q_i K_jᵀ
-            p[:] = zero
-            add_product(p, k[col : col + cols], q_t)
+            set_product(o.product, p, k[col : col + cols], q_t)
             if o.score_pass != 0:
                 call(o.score_pass, (p, no_slope, settings, here))
             bounded = j < first_full or j >= full_stop
@@ -167,12 +167,14 @@ def make_forward(real):
                 acc_row = acc[i]  # (lanes,)
                 for lane in range(lanes):
                     acc_row[lane] *= rescale[lane]
-            add_product(acc, v_tile.T, p)
+            add_product(o.product, acc, v_tile.T, p)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+        acc_t = np.empty((lanes, value_dim), real)  # (lanes, value_dim)
+        transpose(acc, acc_t)
         for r in range(rows):
-            inverse = inverse_sum(row_sum[r])
+            inverse, acc_row = inverse_sum(row_sum[r]), acc_t[r]  # (value_dim,)
             for i in range(value_dim):
-                out[r, i] = acc[i, r] * inverse
+                out[r, i] = acc_row[i] * inverse
             lse[r, 0] = log_sum_exp(shift[r] * (unit * LN_2), row_sum[r])
 
     return forward_item

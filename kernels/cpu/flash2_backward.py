@@ -2,7 +2,10 @@
 
 Computes   dq, dk and dv.
 Source     FlashAttention-2, Algorithm 2.
-Work item  a hand of key tiles of one head, with a dq of its own; threads take the next item.
+Work item  a hand of key tiles and a part of the query rows of one head; threads take the next item.
+           There are as many hands as parts, and as many phases: in phase n hand i meets part i - n.  So
+           no two items of a phase add to the same rows of dq, dk or dv, every sum has one order however
+           many threads there are, and there is one dq.
 One lane   keeps dk and dv for one key.  S, P, dP and dS are stored as (rows, lanes).
 Buffers    per work item, in the first- and second-level cache; nothing of size seq_q x seq_k.
 Units      as in the forward kernel.
@@ -19,10 +22,11 @@ from numba import njit
 
 from kernels.compiled import FASTMATH, njit_cached
 from kernels.cpu.call_options import ITEM_SIGNATURE, CallOptions
-from kernels.cpu.calls import address_of, call, contiguous
-from kernels.cpu.products import add_product, exp2
+from kernels.cpu.calls import address_of, call
+from kernels.cpu.products import add_product, exp2, set_product
 from kernels.cpu.tile_scores import Place, rows_of
 from kernels.cpu.tiles import (
+    add_rows,
     ceil_div,
     copy_seen,
     entries,
@@ -34,14 +38,15 @@ from kernels.cpu.tiles import (
     tile_in_table,
     tile_of,
     tiles_stop,
+    transpose,
 )
 from kernels.geometry import PLAIN
 from kernels.online_softmax import LOG2_E
 from kernels.operands import Operands
 from kernels.problem import Problem
 
-#: Work items that the backward pass aims for; a fixed number, so that dq does not depend on how many
-#: threads there are.
+#: Work items that the backward pass aims for; a fixed number, so that no sum depends on how many threads
+#: there are.
 ITEMS = 8
 
 
@@ -63,8 +68,7 @@ def fill_scores(p, slope, q_tile, k_t, settings, place, lower, upper):
     rows, row, col = p.shape[0], place.line, place.lane
     minus_inf = p.dtype.type(-np.inf)
     # 10: S = Q_i K_jᵀ
-    p[:] = 0
-    add_product(p, q_tile, k_t)
+    set_product(o.product, p, q_tile, k_t)
     if o.score_pass != 0:
         call(o.score_pass, (p, slope, settings, place))
     first_sees_last = is_visible(row, col + place.width - 1, lower, upper)
@@ -101,8 +105,7 @@ def fill_gradient(p, ds, z, dout_tile, v_t, lse, delta, settings, place, bounded
     lanes, unit, lse_factor = p.shape[1], real(o.unit), real(LOG2_E / o.unit)
     zero, minus_inf = real(0), real(-np.inf)
     # 13: dP = dO_i V_jᵀ
-    ds[:] = zero
-    add_product(ds, dout_tile, v_t)
+    set_product(o.product, ds, dout_tile, v_t)
     if o.keep_pass != 0:
         # O = (P ∘ Z) V, Z the dropout
         call(o.keep_pass, (z, settings, place))
@@ -136,20 +139,25 @@ def make_backward(real):
 
     @njit_cached(fastmath=FASTMATH)
     def backward_item(settings, item):
-        """Fill a hand of key tiles of dk and dv, and add to its own dq.
+        """Add what a hand of key tiles and a part of the query rows give each other to dq, dk and dv.
 
         Args:
             settings: (1,) of ``SETTINGS``.
-            item: Number of (batch, head) times the parts of dq, plus the number of the part.
+            item: Number of the part times the (batch, head)s, plus the number of (batch, head); the
+                last part, of which a causal call sees the most keys, comes first.
         """
         o = settings[0]
         # by value: a store to a tile might change the record, as far as LLVM knows
         lower, upper, block_q, block_k = o.lower, o.upper, o.block_q, o.block_k
-        flat, part = item // o.parts, item % o.parts
+        batch_heads = o.q.shape[0] * o.q.shape[1]
+        flat, part = item % batch_heads, o.parts - 1 - item // batch_heads
         b, h = flat // o.q.shape[1], flat % o.q.shape[1]
-        zero, one, minus_inf = real(0), real(1), real(-np.inf)
+        zero, one, minus_inf, tau = real(0), real(1), real(-np.inf), real(o.scale)
+        part_start, part_stop = part * o.part_rows, min((part + 1) * o.part_rows, o.q.shape[2])
+        if o.phase == 0:
+            rows_of(o.dq, b, h, part_start, part_stop - part_start, real)[:] = zero
         # 5: for 1 <= j <= T_c, every parts-th
-        for number in range(part, o.tiles, o.parts):
+        for number in range((part + o.phase) % o.parts, o.tiles, o.parts):
             sequence, first_q, seq_q, first_k, seq_k, col = tile_in_table(o, number)
             cols = min(block_k, seq_k - col)
             dout = rows_of(o.dout, b, h, first_q, seq_q, real)  # (seq_q, value_dim)
@@ -160,17 +168,27 @@ def make_backward(real):
             delta = rows_of(o.delta, b, h, first_q, seq_q, real)  # (seq_q, 1)
             dk = rows_of(o.dk, b, h, first_k + col, cols, real)  # (cols, head_dim)
             dv = rows_of(o.dv, b, h, first_k + col, cols, real)  # (cols, value_dim)
-            own = part * (o.dq.shape[0] // o.parts) + b
-            dq = contiguous(rows_of(o.dq, own, h, first_q, seq_q, real))  # (seq_q, head_dim)
+            dq = rows_of(o.dq, b, h, first_q, seq_q, real)  # (seq_q, head_dim)
             head_dim, value_dim = q.shape[1], v.shape[1]
-            lanes = lanes_for(cols, block_k)
+            lanes = lanes_for(cols)
+            if o.phase == 0:
+                dk[:] = zero
+                dv[:] = zero
+            # of the part, counted in the sequence
+            start_row, stop_row = max(part_start - first_q, 0), min(part_stop - first_q, seq_q)
+            first = max(first_tile(col, block_q, seq_q, -upper), start_row // block_q)
+            stop = min(tiles_stop(col + cols, block_q, seq_q, -lower), ceil_div(stop_row, block_q))
+            begin, end = entries(o, flat, col // block_k, ceil_div(seq_k, block_k), first, stop)
+            if begin >= end or start_row >= stop_row:
+                continue
             # 6: load K_j, V_j
             k_t = np.empty((head_dim, lanes), real)  # (head_dim, lanes)
             pack_transposed(k, real(o.factor), k_t)
             v_t = np.empty((value_dim, lanes), real)  # (value_dim, lanes)
             pack_transposed(v, one, v_t)
             seen_cols = np.ones(lanes, np.bool_)  # (lanes,)
-            k_tile = np.empty((cols, head_dim), real)  # rows contiguous, for dS K
+            columns = lanes_for(head_dim)
+            k_tile = np.zeros((cols, columns), real)  # rows contiguous, for dS K
             copy_seen(k, seen_cols, k_tile)
             k_whole = True  # k_tile has no zeros for hidden keys
             # 7: dK_j = 0, dV_j = 0
@@ -180,18 +198,16 @@ def make_backward(real):
             ds_tile = np.empty((block_q, lanes), real)  # (block_q, lanes)
             slope_tile = np.zeros((block_q if o.bends != 0 else 0, lanes), real)  # (block_q, lanes)
             z_tile = np.zeros((block_q if o.keep_pass != 0 else 0, lanes), real)  # (block_q, lanes)
+            dq_tile = np.empty((block_q, columns), real)  # (block_q, columns)
             seen_rows = np.empty(block_q, np.bool_)  # (block_q,)
             q_seen = np.empty((block_q, head_dim), real)  # (block_q, head_dim)
             dout_seen = np.empty((block_q, value_dim), real)  # (block_q, value_dim)
-            first = first_tile(col, block_q, seq_q, -upper)
-            stop = tiles_stop(col + cols, block_q, seq_q, -lower)
-            begin, end = entries(o, flat, col // block_k, ceil_div(seq_k, block_k), first, stop)
             # 8: for 1 <= i <= T_r, but only those that see a column of the tile
             for entry in range(begin, end):
                 i, partial = tile_of(o, entry)
                 # 9: load Q_i, dO_i, L_i, D_i, but only the rows that may see a column
-                row = max(i * block_q, col - upper)
-                rows = min(min((i + 1) * block_q, seq_q), col + cols - lower) - row
+                row = max(max(i * block_q, start_row), col - upper)
+                rows = min(min((i + 1) * block_q, stop_row), col + cols - lower) - row
                 if rows <= 0:
                     continue
                 q_tile, dout_tile = q[row : row + rows], dout[row : row + rows]  # (rows, dim)
@@ -238,19 +254,21 @@ def make_backward(real):
                         for lane in range(lanes):
                             p_row[lane] *= z_row[lane]
                 # 12: dV_j += (P ∘ Z)ᵀ dO_i
-                add_product(dv_acc, dout_tile.T, p)
+                add_product(o.product, dv_acc, dout_tile.T, p)
                 # 15: dQ_i += dS K_j
                 left, right = max(row + lower - col, 0), min(row + rows + upper - col, cols)
-                add_product(dq[row : row + rows], ds[:, left:right], k_tile[left:right])
+                dq_own = dq_tile[:rows]  # (rows, columns)
+                set_product(o.product, dq_own, ds[:, left:right], k_tile[left:right])
+                add_rows(dq_own, tau, dq[row : row + rows])
                 # 16: dK_j += dSᵀ Q_i
-                add_product(dk_acc, q_tile.T, ds)
+                add_product(o.product, dk_acc, q_tile.T, ds)
             # 18: write dK_j, dV_j
-            tau = real(o.scale)
-            for c in range(cols):
-                for d in range(head_dim):
-                    dk[c, d] = dk_acc[d, c] * tau
-                for d in range(value_dim):
-                    dv[c, d] = dv_acc[d, c]
+            dk_t = np.empty((lanes, head_dim), real)  # (lanes, head_dim)
+            dv_t = np.empty((lanes, value_dim), real)  # (lanes, value_dim)
+            transpose(dk_acc, dk_t)
+            transpose(dv_acc, dv_t)
+            add_rows(dk_t, tau, dk)
+            add_rows(dv_t, one, dv)
 
     return backward_item
 
@@ -270,26 +288,27 @@ def row_delta(operands: Operands) -> Any:
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill dq, dk and dv.
 
-    Memory beside the gradients is delta and up to ``ITEMS`` copies of dq: linear in seq_q.
+    Memory beside the gradients is delta.
 
     Args:
         problem: The checked call.
         tile: (block_q, block_k).
-        operands: As kernels take them, any strides; dq, dk and dv contiguous, written.
+        operands: As kernels take them, any strides; dq, dk and dv written.
     """
     o = operands
-    batch_heads = o.q.shape[0] * o.q.shape[1]
+    batch_heads, seq_q = o.q.shape[0] * o.q.shape[1], o.q.shape[2]
     options = CallOptions(problem, o, tile, by_keys=True, backward=True)
-    most = PLAIN.ceil_div(ITEMS, batch_heads)
-    parts = min(options.tile_table(True, most), most)
+    most = PLAIN.ceil_div(ITEMS, max(batch_heads, 1))
+    part_rows = PLAIN.ceil_div(max(seq_q, 1), most * tile[0]) * tile[0]  # whole tiles
+    parts = PLAIN.ceil_div(max(seq_q, 1), part_rows)
+    options.tile_table(True, parts)
     # 4: D = rowsum(dO ∘ O)
     delta = row_delta(o)
-    dq_parts = np.zeros((parts, *o.dq.shape), o.dq.dtype)
     options.name(
         dout=o.dout, q=o.q, k=o.k, v=o.v, lse=o.lse[..., None], delta=delta[..., None],
-        dq=dq_parts.reshape(-1, *o.dq.shape[1:]), dk=o.dk, dv=o.dv,
+        dq=o.dq, dk=o.dk, dv=o.dv,
     )  # fmt: skip
-    options.settings["parts"] = parts
-    options.run(_address(problem.dtype), parts * batch_heads)
-    # A fixed order of summation: equal bit for bit from run to run.
-    np.multiply(dq_parts.sum(axis=0), problem.scale, out=o.dq)
+    options.settings["parts"], options.settings["part_rows"] = parts, part_rows
+    for phase in range(parts):
+        options.settings["phase"] = phase
+        options.run(_address(problem.dtype), parts * batch_heads)

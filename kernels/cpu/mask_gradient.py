@@ -84,7 +84,7 @@ def make_mask_gradient(real):
         row_start, row_stop = tile_range(row_tile, o.block_q, size[2], seq_q)
         col_start, col_stop = tile_range(col_tile, o.block_k, size[3], seq_k)
         lower, upper, block_q, block_k = o.lower, o.upper, o.block_q, o.block_k
-        lanes = lanes_for(col_stop - col_start, block_k)
+        lanes = lanes_for(col_stop - col_start)
         total = np.zeros((min(size[2], block_q), min(size[3], block_k)), real)
         k_t, v_t = np.empty((dim, lanes), real), np.empty((value_dim, lanes), real)
         p_tile, ds_tile = np.empty((block_q, lanes), real), np.empty((block_q, lanes), real)

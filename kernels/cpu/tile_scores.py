@@ -44,8 +44,11 @@ SETTINGS = np.dtype(
         ("dk", ARRAY),
         ("dv", ARRAY),
         ("table", ARRAY),  # (tiles, 6, 1, 1), see ``call_options.tile_table``
+        ("product", "i8"),  # address of ``products.product``
         ("tiles", "i8"),
         ("parts", "i8"),
+        ("part_rows", "i8"),
+        ("phase", "i8"),
         ("block_q", "i8"),
         ("block_k", "i8"),
         ("factor", "f8"),  # multiplies q · k: the scale, times log2(e) unless units are natural
@@ -77,7 +80,7 @@ SETTINGS = np.dtype(
         ("tile_full", ARRAY),  # bytes
         ("seed", "i8"),
         ("threshold", "i8"),
-        ("kept", "f8"),  # 1 / (1 - p)
+        ("kept", "f8"),  # ``philox.keep_scale``
     ],
     align=True,
 )

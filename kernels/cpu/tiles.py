@@ -6,6 +6,8 @@ import numpy as np
 from numba import njit
 
 from kernels.compiled import FASTMATH
+from kernels.cpu.calls import contiguous
+from kernels.cpu.registers import LANES, VECTOR_BYTES, transpose_square
 from kernels.cpu.tile_scores import view
 from kernels.geometry import make_geometry
 from kernels.masks import make_masks
@@ -20,14 +22,32 @@ _SOFTMAX = make_online_softmax(njit)
 shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
 merge_weight = _SOFTMAX.merge_weight
 
-#: Lanes come in whole vectors.
-VECTOR = 16
+
+@njit(fastmath=FASTMATH)
+def lanes_for(lines):
+    """Return how many lanes a tile has for so many rows: whole vectors, as a product asks for."""
+    return ceil_div(lines, LANES) * LANES
 
 
 @njit(fastmath=FASTMATH)
-def lanes_for(lines, block):
-    """Return how many lanes a tile has for so many rows: whole vectors, at most ``block``."""
-    return min(block, ceil_div(lines, VECTOR) * VECTOR)
+def transpose(source, target):
+    """Write the transpose of a tile: squares in registers, one number after the other at the edges.
+
+    Args:
+        source: (rows, dim), any strides.
+        target: (dim, lanes), lanes >= rows; the others are left alone.
+    """
+    rows, dim = source.shape
+    side = VECTOR_BYTES // source.itemsize
+    whole_rows = rows // side * side if source.strides[1] == source.itemsize else 0
+    whole_dim = dim // side * side
+    for row in range(0, whole_rows, side):
+        for i in range(0, whole_dim, side):
+            transpose_square(contiguous(source), row, i, target)
+    for i in range(dim):
+        lane = target[i]  # (lanes,)
+        for row in range(whole_rows if i < whole_dim else 0, rows):
+            lane[row] = source[row, i]
 
 
 @njit(fastmath=FASTMATH)
@@ -39,12 +59,34 @@ def pack_transposed(source, factor, target):
         factor: Scalar of the same dtype.
         target: (dim, lanes), lanes >= rows.
     """
-    rows, dim = source.shape
-    for i in range(dim):
+    transpose(source, target)
+    rows = source.shape[0]
+    for i in range(target.shape[0]):
         lane = target[i]  # (lanes,)
-        for row in range(rows):
-            lane[row] = source[row, i] * factor
         lane[rows:] = 0
+        for row in range(rows):
+            lane[row] *= factor
+
+
+@njit(fastmath=FASTMATH)
+def add_rows(source, factor, target):
+    """Add factor * source to rows that lie side by side or, in a permuted array, do not.
+
+    Args:
+        source: (rows, dim), or more of both; contiguous.
+        factor: Scalar of the same dtype.
+        target: (rows, dim), any strides.
+    """
+    rows, dim = target.shape
+    if target.strides[1] == target.itemsize:
+        for r in range(rows):
+            near, own = contiguous(target[r]), source[r]  # (dim,)
+            for i in range(dim):
+                near[i] += own[i] * factor
+    else:
+        for r in range(rows):
+            for i in range(dim):
+                target[r, i] += source[r, i] * factor
 
 
 @njit(fastmath=FASTMATH)

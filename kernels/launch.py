@@ -239,6 +239,15 @@ def _as_taken(
     return taken, operands.converted(memory, taken.dtype)
 
 
+def _like(
+    memory: Memory, operand: Any, problem: Problem, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Any:
+    """Return a result's array: in memory as the operand lies, where kernels take that as it is."""
+    if len(problem.lead) != 2 or problem.groups > 1:  # viewed otherwise, which could be a copy
+        return memory.empty(shape, dtype)
+    return memory.empty_as(operand, shape, dtype)
+
+
 def forward(
     target: Target, problem: Problem, operands: Operands, tile: Tile | None = None
 ) -> tuple[Any, Any]:
@@ -252,7 +261,8 @@ def forward(
 
     Returns:
         out (…, heads, seq_q, value_dim) and lse (…, heads, seq_q), which is float32 for operands of 16
-        bits.
+        bits.  On the host the dimensions of out lie in memory as those of q, like dq, dk and dv as q, k
+        and v.
 
     Raises:
         TypeError: If the tile is no pair of whole numbers.
@@ -261,7 +271,7 @@ def forward(
     tile = check_tile(tile)
     rung, memory = target.pick(problem, tile), target.memory
     taken, operands = _as_taken(rung, memory, problem, operands)
-    out = memory.empty(problem.out_shape, taken.dtype)
+    out = _like(memory, operands.q, problem, problem.out_shape, taken.dtype)
     lse = memory.empty(problem.lse_shape, problem.acc_dtype)
     viewed = operands.having(out=out, lse=lse).viewed(memory, problem)
     rung.forward(taken, tile or rung.tile(taken), viewed)
@@ -308,11 +318,11 @@ def backward(
     tile = check_tile(tile)
     rung, memory = target.pick(problem, tile), target.memory
     taken, own = _as_taken(rung, memory, problem, operands)
-    dq = memory.empty(problem.q_shape, taken.dtype)
+    dq = _like(memory, own.q, problem, problem.q_shape, taken.dtype)
     # A head of k and v that several query heads share gets a gradient from each.
     dk, dv = (
-        memory.empty((*problem.grouped_lead, *shape[-2:]), taken.dtype)
-        for shape in (problem.k_shape, problem.v_shape)
+        _like(memory, operand, problem, (*problem.grouped_lead, *shape[-2:]), taken.dtype)
+        for operand, shape in ((own.k, problem.k_shape), (own.v, problem.v_shape))
     )
     viewed = own.having(dq=dq, dk=dk, dv=dv).viewed(memory, problem)
     rung.backward(taken, tile or rung.backward_tile(taken), viewed)

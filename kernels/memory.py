@@ -41,6 +41,24 @@ def join_dims(shape: Ints, *strides: Ints) -> list[Ints]:
     return list(zip(*joined or [(1,) + (0,) * len(strides)], strict=True))
 
 
+@lru_cache(maxsize=4096)
+def joined(*layouts: Ints) -> list[Ints]:
+    """Join the dimensions of a result and its operands; see :func:`join_dims`.
+
+    Args:
+        *layouts: Shape and strides of the result, then of each operand, which broadcasts to it.
+    """
+    shape = layouts[0]
+    pairs = zip(layouts[::2], layouts[1::2], strict=True)
+    return join_dims(shape, *(_broadcast_strides(*pair, len(shape)) for pair in pairs))
+
+
+def _broadcast_strides(shape: Ints, strides: Ints, dims: int) -> Ints:
+    """Return the strides of an operand in a result of ``dims`` dimensions; 0 where it repeats."""
+    own = tuple(0 if size == 1 else step for size, step in zip(shape, strides, strict=True))
+    return (0,) * (dims - len(own)) + own
+
+
 def joined_step(sizes: Ints, steps: Ints) -> int | None:
     """Return the one stride that steps through several dimensions, or None if there is none."""
     shape, _, joined = join_dims(sizes, row_major_strides(sizes), steps)
@@ -75,6 +93,17 @@ class Memory:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""
         raise NotImplementedError
+
+    def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised array without gaps whose dimensions lie in memory as those of another.
+
+        What is computed from a permuted operand is then contiguous where it is permuted back.
+        """
+        return self.empty(shape, dtype)
+
+    def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
+        """Return an array without gaps as its flat storage and strides in elements, None for row-major."""
+        return array.reshape(-1), None
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         """See a flat storage through a shape and strides in elements; nothing is copied."""
@@ -124,6 +153,7 @@ class Memory:
         raise NotImplementedError
 
 
+@lru_cache(maxsize=4096)
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides, in elements, of an array without gaps whose last dimension is fastest."""
     return tuple(accumulate((*shape[:0:-1],), mul, initial=1))[::-1] if shape else ()
@@ -150,10 +180,26 @@ class HostMemory(Memory):
         """Return an uninitialised, contiguous array."""
         return np.empty(shape, dtype)
 
+    def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised array in the order of another; see :meth:`Memory.empty_as`."""
+        if array.flags.c_contiguous or array.ndim != len(shape):
+            return np.empty(shape, dtype)
+        return np.empty_like(array, dtype, order="K", subok=False, shape=shape)
+
+    def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
+        """Return the flat storage and the strides of an array without gaps; see :meth:`Memory.flat`."""
+        if array.flags.c_contiguous:
+            return array.reshape(-1), None
+        slowest_first = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+        strides = tuple(step // array.itemsize for step in array.strides)
+        return array.transpose(slowest_first).reshape(-1), strides
+
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         """See a flat storage through a shape and strides in elements; nothing is copied."""
-        steps = tuple(step * storage.itemsize for step in strides)
-        return np.ndarray(shape, storage.dtype, storage, 0, steps)
+        if strides == row_major_strides(shape):
+            return storage.reshape(shape)  # as most; and faster
+        size = storage.itemsize
+        return np.ndarray(shape, storage.dtype, storage, 0, [step * size for step in strides])
 
     def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
         """View an operand as (batch, heads, seq, dim); see :meth:`Memory.four_dims`.

@@ -14,6 +14,7 @@ from .autodiff import (
     Variable,
     backpropagate,
     central_difference,
+    no_grad,
     topological_sort,
 )
 from .cuda_kernel_ops import CudaKernelOps

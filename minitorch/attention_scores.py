@@ -15,6 +15,7 @@ from kernels.dtypes import acc_dtype, rounded
 from kernels.masks import is_visible
 from kernels.mods import ScoreMod, check_derivative, evaluate
 from kernels.option_checks import SEEDS
+from kernels.philox import keep_scale
 
 from .attention_functions import AttentionCall
 from .autodiff import Context
@@ -145,7 +146,7 @@ def modified(scores: Tensor, call: AttentionCall, mask: Any) -> Tensor:
 def kept_probabilities(problem: Problem, like: Tensor) -> Tensor:
     """Return what dropout multiplies the probabilities by, a constant (…, heads, seq_q, seq_k)."""
     keep = dropout_mask(problem.scores_shape, problem.dropout_p, problem.seed % SEEDS)
-    return tensor(keep / (1.0 - problem.dropout_p), like.backend, dtype=like.dtype)
+    return tensor(keep * keep_scale(problem.dropout_p), like.backend, dtype=like.dtype)
 
 
 class Keep(Function):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,6 +126,41 @@ def backpropagate(variable: Variable, deriv: Any) -> None:
             # into a derivative that is shared with another variable.
             derivatives[key] = derivatives[key] + d_parent if key in derivatives else d_parent
     # END TASK 1.4
+
+
+class _Recording(threading.local):
+    """Whether functions of tensors record how they were applied, in each thread."""
+
+    on = True
+
+
+_recording = _Recording()
+
+
+class no_grad(ContextDecorator):
+    """Within the context, or the function that it decorates, what functions of tensors return is constant.
+
+    Nothing is recorded and nothing kept for a backward pass, in this thread: for everything that only
+    asks a model, such as its loss on held-out text or the next token.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[bool] = []  # one for each time that the context is entered
+
+    def _recreate_cm(self) -> no_grad:  # a decorated function may run in several threads
+        return no_grad()
+
+    def __enter__(self) -> None:
+        self._before.append(_recording.on)
+        _recording.on = False
+
+    def __exit__(self, *_: object) -> None:
+        _recording.on = self._before.pop()
+
+
+def is_recording() -> bool:
+    """Tell whether functions of tensors record how they were applied; see :class:`no_grad`."""
+    return _recording.on
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from .autodiff import Context, History, Variable
+from .autodiff import Context, History, Variable, is_recording
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -35,7 +35,7 @@ def as_ints(x: Any) -> tuple[int, ...]:
     """
     entries = x.to_numpy().reshape(-1) if is_tensor(x) else x
     try:
-        return tuple(int(i) for i in entries)
+        return tuple(map(int, entries))
     except TypeError:
         raise TypeError(
             f"sizes and dimensions are whole numbers given one by one, got {tuple(entries)!r}; "
@@ -68,15 +68,21 @@ class Function:
     @classmethod
     def _started(cls, args: tuple[Any, ...]) -> tuple[Context, Any]:
         """Run ``forward`` on arguments without history; return its context too."""
-        if not any(map(is_tensor, args)):
+        # Lists and not generators: with these the bookkeeping of a small tensor takes twice as long.
+        histories = [arg.history for arg in args if is_tensor(arg)]
+        if not histories:
             raise TypeError(
                 f"{cls.__name__}.apply needs a tensor, got "
                 f"{', '.join(type(arg).__name__ for arg in args) or 'nothing'}; make one with "
                 "minitorch.tensor or minitorch.from_numpy"
             )
-        needs_grad = tuple(is_tensor(arg) and arg.requires_grad() for arg in args)
-        ctx = Context(no_grad=not any(needs_grad), needs_input_grad=needs_grad)
-        return ctx, cls._forward(ctx, *(arg.detach() if is_tensor(arg) else arg for arg in args))
+        if not is_recording() or histories.count(None) == len(histories):
+            # Nothing will be recorded, so that the arguments may be what they are.
+            ctx = Context(no_grad=True, needs_input_grad=(False,) * len(args))
+            return ctx, cls._forward(ctx, *args)
+        needs_grad = [is_tensor(arg) and arg.history is not None for arg in args]
+        ctx = Context(needs_input_grad=tuple(needs_grad))
+        return ctx, cls._forward(ctx, *[arg.detach() if is_tensor(arg) else arg for arg in args])
 
     @classmethod
     def apply(cls, *args: Any) -> Tensor:
@@ -86,7 +92,8 @@ class Function:
             *args: Tensors, and options that are no tensors; at least one tensor.
 
         Returns:
-            A new tensor; it has a history only if a tensor argument requires a gradient.
+            A new tensor; it has a history only if a tensor argument requires a gradient, and not within
+            :class:`minitorch.no_grad`.
 
         Raises:
             TypeError: If no argument is a tensor.

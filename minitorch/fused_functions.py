@@ -24,8 +24,8 @@ def dense(t: Tensor, dtype: Any = None) -> Any:
         t: Any tensor; it is copied, where it lies, only if it must be.
         dtype: Its own if None; the kernels compute in float32 for one of 16 bits.
     """
-    dtype = acc_dtype(t.dtype if dtype is None else dtype)
-    if dtype != t.dtype or not t._tensor.is_contiguous():
+    dtype, data = acc_dtype(t.dtype if dtype is None else dtype), t._tensor
+    if dtype != data.dtype or not data.is_contiguous():
         t = t.f.id_map(t, t.empty(t.shape, dtype))
     return t.array()
 

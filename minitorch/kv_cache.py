@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -42,6 +44,7 @@ class LayerCache:
         self.batch, self.heads, self.head_dim = batch, heads, head_dim
         self.capacity, self.length = capacity, 0
         self.backend = backend
+        self.known: Any = None  # what ``decoding`` has found out about the layer
         self._step = batch * heads * head_dim  # elements of one position
         self.dtype = np.dtype(dtype or get_default_dtype())
         self._storages = [backend.ops.allocate(capacity * self._step, self.dtype) for _ in range(2)]
@@ -66,9 +69,24 @@ class LayerCache:
         start, self.length = self.length, self.length + k.shape[2]
         for new, storage in zip((k, v), self._storages, strict=True):
             rows = self._rows(storage, start)  # (count, batch, heads, head_dim)
-            self.backend.id_map(new._new(new._tensor.permute(2, 0, 1, 3)), rows)
+            source = new._new(new._tensor.permute(2, 0, 1, 3))
+            if self.backend.cuda:
+                self.backend.id_map(source, rows)
+            else:  # so few numbers that NumPy is done before a loop has started
+                rows.to_numpy()[...] = source.to_numpy()
         k, v = (self._rows(storage, 0) for storage in self._storages)
         return k._new(k._tensor.permute(1, 2, 0, 3)), v._new(v._tensor.permute(1, 2, 0, 3))
+
+    def extended(self, count: int) -> list[npt.NDArray[Any]]:
+        """Take further positions, for a kernel on the host to fill.
+
+        Returns:
+            The keys and the values of all positions, (length, batch, heads, head_dim), the last ``count``
+            of them unwritten.
+        """
+        self.length += count
+        shape = self.length, self.batch, self.heads, self.head_dim
+        return [storage[: self.length * self._step].reshape(shape) for storage in self._storages]
 
     def truncate(self, length: int) -> None:
         """Forget what stands after the first ``length`` positions.

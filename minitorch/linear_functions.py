@@ -1,4 +1,4 @@
-"""Linear layers with what follows them: bias, and GELU, while the product is still in registers.
+"""Linear layers with what follows them: bias, and GELU, while the product is in registers or in cache.
 
 Where the backend has no such kernel they are composed of tensor operations, which is also what the tests
 compare with.
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kernels.dtypes import COMPUTE_DTYPES
+
 from .autodiff import Context
 from .function import Function
+from .fused_functions import dense
 from .nn import GELU
 from .shape_functions import swap_last
 
@@ -17,8 +20,37 @@ if TYPE_CHECKING:
     from .tensor import Tensor
 
 
+class FusedLinear(Function):
+    """x @ weights + bias, and GELU of it if asked for: a kernel forward, and one backward, on the host."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, weights: Tensor, bias: Tensor | None, has_gelu: bool
+    ) -> Tensor:
+        """Return (…, out_size) for (…, in_size), (in_size, out_size) and (out_size,)."""
+        rows, matrix = dense(x).reshape(-1, x.shape[-1]), dense(weights)
+        out, before = x.f.fused.linear(
+            rows, matrix, None if bias is None else dense(bias), has_gelu
+        )
+        ctx.save_for_backward(x, rows, matrix, before, bias is not None)
+        return x.wrap(out.reshape(*x.shape[:-1], out.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        """Return the gradients of x, weights and bias."""
+        x, rows, matrix, before, has_bias = ctx.saved_values
+        grad = dense(grad_output, x.dtype).reshape(-1, matrix.shape[-1])
+        dx, dmatrix, dbias = x.f.fused.linear_backward(grad, rows, matrix, before)
+        return (
+            x.wrap(dx.reshape(x.shape)),
+            x.wrap(dmatrix),
+            x.wrap(dbias) if has_bias else None,
+            None,
+        )
+
+
 class Linear(Function):
-    """rows @ weights + bias, and GELU of it if asked for, in one kernel."""
+    """rows @ weights + bias, and GELU of it if asked for, in one kernel on tensor cores."""
 
     @staticmethod
     def forward(
@@ -65,38 +97,46 @@ def composed_linear(
     return GELU(out) if has_gelu else out
 
 
-def linear(
-    rows: Tensor, weights: Tensor, bias: Tensor | None = None, has_gelu: bool = False
-) -> Tensor:
-    """Return rows @ weights + bias, and GELU of it: one kernel where the backend has it, else composed.
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    return x.backend is y.backend and x.dtype == y.dtype
 
-    Tensor cores of a GPU have it, for float16 and bfloat16, and for float32 where
-    :func:`minitorch.set_matmul_precision` allows them to round.
+
+def linear(
+    x: Tensor, weights: Tensor, bias: Tensor | None = None, has_gelu: bool = False
+) -> Tensor:
+    """Return x @ weights + bias, and GELU of it: one kernel where the backend has it, else composed.
+
+    The fast backend has it for float32 and float64; tensor cores of a GPU for float16 and bfloat16, and
+    for float32 where :func:`minitorch.set_matmul_precision` allows them to round.
 
     Args:
-        rows: (n, in_size).
+        x: (…, in_size).
         weights: (in_size, out_size).
         bias: (out_size,), or None.
         has_gelu: Apply GELU in its tanh form.
 
     Returns:
-        (n, out_size).
+        (…, out_size).
 
     Raises:
         ValueError: If the bias does not fit the weights.
-        AssertionError: If the weights do not fit the rows, as of ``rows @ weights``.
+        AssertionError: If the weights do not fit x, as of ``x @ weights``.
     """
     cols = weights.shape[-1:]
     if bias is not None and bias.shape != cols:
         raise ValueError(f"weights {weights.shape} need a bias {cols}, got {bias.shape}")
-    operands = [rows, weights] if bias is None else [rows, weights, bias]
+    fits = weights.dims == 2 and x.shape[-1:] == weights.shape[:1] and x.size * weights.size > 0
+    fits = fits and _are_alike(x, weights) and (bias is None or _are_alike(x, bias))
+    if fits and x.dtype in COMPUTE_DTYPES and hasattr(x.f.fused, "linear"):
+        return FusedLinear.apply(x, weights, bias, has_gelu)
+    if x.dims != 2:  # one product of two matrices, for the gradient of the weights wants it so
+        rows = x.contiguous().view(x.size // x.shape[-1], x.shape[-1])
+        return linear(rows, weights, bias, has_gelu).view(*x.shape[:-1], *cols)
     is_one_kernel = (
-        (bias is not None or has_gelu)
-        and rows.shape[1:] == weights.shape[:-1]
-        and rows.dims == 2
-        and all(t.dtype == rows.dtype and t.backend == rows.backend for t in operands)
-        and rows.f.fuses_linear(rows.dtype, (rows.shape[0], *cols, rows.shape[1]))
+        fits
+        and (bias is not None or has_gelu)
+        and x.f.fuses_linear(x.dtype, (x.shape[0], *cols, x.shape[1]))
     )
     if is_one_kernel:
-        return Linear.apply(rows, weights, bias, has_gelu)
-    return composed_linear(rows, weights, bias, has_gelu)
+        return Linear.apply(x, weights, bias, has_gelu)
+    return composed_linear(x, weights, bias, has_gelu)

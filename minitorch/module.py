@@ -5,6 +5,16 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+_changes = 0
+
+
+def changes() -> int:
+    """Return how often an attribute of any module has been set, but for its mode.
+
+    As long as the number stays, what was found out about the parts of a model stays true.
+    """
+    return _changes
+
 
 class Module:
     """A node of the tree that makes up a model.
@@ -85,6 +95,8 @@ class Module:
         return parameter
 
     def __setattr__(self, key: str, val: Any) -> None:
+        global _changes
+        _changes += key != "training"
         own = self.__dict__
         home: dict[str, Any] = own
         if isinstance(val, (Parameter, Module)):
@@ -107,14 +119,14 @@ class Module:
 
     def __getattr__(self, key: str) -> Any:
         # Python calls this only for a name that is in neither the instance nor the class.
+        # Through __dict__: before __init__ has run, self._parameters would come back here for ever.
+        own = self.__dict__
+        for table in (own.get("_parameters"), own.get("_modules")):
+            if table and key in table:
+                return table[key]
         if key.startswith("__"):
             # copy and pickle probe for optional hooks such as __deepcopy__, and take None for one.
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {key!r}")
-        # Through __dict__: before __init__ has run, self._parameters would come back here for ever.
-        for table in ("_parameters", "_modules"):
-            found = self.__dict__.get(table, {})
-            if key in found:
-                return found[key]
         return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -110,11 +110,8 @@ class Linear(Module):
             x: The rows.
             has_gelu: Apply GELU to the result, on its way to memory where the backend can.
         """
-        # One product of two matrices: BLAS and the gradient of the weights want it so.
-        rows = x.contiguous().view(x.size // x.shape[-1], x.shape[-1])
         bias = None if self.bias is None else self.bias.value
-        out = linear(rows, self.weights.value, bias, has_gelu)
-        return out.view(*x.shape[:-1], self.out_size)
+        return linear(x, self.weights.value, bias, has_gelu)
 
 
 class LayerNorm1d(Module):

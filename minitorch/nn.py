@@ -156,7 +156,7 @@ def integer_array(ids: Any, limit: int, name: str) -> Any:
     """
     array = ids.to_numpy() if is_tensor(ids) else np.asarray(ids)
     whole = array.astype(np.int64)
-    if not np.array_equal(whole, array):
+    if array.dtype.kind not in "iu" and not np.array_equal(whole, array):
         raise TypeError(f"{name} must be whole numbers, got {array.dtype} with fractions")
     if whole.size and not (whole.min() >= 0 and whole.max() < limit):
         raise ValueError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from .autodiff import Context
 from .function import Function, as_ints
-from .tensor_data import UserShape, strides_from_shape
+from .tensor_data import UserShape
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -54,16 +53,17 @@ class View(Function):
 
 
 def _reshaped(a: Tensor, shape: UserShape) -> Tensor:
+    shape = tuple(shape)
     assert a._tensor.is_contiguous(), (
         f"Must be contiguous to view: shape {a.shape} has strides {a._tensor.strides}; call "
         "contiguous() first"
     )
-    size = int(np.prod(shape))
+    size = math.prod(shape)
     assert size == a.size and min(shape, default=1) >= 0, (
-        f"cannot view shape {a.shape}, {a.size} elements, as {tuple(shape)}, {size} elements; the "
+        f"cannot view shape {a.shape}, {a.size} elements, as {shape}, {size} elements; the "
         "sizes must be equal, and none is inferred from -1"
     )
-    return a._new(type(a._tensor)(a._tensor._storage, tuple(shape), strides_from_shape(shape)))
+    return a._new(type(a._tensor)(a._tensor._storage, shape))
 
 
 class Copy(Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from .tensor_operators import TensorOperators
 from .tensor_ops import TensorBackend, TensorOps
 from .widening import result_dtype
 
-_tensor_count = 0
+_ids = count(1)
 
 
 @lru_cache(maxsize=256)
@@ -62,7 +63,6 @@ class Tensor(TensorOperators, Lending):
         grad: The gradient of a leaf after ``backward``, or None.
         backend: Likewise.
         unique_id: A number that no other tensor has.
-        name: Likewise; the id if none was given.
     """
 
     _tensor: TensorData
@@ -70,7 +70,6 @@ class Tensor(TensorOperators, Lending):
     history: History | None
     grad: Tensor | None
     unique_id: int
-    name: str
 
     __array_ufunc__ = None  # so that numpy_number * tensor asks the tensor
 
@@ -81,18 +80,25 @@ class Tensor(TensorOperators, Lending):
         name: str | None = None,
         backend: TensorBackend | None = None,
     ):
-        global _tensor_count
-        _tensor_count += 1
         assert isinstance(v, TensorData), f"a Tensor holds TensorData, got {type(v).__name__}"
         assert backend is not None, "a Tensor needs a backend, such as minitorch.SimpleBackend"
-        self.unique_id = _tensor_count
+        self.unique_id = next(_ids)
         self._tensor = v
         self.history = back
         self.backend = backend
         self.grad = None
-        self.name = str(self.unique_id) if name is None else name
+        self._name = name
 
     # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """For drawings: the id if none was given."""
+        return str(self.unique_id) if self._name is None else self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
 
     @property
     def f(self) -> TensorBackend:
@@ -161,8 +167,9 @@ class Tensor(TensorOperators, Lending):
         return self.backend.attention.memory.view(data._storage, data.shape, data.strides)
 
     def wrap(self, array: Any) -> Tensor:
-        """Return a constant tensor on this backend around a contiguous array from a kernel."""
-        return self._new(TensorData(array.reshape(-1), tuple(array.shape)))
+        """Return a constant tensor on this backend around an array from a kernel, which has no gaps."""
+        storage, strides = self.backend.attention.memory.flat(array)
+        return self._new(TensorData(storage, tuple(array.shape), strides))
 
     def item(self) -> float:
         """Return the only element as a number."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -153,6 +153,9 @@ def strides_from_shape(shape: UserShape) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+#: Of the shape of a result, which most results have had before.
+_row_major_strides = lru_cache(maxsize=4096)(strides_from_shape)
+
 #: Tell whether a storage lives on a CUDA device (or is the simulator's stand-in for one).
 is_device_storage = is_device_array
 
@@ -178,6 +181,8 @@ class TensorData:
     strides: Ints
     shape: Ints
     dims: int
+    #: The dtype of the storage.
+    dtype: np.dtype[Any]
     #: Whether the elements are of 16 bits, float16 or bfloat16.
     is_half: bool
     #: A Python number beside a tensor of 16 bits: not rounded to them, and no reason to widen a result.
@@ -193,22 +198,24 @@ class TensorData:
             self._storage = storage  # type: ignore[assignment]
         else:
             self._storage = np.array(storage, dtype=_default_dtype)
-        is_half = DTYPES.get(self._storage.dtype)
+        self.dtype = self._storage.dtype
+        is_half = DTYPES.get(self.dtype)
         if is_half is None:
             raise TypeError(
                 "a tensor holds float16, bfloat16, float32, float64, integers or booleans, got "
-                f"{self._storage.dtype}; convert with astype(numpy.float32)"
+                f"{self.dtype}; convert with astype(numpy.float32)"
             )
+        assert isinstance(shape, tuple), f"shape must be a tuple, got {shape!r}"
         row_major = strides is None
         if strides is None:
-            strides = strides_from_shape(shape)
+            strides = _row_major_strides(shape)
         assert isinstance(strides, tuple), f"strides must be a tuple, got {strides!r}"
-        assert isinstance(shape, tuple), f"shape must be a tuple, got {shape!r}"
         if len(strides) != len(shape):
             raise IndexingError(
                 f"strides {strides} and shape {shape} have different lengths; give one stride for "
                 "each dimension"
             )
+        self._shape_and_strides = None
         self.is_half = is_half
         self.shape = shape
         self.strides = strides
@@ -226,7 +233,7 @@ class TensorData:
             f"a tensor has at most {MAX_DIMS} dimensions, got {self.dims}; join some with view"
         )
         if self.size and not row_major:
-            last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
             if last >= self.size or min(strides, default=0) < 0:
                 raise IndexingError(
                     f"strides {strides} lead outside the {self.size} elements of shape {shape}; "
@@ -234,18 +241,18 @@ class TensorData:
                 )
 
     # Arrays for the compiled loops, made when a loop asks for them: kernels on a device do not.
-    @cached_property
+    @property
     def _shape(self) -> Shape:
-        return np.array(self.shape, dtype=np.int64)
-
-    @cached_property
-    def _strides(self) -> Strides:
-        return np.array(self.strides, dtype=np.int64)
+        return self._arrays()[0]
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the storage."""
-        return self._storage.dtype
+    def _strides(self) -> Strides:
+        return self._arrays()[1]
+
+    def _arrays(self) -> Any:
+        if self._shape_and_strides is None:
+            self._shape_and_strides = np.array((self.shape, self.strides), np.int64)  # (2, dims)
+        return self._shape_and_strides
 
     def to_cuda_(self) -> None:
         """Move the storage to the CUDA device, in place.
@@ -259,7 +266,9 @@ class TensorData:
 
     def is_contiguous(self) -> bool:
         """Tell whether the elements lie in row-major order."""
-        expected = 1
+        if self.strides == _row_major_strides(self.shape):
+            return True
+        expected = 1  # of a dimension of size 1 the stride does not matter
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1:
                 if stride != expected:
@@ -333,7 +342,7 @@ class TensorData:
 
     def tuple(self) -> Triple:
         """Return (storage, shape, strides), the three arguments that a kernel takes per tensor."""
-        return (self._storage, self._shape, self._strides)
+        return (self._storage, *self._arrays())
 
     def permute(self, *order: int) -> TensorData:
         """Return a view with the dimensions in another order; nothing is copied.
@@ -348,8 +357,8 @@ class TensorData:
         # TASK 2.1: The same storage, with shape and strides in the new order.
         return TensorData(
             self._storage,
-            tuple(self.shape[dim] for dim in order),
-            tuple(self.strides[dim] for dim in order),
+            tuple([self.shape[dim] for dim in order]),
+            tuple([self.strides[dim] for dim in order]),
         )
         # END TASK 2.1
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .autodiff import is_recording, no_grad
 from .kv_cache import KVCache, LayerCache
 from .module import Module
 from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
@@ -96,8 +97,10 @@ class DecoderLM(Module):
         Returns:
             (batch, seq, n_vocab) logits; a constant if there is a cache.
         """
-        logits = self.score(self.hidden(idx, cache))
-        return logits if cache is None else logits.detach()
+        if cache is None:
+            return self.score(self.hidden(idx))
+        with no_grad():
+            return self.score(self.hidden(idx, cache))
 
     def make_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
         """Return an empty cache for this model.
@@ -124,6 +127,9 @@ class DecoderLM(Module):
         Raises:
             ValueError: If the ids have another shape, or do not fit into the context or the cache.
         """
+        if cache is not None and is_recording():
+            with no_grad():
+                return self.hidden(idx, cache)
         if len(np.shape(idx)) != 2:
             raise ValueError(
                 f"a language model needs ids of shape (batch, seq), got {np.shape(idx)}"
@@ -140,8 +146,7 @@ class DecoderLM(Module):
         x = self.dropout(self.token_embeddings(idx) + positions)  # (batch, seq, n_embd)
         for name, layer_cache in zip(self.layer_names, layers, strict=True):
             x = getattr(self, name)(x, layer_cache)  # (batch, seq, n_embd)
-        x = self.ln(x)  # (batch, seq, n_embd)
-        return x if cache is None else x.detach()
+        return self.ln(x)  # (batch, seq, n_embd)
 
     def _layer_caches(self, cache: KVCache | None) -> list[LayerCache] | list[None]:
         if cache is None:
@@ -225,6 +230,7 @@ class DecoderLM(Module):
             ids.append(_choose(self._next_logits(ids, cache), temperature, rng))
             yield ids[-1]
 
+    @no_grad()
     def _next_logits(self, ids: list[int], cache: KVCache) -> npt.NDArray[np.float64]:
         """Score each token as the one after ``ids``, without dropout: (n_vocab,)."""
         was_training = self.training

@@ -7,11 +7,14 @@ numba's threads calls BLAS for a block of the product, and BLAS itself is held t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import prange
+from numba.np.linalg import ensure_blas
 from threadpoolctl import ThreadpoolController
 
 from kernels.compiled import njit_cached
@@ -19,6 +22,8 @@ from kernels.geometry import PLAIN
 
 #: Fewer multiply-adds than this are not worth waking a thread for.
 PARALLEL_FROM = 500_000
+#: Fewer than this BLAS does with one thread by itself.
+ONE_THREAD_BELOW = 8192
 #: Rows of a block; a fixed number, so that no sum depends on how many threads there are.
 BLOCK_ROWS = 256
 #: Most parts that a sum over many rows is cut into, each with a result of its own.
@@ -28,7 +33,26 @@ PARTS = 4
 @cache
 def _libraries() -> Any:
     """Return the BLAS libraries of this process: NumPy's, and SciPy's, which numba calls."""
-    return ThreadpoolController().select(user_api="blas")
+    ensure_blas()  # else SciPy's comes with the first product, too late to be found here
+    return ThreadpoolController().select(user_api="blas").lib_controllers
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Hold BLAS to one thread for each call within the context."""
+    before = [library.get_num_threads() for library in _libraries()]
+    for library in _libraries():
+        library.set_num_threads(1)
+    try:
+        yield
+    finally:
+        for library, threads in zip(_libraries(), before, strict=True):
+            library.set_num_threads(threads)
+
+
+def row_blocks(rows: int, multiply_adds: int) -> int:
+    """Return how many blocks the rows of a product are cut into, each for one thread."""
+    return PLAIN.ceil_div(rows, BLOCK_ROWS) if multiply_adds >= PARALLEL_FROM else 1
 
 
 @njit_cached(parallel=True)
@@ -66,15 +90,19 @@ def matmul(a: Any, b: Any, out: Any) -> None:
         b: Likewise.
         out: Written; contiguous.
     """
-    with _libraries().limit(limits=1):
-        if out.size * a.shape[-1] < PARALLEL_FROM:
+    multiply_adds = out.size * a.shape[-1]
+    if multiply_adds < ONE_THREAD_BELOW:
+        np.matmul(a, b, out=out)
+        return
+    with one_thread_each():
+        if multiply_adds < PARALLEL_FROM:
             np.matmul(a, b, out=out)
         elif (
             out.ndim == 2
             and a.flags.c_contiguous
             and (b.flags.c_contiguous or b.flags.f_contiguous)
         ):
-            _by_rows(a, b, out, PLAIN.ceil_div(len(a), BLOCK_ROWS))
+            _by_rows(a, b, out, row_blocks(len(a), multiply_adds))
         elif out.ndim == 2 and a.flags.f_contiguous and b.flags.c_contiguous:
             parts = np.empty(
                 (min(PARTS, PLAIN.ceil_div(len(b), BLOCK_ROWS)), *out.shape), out.dtype

@@ -11,14 +11,25 @@ from numba import from_dtype, njit, types, void
 from kernels.compiled import FASTMATH, njit_cached
 from kernels.cpu.calls import address_of
 from kernels.cpu.tile_scores import PLACE_TYPE, SETTINGS_TYPE
-from kernels.philox import ATTENTION, MASK, ROUNDS, WEYL_0, WEYL_1, WORDS, make_philox
+from kernels.philox import (
+    ATTENTION,
+    ATTENTION_ROUNDS,
+    COLUMNS,
+    HALF,
+    HALF_MASK,
+    MASK,
+    WEYL_0,
+    WEYL_1,
+    WORDS,
+    make_philox,
+)
 
 mix: Any = make_philox(njit).mix
 
 
 @njit
 def mix_words(words, seed):
-    """Turn counters into random words in place, as ``philox`` does with each.
+    """Turn counters into random words in place, as ``philox_7`` does with each.
 
     One round after the other over all of them is what LLVM vectorises, not counter after counter.
 
@@ -28,7 +39,7 @@ def mix_words(words, seed):
     """
     w0, w1, w2, w3 = words[0], words[1], words[2], words[3]  # (count,) each
     k0, k1 = seed & MASK, (seed >> 32) & MASK
-    for _ in range(ROUNDS):
+    for _ in range(ATTENTION_ROUNDS):
         for i in range(words.shape[1]):
             c0, c1, c2, c3 = np.int64(w0[i]), np.int64(w1[i]), np.int64(w2[i]), np.int64(w3[i])
             w0[i], w1[i], w2[i], w3[i] = mix(k0, k1, c0, c1, c2, c3)
@@ -37,23 +48,23 @@ def mix_words(words, seed):
 
 @njit_cached(fastmath=FASTMATH)
 def keep_pass(z, settings, place):
-    """Fill what dropout multiplies a tile of probabilities by: 0 or 1 / (1 - p).
+    """Fill what dropout multiplies a tile of probabilities by: 0 or ``philox.keep_scale``.
 
     Args:
         z: (lines, lanes), written as far as ``place.width``.
         settings: (1,) of ``SETTINGS``.
         place: A ``Place``.
 
-    One counter, (column / 4, row, batch · heads + head, ATTENTION), gives the words of four columns.
+    One counter, (column / 8, row, batch · heads + head, ATTENTION), gives the words of eight columns.
     """
     o = settings[0]
-    threshold, kept, zero = o.threshold, z.dtype.type(o.kept), z.dtype.type(0)
+    threshold, kept, zero = np.uint32(o.threshold), z.dtype.type(o.kept), z.dtype.type(0)
     flat = np.uint32(place.flat + place.sequence * o.heads)
     lines, width, by_keys = z.shape[0], place.width, o.by_keys != 0
     cols, rows = (width, lines) if by_keys else (lines, width)
     first_col, first_row = (place.lane, place.line) if by_keys else (place.line, place.lane)
-    first = first_col // WORDS
-    blocks = (first_col + cols + WORDS - 1) // WORDS - first
+    first = first_col // COLUMNS
+    blocks = (first_col + cols + COLUMNS - 1) // COLUMNS - first
     # By keys all rows' blocks at once; else the rows of one block, in the order of the lanes.
     batch = 1 if by_keys else blocks
     count = rows * blocks // batch
@@ -66,22 +77,23 @@ def keep_pass(z, settings, place):
             words[2, i] = flat
             words[3, i] = np.uint32(ATTENTION)
         mix_words(words, o.seed)
-        for number in range(WORDS):
-            own = words[number]  # (count,)
+        for number in range(COLUMNS):
+            own, shift = words[number // 2], np.uint32(HALF * (number % 2))  # (count,)
             if by_keys:
                 for row in range(rows):
                     z_row = z[row]  # (lanes,)
                     for block in range(blocks):
-                        col = (first + block) * WORDS + number - first_col
+                        col = (first + block) * COLUMNS + number - first_col
                         if 0 <= col < cols:
-                            keep = np.int64(own[row * blocks + block]) >= threshold
-                            z_row[col] = kept if keep else zero
+                            half = (own[row * blocks + block] >> shift) & np.uint32(HALF_MASK)
+                            z_row[col] = kept if half >= threshold else zero
             else:
-                col = (first + start) * WORDS + number - first_col
+                col = (first + start) * COLUMNS + number - first_col
                 if 0 <= col < cols:
                     z_row = z[col]  # (lanes,)
                     for row in range(rows):
-                        z_row[row] = kept if np.int64(own[row]) >= threshold else zero
+                        half = (own[row] >> shift) & np.uint32(HALF_MASK)
+                        z_row[row] = kept if half >= threshold else zero
 
 
 @cache

@@ -1,7 +1,8 @@
-"""Fused layers on the CPU: softmax, layer norm, GELU, cross entropy, SGD and Adam, each in one pass.
+"""Fused layers on the CPU: softmax, layer norm, cross entropy, embedding, SGD and Adam, each in one pass.
 
-Every function takes and returns NumPy arrays; ``minitorch.fused_functions`` makes them differentiable.
-Composed of tensor operations, each of these would read and write its operands five to ten times.
+GELU and linear layers have files of their own and are found here too.  Every function takes and returns
+NumPy arrays; ``minitorch.fused_functions`` makes them differentiable.  Composed of tensor operations, each
+of these would read and write its operands five to ten times.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from typing import Any
 
 import numpy as np
 from numba import njit, prange
-from numba.extending import register_jitable
 
-from kernels.compiled import FASTMATH, njit_cached
+from kernels.compiled import FASTMATH, by_size, njit_cached
+from kernels.cpu.gelu import CHUNK
+from kernels.cpu.gelu import gelu as gelu
+from kernels.cpu.gelu import gelu_backward as gelu_backward
+from kernels.cpu.linear import linear as linear
+from kernels.cpu.linear import linear_backward as linear_backward
 from kernels.cpu.products import exp2
 from kernels.online_softmax import LOG2_E
-from kernels.pointwise import GELU_CONSTANTS, adam_constants, make_adam, make_gelu
+from kernels.pointwise import adam_constants, make_adam
 
 Array = np.ndarray[Any, Any]
 
-#: Elements that one work item of a pointwise kernel takes.
-CHUNK = 4096
 #: Rows that one work item of a kernel with a sum over rows takes: fixed, so that the order of the sum
 #: does not depend on how many threads there are.
 ROWS = 64
 
-gelu_value, gelu_gradient = make_gelu(njit(fastmath=FASTMATH), exp2)
 adam_element = make_adam(njit(fastmath=FASTMATH))
 
 
@@ -68,13 +70,13 @@ def softmax_row(x, out):
     return shift, math.log(total)
 
 
-@njit_cached(parallel=True, fastmath=FASTMATH)
+@by_size(fastmath=FASTMATH)
 def _softmax(x, out):
     for row in prange(len(x)):
         softmax_row(x[row], out[row])
 
 
-@njit_cached(parallel=True, fastmath=FASTMATH)
+@by_size(fastmath=FASTMATH)
 def _softmax_backward(dout, out, dx):
     for row in prange(len(out)):
         g, y, d = dout[row], out[row], dx[row]
@@ -117,26 +119,30 @@ def softmax_backward(dout: Array, out: Array) -> Array:
 # -- layer norm --------------------------------------------------------------------------------
 
 
-@njit_cached(parallel=True, fastmath=FASTMATH)
+@njit(fastmath=FASTMATH)
+def norm_row(x, gamma, beta, eps, out):
+    """Write the layer norm of x to out; return its mean and its reciprocal standard deviation."""
+    n = len(x)
+    total = x.dtype.type(0)
+    for i in range(n):
+        total += x[i]
+    center = total / x.dtype.type(n)
+    squares = x.dtype.type(0)
+    for i in range(n):
+        squares += (x[i] - center) * (x[i] - center)
+    inverse = x.dtype.type(1) / np.sqrt(squares / x.dtype.type(n) + x.dtype.type(eps))
+    for i in range(n):
+        out[i] = (x[i] - center) * inverse * gamma[i] + beta[i]
+    return center, inverse
+
+
+@by_size(fastmath=FASTMATH)
 def _layer_norm(x, gamma, beta, eps, out, mean, rstd):
-    n = x.shape[1]
     for row in prange(len(x)):
-        v, y = x[row], out[row]
-        total = v.dtype.type(0)
-        for i in range(n):
-            total += v[i]
-        center = total / v.dtype.type(n)
-        squares = v.dtype.type(0)
-        for i in range(n):
-            squares += (v[i] - center) * (v[i] - center)
-        inverse = v.dtype.type(1) / np.sqrt(squares / v.dtype.type(n) + v.dtype.type(eps))
-        for i in range(n):
-            y[i] = (v[i] - center) * inverse * gamma[i] + beta[i]
-        mean[row] = center
-        rstd[row] = inverse
+        mean[row], rstd[row] = norm_row(x[row], gamma, beta, eps, out[row])
 
 
-@njit_cached(parallel=True, fastmath=FASTMATH)
+@by_size(fastmath=FASTMATH)
 def _layer_norm_backward(dout, x, gamma, mean, rstd, dx, dgamma_parts, dbeta_parts):
     rows, n = x.shape
     for part in prange(len(dgamma_parts)):
@@ -196,54 +202,10 @@ def layer_norm_backward(
     return dx, dgamma.sum(axis=0), dbeta.sum(axis=0)
 
 
-# -- GELU --------------------------------------------------------------------------------------
-
-
-@register_jitable
-def gelu_constants(real):
-    """Return GELU_CONSTANTS in the dtype of the elements."""
-    zero, one, three, cubic, inner, factor = GELU_CONSTANTS
-    return real(zero), real(one), real(three), real(cubic), real(inner), real(factor)
-
-
-@njit_cached(parallel=True, fastmath=FASTMATH)
-def _gelu(x, out):
-    constants = gelu_constants(x.dtype.type)
-    for chunk in prange((len(x) + CHUNK - 1) // CHUNK):
-        start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, len(x))
-        v, y = x[start:stop], out[start:stop]
-        for i in range(len(v)):
-            y[i] = gelu_value(v[i], constants)
-
-
-@njit_cached(parallel=True, fastmath=FASTMATH)
-def _gelu_backward(dout, x, dx):
-    constants = gelu_constants(x.dtype.type)
-    for chunk in prange((len(x) + CHUNK - 1) // CHUNK):
-        start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, len(x))
-        g, v, d = dout[start:stop], x[start:stop], dx[start:stop]
-        for i in range(len(v)):
-            d[i] = gelu_gradient(g[i], v[i], constants)
-
-
-def gelu(x: Array) -> Array:
-    """Return GELU in its tanh form, element by element."""
-    out = np.empty(x.shape, x.dtype)
-    _gelu(_flat(x), out.reshape(-1))
-    return out
-
-
-def gelu_backward(dout: Array, x: Array) -> Array:
-    """Return the gradient of GELU's input."""
-    dx = np.empty(x.shape, x.dtype)
-    _gelu_backward(_flat(dout), _flat(x), dx.reshape(-1))
-    return dx
-
-
 # -- cross entropy -----------------------------------------------------------------------------
 
 
-@njit_cached(parallel=True)
+@by_size()
 def _cross_entropy(logits, targets, losses, probs):
     for row in prange(len(logits)):
         largest, log_total = softmax_row(logits[row], probs[row])
@@ -251,8 +213,8 @@ def _cross_entropy(logits, targets, losses, probs):
         losses[row] = (largest - logits[row, targets[row]]) + log_total
 
 
-@njit_cached(parallel=True, fastmath=FASTMATH)
-def _cross_entropy_backward(dlosses, targets, probs, dlogits):
+@by_size(fastmath=FASTMATH)
+def _cross_entropy_backward(probs, targets, dlosses, dlogits):
     for row in prange(len(probs)):
         g, p, d = dlosses[row], probs[row], dlogits[row]
         for i in range(len(p)):
@@ -278,7 +240,7 @@ def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
 def cross_entropy_backward(dlosses: Array, targets: Array, probs: Array) -> Array:
     """Return the gradient of the logits."""
     dlogits = np.empty(probs.shape, probs.dtype)
-    _cross_entropy_backward(_flat(dlosses), place_ids(targets), probs, dlogits)
+    _cross_entropy_backward(probs, place_ids(targets), _flat(dlosses), dlogits)
     return dlogits
 
 
@@ -326,7 +288,7 @@ def _scatter_add(rows, ids, table):
 # -- optimisers --------------------------------------------------------------------------------
 
 
-@njit_cached(parallel=True, fastmath=FASTMATH)
+@by_size(fastmath=FASTMATH)
 def _sgd(p, g, out, lr):
     step = p.dtype.type(lr)
     for i in prange(len(p)):
@@ -340,7 +302,7 @@ def sgd_step(value: Array, grad: Array, lr: float) -> Array:
     return out
 
 
-@njit_cached(parallel=True, fastmath=FASTMATH)
+@by_size(fastmath=FASTMATH)
 def _adam(p, g, m, v, out, constants):
     real = p.dtype.type
     one = real(1)

@@ -233,7 +233,12 @@ def forward(problem: Problem, operands: Operands) -> None:
     options.run(_address(problem.dtype), o.q.shape[0] * o.q.shape[1] * tiles * parts)
     if parts > 1:
         dim = o.out.shape[-1]
+        merged = o.out.reshape(-1, dim)  # a copy where out lies in another order
         merge_parts(
-            out_parts.reshape(parts, -1, dim), lse_parts.reshape(parts, -1), o.out.reshape(-1, dim),
+            out_parts.reshape(parts, -1, dim),
+            lse_parts.reshape(parts, -1),
+            merged,
             o.lse.reshape(-1),
-        )  # fmt: skip
+        )
+        if not o.out.flags.c_contiguous:
+            o.out[...] = merged.reshape(o.out.shape)

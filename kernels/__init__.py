@@ -120,8 +120,9 @@ def dropout_mask(
     Raises:
         ValueError: If one of them is out of range.
 
-    Source: Philox4x32-10, keyed by the seed; the counter is (column / 4, row, batch · heads + head), and
-    each of the four words of a counter decides one column.
+    Source: Philox4x32-7, keyed by the seed; the counter is (column / 8, row, batch · heads + head), and
+    each half of the four words of a counter decides one column.  The rate is rounded to a multiple of 2⁻¹⁶,
+    and attention multiplies what it keeps by ``kernels.philox.keep_scale`` of it.
     """
     seed = check_dropout(dropout_p, seed)
     if len(shape) < 2 or min(shape) < 0:

@@ -4,7 +4,12 @@ A backward pass that needs the noise of the forward pass again draws it again.  
 compiler.  All numbers are below 2³² in 64-bit integers, signed ones too: what a product loses above its
 64 bits, the masks would drop.
 
-Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011), Philox4x32-10.
+Two uses draw from it: elements of tensors, a word of 32 bits each after the usual ten rounds, and the
+probabilities of attention, of which there are so many that their dropout is bound by these multiplications:
+they take half a word each, after seven rounds, the fewest that pass the tests of BigCrush.
+
+Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011), Philox4x32-10 and Philox4x32-7;
+table 2 there for the rounds.
 """
 
 from __future__ import annotations
@@ -16,8 +21,13 @@ from .geometry import same
 
 #: Words that one counter gives.
 WORDS = 4
-ROUNDS = 10
+#: Neighbouring columns of attention that one counter decides, half a word each.
+COLUMNS = 2 * WORDS
+ELEMENT_ROUNDS, ATTENTION_ROUNDS = 10, 7
+#: Bits of half a word.
+HALF = 16
 MASK = 0xFFFFFFFF
+HALF_MASK = 0xFFFF
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 #: By which the key grows from round to round: the golden ratio, and sqrt(3) - 1.
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -28,7 +38,8 @@ ATTENTION, ELEMENTS = 0, 1
 class Philox(NamedTuple):
     """The functions that :func:`make_philox` returns; all take and return ints."""
 
-    philox: Callable[[int, int, int, int, int], tuple[int, int, int, int]]
+    philox_10: Callable[[int, int, int, int, int], tuple[int, int, int, int]]
+    philox_7: Callable[[int, int, int, int, int], tuple[int, int, int, int]]
     element_words: Callable[[int, int], tuple[int, int, int, int]]
     attention_words: Callable[[int, int, int, int], tuple[int, int, int, int]]
     keep: Callable[[int, int, int, int, int], bool]
@@ -67,36 +78,44 @@ def make_philox(
         high1, low1 = product(c2, MULTIPLIER_1)
         return word(high1 ^ c1 ^ k0), low1, word(high0 ^ c3 ^ k1), low0
 
-    @compile_
-    def philox(seed, c0, c1, c2, c3):
-        """Return four random words of 32 bits for a seed of 64 bits and a counter of four words."""
-        k0, k1 = word(seed), word(seed >> 32)
-        for _ in range(ROUNDS):
-            c0, c1, c2, c3 = mix(k0, k1, c0, c1, c2, c3)
-            k0, k1 = word(k0 + WEYL_0), word(k1 + WEYL_1)
-        return c0, c1, c2, c3
+    def make_rounds(rounds):
+        @compile_
+        def philox(seed, c0, c1, c2, c3):
+            """Return four random words of 32 bits for a seed of 64 bits and a counter of four words."""
+            k0, k1 = word(seed), word(seed >> 32)
+            for _ in range(rounds):
+                c0, c1, c2, c3 = mix(k0, k1, c0, c1, c2, c3)
+                k0, k1 = word(k0 + WEYL_0), word(k1 + WEYL_1)
+            return c0, c1, c2, c3
+
+        return philox
+
+    philox_10, philox_7 = make_rounds(ELEMENT_ROUNDS), make_rounds(ATTENTION_ROUNDS)
 
     @compile_
     def element_words(seed, block):
         """Return the words of elements 4 block … 4 block + 3 of a tensor, in row-major order."""
-        return philox(seed, word(block), word(block >> 32), word(0), word(ELEMENTS))
+        return philox_10(seed, word(block), word(block >> 32), word(0), word(ELEMENTS))
 
     @compile_
     def attention_words(seed, batch_head, row, col_block):
-        """Return the words of columns 4 col_block … 4 col_block + 3 of one row of probabilities."""
-        return philox(seed, word(col_block), word(row), word(batch_head), word(ATTENTION))
+        """Return the words of columns 8 col_block … 8 col_block + 7 of one row of probabilities."""
+        return philox_7(seed, word(col_block), word(row), word(batch_head), word(ATTENTION))
 
     @compile_
     def keep(seed, batch_head, row, col, threshold):
-        """Tell whether attention keeps one probability; ``threshold`` from :func:`drop_threshold`."""
-        # TASK 5.6: Word col % 4 of the counter of column col // 4 is compared with the threshold.
-        w0, w1, w2, w3 = attention_words(seed, batch_head, row, col // WORDS)
-        low = w0 if col % WORDS == 0 else w1
-        high = w2 if col % WORDS == 2 else w3
-        return (low if col % WORDS < 2 else high) >= threshold
+        """Tell whether attention keeps a probability; ``threshold``: :func:`attention_threshold`."""
+        # TASK 5.6: Column col has half of word col % 8 // 2 of the counter of column block col // 8: the
+        # low 16 bits where col is even, the high ones where it is odd.  They must reach the threshold.
+        w0, w1, w2, w3 = attention_words(seed, batch_head, row, col // COLUMNS)
+        number = col % COLUMNS // 2
+        low = w0 if number == 0 else w1
+        high = w2 if number == 2 else w3
+        own = low if number < 2 else high
+        return (own >> HALF if col % 2 else own & HALF_MASK) >= threshold
         # END TASK 5.6
 
-    return Philox(philox, element_words, attention_words, keep, mix)
+    return Philox(philox_10, philox_7, element_words, attention_words, keep, mix)
 
 
 def drop_threshold(rate: float) -> int:
@@ -106,6 +125,29 @@ def drop_threshold(rate: float) -> int:
         rate: Probability of dropping, from 0 (every word reaches it) to 1 (none does).
     """
     return round(rate * 2**32)
+
+
+def attention_threshold(rate: float) -> int:
+    """Return the number that half a word must reach for attention to keep its probability.
+
+    What is drawn is therefore the nearest multiple of 2⁻¹⁶; a rate of up to 2⁻¹⁷ drops nothing.
+
+    Args:
+        rate: Probability of dropping, from 0 (every half reaches it) to 1 (none does).
+    """
+    return round(rate * 2**HALF)
+
+
+def keep_scale(rate: float) -> float:
+    """Return what attention multiplies the probabilities by that it keeps, so that their mean stays.
+
+    That is 1 / (1 - p), where p is not the rate asked for but the one that is drawn; 1 where none is kept.
+
+    Args:
+        rate: As of :func:`attention_threshold`.
+    """
+    kept = 2**HALF - attention_threshold(rate)
+    return 2**HALF / kept if kept else 1.0
 
 
 #: The same functions for plain Python.

@@ -191,8 +191,8 @@ def make_problem(
         v: (…, heads, seq_k, value_dim).
         attn_mask: Boolean (True keeps) or additive and of the dtype of q, broadcastable to
             (…, heads, seq_q, seq_k); read through its strides.
-        dropout_p: Probability of dropping a probability, in [0, 1); what is kept is divided by
-            1 - dropout_p.
+        dropout_p: Probability of dropping a probability, in [0, 1), rounded to a multiple of 2⁻¹⁶; what is
+            kept is divided by 1 minus it.
         is_causal: Row ``row`` sees columns up to ``row`` (top-left aligned, as in PyTorch).
         scale: Multiplies the scores; 1/sqrt(head_dim) when None.
         enable_gqa: Let several query heads, neighbours, share a head of k and v: the heads of q are a

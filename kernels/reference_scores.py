@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kernels.masks import is_visible
 from kernels.mods import evaluate
 from kernels.operands import Operands
-from kernels.philox import PLAIN, WORDS, drop_threshold
+from kernels.philox import COLUMNS, HALF, HALF_MASK, PLAIN, attention_threshold, keep_scale
 from kernels.problem import Problem
 
 Array = npt.NDArray[Any]
@@ -75,25 +75,24 @@ class Scores:
         return np.where(seen, s, s.dtype.type(-np.inf)), derivative, seen
 
     def kept(self, rows: slice, cols: slice) -> Array | None:
-        """Return what dropout multiplies probabilities by, 0 or 1 / (1 - p); None without dropout."""
+        """Return what dropout multiplies probabilities by, 0 or ``keep_scale``; None without dropout."""
         problem = self.problem
         if not problem.dropout_p:
             return None
         batch_head = self.batch * problem.heads + self.head  # (batch, heads, 1, 1)
         row, col = np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop)
         keep = kept(problem.seed, problem.dropout_p, batch_head, row, col)
-        return keep * self.operands.q.dtype.type(1.0 / (1.0 - problem.dropout_p))
+        return keep * self.operands.q.dtype.type(keep_scale(problem.dropout_p))
 
 
 def kept(seed: int, dropout_p: float, batch_head: Array, row: Array, col: Array) -> Array:
     """Return which probabilities dropout keeps, for arrays of places that broadcast."""
     words_of: Any = PLAIN.attention_words  # of arrays as of numbers
-    words = words_of(seed, batch_head, row, col // WORDS)
+    words = words_of(seed, batch_head, row, col // COLUMNS)
     shape = np.broadcast_shapes(batch_head.shape, row.shape, col.shape)
-    word = np.broadcast_to(words[-1], shape)
-    for number in range(WORDS - 1):
-        word = np.where(col % WORDS == number, words[number], word)
-    return word >= drop_threshold(dropout_p)
+    number = np.broadcast_to(col % COLUMNS, shape)
+    own = np.choose(number // 2, [np.broadcast_to(word, shape) for word in words])
+    return (own >> HALF * (number % 2)) & HALF_MASK >= attention_threshold(dropout_p)
 
 
 def packed_parts(problem: Problem, operands: Operands) -> Iterator[tuple[Scores, Operands]]:

@@ -35,8 +35,8 @@ WINDOW, DOCUMENT, RATE, CAP = 1024, 1000, 0.1, 30.0
 
 
 def slanted(score: float, batch: int, head: int, row: int, col: int) -> float:
-    """Subtract what grows with the distance; whole numbers times float32 would be float64."""
-    return score - np.float32(0.02) * np.float32(head + 1) * np.float32(abs(row - col))
+    """Subtract what grows with the distance."""
+    return score - 0.02 * (head + 1) * abs(row - col)
 
 
 def forward(case: Case, sequences: Any = None) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.arrays import to_device
-from kernels.cuda.mma_tiles import KeyLayout, MmaLayout
+from kernels.cuda.mma_tiles import KeyLayout, MmaLayout, RoleLayout
 from kernels.targets import EventTimer, why_no_cuda
 
 from .mma_attention import FAR, Call, operands
@@ -33,7 +33,10 @@ LAYOUTS = {
         MmaLayout(128, 64, 8, resident=1),
         MmaLayout(64, 64, 4, resident=2),
     ),
-    256: (MmaLayout(64, 32, 4, resident=2), MmaLayout(128, 32, 8), MmaLayout(64, 64, 4)),
+    256: (
+        MmaLayout(128, 64, 8),
+        MmaLayout(64, 32, 4, resident=2),
+    ),
 }
 #: Likewise of the backward kernels: by keys, with parts, and by rows.
 BY_KEYS = {
@@ -47,8 +50,9 @@ BY_KEYS = {
         (KeyLayout(64, 128, 8, 64), 1),
         (KeyLayout(64, 128, 8, 32), 1),
         (KeyLayout(64, 64, 4, 64, resident=2), 1),
+        (RoleLayout(64, 128, 8, 32), 1),
     ),
-    256: ((KeyLayout(64, 64, 4, 32), 2), (KeyLayout(32, 64, 4, 32), 2)),
+    256: ((RoleLayout(64, 64, 8, 32), 1), (KeyLayout(64, 64, 4, 32), 2)),
 }
 BY_ROWS = {
     64: (MmaLayout(128, 64, 4, resident=2), MmaLayout(128, 32, 4, resident=2)),

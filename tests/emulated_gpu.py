@@ -213,6 +213,9 @@ class EmulatedBlock(Instructions):
             ballot_sync=lambda mask, value: self._meet(
                 bool(value), lambda values: [sum(x << i for i, x in enumerate(values))] * WARP
             ),
+            shfl_sync=lambda mask, value, lane: self._meet(
+                (value, lane), lambda values: [values[values[i][1]][0] for i in range(WARP)]
+            ),
             shfl_xor_sync=lambda mask, value, step: self._meet(
                 (value, step), lambda values: [values[i ^ values[i][1]][0] for i in range(WARP)]
             ),

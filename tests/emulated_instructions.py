@@ -139,15 +139,30 @@ class Instructions:
     def rcp(self, x: Any) -> Any:
         return np.float32(1) / np.float32(x)
 
-    def draw(self, places: str, *given: int) -> tuple[int, ...]:
-        *words, threshold, low, high, block, row, flat = map(int, given)
-        drawn = PHILOX.attention_words(low | high << 32, flat, row, block)
-        kept = [int(x >= threshold) << int(at) for x, at in zip(drawn, places.split(), strict=True)]
-        return tuple(word | bit for word, bit in zip(words, kept, strict=True))
+    def draw(self, spec: str, *given: int) -> tuple[int, ...]:
+        threshold, low, high, block, row, flat = map(int, given)
+        found = [0, 0]
+        for one in spec.split():
+            more_rows, more_blocks, *places = map(int, one.split(","))
+            words = PHILOX.attention_words(
+                low | high << 32, flat, row + more_rows, block + more_blocks
+            )
+            halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+            for number, half in enumerate(halves):
+                place, below = places[2 * (number // 4) :][:2]
+                found[place] |= int(half >= threshold) << (8 * (number % 4) + 7 - below)
+        return tuple(found)
+
+    def permute(self, x: int, y: int, selector: int) -> int:
+        eight = int(x) | int(y) << 32
+        return sum((eight >> 8 * (int(selector) >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
 
     def spread(self, selector: str, x: int) -> int:
         bytes_ = [(int(x) >> 8 * (int(one, 16) - 8)) & 0x80 for one in reversed(selector)]
         return sum(0xFF << 8 * i for i, byte in enumerate(bytes_) if byte)
+
+    def pack_positive(self, dtype: str, low: Any, high: Any) -> Any:
+        return self.pack(dtype, *(np.where(x < 0, np.float32(0), x) for x in (low, high)))
 
     def pack_singly(self, low: Any, high: Any) -> Any:
         return self.pack("f16", low, high)
@@ -364,12 +379,14 @@ INSTRUCTIONS = {
     r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(f16|bf16)": "mma",
     r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32": "mma_tf32",
     r"cvt\.rn\.(f16|bf16)x2\.f32": "pack",
+    r"cvt\.rn\.relu\.(f16|bf16)x2\.f32": "pack_positive",
     r"\{ \.reg \.b16 low, high;\s+cvt\.rn\.f16": "pack_singly",
     r"\{ \.reg \.b(16|32) low, high;\s+(?:mov|shl)": "unpack",
     r"cvt\.rna\.tf32": "round_tf32",
     r"ex2\.approx": "ex2",
     r"rcp\.approx": "rcp",
-    r"\{ // philox ([\d ]+)": "draw",
+    r"\{ // philox ([\d, ]+);": "draw",
+    r"prmt\.b32 \$result, \$x, \$y, \$selector": "permute",
     r"prmt\.b32 \$result, \$x, 0, 0x([89ab]{4})": "spread",
     r"fence\.|prefetch\.|setmaxnreg\.|wgmma\.fence": "nothing",
     r"\{ \.reg \.pred elected": "elect",

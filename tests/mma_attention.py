@@ -13,7 +13,7 @@ from kernels.cuda.mma_tiles import MmaLayout
 from kernels.cuda.ptx.emulated_numbers import from_bits, to_bits
 from kernels.cuda.scores import PLAIN, Extras, Features
 from kernels.geometry import ceil_div
-from kernels.philox import drop_threshold
+from kernels.philox import attention_threshold
 from kernels.reference_scores import kept
 
 #: Beyond every row and column.
@@ -110,7 +110,7 @@ def attention(q: Any, k: Any, v: Any, call: Call) -> tuple[Any, Any]:
     weights = np.exp(scores - shift)
     total = weights.sum(axis=-1, keepdims=True)
     if features.dropout:
-        rate = given.threshold / 2**32
+        rate = given.threshold / 2**16
         weights = weights * kept(given.seed, rate, head, row, col) * given.keep_scale
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + shift)[..., 0]
@@ -137,6 +137,7 @@ TINY = {
     "no whole pieces": Call(MmaLayout(16, 16, 1), (9, 21, 13, 7), (-FAR, 2), scale=0.5),
     "padded widths": Call(MmaLayout(16, 16, 1), (20, 20, 24, 8), (-FAR, 0), "bfloat16", -0.5),
     "rows that see nothing": Call(MmaLayout(16, 16, 1), (40, 16, 16, 16), (-FAR, -20)),
+    "a wide head": Call(MmaLayout(16, 16, 1), (17, 21, 160, 24), (-FAR, 4), scale=0.1),
 }
 
 _MASK = np.random.default_rng(1).random((1, 2, 21, 35)) < 0.6
@@ -152,7 +153,11 @@ OPTIONS = {
     ),
     "dropout": _OPTIONS._replace(
         features=Features(dropout=True),
-        options={"seed": 7, "threshold": drop_threshold(0.25), "keep_scale": np.float32(4 / 3)},
+        options={
+            "seed": 7,
+            "threshold": attention_threshold(0.25),
+            "keep_scale": np.float32(4 / 3),
+        },
     ),
 }
 
@@ -165,5 +170,9 @@ LARGE = {
     "d 128, a window": Call(_LARGE[128], (1000, 1000, 128, 128), (-100, 50), "bfloat16", 0.0884),
     "d 80 and 96": Call(MmaLayout(64, 64, 4, resident=2), (301, 500, 80, 96), (-FAR, 199)),
     "d 256": Call(MmaLayout(64, 32, 4), (300, 300, 256, 256), (-FAR, 0), "bfloat16", 0.0625),
+    "d 256, eight warps": Call(
+        MmaLayout(128, 64, 8), (300, 333, 256, 256), (-FAR, 33), "bfloat16", 0.0625
+    ),
+    "d 200 and 160": Call(MmaLayout(128, 64, 8), (300, 333, 200, 160), scale=0.0625),
     "d 65 and 33": Call(_LARGE[64], (130, 257, 65, 33), (-FAR, 127)),
 }

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cuda.arrays import to_device, to_host
+from kernels.cuda.device import Kernel
 from kernels.cuda.flash2_mma_backward import dkdv_kernel
 from kernels.cuda.flash2_mma_dq import dq_kernel
+from kernels.cuda.flash2_mma_roles import roles_kernel
 from kernels.cuda.memory import fill
 from kernels.cuda.mma_dq import DqSums, dq_end_kernel, dq_sums, slots_of
-from kernels.cuda.mma_tiles import KeyLayout, MmaLayout
+from kernels.cuda.mma_tiles import KeyLayout, MmaLayout, RoleLayout
 from kernels.cuda.ptx.emulated_numbers import from_bits, to_bits
 from kernels.geometry import ceil_div
 from kernels.reference_scores import kept
@@ -38,9 +40,10 @@ class Gradients(NamedTuple):
     @property
     def widths(self) -> tuple[int, int]:
         """What kernels are compiled for."""
-        head, value = (
-            16 * self.parts * ceil_div(dim, 16 * self.parts) for dim in self.call.sizes[2:]
-        )
+        roles = isinstance(self.layout, RoleLayout)
+        step = 256 * self.layout.warps // self.layout.block_q if roles else 16 * self.parts
+        sizes = [max(self.call.sizes[2:])] * 2 if roles else self.call.sizes[2:]
+        head, value = (step * ceil_div(dim, step) for dim in sizes)
         return head, value
 
     @property
@@ -76,7 +79,7 @@ def backward_launches(
     flag, scale, grid = call.flag(place), call.scale, ceil_div(seq_k, layout.block_k) * case.parts
     if not atomics:
         by_rows = dq_kernel(call.layout, *case.kind, call.features)
-        by_keys = dkdv_kernel(layout, *case.kind, None, call.features, case.parts)
+        by_keys = _by_keys(case, None)
 
         def fill_dq() -> Any:
             run(by_rows, call.grid, *given, dq, scale, flag, extras)
@@ -88,7 +91,7 @@ def backward_launches(
 
         return {"by rows": fill_dq, "by keys": fill_dk_dv}
     width, _, *kind = case.kind
-    all_of = dkdv_kernel(layout, *case.kind, case.sums, call.features, case.parts)
+    all_of = _by_keys(case, case.sums)
     end = dq_end_kernel(layout, width, *kind, case.sums, call.features, case.parts)
     slots = slots_of(seq_q, layout.block_q, 1)
     sums = place(np.zeros((heads, slots, layout.block_q * width), np.float32))
@@ -101,6 +104,12 @@ def backward_launches(
         return {"dq": dq, "dk": dk, "dv": dv}
 
     return {"by atomics": add}
+
+
+def _by_keys(case: Gradients, sums: DqSums | None) -> Kernel:
+    if isinstance(case.layout, RoleLayout):
+        return roles_kernel(case.layout, *case.kind[1:], sums, case.call.features)
+    return dkdv_kernel(case.layout, *case.kind, sums, case.call.features, case.parts)
 
 
 def _on_device(kernel: Any, grid: tuple[int, int], *args: Any) -> None:
@@ -197,7 +206,7 @@ def _probabilities(call: Call, q: Any, k: Any, v: Any, dout: Any) -> Any:
     probs = weights / np.where(total == 0, 1, total)
     keep: Any = 1.0
     if features.dropout:
-        rate = given.threshold / 2**32
+        rate = given.threshold / 2**16
         keep = kept(given.seed, rate, head, row, col) * float(given.keep_scale)
     out = _product(probs * keep, v)
     with np.errstate(invalid="ignore"):
@@ -254,6 +263,16 @@ GRADIENTS = {
     name: Gradients(TINY[name], layout, parts, is_wide=name != "padded widths")
     for name, (layout, parts) in _TINY_LAYOUTS.items()
 }
+GRADIENTS |= {
+    f"{name}, in two halves": Gradients(TINY[name], layout)
+    for name, layout in (
+        ("whole tiles", RoleLayout(16, 16, 2, 16)),
+        ("a window, two warps", RoleLayout(32, 16, 4, 16)),
+        ("odd lengths, causal", RoleLayout(16, 32, 4, 16)),
+        ("no whole pieces", RoleLayout(32, 32, 4, 16)),
+        ("rows that see nothing", RoleLayout(16, 16, 2, 16)),
+    )
+}
 OF_OPTIONS = {name: Gradients(call, KeyLayout(16, 16, 1, 16)) for name, call in OPTIONS.items()}
 _LARGE_KEYS = {64: KeyLayout(64, 128, 4, 32, resident=2), 128: KeyLayout(64, 128, 8, 64)}
 
@@ -273,5 +292,10 @@ LARGE_GRADIENTS = {
     "d 128, causal": Gradients(_by_rows(LARGE["d 128, causal"]), _LARGE_KEYS[128]),
     "d 128, a window": Gradients(_by_rows(LARGE["d 128, a window"]), _LARGE_KEYS[128]),
     "d 256": Gradients(LARGE["d 256"], KeyLayout(64, 64, 4, 32), 2),
+    "d 256, two halves": Gradients(LARGE["d 256"], RoleLayout(64, 64, 8, 32)),
+    "d 200 and 160, two halves": Gradients(
+        LARGE["d 200 and 160"]._replace(layout=MmaLayout(64, 32, 4)),
+        RoleLayout(64, 64, 8, 32),
+    ),
     "d 65 and 33": Gradients(_by_rows(LARGE["d 65 and 33"]), KeyLayout(64, 128, 4, 32, resident=2)),
 }

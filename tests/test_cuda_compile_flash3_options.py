@@ -37,6 +37,20 @@ def test_tiles_of_scores_stay_in_registers(option: str) -> None:
     assert ".local" not in ptx
 
 
+def slanted(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score - 0.02 * (head + 1) * abs(row - col)
+
+
+@needs_nvvm
+def test_a_score_mod_converts_only_differences_of_32_bits() -> None:
+    widths = Widths(64, 64)
+    features = Features(score_mod=slanted)
+    kernel = forward_kernel(layout_of(widths, True), widths, "bfloat16", features)
+    ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert "cvt.rn.f32.s64" not in ptx
+    assert ".local" not in ptx
+
+
 @needs_ptxas
 @pytest.mark.parametrize("widths", [Widths(128, 128), Widths(256, 256)], ids=lambda w: str(w.head))
 @pytest.mark.parametrize("option", ["boolean mask", "dropout", "softcap"])

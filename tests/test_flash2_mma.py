@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,12 +23,14 @@ from kernels.cuda.flash2_mma_launch import (
     _FORWARD,
     _FORWARD_OF_FEW_ROWS,
     _FORWARD_WITH_OPTIONS,
+    ByKeys,
 )
-from kernels.cuda.mma_dq import dq_sums
-from kernels.cuda.mma_tiles import MmaLayout
+from kernels.cuda.flash2_mma_roles import roles_kernel
+from kernels.cuda.mma_dq import DqSums, dq_sums
+from kernels.cuda.mma_tiles import MmaLayout, RoleLayout
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import Features
-from kernels.dtypes import FLOAT16
+from kernels.dtypes import FLOAT16, FLOAT32
 from kernels.sequences import Sequences
 from kernels.targets import compile_ptx, launched_resources
 
@@ -102,6 +105,25 @@ def test_every_option_is_the_textbooks_through_the_launch(option: str) -> None:
         assert option_table.cell(option, EMULATED, "flash2_mma") == "yes"
 
 
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT32], ids=["float16", "TF32"])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
+def test_two_halves_of_a_block_are_the_textbooks_through_the_launch(
+    deterministic: bool, dtype: Any
+) -> None:
+    rng = np.random.default_rng(3)
+    shapes = (1, 2, 21, 24), (1, 1, 35, 24), (1, 1, 35, 27), (1, 2, 21, 27)
+    options = {"is_causal": True, "causal_offset": 14, "enable_gqa": True}
+    case = Case(*(rng.standard_normal(shape) for shape in shapes), options, (4, 4))  # type: ignore[arg-type]
+    case = replace(case, dlse=rng.standard_normal((1, 2, 21))).in_dtype(dtype)
+    own: dict[str, Any] = {"precision": "tf32"} if dtype == FLOAT32 else {}
+    halves = {256: (ByKeys(RoleLayout(16, 16, 2, 16), 32),)}
+    with emulated_device(), patch("kernels.cuda.flash2_mma_launch._BY_KEYS", halves):
+        found = case.run(EMULATED, "flash2_mma", deterministic=deterministic, **own)
+    wanted = case.oracle()
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        np.testing.assert_allclose(found[name], wanted[name], 0.01, 0.02, err_msg=name)
+
+
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
 def test_packed_sequences_end_where_tiles_do_not(deterministic: bool) -> None:
     rng = np.random.default_rng(0)
@@ -174,6 +196,7 @@ LAYOUTS: list[tuple[tuple[Any, ...], int, MmaLayout]] = [
     ((9, 0, "a"), 64, MmaLayout(128, 64, 4, resident=2)),
     ((9, 0, "a"), 128, MmaLayout(128, 64, 4, resident=2)),
     ((9, 0, "a"), 256, MmaLayout(64, 32, 4)),
+    ((9, 0, "a"), 256, MmaLayout(128, 64, 8)),
 ]
 
 
@@ -208,9 +231,15 @@ def _backward_kernels(width: int) -> dict[str, Kernel]:
     head, kind = round_up(width, step), ("float16", True)
     sums = dq_sums(layout, head // parts, is_wide=True)
     rows = _first(_BY_ROWS, width)[0]
+
+    def by_keys(sums: DqSums | None) -> Kernel:
+        if isinstance(layout, RoleLayout):
+            return roles_kernel(layout, head, *kind, sums)
+        return dkdv_kernel(layout, head, head, *kind, sums, parts=parts)
+
     return {
-        "by keys": dkdv_kernel(layout, head, head, *kind, None, parts=parts),
-        "by atomics": dkdv_kernel(layout, head, head, *kind, sums, parts=parts),
+        "by keys": by_keys(None),
+        "by atomics": by_keys(sums),
         "by rows": dq_kernel(rows, width, width, *kind),
     }
 

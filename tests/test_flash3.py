@@ -105,8 +105,11 @@ CALLS = {
     "causal, two blocks": Call((130, 100), bounds=(-FAR, 0), blocks=2),
     "a window, rows that see nothing": Call((70, 90), bounds=(-20, -3), dtype="bfloat16"),
     "one query tile at a time, three stages": Call((70, 130), layout=Layout(2, 32, 3, 1, False)),
-    "three consumers that take turns": Call(
-        (193, 40), heads=(1, 1), layout=Layout(3, 32, 2, 2, True)
+    "three consumers that take turns, two of them without rows": Call(
+        (193, 40), heads=(2, 2), layout=Layout(3, 32, 2, 2, True)
+    ),
+    "three consumers, two of which bounds leave no tile": Call(
+        (193, 40), heads=(2, 2), layout=Layout(3, 32, 2, 2, True), bounds=(-FAR, -130)
     ),
     "narrow heads, a narrower value": Call((70, 40), (40, 24), (-FAR, 0)),
     "two panels, heads that share keys": Call((65, 33), (96, 72), heads=(2, 1)),

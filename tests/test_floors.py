@@ -25,6 +25,7 @@ MINITORCH_FLOORS = [
         "matmul_precision",
         "widening",
         "tensor_ops",
+        "fast_loops",
         "fast_ops",
         "cuda_kernels",
         "cuda_loops",
@@ -47,6 +48,7 @@ MINITORCH_FLOORS = [
     ["attention_scores", "nn", "linear_functions", "modules_basic", "optim"],
     [
         "kv_cache",
+        "decoding",
         "transformer_layers",
         "transformer",
         "modules_transfomer",

@@ -18,7 +18,7 @@ import minitorch
 from kernels import launch
 from kernels.operands import make_operands
 from kernels.philox import PLAIN as PHILOX
-from kernels.philox import drop_threshold
+from kernels.philox import attention_threshold, keep_scale
 from kernels.softmax_ladder import (
     naive_softmax,
     online_softmax,
@@ -297,7 +297,7 @@ class TestMasks:
         options: dict[str, Any] = {"dropout_p": 0.4, "seed": 17}
         kept = kernels.dropout_mask((1, 2, 5, 6), 0.4, 17)
         assert 0 < kept.sum() < kept.size
-        factor = kept / 0.6
+        factor = kept * keep_scale(0.4)
         for tile in ((2, 4), (5, 3)):
             results = run(launch.CUDA, "flash1", arrays, tile, backward=True, **options)
             check_forward(results, textbook(arrays, factor=factor))
@@ -308,16 +308,17 @@ class TestMasks:
 @pytest.mark.simulator
 def test_bits_of_dropout_have_their_rate_and_depend_on_every_coordinate() -> None:
     places = np.indices((2, 64, 96)).reshape(3, -1).T.tolist()
-    threshold = drop_threshold(0.25)
+    threshold = attention_threshold(0.25)
     bits = np.array([bool(PHILOX.keep(5, b, r, c, threshold)) for b, r, c in places])
     assert bits.mean() == pytest.approx(0.75, abs=0.02)
     grid = bits.reshape(2, 64, 96)
     for axis in range(3):
         assert not np.array_equal(grid, np.roll(grid, 1, axis=axis)), f"axis {axis}"
-    # The words of a counter serve four columns, each its own.
-    for col in range(8):
-        words = PHILOX.attention_words(5, 1, 3, col // 4)
-        assert bool(PHILOX.keep(5, 1, 3, col, threshold)) == (words[col % 4] >= threshold)
+    # The words of a counter serve eight columns, each its own half.
+    for col in range(16):
+        words = PHILOX.attention_words(5, 1, 3, col // 8)
+        half = words[col % 8 // 2] >> 16 * (col % 2) & 0xFFFF
+        assert bool(PHILOX.keep(5, 1, 3, col, threshold)) == (half >= threshold)
 
 
 # --- task 5.7: FlashAttention-2 -----------------------------------------------------------------------
@@ -344,7 +345,7 @@ class TestFlash2:
         }
         results = run(launch.CUDA, "flash2", arrays, (4, 4), **options)
         seen = np.arange(7) <= np.arange(6)[:, None] - 1
-        factor = kernels.dropout_mask((1, 2, 6, 7), 0.4, 3) / 0.6
+        factor = kernels.dropout_mask((1, 2, 6, 7), 0.4, 3) * keep_scale(0.4)
         check_forward(results, textbook(arrays, seen, factor))
 
     @pytest.mark.task5_7

@@ -50,6 +50,8 @@ def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
         return function
 
     def rounded(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(rounded, value))
         return dtype.type(value) if type(value) is float and dtype.kind == "f" else value
 
     code = function.__code__.replace(co_consts=tuple(map(rounded, function.__code__.co_consts)))

@@ -8,8 +8,6 @@ they lie.  Only dQ = dS·K wants dS from other warps, and that through shared me
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -19,15 +17,13 @@ from kernels.cuda.device import (
     Kernel,
     array_type,
     device_function,
-    first_tile,
-    shift_of,
-    tiles_stop,
 )
 from kernels.cuda.flash2_mma import FLOAT32, STORAGE
 from kernels.cuda.mma_dq import DqSums, make_add_dq
 from kernels.cuda.mma_guard import flag_type, is_flagged, make_clear_rows, never_flagged
+from kernels.cuda.mma_keys import make_bounds, make_row_values
 from kernels.cuda.mma_products import make_accumulate, make_multiply
-from kernels.cuda.mma_terms import NUMBERS, Numbers, make_split, make_units, scale_type
+from kernels.cuda.mma_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.mma_tiles import (
     COL_OF,
     COLS,
@@ -39,6 +35,7 @@ from kernels.cuda.mma_tiles import (
     lane_col,
     lane_row,
     make_copy_tile,
+    make_keep_tile,
     make_store_sums,
     make_store_tile,
 )
@@ -48,16 +45,13 @@ from kernels.cuda.ptx.copies import (
     cp_async_wait_all,
     ld_shared_v2,
     shared_address,
-    st_shared,
 )
-from kernels.cuda.ptx.numbers import PACK, ex2
-from kernels.cuda.ptx.swizzle import make_tile_place
+from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.register_tiles import SharedTiles
 from kernels.cuda.scores import PLAIN, Features, extras_type
 from kernels.cuda.tile_bits import make_tile_bits
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.cuda.visits import make_next_entry, make_visits
-from kernels.online_softmax import LOG2_E
 from kernels.targets import cuda
 
 
@@ -132,8 +126,8 @@ def dkdv_kernel(
     multiply_v_dout = make_multiply(turned, value_width, dtype, block_q)
     accumulate_dk = make_accumulate(turned, head_width, dtype, k_own, block_q)
     accumulate_dv = make_accumulate(turned, value_width, dtype, v_own, block_q)
-    store_ds = _make_store_ds(layout, numbers)
-    add_dq = make_add_dq(layout, sums, head_width, k_own, dtype) if sums else _nothing
+    store_ds = make_keep_tile(turned, block_k, block_q, dtype)
+    add_dq = make_add_dq(layout, sums, head_width, k_own, dtype) if sums else add_nothing
     store = make_store_sums if numbers.is_scaled else make_store_tile
     store_dk = store(turned, head_width, dtype, vectors, k_own)
     store_dv = store(turned, value_width, dtype, vectors, v_own)
@@ -142,18 +136,9 @@ def dkdv_kernel(
     clear_q = make_clear_rows(threads, step_q, head_width, terms, block_q)
     clear_dout = make_clear_rows(threads, step_q, value_width, terms, block_q)
     clear_k = make_clear_rows(threads, block_k, head_width, terms)
-    zero, inf, log2_e = np.float32(0), np.float32(math.inf), np.float32(LOG2_E)
+    bounds, is_inside = make_bounds(layout)
+    row_values, zero = make_row_values(layout), np.float32(0)
     rows_of, cols_of = ROW_OF, COL_OF
-
-    @device_function
-    def row_values(thread, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit):
-        """Return L, base 2, and D of one row of a tile; one that sees nothing has no probabilities."""
-        row = q_row + thread
-        inside = q_start <= row < q_stop
-        if threads > block_q:
-            inside = inside and thread < block_q
-        shift = float32(shift_of(lse[b, h, row])) * log2_e - top if inside else inf
-        return shift, (delta[b, h, row] * delta_unit if inside else zero)
 
     def flash2_mma_dkdv(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, flag, extras):
         """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
@@ -202,15 +187,10 @@ def dkdv_kernel(
         a_fragment = cuda.local.array((a_tiles, 4), uint32)
         b_fragment = cuda.local.array((b_tiles, 2), uint32)
         # 8: for 1 <= i <= T_r, but only those that see a column of the tile
-        # Keys that no row sees, and rows that see no key of the tile, are read as zeros: zero times
-        # infinity would be NaN.
-        col_stop = min(col + block_k, seq_k)
-        first = first_tile(col, block_q, seq_q, -extras.upper)
-        stop = tiles_stop(col_stop, block_q, seq_q, -extras.lower)
-        k_row, k_start = first_k + col, first_k + max(extras.lower, 0)
-        k_stop = first_k + min(seq_q + extras.upper, seq_k)
-        q_start = first_q + max(col - extras.upper, 0)
-        q_stop = first_q + min(col_stop - extras.lower, seq_q)
+        first, stop, k_start, k_stop, q_start, q_stop = bounds(
+            col, first_q, seq_q, first_k, seq_k, extras
+        )
+        k_row = first_k + col
         entry, entries_stop = entries(flat, col, seq_k, first, stop, extras)
         entry = next_entry(entry, entries_stop, first, stop, extras)
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
@@ -241,13 +221,7 @@ def dkdv_kernel(
         while entry < entries_stop:
             t = tile_of(entry, extras)
             row = t * block_q
-            whole = (
-                row + block_q <= seq_q
-                and col + block_k <= seq_k
-                and row + block_q - 1 + extras.lower <= col
-                and col + block_k - 1 <= row + extras.upper
-                and is_whole(entry, extras)
-            )
+            whole = is_inside(row, col, seq_q, seq_k, extras) and is_whole(entry, extras)
             cp_async_wait_all()
             draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
             cuda.syncthreads()  # the tiles are whole; every warp is done with the other stage and dS
@@ -378,36 +352,5 @@ def dkdv_kernel(
 
 
 @device_function
-def _nothing(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, t, part, chunk, extras):
-    pass
-
-
-@cache
-def _make_store_ds(layout: KeyLayout, numbers: Numbers) -> Callable[..., None]:
-    """Return ``store_ds(dp, tile, lane, key, chunk)``: the warp's dSᵀ to shared memory, rounded."""
-    pack, place = PACK[numbers.dtype], make_tile_place(device_function, HALF * layout.block_q)
-    key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
-    split, term = make_split(numbers.dtype), HALF * layout.block_q * layout.block_k
-
-    @device_function
-    def store_ds(dp, tile, lane, key, chunk):
-        own_key, own_byte = key + lane_row(lane), HALF * lane_col(lane)
-        for m in range(key_tiles):
-            for n in range(col_tiles):
-                i, at = m * col_tiles + n, own_key + m * ROWS
-                st_shared(tile + place(at, chunk + n) + own_byte, pack(dp[i, 0], dp[i, 1]))
-                st_shared(tile + place(at + 8, chunk + n) + own_byte, pack(dp[i, 2], dp[i, 3]))
-
-    @device_function
-    def store_ds_terms(dp, tile, lane, key, chunk):
-        own_key, own_byte = key + lane_row(lane), HALF * lane_col(lane)
-        for m in range(key_tiles):
-            for n in range(col_tiles):
-                for half in range(2):
-                    i, at = m * col_tiles + n, own_key + m * ROWS + 8 * half
-                    to = tile + place(at, chunk + n) + own_byte
-                    high, low = split(dp[i, 2 * half], dp[i, 2 * half + 1])
-                    st_shared(to, high)
-                    st_shared(to + term, low)
-
-    return store_ds if numbers.terms == 1 else store_ds_terms
+def add_nothing(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, t, part, chunk, extras):
+    """Do what ``add_dq`` does where dq has a kernel of its own."""

@@ -9,24 +9,27 @@ from typing import Any, NamedTuple, TypeVar
 
 from kernels.cuda import flash2_backward, tensor_cores
 from kernels.cuda.arrays import device_view, empty_device
+from kernels.cuda.device import Kernel
 from kernels.cuda.flash2_merge import merge_parts, parts_of
 from kernels.cuda.flash2_mma import forward_kernel, forward_tiles
 from kernels.cuda.flash2_mma_backward import dkdv_kernel, dkdv_tiles
 from kernels.cuda.flash2_mma_dq import dq_kernel, dq_tiles
+from kernels.cuda.flash2_mma_roles import role_tiles, roles_kernel
 from kernels.cuda.half import as_bits
 from kernels.cuda.half_delta import delta_of
 from kernels.cuda.memory import fill
-from kernels.cuda.mma_dq import dq_end_kernel, dq_sums, slots_of
+from kernels.cuda.mma_dq import DqSums, dq_end_kernel, dq_sums, slots_of
 from kernels.cuda.mma_guard import flag_of
 from kernels.cuda.mma_split import split_operands
 from kernels.cuda.mma_terms import NUMBERS, TOP, Numbers, Units
-from kernels.cuda.mma_tiles import ROWS, KeyLayout, MmaLayout
-from kernels.cuda.register_tiles import SharedTiles, round_up
+from kernels.cuda.mma_tiles import ROWS, KeyLayout, MmaLayout, RoleLayout
+from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import PLAIN, Extras, Features, features_of, make_extras
 from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import grid_of
 from kernels.dtypes import FLOAT32, NAMES
 from kernels.operands import Operands
+from kernels.philox import keep_scale
 from kernels.problem import Problem
 from kernels.targets import compute_capability, dynamic_shared_memory_bytes
 
@@ -42,21 +45,38 @@ class ByKeys(NamedTuple):
     """How the kernel by key columns is compiled.
 
     Attributes:
-        layout: Tiles and warps.
+        layout: Tiles and warps; two halves of them only where head_dim and value_dim become the same.
         step: What head_dim and value_dim are rounded up to a multiple of.
         parts: Blocks that share the columns of a key tile.
     """
 
-    layout: KeyLayout
+    layout: KeyLayout | RoleLayout
     step: int
     parts: int = 1
+
+    def widths(self, problem: Problem) -> tuple[int, int]:
+        """Return what head_dim and value_dim are rounded up to."""
+        return round_up(problem.head_dim, self.step), round_up(problem.value_dim, self.step)
+
+    def is_for(self, problem: Problem) -> bool:
+        """Whether the layout can run a problem, but for shared memory."""
+        head, value = self.widths(problem)
+        return head == value or not isinstance(self.layout, RoleLayout)
+
+    def shared_bytes(self, problem: Problem, terms: int) -> int:
+        """Return the shared memory that the kernel takes, at most."""
+        head, value = self.widths(problem)
+        if isinstance(self.layout, RoleLayout):
+            return role_tiles(self.layout, head).elements
+        atomics = not problem.deterministic
+        return dkdv_tiles(self.layout, head, value, atomics, terms).elements + BITS_BYTES
 
 
 #: Largest head_dim or value_dim → layouts, the first that the device has the shared memory for; measured
 #: on an H200, docs/notes-cuda.md.
 _FORWARD: dict[int, tuple[MmaLayout, ...]] = {
     128: (MmaLayout(128, 64, 4, resident=2),),
-    256: (MmaLayout(64, 32, 4, resident=2),),
+    256: (MmaLayout(128, 64, 8), MmaLayout(64, 32, 4, resident=2)),
 }
 #: With options a lane has fewer scores: the compiler unrolls only short loops.
 _FORWARD_WITH_OPTIONS: dict[int, tuple[MmaLayout, ...]] = {
@@ -79,8 +99,16 @@ _BY_ROWS_WITH_OPTIONS: dict[int, tuple[MmaLayout, ...]] = {
 }
 _BY_KEYS: dict[int, tuple[ByKeys, ...]] = {
     64: (ByKeys(KeyLayout(64, 128, 4, 32, resident=2), 16),),
-    128: (ByKeys(KeyLayout(64, 128, 8, 64), 32), ByKeys(KeyLayout(32, 64, 4, 32), 32)),
-    256: (ByKeys(KeyLayout(64, 64, 4, 32), 64, 2), ByKeys(KeyLayout(16, 64, 4, 16), 128, 2)),
+    128: (
+        ByKeys(RoleLayout(64, 128, 8, 32), 32),
+        ByKeys(KeyLayout(64, 128, 8, 64), 32),
+        ByKeys(KeyLayout(32, 64, 4, 32), 32),
+    ),
+    256: (
+        ByKeys(RoleLayout(64, 64, 8, 32), 32),
+        ByKeys(KeyLayout(64, 64, 4, 32), 64, 2),
+        ByKeys(KeyLayout(16, 64, 4, 16), 128, 2),
+    ),
 }
 #: Where options make much of a score.
 _FORWARD_WITH_MUCH: dict[int, tuple[MmaLayout, ...]] = {
@@ -156,11 +184,21 @@ def _forward_layout(problem: Problem) -> MmaLayout:
         return _first(_FORWARD_OF_FEW_ROWS, problem)[0]
     if (terms := _numbers(problem).terms) > 1:
         own = _FORWARD_OF_TERMS, _FORWARD_OF_TERMS_WITH_OPTIONS
-        widths = round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
-        choices = _first(own[_made_of_scores(problem) > 0], problem)
-        return _fitting(choices, lambda one: forward_tiles(one, *widths, terms))
-    tables = _FORWARD, _FORWARD_WITH_OPTIONS, _FORWARD_WITH_MUCH
-    return _first(tables[_made_of_scores(problem)], problem)[0]
+        tables = own[0], own[1], own[1]
+    else:
+        tables = _FORWARD, _FORWARD_WITH_OPTIONS, _FORWARD_WITH_MUCH
+
+    widths = _forward_widths(problem)
+
+    def shared_bytes(layout: MmaLayout) -> int:
+        return forward_tiles(layout, *widths, terms).elements + BITS_BYTES
+
+    return _fitting(_first(tables[_made_of_scores(problem)], problem), shared_bytes)
+
+
+def _forward_widths(problem: Problem) -> tuple[int, int]:
+    """Return what head_dim and value_dim are rounded up to."""
+    return round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
 
 
 def _made_of_scores(problem: Problem) -> int:
@@ -256,15 +294,15 @@ def _split(
     """Return float32 operands as tensor cores take them, their units, and the flag."""
     head, value = round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
     widths = (head, head, value, value)[: len(tensors)]
-    keep_scale = 1.0 / (1.0 - problem.dropout_p)
-    top = float(TOP - math.ceil(math.log2(keep_scale)))
+    scale = keep_scale(problem.dropout_p)
+    top = float(TOP - math.ceil(math.log2(scale)))
     if delta is not None:
         batch, heads, seq = delta.shape
         column = device_view(delta, (batch, heads, seq, 1), (heads * seq, seq, 1, 1))
         tensors = (*tensors, column)
     splits, flag = split_operands(tensors, widths, numbers, _rows_that_count(problem, len(tensors)))
     q, k, v, *rest = splits
-    units = Units(problem.scale, top, keep_scale, q.unit, k.unit, v.unit)
+    units = Units(problem.scale, top, scale, q.unit, k.unit, v.unit)
     if rest:
         dout, of_delta = rest
         units = units._replace(
@@ -297,7 +335,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     extras = call.extras(layout)
     tiles, lines = grid_of(q, out.shape[2], layout.block_q, extras)
     parts = parts_of(problem, layout, (tiles, lines))
-    widths = round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
+    widths = _forward_widths(problem)
     kind = *call.compiled, call.features, problem.scale > 0.0, parts > 1
     launch = forward_kernel(layout, *widths, *kind)[(tiles * parts, lines), layout.threads]
     if parts == 1:
@@ -326,14 +364,15 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     call = _call(problem, operands, (dq, dk, dv))
     q, k, v, dout = call.tensors
     read = dout, q, k, v, operands.lse, call.delta
-    layout, step, parts = _by_keys(problem)
-    head, value = round_up(problem.head_dim, step), round_up(problem.value_dim, step)
+    by_keys = _by_keys(problem)
+    layout, _, parts = by_keys
+    head, _ = by_keys.widths(problem)
     extras = call.extras(layout, by_keys=True)
     grid = grid_of(k, dk.shape[2], layout.block_k, extras)
     grid = grid[0] * parts, grid[1]
     if problem.deterministic:
         _by_rows(problem, call, read, dq)
-        kernel = dkdv_kernel(layout, head, value, *call.compiled, None, call.features, parts)
+        kernel = _keys_kernel(by_keys, call, None)
         kernel[grid, layout.threads](*read, call.delta, dk, dv, call.scale, call.flag, extras)
         return
     shares = dq_sums(layout, head // parts, compute_capability() >= WIDE_ADDS)
@@ -341,7 +380,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     slots = slots_of(dq.shape[2], layout.block_q, sequences)
     sums = empty_device((grid[1], slots, layout.block_q * head), FLOAT32)
     fill(sums, 0.0)
-    kernel = dkdv_kernel(layout, head, value, *call.compiled, shares, call.features, parts)
+    kernel = _keys_kernel(by_keys, call, shares)
     kernel[grid, layout.threads](*read, sums, dk, dv, call.scale, call.flag, extras)
     extras = call.extras(layout)
     grid = grid_of(q, dq.shape[2], layout.block_q, extras)
@@ -353,21 +392,27 @@ def _by_keys(problem: Problem) -> ByKeys:
     """Return how the kernel by key columns is compiled: what the device has the memory for."""
     terms = _numbers(problem).terms
 
-    def tiles_of(one: ByKeys) -> SharedTiles:
-        widths = round_up(problem.head_dim, one.step), round_up(problem.value_dim, one.step)
-        return dkdv_tiles(one.layout, *widths, not problem.deterministic, terms)
-
     tables = _BY_KEYS, _BY_KEYS_WITH_OPTIONS, _BY_KEYS_WITH_MUCH
     if terms > 1:
         tables = _BY_KEYS_OF_TERMS, *[_BY_KEYS_OF_TERMS_WITH_OPTIONS] * 2
-    return _fitting(_first(tables[_made_of_scores(problem)], problem), tiles_of)
+    choices = _first(tables[_made_of_scores(problem)], problem)
+    fitting = tuple(one for one in choices if one.is_for(problem))
+    return _fitting(fitting, lambda one: one.shared_bytes(problem, terms))
 
 
-def _fitting(choices: tuple[_T, ...], tiles_of: Callable[[_T], SharedTiles]) -> _T:
-    """Return the first choice whose tiles fit into shared memory, or else the last."""
+def _keys_kernel(by_keys: ByKeys, call: _Call, shares: DqSums | None) -> Kernel:
+    """Return the kernel by key columns."""
+    layout, widths = by_keys.layout, by_keys.widths(call.problem)
+    if isinstance(layout, RoleLayout):
+        return roles_kernel(layout, widths[0], *call.compiled, shares, call.features)
+    return dkdv_kernel(layout, *widths, *call.compiled, shares, call.features, by_keys.parts)
+
+
+def _fitting(choices: tuple[_T, ...], shared_bytes: Callable[[_T], int]) -> _T:
+    """Return the first choice for which a block has the shared memory, or else the last."""
     *first, last = choices
-    limit = dynamic_shared_memory_bytes() - BITS_BYTES
-    return next((one for one in first if tiles_of(one).elements <= limit), last)
+    limit = dynamic_shared_memory_bytes()
+    return next((one for one in first if shared_bytes(one) <= limit), last)
 
 
 def _by_rows(problem: Problem, call: _Call, read: tuple[Any, ...], dq: Any) -> None:
@@ -375,7 +420,10 @@ def _by_rows(problem: Problem, call: _Call, read: tuple[Any, ...], dq: Any) -> N
     tables, terms = (_BY_ROWS, _BY_ROWS_WITH_OPTIONS), _numbers(problem).terms
     table = tables[_made_of_scores(problem) > 0] if terms == 1 else _BY_ROWS_OF_TERMS
     widths = round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
-    layout = _fitting(_first(table, problem), lambda one: dq_tiles(one, *widths, terms))
+    layout = _fitting(
+        _first(table, problem),
+        lambda one: dq_tiles(one, *widths, terms).elements + BITS_BYTES,
+    )
     extras = call.extras(layout)
     grid = grid_of(dq, dq.shape[2], layout.block_q, extras)
     kernel = dq_kernel(layout, *widths, *call.compiled, call.features)

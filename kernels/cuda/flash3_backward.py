@@ -39,7 +39,15 @@ from kernels.cuda.flash3_backward_tiles import (
     store_pairs,
 )
 from kernels.cuda.flash3_backward_walk import make_row_base, make_visits_of
-from kernels.cuda.flash3_layout import ALIGNMENT, LINE, WARPGROUP, Schedule, Widths, make_next
+from kernels.cuda.flash3_layout import (
+    ALIGNMENT,
+    LINE,
+    WARPGROUP,
+    Schedule,
+    Widths,
+    make_next,
+    own_warpgroup,
+)
 from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
 from kernels.cuda.ptx.barriers import (
     bar_sync,
@@ -152,7 +160,7 @@ def dkdv_kernel(
     visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, True)
     elements, row_base = make_elements(features, block_q, True), make_row_base(features.packed)
     steepness_of, scale_of, operand_factor = elements.steepness, elements.scale, elements.factor
-    words = elements.words
+    words, slope_scale_of = elements.words, elements.slope_scale
     weigh, slope_of = make_passes(features, block_q, dtype, True, has_dv or guards)
     is_found = is_flagged if guards else never_flagged
     seen_offset, copy_offset = tiles["seen"], tiles["copy"]
@@ -188,7 +196,7 @@ def dkdv_kernel(
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
         seq_q, seq_k, heads = shape[0], shape[1], shape[2]
-        warpgroup, lane = int32(cuda.threadIdx.x // WARPGROUP), int32(cuda.threadIdx.x % 32)
+        warpgroup, lane = own_warpgroup(), int32(cuda.threadIdx.x % 32)
         items = int32(schedule.tiles * schedule.heads)
         if cuda.threadIdx.x == 0:
             mbarrier_init(barriers, 1)
@@ -393,7 +401,8 @@ def dkdv_kernel(
                     bar_sync(1, everyone)  # no one reads the keys any more
                 # 18: write dK_j, dV_j, by way of the tiles of K and V
                 if has_dk:
-                    write_dk(tile, line, c, dk_acc, float32(scale), first < stop, ds)
+                    factor_of_dk = float32(scale) * slope_scale_of(extras)
+                    write_dk(tile, line, c, dk_acc, factor_of_dk, first < stop, ds)
                 if has_dv:
                     write_dv(tile + dv_offset, line, c, dv_acc, scale_of(extras), first < stop, p)
                 fence_proxy_async()

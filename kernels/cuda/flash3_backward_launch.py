@@ -24,6 +24,7 @@ from kernels.cuda.flash3_backward_layout import (
     parts_of,
     query_layout,
 )
+from kernels.cuda.flash3_backward_options import delta_factor, slope_factor
 from kernels.cuda.flash3_backward_rows import (
     THREADS,
     round_dq_kernel,
@@ -149,7 +150,8 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     launch = rows_kernel(features.packed)[
         (call.tiles(seq_q, PADDING, extras), batch * heads), PADDING
     ]
-    launch(operands.lse, delta_of(problem, operands), lse, delta, _bounds(extras))
+    factor = delta_factor(features, extras.keep_scale)
+    launch(operands.lse, delta_of(problem, operands), lse, delta, factor, _bounds(extras))
     kernels = parts_of(widths, not problem.deterministic)
     for parts in kernels:
         _by_keys(call, parts)
@@ -218,7 +220,8 @@ def _by_keys(call: _Call, parts: Parts) -> None:
         pieces = ceil_div(PADDING * problem.head_dim // EIGHT, THREADS)
         grid = call.tiles(problem.seq_q, PADDING, extras) * pieces, call.heads
         launch = round_dq_kernel(layout, widths, call.dtype, features.packed)[grid, THREADS]
-        launch(sums, as_bits(operands.dq), call.lse.shape[1], problem.scale, _bounds(extras))
+        scale = problem.scale * slope_factor(features, extras.keep_scale)
+        launch(sums, as_bits(operands.dq), call.lse.shape[1], scale, _bounds(extras))
 
 
 def _no_sums(call: _Call, layout: KeyLayout) -> Any:

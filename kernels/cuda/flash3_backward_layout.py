@@ -90,7 +90,9 @@ def key_layout(widths: Widths, parts: Parts, features: Features = PLAIN) -> KeyL
     """
     width = max(widths)
     if width <= 64:
-        return KeyLayout(64 if makes_elements(features) else 128, 2, 2)
+        # What dropout keeps takes few registers: two words of bits.
+        has_more = makes_elements(features._replace(dropout=False))
+        return KeyLayout(64 if has_more else 128, 2, 2)
     # Tiles of dout are done with before those of q where dV is not computed: one is enough.
     return KeyLayout(64, 2, 1 if width > 192 and not parts.dv else 2)
 

@@ -4,6 +4,10 @@ A lane's elements of a tile are (t, i), as in ``flash3_scores``.  What lists, ma
 and what dropout keeps, are bits of words.  Of an element there is needed P ∘ Z, Z the dropout, for dV, and
 P · slope for dS, slope being the derivative of what bends the score: the one is packed and the other takes
 the place of the score, so that options take no more registers than bits.
+
+What dropout multiplies by is left to the end: Z is 0 or 1 here, D comes divided by it, and gradients are
+multiplied by it when they are written.  Where nothing bends scores, P itself tells what is dropped: as X it
+has a minus sign there, and 2 P ∘ (dP ∘ Z - D) is X ∘ dP + |X| ∘ (dP - 2 D), without a comparison.
 """
 
 from __future__ import annotations
@@ -17,19 +21,20 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from kernels.block_mask import FULL, PARTIAL
-from kernels.cuda.device import device_callable, device_function
+from kernels.cuda.device import device_function
 from kernels.cuda.flash3_mask import WORDS, make_words_place
 from kernels.cuda.flash3_options import tanh
 from kernels.cuda.flash3_scores import (
     TILES,
     bit_words,
     has_bit,
-    make_draw_kept,
-    make_draw_kept_by_keys,
+    make_kept,
+    make_kept_by_keys,
     with_bit,
 )
-from kernels.cuda.ptx.numbers import ex2
-from kernels.cuda.scores import Features, block_at, make_score_functions, mask_at
+from kernels.cuda.mod_rules import FIRST_PLACE, batch_and_head, mask_function, score_function
+from kernels.cuda.ptx.numbers import PACK, PACK_POSITIVE, ex2
+from kernels.cuda.scores import Features, block_at, mask_at
 from kernels.dtypes import FLOAT32
 from kernels.online_softmax import LOG2_E
 
@@ -56,11 +61,15 @@ class Elements(NamedTuple):
             what is seen; (row, col) is the lane's first element, ``whole`` tells that the block mask
             hides none.
         steepness: ``(b, h, extras)``: ALiBi's slope of a head.
-        weigh: ``(product, shift, seen, t, i, flat, b, h, row, col, distance, steepness, seq_q, seq_k,
+        own: ``(flat, extras)``: batch and head as mods get them.
+        weigh: ``(product, shift, seen, t, i, own, b, h, row, col, distance, steepness, seq_q, seq_k,
             extras)``: P and P · slope; ``distance`` is row - col and the diagonal.
-        drop: ``(value, kept, t, i)``: the value, or 0 if it is dropped.
-        slope: ``(p, dp, delta, extras)``: dS = P ∘ (dP ∘ Z - D), dP being 0 where it is dropped.
+        drop: ``(p, bent, kept, t, i)``: of P and P · slope what ``pack`` makes P ∘ Z of, and what stays.
+        slope: ``(bent, dp, delta, kept, t, i)``: dS = P ∘ (dP ∘ Z - D) of what stayed, ``delta`` being
+            D times :func:`delta_factor`.
+        pack: By dtype, what packs two numbers that ``drop`` returned.
         scale: ``(extras)``: what is left to multiply P ∘ Z by.
+        slope_scale: ``(extras)``: what is left to multiply dS by, :func:`slope_factor`.
     """
 
     factor: Any
@@ -70,10 +79,28 @@ class Elements(NamedTuple):
     draw: Callable[..., None]
     see: Callable[..., None]
     steepness: Callable[..., Any]
+    own: Callable[..., Any]
     weigh: Callable[..., Any]
     drop: Callable[..., Any]
     slope: Callable[..., Any]
+    pack: dict[str, Any]
     scale: Callable[..., Any]
+    slope_scale: Callable[..., Any]
+
+
+def is_marked(features: Features) -> bool:
+    """Tell whether the signs of probabilities say what dropout drops."""
+    return features.dropout and not features.bends
+
+
+def delta_factor(features: Features, keep_scale: float) -> float:
+    """Return what kernels by tiles want D multiplied by; ``keep_scale`` is what dropout multiplies by."""
+    return (2.0 if is_marked(features) else 1.0) / keep_scale
+
+
+def slope_factor(features: Features, keep_scale: float) -> float:
+    """Return what their dS are to be multiplied by."""
+    return keep_scale * (0.5 if is_marked(features) else 1.0)
 
 
 @cache
@@ -85,9 +112,9 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
         cols: Of the tile: query rows if ``by_keys``, else keys.
         by_keys: Rows of the tile are keys.
     """
-    zero, one, minus_inf = np.float32(0), np.float32(1), np.float32(-math.inf)
-    log2_e, bends = np.float32(LOG2_E), features.bends
-    bend = _make_bend(features)
+    zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
+    minus_inf, log2_e, bends = np.float32(-math.inf), np.float32(LOG2_E), features.bends
+    bend, within = _make_bend(features), _make_within(features)
     has_seen = features.mask == "bool" or features.block_mask or features.mask_mod is not None
 
     @device_function
@@ -98,15 +125,14 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
 
     @device_function
     def weigh(
-        product, shift, seen, t, i, flat, b, h, row, col, distance, steepness, seq_q, seq_k, extras
+        product, shift, seen, t, i, own, b, h, row, col, distance, steepness, seq_q, seq_k, extras
     ):
         if bends:
             r, c = place_of(t, i)
-            # Within the arrays, so that loads need no branch.
-            at_row = int32(min(int32(row + r), int32(seq_q - 1)))
-            at_col = int32(min(int32(col + c), int32(seq_k - 1)))
+            # Loads that are in the arrays need no branch.
+            at_row, at_col = within(row, r, seq_q), within(col, c, seq_k)
             far = distance + float32(r - c)
-            score, slope = bend(product, at_row, at_col, far, steepness, flat, b, h, extras)
+            score, slope = bend(product, at_row, at_col, far, steepness, own, b, h, extras)
             p = ex2(score * log2_e - shift)
             # What is hidden may be anything, its derivative too.
             bent = zero if score == minus_inf else p * slope
@@ -119,6 +145,10 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
         return p, bent
 
     @device_function
+    def no_numbers(flat, extras):
+        return int64(0), int64(0)
+
+    @device_function
     def steepness(b, h, extras):
         return extras.slopes[b, h, 0, 0]
 
@@ -126,25 +156,41 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
     def not_steep(b, h, extras):
         return zero
 
-    @device_function
-    def drop(value, kept, t, i):
-        return value if has_bit(kept, t, i) else zero
+    found = make_kept_by_keys(cols) if by_keys else make_kept(cols)
+    is_kept, signed = found.has, found.signed
 
     @device_function
-    def never_dropped(value, kept, t, i):
-        return value
+    def mark(p, bent, kept, t, i):
+        marked = signed(p, kept, t, i)
+        return marked, marked
 
     @device_function
-    def slope(p, dp, delta, extras):
-        return p * (dp * extras.keep_scale - delta)
+    def marked_slope(p, dp, delta, kept, t, i):
+        return p * dp + abs(p) * (dp - delta)
 
     @device_function
-    def plain_slope(p, dp, delta, extras):
-        return p * (dp - delta)
+    def drop(p, bent, kept, t, i):
+        return (p if is_kept(kept, t, i) else zero), bent
+
+    @device_function
+    def slope_of_dropped(bent, dp, delta, kept, t, i):
+        return bent * ((dp if is_kept(kept, t, i) else zero) - delta)
+
+    @device_function
+    def never_dropped(p, bent, kept, t, i):
+        return p, bent
+
+    @device_function
+    def plain_slope(bent, dp, delta, kept, t, i):
+        return bent * (dp - delta)
 
     @device_function
     def keep_scale(extras):
         return extras.keep_scale
+
+    @device_function
+    def half_scale(extras):
+        return extras.keep_scale * half
 
     @device_function
     def no_scale(extras):
@@ -154,27 +200,42 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
     def nothing(kept, lane, flat, row, col, extras):
         pass
 
-    make_draw = make_draw_kept_by_keys if by_keys else make_draw_kept
-    draw, own_drop, own_slope, scale = (
-        (make_draw(cols), drop, slope, keep_scale)
-        if features.dropout
-        else (nothing, never_dropped, plain_slope, no_scale)
-    )
+    draw, own_drop, slope, pack = nothing, never_dropped, plain_slope, PACK
+    scale = slope_scale = no_scale
+    if features.dropout:
+        draw, own_drop, slope = found.draw, drop, slope_of_dropped
+        scale = slope_scale = keep_scale
+    if is_marked(features):
+        own_drop, slope, pack, slope_scale = mark, marked_slope, PACK_POSITIVE, half_scale
     return Elements(
         one if bends else log2_e, bit_words(cols), has_seen, features.hides,
         draw, _make_see(features, cols, by_keys, place_of),
-        steepness if features.slopes else not_steep, weigh, own_drop, own_slope, scale,
+        steepness if features.slopes else not_steep, batch_and_head if features.score_mod else no_numbers,
+        weigh, own_drop, slope, pack, scale, slope_scale,
     )  # fmt: skip
+
+
+def _make_within(features: Features) -> Callable[..., Any]:
+    """Return ``within(first, step, count)``: a place a step from a lane's first one, in the array."""
+    has_mods = features.score_mod is not None or features.mask_mod is not None
+
+    @device_function
+    def within(first, step, count):
+        if has_mods:  # which says to the compiler how large it is
+            first = first & FIRST_PLACE
+        return int32(min(int32(first + step), int32(count - 1)))
+
+    return within
 
 
 def _make_bend(features: Features) -> Callable[..., Any]:
     """Return what a score becomes, and the derivative of that by the score.
 
-    ``bend(x, row, col, distance, steepness, flat, b, h, extras)``, natural logarithms.
+    ``bend(x, row, col, distance, steepness, own, b, h, extras)``, natural logarithms.
     """
     one, minus_inf = np.float32(1), np.float32(-math.inf)
-    score_mod = device_callable(features.score_mod or _same, FLOAT32)
-    derivative = device_callable(features.derivative or _one, FLOAT32)
+    score_mod = score_function(features.score_mod or _same, FLOAT32)
+    derivative = score_function(features.derivative or _one, FLOAT32)
     has_softcap, has_mod = features.softcap, features.score_mod is not None
     has_slopes, has_bias = features.slopes, features.mask == "float"
 
@@ -191,15 +252,14 @@ def _make_bend(features: Features) -> Callable[..., Any]:
     add_bias = biased if has_bias else not_biased
 
     @device_function
-    def bend(x, row, col, distance, steepness, flat, b, h, extras):
+    def bend(x, row, col, distance, steepness, own, b, h, extras):
         slope = one
         if has_softcap:
             bent = tanh(x / extras.softcap)
             x, slope = extras.softcap * bent, one - bent * bent
         if has_mod:
-            batch, head = int32(flat // extras.heads), int32(flat % extras.heads)
-            slope = float32(slope * derivative(x, batch, head, row, col))
-            x = float32(score_mod(x, batch, head, row, col))
+            slope = float32(slope * derivative(x, own[0], own[1], row, col))
+            x = float32(score_mod(x, own[0], own[1], row, col))
         if has_slopes:
             x = x - steepness * abs(distance)
         return add_bias(x, row, col, b, h, extras), slope
@@ -217,8 +277,8 @@ def _one(score, batch, head, row, col):
 
 def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Callable[..., None]:
     words = bit_words(cols)
-    in_mod = make_score_functions(features, FLOAT32).in_mod
-    words_place = make_words_place(cols, by_keys)
+    mask_mod: Any = features.mask_mod and mask_function(features.mask_mod, FLOAT32)
+    words_place, within = make_words_place(cols, by_keys), _make_within(features)
     has_blocks, has_mod = features.block_mask, features.mask_mod is not None
 
     @device_function
@@ -260,6 +320,7 @@ def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Ca
     @device_function
     def see(seen, mask_words, lane, whole, flat, b, h, row, col, seq_q, seq_k, extras):
         place = place_of_words(lane, b, h, row, col, extras)
+        own = batch_and_head(flat, extras) if has_mod else (int64(0), int64(0))
         for n in range(words):
             word = uint32(word_at(mask_words, place + n))
             if has_mod or (has_blocks and not whole):
@@ -267,9 +328,8 @@ def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Ca
                 for u in range(min(TILES, cols // 8 - n * TILES)):
                     for i in range(4):
                         r, c = place_of(n * TILES + u, i)
-                        at_row = int32(min(int32(row + r), int32(seq_q - 1)))
-                        at_col = int32(min(int32(col + c), int32(seq_k - 1)))
-                        is_seen = in_mod(flat, b, h, at_row, at_col, extras)
+                        at_row, at_col = within(row, r, seq_q), within(col, c, seq_k)
+                        is_seen = mask_mod(own[0], own[1], at_row, at_col) if has_mod else True
                         if has_blocks and is_seen:
                             is_seen = in_list(whole, flat, at_row, at_col, extras)
                         found = with_bit(found, is_seen, 4 * u + i)

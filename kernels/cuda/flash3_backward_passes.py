@@ -18,7 +18,7 @@ from kernels.cuda.flash3_backward_layout import WORD, makes_elements
 from kernels.cuda.flash3_backward_options import make_elements
 from kernels.cuda.flash3_backward_tiles import make_hide, make_hide_pairs, make_pack
 from kernels.cuda.ptx.copies import ld_shared_v2
-from kernels.cuda.ptx.numbers import PACK, ex2
+from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.scores import PLAIN, Features
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.dtypes import FLOAT32
@@ -62,10 +62,11 @@ def make_passes(
     """
     tiles, zero = cols // 8, np.float32(0)
     hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)
-    pack_tile, pack = make_pack(dtype, cols), PACK[dtype]
-    elements = make_elements(features, cols, by_keys)
+    pack_tile, elements = make_pack(dtype, cols), make_elements(features, cols, by_keys)
+    pack = elements.pack[dtype]
     see, weigh_one, drop, slope_one = elements.see, elements.weigh, elements.drop, elements.slope
     draw, hides, has_seen = elements.draw, elements.hides, elements.has_seen
+    own_of = elements.own
     is_plain = not makes_elements(features)
     has_lists_alone = not is_plain and features.of_elements == PLAIN
 
@@ -102,15 +103,15 @@ def make_passes(
             draw(kept, lane, flat, int32(row - across), int32(col - along), extras)
         if has_seen:
             see(seen, mask_words, lane, listed, flat, b, h, row, col, seq_q, seq_k, extras)
-        w = cuda.local.array(4, float32)
+        w, own = cuda.local.array(4, float32), own_of(flat, extras)
         for t in range(tiles):
             low, high = pair_of(numbers, t)
             for i in range(4):
-                weight, s[t, i] = weigh_one(
-                    s[t, i] * factor, high if second(i) else low, seen, t, i, flat, b, h, row, col,
+                weight, bent = weigh_one(
+                    s[t, i] * factor, high if second(i) else low, seen, t, i, own, b, h, row, col,
                     distance, steepness, seq_q, seq_k, extras,
                 )  # fmt: skip
-                w[i] = drop(weight, kept, t, i)
+                w[i], s[t, i] = drop(weight, bent, kept, t, i)
             if packs:
                 p[t // 2, 2 * (t % 2)] = pack(w[0], w[1])
                 p[t // 2, 2 * (t % 2) + 1] = pack(w[2], w[3])
@@ -140,7 +141,7 @@ def make_passes(
                 if is_plain:
                     dp[t, i] = s[t, i] * (dp[t, i] - own)
                 else:
-                    ds = slope_one(s[t, i], drop(dp[t, i], kept, t, i), own, extras)
+                    ds = slope_one(s[t, i], dp[t, i], own, kept, t, i)
                     # What is hidden may be anything in dO Vᵀ.
                     dp[t, i] = zero if hides and s[t, i] == zero else ds
         if not whole and not (by_keys and hides):

@@ -37,11 +37,12 @@ def rows_kernel(is_packed: bool = False) -> Kernel:
     features = Features(packed=is_packed)
     place, row_base = make_walk(features, PADDING).place, make_row_base(is_packed)
 
-    def flash3_rows(lse, delta, padded_lse, padded_delta, extras):
+    def flash3_rows(lse, delta, padded_lse, padded_delta, factor, extras):
         """Fill padded_lse, in base 2, and padded_delta.
 
-        Computes   L · log2(e) and D.  Rows that see nothing, and those beyond the end, have L infinite and
-                   D zero: their probabilities and gradients are then 0.
+        Computes   L · log2(e), and factor · D, see ``delta_factor``.  Rows that see nothing, and
+                   those beyond the end, have L infinite and D zero: their probabilities and gradients
+                   are then 0.
         Source     none
         Grid       (tiles of 128 rows, batch * heads)
         Block      (128,)
@@ -59,12 +60,12 @@ def rows_kernel(is_packed: bool = False) -> Kernel:
         b, h, own_row, row = y // heads, y % heads, start + thread, first + start + thread
         own, own_delta = _INF, _ZERO
         if own_row < rows and lse[b, h, row] != -_INF:
-            own, own_delta = lse[b, h, row] * _LOG2_E, delta[b, h, row]
+            own, own_delta = lse[b, h, row] * _LOG2_E, delta[b, h, row] * float32(factor)
         padded_lse[y, base + own_row] = own
         padded_delta[y, base + own_row] = own_delta
 
     read, padded = array_type(FLOAT32, 3), types.Array(float32, 2, "C")
-    signature = void(read, read, padded, padded, extras_type(features, FLOAT32))
+    signature = void(read, read, padded, padded, float64, extras_type(features, FLOAT32))
     return Kernel(flash3_rows, signature, PADDING)
 
 

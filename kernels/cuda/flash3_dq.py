@@ -42,6 +42,7 @@ from kernels.cuda.flash3_layout import (
     Schedule,
     Widths,
     make_next,
+    own_warpgroup,
 )
 from kernels.cuda.flash3_options import make_clear_unseen
 from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
@@ -122,6 +123,7 @@ def dq_kernel(
     visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, False)
     elements, row_base = make_elements(features, block_k, False), make_row_base(features.packed)
     steepness_of, operand_factor, words = elements.steepness, elements.factor, elements.words
+    slope_scale_of = elements.slope_scale
     weigh, slope_of = make_passes(features, block_k, dtype, False)
     is_packed = features.packed
     is_found, seen_offset = is_flagged if guards else never_flagged, tiles["seen"]
@@ -151,7 +153,7 @@ def dq_kernel(
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
         seq_q, seq_k, heads = shape[0], shape[1], shape[2]
-        warpgroup, lane = int32(cuda.threadIdx.x // WARPGROUP), int32(cuda.threadIdx.x % 32)
+        warpgroup, lane = own_warpgroup(), int32(cuda.threadIdx.x % 32)
         items = int32(schedule.tiles * schedule.heads)
         if cuda.threadIdx.x == 0:
             mbarrier_init(barriers, 1)
@@ -305,7 +307,8 @@ def dq_kernel(
                 if first < stop and lane == 0:
                     mbarrier_arrive(barriers + k_empty + 8 * before)
                 # Write dQ_i, by way of the tile of q, which this warpgroup has read to the end
-                write_dq(tile, line, c, dq_acc, float32(scale), first < stop, ds)
+                factor_of_dq = float32(scale) * slope_scale_of(extras)
+                write_dq(tile, line, c, dq_acc, factor_of_dq, first < stop, ds)
                 fence_proxy_async()
                 bar_sync(2 + me, WARPGROUP)  # all rows of the warpgroup are there
                 b, h = int32(y // heads), int32(y % heads)

@@ -12,7 +12,7 @@ from numba import float32, uint32
 from kernels.cuda.device import device_function, shift_of
 from kernels.cuda.flash3_backward_tiles import store_pairs
 from kernels.cuda.flash3_mask import WARP, make_words_place
-from kernels.cuda.flash3_scores import bit_words, kept_pair, make_draw_kept
+from kernels.cuda.flash3_scores import bit_words, make_kept
 from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.numbers import PACK, ex2
 from kernels.cuda.ptx.wgmma import make_wgmma
@@ -61,8 +61,10 @@ def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Calla
         features: Of the kernel.
         cols: Of the tile.
     """
-    words_place, draw_kept = make_words_place(cols), make_draw_kept(cols, True)
-    words, has_kept, has_mask = bit_words(cols), features.dropout, features.mask == "bool"
+    words_place, words = make_words_place(cols), bit_words(cols)
+    has_kept, has_mask = features.dropout, features.mask == "bool"
+    # Without dropout nothing calls it.
+    draw_kept: Any = make_kept(cols).draw if has_kept else None
 
     @device_function
     def mask_place(lane, b, h, row, extras):
@@ -129,13 +131,20 @@ def make_drop(features: Features, cols: int) -> Callable[..., None]:
         features: Of the kernel.
         cols: Of the tile.
     """
-    steps = cols // 16 * features.dropout
+
+    @device_function
+    def all_kept(p, kept):
+        pass
+
+    if not features.dropout:
+        return all_kept
+    steps, pair = cols // 16, make_kept(cols).pair
 
     @device_function
     def drop(p, kept):
         for t in range(steps):
             for e in range(4):
-                p[t, e] = kept_pair(p[t, e], kept, 2 * t + e // 2, e % 2)
+                p[t, e] = pair(p[t, e], kept, 2 * t + e // 2, e % 2)
 
     return drop
 

@@ -12,6 +12,7 @@ from kernels.cuda.device import device_function
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import SharedTiles, round_up
 from kernels.geometry import ceil_div
+from kernels.targets import cuda
 
 #: Columns of a panel: 128 bytes of 16-bit elements, the widest swizzle.
 PANEL = 64
@@ -20,6 +21,8 @@ LINE = 128
 #: Tiles in shared memory begin at a multiple of this: the pattern of the swizzle repeats from there.
 ALIGNMENT = 1024
 WARPGROUP = 128
+#: That tell what an item is.
+ITEM_NUMBERS = 13
 
 
 class Staff:
@@ -122,11 +125,16 @@ def shared_tiles(layout: Layout, widths: Widths, guards: bool = False) -> Shared
         q=layout.items * q_panels * layout.block_q * LINE,
         k=layout.stages * k_bytes(layout, widths),
         v=layout.stages * v_bytes(layout, widths),
-        barriers=8 * (2 * layout.items + 4 * layout.stages),
-        numbers=4 * layout.items,
-        listed=4 * (layout.items + layout.stages) * guards,
+        barriers=8 * (3 * layout.items + 4 * layout.stages),
+        numbers=item_bytes(layout) * layout.items,
+        listed=4 * layout.stages * guards,
         seen=layout.block_k * guards,
     )
+
+
+def item_bytes(layout: Layout) -> int:
+    """Return the bytes of what all are told of an item: ``flash3_items.Item``, and a number a consumer."""
+    return 4 * (ITEM_NUMBERS + layout.consumers)
 
 
 def shared_bytes(layout: Layout, widths: Widths, guards: bool = False) -> int:
@@ -172,6 +180,16 @@ def make_next(count: int) -> Any:
         return int32(0 if last else place + 1), int32(phase ^ 1 if last else phase)
 
     return following
+
+
+@device_function
+def own_warpgroup():
+    """Return the number of a thread's warpgroup in its block.
+
+    It is taken from one lane: so the compiler sees that a warp goes one way.  Where it does not, a product
+    asked for under a condition waits for those before it.
+    """
+    return int32(cuda.shfl_sync(0xFFFFFFFF, int32(cuda.threadIdx.x // WARPGROUP), 0))
 
 
 @device_function

@@ -15,13 +15,15 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from kernels.block_mask import FULL, PARTIAL
-from kernels.cuda.device import device_callable, device_function
+from kernels.cuda.device import device_function
+from kernels.cuda.emitted import unrolled
 from kernels.cuda.flash3_layout import LINE, WARPGROUP
 from kernels.cuda.flash3_scores import has_bit
+from kernels.cuda.mod_rules import FIRST_PLACE, batch_and_head, mask_function, score_function
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.copies import st_shared_v4
 from kernels.cuda.ptx.numbers import ex2, rcp
-from kernels.cuda.scores import PLAIN, Features, block_at, make_score_functions, mask_at
+from kernels.cuda.scores import PLAIN, Features, block_at, mask_at
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.dtypes import FLOAT32
 from kernels.online_softmax import LOG2_E
@@ -75,15 +77,18 @@ def make_elements(features: Features, cols: int) -> Elements:
     return Elements(
         features.bends,
         of_all,
-        _make_apply(features, cols, _is_long(features)),  # which takes long to compile twice
+        _make_apply(features, cols, False),
         _make_apply(features, cols, True),
     )
 
 
 def _make_bend(features: Features) -> Callable[..., Any]:
-    """Return ``bend(x, row, col, distance, flat, b, h, scale, extras)``: the score of a product."""
+    """Return ``bend(x, row, col, distance, own, b, h, scale, extras)``: the score of a product.
+
+    ``own`` are batch and head as mods get them.
+    """
     # Without one nothing calls it.
-    score_mod: Any = features.score_mod and device_callable(features.score_mod, FLOAT32)
+    score_mod: Any = features.score_mod and score_function(features.score_mod, FLOAT32)
     has_softcap, has_slopes, has_bias = features.softcap, features.slopes, features.mask == "float"
     minus_inf = np.float32(-math.inf)
 
@@ -96,9 +101,8 @@ def _make_bend(features: Features) -> Callable[..., Any]:
         return x * float32(scale)
 
     @device_function
-    def modified(x, row, col, flat, extras):
-        batch, head = int32(flat // extras.heads), int32(flat % extras.heads)
-        return float32(score_mod(x, batch, head, row, col))
+    def modified(x, row, col, own):
+        return float32(score_mod(x, own[0], own[1], row, col))
 
     @device_function
     def alibi(x, distance, b, h, extras):
@@ -111,7 +115,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
         return bias if bias == minus_inf else x + bias
 
     @device_function
-    def not_modified(x, row, col, flat, extras):
+    def not_modified(x, row, col, own):
         return x
 
     @device_function
@@ -127,12 +131,12 @@ def _make_bend(features: Features) -> Callable[..., Any]:
     third, fourth = alibi if has_slopes else not_far, biased if has_bias else not_biased
 
     @device_function
-    def bend(x, row, col, distance, flat, b, h, scale, extras):
-        x = second(first(x, scale, extras), row, col, flat, extras)
+    def bend(x, row, col, distance, own, b, h, scale, extras):
+        x = second(first(x, scale, extras), row, col, own)
         return fourth(third(x, distance, b, h, extras), row, col, b, h, extras)
 
     @device_function
-    def same(x, row, col, distance, flat, b, h, scale, extras):
+    def same(x, row, col, distance, own, b, h, scale, extras):
         return x
 
     return bend if features.bends else same
@@ -144,13 +148,14 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     tiles, minus_inf = cols // 8, np.float32(-math.inf)
     bounds = make_tile_scores(PLAIN, FLOAT32)
     edge_of, bounded = bounds.edge, bounds.score
-    bend, in_mod = _make_bend(features), make_score_functions(features, FLOAT32).in_mod
+    bend = _make_bend(features)
     has_mask, has_mod = features.mask == "bool", features.mask_mod is not None
+    mask_mod: Any = features.mask_mod and mask_function(features.mask_mod, FLOAT32)
+    has_places = has_mod or features.score_mod is not None
     hide = _make_hide_blocks(cols) if is_edge and features.block_mask else _hide_nothing
 
-    @device_function
     def apply_to(s, seen, t, given):
-        edge, distance, row, col, seq_q, seq_k, flat, b, h, scale, extras = given
+        edge, distance, row, col, seq_q, seq_k, flat, own, b, h, scale, extras = given
         last_row, last_col = int32(seq_q - 1), int32(seq_k - 1)
         for i in range(4):
             r, c = 8 * (i // 2), 8 * t + i % 2
@@ -158,63 +163,29 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
             at_row = int32(min(int32(row + r), last_row))
             at_col = int32(min(int32(col + c), last_col)) if is_edge else int32(col + c)
             far = distance + float32(r - c)
-            x = bend(s[t, i], at_row, at_col, far, flat, b, h, scale, extras)
+            x = bend(s[t, i], at_row, at_col, far, own, b, h, scale, extras)
             if has_mask:
                 x = x if has_bit(seen, t, i) else minus_inf
             if has_mod:
-                x = x if in_mod(flat, b, h, at_row, at_col, extras) else minus_inf
+                x = x if mask_mod(own[0], own[1], at_row, at_col) else minus_inf
             if is_edge:
                 x = bounded(x, False, True, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras)
             s[t, i] = x
 
-    @device_function
-    def apply_in_turn(s, seen, given):
-        for t in range(tiles):
-            apply_to(s, seen, t, given)
-
-    def make_part(first: int) -> Callable[..., None]:
-        @device_function
-        def part(s, seen, given):
-            for t in range(2):
-                apply_to(s, seen, first + t, given)
-
-        @device_function
-        def no_part(s, seen, given):
-            pass
-
-        return part if first < tiles else no_part
-
-    p0, p1, p2, p3, p4, p5, p6, p7 = (make_part(2 * n) for n in range(8))
-
-    @device_function
-    def apply_in_parts(s, seen, given):
-        # A loop that is not unrolled would put the scores into memory.
-        p0(s, seen, given)
-        p1(s, seen, given)
-        p2(s, seen, given)
-        p3(s, seen, given)
-        p4(s, seen, given)
-        p5(s, seen, given)
-        p6(s, seen, given)
-        p7(s, seen, given)
-
-    apply_to_all = apply_in_parts if _is_long(features) else apply_in_turn
+    apply_to_all = unrolled(tiles, apply_to)
 
     @device_function
     def apply(s, seen, lane, row, col, seq_q, seq_k, flat, b, h, scale, extras):
         edge = edge_of(row, col, seq_q, seq_k, extras)
         distance = float32(row + extras.diagonal - col)
-        given = edge, distance, row, col, seq_q, seq_k, flat, b, h, scale, extras
+        own = batch_and_head(flat, extras) if has_places else (int64(0), int64(0))
+        if has_places:  # which says to the compiler how large they are
+            row, col = int32(row & FIRST_PLACE), int32(col & FIRST_PLACE)
+        given = edge, distance, row, col, seq_q, seq_k, flat, own, b, h, scale, extras
         apply_to_all(s, seen, given)
         hide(s, lane, row, col, seq_q, seq_k, flat, extras)
 
     return apply
-
-
-def _is_long(features: Features) -> bool:
-    """Tell whether options make so much of an element that no loop over a tile would be unrolled."""
-    bends = features.softcap + features.slopes + (features.mask == "float")
-    return features.score_mod is not None or features.mask_mod is not None or bends > 1
 
 
 @device_function

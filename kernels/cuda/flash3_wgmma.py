@@ -19,13 +19,10 @@ from numba import float32, float64, int32, int64, types, uint8, uint32, void
 from kernels.cuda.device import (
     Kernel,
     array_type,
-    first_full_tile,
-    first_tile,
-    full_tiles_stop,
+    device_function,
     inverse_sum,
     log_sum_exp,
     shift_of,
-    tiles_stop,
 )
 from kernels.cuda.flash3_backward_tiles import (
     make_accumulate,
@@ -40,6 +37,7 @@ from kernels.cuda.flash3_forward_tiles import (
     make_soften,
     make_write_out,
 )
+from kernels.cuda.flash3_items import make_deal, skipped_of, told
 from kernels.cuda.flash3_layout import (
     ALIGNMENT,
     LINE,
@@ -47,9 +45,10 @@ from kernels.cuda.flash3_layout import (
     Layout,
     Schedule,
     Widths,
-    item_of,
+    item_bytes,
     k_bytes,
     make_next,
+    own_warpgroup,
     shared_bytes,
     shared_tiles,
     v_bytes,
@@ -99,12 +98,23 @@ from kernels.targets import cuda
 #: multiplied to find it in q, k and v: 0 where it repeats.
 SHAPE = types.UniTuple(int32, 10)
 MAPS = types.Array(uint8, 1, "C")
+#: The thread of the copying warpgroup that deals items; the first one copies keys and values.
+DEALER = 32
 square_place = DEVICE.square_place
+wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 
 
 def is_guarded(features: Features) -> bool:
     """Tell whether tiles may hold keys that others see and that are not finite, beside bounds."""
     return features.hides or features.packed
+
+
+@device_function
+def give_back(q_empty, thread, slot):
+    """Let another q come where out was, if it was anywhere: a warpgroup's thread 0 asked for the copy."""
+    if thread == 0 and slot >= 0:
+        wait_for_reads()
+        mbarrier_arrive(q_empty + 8 * slot)
 
 
 @cache
@@ -125,23 +135,20 @@ def forward_kernel(
     head_panels, value_panels = widths.head_panels, widths.value_panels
     key_tiles, value_tiles, depth_steps = block_k // 8, widths.value // 8, block_k // 16
     q_panel, k_panel = block_q * LINE, block_k * LINE
-    q_bytes, k_size, v_size = (
-        head_panels * q_panel,
-        k_bytes(layout, widths),
-        v_bytes(layout, widths),
-    )
+    k_size, v_size = k_bytes(layout, widths), v_bytes(layout, widths)
     clears = is_guarded(features)
     tiles = shared_tiles(layout, widths, clears)
     k_offset, v_offset, barrier_offset = tiles["k"], tiles["v"], tiles["barriers"]
     number_offset, q_size = tiles["numbers"], tiles["k"] // layout.items
-    slots = layout.items
+    slots, number_bytes = layout.items, item_bytes(layout)
+    # The next item's first scores are asked for before this one's output is written.
+    asks_ahead, is_packed = slots > 1, features.packed
     # Barriers of eight bytes, one of each kind for an item or a stage; those of q_full come first.
-    q_empty, k_full = 8 * slots, 16 * slots
+    q_empty, is_told, k_full = 8 * slots, 16 * slots, 24 * slots
     k_empty, v_full, v_empty = (k_full + 8 * stages * i for i in (1, 2, 3))
     consumer_warps = 4 * consumers
 
-    load_q, load_k = (make_load_tile(head_panels, panel) for panel in (q_panel, k_panel))
-    load_v = make_load_tile(value_panels, k_panel)
+    load_k, load_v = (make_load_tile(panels, k_panel) for panels in (head_panels, value_panels))
     put_out = make_put_tile(value_panels, q_panel, features.packed)
     ask_for_scores = make_ask_for_scores(block_k, dtype, widths.head, q_panel, k_panel)
     soften, pack = make_soften(block_k), make_pack(dtype, block_k)
@@ -151,10 +158,10 @@ def forward_kernel(
     along = descriptor_layout(LINE, 16, 8 * LINE)
     across = descriptor_layout(LINE, k_panel, 8 * LINE)
     wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
-    wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
     few_registers, more_registers = layout.registers
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
-    place, entries, tile_of, is_listed_whole = make_walk(features, block_q)
+    _, _, tile_of, is_listed_whole = make_walk(features, block_q)
+    deal = make_deal(layout, features, head_panels, q_panel, q_size)
     elements = make_elements(features, block_k)
     bends, of_all, score_whole, score_edge = elements
     (first_bits, fetch), drop = make_fetch(features, block_k), make_drop(features, block_k)
@@ -162,9 +169,8 @@ def forward_kernel(
     has_bits = has_kept or features.mask == "bool"
     clear_unseen = make_clear_unseen(consumers, block_k, value_panels)
     is_found, seen_offset = is_flagged if clears else never_flagged, tiles["seen"]
-    # Of an item how many tiles, of a stage which, and whether the block mask hides nothing of it.
-    count_offset, list_offset = tiles["listed"], tiles["listed"] + 4 * slots
-    is_listed = features.block_mask
+    # Of a stage which tile, and whether the block mask hides nothing of it.
+    list_offset, is_listed = tiles["listed"], features.block_mask
     zero, minus_inf, log2_e = np.float32(0), np.float32(-math.inf), np.float32(LOG2_E)
     ln_2 = np.float32(LN_2)
     turns = 2 * WARPGROUP
@@ -191,13 +197,13 @@ def forward_kernel(
         shared = cuda.shared.array(0, uint8)
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
-        seq_q, seq_k, heads = shape[0], shape[1], shape[2]
-        warpgroup, lane = int32(cuda.threadIdx.x // WARPGROUP), int32(cuda.threadIdx.x % 32)
-        items = int32(schedule.tiles * schedule.heads)
+        warpgroup, lane = own_warpgroup(), int32(cuda.threadIdx.x % 32)
+        numbers = tile + number_offset
         if cuda.threadIdx.x == 0:
             for i in range(slots):
                 mbarrier_init(barriers + 8 * i, 1)
-                mbarrier_init(barriers + q_empty + 8 * i, consumer_warps)
+                mbarrier_init(barriers + q_empty + 8 * i, consumers)
+                mbarrier_init(barriers + is_told + 8 * i, 1)
             for i in range(stages):
                 mbarrier_init(barriers + k_full + 8 * i, 1)
                 mbarrier_init(barriers + v_full + 8 * i, 1)
@@ -207,40 +213,24 @@ def forward_kernel(
         cuda.syncthreads()  # the barriers are there
         if warpgroup == 0:
             release()
+            if cuda.threadIdx.x == DEALER:
+                deal(tile, numbers, barriers, q_map, next_item, shape, schedule, extras)
             if cuda.threadIdx.x == 0:
-                q_tensor, k_tensor = global_address(q_map), global_address(k_map)
-                v_tensor = global_address(v_map)
+                k_tensor, v_tensor = global_address(k_map), global_address(v_map)
                 stage, phase, slot, q_phase = int32(0), int32(0), int32(0), int32(0)
-                item = int32(cuda.blockIdx.x)
-                while item < items:
-                    following = cuda.atomic.add(next_item, 0, 1)  # it is there when it is needed
-                    # 3: for 1 <= i <= T_r
-                    i, line = item_of(item, schedule)
-                    b, h = int32(line // heads), int32(line % heads)
-                    flat, row, first_q, rows, first_k, cols = place(i, line, seq_q, seq_k, extras)
-                    row_stop = min(row + block_q, rows)
-                    first = int32(first_tile(row, block_k, cols, extras.lower))
-                    stop = int32(tiles_stop(row_stop, block_k, cols, extras.upper))
-                    first, stop = entries(flat, row, rows, first, stop, extras)
-                    # 4: load Q_i, and say which it is
-                    mbarrier_wait(barriers + q_empty + 8 * slot, q_phase ^ 1)
-                    st_shared(tile + number_offset + 4 * slot, item)
-                    if is_listed:
-                        st_shared(tile + count_offset + 4 * slot, stop - first)
-                    full = barriers + 8 * slot
-                    mbarrier_arrive_expect_tx(full, q_bytes)
-                    at = tile + slot * q_size
-                    load_q(at, q_tensor, full, first_q + row, h * shape[4], b * shape[5])
-                    slot, q_phase = next_slot(slot, q_phase)
+                mbarrier_wait(barriers + is_told, q_phase)
+                item = told(numbers)
+                while item.tiles >= 0:
+                    b, h = item.b, item.h
                     # 6: for 1 <= j <= T_c, backwards: what bounds hide in part comes first
-                    for n in range(stop - first):
-                        j = tile_of(stop - 1 - n, extras)
-                        col = first_k + j * block_k
+                    for n in range(item.tiles):
+                        j = tile_of(int32(item.stop - 1 - n), extras)
+                        col = item.first_k + j * block_k
                         # 7: load K_j, V_j
                         full = barriers + k_full + 8 * stage
                         mbarrier_wait(barriers + k_empty + 8 * stage, phase ^ 1)
                         if is_listed:
-                            word = 2 * j + is_listed_whole(stop - 1 - n, extras)
+                            word = 2 * j + is_listed_whole(int32(item.stop - 1 - n), extras)
                             st_shared(tile + list_offset + 4 * stage, word)
                         mbarrier_arrive_expect_tx(full, k_size)
                         at = tile + k_offset + stage * k_size
@@ -251,13 +241,9 @@ def forward_kernel(
                         at = tile + v_offset + stage * v_size
                         load_v(at, v_tensor, full, col, h * shape[8], b * shape[9])
                         stage, phase = next_stage(stage, phase)
-                    item = int32(cuda.gridDim.x + following)
-                mbarrier_wait(barriers + q_empty + 8 * slot, q_phase ^ 1)
-                st_shared(tile + number_offset + 4 * slot, items)  # no more of them
-                mbarrier_arrive(barriers + 8 * slot)
-                # The last block to end sets the counters back for the next launch.
-                if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
-                    next_item[0], next_item[1] = 0, 0
+                    slot, q_phase = next_slot(slot, q_phase)
+                    mbarrier_wait(barriers + is_told + 8 * slot, q_phase)
+                    item = told(numbers + number_bytes * slot)
         else:
             claim()
             me, warp = int32(warpgroup - 1), int32(cuda.threadIdx.x // 32 % 4)
@@ -274,27 +260,48 @@ def forward_kernel(
             if takes_turns and me == consumers - 1:
                 bar_arrive(1, turns)
             mbarrier_wait(barriers, q_phase)
-            item = ld_shared(tile + number_offset)
-            while item < items:
+            item, thread = told(numbers), int32(cuda.threadIdx.x % WARPGROUP)
+            skipped = skipped_of(numbers, me, found)
+            is_asked, copied = False, int32(-1)  # the slot whose output is on its way
+            listed = int32(1)
+            while item.tiles >= 0:
                 own_tile = tile + slot * q_size + me * (ROWS * LINE)  # of q, and then of out
                 q_desc = descriptor(along, own_tile)
-                i, line = item_of(item, schedule)
-                b, h = int32(line // heads), int32(line % heads)
-                flat, row, first_q, rows, first_k, cols = place(i, line, seq_q, seq_k, extras)
+                b, h, flat, row, rows, cols = (
+                    item.b,
+                    item.h,
+                    item.flat,
+                    item.row,
+                    item.rows,
+                    item.cols,
+                )
                 warp_row = int32(row + me * ROWS + warp * 16)
                 own_row = int32(warp_row + lane // 4)
                 bits = first_bits(lane, b, h, warp_row, extras)
-                row_stop = min(row + block_q, rows)
-                first = int32(first_tile(row, block_k, cols, extras.lower))
-                stop = int32(tiles_stop(row_stop, block_k, cols, extras.upper))
-                full = int32(first_full_tile(row_stop, block_k, extras.lower))
-                full_stop = int32(full_tiles_stop(row, block_k, cols, extras.upper))
                 if is_listed:  # whoever copies has read the list
-                    first, stop = int32(0), ld_shared(tile + count_offset + 4 * slot)
-                listed = int32(1)
+                    first, stop = int32(0), item.tiles
+                else:
+                    first, stop = int32(item.stop - item.tiles), item.stop
+                if skipped > 0:  # before any turn: others wait for the next q in theirs
+                    give_back(barriers + q_empty, thread, copied)
+                    copied = int32(-1)
+                for _ in range(skipped):  # bounds hide all of it from my rows
+                    if takes_turns:
+                        bar_sync(1 + me, turns)
+                        bar_arrive(1 + (me + 1) % consumers, turns)
+                    mbarrier_wait(barriers + k_full + 8 * stage, phase)
+                    mbarrier_wait(barriers + v_full + 8 * stage, phase)
+                    if lane == 0:
+                        mbarrier_arrive(barriers + k_empty + 8 * stage)
+                        mbarrier_arrive(barriers + v_empty + 8 * stage)
+                    stage, phase = next_stage(stage, phase)
+                stop = int32(stop - skipped)
                 # 5: l = 0, m = -inf; O = 0 is what the first P V begins with
                 max_0, max_1, sum_0, sum_1 = minus_inf, minus_inf, zero, zero
-                if first < stop:
+                if is_asked and has_bits:
+                    col = (listed >> 1 if is_listed else stop - 1) * block_k
+                    fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
+                if first < stop and not is_asked:
                     # 8: S = Q_i K_jᵀ, the first
                     mbarrier_wait(barriers + k_full + 8 * stage, phase)
                     k_desc = descriptor(along, tile + k_offset + stage * k_size)
@@ -308,11 +315,12 @@ def forward_kernel(
                     wait_for_all()
                     if lane == 0:
                         mbarrier_arrive(barriers + k_empty + 8 * stage)
+                is_asked = False
                 before = int32(0)  # the stage of the values before
                 for n in range(int32(stop - first)):
                     j = int32(listed >> 1 if is_listed else stop - 1 - n)
                     own_col = int32(j * block_k + 2 * (lane % 4))
-                    whole = full <= j < full_stop and listed & 1 != 0
+                    whole = item.full <= j < item.full_stop and listed & 1 != 0
                     if not whole:
                         score_edge(
                             s, seen, lane, own_row, own_col, rows, cols, flat, b, h, scale, extras
@@ -348,6 +356,16 @@ def forward_kernel(
                     before, v_phase = stage, phase
                     stage, phase = next_stage(stage, phase)
                     has_next = n + 1 < stop - first
+                    if asks_ahead and n == 0:
+                        give_back(barriers + q_empty, thread, copied)
+                        copied = int32(-1)
+                    if asks_ahead and not has_next:  # the next item's begin
+                        following, q_phase_then = next_slot(slot, q_phase)
+                        mbarrier_wait(barriers + 8 * following, q_phase_then)
+                        ahead = numbers + number_bytes * following
+                        is_asked = ld_shared(ahead) > 0 and skipped_of(ahead, me, found) == 0
+                        q_desc = descriptor(along, tile + following * q_size + me * (ROWS * LINE))
+                        has_next = is_asked
                     if has_next:
                         mbarrier_wait(barriers + k_full + 8 * stage, phase)
                         if is_listed:
@@ -367,7 +385,7 @@ def forward_kernel(
                     wgmma_commit_group()
                     if takes_turns:
                         bar_arrive(1 + (me + 1) % consumers, turns)
-                    if has_bits and has_next:  # while it is computed
+                    if has_bits and n + 1 < stop - first:  # while it is computed
                         col = (listed >> 1 if is_listed else stop - 2 - n) * block_k
                         fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
                     wait_for_scores()
@@ -376,6 +394,10 @@ def forward_kernel(
                 wait_for_all()
                 if first < stop and lane == 0:
                     mbarrier_arrive(barriers + v_empty + 8 * before)
+                # Told again: numbers need no registers meanwhile.
+                item = told(numbers + number_bytes * slot)
+                b, h, row, rows = item.b, item.h, item.row, item.rows
+                own_row = int32(row + me * ROWS + warp * 16 + lane // 4)
                 for step in range(2):
                     sum_0 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 1 << step)
                     sum_1 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 1 << step)
@@ -383,11 +405,11 @@ def forward_kernel(
                 inverse_0, inverse_1 = float32(inverse_sum(sum_0)), float32(inverse_sum(sum_1))
                 if lane % 4 == 0:
                     if own_row < rows:
-                        lse[line, first_q + own_row] = log_sum_exp(
+                        lse[item.line, item.first_q + own_row] = log_sum_exp(
                             float32(shift_of(max_0)) * factor * ln_2, sum_0
                         )
                     if own_row + 8 < rows:
-                        lse[line, first_q + own_row + 8] = log_sum_exp(
+                        lse[item.line, item.first_q + own_row + 8] = log_sum_exp(
                             float32(shift_of(max_1)) * factor * ln_2, sum_1
                         )
                 if has_kept:
@@ -396,17 +418,26 @@ def forward_kernel(
                 # 14: write O_i, by way of the tile of q, which this warpgroup has read to the end
                 write_out(own_tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, p)
                 fence_proxy_async()
+                give_back(
+                    barriers + q_empty, thread, copied
+                )  # where nothing was computed of this item
+                copied = slot
                 bar_sync(4 + me, WARPGROUP)  # all rows of the warpgroup are there
-                thread, own = int32(cuda.threadIdx.x % WARPGROUP), row + me * ROWS
-                put_out(out, own_tile, thread, b, h, first_q + own, rows - own)
-                cp_async_bulk_commit_group()
-                wait_for_reads()
-                bar_sync(4 + me, WARPGROUP)  # and copied: another q may come
-                if lane == 0:
-                    mbarrier_arrive(barriers + q_empty + 8 * slot)
+                own = row + me * ROWS
+                if is_packed or thread == 0:
+                    put_out(out, own_tile, thread, b, h, item.first_q + own, rows - own)
+                    cp_async_bulk_commit_group()
+                if is_packed:
+                    bar_sync(4 + me, WARPGROUP)
+                if not asks_ahead:
+                    give_back(barriers + q_empty, thread, copied)
+                    copied = int32(-1)
                 slot, q_phase = next_slot(slot, q_phase)
                 mbarrier_wait(barriers + 8 * slot, q_phase)
-                item = ld_shared(tile + number_offset + 4 * slot)
+                item = told(numbers + number_bytes * slot)
+                skipped = skipped_of(numbers + number_bytes * slot, me, found)
+            if thread == 0:
+                wait_for_reads()  # of the last output
 
     rows = types.Array(float32, 2, "C")
     extras = extras_type(features, FLOAT32)

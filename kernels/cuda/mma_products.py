@@ -22,6 +22,8 @@ from kernels.cuda.ptx.swizzle import make_tile_place
 from kernels.targets import cuda
 
 square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
+#: Most steps of a product that are one loop; more are several loops, each of which is unrolled by itself.
+UNROLLED = 8
 
 
 @cache
@@ -46,23 +48,32 @@ def make_multiply(
     below = ROWS * HALF * width  # the swizzle begins anew after eight rows
     a_term, b_term = HALF * layout.block_q * width, HALF * (b_rows or layout.block_k) * width
 
-    @device_function
-    def multiply(s, a, b, q_tile, k_tile, lane, row):
-        a_row, a_chunk = square_place(lane)
-        b_row, b_chunk = turned_place(lane)
-        for n in range(row_tiles * col_tiles):
-            for i in range(4):
-                s[n, i] = 0
-        for step in range(width // DEPTH):
-            q_place = q_tile + place(row + a_row, 2 * step + a_chunk)
-            k_place = k_tile + place(b_row, 2 * step + b_chunk)
-            for m in range(row_tiles):
-                ldmatrix_x4(a[m], q_place + m * below)
-            for n in range(col_tiles // 2):  # a pair of tiles from four matrices
-                ldmatrix_x4(b[0], k_place + n * below)
+    steps = width // DEPTH
+    parts = next(n for n in range(-(-steps // UNROLLED), steps + 1) if steps % n == 0)
+
+    def make_part(part: int) -> Callable[..., None]:
+        first, stop = part * steps // parts, (part + 1) * steps // parts
+
+        @device_function
+        def multiply(s, a, b, q_tile, k_tile, lane, row):
+            a_row, a_chunk = square_place(lane)
+            b_row, b_chunk = turned_place(lane)
+            if first == 0:
+                for n in range(row_tiles * col_tiles):
+                    for i in range(4):
+                        s[n, i] = 0
+            for step in range(first, stop):
+                q_place = q_tile + place(row + a_row, 2 * step + a_chunk)
+                k_place = k_tile + place(b_row, 2 * step + b_chunk)
                 for m in range(row_tiles):
-                    mma(s[m * col_tiles + 2 * n], a[m], b[0])
-                    mma(s[m * col_tiles + 2 * n + 1], a[m], b[1])
+                    ldmatrix_x4(a[m], q_place + m * below)
+                for n in range(col_tiles // 2):  # a pair of tiles from four matrices
+                    ldmatrix_x4(b[0], k_place + n * below)
+                    for m in range(row_tiles):
+                        mma(s[m * col_tiles + 2 * n], a[m], b[0])
+                        mma(s[m * col_tiles + 2 * n + 1], a[m], b[1])
+
+        return multiply
 
     @device_function
     def multiply_terms(s, a, b, q_tile, k_tile, lane, row):
@@ -86,7 +97,7 @@ def make_multiply(
                         mma(s[m * col_tiles + 2 * n], a[left + m], b[right])
                         mma(s[m * col_tiles + 2 * n + 1], a[left + m], b[right + 1])
 
-    return multiply if terms == 1 else multiply_terms
+    return _one_after_the_other(make_part, parts) if terms == 1 else multiply_terms
 
 
 @cache
@@ -135,6 +146,44 @@ def make_accumulate(
                     mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
 
     return accumulate
+
+
+@cache
+def make_accumulate_stored(
+    layout: MmaLayout, depth: int, width: int, dtype: str, own: int
+) -> Callable[..., None]:
+    """Return ``accumulate_stored(acc, a, b, p_tile, v_tile, lane, row, chunk)``: acc += P·V, P in memory.
+
+    P is the warp's rows, from ``row`` on, of the tile of 16 bits at ``p_tile`` in shared memory.
+
+    Args:
+        layout: Who multiplies.
+        depth: Columns of P and rows of V.
+        width: Of the tile of V.
+        dtype: See ``mma_terms.NUMBERS``; of numbers of one term.
+        own: Columns of V that are multiplied, from the piece ``chunk`` on.
+    """
+    mma = MMA[NUMBERS[dtype].dtype]
+    p_place = make_tile_place(device_function, HALF * depth)
+    v_place = make_tile_place(device_function, HALF * width)
+    row_tiles, own_tiles, steps = layout.row_tiles, own // COLS, depth // DEPTH
+    p_below, v_below = ROWS * HALF * depth, DEPTH * HALF * width
+
+    @device_function
+    def accumulate_stored(acc, a, b, p_tile, v_tile, lane, row, chunk):
+        at_row, at_chunk = square_place(lane)
+        for step in range(steps):
+            p_at = p_tile + p_place(row + at_row, 2 * step + at_chunk)
+            for m in range(row_tiles):
+                ldmatrix_x4(a[m], p_at + m * p_below)
+            for n in range(own_tiles // 2):
+                v_at = v_tile + v_place(at_row, chunk + 2 * n + at_chunk)
+                ldmatrix_x4_trans(b[0], v_at + step * v_below)
+                for m in range(row_tiles):
+                    mma(acc[m * own_tiles + 2 * n], a[m], b[0])
+                    mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
+
+    return accumulate_stored
 
 
 #: Tiles of accumulators that a warp adds to in turn, for each product waits for the last one to its tile;
@@ -210,15 +259,19 @@ def _make_accumulate_terms(
 def _one_after_the_other(
     make_step: Callable[[int], Callable[..., None]], count: int
 ) -> Callable[..., None]:
-    """Return what does step 0, 1, …, each with its number known: a loop so long is not unrolled."""
+    """Return what does step 0, 1, …, each with its number known: a loop so long is not unrolled.
+
+    The arguments are those of a product: accumulators, two arrays of fragments, two tiles or one and
+    another array, the lane, and where its share begins.
+    """
     step = make_step(count - 1)
     if count == 1:
         return step
     before = _one_after_the_other(make_step, count - 1)
 
     @device_function
-    def both(acc, p, part, b, v_tile, lane, chunk):
-        before(acc, p, part, b, v_tile, lane, chunk)
-        step(acc, p, part, b, v_tile, lane, chunk)
+    def both(acc, x, y, left, right, lane, first):
+        before(acc, x, y, left, right, lane, first)
+        step(acc, x, y, left, right, lane, first)
 
     return both

@@ -18,7 +18,7 @@ from functools import cache
 from numba import int64, uint16, uint32
 
 from kernels.cuda.device import device_function
-from kernels.cuda.mma_terms import NUMBERS
+from kernels.cuda.mma_terms import NUMBERS, make_split
 from kernels.cuda.ptx.copies import (
     cp_async_16,
     global_address,
@@ -96,6 +96,30 @@ class KeyLayout:
     def turned(self) -> MmaLayout:
         """The same for Sᵀ = K·Qᵀ: the keys in the place of the query rows."""
         return MmaLayout(self.block_k, self.step_q, self.warps, self.resident)
+
+
+@dataclass(frozen=True)
+class RoleLayout(KeyLayout):
+    """The shape of the work of two halves of a block: one computes Sᵀ and dV, the other dPᵀ and dK.
+
+    The warps of a half share the keys, and ``block_q / step_q`` of them the query rows of the same keys,
+    likewise the columns of dV or dK; ``step_q`` are then the query rows of a warp's scores.
+    """
+
+    @property
+    def role_warps(self) -> int:
+        """Of each half."""
+        return self.warps // 2
+
+    @property
+    def q_warps(self) -> int:
+        """Warps that have the same keys."""
+        return self.block_q // self.step_q
+
+    @property
+    def turned(self) -> MmaLayout:
+        """A half's Sᵀ or dPᵀ: the keys in the place of the query rows."""
+        return MmaLayout(self.block_k, self.step_q, self.role_warps // self.q_warps, self.resident)
 
 
 @device_function
@@ -194,6 +218,47 @@ def make_copy_tile(
             copy(thread, source, b, h, first + t * seq, start + t * seq, stop + t * seq, to)
 
     return of_terms
+
+
+@cache
+def make_keep_tile(layout: MmaLayout, rows: int, width: int, dtype: str) -> Callable[..., None]:
+    """Return ``keep_tile(s, tile, lane, row, chunk)``: the warp's scores to shared memory, rounded.
+
+    They are (row_tiles * block_k / 8, 4) float32, and go to rows from ``row`` on and columns from the piece
+    ``chunk`` on, of each term.
+
+    Args:
+        layout: Whose they are.
+        rows: Of the tile at the address ``tile``.
+        width: Columns of the tile.
+        dtype: See ``mma_terms.NUMBERS``.
+    """
+    numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
+    pack, split = PACK[numbers.dtype], make_split(numbers.dtype)
+    row_tiles, col_tiles, term = layout.row_tiles, layout.block_k // COLS, HALF * rows * width
+
+    @device_function
+    def keep_tile(s, tile, lane, row, chunk):
+        own_row, own_byte = row + lane_row(lane), HALF * lane_col(lane)
+        for m in range(row_tiles):
+            for n in range(col_tiles):
+                i, at = m * col_tiles + n, own_row + m * ROWS
+                st_shared(tile + place(at, chunk + n) + own_byte, pack(s[i, 0], s[i, 1]))
+                st_shared(tile + place(at + 8, chunk + n) + own_byte, pack(s[i, 2], s[i, 3]))
+
+    @device_function
+    def keep_terms(s, tile, lane, row, chunk):
+        own_row, own_byte = row + lane_row(lane), HALF * lane_col(lane)
+        for m in range(row_tiles):
+            for n in range(col_tiles):
+                for half in range(2):
+                    i, at = m * col_tiles + n, own_row + m * ROWS + 8 * half
+                    to = tile + place(at, chunk + n) + own_byte
+                    high, low = split(s[i, 2 * half], s[i, 2 * half + 1])
+                    st_shared(to, high)
+                    st_shared(to + term, low)
+
+    return keep_tile if numbers.terms == 1 else keep_terms
 
 
 @cache

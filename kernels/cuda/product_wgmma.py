@@ -15,7 +15,7 @@ from functools import cache
 from numba import float32, int32, int64, types, uint8, uint16, void
 
 from kernels.cuda.device import Kernel, device_function
-from kernels.cuda.flash3_layout import WARPGROUP, make_next
+from kernels.cuda.flash3_layout import make_next, own_warpgroup
 from kernels.cuda.product_epilogue import (
     make_epilogue,
     make_write_floats,
@@ -165,7 +165,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
         steps_of_depth, part_steps, parts, heads = shape[2], shape[3], shape[4], shape[5]
-        warpgroup, lane = int32(cuda.threadIdx.x // WARPGROUP), int32(cuda.threadIdx.x % 32)
+        warpgroup, lane = own_warpgroup(), int32(cuda.threadIdx.x % 32)
         first_item, stride = int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
         items = int32(order.row_tiles * order.col_tiles * order.matrices)
         if cuda.threadIdx.x == 0:

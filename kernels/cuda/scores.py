@@ -17,16 +17,10 @@ from numba import int64, types, uint32, uint64
 
 from kernels.block_mask import FULL, PARTIAL, TileList
 from kernels.cuda.arrays import to_device
-from kernels.cuda.device import (
-    PHILOX,
-    array_type,
-    device_callable,
-    device_function,
-    is_visible,
-    scalar_type,
-)
+from kernels.cuda.device import PHILOX, array_type, device_function, is_visible, scalar_type
+from kernels.cuda.mod_rules import batch_and_head, check_places, mask_function, score_function
 from kernels.operands import Operands
-from kernels.philox import drop_threshold
+from kernels.philox import attention_threshold, keep_scale
 from kernels.problem import Problem
 
 keep = PHILOX.keep
@@ -104,7 +98,7 @@ class Extras(NamedTuple):
         softcap: The cap.
         seed: Of dropout.
         threshold: Of dropout, see ``philox.keep``.
-        keep_scale: 1 / (1 - dropout_p).
+        keep_scale: What it multiplies by what it keeps, see ``philox.keep_scale``.
         slopes: (batch, heads, 1, 1).
         mask: (own batches, heads, seq_q, seq_k).
         mask_batch: (batch,) int64.
@@ -172,7 +166,11 @@ def make_extras(
         block_q: Rows of the kernel's tiles.
         block_k: Columns of them.
         by_keys: The kernel's work items are tiles of keys.
+
+    Raises:
+        ValueError: As :func:`kernels.cuda.mod_rules.check_places`.
     """
+    check_places(problem)
     real = problem.dtype.type
     arrays: dict[str, Any] = {}
     if problem.slopes:
@@ -193,8 +191,8 @@ def make_extras(
         # A launch takes plain numbers, of a value that the dtype has.
         real(problem.softcap).item(),
         problem.seed,
-        drop_threshold(problem.dropout_p),
-        real(1.0 / (1.0 - problem.dropout_p)).item(),
+        attention_threshold(problem.dropout_p),
+        real(keep_scale(problem.dropout_p)).item(),
         **arrays,
     )
 
@@ -313,7 +311,7 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
 
     @device_function
     def kept(flat, row, col, extras):
-        # TASK 5.6: keep(…) decides; what is kept counts 1 / (1 - p), which extras has.
+        # TASK 5.6: keep(…) decides; what is kept counts keep_scale, which extras has.
         return extras.keep_scale if keep(extras.seed, flat, row, col, extras.threshold) else zero
         # END TASK 5.6
 
@@ -343,13 +341,13 @@ def _make_bend(features: Features, dtype: np.dtype[Any]) -> Any:
 
         return bend
 
-    function = device_callable(features.score_mod, dtype)
-    derivative = device_callable(features.derivative or _no_derivative, dtype)
+    function = score_function(features.score_mod, dtype)
+    derivative = score_function(features.derivative or _no_derivative, dtype)
 
     @device_function
     def bend_by_mod(score, flat, row, col, extras):
         score, slope = cap_score(score, extras)
-        batch, head = flat // extras.heads, flat % extras.heads
+        batch, head = batch_and_head(flat, extras)
         slope = real(slope * derivative(score, batch, head, row, col))
         return real(function(score, batch, head, row, col)), slope
 
@@ -416,11 +414,12 @@ def _make_in_mod(features: Features, dtype: np.dtype[Any]) -> Any:
     """Return whether mask_mod lets a row see a column."""
     if features.mask_mod is None:
         return _always
-    mask_mod = device_callable(features.mask_mod, dtype)
+    mask_mod = mask_function(features.mask_mod, dtype)
 
     @device_function
     def in_mod(flat, b, h, row, col, extras):
-        return bool(mask_mod(flat // extras.heads, flat % extras.heads, row, col))
+        batch, head = batch_and_head(flat, extras)
+        return bool(mask_mod(batch, head, row, col))
 
     return in_mod
 

@@ -1,29 +1,30 @@
 """Bits of the elements of one tile, in shared memory: what dropout keeps, and what lists and mods let see.
 
-Philox gives four neighbouring columns at a time, which belong to four threads, and a block of a pattern is
-found by divisions: whoever comes first does it, four columns in a byte, and all read the bytes after the
-barrier that the tiles need anyway.  It also keeps a user's function out of the loops over a thread's
-registers, which the compiler unrolls only as long as they are short.
+Philox gives eight neighbouring columns at a time, which belong to several threads, and a block of a
+pattern is found by divisions: whoever comes first does it, eight or four columns in a byte, and all read
+the bytes after the barrier that the tiles need anyway.  It also keeps a user's function out of the loops
+over a thread's registers, which the compiler unrolls only as long as they are short.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import uint64
+from numba import uint32, uint64
 
 from kernels.block_mask import FULL, PARTIAL
 from kernels.cuda.device import PHILOX, device_function
 from kernels.cuda.register_tiles import Layout
 from kernels.cuda.scores import Features, block_at, make_score_functions
-from kernels.philox import WORDS
+from kernels.philox import COLUMNS, HALF, HALF_MASK
 
 attention_words = PHILOX.attention_words
-#: The bits of four columns that are all seen.
-ALL = 15
+#: Columns whose bits of what is seen are a byte, and those of four that are all seen.
+FOUR, ALL = 4, 15
 
 
 class TileBits(NamedTuple):
@@ -56,10 +57,14 @@ def make_tile_bits(
         offset: Of the bytes in shared memory.
     """
     zero, one = dtype.type(0), dtype.type(1)
-    groups, threads = layout.block_k // WORDS, layout.threads
+    groups, threads = layout.block_k // FOUR, layout.threads
     count = layout.block_q * groups
+    # A tile may begin in the middle of a counter's columns, if it is no multiple of them wide.
+    together = math.gcd(layout.block_k, COLUMNS)
+    draws = layout.block_k // together
+    count_kept = layout.block_q * draws * features.dropout
     is_listed = features.block_mask or features.mask_mod is not None
-    listed_offset = offset + count if features.dropout else offset
+    listed_offset = offset + count_kept
     in_mod = make_score_functions(features, dtype).in_mod
 
     @device_function
@@ -67,15 +72,22 @@ def make_tile_bits(
         pass
 
     @device_function
+    def pair_kept(word, threshold):
+        return ((word & HALF_MASK) >= threshold) | (((word >> HALF) >= threshold) << 1)
+
+    @device_function
     def draw_kept(thread, bits, whole, flat, row, col, seq_q, seq_k, extras):
-        threshold = extras.threshold
-        for n in range(thread, count, threads):
-            w0, w1, w2, w3 = attention_words(
-                extras.seed, flat, row + n // groups, col // WORDS + n % groups
+        threshold = uint32(extras.threshold)
+        for n in range(thread, count_kept, threads):
+            first = col + n % draws * together
+            w0, w1, w2, w3 = attention_words(extras.seed, flat, row + n // draws, first // COLUMNS)
+            byte = (
+                pair_kept(w0, threshold)
+                | (pair_kept(w1, threshold) << 2)
+                | (pair_kept(w2, threshold) << 4)
+                | (pair_kept(w3, threshold) << 6)
             )
-            low = (w0 >= threshold) | ((w1 >= threshold) << 1)
-            high = (w2 >= threshold) | ((w3 >= threshold) << 1)
-            bits[offset + n] = low | (high << 2)
+            bits[offset + n] = byte >> first % COLUMNS
 
     @device_function
     def all_four(whole, flat, row, col, extras):
@@ -89,7 +101,7 @@ def make_tile_bits(
         state, r, c = block_at(flat, row, col, extras)
         four = ALL if state == FULL else 0
         if state >= PARTIAL:
-            for u in range(WORDS):
+            for u in range(FOUR):
                 if extras.patterns[uint64(state - PARTIAL), uint64(r), uint64(c + u)]:
                     four |= 1 << u
         return four
@@ -97,7 +109,7 @@ def make_tile_bits(
     @device_function
     def in_mods(whole, flat, row, col, extras):
         four = 0
-        for u in range(WORDS):
+        for u in range(FOUR):
             if in_mod(flat, 0, 0, row, col + u, extras):
                 four |= 1 << u
         return four
@@ -107,10 +119,10 @@ def make_tile_bits(
 
     @device_function
     def draw_listed(thread, bits, whole, flat, row, col, seq_q, seq_k, extras):
-        last_row, last_col = seq_q - 1, (seq_k - 1) // WORDS * WORDS
+        last_row, last_col = seq_q - 1, (seq_k - 1) // FOUR * FOUR
         for n in range(thread, count, threads):
             # Within the patterns; what is beyond the end is hidden by the bounds.
-            i, j = min(row + n // groups, last_row), min(col + n % groups * WORDS, last_col)
+            i, j = min(row + n // groups, last_row), min(col + n % groups * FOUR, last_col)
             bits[listed_offset + n] = first(whole, flat, i, j, extras) & second(
                 whole, flat, i, j, extras
             )
@@ -129,8 +141,8 @@ def make_tile_bits(
 
     @device_function
     def kept(bits, r, c, extras):
-        byte = bits[offset + r * groups + c // WORDS]
-        return extras.keep_scale if (byte >> (c % WORDS)) & 1 else zero
+        byte = bits[offset + r * draws + c // together]
+        return extras.keep_scale if (byte >> (c % together)) & 1 else zero
 
     @device_function
     def all_listed(bits, r, c):
@@ -138,11 +150,11 @@ def make_tile_bits(
 
     @device_function
     def listed(bits, r, c):
-        byte = bits[listed_offset + r * groups + c // WORDS]
-        return bool((byte >> (c % WORDS)) & 1)
+        byte = bits[listed_offset + r * groups + c // FOUR]
+        return bool((byte >> (c % FOUR)) & 1)
 
     return TileBits(
-        count * (features.dropout + is_listed),
+        count_kept + count * is_listed,
         draw,
         kept if features.dropout else all_kept,
         listed if is_listed else all_listed,

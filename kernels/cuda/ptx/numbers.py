@@ -22,6 +22,16 @@ def pack_bf16(low, high):
     """Return two numbers as a pair of bfloat16, rounded to nearest even; cc 8.0."""
 
 
+@instruction("cvt.rn.relu.f16x2.f32 $result, $high, $low;", U32, is_pure=True, low=F32, high=F32)
+def pack_positive_f16(low, high):
+    """Return two numbers as :func:`pack_f16` does, zeros for negative ones; cc 8.0."""
+
+
+@instruction("cvt.rn.relu.bf16x2.f32 $result, $high, $low;", U32, is_pure=True, low=F32, high=F32)
+def pack_positive_bf16(low, high):
+    """Return two numbers as :func:`pack_bf16` does, zeros for negative ones; cc 8.0."""
+
+
 @instruction(
     """{ .reg .b16 low, high;
     cvt.rn.f16.f32 low, $low;
@@ -83,4 +93,5 @@ def rcp(x):
 
 #: ``pack(low, high)`` and ``unpack(pair)`` by dtype.
 PACK: dict[str, Any] = {"float16": pack_f16, "bfloat16": pack_bf16}
+PACK_POSITIVE: dict[str, Any] = {"float16": pack_positive_f16, "bfloat16": pack_positive_bf16}
 UNPACK: dict[str, Any] = {"float16": unpack_f16, "bfloat16": unpack_bf16}

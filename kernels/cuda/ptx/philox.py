@@ -1,24 +1,30 @@
-"""Philox4x32-10 as one block of instructions: several of them overlap, and none takes long to compile.
+"""Philox4x32-7 as one block of instructions: many draws overlap, and none takes long to compile.
 
 Written in Python its rounds are inlined one by one wherever they are drawn; the compiler takes minutes for
 the dozens of draws that keep a multiprocessor busy, and leaves loops of one draw in which each round waits
 for the last.  It computes what ``kernels.philox`` says, which is the readable form.
+
+Draws of one block share what depends on the row alone or on the column alone: of fourteen products three
+or four, which the assembler finds by itself.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels.cuda.ptx.inline import U32, instruction
 from kernels.philox import (
     ATTENTION,
+    ATTENTION_ROUNDS,
     MULTIPLIER_0,
     MULTIPLIER_1,
-    ROUNDS,
     WEYL_0,
     WEYL_1,
 )
+
+#: The highest bits of both halves of a word, and of its four bytes.
+HALVES, BYTES = 0x80008000, 0x80808080
 
 _ROUND = f"""
     mul.wide.u32 product, c0, {MULTIPLIER_0};
@@ -32,44 +38,88 @@ _ROUND = f"""
 _NEXT_KEY = f"""
     add.u32 k0, k0, {WEYL_0};
     add.u32 k1, k1, {WEYL_1};"""
+# Both halves at a time: with the highest bit of x set and that of the threshold t not, that of x - t tells
+# whether the other bits of x reach those of t; then it, the bit of x and the absent one of t vote.  Of a
+# threshold of 2^16, which no half reaches, the bit counts as there twice: once to be subtracted.
+_THRESHOLD = f"""
+    shl.b32 flags, $threshold, 16;
+    or.b32 rest, $threshold, flags;
+    and.b32 rest, rest, {~HALVES & 0xFFFFFFFF};
+    setp.lt.u32 is_low, $threshold, 0x8000;
+    selp.b32 absent, {HALVES}, 0, is_low;
+    setp.gt.u32 is_low, $threshold, 0xFFFF;
+    selp.b32 rest, {HALVES}, rest, is_low;"""
+
+
+class Draw(NamedTuple):
+    """One counter of a block of draws, and where its bits go.
+
+    Attributes:
+        row: Added to the row.
+        block: Added to the number of the column block.
+        first: (word, shift) of the bits of columns 0 to 3: a result, and how far each bit is below the
+            highest of its byte; bits of a column are those of a byte.
+        last: Likewise, of columns 4 to 7.
+    """
+
+    row: int
+    block: int
+    first: tuple[int, int]
+    last: tuple[int, int]
 
 
 @cache
-def make_draw(places: tuple[int, int, int, int]) -> Any:
-    """Return ``draw(b0, b1, b2, b3, threshold, seed_low, seed_high, block, row, flat)``.
+def make_draw(draws: tuple[Draw, ...]) -> Any:
+    """Return ``draw(threshold, seed_low, seed_high, block, row, flat)``: bits of what attention keeps.
 
-    It returns the four words with a further bit each: at ``places[j]`` of word j it is 1 if attention keeps
-    column ``4 · block + j`` of a row of a (batch, head); see ``philox.keep``.
+    It returns two words.  Byte c of what a draw's ``first`` names has the bit of column c of its block, and
+    that of ``last`` the bit of column 4 + c: 1 if attention keeps it; see ``philox.keep``.
 
     Args:
-        places: From 0 to 31.
+        draws: At least one, whose bits are in places of their own.
     """
-    bits = "".join(
-        f"""
-    mov.b32 b{j}, $b{j};
-    setp.ge.u32 kept, c{j}, $threshold;
-    @kept or.b32 b{j}, b{j}, {1 << place};"""
-        for j, place in enumerate(places)
-    )
-    results = "".join(f"\n    mov.b32 $result{j}, b{j};" for j in range(4))
-    text = f"""{{ // philox {" ".join(map(str, places))}
-    .reg .b32 c0, c1, c2, c3, k0, k1, low0, low1, high0, high1, b0, b1, b2, b3;
+    spec = " ".join(",".join(map(str, (*one[:2], *one.first, *one.last))) for one in draws)
+    text = f"""{{ // philox {spec};
+    .reg .b32 c0, c1, c2, c3, k0, k1, low0, low1, high0, high1, flags, rest, absent, out0, out1;
     .reg .b64 product;
-    .reg .pred kept;
-    mov.b32 c0, $block;
-    mov.b32 c1, $row;
-    mov.b32 c2, $flat;
-    mov.b32 c3, {ATTENTION};
-    mov.b32 k0, $seed_low;
-    mov.b32 k1, $seed_high;{_NEXT_KEY.join([_ROUND] * ROUNDS)}{bits}{results}
+    .reg .pred is_low;{_THRESHOLD}
+    mov.b32 out0, 0;
+    mov.b32 out1, 0;{"".join(map(_draw_text, draws))}
+    mov.b32 $result0, out0;
+    mov.b32 $result1, out1;
     }}"""
 
     @instruction(
-        text, (U32, U32, U32, U32), is_pure=True,
-        b0=U32, b1=U32, b2=U32, b3=U32, threshold=U32, seed_low=U32, seed_high=U32,
-        block=U32, row=U32, flat=U32,
+        text, (U32, U32), is_pure=True,
+        threshold=U32, seed_low=U32, seed_high=U32, block=U32, row=U32, flat=U32,
     )  # fmt: skip
-    def draw(b0, b1, b2, b3, threshold, seed_low, seed_high, block, row, flat):
-        """Draw four words and compare them with the threshold."""
+    def draw(threshold, seed_low, seed_high, block, row, flat):
+        """Draw words and compare their halves with the threshold."""
 
     return draw
+
+
+def _draw_text(one: Draw) -> str:
+    """Return the instructions of one draw."""
+    compare = "".join(
+        f"""
+    or.b32 flags, c{j}, {HALVES};
+    sub.u32 flags, flags, rest;
+    lop3.b32 c{j}, c{j}, flags, absent, 0xE8;"""
+        for j in range(4)
+    )
+    # The highest byte of each half of two words.
+    gather = "".join(
+        f"""
+    prmt.b32 flags, c{2 * pair}, c{2 * pair + 1}, 0x7531;
+    shr.u32 flags, flags, {shift};
+    lop3.b32 out{word}, flags, {BYTES >> shift}, out{word}, 0xEA;"""
+        for pair, (word, shift) in enumerate((one.first, one.last))
+    )
+    return f"""
+    add.u32 c0, $block, {one.block};
+    add.u32 c1, $row, {one.row};
+    mov.b32 c2, $flat;
+    mov.b32 c3, {ATTENTION};
+    mov.b32 k0, $seed_low;
+    mov.b32 k1, $seed_high;{_NEXT_KEY.join([_ROUND] * ATTENTION_ROUNDS)}{compare}{gather}"""

@@ -122,10 +122,10 @@ def plan(args: argparse.Namespace) -> Iterator[Peers]:
             yield Peers("dense", case, dtype, dim, length, RUNGS, ("FLASH", "CUDNN"))
         peers = ("EFFICIENT", "MATH") if length < LENGTH else ("EFFICIENT",)
         yield Peers("float32", case, "float32", dim, length, PRECISIONS, peers)
-    dtypes: list[str] = [*args.dtypes, "float32"]
-    for dtype, dim, case in itertools.product(dtypes, args.dims, masks):
+    for dtype in (*args.dtypes, "float32"):
         ours, peer = (PRECISIONS[:1], "EFFICIENT") if dtype == "float32" else (RUNGS, "MATH")
-        yield Peers("accuracy", case, dtype, dim, ACCURACY_LENGTH, ours, (peer,))
+        for dim, case in itertools.product(args.dims, masks):
+            yield Peers("accuracy", case, dtype, dim, ACCURACY_LENGTH, ours, (peer,))
     narrow = [dim for dim in args.dims if dim <= 128]
     for dim, case in itertools.product(narrow, ("boolean mask", "dropout")):
         yield Peers("masks", case, "bfloat16", dim, LENGTH, AUTO, SDPA)

@@ -267,14 +267,8 @@ def forward_kernel(
             while item.tiles >= 0:
                 own_tile = tile + slot * q_size + me * (ROWS * LINE)  # of q, and then of out
                 q_desc = descriptor(along, own_tile)
-                b, h, flat, row, rows, cols = (
-                    item.b,
-                    item.h,
-                    item.flat,
-                    item.row,
-                    item.rows,
-                    item.cols,
-                )
+                b, h, flat = item.b, item.h, item.flat
+                row, rows, cols = item.row, item.rows, item.cols
                 warp_row = int32(row + me * ROWS + warp * 16)
                 own_row = int32(warp_row + lane // 4)
                 bits = first_bits(lane, b, h, warp_row, extras)

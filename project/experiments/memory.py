@@ -33,6 +33,8 @@ MODES = ("inference", "training")
 NAIVE = {"cpu": ("naive",), "cuda": ("composed", "naive")}
 FLASH = {"cpu": "flash", "cuda": "flash2"}
 HEAD_DIM, ITEMSIZE = 64, 4
+#: Length of the pass before, in which loops of large arrays are compiled: that takes memory, too.
+WARM_UP = 256
 #: Of the memory of the machine, the part that a run on the CPU may take.
 SAFE = 0.25
 GIGABYTE = 1e9
@@ -98,9 +100,8 @@ def peaks_of_process(name: str, heads: int, length: int) -> dict[str, int]:
     contestant = contestants("cpu", causal=False)[name]
     found = {}
     for mode in MODES:
-        one_pass(
-            operands_of(Bound(contestant, random_arrays((heads, 64, HEAD_DIM))), mode), mode, "cpu"
-        )
+        small = Bound(contestant, random_arrays((heads, WARM_UP, HEAD_DIM)))
+        one_pass(operands_of(small, mode), mode, "cpu")
         bound = operands_of(Bound(contestant, random_arrays((heads, length, HEAD_DIM))), mode)
         before = reset_peak_memory()
         one_pass(bound, mode, "cpu")

@@ -280,7 +280,7 @@ def _call(problem: Problem, operands: Operands, results: tuple[Any, ...]) -> _Ca
         bits, units, flag = _split(problem, tensors, delta, NUMBERS[name])
         compiled, flag = (name, are_vectors(*results)), flag if features.hides else 0
         return _Call(problem, operands, bits, features, compiled, units, flag, delta)
-    compiled = name, all(map(tensor_cores.is_aligned, (*tensors, *results)))
+    compiled = name, all(map(are_vectors, (*tensors, *results)))
     # Those that are multiplied by probabilities or their gradients.
     read = tensors[:2] + tensors[3:] if is_backward else tensors[2:]
     flag = flag_of(name, *read) if features.hides else 0

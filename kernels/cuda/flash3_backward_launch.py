@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cuda import tensor_cores
 from kernels.cuda.arrays import device_view, empty_device, to_device
 from kernels.cuda.flash3_backward import dkdv_kernel
 from kernels.cuda.flash3_backward_layout import (
@@ -43,6 +42,7 @@ from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import PLAIN, Extras, Features, features_of, make_extras
+from kernels.cuda.vector import are_vectors
 from kernels.dtypes import FLOAT32, NAMES
 from kernels.geometry import ceil_div
 from kernels.operands import Operands
@@ -132,7 +132,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         operands: As kernels take them, on the device; dq, dk and dv are written.
     """
     aligned = {
-        name: array if tensor_cores.is_aligned(array) else contiguous(array)
+        name: array if are_vectors(array) else contiguous(array)
         for name in ("q", "k", "v", "dout")
         for array in [getattr(operands, name)]
     }

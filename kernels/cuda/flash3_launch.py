@@ -20,6 +20,7 @@ from kernels.cuda.ptx.tensor_map import encode_tensor_map
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import PLAIN, Extras, Features, features_of, make_extras
+from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import grid_of
 from kernels.dtypes import FLOAT32, NAMES
 from kernels.operands import Operands
@@ -122,7 +123,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     """
     # What the copy engine cannot read where it lies is copied once.
     q, k, v = (
-        array if tensor_cores.is_aligned(array) else contiguous(array)
+        array if are_vectors(array) else contiguous(array)
         for array in (operands.q, operands.k, operands.v)
     )
     layout, widths = layout_for(problem)

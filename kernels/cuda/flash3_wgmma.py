@@ -80,7 +80,6 @@ from kernels.cuda.ptx.copies import (
     shared_address,
     st_shared,
 )
-from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -100,7 +99,6 @@ SHAPE = types.UniTuple(int32, 10)
 MAPS = types.Array(uint8, 1, "C")
 #: The thread of the copying warpgroup that deals items; the first one copies keys and values.
 DEALER = 32
-square_place = DEVICE.square_place
 wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from numba import float32, uint32, void
 
-from kernels.cuda import tensor_cores
 from kernels.cuda.arrays import empty_device
 from kernels.cuda.device import Kernel, array_type, device_function
 from kernels.cuda.half import as_bits
 from kernels.cuda.ptx.copies import global_address, ld_global_v4
 from kernels.cuda.ptx.numbers import UNPACK, float_of
 from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.vector import are_vectors
 from kernels.dtypes import BITS, FLOAT32, NAMES
 from kernels.geometry import PLAIN
 from kernels.operands import Operands
@@ -135,7 +135,7 @@ def delta_of(problem: Problem, operands: Operands) -> Any:
     has_dlse = operands.dlse is not None
     shape = tuple(out.shape[:3])
     delta = empty_device(shape, FLOAT32)
-    vectors = tensor_cores.is_aligned(dout) and tensor_cores.is_aligned(out)
+    vectors = are_vectors(dout) and are_vectors(out)
     lanes = lanes_of(out.shape[3] * problem.dtype.itemsize // BITS.itemsize)
     kernel = delta_kernel(lanes, NAMES[problem.dtype], vectors, has_dlse)
     launch = kernel[PLAIN.ceil_div(math.prod(shape) * lanes, THREADS), THREADS]

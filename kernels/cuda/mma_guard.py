@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numba import int64, types, uint32, void
 
-from kernels.cuda import tensor_cores
 from kernels.cuda.arrays import empty_device
 from kernels.cuda.device import Kernel, array_type, device_function
 from kernels.cuda.half_delta import PIECE, THREADS, lanes_of
@@ -24,6 +23,7 @@ from kernels.cuda.memory import fill
 from kernels.cuda.mma_tiles import COL_OF, COLS, MmaLayout, lane_col
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_shared_v4
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
+from kernels.cuda.vector import are_vectors
 from kernels.dtypes import BITS
 from kernels.geometry import PLAIN
 from kernels.targets import cuda
@@ -174,7 +174,7 @@ def flag_of(dtype: str, *arrays: Any) -> Any:
     fill(flag, 0)
     for array in arrays:
         lanes = lanes_of(array.shape[3])
-        kernel = flag_kernel(lanes, dtype, tensor_cores.is_aligned(array))
+        kernel = flag_kernel(lanes, dtype, are_vectors(array))
         rows = math.prod(array.shape[:3])
         kernel[PLAIN.ceil_div(rows * lanes, THREADS), THREADS](array, flag)
     return flag

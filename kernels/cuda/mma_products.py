@@ -100,6 +100,29 @@ def make_multiply(
     return _one_after_the_other(make_part, parts) if terms == 1 else multiply_terms
 
 
+def _make_add_step(row_tiles: int, own_tiles: int, width: int, dtype: str) -> Callable[..., None]:
+    """Return ``add_step(acc, a, b, v_rows, lane, chunk)``: acc += P·V of 16 columns of P, those in ``a``.
+
+    Args:
+        row_tiles: Of 16 rows of P.
+        own_tiles: Of eight columns of V, from the piece ``chunk`` on.
+        width: Of the tile of V, whose 16 rows are at the address ``v_rows``.
+        dtype: "float16" or "bfloat16".
+    """
+    mma, place = MMA[dtype], make_tile_place(device_function, HALF * width)
+
+    @device_function
+    def add_step(acc, a, b, v_rows, lane, chunk):
+        row, of_lane = square_place(lane)
+        for n in range(own_tiles // 2):
+            ldmatrix_x4_trans(b[0], v_rows + place(row, chunk + 2 * n + of_lane))
+            for m in range(row_tiles):
+                mma(acc[m * own_tiles + 2 * n], a[m], b[0])
+                mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
+
+    return add_step
+
+
 @cache
 def make_accumulate(
     layout: MmaLayout, width: int, dtype: str, own: int = 0, v_rows: int = 0
@@ -118,18 +141,12 @@ def make_accumulate(
     numbers = NUMBERS[dtype]
     if numbers.terms > 1:
         return _make_accumulate_terms(layout, width, dtype, own or width, v_rows or layout.block_k)
-    mma, pack = MMA[numbers.dtype], PACK[numbers.dtype]
-    place = make_tile_place(device_function, HALF * width)
-    row_tiles, col_tiles, own_tiles = (
-        layout.row_tiles,
-        layout.block_k // COLS,
-        (own or width) // COLS,
-    )
+    pack, row_tiles, col_tiles = PACK[numbers.dtype], layout.row_tiles, layout.block_k // COLS
+    add_step = _make_add_step(row_tiles, (own or width) // COLS, width, numbers.dtype)
     below = DEPTH * HALF * width  # the swizzle begins anew after eight rows
 
     @device_function
     def accumulate(acc, s, a, b, v_tile, lane, chunk):
-        b_row, b_chunk = square_place(lane)
         for step in range(col_tiles // 2):
             for m in range(row_tiles):
                 # Two tiles of accumulators side by side are a tile of A.
@@ -138,12 +155,7 @@ def make_accumulate(
                 a[m, 1] = pack(s[left, 2], s[left, 3])
                 a[m, 2] = pack(s[right, 0], s[right, 1])
                 a[m, 3] = pack(s[right, 2], s[right, 3])
-            for n in range(own_tiles // 2):
-                v_place = v_tile + place(b_row, chunk + 2 * n + b_chunk)
-                ldmatrix_x4_trans(b[0], v_place + step * below)
-                for m in range(row_tiles):
-                    mma(acc[m * own_tiles + 2 * n], a[m], b[0])
-                    mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
+            add_step(acc, a, b, v_tile + step * below, lane, chunk)
 
     return accumulate
 
@@ -163,10 +175,9 @@ def make_accumulate_stored(
         dtype: See ``mma_terms.NUMBERS``; of numbers of one term.
         own: Columns of V that are multiplied, from the piece ``chunk`` on.
     """
-    mma = MMA[NUMBERS[dtype].dtype]
     p_place = make_tile_place(device_function, HALF * depth)
-    v_place = make_tile_place(device_function, HALF * width)
-    row_tiles, own_tiles, steps = layout.row_tiles, own // COLS, depth // DEPTH
+    row_tiles, steps = layout.row_tiles, depth // DEPTH
+    add_step = _make_add_step(row_tiles, own // COLS, width, NUMBERS[dtype].dtype)
     p_below, v_below = ROWS * HALF * depth, DEPTH * HALF * width
 
     @device_function
@@ -176,12 +187,7 @@ def make_accumulate_stored(
             p_at = p_tile + p_place(row + at_row, 2 * step + at_chunk)
             for m in range(row_tiles):
                 ldmatrix_x4(a[m], p_at + m * p_below)
-            for n in range(own_tiles // 2):
-                v_at = v_tile + v_place(at_row, chunk + 2 * n + at_chunk)
-                ldmatrix_x4_trans(b[0], v_at + step * v_below)
-                for m in range(row_tiles):
-                    mma(acc[m * own_tiles + 2 * n], a[m], b[0])
-                    mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
+            add_step(acc, a, b, v_tile + step * v_below, lane, chunk)
 
     return accumulate_stored
 

@@ -221,10 +221,12 @@ def make_copy_tile(
 
 
 @cache
-def make_keep_tile(layout: MmaLayout, rows: int, width: int, dtype: str) -> Callable[..., None]:
-    """Return ``keep_tile(s, tile, lane, row, chunk)``: the warp's scores to shared memory, rounded.
+def make_keep_tile(
+    layout: MmaLayout, rows: int, width: int, dtype: str, own: int = 0
+) -> Callable[..., None]:
+    """Return ``keep_tile(s, tile, lane, row, chunk)``: the warp's numbers to shared memory, rounded.
 
-    They are (row_tiles * block_k / 8, 4) float32, and go to rows from ``row`` on and columns from the piece
+    They are (row_tiles * own / 8, 4) float32, and go to rows from ``row`` on and columns from the piece
     ``chunk`` on, of each term.
 
     Args:
@@ -232,10 +234,12 @@ def make_keep_tile(layout: MmaLayout, rows: int, width: int, dtype: str) -> Call
         rows: Of the tile at the address ``tile``.
         width: Columns of the tile.
         dtype: See ``mma_terms.NUMBERS``.
+        own: Columns of the numbers; those of scores, block_k, when 0.
     """
     numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
     pack, split = PACK[numbers.dtype], make_split(numbers.dtype)
-    row_tiles, col_tiles, term = layout.row_tiles, layout.block_k // COLS, HALF * rows * width
+    row_tiles, col_tiles = layout.row_tiles, (own or layout.block_k) // COLS
+    term = HALF * rows * width
 
     @device_function
     def keep_tile(s, tile, lane, row, chunk):
@@ -278,19 +282,13 @@ def make_store_tile(
         vectors: The target is aligned for pieces of 16 bytes and has a multiple of eight columns.
         own: Columns of the accumulators, from the piece ``chunk`` on; all of them when 0.
     """
-    pack, place = PACK[NUMBERS[dtype].dtype], make_tile_place(device_function, HALF * width)
-    own = own or width
-    row_tiles, own_tiles, chunks = layout.row_tiles, own // COLS, own // PIECE
-    pieces = row_tiles * ROWS * chunks
+    place, own = make_tile_place(device_function, HALF * width), own or width
+    keep_tile, chunks = make_keep_tile(layout, 0, width, dtype, own), own // PIECE
+    pieces = layout.row_tiles * ROWS * chunks
 
     @device_function
     def store_tile(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk):
-        own_row, own_byte = row + lane_row(lane), HALF * lane_col(lane)
-        for m in range(row_tiles):
-            for n in range(own_tiles):
-                i, at = m * own_tiles + n, own_row + m * ROWS
-                st_shared(tile + place(at, chunk + n) + own_byte, pack(acc[i, 0], acc[i, 1]))
-                st_shared(tile + place(at + 8, chunk + n) + own_byte, pack(acc[i, 2], acc[i, 3]))
+        keep_tile(acc, tile, lane, row, chunk)
         cuda.syncwarp()  # the warp's rows are whole
         words = cuda.local.array(4, uint32)
         dim = target.shape[3]

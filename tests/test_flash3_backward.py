@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kernels import make_problem
 from kernels.cuda import flash3_backward_launch as launched
-from kernels.cuda import half_delta, tensor_cores
+from kernels.cuda import half_delta
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash3_backward_layout import (
     PADDING,
@@ -152,14 +152,18 @@ def _emulated() -> Iterator[None]:
     def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         return np.full(shape, np.nan, dtype)
 
+    def aligned(*arrays: Any) -> bool:
+        return True
+
     with (
         patch.multiple(
             launched, tensor_map=tensor_map, empty_device=empty,
             as_bits=lambda array: array, counters=lambda: counters, multiprocessors=lambda: 2,
-            device_view=lambda array, shape, steps: array.reshape(-1)[:1],
+            device_view=lambda array, shape, steps: array.reshape(-1)[:1], are_vectors=aligned,
         ),
-        patch.multiple(half_delta, empty_device=empty, as_bits=lambda array: array),
-        patch.object(tensor_cores, "is_aligned", lambda array: True),
+        patch.multiple(
+            half_delta, empty_device=empty, as_bits=lambda array: array, are_vectors=aligned
+        ),
         patch.object(Kernel, "__getitem__", launcher),
     ):  # fmt: skip
         yield

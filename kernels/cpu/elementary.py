@@ -158,7 +158,7 @@ def make_functions(form: Format) -> Functions:
     def exp2(x):
         """Return 2^x for x <= bias - 1, 0 below the normal numbers (minus infinity included)."""
         y = lowest if x < lowest else x
-        n = np.floor(y + half)
+        n = np.rint(y)
         p = exp2_series(y - n)
         # Adding to the exponent field multiplies by a power of two.
         value = from_bits(whole(to_bits(p) + (whole(np.int32(n)) << mantissa)))

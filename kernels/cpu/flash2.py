@@ -24,12 +24,14 @@ from kernels.compiled import FASTMATH, njit_cached
 from kernels.cpu import short_queries
 from kernels.cpu.call_options import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.calls import address_of, call
+from kernels.cpu.elementary import multiply_add
 from kernels.cpu.mods import why_not_compiled
 from kernels.cpu.products import add_product, exp2, set_product
 from kernels.cpu.tile_scores import Place, rows_of
 from kernels.cpu.tiles import (
     ceil_div,
     copy_seen,
+    empty_tile,
     entries,
     first_full_tile,
     first_tile,
@@ -44,6 +46,7 @@ from kernels.cpu.tiles import (
     tile_of,
     tiles_stop,
     transpose,
+    zero_tile,
 )
 from kernels.online_softmax import LN_2
 from kernels.operands import Operands
@@ -89,18 +92,18 @@ def make_forward(real):
         lanes = lanes_for(rows)
         minus_inf, unit = real(-np.inf), real(o.unit)
         # 4: load Q_i, transposed and scaled
-        q_t = np.empty((q.shape[1], lanes), real)  # (head_dim, lanes)
+        q_t = empty_tile(q.shape[1], lanes, real)  # (head_dim, lanes)
         pack_transposed(q, real(o.factor), q_t)
         # 5: O = 0, l = 0, m = -inf
-        acc = np.zeros((value_dim, lanes), real)  # (value_dim, lanes)
+        acc = zero_tile(value_dim, lanes, real)  # (value_dim, lanes)
         row_sum = np.zeros(lanes, real)  # (lanes,)
         row_max = np.full(lanes, -np.inf, real)  # (lanes,)
-        shift = np.zeros(lanes, real)  # (lanes,)
-        s = np.empty((block_k, lanes), real)  # (block_k, lanes)
+        shift = np.zeros(lanes, real)  # (lanes,), m in units of the exponent
+        s = empty_tile(block_k, lanes, real)  # (block_k, lanes)
         seen = np.empty(block_k, np.bool_)  # (block_k,)
-        v_seen = np.empty((block_k, value_dim), real)  # (block_k, value_dim)
+        v_seen = empty_tile(block_k, value_dim, real)  # (block_k, value_dim)
         no_slope = np.empty((0, lanes), real)  # (0, lanes)
-        z_tile = np.zeros((block_k if o.keep_pass != 0 else 0, lanes), real)  # (block_k, lanes)
+        z_tile = zero_tile(block_k if o.keep_pass != 0 else 0, lanes, real)  # (block_k, lanes)
         first = first_tile(row, block_k, seq_k, lower)
         stop = tiles_stop(row + rows, block_k, seq_k, upper)
         first_full = first_full_tile(row + rows, block_k, lower)
@@ -137,7 +140,7 @@ def make_forward(real):
                     seen[c] = some
                     all_seen &= some
                 if not all_seen:
-                    copy_seen(v_tile, seen, v_seen)
+                    copy_seen(v_tile, seen, v_seen, real(1))
                     v_tile = v_seen[:cols]
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
             new_max = row_max.copy()  # (lanes,)
@@ -146,15 +149,15 @@ def make_forward(real):
                 for lane in range(lanes):
                     new_max[lane] = max(new_max[lane], s_row[lane])
             for lane in range(lanes):
-                shift[lane] = shift_of(new_max[lane])
-                row_max[lane] = exp2((row_max[lane] - shift[lane]) * unit)
+                shift[lane] = shift_of(new_max[lane]) * unit
+                row_max[lane] = exp2(multiply_add(row_max[lane], unit, -shift[lane]))
             rescale, row_max = row_max, new_max  # (lanes,)
             for lane in range(lanes):
                 row_sum[lane] *= rescale[lane]
             for c in range(cols):
                 p_row = p[c]  # (lanes,)
                 for lane in range(lanes):
-                    p_row[lane] = exp2((p_row[lane] - shift[lane]) * unit)
+                    p_row[lane] = exp2(multiply_add(p_row[lane], unit, -shift[lane]))
                     row_sum[lane] += p_row[lane]
             if o.keep_pass != 0:
                 call(o.keep_pass, (z_tile[:cols], settings, here))
@@ -169,13 +172,13 @@ def make_forward(real):
                     acc_row[lane] *= rescale[lane]
             add_product(o.product, acc, v_tile.T, p)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-        acc_t = np.empty((lanes, value_dim), real)  # (lanes, value_dim)
+        acc_t = empty_tile(lanes, value_dim, real)  # (lanes, value_dim)
         transpose(acc, acc_t)
         for r in range(rows):
             inverse, acc_row = inverse_sum(row_sum[r]), acc_t[r]  # (value_dim,)
             for i in range(value_dim):
                 out[r, i] = acc_row[i] * inverse
-            lse[r, 0] = log_sum_exp(shift[r] * (unit * LN_2), row_sum[r])
+            lse[r, 0] = log_sum_exp(shift[r] * real(LN_2), row_sum[r])
 
     return forward_item
 

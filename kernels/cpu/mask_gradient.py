@@ -21,7 +21,7 @@ from numba import njit
 from kernels.compiled import FASTMATH, njit_cached
 from kernels.cpu.call_options import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.calls import address_of
-from kernels.cpu.flash2_backward import fill_gradient, fill_scores, row_delta
+from kernels.cpu.gradient_tiles import fill_gradient, fill_scores, is_bounded
 from kernels.cpu.tile_scores import Place, blocks_hide, rows_of, view
 from kernels.cpu.tiles import ceil_div, lanes_for, pack_transposed
 from kernels.geometry import PLAIN
@@ -112,9 +112,10 @@ def make_mask_gradient(real):
                     dout = rows_of(o.dout, b, h, row, rows, real)  # (rows, value_dim)
                     lse = rows_of(o.lse, b, h, row, rows, real)  # (rows, 1)
                     delta = rows_of(o.delta, b, h, row, rows, real)  # (rows, 1)
-                    bounded, hides = fill_scores(p, slope, q, k_t, settings, place, lower, upper)
+                    bounded = is_bounded(row, row + rows, col, col + cols, lower, upper)
+                    fill_scores(p, slope, q, k_t, settings, place, bounded)
                     fill_gradient(
-                        p, ds, z, dout, v_t, lse[:, 0], delta[:, 0], settings, place, bounded, hides
+                        p, ds, z, dout, v_t, lse[:, 0], delta[:, 0], settings, place, bounded, True
                     )
                     add_repeated(ds, cols, total)
         out = rows_of(o.out, batch_own, head_own, row_tile * block_q, total.shape[0], real)
@@ -145,9 +146,10 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
     few = dmask.shape[0] * dmask.shape[1] * tiles < FEW_TILES
     filled = np.empty((*o.q.shape[:2], rows, cols), dmask.dtype) if few else dmask
     options = CallOptions(problem, o, TILE, by_keys=True, listed=False)
+    delta = np.einsum("bhrd,bhrd->bhr", o.dout, o.out)
+    delta = delta if o.dlse is None else delta - o.dlse
     options.name(
-        q=o.q, k=o.k, v=o.v, dout=o.dout, lse=o.lse[..., None], delta=row_delta(o)[..., None],
-        out=filled,
+        q=o.q, k=o.k, v=o.v, dout=o.dout, lse=o.lse[..., None], delta=delta[..., None], out=filled,
     )  # fmt: skip
     options.run(_address(problem.dtype), filled.shape[0] * filled.shape[1] * tiles)
     if few:

@@ -6,9 +6,9 @@ import numpy as np
 from numba import njit
 
 from kernels.compiled import FASTMATH
-from kernels.cpu.calls import contiguous
+from kernels.cpu.calls import array_at, contiguous
 from kernels.cpu.registers import LANES, VECTOR_BYTES, transpose_square
-from kernels.cpu.tile_scores import view
+from kernels.cpu.tile_scores import CACHE_LINE, view
 from kernels.geometry import make_geometry
 from kernels.masks import make_masks
 from kernels.online_softmax import make_online_softmax
@@ -27,6 +27,31 @@ merge_weight = _SOFTMAX.merge_weight
 def lanes_for(lines):
     """Return how many lanes a tile has for so many rows: whole vectors, as a product asks for."""
     return ceil_div(lines, LANES) * LANES
+
+
+@njit
+def empty_tile(lines, lanes, dtype):
+    """Return an array (lines, lanes) that begins with a line of the cache: a vector does not lie in two."""
+    size = lines * lanes
+    buffer = np.empty(size + CACHE_LINE, dtype)
+    skipped = -buffer.ctypes.data % CACHE_LINE // buffer.itemsize
+    return buffer[skipped : skipped + size].reshape((lines, lanes))
+
+
+@njit
+def zero_tile(lines, lanes, dtype):
+    """Return the same, zeros."""
+    tile = empty_tile(lines, lanes, dtype)
+    tile[:] = 0
+    return tile
+
+
+@njit
+def as_tile(buffer, lines, lanes):
+    """Return the begin of a buffer, contiguous, as a tile (lines, lanes); of an empty one (0, lanes)."""
+    size = buffer.itemsize
+    shape = (lines if buffer.size != 0 else 0, lanes)
+    return contiguous(array_at(buffer.ctypes.data, shape, (lanes * size, size), buffer.dtype))
 
 
 @njit(fastmath=FASTMATH)
@@ -90,17 +115,18 @@ def add_rows(source, factor, target):
 
 
 @njit(fastmath=FASTMATH)
-def copy_seen(source, seen, target):
-    """Copy rows, with zeros for those that are not seen: 0 · NaN would be NaN in a product.
+def copy_seen(source, seen, target, factor):
+    """Copy factor * rows, with zeros for those that are not seen: 0 · NaN would be NaN in a product.
 
     Args:
         source: (rows, dim), any strides.
         seen: (rows,) or longer.
         target: (rows, dim) or longer.
+        factor: Scalar of the same dtype.
     """
     for row in range(source.shape[0]):
         for i in range(source.shape[1]):
-            target[row, i] = source[row, i] if seen[row] else 0
+            target[row, i] = factor * source[row, i] if seen[row] else 0
 
 
 @njit(fastmath=FASTMATH)

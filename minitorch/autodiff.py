@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ContextDecorator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 # Published and read by nobody; Scalar and Tensor each number their own variables.
@@ -128,39 +129,59 @@ def backpropagate(variable: Variable, deriv: Any) -> None:
     # END TASK 1.4
 
 
-class _Recording(threading.local):
-    """Whether functions of tensors record how they were applied, in each thread."""
+class _Modes(threading.local):
+    """What is switched on, in each thread.
 
-    on = True
+    Attributes:
+        recording: Functions of tensors record how they were applied; see :class:`no_grad`.
+        anomaly: Results and gradients are checked; see :class:`minitorch.detect_anomaly`.
+    """
+
+    recording = True
+    anomaly = os.environ.get("MINITORCH_DETECT_ANOMALY", "0") not in ("", "0")
 
 
-_recording = _Recording()
+modes = _Modes()
 
 
-class no_grad(ContextDecorator):
+class Switch(ContextDecorator):
+    """Sets one of the modes within a context, or within the function that it decorates.
+
+    Attributes:
+        mode: Its name.
+        value: What it is within the context.
+    """
+
+    mode: str
+    value: bool
+
+    def __init__(self) -> None:
+        self._before: list[bool] = []  # one for each time that the context is entered
+
+    def _recreate_cm(self) -> Switch:  # a decorated function may run in several threads
+        return type(self)()
+
+    def __enter__(self) -> None:
+        self._before.append(getattr(modes, self.mode))
+        setattr(modes, self.mode, self.value)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(modes, self.mode, self._before.pop())
+
+
+class no_grad(Switch):
     """Within the context, or the function that it decorates, what functions of tensors return is constant.
 
     Nothing is recorded and nothing kept for a backward pass, in this thread: for everything that only
     asks a model, such as its loss on held-out text or the next token.
     """
 
-    def __init__(self) -> None:
-        self._before: list[bool] = []  # one for each time that the context is entered
-
-    def _recreate_cm(self) -> no_grad:  # a decorated function may run in several threads
-        return no_grad()
-
-    def __enter__(self) -> None:
-        self._before.append(_recording.on)
-        _recording.on = False
-
-    def __exit__(self, *_: object) -> None:
-        _recording.on = self._before.pop()
+    mode, value = "recording", False
 
 
 def is_recording() -> bool:
     """Tell whether functions of tensors record how they were applied; see :class:`no_grad`."""
-    return _recording.on
+    return modes.recording
 
 
 @dataclass
@@ -171,11 +192,13 @@ class Context:
         no_grad: True when there will be no backward pass, so that nothing need be kept.
         saved_values: What was kept.
         needs_input_grad: Which arguments of `forward` require a gradient; a function of tensors sets it.
+        site: Where the function was called, if :class:`minitorch.detect_anomaly` has noted it.
     """
 
     no_grad: bool = False
     saved_values: tuple[Any, ...] = ()
     needs_input_grad: tuple[bool, ...] = ()
+    site: Any = field(default=None, init=False, compare=False)
 
     def save_for_backward(self, *values: Any) -> None:
         """Keep values for the backward pass, in place of any kept before."""

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from .autodiff import Context, History, Variable, is_recording
+import numpy as np
+
+from .anomaly import check_gradients, checked_forward
+from .autodiff import Context, History, Variable, modes
 
 if TYPE_CHECKING:
     from .tensor import Tensor
@@ -22,9 +25,29 @@ def is_tensor(x: Any) -> bool:
     return hasattr(x, "history")
 
 
-def as_int(x: Any) -> int:
-    """Return an option as an int; published code passes options as tensors of one element."""
-    return int(x.item()) if is_tensor(x) else int(x)
+def check_tensor(name: str, x: Any) -> None:
+    """Check that an argument is a tensor.
+
+    Raises:
+        TypeError: It names the argument.
+    """
+    if not is_tensor(x):
+        raise TypeError(
+            f"{name} must be a tensor, got {type(x).__name__}; make one with minitorch.from_numpy or "
+            "minitorch.tensor"
+        )
+
+
+def as_int(x: Any) -> Any:
+    """Return an option as an int; published code passes options as tensors of one element.
+
+    What is neither is returned as it is, for whoever checks the option.
+    """
+    if is_tensor(x):
+        x = x.item()
+    elif isinstance(x, np.ndarray) and x.ndim == 0:
+        x = x[()]
+    return int(x) if isinstance(x, (float, np.floating)) and x.is_integer() else x
 
 
 def as_ints(x: Any) -> tuple[int, ...]:
@@ -34,13 +57,19 @@ def as_ints(x: Any) -> tuple[int, ...]:
         TypeError: If an entry is no number.
     """
     entries = x.to_numpy().reshape(-1) if is_tensor(x) else x
-    try:
-        return tuple(map(int, entries))
-    except TypeError:
+    entries = tuple(entries) if isinstance(entries, Iterable) else (entries,)
+    # Whole floats too: published code passes a tensor, and tensors hold floats.
+    if not {*map(type, entries)} <= {int} and not all(map(_is_whole, entries)):
         raise TypeError(
-            f"sizes and dimensions are whole numbers given one by one, got {tuple(entries)!r}; "
+            f"sizes and dimensions are whole numbers given one by one, got {entries!r}; "
             "write view(2, 3) and permute(1, 0), or put a * before a tuple"
-        ) from None
+        )
+    return tuple(map(int, entries))
+
+
+def _is_whole(n: Any) -> bool:
+    is_float = isinstance(n, (float, np.floating))
+    return float(n).is_integer() if is_float else isinstance(n, (int, np.integer))
 
 
 class Function:
@@ -52,14 +81,19 @@ class Function:
       needs; its tensor arguments carry no history.
     - ``backward(ctx, grad_output)`` returns a gradient for each argument of ``forward``: a tensor
       for a tensor, which may still have the broadcast shape, and None (or 0.0) for an option.
+
+    Attributes:
+        minus_infinity_in: Of a function of several results: those in which minus infinity is an answer
+            and no fault; see :class:`minitorch.detect_anomaly`.
     """
 
     forward: Any
     backward: Any
+    minus_infinity_in: tuple[int, ...] = ()
 
     @classmethod
     def _forward(cls, ctx: Context, *args: Any) -> Any:
-        return cls.forward(ctx, *args)
+        return checked_forward(cls, ctx, args) if modes.anomaly else cls.forward(ctx, *args)
 
     @classmethod
     def _backward(cls, ctx: Context, *grad_outputs: Any) -> tuple[Any, ...]:
@@ -76,7 +110,7 @@ class Function:
                 f"{', '.join(type(arg).__name__ for arg in args) or 'nothing'}; make one with "
                 "minitorch.tensor or minitorch.from_numpy"
             )
-        if not is_recording() or histories.count(None) == len(histories):
+        if not modes.recording or histories.count(None) == len(histories):
             # Nothing will be recorded, so that the arguments may be what they are.
             ctx = Context(no_grad=True, needs_input_grad=(False,) * len(args))
             return ctx, cls._forward(ctx, *args)
@@ -202,11 +236,16 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
         f"{history.last_fn.__name__}.backward returned {len(gradients)} gradients for "
         f"{len(history.inputs)} arguments; return one for each"
     )
-    return [
+    pairs = [
         (arg, gradient if isinstance(gradient, Parts) else _fitted(arg, gradient))
         for arg, gradient in zip(history.inputs, gradients, strict=True)
         if is_tensor(arg) and arg.requires_grad()
     ]
+    if modes.anomaly:
+        wanted = [i for i, x in enumerate(history.inputs) if is_tensor(x) and x.requires_grad()]
+        found = zip(wanted, (gradient for _, gradient in pairs), strict=True)
+        check_gradients(history.last_fn, history.ctx, found, (*d_outputs, *history.inputs))
+    return pairs
 
 
 def _fitted(arg: Tensor, gradient: Any) -> Tensor:

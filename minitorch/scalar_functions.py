@@ -7,7 +7,8 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from . import operators
-from .autodiff import Context, History
+from .anomaly import check_gradients, checked_forward
+from .autodiff import Context, History, modes
 
 
 def wrap_tuple(x: Any) -> tuple[Any, ...]:
@@ -40,11 +41,14 @@ class ScalarFunction:
 
     @classmethod
     def _forward(cls, ctx: Context, *inputs: float) -> float:
-        return cls.forward(ctx, *inputs)
+        return checked_forward(cls, ctx, inputs) if modes.anomaly else cls.forward(ctx, *inputs)
 
     @classmethod
     def _backward(cls, ctx: Context, d_output: float) -> tuple[float, ...]:
-        return wrap_tuple(cls.backward(ctx, d_output))
+        derivatives = wrap_tuple(cls.backward(ctx, d_output))
+        if modes.anomaly:
+            check_gradients(cls, ctx, enumerate(derivatives), (d_output, *ctx.saved_values))
+        return derivatives
 
     @classmethod
     def apply(cls, *vals: Any) -> Any:

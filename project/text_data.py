@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from dataclasses import dataclass
@@ -80,6 +81,14 @@ class Corpus:
             )
         prompt = PROMPT if set(PROMPT) <= set(characters) else text[: len(PROMPT)]
         return cls(characters, ids[:cut], ids[cut:], prompt)
+
+    @property
+    def digest(self) -> str:
+        """What tells this text from any other."""
+        digest = hashlib.sha256(self.characters.encode("utf-8", "surrogatepass"))
+        for ids in (self.train, self.held_out):
+            digest.update(ids.astype("<i8").tobytes())
+        return digest.hexdigest()
 
     def batch(
         self, rng: np.random.Generator, batch_size: int, context: int

@@ -3,6 +3,7 @@
 python project/train_gpt.py                        on Python's own manual
 python project/train_gpt.py --text file.txt        on a text of yours
 python project/train_gpt.py --backend cuda         on a GPU
+python project/train_gpt.py --resume               on, from where the last run was killed or stopped
 python project/train_gpt.py --load runs/gpt/model.safetensors --prompt "The "
 """
 
@@ -10,17 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpt_training import JUDGE_SHARE, Trainer, judge, train_step, warm_up
 from text_data import PROMPT, Corpus, decode, encode, read_text
-from tqdm import tqdm
-from train_options import BACKENDS, check_config, parse_args
-from training import check_backend, check_loss, learning_rate, make_folder
+from train_options import BACKENDS, check_config, given_options, options_of_run, parse_args
+from training import check_backend, check_loss, make_folder
 
 import minitorch
 from minitorch.checkpoint import (
@@ -29,16 +29,11 @@ from minitorch.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
+from minitorch.training_state import Checkpoints, TrainingState, remove_partials
 
-#: Steps between two readings of the loss: a reading waits for the device, which else works ahead.
-READ_EVERY = 10
-#: Steps between two points of the held-out curve, and the windows that each of them judges.
-JUDGE_EVERY, JUDGE_WINDOWS = 100, 48
-#: How far the clock may run ahead of the steps before it takes over the learning rate.  The schedule's
-#: last twentieth is nearly flat, so that a run within this slack needs no help from the clock.
-CLOCK_SLACK = 0.05
-#: The final evaluation takes at most this share of --max-seconds.
-JUDGE_SHARE = 0.25
+__all__ = ["build", "judge", "main", "train_step"]  # what the benchmarks and experiments take
+#: The folder of the checkpoints, in that of the results.
+CHECKPOINTS = "checkpoints"
 
 
 def build(config: dict[str, Any], backend: str) -> minitorch.DecoderLM:
@@ -61,148 +56,6 @@ def build(config: dict[str, Any], backend: str) -> minitorch.DecoderLM:
         backend=BACKENDS[backend],
         dtype=np.float32,
     )
-
-
-class CtrlC:
-    """Within the context, the first Ctrl-C only sets ``asked``; the second ends the program."""
-
-    def __enter__(self) -> CtrlC:
-        self.asked = False
-        self.before = signal.getsignal(signal.SIGINT)
-        if callable(
-            self.before
-        ):  # not where the signal is ignored, as in the background of a shell
-            signal.signal(signal.SIGINT, self.first)
-        return self
-
-    def first(self, *_: Any) -> None:
-        """Ask for the end."""
-        self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nstopping after this step; Ctrl-C again ends at once", file=sys.stderr)
-
-    def __exit__(self, *_: Any) -> None:
-        if callable(self.before):
-            signal.signal(signal.SIGINT, self.before)
-
-
-@minitorch.no_grad()
-def judge(
-    model: minitorch.DecoderLM, inputs: Any, targets: Any, batch: int, seconds: float
-) -> list[float]:
-    """Return the loss of each window, as the mean of its batch, in nats per character.
-
-    Windows are taken in their order; when the seconds are over, the rest is left out, but not the
-    first batch.
-    """
-    start = time.perf_counter()
-    losses: list[float] = []
-    model.eval()
-    with tqdm(total=len(inputs), desc="held out", unit="window", leave=False, delay=1) as bar:
-        while len(losses) < len(inputs) and (not losses or time.perf_counter() - start < seconds):
-            part = slice(len(losses), len(losses) + batch)
-            count = len(inputs[part])
-            losses += [model.loss(inputs[part], targets[part]).item()] * count
-            bar.update(count)
-    model.train()
-    return losses
-
-
-def train_step(
-    model: minitorch.DecoderLM, optimizer: minitorch.Adam, inputs: Any, targets: Any
-) -> minitorch.Tensor:
-    """Take one step; return the loss before it, unread."""
-    optimizer.zero_grad()
-    loss = model.loss(inputs, targets)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def read_losses(unread: list[minitorch.Tensor], curve: dict[str, list[Any]], lr: float) -> None:
-    """Move losses to the curve."""
-    for loss in unread:
-        step = len(curve["step"])
-        curve["train"].append(check_loss(loss.item(), f"the loss at step {step}", lr))
-        curve["step"].append(step)
-    unread.clear()
-
-
-def warm_up(model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace) -> None:
-    """Compile what training needs, without a step."""
-    if args.backend == "simple":
-        print("the simple backend computes number by number in Python and compiles nothing; it is made "
-              "for small models, such as --width 8 --heads 2 --layers 1 --context 8 --batch 2")  # fmt: skip
-        return
-    how_often = "once per checkout" if args.backend == "fast" else "in each run"
-    print(f"compiling kernels ({how_often}) ...", flush=True)
-    start = time.perf_counter()
-    model.loss(*corpus.batch(np.random.default_rng(args.seed), 2, args.context)).backward()
-    first = model.parameters()[0].value
-    spare = minitorch.Parameter(first.detach())  # the optimiser's kernel too
-    spare.value.grad = first.grad
-    minitorch.Adam([spare]).step()
-    for parameter in model.parameters():
-        parameter.value.zero_grad_()
-    print(f"... ready after {time.perf_counter() - start:.1f} s", flush=True)
-
-
-def train(model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace) -> dict[str, Any]:
-    """Train until the steps or the seconds are used up, or Ctrl-C; return the curve and the figures."""
-    warm_up(model, corpus, args)
-    optimizer = minitorch.Adam(model.parameters(), lr=args.lr, beta2=0.99, weight_decay=0.1)
-    rng = np.random.default_rng(args.seed)
-    curve: dict[str, list[Any]] = {"step": [], "train": [], "held_out_step": [], "held_out": []}
-    unread: list[minitorch.Tensor] = []
-    inputs, targets = (part[:JUDGE_WINDOWS] for part in corpus.held_out_windows(args.context))
-
-    def add_point() -> None:
-        read_losses(unread, curve, args.lr)
-        losses = judge(model, inputs, targets, args.batch, JUDGE_SHARE * args.max_seconds)
-        mean = check_loss(float(np.mean(losses)), "the held-out loss", args.lr)
-        if len(losses) == len(inputs):  # a point of fewer windows is not comparable
-            curve["held_out_step"].append(len(curve["step"]) - 1)
-            curve["held_out"].append(mean)
-
-    by_clock = False
-    start = time.perf_counter()
-    bar = tqdm(total=args.steps, unit="step", dynamic_ncols=True, mininterval=0.5)
-    with bar, CtrlC() as ctrl_c:
-        for step in range(args.steps):
-            progress, clock = step / args.steps, (time.perf_counter() - start) / args.max_seconds
-            # Once the clock decides, it stays so: until then, a run depends on its options only.
-            by_clock = by_clock or clock > min(progress + CLOCK_SLACK, 1.0)
-            if step > 0 and clock >= 1.0:
-                by_clock = True
-                break
-            optimizer.lr = learning_rate(max(progress, clock) if by_clock else progress, args.lr)
-            batch = corpus.batch(rng, args.batch, args.context)
-            unread.append(train_step(model, optimizer, *batch))
-            if step % READ_EVERY == READ_EVERY - 1:
-                read_losses(unread, curve, args.lr)
-            if step % JUDGE_EVERY == JUDGE_EVERY - 1:
-                add_point()
-            if curve["train"]:
-                recent = float(np.mean(curve["train"][-20:]))
-                rate = (step + 1) * args.batch * args.context / (time.perf_counter() - start)
-                bar.set_postfix_str(f"loss {recent:.3f}, {rate:,.0f} tokens/s", refresh=False)
-            bar.update()
-            if ctrl_c.asked:
-                break
-    read_losses(unread, curve, args.lr)
-    seconds, steps = time.perf_counter() - start, len(curve["step"])
-    if steps % JUDGE_EVERY != 0:
-        add_point()
-    return {
-        "curve": curve,
-        "curve_windows": len(inputs),
-        "steps": steps,
-        "by_clock": by_clock,
-        "stopped": ctrl_c.asked,
-        "seconds": seconds,
-        "tokens_per_second": steps * args.batch * args.context / seconds,
-        "train_loss": float(np.mean(curve["train"][-50:])),
-    }
 
 
 def judge_finally(
@@ -313,12 +166,8 @@ def load_and_write(args: argparse.Namespace) -> None:
     write(model, config, args)
 
 
-def train_and_write(args: argparse.Namespace) -> None:
-    """Train, save, judge, draw and write."""
-    begin = time.perf_counter()
-    args.attention = args.attention or "flash"
-    minitorch.manual_seed(args.seed)
-    corpus = Corpus.from_text(read_text(args.text), args.context)
+def start(args: argparse.Namespace, corpus: Corpus, state: TrainingState | None) -> Trainer:
+    """Return a trainer that begins, or goes on from a state; exit with one line if it cannot."""
     keys = ("width", "heads", "layers", "context", "dropout", "attention", "tie_weights")
     config = {
         "characters": corpus.characters,
@@ -331,13 +180,49 @@ def train_and_write(args: argparse.Namespace) -> None:
     except ValueError as error:
         sys.exit(str(error))
     out = make_folder(args.out)
-    weights = sum(p.value.size for p in model.parameters())
     print(
         f"text {len(corpus.train) + len(corpus.held_out):,} characters, {len(corpus.characters)} "
-        f"different; model {weights:,} weights, {args.attention} attention"
+        f"different; model {sum(p.value.size for p in model.parameters()):,} weights, "
+        f"{args.attention} attention"
     )
-    result = train(model, corpus, args)
+    checkpoints = Checkpoints(out / CHECKPOINTS, args.keep)
+    for folder in (out, checkpoints.folder):  # of a process that was killed while it wrote
+        remove_partials(folder)
+    if state is None and (before := checkpoints.set_aside()):
+        print(
+            f"the checkpoints of the run before are in {before}; --resume {before} goes on with it"
+        )
+    warm_up(model, corpus, args)
+    trainer = Trainer(model, config, corpus, args, checkpoints)
+    if state is not None:
+        try:
+            trainer.resume(state)  # after what has drawn random numbers
+        except CheckpointError as error:
+            sys.exit(str(error))
+        print(f"going on after step {state.step} of {args.steps}, from {state.source}")
+    return trainer
+
+
+def train_and_write(args: argparse.Namespace, state: TrainingState | None = None) -> None:
+    """Train, save, judge, draw and write.
+
+    Args:
+        args: The options.
+        state: Of the training to go on with; None for a new one.
+    """
+    begin = time.perf_counter()
+    args.attention = args.attention or "flash"
+    minitorch.manual_seed(args.seed)
+    corpus = Corpus.from_text(read_text(args.text), args.context)
+    if state is not None and state.notes["text"] != corpus.digest:
+        sys.exit(
+            f"{state.source}: its run learns another text than {args.text or 'the manual of this Python'}; "
+            "name the same with --text"
+        )
+    trainer = start(args, corpus, state)
+    model, config, out = trainer.model, trainer.config, Path(args.out)
     try:
+        result = trainer.run()
         save_checkpoint(out / "model.safetensors", model, config)
         judge_finally(model, corpus, args, result)
         record = json.dumps({**result, "args": vars(args)}, indent=1)
@@ -350,10 +235,39 @@ def train_and_write(args: argparse.Namespace) -> None:
     except OSError as error:
         sys.exit(f"--out {out} cannot be written ({error}); name another folder")
     if result["stopped"]:
-        sys.exit(f"stopped by Ctrl-C after {result['steps']} of {args.steps} steps; they are saved")
+        on = "; --resume goes on" if args.checkpoint_every else ""
+        sys.exit(
+            f"stopped by Ctrl-C after {result['steps']} of {args.steps} steps; they are saved{on}"
+        )
     print()
     write(model, config, args)
     print(f"\nall done in {time.perf_counter() - begin:.0f} s")
+
+
+def resume(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Go on with a run; exit with one line if its checkpoint cannot be read, or is none of ours.
+
+    Args:
+        args: The options, with their defaults.
+        given: Those that the command line names.
+    """
+    path, file = Path(args.resume or args.out), None
+    if args.resume and not path.is_dir():
+        folder, file = path.parent, path
+    else:
+        folder = path if any(path.glob("step-*")) else path / CHECKPOINTS
+    try:
+        state = Checkpoints(folder).read(file)
+        missing = {"args", "seconds", "by_clock", "resumed", "text"} - state.notes.keys()
+        if missing:
+            sys.exit(f"{state.source}: not a checkpoint of this script, it has no {min(missing)}")
+        args = options_of_run(args, given, state.notes["args"], state.source)
+    except (CheckpointError, ValueError) as error:
+        sys.exit(str(error))
+    if "out" not in given and folder.name.startswith(CHECKPOINTS):
+        args.out = str(folder.parent)
+    check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
+    train_and_write(args, state)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -363,7 +277,12 @@ def main(argv: list[str] | None = None) -> None:
     check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
     try:
         with np.errstate(all="ignore"):  # what is no number ends the run with a line of its own
-            (load_and_write if args.load else train_and_write)(args)
+            if args.load:
+                load_and_write(args)
+            elif args.resume is not None:
+                resume(args, given_options(argv))
+            else:
+                train_and_write(args)
     except KeyboardInterrupt:
         sys.exit("stopped by Ctrl-C")
     except MemoryError:

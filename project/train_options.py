@@ -26,11 +26,61 @@ BACKENDS = {
 }
 EPILOG = """\
 Two runs with the same options give the same losses only when all steps are done: when the clock
-(--max-seconds) has to shorten the run, which the run then says, they depend on the machine's speed."""
+(--max-seconds) has to shorten the run, which the run then says, they depend on the machine's speed.
+A run that was killed and resumed gives the losses of one that was not, bit for bit on the same CPU; the
+clock counts the seconds of all its parts."""
+#: Options that may differ from those of the run that --resume continues; the others decide what it learns.
+FREE = (
+    "text", "out", "max_seconds", "backend", "checkpoint_every", "keep", "sample", "temperature",
+    "prompt", "resume",
+)  # fmt: skip
 
 
 def parse_args(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; exit with one line and code 2 if it cannot be."""
+    parser = _parser(description)
+    args = parser.parse_args(argv)
+    if args.load is not None and args.resume is not None:
+        parser.error("--load writes and --resume trains: take one of them")
+    return args
+
+
+def given_options(argv: list[str] | None = None) -> dict[str, Any]:
+    """Return the options that the command line names, without any default."""
+    parser, unset = _parser(None), object()
+    # A default takes no place that is taken already.
+    places = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), unset))
+    found = vars(parser.parse_args(argv, places))
+    return {name: value for name, value in found.items() if value is not unset}
+
+
+def options_of_run(
+    args: argparse.Namespace, given: dict[str, Any], run: dict[str, Any], source: str
+) -> argparse.Namespace:
+    """Return the options with which a run goes on: its own, but for those that may be given anew.
+
+    Args:
+        args: Of this command line.
+        given: Those that it names.
+        run: With which the run began.
+        source: The checkpoint, for errors.
+
+    Raises:
+        ValueError: If the command line names one that would make it another run; one line.
+    """
+    for name, value in given.items():
+        if name not in FREE and value != run.get(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{source}: its run has {option} {run.get(name)} and cannot go on with {value}; leave "
+                f"{option} out, or start a new run without --resume"
+            )
+    known = {name: value for name, value in run.items() if name in vars(args)}
+    fresh = {name: given[name] for name in FREE if name in given}
+    return argparse.Namespace(**{**vars(args), **known, "load": None, **fresh})
+
+
+def _parser(description: str | None) -> OneLineParser:
     parser = OneLineParser(
         description=description,
         epilog=EPILOG,
@@ -60,6 +110,12 @@ def parse_args(description: str | None, argv: list[str] | None = None) -> argpar
     add("--dropout", f"share that is dropped {default}", type=PROBABILITY, default=0.0, metavar="P")
     add("--lr", f"highest learning rate {default}", type=POSITIVE, default=5e-3, metavar="X")
     add(
+        "--clip",
+        "largest norm of all gradients together (default: any)",
+        type=POSITIVE,
+        metavar="X",
+    )
+    add(
         "--attention",
         "(default: flash; with --load, what the checkpoint was trained with)",
         choices=ATTENTIONS,
@@ -81,12 +137,26 @@ def parse_args(description: str | None, argv: list[str] | None = None) -> argpar
         "characters)",
     )
     add(
+        "--checkpoint-every",
+        f"steps between two checkpoints in DIR/checkpoints; 0 writes none {default}",
+        type=FROM_ZERO, default=100, metavar="N",
+    )  # fmt: skip
+    add("--keep", f"checkpoints that stay {default}", type=COUNT, default=3, metavar="N")
+    add(
+        "--resume",
+        "go on from a checkpoint, or from the last one of a run's folder (without PATH: of --out), with "
+        "the options that its run began with; of others only --text (of the same text), --out, "
+        "--max-seconds, --backend, --checkpoint-every, --keep, --sample, --temperature and --prompt may "
+        "be given",
+        nargs="?", const="", metavar="PATH",
+    )  # fmt: skip
+    add(
         "--load",
         "do not train: load this checkpoint and write; of the other options only --backend, "
         "--attention, --prompt, --sample, --temperature and --seed count",
         metavar="FILE",
     )
-    return parser.parse_args(argv)
+    return parser
 
 
 def _is_count(value: Any) -> bool:

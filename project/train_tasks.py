@@ -181,9 +181,8 @@ def train(
             optimizer.step()
             unread.append(loss.detach())  # to read it means to wait for the device
             if step % READ_EVERY == READ_EVERY - 1 or step == args.steps - 1:
-                losses += [
-                    check_loss(t.item(), f"the loss up to step {step + 1}", args.lr) for t in unread
-                ]
+                for t in unread:
+                    losses.append(check_loss(t.item(), f"the loss at step {len(losses)}", args.lr))
                 unread.clear()
                 recent = float(np.mean(losses[-READ_EVERY:]))
                 progress.update(

@@ -68,8 +68,16 @@ def check_loss(value: float, what: str, lr: float, option: str = "--lr") -> floa
         option: The option that sets the learning rate.
     """
     if not math.isfinite(value):
-        sys.exit(f"{what} is {value}; lower {option}, now {lr}")
+        sys.exit(
+            f"{what} is {value}; {remedy(lr, option)}, or run again with MINITORCH_DETECT_ANOMALY=1 in the "
+            "environment to see which operation made it"
+        )
     return value
+
+
+def remedy(lr: float, option: str = "--lr") -> str:
+    """Return what helps when a loss is no number; arguments as for :func:`check_loss`."""
+    return f"lower {option}, now {lr}"
 
 
 class Progress:
@@ -122,10 +130,12 @@ class Progress:
         return f"{self.seconds / max(self.done, 1):.3g} s per {self.unit}"
 
     def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
         self._bar.close()
         self._seconds = self.seconds
+        if isinstance(error, minitorch.AnomalyError):
+            sys.exit(f"after {self.unit} {self.done}: {error}")
         self.stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
         return self.stopped and self.done > 0  # before the first figures nothing is learnt
 
@@ -137,7 +147,7 @@ class Progress:
 
 @contextmanager
 def ends_in_one_line(smaller: str) -> Iterator[None]:
-    """Turn Ctrl-C and a lack of memory into one line.
+    """Turn Ctrl-C, a lack of memory, and what ``minitorch.detect_anomaly`` finds into one line.
 
     Args:
         smaller: The options that decide how much memory is needed.
@@ -149,6 +159,8 @@ def ends_in_one_line(smaller: str) -> Iterator[None]:
         sys.exit("stopped by Ctrl-C")
     except MemoryError:
         sys.exit(f"out of memory; take a smaller {smaller}")
+    except minitorch.AnomalyError as error:
+        sys.exit(str(error))
 
 
 # -- pictures ------------------------------------------------------------------------------------

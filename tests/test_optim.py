@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis.strategies import DataObject, data, floats
+from hypothesis.strategies import DataObject, data, floats, lists, none, sampled_from
 
 from minitorch import (
     SGD,
@@ -21,6 +23,7 @@ from minitorch import (
     SimpleBackend,
     Tensor,
     TensorBackend,
+    clip_grad_norm_,
     from_numpy,
     manual_seed,
     tensor,
@@ -82,6 +85,21 @@ def test_a_step_leaves_a_fresh_leaf_and_the_old_value(
     assert parameter.value.is_leaf()
     assert parameter.value.grad is None
     assert (parameter.value.name, parameter.value.backend) == ("w", backend)
+
+
+@on_backends()
+@pytest.mark.parametrize("make", [SGD, Adam])
+def test_a_parameter_of_no_dimension_keeps_its_shape(
+    make: type[SGD] | type[Adam], backend: TensorBackend
+) -> None:
+    parameter = Parameter(from_numpy(np.array(2.0), backend))
+    optimiser = make([parameter], lr=0.5)
+    for _ in range(3):
+        parameter.value.grad = from_numpy(np.array(4.0), backend)
+        clip_grad_norm_([parameter], 1.0)
+        assert parameter.value.grad.shape == () and parameter.value.grad.item() == 1.0
+        optimiser.step()
+    assert parameter.value.shape == () and parameter.value.item() == pytest.approx(0.5)
 
 
 def test_zero_grad_drops_every_gradient() -> None:
@@ -174,3 +192,111 @@ def test_both_backends_take_the_same_steps() -> None:
 def test_an_optimiser_must_say_how_to_step() -> None:
     with pytest.raises(NotImplementedError, match="defines step"):
         Optimizer([]).step()
+
+
+# -- clipping ------------------------------------------------------------------------------------
+
+
+def gradients(parameters: list[Parameter]) -> list[Any]:
+    return [p.value and p.value.grad and p.value.grad.to_numpy() for p in parameters]
+
+
+@on_backends()
+@given(data())
+def test_clipping_scales_all_gradients_by_one_number(
+    backend: TensorBackend, data: DataObject
+) -> None:
+    drawn = data.draw(lists(none() | shapes().flatmap(lattice), min_size=1, max_size=4))
+    dtype = data.draw(sampled_from([np.float32, np.float64]))
+    size = data.draw(sampled_from([1e-3, 1.0, 1e30]))
+    before = [None if array is None else (array * size).astype(dtype) for array in drawn]
+    parameters = [
+        with_gradient(from_numpy(np.zeros(2), backend), None)
+        if array is None
+        else with_gradient(
+            from_numpy(np.zeros(array.shape, dtype), backend), data.draw(laid_out(array, backend))
+        )
+        for array in before
+    ]
+    limit = data.draw(floats(0.1, 10.0)) * size
+    norm = clip_grad_norm_([*parameters, Parameter(None)], limit)
+    wide = [array.astype(np.float64) for array in before if array is not None]
+    expected = math.sqrt(sum(float((array * array).sum()) for array in wide))
+    assert norm.shape == (1,) and norm.item() == pytest.approx(expected, rel=1e-12)
+    for array, gradient in zip(before, gradients(parameters), strict=True):
+        if array is None:
+            assert gradient is None
+        elif expected <= limit:
+            assert gradient.dtype == dtype and gradient.tobytes() == array.tobytes()
+        else:
+            assert gradient.dtype == dtype
+            wanted = array.astype(np.float64) * (limit / expected)
+            np.testing.assert_allclose(gradient, wanted, rtol=1e-6)
+
+
+def test_clipping_takes_backends_and_dtypes_together() -> None:
+    parameters = [
+        with_gradient(from_numpy(np.zeros(4, dtype), backend), from_numpy(np.full(4, 6e4, dtype), backend))
+        for dtype in (np.float16, np.float32, np.float64)
+        for backend in (SimpleBackend, FastBackend)
+    ]  # fmt: skip
+    assert clip_grad_norm_(parameters, 1.0).item() == pytest.approx(6e4 * math.sqrt(24.0))
+    for p, gradient in zip(parameters, gradients(parameters), strict=True):
+        assert gradient.dtype == p.value.dtype and p.value.grad.backend is p.value.backend
+        np.testing.assert_allclose(gradient, 24.0**-0.5, rtol=1e-3)
+
+
+def test_clipping_only_measures_without_a_limit_and_of_nothing() -> None:
+    parameter = with_gradient(tensor([3.0, 4.0]), tensor([3.0, 4.0]))
+    assert clip_grad_norm_([parameter], math.inf).item() == 5.0
+    assert gradients([parameter])[0].tolist() == [3.0, 4.0]
+    assert clip_grad_norm_([with_gradient(tensor([1.0]), None)], 1.0).item() == 0.0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the same numbers
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_norm_that_is_no_number_can_raise(bad: float) -> None:
+    parameter = with_gradient(tensor([1.0, 1.0]), tensor([1.0, bad]))
+    with pytest.raises(FloatingPointError, match="norm of the gradients is"):
+        clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+    np.testing.assert_array_equal(gradients([parameter])[0], [1.0, bad])
+    assert not math.isfinite(clip_grad_norm_([parameter], 1.0).item())
+    assert np.isnan(gradients([parameter])[0]).any()
+
+
+def test_clipping_refuses_what_it_cannot_clip() -> None:
+    for limit in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="max_norm is a number above 0"):
+            clip_grad_norm_([], limit)
+    with pytest.raises(TypeError, match="Scalar"):
+        clip_grad_norm_([Parameter(Scalar(1.0))], 1.0)
+
+
+# -- states --------------------------------------------------------------------------------------
+
+
+@on_backends()
+def test_a_state_is_a_copy_and_decides_the_steps_to_come(backend: TensorBackend) -> None:
+    def make(*sizes: int, lr: float = 0.1) -> Adam:
+        return Adam([Parameter(from_numpy(np.zeros(size), backend)) for size in sizes], lr)
+
+    def step(optimiser: Adam, *values: float | None) -> list[Any]:
+        for p, value in zip(optimiser.parameters, values, strict=True):
+            p.value.grad = None if value is None else p.value.detach() * 0.0 + value
+        optimiser.step()
+        return [p.value.to_numpy().tolist() for p in optimiser.parameters]
+
+    first, second = make(2, 3), make(2, 3, lr=5.0)
+    step(first, None, 1.0)
+    values, state = [p.value.detach() for p in first.parameters], first.state_dict()
+    assert {key for key, value in state.items() if isinstance(value, Tensor)} == {"m.1", "v.1"}
+    after = step(first, 2.0, -3.0)  # which leaves the state as it is
+    step(second, 9.0, 9.0)
+    for p, value in zip(second.parameters, values, strict=True):
+        p.update(value)
+    second.load_state_dict(state)
+    assert step(second, 2.0, -3.0) == after
+    for other in (make(2), make(2, 4), SGD(first.parameters)):
+        with pytest.raises(ValueError, match=r"state of|moments"):
+            other.load_state_dict(state)
+        assert not isinstance(other, Adam) or not other.moments

@@ -7,8 +7,8 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 LINES = (HERE / "requirements.txt").read_text(encoding="utf-8").splitlines()
 README = HERE / "README.md"
-MATPLOTLIB = "matplotlib>=3.7,<4"
-SKLEARN = "scikit-learn>=1.3,<2"
+MATPLOTLIB = "matplotlib>=3.9,<4"
+SKLEARN = "scikit-learn>=1.5,<2"
 
 EXTRAS = {
     # CUDA kernels on an NVIDIA GPU. cu13 needs driver 580 or newer; for an older one install
@@ -19,13 +19,17 @@ EXTRAS = {
     "digits": [SKLEARN],
     "app": [MATPLOTLIB, "streamlit>=1.40,<2"],
     "docs": ["docutils>=0.21,<0.22", "furo>=2024.8,<2027", "myst-parser>=4,<6", "sphinx>=8.1,<9"],
+    # A peer for the benchmarks.  The CPU build is smaller; see pytorch.org for how to choose one.
+    "bench": ["torch>=2.4,<3"],
     "dist": ["build>=1,<2", "twine>=5,<7"],
     "test": [
-        "hypothesis>=6.100,<7",
+        "hypothesis>=6.139,<7",
         # Drives the Chromium that is installed; "playwright install chromium" gets one.
         "playwright>=1.40,<2",
         "pytest>=8,<10",
         "pytest-xdist>=3.5,<4",
+        # Builds the wheel that tests/test_packaging.py installs.
+        "setuptools>=70.1",
         SKLEARN,
     ],
     "lint": ["pyright[nodejs]>=1.1.390,<2", "ruff>=0.9,<0.18"],

@@ -116,13 +116,13 @@ class Target:
         if missing is not None:
             raise ValueError(f"no rung of the {self.name} target runs here: {missing}")
         try:
-            return self._usable(problem, tile)
+            return self._usable(problem.unseeded, tile, self.memory.device())
         except TypeError:  # what cannot be remembered
             return self._search(problem, tile)
 
     @cached_property
-    def _usable(self) -> Callable[[Problem, Tile | None], Rung]:
-        return lru_cache(maxsize=1024)(self._search)
+    def _usable(self) -> Callable[[Problem, Tile | None, int], Rung]:
+        return lru_cache(maxsize=1024)(lambda problem, tile, device: self._search(problem, tile))
 
     def _search(self, problem: Problem, tile: Tile | None) -> Rung:
         """Return what :meth:`pick` returns; it is asked once for each kind of call."""
@@ -164,7 +164,7 @@ CPU = Target(
             cpu_flash2.forward,
             cpu_flash2_backward.backward,
             cpu_flash2.tile,
-            cpu_flash2.tile,
+            cpu_flash2_backward.backward_tile,
             cpu_flash2.why_not,
         ),
         _NAIVE,

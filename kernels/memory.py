@@ -90,6 +90,10 @@ class Memory:
         """Return why there is no such memory on this machine, or None."""
         raise NotImplementedError
 
+    def device(self) -> int:
+        """Return the number of the device that this thread computes on, 0 where there is but one."""
+        return 0
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""
         raise NotImplementedError
@@ -116,6 +120,10 @@ class Memory:
         memory, or a kernel cannot address the array as it is.
         """
         raise NotImplementedError
+
+    def part(self, array: Any, first: int, stop: int) -> Any:
+        """View the rows from ``first`` up to ``stop`` of a contiguous array."""
+        return array[first:stop]
 
     def column(self, array: Any) -> Any:
         """View lse, (…, heads, seq), as (…, heads, seq, 1)."""

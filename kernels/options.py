@@ -15,6 +15,8 @@ _OPTIONS = list(inspect.signature(make_problem).parameters.values())[3:]
 
 def by_name(args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return options given by position, in the order of ``make_problem``, and by name as one record."""
+    if not args:
+        return options
     return {**{p.name: arg for p, arg in zip(_OPTIONS, args, strict=False)}, **options}
 
 
@@ -43,16 +45,17 @@ def takes_attention_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
-        given = by_position[: max(len(args) - len(operands), 0)]
-        if len(args) > len(operands) + len(by_position):
-            raise _too_many(function.__name__, operands, by_position, by_name, len(args))
         if not known.issuperset(options):
             raise _unknown(function.__name__, set(options) - known, by_name)
-        if not options.keys().isdisjoint(given):
-            twice = ", ".join(name for name in given if name in options)
-            raise TypeError(
-                f"{function.__name__} got {twice} twice, by position and by name; give it once"
-            )
+        if len(args) > len(operands):  # options by position, which few calls have
+            given = by_position[: len(args) - len(operands)]
+            if len(args) > len(operands) + len(by_position):
+                raise _too_many(function.__name__, operands, by_position, by_name, len(args))
+            if not options.keys().isdisjoint(given):
+                twice = ", ".join(name for name in given if name in options)
+                raise TypeError(
+                    f"{function.__name__} got {twice} twice, by position and by name; give it once"
+                )
         return function(*args, **options)
 
     checked.__signature__ = own.replace(parameters=[*lead, *plain, *named, *last])  # type: ignore[attr-defined]

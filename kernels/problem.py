@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -101,17 +101,33 @@ class Problem:
         """Return the hash of all fields, worked out once: calls are looked up by their problem."""
         return self._hash
 
-    @property
+    def with_seed(self, seed: int) -> Problem:
+        """Return the same question with other dropout bits, as each step of training asks it.
+
+        What has been worked out is kept, for nothing of it but the hash depends on the seed.
+        """
+        other = object.__new__(Problem)
+        vars(other).update(vars(self), seed=seed, unseeded=self.unseeded)
+        vars(other).pop("_hash", None)
+        return other
+
+    @cached_property
+    def unseeded(self) -> Problem:
+        """The question with a seed of 0: by this is looked up what does not depend on the bits."""
+        return replace(self, seed=0) if self.seed else self
+
+    # What follows is asked for at every call of the same problem, and worked out once.
+    @cached_property
     def acc_dtype(self) -> np.dtype[Any]:
         """Dtype of sums, and so of lse, its gradient and slopes: float32 for operands of 16 bits."""
         return acc_dtype(self.dtype)
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """Query heads; a flat number of (batch, head) is batch · heads + head."""
         return self.lead[-1] if self.lead else 1
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Tell whether there is nothing but q, k, v, scale and bounds of what a row sees."""
         return not (
@@ -119,42 +135,42 @@ class Problem:
             or self.mask_mod or self.score_mod or self.sequences
         )  # fmt: skip
 
-    @property
+    @cached_property
     def key_lead(self) -> tuple[int, ...]:
         """Leading dimensions of k and v after broadcasting: fewer heads where several share one."""
         return (*self.lead[:-1], self.lead[-1] // self.groups) if self.groups > 1 else self.lead
 
-    @property
+    @cached_property
     def grouped_lead(self) -> tuple[int, ...]:
         """Leading dimensions with the heads in groups, (…, key heads, groups): all operands broadcast."""
         return (*self.key_lead, self.groups) if self.groups > 1 else self.lead
 
-    @property
+    @cached_property
     def q_shape(self) -> tuple[int, ...]:
         """Shape of q after broadcasting: (…, heads, seq_q, head_dim)."""
         return (*self.lead, self.seq_q, self.head_dim)
 
-    @property
+    @cached_property
     def k_shape(self) -> tuple[int, ...]:
         """Shape of k after broadcasting: (…, key heads, seq_k, head_dim)."""
         return (*self.key_lead, self.seq_k, self.head_dim)
 
-    @property
+    @cached_property
     def v_shape(self) -> tuple[int, ...]:
         """Shape of v after broadcasting: (…, key heads, seq_k, value_dim)."""
         return (*self.key_lead, self.seq_k, self.value_dim)
 
-    @property
+    @cached_property
     def out_shape(self) -> tuple[int, ...]:
         """Shape of out: (…, heads, seq_q, value_dim)."""
         return (*self.lead, self.seq_q, self.value_dim)
 
-    @property
+    @cached_property
     def lse_shape(self) -> tuple[int, ...]:
         """Shape of lse: (…, heads, seq_q)."""
         return (*self.lead, self.seq_q)
 
-    @property
+    @cached_property
     def scores_shape(self) -> tuple[int, ...]:
         """Shape of the scores, which a mask broadcasts to: (…, heads, seq_q, seq_k)."""
         return (*self.lead, self.seq_q, self.seq_k)
@@ -235,7 +251,7 @@ def make_problem(
     asked = (
         (tuple(q.shape), tuple(k.shape), tuple(v.shape)), dtype, dropout_p, is_causal, scale, enable_gqa,
         causal_offset, window_size, softcap, seed, precision, deterministic, return_lse,
-        _rung_of_run() if rung == "auto" else rung,
+        _rung_of_run() if isinstance(rung, str) and rung == "auto" else rung,
     )  # fmt: skip
     if (
         attn_mask is None and alibi_slopes is None and block_mask is None and mask_mod is None
@@ -308,6 +324,9 @@ def _checked(
     left, right = check_window(window_size)
     check_block_mask(block_mask, lead, seq_q, seq_k)
     mask_mod = as_mod("mask_mod", mask_mod, "(batch, head, row, col)")
+    seed = check_dropout(
+        dropout_p, seed
+    )  # before its rate becomes a float, which it may be too large for
     lower = causal_offset - left if left >= 0 else -seq_q
     upper = causal_offset + right if right >= 0 else seq_k
     if is_causal:
@@ -332,7 +351,7 @@ def _checked(
         mask=mask,
         slopes=alibi_slopes is not None,
         dropout_p=float(dropout_p),
-        seed=check_dropout(dropout_p, seed),
+        seed=seed,
         block_mask=block_mask,
         mask_mod=mask_mod,
         score_mod=as_score_mod(score_mod),

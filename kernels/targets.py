@@ -42,6 +42,7 @@ from kernels.cuda.errors import (
     explain,
     first_line,
 )
+from kernels.cuda.errors import explained as explained
 
 # Small grids are what students launch; the warning would bury their own output.  Setting the
 # variable is not enough: numba reads it when it is imported, which may have been earlier.
@@ -101,26 +102,6 @@ BLOCKING: bool = any(
     os.environ.get(name, "0") not in ("", "0")
     for name in (BLOCKING_VARIABLE, "CUDA_LAUNCH_BLOCKING")
 )
-
-
-class explained:
-    """Turn what numba and CUDA raise inside the ``with`` into one sentence that says what to do.
-
-    Args:
-        doing: What fails if it does, as the subject of that sentence.
-    """
-
-    __slots__ = ("doing",)
-
-    def __init__(self, doing: str):
-        self.doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and (known := explain(error, self.doing)) is not None:
-            raise known from None
 
 
 class launching:
@@ -233,11 +214,31 @@ def _text(name: bytes | str) -> str:
 
 
 @cache
-@cache
+def _has_several_devices() -> bool:
+    return not IS_SIMULATOR and why_no_cuda() is None and len(cuda.gpus) > 1
+
+
+def current_device() -> int:
+    """Return the number of the device that this thread launches on: what is kept is kept for each.
+
+    Where there is one, nobody is asked; a launch finds out how many there are only once.
+    """
+    if not _has_several_devices():
+        return 0
+    if driver is not None:
+        error, device = driver.cuCtxGetDevice()
+        if error == driver.CUresult.CUDA_SUCCESS:
+            return int(device)
+    return int(cuda.current_context().device.id)  # makes one current on this thread
+
+
 def compute_capability() -> tuple[int, int]:
     """Return the version of what the current device can do; (0, 0) in the simulator, which has none."""
-    if IS_SIMULATOR:
-        return 0, 0
+    return (0, 0) if IS_SIMULATOR else _compute_capability(current_device())
+
+
+@cache
+def _compute_capability(device: int) -> tuple[int, int]:
     major, minor = cuda.get_current_device().compute_capability
     return int(major), int(minor)
 
@@ -249,11 +250,15 @@ def shared_memory_bytes() -> int:
     return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK)
 
 
-@cache
 def dynamic_shared_memory_bytes() -> int:
     """Return how much shared memory a block may have if a kernel asks for it."""
     if IS_SIMULATOR:
         return 96 * 1024  # no limit there; room for any tile a test takes
+    return _dynamic_shared_memory_bytes(current_device())
+
+
+@cache
+def _dynamic_shared_memory_bytes(device: int) -> int:
     return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,7 +80,7 @@ def attention_call(
     problem = make(q, k, v, **{**options, **arrays, "seed": 0 if seed is None else seed})
     launch.check_rung(problem)
     if problem.dropout_p and seed is None:
-        problem = replace(problem, seed=random.getrandbits(63))
+        problem = problem.with_seed(random.getrandbits(63))
     if problem.mask == "float" and not (is_tensor(mask) and mask.backend.ops is q.backend.ops):
         kind = mask.backend.ops.__name__ if is_tensor(mask) else type(mask).__name__
         raise TypeError(
@@ -131,6 +130,8 @@ def _apply(
 
 class FlashAttention(Function):
     """Attention in one kernel: nothing of size seq_q x seq_k is ever stored."""
+
+    minus_infinity_in = (1,)  # the lse of a row that sees no key
 
     @staticmethod
     def forward(

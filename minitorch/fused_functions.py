@@ -30,6 +30,34 @@ def dense(t: Tensor, dtype: Any = None) -> Any:
     return t.array()
 
 
+def stored(t: Tensor, layer: str, dtype: Any = None) -> Any:
+    """Return a tensor's elements as :func:`dense` does, but of 16 bits where a kernel takes those.
+
+    Args:
+        t: Any tensor.
+        layer: The kernel's name.
+        dtype: Its own if None.
+    """
+    dtype, data = t.dtype if dtype is None else dtype, t._tensor
+    if layer not in getattr(t.f.fused, "TAKES_HALF", ()):
+        return dense(t, dtype)
+    if dtype != data.dtype or not data.is_contiguous():
+        t = t.f.id_map(t, t.empty(t.shape, dtype))
+    return t.array()
+
+
+def stored_weights(x: Tensor, layer: str, *weights: Tensor) -> list[Any]:
+    """Return weights as a kernel takes them beside x: of x's dtype, or of that of its sums.
+
+    Args:
+        x: What they weigh.
+        layer: The kernel's name.
+        weights: One dtype is found for all of them.
+    """
+    own = weights[0].dtype
+    return [stored(w, layer, own if own == x.dtype else acc_dtype(x.dtype)) for w in weights]
+
+
 def rounded(like: Tensor, array: Any, dtype: Any = None) -> Tensor:
     """Return what a kernel computed as a tensor of 16 bits where ``dense`` widened such.
 
@@ -74,19 +102,20 @@ class LayerNorm(Function):
                 f"layer norm of shape {x.shape} needs weights and a bias of shape {x.shape[-1:]}, "
                 f"got {gamma.shape} and {beta.shape}"
             )
-        rows, weights = dense(x), dense(gamma, x.dtype)
-        out, mean, rstd = x.f.fused.layer_norm(rows, weights, dense(beta, x.dtype), eps)
-        ctx.save_for_backward(x, rows, weights, mean, rstd)
+        rows = stored(x, "layer_norm")
+        weights, bias = stored_weights(x, "layer_norm", gamma, beta)
+        out, mean, rstd = x.f.fused.layer_norm(rows, weights, bias, eps)
+        ctx.save_for_backward(x, gamma.dtype, rows, weights, mean, rstd)
         return rounded(x, out)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Return the gradients of x, gamma and beta."""
-        x, rows, weights, mean, rstd = ctx.saved_values
-        backward = x.f.fused.layer_norm_backward
-        gradients = backward(dense(grad_output, x.dtype), rows, weights, mean, rstd)
-        dx, dgamma, dbeta = (rounded(x, gradient) for gradient in gradients)
-        return dx, dgamma, dbeta, None
+        x, dtype, rows, weights, mean, rstd = ctx.saved_values
+        backward, dout = x.f.fused.layer_norm_backward, stored(grad_output, "layer_norm", x.dtype)
+        dx, *others = backward(dout, rows, weights, mean, rstd)
+        dgamma, dbeta = (rounded(x, gradient, dtype) for gradient in others)
+        return rounded(x, dx), dgamma, dbeta, None
 
 
 class Gelu(Function):
@@ -95,7 +124,7 @@ class Gelu(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor) -> Tensor:
         """Apply to each element."""
-        elements = dense(a)
+        elements = stored(a, "gelu")
         ctx.save_for_backward(a, elements)
         return rounded(a, a.f.fused.gelu(elements))
 
@@ -103,7 +132,8 @@ class Gelu(Function):
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
         """Multiply by the slope."""
         a, elements = ctx.saved_values
-        return rounded(a, a.f.fused.gelu_backward(dense(grad_output, a.dtype), elements))
+        dout = stored(grad_output, "gelu", a.dtype)
+        return rounded(a, a.f.fused.gelu_backward(dout, elements))
 
 
 class CrossEntropy(Function):
@@ -114,16 +144,16 @@ class CrossEntropy(Function):
         """Return (rows,) for logits (rows, classes) and an integer array (rows,)."""
         fused = logits.f.fused
         ids = fused.place_ids(targets)  # once, for both passes
-        losses, probs = fused.cross_entropy(dense(logits), ids)
-        ctx.save_for_backward(probs, ids, logits.dtype)
+        losses, *kept = fused.cross_entropy(stored(logits, "cross_entropy"), ids)
+        ctx.save_for_backward(ids, kept, logits.dtype)
         return rounded(logits, losses)
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
         """Return (softmax(logits) - one_hot(targets)) times the gradient of each row."""
-        probs, ids, dtype = ctx.saved_values
+        ids, kept, dtype = ctx.saved_values
         backward = grad_output.f.fused.cross_entropy_backward
-        dlogits = backward(dense(grad_output, probs.dtype), ids, probs)
+        dlogits = backward(dense(grad_output, dtype), ids, *kept)
         return rounded(grad_output, dlogits, dtype), None
 
 
@@ -134,14 +164,15 @@ class Lookup(Function):
     def forward(ctx: Context, table: Tensor, ids: Any) -> Tensor:
         """Return (*ids.shape, dim) for a table (count, dim) and an integer array."""
         ctx.save_for_backward(ids, table.shape[0], table.dtype)
-        return rounded(table, table.f.fused.embedding(dense(table), ids))
+        return rounded(table, table.f.fused.embedding(stored(table, "embedding"), ids))
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
         """Add up the gradients of each row."""
         ids, rows, dtype = ctx.saved_values
-        backward = grad_output.f.fused.embedding_backward
-        return rounded(grad_output, backward(dense(grad_output, dtype), ids, rows), dtype), None
+        dout = stored(grad_output, "embedding", dtype)
+        dtable = grad_output.f.fused.embedding_backward(dout, ids, rows)
+        return rounded(grad_output, dtable, dtype), None
 
 
 class SeededDropout(Function):
@@ -151,11 +182,11 @@ class SeededDropout(Function):
     def forward(ctx: Context, a: Tensor, seed: int, rate: float, scale: float) -> Tensor:
         """Set each element to 0 with probability ``rate`` and multiply the others by ``scale``."""
         ctx.save_for_backward(a, seed, rate, scale)
-        return rounded(a, a.f.fused.dropout(dense(a), seed, rate, scale))
+        return rounded(a, a.f.fused.dropout(stored(a, "dropout"), seed, rate, scale))
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         """Do the same to the gradient."""
         a, *options = ctx.saved_values
-        out = a.f.fused.dropout(dense(grad_output, a.dtype), *options)
+        out = a.f.fused.dropout(stored(grad_output, "dropout", a.dtype), *options)
         return rounded(a, out), None, None, None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kernels.dtypes import COMPUTE_DTYPES
 
 from .autodiff import Context
-from .function import Function
+from .function import Function, check_tensor
 from .fused_functions import dense
 from .nn import GELU
 from .shape_functions import swap_last
@@ -119,9 +119,16 @@ def linear(
         (…, out_size).
 
     Raises:
-        ValueError: If the bias does not fit the weights.
+        TypeError: If the input or the weights are no tensors.
+        ValueError: If the input has no dimension, or the bias does not fit the weights.
         AssertionError: If the weights do not fit x, as of ``x @ weights``.
     """
+    for name, t in (("input", x), ("weights", weights)):
+        check_tensor(name, t)
+    if x.dims == 0:
+        raise ValueError(
+            "a linear layer needs rows (…, in_size), got shape (); add a dimension with view"
+        )
     cols = weights.shape[-1:]
     if bias is not None and bias.shape != cols:
         raise ValueError(f"weights {weights.shape} need a bias {cols}, got {bias.shape}")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kernels.cuda.device import Kernel
-from kernels.targets import compile_ptx, ptx_resources, why_no_ptx, why_no_ptx_resources
+from kernels.targets import compile_ptx, cuda, ptx_resources, why_no_ptx, why_no_ptx_resources
 
 needs_nvvm = pytest.mark.skipif(why_no_ptx() is not None, reason=why_no_ptx() or "")
 needs_ptxas = pytest.mark.skipif(
@@ -32,6 +35,49 @@ on_every_generation = pytest.mark.parametrize(
 
 #: 32-bit registers of a multiprocessor, on each of the generations.
 REGISTERS = 65536
+
+
+#: Kernels whose LLVM code is kept: a file's tests ask for one kernel on several generations, or for its PTX
+#: and then for its machine code.
+KEPT = 48
+
+_compiler: Any = sys.modules[cuda.compile.__module__] if getattr(cuda, "compile", None) else None
+_from_python: Callable[..., Any] | None = getattr(_compiler, "_compile_pyfunc_with_fixup", None)
+
+
+@lru_cache(KEPT)
+def _once(function: Any, signature: Any, bounds: Any, options: tuple[tuple[str, Any], ...]) -> Any:
+    assert _from_python is not None
+    # Which generation is asked for does not show in LLVM's code, only in what NVVM makes of it.
+    return _from_python(function, signature, launch_bounds=bounds, cc=(8, 0), **dict(options))
+
+
+def _shared(function: Any, signature: Any, launch_bounds: Any, **options: Any) -> Any:
+    asked = {name: value for name, value in options.items() if name not in ("cc", "lto")}
+    return _once(function, signature, launch_bounds, tuple(sorted(asked.items(), key=repr)))
+
+
+def share_llvm_code(is_shared: bool) -> None:
+    """Let the generations of a kernel share the way from Python to LLVM's code, or let each go it alone.
+
+    That way is four fifths of the time that a kernel takes; NVVM and ptxas, which differ from generation to
+    generation, run for each.  ``tests/test_cuda_compile_ptx.py`` holds that the outcome is the same.
+    """
+    if _from_python is not None:
+        _compiler._compile_pyfunc_with_fixup = _shared if is_shared else _from_python
+
+
+@contextmanager
+def nothing_shared() -> Iterator[None]:
+    """Compile from Python on, each time, inside the ``with``."""
+    share_llvm_code(False)
+    try:
+        yield
+    finally:
+        share_llvm_code(True)
+
+
+share_llvm_code(True)
 
 
 @cache

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from kernels.cuda import flash3_launch
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash3_layout import LINE, PANEL, Layout
 from kernels.dtypes import BITS, is_half
@@ -29,7 +30,7 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
 #: Marks of a call that takes seconds and is like others that always run.
 FUZZ_ONLY = [
     pytest.mark.fuzz,
-    pytest.mark.skipif("MINITORCH_EXAMPLES" not in os.environ, reason="make fuzz runs it"),
+    pytest.mark.skipif("MINITORCH_EXAMPLES" not in os.environ, reason="make fuzz-options runs it"),
 ]
 
 
@@ -86,4 +87,14 @@ def emulated_hopper(layout: Layout | None = None, blocks: int = 2) -> Iterator[N
             stack.enter_context(patch(f"kernels.cuda.flash3_launch.{name}", value))
         stack.enter_context(patch("kernels.cuda.flash3_mask.empty_device", _empty))
         stack.enter_context(patch.object(Kernel, "__getitem__", launched))
-        yield
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()
+
+
+def _forget() -> None:
+    """Let go of launches and layouts: those of other calls are for other devices."""
+    flash3_launch._plain_launch.cache_clear()
+    flash3_launch.layout_for.cache_clear()

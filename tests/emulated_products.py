@@ -82,7 +82,7 @@ def emulated_products(cc: tuple[int, int]) -> Iterator[None]:
         "product_launch.device_pointer": lambda array: array.ctypes.data,
         "product_operands.device_pointer": lambda array: array.ctypes.data,
         "product_rungs.device_pointer": lambda array: array.ctypes.data,
-        "product_launch._tensor_map": _tensor_map,
+        "product_launch.device_map": _tensor_map,
         "product_launch.multiprocessors": lambda: 2,
         "product_rungs.multiprocessors": lambda: 2,
         "product_operands.empty_device": empty,

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 from kernels import launch
-from kernels.cuda import flash2_mma_launch, mma_split, scores
+from kernels.cuda import extras, flash2_mma_launch, mma_split
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash2_mma_launch import ByKeys
 from kernels.cuda.mma_tiles import KeyLayout, MmaLayout
@@ -59,6 +59,10 @@ def _launched(kernel: Kernel, where: Any) -> Any:
     return lambda *args: emulate(kernel, (x, y), *args)
 
 
+def _prepared(kernel: Kernel, where: Any, *rest: Any) -> Any:
+    return lambda *arrays: kernel[where](*arrays, *rest)
+
+
 def _merge(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
     parts = len(part_lse) // len(lse)
     split = part_lse.reshape(parts, *lse.shape).astype(np.float64)
@@ -71,7 +75,8 @@ def _merge(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
 def _forget() -> None:
     """Let go of what calls keep on their device: arrays of the host are none."""
     kernels = mma_split.measure_kernel, mma_split.split_kernel  # of few threads
-    for kept in (scores._constant, scores._block_arrays, scores._tiles, *kernels):
+    layout = flash2_mma_launch._forward_layout
+    for kept in (extras._constant, extras._block_arrays, extras._tiles, layout, *kernels):
         kept.cache_clear()
     vars(EMULATED).pop("_usable", None)  # what its rungs can was asked of another device
 
@@ -104,7 +109,7 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
         "half_delta": {**pool, "as_bits": _bits},
         "mma_split": {**pool, "device_view": _view, "THREADS": 32},
         "mma_guard": {**pool, "fill": np.ndarray.fill},
-        "scores": {"to_device": lambda array: array},
+        "extras": {"to_device": lambda array: array},
         "tensor_cores": {"why_no_device": lambda needed: None},
         "vector": {"device_pointer": lambda array: array.ctypes.data},
     }
@@ -113,6 +118,7 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
             for name, value in names.items():
                 stack.enter_context(patch(f"kernels.cuda.{module}.{name}", value))
         stack.enter_context(patch.object(Kernel, "__getitem__", _launched))
+        stack.enter_context(patch.object(Kernel, "prepared", _prepared))
         _forget()
         try:
             yield

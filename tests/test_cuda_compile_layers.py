@@ -27,15 +27,10 @@ BLOCKS = {"warp": RowBlock(32, 4), "block": RowBlock(256, 1)}
 ROW_KERNELS = {
     "softmax": row_kernels.softmax_kernel,
     "softmax backward": row_kernels.softmax_backward_kernel,
-    "cross entropy": row_kernels.cross_entropy_kernel,
-    "layer norm": row_kernels.layer_norm_kernel,
-    "layer norm backward": row_kernels.layer_norm_backward_kernel,
 }
 KERNELS: dict[str, Callable[[Any], Kernel]] = {
-    "layer norm parts": row_kernels.layer_norm_parts_kernel,
     "gelu": element_kernels.gelu_kernel,
     "gelu backward": element_kernels.gelu_backward_kernel,
-    "cross entropy backward": element_kernels.cross_entropy_backward_kernel,
     "embedding": element_kernels.embedding_kernel,
     "embedding backward": element_kernels.embedding_backward_kernel,
     "dropout": element_kernels.dropout_kernel,

@@ -6,9 +6,18 @@ import re
 
 import pytest
 
+from kernels.cuda import naive
+from kernels.cuda.sizes import GPU
 from kernels.targets import compile_ptx, launched_resources
 
-from .cuda_compiling import assert_no_float64, needs_nvvm, needs_ptxas
+from .cuda_compiling import (
+    FLOAT32,
+    FLOAT64,
+    assert_no_float64,
+    needs_nvvm,
+    needs_ptxas,
+    nothing_shared,
+)
 from .ptx_cases import Case
 from .ptx_kernels import CASES as OF_A_WARP
 from .ptx_kernels_hopper import CASES as OF_A_BLOCK
@@ -37,3 +46,23 @@ def test_ptxas_takes_it_and_spills_nothing(case: Case) -> None:
     resources = launched_resources(case.source, case.signature, case.cc, (case.threads, 1))
     assert resources.spilled == 0
     assert not resources.warnings  # such as that products wait for each other
+
+
+def _without_names(ptx: str) -> str:
+    """Return PTX without the names that numba counts up."""
+    return re.sub(r"(_ZN\w+|_cudapy_\w+)", "name", ptx)
+
+
+@needs_ptxas
+def test_generations_that_share_llvms_code_get_what_each_would_get_alone() -> None:
+    for dtype in (FLOAT32, FLOAT64):
+        kernel = naive.softmax_kernel(GPU.row_threads, dtype)
+        question = kernel.source, kernel.signature
+        for cc in ((7, 5), (9, 0, "a")):
+            shared = compile_ptx(*question, cc, kernel.launch_bounds)
+            resources = launched_resources(*question, cc, kernel.launch_bounds)
+            with nothing_shared():
+                alone = compile_ptx(*question, cc, kernel.launch_bounds)
+                assert launched_resources(*question, cc, kernel.launch_bounds) == resources
+            assert alone != shared, "nothing was compiled again"  # names are counted
+            assert _without_names(alone) == _without_names(shared)

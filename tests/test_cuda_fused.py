@@ -16,13 +16,15 @@ from hypothesis import given, settings
 from hypothesis.strategies import DataObject, data
 
 import minitorch
-from kernels.cuda import fused
+from kernels.cuda import fused, half
 from kernels.cuda.arrays import empty_device, is_device_array
 from kernels.cuda.device import Kernel
+from kernels.dtypes import FLOAT16, HALF_DTYPES, rounded
 from kernels.philox import PLAIN, drop_threshold
 from kernels.targets import IS_SIMULATOR, cuda
 from minitorch import CudaBackend, FastBackend, Parameter, Tensor, TensorData, from_numpy
 from minitorch.attention_scores import visible_by_bounds
+from minitorch.fused_functions import Gelu, Lookup, SeededDropout
 from minitorch.nn import composed_softmax
 
 from .tensor_strategies import Array, laid_out, on_dtypes
@@ -40,6 +42,8 @@ from .test_fused import (
     check_extremes,
     check_impossible_class,
     check_masked_scores,
+    gelu_gradient,
+    gelu_of,
     layers,
     small_inputs,
 )
@@ -165,6 +169,39 @@ def test_dropout_as_a_function() -> None:
     assert (minitorch.dropout(x, 1.0).to_numpy() == 0.0).all()
     half = on_device(minitorch.dropout(x, 0.5)).to_numpy()
     assert set(np.unique(half)) == {0.0, 3.0}
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_layers_of_16_bits_read_and_write_them_as_they_are(
+    dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value in float32, and one rounding; nothing is converted before or after."""
+    rng = np.random.default_rng(0)
+    x, dout = (rounded(rng.standard_normal((5, 6)), dtype) for _ in range(2))
+    ids = np.array([[1, 4], [1, 0], [1, 4]])
+    dlooked = rounded(rng.standard_normal((3, 2, 6)), dtype)
+    cases: list[tuple[Callable[[Tensor], Tensor], Array, Array, Array]] = []
+    words = np.array([PLAIN.element_words(9, block) for block in range(8)]).reshape(-1)[:30]
+    factor = (words >= drop_threshold(0.4)).reshape(5, 6) * np.float32(1.25)
+    wide, wide_dout = x.astype(np.float64), dout.astype(np.float64)
+    cases.append(
+        (lambda t: SeededDropout.apply(t, 9, 0.4, 1.25), dout, wide * factor, wide_dout * factor)
+    )
+    cases.append((Gelu.apply, dout, gelu_of(wide), *gelu_gradient(wide_dout, wide)))
+    summed = np.zeros((5, 6))
+    np.add.at(summed, ids, dlooked.astype(np.float64))
+    cases.append((lambda t: Lookup.apply(t, ids), dlooked, wide[ids], summed))
+    conversions = _recorded(monkeypatch, half, "convert_kernel")
+    for layer, gradient, expected, expected_gradient in cases:
+        t = from_numpy(x, CudaBackend, True)
+        out = layer(t)
+        out.backward(from_numpy(gradient, CudaBackend))
+        for found, wanted in ((out, expected), (t.grad, expected_gradient)):
+            ulp = 2.0 ** (-11 if dtype == FLOAT16 else -8)
+            np.testing.assert_allclose(
+                on_device(found).to_numpy().astype(np.float64), wanted, rtol=1.01 * ulp, atol=1e-6
+            )
+    assert conversions == []
 
 
 # -- convolution, pooling, maxima --------------------------------------------------------------
@@ -400,12 +437,13 @@ def test_fused_layers_give_the_same_bits_every_time(dtype: npt.DTypeLike) -> Non
 
     def bits() -> list[bytes]:
         out, mean, rstd = fused.layer_norm(x, gamma, gamma, 1e-5)
-        losses, probs = fused.cross_entropy(x, ids)
+        losses, *kept = fused.cross_entropy(x, ids)
         results = [
             out,
             losses,
+            fused.cross_entropy_backward(losses, ids, *kept),
             fused.softmax(x),
-            fused.softmax_backward(x, probs),
+            fused.softmax_backward(x, fused.softmax(x)),
             fused.embedding_backward(x, ids, 60),
             *fused.layer_norm_backward(x, x, gamma, mean, rstd),
         ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,68 @@ def test_a_wrong_number_of_arguments_is_refused(monkeypatch: pytest.MonkeyPatch)
         run.launch((1, 1, 1), (1, 1, 1), 1)
     with pytest.raises(struct.error):
         run.launch((1, 1, 1), (1, 1, 1), 1, (2, 3, 4))
+
+
+def test_a_prepared_launch_asks_arrays_for_their_addresses_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vector = types.Array(float32, 1, "C")
+    run, driver = make(monkeypatch, void(vector, vector, float64), "q" * 14 + "d")
+    arrays = [FakeArray(np.zeros(5, np.float32)) for _ in range(4)]
+    launch = run.prepared((3, 1, 1), (32, 1, 1), 0.5)
+    for pair in (arrays[:2], arrays[2:], arrays[1:3]):
+        launch(*pair)
+        run.launch((3, 1, 1), (32, 1, 1), *pair, 0.5)
+        prepared, other = driver.seen[-2:]
+        assert prepared == other
+    with pytest.raises(ValueError, match="argument"):
+        launch(arrays[0])
+
+
+def test_a_prepared_launch_refuses_arrays_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, driver = make(monkeypatch, void(types.Array(float32, 1, "C"), int64), "q" * 8)
+    launch = run.prepared((1, 1, 1), (1, 1, 1), 7)
+    with pytest.raises(TypeError, match="the kernel takes float32 of 1 dimensions, got"):
+        launch(FakeArray(np.zeros(3)))
+    assert driver.seen == []
+
+
+def test_threads_that_share_a_prepared_launch_launch_with_their_own_arrays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vector = types.Array(float32, 1, "C")
+    run, driver = make(monkeypatch, void(vector, vector), "q" * 14)
+    launch = run.prepared((1, 1, 1), (1, 1, 1))
+    pairs = [[FakeArray(np.zeros(3, np.float32)) for _ in range(2)] for _ in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [
+            Thread(target=lambda own=own: [launch(*own) for _ in range(50)]) for own in pairs
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    addresses = {tuple(array.owner.ctypes.data for array in own) for own in pairs}
+    found = [(numbers[4], numbers[11]) for *_, numbers in driver.seen]
+    assert len(found) == 200
+    assert set(found) == addresses
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, driver = make(monkeypatch, void(int64), "q")
+
+    class NoContext(int):
+        name = "CUDA_ERROR_INVALID_CONTEXT"
+
+    answers = [NoContext(201), 0]
+    whole = driver.cuLaunchKernel
+    run._launch = lambda *args: (answers.pop(0),) if len(answers) == 2 else whole(*args)
+    run.launch((1, 1, 1), (1, 1, 1), 3)
+    assert [numbers for *_, numbers in driver.seen] == [[3]]
 
 
 def test_a_grid_has_three_sizes() -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import make_problem
+from kernels import Problem, make_problem
+from kernels.cuda import per_device
 from kernels.cuda.flash3_layout import (
     ALIGNMENT,
     LINE,
@@ -155,3 +156,43 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
     assert_close_arrays(out[0].view(unit), expected, unit, "out")
     assert_close_arrays(lse, expected_lse, np.float32, "lse")
     assert not counters.any(), "the last block sets the counters back"
+
+
+def test_another_seed_is_another_question_and_all_that_does_not_depend_on_it_is_the_same() -> None:
+    q = np.zeros((1, 2, 8, 16), np.float16)
+
+    def asked(seed: int) -> Problem:
+        return make_problem(q, q, q, is_causal=True, dropout_p=0.25, seed=seed)
+
+    first = asked(3)
+    assert first.out_shape == (1, 2, 8, 16)  # worked out, and kept
+    for seed in (5, 0, -1 & (2**64 - 1)):
+        other = first.with_seed(asked(seed).seed)
+        assert (other, hash(other)) == (asked(seed), hash(asked(seed)))
+        assert other.unseeded == asked(0)
+        assert other.out_shape == first.out_shape
+        assert other != first == asked(3)
+    again = first.with_seed(7).with_seed(8)
+    assert again == asked(8)
+    assert again.unseeded is first.unseeded
+
+
+def test_what_lies_on_a_device_is_kept_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(per_device, "to_device", lambda array: array)
+    monkeypatch.setattr(per_device, "encode_tensor_map", lambda *asked: [asked])
+    kept = (per_device._counters, per_device._no_flag, per_device._no_clip, per_device._device_map)
+    encoded = 256, (1, 1, 8, 64), (1024, 1024, 128, 2), (1, 1, 8, 64), "float16"
+
+    def held(device: int) -> list[object]:
+        monkeypatch.setattr(per_device, "current_device", lambda: device)
+        own = per_device.counters(), per_device.no_flag(), per_device.no_clip()
+        return [*own, per_device.device_map(*encoded)]
+
+    try:
+        found = [held(0), held(1), held(0)]
+        for here, there, back in zip(*found, strict=True):
+            assert here is back
+            assert here is not there
+    finally:
+        for function in kept:
+            function.cache_clear()

@@ -159,7 +159,8 @@ def _emulated() -> Iterator[None]:
         patch.multiple(
             launched, tensor_map=tensor_map, empty_device=empty,
             as_bits=lambda array: array, counters=lambda: counters, multiprocessors=lambda: 2,
-            device_view=lambda array, shape, steps: array.reshape(-1)[:1], are_vectors=aligned,
+            device_view=lambda array, shape, steps: array.reshape(-1)[:1],
+            readable=lambda *arrays: arrays,
         ),
         patch.multiple(
             half_delta, empty_device=empty, as_bits=lambda array: array, are_vectors=aligned

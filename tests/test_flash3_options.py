@@ -80,7 +80,7 @@ def _check(case: Case, found: tuple[Any, Any]) -> None:
     assert_close_arrays(found[1], lse, FLOAT32, "lse")
 
 
-#: A call takes seconds, so that the others are left to ``make fuzz``; all are compiled, and run on a GPU.
+#: A call takes seconds: the others are left to ``make fuzz-options``; all are compiled, and run on a GPU.
 ALWAYS = ("boolean mask", "dropout", "softcap", "block mask")
 
 

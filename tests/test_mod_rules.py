@@ -11,8 +11,8 @@ import pytest
 from numba import float32, float64, int64, void
 
 from kernels import make_problem
+from kernels.cuda.extras import make_extras
 from kernels.cuda.mod_rules import MOST_PLACES, mask_function, score_function
-from kernels.cuda.scores import make_extras
 from kernels.operands import Operands
 from kernels.targets import compile_ptx, cuda
 

@@ -7,6 +7,8 @@ numba's threads calls BLAS for a block of the product, and BLAS itself is held t
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -37,17 +39,61 @@ def _libraries() -> Any:
     return ThreadpoolController().select(user_api="blas").lib_controllers
 
 
+def _is_for_all(library: Any) -> bool:
+    """Tell whether a library has one number of threads for all threads that call it."""
+    return library.internal_api == "openblas" and library.threading_layer != "openmp"
+
+
+def _set(library: Any, threads: int) -> None:
+    """Set the number of threads of a library."""
+    # The controller itself leaves such a library to the thread that asked first, for as long as that lives.
+    getattr(library, "_real_set_num_threads", library.set_num_threads)(threads)
+
+
+class _Hold:
+    """Who holds the libraries that have one number of threads for all callers, and what it was before."""
+
+    def __init__(self) -> None:
+        self.lock, self.callers, self.before = threading.Lock(), 0, []
+
+    def enter(self) -> None:
+        """Let these libraries have one thread, if it is not so yet."""
+        with self.lock:
+            if not self.callers:
+                shared = filter(_is_for_all, _libraries())
+                self.before = [(library, library.get_num_threads()) for library in shared]
+                for library, _ in self.before:
+                    _set(library, 1)
+            self.callers += 1
+
+    def leave(self) -> None:
+        """Give them their threads back, if no one else holds them."""
+        with self.lock:
+            self.callers -= 1
+            if not self.callers:
+                for library, threads in self.before:
+                    _set(library, threads)
+
+
+_hold = _Hold()
+if hasattr(os, "register_at_fork"):
+    # The other threads, which would never give the lock back, are not in a forked child.
+    os.register_at_fork(after_in_child=_hold.__init__)
+
+
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Hold BLAS to one thread for each call within the context."""
-    before = [library.get_num_threads() for library in _libraries()]
-    for library in _libraries():
-        library.set_num_threads(1)
+    """Hold BLAS to one thread for each call within the context; several Python threads may be in it."""
+    own = [(one, one.get_num_threads()) for one in _libraries() if not _is_for_all(one)]
+    _hold.enter()
     try:
+        for library, _ in own:
+            _set(library, 1)
         yield
     finally:
-        for library, threads in zip(_libraries(), before, strict=True):
-            library.set_num_threads(threads)
+        for library, threads in own:
+            _set(library, threads)
+        _hold.leave()
 
 
 def row_blocks(rows: int, multiply_adds: int) -> int:

@@ -159,10 +159,12 @@ class CallOptions:
         threads = min(numba.get_num_threads(), items)
         # As bytes, which the kernel takes for the record: numba is slow to look up a record's type.
         settings = self.settings.view(np.uint8)
+        before = mods.failures()
         if threads > 1:
             run_items(address, settings, np.zeros(1, np.int64), items, threads)
         else:  # waking the others costs more than a short call
             run_alone(address, settings, items)
+        mods.check_finished(before)
 
 
 def _visible(

@@ -59,7 +59,7 @@ NARROW_TILE = (64, 64)
 
 
 def tile(problem: Problem) -> tuple[int, int]:
-    """Return (block_q, block_k) for a problem, for both passes."""
+    """Return (block_q, block_k) for a problem."""
     mask = problem.block_mask
     return TILE if mask is None or mask.block_q % TILE[0] == 0 else NARROW_TILE
 

@@ -14,12 +14,14 @@ Options    likewise.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from kernels.compiled import FASTMATH, njit_cached
+from kernels.cpu import flash2
 from kernels.cpu.call_options import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.calls import address_of
 from kernels.cpu.gradient_tiles import (
@@ -56,6 +58,9 @@ from kernels.problem import Problem
 #: Work items that the backward pass aims for; a fixed number, so that no sum depends on how many threads
 #: there are.
 ITEMS = 8
+#: (block_q, block_k) where the query rows of all heads are enough for the work items: dk and dv are read
+#: and written once for so many rows.
+TILE = (256, 64)
 
 
 def make_backward(real):
@@ -196,6 +201,14 @@ def make_backward(real):
             add_rows(dv_t, one, dv)
 
     return backward_item
+
+
+def backward_tile(problem: Problem) -> tuple[int, int]:
+    """Return (block_q, block_k) for a problem."""
+    mask, rows = problem.block_mask, TILE[0]
+    tiles = math.prod(problem.lead) * (problem.seq_q // rows)
+    joins = mask is not None and mask.block_q % rows != 0  # it would visit what either of them sees
+    return flash2.tile(problem) if joins or tiles < ITEMS else TILE
 
 
 @cache

@@ -237,9 +237,11 @@ def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
     return losses, probs
 
 
-def cross_entropy_backward(dlosses: Array, targets: Array, probs: Array) -> Array:
-    """Return the gradient of the logits."""
-    dlogits = np.empty(probs.shape, probs.dtype)
+def cross_entropy_backward(
+    dlosses: Array, targets: Array, probs: Array, in_place: bool = False
+) -> Array:
+    """Return the gradient of the logits, written over the probabilities if they are needed no more."""
+    dlogits = probs if in_place else np.empty(probs.shape, probs.dtype)
     _cross_entropy_backward(probs, place_ids(targets), _flat(dlosses), dlogits)
     return dlogits
 

@@ -10,39 +10,55 @@ import numpy as np
 from numba import from_dtype, njit, types, void
 from numba.core.errors import NumbaError
 
-from kernels.cpu.calls import address_of
+from kernels.cpu.calls import address_of, array_at
 from kernels.cpu.tile_scores import MOD_NUMBERS, MOD_SCALAR
 from kernels.problem import Problem
+
+#: How many tiles a user's function has left unfinished, because it raised.
+_FAILURES = np.zeros(1, np.int64)
 
 #: What a tile does with the function's value.
 REPLACES, MULTIPLIES, HIDES = "replaces", "multiplies", "hides"
 
 
 def _over_tile(function: Any, use: str) -> Any:
-    """Return a function that fills ``target``, (lines, lanes), from ``source`` of the same shape."""
-    wide = MOD_SCALAR
+    """Return a function that fills ``target``, (lines, lanes), from ``source`` of the same shape.
+
+    Where the user's function raises, the tile stays as far as it is, and ``_FAILURES`` counts it: what is
+    called by its address cannot raise, and a result of which a part is missing must not be returned.
+    """
+    wide, failures = MOD_SCALAR, _FAILURES.ctypes.data
 
     def replaces(target, source, batch, head, line, lane, width, by_keys):
         real = target.dtype.type
-        for i in range(target.shape[0]):
-            for j in range(width):
-                row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
-                target[i, j] = real(function(wide(source[i, j]), batch, head, row, col))
+        try:
+            for i in range(target.shape[0]):
+                for j in range(width):
+                    row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
+                    target[i, j] = real(function(wide(source[i, j]), batch, head, row, col))
+        except Exception:
+            array_at(failures, (1,), (8,), np.int64)[0] += 1
 
     def multiplies(target, source, batch, head, line, lane, width, by_keys):
         real = target.dtype.type
-        for i in range(target.shape[0]):
-            for j in range(width):
-                row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
-                target[i, j] *= real(function(wide(source[i, j]), batch, head, row, col))
+        try:
+            for i in range(target.shape[0]):
+                for j in range(width):
+                    row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
+                    target[i, j] *= real(function(wide(source[i, j]), batch, head, row, col))
+        except Exception:
+            array_at(failures, (1,), (8,), np.int64)[0] += 1
 
     def hides(target, source, batch, head, line, lane, width, by_keys):
         minus_inf = target.dtype.type(-np.inf)
-        for i in range(target.shape[0]):
-            for j in range(width):
-                row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
-                if not function(batch, head, row, col):
-                    target[i, j] = minus_inf
+        try:
+            for i in range(target.shape[0]):
+                for j in range(width):
+                    row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
+                    if not function(batch, head, row, col):
+                        target[i, j] = minus_inf
+        except Exception:
+            array_at(failures, (1,), (8,), np.int64)[0] += 1
 
     return {REPLACES: replaces, MULTIPLIES: multiplies, HIDES: hides}[use]
 
@@ -55,7 +71,9 @@ def _compiled(function: Callable[..., Any], use: str, dtype: np.dtype[Any]) -> t
     """
     tile = types.Array(from_dtype(dtype), 2, "C")
     try:
-        inner = function if hasattr(function, "py_func") else njit(error_model="numpy")(function)
+        # An index beyond an array that the function reads is an error here, as it is in Python.
+        compile_ = njit(error_model="numpy", boundscheck=True)
+        inner = function if hasattr(function, "py_func") else compile_(function)
         dispatcher = njit(error_model="numpy")(_over_tile(inner, use))
         return dispatcher, address_of(dispatcher, void(tile, tile, *MOD_NUMBERS))
     except (NumbaError, TypeError) as error:
@@ -72,6 +90,24 @@ def mod_address(function: Callable[..., Any] | None, use: str, dtype: np.dtype[A
         dtype: Of the scores.
     """
     return 0 if function is None else _compiled(function, use, dtype)[1]
+
+
+def failures() -> int:
+    """Return how many tiles users' functions have left unfinished so far, in this process."""
+    return int(_FAILURES[0])
+
+
+def check_finished(before: int) -> None:
+    """Check that no user's function has raised since :func:`failures` was asked.
+
+    Raises:
+        ValueError: If one has; also if it was that of another call, on another thread meanwhile.
+    """
+    if failures() != before:
+        raise ValueError(
+            "mask_mod and score_mod must give a result for every place and never raise, and one of them "
+            'raised in this call; rung="naive" runs them as plain Python and shows where and why'
+        )
 
 
 def why_not_compiled(problem: Problem) -> str | None:

@@ -95,10 +95,12 @@ def _device_array(
 ) -> Any:
     """Return numba's array on some memory, ``steps`` in bytes."""
     kind = cuda.cudadrv.devicearray.DeviceNDArray
-    if 0 in shape or driver is None:  # of no elements: numba gives it a null pointer
+    if driver is None or 0 in shape:  # of no elements: numba gives it a null pointer
         return kind(shape, steps, dtype, stream, memory)
     array = object.__new__(kind)
-    vars(array).update(_array_state(shape, steps, dtype), gpu_data=memory, stream=stream)
+    array.__dict__ = {
+        **_array_state(shape, steps, dtype), "gpu_data": memory, "stream": stream
+    }  # fmt: skip
     return array
 
 
@@ -154,8 +156,17 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
 
 def element_strides(array: Any) -> tuple[int, ...]:
     """Return the strides of an array in elements, where NumPy and numba count bytes."""
-    size = array.dtype.itemsize
-    return tuple(step // size for step in array.strides)
+    return _in_elements(tuple(array.strides), array.dtype.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _in_elements(steps: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(step // itemsize for step in steps)
+
+
+@lru_cache(maxsize=4096)
+def _in_bytes(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(step * itemsize for step in strides)
 
 
 def device_view(
@@ -176,7 +187,7 @@ def device_view(
     """
     size = array.dtype.itemsize
     own: np.dtype[Any] = array.dtype if dtype is None else dtype
-    steps = tuple(step * size for step in strides)
+    steps = _in_bytes(tuple(strides), size)
     if IS_SIMULATOR:
         start = np.lib.stride_tricks.as_strided(array._ary, (offset + 1,), (size,))[offset:]
         return type(array)(np.lib.stride_tricks.as_strided(start, shape, steps).view(own))

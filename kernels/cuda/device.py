@@ -124,17 +124,30 @@ class Kernel:
         return (self.threads, self.resident) if self.threads else None
 
     @cached_property
-    def _launch(self) -> Callable[..., None]:
-        """Compile; return the function of grid, block and arguments that launches."""
+    def _compiled(self) -> Any:
+        """The kernel as numba has compiled it."""
         with explained(f"compiling the kernel {self.name}"):
-            compiled = compile_kernel(self.source, self.signature, self.launch_bounds)
-            if self.shared_bytes:
-                allow_shared_memory(compiled, self.shared_bytes)
+            return compile_kernel(self.source, self.signature, self.launch_bounds)
+
+    def _allow_shared_memory(self) -> None:
+        if self.shared_bytes:
+            allow_shared_memory(self._compiled, self.shared_bytes)
+
+    @cached_property
+    def _launcher(self) -> Launcher:
+        """What launches by the driver."""
+        own = self._compiled, self.signature, self.shared_bytes, self.name
+        return Launcher(*own, self._allow_shared_memory)
+
+    @cached_property
+    def _launch(self) -> Callable[..., None]:
+        """The function of grid, block and arguments that launches."""
         if driver is not None:
-            return Launcher(compiled, self.signature, self.shared_bytes, self.name).launch
+            return self._launcher.launch
+        self._allow_shared_memory()
 
         def launch(grid: Any, block: Any, *args: Any) -> None:
-            compiled[grid, block, 0, self.shared_bytes](*args)
+            self._compiled[grid, block, 0, self.shared_bytes](*args)
 
         return launch
 
@@ -145,6 +158,22 @@ class Kernel:
         def run(*args: Any) -> None:
             with self._launching:
                 self._launch(grid, block, *args)
+
+        return run
+
+    def prepared(self, launch: Any, *rest: Any) -> Callable[..., None]:
+        """Return the function of arrays that launches on (grid, block) with them before ``rest``.
+
+        For a launch that is asked for again and again: all arrays have the shapes, strides and dtypes of
+        those of the first time, and only where they begin is asked anew.
+        """
+        if driver is None:
+            return lambda *arrays: self[launch](*arrays, *rest)
+        own = self._launcher.prepared(*map(three, launch), *rest)
+
+        def run(*arrays: Any) -> None:
+            with self._launching:
+                own(*arrays)
 
         return run
 

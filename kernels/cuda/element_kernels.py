@@ -26,9 +26,10 @@ _adam = make_adam(device_function)
 
 @cache
 def gelu_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the GELU kernel for one dtype."""
-    constants = tuple(dtype.type(number) for number in GELU_CONSTANTS)
-    value = make_gelu(device_function, EXP2[dtype]).value
+    """Return the GELU kernel for one dtype, of 16 bits too."""
+    own, (stored, widen, narrow, _) = acc_dtype(dtype), form(dtype)
+    constants = tuple(own.type(number) for number in GELU_CONSTANTS)
+    value = make_gelu(device_function, EXP2[own]).value
 
     def gelu(x, out):
         """Apply GELU in its tanh form to each element.
@@ -45,9 +46,9 @@ def gelu_kernel(dtype: np.dtype[Any]) -> Kernel:
         """
         i = cuda.grid(1)
         if i < x.shape[0]:
-            out[i] = value(x[i], constants)
+            out[i] = narrow(value(widen(x[i]), constants))
 
-    vector = vector_type(dtype)
+    vector = vector_type(stored)
     return Kernel(gelu, void(vector, vector))
 
 
@@ -80,36 +81,8 @@ def gelu_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 
 @cache
-def cross_entropy_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel of the gradient of cross entropy for one dtype."""
-    one = dtype.type(1)
-
-    def cross_entropy_backward(dlosses, targets, probs, dlogits):
-        """Return through cross entropy.
-
-        Computes: dlogits = dloss (probs - one_hot(target)) for each row
-        Source: none
-        Grid: ceil(rows · classes / threads)
-        Block: any number of threads
-        One thread does: one element
-        Shared: none
-        Registers: none
-        Global traffic: one read and one write an element; a loss and a target a row
-        Needs: nothing
-        """
-        i, classes = cuda.grid(1), probs.shape[1]
-        if i < probs.shape[0] * classes:
-            row, col = i // classes, i % classes
-            p = probs[row, col]
-            dlogits[row, col] = dlosses[row] * (p - one if targets[row] == col else p)
-
-    matrix, vector = matrix_type(dtype), vector_type(dtype)
-    return Kernel(cross_entropy_backward, void(vector, int64[::1], matrix, matrix))
-
-
-@cache
 def embedding_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the lookup kernel for one dtype."""
+    """Return the lookup kernel for one dtype, of 16 bits too: it only moves them."""
 
     def embedding(table, ids, out):
         """Look up rows of a table.
@@ -128,14 +101,14 @@ def embedding_kernel(dtype: np.dtype[Any]) -> Kernel:
         if i < out.shape[0] * dim:
             out[i // dim, i % dim] = table[ids[i // dim], i % dim]
 
-    matrix = matrix_type(dtype)
+    matrix = matrix_type(form(dtype).stored)
     return Kernel(embedding, void(matrix, int64[::1], matrix))
 
 
 @cache
 def embedding_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel of the gradient of a lookup for one dtype."""
-    zero = dtype.type(0)
+    """Return the kernel of the gradient of a lookup for one dtype, of 16 bits too."""
+    zero, (stored, widen, narrow, _) = acc_dtype(dtype).type(0), form(dtype)
 
     def embedding_backward(dout, uses, dtable):
         """Add up, for each row of the table, the gradients of its lookups, in their order.
@@ -157,17 +130,18 @@ def embedding_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
             row, col = i // dim, i % dim
             total = zero
             for use in range(uses[row], uses[row + 1]):
-                total += dout[uses[rows + 1 + use], col]
-            dtable[row, col] = total
+                total += widen(dout[uses[rows + 1 + use], col])
+            dtable[row, col] = narrow(total)
 
-    matrix = matrix_type(dtype)
+    matrix = matrix_type(stored)
     return Kernel(embedding_backward, void(matrix, int64[::1], matrix))
 
 
 @cache
 def dropout_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the dropout kernel for one dtype."""
-    real, zero = scalar_type(dtype), dtype.type(0)
+    """Return the dropout kernel for one dtype, of 16 bits too."""
+    own, (stored, widen, narrow, _) = acc_dtype(dtype), form(dtype)
+    real, zero = scalar_type(own), own.type(0)
 
     def dropout(x, out, seed, threshold, scale):
         """Set elements to 0 at random; with the same seed it is also the gradient.
@@ -188,9 +162,9 @@ def dropout_kernel(dtype: np.dtype[Any]) -> Kernel:
             for i in range(WORDS):
                 at = block * WORDS + i
                 if at < x.shape[0]:
-                    out[at] = scale * x[at] if words[i] >= threshold else zero
+                    out[at] = narrow(scale * widen(x[at]) if words[i] >= threshold else zero)
 
-    vector = vector_type(dtype)
+    vector = vector_type(stored)
     return Kernel(dropout, void(vector, vector, int64, int64, real))
 
 

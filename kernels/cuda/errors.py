@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from typing import Any
 
 #: Kernels launched last, the latest at the end.  A kernel runs after its launch has returned, so an
 #: error shows up at some later call; the one at fault is among these.
@@ -134,3 +135,23 @@ def _size(count: int) -> str:
         if count >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} bytes"
+
+
+class explained:
+    """Turn what numba and CUDA raise inside the ``with`` into one sentence that says what to do.
+
+    Args:
+        doing: What fails if it does, as the subject of that sentence.
+    """
+
+    __slots__ = ("doing",)
+
+    def __init__(self, doing: str):
+        self.doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and (known := explain(error, self.doing)) is not None:
+            raise known from None

@@ -9,7 +9,8 @@ import numpy as np
 
 from kernels.cuda.arrays import to_device
 from kernels.cuda.device import device_function
-from kernels.cuda.scores import Extras, Features, make_extras
+from kernels.cuda.extras import make_extras
+from kernels.cuda.scores import Extras, Features
 from kernels.operands import Operands
 from kernels.problem import Problem
 from kernels.sequences import Tile

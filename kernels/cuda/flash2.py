@@ -29,6 +29,7 @@ from kernels.cuda.device import (
     shift_of,
     tiles_stop,
 )
+from kernels.cuda.extras import make_extras
 from kernels.cuda.flash2_merge import merge_parts, parts_of
 from kernels.cuda.register_tiles import (
     Layout,
@@ -41,7 +42,7 @@ from kernels.cuda.register_tiles import (
     pick_layout,
     widths,
 )
-from kernels.cuda.scores import PLAIN, Features, extras_type, features_of, make_extras
+from kernels.cuda.scores import PLAIN, Features, extras_type, features_of
 from kernels.cuda.tile_bits import make_tile_bits
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.cuda.vector import EXP2, VECTOR, are_vectors

@@ -12,12 +12,13 @@ import math
 from typing import Any
 
 from kernels.cuda.arrays import empty_device
+from kernels.cuda.extras import make_extras
 from kernels.cuda.flash2 import forward_tiles
 from kernels.cuda.flash2_dkdv import dkdv_kernel, dkdv_tiles
 from kernels.cuda.flash2_dq import delta_kernel, dq_kernel, dq_tiles
 from kernels.cuda.memory import fill
 from kernels.cuda.register_tiles import Layout, pick_layout, why_not_layout, widths
-from kernels.cuda.scores import features_of, make_extras
+from kernels.cuda.scores import features_of
 from kernels.cuda.sizes import SIZES
 from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import grid_of

@@ -20,6 +20,7 @@ from kernels.cuda.device import (
     shift_of,
     tiles_stop,
 )
+from kernels.cuda.extras import make_extras
 from kernels.cuda.flash2_backward import delta_of
 from kernels.cuda.flash2_dq import dq_tiles
 from kernels.cuda.register_tiles import (
@@ -29,7 +30,7 @@ from kernels.cuda.register_tiles import (
     pick_layout,
     widths,
 )
-from kernels.cuda.scores import Features, extras_type, features_of, make_extras
+from kernels.cuda.scores import Features, extras_type, features_of
 from kernels.cuda.tile_bits import make_tile_bits
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.cuda.vector import VECTOR, are_vectors

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from kernels.cuda import flash2_backward, tensor_cores
 from kernels.cuda.arrays import device_view, empty_device
 from kernels.cuda.device import Kernel
+from kernels.cuda.extras import make_extras
 from kernels.cuda.flash2_merge import merge_parts, parts_of
 from kernels.cuda.flash2_mma import forward_kernel, forward_tiles
 from kernels.cuda.flash2_mma_backward import dkdv_kernel, dkdv_tiles
@@ -24,14 +26,14 @@ from kernels.cuda.mma_split import split_operands
 from kernels.cuda.mma_terms import NUMBERS, TOP, Numbers, Units
 from kernels.cuda.mma_tiles import ROWS, KeyLayout, MmaLayout, RoleLayout
 from kernels.cuda.register_tiles import round_up
-from kernels.cuda.scores import PLAIN, Extras, Features, features_of, make_extras
+from kernels.cuda.scores import PLAIN, Extras, Features, features_of
 from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import grid_of
 from kernels.dtypes import FLOAT32, NAMES
 from kernels.operands import Operands
 from kernels.philox import keep_scale
 from kernels.problem import Problem
-from kernels.targets import compute_capability, dynamic_shared_memory_bytes
+from kernels.targets import compute_capability, current_device, dynamic_shared_memory_bytes
 
 CAPABILITY = (8, 0)
 #: From which on four numbers are added to memory at a time.
@@ -175,11 +177,13 @@ def _numbers(problem: Problem) -> Numbers:
 
 def tile(problem: Problem) -> tuple[int, int]:
     """Return (block_q, block_k) of the forward kernel."""
-    layout = _forward_layout(problem)
+    layout = _forward_layout(problem.unseeded, current_device())
     return layout.block_q, layout.block_k
 
 
-def _forward_layout(problem: Problem) -> MmaLayout:
+@lru_cache(maxsize=1024)
+def _forward_layout(problem: Problem, device: int) -> MmaLayout:
+    """Return tiles and warps of the forward kernel on a device."""
     if problem.seq_q <= ROWS and _numbers(problem).terms == 1:
         return _first(_FORWARD_OF_FEW_ROWS, problem)[0]
     if (terms := _numbers(problem).terms) > 1:
@@ -237,7 +241,7 @@ class _Call(NamedTuple):
     """What all kernels of a call take.
 
     Attributes:
-        problem: With the dtype of sums where options need numbers of it.
+        problem: As asked.
         operands: As given.
         tensors: Those that are multiplied, of 16 bits as uint16: q, k, v, and in the backward pass dout.
         features: Of the kernels.
@@ -284,7 +288,6 @@ def _call(problem: Problem, operands: Operands, results: tuple[Any, ...]) -> _Ca
     # Those that are multiplied by probabilities or their gradients.
     read = tensors[:2] + tensors[3:] if is_backward else tensors[2:]
     flag = flag_of(name, *read) if features.hides else 0
-    problem = problem if problem.is_plain else replace(problem, dtype=FLOAT32)
     return _Call(problem, operands, tensors, features, compiled, problem.scale, flag, delta)
 
 
@@ -331,7 +334,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     out = as_bits(operands.out)
     call = _call(problem, operands, (out,))
     q, k, v = call.tensors
-    layout = _forward_layout(problem)
+    layout = _forward_layout(problem.unseeded, current_device())
     extras = call.extras(layout)
     tiles, lines = grid_of(q, out.shape[2], layout.block_q, extras)
     parts = parts_of(problem, layout, (tiles, lines))

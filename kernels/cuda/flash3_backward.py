@@ -26,7 +26,17 @@ from kernels.cuda.flash3_backward_layout import (
 )
 from kernels.cuda.flash3_backward_options import make_elements, words_type
 from kernels.cuda.flash3_backward_passes import make_passes
-from kernels.cuda.flash3_backward_tiles import (
+from kernels.cuda.flash3_backward_walk import make_row_base, make_visits_of
+from kernels.cuda.flash3_layout import (
+    ALIGNMENT,
+    LINE,
+    WARPGROUP,
+    Schedule,
+    Widths,
+    make_next,
+    own_warpgroup,
+)
+from kernels.cuda.flash3_tiles import (
     init_stages,
     make_accumulate,
     make_fetch_rows,
@@ -37,16 +47,6 @@ from kernels.cuda.flash3_backward_tiles import (
     make_put_tile,
     make_write_tile,
     store_pairs,
-)
-from kernels.cuda.flash3_backward_walk import make_row_base, make_visits_of
-from kernels.cuda.flash3_layout import (
-    ALIGNMENT,
-    LINE,
-    WARPGROUP,
-    Schedule,
-    Widths,
-    make_next,
-    own_warpgroup,
 )
 from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
 from kernels.cuda.ptx.barriers import (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cuda.arrays import device_view, empty_device, to_device
+from kernels.cuda.arrays import device_view, empty_device
+from kernels.cuda.extras import make_extras
 from kernels.cuda.flash3_backward import dkdv_kernel
 from kernels.cuda.flash3_backward_layout import (
     BOTH_WIDTH,
@@ -31,18 +31,18 @@ from kernels.cuda.flash3_backward_rows import (
     zero_kernel,
 )
 from kernels.cuda.flash3_dq import dq_kernel
-from kernels.cuda.flash3_launch import CACHE_BYTES, counters, multiprocessors, tensor_map
+from kernels.cuda.flash3_launch import CACHE_BYTES, readable, tensor_map
 from kernels.cuda.flash3_layout import Widths, schedule_of
 from kernels.cuda.flash3_mask import packed_mask
 from kernels.cuda.half import EIGHT, as_bits
 from kernels.cuda.half_delta import delta_of
-from kernels.cuda.memory import contiguous
 from kernels.cuda.mma_guard import flag_of
+from kernels.cuda.per_device import counters, multiprocessors, no_flag
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import round_up
-from kernels.cuda.scores import PLAIN, Extras, Features, features_of, make_extras
-from kernels.cuda.vector import are_vectors
+from kernels.cuda.scores import PLAIN, Extras, Features, features_of
+from kernels.cuda.visits import tiles_of
 from kernels.dtypes import FLOAT32, NAMES
 from kernels.geometry import ceil_div
 from kernels.operands import Operands
@@ -76,12 +76,8 @@ class _Call(NamedTuple):
 
     def extras(self, layout: KeyLayout | QueryLayout, by_keys: bool = False) -> Extras:
         """Return what options need in a kernel."""
-        problem = replace(self.problem, dtype=FLOAT32)
-        return make_extras(problem, self.operands, layout.block_q, layout.block_k, by_keys)
-
-    def tiles(self, seq: int, block: int, extras: Extras) -> int:
-        """Return how many tiles of so many places a head has, or how many packed sequences have."""
-        return ceil_div(seq, block) if isinstance(extras.tiles, int) else extras.tiles.shape[0]
+        blocks = layout.block_q, layout.block_k
+        return make_extras(self.problem, self.operands, *blocks, by_keys)
 
     def words(self, layout: KeyLayout | QueryLayout, by_keys: bool = False) -> Any:
         """Return the bits of a boolean mask as a kernel's lanes have them, or 0."""
@@ -131,12 +127,8 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         tile: Its own.
         operands: As kernels take them, on the device; dq, dk and dv are written.
     """
-    aligned = {
-        name: array if are_vectors(array) else contiguous(array)
-        for name in ("q", "k", "v", "dout")
-        for array in [getattr(operands, name)]
-    }
-    operands = operands.having(**aligned)
+    q, k, v, dout = readable(operands.q, operands.k, operands.v, operands.dout)
+    operands = operands.having(q=q, k=k, v=v, dout=dout)
     batch, heads, seq_q = operands.q.shape[:3]
     features, sequences = features_of(problem), problem.sequences
     rows = round_up(seq_q, PADDING) + (PADDING * sequences.count if sequences else 0)
@@ -148,7 +140,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     call = _Call(problem, operands, widths, dtype, seq_k, lse, delta, features, flag)
     extras = call.extras(QueryLayout(PADDING, 1, 1))
     launch = rows_kernel(features.packed)[
-        (call.tiles(seq_q, PADDING, extras), batch * heads), PADDING
+        (tiles_of(seq_q, PADDING, extras), batch * heads), PADDING
     ]
     factor = delta_factor(features, extras.keep_scale)
     launch(operands.lse, delta_of(problem, operands), lse, delta, factor, _bounds(extras))
@@ -180,12 +172,6 @@ def _is_full(mask: Any, block_q: int, block_k: int, by_keys: bool) -> bool:
     return bool(np.all(mask.tile_list(block_q, block_k, by_keys).tile_full))
 
 
-@cache
-def no_flag() -> Any:
-    """Return (1,) int32 on the device, 0."""
-    return to_device(np.zeros(1, np.int32))
-
-
 def _bounds(extras: Extras) -> Extras:
     """Return what the kernels around the others need: no option but where sequences are."""
     plain = Extras(*extras[: Extras._fields.index("slopes")])
@@ -208,7 +194,7 @@ def _by_keys(call: _Call, parts: Parts) -> None:
     # Rows of q and dout are what key tiles of a head read again and again, and add to.
     bytes_a_head = problem.seq_q * (2 * sum(widths) + WORD * widths.head * parts.dq)
     extras = call.extras(layout, by_keys=True)
-    tiles = call.tiles(problem.seq_k, layout.block_k, extras)
+    tiles = tiles_of(problem.seq_k, layout.block_k, extras)
     schedule = schedule_of(tiles, call.heads, bytes_a_head, CACHE_BYTES)
     blocks = min(multiprocessors(), tiles * call.heads)
     dkdv_kernel(layout, widths, call.dtype, parts, features)[blocks, layout.threads](
@@ -218,7 +204,7 @@ def _by_keys(call: _Call, parts: Parts) -> None:
     if parts.dq:
         extras = call.extras(QueryLayout(PADDING, 1, 1))
         pieces = ceil_div(PADDING * problem.head_dim // EIGHT, THREADS)
-        grid = call.tiles(problem.seq_q, PADDING, extras) * pieces, call.heads
+        grid = tiles_of(problem.seq_q, PADDING, extras) * pieces, call.heads
         launch = round_dq_kernel(layout, widths, call.dtype, features.packed)[grid, THREADS]
         scale = problem.scale * slope_factor(features, extras.keep_scale)
         launch(sums, as_bits(operands.dq), call.lse.shape[1], scale, _bounds(extras))
@@ -242,7 +228,7 @@ def _by_rows(call: _Call) -> None:
     if not features.packed:
         gradient, *_ = tensor_map(operands.dq, problem.seq_q, ROWS, call.dtype)
     extras = call.extras(layout)
-    tiles = call.tiles(problem.seq_q, layout.block_q, extras)
+    tiles = tiles_of(problem.seq_q, layout.block_q, extras)
     schedule = schedule_of(tiles, call.heads, 2 * call.seq_k * sum(widths), CACHE_BYTES)
     blocks = min(multiprocessors(), tiles * call.heads)
     dq_kernel(layout, widths, call.dtype, features)[blocks, layout.threads](

@@ -16,7 +16,7 @@ from numba import float32, int32
 from kernels.cuda.device import device_function
 from kernels.cuda.flash3_backward_layout import WORD, makes_elements
 from kernels.cuda.flash3_backward_options import make_elements
-from kernels.cuda.flash3_backward_tiles import make_hide, make_hide_pairs, make_pack
+from kernels.cuda.flash3_tiles import make_hide, make_hide_pairs, make_pack
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.scores import PLAIN, Features

@@ -25,15 +25,6 @@ from kernels.cuda.flash3_backward_layout import (
 )
 from kernels.cuda.flash3_backward_options import make_elements, words_type
 from kernels.cuda.flash3_backward_passes import make_passes
-from kernels.cuda.flash3_backward_tiles import (
-    init_stages,
-    make_accumulate,
-    make_load_tile,
-    make_multiply,
-    make_pack,
-    make_put_tile,
-    make_write_tile,
-)
 from kernels.cuda.flash3_backward_walk import make_row_base, make_visits_of
 from kernels.cuda.flash3_layout import (
     ALIGNMENT,
@@ -45,6 +36,15 @@ from kernels.cuda.flash3_layout import (
     own_warpgroup,
 )
 from kernels.cuda.flash3_options import make_clear_unseen
+from kernels.cuda.flash3_tiles import (
+    init_stages,
+    make_accumulate,
+    make_load_tile,
+    make_multiply,
+    make_pack,
+    make_put_tile,
+    make_write_tile,
+)
 from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
 from kernels.cuda.ptx.barriers import (
     bar_sync,

@@ -10,9 +10,9 @@ import numpy as np
 from numba import float32, uint32
 
 from kernels.cuda.device import device_function, shift_of
-from kernels.cuda.flash3_backward_tiles import store_pairs
 from kernels.cuda.flash3_mask import WARP, make_words_place
 from kernels.cuda.flash3_scores import bit_words, make_kept
+from kernels.cuda.flash3_tiles import store_pairs
 from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.numbers import PACK, ex2
 from kernels.cuda.ptx.wgmma import make_wgmma

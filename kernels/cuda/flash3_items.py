@@ -19,8 +19,8 @@ from kernels.cuda.device import (
     full_tiles_stop,
     tiles_stop,
 )
-from kernels.cuda.flash3_backward_tiles import BARRIER, make_load_tile
 from kernels.cuda.flash3_layout import ITEM_NUMBERS, Layout, item_bytes, item_of, make_next
+from kernels.cuda.flash3_tiles import BARRIER, make_load_tile
 from kernels.cuda.flash3_walk import make_walk
 from kernels.cuda.ptx.barriers import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait
 from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared

@@ -2,63 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cache, lru_cache
+import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kernels.cuda import tensor_cores
-from kernels.cuda.arrays import device_pointer, device_view, to_device
-from kernels.cuda.flash3_layout import LINE, PANEL, Layout, Widths, layout_of, schedule_of
+from kernels.cuda.arrays import device_pointer, device_view
+from kernels.cuda.extras import make_extras
+from kernels.cuda.flash3_layout import (
+    LINE,
+    PANEL,
+    Layout,
+    Schedule,
+    Widths,
+    layout_of,
+    schedule_of,
+)
 from kernels.cuda.flash3_mask import packed_mask
 from kernels.cuda.flash3_wgmma import forward_kernel, is_guarded
 from kernels.cuda.half import as_bits
 from kernels.cuda.memory import contiguous
 from kernels.cuda.mma_guard import flag_of
-from kernels.cuda.ptx.tensor_map import encode_tensor_map
+from kernels.cuda.per_device import counters, device_map, multiprocessors
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import round_up
-from kernels.cuda.scores import PLAIN, Extras, Features, features_of, make_extras
+from kernels.cuda.scores import Extras, Features, features_of
 from kernels.cuda.vector import are_vectors
-from kernels.cuda.visits import grid_of
-from kernels.dtypes import FLOAT32, NAMES
+from kernels.cuda.visits import tiles_of
+from kernels.dtypes import NAMES
 from kernels.operands import Operands
 from kernels.problem import Problem
-from kernels.targets import cuda
+from kernels.targets import current_device
 
 CAPABILITY = (9, 0)
 
 #: Of the L2 cache: what keys and values of the heads in work may take.
 CACHE_BYTES = 24 << 20
-
-
-@cache
-def multiprocessors() -> int:
-    """Return how many the device has."""
-    return int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
-
-
-@cache
-def counters() -> Any:
-    """Return the number of items taken, and of blocks that are done: 0 between two launches.
-
-    Launches on one stream share them; they come one after the other.
-    """
-    return to_device(np.zeros(2, np.int32))
-
-
-@lru_cache(maxsize=4096)
-def _tensor_map(
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    rows: int,
-    dtype: str,
-) -> Any:
-    # Arrays come and go at the same addresses: a training step finds all its maps here.
-    box = (1, 1, rows, PANEL)
-    return to_device(encode_tensor_map(address, shape, strides, box, dtype))
 
 
 def tensor_map(array: Any, seq: int, rows: int, dtype: str) -> tuple[Any, int, int]:
@@ -73,21 +53,34 @@ def tensor_map(array: Any, seq: int, rows: int, dtype: str) -> tuple[Any, int, i
     Returns:
         The tensor map on the device, 1 or 0 for the heads, 1 or 0 for the batches.
     """
-    shape, strides, differs = _as_copied(tuple(array.shape), tuple(array.strides), seq)
-    return _tensor_map(device_pointer(array), shape, strides, rows, dtype), *differs
+    lies = device_pointer(array), array.shape, array.strides
+    return _tensor_map(current_device(), *lies, seq, rows, dtype)
 
 
 @lru_cache(maxsize=4096)
-def _as_copied(
-    shape: tuple[int, ...], strides: tuple[int, ...], seq: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]:
-    """Return shape and strides for the copy engine, and 1 or 0 for heads and batches that differ."""
+def _tensor_map(
+    device: int,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    seq: int,
+    rows: int,
+    dtype: str,
+) -> tuple[Any, int, int]:
     sizes, steps = [*shape[:2], seq, *shape[3:]], list(strides)
     for axis in (0, 1):
         if steps[axis] == 0 or sizes[axis] == 1:
             # One head that all share; the engine asks for a stride all the same.
             sizes[axis], steps[axis] = 1, LINE
-    return tuple(sizes), tuple(steps), (int(sizes[1] > 1), int(sizes[0] > 1))
+    found = device_map(address, tuple(sizes), tuple(steps), (1, 1, rows, PANEL), dtype)
+    return found, int(sizes[1] > 1), int(sizes[0] > 1)
+
+
+def readable(*arrays: Any) -> tuple[Any, ...]:
+    """Return arrays as the copy engine can read them: where they lie, or copied once."""
+    if are_vectors(*arrays):
+        return arrays
+    return tuple(array if are_vectors(array) else contiguous(array) for array in arrays)
 
 
 @lru_cache(maxsize=1024)
@@ -99,7 +92,7 @@ def layout_for(problem: Problem) -> tuple[Layout, Widths]:
 
 def tile(problem: Problem) -> tuple[int, int]:
     """Return (block_q, block_k)."""
-    layout, _ = layout_for(problem)
+    layout, _ = layout_for(problem.unseeded)
     return layout.block_q, layout.block_k
 
 
@@ -121,36 +114,63 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         tile: Its own.
         operands: As kernels take them, on the device; out and lse are written.
     """
-    # What the copy engine cannot read where it lies is copied once.
-    q, k, v = (
-        array if are_vectors(array) else contiguous(array)
-        for array in (operands.q, operands.k, operands.v)
-    )
-    layout, widths = layout_for(problem)
+    q, k, v = readable(operands.q, operands.k, operands.v)
+    layout, widths = layout_for(problem.unseeded)
     dtype, out = NAMES[problem.dtype], operands.out
-    batch, heads, seq_q, value_dim = out.shape
-    # Keys that nobody sees are outside of the tensor: zeros, whatever they are.
-    bound = problem.seq_k if problem.sequences else problem.seq_q + problem.upper
-    seq_k = max(min(problem.seq_k, bound), 1)
-    q_map, *q_differs = tensor_map(q, seq_q, layout.block_q, dtype)
+    seq_k = _keys(problem)
+    q_map, *q_differs = tensor_map(q, problem.seq_q, layout.block_q, dtype)
     k_map, *k_differs = tensor_map(k, seq_k, layout.block_k, dtype)
     v_map, *v_differs = tensor_map(v, seq_k, layout.block_k, dtype)
-    shape = (seq_q, seq_k, heads, batch, *q_differs, *k_differs, *v_differs)
+    lead, differs = out.shape[:2], (*q_differs, *k_differs, *v_differs)
+    lse = device_view(operands.lse, (math.prod(lead), problem.seq_q), (problem.seq_q, 1))
+    if problem.is_plain:
+        out_map, *_ = tensor_map(out, problem.seq_q, ROWS, dtype)
+        launch = _plain_launch(problem, lead, differs, current_device())
+        launch(q_map, k_map, v_map, out_map, lse, counters())
+        return
     own = _own_arguments(problem, operands, v, layout)
-    tiles, lines = grid_of(out, seq_q, layout.block_q, own.extras)
-    schedule = schedule_of(tiles, lines, 2 * seq_k * (problem.head_dim + value_dim), CACHE_BYTES)
-    blocks = min(multiprocessors(), tiles * lines)
-    lse = device_view(operands.lse, (lines, seq_q), (seq_q, 1))
+    blocks, shape, schedule = _work(problem, lead, differs, own.extras)
     forward_kernel(layout, widths, dtype, own.features)[blocks, layout.threads](
         q_map, k_map, v_map, own.out, lse, counters(), shape, problem.scale, schedule,
         own.flag, own.mask_words, own.extras,
     )  # fmt: skip
 
 
+def _keys(problem: Problem) -> int:
+    """Return how many keys some row sees: those beyond are zeros to it, whatever they are."""
+    bound = problem.seq_k if problem.sequences else problem.seq_q + problem.upper
+    return max(min(problem.seq_k, bound), 1)
+
+
+def _work(
+    problem: Problem, lead: tuple[int, int], differs: tuple[int, ...], extras: Extras
+) -> tuple[int, tuple[int, ...], Schedule]:
+    """Return blocks, the kernel's ``shape``, and its schedule.
+
+    Args:
+        problem: The checked call.
+        lead: Batches and heads of out.
+        differs: Of q, k and v, see :func:`tensor_map`.
+        extras: Of the kernel.
+    """
+    (layout, _), (batch, heads), seq_k = layout_for(problem.unseeded), lead, _keys(problem)
+    tiles, lines = tiles_of(problem.seq_q, layout.block_q, extras), batch * heads
+    bytes_a_head = 2 * seq_k * (problem.head_dim + problem.value_dim)
+    schedule = schedule_of(tiles, lines, bytes_a_head, CACHE_BYTES)
+    shape = (problem.seq_q, seq_k, heads, batch, *differs)
+    return min(multiprocessors(), tiles * lines), shape, schedule
+
+
 @lru_cache(maxsize=1024)
-def _plain_extras(problem: Problem) -> Extras:
-    """Return the numbers of a call without options: no array is among them."""
-    return make_extras(problem, Operands(None, None, None), 1, 1)
+def _plain_launch(
+    problem: Problem, lead: tuple[int, int], differs: tuple[int, ...], device: int
+) -> Callable[..., None]:
+    """Return the launch of a call without options, but for where its arrays begin."""
+    layout, widths = layout_for(problem.unseeded)
+    extras = make_extras(problem, Operands(None, None, None), layout.block_q, layout.block_k)
+    blocks, shape, schedule = _work(problem, lead, differs, extras)
+    kernel = forward_kernel(layout, widths, NAMES[problem.dtype])
+    return kernel.prepared((blocks, layout.threads), shape, problem.scale, schedule, 0, 0, extras)
 
 
 class _Own(NamedTuple):
@@ -178,12 +198,10 @@ def _own_arguments(problem: Problem, operands: Operands, v: Any, layout: Layout)
         out, *_ = tensor_map(operands.out, problem.seq_q, ROWS, dtype)
     else:
         out = as_bits(operands.out)
-    if problem.is_plain:
-        return _Own(PLAIN, _plain_extras(problem), out)
     features = features_of(problem)
     return _Own(
         features,
-        make_extras(replace(problem, dtype=FLOAT32), operands, *blocks),
+        make_extras(problem, operands, *blocks),
         out,
         flag_of(dtype, as_bits(v)) if is_guarded(features) else 0,
         packed_mask(operands.mask, layout.block_k) if features.mask == "bool" else 0,

@@ -24,12 +24,6 @@ from kernels.cuda.device import (
     log_sum_exp,
     shift_of,
 )
-from kernels.cuda.flash3_backward_tiles import (
-    make_accumulate,
-    make_load_tile,
-    make_pack,
-    make_put_tile,
-)
 from kernels.cuda.flash3_forward_tiles import (
     make_ask_for_scores,
     make_drop,
@@ -56,6 +50,12 @@ from kernels.cuda.flash3_layout import (
 from kernels.cuda.flash3_mask import WORDS
 from kernels.cuda.flash3_options import make_clear_unseen, make_elements
 from kernels.cuda.flash3_scores import bit_words
+from kernels.cuda.flash3_tiles import (
+    make_accumulate,
+    make_load_tile,
+    make_pack,
+    make_put_tile,
+)
 from kernels.cuda.flash3_walk import make_walk
 from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
 from kernels.cuda.ptx.barriers import (

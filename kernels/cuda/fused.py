@@ -1,8 +1,9 @@
 """Fused layers on CUDA: softmax, layer norm, GELU, cross entropy, embedding, dropout, SGD and Adam.
 
 The functions of ``kernels.cpu.fused`` under the same names, on contiguous device arrays of one dtype,
-float32 or float64.  Nothing comes back to the host, nothing waits for the device, and each result is the
-same bit for bit on every run: no kernel adds with atomics.
+float32 or float64; those that ``TAKES_HALF`` names take storage of 16 bits as it is.  Nothing comes back to
+the host, nothing waits for the device, and each result is the same bit for bit on every run: no kernel adds
+with atomics.
 """
 
 from __future__ import annotations
@@ -14,17 +15,26 @@ import numpy as np
 
 from kernels.cuda import element_kernels as elements
 from kernels.cuda import row_kernels
+from kernels.cuda.adam_many import Moved as Moved
+from kernels.cuda.adam_many import adam_many as adam_many
+from kernels.cuda.adam_many import clip_of as clip_of
 from kernels.cuda.arrays import device_view, empty_device, is_device_array, to_device
 from kernels.cuda.block import RowBlock, row_block
+from kernels.cuda.cross_entropy import logit_gradient, losses_of
 from kernels.cuda.half import as_bits
-from kernels.cuda.memory import sum_kernel
+from kernels.cuda.norm import Noise as Noise
+from kernels.cuda.norm import layer_norm as layer_norm
+from kernels.cuda.norm import layer_norm_backward as layer_norm_backward
+from kernels.cuda.norm import residual_layer_norm as residual_layer_norm
+from kernels.cuda.norm import residual_layer_norm_backward as residual_layer_norm_backward
 from kernels.cuda.sizes import SIZES
+from kernels.dtypes import acc_dtype
 from kernels.geometry import ceil_div
 from kernels.philox import WORDS, drop_threshold
 from kernels.pointwise import adam_constants
 
-#: Fewest rows that one part of layer norm's sums takes.
-ROWS = 16
+#: What reads and writes 16 bits itself, and computes in float32.
+TAKES_HALF = frozenset({"layer_norm", "gelu", "cross_entropy", "embedding", "dropout"})
 
 
 def _empty_like(x: Any) -> Any:
@@ -98,65 +108,14 @@ def softmax_backward(dout: Any, out: Any) -> Any:
     return dx
 
 
-# -- layer norm --------------------------------------------------------------------------------
-
-
-def layer_norm(x: Any, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Any]:
-    """Normalise the last dimension to mean 0 and variance 1, then scale and shift it.
-
-    Args:
-        x: (…, n).
-        gamma: (n,).
-        beta: (n,).
-        eps: Added to the variance.
-
-    Returns:
-        out (…, n), and the mean and the reciprocal standard deviation of each row, (rows,).
-    """
-    out, rows = _empty_like(x), _rows(x)
-    mean, rstd = (empty_device((rows.shape[0],), x.dtype) for _ in range(2))
-    n = rows.shape[1]
-    block = row_block(n)
-    kernel = row_kernels.layer_norm_kernel(block, x.dtype)
-    real = x.dtype.type
-    _launch_rows(
-        kernel, block, rows, gamma, beta, _rows(out), mean, rstd, real(1.0 / max(n, 1)), real(eps)
-    )
-    return out, mean, rstd
-
-
-def layer_norm_backward(
-    dout: Any, x: Any, gamma: Any, mean: Any, rstd: Any
-) -> tuple[Any, Any, Any]:
-    """Return the gradients of x, gamma and beta; mean and rstd as :func:`layer_norm` gave them."""
-    dx, drows, rows = _empty_like(x), _rows(dout), _rows(x)
-    count, n = rows.shape
-    block = row_block(n)
-    kernel = row_kernels.layer_norm_backward_kernel(block, x.dtype)
-    inverse_n = x.dtype.type(1.0 / max(n, 1))
-    _launch_rows(kernel, block, drows, rows, gamma, mean, rstd, _rows(dx), inverse_n)
-    # About as many parts as rows in a part: both sums are short.
-    rows_of_part = max(ROWS, math.isqrt(count))
-    shape = 1, max(ceil_div(count, rows_of_part), 1), n
-    dgamma_parts, dbeta_parts = (empty_device(shape, x.dtype) for _ in range(2))
-    dgamma, dbeta = (empty_device((n,), x.dtype) for _ in range(2))
-    if n:
-        grid = (ceil_div(n, SIZES.flat_threads), shape[1])
-        row_kernels.layer_norm_parts_kernel(x.dtype)[grid, SIZES.flat_threads](
-            drows, rows, mean, rstd, dgamma_parts, dbeta_parts, rows_of_part
-        )
-    for parts, sums in ((dgamma_parts, dgamma), (dbeta_parts, dbeta)):
-        _launch_elements(sum_kernel(x.dtype), n, parts, device_view(sums, (1, n), (n, 1)))
-    return dx, dgamma, dbeta
-
-
 # -- GELU --------------------------------------------------------------------------------------
 
 
 def gelu(x: Any) -> Any:
     """Return GELU in its tanh form, element by element."""
-    out, flat = _empty_like(x), _flat(x)
-    _launch_elements(elements.gelu_kernel(x.dtype), flat.shape[0], flat, _flat(out))
+    out = _empty_like(x)
+    flat = [as_bits(_flat(array)) for array in (x, out)]
+    _launch_elements(elements.gelu_kernel(x.dtype), flat[0].shape[0], *flat)
     return out
 
 
@@ -176,7 +135,7 @@ def gelu_backward_into(dout: Any, x: Any, dx: Any) -> None:
 # -- cross entropy -----------------------------------------------------------------------------
 
 
-def cross_entropy(logits: Any, targets: Any) -> tuple[Any, Any]:
+def cross_entropy(logits: Any, targets: Any) -> tuple[Any, ...]:
     """Return the negative log-likelihood of each row's target.
 
     Args:
@@ -184,21 +143,15 @@ def cross_entropy(logits: Any, targets: Any) -> tuple[Any, Any]:
         targets: (rows,) integers from 0 to classes - 1, checked by the caller.
 
     Returns:
-        losses (rows,), and probs (rows, classes) for the backward pass.
+        losses (rows,), float32 for logits of 16 bits, and what the backward pass takes: no probabilities,
+        but the logits and two numbers a row.
     """
-    losses, probs = empty_device((logits.shape[0],), logits.dtype), _empty_like(logits)
-    block = row_block(logits.shape[1])
-    kernel = row_kernels.cross_entropy_kernel(block, logits.dtype)
-    _launch_rows(kernel, block, logits, place_ids(targets), losses, probs)
-    return losses, probs
+    return losses_of(logits, place_ids(targets))
 
 
-def cross_entropy_backward(dlosses: Any, targets: Any, probs: Any) -> Any:
-    """Return the gradient of the logits."""
-    dlogits = _empty_like(probs)
-    kernel = elements.cross_entropy_backward_kernel(probs.dtype)
-    _launch_elements(kernel, math.prod(probs.shape), dlosses, place_ids(targets), probs, dlogits)
-    return dlogits
+def cross_entropy_backward(dlosses: Any, targets: Any, *kept: Any, in_place: bool = False) -> Any:
+    """Return the gradient of the logits, written over them if they are needed no more."""
+    return logit_gradient(dlosses, place_ids(targets), *kept, in_place=in_place)
 
 
 # -- embedding ---------------------------------------------------------------------------------
@@ -216,7 +169,8 @@ def embedding(table: Any, ids: Any) -> Any:
     """
     out = empty_device((*ids.shape, table.shape[1]), table.dtype)
     kernel = elements.embedding_kernel(table.dtype)
-    _launch_elements(kernel, math.prod(out.shape), table, place_ids(ids), _rows(out))
+    rows = as_bits(_rows(out))
+    _launch_elements(kernel, math.prod(out.shape), as_bits(table), place_ids(ids), rows)
     return out
 
 
@@ -239,7 +193,9 @@ def embedding_backward(dout: Any, ids: Any, num_rows: int) -> Any:
     np.cumsum(np.bincount(ids, minlength=num_rows), out=uses[1 : num_rows + 1])
     uses[num_rows + 1 :] = np.argsort(ids, kind="stable")
     kernel = elements.embedding_backward_kernel(dout.dtype)
-    _launch_elements(kernel, math.prod(dtable.shape), rows, to_device(uses), dtable)
+    _launch_elements(
+        kernel, math.prod(dtable.shape), as_bits(rows), to_device(uses), as_bits(dtable)
+    )
     return dtable
 
 
@@ -258,10 +214,11 @@ def dropout(x: Any, seed: int, rate: float, scale: float) -> Any:
     Returns:
         Of x's shape.
     """
-    out, flat = _empty_like(x), _flat(x)
+    out = _empty_like(x)
+    flat = [as_bits(_flat(array)) for array in (x, out)]
     _launch_elements(
-        elements.dropout_kernel(x.dtype), ceil_div(flat.shape[0], WORDS),
-        flat, _flat(out), seed, drop_threshold(rate), x.dtype.type(scale),
+        elements.dropout_kernel(x.dtype), ceil_div(flat[0].shape[0], WORDS),
+        *flat, seed, drop_threshold(rate), acc_dtype(x.dtype).type(scale),
     )  # fmt: skip
     return out
 

@@ -18,7 +18,7 @@ import numpy as np
 from llvmlite import ir
 from numba import float32, float64, int64, types, uint16, uint32, void
 
-from kernels.cuda.arrays import device_pointer, device_view
+from kernels.cuda.arrays import device_pointer, device_view, element_strides
 from kernels.cuda.device import Kernel, device_function, scalar_type
 from kernels.cuda.sizes import SIZES
 from kernels.cuda.vector import ALIGNMENT, VECTOR, load_flat, store_flat, vector_load, vector_store
@@ -34,8 +34,7 @@ def as_bits(array: Any) -> Any:
     """See a device array of 16-bit numbers as uint16; any other array as it is."""
     if not is_half(array.dtype):
         return array
-    steps = tuple(step // BITS.itemsize for step in array.strides)
-    return device_view(array, tuple(array.shape), steps, dtype=BITS)
+    return device_view(array, tuple(array.shape), element_strides(array), dtype=BITS)
 
 
 class Bits(NamedTuple):
@@ -200,7 +199,7 @@ def _unchanged(x):
     return x
 
 
-def _make_read_eight(dtype: np.dtype[Any]) -> Any:
+def make_read_eight(dtype: np.dtype[Any]) -> Any:
     """Return ``(a, i)`` → eight neighbouring numbers, wide."""
     widen = form(dtype).widen
     if not is_half(dtype):
@@ -227,7 +226,7 @@ def _make_read_eight(dtype: np.dtype[Any]) -> Any:
     return read_eight_halves
 
 
-def _make_write_eight(dtype: np.dtype[Any], narrow: Any) -> Any:
+def make_write_eight(dtype: np.dtype[Any], narrow: Any) -> Any:
     """Return ``(a, i, values)``, which writes eight neighbouring numbers."""
     if not is_half(dtype):
 
@@ -258,7 +257,7 @@ def convert_kernel(source_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> Kernel:
     source_form, out_form = form(source_dtype), form(dtype)
     widen = source_form.widen
     narrow = out_form.narrow_double if source_dtype == FLOAT64 else out_form.narrow
-    read_eight, write_eight = _make_read_eight(source_dtype), _make_write_eight(dtype, narrow)
+    read_eight, write_eight = make_read_eight(source_dtype), make_write_eight(dtype, narrow)
 
     def convert(source, out, in_vectors):
         """Convert element by element, each rounded once, to nearest even.

@@ -18,7 +18,7 @@ import numpy as np
 from numba import types
 
 from kernels.cuda.errors import explain_code
-from kernels.targets import cuda, driver
+from kernels.targets import cuda, current_device, driver
 
 #: How a number lies in its slot of eight bytes.
 SLOTS = {
@@ -85,6 +85,30 @@ def _unpack(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     return _tuple(kind) if isinstance(kind, types.BaseTuple) else _number(kind)
 
 
+#: Where the address of an array stands among its numbers.
+_ADDRESS = 4
+
+
+class _Buffer:
+    """The numbers of a launch, and an array of pointers to each, which is what the driver takes.
+
+    Attributes:
+        slots: Eight bytes for each number.
+        words: The same bytes as whole numbers.
+        address: Of the array of pointers.
+        lock: The driver has read the numbers when the launch returns; until then no other thread may write
+            its own.
+    """
+
+    def __init__(self, size: int):
+        self.slots: Any = np.zeros(size, np.uint8)
+        self.words = memoryview(self.slots).cast("Q")
+        base = self.slots.ctypes.data
+        self._pointers = np.arange(base, base + size, 8, dtype=np.uint64)
+        self.address = int(self._pointers.ctypes.data)
+        self.lock = Lock()
+
+
 class Launcher:
     """One compiled kernel, to be launched on the legacy default stream.
 
@@ -93,23 +117,27 @@ class Launcher:
         signature: Of its arguments.
         shared_bytes: Dynamic shared memory of a block.
         name: For the error text.
+        prepare: Called before its first launch on each device.
     """
 
-    def __init__(self, compiled: Any, signature: Any, shared_bytes: int, name: str):
+    def __init__(
+        self,
+        compiled: Any,
+        signature: Any,
+        shared_bytes: int,
+        name: str,
+        prepare: Callable[[], None] = lambda: None,
+    ):
         (overload,) = compiled.overloads.values()
         self._library = overload._codelibrary
         self._functions: dict[int, Any] = {}
         self._shared_bytes = shared_bytes
         self._name = name
+        self._prepare = prepare
         self._unpackers = [_unpack(kind) for kind in signature.args]
-        self._packer = struct.Struct("=" + "".join(map(_layout, signature.args)))
-        # The driver takes an array of pointers, one to each number.  It has read the numbers when the
-        # launch returns; until then no other thread may write its own.
-        self._slots: Any = np.zeros(self._packer.size, np.uint8)
-        base = self._slots.ctypes.data
-        self._pointers = np.arange(base, base + self._slots.size, 8, dtype=np.uint64)
-        self._address = int(self._pointers.ctypes.data)
-        self._lock = Lock()
+        self._layouts = [_layout(kind) for kind in signature.args]
+        self._packer = struct.Struct("=" + "".join(self._layouts))
+        self._buffer = _Buffer(self._packer.size)
         self._launch = driver.cuLaunchKernel
         self._stream = driver.CUstream(0)
         self._success = driver.CUresult.CUDA_SUCCESS
@@ -121,27 +149,64 @@ class Launcher:
             TypeError: If an array has another dtype or number of dimensions than the kernel takes.
             RuntimeError: If the driver fails, or a kernel has failed before.
         """
-        numbers = chain.from_iterable(
+        numbers = self._numbers(args)
+        with self._buffer.lock:
+            self._packer.pack_into(self._buffer.slots, 0, *numbers)
+            self._start(grid, block, self._buffer)
+
+    def prepared(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], *rest: Any
+    ) -> Callable[..., None]:
+        """Return a function of arrays that launches again and again with them before other arguments.
+
+        Of the arrays of its first call the shapes, strides and dtypes are kept, and of later ones only the
+        addresses are asked for.
+
+        Args:
+            grid: Blocks.
+            block: Threads.
+            rest: The arguments behind the arrays.
+        """
+        buffer, places = _Buffer(self._packer.size), list[int]()
+
+        def run(*arrays: Any) -> None:
+            addresses = [array.device_ctypes_pointer.value or 0 for array in arrays]
+            with buffer.lock:
+                if not places:
+                    self._packer.pack_into(buffer.slots, 0, *self._numbers((*arrays, *rest)))
+                    counts = [len(layout) for layout in self._layouts[: len(arrays)]]
+                    places.extend(_ADDRESS + sum(counts[:i]) for i in range(len(arrays)))
+                for place, address in zip(places, addresses, strict=True):
+                    buffer.words[place] = address
+                self._start(grid, block, buffer)
+
+        return run
+
+    def _numbers(self, args: tuple[Any, ...]) -> chain[Any]:
+        return chain.from_iterable(
             unpack(arg) for unpack, arg in zip(self._unpackers, args, strict=True)
         )
-        with self._lock:
-            self._packer.pack_into(self._slots, 0, *numbers)
-            (error,) = self._launch(
-                self._function(), *grid, *block, self._shared_bytes, self._stream, self._address, 0
-            )
+
+    def _start(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], buffer: _Buffer
+    ) -> None:
+        """Launch with the numbers of a buffer, whose lock the caller holds."""
+        sizes = (*grid, *block, self._shared_bytes, self._stream, buffer.address, 0)
+        (error,) = self._launch(self._function(), *sizes)
+        if error != self._success and error.name == "CUDA_ERROR_INVALID_CONTEXT":
+            cuda.current_context()  # made current on this thread, which had none
+            (error,) = self._launch(self._function(), *sizes)
         if error != self._success:
             raise explain_code(error.name, f"the kernel {self._name}")
 
     def _function(self) -> Any:
         """Return the driver's handle of the kernel on the current device."""
-        error, device = driver.cuCtxGetDevice()
-        number = int(device) if error == self._success else None
+        number = current_device()
         if number not in self._functions:
-            with_context = cuda.current_context()  # made current on this thread
-            number = int(with_context.device.id)
-            if number not in self._functions:
-                handle = self._library.get_cufunc().handle
-                self._functions[number] = driver.CUfunction(int(handle))
+            cuda.current_context()
+            self._prepare()
+            handle = self._library.get_cufunc().handle
+            self._functions[number] = driver.CUfunction(int(handle))
         return self._functions[number]
 
 

@@ -16,7 +16,7 @@ from kernels.cuda.sizes import SIZES
 from kernels.dtypes import BITS, acc_dtype, is_half
 from kernels.geometry import ceil_div
 from kernels.memory import Memory, is_dense, joined_step, repeated_axes, row_major_strides
-from kernels.targets import cuda, why_no_cuda
+from kernels.targets import cuda, current_device, why_no_cuda
 
 
 @cache
@@ -120,6 +120,10 @@ class DeviceMemory(Memory):
         """Return why there is no device on this machine, or None."""
         return why_no_cuda()
 
+    def device(self) -> int:
+        """Return the number of the current device."""
+        return current_device()
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""
         return empty_device(shape, dtype)
@@ -144,6 +148,11 @@ class DeviceMemory(Memory):
             array, (batch, heads, seq, dim), (batch_step, head_step, row_step, col_step)
         )
 
+    def part(self, array: Any, first: int, stop: int) -> Any:
+        """View the rows from ``first`` up to ``stop`` of a contiguous array."""
+        shape, strides = tuple(array.shape), element_strides(array)
+        return device_view(array, (stop - first, *shape[1:]), strides, first * strides[0])
+
     def column(self, array: Any) -> Any:
         """View lse, (…, heads, seq), as (…, heads, seq, 1)."""
         return device_view(array, (*array.shape, 1), (*element_strides(array), 1))
@@ -151,6 +160,11 @@ class DeviceMemory(Memory):
     def rows(self, array: Any) -> Any:
         """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
         return device_view(array, array.shape[:3], element_strides(array)[:3])
+
+    def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
+        """Return the flat storage and the strides of an array without gaps; see :meth:`Memory.flat`."""
+        strides, storage = element_strides(array), device_view(array, (array.size,), (1,))
+        return storage, None if strides == row_major_strides(tuple(array.shape)) else strides
 
     def split_heads(self, array: Any, count: int) -> Any:
         """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""

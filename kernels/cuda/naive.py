@@ -29,6 +29,7 @@ from kernels.cuda.device import (
     shift_of,
     why_too_large,
 )
+from kernels.cuda.extras import make_extras
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import (
     PLAIN,
@@ -36,7 +37,6 @@ from kernels.cuda.scores import (
     Features,
     extras_type,
     features_of,
-    make_extras,
     make_score_functions,
 )
 from kernels.cuda.sizes import SIZES, ProductTile

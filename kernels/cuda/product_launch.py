@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kernels.cuda import product_mma, product_wgmma
-from kernels.cuda.arrays import device_pointer, to_device
+from kernels.cuda.arrays import device_pointer
 from kernels.cuda.half import as_bits
+from kernels.cuda.per_device import device_map, multiprocessors
 from kernels.cuda.product_layout import LINE, PANEL, Form, Order, ProductLayout, WarpLayout
 from kernels.cuda.product_operands import Ints, Operand
-from kernels.cuda.ptx.tensor_map import encode_tensor_map
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.geometry import ceil_div
-from kernels.targets import cuda
 
 #: Rows of the result that blocks work on at a time, about; see ``Order``.
 BAND_ROWS = 2048
@@ -39,18 +38,6 @@ class Target(NamedTuple):
     parts: int = 1
 
 
-@cache
-def multiprocessors() -> int:
-    """Return how many the device has."""
-    return int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
-
-
-@lru_cache(maxsize=4096)
-def _tensor_map(address: int, shape: Ints, strides: Ints, box: Ints, dtype: str) -> Any:
-    # Arrays come and go at the same addresses: a training step finds all its maps here.
-    return to_device(encode_tensor_map(address, shape, strides, box, dtype))
-
-
 def _map_of(array: Any, shape: Ints, steps: Ints, box: Ints, dtype: str) -> Any:
     """Return the tensor map of an array.
 
@@ -62,7 +49,7 @@ def _map_of(array: Any, shape: Ints, steps: Ints, box: Ints, dtype: str) -> Any:
         dtype: Of the map.
     """
     sizes, strides = _as_engine_takes(shape, steps, array.dtype.itemsize)
-    return _tensor_map(device_pointer(array), sizes, strides, (1, 1, *box), dtype)
+    return device_map(device_pointer(array), sizes, strides, (1, 1, *box), dtype)
 
 
 @lru_cache(maxsize=4096)

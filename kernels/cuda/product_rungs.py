@@ -23,12 +23,8 @@ from numba import int64, types, void
 from kernels.cuda import half, product
 from kernels.cuda.arrays import device_pointer, empty_device
 from kernels.cuda.device import Kernel, scalar_type
-from kernels.cuda.product_launch import (
-    Target,
-    multiply_by_warps,
-    multiply_on_hopper,
-    multiprocessors,
-)
+from kernels.cuda.per_device import multiprocessors
+from kernels.cuda.product_launch import Target, multiply_by_warps, multiply_on_hopper
 from kernels.cuda.product_layout import Form, ProductLayout, WarpLayout
 from kernels.cuda.product_operands import Ints, Operand, copy, flag, placed, split
 from kernels.cuda.ptx.swizzle import CHUNK

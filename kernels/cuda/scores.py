@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import int64, types, uint32, uint64
 
-from kernels.block_mask import FULL, PARTIAL, TileList
-from kernels.cuda.arrays import to_device
+from kernels.block_mask import FULL, PARTIAL
 from kernels.cuda.device import PHILOX, array_type, device_function, is_visible, scalar_type
-from kernels.cuda.mod_rules import batch_and_head, check_places, mask_function, score_function
-from kernels.operands import Operands
-from kernels.philox import attention_threshold, keep_scale
+from kernels.cuda.mod_rules import batch_and_head, mask_function, score_function
 from kernels.problem import Problem
 
 keep = PHILOX.keep
@@ -153,82 +150,6 @@ def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
         where(features.packed, types.Array(int64, 2, "A")),
     )  # fmt: skip
     return types.NamedTuple(kinds, Extras)
-
-
-def make_extras(
-    problem: Problem, operands: Operands, block_q: int, block_k: int, by_keys: bool = False
-) -> Extras:
-    """Return what a kernel with tiles of (block_q, block_k) needs; small arrays are copied once.
-
-    Args:
-        problem: The checked call.
-        operands: As kernels take them.
-        block_q: Rows of the kernel's tiles.
-        block_k: Columns of them.
-        by_keys: The kernel's work items are tiles of keys.
-
-    Raises:
-        ValueError: As :func:`kernels.cuda.mod_rules.check_places`.
-    """
-    check_places(problem)
-    real = problem.dtype.type
-    arrays: dict[str, Any] = {}
-    if problem.slopes:
-        arrays["slopes"] = operands.slopes
-    if problem.mask:
-        batches = operands.mask_batch
-        arrays |= {"mask": operands.mask, "mask_batch": _constant(batches.tobytes(), "i8")}
-    if problem.block_mask is not None:
-        arrays |= _block_arrays(problem.block_mask, block_q, block_k, by_keys)
-    if problem.sequences is not None:
-        block = block_k if by_keys else block_q
-        arrays["tiles"] = _tiles(problem.sequences, block, by_keys)
-    return Extras(
-        problem.lower,
-        problem.upper,
-        problem.heads,
-        problem.diagonal,
-        # A launch takes plain numbers, of a value that the dtype has.
-        real(problem.softcap).item(),
-        problem.seed,
-        attention_threshold(problem.dropout_p),
-        real(keep_scale(problem.dropout_p)).item(),
-        **arrays,
-    )
-
-
-@lru_cache(maxsize=256)
-def _constant(content: bytes, dtype: str) -> Any:
-    """Return a vector on the device; calls with the same one share it."""
-    return to_device(np.frombuffer(content, dtype))
-
-
-@lru_cache(maxsize=64)
-def _block_arrays(mask: Any, block_q: int, block_k: int, by_keys: bool) -> dict[str, Any]:
-    """Return the arrays of a block mask on the device; a mask is copied once for a kernel's tiles."""
-    tiles: TileList = mask.tile_list(block_q, block_k, by_keys)
-    # A GPU has no empty arrays.
-    blocks = (1, mask.block_q, mask.block_k)
-    patterns = mask.patterns if len(mask.patterns) else np.zeros(blocks, bool)
-    ids, full = (
-        array if len(array) else np.zeros(1, array.dtype)
-        for array in (tiles.tile_ids, tiles.tile_full)
-    )
-    host = {
-        "states": mask.states,
-        "patterns": patterns,
-        "tile_ptr": tiles.tile_ptr,
-        "tile_ids": ids,
-        "tile_full": full,
-    }
-    return {name: to_device(array) for name, array in host.items()}
-
-
-@lru_cache(maxsize=64)
-def _tiles(sequences: Any, block: int, of_keys: bool) -> Any:
-    """Return the tiles of packed sequences on the device."""
-    tiles = sequences.tiles(block, of_keys)
-    return to_device(tiles if len(tiles) else np.zeros((1, 6), np.int64))
 
 
 class ScoreFunctions(NamedTuple):

@@ -26,11 +26,12 @@ ALIGNMENT = 16
 
 def are_vectors(*arrays: Any) -> bool:
     """Tell whether the rows of (batch, heads, seq, dim) arrays can be read in whole vectors."""
-    return all(
-        _lies_in_vectors(tuple(array.shape), tuple(array.strides), array.dtype.itemsize)
-        and device_pointer(array) % ALIGNMENT == 0
-        for array in arrays
-    )
+    for array in arrays:  # no generator: this is asked of every array of a launch
+        if device_pointer(array) % ALIGNMENT:
+            return False
+        if not _lies_in_vectors(tuple(array.shape), tuple(array.strides), array.dtype.itemsize):
+            return False
+    return True
 
 
 @lru_cache(maxsize=1024)

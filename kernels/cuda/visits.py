@@ -129,6 +129,11 @@ def make_next_entry(visits: Visits) -> Callable[..., Any]:
     return next_entry
 
 
+def tiles_of(seq: int, block: int, extras: Extras) -> int:
+    """Return how many tiles of ``block`` places a head has, or how many packed sequences have."""
+    return PLAIN.ceil_div(seq, block) if isinstance(extras.tiles, int) else extras.tiles.shape[0]
+
+
 def grid_of(array: Any, seq: int, block: int, extras: Extras) -> tuple[int, int]:
     """Return the grid: tiles of ``seq`` places, or those of packed sequences, and (batch, head).
 
@@ -138,6 +143,4 @@ def grid_of(array: Any, seq: int, block: int, extras: Extras) -> tuple[int, int]
         block: Of a tile.
         extras: Of the kernel.
     """
-    packed = extras.tiles
-    tiles = PLAIN.ceil_div(seq, block) if isinstance(packed, int) else packed.shape[0]
-    return tiles, array.shape[0] * array.shape[1]
+    return tiles_of(seq, block, extras), array.shape[0] * array.shape[1]

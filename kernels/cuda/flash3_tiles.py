@@ -1,4 +1,4 @@
-"""What the two backward kernels of Hopper do with a tile: load, multiply, pack, store."""
+"""What kernels on Hopper, of the backward pass and the forward one, do with a tile."""
 
 from __future__ import annotations
 

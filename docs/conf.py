@@ -22,12 +22,13 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "docstrings",  # these six stand in docs/extensions
+    "docstrings",  # these seven stand in docs/extensions
     "mathml",
     "tasks",
     "algorithm",
     "measured",
     "recorded",
+    "reliability",
 ]
 exclude_patterns = ["_build", "results/**/tests.md"]
 suppress_warnings = ["docutils.directive_order"]

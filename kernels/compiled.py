@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numba
 import numpy as np
+from numba.core.codegen import CPUCodeLibrary
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.types import Type
+from numba.np.ufunc.parallel import threading_layer
 
 #: How the threads of numba's OpenMP runtime (GCC's; LLVM's or Intel's) wait for the next kernel.  By
 #: themselves they spin for so long that they take the cores from whatever else runs: with one busy
@@ -27,6 +32,26 @@ FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 #: Elements for which a kernel of :class:`BySize` wakes no other thread: that takes 10 microseconds if they
 #: wait in vain already and 200 if they sleep, and so long is what these elements take.
 SERIAL_BELOW = 32768
+
+
+_optimize: Any = CPUCodeLibrary._optimize_final_module
+
+
+def _optimize_with_own_copies(library: Any) -> None:
+    """Optimise a compiled function, which calls its own copies of its helpers and of its parallel loop.
+
+    Numba leaves it open which copy is called.  The process that compiles has another one, of the helper
+    by itself, which LLVM may have optimised otherwise; one that finds the machine code on disk has not:
+    the first run on a machine had other last bits than all later ones.
+    """
+    for function in library._final_module.functions:
+        is_copy = not function.is_declaration and function.linkage.name == "linkonce_odr"
+        if is_copy and not function.name.startswith("NRT_"):  # numba's own, of which there is one
+            function.linkage = "internal"
+    _optimize(library)
+
+
+CPUCodeLibrary._optimize_final_module = _optimize_with_own_copies  # type: ignore[method-assign,assignment]
 
 
 def _code_parts(code: CodeType) -> list[object]:
@@ -88,26 +113,106 @@ def fingerprint(function: Callable[..., Any]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def njit_cached(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+def njit_cached(
+    function: Callable[..., Any] | None = None, *, cache: bool = True, **options: Any
+) -> Any:
     """Compile ``function`` with ``numba.njit`` and keep the machine code on disk.
 
     Args:
-        function: A plain function, or a closure over plain functions and constants.  A closure over
-            a dispatcher would get a new cache entry in each process.
+        function: A plain function, or a closure over plain functions and constants.
+        cache: False for a closure over a dispatcher, which would get a new entry in each process.
         options: Passed on to ``numba.njit``.
 
     Returns:
-        A numba dispatcher; without ``function``, a decorator.
+        A numba dispatcher, for ``parallel=True`` within :class:`Parallel`; without ``function``, a
+        decorator.
     """
 
     def compile_(target: Callable[..., Any]) -> Any:
-        dispatcher: Any = numba.njit(cache=True, error_model="numpy", **options)(target)
+        dispatcher: Any = numba.njit(cache=cache, error_model="numpy", **options)(target)
         cache_file = getattr(dispatcher._cache, "_cache_file", None)
-        if cache_file is not None:  # None: no folder for a cache is writable
+        if cache_file is not None:  # None: no cache, or no folder for one is writable
             cache_file._source_stamp = fingerprint(dispatcher)
-        return dispatcher
+        return Parallel(dispatcher, cache, options) if options.get("parallel") else dispatcher
 
     return compile_ if function is None else compile_(function)
+
+
+# -- numba's threads ---------------------------------------------------------------------------------
+
+
+class _Threads:
+    """What is known of the threads that numba runs parallel loops on.
+
+    Attributes:
+        shared: They serve several callers at once; not known before the first parallel kernel.
+        lost: They were another process's: this one was forked from it.
+        turn: Held by the one caller that they serve, while ``shared`` is not True.
+    """
+
+    def __init__(self) -> None:
+        self.shared, self.lost, self.turn = False, False, threading.RLock()
+
+    def after_fork(self) -> None:
+        """Note, in a child that was forked, whether its parent's threads had been started."""
+        global_compiler_lock.release()
+        self.turn = threading.RLock()  # a thread that is gone may hold the old one
+        self.shared = False
+        with suppress(ValueError):  # not started: the child may start its own
+            self.lost = bool(threading_layer())
+
+
+_threads = _Threads()
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    # Forked while another thread compiles, a child would wait for the compiler's lock for ever.
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=_threads.after_fork,
+    )
+
+
+class Parallel:
+    """A kernel whose ``prange`` loops run on numba's threads, where these can be used.
+
+    Numba ends the process in two cases: when a second Python thread comes to the threads of its
+    ``workqueue`` layer while they work, and when a forked child comes to its parent's threads of
+    OpenMP, which it does not have.  Here the second caller waits, and the child computes on one thread.
+
+    Args:
+        dispatcher: Of numba; what it has, this has too.
+        cache: As for :func:`njit_cached`.
+        options: Likewise.
+    """
+
+    def __init__(self, dispatcher: Any, cache: bool, options: dict[str, Any]):
+        self.dispatcher = dispatcher
+        self._cached, self._options = cache, options
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dispatcher":  # not set yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.dispatcher, name)
+
+    @cached_property
+    def serial(self) -> Any:
+        """The dispatcher of the same loops without threads."""
+        f: Any = self.dispatcher.py_func
+        twin = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+        twin.__qualname__ = f"{f.__qualname__}_serial"  # a file of its own in the cache
+        options = {name: value for name, value in self._options.items() if name != "parallel"}
+        return njit_cached(twin, cache=self._cached, **options)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the kernel."""
+        if _threads.shared:
+            return self.dispatcher(*args)
+        if _threads.lost:
+            return self.serial(*args)
+        with _threads.turn:
+            result = self.dispatcher(*args)
+            _threads.shared = threading_layer() != "workqueue"
+        return result
 
 
 class BySize:
@@ -123,16 +228,13 @@ class BySize:
 
     @cached_property
     def parallel(self) -> Any:
-        """The dispatcher for ``SERIAL_BELOW`` elements and more."""
+        """The kernel for ``SERIAL_BELOW`` elements and more."""
         return njit_cached(self._function, parallel=True, **self._options)
 
     @cached_property
     def serial(self) -> Any:
         """The dispatcher for fewer."""
-        f: Any = self._function
-        twin = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
-        twin.__qualname__ = f"{f.__qualname__}_serial"  # a file of its own in the cache
-        return njit_cached(twin, **self._options)
+        return self.parallel.serial
 
     def __call__(self, *args: Any) -> None:
         """Run the one or the other."""
@@ -153,7 +255,8 @@ def compile_signature(dispatcher: Any, signature: Any) -> Any:
 
     Without this, numba would compile a kernel again for each combination of layouts.
     """
-    dispatcher.disable_compile(False)
-    dispatcher.compile(signature)
-    dispatcher.disable_compile()
+    with global_compiler_lock:  # else another thread could disable it between these two
+        dispatcher.disable_compile(False)
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
     return dispatcher

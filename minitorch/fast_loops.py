@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import get_num_threads, njit, prange
+from numba import get_num_threads, prange
 from numba.extending import overload, register_jitable
 
 from kernels.compiled import njit_cached
@@ -75,8 +75,7 @@ def compiled(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:
     if is_ours(fn):
         # A name of its own for each loop: for the cache file, the debugger and the profiler.
         kernel.__qualname__ = f"{kernel.__name__.strip('_')}_{fn.__name__}"
-        return njit_cached(kernel, parallel=True)
-    return njit(parallel=True, error_model="numpy")(kernel)
+    return njit_cached(kernel, cache=is_ours(fn), parallel=True)
 
 
 # -- broadcast operands ------------------------------------------------------------------------

@@ -3,15 +3,17 @@
 The job comes as JSON by standard input. What happens is written line by line to a file that is opened
 before anything of the submission is imported, and that it is told nothing of. Before that, too, the
 process gives up what a submission has no use for: memory beyond a limit, files outside its folders,
-other programs, the network. On Linux the kernel sees to it (Landlock); elsewhere a hook of Python's
-does, which stops accidents and no determined attack.
+other processes, the network. On Linux the kernel sees to it (Landlock, seccomp); elsewhere a hook of
+Python's does, which stops accidents and no determined attack.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import platform
 import re
 import struct
 import sys
@@ -19,7 +21,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -58,7 +60,7 @@ NO_NEW_PRIVILEGES = 38  # of prctl
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 #: Rights to change files, by the version of Landlock that brought them.
 CHANGES = {1: 0x1FF0 | WRITE_FILE, 2: 1 << 13, 3: 1 << 14}
-NETWORK, SIGNALS = 0b11, 0b10
+NETWORK, SCOPES = 0b11, 0b11  # TCP; abstract sockets and signals to others
 
 
 def landlock_version() -> int:
@@ -87,7 +89,7 @@ def landlock(writable: list[str], devices: bool) -> bool:
         "=QQQ",
         changes | (0 if devices else EXECUTE),
         NETWORK if version >= 4 else 0,
-        SIGNALS if version >= 6 else 0,
+        SCOPES if version >= 6 else 0,
     )
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     rules = libc.syscall(CREATE_RULESET, attributes[:size], size, 0)
@@ -105,6 +107,65 @@ def landlock(writable: list[str], devices: bool) -> bool:
         return libc.syscall(RESTRICT_SELF, rules, 0) == 0
     finally:
         os.close(rules)
+
+
+class Calls(NamedTuple):
+    """Numbers of a processor's system calls, and how seccomp names the processor."""
+
+    processor: int
+    socket: int
+    clone: int
+    forks: tuple[int, ...] = ()
+
+
+CALLS = {
+    "x86_64": Calls(0xC000003E, 41, 56, (57, 58)),
+    "aarch64": Calls(0xC00000B7, 198, 220),
+}
+IO_URING, CLONE3 = 425, 435  # the same on both
+CLONE_THREAD = 0x10000
+SET_SECCOMP, BY_FILTER = 22, 2  # of prctl
+#: Instructions of the kernel's filter machine, and the answers that it gives.
+LOAD, IF_EQUAL, IF_AT_LEAST, IF_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000
+#: Where the filter finds the number of a call, the processor, and the first argument.
+NUMBER, PROCESSOR, FIRST = 0, 4, 16
+
+
+def seccomp() -> bool:
+    """Ask the kernel to refuse this process new processes and sockets of any kind; for good.
+
+    Threads are allowed: the C library makes them by ``clone`` where there is no ``clone3``.
+
+    Returns:
+        False where the kernel cannot.
+    """
+    calls = CALLS.get(platform.machine())
+    if not sys.platform.startswith("linux") or calls is None:
+        return False
+    no, unknown = REFUSE | errno.EPERM, REFUSE | errno.ENOSYS
+    answers = {
+        **dict.fromkeys((calls.socket, *calls.forks), no),
+        IO_URING: unknown,
+        CLONE3: unknown,
+    }
+    steps = [
+        # An instruction, how many to skip if it holds and if not, and its operand.
+        (LOAD, 0, 0, PROCESSOR), (IF_EQUAL, 1, 0, calls.processor), (RETURN, 0, 0, no),
+        (LOAD, 0, 0, NUMBER), (IF_AT_LEAST, 0, 1, 1 << 30), (RETURN, 0, 0, no),  # second numbers
+        *(step for call, answer in answers.items()
+          for step in ((IF_EQUAL, 0, 1, call), (RETURN, 0, 0, answer))),
+        (IF_EQUAL, 0, 3, calls.clone),
+        (LOAD, 0, 0, FIRST), (IF_SET, 1, 0, CLONE_THREAD), (RETURN, 0, 0, no),
+        (RETURN, 0, 0, ALLOW),
+    ]  # fmt: skip
+    code = b"".join(struct.pack("=HBBI", *step) for step in steps)
+    memory = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("@HP", len(steps), ctypes.addressof(memory))
+    prctl = ctypes.CDLL(None).prctl
+    prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong]
+    prctl(NO_NEW_PRIVILEGES, 1, None, 0, 0)
+    return prctl(SET_SECCOMP, BY_FILTER, program, 0, 0) == 0
 
 
 PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork",
@@ -243,7 +304,10 @@ def main() -> None:
         # An environment inside the course's folder may be read.
         shown = [tree, *writable, *{os.path.realpath(p) for p in (sys.prefix, sys.base_prefix)}]
         shown = [folder for folder in shown if not _inside(job["hidden"], folder)]
-        write({"confined": "kernel" if landlock(writable, job["gpu"]) else "hook"})
+        confined = landlock(writable, job["gpu"])
+        if not job["gpu"]:  # whose driver may start programs, and ask others of its own
+            confined = seccomp() and confined
+        write({"confined": "kernel" if confined else "hook"})
         sys.addaudithook(guard(writable, job["hidden"], shown))
         code = pytest.main(job["arguments"], plugins=[Recorder(write)])
         write({"finished": int(code)})

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,11 +34,22 @@ from course_trees import ROOT, write_tree
 LONGEST_FILE = 1 << 20
 
 
+#: Bytes that all files of a submission may have together, and the seconds between two looks at them.
+MOST_WRITTEN, LOOK_EVERY = 2 << 30, 0.5
+
+
 class Ending(NamedTuple):
-    """How a process ended: its exit code (negative: the signal), and whether time was up."""
+    """How a process ended.
+
+    Attributes:
+        code: Its exit code; negative: the signal.
+        late: Time was up.
+        full: It had written more than MOST_WRITTEN.
+    """
 
     code: int
     late: bool
+    full: bool = False
 
 
 #: Processes that run in any place; what one of them leaves behind is ended, and another is not.
@@ -109,20 +121,39 @@ class Workplace:
                     env=self.environment(simulator, optimised), start_new_session=True,
                 )  # fmt: skip
                 RUNNING.add(process.pid)
-            late = False
             try:
-                process.communicate(json.dumps(whole).encode(), timeout=seconds)
-            except subprocess.TimeoutExpired:
-                late = True
+                late, full = self._watch(process, json.dumps(whole).encode(), seconds)
             finally:
                 _end(process)
                 with LOCK:
                     self.process = None
                     RUNNING.discard(process.pid)
-                    for orphan in _adopted() - before - RUNNING:
-                        os.kill(orphan, signal.SIGKILL)
-                        os.waitpid(orphan, 0)
-        return list(_records(report)), Ending(process.returncode, late)
+                    # One that is ended may leave us those that it has started.
+                    while orphans := _adopted() - before - RUNNING:
+                        for orphan in orphans:
+                            os.kill(orphan, signal.SIGKILL)
+                            os.waitpid(orphan, 0)
+        if full:
+            for path in self.writable.values():
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir()
+        return list(_records(report)), Ending(process.returncode, late, full)
+
+    def _watch(
+        self, process: subprocess.Popen[bytes], job: bytes, seconds: float
+    ) -> tuple[bool, bool]:
+        """Give a process its job and wait for its end; return whether time or room was up first."""
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:  # it may have ended already
+            process.stdin.write(job)
+        stop = time.monotonic() + seconds
+        while (left := stop - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(min(left, LOOK_EVERY))
+                return False, False
+            if _bytes_in(self.writable.values()) > MOST_WRITTEN:
+                return False, True
+        return True, False
 
     def close(self) -> None:
         """End what runs here, and start nothing more."""
@@ -144,6 +175,18 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     else:
         process.kill()
+
+
+def _bytes_in(folders: Iterable[Path]) -> int:
+    """Return how many bytes of the disk the files in some folders take."""
+    total = 0
+    for folder in folders:
+        for place, _, names in os.walk(folder):
+            for name in names:
+                with suppress(OSError):  # it has gone since
+                    status = os.lstat(os.path.join(place, name))
+                    total += getattr(status, "st_blocks", status.st_size // 512) * 512
+    return total
 
 
 SUBREAPER = 36  # of prctl

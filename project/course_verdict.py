@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from course_place import Ending
+from course_place import MOST_WRITTEN, Ending
 from course_tasks import Task
 
 #: What a body that is not written yet raises, in the simulator with the place of the thread before it.
@@ -95,6 +95,8 @@ def judge(
         where = ", when the tests of the task had run"
     if end.late:
         return wrong(f"stopped after {task.seconds} s{where}")
+    if end.full:
+        return wrong(f"stopped when its files had more than {MOST_WRITTEN >> 20} MB{where}")
     for record in records:
         if "broken" in record:
             file = record["broken"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import minitorch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
-pytest.importorskip("streamlit", reason='the app is not installed: pip install -e ".[app]"')
-from app_pages import attention_page, graph_page  # noqa: E402
+streamlit = pytest.importorskip(
+    "streamlit", reason='the app is not installed: pip install -e ".[app]"'
+)
+from app_pages import attention_page, graph_page, ladder_page  # noqa: E402
 from streamlit.testing.v1 import AppTest  # noqa: E402
 
 PAGES = (
@@ -135,6 +138,65 @@ def test_a_step_of_backpropagation_colours_one_more_node() -> None:
 def test_an_expression_that_is_none_is_one_sentence(text: str, reason: str) -> None:
     app = opened("autodiff", example="my own", text=text)
     assert reason in app.error[0].value
+
+
+#: Text that makes a file where it is run, as Python, as an expression of the app, or by a shell.
+CODE = "__import__('pathlib').Path({!r}).touch()"
+
+
+@pytest.mark.parametrize(
+    "around", ["{}", "x * {}", "x.exp({})", "[{} for x in (1,)]", "f'{{{}}}'", "(lambda: {})()"]
+)
+def test_an_expression_runs_no_code(around: str, tmp_path: Path) -> None:
+    text = around.format(CODE.format(str(tmp_path / "canary")))
+    app = opened("autodiff", example="my own", text=text)
+    assert app.error
+    assert not (tmp_path / "canary").exists()
+
+
+class _Canary:
+    """What a pickle runs when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_files_that_are_looked_at_run_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record full of code is shown as text, and a pickle is no record."""
+    folder, canary = tmp_path / "device", tmp_path / "canary"
+    folder.mkdir()
+    code = CODE.format(str(canary))
+    text = f"<script>alert(1)</script><img src=x onerror=alert(1)> {code} $(touch {canary})"
+    numbers = {"forward_ms": 1.0, "backward_ms": 2.0, "peak_mb": 3.0}
+    record = {
+        "device": text, "date": text, "command": text, "note": text, "batch": text, "heads": 1,
+        "head_dim": 1, "causal": True, "rows": [{"length": n, "<b>flash2</b>": numbers} for n in (16, 32)],
+    }  # fmt: skip
+    (folder / "bench_attention.json").write_text(json.dumps(record))
+    (folder / "bench_attention_more.json").write_bytes(pickle.dumps(_Canary(canary)))
+    (folder / "conftest.py").write_text(code)
+    monkeypatch.setattr(ladder_page, "RESULTS", tmp_path)
+    ladder_page.measurements.clear()
+    try:
+        app = opened("ladder")
+    finally:
+        ladder_page.measurements.clear()
+    assert text in app.caption[-1].value
+    assert not any(element.proto.allow_html for element in (*app.markdown, *app.caption))
+    assert app.warning[0].value.endswith("bench_attention_more")
+    assert not canary.exists()
+
+
+def test_an_app_that_every_machine_can_reach_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamlit, "get_option", lambda name: None)
+    app = opened("math")
+    assert "localhost" in app.error[0].value
+    assert not app.title
 
 
 def test_an_index_says_where_in_the_storage() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -76,7 +77,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def _address(server: subprocess.Popen[bytes], log: Path) -> str:
     """Wait until the app answers; its log says where."""
     for _ in range(300):
-        lines = [line for line in log.read_text().splitlines() if "Local URL:" in line]
+        lines = [line for line in log.read_text().splitlines() if " URL: http://localhost" in line]
         if lines:
             url = lines[0].split()[-1]
             with urllib.request.urlopen(f"{url}/_stcore/health") as answer:
@@ -85,6 +86,18 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
         assert server.poll() is None, log.read_text()
         time.sleep(0.1)
     raise AssertionError(f"the app does not start: {log.read_text()}")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere 127.0.0.2 is no address of this machine"
+)
+def test_the_app_answers_to_this_machine_only(address: str) -> None:
+    """A server of all addresses would answer here too, as it would to others in the network."""
+    port = int(address.rpartition(":")[2])
+    with socket.create_connection(("localhost", port), timeout=5):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
 
 
 def settled(view: Any) -> None:

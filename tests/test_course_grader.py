@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "project"))
 
+import course_place  # noqa: E402
 from course import main  # noqa: E402
 from course_child import landlock_version  # noqa: E402
 from course_grader import expected_tests, grade_task  # noqa: E402
@@ -44,10 +46,12 @@ def student(tmp_path: Path) -> Path:
     return tmp_path / "student"
 
 
-def graded(student: Path, counts: dict[str, list[str]], task: str = "0.4", **limits: int) -> Result:
+def graded(
+    student: Path, counts: dict[str, list[str]], task: str = "0.4", gpu: bool = False, **limits: int
+) -> Result:
     folder = student.parent / "place"
     folder.mkdir()
-    place = Workplace(folder, gpu=False)
+    place = Workplace(folder, gpu)
     assemble(student, place.tree, 0)
     return grade_task(place, replace(find_task(task), **limits), counts[task])
 
@@ -215,19 +219,62 @@ def test_a_submission_cannot_write_outside(student: Path, counts: Any, tmp_path:
     assert moved.read_text(encoding="utf-8") == "kept"
 
 
-@pytest.mark.skipif(not landlock_version(), reason="the kernel has to help")
+FORK = """import ctypes, os, time
+libc = ctypes.CDLL(None)
+for _ in range(2):
+    if libc.fork() == 0:
+        libc.setsid()
+        while True:
+            open(os.environ['TMPDIR'] + '/alive', 'w').close()
+            time.sleep(0.05)
+"""
+IN_KERNEL = pytest.mark.skipif(not landlock_version(), reason="the kernel has to help")
+
+
+@IN_KERNEL
 def test_what_a_submission_leaves_running_is_ended(student: Path, counts: Any) -> None:
-    at_import(
-        student,
-        "import ctypes, os, time\nlibc = ctypes.CDLL(None)\n"
-        "if libc.fork() == 0:\n    libc.setsid()\n    while True:\n"
-        "        open(os.environ['TMPDIR'] + '/alive', 'w').close()\n        time.sleep(0.05)\n",
-    )
-    assert graded(student, counts).status == "passed"
+    at_import(student, FORK)
+    # Only where a GPU's driver may need it, a submission can start processes at all.
+    assert graded(student, counts, gpu=True).status == "passed"
     alive = student.parent / "place" / "tmp" / "alive"
     alive.unlink()
     time.sleep(0.5)
     assert not alive.exists()
+
+
+@IN_KERNEL
+def test_a_submission_starts_no_process_and_asks_no_other(student: Path, counts: Any) -> None:
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(student.parent / "door"))
+    server.listen()
+    # A signal to another process is refused from the sixth version of Landlock on.
+    signals = "try:\n    opened.append(os.kill(os.getppid(), 0))\nexcept OSError:\n    pass\n"
+    signals = signals if landlock_version() >= 6 else ""
+    sockets = "(socket.AF_INET, 1), (socket.AF_INET, 2), (socket.AF_INET6, 2), (socket.AF_UNIX, 1)"
+    at_import(
+        student,
+        f"{FORK}import os, signal, socket\nopened = []\n"
+        f"for kind in [{sockets}]:\n    try:\n        opened.append(socket.socket(*kind))\n"
+        "    except OSError:\n        pass\n"
+        f"{signals}assert not opened, opened\n",
+    )
+    result = graded(student, counts)
+    assert result.status == "passed", result.message
+    assert not (student.parent / "place" / "tmp" / "alive").exists()
+    server.close()
+
+
+def test_a_disk_is_not_filled(student: Path, counts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(course_place, "MOST_WRITTEN", 16 << 20)
+    in_train(
+        student,
+        "        import os, time\n        for i in range(4000):\n"
+        "            open(os.environ['TMPDIR'] + f'/{i}', 'wb').write(bytes(1 << 20))\n"
+        "            time.sleep(0.02)\n",
+    )
+    result = graded(student, counts)
+    assert result.message.startswith("stopped when its files had more than"), result.message
+    assert list((student.parent / "place" / "tmp").iterdir()) == []
 
 
 def test_a_link_in_the_tree_is_not_followed(

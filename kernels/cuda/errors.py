@@ -49,6 +49,8 @@ MEANINGS = {
     "this device; update the driver",
     "CUDA_ERROR_ECC_UNCORRECTABLE": "the memory of the device is damaged; restart the process, and "
     "have the device replaced if it happens again",
+    "CUDA_ERROR_NOT_INITIALIZED": "this process was forked after CUDA had begun; start workers with "
+    'multiprocessing.get_context("spawn")',
     "CUDA_ERROR_CONTEXT_IS_DESTROYED": "the CUDA context was destroyed, by cuda.close() or a reset; "
     "restart the process",
 }

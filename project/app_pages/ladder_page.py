@@ -23,18 +23,29 @@ QUANTITIES = {
 
 
 @st.cache_data
-def measurements() -> dict[str, dict[str, Any]]:
-    """Return the committed results of the ladder, by folder and file."""
-    return {
-        f"{path.parent.name}: {path.stem}": json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(RESULTS.glob("*/bench_attention*.json"))
-    }
+def measurements() -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the committed results of the ladder, by folder and file, and which files are none."""
+    found: dict[str, dict[str, Any]] = {}
+    refused: list[str] = []
+    for path in sorted(RESULTS.glob("*/bench_attention*.json")):
+        name = f"{path.parent.name}: {path.stem}"
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            record = None
+        if isinstance(record, dict) and record.get("rows"):
+            found[name] = record
+        else:
+            refused.append(name)
+    return found, refused
 
 
 def page(hide_source: bool = False) -> None:
     """Show the page."""
     st.title("The ladder, measured")
-    found = measurements()
+    found, refused = measurements()
+    if refused:
+        st.warning(f"no results of project/bench_attention.py: {', '.join(refused)}")
     if not found:
         st.error(f"no results in {RESULTS}; make some with python project/bench_attention.py")
         return

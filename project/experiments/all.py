@@ -12,14 +12,13 @@ experiment that runs, whose rows are kept; one that fails does not keep the othe
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import harness
 from command_line import OneLineParser
 from harness import markdown
+from one_by_one import run_one_by_one
 from record_files import BadRecordError
 
 
@@ -56,31 +55,20 @@ def command_of(name: str, device: str, handed: list[str]) -> list[str] | None:
 
 def main(argv: list[str] | None = None) -> int:
     args, handed = parse_args(sys.argv[1:] if argv is None else argv)
-    lines, code = [], 0
-    for name in args.only:
+    bad: list[str] = []  # what is wrong with records that were to be drawn
+
+    def planned(name: str) -> list[str] | str:
         try:
             command = command_of(name, args.device, handed)
         except BadRecordError as error:
-            lines.append([name, str(error), "–"])
-            code = code or 1
-            continue
-        if command is None:
-            lines.append([name, f"not on {args.device}, and no file of it", "–"])
-            continue
-        print(f"\n## {name}\n", flush=True)
-        start = time.perf_counter()
-        done = subprocess.Popen(command)
-        try:
-            status = done.wait()
-        except KeyboardInterrupt:
-            status = done.wait() or 130  # it was interrupted, too, and writes what it has
-        how = {0: "done", 130: "interrupted"}.get(status, f"failed with exit code {status}")
-        lines.append([name, how, f"{time.perf_counter() - start:.0f}"])
-        code = code or status
-        if status == 130:
-            break
+            bad.append(str(error))
+            return bad[-1]
+        return command or f"not on {args.device}, and no file of it"
+
+    commands = {name: planned(name) for name in args.only}
+    lines, code = run_one_by_one(commands)
     print(f"\n{markdown(['experiment', '', 'seconds'], lines)}")
-    return code
+    return code or int(bool(bad))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""The suite passes with the oldest and with the newest of everything that setup.py allows.
+
+    make ends                                        both ends, an hour on two cores
+    make ends ARGS="--only oldest"                   one of them
+    make ends OLDEST=/opt/python3.10/bin/python3     a Python that is not on the path
+
+Each end has two environments of its own under build/ends, because numba-cuda takes the place of numba's
+simulator: one runs the tests and the simulator, the other compiles every CUDA kernel without a GPU.  The
+oldest end has the lower bound of each range, core and extras; the newest what pip finds today.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from packaging.requirements import Requirement
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(PROJECT)]
+import measuring  # noqa: E402
+from command_line import OneLineParser  # noqa: E402
+
+ROOT = PROJECT.parent
+RECORD = ROOT / "docs" / "results" / "reliability" / "ends.json"
+PLACE = ROOT / "build" / "ends"
+#: What each part installs, and how pytest is called.
+PARTS: dict[str, tuple[str, list[str], dict[str, str]]] = {
+    "tests": ("app,plot,test", [], {}),
+    "simulator": ("app,plot,test", ["-m", "simulator"], {"NUMBA_ENABLE_CUDASIM": "1"}),
+    "compile-only": ("cuda,test", [], {}),
+}
+EXTRAS = sorted({extra for extras, *_ in PARTS.values() for extra in extras.split(",")})
+
+
+def requirements() -> list[Requirement]:
+    """Return what the core and the extras of the parts need, each package once."""
+    found: dict[str, Requirement] = {}
+    for line in requires("minitorch-flash") or []:
+        need = Requirement(line)
+        wanted = not need.marker or any(need.marker.evaluate({"extra": e}) for e in EXTRAS)
+        if wanted:
+            found[need.name] = need
+    return list(found.values())
+
+
+def oldest(need: Requirement) -> str:
+    """Return the constraint that holds a package at the lower bound of its range."""
+    (low,) = (each.version for each in need.specifier if each.operator == ">=")
+    return f"{need.name}=={low}"
+
+
+def environment(end: str, extras: str, python: str) -> Path:
+    """Make an environment of one end anew; return its Python."""
+    folder = PLACE / f"{end}-{extras.split(',')[0]}"
+    run([python, "-m", "venv", "--clear", str(folder)])
+    inside = folder / "bin" / "python"
+    constraints = PLACE / f"{end}.txt"
+    lines = [oldest(need) for need in requirements()] if end == "oldest" else []
+    constraints.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    pip = [str(inside), "-m", "pip", "install", "--quiet", "--upgrade"]
+    run([*pip, "--constraint", str(constraints), "--editable", f".[{extras}]"])
+    return inside
+
+
+def run(command: list[str], **variables: str) -> int:
+    """Run a command in the checkout and return its exit code; a command that is no test must succeed."""
+    print(f"$ {' '.join(command)}", flush=True)
+    hidden = ("PIP_CONSTRAINT", "PYTHONPATH", "NUMBA_ENABLE_CUDASIM")
+    known = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(command, cwd=ROOT, env={**known, **variables}, check=False)
+    if done.returncode and "pytest" not in command:
+        raise SystemExit(f"failed with code {done.returncode}: {' '.join(command)}")
+    return done.returncode
+
+
+def tested(python: Path, part: str, workers: int, only: list[str]) -> dict[str, Any]:
+    """Run one part with an environment and return what came of it.
+
+    Args:
+        python: Of the environment.
+        part: One of PARTS.
+        workers: Processes that share the tests.
+        only: Test files; all of the part when empty.
+    """
+    _, options, variables = PARTS[part]
+    files = only or (
+        sorted(str(path) for path in ROOT.glob("tests/test_cuda_compile*.py"))
+        if part == "compile-only"
+        else []
+    )
+    report = PLACE / f"{part}.xml"
+    start = time.perf_counter()
+    pytest = [str(python), "-m", "pytest", "-n", str(workers), "--dist", "loadfile"]
+    code = run([*pytest, f"--junitxml={report}", *options, *files], **variables)
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    failed = count["failures"] + count["errors"]
+    return {
+        "passed": count["tests"] - failed - count["skipped"],
+        "skipped": count["skipped"],
+        "failed": failed,
+        "failures": sorted(
+            f"{case.get('classname')}::{case.get('name')}"
+            for case in suite.iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        ),
+        "exit_code": code,
+        "seconds": round(time.perf_counter() - start),
+    }
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Return the version of each package of the ranges that an environment has, and of its Python."""
+    names = ["python", *(need.name for need in requirements())]
+    code = (
+        "import json, platform, sys\nfrom importlib.metadata import PackageNotFoundError, version\n"
+        "found = {'python': platform.python_version()}\n"
+        "for name in sys.argv[2:]:\n"
+        "    try: found[name] = version(name)\n"
+        "    except PackageNotFoundError: pass\n"
+        "print(json.dumps(found))"
+    )
+    said = subprocess.run(
+        [str(python), "-c", code, *names], capture_output=True, text=True, check=True
+    )
+    return json.loads(said.stdout)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.option("--oldest", str, "python3.10", "the Python of the oldest end")
+    parser.option("--newest", str, "python3.13", "the Python of the newest end")
+    parser.add_argument("--only", choices=("oldest", "newest"), help="one end (default: both)")
+    parser.add_argument("--part", choices=PARTS, action="append", help="one part (default: all)")
+    parser.option("--workers", int, 2, "processes that share the tests")
+    parser.add_argument("files", nargs="*", help="test files; then nothing is recorded")
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    PLACE.mkdir(parents=True, exist_ok=True)
+    ends = json.loads(RECORD.read_text(encoding="utf-8"))["ends"] if RECORD.exists() else {}
+    good = True
+    for end in [args.only] if args.only else ["oldest", "newest"]:
+        pythons: dict[str, Path] = {}
+        found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "versions": {}}
+        for part in args.part or PARTS:
+            extras = PARTS[part][0]
+            if extras not in pythons:
+                pythons[extras] = environment(end, extras, getattr(args, end))
+                found["versions"].update(versions(pythons[extras]))
+            found[part] = tested(pythons[extras], part, args.workers, args.files)
+            good &= found[part]["exit_code"] == 0
+            print(f"{end}, {part}: {found[part]}", flush=True)
+            if not args.files:
+                ends[end] = found if not args.part else {**ends.get(end, {}), **found}
+                measuring.write_record(
+                    RECORD, "make ends", measuring.processor(), workers=args.workers, ends=ends
+                )
+    return int(not good)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

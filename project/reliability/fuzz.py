@@ -1,0 +1,228 @@
+"""Minutes of drawn calls: nonsense that must be refused or right, and every combination of options.
+
+    python project/reliability/fuzz.py --minutes 10
+
+Batches run in children, each from a seed of its own, until the time is up; the parts run side by side.
+
+nonsense    tests/test_fuzz.py: odd memory, odd numbers, odd values of every option; a call is refused
+            with a message that helps or gives what the textbook gives in float64, and changes nothing;
+            operands and results lie between canaries.
+bounds      the same with NUMBA_BOUNDSCHECK=1 and a folder of compiled code of its own.
+options     the tests marked fuzz: valid combinations of options, on every host rung, against the textbook.
+sanitizer   attention's smoke test under compute-sanitizer's memcheck: only on a machine with a GPU.
+
+A child that dies is a failure: the draw that was under way is printed, and where Python was then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(PROJECT)]
+import measuring  # noqa: E402
+from command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser  # noqa: E402
+
+from kernels.targets import why_no_cuda  # noqa: E402
+
+ROOT = PROJECT.parent
+RECORD = ROOT / "docs" / "results" / "reliability" / "fuzz.json"
+#: Code that was compiled with bounds checking must not meet the other, which has the same name.
+BOUNDS_CACHE = ROOT / "build" / "numba-boundscheck"
+#: Part → its tests, and what its children have in their environment.
+PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "nonsense": (["tests/test_fuzz.py"], {}),
+    "bounds": (
+        ["tests/test_fuzz.py"],
+        {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(BOUNDS_CACHE)},
+    ),
+    "options": (
+        ["-m", "fuzz", "tests/test_attention_kernels.py", "tests/test_flash_attention.py",
+         "tests/test_varlen.py"],
+        {},
+    ),
+}  # fmt: skip
+#: What a sanitizer looks at: kernels on a GPU, each with its options.
+SANITIZED = "tests.cuda_smoke"
+
+
+class Batch(NamedTuple):
+    """What became of one child.
+
+    Attributes:
+        outcomes: "right", "refused", "returned" or "drawn" → how many draws.
+        failure: What to print, or None.
+    """
+
+    outcomes: Counter[str]
+    failure: str | None
+
+
+def run_batch(part: str, seed: int, examples: int, seconds: float) -> Batch:
+    """Draw for a while in a child.
+
+    Args:
+        part: Of ``PARTS``.
+        seed: Hypothesis's.
+        examples: Of each test.
+        seconds: After which the child is stopped; what it has drawn by then counts.
+    """
+    tests, environment = PARTS[part]
+    with tempfile.TemporaryDirectory() as folder:
+        notes, counts = Path(folder) / "notes", Path(folder) / "counts"
+        notes.touch()
+        command = [
+            sys.executable, "-X", "faulthandler", "-m", "pytest", "-q", "-n", "0", "--tb", "short",
+            "-p", "no:cacheprovider", "--hypothesis-seed", str(seed), *tests,
+        ]  # fmt: skip
+        names = {"MINITORCH_FUZZ_NOTES": str(notes), "MINITORCH_FUZZ_COUNTS": str(counts)}
+        env = {
+            **os.environ,
+            **environment,
+            **names,
+            "MINITORCH_EXAMPLES": str(examples),
+            "PYTHONUNBUFFERED": "1",
+        }
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            output, _ = child.communicate(timeout=seconds)
+            stopped = False
+        except subprocess.TimeoutExpired:
+            child.kill()
+            output, _ = child.communicate()
+            stopped = True
+        last = notes.read_text(encoding="utf-8", errors="replace")
+        outcomes = _outcomes(counts, last) if part != "options" else _drawn(output, examples)
+    if child.returncode == 0 or stopped:
+        return Batch(outcomes, None)
+    died = f"the child died of signal {-child.returncode}\n" if child.returncode < 0 else ""
+    return Batch(
+        outcomes, f"{part}, seed {seed}: {died}{output[-6000:]}\nlast draw: {last[-4000:]}"
+    )
+
+
+class Drawn(NamedTuple):
+    """What one part has drawn.
+
+    Attributes:
+        outcomes: As of a :class:`Batch`.
+        failures: Texts.
+        seeds: Of the batches.
+    """
+
+    outcomes: Counter[str]
+    failures: list[str]
+    seeds: list[int]
+
+
+def draw_for(part: str, seed: int, examples: int, seconds: float) -> Drawn:
+    """Run batches of one part, each from the next seed, until the time is up."""
+    drawn, end = Drawn(Counter(), [], []), time.perf_counter() + seconds
+    while (left := end - time.perf_counter()) > min(15.0, seconds / 2):
+        batch = run_batch(part, seed + len(drawn.seeds), examples, left)
+        drawn.seeds.append(seed + len(drawn.seeds))
+        drawn.outcomes.update(batch.outcomes)
+        if batch.failure:
+            drawn.failures.append(batch.failure)
+            tqdm.write(batch.failure)
+    return drawn
+
+
+def _outcomes(counts: Path, last: str) -> Counter[str]:
+    """Return how the draws ended: as the child counted at its end, or else at its last draw."""
+    if counts.exists():
+        return Counter(json.loads(counts.read_text()))
+    first = last.splitlines()[:1]
+    return Counter(json.loads(first[0].replace("'", '"')) if first else {})
+
+
+def _drawn(output: str, examples: int) -> Counter[str]:
+    """Return how many draws the tests that have passed have made: a dot each, at most ``examples``."""
+    dots = sum(
+        line.split("[")[0].count(".")
+        for line in output.splitlines()
+        if not line.split("[")[0].strip(" .sF")
+    )
+    return Counter({"right": dots * examples})
+
+
+def sanitize() -> str:
+    """Run kernels under compute-sanitizer; return what came of it, or why it did not run."""
+    reason = why_no_cuda()
+    tool = shutil.which("compute-sanitizer")
+    if reason is not None or tool is None:
+        missing = "no compute-sanitizer" if reason is None else reason.split(";")[0]
+        return f"not run, it needs a GPU and compute-sanitizer: {missing}"
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", SANITIZED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return "clean" if done.returncode == 0 else f"FAILED:\n{done.stdout[-4000:]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.option("--minutes", POSITIVE, 10.0, "to draw for")
+    parser.option("--seed", FROM_ZERO, 0, "of the first batch; 0 takes one from the clock")
+    parser.option("--examples", COUNT, 500, "of each test in a batch")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*PARTS], default=[*PARTS], help="(default: all)"
+    )
+    parser.add_argument("--json", default=str(RECORD), help="the record (default: %(default)s)")
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    first = args.seed or int(time.time()) % 2**31
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(len(args.only)) as pool:
+        drawing = {
+            part: pool.submit(
+                draw_for, part, first + 1000 * number, args.examples, 60 * args.minutes
+            )
+            for number, part in enumerate(args.only)
+        }
+        for _ in tqdm(range(round(60 * args.minutes)), unit="s", disable=None):
+            if all(future.done() for future in drawing.values()):
+                break
+            time.sleep(1.0)
+    results = {part: future.result() for part, future in drawing.items()}
+    cases = {part: found.outcomes for part, found in results.items()}
+    failures = [failure for found in results.values() for failure in found.failures]
+    sanitizer = sanitize()
+    failures += [sanitizer] if sanitizer.startswith("FAILED") else []
+    drawn = sum(sum(found.values()) for found in cases.values())
+    measuring.write_record(
+        args.json,
+        measuring.command_line("project/reliability/fuzz.py", argv),
+        measuring.name_of("cpu"),
+        cases=drawn,
+        minutes=round((time.perf_counter() - begin) / 60, 1),
+        failures=len(failures),
+        by_part={part: dict(found) for part, found in cases.items()},
+        seeds={part: found.seeds for part, found in results.items()},
+        examples_of_each_test=args.examples,
+        compute_sanitizer=sanitizer.splitlines()[0],
+        which_failed=[failure[:400] for failure in failures],
+    )
+    print(
+        f"{drawn:,} draws, {len(failures)} failures; compute-sanitizer: {sanitizer.splitlines()[0]}"
+    )
+    return int(bool(failures) or not drawn)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,243 @@
+"""Ten thousand training steps do not make the process grow, nor does anything else that is done again.
+
+    python project/reliability/leaks.py                    some minutes on two cores
+    python project/reliability/leaks.py --device cuda      the memory of the GPU too
+    python project/reliability/leaks.py --only training    one of them
+
+The memory of a process is what it has written to itself, in memory or swapped out; pages of files come
+and go as the system likes.  Growth compares the medians of two stretches: the tenth of the steps after
+the warm-up, which is itself the first tenth, and the last tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(PROJECT)]
+import measuring  # noqa: E402
+from command_line import COUNT, OneLineParser  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import kernels  # noqa: E402
+import minitorch  # noqa: E402
+from kernels import BlockMask  # noqa: E402
+from kernels.cuda.arrays import pool, to_device  # noqa: E402
+
+RECORD = PROJECT.parent / "docs" / "results" / "reliability" / "leaks.json"
+#: Growth that is no leak, in percent: the allocators' own.
+ALLOWED = 1.0
+#: Readings of each kind of step.
+READINGS = 100
+VOCABULARY, LONGEST = 32, 64
+
+Step = Callable[[int], Any]
+
+
+def written_bytes() -> int:
+    """Return how much memory this process has written to: resident, or swapped out."""
+    status = Path("/proc/self/status").read_text()
+    return sum(1024 * int(status.split(f"{key}:")[1].split()[0]) for key in ("RssAnon", "VmSwap"))
+
+
+def resident_bytes() -> int:
+    """Return how much of this process is in memory, pages of files too."""
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+
+
+# -- what is done again and again --------------------------------------------------------------------
+
+
+def make_model(device: str, seed: int = 0) -> minitorch.DecoderLM:
+    """Return a tiny transformer with dropout."""
+    minitorch.manual_seed(seed)
+    return minitorch.DecoderLM(
+        n_vocab=VOCABULARY, n_embd=16, n_head=2, n_positions=LONGEST, p_dropout=0.1, n_layer=1,
+        middle_dim=64, attention="flash", dtype=np.float32,
+        backend=minitorch.FastBackend if device == "cpu" else minitorch.CudaBackend,
+    )  # fmt: skip
+
+
+def training(device: str, length: Callable[[int], int] = lambda step: 32) -> Step:
+    """Return a training step."""
+    model, rng = make_model(device), np.random.default_rng(0)
+    optimizer = minitorch.Adam(model.parameters(), lr=1e-3)
+
+    def step(number: int) -> None:
+        inputs, targets = rng.integers(0, VOCABULARY, (2, 2, length(number)))
+        optimizer.zero_grad()
+        loss = model.loss(inputs, targets)
+        loss.backward()
+        minitorch.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if number % 10 == 0:
+            loss.item()
+
+    return step
+
+
+def lengths(device: str) -> Step:
+    """Return a training step whose sequences have a length of their own each time."""
+    return training(device, lambda step: 2 + step * 37 % (LONGEST - 2))
+
+
+def writing(device: str) -> Step:
+    """Return a step that asks a model for text, token by token from a cache."""
+    model = make_model(device)
+    model.eval()
+    return lambda number: model.generate([1, 2, 3], 4, seed=number)
+
+
+def models(device: str) -> Step:
+    """Return a step that makes a model, trains it once and drops it."""
+
+    def step(number: int) -> None:
+        model = make_model(device, number)
+        model.loss(np.ones((1, 4), np.int64), np.ones((1, 4), np.int64)).backward()
+
+    return step
+
+
+def attention(device: str) -> Step:
+    """Return a step of one call on arrays, forward and backward, with other options each time."""
+    rng, place = np.random.default_rng(0), np.asarray if device == "cpu" else to_device
+
+    def step(number: int) -> None:
+        seq = 1 + number * 29 % 96
+        q, k, v = (place(rng.standard_normal((2, seq, 16)).astype(np.float32)) for _ in range(3))
+        options: dict[str, Any] = [
+            {"is_causal": True}, {"dropout_p": 0.1, "seed": number},
+            {"attn_mask": place(rng.random((seq, seq)) < 0.5)},
+            {"block_mask": BlockMask.butterfly(seq, seq, 16)},
+        ][number % 4]  # fmt: skip
+        out, lse = kernels.flash_attention_forward(q, k, v, **options)
+        kernels.flash_attention_backward(out, q, k, v, out, lse, **options)
+
+    return step
+
+
+def refused(device: str) -> Step:
+    """Return a step that asks for what cannot be: the error holds no arrays once it is caught."""
+    place = np.asarray if device == "cpu" else to_device
+    q, wrong = place(np.ones((2, 40, 16), np.float32)), place(np.ones((2, 40, 8), np.float32))
+
+    def step(number: int) -> None:
+        try:
+            kernels.flash_attention_forward(q, wrong, q)
+        except ValueError:
+            return
+        raise AssertionError("a wrong call has been taken")
+
+    return step
+
+
+class Kind(NamedTuple):
+    """Something that is done again and again.
+
+    Attributes:
+        make: Returns the step for a device.
+        steps: How many are taken.
+        warm_up: The part of them before the first stretch.
+    """
+
+    make: Callable[[str], Step]
+    steps: int
+    warm_up: float = 0.1
+
+
+KINDS = {
+    "training": Kind(training, 10_000),
+    "lengths": Kind(lengths, 4_000),
+    "writing": Kind(writing, 2_000),
+    "models": Kind(models, 1_000),
+    # The last 1024 questions are remembered, and a seed makes one of its own: so long until that is full.
+    "attention": Kind(attention, 8_000, 0.5),
+    "refused": Kind(refused, 10_000),
+}
+
+# -- measuring ---------------------------------------------------------------------------------------
+
+
+def device_bytes(device: str) -> int:
+    """Return how much memory of the GPU is in use; 0 on the CPU."""
+    memory = None if device == "cpu" else pool()
+    return 0 if memory is None else memory.in_use()
+
+
+def growth(readings: list[int], warm_up: float) -> float:
+    """Return by how many percent the last tenth of the readings is above the one after the warm-up."""
+    tenth, start = max(len(readings) // 10, 1), int(warm_up * len(readings))
+    before, after = median(readings[start : start + tenth]), median(readings[-tenth:])
+    return 100.0 * (after / before - 1.0) if before else 100.0 * bool(after)
+
+
+def measure(name: str, device: str, steps: int) -> dict[str, Any]:
+    """Take the steps of one kind; return a row of the record."""
+    kind = KINDS[name]
+    step = kind.make(device)
+    every = max(steps // READINGS, 1)
+    readings: dict[str, list[int]] = {"written": [], "resident": [], "objects": [], "device": []}
+    for number in tqdm(range(steps), desc=name, unit="step", mininterval=0.5):
+        step(number)
+        if number % every == every - 1:
+            gc.collect()
+            readings["written"].append(written_bytes())
+            readings["resident"].append(resident_bytes())
+            readings["objects"].append(len(gc.get_objects()))
+            readings["device"].append(device_bytes(device))
+    return {
+        "what": name,
+        "steps": steps,
+        **{
+            f"{key}_growth_percent": round(growth(values, kind.warm_up), 3)
+            for key, values in readings.items()
+        },
+        "written_mb": round(readings["written"][-1] / 1e6, 1),
+        "device_bytes": readings["device"][-1],
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.choice("--device", ("cpu", "cuda"), "cpu", "to run on")
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS),
+                        help="(default: all)")  # fmt: skip
+    parser.add_argument("--steps", type=COUNT, metavar="N", help="of each (default: its own)")
+    parser.add_argument("--json", default=str(RECORD), help="the record (default: %(default)s)")
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    worst = 0.0
+    for name in args.only:
+        rows.append(measure(name, args.device, args.steps or KINDS[name].steps))
+        row = rows[-1]
+        worst = max(worst, row["written_growth_percent"], row["device_growth_percent"])
+        print(
+            f"{name}: {row['steps']} steps, memory {row['written_growth_percent']:+.2f} %, objects "
+            f"{row['objects_growth_percent']:+.2f} %, GPU {row['device_growth_percent']:+.2f} %"
+        )
+        measuring.write_record(
+            args.json,
+            measuring.command_line("project/reliability/leaks.py", argv),
+            measuring.name_of(args.device),
+            steps=sum(row["steps"] for row in rows),
+            training_steps=next((r["steps"] for r in rows if r["what"] == "training"), 0),
+            worst_growth_percent=worst,
+            allowed_percent=ALLOWED,
+            rows=rows,
+        )
+    return int(worst > ALLOWED)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,26 +1,37 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
-# make test                    every test
-# make fuzz [EXAMPLES=2500]    more than 20,000 drawn combinations of attention's options
+# make test [ONLY=cpu]         every test; or those of one half: cpu, simulator
+# make fuzz [MINUTES=10]       drawn calls of attention, many of them nonsense: refused in words, or right
+# make fuzz-options [EXAMPLES=2500]   more than 20,000 drawn combinations of attention's options
 # make ptx                     every CUDA kernel compiled for every generation, without a GPU
 # make lint                    style and types
 # make app [MODULE=2]          the app in a browser: every page, or those of the modules up to one
 # make docs                    the site: build/docs/index.html
 # make bench                   naive against flash attention: time and memory
 # make experiments             every table and figure of the papers, in small: build/experiments
+# make reliability             the long tests of what goes wrong and what goes on: docs/reliability.md
+# make ends                    the suite with the oldest and with the newest of everything it may run with
+# make lock                    requirements-ci.txt anew: the exact versions that CI installs
 # Each creates .venv on first use and installs what it needs. PYTHON=python3.12 picks another Python.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+ONLY ?=
 MODULE ?=
+MINUTES ?= 10
 EXAMPLES ?= 2500
+# A file of exact versions to install, as CI does; without it pip takes the newest of each range.
+LOCK ?=
+OLDEST ?= python3.10
+NEWEST ?= python3.13
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # The text's name reaches the script by the environment, as it is: quotes and spaces mean nothing there.
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train test ptx compile-ptx fuzz lint docs bench experiments app clean FORCE
+.PHONY: train test test-cpu test-simulator ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
+  install-ci lock ends clean FORCE
 
 # Not empty when the user says which Python.
 CHOSEN := $(filter-out file,$(origin PYTHON))
@@ -48,11 +59,11 @@ $(VENV)/.python: FORCE
 	esac; \
 	test -e $@ || touch $@
 
-$(VENV)/.train: $(VENV)/.python setup.py requirements.txt
+$(VENV)/.train: $(VENV)/.python setup.py requirements.txt $(LOCK)
 	$(PIP) --editable '.[plot]'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.python setup.py requirements.txt
+$(VENV)/.test: $(VENV)/.python setup.py requirements.txt $(LOCK)
 	$(PIP) --editable '.[app,plot,test]'
 	@touch $@
 
@@ -60,26 +71,30 @@ $(VENV)/.lint: $(VENV)/.test
 	$(PIP) --editable '.[app,plot,test,lint]'
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.python setup.py requirements.txt
+$(VENV)/.docs: $(VENV)/.python setup.py requirements.txt $(LOCK)
 	$(PIP) --editable '.[docs]'
 	@touch $@
 
-$(VENV)/.app: $(VENV)/.python setup.py requirements.txt
+$(VENV)/.app: $(VENV)/.python setup.py requirements.txt $(LOCK)
 	$(PIP) --editable '.[app]'
 	@touch $@
 
 train: $(VENV)/.train
 	$(BIN)/python project/train_gpt.py $${TEXT:+--text="$$TEXT"} $(ARGS)
 
-test: $(VENV)/.test
+test: $(addprefix test-,$(or $(ONLY),cpu simulator))
+
+test-cpu: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-simulator: $(VENV)/.test
 	NUMBA_ENABLE_CUDASIM=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m simulator $(ARGS)
 
 # numba-cuda would take the place of numba's own simulator: an environment apart.
 ptx:
 	@$(MAKE) --no-print-directory compile-ptx VENV=$(VENV)-ptx
 
-$(VENV)/.ptx: $(VENV)/.python setup.py requirements.txt
+$(VENV)/.ptx: $(VENV)/.python setup.py requirements.txt $(LOCK)
 	$(PIP) --editable '.[test,cuda]'
 	@touch $@
 
@@ -87,6 +102,9 @@ compile-ptx: $(VENV)/.ptx
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/test_cuda_compile*.py $(ARGS)
 
 fuzz: $(VENV)/.test
+	$(BIN)/python project/reliability/fuzz.py --minutes $(MINUTES) --json build/fuzz.json $(ARGS)
+
+fuzz-options: $(VENV)/.test
 	MINITORCH_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 -m fuzz $(ARGS)
 
 lint: $(VENV)/.lint
@@ -104,8 +122,32 @@ bench: $(VENV)/.train
 experiments: $(VENV)/.train
 	$(BIN)/python project/experiments/all.py $(ARGS)
 
+reliability: $(VENV)/.test
+	$(BIN)/python project/reliability/all.py $(ARGS)
+
 app: $(VENV)/.app
 	$(BIN)/python -m streamlit run project/app.py $(ARGS) -- $(MODULE)
+
+# Everything that .ci/run needs, so that its parts only run.
+install-ci: $(VENV)/.lint $(VENV)/.docs
+	@$(MAKE) --no-print-directory $(VENV)-ptx/.ptx VENV=$(VENV)-ptx
+
+# Both of CI's environments, the newest of each range, and what they have in common the same version.
+# For Python 3.11 and newer: the newest NumPy has no 3.10.
+lock:
+	rm -rf build/lock
+	$(PYTHON) -m venv build/lock/all
+	build/lock/all/bin/python -m pip install --quiet --upgrade '.[app,docs,lint,plot,test]'
+	build/lock/all/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/all.txt
+	$(PYTHON) -m venv build/lock/cuda
+	PIP_CONSTRAINT=build/lock/all.txt build/lock/cuda/bin/python -m pip install --quiet --upgrade '.[cuda,test]'
+	build/lock/cuda/bin/python -m pip freeze --all --exclude pip --exclude minitorch-flash > build/lock/cuda.txt
+	{ echo "# What CI installs, of the ranges in setup.py and requirements.txt: made by make lock, on Python" \
+	    "$$($(PYTHON) -c '$(VERSION)')."; \
+	  cat build/lock/all.txt build/lock/cuda.txt | LC_ALL=C sort -fu; } > requirements-ci.txt
+
+ends: $(VENV)/.test
+	$(BIN)/python project/reliability/ends.py --oldest=$(OLDEST) --newest=$(NEWEST) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-ptx runs build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

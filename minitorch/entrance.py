@@ -1,0 +1,81 @@
+"""How the package begins: as a command that must run anywhere, or as a library whose imports may fail.
+
+Standard library only, as everything that ``python -m minitorch doctor`` runs by itself: where NumPy or
+numba cannot be imported, this can.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import TracebackType
+
+DOCTOR = "python -m minitorch doctor"
+_HERE = Path(__file__).resolve().parent
+#: Folders of this project's own code.
+_OURS = {_HERE, _HERE.parent / "kernels"}
+
+
+def runs_as_command(package: str) -> bool:
+    """Tell whether Python imports a package only in order to run it: ``python -m package``.
+
+    Args:
+        package: Its name.
+
+    Source: Python's manual, "Command line and environment", ``-m``: while the module is being located,
+    the first element of ``sys.argv`` is ``"-m"``.
+    """
+    given = getattr(sys, "argv", [])
+    if given[:1] != ["-m"]:
+        return False
+    asked = getattr(sys, "orig_argv", None)  # new in Python 3.10
+    return asked is None or asked[-len(given)] in (package, f"-m{package}")
+
+
+class naming_the_doctor:
+    """Turn what a dependency raises inside the ``with`` into one ImportError that says whom to ask.
+
+    An error of this project's own code, such as one that a student is working on, stays what it is.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, (Exception, SystemExit)) and not is_ours(error):
+            raise ImportError(
+                f"minitorch cannot be imported here ({describe(error)}); run `{DOCTOR}`: it says what "
+                "is wrong with this environment and how to mend it"
+            ) from error
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+def is_ours(error: BaseException) -> bool:
+    """Tell whether an error is one of this project's code, and not one of what it stands on.
+
+    Args:
+        error: With its traceback.
+    """
+    if isinstance(error, ImportError) and error.name is not None:
+        top = sys.modules.get(error.name.split(".")[0])
+        return _lies_here(getattr(top, "__file__", None))
+    if isinstance(error, SyntaxError):
+        return _lies_here(error.filename)
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        place, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
+    return _lies_here(place)
+
+
+def _lies_here(file: str | None) -> bool:
+    return file is not None and not _OURS.isdisjoint(Path(file).resolve().parents)

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from kernels import launch
+from kernels.arguments import whole
 from kernels.block_mask import BlockMask
 from kernels.calls import Call, as_operand
+from kernels.checks import check_types
 from kernels.option_checks import check_dropout
 from kernels.options import by_name, takes_attention_options
 from kernels.problem import Problem, make_problem
@@ -118,16 +120,22 @@ def dropout_mask(
         A boolean array of that shape, True where a probability is kept.
 
     Raises:
+        TypeError: If one of them is no number, or the shape holds something else than whole numbers.
         ValueError: If one of them is out of range.
 
     Source: Philox4x32-7, keyed by the seed; the counter is (column / 8, row, batch · heads + head), and
     each half of the four words of a counter decides one column.  The rate is rounded to a multiple of 2⁻¹⁶,
     and attention multiplies what it keeps by ``kernels.philox.keep_scale`` of it.
     """
+    check_types(dropout_p=dropout_p, seed=seed)
     seed = check_dropout(dropout_p, seed)
-    if len(shape) < 2 or min(shape) < 0:
-        raise ValueError(f"shape must be (…, heads, seq_q, seq_k), got {tuple(shape)}")
-    *lead, seq_q, seq_k = shape
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise TypeError(f"shape must be (…, heads, seq_q, seq_k), got {shape!r}; pass a tuple")
+    if len(shape) < 2:
+        raise ValueError(
+            f"shape must be (…, heads, seq_q, seq_k), two sizes or more, got {tuple(shape)}"
+        )
+    *lead, seq_q, seq_k = (whole("a size of the shape", size, 0) for size in shape)
     batch_head = np.arange(math.prod(lead)).reshape(*lead, 1, 1)
     return kept(seed, dropout_p, batch_head, np.arange(seq_q)[:, None], np.arange(seq_k))
 

@@ -13,7 +13,8 @@ import numba
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 
-from kernels.block_states import FULL, PARTIAL, Bools, Grid, check_grid, pack, unpack, whole
+from kernels.arguments import as_host_array, whole
+from kernels.block_states import FULL, PARTIAL, Bools, Grid, check_grid, pack, unpack
 from kernels.mods import check_mod
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def from_dense(_cls: Mask, mask: Any, block_size: Any = 64) -> BlockMask:
         TypeError: If it is not boolean.
         ValueError: If it has other dimensions.
     """
-    array = np.asarray(mask)
+    array = as_host_array("mask", mask)
     if array.dtype != bool:
         raise TypeError(f"mask must be boolean (True keeps), got {array.dtype}; write mask != 0")
     if array.ndim not in (2, 3) or (array.ndim == 3 and not len(array)):

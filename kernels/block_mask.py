@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels import block_elements, block_patterns
+from kernels.arguments import shown, whole
 from kernels.block_picture import as_text, save_png
 from kernels.block_states import (
     FULL,
@@ -24,7 +25,6 @@ from kernels.block_states import (
     check_grid,
     combine,
     stack,
-    whole,
 )
 from kernels.block_tiles import TileList, make_tile_list
 
@@ -83,9 +83,12 @@ class BlockMask:
         Raises:
             ValueError: If there is none, or they differ in lengths or block size.
         """
-        masks = list(masks)
+        masks = list(masks) if isinstance(masks, (list, tuple)) else [masks]  # type: ignore[list-item]
         if not masks:
             raise ValueError("stack needs a mask for each head, got none")
+        for mask in masks:
+            if not isinstance(mask, BlockMask):
+                raise TypeError(f"stack needs a list of BlockMask, got {shown(mask)} in its place")
         for mask in masks:
             masks[0]._check_like(mask, "stack")
         return cls._of(masks[0]._grid, stack(mask._blocks for mask in masks))
@@ -105,7 +108,19 @@ class BlockMask:
         return int(np.count_nonzero(self.states)) / max(self.states.size, 1)
 
     def visible(self, row: int, rows: int, col: int, cols: int) -> npt.NDArray[np.bool_]:
-        """Return (heads, rows, cols), True where a row sees a column, from (row, col) on."""
+        """Return (heads, rows, cols), True where a row sees a column, from (row, col) on.
+
+        Raises:
+            ValueError: If the mask has no such rows or columns.
+        """
+        for name, first, count, seq in (
+            ("row", row, rows, self.seq_q),
+            ("col", col, cols, self.seq_k),
+        ):
+            if whole(name, first, 0) + whole(f"{name}s", count, 0) > seq:
+                raise ValueError(
+                    f"{name} {first} and the {count} from there on lie beyond the mask's {seq}; take fewer"
+                )
         r, c = np.arange(row, row + rows)[:, None], np.arange(col, col + cols)  # (rows, 1), (cols,)
         states = self.states[:, r // self.block_q, c // self.block_k]  # (heads, rows, cols)
         out = states == FULL

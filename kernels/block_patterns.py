@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.block_states import FULL, PARTIAL, Bools, Grid, check_grid, whole
+from kernels.arguments import as_host_array, shown, whole
+from kernels.block_states import FULL, PARTIAL, Bools, Grid, check_grid
 from kernels.masks import is_visible
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def strided(
     rows, cols = _squares(grid)
     step = max(math.isqrt(cols), 1) if stride is None else whole("stride", stride, 1)
     distance = np.arange(rows)[:, None] - np.arange(cols)  # (query squares, key squares)
+    if not isinstance(is_causal, (bool, np.bool_)):
+        raise TypeError(f"is_causal must be True or False, got {shown(is_causal)}")
     mask = _of_squares(_cls, grid, (np.abs(distance) <= step) | (distance % step == 0))
     return mask & causal(_cls, seq_q, seq_k, block_size) if is_causal else mask
 
@@ -221,7 +224,7 @@ def local_global(
     Source: Longformer (Beltagy et al., 2020, section 3.1).
     """
     grid = check_grid(seq_q, seq_k, block_size)
-    positions = np.asarray(global_tokens)
+    positions = as_host_array("global_tokens", global_tokens)
     if positions.dtype.kind not in "iu" and positions.size:
         raise TypeError(
             f"global_tokens must be whole numbers, got {positions.dtype}; give positions or how many"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from kernels.arguments import as_host_array, whole
 from kernels.geometry import ceil_div
 
 #: States of a block; from ``PARTIAL`` on it has the pattern of number state - PARTIAL.
@@ -16,6 +17,8 @@ HIDDEN, FULL, PARTIAL = 0, 1, 2
 
 #: Sides of a block are multiples of this: kernels' tiles are.
 SIDE = 16
+#: Most blocks of one head: their states alone take a gigabyte.
+MOST_BLOCKS = 2**28
 
 States = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
@@ -63,23 +66,6 @@ class Blocks(NamedTuple):
     patterns: Any = None
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
-    """Return a whole number.
-
-    Raises:
-        TypeError: If it is none.
-        ValueError: If it is less than ``least``.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        kind = type(value).__name__
-        raise TypeError(f"{name} must be a whole number, got {value!r} ({kind})") from None
-    if least is not None and number < least:
-        raise ValueError(f"{name} must be {least} or more, got {number}")
-    return number
-
-
 def check_grid(seq_q: Any, seq_k: Any, block_size: Any) -> Grid:
     """Return lengths and a block size, one number or (rows, columns), as a grid.
 
@@ -98,7 +84,14 @@ def check_grid(seq_q: Any, seq_k: Any, block_size: Any) -> Grid:
             f"block_size must be a multiple of {SIDE}, as the tiles of kernels are, got {block_size}; "
             f"the next is {tuple(ceil_div(side, SIDE) * SIDE for side in sides)}"
         )
-    return Grid(whole("seq_q", seq_q, 0), whole("seq_k", seq_k, 0), *sides)
+    grid = Grid(whole("seq_q", seq_q, 0), whole("seq_k", seq_k, 0), *sides)
+    if math.prod(grid.counts) > MOST_BLOCKS:
+        raise ValueError(
+            f"{grid.seq_q} rows and {grid.seq_k} columns in blocks of {grid.block} are "
+            f"{math.prod(grid.counts)} blocks, more than {MOST_BLOCKS}; take larger blocks, or "
+            "is_causal and window_size, which need none"
+        )
+    return grid
 
 
 def check_blocks(states: Any, patterns: Any, grid: Grid) -> Blocks:
@@ -108,7 +101,7 @@ def check_blocks(states: Any, patterns: Any, grid: Grid) -> Blocks:
         TypeError: If states are no whole numbers or patterns no booleans.
         ValueError: If there is not one state for each block, or a state without its pattern.
     """
-    states = np.asarray(states)
+    states = as_host_array("states", states)
     if states.dtype.kind not in "biu":
         raise TypeError(
             f"states must be whole numbers (0 hidden, 1 full, 2 and more partial) or booleans, got "
@@ -122,7 +115,8 @@ def check_blocks(states: Any, patterns: Any, grid: Grid) -> Blocks:
             f"{grid.block_q} rows and {grid.block_k} columns in {grid.seq_q} rows and {grid.seq_k} "
             f"columns, the last ones short; got {states.shape}"
         )
-    patterns = np.zeros((0, *grid.block), bool) if patterns is None else np.asarray(patterns)
+    patterns = np.zeros((0, *grid.block), bool) if patterns is None else patterns
+    patterns = as_host_array("patterns", patterns)
     if patterns.dtype != bool:
         raise TypeError(
             f"patterns must be boolean (True keeps), got {patterns.dtype}; write patterns != 0"

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from kernels import launch
+from kernels.arguments import as_host_array, as_plain
+from kernels.checks import check_types
 from kernels.cuda.arrays import device_view, element_strides, is_device_array
 from kernels.dlpack import as_array
 from kernels.operands import make_operands
@@ -60,8 +62,11 @@ class Call:
 
     def backward(self, tile: Any, with_mask: bool = False) -> tuple[Any, ...]:
         """Return dq, dk and dv, of the operands' shapes; and with ``with_mask`` that of the mask."""
+        check_types(mask_gradient=with_mask)
         if with_mask and self.problem.mask != "float":
-            raise ValueError("mask_gradient is for a floating attn_mask, and the call has none")
+            raise ValueError(
+                "mask_gradient is for a floating attn_mask, and the call has none; leave it at False"
+            )
         operands = self.operands
         gradients = launch.backward(self.target, self.problem, operands, tile, with_mask)
         dq, dk, dv = (
@@ -74,22 +79,25 @@ class Call:
 
 
 def as_operand(array: Any) -> Any:
-    """Return an operand, or None, as NumPy's or numba's array; of NumPy's subclasses only the array.
-
-    A ``numpy.matrix`` would stay of two dimensions however it is reshaped.
-    """
-    return np.asarray(array) if isinstance(array, np.ndarray) else as_array(array)
+    """Return an operand, or None, as NumPy's or numba's array; see :func:`kernels.arguments.as_plain`."""
+    if type(array) is np.ndarray and array.dtype.isnative:
+        return array  # as most are
+    return as_plain(array) if isinstance(array, np.ndarray) else as_array(array)
 
 
 def mask_and_slopes(options: dict[str, Any]) -> dict[str, Any]:
     """Return ``attn_mask`` and ``alibi_slopes`` as arrays, slopes from a list too."""
     mask, slopes = options.get("attn_mask"), options.get("alibi_slopes")
     return {
-        "attn_mask": as_operand(mask) if hasattr(mask, "dtype") else mask,
-        "alibi_slopes": np.asarray(slopes)
+        "attn_mask": as_operand(mask) if _is_array(mask) else mask,
+        "alibi_slopes": as_host_array("alibi_slopes", slopes)
         if isinstance(slopes, (list, tuple))
         else as_operand(slopes),
     }
+
+
+def _is_array(mask: Any) -> bool:
+    return any(hasattr(mask, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
 
 
 def check_place(name: str, array: Any, on_host: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.arguments import shown
 from kernels.block_mask import BlockMask
 
 #: Most rows or columns of a tile: beyond it nothing is gained, and its scores no longer fit anywhere.
@@ -26,7 +27,7 @@ def check_tile(tile: Any) -> tuple[int, int] | None:
     if not (len(sides) == 2 and all(_is_whole(side) for side in sides)):
         raise TypeError(
             f"tile must be (block_q, block_k), two whole numbers, or None for the rung's own; got "
-            f"{_shown(tile)}"
+            f"{shown(tile)}"
         )
     if not (min(sides) >= 1 and max(sides) <= MAX_TILE):
         raise ValueError(
@@ -67,7 +68,9 @@ def _is_block_mask(value: Any) -> bool:
 
 #: Option → the type that most calls give, which needs no further look; of all others that of None.
 _USUAL: dict[str, type] = {
-    **dict.fromkeys(("is_causal", "enable_gqa", "deterministic", "return_lse"), bool),
+    **dict.fromkeys(
+        ("is_causal", "enable_gqa", "deterministic", "return_lse", "mask_gradient"), bool
+    ),
     **dict.fromkeys(("dropout_p", "softcap"), float),
     "causal_offset": int,
     "rung": str,
@@ -76,7 +79,8 @@ _NONE = type(None)
 #: Option → what it may be beside None where that is its default, and that in words.
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
-        ("is_causal", "enable_gqa", "deterministic", "return_lse"), (_is_flag, "True or False")
+        ("is_causal", "enable_gqa", "deterministic", "return_lse", "mask_gradient"),
+        (_is_flag, "True or False"),
     ),
     **dict.fromkeys(("dropout_p", "softcap"), (_is_number, "a number")),
     "scale": (_is_number, "a number or None"),
@@ -105,14 +109,7 @@ def check_types(**options: Any) -> None:
             continue
         fits, words = _TYPES[name]
         if not (fits(value) or (value is None and words.endswith("None"))):
-            raise TypeError(f"{name} must be {words}, got {_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    """Return a value for an error text: what it is, and of which type unless that is long."""
-    text = repr(value)
-    kind = type(value).__name__
-    return f"{text} ({kind})" if len(text) <= 40 else f"a value of type {kind}"
+            raise TypeError(f"{name} must be {words}, got {shown(value)}")
 
 
 def check_array(name: str, operand: Any) -> None:

@@ -24,8 +24,8 @@ from kernels.dtypes import BFLOAT16, BITS
 from kernels.memory import row_major_strides
 from kernels.targets import IS_SIMULATOR, cuda, driver, why_no_cuda
 
-#: DLPack's numbers for kinds of memory.
-HOST, DEVICE, MANAGED = 1, 2, 13
+#: DLPack's numbers for kinds of memory; pinned memory is the host's, and a device may read it too.
+HOST, DEVICE, PINNED, MANAGED = 1, 2, 3, 13
 #: What both protocols call CUDA's legacy default stream.
 LEGACY_STREAM = 1
 
@@ -88,11 +88,18 @@ class Imported:
 
     Raises:
         TypeError: If the elements are none that NumPy knows.
+        ValueError: If it is no capsule, or one that has been read.
     """
 
     def __init__(self, capsule: Any):
         self._managed = 0
-        address = _get_pointer(capsule, ctypes.addressof(_FRESH))
+        try:
+            address = _get_pointer(capsule, ctypes.addressof(_FRESH))
+        except ValueError:
+            raise ValueError(
+                f"DLPack hands over a PyCapsule that is read once, got {capsule!r:.60}; call __dlpack__ of "
+                "its owner again"
+            ) from None
         managed = _Managed.from_address(address)
         tensor = managed.tensor
         self.dtype = _dtype_of(tensor)
@@ -119,7 +126,7 @@ class Imported:
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """What NumPy reads of memory on the host; memory of a device is not for it."""
-        if self.device_type != HOST:
+        if self.device_type not in (HOST, PINNED):
             raise AttributeError("NumPy reads memory of the host, this lies on a device")
         return self.__cuda_array_interface__
 
@@ -153,6 +160,7 @@ def as_array(array: Any) -> Any:
 
     Raises:
         ValueError: If the array lies on another device than the current one.
+        BufferError: If its owner does not lend it: NumPy no memory that is read-only.
         TypeError: If its elements are none that NumPy knows, or NumPy and CUDA cannot reach it.
         RuntimeError: If it lies on a device and kernels cannot run there; it says what to do.
     """
@@ -164,7 +172,7 @@ def as_array(array: Any) -> Any:
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         return array
     kind, _ = array.__dlpack_device__()
-    if int(kind) == HOST:
+    if int(kind) in (HOST, PINNED):
         return _from_host(array)
     if int(kind) not in (DEVICE, MANAGED):
         raise TypeError(
@@ -179,11 +187,23 @@ def _from_host(array: Any) -> Any:
     """Return NumPy's array of what another library has on the host."""
     try:
         return np.from_dlpack(array)
-    except (BufferError, RuntimeError):  # of what NumPy does not know bfloat16 is ours
-        lent = Imported(array.__dlpack__())
-        if lent.dtype != BFLOAT16:
-            raise
-        return np.asarray(lent).view(BFLOAT16)
+    except ValueError as error:
+        raise ValueError(
+            f"{type(array).__name__}.__dlpack__ returned nothing that NumPy reads ({error}); pass "
+            "numpy.array(x)"
+        ) from None
+    except (BufferError, RuntimeError) as error:  # of what NumPy does not know bfloat16 is ours
+        try:
+            lent = Imported(array.__dlpack__())
+        except BufferError:
+            raise BufferError(
+                f"{type(array).__name__} does not lend its memory ({error}); pass a copy, numpy.array(x)"
+            ) from None
+        if lent.dtype == BFLOAT16:
+            return np.asarray(lent).view(BFLOAT16)
+        if lent.device_type == PINNED:
+            return np.asarray(lent)
+        raise
 
 
 def _wrapped(described: dict[str, Any], owner: Any) -> Any:

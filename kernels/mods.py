@@ -220,13 +220,26 @@ def evaluate(function: Function, dtype: Any, *arguments: Any) -> Any:
 
     Returns:
         An array of the broadcast shape.
+
+    Raises:
+        ValueError: If the function raises.
     """
+
+    def result(*values: Any) -> Any:
+        try:
+            return function(*values)
+        except Exception as error:
+            raise ValueError(
+                "mask_mod and score_mod must give a result for every place and never raise, got "
+                f"{type(error).__name__}: {error} at {values}"
+            ) from error
+
     shape = np.broadcast_shapes(*(np.shape(argument) for argument in arguments))
     out = np.empty(shape, dtype)
     for place, values in enumerate(
         np.nditer([*arguments], ["refs_ok", "zerosize_ok"], order="C") if shape else ()
     ):
-        out.flat[place] = function(*(value.item() for value in values))
+        out.flat[place] = result(*(value.item() for value in values))
     if not shape:
-        out[...] = function(*(np.asarray(argument).item() for argument in arguments))
+        out[...] = result(*(np.asarray(argument).item() for argument in arguments))
     return out

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import numpy as np
 
+from kernels.arguments import short
 from kernels.block_mask import BlockMask
 from kernels.checks import check_array
 from kernels.dtypes import FLOAT32, NAMES, is_floating
@@ -15,6 +16,10 @@ from kernels.dtypes import FLOAT32, NAMES, is_floating
 SEEDS = 2**64
 #: A kernel's integers have an end.
 MOST_OFFSET = 2**31
+#: Bounds of ``softcap``: it and its inverse, times a score, are numbers of float32.
+LEAST_CAP, MOST_CAP = 1e-30, 1e30
+#: A slope times the longest distance is a number of float32.
+MOST_SLOPE = 1e28
 #: What numbers of float32 may be rounded to on the way to a result.
 PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 
@@ -60,6 +65,12 @@ def check_slopes(slopes: Any, lead: tuple[int, ...]) -> None:
             f"alibi_slopes must have shape {heads}, one for each head, or {lead}, one for each "
             f"(batch, head); got {tuple(slopes.shape)}"
         )
+    # On a device nobody looks: that would wait for it.
+    if isinstance(slopes, np.ndarray) and not (abs(slopes.astype(np.float64)) <= MOST_SLOPE).all():
+        raise ValueError(
+            f"alibi_slopes must be numbers from -{MOST_SLOPE} to {MOST_SLOPE}, got "
+            f"{np.array2string(slopes, threshold=8)}; a slope is usually 2**-1 to 2**-8"
+        )
 
 
 def check_offset(offset: int, slopes: Any) -> None:
@@ -72,9 +83,12 @@ def check_offset(offset: int, slopes: Any) -> None:
 
 
 def check_softcap(softcap: float) -> None:
-    """Check that ``softcap`` is off or a positive bound."""
-    if not 0.0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be positive, or 0 to turn it off, got {softcap!r}")
+    """Check that ``softcap`` is off or a positive bound that scores can be divided by."""
+    if softcap != 0.0 and not LEAST_CAP <= softcap <= MOST_CAP:
+        raise ValueError(
+            f"softcap must be positive, from {LEAST_CAP} to {MOST_CAP}, or 0 to turn it off, got "
+            f"{short(softcap)}"
+        )
 
 
 def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
@@ -96,9 +110,10 @@ def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
 
 def check_scale(scale: float | None) -> None:
     """Check that ``scale`` is None or a number that scores can be multiplied with."""
-    if scale is not None and (not math.isfinite(scale) or scale == 0.0):
+    # A whole number may be too large for a float, which not every function of `math` survives.
+    if scale is not None and not 0.0 < abs(scale) <= sys.float_info.max:
         raise ValueError(
-            f"scale must be finite and not zero, got {scale}; None gives 1/sqrt(head_dim)"
+            f"scale must be finite and not zero, got {short(scale)}; None gives 1/sqrt(head_dim)"
         )
 
 
@@ -117,7 +132,7 @@ def check_dropout(dropout_p: float, seed: int | None) -> int:
     """Check ``dropout_p`` and ``seed``; return the seed as a signed number of 64 bits."""
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(
-            f"dropout_p must be a probability in [0, 1), got {dropout_p!r}; 0 turns dropout off"
+            f"dropout_p must be a probability in [0, 1), got {short(dropout_p)}; 0 turns dropout off"
         )
     if seed is None:
         if dropout_p > 0.0:
@@ -127,7 +142,7 @@ def check_dropout(dropout_p: float, seed: int | None) -> int:
             )
         return 0
     if not 0 <= seed < SEEDS:
-        raise ValueError(f"seed must be from 0 to 2**64 - 1, got {seed}")
+        raise ValueError(f"seed must be from 0 to 2**64 - 1, got {short(seed)}; take seed % 2**64")
     return int(seed) - SEEDS if seed >= SEEDS // 2 else int(seed)
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kernels.arguments import as_host_array
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -93,11 +95,11 @@ class Sequences:
 
 
 def _sums(name: str, sums: Any, total: int, what: str) -> Ints:
-    array = np.asarray(sums)
+    array = as_host_array(name, sums)
     if array.dtype.kind not in "iu" or array.ndim != 1 or len(array) < 2:
         raise TypeError(
             f"{name} must be a vector of whole numbers, 0 and the sums of the lengths; got shape "
-            f"{array.shape} of {array.dtype}"
+            f"{array.shape} of {array.dtype}; lengths of 2 and 3 are numpy.array([0, 2, 5])"
         )
     if array[0] != 0 or array[-1] != total or (np.diff(array.astype(np.int64)) < 0).any():
         raise ValueError(

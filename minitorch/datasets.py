@@ -5,6 +5,11 @@ import random
 from dataclasses import dataclass
 
 
+def _check_count(N: int) -> None:
+    if not isinstance(N, int) or N < 0:
+        raise ValueError(f"N is how many points to make, a whole number, 0 or more; got {N!r}")
+
+
 def make_pts(N: int) -> list[tuple[float, float]]:
     """Draw points evenly from the unit square.
 
@@ -15,7 +20,11 @@ def make_pts(N: int) -> list[tuple[float, float]]:
 
     Returns:
         A list of N pairs (x1, x2).
+
+    Raises:
+        ValueError: If N is no whole number, or negative.
     """
+    _check_count(N)
     return [(random.random(), random.random()) for _ in range(N)]
 
 
@@ -70,6 +79,7 @@ def spiral(N: int) -> Graph:
     Nothing is random here. Both arms have N // 2 points, so an odd N gives one point less, and
     they end outside the unit square.
     """
+    _check_count(N)
     half = N // 2
     # The first few steps are left out: the arms meet at the centre.
     turns = [10.0 * i / half for i in range(5, 5 + half)]

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kernels.arguments import as_host_array, as_plain, shown, whole
 from kernels.cuda.arrays import device_view, element_strides
 from kernels.cuda.memory import contiguous
 from kernels.dlpack import as_array
 from kernels.dtypes import BFLOAT16, is_floating, rounded
 from kernels.memory import is_dense
 
-from . import operators
 from .cuda_ops import CudaBackend
+from .elements import as_dtype, as_element, checked_shape
 from .fast_ops import FastBackend
 from .tensor import Tensor
 from .tensor_data import (
@@ -30,24 +32,38 @@ from .tensor_data import (
 )
 from .tensor_ops import SimpleBackend, TensorBackend, TensorOps
 
+#: Of one tensor; what an address of 48 bits reaches.
+MOST_BYTES = 2**47
+
 
 def manual_seed(seed: int) -> None:
-    """Seed every generator that the library draws from: Python's and NumPy's."""
+    """Seed every generator that the library draws from: Python's and NumPy's.
+
+    Raises:
+        TypeError: If the seed is no whole number.
+    """
+    seed = whole("seed", seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
-def _shape(shape: UserShape | int) -> tuple[int, ...]:
-    """Return a shape as a tuple; a single number is a shape of one dimension."""
-    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-    if not all(isinstance(size, (int, np.integer)) and size >= 0 for size in sizes):
-        raise ValueError(f"a shape is a tuple of whole numbers, none below 0; got {shape!r}")
-    return tuple(int(size) for size in sizes)
+def _checked_backend(backend: Any) -> TensorBackend:
+    """Return a backend.
+
+    Raises:
+        TypeError: If it is none; often the next size of a shape that was not given as a tuple.
+    """
+    if not isinstance(backend, TensorBackend):
+        raise TypeError(
+            f"backend must be one such as minitorch.FastBackend, got {shown(backend)}; a shape is one "
+            "tuple, and a dtype is given by name: zeros((2, 3), dtype='float32')"
+        )
+    return backend
 
 
 def _leaf(data: TensorData, backend: TensorBackend, requires_grad: bool) -> Tensor:
     """Return a tensor of some data on a backend, where the data moves if it is elsewhere."""
-    if backend.cuda:
+    if _checked_backend(backend).cuda:
         data.to_cuda_()
     result = Tensor(data, backend=backend)
     result.requires_grad_(requires_grad)
@@ -78,8 +94,14 @@ def _of_shape(storage: Storages):
         requires_grad: bool = False,
         dtype: npt.DTypeLike | None = None,
     ) -> Tensor:
-        sizes, kind = _shape(shape), np.dtype(dtype or get_default_dtype())
-        elements = storage(backend.ops, int(operators.prod(sizes)), kind)
+        sizes, kind = checked_shape(shape), as_dtype(dtype or get_default_dtype())
+        size, ops = math.prod(sizes), _checked_backend(backend).ops
+        if size * kind.itemsize > MOST_BYTES:
+            raise MemoryError(
+                f"a tensor of shape {sizes} of {kind} takes {size * kind.itemsize / 2**30:.3g} GiB, more "
+                "than any machine has; take a smaller shape"
+            )
+        elements = storage(ops, size, kind)
         return _leaf(TensorData(elements, sizes), backend, requires_grad)
 
     del make.__wrapped__  # its arguments are those above, and help shows them
@@ -101,7 +123,13 @@ def full(
         backend: What computes on the tensor.
         requires_grad: Whether it is a leaf of the graph.
         dtype: Or its name, as "float32" or "bfloat16"; the default dtype when None.
+
+    Raises:
+        TypeError: If the value is no number, the backend no backend, or the dtype one that no tensor has.
+        ValueError: If the shape is none, or the value does not fit the dtype.
+        MemoryError: If it would take more memory than any machine has.
     """
+    value = as_element(value, as_dtype(dtype or get_default_dtype()))
     make = _of_shape(lambda ops, size, dtype: ops.filled(size, value, dtype))
     return make(shape, backend, requires_grad, dtype)
 
@@ -124,7 +152,8 @@ def rand(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
 
     Other arguments as in :func:`full`.
     """
-    return _in_dtype(np.array([random.random() for _ in range(size)]), dtype)
+    numbers = (random.random() for _ in range(size))
+    return _in_dtype(np.fromiter(numbers, np.float64, size), dtype)  # memory first, then numbers
 
 
 @_of_shape
@@ -153,16 +182,51 @@ def tensor(
     Raises:
         ValueError: If the lists are ragged or hold something that is no number.
     """
+    array = _in_dtype(_numbers("tensor", ls), as_dtype(dtype or get_default_dtype()))
+    return _make(np.ascontiguousarray(array).reshape(array.shape), backend, requires_grad)
+
+
+def _numbers(function: str, numbers: Any) -> npt.NDArray[Any]:
+    """Return numbers, lists of them or an array as an array of our own.
+
+    Raises:
+        ValueError: If the lists are ragged or hold something that is no number.
+    """
+    readable = numbers if isinstance(numbers, Tensor) else _readable(function, numbers)
     try:
-        array = np.array(ls)
+        array = np.array(readable)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"tensor needs a number or nested lists of numbers of equal lengths ({error})"
+            f"{function} needs a number or nested lists of numbers of equal lengths, got "
+            f"{numbers!r:.60} ({error})"
         ) from None
     if array.dtype.kind not in "fiub" and array.dtype != BFLOAT16:
-        raise ValueError(f"tensor needs numbers, got {array.dtype} in {ls!r}")
-    array = _in_dtype(array, np.dtype(dtype or get_default_dtype()))
-    return _make(np.ascontiguousarray(array).reshape(array.shape), backend, requires_grad)
+        raise ValueError(
+            f"{function} needs numbers, got {array.dtype} in {numbers!r:.60}; leave out what is none, or "
+            "convert it with float()"
+        )
+    return array
+
+
+def _readable(function: str, array: Any) -> Any:
+    """Return what NumPy reads as it is.
+
+    Raises:
+        TypeError: For an array with hidden elements, which would come to light, or one on a device.
+    """
+    if isinstance(array, np.ndarray):
+        return as_plain(array)
+    if hasattr(array, "__cuda_array_interface__"):
+        raise TypeError(
+            f"{function} takes arrays on the host, this {type(array).__name__} lies on a CUDA device; "
+            "use minitorch.from_dlpack, which copies nothing, or copy it to the host first"
+        )
+    if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
+        raise TypeError(
+            f"{function} takes what NumPy reads, this {type(array).__name__} has DLPack alone; use "
+            "minitorch.from_dlpack"
+        )
+    return array
 
 
 def _tensor(
@@ -191,16 +255,12 @@ def from_numpy(
         requires_grad: Whether it is a leaf of the graph.
 
     Raises:
-        TypeError: If the array does not hold numbers, or lies on a device.
+        TypeError: If the array does not hold numbers, hides some, or lies on a device.
+        ValueError: If lists have unequal lengths.
     """
-    if hasattr(array, "__cuda_array_interface__"):
-        raise TypeError(
-            f"from_numpy takes arrays on the host, this {type(array).__name__} lies on a CUDA device; "
-            "use minitorch.from_dlpack, which copies nothing, or copy it to the host first"
-        )
-    array = np.asarray(array)
-    if not (array.dtype.isnative and array.flags.aligned):
-        array = array.astype(array.dtype.newbyteorder("="))
+    array = as_host_array("array", _readable("from_numpy", array))
+    if not array.flags.aligned:
+        array = array.copy()
     # From the slowest to the fastest dimension; a permuted array is contiguous in that order.
     order = sorted(range(array.ndim), key=lambda dim: -array.strides[dim])
     permuted = array.transpose(order)
@@ -245,16 +305,17 @@ def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
     shape, strides = tuple(array.shape), element_strides(array)
     if not is_dense(shape, strides):
         array, strides = contiguous(array), strides_from_shape(shape)
-    flat = device_view(array, (int(operators.prod(shape)),), (1,))
+    flat = device_view(array, (math.prod(shape),), (1,))
     return _leaf(TensorData(flat, shape, strides), CudaBackend, requires_grad)
 
 
 def tensor_from_numpy(
     array: Any, backend: TensorBackend = SimpleBackend, requires_grad: bool = False
 ) -> Tensor:
-    """Return a tensor of a copy of an array, in the default dtype."""
-    copy = np.array(array, get_default_dtype(), order="C")
-    return _make(copy, backend, requires_grad)
+    """Return a tensor of a copy of an array, in the default dtype; errors as of :func:`tensor`."""
+    numbers = _numbers("tensor_from_numpy", array)
+    copy = _in_dtype(numbers, get_default_dtype())
+    return _make(np.ascontiguousarray(copy).reshape(copy.shape), backend, requires_grad)
 
 
 def zeros_tensor_from_numpy(shape: UserShape, backend: TensorBackend = SimpleBackend) -> Tensor:

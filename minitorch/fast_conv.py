@@ -15,7 +15,7 @@ from kernels.targets import cuda
 
 from .autodiff import Context
 from .cuda_kernels import jit
-from .function import Function
+from .function import Function, check_tensor
 from .widening import result_dtype
 
 if TYPE_CHECKING:
@@ -257,6 +257,8 @@ class _Convolution(Function):
     @classmethod
     def forward(cls, ctx: Context, input: Tensor, weight: Tensor) -> Tensor:
         """Convolve (batch, in_channels, …) with (out_channels, in_channels, …)."""
+        for name, t in (("input", input), ("weight", weight)):
+            check_tensor(name, t)
         ctx.save_for_backward(input, weight)
         return cls.convolve(input, weight, False)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .factories import zeros
+from .function import check_tensor
 from .tensor import Tensor
 from .tensor_data import UserIndex
 
@@ -47,7 +48,10 @@ def grad_check(
 
     Raises:
         AssertionError: If a gradient differs; it names the argument, the element and both values.
+        TypeError: If an argument is no tensor.
     """
+    for i, x in enumerate(vals):
+        check_tensor(f"argument {i}", x)
     for x in vals:
         x.requires_grad_(True)
         x.zero_grad_()

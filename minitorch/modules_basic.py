@@ -8,15 +8,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kernels.arguments import whole
 from kernels.dtypes import is_floating
 
+from .elements import NUMBERS, as_dtype
 from .factories import from_numpy, ones, rand, randn, tensor, zeros
+from .function import check_tensor
 from .fused_functions import LayerNorm, Lookup
 from .linear_functions import linear
 from .module import Module, Parameter
-from .nn import device_dropout, integer_array, one_hot
+from .nn import device_dropout, integer_array, number, one_hot
 from .tensor import Tensor
+from .tensor_data import get_default_dtype
 from .tensor_ops import SimpleBackend, TensorBackend
+
+
+def _floating(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
+    """Return the dtype of parameters, the default dtype for None.
+
+    Raises:
+        TypeError: If it is none, or not floating.
+    """
+    found = as_dtype(dtype or get_default_dtype())
+    if not is_floating(found):
+        raise TypeError(
+            f"parameters are floating numbers, got {found}; pass numpy.float32 or leave it out"
+        )
+    return found
 
 
 class Embedding(Module):
@@ -39,8 +57,10 @@ class Embedding(Module):
         std: float = 1.0,
     ):
         super().__init__()
+        dtype = _floating(dtype)
         self.backend = backend
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = whole("num_embeddings", num_embeddings, 1)
+        self.embedding_dim = whole("embedding_dim", embedding_dim, 1)
         table = randn((num_embeddings, embedding_dim), backend, dtype=dtype)
         self.weights = Parameter(table if std == 1.0 else table * std)
 
@@ -94,7 +114,8 @@ class Linear(Module):
         dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
-        self.in_size, self.out_size = in_size, out_size
+        dtype = _floating(dtype)
+        self.in_size, self.out_size = whole("in_size", in_size, 1), whole("out_size", out_size, 1)
         limit = 1.0 / math.sqrt(in_size)
 
         def uniform(*shape: int) -> Parameter:
@@ -132,7 +153,10 @@ class LayerNorm1d(Module):
         dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
-        self.dim, self.eps = dim, eps
+        dtype = _floating(dtype)
+        if not isinstance(eps, NUMBERS) or not 0.0 <= eps < math.inf:
+            raise ValueError(f"eps must be a number, 0 or more, got {eps!r:.40}; 1e-5 is common")
+        self.dim, self.eps = whole("dim", dim, 1), float(eps)
         self.weights = Parameter(ones((dim,), backend, dtype=dtype))
         self.bias = Parameter(zeros((dim,), backend, dtype=dtype))
 
@@ -143,6 +167,8 @@ class LayerNorm1d(Module):
 
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
     """Return layer norm over the last dimension: fused where the backend has it, else composed."""
+    check_tensor("input", x)
+    x = x if is_floating(x.dtype) else x * 1.0  # a mean of whole numbers is none
     norm = composed_layer_norm if x.f.fused is None else LayerNorm.apply
     return norm(x, gamma, beta, eps)
 
@@ -164,12 +190,13 @@ class Dropout(Module):
 
     def __init__(self, p_dropout: float = 0.1):
         super().__init__()
-        if not 0.0 <= p_dropout < 1.0:
-            raise ValueError(f"p_dropout must be in [0, 1), got {p_dropout}")
+        if not 0.0 <= number("p_dropout", p_dropout) < 1.0:
+            raise ValueError(f"p_dropout must be in [0, 1), got {p_dropout}; 0 drops nothing")
         self.p_dropout = p_dropout
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the same shape and, on average, the same value."""
+        check_tensor("input", x)
         if not self.training or self.p_dropout == 0.0:
             return x
         if x.backend.cuda:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kernels import Problem, takes_attention_options
+from kernels.arguments import as_host_array, shown, whole
 from kernels.dtypes import is_floating
 from kernels.option_checks import SEEDS
 from kernels.options import by_name
@@ -16,9 +17,10 @@ from kernels.options import by_name
 from . import operators
 from .attention_functions import attention_call
 from .attention_scores import Keep, kept_probabilities, modified, visibility
+from .elements import NUMBERS, as_float
 from .factories import from_numpy, rand, tensor
 from .fast_ops import FastOps
-from .function import as_int, is_tensor
+from .function import as_int, check_tensor, is_tensor
 from .fused_functions import CrossEntropy, Gelu, SeededDropout, Softmax
 from .tensor import Tensor
 from .tensor_functions import Max
@@ -40,13 +42,21 @@ def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
 
     Returns:
         (batch, channel, new_height, new_width, tile height * tile width), new_height, new_width.
+
+    Raises:
+        TypeError: If the input is no tensor, or the kernel no pair of whole numbers.
+        ValueError: If a side of it is below 1.
+        AssertionError: If the input has other dimensions, or the tiles do not divide it.
     """
+    check_tensor("input", input)
     assert input.dims == 4, (
         f"an image is (batch, channel, height, width), got shape {input.shape}; add what is missing "
         "with view"
     )
     batch, channel, height, width = input.shape
-    kh, kw = kernel
+    if not isinstance(kernel, (tuple, list)) or len(kernel) != 2:
+        raise TypeError(f"kernel must be (tile height, tile width), got {kernel!r}; write (2, 2)")
+    kh, kw = (whole("a side of the kernel", side, 1) for side in kernel)
     assert height % kh == 0 and width % kw == 0, (
         f"tiles of {kernel} must divide the image's {(height, width)}; pad or crop it"
     )
@@ -76,6 +86,7 @@ def maxpool2d(input: Tensor, kernel: tuple[int, int]) -> Tensor:
 
 def max(input: Tensor, dim: Any) -> Tensor:
     """Take the maximum over ``dim``, which stays with size 1."""
+    check_tensor("input", input)
     # TASK 4.4: Apply Max; normalize_dim and as_int make dim a number from the left.
     return Max.apply(input, normalize_dim(as_int(dim), input.shape))
     # END TASK 4.4
@@ -83,6 +94,7 @@ def max(input: Tensor, dim: Any) -> Tensor:
 
 def argmax(input: Tensor, dim: Any) -> Tensor:
     """Mark the maxima along ``dim``: 1 at each (all of them on a tie), 0 elsewhere."""
+    check_tensor("input", input)
     # TASK 4.4: Compare with the maximum, of the tensor without its history.
     plain = input.detach()
     return plain == max(plain, dim)
@@ -114,6 +126,7 @@ def composed_softmax(input: Tensor, dim: int) -> Tensor:
 
 def softmax(input: Tensor, dim: int) -> Tensor:
     """Return softmax over ``dim``: fused where the backend has it, else composed."""
+    check_tensor("input", input)
     dim = normalize_dim(as_int(dim), input.shape)
     return Softmax.apply(input) if _has_fused(input, dim) else composed_softmax(input, dim)
 
@@ -128,6 +141,7 @@ def _log_total(shifted: Tensor, dim: int) -> Tensor:
 
 def logsumexp(input: Tensor, dim: int) -> Tensor:
     """Return the logarithm of the sum of exponentials over ``dim``, which stays with size 1."""
+    check_tensor("input", input)
     dim = normalize_dim(as_int(dim), input.shape)
     # Not the shift again: a row of -inf sums up to -inf.
     return _log_total(input - _shift(input, dim), dim) + max(input.detach(), dim)
@@ -135,6 +149,7 @@ def logsumexp(input: Tensor, dim: int) -> Tensor:
 
 def logsoftmax(input: Tensor, dim: int) -> Tensor:
     """Return the logarithm of softmax over ``dim``; -inf in a row of -inf."""
+    check_tensor("input", input)
     # TASK 4.4: x - shift - log of the sum of exponentials; never the log of a softmax.
     dim = normalize_dim(as_int(dim), input.shape)
     shifted = input - _shift(input, dim)
@@ -154,15 +169,19 @@ def integer_array(ids: Any, limit: int, name: str) -> Any:
         TypeError: If they are no whole numbers.
         ValueError: If one is below 0 or not below ``limit``.
     """
-    array = ids.to_numpy() if is_tensor(ids) else np.asarray(ids)
-    whole = array.astype(np.int64)
-    if array.dtype.kind not in "iu" and not np.array_equal(whole, array):
-        raise TypeError(f"{name} must be whole numbers, got {array.dtype} with fractions")
-    if whole.size and not (whole.min() >= 0 and whole.max() < limit):
+    array = ids.to_numpy() if is_tensor(ids) else as_host_array(name, ids)
+    is_whole = array.dtype.kind in "iub" or (
+        is_floating(array.dtype) and bool((array == np.floor(array)).all())
+    )
+    if not is_whole:
+        kind = f"{array.dtype} with fractions" if is_floating(array.dtype) else shown(ids)
+        raise TypeError(f"{name} must be whole numbers, got {kind}; convert them with astype(int)")
+    if array.size and not (array.min() >= 0 and array.max() < limit):
         raise ValueError(
-            f"{name} must be from 0 to {limit - 1}, got {whole.min()} to {whole.max()}"
+            f"{name} must be from 0 to {limit - 1}, got {float(array.min()):g} to "
+            f"{float(array.max()):g}; look for the one that is not, or make room for it"
         )
-    return whole
+    return array.astype(np.int64)
 
 
 def one_hot(input: Tensor, num_classes: int) -> Tensor:
@@ -174,7 +193,13 @@ def one_hot(input: Tensor, num_classes: int) -> Tensor:
 
     Returns:
         (*input.shape, num_classes), a constant.
+
+    Raises:
+        TypeError: If the input is no tensor, or something is no whole number.
+        ValueError: If there is no class, or an index is none of them.
     """
+    check_tensor("input", input)
+    num_classes = whole("num_classes", num_classes, 1)
     ids = integer_array(input, num_classes, "class indices")
     # The comparison runs where the result shall be: only indices travel there.
     classes = tensor(np.arange(num_classes), input.backend)  # (num_classes,)
@@ -204,6 +229,7 @@ def softmax_loss(logits: Tensor, target: Any) -> Tensor:
     Raises:
         ValueError: If the shapes do not fit or a target is no class.
     """
+    check_tensor("logits", logits)
     if logits.dims != 2 or np.shape(target) != logits.shape[:1]:
         raise ValueError(
             f"softmax_loss needs logits (rows, classes) and targets (rows,), got {logits.shape} and "
@@ -222,6 +248,7 @@ def composed_gelu(input: Tensor) -> Tensor:
 
 def GELU(input: Tensor) -> Tensor:
     """Return GELU in its tanh form: fused where the backend has it, else composed."""
+    check_tensor("input", input)
     fused = input.f.fused is not None and is_floating(input.dtype)
     return Gelu.apply(input) if fused else composed_gelu(input)
 
@@ -235,10 +262,12 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
         ignore: Return the input unchanged.
 
     Raises:
+        TypeError: If the input is no tensor, or the rate no number.
         ValueError: If the rate is no probability.
     """
-    if not 0.0 <= rate <= 1.0:
-        raise ValueError(f"rate is a probability from 0 to 1, got {rate}")
+    check_tensor("input", input)
+    if not 0.0 <= number("rate", rate) <= 1.0:
+        raise ValueError(f"rate is a probability from 0 to 1, got {rate}; 0 drops nothing")
     # TASK 4.4: Multiply by rand > rate; nothing to do for rate 0 or ignore.
     if ignore or rate == 0.0:
         return input
@@ -247,6 +276,17 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
     noise = rand(input.shape, input.backend, dtype=input.dtype)  # as published
     return input * (noise > rate)
     # END TASK 4.4
+
+
+def number(name: str, value: Any) -> float:
+    """Return an option that must be a number; its bounds are the caller's.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(value, NUMBERS) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {shown(value)}; write one such as 0.5")
+    return as_float(value)
 
 
 def device_dropout(input: Tensor, rate: float, scale: float) -> Tensor:

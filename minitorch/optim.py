@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.arguments import shown
 from kernels.dtypes import acc_dtype, is_floating
 
 from .anomaly import check_step
@@ -94,6 +95,26 @@ class Optimizer:
         p.update(value)
 
 
+def _check_rates(below_1: dict[str, Any] | None = None, **rates: Any) -> None:
+    """Refuse what is no number from 0 on.
+
+    Args:
+        below_1: Those that are less than 1 too, by name.
+        rates: The others.
+
+    Raises:
+        TypeError: If one is no number.
+        ValueError: If one is negative, infinite or NaN, or too large.
+    """
+    for most, numbers in ((1.0, below_1 or {}), (math.inf, rates)):
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name} must be a number, got {shown(value)}")
+            if not 0.0 <= float(value) < most:
+                bound = "less than 1" if most == 1.0 else "finite"
+                raise ValueError(f"{name} must be at least 0 and {bound}, got {shown(value)}")
+
+
 class SGD(Optimizer):
     """Gradient descent: value - lr * gradient.
 
@@ -104,6 +125,7 @@ class SGD(Optimizer):
 
     def __init__(self, parameters: Sequence[Parameter], lr: float = 1.0):
         super().__init__(parameters)
+        _check_rates(lr=lr)
         self.lr = lr
 
     def step(self) -> None:
@@ -151,6 +173,7 @@ class Adam(Optimizer):
         weight_decay: float = 0.0,
     ):
         super().__init__(parameters)
+        _check_rates({"beta1": beta1, "beta2": beta2}, lr=lr, eps=eps, weight_decay=weight_decay)
         self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
         self.weight_decay = weight_decay
         self.steps = 0

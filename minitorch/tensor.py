@@ -15,10 +15,10 @@ from kernels.dtypes import acc_dtype, is_floating, is_half, rounded
 
 from .autodiff import History, Variable, backpropagate
 from .cuda_ops import CudaBackend
+from .elements import NUMBERS, as_dtype, as_element, as_float, checked_shape, dtype_of
 from .fast_ops import FastBackend
-from .function import chain_rule, is_tensor
+from .function import chain_rule, check_tensor, is_tensor
 from .tensor_data import (
-    NUMBERS,
     TensorData,
     UserIndex,
     UserShape,
@@ -139,8 +139,10 @@ class Tensor(TensorOperators, Lending):
         """Make the tensor a fresh leaf, or a constant if ``x`` is False.
 
         Raises:
-            TypeError: If its elements are integers.
+            TypeError: If its elements are integers, or ``x`` is neither True nor False.
         """
+        if not isinstance(x, (bool, np.bool_)):
+            raise TypeError(f"requires_grad_ takes True or False, got {x!r:.40}")
         if x and not is_floating(self.dtype):
             raise TypeError(
                 f"only floating tensors have gradients, this one is {self.dtype}; convert it with "
@@ -158,7 +160,6 @@ class Tensor(TensorOperators, Lending):
         return self._tensor.to_array()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        # NumPy 1 reads None as False, which means there what None means in NumPy 2: if it must.
         return np.array(self.to_numpy(), dtype=dtype, copy=copy)
 
     def array(self) -> Any:
@@ -184,7 +185,7 @@ class Tensor(TensorOperators, Lending):
 
     def _key(self, key: Any) -> UserIndex:
         keys = key if isinstance(key, tuple) else (key,)
-        if not all(isinstance(k, (int, np.integer)) for k in keys):
+        if not all(isinstance(k, (int, np.integer)) and not isinstance(k, bool) for k in keys):
             raise TypeError(
                 f"a tensor is indexed by one integer per dimension, got {key!r}; for slices take "
                 "to_numpy()"
@@ -222,7 +223,9 @@ class Tensor(TensorOperators, Lending):
 
     def full(self, shape: UserShape, value: float, dtype: Any = None) -> Tensor:
         """Return a tensor of equal elements on this backend, of this dtype unless one is given."""
-        ops = self.backend.ops
+        ops, dtype = self.backend.ops, self.dtype if dtype is None else as_dtype(dtype)
+        value = as_element(value, dtype)
+        shape = checked_shape(shape)
         return self._allocated(lambda size, dtype: ops.filled(size, value, dtype), shape, dtype)
 
     def _allocated(self, allocate: Any, shape: UserShape, dtype: Any) -> Tensor:
@@ -253,11 +256,8 @@ class Tensor(TensorOperators, Lending):
         """
         if isinstance(target, TensorBackend):
             return self if target is self.backend else To.apply(self, target, self.dtype)
-        try:
-            dtype = np.dtype(target)
-        except TypeError:
-            dtype = None
-        if target is None or dtype is None:  # NumPy takes None for float64
+        dtype = dtype_of(target)
+        if dtype is None or dtype.kind == "O":  # which any class is to NumPy
             raise TypeError(
                 "to needs a backend, such as minitorch.FastBackend, or a dtype, such as "
                 f"numpy.float32; got {target!r}"
@@ -313,7 +313,7 @@ class Tensor(TensorOperators, Lending):
                 b._type_(self.backend)
             return b
         if isinstance(b, NUMBERS):
-            return self._new(constant(self.backend.ops, float(b).hex(), result_dtype(self)))
+            return self._new(constant(self.backend.ops, as_float(b).hex(), result_dtype(self)))
         raise TypeError(
             f"a tensor combines with a tensor or a number, got {type(b).__name__}; convert it with "
             "minitorch.tensor or minitorch.from_numpy"
@@ -327,6 +327,7 @@ class Tensor(TensorOperators, Lending):
         Args:
             other: A gradient whose shape this tensor's broadcasts to, or that broadcasts to it.
         """
+        check_tensor("a gradient", other)
         if self.shape == other.shape:
             return other
         shape = TensorData.shape_broadcast(self.shape, other.shape)
@@ -370,6 +371,7 @@ class Tensor(TensorOperators, Lending):
         Raises:
             RuntimeError: If nothing that this tensor was computed from requires a gradient.  So it is
                 with every gradient: the framework is first order.
+            TypeError: If ``grad_output`` is no tensor.
         """
         if self.is_constant():
             raise RuntimeError(
@@ -384,6 +386,7 @@ class Tensor(TensorOperators, Lending):
                 "or pass a gradient of that shape"
             )
             grad_output = self.full((1,), 1.0)
+        check_tensor("grad_output", grad_output)
         assert grad_output.shape == self.shape, (
             f"the gradient of a tensor has its shape {self.shape}, got {grad_output.shape}; "
             "backward starts from the derivative of the result in this very tensor"

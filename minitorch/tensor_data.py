@@ -13,8 +13,11 @@ import numpy.typing as npt
 
 from kernels.cuda.arrays import is_device_array, to_device, to_host
 from kernels.cuda.half import as_bits
-from kernels.dtypes import BFLOAT16, BITS, FLOAT_DTYPES, is_half, rounded
+from kernels.dtypes import BITS, rounded
 from kernels.targets import explained
+
+from .elements import DTYPES as DTYPES
+from .elements import HELD, as_element, checked_shape, dtype_of
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
 MAX_DIMS = 32
@@ -34,12 +37,7 @@ UserIndex: TypeAlias = Sequence[int]
 UserShape: TypeAlias = Sequence[int]
 UserStrides: TypeAlias = Sequence[int]
 Ints: TypeAlias = tuple[int, ...]  # inside TensorData the word `tuple` names a published method
-#: What counts as a number beside a tensor.
-NUMBERS = (int, float, np.number, BFLOAT16.type)
 Triple: TypeAlias = tuple[Storage, Shape, Strides]
-
-#: What a tensor may hold, what every backend computes with: dtype → whether it is float16 or bfloat16.
-DTYPES = {dtype: is_half(dtype) for dtype in (*FLOAT_DTYPES, *map(np.dtype, "?bBhHiIlLqQ"))}
 
 _default_dtype = np.dtype(np.float64)
 
@@ -54,9 +52,11 @@ def set_default_dtype(dtype: npt.DTypeLike) -> None:
         TypeError: For any other dtype.
     """
     global _default_dtype
-    wanted = np.dtype(dtype)
-    if wanted not in (np.dtype(np.float32), np.dtype(np.float64)):
-        raise TypeError(f"the default dtype is float32 or float64, got {wanted}; pass one of those")
+    wanted = dtype_of(dtype)
+    if wanted is None or wanted not in (np.dtype(np.float32), np.dtype(np.float64)):
+        raise TypeError(
+            f"the default dtype is float32 or float64, got {wanted or repr(dtype)}; pass one of those"
+        )
     _default_dtype = wanted
 
 
@@ -153,11 +153,28 @@ def strides_from_shape(shape: UserShape) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-#: Of the shape of a result, which most results have had before.
-_row_major_strides = lru_cache(maxsize=4096)(strides_from_shape)
+@lru_cache(maxsize=4096)
+def _row_major_strides(shape: Ints) -> Ints:
+    """Return the strides of the shape of a result, which most results have had before; it is checked."""
+    return strides_from_shape(checked_shape(shape))
+
 
 #: Tell whether a storage lives on a CUDA device (or is the simulator's stand-in for one).
 is_device_storage = is_device_array
+
+
+def _as_storage(numbers: Any) -> Storage:
+    """Return a list of numbers as an array of the default dtype."""
+    try:
+        array = np.array(numbers)
+    except ValueError:
+        array = np.array(None)
+    if array.dtype.kind not in "iufb":
+        raise ValueError(
+            f"a storage is a flat list of numbers, or a 1-D array, got {numbers!r:.60}; give as many as "
+            "the shape holds"
+        )
+    return array.astype(_default_dtype)
 
 
 class TensorData:
@@ -173,6 +190,7 @@ class TensorData:
             storage.
         TypeError: If the storage holds anything but float16, bfloat16, float32, float64, integers or
             booleans.
+        ValueError: If a size is negative or no whole number, or lists in the storage are ragged.
         AssertionError: If shape or strides is no tuple, or the storage has another size or is not
             flat, or there are more than MAX_DIMS dimensions.
     """
@@ -197,13 +215,12 @@ class TensorData:
         if isinstance(storage, np.ndarray) or is_device_storage(storage):
             self._storage = storage  # type: ignore[assignment]
         else:
-            self._storage = np.array(storage, dtype=_default_dtype)
+            self._storage = _as_storage(storage)
         self.dtype = self._storage.dtype
         is_half = DTYPES.get(self.dtype)
         if is_half is None:
             raise TypeError(
-                "a tensor holds float16, bfloat16, float32, float64, integers or booleans, got "
-                f"{self.dtype}; convert with astype(numpy.float32)"
+                f"a tensor holds {HELD}, got {self.dtype}; convert with astype(numpy.float32)"
             )
         assert isinstance(shape, tuple), f"shape must be a tuple, got {shape!r}"
         row_major = strides is None
@@ -221,6 +238,9 @@ class TensorData:
         self.strides = strides
         self.dims = len(shape)
         self.size = math.prod(shape)
+        if type(self.size) is not int:  # to the cache above, 2.0 is 2
+            self.shape = shape = checked_shape(shape)
+            self.size = math.prod(shape)
         assert self._storage.ndim == 1, (
             f"the storage must be flat, got an array of shape {self._storage.shape}; pass it as "
             "array.reshape(-1), or use minitorch.from_numpy"
@@ -234,10 +254,14 @@ class TensorData:
         )
         if self.size and not row_major:
             last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
-            if last >= self.size or min(strides, default=0) < 0:
+            if min(shape, default=0) < 0:
+                checked_shape(shape)
+            whole = all(isinstance(step, (int, np.integer)) for step in strides)
+            if last >= self.size or min(strides, default=0) < 0 or not whole:
                 raise IndexingError(
                     f"strides {strides} lead outside the {self.size} elements of shape {shape}; "
-                    "they must not be negative, and the last index must lie in the storage"
+                    "they must be whole numbers, none negative, and the last index must lie in the "
+                    "storage"
                 )
 
     # Arrays for the compiled loops, made when a loop asks for them: kernels on a device do not.
@@ -295,7 +319,7 @@ class TensorData:
         Raises:
             IndexingError: If the index has another length than the shape, or is out of range.
         """
-        key = (index,) if isinstance(index, int) else tuple(index)
+        key: Any = tuple(index) if isinstance(index, (tuple, list, np.ndarray)) else (index,)
         # A 0-dimensional tensor is read as if it had one dimension of size 1.
         shape, strides = (self.shape, self.strides) if self.shape else ((1,), (1,))
         if len(key) != len(shape):
@@ -304,6 +328,10 @@ class TensorData:
                 "dimensions; give one entry for each"
             )
         for entry, size in zip(key, shape, strict=True):
+            if not isinstance(entry, (int, np.integer)):
+                raise TypeError(
+                    f"index {key} must be whole numbers, one for each dimension of shape {self.shape}"
+                )
             if not 0 <= entry < size:
                 raise IndexingError(
                     f"index {key} is out of range for shape {self.shape}; entries run from 0 to "
@@ -331,8 +359,15 @@ class TensorData:
             return storage[position]
 
     def set(self, key: int | UserIndex, val: float) -> None:
-        """Write the element at an index."""
+        """Write the element at an index.
+
+        Raises:
+            IndexingError: As :meth:`index`.
+            TypeError: If the value is no number.
+            ValueError: If it is none that the dtype holds: a fraction, where it holds whole numbers.
+        """
         storage, position = self._storage, self.index(key)
+        val = as_element(val, self.dtype)
         with explained("writing an element"):
             if self.is_half and is_device_storage(storage):
                 number = rounded(np.array(val, np.float64), storage.dtype)

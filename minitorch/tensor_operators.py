@@ -10,8 +10,8 @@ from kernels.options import by_name
 
 from . import operators
 from .attention_functions import attend, attend_packed
+from .elements import NUMBERS, as_float
 from .function import is_tensor
-from .tensor_data import NUMBERS
 from .tensor_functions import (
     EQ,
     LT,
@@ -67,7 +67,7 @@ class TensorOperators:
 
     def __sub__(self, b: TensorLike) -> Tensor:
         if isinstance(b, NUMBERS):
-            return self + -float(b)
+            return self + -as_float(b)
         return Add.apply(self, Neg.apply(self._ensure_tensor(b)))
 
     def __mul__(self, b: TensorLike) -> Tensor:
@@ -75,7 +75,7 @@ class TensorOperators:
 
     def __truediv__(self, b: TensorLike) -> Tensor:
         if isinstance(b, NUMBERS):
-            return self * _inverse(float(b))
+            return self * _inverse(as_float(b))
         return Mul.apply(self, Inv.apply(self._ensure_tensor(b)))
 
     def __pow__(self, exponent: TensorLike) -> Tensor:

@@ -17,6 +17,7 @@ from kernels.dtypes import is_half, lowest
 from kernels.memory import joined_step
 
 from . import operators
+from .plain_math import unraising
 from .tensor_data import (
     IndexingError,
     Ints,
@@ -246,7 +247,7 @@ def normalize_dim(dim: int, shape: UserShape) -> int:
         IndexingError: If there is no such dimension.
         TypeError: If ``dim`` is no whole number.
     """
-    if not isinstance(dim, (int, np.integer)):
+    if not isinstance(dim, (int, np.integer)) or isinstance(dim, bool):
         raise TypeError(
             f"dim must be one whole number, got {dim!r}; for several dimensions call once for each"
         )
@@ -419,8 +420,8 @@ class SimpleOps(TensorOps):
     """Operations as plain Python loops: slow, and steppable in a debugger."""
 
     is_cuda = False
-    make_map = staticmethod(tensor_map)
-    make_zip = staticmethod(tensor_zip)
+    make_map = staticmethod(unraising(tensor_map))
+    make_zip = staticmethod(unraising(tensor_zip))
     make_reduce = staticmethod(tensor_reduce)
 
     @staticmethod

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kernels.arguments import whole
+
 from .autodiff import is_recording, no_grad
-from .kv_cache import KVCache, LayerCache
+from .kv_cache import KVCache, LayerCache, check_cache
 from .module import Module
 from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
-from .nn import softmax_loss
+from .nn import integer_array, number, softmax_loss
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 from .transformer_layers import ATTENTIONS as ATTENTIONS
@@ -70,6 +73,12 @@ class DecoderLM(Module):
         super().__init__()
         backend = backend or SimpleBackend
         self.backend = backend
+        for name, size in (
+            ("n_vocab", n_vocab),
+            ("n_positions", n_positions),
+            ("n_layer", n_layer),
+        ):
+            whole(name, size, 1)
         self.n_vocab, self.n_embd, self.n_positions = n_vocab, n_embd, n_positions
         self.n_head = n_head
         std = TIED_EMBEDDING_STD if tie_weights else EMBEDDING_STD
@@ -111,7 +120,8 @@ class DecoderLM(Module):
         """
         table = self.token_embeddings.weights.value
         return KVCache(
-            len(self.layer_names), batch, self.n_head, capacity or self.n_positions,
+            len(self.layer_names), batch, self.n_head,
+            self.n_positions if capacity is None else capacity,
             self.n_embd // self.n_head, table.backend, table.dtype,
         )  # fmt: skip
 
@@ -127,14 +137,20 @@ class DecoderLM(Module):
         Raises:
             ValueError: If the ids have another shape, or do not fit into the context or the cache.
         """
+        check_cache(cache, KVCache)
         if cache is not None and is_recording():
             with no_grad():
                 return self.hidden(idx, cache)
         if len(np.shape(idx)) != 2:
             raise ValueError(
-                f"a language model needs ids of shape (batch, seq), got {np.shape(idx)}"
+                f"a language model needs ids of shape (batch, seq), got {np.shape(idx)}; one text is "
+                "numpy.array([ids])"
             )
-        _, seq = np.shape(idx)
+        batch, seq = np.shape(idx)
+        if batch * seq == 0:
+            raise ValueError(
+                f"a language model needs a token at least, got ids of shape {np.shape(idx)}"
+            )
         start = 0 if cache is None else cache.length
         if start + seq > self.n_positions:
             before = f" after the {start} in the cache" if start else ""
@@ -196,7 +212,7 @@ class DecoderLM(Module):
             The ids of the prompt and of the continuation.
         """
         added = self.continuation(prompt, count, temperature, seed)
-        return [*(int(token) for token in prompt), *added]
+        return [*prompt_ids(prompt, self.n_vocab), *added]
 
     def continuation(
         self, prompt: Any, count: int, temperature: float = 1.0, seed: int | None = None
@@ -215,16 +231,19 @@ class DecoderLM(Module):
             seed: Likewise.
 
         Raises:
-            ValueError: If the prompt is empty, or the count or the temperature negative.
+            TypeError: If one of them is of the wrong type.
+            ValueError: If the prompt is empty or has an unknown token, or the count, the temperature or the
+                seed is negative.
         """
-        if len(prompt) == 0:
-            raise ValueError("the prompt must hold at least one token")
-        if count < 0:
-            raise ValueError(f"count must be 0 or more tokens, got {count}")
-        if temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {temperature}")
-        rng = np.random.default_rng(seed)
-        ids = [int(token) for token in prompt]
+        ids = prompt_ids(prompt, self.n_vocab)
+        if whole("count", count) < 0:
+            raise ValueError(f"count must be 0 or more tokens, got {count}; 0 adds none")
+        if not 0.0 <= number("temperature", temperature) < math.inf:
+            raise ValueError(
+                f"temperature must be finite and not negative, got {temperature}; 0 takes the likeliest "
+                "token"
+            )
+        rng = np.random.default_rng(None if seed is None else whole("seed", seed, 0))
         cache = self.make_cache(capacity=min(len(ids) + count, self.n_positions))
         for _ in range(count):
             ids.append(_choose(self._next_logits(ids, cache), temperature, rng))
@@ -247,6 +266,23 @@ class DecoderLM(Module):
         finally:
             if was_training:
                 self.train()
+
+
+def prompt_ids(prompt: Any, n_vocab: int) -> list[int]:
+    """Return a prompt as a list of token ids.
+
+    Raises:
+        TypeError: If it holds something else than whole numbers.
+        ValueError: If it is empty, has other dimensions than one, or ids that are no tokens.
+    """
+    ids = integer_array(prompt, n_vocab, "tokens of the prompt")
+    if ids.ndim != 1:
+        raise ValueError(
+            f"the prompt is one list of token ids, got shape {ids.shape}; pass one text"
+        )
+    if len(ids) == 0:
+        raise ValueError("the prompt must hold at least one token; pass a space, or a line break")
+    return ids.tolist()
 
 
 def _choose(logits: npt.NDArray[np.float64], temperature: float, rng: np.random.Generator) -> int:

@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy.typing as npt
 
+from kernels.arguments import whole
+
 from .decoding import step
-from .kv_cache import LayerCache
+from .function import check_tensor
+from .kv_cache import LayerCache, check_cache
 from .module import Module
 from .modules_basic import Dropout, LayerNorm1d, Linear
-from .nn import naive_attention
+from .nn import naive_attention, number
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 
@@ -51,15 +54,17 @@ class MultiHeadAttention(Module):
     ):
         super().__init__()
         backend = backend or SimpleBackend
-        if n_embd % n_head != 0:
+        if whole("n_embd", n_embd, 1) % whole("n_head", n_head, 1) != 0:
             raise ValueError(
                 f"n_embd must be a multiple of n_head, got {n_embd} and {n_head}; each head gets an "
                 "equal share of the width"
             )
         if attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}")
-        if not 0.0 <= attention_dropout < 1.0:
-            raise ValueError(f"attention_dropout must be in [0, 1), got {attention_dropout}")
+        if not 0.0 <= number("attention_dropout", attention_dropout) < 1.0:
+            raise ValueError(
+                f"attention_dropout must be in [0, 1), got {attention_dropout}; 0 drops nothing"
+            )
         self.n_embd, self.n_head, self.causal = n_embd, n_head, causal
         self.attention_dropout = attention_dropout
         self.attn_hidden_dim = n_embd // n_head
@@ -90,8 +95,12 @@ class MultiHeadAttention(Module):
             ValueError: If x does not fit, or the cache is full, or the layer is not causal: what stands
                 before would have to see x.
         """
+        check_tensor("input", x)
         if x.dims != 3 or x.shape[2] != self.n_embd:
-            raise ValueError(f"attention needs (batch, seq, {self.n_embd}), got shape {x.shape}")
+            raise ValueError(
+                f"attention needs (batch, seq, {self.n_embd}), got shape {x.shape}; change it with view"
+            )
+        check_cache(cache, LayerCache)
         # TASK 5.10: Project, split heads, attend, join heads, project; dropout_p only in training.
         q = self.split_heads(self.q_projection(x))  # (batch, n_head, seq, head_dim)
         k = self.split_heads(self.k_projection(x))  # (batch, n_head, seq, head_dim)

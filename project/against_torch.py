@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from command_line import COUNT
 from measuring import (
     command_line,
     interleaved,
@@ -269,7 +270,7 @@ def options(group: Any) -> None:
     )
     add(
         "--dims",
-        type=int,
+        type=COUNT,
         nargs="+",
         default=[64, 128, 256],
         help="head dims (default: 64 128 256)",
@@ -283,7 +284,7 @@ def options(group: Any) -> None:
         default=list(GROUPS),
         help="of figures (default: all)",
     )
-    add("--jobs", type=int, default=1, help="processes that compile kernels first (default: 1)")
+    add("--jobs", type=COUNT, default=1, help="processes that compile kernels first (default: 1)")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 
 import against_torch
 import numba
+from command_line import COUNT, POSITIVE
 from contestants import Bound, Contestant, contestants, random_arrays
 from measuring import (
     command_line,
@@ -36,6 +37,7 @@ from measuring import (
 from tqdm import tqdm
 
 from kernels.formulas import attention_backward_flops, attention_flops
+from kernels.shapes import MAX_HEAD_DIM
 from kernels.targets import why_no_cuda
 
 DIRECTIONS = ("forward", "backward")
@@ -54,13 +56,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", choices=sorted(DEFAULTS), default="cpu", help="(default: %(default)s)")
-    add("--lengths", type=int, nargs="+", metavar="N", help="of queries and keys")
-    add("--batch", type=int, help="(default: 1 on the CPU, 4 on a GPU)")
-    add("--heads", type=int, help="(default: 4 on the CPU, 16 on a GPU)")
-    add("--head-dim", type=int, default=64, help="(default: %(default)s)")
+    add("--lengths", type=COUNT, nargs="+", metavar="N", help="of queries and keys")
+    add("--batch", type=COUNT, help="(default: 1 on the CPU, 4 on a GPU)")
+    add("--heads", type=COUNT, help="(default: 4 on the CPU, 16 on a GPU)")
+    add("--head-dim", type=COUNT, default=64, help="(default: %(default)s)")
     add("--causal", action="store_true", help="mask what comes later")
-    add("--seconds", type=float, default=4.0, help="to spend on each length (default: %(default)s)")
-    add("--limit", type=float, default=20.0, help="seconds of one pass (default: %(default)s)")
+    add(
+        "--seconds",
+        type=POSITIVE,
+        default=4.0,
+        help="to spend on each length (default: %(default)s)",
+    )
+    add("--limit", type=POSITIVE, default=20.0, help="seconds of one pass (default: %(default)s)")
     add("--only", nargs="+", metavar="NAME", help="contestants to run, by their names in the table")
     add("--json", metavar="FILE", help="also write the rows there")
     add("--measure-memory", metavar="NAME", help=argparse.SUPPRESS)
@@ -68,6 +75,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.against and args.device != "cuda":
         parser.error("--against torch compares the kernels of a GPU; add --device cuda")
+    if args.head_dim > MAX_HEAD_DIM:
+        parser.error(
+            f"--head-dim must be at most {MAX_HEAD_DIM}, got {args.head_dim}; take more heads"
+        )
     batch, heads, lengths = against_torch.DEFAULTS if args.against else DEFAULTS[args.device]
     args.batch, args.heads = args.batch or batch, args.heads or heads
     args.lengths = args.lengths or lengths

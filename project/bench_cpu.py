@@ -22,6 +22,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from command_line import POSITIVE
 from measuring import (
     command_line,
     in_child,
@@ -312,7 +313,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="(default: all)")
-    add("--seconds", type=float, default=3.0, help="to spend on each call (default: %(default)s)")
+    add(
+        "--seconds", type=POSITIVE, default=3.0, help="to spend on each call (default: %(default)s)"
+    )
     add("--json", metavar="FILE", help="also write the rows there")
     args = parser.parse_args(argv)
     torch, rows = load_torch(), []

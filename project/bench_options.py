@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from command_line import POSITIVE
 from contestants import ArrayCall
 from measuring import command_line, interleaved, name_of, ratio, timing_note, write_record
 from tqdm import tqdm
@@ -205,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--device", choices=sorted(SIZES), default="cpu")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="figures whose names hold it")
-    parser.add_argument("--seconds", type=float, default=3.0, help="to spend on each direction")
+    parser.add_argument("--seconds", type=POSITIVE, default=3.0, help="to spend on each direction")
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     args = parser.parse_args(argv)
     if args.device == "cuda" and (missing := why_no_cuda()) is not None:

@@ -17,6 +17,7 @@ import argparse
 from typing import Any
 
 import harness
+from command_line import COUNT
 from contestants import ArrayCall
 from harness import Experiment, Record, Report, Result, markdown, timed_cell
 from measuring import in_child, interleaved, spread, timing_note
@@ -42,8 +43,8 @@ METERED = {"length": 32, "head_dim": 4, "sizes": (4, 8, 16), "other": 8}
 
 
 def options(parser: Any) -> None:
-    parser.add_argument("--batch-heads", type=int, help="batch · heads")
-    parser.add_argument("--length", type=int, help="of queries and keys")
+    parser.add_argument("--batch-heads", type=COUNT, help="batch · heads")
+    parser.add_argument("--length", type=COUNT, help="of queries and keys")
     parser.option("--head-dim", int, 64, "of q, k and v")
     parser.option("--seconds", float, 2.0, "to spend on each sweep")
 

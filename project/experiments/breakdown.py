@@ -23,6 +23,7 @@ from typing import Any
 
 import harness
 import numpy as np
+from command_line import COUNT
 from contestants import ArrayCall, Bound, contestants, random_arrays
 from device_peaks import PEAKS_NOTE, measure_peaks
 from harness import Experiment, Record, Report, Result, cell, markdown, timed_cell
@@ -54,8 +55,8 @@ PART_COLOURS = ("#1b6ca8", "#95a5a6", "#b8860b", "#c0392b", "#8e44ad", "#2e8b57"
 
 
 def options(parser: Any) -> None:
-    parser.add_argument("--batch-heads", type=int, help="batch · heads")
-    parser.add_argument("--length", type=int, help="of queries and keys")
+    parser.add_argument("--batch-heads", type=COUNT, help="batch · heads")
+    parser.add_argument("--length", type=COUNT, help="of queries and keys")
     parser.option("--head-dim", int, 64, "of q, k and v")
     parser.option("--seconds", float, 3.0, "to spend on each of breakdown and roofline")
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from command_line import COUNT
 from contestants import ArrayCall
 from harness import Experiment, Record, Report, Result, markdown
 
@@ -52,8 +53,8 @@ DENIED = "ERR_NVGPUCTRPERM"
 
 
 def options(parser: Any) -> None:
-    parser.add_argument("--batch-heads", type=int, help="batch · heads")
-    parser.add_argument("--length", type=int, help="of queries and keys")
+    parser.add_argument("--batch-heads", type=COUNT, help="batch · heads")
+    parser.add_argument("--length", type=COUNT, help="of queries and keys")
     parser.option("--head-dim", int, 64, "of q, k and v")
     parser.add_argument("--profiled", metavar="FILE", help=argparse.SUPPRESS)
 

@@ -19,6 +19,7 @@ import sys
 from typing import Any
 
 import harness
+from command_line import COUNT
 from contestants import ArrayCall, Bound, contestants, random_arrays
 from harness import Experiment, Record, Report, Result, cell, markdown
 from measuring import in_child, interleaved, spread, timing_note
@@ -52,8 +53,8 @@ CPU_NOTE = (
 
 
 def options(parser: Any) -> None:
-    parser.add_argument("--batch-heads", type=int, help="batch · heads")
-    parser.add_argument("--length", type=int, help="of queries and keys")
+    parser.add_argument("--batch-heads", type=COUNT, help="batch · heads")
+    parser.add_argument("--length", type=COUNT, help="of queries and keys")
     parser.option("--head-dim", int, 64, "of q, k and v")
     parser.option("--seconds", float, 4.0, "to spend on timing each direction")
 

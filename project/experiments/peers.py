@@ -18,6 +18,7 @@ from typing import Any
 
 import harness
 import numpy as np
+from command_line import COUNT
 from harness import Experiment, Record, Report, Result, markdown, timed_cell
 from measuring import interleaved, out_of_memory, ratio, spread, timing_note
 from peer_cases import Case, cases
@@ -39,8 +40,8 @@ OURS = "kernels"
 
 
 def options(parser: Any) -> None:
-    parser.add_argument("--heads", type=int, help="of q, k and v")
-    parser.add_argument("--length", type=int, help="of queries and keys")
+    parser.add_argument("--heads", type=COUNT, help="of q, k and v")
+    parser.add_argument("--length", type=COUNT, help="of queries and keys")
     parser.option("--head-dim", int, 64, "of q, k and v")
     add = parser.add_argument
     add("--dtypes", nargs="+", choices=list(DTYPES), default=["float32"], help="(default: float32)")

@@ -1,0 +1,103 @@
+"""Wrong calls as data: what is called, what it raises, and the words that its message must hold.
+
+A table stands in a file of its own for each part of the library, one line for each case;
+``test_bad_calls.py`` walks them all, and ``project/reliability/bad_calls.py`` counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import kernels
+import minitorch as mt
+from minitorch import Tensor, from_numpy
+
+Errors = type[BaseException] | tuple[type[BaseException], ...]
+
+
+class Wrong(NamedTuple):
+    """A wrong call of some :class:`Operands`, what it raises, and what the message must hold."""
+
+    call: Callable[[Any], Any]
+    error: Errors
+    words: tuple[str, ...]
+
+
+def wrong(call: Callable[[Any], Any], error: Errors, *words: str) -> Wrong:
+    return Wrong(call, error, words)
+
+
+class Operands:
+    """Tensors on a backend and arrays to call things with, and what they looked like.
+
+    Args:
+        backend: Of the tensors.
+    """
+
+    def __init__(self, backend: Any):
+        def on(array: Any, grad: bool = False) -> Tensor:
+            return from_numpy(array, backend, requires_grad=grad)
+
+        self.backend = backend
+        self.matrix = on(np.arange(6.0).reshape(2, 3), True)
+        self.matrix.grad = on(np.full((2, 3), 7.0))
+        self.flipped = on(np.arange(6.0).reshape(2, 3).T)  # (3, 2), permuted
+        self.vector = on(np.ones(4))
+        self.image = on(np.ones((1, 2, 4, 4)))
+        self.signal = on(np.ones((2, 3, 4)))
+        self.ids = on(np.array([[0, 1, 5]]))
+        self.heads = on(np.linspace(-1.0, 1.0, 24).reshape(1, 2, 3, 4), True)
+        self.packed = on(np.ones((5, 2, 4)))
+        rng = np.random.default_rng(0)
+        self.x: Any = rng.standard_normal((2, 5, 4)).astype(np.float32)
+        self.wide: Any = rng.standard_normal((2, 5, 4))
+        self.out, self.lse = kernels.flash_attention_forward(self.x, self.x, self.x)
+        self.rows: Any = np.ones((5, 2, 4), np.float32)
+        self.mask: Any = np.ones((5, 5), bool)
+        self.bias: Any = np.zeros((5, 5), np.float32)
+        self.tokens: Any = np.zeros((1, 2), np.int64)
+        self.before = self.state()
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a call must not change: bits, shapes, strides, histories and gradients."""
+        found: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                data, grad = value._tensor, value.grad
+                kept = None if grad is None else (grad.shape, bits(grad.to_numpy()))
+                own = data.shape, data.strides, bits(value.to_numpy())
+                found[name] = (*own, value.backend, id(value.history), kept)
+            elif isinstance(value, np.ndarray):
+                found[name] = value.shape, value.strides, value.flags.writeable, bits(value)
+        return found
+
+
+def bits(array: Any) -> tuple[str, bytes]:
+    return str(array.dtype), np.ascontiguousarray(array).tobytes()
+
+
+def model(backend: Any) -> mt.DecoderLM:
+    """Return a language model of 5 tokens, width 4, 2 heads, a context of 3 and one layer."""
+    return mt.DecoderLM(5, 4, 2, 3, n_layer=1, middle_dim=4, backend=backend)
+
+
+def run(main: Callable[[list[str]], Any], *args: str) -> None:
+    """Call a script's ``main`` in this process; a SystemExit has what the user would read as its text.
+
+    Raises:
+        SystemExit: As the script ends.
+        AssertionError: If it ends well.
+    """
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            main([*args])
+    except SystemExit as ended:
+        assert ended.code not in (None, 0), f"{args} are taken"
+        text = ended.code if isinstance(ended.code, str) else errors.getvalue()
+        raise SystemExit(text.strip()) from None

@@ -453,9 +453,13 @@ def composed_of_halves(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tens
 def test_attention_errs_no_more_than_its_composed_form(
     dtype: Any, backend: TensorBackend, seed: int, scale: float
 ) -> None:
-    """Composed, scores and probabilities are rounded to 16 bits too; the sums of both are float32."""
+    """Composed, scores and probabilities are rounded to 16 bits too; the sums of both are float32.
+
+    Errors are root mean squares over several heads: the largest of few is a matter of chance, most of all in
+    dq and dk where one key wins, for there the composed form subtracts a number from itself.
+    """
     rng = np.random.default_rng(seed)
-    shape = (1, 7, 4) if backend is not FastBackend else (2, 3, 40, 16)
+    shape = (4, 7, 4) if backend is not FastBackend else (2, 3, 40, 16)
     operands = [rounded(rng.standard_normal(shape) * scale, dtype) for _ in range(4)]
     exact = attended(operands, FLOAT64, minitorch.naive_attention, FastBackend)
     composed = attended(operands, dtype, composed_of_halves, backend)
@@ -464,9 +468,9 @@ def test_attention_errs_no_more_than_its_composed_form(
     for name, got, other, wanted in zip(
         ("out", "dq", "dk", "dv"), fused, composed, exact, strict=True
     ):
-        error, allowed = (np.abs(x - wanted).max() for x in (got, other))
+        error, allowed = (np.sqrt(np.mean((x - wanted) ** 2)) for x in (got, other))
         # By chance the composed form may round a few elements well; half a unit nobody can avoid.
-        allowed = max(allowed, half_unit * np.abs(wanted).max())
+        allowed = max(allowed, half_unit * np.sqrt(np.mean(wanted**2)))
         assert error <= (2 if name == "out" else 3) * allowed, f"{name}: {error} of {allowed}"
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kernels.arguments import whole
 
 from .autodiff import is_recording, no_grad
+from .decoding import summed
 from .kv_cache import KVCache, LayerCache, check_cache
 from .module import Module
 from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
@@ -159,7 +160,8 @@ class DecoderLM(Module):
             )
         layers = self._layer_caches(cache)
         positions = self.position_embeddings(np.arange(start, start + seq))  # (seq, n_embd)
-        x = self.dropout(self.token_embeddings(idx) + positions)  # (batch, seq, n_embd)
+        tokens = self.token_embeddings(idx)  # (batch, seq, n_embd)
+        x = self.dropout(tokens + positions if cache is None else summed(tokens, positions))
         for name, layer_cache in zip(self.layer_names, layers, strict=True):
             x = getattr(self, name)(x, layer_cache)  # (batch, seq, n_embd)
         return self.ln(x)  # (batch, seq, n_embd)

@@ -455,8 +455,8 @@ def test_attention_errs_no_more_than_its_composed_form(
 ) -> None:
     """Composed, scores and probabilities are rounded to 16 bits too; the sums of both are float32.
 
-    Errors are root mean squares over several heads: the largest of few is a matter of chance, most of all in
-    dq and dk where one key wins, for there the composed form subtracts a number from itself.
+    Errors are root mean squares over several heads: the largest of few is a matter of chance, most of
+    all in dq and dk where one key wins, for there the composed form subtracts a number from itself.
     """
     rng = np.random.default_rng(seed)
     shape = (4, 7, 4) if backend is not FastBackend else (2, 3, 40, 16)

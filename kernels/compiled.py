@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -61,8 +62,12 @@ def _code_parts(code: CodeType) -> list[object]:
     return parts
 
 
+#: Packages whose code is part of no kernel: a version of Python or of numba is in numba's own key.
+_OTHERS = {*sys.stdlib_module_names, "numba", "numpy", "ml_dtypes", "llvmlite"}
+
+
 def _ours(module: str | None) -> bool:
-    return (module or "").split(".")[0] not in ("numba", "numpy", "math", "builtins", "llvmlite")
+    return (module or "").split(".")[0] not in _OTHERS
 
 
 def _named(function: FunctionType) -> list[object]:
@@ -79,7 +84,8 @@ def fingerprint(function: Callable[..., Any]) -> str:
     Numba's cache looks only at the file in which a function stands.  A student who mends a helper in
     another file would go on running the old one; with this hash the kernel is compiled again.  A
     function that numba replaces by another (``overload``) names its ``implementations``; an intrinsic
-    is the function that emits its instructions.
+    is the function that emits its instructions; an object is all its attributes, or those that it names
+    in ``made_of``.  An array that a user's function captured is its elements.
     """
     seen: set[int] = set()
     parts: list[object] = []
@@ -107,9 +113,12 @@ def fingerprint(function: Callable[..., Any]) -> str:
             stack.extend(item.items())
         elif isinstance(item, (bool, int, float, str, np.generic, np.dtype, Type)):
             parts.append(repr(item))
+        elif isinstance(item, np.ndarray):
+            parts.append((item.dtype.str, item.shape, item.tobytes()))
         elif _ours(type(item).__module__) and id(item) not in seen:  # what emits an instruction
             seen.add(id(item))
-            stack.extend(getattr(item, "__dict__", {}).items())
+            own = getattr(item, "__dict__", {})
+            stack.extend((name, own[name]) for name in getattr(item, "made_of", own))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 

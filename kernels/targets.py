@@ -290,8 +290,11 @@ def compile_kernel(
     if IS_SIMULATOR:
         return cuda.jit(signature)(function)
     dispatcher = cuda.jit(launch_bounds=launch_bounds)(function)
-    with suppress(RuntimeError):  # no folder for a cache is writable
+    try:
         dispatcher.enable_caching()
+    except RuntimeError:  # no folder for a cache is writable
+        pass
+    else:
         stamp = f"{fingerprint(dispatcher)} {_package_version()}"
         # Numba's own key is a pickle of what the function closes over, and misses what it names.
         dispatcher._cache._index_key = lambda kinds, codegen: (kinds, codegen.magic_tuple(), stamp)

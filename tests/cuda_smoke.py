@@ -17,18 +17,22 @@ from typing import Any
 import numpy as np
 
 from kernels import BlockMask, launch, make_problem
-from kernels.cuda.arrays import to_device
+from kernels.cuda.arrays import to_device, to_host
+from kernels.dtypes import FLOAT16, FLOAT32, is_floating
 from kernels.operands import make_operands
 from kernels.problem import Problem
 from kernels.sequences import Sequences
 from kernels.targets import why_no_cuda
 
 from .cuda_attention import RUNGS
+from .option_table import TENSOR_CORES
 from .tolerances import assert_close_arrays
 
 #: seq_q, seq_k, head_dim and value_dim that divide no tile.
 SHAPES = ((70, 33, 24, 40), (37, 101, 20, 7))
 HEADS = 2
+#: What rungs for tensor cores run, in 16 bits: each is a kernel of its own.
+IN_HALF = ("window", "softcap", "boolean mask", "dropout", "block mask")
 
 
 def _two_of_three(batch: int, head: int, row: int, col: int) -> bool:
@@ -83,6 +87,16 @@ def cases(rng: np.random.Generator) -> Iterator[tuple[str, tuple[int, ...], dict
         yield "flash2, everything with atomics", shape, {"rung": "flash2", **with_atomics}
         yield "flash2, packed", shape, {"rung": "flash2", "packed": True}
     yield "flash2, few rows", (3, 1000, 64, 64), {"rung": "flash2", "causal_offset": 997}
+    for rung in TENSOR_CORES:
+        asked = {"rung": rung, "dtype": FLOAT16}
+        for shape in SHAPES:
+            yield rung, shape, asked
+        shape = SHAPES[0]
+        yield f"{rung} with atomics", shape, {**asked, "deterministic": False}
+        for name, one in options(rng, *shape[:2]).items():
+            if name in IN_HALF:
+                yield f"{rung}, {name}", shape, {**asked, **one}
+        yield f"{rung}, packed", shape, {**asked, "packed": True}
 
 
 def results(
@@ -96,7 +110,7 @@ def results(
     out, lse = launch.forward(target, problem, operands)
     operands = operands.having(out=out, lse=lse, dout=dout, dlse=dlse)
     gradients = launch.backward(target, problem, operands, with_mask=problem.mask == "float")
-    return [x if x is None or not on_device else x.copy_to_host() for x in (out, lse, *gradients)]
+    return [x if x is None or not on_device else to_host(x) for x in (out, lse, *gradients)]
 
 
 def main(part: int = 1, parts: int = 1) -> None:
@@ -108,12 +122,13 @@ def main(part: int = 1, parts: int = 1) -> None:
         cases(rng), part - 1, None, parts
     ):
         sizes = ((seq_q, head_dim), (seq_k, head_dim), (seq_k, value_dim), (seq_q, value_dim))
+        dtype = asked.get("dtype", FLOAT32)
         arrays = {
-            name: rng.standard_normal((HEADS, *size), dtype=np.float32)
+            name: rng.standard_normal((HEADS, *size), dtype=np.float32).astype(dtype)
             for name, size in zip(("q", "k", "v", "dout"), sizes, strict=True)
         }
         arrays["dlse"] = rng.standard_normal((HEADS, seq_q), dtype=np.float32)
-        given = {key: value for key, value in asked.items() if key != "packed"}
+        given = {key: value for key, value in asked.items() if key not in ("packed", "dtype")}
         sequences = Sequences([0, 2, 2, seq_q], [0, 3, seq_k - 2, seq_k], seq_q, seq_k)
 
         def ask(
@@ -134,12 +149,13 @@ def main(part: int = 1, parts: int = 1) -> None:
         ):
             if y is not None:
                 size = max(1.0, float(np.abs(y[np.isfinite(y)]).max(initial=0.0)))
-                assert_close_arrays(x, y, np.float32, f"{what} by {name}", size)
+                stored = FLOAT32 if what == "lse" else dtype
+                assert_close_arrays(x, y, stored, f"{what} by {name}", size)
         print(f"{name}: right")
 
 
 def _in_float64(value: Any) -> Any:
-    is_float = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+    is_float = isinstance(value, np.ndarray) and is_floating(value.dtype)
     return value.astype(np.float64) if is_float else value
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kernels.compiled import fingerprint
@@ -176,6 +177,21 @@ def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
         " (fused._adam, fused._softmax, flash2.make_forward(numpy.float32))]))"
     )
     assert run(script, tmp_path) == run(script, tmp_path)
+
+
+def test_the_fingerprint_covers_a_captured_array() -> None:
+    # A mod is frozen with the array that it captured; another array is another kernel.
+    def capturing(table: Any) -> Any:
+        def mod(score: float, head: int) -> float:
+            return score * table[head]
+
+        return mod
+
+    table = np.arange(4.0)
+    same, another = table.copy(), table + 1
+    assert fingerprint(capturing(table)) == fingerprint(capturing(same))
+    assert fingerprint(capturing(table)) != fingerprint(capturing(another))
+    assert fingerprint(capturing(table)) != fingerprint(capturing(table.astype(np.float32)))
 
 
 def test_the_fingerprint_covers_exp2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from kernels.compiled import fingerprint
 from kernels.cuda.flash3_layout import Widths, layout_of
 from kernels.cuda.flash3_wgmma import forward_kernel
 from kernels.cuda.scores import Features
@@ -32,8 +35,8 @@ def test_tiles_of_scores_stay_in_registers(option: str) -> None:
     widths = Widths(64, 64)
     kernel = forward_kernel(layout_of(widths, True), widths, "bfloat16", OPTIONS[option])
     ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
-    # The first scores and those in the loop, of four steps each, and eight steps of P V.
-    assert ptx.count("wgmma.mma_async.sync.aligned.m64n") == 2 * 4 + 8
+    # The first scores, those in the loop and the next item's, of four steps each, and eight of P V.
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n") == 3 * 4 + 8
     assert ".local" not in ptx
 
 
@@ -49,6 +52,21 @@ def test_a_score_mod_converts_only_differences_of_32_bits() -> None:
     ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
     assert "cvt.rn.f32.s64" not in ptx
     assert ".local" not in ptx
+
+
+@needs_nvvm
+def test_what_was_compiled_before_changes_no_fingerprint() -> None:
+    # Else a kernel with a user's function would never be found on disk.
+    def kernel(dtype: str) -> Any:
+        widths = Widths(64, 64)
+        features = Features(score_mod=slanted)
+        return forward_kernel(layout_of(widths, True), widths, dtype, features)
+
+    before = fingerprint(kernel("float16").source)
+    one = kernel("bfloat16")
+    compile_ptx(one.source, one.signature, HOPPER, one.launch_bounds)
+    assert fingerprint(kernel("float16").source) == before
+    assert fingerprint(one.source) != before
 
 
 @needs_ptxas

@@ -31,6 +31,9 @@ class Emitted:
         adapt: Of numba's target of the kernel makes that of the function; the same one when None.
     """
 
+    #: For a kernel's fingerprint; what was compiled last is no part of it.
+    made_of = "function", "signature", "adapt"
+
     def __init__(
         self,
         function: Callable[..., Any],

@@ -109,9 +109,13 @@ def is_guarded(features: Features) -> bool:
 
 @device_function
 def give_back(q_empty, thread, slot):
-    """Let another q come where out was, if it was anywhere: a warpgroup's thread 0 asked for the copy."""
+    """Let another q come where out was, if it was anywhere: a warpgroup's thread 0 asked for the copy.
+
+    All wait, though the others for nothing: a branch of one thread with more than the one instruction that
+    it leaves here would make every product wait for the one before.
+    """
+    wait_for_reads()
     if thread == 0 and slot >= 0:
-        wait_for_reads()
         mbarrier_arrive(q_empty + 8 * slot)
 
 
@@ -290,24 +294,21 @@ def forward_kernel(
                 stop = int32(stop - skipped)
                 # 5: l = 0, m = -inf; O = 0 is what the first P V begins with
                 max_0, max_1, sum_0, sum_1 = minus_inf, minus_inf, zero, zero
-                if is_asked and has_bits:
-                    col = (listed >> 1 if is_listed else stop - 1) * block_k
-                    fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
-                if first < stop and not is_asked:
-                    # 8: S = Q_i K_jᵀ, the first
-                    mbarrier_wait(barriers + k_full + 8 * stage, phase)
-                    k_desc = descriptor(along, tile + k_offset + stage * k_size)
+                if first < stop:
+                    if not is_asked:
+                        # 8: S = Q_i K_jᵀ, the first
+                        mbarrier_wait(barriers + k_full + 8 * stage, phase)
+                        k_desc = descriptor(along, tile + k_offset + stage * k_size)
+                        wgmma_fence()
+                        ask_for_scores(s, q_desc, k_desc)
+                        wgmma_commit_group()
                     if is_listed:
                         listed = ld_shared(tile + list_offset + 4 * stage)
-                    wgmma_fence()
-                    ask_for_scores(s, q_desc, k_desc)
-                    wgmma_commit_group()
                     col = (listed >> 1 if is_listed else stop - 1) * block_k
                     fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
                     wait_for_all()
                     if lane == 0:
                         mbarrier_arrive(barriers + k_empty + 8 * stage)
-                is_asked = False
                 before = int32(0)  # the stage of the values before
                 for n in range(int32(stop - first)):
                     j = int32(listed >> 1 if is_listed else stop - 1 - n)
@@ -348,16 +349,6 @@ def forward_kernel(
                     before, v_phase = stage, phase
                     stage, phase = next_stage(stage, phase)
                     has_next = n + 1 < stop - first
-                    if asks_ahead and n == 0:
-                        give_back(barriers + q_empty, thread, copied)
-                        copied = int32(-1)
-                    if asks_ahead and not has_next:  # the next item's begin
-                        following, q_phase_then = next_slot(slot, q_phase)
-                        mbarrier_wait(barriers + 8 * following, q_phase_then)
-                        ahead = numbers + number_bytes * following
-                        is_asked = ld_shared(ahead) > 0 and skipped_of(ahead, me, found) == 0
-                        q_desc = descriptor(along, tile + following * q_size + me * (ROWS * LINE))
-                        has_next = is_asked
                     if has_next:
                         mbarrier_wait(barriers + k_full + 8 * stage, phase)
                         if is_listed:
@@ -377,13 +368,34 @@ def forward_kernel(
                     wgmma_commit_group()
                     if takes_turns:
                         bar_arrive(1 + (me + 1) % consumers, turns)
-                    if has_bits and n + 1 < stop - first:  # while it is computed
+                    if asks_ahead and n == 0:  # a branch before the products would hold them up
+                        give_back(barriers + q_empty, thread, copied)
+                        copied = int32(-1)
+                    if has_bits and has_next:  # while it is computed
                         col = (listed >> 1 if is_listed else stop - 2 - n) * block_k
                         fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
                     wait_for_scores()
                     if has_next and lane == 0:
                         mbarrier_arrive(barriers + k_empty + 8 * stage)
-                wait_for_all()
+                is_asked = False
+                if asks_ahead:
+                    # 8: S = Q_i K_jᵀ, the next item's first, computed while this one's O is written
+                    give_back(barriers + q_empty, thread, copied)  # if this item has no tiles
+                    copied = int32(-1)
+                    following, q_phase_then = next_slot(slot, q_phase)
+                    mbarrier_wait(barriers + 8 * following, q_phase_then)
+                    ahead = numbers + number_bytes * following
+                    is_asked = ld_shared(ahead) > 0 and skipped_of(ahead, me, found) == 0
+                    if is_asked:
+                        mbarrier_wait(barriers + k_full + 8 * stage, phase)
+                        q_desc = descriptor(along, tile + following * q_size + me * (ROWS * LINE))
+                        k_desc = descriptor(along, tile + k_offset + stage * k_size)
+                        wgmma_fence()
+                        ask_for_scores(s, q_desc, k_desc)
+                    wgmma_commit_group()
+                    wait_for_scores()
+                else:
+                    wait_for_all()
                 if first < stop and lane == 0:
                     mbarrier_arrive(barriers + v_empty + 8 * before)
                 # Told again: numbers need no registers meanwhile.
@@ -410,9 +422,6 @@ def forward_kernel(
                 # 14: write O_i, by way of the tile of q, which this warpgroup has read to the end
                 write_out(own_tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, p)
                 fence_proxy_async()
-                give_back(
-                    barriers + q_empty, thread, copied
-                )  # where nothing was computed of this item
                 copied = slot
                 bar_sync(4 + me, WARPGROUP)  # all rows of the warpgroup are there
                 own = row + me * ROWS

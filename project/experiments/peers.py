@@ -3,6 +3,7 @@
     python project/experiments/peers.py                                       the CPU
     python project/experiments/peers.py --device cuda --deadline 140          one GPU
     python project/experiments/peers.py --device cuda --dtypes float16 --cases dense causal
+    python project/experiments/peers.py --device cuda --dtypes float16 --jobs 12   compiled side by side
 
 TFLOP/s count the scores that the option leaves.  A ratio is the peer's time over ours within a round:
 above 1 the kernels are faster.  The error is the largest one of out, and of the gradients relative to their
@@ -13,7 +14,10 @@ other bits.  Where PyTorch is not installed its lines are empty.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import harness
@@ -49,6 +53,7 @@ def options(parser: Any) -> None:
     add("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="(default: all)")
     parser.option("--seconds", float, 0.4, "to spend on timing each pair and direction")
     parser.option("--deadline", float, 600.0, "seconds after which no other pair begins")
+    parser.option("--jobs", int, 1, "processes that compile kernels before anything is timed")
 
 
 class OurCall:
@@ -240,11 +245,39 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     # FlexAttention compiles for each case, which takes longest: it comes last.
     late = [peer for peer in args.peers if peer == FLEX]
     early = [OURS, *(peer for peer in args.peers if peer != FLEX)]
+    if args.jobs > 1:
+        _compile(args, report, chosen)
     for dtype in args.dtypes:
         rivals = Rivals(args, dtype, torch)
         plan = [(case, early) for case in chosen] + [(case, late) for case in chosen if late]
         for case, peers in report.progress(plan, f"case of {dtype}"):
             _measure_case(args, report, rivals, case, peers, start)
+
+
+def _compile(args: argparse.Namespace, report: Report, chosen: list[Case]) -> None:
+    """Run in several processes all that compiles: our kernels' machine code and PyTorch's stay on disk."""
+    compiled = [OURS, *(peer for peer in args.peers if peer == FLEX)]
+    todo = [
+        (args, dtype, case.name, peer)
+        for peer in compiled for dtype in args.dtypes for case in chosen
+    ]  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.jobs, context) as pool:
+        steps = [pool.submit(_run_once, *one) for one in todo]
+        for step in report.progress(steps, "kernels compiled"):
+            step.result()
+
+
+def _run_once(args: argparse.Namespace, dtype: str, name: str, peer: str) -> None:
+    """Run one contestant of one case; whether it can is found out again when it is timed."""
+    torch = load_torch()
+    if torch is not None:
+        prepare(torch, args.device)
+    rivals, case = Rivals(args, dtype, torch), cases(args.heads, args.length)[name]
+    with suppress(Exception):
+        call: Any = rivals.ours_of(case) if peer == OURS else rivals.peer_of(peer, case)
+        call.forward()
+        call.backward()
 
 
 def _measure_case(

@@ -24,6 +24,7 @@ if not _entrance.runs_as_command(__name__):
             tensor_functions,
             testing,
         )
+        from .adamw import AdamW
         from .anomaly import AnomalyError, detect_anomaly
         from .autodiff import (
             Context,
@@ -55,6 +56,7 @@ if not _entrance.runs_as_command(__name__):
         from .fast_ops import FastBackend, FastOps
         from .function import Function
         from .gradient_check import grad_central_difference, grad_check
+        from .head_functions import linear_cross_entropy
         from .kv_cache import KVCache, LayerCache
         from .linear_functions import linear
         from .matmul_precision import get_matmul_precision, matmul_precision, set_matmul_precision
@@ -77,6 +79,8 @@ if not _entrance.runs_as_command(__name__):
         )
         from .optim import SGD, Adam, Optimizer, clip_grad_norm_
         from .published import LayerNorm1dFused
+        from .recompute import checkpoint
+        from .residual_functions import residual_layer_norm
         from .scalar import Scalar, ScalarHistory, derivative_check
         from .scalar_functions import ScalarFunction
         from .tensor import Tensor

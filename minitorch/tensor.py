@@ -34,6 +34,11 @@ from .widening import result_dtype
 _ids = count(1)
 
 
+def next_id() -> int:
+    """Return a number above those of all variables that there are: tensors count up."""
+    return next(_ids)
+
+
 @lru_cache(maxsize=256)
 def constant(ops: type[TensorOps], value: str, dtype: np.dtype[Any]) -> TensorData:
     """Return one element that nobody writes to; on a device each new one would cost a launch.

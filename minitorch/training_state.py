@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoint import (
+from .factories import from_numpy
+from .module import Module
+from .optim import Optimizer
+from .saved_models import (
     BESIDE,
     Arrays,
     CheckpointError,
@@ -22,9 +25,6 @@ from .checkpoint import (
     read_arrays,
     write_arrays,
 )
-from .factories import from_numpy
-from .module import Module
-from .optim import Optimizer
 from .tensor import Tensor
 
 Generators = Mapping[str, np.random.Generator]
@@ -153,7 +153,7 @@ def save_training(
 ) -> None:
     """Write all that a training needs to go on; as safe from kills as ``save_checkpoint``.
 
-    :func:`minitorch.checkpoint.read_checkpoint` reads the model alone from such a file.
+    :func:`minitorch.saved_models.read_checkpoint` reads the model alone from such a file.
 
     Args:
         path: Of the file.

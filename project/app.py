@@ -80,11 +80,13 @@ def main() -> None:
         st.stop()
     args = parse(sys.argv[1:])
     names = [name for name, page in PAGES.items() if page.module <= args.module]
-    asked = st.query_params.get("page", names[0])
-    name: str = st.sidebar.radio(  # type: ignore[assignment]  # there is always a first choice
+    if "page" not in st.session_state:
+        # Not by index: an older Streamlit takes another index for another widget, and forgets the click.
+        asked = st.query_params.get("page")
+        st.session_state["page"] = asked if asked in names else names[0]
+    name: str = st.sidebar.radio(
         "page",
         names,
-        index=names.index(asked) if asked in names else 0,
         format_func=lambda key: f"{PAGES[key].module} · {PAGES[key].title}",
         key="page",
     )

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from training import learning_rate, remedy
 
 import minitorch
-from minitorch.checkpoint import CheckpointError
+from minitorch.saved_models import CheckpointError
 from minitorch.training_state import (
     Checkpoints,
     TrainingState,

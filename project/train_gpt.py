@@ -23,7 +23,7 @@ from train_options import BACKENDS, check_config, given_options, options_of_run,
 from training import check_backend, check_loss, make_folder
 
 import minitorch
-from minitorch.checkpoint import (
+from minitorch.saved_models import (
     CheckpointError,
     load_parameters,
     read_checkpoint,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from minitorch.checkpoint import CheckpointError, load_parameters, read_checkpoint
+from minitorch.saved_models import CheckpointError, load_parameters, read_checkpoint
 
 from .bad_calls import model, run, wrong
 

@@ -61,30 +61,35 @@ def browser() -> Iterator[Any]:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start the app as its users do; return where it is."""
     log = tmp_path_factory.mktemp("app") / "log.txt"
+    # Port 0 would be a free one too, but not every Streamlit of our range then says which it is.
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "streamlit", "run", "project/app.py", "--server.headless=true",
-        "--server.port=0", "--server.fileWatcherType=none",
+        f"--server.port={port}", "--server.fileWatcherType=none",
     ]  # fmt: skip
     with log.open("w") as out:
         server = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
     try:
-        yield _address(server, log)
+        url = f"http://localhost:{port}"
+        _wait_for(url, server, log)
+        yield url
     finally:
         server.terminate()
         server.wait(10)
 
 
-def _address(server: subprocess.Popen[bytes], log: Path) -> str:
-    """Wait until the app answers; its log says where."""
-    for _ in range(300):
-        lines = [line for line in log.read_text().splitlines() if " URL: http://localhost" in line]
-        if lines:
-            url = lines[0].split()[-1]
-            with urllib.request.urlopen(f"{url}/_stcore/health") as answer:
-                assert answer.status == 200
-            return url
+def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the app answers; its log says why it does not."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
         assert server.poll() is None, log.read_text()
-        time.sleep(0.1)
+        try:
+            with urllib.request.urlopen(f"{url}/_stcore/health", timeout=5) as answer:
+                assert answer.status == 200
+            return
+        except OSError:  # not yet
+            time.sleep(0.1)
     raise AssertionError(f"the app does not start: {log.read_text()}")
 
 

@@ -218,6 +218,31 @@ def test_scores_that_overflow_are_nan_and_not_zero(target: str, rung: str) -> No
 
 @pytest.mark.parametrize(("target", "rung"), RUNGS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("bounds", "before", "behind"),
+    [
+        ({"window_size": (0, -1), "causal_offset": 3}, 3, 0),
+        ({"window_size": (2, 1), "causal_offset": 4}, 2, 0),
+        ({"is_causal": True, "causal_offset": -5}, 0, 8),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_a_key_outside_of_all_windows_may_be_anything(
+    target: str, rung: str, poison: float, bounds: dict[str, Any], before: int, behind: int
+) -> None:
+    q, k, v, dout = draw(0, (2, 7, 3), (2, 10, 3), (2, 10, 5), (2, 7, 5))
+    hidden = np.zeros((10, 1), bool)
+    hidden[:before], hidden[10 - behind :] = True, True
+    results = []
+    for value in (0.0, poison):
+        arrays = (np.where(hidden, value, x) for x in (k, v))
+        results.append(Case(q, *arrays, dout, bounds, (4, 4)).run(TARGETS[target], rung, (4, 4)))
+    for name, expected in results[0].items():
+        np.testing.assert_array_equal(results[1][name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize(("target", "rung"), RUNGS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
 @given(
     case=cases([np.float64], features=["bool mask", "mask_mod", "block mask", "dropout", "alibi"])
 )

@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 import minitorch
 from minitorch import SGD, Adam, FastBackend, SimpleBackend
-from minitorch.checkpoint import (
+from minitorch.saved_models import (
     CheckpointError,
     load_parameters,
     read_checkpoint,
@@ -113,7 +113,7 @@ def test_a_killed_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     script = f"""
 import minitorch
-from minitorch.checkpoint import save_checkpoint
+from minitorch.saved_models import save_checkpoint
 model = minitorch.DecoderLM(50, 32, 2, 6, n_layer=2)
 step = 0
 while True:

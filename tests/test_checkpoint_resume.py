@@ -14,7 +14,7 @@ import pytest
 import minitorch
 from minitorch import fused_functions
 from minitorch.autodiff import modes
-from minitorch.checkpoint import read_checkpoint
+from minitorch.saved_models import read_checkpoint
 
 from .test_training import SMALL, gpt_training, refused, train_gpt
 

@@ -36,7 +36,7 @@ from kernels.dtypes import (
 from kernels.memory import HostMemory
 from kernels.targets import IS_SIMULATOR
 from minitorch import CudaBackend, FastBackend, SimpleBackend, Tensor, TensorBackend, from_numpy
-from minitorch.checkpoint import load_parameters, read_checkpoint, save_checkpoint
+from minitorch.saved_models import load_parameters, read_checkpoint, save_checkpoint
 
 from .attention_strategies import FEATURES, Case, cases
 from .cuda_attention import RUNGS as CUDA_RUNGS

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from kernels.targets import why_no_cuda
-from minitorch.checkpoint import read_checkpoint
+from minitorch.saved_models import read_checkpoint
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there

@@ -31,6 +31,7 @@ from kernels.cpu.gradient_tiles import (
     fill_gradient,
     fill_scores,
     leave_hidden,
+    mark_in_bounds,
     piece_of,
 )
 from kernels.cpu.products import add_product, set_product
@@ -127,8 +128,9 @@ def make_backward(real):
             )  # fmt: skip
             pack_transposed(k, real(o.factor), tile.k_t)
             pack_transposed(v, one, tile.v_t)
+            mark_in_bounds(tile.seen, col, seq_q, lower, upper)
             copy_seen(k, tile.seen, tile.rows, tau)
-            whole = True  # tile.rows has no zeros for hidden keys
+            whole = True  # tile.rows has zeros for no keys but those
             buffers = Buffers(
                 empty_tile(block_q, lanes, real), empty_tile(block_q, lanes, real),
                 zero_tile(block_q if o.bends != 0 else 0, lanes, real),
@@ -162,7 +164,7 @@ def make_backward(real):
                             p, q_tile, dout_tile, tile, buffers, tau, whole
                         )
                     elif not whole:
-                        tile.seen[:] = True
+                        mark_in_bounds(tile.seen, col, seq_q, lower, upper)
                         copy_seen(k, tile.seen, tile.rows, tau)
                         whole = True
                     fill_gradient(

@@ -210,6 +210,21 @@ def add_row_products(a, b, total):
 
 
 @njit(fastmath=FASTMATH)
+def mark_in_bounds(seen, col, rows, lower, upper):
+    """Fill which keys some row sees, as far as the bounds decide: a window may begin after the first key.
+
+    Args:
+        seen: (lanes,), written.
+        col: Column of the first one.
+        rows: Of the sequence.
+        lower: See ``Problem``.
+        upper: Likewise.
+    """
+    for lane in range(seen.shape[0]):
+        seen[lane] = lower <= col + lane < rows + upper
+
+
+@njit(fastmath=FASTMATH)
 def leave_hidden(p, q_tile, dout_tile, tile, buffers, tau, whole):
     """Put zeros for rows that see nothing and for keys that nobody sees: 0 · NaN is no zero.
 

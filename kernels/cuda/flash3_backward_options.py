@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int32, int64, uint32
 
-from kernels.block_mask import FULL, PARTIAL
 from kernels.cuda.device import device_function
-from kernels.cuda.flash3_mask import WORDS, make_words_place
+from kernels.cuda.flash3_mask import ALL, WORDS, all_seen, make_block_bits, make_words_place
 from kernels.cuda.flash3_options import tanh
 from kernels.cuda.flash3_scores import (
     TILES,
@@ -34,12 +33,9 @@ from kernels.cuda.flash3_scores import (
 )
 from kernels.cuda.mod_rules import FIRST_PLACE, batch_and_head, mask_function, score_function
 from kernels.cuda.ptx.numbers import PACK, PACK_POSITIVE, ex2
-from kernels.cuda.scores import Features, block_at, mask_at
+from kernels.cuda.scores import Features, mask_at
 from kernels.dtypes import FLOAT32
 from kernels.online_softmax import LOG2_E
-
-#: A word of all bits.
-ALL = 0xFFFFFFFF
 
 
 def words_type(features: Features) -> Any:
@@ -280,21 +276,7 @@ def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Ca
     mask_mod: Any = features.mask_mod and mask_function(features.mask_mod, FLOAT32)
     words_place, within = make_words_place(cols, by_keys), _make_within(features)
     has_blocks, has_mod = features.block_mask, features.mask_mod is not None
-
-    @device_function
-    def in_blocks(whole, flat, row, col, extras):
-        if whole:
-            return True
-        state, r, c = block_at(flat, row, col, extras)
-        if state < PARTIAL:
-            return state == FULL
-        return bool(extras.patterns[int64(state - PARTIAL), int64(r), int64(c)])
-
-    @device_function
-    def in_all(whole, flat, row, col, extras):
-        return True
-
-    in_list = in_blocks if has_blocks else in_all
+    block_bits = make_block_bits(cols, by_keys) if has_blocks else all_seen
 
     @device_function
     def own_place(lane, b, h, row, col, extras):
@@ -323,17 +305,17 @@ def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Ca
         own = batch_and_head(flat, extras) if has_mod else (int64(0), int64(0))
         for n in range(words):
             word = uint32(word_at(mask_words, place + n))
-            if has_mod or (has_blocks and not whole):
+            if has_mod:
                 found = uint32(0)
                 for u in range(min(TILES, cols // 8 - n * TILES)):
                     for i in range(4):
                         r, c = place_of(n * TILES + u, i)
                         at_row, at_col = within(row, r, seq_q), within(col, c, seq_k)
-                        is_seen = mask_mod(own[0], own[1], at_row, at_col) if has_mod else True
-                        if has_blocks and is_seen:
-                            is_seen = in_list(whole, flat, at_row, at_col, extras)
+                        is_seen = mask_mod(own[0], own[1], at_row, at_col)
                         found = with_bit(found, is_seen, 4 * u + i)
                 word = uint32(word & found)
+            if has_blocks and not whole:
+                word = uint32(word & block_bits(n, lane, flat, row, col, seq_q, seq_k, extras))
             seen[n] = word
 
     return see

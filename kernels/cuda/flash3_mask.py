@@ -1,8 +1,9 @@
-"""Boolean masks as Hopper's rung reads them: one bit an element, in the order in which lanes have them.
+"""Masks as Hopper's rung reads them: one bit an element, in the order in which lanes have them.
 
 A lane's elements of a tile are scattered over two rows, two columns at a time; read from the mask itself
 each takes an address and a byte.  Packed beforehand, a lane reads two words for 64 elements; and a mask
-that all heads share, which is packed once for all of them, is read once and not once for each head.
+that all heads share, which is packed once for all of them, is read once and not once for each head.  Of a
+block mask the bits are made tile by tile, sixteen rows and columns at a time.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, types, uint32, void
+from numba import int32, int64, types, uint32, void
 
+from kernels.block_states import FULL, PARTIAL, SIDE
 from kernels.cuda.arrays import empty_device
 from kernels.cuda.device import Kernel, array_type, ceil_div, device_function
 from kernels.cuda.flash3_scores import TILES, bit_words, with_bit
+from kernels.cuda.scores import block_at
 from kernels.geometry import PLAIN
 from kernels.targets import cuda
 
 #: Lanes of a warp; rows of which it has the elements; threads of a block that packs.
 WARP, ROWS, THREADS = 32, 16, 256
+#: Bits of all elements, and of the eight that a lane has of ``SIDE`` rows and columns.
+ALL, EIGHT = 0xFFFFFFFF, 0xFF
 #: Numba's type of the words.
 WORDS = types.Array(uint32, 1, "C")
 
@@ -58,6 +63,57 @@ def make_words_place(cols: int, by_keys: bool = False) -> Callable[..., Any]:
         return ((line * tiles + col // cols) * WARP + lane) * words
 
     return words_place
+
+
+@device_function
+def all_seen(n, lane, flat, row, col, seq_q, seq_k, extras):
+    """Return a word of which no block mask hides anything."""
+    return uint32(ALL)
+
+
+@cache
+def make_block_bits(cols: int, by_keys: bool = False) -> Callable[..., Any]:
+    """Return ``block_bits(n, lane, flat, row, col, seq_q, seq_k, extras)``: what a block mask leaves.
+
+    They are those of a lane's word ``n``, and (row, col) is the lane's first element of the tile.
+
+    Args:
+        cols: As for :func:`make_words_place`.
+        by_keys: Likewise.
+    """
+    tiles = cols // 8
+
+    @device_function
+    def place_of(u, i):
+        along, across = 8 * u + i % 2, 8 * (i // 2)
+        return (along, across) if by_keys else (across, along)
+
+    @device_function
+    def block_bits(n, lane, flat, row, col, seq_q, seq_k, extras):
+        across, along = lane // 4, 2 * (lane % 4)
+        down, right = (along, across) if by_keys else (across, along)
+        first_row, first_col = int32(row - down), int32(col - right)
+        # Within the arrays; what is beyond nobody asks for.
+        last_row, last_col = int32((seq_q - 1) // SIDE * SIDE), int32((seq_k - 1) // SIDE * SIDE)
+        found = uint32(0)
+        for u in range(0, min(TILES, tiles - n * TILES), 2):
+            # As many rows and columns are all in one block: its state is looked up once.
+            step_row, step_col = place_of(n * TILES + u, 0)
+            at_row = min(int32(first_row + step_row), last_row)
+            at_col = min(int32(first_col + step_col), last_col)
+            state, r, c = block_at(flat, at_row, at_col, extras)
+            bits = uint32(EIGHT if state == FULL else 0)
+            if state >= PARTIAL:
+                number, r, c = int64(state - PARTIAL), r + down, c + right
+                for v in range(2):
+                    for i in range(4):
+                        own_r, own_c = place_of(v, i)
+                        kept = extras.patterns[number, int64(r + own_r), int64(c + own_c)]
+                        bits = with_bit(bits, kept, 4 * v + i)
+            found |= bits << uint32(4 * u)
+        return uint32(found)
+
+    return block_bits
 
 
 @cache

@@ -111,8 +111,7 @@ def is_guarded(features: Features) -> bool:
 def give_back(q_empty, thread, slot):
     """Let another q come where out was, if it was anywhere: a warpgroup's thread 0 asked for the copy.
 
-    All wait, though the others for nothing: a branch of one thread with more than the one instruction that
-    it leaves here would make every product wait for the one before.
+    All wait, most for nothing: in a branch of one thread that would make products wait for one another.
     """
     wait_for_reads()
     if thread == 0 and slot >= 0:
@@ -164,8 +163,7 @@ def forward_kernel(
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
     _, _, tile_of, is_listed_whole = make_walk(features, block_q)
     deal = make_deal(layout, features, head_panels, q_panel, q_size)
-    elements = make_elements(features, block_k)
-    bends, of_all, score_whole, score_edge = elements
+    bends, of_all, score_whole, score_edge = make_elements(features, block_k)
     (first_bits, fetch), drop = make_fetch(features, block_k), make_drop(features, block_k)
     words, has_kept = bit_words(block_k), features.dropout
     has_bits = has_kept or features.mask == "bool"
@@ -173,8 +171,7 @@ def forward_kernel(
     is_found, seen_offset = is_flagged if clears else never_flagged, tiles["seen"]
     # Of a stage which tile, and whether the block mask hides nothing of it.
     list_offset, is_listed = tiles["listed"], features.block_mask
-    zero, minus_inf, log2_e = np.float32(0), np.float32(-math.inf), np.float32(LOG2_E)
-    ln_2 = np.float32(LN_2)
+    zero, minus_inf, log2_e, ln_2 = (np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2))
     turns = 2 * WARPGROUP
     next_stage, next_slot = make_next(stages), make_next(slots)
 
@@ -368,7 +365,9 @@ def forward_kernel(
                     wgmma_commit_group()
                     if takes_turns:
                         bar_arrive(1 + (me + 1) % consumers, turns)
-                    if asks_ahead and n == 0:  # a branch before the products would hold them up
+                    if (
+                        asks_ahead and n == 0
+                    ):  # not before the products: a branch there holds them up
                         give_back(barriers + q_empty, thread, copied)
                         copied = int32(-1)
                     if has_bits and has_next:  # while it is computed

@@ -36,7 +36,7 @@ from train_options import BACKENDS  # noqa: E402
 import minitorch  # noqa: E402
 from kernels import BlockMask  # noqa: E402
 from minitorch import Tensor  # noqa: E402
-from minitorch.checkpoint import read_checkpoint  # noqa: E402
+from minitorch.saved_models import read_checkpoint  # noqa: E402
 
 ROOT = PROJECT.parent
 RECORD = ROOT / "docs" / "results" / "reliability" / "determinism.json"

@@ -43,8 +43,8 @@ import train_gpt  # noqa: E402
 from command_line import COUNT, FROM_ZERO, OneLineParser  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from minitorch import checkpoint  # noqa: E402
-from minitorch.checkpoint import read_checkpoint  # noqa: E402
+from minitorch import saved_models  # noqa: E402
+from minitorch.saved_models import read_checkpoint  # noqa: E402
 from minitorch.training_state import Checkpoints  # noqa: E402
 
 RECORD = PROJECT.parent / "docs" / "results" / "reliability" / "kills.json"
@@ -150,7 +150,7 @@ def _die_in_write(stage: str, write: int, share: float) -> None:
             before("before a removal", lambda: None)()
         remove(path, missing_ok)
 
-    checkpoint.open = Written  # type: ignore[attr-defined]  # in place of Python's, in that file only
+    saved_models.open = Written  # type: ignore[attr-defined]  # in place of Python's, in that file only
     os.fsync = before("before the flush", flush)
     os.replace = renamed
     Path.unlink = removed  # type: ignore[method-assign]

@@ -23,10 +23,13 @@ from kernels.cuda.flash3_layout import ITEM_NUMBERS, Layout, item_bytes, item_of
 from kernels.cuda.flash3_tiles import BARRIER, make_load_tile
 from kernels.cuda.flash3_walk import make_walk
 from kernels.cuda.ptx.barriers import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait
+from kernels.cuda.ptx.bulk import make_cp_async_bulk_wait_group
 from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.scores import Features
 from kernels.targets import cuda
+
+wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 
 
 class Item(NamedTuple):
@@ -102,6 +105,17 @@ def skip_place(at, consumer):
 def skipped_of(at, consumer, found):
     """Return how many tiles a consumer skips: none where all have to say which values they see."""
     return int32(0 if found else ld_shared(skip_place(at, consumer)))
+
+
+@device_function
+def give_back(q_empty, thread, slot):
+    """Let another q come where out was, if it was anywhere: a warpgroup's thread 0 asked for the copy.
+
+    All wait, most for nothing: in a branch of one thread that would make products wait for one another.
+    """
+    wait_for_reads()
+    if thread == 0 and slot >= 0:
+        mbarrier_arrive(q_empty + 8 * slot)
 
 
 @cache

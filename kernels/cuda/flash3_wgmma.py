@@ -19,7 +19,6 @@ from numba import float32, float64, int32, int64, types, uint8, uint32, void
 from kernels.cuda.device import (
     Kernel,
     array_type,
-    device_function,
     inverse_sum,
     log_sum_exp,
     shift_of,
@@ -31,7 +30,7 @@ from kernels.cuda.flash3_forward_tiles import (
     make_soften,
     make_write_out,
 )
-from kernels.cuda.flash3_items import make_deal, skipped_of, told
+from kernels.cuda.flash3_items import give_back, make_deal, skipped_of, told, wait_for_reads
 from kernels.cuda.flash3_layout import (
     ALIGNMENT,
     LINE,
@@ -71,7 +70,6 @@ from kernels.cuda.ptx.barriers import (
 )
 from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,
-    make_cp_async_bulk_wait_group,
 )
 from kernels.cuda.ptx.copies import (
     align_up,
@@ -99,23 +97,11 @@ SHAPE = types.UniTuple(int32, 10)
 MAPS = types.Array(uint8, 1, "C")
 #: The thread of the copying warpgroup that deals items; the first one copies keys and values.
 DEALER = 32
-wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 
 
 def is_guarded(features: Features) -> bool:
     """Tell whether tiles may hold keys that others see and that are not finite, beside bounds."""
     return features.hides or features.packed
-
-
-@device_function
-def give_back(q_empty, thread, slot):
-    """Let another q come where out was, if it was anywhere: a warpgroup's thread 0 asked for the copy.
-
-    All wait, most for nothing: in a branch of one thread that would make products wait for one another.
-    """
-    wait_for_reads()
-    if thread == 0 and slot >= 0:
-        mbarrier_arrive(q_empty + 8 * slot)
 
 
 @cache

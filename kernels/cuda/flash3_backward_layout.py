@@ -90,8 +90,9 @@ def key_layout(widths: Widths, parts: Parts, features: Features = PLAIN) -> KeyL
     """
     width = max(widths)
     if width <= 64:
-        # What dropout keeps takes few registers: two words of bits.
-        has_more = makes_elements(features._replace(dropout=False))
+        # What dropout keeps takes few registers, two words of bits, but too many where dS is not stored.
+        dropout = features.dropout and not parts.dq
+        has_more = features.packed or makes_elements(features._replace(dropout=dropout))
         return KeyLayout(64 if has_more else 128, 2, 2)
     # Tiles of dout are done with before those of q where dV is not computed: one is enough.
     return KeyLayout(64, 2, 1 if width > 192 and not parts.dv else 2)

@@ -38,7 +38,8 @@ class BlockMask:
     """A pattern of hidden, full and partial blocks; a partial block has a pattern of elements.
 
     A mask is what it lets see, however it was made: a block that is full or hidden after all is marked
-    so, and equal patterns stand once.  Its arrays are not to be changed.
+    so, and equal patterns stand once.  Its arrays cannot be written to: what kernels need is worked out of
+    them, and copied to a device, once.
 
     Args:
         states: (heads, query blocks, key blocks) or (query blocks, key blocks): ``HIDDEN`` (0 or False),
@@ -74,6 +75,8 @@ class BlockMask:
         self._blocks = canonical(check_blocks(states, patterns, self._grid), self._grid)
         self.states: States
         self.states, self.patterns = self._blocks
+        for array in self._blocks:
+            array.flags.writeable = False
         self._lists: dict[tuple[int, int, bool], TileList] = {}
 
     @classmethod
@@ -148,6 +151,8 @@ class BlockMask:
         found = self._lists.pop(key, None)
         if found is None:
             found = make_tile_list(self._blocks, self._grid, *key)
+            for array in found:
+                array.flags.writeable = False
         self._lists[key] = found  # the one used last stands last
         while len(self._lists) > KEPT_LISTS:
             self._lists.pop(next(iter(self._lists)), None)
@@ -183,6 +188,8 @@ class BlockMask:
         """Tell whether two masks have the same blocks, heads and visible elements."""
         if not isinstance(other, BlockMask):
             return NotImplemented
+        if self is other:
+            return True
         return self._grid == other._grid and all(
             np.array_equal(mine, its) for mine, its in zip(self._blocks, other._blocks, strict=True)
         )

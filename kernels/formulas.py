@@ -1,4 +1,4 @@
-"""What attention costs by the book: floating-point operations and elements moved.
+"""What attention and training cost by the book: floating-point operations and elements moved.
 
 The benchmark, the experiments, the documentation and the app count with these and with nothing else.
 ``io_meter`` counts what the kernels do move; the two agree to the element.
@@ -27,6 +27,26 @@ def attention_backward_flops(
 ) -> float:
     """Return the operations of one backward pass: five products where the forward pass has two."""
     return 2.5 * attention_flops(batch_heads, seq_q, seq_k, head_dim, causal=causal)
+
+
+def training_flops(seq: int, layers: int, width: int, middle: int, vocabulary: int) -> float:
+    """Return the operations of training a causal transformer with one text, forward and backward.
+
+    Each weight that multiplies takes two operations a token forward and four backward; to look up an
+    embedding takes none.  Attention counts as many, half of its square, and nothing that is computed again.
+
+    Args:
+        seq: Tokens of the text.
+        layers: Of attention, with four projections, and a feed-forward.
+        width: Of the model.
+        middle: Of the feed-forward.
+        vocabulary: Tokens that the head scores.
+
+    Source: Chowdhery et al. (2022), PaLM, appendix B; there without the half.
+    """
+    weights = layers * (4 * width * width + 2 * width * middle) + width * vocabulary
+    attention = layers * attention_flops(1, seq, seq, width, causal=True)
+    return 3.0 * (2.0 * seq * weights + attention)
 
 
 #: Products of 2·N·N·d operations that a rung computes, forward and backward.  The naive rung keeps no P:

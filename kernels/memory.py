@@ -141,6 +141,13 @@ class Memory:
         """Return an array of the host in this memory, copied unless it is there already."""
         raise NotImplementedError
 
+    def constant(self, array: Any) -> Any:
+        """Return a small array in this memory to be read from, as :meth:`bring`.
+
+        Calls that bring the same numbers may share it.
+        """
+        return self.bring(array)
+
     def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
         """Return an array in another floating dtype, itself if it has it; each number is rounded once."""
         raise NotImplementedError

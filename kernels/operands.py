@@ -106,8 +106,8 @@ def make_operands(
         slopes = slopes.astype(problem.acc_dtype)
     elif slopes is not None and slopes.dtype != problem.acc_dtype:
         raise TypeError(f"alibi_slopes on a device must be {problem.acc_dtype}, got {slopes.dtype}")
-    mask, slopes = (array if array is None else memory.bring(array) for array in (mask, slopes))
-    return Operands(q, k, v, mask, slopes=slopes)
+    mask = mask if mask is None else memory.bring(mask)
+    return Operands(q, k, v, mask, slopes=slopes if slopes is None else memory.constant(slopes))
 
 
 def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDArray[np.int64]]:

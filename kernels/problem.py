@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -253,13 +253,25 @@ def make_problem(
         causal_offset, window_size, softcap, seed, precision, deterministic, return_lse,
         _rung_of_run() if isinstance(rung, str) and rung == "auto" else rung,
     )  # fmt: skip
-    if (
-        attn_mask is None and alibi_slopes is None and block_mask is None and mask_mod is None
-        and score_mod is None and _is_known(window_size)
-    ):  # fmt: skip
-        with suppress(TypeError):  # of what is wrong, or cannot be remembered
-            return _remembered(*asked)
+    if mask_mod is None and score_mod is None and _is_known(window_size):
+        with suppress(TypeError, AttributeError):  # of what is wrong, or cannot be remembered
+            arrays = _described(attn_mask), _described(alibi_slopes)
+            problem = _remembered(*asked, *arrays, block_mask)
+            check_slopes(alibi_slopes, problem.lead)
+            return problem
     return _checked(*asked, attn_mask, alibi_slopes, block_mask, mask_mod, score_mod)
+
+
+class _Described(NamedTuple):
+    """What a problem depends on of an array: not what it holds."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def _described(array: Any) -> Any:
+    """Return what a problem depends on of an array, or None."""
+    return array if array is None else _Described(tuple(array.shape), np.dtype(array.dtype))
 
 
 def _is_known(window_size: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,9 @@ class Tile(NamedTuple):
 
 
 class Sequences:
-    """Where each sequence begins and ends.
+    """Where each sequence begins and ends; equal to another one that says the same.
+
+    Its arrays are its own, and cannot be written to: what is worked out of them is kept.
 
     Args:
         cu_seqlens_q: Sums of the lengths, (count + 1,): sequence i has the query rows from
@@ -58,6 +60,23 @@ class Sequences:
                 f"cu_seqlens_q and cu_seqlens_k describe the same sequences, got {counts[0]} and "
                 f"{counts[1]} of them; give both the same length"
             )
+
+    @cached_property
+    def _content(self) -> tuple[bytes, bytes]:
+        return self.cu_seqlens_q.tobytes(), self.cu_seqlens_k.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether two have the same sequences."""
+        if not isinstance(other, Sequences):
+            return NotImplemented
+        return self is other or self._content == other._content
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._content)
 
     @property
     def count(self) -> int:
@@ -94,6 +113,42 @@ class Sequences:
         return np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64)
 
 
+def sequences_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> Sequences:
+    """Return where sequences begin and end; sums that have been seen before are not checked again.
+
+    They are compared number by number, so that an array may be written to between two calls.
+
+    Args:
+        cu_seqlens_q: See :class:`Sequences`.
+        cu_seqlens_k: Likewise.
+        total_q: Likewise.
+        total_k: Likewise.
+
+    Raises:
+        TypeError: See :class:`Sequences`.
+        ValueError: Likewise.
+    """
+    sums_q = as_host_array("cu_seqlens_q", cu_seqlens_q)
+    sums_k = as_host_array("cu_seqlens_k", cu_seqlens_k)
+    if any(sums.dtype.kind not in "iu" or sums.ndim != 1 for sums in (sums_q, sums_k)):
+        return Sequences(sums_q, sums_k, total_q, total_k)  # says what is wrong
+    kinds = sums_q.dtype, sums_k.dtype
+    return _sequences_of(sums_q.tobytes(), sums_k.tobytes(), *kinds, int(total_q), int(total_k))
+
+
+@lru_cache(maxsize=64)
+def _sequences_of(
+    sums_q: bytes,
+    sums_k: bytes,
+    dtype_q: np.dtype[Any],
+    dtype_k: np.dtype[Any],
+    total_q: int,
+    total_k: int,
+) -> Sequences:
+    sums = np.frombuffer(sums_q, dtype_q), np.frombuffer(sums_k, dtype_k)
+    return Sequences(*sums, total_q, total_k)
+
+
 def _sums(name: str, sums: Any, total: int, what: str) -> Ints:
     array = as_host_array(name, sums)
     if array.dtype.kind not in "iu" or array.ndim != 1 or len(array) < 2:
@@ -106,4 +161,6 @@ def _sums(name: str, sums: Any, total: int, what: str) -> Ints:
             f"{name} must begin with 0, never decrease and end with the {total} {what}, got "
             f"{np.array2string(array, threshold=8)}; it holds the sums of the lengths"
         )
-    return array.astype(np.int64)
+    own = array.astype(np.int64)
+    own.flags.writeable = False
+    return own

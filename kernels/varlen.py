@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from kernels.calls import Call, as_operand, heads_first
@@ -11,7 +12,7 @@ from kernels.checks import check_array
 from kernels.launch import Tile
 from kernels.options import by_name, takes_attention_options
 from kernels.problem import Problem, make_problem
-from kernels.sequences import Sequences
+from kernels.sequences import Sequences, sequences_of
 
 
 @takes_attention_options
@@ -127,9 +128,15 @@ def make_packed_problem(
                 "mask_mod(sequence, head, row, col)"
             )
     problem = make_problem(q, k, v, **options)
-    return replace(
-        problem, sequences=Sequences(cu_seqlens_q, cu_seqlens_k, problem.seq_q, problem.seq_k)
-    )
+    sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, problem.seq_q, problem.seq_k)
+    with suppress(TypeError):  # of a function that cannot be remembered
+        return _packed(problem, sequences)
+    return replace(problem, sequences=sequences)
+
+
+@lru_cache(maxsize=256)
+def _packed(problem: Problem, sequences: Sequences) -> Problem:
+    return replace(problem, sequences=sequences)
 
 
 def check_packed(name: str, operand: Any) -> None:

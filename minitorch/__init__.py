@@ -59,7 +59,12 @@ if not _entrance.runs_as_command(__name__):
         from .head_functions import linear_cross_entropy
         from .kv_cache import KVCache, LayerCache
         from .linear_functions import linear
-        from .matmul_precision import get_matmul_precision, matmul_precision, set_matmul_precision
+        from .matmul_precision import (
+            Precision,
+            get_matmul_precision,
+            matmul_precision,
+            set_matmul_precision,
+        )
         from .module import Module, Parameter
         from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear
         from .nn import (

@@ -134,10 +134,12 @@ class _Modes(threading.local):
 
     Attributes:
         recording: Functions of tensors record how they were applied; see :class:`no_grad`.
+        dropping: Dropout layers drop; see :class:`without_dropout`.
         anomaly: Results and gradients are checked; see :class:`minitorch.detect_anomaly`.
     """
 
     recording = True
+    dropping = True
     anomaly = os.environ.get("MINITORCH_DETECT_ANOMALY", "0") not in ("", "0")
 
 
@@ -177,6 +179,12 @@ class no_grad(Switch):
     """
 
     mode, value = "recording", False
+
+
+class without_dropout(Switch):
+    """Within the context dropout layers hand on what they get: who calls them drops it himself."""
+
+    mode, value = "dropping", False
 
 
 def is_recording() -> bool:

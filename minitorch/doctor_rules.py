@@ -57,7 +57,7 @@ def is_within(version: str, bounds: str) -> bool:
 
     Args:
         version: Such as "2.4.6"; what follows its numbers is not looked at.
-        bounds: Such as ">=2.1.1,<2.5".
+        bounds: Such as ">=2.1.2,<2.5".
 
     Raises:
         ValueError: If a bound is none of ``>=``, ``<`` and a version.

@@ -108,7 +108,10 @@ def composed_linear_cross_entropy(
     x: Tensor, weights: Tensor, targets: Any, bias: Tensor | None = None
 ) -> Tensor:
     """Return what :func:`linear_cross_entropy` does, from all logits."""
-    return softmax_loss(composed_linear(x, weights, bias), targets).mean()
+    logits = composed_linear(x, weights, bias)
+    if is_floating(logits.dtype):  # of 16 bits only the logits are
+        logits = logits.to(acc_dtype(logits.dtype))
+    return softmax_loss(logits, targets).mean()
 
 
 def linear_cross_entropy(
@@ -125,7 +128,7 @@ def linear_cross_entropy(
             rounding alone.
 
     Returns:
-        (1,), float32 for operands of 16 bits where the loss is not composed.
+        (1,), float32 for operands of 16 bits.
 
     Raises:
         TypeError: If an operand is no tensor, or a target no whole number.

@@ -1,9 +1,15 @@
-"""What products of float32 may round numbers to on the way: a setting of the program, or of a block."""
+"""What models compute in: a setting for products of float32, and a policy of one name for a whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels.dtypes import BFLOAT16, FLOAT32
 
 #: "float32" rounds nothing; the others allow tensor cores to.
 MATMUL_PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
@@ -51,3 +57,62 @@ def matmul_precision(precision: str) -> Iterator[None]:
         yield
     finally:
         set_matmul_precision(before)
+
+
+class Precision(NamedTuple):
+    """What a model stores, multiplies and sums in.
+
+    Whatever the name, sums are float32 or wider: those of products, the statistics of layer norms and of
+    attention, the loss, the moments of the optimiser, and what an optimiser moves: parameters of 16 bits
+    are the rounded copies of masters of float32 (:class:`minitorch.AdamW`), made once a step.
+
+    Attributes:
+        name: As the user writes it.
+        dtype: Of weights that are multiplied or looked up, and of all activations.
+        norms: Of the weights of layer norms.
+        products: What products of float32 may round to; see :func:`set_matmul_precision`.
+
+    Source: Micikevicius et al., Mixed precision training (2018), section 3.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    norms: np.dtype[Any]
+    products: str
+
+
+PRECISIONS = {
+    own.name: own
+    for own in (
+        Precision("float32", FLOAT32, FLOAT32, "float32"),
+        Precision("tf32", FLOAT32, FLOAT32, "tf32"),
+        # Its range is that of float32: no gradient is lost, and the loss needs no scaling.
+        Precision("bfloat16", BFLOAT16, FLOAT32, "float32"),
+    )
+}
+
+
+def find_precision(name: str) -> Precision:
+    """Return the policy of a name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if name not in PRECISIONS:
+        names = ", ".join(map(repr, PRECISIONS))
+        raise ValueError(f"the precision of a model must be one of {names}; got {name!r:.40}")
+    return PRECISIONS[name]
+
+
+def in_own_precision(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a method of a model compute its products as the model's ``precision`` says, if it has one."""
+
+    @wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = self.precision
+        if own is None or own.products == _precision:
+            return method(self, *args, **kwargs)
+        with matmul_precision(own.products):
+            return method(self, *args, **kwargs)
+
+    return wrapped

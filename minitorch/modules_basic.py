@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kernels.arguments import whole
 from kernels.dtypes import is_floating
 
+from .autodiff import modes
 from .elements import NUMBERS, as_dtype
 from .factories import from_numpy, ones, rand, randn, tensor, zeros
 from .function import check_tensor
@@ -174,11 +175,11 @@ def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
 
 
 def composed_layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """Return layer norm over the last dimension, composed of tensor operations."""
+    """Return layer norm over the last dimension, composed of tensor operations; of the dtype of x."""
     last = x.dims - 1
     deviation = x - x.mean(last)
     variance = (deviation * deviation).mean(last)
-    return deviation / (variance + eps) ** 0.5 * gamma + beta
+    return (deviation / (variance + eps) ** 0.5 * gamma + beta).to(x.dtype)
 
 
 class Dropout(Module):
@@ -197,7 +198,7 @@ class Dropout(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the same shape and, on average, the same value."""
         check_tensor("input", x)
-        if not self.training or self.p_dropout == 0.0:
+        if not self.training or self.p_dropout == 0.0 or not modes.dropping:
             return x
         if x.backend.cuda:
             return device_dropout(x, self.p_dropout, 1.0 / (1.0 - self.p_dropout))

@@ -40,22 +40,26 @@ class ResidualLayerNorm(Function):
         hidden, out, mean, rstd = fused.residual_layer_norm(
             stored(x, layer), stored(residual, layer), weights, bias, eps, noise
         )
-        ctx.save_for_backward(x, gamma.dtype, noise, hidden, weights, mean, rstd)
-        return x.wrap(hidden), x.wrap(out)
+        total = x.wrap(hidden)  # x itself is not needed again
+        ctx.save_for_backward(total, gamma.dtype, noise, hidden, weights, mean, rstd)
+        return total, x.wrap(out)
 
     @staticmethod
     def backward(
         ctx: Context, grad_hidden: Tensor | None, grad_out: Tensor | None
     ) -> tuple[Any, ...]:
         """Return the gradients of x, residual, gamma and beta; the bits of dropout are drawn again."""
-        x, dtype, noise, *saved = ctx.saved_values
+        total, dtype, noise, *saved = ctx.saved_values
         dhidden, dout = (
-            stored(x.zeros(x.shape) if grad is None else grad, "layer_norm", x.dtype)
+            stored(total.zeros() if grad is None else grad, "layer_norm", total.dtype)
             for grad in (grad_hidden, grad_out)
         )
-        found = x.f.fused.residual_layer_norm_backward(dout, dhidden, *saved, noise)
-        dgamma, dbeta = (rounded(x, gradient, dtype) for gradient in (found.dgamma, found.dbeta))
-        return x.wrap(found.dx), x.wrap(found.dresidual), dgamma, dbeta, None, None, None
+        found = total.f.fused.residual_layer_norm_backward(dout, dhidden, *saved, noise)
+        dgamma, dbeta = (
+            rounded(total, dweights, dtype) for dweights in (found.dgamma, found.dbeta)
+        )
+        dx, dresidual = total.wrap(found.dx), total.wrap(found.dresidual)
+        return dx, dresidual, dgamma, dbeta, None, None, None
 
 
 def composed_residual_layer_norm(

@@ -13,16 +13,20 @@ from kernels.arguments import whole
 
 from .autodiff import is_recording, no_grad
 from .decoding import summed
+from .head_functions import linear_cross_entropy
 from .kv_cache import KVCache, LayerCache, check_cache
+from .matmul_precision import find_precision, in_own_precision
 from .module import Module
 from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
-from .nn import integer_array, number, softmax_loss
+from .nn import integer_array, number
+from .recompute import checkpoint
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 from .transformer_layers import ATTENTIONS as ATTENTIONS
 from .transformer_layers import FeedForward as FeedForward
 from .transformer_layers import MultiHeadAttention as MultiHeadAttention
 from .transformer_layers import TransformerLayer as TransformerLayer
+from .transformer_layers import is_joined, run_joined
 
 #: Standard deviation of a language model's embeddings at the start.  Measured on the character GPT: with
 #: GPT-2's 0.02 it learns later.  A table that also scores the tokens must not start with large scores.
@@ -49,6 +53,16 @@ class DecoderLM(Module):
         middle_dim: Width of the feed-forward.
         tie_weights: Score tokens with the embedding table instead of a layer of its own.
         dtype: Of the parameters; the default dtype when None.
+        precision: "float32", "tf32" or "bfloat16" in place of a dtype: what the whole model stores,
+            multiplies and sums in; see :class:`minitorch.Precision`.
+        recompute: Keep for the backward pass only what goes into a layer, and compute the rest again; see
+            :func:`minitorch.checkpoint`.
+
+    Attributes:
+        precision: The policy, or None.
+
+    Raises:
+        ValueError: If there is no such precision, or a dtype beside it.
     """
 
     def __init__(
@@ -70,9 +84,19 @@ class DecoderLM(Module):
         middle_dim: int = 256,
         tie_weights: bool = False,
         dtype: npt.DTypeLike | None = None,
+        precision: str | None = None,
+        recompute: bool = False,
     ):
         super().__init__()
         backend = backend or SimpleBackend
+        self.precision = own = None if precision is None else find_precision(precision)
+        self.recompute = recompute
+        if own is not None and dtype is not None:
+            raise ValueError(
+                f"precision={precision!r} says which dtype the parameters have, got dtype={dtype!r:.40} "
+                "beside it; leave one of them out"
+            )
+        dtype, norms = (dtype, dtype) if own is None else (own.dtype, own.norms)
         self.backend = backend
         for name, size in (
             ("n_vocab", n_vocab),
@@ -90,11 +114,11 @@ class DecoderLM(Module):
             layer = TransformerLayer(
                 n_embd, n_head, p_dropout, ln_eps, bias, backend, use_fused_kernel,
                 use_flash_attention, attention=attention, attention_dropout=attention_dropout,
-                middle_dim=middle_dim, dtype=dtype,
+                middle_dim=middle_dim, dtype=dtype, norm_dtype=norms,
             )  # fmt: skip
             setattr(self, name, layer)
         self.dropout = Dropout(p_dropout)
-        self.ln = LayerNorm1d(n_embd, ln_eps, backend, dtype)
+        self.ln = LayerNorm1d(n_embd, ln_eps, backend, norms)
         self.lm_head = None if tie_weights else Linear(n_embd, n_vocab, bias, backend, dtype)
 
     def forward(self, idx: Any, cache: KVCache | None = None) -> Tensor:
@@ -126,6 +150,7 @@ class DecoderLM(Module):
             self.n_embd // self.n_head, table.backend, table.dtype,
         )  # fmt: skip
 
+    @in_own_precision
     def hidden(self, idx: Any, cache: KVCache | None = None) -> Tensor:
         """Return what the last layer norm makes of (batch, seq) token ids: (batch, seq, n_embd).
 
@@ -162,9 +187,21 @@ class DecoderLM(Module):
         positions = self.position_embeddings(np.arange(start, start + seq))  # (seq, n_embd)
         tokens = self.token_embeddings(idx)  # (batch, seq, n_embd)
         x = self.dropout(tokens + positions if cache is None else summed(tokens, positions))
+        if cache is None:
+            return self._through_layers(x)
         for name, layer_cache in zip(self.layer_names, layers, strict=True):
             x = getattr(self, name)(x, layer_cache)  # (batch, seq, n_embd)
         return self.ln(x)  # (batch, seq, n_embd)
+
+    def _through_layers(self, x: Tensor) -> Tensor:
+        """Return what the layers and the last layer norm make of (batch, seq, n_embd)."""
+        call = checkpoint if self.recompute else _called
+        layers = [getattr(self, name) for name in self.layer_names]
+        if type(self.ln) is LayerNorm1d and all(is_joined(layer, x) for layer in layers):
+            return run_joined(layers, self.ln, x, call)
+        for layer in layers:
+            x = call(layer, x)  # (batch, seq, n_embd)
+        return self.ln(x)
 
     def _layer_caches(self, cache: KVCache | None) -> list[LayerCache] | list[None]:
         if cache is None:
@@ -177,15 +214,23 @@ class DecoderLM(Module):
         cache.truncate(cache.length)  # a step that failed halfway filled some of the layers
         return cache.layers
 
+    @in_own_precision
     def score(self, x: Tensor) -> Tensor:
         """Return (batch, seq, n_vocab) logits for what :meth:`hidden` returned."""
         if self.lm_head is not None:
             return self.lm_head(x)  # (batch, seq, n_vocab)
         batch, seq, _ = x.shape
-        table = self.token_embeddings.weights.value  # (n_vocab, n_embd)
-        logits = x.view(batch * seq, self.n_embd) @ table.permute(1, 0)
+        logits = x.view(batch * seq, self.n_embd) @ self.head_weights()[0]
         return logits.view(batch, seq, self.n_vocab)
 
+    def head_weights(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weights of the scores, (n_embd, n_vocab), and their bias, (n_vocab,) or None."""
+        head = self.lm_head
+        if head is None:
+            return self.token_embeddings.weights.value.permute(1, 0), None
+        return head.weights.value, None if head.bias is None else head.bias.value
+
+    @in_own_precision
     def loss(self, idx: Any, targets: Any) -> Tensor:
         """Return the mean cross entropy, nats per token, of shape (1,).
 
@@ -193,10 +238,11 @@ class DecoderLM(Module):
             idx: (batch, seq) token ids.
             targets: (batch, seq) ids of the tokens that follow, an integer array.
         """
-        # TASK 5.10: Logits as (batch · seq, n_vocab), softmax_loss, mean.
-        logits = self.forward(idx)
-        rows = logits.view(logits.size // self.n_vocab, self.n_vocab)
-        return softmax_loss(rows, np.asarray(targets).reshape(-1)).mean()
+        # TASK 5.10: Hidden states as (batch · seq, n_embd); linear_cross_entropy scores and judges them.
+        hidden = self.hidden(idx)
+        rows = hidden.view(hidden.size // self.n_embd, self.n_embd)
+        weights, bias = self.head_weights()
+        return linear_cross_entropy(rows, weights, np.asarray(targets).reshape(-1), bias)
         # END TASK 5.10
 
     def generate(
@@ -268,6 +314,10 @@ class DecoderLM(Module):
         finally:
             if was_training:
                 self.train()
+
+
+def _called(fn: Any, *inputs: Any) -> Any:
+    return fn(*inputs)
 
 
 def prompt_ids(prompt: Any, n_vocab: int) -> list[int]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
 from kernels.arguments import whole
+from kernels.dtypes import is_floating
 
+from .autodiff import without_dropout
 from .decoding import step
 from .function import check_tensor
 from .kv_cache import LayerCache, check_cache
 from .module import Module
 from .modules_basic import Dropout, LayerNorm1d, Linear
 from .nn import naive_attention, number
+from .residual_functions import residual_layer_norm
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 
@@ -168,6 +172,7 @@ class TransformerLayer(Module):
         attention_dropout: See :class:`MultiHeadAttention`.
         middle_dim: Width of the feed-forward.
         dtype: Of the parameters; the default dtype when None.
+        norm_dtype: Of those of the layer norms; ``dtype`` when None.
     """
 
     def __init__(
@@ -185,11 +190,12 @@ class TransformerLayer(Module):
         attention_dropout: float = 0.0,
         middle_dim: int = 256,
         dtype: npt.DTypeLike | None = None,
+        norm_dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
         backend = backend or SimpleBackend
-        self.ln_1 = LayerNorm1d(n_embd, ln_eps, backend, dtype)
-        self.ln_2 = LayerNorm1d(n_embd, ln_eps, backend, dtype)
+        self.ln_1 = LayerNorm1d(n_embd, ln_eps, backend, norm_dtype or dtype)
+        self.ln_2 = LayerNorm1d(n_embd, ln_eps, backend, norm_dtype or dtype)
         self.attention = MultiHeadAttention(
             n_embd, n_head, True, p_dropout, bias, backend, use_fused_kernel, use_flash_attention,
             attention=attention, attention_dropout=attention_dropout, dtype=dtype,
@@ -200,8 +206,68 @@ class TransformerLayer(Module):
         """Return (batch, seq, n_embd) for (batch, seq, n_embd); see :class:`MultiHeadAttention`."""
         if cache is not None and (stepped := step(self, x, cache)) is not None:
             return stepped
+        if cache is None and is_joined(self, x):
+            hidden, normed = joined(self.attention, x, self.ln_1(x), self.ln_2)
+            return hidden + self.ff(normed)
         # TASK 5.10: Pre-norm: x + attention(ln_1(x)), then + ff(ln_2(x)).
         x = x + self.attention(self.ln_1(x), cache)
         x = x + self.ff(self.ln_2(x))
         return x if cache is None else x.detach()
         # END TASK 5.10
+
+
+def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
+    """Tell whether a residual connection, dropout and the layer norm that follows are one kernel for x."""
+    parts = layer, layer.attention, layer.ff
+    known = [type(part) for part in parts] == [TransformerLayer, MultiHeadAttention, FeedForward]
+    return (
+        known
+        and hasattr(x.f.fused, "residual_layer_norm")
+        and is_floating(x.dtype)
+        and not any("forward" in part.__dict__ for part in parts)
+        and type(layer.ln_1) is type(layer.ln_2) is LayerNorm1d
+    )
+
+
+def joined(
+    branch: MultiHeadAttention | FeedForward, hidden: Tensor, normed: Tensor, norm: LayerNorm1d
+) -> tuple[Tensor, Tensor]:
+    """Return hidden + dropout(branch(normed)), and the layer norm of it: one kernel behind the branch.
+
+    Args:
+        branch: Its own dropout is left out, and done by the kernel.
+        hidden: (batch, seq, n_embd), what the branch stands beside.
+        normed: Likewise, what goes into it.
+        norm: Of the next branch.
+    """
+    own = branch.dropout
+    with without_dropout():
+        x = branch(normed)
+    rate = own.p_dropout if own.training else 0.0
+    return residual_layer_norm(x, hidden, norm.weights.value, norm.bias.value, norm.eps, rate)
+
+
+def run_joined(
+    layers: Sequence[TransformerLayer], last: LayerNorm1d, x: Tensor, call: Callable[..., Any]
+) -> Tensor:
+    """Return what layers and the layer norm after them make of x, with :func:`joined` everywhere.
+
+    Args:
+        layers: One or more.
+        last: What follows them.
+        x: (batch, seq, n_embd).
+        call: Calls what it gets first with the rest: :func:`minitorch.checkpoint`, or something that only
+            calls.
+
+    Returns:
+        (batch, seq, n_embd).
+    """
+    hidden, normed = x, layers[0].ln_1(x)
+    for layer, norm in zip(layers, [*(layer.ln_1 for layer in layers[1:]), last], strict=True):
+
+        def one(hidden: Tensor, normed: Tensor, layer: Any = layer, norm: Any = norm) -> Any:
+            hidden, normed = joined(layer.attention, hidden, normed, layer.ln_2)
+            return joined(layer.ff, hidden, normed, norm)
+
+        hidden, normed = call(one, hidden, normed)
+    return normed

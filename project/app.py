@@ -84,7 +84,7 @@ def main() -> None:
         # Not by index: an older Streamlit takes another index for another widget, and forgets the click.
         asked = st.query_params.get("page")
         st.session_state["page"] = asked if asked in names else names[0]
-    name: str = st.sidebar.radio(
+    name: str = st.sidebar.radio(  # type: ignore[assignment]  # there is always a choice
         "page",
         names,
         format_func=lambda key: f"{PAGES[key].module} · {PAGES[key].title}",

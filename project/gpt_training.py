@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import signal
 import sys
 import time
 from functools import reduce
@@ -12,11 +11,13 @@ from operator import add
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+from gpt_presets import flops_per_token, peak_tflops, utilisation
 from text_data import Corpus
 from tqdm import tqdm
-from training import learning_rate, remedy
+from training import CtrlC, learning_rate, remedy
 
 import minitorch
+from kernels.dtypes import acc_dtype
 from minitorch.saved_models import CheckpointError
 from minitorch.training_state import (
     Checkpoints,
@@ -36,29 +37,6 @@ CLOCK_SLACK = 0.05
 JUDGE_SHARE = 0.25
 #: The curve's parts, with their dtypes in a checkpoint.
 CURVE = {"step": np.int64, "train": np.float64, "held_out_step": np.int64, "held_out": np.float64}
-
-
-class CtrlC:
-    """Within the context, the first Ctrl-C only sets ``asked``; the second ends the program."""
-
-    def __enter__(self) -> CtrlC:
-        self.asked = False
-        self.before = signal.getsignal(signal.SIGINT)
-        if callable(
-            self.before
-        ):  # not where the signal is ignored, as in the background of a shell
-            signal.signal(signal.SIGINT, self.first)
-        return self
-
-    def first(self, *_: Any) -> None:
-        """Ask for the end."""
-        self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nstopping after this step; Ctrl-C again ends at once", file=sys.stderr)
-
-    def __exit__(self, *_: Any) -> None:
-        if callable(self.before):
-            signal.signal(signal.SIGINT, self.before)
 
 
 @minitorch.no_grad()
@@ -88,7 +66,7 @@ def train_step(
     optimizer: minitorch.Adam,
     inputs: Any,
     targets: Any,
-    clip: float | None = None,
+    accumulate: int = 1,
 ) -> minitorch.Tensor:
     """Take one step; return the loss before it, unread.
 
@@ -97,15 +75,41 @@ def train_step(
         optimizer: Over its parameters.
         inputs: (batch, context).
         targets: Likewise.
-        clip: The largest norm of all gradients together; None for any.
+        accumulate: Into how many parts the batch is cut, so that one is in memory at a time.
     """
     optimizer.zero_grad()
-    loss = model.loss(inputs, targets)
-    loss.backward()
-    if clip is not None:
-        minitorch.clip_grad_norm_(optimizer.parameters, clip)
+    parts = [*zip(*(np.split(x, accumulate) for x in (inputs, targets)), strict=True)]
+    own = model.precision
+    # A backward pass multiplies by the setting that holds where it is called.
+    with minitorch.matmul_precision("float32" if own is None else own.products):
+        if accumulate == 1:
+            loss = model.loss(inputs, targets)
+            loss.backward()
+        else:
+            loss = _accumulated(model, optimizer, parts)
     optimizer.step()
     return loss.detach()
+
+
+def _accumulated(
+    model: minitorch.DecoderLM, optimizer: minitorch.Adam, parts: list[tuple[Any, Any]]
+) -> minitorch.Tensor:
+    """Return the mean loss of a batch's parts, and leave its gradients, which are summed in float32."""
+    total: minitorch.Tensor | None = None
+    sums: dict[minitorch.Parameter, minitorch.Tensor] = {}
+    for part in parts:
+        optimizer.zero_grad()
+        loss = model.loss(*part) * (1.0 / len(parts))
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+        for p in optimizer.parameters:
+            if p.value.grad is not None:
+                grad = p.value.grad.to(acc_dtype(p.value.dtype))
+                sums[p] = sums[p] + grad if p in sums else grad
+    for p, grad in sums.items():
+        p.value.grad = grad
+    assert total is not None, "a batch has a part"
+    return total
 
 
 def warm_up(model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace) -> None:
@@ -119,9 +123,11 @@ def warm_up(model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace
     start = time.perf_counter()
     model.loss(*corpus.batch(np.random.default_rng(args.seed), 2, args.context)).backward()
     first = model.parameters()[0].value
-    spare = minitorch.Parameter(first.detach())  # the optimiser's kernel too
+    spare = minitorch.Parameter(
+        first.detach() * 1.0
+    )  # the optimiser's kernels too; it moves in place
     spare.value.grad = first.grad
-    minitorch.Adam([spare]).step()
+    minitorch.AdamW([spare], max_norm=args.clip).step()
     for parameter in model.parameters():
         parameter.value.zero_grad_()
     print(f"... ready after {time.perf_counter() - start:.1f} s", flush=True)
@@ -170,9 +176,12 @@ class Trainer:
     ):
         self.model, self.config, self.corpus, self.args = model, config, corpus, args
         self.checkpoints = checkpoints
-        self.optimizer = minitorch.Adam(
-            model.parameters(), lr=args.lr, beta2=0.99, weight_decay=0.1
+        self.optimizer = minitorch.AdamW(
+            model.parameters(), lr=args.lr, beta2=0.99, weight_decay=0.1, max_norm=args.clip
         )
+        self.tokens = args.batch * args.accumulate * args.context  # of a step
+        self.flops = flops_per_token(model, args.context)
+        self.peak = args.peak or peak_tflops(args.backend, args.precision)
         self.rng = np.random.default_rng(args.seed)
         self.resumed: list[int] = []
         self.curve: dict[str, list[Any]] = {name: [] for name in CURVE}
@@ -211,8 +220,12 @@ class Trainer:
                     self._save()
                 if curve["train"]:
                     recent = float(np.mean(curve["train"][-20:]))
-                    rate = self.done * args.batch * args.context / self.seconds
-                    bar.set_postfix_str(f"loss {recent:.3f}, {rate:,.0f} tokens/s", refresh=False)
+                    rate = self.done * self.tokens / self.seconds
+                    used = utilisation(rate, self.flops, self.peak)
+                    of_peak = "" if used is None else f", {used:.1%} of the peak"
+                    bar.set_postfix_str(
+                        f"loss {recent:.3f}, {rate:,.0f} tokens/s{of_peak}", refresh=False
+                    )
                 bar.update()
                 if ctrl_c.asked:
                     break
@@ -222,6 +235,7 @@ class Trainer:
         seconds = self.seconds
         if self.done % JUDGE_EVERY != 0:
             self._add_point()
+        rate = self.done * self.tokens / seconds
         return {
             "curve": curve,
             "curve_windows": len(self.judged_by[0]),
@@ -230,7 +244,10 @@ class Trainer:
             "stopped": ctrl_c.asked,
             "resumed": self.resumed,
             "seconds": seconds,
-            "tokens_per_second": self.done * args.batch * args.context / seconds,
+            "tokens_per_second": rate,
+            "flops_per_token": self.flops,
+            "peak_tflops": self.peak,
+            "utilisation": utilisation(rate, self.flops, self.peak),
             "train_loss": float(np.mean(curve["train"][-50:])),
         }
 
@@ -249,12 +266,15 @@ class Trainer:
             self.by_clock = True
             return False
         progress = max(progress, clock) if self.by_clock else progress
-        self.optimizer.lr = self._rates[self.done] = learning_rate(progress, args.lr)
+        self.optimizer.lr = self._rates[self.done] = learning_rate(
+            progress, args.lr, args.schedule, args.warm_up
+        )
         return True
 
     def _step(self) -> minitorch.Tensor:
-        batch = self.corpus.batch(self.rng, self.args.batch, self.args.context)
-        return train_step(self.model, self.optimizer, *batch, self.args.clip)
+        args = self.args
+        batch = self.corpus.batch(self.rng, args.batch * args.accumulate, args.context)
+        return train_step(self.model, self.optimizer, *batch, args.accumulate)
 
     def _read(self) -> None:
         """Move the losses of the last steps to the curve."""

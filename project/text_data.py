@@ -69,9 +69,15 @@ class Corpus:
     prompt: str
 
     @classmethod
-    def from_text(cls, text: str, context: int) -> Corpus:
-        """Split a text; exit with one line if it is too short for the context."""
-        characters = "".join(sorted(set(text)))
+    def from_text(cls, text: str, context: int, characters: str | None = None) -> Corpus:
+        """Split a text; exit with one line if it is too short for the context.
+
+        Args:
+            text: All of it.
+            context: Of the model.
+            characters: The vocabulary; those of the text, in order, when None.
+        """
+        characters = "".join(sorted(set(text))) if characters is None else characters
         ids = encode(text, characters)
         cut = int(len(ids) * (1.0 - HELD_OUT))
         if len(ids) - cut < context + 1 or cut < context + 1:
@@ -79,7 +85,7 @@ class Corpus:
                 f"the text has {len(text)} characters; training with a context of {context} needs "
                 f"at least {int((context + 2) / HELD_OUT)}: take a longer text or a shorter context"
             )
-        prompt = PROMPT if set(PROMPT) <= set(characters) else text[: len(PROMPT)]
+        prompt = PROMPT if set(PROMPT) <= set(text) else text[: len(PROMPT)]
         return cls(characters, ids[:cut], ids[cut:], prompt)
 
     @property

@@ -3,6 +3,7 @@
 python project/train_gpt.py                        on Python's own manual
 python project/train_gpt.py --text file.txt        on a text of yours
 python project/train_gpt.py --backend cuda         on a GPU
+python project/train_gpt.py --backend cuda --preset gpt2-small --precision bfloat16 --max-seconds 3600
 python project/train_gpt.py --resume               on, from where the last run was killed or stopped
 python project/train_gpt.py --load runs/gpt/model.safetensors --prompt "The "
 """
@@ -17,9 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpt_presets import characters_of, reader, spelled
 from gpt_training import JUDGE_SHARE, Trainer, judge, train_step, warm_up
-from text_data import PROMPT, Corpus, decode, encode, read_text
-from train_options import BACKENDS, check_config, given_options, options_of_run, parse_args
+from text_data import PROMPT, Corpus, encode, read_text
+from train_options import (
+    BACKENDS,
+    check_config,
+    given_options,
+    options_of_run,
+    parse_args,
+    with_defaults,
+)
 from training import check_backend, check_loss, make_folder
 
 import minitorch
@@ -36,15 +45,21 @@ __all__ = ["build", "judge", "main", "train_step"]  # what the benchmarks and ex
 CHECKPOINTS = "checkpoints"
 
 
-def build(config: dict[str, Any], backend: str) -> minitorch.DecoderLM:
-    """Build the model that a configuration describes, in float32.
+def build(config: dict[str, Any], backend: str, recompute: bool = False) -> minitorch.DecoderLM:
+    """Build the model that a configuration describes.
+
+    Args:
+        config: See :data:`train_options.CONFIG`; what older ones lack is added.
+        backend: One of :data:`BACKENDS`.
+        recompute: See :class:`minitorch.DecoderLM`.
 
     Raises:
         ValueError: If it describes none.
     """
+    config = with_defaults(config)
     check_config(config)
     return minitorch.DecoderLM(
-        n_vocab=len(config["characters"]),
+        n_vocab=config["vocabulary"],
         n_embd=config["width"],
         n_head=config["heads"],
         n_positions=config["context"],
@@ -54,7 +69,8 @@ def build(config: dict[str, Any], backend: str) -> minitorch.DecoderLM:
         attention=config["attention"],
         tie_weights=config["tie_weights"],
         backend=BACKENDS[backend],
-        dtype=np.float32,
+        precision=config["precision"],
+        recompute=recompute,
     )
 
 
@@ -81,6 +97,11 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
         f"speed          {result['tokens_per_second']:,.0f} tokens/s over {result['steps']} steps, "
         f"{result['seconds']:.0f} s"
     )
+    if result["utilisation"] is not None:
+        print(
+            f"utilisation    {result['utilisation']:.1%} of {result['peak_tflops']:g} TFLOP/s, at "
+            f"{result['flops_per_token']:.3g} operations a token by the book"
+        )
     if result["by_clock"]:
         print(
             f"clock          shortened the run: {result['steps']} of {args.steps} steps; a larger "
@@ -122,11 +143,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def write(model: minitorch.DecoderLM, config: dict[str, Any], args: argparse.Namespace) -> None:
     """Print how the model continues the prompt, character by character."""
-    ids = list(encode_prompt(config, args))
-    print(decode(ids, config["characters"]), end="", flush=True)
+    ids, read = list(encode_prompt(config, args)), reader(config["characters"])
+    print(read(ids), end="", flush=True)
     try:
         for token in model.continuation(ids, args.sample, args.temperature, args.seed):
-            print(decode([token], config["characters"]), end="", flush=True)
+            print(read([token]), end="", flush=True)
     except ValueError as error:  # weights so large that the scores are no numbers
         sys.exit(f"\nthe model cannot write ({error}); train it again with a lower --lr")
     print()
@@ -138,7 +159,7 @@ def encode_prompt(config: dict[str, Any], args: argparse.Namespace) -> Any:
     if not prompt:
         sys.exit("--prompt must hold at least one character")
     try:
-        return encode(prompt, config["characters"])
+        return encode(spelled(prompt, config["characters"]), config["characters"])
     except ValueError as error:
         sys.exit(f"--prompt {prompt!r} cannot be continued: {error}")
 
@@ -147,12 +168,11 @@ def load_and_write(args: argparse.Namespace) -> None:
     """Load a checkpoint and let it write; exit with one line if it cannot be read."""
     try:
         arrays, config = read_checkpoint(args.load)
-        config = {"prompt": PROMPT, **config}  # which older checkpoints lack
+        config = with_defaults({"prompt": PROMPT, **config})  # which older checkpoints lack
         check_config(config)
         width = config["width"]
         least = (
-            12 * config["layers"] * width**2
-            + (len(config["characters"]) + config["context"]) * width
+            12 * config["layers"] * width**2 + (config["vocabulary"] + config["context"]) * width
         )
         if least > sum(array.size for array in arrays.values()):  # before memory is taken for it
             sys.exit(f"{args.load}: its configuration describes a larger model than its weights")
@@ -168,22 +188,32 @@ def load_and_write(args: argparse.Namespace) -> None:
 
 def start(args: argparse.Namespace, corpus: Corpus, state: TrainingState | None) -> Trainer:
     """Return a trainer that begins, or goes on from a state; exit with one line if it cannot."""
-    keys = ("width", "heads", "layers", "context", "dropout", "attention", "tie_weights")
+    keys = (
+        "width",
+        "heads",
+        "layers",
+        "context",
+        "dropout",
+        "attention",
+        "tie_weights",
+        "precision",
+    )
     config = {
         "characters": corpus.characters,
+        "vocabulary": args.vocabulary or len(corpus.characters),
         "prompt": corpus.prompt,
         **{key: getattr(args, key) for key in keys},
     }
     encode_prompt(config, args)  # fail before the training, not after it
     try:
-        model = build(config, args.backend)
+        model = build(config, args.backend, args.recompute)
     except ValueError as error:
         sys.exit(str(error))
     out = make_folder(args.out)
     print(
-        f"text {len(corpus.train) + len(corpus.held_out):,} characters, {len(corpus.characters)} "
+        f"text {len(corpus.train) + len(corpus.held_out):,} tokens, {config['vocabulary']} "
         f"different; model {sum(p.value.size for p in model.parameters()):,} weights, "
-        f"{args.attention} attention"
+        f"{args.attention} attention, {args.precision}"
     )
     checkpoints = Checkpoints(out / CHECKPOINTS, args.keep)
     for folder in (out, checkpoints.folder):  # of a process that was killed while it wrote
@@ -213,7 +243,11 @@ def train_and_write(args: argparse.Namespace, state: TrainingState | None = None
     begin = time.perf_counter()
     args.attention = args.attention or "flash"
     minitorch.manual_seed(args.seed)
-    corpus = Corpus.from_text(read_text(args.text), args.context)
+    text = read_text(args.text)
+    characters = None if args.vocabulary is None else characters_of(args.vocabulary)
+    if characters is not None:
+        text = spelled(text, characters)
+    corpus = Corpus.from_text(text, args.context, characters)
     if state is not None and state.notes["text"] != corpus.digest:
         sys.exit(
             f"{state.source}: its run learns another text than {args.text or 'the manual of this Python'}; "

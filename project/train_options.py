@@ -14,9 +14,12 @@ from command_line import (
     PROBABILITY,
     OneLineParser,
 )
+from gpt_presets import PRESETS, characters_of
+from training import SCHEDULES, WARM_UP
 
 import minitorch
 from kernels.shapes import MAX_HEAD_DIM
+from minitorch.matmul_precision import PRECISIONS
 from minitorch.transformer import ATTENTIONS
 
 BACKENDS = {
@@ -32,7 +35,7 @@ clock counts the seconds of all its parts."""
 #: Options that may differ from those of the run that --resume continues; the others decide what it learns.
 FREE = (
     "text", "out", "max_seconds", "backend", "checkpoint_every", "keep", "sample", "temperature",
-    "prompt", "resume",
+    "prompt", "resume", "peak", "recompute",
 )  # fmt: skip
 
 
@@ -42,6 +45,13 @@ def parse_args(description: str | None, argv: list[str] | None = None) -> argpar
     args = parser.parse_args(argv)
     if args.load is not None and args.resume is not None:
         parser.error("--load writes and --resume trains: take one of them")
+    if args.preset is not None:
+        vars(args).update({**PRESETS[args.preset], **given_options(argv)})
+    if args.vocabulary is not None:
+        try:
+            characters_of(args.vocabulary)
+        except ValueError as error:
+            parser.error(str(error))
     return args
 
 
@@ -102,13 +112,56 @@ def _parser(description: str | None) -> OneLineParser:
         default=72.0,
         metavar="S",
     )
-    add("--batch", f"windows a step {default}", type=COUNT, default=16, metavar="N")
+    add(
+        "--preset",
+        "sizes of a model, which other options change one by one: toy and char have 2 and 6 layers, "
+        "gpt2-small is GPT-2 with its 124 million weights",
+        choices=PRESETS,
+    )
+    add(
+        "--batch", f"windows a step, or a part of it {default}", type=COUNT, default=16, metavar="N"
+    )
+    add(
+        "--accumulate", f"parts of a step, whose gradients are added up {default}",
+        type=COUNT, default=1, metavar="N",
+    )  # fmt: skip
     add("--context", f"characters a window {default}", type=COUNT, default=128, metavar="N")
     add("--width", f"width of the model {default}", type=COUNT, default=128, metavar="N")
     add("--heads", f"attention heads {default}", type=COUNT, default=4, metavar="N")
     add("--layers", f"transformer layers {default}", type=COUNT, default=2, metavar="N")
+    add(
+        "--vocabulary",
+        "tokens are bytes, 256 or more, or 96 for line break and printable ASCII (default: tokens are "
+        "the characters of the text)",
+        type=COUNT, metavar="N",
+    )  # fmt: skip
+    add(
+        "--precision",
+        "what the model stores, multiplies and sums in; bfloat16 keeps weights of float32 in the optimiser "
+        f"{default}",
+        choices=PRECISIONS, default="float32",
+    )  # fmt: skip
+    add(
+        "--recompute",
+        "keep only what goes into a layer, and compute the rest again: less memory, a third more time",
+        action="store_true",
+    )
     add("--dropout", f"share that is dropped {default}", type=PROBABILITY, default=0.0, metavar="P")
     add("--lr", f"highest learning rate {default}", type=POSITIVE, default=5e-3, metavar="X")
+    add(
+        "--schedule", f"of the learning rate, after the warm-up {default}",
+        choices=SCHEDULES, default="cosine",
+    )  # fmt: skip
+    add(
+        "--warm-up", f"part of the steps over which it rises {default}",
+        type=PROBABILITY, default=WARM_UP, metavar="P",
+    )  # fmt: skip
+    add(
+        "--peak",
+        "what the device could do at most, for the utilisation (default: by its data sheet, for GPUs "
+        "that are known)",
+        type=POSITIVE, metavar="TFLOPS",
+    )  # fmt: skip
     add(
         "--clip",
         "largest norm of all gradients together (default: any)",
@@ -146,8 +199,8 @@ def _parser(description: str | None) -> OneLineParser:
         "--resume",
         "go on from a checkpoint, or from the last one of a run's folder (without PATH: of --out), with "
         "the options that its run began with; of others only --text (of the same text), --out, "
-        "--max-seconds, --backend, --checkpoint-every, --keep, --sample, --temperature and --prompt may "
-        "be given",
+        "--max-seconds, --backend, --checkpoint-every, --keep, --sample, --temperature, --prompt, --peak "
+        "and --recompute may be given",
         nargs="?", const="", metavar="PATH",
     )  # fmt: skip
     add(
@@ -180,20 +233,37 @@ CONFIG: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "attention": (f"one of {ATTENTIONS}", lambda x: x in ATTENTIONS),
     "tie_weights": ("true or false", lambda x: type(x) is bool),
+    "vocabulary": ("a whole number, 1 or more", _is_count),
+    "precision": (f"one of {tuple(PRECISIONS)}", lambda x: x in [*PRECISIONS]),
 }
 
 
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with what older ones lack: a token for each character, in float32."""
+    characters = config.get("characters")
+    own = {"precision": "float32"}
+    if isinstance(characters, str):
+        own["vocabulary"] = len(characters)  # type: ignore[assignment]
+    return {**own, **config}
+
+
 def check_config(config: dict[str, Any]) -> None:
-    """Check the configuration of a model, from the command line or from a checkpoint.
+    """Check the configuration of a model, from the command line or from a checkpoint, with its defaults.
 
     Raises:
         ValueError: If it describes no model; one line.
     """
+    config = with_defaults(config)
     for key, (wanted, fits) in CONFIG.items():
         if key not in config:
             raise ValueError(f"{key} is missing from the model's configuration")
         if not fits(config[key]):
             raise ValueError(f"{key} must be {wanted}, got {config[key]!r:.40}")
+    characters, vocabulary = config["characters"], config["vocabulary"]
+    if len(characters) > vocabulary:
+        raise ValueError(
+            f"vocabulary must have a token for each of the {len(characters)} characters, got {vocabulary}"
+        )
     width, heads = config["width"], config["heads"]
     if width % heads != 0:
         raise ValueError(

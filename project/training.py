@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import tempfile
 import time
@@ -51,11 +52,28 @@ def make_folder(path: str) -> Path:
 # -- while it runs -------------------------------------------------------------------------------
 
 
-def learning_rate(progress: float, highest: float) -> float:
-    """Rise linearly over the first 5 %, then fall to a tenth along a cosine."""
-    if progress < 0.05:
-        return highest * max(progress, 0.001) / 0.05
-    return highest * (0.1 + 0.45 * (1.0 + math.cos(math.pi * (progress - 0.05) / 0.95)))
+SCHEDULES = ("cosine", "constant")
+#: Part of the steps over which the learning rate rises.
+WARM_UP = 0.05
+
+
+def learning_rate(
+    progress: float, highest: float, schedule: str = "cosine", warm_up: float = WARM_UP
+) -> float:
+    """Rise linearly, then fall to a tenth along a cosine, or stay.
+
+    Args:
+        progress: From 0 to 1.
+        highest: Where the rise ends.
+        schedule: One of :data:`SCHEDULES`.
+        warm_up: Part of the progress over which it rises, 0 to below 1.
+    """
+    if progress < warm_up:
+        return highest * min(max(progress, 0.001) / warm_up, 1.0)
+    if schedule == "constant":
+        return highest
+    fall = math.cos(math.pi * (progress - warm_up) / (1.0 - warm_up))
+    return highest * (0.1 + 0.45 * (1.0 + fall))
 
 
 def check_loss(value: float, what: str, lr: float, option: str = "--lr") -> float:
@@ -78,6 +96,29 @@ def check_loss(value: float, what: str, lr: float, option: str = "--lr") -> floa
 def remedy(lr: float, option: str = "--lr") -> str:
     """Return what helps when a loss is no number; arguments as for :func:`check_loss`."""
     return f"lower {option}, now {lr}"
+
+
+class CtrlC:
+    """Within the context, the first Ctrl-C only sets ``asked``; the second ends the program."""
+
+    def __enter__(self) -> CtrlC:
+        self.asked = False
+        self.before = signal.getsignal(signal.SIGINT)
+        if callable(
+            self.before
+        ):  # not where the signal is ignored, as in the background of a shell
+            signal.signal(signal.SIGINT, self.first)
+        return self
+
+    def first(self, *_: Any) -> None:
+        """Ask for the end."""
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("\nstopping after this step; Ctrl-C again ends at once", file=sys.stderr)
+
+    def __exit__(self, *_: Any) -> None:
+        if callable(self.before):
+            signal.signal(signal.SIGINT, self.before)
 
 
 class Progress:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from kernels.cuda import flash3_launch
+from kernels.cuda import flash3_backward_launch, flash3_launch
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash3_layout import LINE, PANEL, Layout
 from kernels.dtypes import BITS, is_half
@@ -87,14 +87,36 @@ def emulated_hopper(layout: Layout | None = None, blocks: int = 2) -> Iterator[N
             stack.enter_context(patch(f"kernels.cuda.flash3_launch.{name}", value))
         stack.enter_context(patch("kernels.cuda.flash3_mask.empty_device", _empty))
         stack.enter_context(patch.object(Kernel, "__getitem__", launched))
-        _forget()
+        forget_launches()
         try:
             yield
         finally:
-            _forget()
+            forget_launches()
 
 
-def _forget() -> None:
+@contextmanager
+def emulated_hopper_backward() -> Iterator[None]:
+    """Let the backward rung run on the emulated GPU, too; it leaves its counters at 0."""
+    counters = np.zeros(2, np.int32)
+    with emulated_hopper():
+        names = ("tensor_map", "multiprocessors", "as_bits")
+        found = {name: getattr(flash3_launch, name) for name in names}
+
+        def empty(shape: Any, dtype: Any) -> Any:
+            return np.full(shape, np.nan, dtype)
+
+        def one(array: Any, shape: Any, strides: Any) -> Any:
+            return array.reshape(-1)[:1]
+
+        with patch.multiple(
+            "kernels.cuda.flash3_backward_launch", counters=lambda: counters, device_view=one,
+            empty_device=empty, no_flag=lambda: np.zeros(1, np.int32), **found,
+        ):  # fmt: skip
+            yield
+    assert not counters.any()
+
+
+def forget_launches() -> None:
     """Let go of launches and layouts: those of other calls are for other devices."""
-    flash3_launch._plain_launch.cache_clear()
-    flash3_launch.layout_for.cache_clear()
+    for kept in (flash3_launch._launch, flash3_launch.layout_for, *flash3_backward_launch.KEPT):
+        kept.cache_clear()

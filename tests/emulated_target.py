@@ -15,9 +15,10 @@ from unittest.mock import patch
 import numpy as np
 
 from kernels import launch
-from kernels.cuda import extras, flash2_mma_launch, mma_split
+from kernels.cuda import extras, flash2_mma_launch, memory, mma_guard, mma_split
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash2_mma_launch import ByKeys
+from kernels.cuda.launcher import filled
 from kernels.cuda.mma_tiles import KeyLayout, MmaLayout
 from kernels.dtypes import BITS, FLOAT16, is_half
 from kernels.memory import HostMemory
@@ -59,8 +60,9 @@ def _launched(kernel: Kernel, where: Any) -> Any:
     return lambda *args: emulate(kernel, (x, y), *args)
 
 
-def _prepared(kernel: Kernel, where: Any, *rest: Any) -> Any:
-    return lambda *arrays: kernel[where](*arrays, *rest)
+def prepared(kernel: Kernel, where: Any, *rest: Any) -> Any:
+    """Return what ``Kernel.prepared`` does where no driver is: each launch is one of its own."""
+    return lambda *arrays: kernel[where](*filled(rest, arrays))
 
 
 def _merge(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
@@ -76,8 +78,10 @@ def _forget() -> None:
     """Let go of what calls keep on their device: arrays of the host are none."""
     kernels = mma_split.measure_kernel, mma_split.split_kernel  # of few threads
     layout = flash2_mma_launch._forward_layout
-    for kept in (extras._constant, extras._block_arrays, extras._tiles, layout, *kernels):
+    arrays = extras._block_arrays, extras._list_arrays, extras._tiles, memory.device_constant
+    for kept in (*arrays, extras._lasting, layout, *kernels):
         kept.cache_clear()
+    mma_guard._flags.clear()
     vars(EMULATED).pop("_usable", None)  # what its rungs can was asked of another device
 
 
@@ -108,8 +112,9 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
         "flash2_mma_launch": of_launch,
         "half_delta": {**pool, "as_bits": _bits},
         "mma_split": {**pool, "device_view": _view, "THREADS": 32},
-        "mma_guard": {**pool, "fill": np.ndarray.fill},
+        "mma_guard": {**pool, "fill": np.ndarray.fill, "device_view": _view},
         "extras": {"to_device": lambda array: array},
+        "memory": {"to_device": lambda array: array},
         "tensor_cores": {"why_no_device": lambda needed: None},
         "vector": {"device_pointer": lambda array: array.ctypes.data},
     }
@@ -118,7 +123,7 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
             for name, value in names.items():
                 stack.enter_context(patch(f"kernels.cuda.{module}.{name}", value))
         stack.enter_context(patch.object(Kernel, "__getitem__", _launched))
-        stack.enter_context(patch.object(Kernel, "prepared", _prepared))
+        stack.enter_context(patch.object(Kernel, "prepared", prepared))
         _forget()
         try:
             yield

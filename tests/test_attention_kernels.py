@@ -235,8 +235,9 @@ def test_a_key_outside_of_all_windows_may_be_anything(
     hidden[:before], hidden[10 - behind :] = True, True
     results = []
     for value in (0.0, poison):
-        arrays = (np.where(hidden, value, x) for x in (k, v))
-        results.append(Case(q, *arrays, dout, bounds, (4, 4)).run(TARGETS[target], rung, (4, 4)))
+        planted_k, planted_v = (np.where(hidden, value, x) for x in (k, v))
+        case = Case(q, planted_k, planted_v, dout, bounds, (4, 4))
+        results.append(case.run(TARGETS[target], rung, case.tile))
     for name, expected in results[0].items():
         np.testing.assert_array_equal(results[1][name], expected, err_msg=name)
 

@@ -142,7 +142,7 @@ def test_a_weight_that_is_no_number_is_found_before_the_loss_shows_it(
     monkeypatch.setattr(minitorch.Adam, "step", thrown)
     monkeypatch.setattr(gpt_training, "JUDGE_EVERY", 100)
     line = refused(capsys, *SMALL, "--out", tmp_path)
-    assert line.startswith("a parameter is no number after 10 steps; at step 9 Adam (step) made")
+    assert line.startswith("a parameter is no number after 10 steps; at step 9 AdamW (step) made")
     assert "of parameters[0], shape" in line
 
 

@@ -6,14 +6,14 @@ import ctypes
 import struct
 import sys
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numba import float32, float64, int64, types, uint64, void
 
 from kernels.cuda import launcher
-from kernels.cuda.launcher import Launcher, three
+from kernels.cuda.launcher import LATER, Launcher, filled, three
 
 
 class FakeArray:
@@ -123,6 +123,33 @@ def test_a_prepared_launch_asks_arrays_for_their_addresses_alone(
         assert prepared == other
     with pytest.raises(ValueError, match="argument"):
         launch(arrays[0])
+
+
+class Given(NamedTuple):
+    """Numbers and an array, as what options need."""
+
+    lower: Any
+    seed: Any
+    table: Any
+
+
+def test_a_prepared_launch_takes_later_what_a_call_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    vector = types.Array(float32, 1, "C")
+    given = types.NamedTuple((int64, int64, vector), Given)
+    signature = void(vector, float32, vector, types.UniTuple(int64, 2), given)
+    run, driver = make(monkeypatch, signature, "q" * 7 + "f" + "q" * 7 + "qq" + "qq" + "q" * 7)
+    first, second, table, *others = (FakeArray(np.zeros(5, np.float32)) for _ in range(6))
+    rest = 0.5, LATER, (7, 8), Given(-3, LATER, LATER)
+    launch = run.prepared((3, 1, 1), (32, 1, 1), *rest)
+    calls = (first, second, 11, table), (*others[:2], -(2**63), others[2])
+    for array, later, seed, own in (*calls, calls[0]):
+        launch(array, later, seed, own)
+        args = array, 0.5, later, (7, 8), Given(-3, seed, own)
+        assert filled(rest, (array, later, seed, own)) == args
+        run.launch((3, 1, 1), (32, 1, 1), *args)
+        prepared, other = driver.seen[-2:]
+        assert prepared == other
+    assert driver.seen[0] != driver.seen[2]
 
 
 def test_a_prepared_launch_refuses_arrays_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,9 +265,9 @@ SICK: dict[str, tuple[Change, str, str]] = {
     "Python too new": (_set("python", version="3.14.0"), "Python 3.14.0", "PYTHON=python3.12"),
     "NumPy too new for numba-cuda": (
         _both(_numpy("2.5.0"), _set(cuda={"error": "AttributeError: no attribute 'row_stack'"})),
-        "NumPy 2.5.0 is too new for numba-cuda 0.30.4", 'pip install "numpy>=2.1.1,<2.5"',
+        "NumPy 2.5.0 is too new for numba-cuda 0.30.4", 'pip install "numpy>=2.1.2,<2.5"',
     ),
-    "NumPy too old": (_numpy("1.26.4"), "numpy is 1.26.4", 'pip install "numpy>=2.1.1,<2.5"'),
+    "NumPy too old": (_numpy("1.26.4"), "numpy is 1.26.4", 'pip install "numpy>=2.1.2,<2.5"'),
     "a dependency is missing": (
         _set("packages", "tqdm", installed=None, file=None), "not installed: tqdm",
         'pip install "tqdm>=4.60,<5"',

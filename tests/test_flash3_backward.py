@@ -33,7 +33,9 @@ from kernels.dtypes import BFLOAT16, FLOAT16
 from kernels.operands import Operands
 
 from .emulated_gpu import launch
+from .emulated_hopper import forget_launches
 from .emulated_instructions import TensorMap
+from .emulated_target import prepared
 
 _STORED = {dtype.name: dtype for dtype in (FLOAT16, BFLOAT16)}
 #: Shared memory that a block of compute capability 9.0 can have, in bytes.
@@ -166,8 +168,11 @@ def _emulated() -> Iterator[None]:
             half_delta, empty_device=empty, as_bits=lambda array: array, are_vectors=aligned
         ),
         patch.object(Kernel, "__getitem__", launcher),
+        patch.object(Kernel, "prepared", prepared),
     ):  # fmt: skip
+        forget_launches()
         yield
+        forget_launches()
     assert not counters.any()
 
 

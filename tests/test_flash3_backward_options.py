@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 import kernels
 from kernels import launch
-from kernels.cuda import flash3_launch
 from kernels.dtypes import FLOAT16
 from kernels.operands import make_operands
 from kernels.sequences import Sequences
 
 from .attention_strategies import MASK_MODS, SCORE_MODS, Case
-from .emulated_hopper import FUZZ_ONLY, emulated_hopper
+from .emulated_hopper import FUZZ_ONLY, emulated_hopper_backward
 from .emulated_target import EMULATED
 
 SEQ_Q, SEQ_K = 70, 131
@@ -57,28 +53,6 @@ def _case(options: dict[str, Any], dtype: Any = FLOAT16, lead: tuple[int, ...] =
     return Case(q, k, v, dout, options, (16, 16))
 
 
-@contextmanager
-def _emulated() -> Iterator[None]:
-    """Let the rung launch on the emulated GPU; it leaves its counters at 0."""
-    counters = np.zeros(2, np.int32)
-    with emulated_hopper():
-        names = ("tensor_map", "multiprocessors", "as_bits")
-        found = {name: getattr(flash3_launch, name) for name in names}
-
-        def empty(shape: Any, dtype: Any) -> Any:
-            return np.full(shape, np.nan, dtype)
-
-        def one(array: Any, shape: Any, strides: Any) -> Any:
-            return array.reshape(-1)[:1]
-
-        with patch.multiple(
-            "kernels.cuda.flash3_backward_launch", counters=lambda: counters, device_view=one,
-            empty_device=empty, no_flag=lambda: np.zeros(1, np.int32), **found,
-        ):  # fmt: skip
-            yield
-    assert not counters.any()
-
-
 def _gradients(
     case: Case, expected: dict[str, Any], deterministic: bool, sequences: Any = None
 ) -> dict[str, Any]:
@@ -86,7 +60,7 @@ def _gradients(
     problem = case.problem(rung="flash3_wgmma", deterministic=deterministic)
     problem = replace(problem, sequences=sequences)
     mask, slopes = (case.options.get(name) for name in ("attn_mask", "alibi_slopes"))
-    with _emulated():
+    with emulated_hopper_backward():
         operands = make_operands(EMULATED.memory, problem, *case.operands, mask, slopes)
         operands = operands.having(
             out=expected["out"].astype(case.q.dtype),

@@ -15,7 +15,7 @@ import numba
 import numpy as np
 from numba import types, uint32
 
-from kernels.cuda.launcher import Launcher, three
+from kernels.cuda.launcher import Launcher, filled, three
 from kernels.geometry import make_geometry, same
 from kernels.masks import make_masks
 from kernels.online_softmax import make_online_softmax
@@ -165,10 +165,10 @@ class Kernel:
         """Return the function of arrays that launches on (grid, block) with them before ``rest``.
 
         For a launch that is asked for again and again: all arrays have the shapes, strides and dtypes of
-        those of the first time, and only where they begin is asked anew.
+        those of the first time, and only where they begin is asked anew; see ``Launcher.prepared``.
         """
         if driver is None:
-            return lambda *arrays: self[launch](*arrays, *rest)
+            return lambda *arrays: self[launch](*filled(rest, arrays))
         own = self._launcher.prepared(*map(three, launch), *rest)
 
         def run(*arrays: Any) -> None:

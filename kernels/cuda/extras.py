@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kernels.block_mask import TileList
+from kernels.block_mask import BlockMask
 from kernels.cuda.arrays import to_device
+from kernels.cuda.launcher import LATER, filled
+from kernels.cuda.memory import device_constant
 from kernels.cuda.mod_rules import check_places
 from kernels.cuda.scores import Extras
 from kernels.operands import Operands
@@ -34,22 +36,49 @@ def make_extras(
     """
     if problem.is_plain:
         return _numbers(problem)
-    numbers = _numbers(problem.unseeded)._replace(seed=problem.seed)
-    arrays: dict[str, Any] = {}
+    lasting, own = lasting_extras(problem, block_q, block_k, by_keys), own_extras(problem, operands)
+    return filled((lasting,), own)[0] if own else lasting
+
+
+def lasting_extras(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> Extras:
+    """Return what is the same in all calls of a problem on a device, ``LATER`` for what each brings.
+
+    Args:
+        problem: See :func:`make_extras`.
+        block_q: Likewise.
+        block_k: Likewise.
+        by_keys: Likewise.
+    """
+    return _lasting(problem.unseeded, block_q, block_k, by_keys, current_device())
+
+
+def own_extras(problem: Problem, operands: Operands) -> tuple[Any, ...]:
+    """Return what a call brings for each ``LATER`` of :func:`lasting_extras`, in their order."""
+    found = (problem.seed,) if problem.dropout_p else ()
     if problem.slopes:
-        arrays["slopes"] = operands.slopes
+        found = *found, operands.slopes
     if problem.mask:
         batches = operands.mask_batch
-        arrays |= {
-            "mask": operands.mask,
-            "mask_batch": _constant(batches.tobytes(), "i8", current_device()),
-        }
+        kind = batches.shape, batches.dtype, current_device()
+        found = *found, operands.mask, device_constant(batches.tobytes(), *kind)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _lasting(problem: Problem, block_q: int, block_k: int, by_keys: bool, device: int) -> Extras:
+    later: dict[str, Any] = {}
+    if problem.dropout_p:
+        later["seed"] = LATER
+    if problem.slopes:
+        later["slopes"] = LATER
+    if problem.mask:
+        later |= {"mask": LATER, "mask_batch": LATER}
     if problem.block_mask is not None:
-        arrays |= _block_arrays(problem.block_mask, block_q, block_k, by_keys, current_device())
+        later |= _block_arrays(problem.block_mask, device)
+        later |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, device)
     if problem.sequences is not None:
-        block = block_k if by_keys else block_q
-        arrays["tiles"] = _tiles(problem.sequences, block, by_keys, current_device())
-    return numbers._replace(**arrays)
+        later["tiles"] = _tiles(problem.sequences, block_k if by_keys else block_q, by_keys, device)
+    return _numbers(problem)._replace(**later)
 
 
 @lru_cache(maxsize=1024)
@@ -69,33 +98,25 @@ def _numbers(problem: Problem) -> Extras:
     )
 
 
-@lru_cache(maxsize=256)
-def _constant(content: bytes, dtype: str, device: int) -> Any:
-    """Return a vector on the device; calls with the same one share it."""
-    return to_device(np.frombuffer(content, dtype))
-
-
 @lru_cache(maxsize=64)
-def _block_arrays(
-    mask: Any, block_q: int, block_k: int, by_keys: bool, device: int
-) -> dict[str, Any]:
-    """Return the arrays of a block mask on the device; a mask is copied once for a kernel's tiles."""
-    tiles: TileList = mask.tile_list(block_q, block_k, by_keys)
+def _block_arrays(mask: BlockMask, device: int) -> dict[str, Any]:
+    """Return the blocks of a mask on the device, copied once."""
     # A GPU has no empty arrays.
     blocks = (1, mask.block_q, mask.block_k)
     patterns = mask.patterns if len(mask.patterns) else np.zeros(blocks, bool)
-    ids, full = (
-        array if len(array) else np.zeros(1, array.dtype)
-        for array in (tiles.tile_ids, tiles.tile_full)
-    )
-    host = {
-        "states": mask.states,
-        "patterns": patterns,
-        "tile_ptr": tiles.tile_ptr,
-        "tile_ids": ids,
-        "tile_full": full,
+    return {"states": to_device(mask.states), "patterns": to_device(patterns)}
+
+
+@lru_cache(maxsize=256)
+def _list_arrays(
+    mask: BlockMask, block_q: int, block_k: int, by_keys: bool, device: int
+) -> dict[str, Any]:
+    """Return the tiles that a mask visits on the device, copied once for a kernel's tiles."""
+    tiles = mask.tile_list(block_q, block_k, by_keys)
+    return {
+        name: to_device(array if len(array) else np.zeros(1, array.dtype))
+        for name, array in tiles._asdict().items()
     }
-    return {name: to_device(array) for name, array in host.items()}
 
 
 @lru_cache(maxsize=64)

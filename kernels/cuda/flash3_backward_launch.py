@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kernels.cuda.arrays import device_view, empty_device
-from kernels.cuda.extras import make_extras
+from kernels.cuda.extras import lasting_extras, own_extras
 from kernels.cuda.flash3_backward import dkdv_kernel
 from kernels.cuda.flash3_backward_layout import (
-    BOTH_WIDTH,
     PADDING,
     WORD,
     KeyLayout,
@@ -31,11 +30,12 @@ from kernels.cuda.flash3_backward_rows import (
     zero_kernel,
 )
 from kernels.cuda.flash3_dq import dq_kernel
-from kernels.cuda.flash3_launch import CACHE_BYTES, readable, tensor_map
-from kernels.cuda.flash3_layout import Widths, schedule_of
+from kernels.cuda.flash3_launch import CACHE_BYTES, kept_launches, lies, readable, tensor_map
+from kernels.cuda.flash3_layout import Schedule, Widths, schedule_of
 from kernels.cuda.flash3_mask import packed_mask
 from kernels.cuda.half import EIGHT, as_bits
 from kernels.cuda.half_delta import delta_of
+from kernels.cuda.launcher import LATER
 from kernels.cuda.mma_guard import flag_of
 from kernels.cuda.per_device import counters, multiprocessors, no_flag
 from kernels.cuda.ptx.swizzle import CHUNK
@@ -47,64 +47,137 @@ from kernels.dtypes import FLOAT32, NAMES
 from kernels.geometry import ceil_div
 from kernels.operands import Operands
 from kernels.problem import Problem
+from kernels.targets import current_device
+
+
+class _Plan(NamedTuple):
+    """What all calls of a problem on a device have in common.
+
+    Attributes:
+        widths: Columns that kernels are compiled for.
+        dtype: "float16" or "bfloat16".
+        features: Options that kernels are compiled for.
+        rows: Of lse and delta as ``rows_kernel`` lays them out: each sequence has room for its last tile.
+        seq_k: Keys that some row sees: those beyond are outside of the tensor, zeros whatever they are.
+        by_keys: What each kernel by key tiles computes, and its layout.
+        by_rows: The layout of the kernel that dq has of its own, or None.
+        flag: Why numbers that are not finite are looked for: LATER, if options may hide them beside others
+            in a tile; a flag that is never set, if they could, but hide none; 0 if they cannot.
+        bounds: What the kernels around the others need: no option but where sequences are.
+        keep_scale: What dropout multiplies by.
+    """
+
+    widths: Widths
+    dtype: str
+    features: Features
+    rows: int
+    seq_k: int
+    by_keys: tuple[tuple[Parts, KeyLayout], ...]
+    by_rows: QueryLayout | None
+    flag: Any
+    bounds: Extras
+    keep_scale: float
+
+
+@kept_launches
+def _plan(problem: Problem, device: int) -> _Plan:
+    """Return what all calls of a problem have in common; it has no seed."""
+    features, sequences = features_of(problem), problem.sequences
+    widths, seq_k = _widths(problem), problem.seq_k
+    if not sequences and not features.block_mask:
+        seq_k = max(min(seq_k, problem.seq_q + problem.upper), 1)
+    kernels = parts_of(widths, not problem.deterministic)
+    by_keys = tuple((parts, key_layout(widths, parts, features)) for parts in kernels)
+    by_rows = None if any(parts.dq for parts in kernels) else query_layout(widths)
+    extras = lasting_extras(problem, PADDING, PADDING)
+    plain = Extras(*extras[: Extras._fields.index("slopes")])
+    return _Plan(
+        widths,
+        NAMES[problem.dtype],
+        features,
+        round_up(problem.seq_q, PADDING) + (PADDING * sequences.count if sequences else 0),
+        seq_k,
+        by_keys,
+        by_rows,
+        _flag_for(problem, features, by_keys, by_rows),
+        plain._replace(seed=0, tiles=extras.tiles),
+        extras.keep_scale,
+    )
+
+
+def _flag_for(
+    problem: Problem,
+    features: Features,
+    by_keys: tuple[tuple[Parts, KeyLayout], ...],
+    by_rows: QueryLayout | None,
+) -> Any:
+    """Return ``_Plan.flag``."""
+    if not is_guarded(features):
+        return 0
+    mask = problem.block_mask
+    if mask is not None and features._replace(block_mask=False) == PLAIN:
+        tiles = [mask.tile_list(x.block_q, x.block_k, by_keys=True) for _, x in by_keys]
+        if by_rows is not None:
+            tiles.append(mask.tile_list(by_rows.block_q, by_rows.block_k))
+        if all(np.all(one.tile_full) for one in tiles):
+            return no_flag()  # no visited tile has elements that the mask hides
+    return LATER
 
 
 class _Call(NamedTuple):
     """What all kernels of a call take.
 
     Attributes:
+        plan: Of its problem.
         problem: The checked call, in 16 bits.
         operands: As given, but q, k, v and dout as the copy engine reads them.
-        widths: Columns that kernels are compiled for.
-        dtype: "float16" or "bfloat16".
-        seq_k: Keys that some row sees: those beyond are outside of the tensor, zeros whatever they are.
         lse: (batch * heads, padded rows), as ``rows_kernel`` lays it out.
         delta: Likewise.
-        features: Options that kernels are compiled for.
-        flag: Whether an operand has numbers that are not finite, or 0 where no option hides any.
+        flag: Whether an operand has numbers that are not finite; none where the plan has it, or needs none.
+        own: What the call brings for its options, see ``own_extras``.
     """
 
+    plan: _Plan
     problem: Problem
     operands: Operands
-    widths: Widths
-    dtype: str
-    seq_k: int
     lse: Any
     delta: Any
-    features: Features
-    flag: Any
+    flag: tuple[Any, ...]
+    own: tuple[Any, ...]
 
-    def extras(self, layout: KeyLayout | QueryLayout, by_keys: bool = False) -> Extras:
-        """Return what options need in a kernel."""
-        blocks = layout.block_q, layout.block_k
-        return make_extras(self.problem, self.operands, *blocks, by_keys)
-
-    def words(self, layout: KeyLayout | QueryLayout, by_keys: bool = False) -> Any:
-        """Return the bits of a boolean mask as a kernel's lanes have them, or 0."""
-        if self.features.mask != "bool":
-            return 0
+    def words(self, layout: KeyLayout | QueryLayout, by_keys: bool = False) -> tuple[Any, ...]:
+        """Return the bits of a boolean mask as a kernel's lanes have them, if there is one."""
+        if self.plan.features.mask != "bool":
+            return ()
         cols = layout.block_q if by_keys else layout.block_k
-        return packed_mask(self.operands.mask, cols, by_keys)
+        return (packed_mask(self.operands.mask, cols, by_keys),)
 
-    @property
-    def heads(self) -> int:
-        """Batch times heads."""
-        return self.lse.shape[0]
+    def gradient(self, array: Any, seq: int) -> Any:
+        """Return results as kernels write them: by their map, or themselves where sequences end within."""
+        if self.plan.features.packed:
+            return as_bits(array)
+        return tensor_map(array, seq, ROWS, self.plan.dtype)[0]
 
-    def maps(self, block_q: int, block_k: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Return the tensor maps of q, k, v and dout in some tiles, and the kernels' ``SHAPE``."""
-        own, seq_q = self.operands, self.problem.seq_q
+    def maps(
+        self, layout: KeyLayout | QueryLayout
+    ) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
+        """Return the tensor maps of q, k, v and dout in a kernel's tiles, and what differs in each."""
+        own, seq_q, seq_k = self.operands, self.problem.seq_q, self.plan.seq_k
         found = [
-            tensor_map(array, seq, block, self.dtype)
+            tensor_map(array, seq, block, self.plan.dtype)
             for array, seq, block in (
-                (own.q, seq_q, block_q),
-                (own.k, self.seq_k, block_k),
-                (own.v, self.seq_k, block_k),
-                (own.dout, seq_q, block_q),
+                (own.q, seq_q, layout.block_q),
+                (own.k, seq_k, layout.block_k),
+                (own.v, seq_k, layout.block_k),
+                (own.dout, seq_q, layout.block_q),
             )
         ]
-        differs = (number for _, *numbers in found for number in numbers)
-        return tuple(one[0] for one in found), (seq_q, self.seq_k, own.q.shape[1], *differs)
+        return tuple(one[0] for one in found), tuple(one[1:] for one in found)
+
+    def prepared(self, prepare: Any, arrays: tuple[Any, ...], *more: Any) -> Any:
+        """Return the launch of a kernel, but for where the arrays are that the call brings."""
+        problem, lead = self.problem.unseeded, self.operands.q.shape[:2]
+        return prepare(problem, lead, current_device(), lies(*arrays), *more)
 
 
 def _widths(problem: Problem) -> Widths:
@@ -113,9 +186,7 @@ def _widths(problem: Problem) -> Widths:
 
 def backward_tile(problem: Problem) -> tuple[int, int]:
     """Return (block_q, block_k) of the first kernel by key tiles."""
-    widths = _widths(problem)
-    parts = parts_of(widths, not problem.deterministic)[0]
-    layout = key_layout(widths, parts, features_of(problem))
+    _, layout = _plan(problem.unseeded, current_device()).by_keys[0]
     return layout.block_q, layout.block_k
 
 
@@ -129,109 +200,120 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     """
     q, k, v, dout = readable(operands.q, operands.k, operands.v, operands.dout)
     operands = operands.having(q=q, k=k, v=v, dout=dout)
-    batch, heads, seq_q = operands.q.shape[:3]
-    features, sequences = features_of(problem), problem.sequences
-    rows = round_up(seq_q, PADDING) + (PADDING * sequences.count if sequences else 0)
-    lse, delta = (empty_device((batch * heads, rows), FLOAT32) for _ in range(2))
-    seq_k, widths, dtype = problem.seq_k, _widths(problem), NAMES[problem.dtype]
-    if not sequences and not features.block_mask:
-        seq_k = max(min(seq_k, seq_q + problem.upper), 1)
-    flag = _flag_of(problem, operands, widths, features) if is_guarded(features) else 0
-    call = _Call(problem, operands, widths, dtype, seq_k, lse, delta, features, flag)
-    extras = call.extras(QueryLayout(PADDING, 1, 1))
-    launch = rows_kernel(features.packed)[
-        (tiles_of(seq_q, PADDING, extras), batch * heads), PADDING
-    ]
-    factor = delta_factor(features, extras.keep_scale)
-    launch(operands.lse, delta_of(problem, operands), lse, delta, factor, _bounds(extras))
-    kernels = parts_of(widths, not problem.deterministic)
-    for parts in kernels:
-        _by_keys(call, parts)
-    if not any(parts.dq for parts in kernels):
-        _by_rows(call)
+    plan, heads = _plan(problem.unseeded, current_device()), math.prod(q.shape[:2])
+    lse, delta = (empty_device((heads, plan.rows), FLOAT32) for _ in range(2))
+    flag: tuple[Any, ...] = ()
+    if plan.flag is LATER:
+        # What is multiplied by the zeros of hidden elements.
+        flag = (flag_of(plan.dtype, *(as_bits(array) for array in (k, q, dout))),)
+    own = own_extras(problem, operands)
+    call = _Call(plan, problem, operands, lse, delta, flag, own)
+    arrays = operands.lse, delta_of(problem, operands), lse, delta
+    call.prepared(_rows_launch, arrays)(*arrays)
+    for number in range(len(plan.by_keys)):
+        _by_keys(call, number)
+    if plan.by_rows is not None:
+        _by_rows(call, plan.by_rows)
 
 
-def _flag_of(problem: Problem, operands: Operands, widths: Widths, features: Features) -> Any:
-    """Return whether what is multiplied by zeros of hidden elements has numbers that are not finite."""
-    if features.block_mask and features._replace(block_mask=False) == PLAIN:
-        layouts: list[tuple[KeyLayout | QueryLayout, bool]] = [
-            (key_layout(widths, parts, features), True)
-            for parts in parts_of(widths, not problem.deterministic)
-        ]
-        if problem.deterministic or max(widths) > BOTH_WIDTH:
-            layouts.append((query_layout(widths), False))
-        if all(_is_full(problem.block_mask, x.block_q, x.block_k, keys) for x, keys in layouts):
-            return no_flag()  # no visited tile has elements that the mask hides
-    read = [as_bits(getattr(operands, name)) for name in ("k", "q", "dout")]
-    return flag_of(NAMES[problem.dtype], *read)
+@kept_launches
+def _rows_launch(problem: Problem, lead: tuple[int, int], device: int, arrays: Any) -> Any:
+    """Return the launch that lays out lse and delta."""
+    plan = _plan(problem, device)
+    grid = tiles_of(problem.seq_q, PADDING, plan.bounds), math.prod(lead)
+    factor = delta_factor(plan.features, plan.keep_scale)
+    return rows_kernel(plan.features.packed).prepared((grid, PADDING), factor, plan.bounds)
 
 
-@lru_cache(maxsize=256)
-def _is_full(mask: Any, block_q: int, block_k: int, by_keys: bool) -> bool:
-    """Tell whether a block mask hides no element of the tiles that it lets be visited."""
-    return bool(np.all(mask.tile_list(block_q, block_k, by_keys).tile_full))
-
-
-def _bounds(extras: Extras) -> Extras:
-    """Return what the kernels around the others need: no option but where sequences are."""
-    plain = Extras(*extras[: Extras._fields.index("slopes")])
-    return plain._replace(tiles=extras.tiles)
-
-
-def _by_keys(call: _Call, parts: Parts) -> None:
+def _by_keys(call: _Call, number: int) -> None:
     """Fill dk, dv or both; with dq that too, by way of its sums."""
-    problem, operands, widths = call.problem, call.operands, call.widths
-    features = call.features
-    layout = key_layout(widths, parts, features)
-    maps, shape = call.maps(layout.block_q, layout.block_k)
-    gradients = [
-        as_bits(array) if features.packed else tensor_map(array, problem.seq_k, ROWS, call.dtype)[0]
-        for array in (operands.dk, operands.dv)
-    ]
-    sums = device_view(call.delta, (1,), (1,))  # of dq there are none
+    problem, operands, (parts, layout) = call.problem, call.operands, call.plan.by_keys[number]
+    maps, differs = call.maps(layout)
+    gradients = (call.gradient(array, problem.seq_k) for array in (operands.dk, operands.dv))
+    # Of dq there are none without its part.
+    sums = _no_sums(call, layout) if parts.dq else device_view(call.delta, (1,), (1,))
+    own = *call.flag, *call.words(layout, by_keys=True), *call.own
+    arrays = *gradients, call.lse, call.delta, sums
+    launch = call.prepared(_keys_launch, (*arrays, *own), differs, number)
+    launch(*maps, *arrays, counters(), *own)
     if parts.dq:
-        sums = _no_sums(call, layout)
+        arrays = sums, as_bits(operands.dq)
+        call.prepared(_round_launch, arrays, number)(*arrays)
+
+
+def _arguments(
+    problem: Problem, plan: _Plan, layout: KeyLayout | QueryLayout, lead: tuple[int, int],
+    differs: tuple[tuple[int, ...], ...], schedule: Schedule, extras: Extras,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return grid and threads of a kernel by tiles, and its arguments behind the arrays."""
+    shape = problem.seq_q, plan.seq_k, lead[1], *(number for one in differs for number in one)
+    blocks = min(multiprocessors(), schedule.tiles * schedule.heads)
+    words = LATER if plan.features.mask == "bool" else 0
+    return (blocks, layout.threads), shape, problem.scale, schedule, plan.flag, words, extras
+
+
+@kept_launches
+def _keys_launch(
+    problem: Problem, lead: tuple[int, int], device: int, arrays: Any, differs: Any, number: int
+) -> Any:
+    """Return the launch of a kernel by key tiles."""
+    plan, heads = _plan(problem, device), math.prod(lead)
+    parts, layout = plan.by_keys[number]
     # Rows of q and dout are what key tiles of a head read again and again, and add to.
-    bytes_a_head = problem.seq_q * (2 * sum(widths) + WORD * widths.head * parts.dq)
-    extras = call.extras(layout, by_keys=True)
+    bytes_a_head = problem.seq_q * (2 * sum(plan.widths) + WORD * plan.widths.head * parts.dq)
+    extras = lasting_extras(problem, layout.block_q, layout.block_k, by_keys=True)
     tiles = tiles_of(problem.seq_k, layout.block_k, extras)
-    schedule = schedule_of(tiles, call.heads, bytes_a_head, CACHE_BYTES)
-    blocks = min(multiprocessors(), tiles * call.heads)
-    dkdv_kernel(layout, widths, call.dtype, parts, features)[blocks, layout.threads](
-        *maps, *gradients, call.lse, call.delta, sums, counters(), shape, problem.scale, schedule,
-        call.flag, call.words(layout, by_keys=True), extras,
-    )  # fmt: skip
-    if parts.dq:
-        extras = call.extras(QueryLayout(PADDING, 1, 1))
-        pieces = ceil_div(PADDING * problem.head_dim // EIGHT, THREADS)
-        grid = tiles_of(problem.seq_q, PADDING, extras) * pieces, call.heads
-        launch = round_dq_kernel(layout, widths, call.dtype, features.packed)[grid, THREADS]
-        scale = problem.scale * slope_factor(features, extras.keep_scale)
-        launch(sums, as_bits(operands.dq), call.lse.shape[1], scale, _bounds(extras))
+    schedule = schedule_of(tiles, heads, bytes_a_head, CACHE_BYTES)
+    where, *rest = _arguments(problem, plan, layout, lead, differs, schedule, extras)
+    return dkdv_kernel(layout, plan.widths, plan.dtype, parts, plan.features).prepared(where, *rest)
+
+
+@kept_launches
+def _round_launch(
+    problem: Problem, lead: tuple[int, int], device: int, arrays: Any, number: int
+) -> Any:
+    """Return the launch that rounds the sums of dq."""
+    plan = _plan(problem, device)
+    _, layout = plan.by_keys[number]
+    pieces = ceil_div(PADDING * problem.head_dim // EIGHT, THREADS)
+    grid = tiles_of(problem.seq_q, PADDING, plan.bounds) * pieces, math.prod(lead)
+    scale = problem.scale * slope_factor(plan.features, plan.keep_scale)
+    rounds = round_dq_kernel(layout, plan.widths, plan.dtype, plan.features.packed)
+    return rounds.prepared((grid, THREADS), plan.rows, scale, plan.bounds)
 
 
 def _no_sums(call: _Call, layout: KeyLayout) -> Any:
     """Return zeros for the kernel by key tiles to add to."""
-    shares = call.heads * call.lse.shape[1] // layout.block_q * layout.consumers
-    sums = empty_device((shares * dq_bytes(layout, call.widths) // WORD,), FLOAT32)
+    shares = call.lse.shape[0] * call.plan.rows // layout.block_q * layout.consumers
+    sums = empty_device((shares * dq_bytes(layout, call.plan.widths) // WORD,), FLOAT32)
     blocks = ceil_div(sums.size * WORD, CHUNK * THREADS)
     zero_kernel()[blocks, THREADS](sums)
     return sums
 
 
-def _by_rows(call: _Call) -> None:
+def _by_rows(call: _Call, layout: QueryLayout) -> None:
     """Fill dq by a kernel of its own."""
-    problem, operands, widths = call.problem, call.operands, call.widths
-    layout, features = query_layout(widths), call.features
-    maps, shape = call.maps(layout.block_q, layout.block_k)
-    gradient = as_bits(operands.dq)
-    if not features.packed:
-        gradient, *_ = tensor_map(operands.dq, problem.seq_q, ROWS, call.dtype)
-    extras = call.extras(layout)
+    maps, differs = call.maps(layout)
+    gradient = call.gradient(call.operands.dq, call.problem.seq_q)
+    own = *call.flag, *call.words(layout), *call.own
+    arrays = gradient, call.lse, call.delta
+    launch = call.prepared(_query_launch, (*arrays, *own), differs, layout)
+    launch(*maps, *arrays, counters(), *own)
+
+
+@kept_launches
+def _query_launch(
+    problem: Problem, lead: tuple[int, int], device: int, arrays: Any, differs: Any,
+    layout: QueryLayout,
+) -> Any:  # fmt: skip
+    """Return the launch of the kernel that dq has of its own."""
+    plan, heads = _plan(problem, device), math.prod(lead)
+    extras = lasting_extras(problem, layout.block_q, layout.block_k)
     tiles = tiles_of(problem.seq_q, layout.block_q, extras)
-    schedule = schedule_of(tiles, call.heads, 2 * call.seq_k * sum(widths), CACHE_BYTES)
-    blocks = min(multiprocessors(), tiles * call.heads)
-    dq_kernel(layout, widths, call.dtype, features)[blocks, layout.threads](
-        *maps, gradient, call.lse, call.delta, counters(), shape, problem.scale, schedule, call.flag,
-        call.words(layout), extras,
-    )  # fmt: skip
+    schedule = schedule_of(tiles, heads, 2 * plan.seq_k * sum(plan.widths), CACHE_BYTES)
+    where, *rest = _arguments(problem, plan, layout, lead, differs, schedule, extras)
+    return dq_kernel(layout, plan.widths, plan.dtype, plan.features).prepared(where, *rest)
+
+
+#: What is kept from call to call.
+KEPT = _plan, _rows_launch, _keys_launch, _round_launch, _query_launch

@@ -300,22 +300,28 @@ def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Ca
     place_of_words, word_at = (own_place, mask_word) if is_masked else (no_place, all_bits)
 
     @device_function
+    def word_of(n, mask_words, given):
+        lane, whole, flat, b, h, row, col, seq_q, seq_k, extras = given
+        word = uint32(word_at(mask_words, place_of_words(lane, b, h, row, col, extras) + n))
+        if has_mod:
+            own, found = batch_and_head(flat, extras), uint32(0)
+            for u in range(min(TILES, cols // 8 - n * TILES)):
+                for i in range(4):
+                    r, c = place_of(n * TILES + u, i)
+                    at_row, at_col = within(row, r, seq_q), within(col, c, seq_k)
+                    is_seen = mask_mod(own[0], own[1], at_row, at_col)
+                    found = with_bit(found, is_seen, 4 * u + i)
+            word = uint32(word & found)
+        if has_blocks and not whole:
+            word = uint32(word & block_bits(n, lane, flat, row, col, seq_q, seq_k, extras))
+        return word
+
+    @device_function
     def see(seen, mask_words, lane, whole, flat, b, h, row, col, seq_q, seq_k, extras):
-        place = place_of_words(lane, b, h, row, col, extras)
-        own = batch_and_head(flat, extras) if has_mod else (int64(0), int64(0))
-        for n in range(words):
-            word = uint32(word_at(mask_words, place + n))
-            if has_mod:
-                found = uint32(0)
-                for u in range(min(TILES, cols // 8 - n * TILES)):
-                    for i in range(4):
-                        r, c = place_of(n * TILES + u, i)
-                        at_row, at_col = within(row, r, seq_q), within(col, c, seq_k)
-                        is_seen = mask_mod(own[0], own[1], at_row, at_col)
-                        found = with_bit(found, is_seen, 4 * u + i)
-                word = uint32(word & found)
-            if has_blocks and not whole:
-                word = uint32(word & block_bits(n, lane, flat, row, col, seq_q, seq_k, extras))
-            seen[n] = word
+        given = lane, whole, flat, b, h, row, col, seq_q, seq_k, extras
+        # One by one: a loop that is not unrolled would put them into local memory.
+        seen[0] = word_of(0, mask_words, given)
+        if words > 1:
+            seen[1] = word_of(1, mask_words, given)
 
     return see

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, wraps
+from typing import Any
 
 from kernels.cuda import tensor_cores
 from kernels.cuda.arrays import device_pointer, device_view
-from kernels.cuda.extras import make_extras
+from kernels.cuda.extras import lasting_extras, own_extras
 from kernels.cuda.flash3_layout import (
     LINE,
     PANEL,
@@ -22,12 +22,13 @@ from kernels.cuda.flash3_layout import (
 from kernels.cuda.flash3_mask import packed_mask
 from kernels.cuda.flash3_wgmma import forward_kernel, is_guarded
 from kernels.cuda.half import as_bits
+from kernels.cuda.launcher import LATER
 from kernels.cuda.memory import contiguous
 from kernels.cuda.mma_guard import flag_of
 from kernels.cuda.per_device import counters, device_map, multiprocessors
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import round_up
-from kernels.cuda.scores import Extras, Features, features_of
+from kernels.cuda.scores import Extras, features_of
 from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import tiles_of
 from kernels.dtypes import NAMES
@@ -39,6 +40,8 @@ CAPABILITY = (9, 0)
 
 #: Of the L2 cache: what keys and values of the heads in work may take.
 CACHE_BYTES = 24 << 20
+#: Launches of calls with options that are kept, each kernel's.
+KEPT_LAUNCHES = 64
 
 
 def tensor_map(array: Any, seq: int, rows: int, dtype: str) -> tuple[Any, int, int]:
@@ -115,7 +118,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         operands: As kernels take them, on the device; out and lse are written.
     """
     q, k, v = readable(operands.q, operands.k, operands.v)
-    layout, widths = layout_for(problem.unseeded)
+    layout, _ = layout_for(problem.unseeded)
     dtype, out = NAMES[problem.dtype], operands.out
     seq_k = _keys(problem)
     q_map, *q_differs = tensor_map(q, problem.seq_q, layout.block_q, dtype)
@@ -123,17 +126,47 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     v_map, *v_differs = tensor_map(v, seq_k, layout.block_k, dtype)
     lead, differs = out.shape[:2], (*q_differs, *k_differs, *v_differs)
     lse = device_view(operands.lse, (math.prod(lead), problem.seq_q), (problem.seq_q, 1))
-    if problem.is_plain:
-        out_map, *_ = tensor_map(out, problem.seq_q, ROWS, dtype)
-        launch = _plain_launch(problem, lead, differs, current_device())
-        launch(q_map, k_map, v_map, out_map, lse, counters())
-        return
-    own = _own_arguments(problem, operands, v, layout)
-    blocks, shape, schedule = _work(problem, lead, differs, own.extras)
-    forward_kernel(layout, widths, dtype, own.features)[blocks, layout.threads](
-        q_map, k_map, v_map, own.out, lse, counters(), shape, problem.scale, schedule,
-        own.flag, own.mask_words, own.extras,
-    )  # fmt: skip
+    if problem.sequences is None:
+        out, *_ = tensor_map(out, problem.seq_q, ROWS, dtype)
+    else:  # tiles end within it
+        out = as_bits(out)
+    own = () if problem.is_plain else _own(problem, operands, v, layout)
+    brought = lies(out, *own) if own or problem.sequences else ()
+    launch = _launch(problem.unseeded, lead, differs, current_device(), brought)
+    launch(q_map, k_map, v_map, out, lse, counters(), *own)
+
+
+def _own(problem: Problem, operands: Operands, v: Any, layout: Layout) -> tuple[Any, ...]:
+    """Return what a call brings for its options: a flag, words of a boolean mask, and ``own_extras``."""
+    features, own = features_of(problem), own_extras(problem, operands)
+    if features.mask == "bool":
+        own = packed_mask(operands.mask, layout.block_k), *own
+    return (flag_of(NAMES[problem.dtype], as_bits(v)), *own) if is_guarded(features) else own
+
+
+def lies(*arrays: Any) -> tuple[Any, ...]:
+    """Return how arrays lie in memory; numbers among them do not."""
+    return tuple((x.shape, x.strides) for x in arrays if type(x) is not int)
+
+
+def kept_launches(prepare: Callable[..., Any]) -> Any:
+    """Return a function of a problem, and of what else there is, that prepares its launch once.
+
+    Where options bring arrays of their own along, these are kept too, and so not as many.
+    """
+    plain, others = lru_cache(maxsize=1024)(prepare), lru_cache(maxsize=KEPT_LAUNCHES)(prepare)
+
+    @wraps(prepare)
+    def find(problem: Problem, *rest: Any) -> Any:
+        return (plain if problem.is_plain else others)(problem, *rest)
+
+    def forget() -> None:
+        plain.cache_clear()
+        others.cache_clear()
+
+    launch_of: Any = find
+    launch_of.cache_clear = forget
+    return launch_of
 
 
 def _keys(problem: Problem) -> int:
@@ -161,48 +194,25 @@ def _work(
     return min(multiprocessors(), tiles * lines), shape, schedule
 
 
-@lru_cache(maxsize=1024)
-def _plain_launch(
-    problem: Problem, lead: tuple[int, int], differs: tuple[int, ...], device: int
+@kept_launches
+def _launch(
+    problem: Problem, lead: tuple[int, int], differs: tuple[int, ...], device: int, lies: Any
 ) -> Callable[..., None]:
-    """Return the launch of a call without options, but for where its arrays begin."""
-    layout, widths = layout_for(problem.unseeded)
-    extras = make_extras(problem, Operands(None, None, None), layout.block_q, layout.block_k)
-    blocks, shape, schedule = _work(problem, lead, differs, extras)
-    kernel = forward_kernel(layout, widths, NAMES[problem.dtype])
-    return kernel.prepared((blocks, layout.threads), shape, problem.scale, schedule, 0, 0, extras)
+    """Return the launch of a call, but for where its arrays begin, and for its seed.
 
-
-class _Own(NamedTuple):
-    """What options need in the kernel; the number 0 stands for an array that is not there.
-
-    Attributes:
-        features: Of the kernel.
-        extras: Of the kernel.
-        out: Its tensor map; the array itself where tiles of packed sequences end within it.
-        flag: Whether a value is not finite.
-        mask_words: Bits of a boolean mask.
+    Args:
+        problem: Without a seed.
+        lead: Batches and heads of out.
+        differs: Of q, k and v, see :func:`tensor_map`.
+        device: That it is for.
+        lies: How the arrays lie that a call brings, see :func:`lies`.
     """
-
-    features: Features
-    extras: Extras
-    out: Any
-    flag: Any = 0
-    mask_words: Any = 0
-
-
-def _own_arguments(problem: Problem, operands: Operands, v: Any, layout: Layout) -> _Own:
-    """Return what the options of a call need."""
-    blocks, dtype = (layout.block_q, layout.block_k), NAMES[problem.dtype]
-    if problem.sequences is None:
-        out, *_ = tensor_map(operands.out, problem.seq_q, ROWS, dtype)
-    else:
-        out = as_bits(operands.out)
-    features = features_of(problem)
-    return _Own(
-        features,
-        make_extras(problem, operands, *blocks),
-        out,
-        flag_of(dtype, as_bits(v)) if is_guarded(features) else 0,
-        packed_mask(operands.mask, layout.block_k) if features.mask == "bool" else 0,
+    (layout, widths), features = layout_for(problem), features_of(problem)
+    extras = lasting_extras(problem, layout.block_q, layout.block_k)
+    blocks, shape, schedule = _work(problem, lead, differs, extras)
+    flag = LATER if is_guarded(features) else 0
+    mask_words = LATER if features.mask == "bool" else 0
+    kernel = forward_kernel(layout, widths, NAMES[problem.dtype], features)
+    return kernel.prepared(
+        (blocks, layout.threads), shape, problem.scale, schedule, flag, mask_words, extras
     )

@@ -13,13 +13,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int32, int64, types, uint32, void
+from numba import int32, int64, types, uint32, uint64, void
 
 from kernels.block_states import FULL, PARTIAL, SIDE
 from kernels.cuda.arrays import empty_device
 from kernels.cuda.device import Kernel, array_type, ceil_div, device_function
 from kernels.cuda.flash3_scores import TILES, bit_words, with_bit
-from kernels.cuda.scores import block_at
 from kernels.geometry import PLAIN
 from kernels.targets import cuda
 
@@ -92,26 +91,40 @@ def make_block_bits(cols: int, by_keys: bool = False) -> Callable[..., Any]:
     def block_bits(n, lane, flat, row, col, seq_q, seq_k, extras):
         across, along = lane // 4, 2 * (lane % 4)
         down, right = (along, across) if by_keys else (across, along)
-        first_row, first_col = int32(row - down), int32(col - right)
-        # Within the arrays; what is beyond nobody asks for.
+        first_row, first_col = place_of(n * TILES, 0)
         last_row, last_col = int32((seq_q - 1) // SIDE * SIDE), int32((seq_k - 1) // SIDE * SIDE)
-        found = uint32(0)
+        # The first of as many rows and columns, within the arrays: what is beyond nobody asks for.
+        at_row = min(int32(row - down + first_row), last_row)
+        at_col = min(int32(col - right + first_col), last_col)
+        rows, cols_of = uint32(extras.patterns.shape[1]), uint32(extras.patterns.shape[2])
+        i, r = uint32(uint32(at_row) // rows), uint32(uint32(at_row) % rows)
+        j, c = uint32(uint32(at_col) // cols_of), uint32(uint32(at_col) % cols_of)
+        line, found = uint64(flat % extras.heads % extras.states.shape[0]), uint32(0)
         for u in range(0, min(TILES, tiles - n * TILES), 2):
-            # As many rows and columns are all in one block: its state is looked up once.
-            step_row, step_col = place_of(n * TILES + u, 0)
-            at_row = min(int32(first_row + step_row), last_row)
-            at_col = min(int32(first_col + step_col), last_col)
-            state, r, c = block_at(flat, at_row, at_col, extras)
+            # They are all in one block: its state is looked up once.
+            state = extras.states[line, uint64(i), uint64(j)]
             bits = uint32(EIGHT if state == FULL else 0)
             if state >= PARTIAL:
-                number, r, c = int64(state - PARTIAL), r + down, c + right
                 for v in range(2):
-                    for i in range(4):
-                        own_r, own_c = place_of(v, i)
-                        kept = extras.patterns[number, int64(r + own_r), int64(c + own_c)]
-                        bits = with_bit(bits, kept, 4 * v + i)
-            found |= bits << uint32(4 * u)
-        return uint32(found)
+                    for e in range(4):
+                        own_r, own_c = place_of(v, e)
+                        kept = extras.patterns[
+                            int64(state - PARTIAL),
+                            int64(r + down + own_r),
+                            int64(c + right + own_c),
+                        ]
+                        bits = with_bit(bits, kept, 4 * v + e)
+            found = uint32(found | bits << uint32(4 * u))
+            # The next ones may be in the next block; no division is needed for that.
+            if by_keys and at_row < last_row:
+                at_row, r = int32(at_row + SIDE), uint32(r + SIDE)
+                if r == rows:
+                    i, r = uint32(i + 1), uint32(0)
+            if not by_keys and at_col < last_col:
+                at_col, c = int32(at_col + SIDE), uint32(c + SIDE)
+                if c == cols_of:
+                    j, c = uint32(j + 1), uint32(0)
+        return found
 
     return block_bits
 

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, int32, int64, uint32
 
-from kernels.block_mask import FULL, PARTIAL
 from kernels.cuda.device import device_function
 from kernels.cuda.emitted import unrolled
 from kernels.cuda.flash3_layout import LINE, WARPGROUP
-from kernels.cuda.flash3_scores import has_bit
+from kernels.cuda.flash3_mask import make_block_bits
+from kernels.cuda.flash3_scores import bit_words, has_bit
 from kernels.cuda.mod_rules import FIRST_PLACE, batch_and_head, mask_function, score_function
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.copies import st_shared_v4
 from kernels.cuda.ptx.numbers import ex2, rcp
-from kernels.cuda.scores import PLAIN, Features, block_at, mask_at
+from kernels.cuda.scores import PLAIN, Features, mask_at
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.dtypes import FLOAT32
 from kernels.online_softmax import LOG2_E
@@ -31,8 +31,6 @@ from kernels.targets import cuda
 
 #: The named barrier at which all consumers meet.
 EVERYONE = 7
-#: Rows and columns of a block of a block mask are multiples of this.
-STEP = 16
 #: Of the Taylor series of tanh(x) / x in x², from the last to the first.
 _SERIES = tuple(np.float32(x) for x in (-17 / 315, 2 / 15, -1 / 3, 1.0))
 #: Below this the series is taken: the error of what is left out is as small there as a rounding.
@@ -54,7 +52,7 @@ class Elements(NamedTuple):
 
     The functions are ``(s, seen, lane, row, col, seq_q, seq_k, flat, b, h, scale, extras)``: of the
     products in ``s`` they make scores, minus infinity where hidden; (row, col) is the lane's first element,
-    and ``seen`` its bits of a boolean mask.
+    and ``seen`` its bits of a boolean mask, of which a block mask may take some.
 
     Attributes:
         bends: Scores are natural logarithms; else still products, which the scale, if it is positive,
@@ -152,7 +150,9 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     has_mask, has_mod = features.mask == "bool", features.mask_mod is not None
     mask_mod: Any = features.mask_mod and mask_function(features.mask_mod, FLOAT32)
     has_places = has_mod or features.score_mod is not None
-    hide = _make_hide_blocks(cols) if is_edge and features.block_mask else _hide_nothing
+    has_blocks = is_edge and features.block_mask
+    see_blocks = _make_see_blocks(cols, has_mask) if has_blocks else _see_all
+    has_seen = has_mask or has_blocks
 
     def apply_to(s, seen, t, given):
         edge, distance, row, col, seq_q, seq_k, flat, own, b, h, scale, extras = given
@@ -164,7 +164,7 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
             at_col = int32(min(int32(col + c), last_col)) if is_edge else int32(col + c)
             far = distance + float32(r - c)
             x = bend(s[t, i], at_row, at_col, far, own, b, h, scale, extras)
-            if has_mask:
+            if has_seen:
                 x = x if has_bit(seen, t, i) else minus_inf
             if has_mod:
                 x = x if mask_mod(own[0], own[1], at_row, at_col) else minus_inf
@@ -178,46 +178,39 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     def apply(s, seen, lane, row, col, seq_q, seq_k, flat, b, h, scale, extras):
         edge = edge_of(row, col, seq_q, seq_k, extras)
         distance = float32(row + extras.diagonal - col)
+        see_blocks(seen, lane, row, col, seq_q, seq_k, flat, extras)
         own = batch_and_head(flat, extras) if has_places else (int64(0), int64(0))
         if has_places:  # which says to the compiler how large they are
             row, col = int32(row & FIRST_PLACE), int32(col & FIRST_PLACE)
         given = edge, distance, row, col, seq_q, seq_k, flat, own, b, h, scale, extras
         apply_to_all(s, seen, given)
-        hide(s, lane, row, col, seq_q, seq_k, flat, extras)
 
     return apply
 
 
 @device_function
-def _hide_nothing(s, lane, row, col, seq_q, seq_k, flat, extras):
+def _see_all(seen, lane, row, col, seq_q, seq_k, flat, extras):
     pass
 
 
 @cache
-def _make_hide_blocks(cols: int) -> Callable[..., None]:
-    """Return ``hide(s, lane, row, col, seq_q, seq_k, flat, extras)``: what the block mask hides."""
-    steps, minus_inf = cols // STEP, np.float32(-math.inf)
+def _make_see_blocks(cols: int, has_mask: bool) -> Callable[..., None]:
+    """Return ``see_blocks(seen, lane, row, col, seq_q, seq_k, flat, extras)``.
+
+    It takes from a lane's bits what the block mask hides; without a boolean mask there are none before.
+    """
+    words, block_bits = bit_words(cols), make_block_bits(cols)
 
     @device_function
-    def hide(s, lane, row, col, seq_q, seq_k, flat, extras):
-        # A warp's 16 rows, and 16 columns of them, are all in one block: its state is looked up once.
-        at_lane = lane // 4
-        first = min(row - at_lane, (seq_q - 1) // STEP * STEP)
-        first_col, last_col = col - 2 * (lane % 4), (seq_k - 1) // STEP * STEP
-        for u in range(steps):
-            at_col = min(first_col + u * STEP, last_col)
-            state, r, c = block_at(flat, first, at_col, extras)
-            if state != FULL:
-                r, c = r + at_lane, c + 2 * (lane % 4)
-                number = int64(max(state - PARTIAL, 0))
-                for v in range(2):
-                    for i in range(4):
-                        place = int64(r + 8 * (i // 2)), int64(c + 8 * v + i % 2)
-                        is_kept = extras.patterns[number, place[0], place[1]]
-                        if state < PARTIAL or not is_kept:
-                            s[2 * u + v, i] = minus_inf
+    def see_blocks(seen, lane, row, col, seq_q, seq_k, flat, extras):
+        # One by one: a loop that is not unrolled would put them into local memory.
+        bits = block_bits(0, lane, flat, row, col, seq_q, seq_k, extras)
+        seen[0] = uint32(seen[0] & bits) if has_mask else bits
+        if words > 1:
+            bits = block_bits(1, lane, flat, row, col, seq_q, seq_k, extras)
+            seen[1] = uint32(seen[1] & bits) if has_mask else bits
 
-    return hide
+    return see_blocks
 
 
 @cache

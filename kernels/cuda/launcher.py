@@ -9,7 +9,7 @@ in bytes; a tuple is its elements.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from threading import Lock
 from typing import Any
@@ -87,6 +87,36 @@ def _unpack(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 #: Where the address of an array stands among its numbers.
 _ADDRESS = 4
+#: All bits of a slot, and its bytes.
+_WORD, _WORD_BYTES = 2**64 - 1, 8
+#: Stands for an argument of a prepared launch that each call gives anew.
+LATER: Any = type("_Later", (), {"__repr__": lambda self: "LATER"})()
+
+
+def _later_places(kinds: tuple[Any, ...], args: Any, place: int = 0) -> Iterator[int]:
+    """Yield in which slot stands what each :data:`LATER` is for: of an array, its address."""
+    for kind, arg in zip(kinds, args, strict=True):
+        if arg is LATER:
+            yield place + (_ADDRESS if isinstance(kind, types.Array) else 0)
+        elif isinstance(kind, types.BaseTuple):
+            yield from _later_places(kind.types, arg, place)  # type: ignore[attr-defined]
+        place += struct.calcsize(f"={_layout(kind)}") // _WORD_BYTES
+
+
+def filled(rest: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a launch: those given, the last ones in the place of each :data:`LATER`."""
+    count = sum(
+        part is LATER for arg in rest for part in (arg if isinstance(arg, tuple) else (arg,))
+    )
+    values = iter(given[len(given) - count :])
+
+    def fill(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            parts = [next(values) if part is LATER else part for part in arg]
+            return arg._make(parts) if hasattr(arg, "_make") else tuple(parts)  # type: ignore[attr-defined]
+        return next(values) if arg is LATER else arg
+
+    return (*given[: len(given) - count], *map(fill, rest))
 
 
 class _Buffer:
@@ -135,8 +165,8 @@ class Launcher:
         self._name = name
         self._prepare = prepare
         self._unpackers = [_unpack(kind) for kind in signature.args]
-        self._layouts = [_layout(kind) for kind in signature.args]
-        self._packer = struct.Struct("=" + "".join(self._layouts))
+        self._kinds = tuple(signature.args)
+        self._packer = struct.Struct("=" + "".join(map(_layout, self._kinds)))
         self._buffer = _Buffer(self._packer.size)
         self._launch = driver.cuLaunchKernel
         self._stream = driver.CUstream(0)
@@ -157,7 +187,7 @@ class Launcher:
     def prepared(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], *rest: Any
     ) -> Callable[..., None]:
-        """Return a function of arrays that launches again and again with them before other arguments.
+        """Return a function that launches again and again with other arrays and the same other arguments.
 
         Of the arrays of its first call the shapes, strides and dtypes are kept, and of later ones only the
         addresses are asked for.
@@ -165,19 +195,23 @@ class Launcher:
         Args:
             grid: Blocks.
             block: Threads.
-            rest: The arguments behind the arrays.
+            rest: The arguments behind the arrays.  For each :data:`LATER` among them, in a tuple too, a
+                call gives an array or a whole number, behind its other arrays and in this order.
         """
         buffer, places = _Buffer(self._packer.size), list[int]()
 
-        def run(*arrays: Any) -> None:
-            addresses = [array.device_ctypes_pointer.value or 0 for array in arrays]
+        def run(*given: Any) -> None:
+            words = [
+                x & _WORD if type(x) is int else x.device_ctypes_pointer.value or 0 for x in given
+            ]
             with buffer.lock:
                 if not places:
-                    self._packer.pack_into(buffer.slots, 0, *self._numbers((*arrays, *rest)))
-                    counts = [len(layout) for layout in self._layouts[: len(arrays)]]
-                    places.extend(_ADDRESS + sum(counts[:i]) for i in range(len(arrays)))
-                for place, address in zip(places, addresses, strict=True):
-                    buffer.words[place] = address
+                    args = filled(rest, given)
+                    self._packer.pack_into(buffer.slots, 0, *self._numbers(args))
+                    asked = (LATER,) * (len(args) - len(rest)) + rest
+                    places.extend(_later_places(self._kinds, asked))
+                for place, word in zip(places, words, strict=True):
+                    buffer.words[place] = word
                 self._start(grid, block, buffer)
 
         return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,21 @@ def fill(array: Any, value: float) -> None:
         fill_kernel(number.dtype)[blocks, SIZES.flat_threads](flat, number.item())
 
 
+@lru_cache(maxsize=256)
+def device_constant(
+    content: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], device: int
+) -> Any:
+    """Return an array on the current device with these bytes, which nobody writes to: calls share it.
+
+    Args:
+        content: The numbers in row-major order.
+        shape: Of the array.
+        dtype: Of its elements.
+        device: The current one.
+    """
+    return to_device(np.frombuffer(content, dtype).reshape(shape))
+
+
 class DeviceMemory(Memory):
     """Numba's device arrays."""
 
@@ -178,6 +193,13 @@ class DeviceMemory(Memory):
     def bring(self, array: Any) -> Any:
         """Return a copy of a NumPy array on the device; a device array as it is."""
         return to_device(array) if isinstance(array, np.ndarray) else array
+
+    def constant(self, array: Any) -> Any:
+        """Return a small array on the device; see :meth:`Memory.constant`."""
+        if not isinstance(array, np.ndarray):
+            return array
+        kind = array.shape, array.dtype, current_device()
+        return device_constant(array.tobytes(), *kind)
 
     def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
         """Return an array in another floating dtype; see :meth:`Memory.convert`."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import numpy as np
 from numba import int64, types, uint32, void
 
-from kernels.cuda.arrays import empty_device
+from kernels.cuda.arrays import device_view, empty_device
 from kernels.cuda.device import Kernel, array_type, device_function
 from kernels.cuda.half_delta import PIECE, THREADS, lanes_of
 from kernels.cuda.memory import fill
@@ -26,10 +27,12 @@ from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
 from kernels.cuda.vector import are_vectors
 from kernels.dtypes import BITS
 from kernels.geometry import PLAIN
-from kernels.targets import cuda
+from kernels.targets import cuda, current_device
 
 #: Sign bits of a pair.
 SIGNS = 0x80008000
+#: Flags that are made zeros by one launch.
+FLAGS = 1024
 
 
 #: Of a pair of 16-bit numbers: both exponents, and the lowest bit of each.
@@ -127,19 +130,24 @@ def flag_kernel(lanes: int, dtype: str, vectors: bool) -> Kernel:
     """Return the kernel that looks for numbers that are not finite; arguments as of ``delta_kernel``."""
     exponents, lowest = _EXPONENTS[dtype]
 
-    def flag_not_finite(array, flag):
+    def flag_not_finite(first, second, third, flag):
         """Set flag if an array has an infinity or NaN.
 
-        Computes   flag[0] = 1 if any number of the array is not finite
+        Computes   flag[0] = 1 if any number of the arrays is not finite
         Source     none
-        Grid       ceil(batch * heads * seq * lanes / threads)
+        Grid       (ceil(batch * heads * seq * lanes / threads), arrays): the first ones of the three
         Block      (threads,)
         One thread does: every lanes-th piece, or element, of one row
         Shared     none
         Registers  one piece
-        Global     reads the array once; writes flag at most once a thread.
+        Global     reads the arrays once; writes flag at most once a thread.
         Needs      nothing
         """
+        array = first
+        if cuda.blockIdx.y == 1:
+            array = second
+        elif cuda.blockIdx.y == 2:
+            array = third
         heads, seq, dim = array.shape[1], array.shape[2], array.shape[3]
         thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         i, lane = thread // lanes, thread % lanes
@@ -160,7 +168,8 @@ def flag_kernel(lanes: int, dtype: str, vectors: bool) -> Kernel:
             flag[0] = 1
 
     read = array_type(BITS, 4)
-    return Kernel(flag_not_finite, void(read, types.Array(types.int32, 1, "A")), THREADS)
+    flag = types.Array(types.int32, 1, "A")
+    return Kernel(flag_not_finite, void(read, read, read, flag), THREADS)
 
 
 def flag_of(dtype: str, *arrays: Any) -> Any:
@@ -168,13 +177,30 @@ def flag_of(dtype: str, *arrays: Any) -> Any:
 
     Args:
         dtype: "float16" or "bfloat16".
-        arrays: (batch, heads, seq, dim) on the device, as uint16.
+        arrays: One to three, (batch, heads, seq, dim) on the device, as uint16.
     """
-    flag = empty_device((1,), np.dtype(np.int32))
-    fill(flag, 0)
-    for array in arrays:
-        lanes = lanes_of(array.shape[3])
-        kernel = flag_kernel(lanes, dtype, are_vectors(array))
-        rows = math.prod(array.shape[:3])
-        kernel[PLAIN.ceil_div(rows * lanes, THREADS), THREADS](array, flag)
+    flag = _fresh_flag(current_device())
+    lanes = lanes_of(max(array.shape[3] for array in arrays))
+    rows = max(math.prod(array.shape[:3]) for array in arrays)
+    kernel = flag_kernel(lanes, dtype, are_vectors(*arrays))
+    grid = PLAIN.ceil_div(rows * lanes, THREADS), len(arrays)
+    kernel[grid, THREADS](*arrays, *arrays[:1] * (3 - len(arrays)), flag)
     return flag
+
+
+def _fresh_flag(device: int) -> Any:
+    """Return (1,) int32, 0, which nobody else has: of many that are made zeros together.
+
+    Each is given away once, and the memory of all lives until the last one is dropped.
+    """
+    with _lock:
+        flags, used = _flags.get(device, (None, FLAGS))
+        if used == FLAGS:
+            flags, used = empty_device((FLAGS,), np.dtype(np.int32)), 0
+            fill(flags, 0)
+        _flags[device] = flags, used + 1
+    return device_view(flags, (1,), (1,), used)
+
+
+_flags: dict[int, tuple[Any, int]] = {}
+_lock = Lock()

@@ -6,7 +6,8 @@
 
 Each end has two environments of its own under build/ends, because numba-cuda takes the place of numba's
 simulator: one runs the tests and the simulator, the other compiles every CUDA kernel without a GPU.  The
-oldest end has the lower bound of each range, core and extras; the newest what pip finds today.
+oldest end has the lower bound of each range, core and extras, and the first CUDA 13; the newest what pip
+finds today.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ PARTS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "simulator": ("app,plot,test", ["-m", "simulator"], {"NUMBA_ENABLE_CUDASIM": "1"}),
     "compile-only": ("cuda,test", [], {}),
 }
+#: The compiler of CUDA at the oldest end, else the newest of numba-cuda's range: this one lets
+#: products wait for one another where newer ones do not.
+FIRST_CUDA = ("cuda-toolkit==13.0.*", "cuda-bindings==13.0.*", "nvidia-nvjitlink==13.0.*")
 EXTRAS = sorted({extra for extras, *_ in PARTS.values() for extra in extras.split(",")})
 
 
@@ -65,7 +69,7 @@ def environment(end: str, extras: str, python: str) -> Path:
     run([python, "-m", "venv", "--clear", str(folder)])
     inside = folder / "bin" / "python"
     constraints = PLACE / f"{end}.txt"
-    lines = [oldest(need) for need in requirements()] if end == "oldest" else []
+    lines = [*map(oldest, requirements()), *FIRST_CUDA] if end == "oldest" else []
     constraints.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     pip = [str(inside), "-m", "pip", "install", "--quiet", "--upgrade"]
     run([*pip, "--constraint", str(constraints), "--editable", f".[{extras}]"])
@@ -120,8 +124,9 @@ def tested(python: Path, part: str, workers: int, only: list[str]) -> dict[str, 
 
 
 def versions(python: Path) -> dict[str, str]:
-    """Return the version of each package of the ranges that an environment has, and of its Python."""
-    names = ["python", *(need.name for need in requirements())]
+    """Return the version of each package that an end chooses and an environment has, and of its Python."""
+    names = ["python", *(Requirement(each).name for each in FIRST_CUDA)]
+    names += [need.name for need in requirements()]
     code = (
         "import json, platform, sys\nfrom importlib.metadata import PackageNotFoundError, version\n"
         "found = {'python': platform.python_version()}\n"

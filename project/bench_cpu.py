@@ -40,6 +40,7 @@ from train_gpt import build
 
 sys.path.append(str(Path(__file__).parent / "experiments"))
 
+from table_cells import figure_cells
 from torch_gpt import TorchCache, TorchGPT
 from torch_peers import load_torch
 
@@ -290,12 +291,7 @@ def table(rows: list[Row]) -> str:
     lines = ["| figure | reached | must | aim | |", "|---|---:|---:|---:|---|"]
     for one in rows:
         must, aim, is_most = BOUNDS[one["figure"]]
-        value, sign = one["value"], "<=" if is_most else ">="
-        reached = "–" if value is None else f"{value:.3g}"
-        verdict = ""
-        if value is not None:
-            verdict = "yes" if (value <= must if is_most else value >= must) else "NO"
-        lines.append(f"| {one['figure']} | {reached} | {sign} {must:g} | {aim:g} | {verdict} |")
+        lines.append(figure_cells(one["figure"], one["value"], must, aim, is_most))
     lines += ["", "| call | ms | theirs | ratio |", "|---|---:|---:|---:|"]
     lines += [
         f"| {one['figure'].split(' /')[0]}: {call['call']} | {call['ms']:.3g} | {call['their_ms']:.3g} | "

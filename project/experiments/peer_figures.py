@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from table_cells import figure_cells
 from torch_peers import FLEX
 
 Row = dict[str, Any]
@@ -143,10 +144,7 @@ def line(
     name: str, value: float, must: float, aim: float | None, calls: int, is_most: bool = False
 ) -> str:
     """Return a line of the table of figures."""
-    reached = value <= must if is_most else value >= must
-    sign = "<=" if is_most else ">="
-    beyond = "" if aim is None else f"{aim:g}"
-    return f"| {name} | {value:.3g} | {sign} {must:g} | {beyond} | {'yes' if reached else 'NO'} | {calls} |"
+    return f"{figure_cells(name, value, must, aim, is_most)} {calls} |"
 
 
 def table(rows: list[Row]) -> str:

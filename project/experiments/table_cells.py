@@ -34,6 +34,32 @@ def cell(value: float | None) -> str:
     return f"{float(text):,.10g}" if "e" in text or abs(value) >= 1000 else text
 
 
+def figure_cells(
+    name: str,
+    value: float | None,
+    must: float,
+    aim: float | None,
+    is_most: bool = False,
+    is_judged: bool = True,
+) -> str:
+    """Write the cells of a figure that has a bound: figure, reached, must, aim, and yes or NO.
+
+    Args:
+        name: Of the figure.
+        value: What is reached, None where it is not known.
+        must: What has to be.
+        aim: What would be better still, if anything is.
+        is_most: Whether less is better.
+        is_judged: Whether the bound is one for what was measured.
+    """
+    reached = "–" if value is None else f"{value:.3g}"
+    verdict = ""
+    if value is not None and is_judged:
+        verdict = "yes" if (value <= must if is_most else value >= must) else "NO"
+    beyond = "" if aim is None else f"{aim:g}"
+    return f"| {name} | {reached} | {'<=' if is_most else '>='} {must:g} | {beyond} | {verdict} |"
+
+
 def timed_cell(entry: Record | None) -> str:
     """Write what ``measuring.spread`` returned: the median, and the quartiles in brackets."""
     if entry is None:

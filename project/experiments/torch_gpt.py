@@ -1,10 +1,12 @@
-"""The character GPT in PyTorch, eager: the same weights, the same arithmetic, PyTorch's own attention."""
+"""The GPT in PyTorch, eager: the same weights, the same arithmetic, PyTorch's own attention."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import minitorch
+from kernels.dtypes import FLOAT32
 
 #: How the attention of each peer is called, and which of PyTorch's backends computes it in float32: its
 #: flash kernels on CUDA take 16-bit numbers only, and the memory-efficient one is its fused kernel there.
@@ -12,6 +14,9 @@ BACKENDS = {
     "cpu": {"PyTorch math": "MATH", "PyTorch flash": "FLASH_ATTENTION"},
     "cuda": {"PyTorch math": "MATH", "PyTorch efficient": "EFFICIENT_ATTENTION"},
 }
+#: A peer that is none of them: whichever fused backend PyTorch prefers for the device and the dtype.
+FUSED = "PyTorch fused"
+FUSED_BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
 
 
 def torch_peers(device: str) -> list[str]:
@@ -26,18 +31,22 @@ def torch_peers(device: str) -> list[str]:
 class TorchGPT:
     """A copy of a model, with its optimiser.
 
+    Weights are float32.  In bfloat16 PyTorch's autocast rounds what products take, and keeps sums, layer
+    norms, the loss and the residual stream in float32.
+
     Args:
         model: Whose weights are copied; without dropout.
-        name: One of :data:`BACKENDS`.
+        name: One of :data:`BACKENDS`, or :data:`FUSED`.
         device: "cpu" or "cuda".
         lr: Highest learning rate.
         beta2: Of AdamW.
         weight_decay: Likewise, for parameters of two or more dimensions.
+        precision: "float32" or "bfloat16".
     """
 
     def __init__(
         self, model: minitorch.DecoderLM, name: str, device: str, lr: float, beta2: float,
-        weight_decay: float,
+        weight_decay: float, precision: str = "float32",
     ):  # fmt: skip
         import torch  # type: ignore[import-not-found]
         from torch.nn import attention  # type: ignore[import-not-found]
@@ -45,22 +54,29 @@ class TorchGPT:
         self.torch, self.device = torch, device
         self.layers, self.heads, self.eps = model.layer_names, model.n_head, model.ln.eps
         self.weights = {
-            key: torch.tensor(p.value.to_numpy(), device=device, requires_grad=True)
+            key: torch.tensor(
+                p.value.detach().to(FLOAT32).to_numpy(), device=device, requires_grad=True
+            )
             for key, p in model.named_parameters()
         }
-        self._attention = lambda: attention.sdpa_kernel(
-            getattr(attention.SDPBackend, BACKENDS[device][name])
+        chosen = FUSED_BACKENDS if name == FUSED else (BACKENDS[device][name],)
+        backends = [getattr(attention.SDPBackend, one) for one in chosen]
+        self._attention = lambda: attention.sdpa_kernel(backends)
+        self._rounding = (
+            nullcontext
+            if precision == "float32"
+            else lambda: torch.autocast(device, dtype=torch.bfloat16)
         )
         groups = [
             {"params": [w for w in self.weights.values() if w.dim() >= 2], "weight_decay": weight_decay},
             {"params": [w for w in self.weights.values() if w.dim() < 2], "weight_decay": 0.0},
         ]  # fmt: skip
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2))
+        fused = True if device == "cuda" else None  # its fastest; elsewhere its own choice
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=fused)
 
     def _linear(self, x: Any, name: str) -> Any:
-        y = x @ self.weights[f"{name}.weights"]
-        bias = self.weights.get(f"{name}.bias")
-        return y if bias is None else y + bias
+        weights, bias = self.weights[f"{name}.weights"], self.weights.get(f"{name}.bias")
+        return self.torch.nn.functional.linear(x, weights.T, bias)  # adds the bias in the product
 
     def _norm(self, x: Any, name: str) -> Any:
         weights, bias = (self.weights[f"{name}.{part}"] for part in ("weights", "bias"))
@@ -105,9 +121,13 @@ class TorchGPT:
         tied = "lm_head.weights" not in self.weights
         return x @ table.T if tied else self._linear(x, "lm_head")
 
+    def place(self, ids: Any) -> Any:
+        """Return an array of ids as a tensor on the device; a tensor that is there stays as it is."""
+        return self.torch.as_tensor(ids, device=self.device)
+
     def loss(self, inputs: Any, targets: Any) -> Any:
-        """Return the mean cross entropy of (batch, seq) ids, nats per token."""
-        ids, targets = (self.torch.tensor(x, device=self.device) for x in (inputs, targets))
+        """Return the mean cross entropy of (batch, seq) ids, arrays or tensors, nats per token."""
+        ids, targets = self.place(inputs), self.place(targets)
         scores = self.logits(ids).flatten(0, 1)
         return self.torch.nn.functional.cross_entropy(scores, targets.flatten())
 
@@ -117,7 +137,8 @@ class TorchGPT:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
         with self._attention():
-            loss = self.loss(inputs, targets)
+            with self._rounding():
+                loss = self.loss(inputs, targets)
             loss.backward()
         self.optimizer.step()
         return loss.detach()

@@ -1,0 +1,291 @@
+"""Training the GPT presets beside PyTorch: speed, memory and losses, and whether they reach their bounds.
+
+    python project/bench_training.py --against torch --device cuda       all figures
+    python project/bench_training.py --against torch --quick             tiny sizes, on any machine
+    python project/bench_training.py --device cuda --figures attention context
+
+Both sides train the same weights on the same batches in one process, a few steps each in turn: forward,
+backward, AdamW, no clipping, no loss read.  PyTorch is eager, with the fused attention that it prefers, its
+fused AdamW, and batches that lie on the device before; its bfloat16 is autocast over float32 weights, ours
+is the policy of ``minitorch.Precision``.  A speed is the median of ratios within rounds, a peak of memory
+that of a process of its own, a curve's difference the largest of all steps, relative to PyTorch's loss.
+Losses in bfloat16 are held to PyTorch's own distance from its float32: their quotient is the figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from command_line import COUNT, POSITIVE, OneLineParser
+from gpt_presets import PRESETS
+from measuring import (
+    command_line,
+    in_child,
+    interleaved,
+    name_of,
+    out_of_memory,
+    ratio,
+    spread,
+    timing_note,
+    write_record,
+)
+from tqdm import tqdm
+from training_contestants import OURS, THEIRS, Run, Size, peak_of_training, size_of
+from training_figures import FIGURES, Figure, Row, details, difference, table
+
+sys.path.append(str(Path(__file__).parent / "experiments"))
+
+from record_files import folder_of
+from torch_peers import load_torch
+
+import minitorch
+from kernels.targets import why_no_cuda
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, BUILD = ROOT / "docs" / "results", ROOT / "build"
+#: Seconds of a reading at least: short steps are read many at a time.
+READING = 0.1
+#: The name of PyTorch's curve beside which one of bfloat16 is noisy.
+BASE = f"{THEIRS} float32"
+
+
+#: That the context of the figure "context" is compared with.
+SHORT_CONTEXT = 2048
+
+
+class Bench:
+    """What measures figures on one device.
+
+    Args:
+        args: Of the command line.
+        torch: PyTorch; None measures ours alone.
+    """
+
+    def __init__(self, args: argparse.Namespace, torch: Any):
+        self.args, self.torch, self.device = args, torch, args.device
+        self.names = (OURS,) if torch is None else (OURS, THEIRS)
+        self.reading = READING / 10 if args.quick else READING
+
+    def row(self, figure: Figure) -> Row:
+        """Measure one figure; where memory runs out, its value is None and ``why_not`` says so."""
+        size = size_of(figure.preset, figure.context, self.args.quick)
+        row: Row = {
+            **figure._asdict(),
+            "context": size.context,
+            "batch": size.batch,
+            "is_judged": figure.kind == "losses" or (self.device == "cuda" and not self.args.quick),
+            "value": None,
+        }
+        try:
+            row |= KINDS[figure.kind](self, figure, size)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            row["why_not"] = f"out of memory: {error}".splitlines()[0]
+        gc.collect()  # a model and its graph are cycles
+        if self.torch is not None and self.device == "cuda":
+            self.torch.cuda.empty_cache()
+        return row
+
+    def _timed(self, runs: dict[str, Run]) -> tuple[dict[str, list[float]], Row]:
+        """Return the seconds a step of each in every round, and the spreads of tokens a second."""
+        steps = {name: run.timed_step() for name, run in runs.items()}
+        times = interleaved(steps, self.device, self.args.seconds, least=5, shortest=self.reading)
+        rates = {
+            name: spread([runs[name].tokens / each for each in seconds])
+            for name, seconds in times.items()
+        }
+        return times, {"tokens_per_second": rates}
+
+    def speed(self, figure: Figure, size: Size) -> Row:
+        """Compare steps of ours with PyTorch's: its time over ours."""
+        given = size, self.device, figure.precision
+        # The toy's figure is that of a captured step; on a device, where there is one to be captured.
+        is_toy = figure.preset == "toy"
+        capture = getattr(minitorch, "graph_step", None) if is_toy else None
+        capture = capture if self.device == "cuda" else None
+        runs = {OURS: Run(OURS, *given, capture=capture)}
+        if self.torch is not None:
+            runs[THEIRS] = Run(THEIRS, *given, source=runs[OURS].model)
+        times, row = self._timed(runs)
+        step = ""
+        if is_toy:
+            step = ", eager step, none is captured yet" if capture is None else ", captured step"
+        row["figure"] = (
+            f"{figure.preset} {figure.precision}, context {size.context:,}{step} / PyTorch"
+        )
+        if THEIRS in times:
+            row["value"] = ratio(times[THEIRS], times[OURS])["median"]
+        return row
+
+    def attention(self, figure: Figure, size: Size) -> Row:
+        """Compare flash with naive attention inside this framework."""
+        runs = {
+            name: Run(OURS, size, self.device, figure.precision, name)
+            for name in ("flash", "naive")
+        }
+        times, row = self._timed(runs)
+        row["figure"] = (
+            f"{figure.preset} {figure.precision}, context {size.context:,}: flash / naive"
+        )
+        return {**row, "value": ratio(times["naive"], times["flash"])["median"]}
+
+    def context(self, figure: Figure, size: Size) -> Row:
+        """Compare operations a second at a long context with those at a short one."""
+        short = size_of(figure.preset, SHORT_CONTEXT, self.args.quick)
+        runs = {
+            f"context {one.context}": Run(OURS, one, self.device, figure.precision)
+            for one in (size, short)
+        }
+        times, row = self._timed(runs)
+        work = [run.tokens * run.flops for run in runs.values()]
+        row["figure"] = (
+            f"{figure.preset} {figure.precision}: tokens/s x FLOP a token, context "
+            f"{size.context:,} / {short.context:,}"
+        )
+        long_times, short_times = times.values()
+        value = work[0] / work[1] * ratio(short_times, long_times)["median"]
+        return {**row, "value": value, "flops_per_token": [run.flops for run in runs.values()]}
+
+    def memory(self, figure: Figure, size: Size) -> Row:
+        """Compare the peaks of processes that train one model each."""
+        peaks = {
+            name: in_child(peak_of_training, name, size, self.device, figure.precision)
+            for name in self.names
+        }
+        title = (
+            f"{figure.preset} {figure.precision}, context {size.context:,}: peak memory / PyTorch"
+        )
+        both = len(peaks) == 2 and all(peaks.values())
+        return {
+            "figure": title,
+            "peak_bytes": peaks,
+            "value": peaks[OURS] / peaks[THEIRS] if both else None,
+        }
+
+    def losses(self, figure: Figure, size: Size) -> Row:
+        """Compare the losses of steps from the same weights on the same batches."""
+        precision, steps = figure.precision, self.args.steps
+        runs = {OURS: Run(OURS, size, self.device, precision)}
+        source = runs[OURS].model  # bfloat16 begins from rounded weights, on all sides
+        if self.torch is not None:
+            runs[THEIRS] = Run(THEIRS, size, self.device, precision, source=source)
+            if precision != "float32":
+                runs[BASE] = Run(THEIRS, size, self.device, "float32", source=source)
+        curves = {key: run.losses(steps, f"{key}, {precision}") for key, run in runs.items()}
+        row: Row = {"steps": steps, "curves": curves}
+        bad = [key for key, curve in curves.items() if not all(map(math.isfinite, curve))]
+        what = f"{figure.preset} {precision}, largest difference of the losses of {steps} steps"
+        if precision == "float32":
+            row["figure"] = f"{what} / PyTorch's losses"
+        else:
+            row["figure"] = f"{what} from PyTorch float32 / that of PyTorch's {precision}"
+        if bad:  # JSON has no such numbers
+            row["curves"] = {key: curve for key, curve in curves.items() if key not in bad}
+            row["why_not"] = f"a loss is no number: {', '.join(bad)}"
+        elif THEIRS in curves and precision == "float32":
+            row["value"] = difference(curves[OURS], curves[THEIRS])
+        elif THEIRS in curves:
+            found = {name: difference(curves[name], curves[BASE]) for name in self.names}
+            noise = found[THEIRS]
+            found["ours from PyTorch's"] = difference(curves[OURS], curves[THEIRS])
+            row |= {"differences": found, "value": found[OURS] / noise if noise else None}
+        return row
+
+
+KINDS: dict[str, Callable[[Bench, Figure, Size], Row]] = {
+    "speed": Bench.speed,
+    "losses": Bench.losses,
+    "memory": Bench.memory,
+    "context": Bench.context,
+    "attention": Bench.attention,
+}
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Return the options."""
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--against", choices=["torch"], help="also measure PyTorch, and what is compared with it")
+    add("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one, else cpu)")
+    add("--presets", nargs="+", choices=[*PRESETS], default=[*PRESETS], help="(default: all)")
+    add("--figures", nargs="+", choices=[*KINDS], default=[*KINDS], help="(default: all)")
+    add(
+        "--steps",
+        type=COUNT,
+        metavar="N",
+        help="of the curves of losses (default: 200; 20 if quick)",
+    )
+    add("--seconds", type=POSITIVE, metavar="X", help="of a comparison (default: 20; 0.3 if quick)")
+    add(
+        "--quick",
+        action="store_true",
+        help="tiny sizes: what is printed is no figure of the presets",
+    )
+    add("--json", metavar="FILE", help="also write the rows there")
+    add("--publish", action="store_true", help="write the rows to docs/results, once all are there")
+    args = parser.parse_args(argv)
+    missing = why_no_cuda()
+    if args.device == "cuda" and missing is not None:
+        sys.exit(missing)
+    args.device = args.device or ("cpu" if missing else "cuda")
+    args.steps = args.steps or (20 if args.quick else 200)
+    args.seconds = args.seconds or (0.3 if args.quick else 20.0)
+    is_part = {*args.figures} != {*KINDS} or {*args.presets} != {*PRESETS} or not args.against
+    if args.publish and (args.quick or args.json or is_part):
+        parser.error(
+            "--publish writes the whole table to docs/results; add --against torch, and leave out --quick, "
+            "--json, --figures and --presets"
+        )
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, and write the record as rows come; return 0 if every figure is reached."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse_args(argv)
+    torch = load_torch() if args.against else None
+    if args.against and torch is None:
+        print("PyTorch is not installed (pip install torch): these are ours alone", file=sys.stderr)
+    if torch is not None:
+        torch.set_num_threads(numba.get_num_threads())
+        torch.set_float32_matmul_precision("highest")
+    todo = [one for one in FIGURES if one.kind in args.figures and one.preset in args.presets]
+    bench, rows, code = Bench(args, torch), [], 0
+    folder = folder_of(args.device, RESULTS) if args.publish else ""
+    path = BUILD / folder / "bench_training.json" if args.publish else args.json
+    command = command_line("project/bench_training.py", [x for x in argv if x != "--publish"])
+    try:
+        for one in tqdm(todo, unit="figure", desc="bench_training"):
+            rows.append(bench.row(one))
+            if path:  # at once: the next one may take long
+                write_record(
+                    path, command, name_of(args.device), timing=timing_note(args.device),
+                    quick=args.quick, rows=rows,
+                )  # fmt: skip
+    except KeyboardInterrupt:
+        print(f"interrupted: {len(rows)} of {len(todo)} figures are done", file=sys.stderr)
+        code = 130
+    if args.publish and path and rows and code == 0:
+        target = RESULTS / folder / "bench_training.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    beside = "without PyTorch" if torch is None else f"PyTorch {torch.__version__}"
+    sizes = "; tiny sizes, which say nothing of the presets" if args.quick else ""
+    found = table(rows)
+    print(f"{name_of(args.device)}, {beside}{sizes}\n\n{found}\n\n{details(rows)}")
+    return code or int("| NO |" in found or any("why_not" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -66,6 +66,24 @@ def joined_step(sizes: Ints, steps: Ints) -> int | None:
 
 
 @lru_cache(maxsize=4096)
+def strides_as(strides: Ints, shape: Ints) -> Ints:
+    """Return the strides of an array without gaps whose dimensions lie in the order of another's.
+
+    Args:
+        strides: Of the other, in elements.  Unless its last dimension is the fastest, and none is repeated,
+            the result is row-major.
+        shape: Of the array, as many dimensions.
+    """
+    if len(strides) != len(shape) or strides[-1] != 1 or 0 in strides:
+        return row_major_strides(shape)
+    steps, size = [1] * len(shape), shape[-1]
+    for axis in sorted(range(len(shape) - 1), key=lambda axis: (strides[axis], -axis)):
+        steps[axis] = size
+        size *= shape[axis]
+    return tuple(steps)
+
+
+@lru_cache(maxsize=4096)
 def is_dense(shape: Ints, strides: Ints) -> bool:
     """Tell whether elements fill their memory in some order of the dimensions; strides in elements."""
     expected = 1

@@ -13,6 +13,7 @@ import kernels
 import minitorch
 from kernels import launch
 from kernels.cuda.arrays import device_view, element_strides, is_device_array
+from kernels.memory import HostMemory, row_major_strides, strides_as
 from kernels.operands import Operands
 from kernels.targets import IS_SIMULATOR, cuda
 from minitorch import CudaBackend, Tensor, naive_attention
@@ -228,3 +229,40 @@ def test_views_of_tensors_are_read_without_a_copy() -> None:
     np.testing.assert_array_equal(array.copy_to_host(), x.to_numpy())
     x[1, 1, 1] = 5.0
     assert array[1, 1, 1] == 5.0
+
+
+@given(st.permutations(range(4)), st.tuples(*[st.integers(2, 5)] * 4), st.integers(1, 5))
+def test_results_lie_on_the_device_as_on_the_host(
+    order: list[int], shape: tuple[int, ...], width: int
+) -> None:
+    operand = np.empty([shape[axis] for axis in order]).transpose(np.argsort(order))
+    result = (*operand.shape[:3], width)
+    strides = strides_as(tuple(step // 8 for step in operand.strides), result)
+    expected = HostMemory().empty_as(operand, result, np.dtype(float)).strides
+    if operand.strides[3] != 8:  # kernels store rows
+        assert strides == row_major_strides(result)
+    elif width > 1:
+        assert strides == tuple(step // 8 for step in expected)
+
+
+HALVES = [pytest.param(None, np.float16, marks=pytest.mark.cuda, id="half")]
+
+
+@pytest.mark.parametrize(("rung", "dtype"), [*((rung, np.float32) for rung in RUNGS), *HALVES])
+def test_results_lie_as_the_operands_so_that_heads_are_joined_without_a_copy(
+    rung: str | None, dtype: Any
+) -> None:
+    """Heads that were split off by a view, (batch, seq, heads, dim), come back without a launch."""
+    shape, options = ((2, 4, 2, 3) if rung else (2, 70, 3, 64)), {"rung": rung or "auto"}
+    arrays, results = draw(9, *[shape] * 4, dtype=dtype), []
+    for is_split in (True, False):
+        whole = [minitorch.from_numpy(x, CudaBackend, requires_grad=True) for x in arrays[:3]]
+        heads = [x.permute(0, 2, 1, 3) for x in whole]
+        heads = heads if is_split else [x.contiguous() for x in heads]
+        out = heads[0].flash_attention(*heads[1:], is_causal=True, **options).permute(0, 2, 1, 3)
+        assert out._tensor.is_contiguous() == is_split
+        out.backward(minitorch.from_numpy(arrays[3], CudaBackend))
+        assert not is_split or all(x.grad._tensor.is_contiguous() for x in whole)
+        results.append([out.to_numpy(), *(x.grad.to_numpy() for x in whole)])
+    for split, joined in zip(*results, strict=True):
+        np.testing.assert_array_equal(split, joined)

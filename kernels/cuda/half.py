@@ -34,7 +34,11 @@ def as_bits(array: Any) -> Any:
     """See a device array of 16-bit numbers as uint16; any other array as it is."""
     if not is_half(array.dtype):
         return array
-    return device_view(array, tuple(array.shape), element_strides(array), dtype=BITS)
+    bits = vars(array).get("_bits")
+    if bits is None:  # kept, for every operation on the array asks
+        bits = device_view(array, tuple(array.shape), element_strides(array), dtype=BITS)
+        array._bits = bits
+    return bits
 
 
 class Bits(NamedTuple):

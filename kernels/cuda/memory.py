@@ -15,7 +15,14 @@ from kernels.cuda.half import as_bits, convert_flat
 from kernels.cuda.sizes import SIZES
 from kernels.dtypes import BITS, acc_dtype, is_half
 from kernels.geometry import ceil_div
-from kernels.memory import Memory, is_dense, joined_step, repeated_axes, row_major_strides
+from kernels.memory import (
+    Memory,
+    is_dense,
+    joined_step,
+    repeated_axes,
+    row_major_strides,
+    strides_as,
+)
 from kernels.targets import cuda, current_device, why_no_cuda
 
 
@@ -142,6 +149,14 @@ class DeviceMemory(Memory):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""
         return empty_device(shape, dtype)
+
+    def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised array in the order of another; see :meth:`Memory.empty_as`."""
+        shape = tuple(shape)
+        strides = strides_as(element_strides(array), shape)
+        if strides == row_major_strides(shape):
+            return empty_device(shape, dtype)
+        return device_view(empty_device((math.prod(shape),), dtype), shape, strides)
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         """See a flat storage through a shape and strides in elements; nothing is copied."""

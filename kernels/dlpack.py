@@ -20,6 +20,7 @@ import numpy as np
 from numba import carray, cfunc, types  # type: ignore[attr-defined]
 
 from kernels.cuda.arrays import device_pointer, device_view, element_strides, is_device_array
+from kernels.cuda.recorder import refuse
 from kernels.dtypes import BFLOAT16, BITS
 from kernels.memory import row_major_strides
 from kernels.targets import IS_SIMULATOR, cuda, driver, why_no_cuda
@@ -28,6 +29,11 @@ from kernels.targets import IS_SIMULATOR, cuda, driver, why_no_cuda
 HOST, DEVICE, PINNED, MANAGED = 1, 2, 3, 13
 #: What both protocols call CUDA's legacy default stream.
 LEGACY_STREAM = 1
+#: What another library launches would be no part of a graph.
+_WHILE_RECORDING = (
+    "shares memory of the device with another library",
+    "let that work before or after it, on what it takes and returns",
+)
 
 #: DLPack's numbers for kinds of elements, by NumPy's letters.
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
@@ -215,6 +221,7 @@ def _wrapped(described: dict[str, Any], owner: Any) -> Any:
         )
     if (reason := why_no_cuda()) is not None:
         raise RuntimeError(reason)
+    refuse(*_WHILE_RECORDING)
     current, device = int(cuda.get_current_device().id), device_of(described["data"][0])
     if device != current:
         raise ValueError(
@@ -251,6 +258,7 @@ def _let_wait(waiting: Any, working: Any) -> None:
 
 def cuda_array_interface(array: Any) -> dict[str, Any]:
     """Describe a device array for a reader that may run on any stream."""
+    refuse(*_WHILE_RECORDING)
     # Numba names no stream for its arrays, so a reader on another one would not wait for kernels.
     return {**array.__cuda_array_interface__, "stream": LEGACY_STREAM}
 
@@ -275,6 +283,7 @@ def to_dlpack(array: Any, stream: int | None = None) -> Any:
     if IS_SIMULATOR or isinstance(array, np.ndarray):
         host = getattr(array, "_ary", array)
         return _capsule(host.ctypes.data, (HOST, 0), host.shape, host.strides, host.dtype, array)
+    refuse(*_WHILE_RECORDING)
     if stream == 0:
         raise BufferError(
             "stream 0 may be either default stream of CUDA; pass 1 for the legacy one or 2 for that "

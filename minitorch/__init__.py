@@ -56,6 +56,7 @@ if not _entrance.runs_as_command(__name__):
         from .fast_ops import FastBackend, FastOps
         from .function import Function
         from .gradient_check import grad_central_difference, grad_check
+        from .graph_step import CaptureError, GraphStep, graph_step
         from .head_functions import linear_cross_entropy
         from .kv_cache import KVCache, LayerCache
         from .linear_functions import linear

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
+from kernels.cuda.recorder import active
 from kernels.dtypes import FLOAT32, is_floating, is_half
 
 from .module import Parameter
@@ -84,12 +86,43 @@ class AdamW(Adam):
             copy = value.array() if is_half(value.dtype) else None
             target = value if copy is None else master
             moved.append(fused.Moved(target.array(), grad, m, v, decay, copy))
-        fused.adam_many(
-            moved, clip, lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps,
-            step=self.steps, weight_decay=self.weight_decay,
-        )  # fmt: skip
+        fused.adam_many(moved, clip, **self._step_numbers(), again=self._step_numbers)
         for p, value in zip(moving, values, strict=True):
             self._update(p, value)
+        if (recording := active()) is not None:
+            recording.actions.append(self._count)
+            recording.guards.append(self._guard())
+
+    def _step_numbers(self) -> dict[str, Any]:
+        """Return the numbers of a step, as it stands."""
+        return {
+            "lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps,
+            "step": self.steps, "weight_decay": self.weight_decay,
+        }  # fmt: skip
+
+    def _count(self) -> None:
+        self.steps += 1
+
+    def _guard(self) -> Callable[[], bool]:
+        """Return what tells whether a step that was recorded still is the step to be taken.
+
+        It is not once a parameter has got another value by ``update``, or the moments have come from
+        ``load_state_dict``: they lie elsewhere.
+        """
+
+        def places() -> list[Any]:
+            own = [p.value for p in self.parameters]
+            pairs = (t for pair in self.moments.values() for t in pair)
+            tensors = [*own, *pairs, *self.masters.values()]
+            return [self.max_norm, *(getattr(t, "_tensor", None) for t in tensors)]
+
+        known = places()
+
+        def is_unmoved() -> bool:
+            found = places()
+            return len(found) == len(known) and all(map(is_, found, known))
+
+        return is_unmoved
 
     def _master(self, p: Parameter) -> Tensor:
         """Return what moves for a parameter: itself, or of 16 bits its master."""

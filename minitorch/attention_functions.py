@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +13,7 @@ from kernels.operands import make_operands
 from kernels.varlen import check_packed, make_packed_problem
 
 from .autodiff import Context
+from .dropout_seeds import dropout_seed
 from .function import Function, is_tensor
 from .shape_functions import Permute
 
@@ -80,7 +80,7 @@ def attention_call(
     problem = make(q, k, v, **{**options, **arrays, "seed": 0 if seed is None else seed})
     launch.check_rung(problem)
     if problem.dropout_p and seed is None:
-        problem = problem.with_seed(random.getrandbits(63))
+        problem = problem.with_seed(dropout_seed())
     if problem.mask == "float" and not (is_tensor(mask) and mask.backend.ops is q.backend.ops):
         kind = mask.backend.ops.__name__ if is_tensor(mask) else type(mask).__name__
         raise TypeError(

@@ -16,6 +16,7 @@ import numpy as np
 from kernels import launch
 from kernels.cuda import fused, product, product_rungs
 from kernels.cuda.arrays import empty_device
+from kernels.cuda.device import Adopted
 from kernels.cuda.half import as_bits
 from kernels.cuda.memory import fill
 from kernels.cuda.sizes import SIZES
@@ -107,7 +108,7 @@ def _run_strided(strided: Any, out: TensorData, *inputs: TensorData) -> None:
     args: list[Any] = [out._storage, shape, strides[0], out.size]
     for t, steps in zip(inputs, strides[1:], strict=True):
         args += [t._storage, shape, steps]  # a stride of 0 does the broadcasting
-    strided()[ceil_div(out.size, MAP_THREADS), MAP_THREADS](*args)
+    Adopted(strided())[ceil_div(out.size, MAP_THREADS), MAP_THREADS](*args)
 
 
 def _two(steps: Ints) -> Ints:
@@ -165,7 +166,7 @@ class CudaOps(TensorOps):
             threads = min(max(length, 1), REDUCE_THREADS)
 
             def reduce(out: TensorData, a: TensorData) -> None:
-                tensor_reduce(fn)[out.size, threads](
+                Adopted(tensor_reduce(fn))[out.size, threads](
                     out._storage, (*shape, 1), (*out_strides, 0), out.size,
                     a._storage, (*shape, length), (*a_strides, step), len(shape), start,
                 )  # fmt: skip

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import numpy as np
 
 from kernels import Problem, takes_attention_options
 from kernels.arguments import as_host_array, shown, whole
+from kernels.cuda.recorder import computed
 from kernels.dtypes import is_floating
 from kernels.option_checks import SEEDS
 from kernels.options import by_name
@@ -17,6 +17,7 @@ from kernels.options import by_name
 from . import operators
 from .attention_functions import attention_call
 from .attention_scores import Keep, kept_probabilities, modified, visibility
+from .dropout_seeds import dropout_seed
 from .elements import NUMBERS, as_float
 from .factories import from_numpy, rand, tensor
 from .fast_ops import FastOps
@@ -169,19 +170,26 @@ def integer_array(ids: Any, limit: int, name: str) -> Any:
         TypeError: If they are no whole numbers.
         ValueError: If one is below 0 or not below ``limit``.
     """
-    array = ids.to_numpy() if is_tensor(ids) else as_host_array(name, ids)
+    given = ids.to_numpy() if is_tensor(ids) else as_host_array(name, ids)
+    if given.dtype == np.int64 and given.base is None and not given.flags.writeable:
+        return _checked_ids(given, limit, name, ids)  # nobody can change it: it need not be copied
+    return computed(lambda: _checked_ids(given, limit, name, ids).astype(np.int64), given)
+
+
+def _checked_ids(array: Any, limit: int, name: str, given: Any) -> Any:
+    """Return an array of indices; see :func:`integer_array`, to which they were given."""
     is_whole = array.dtype.kind in "iub" or (
         is_floating(array.dtype) and bool((array == np.floor(array)).all())
     )
     if not is_whole:
-        kind = f"{array.dtype} with fractions" if is_floating(array.dtype) else shown(ids)
+        kind = f"{array.dtype} with fractions" if is_floating(array.dtype) else shown(given)
         raise TypeError(f"{name} must be whole numbers, got {kind}; convert them with astype(int)")
     if array.size and not (array.min() >= 0 and array.max() < limit):
         raise ValueError(
             f"{name} must be from 0 to {limit - 1}, got {float(array.min()):g} to "
             f"{float(array.max()):g}; look for the one that is not, or make room for it"
         )
-    return array.astype(np.int64)
+    return array
 
 
 def one_hot(input: Tensor, num_classes: int) -> Tensor:
@@ -300,7 +308,7 @@ def device_dropout(input: Tensor, rate: float, scale: float) -> Tensor:
     x = (
         input if is_floating(input.dtype) else input * 1.0
     )  # integers become floating, as on the host
-    return SeededDropout.apply(x, random.getrandbits(63), rate, scale)
+    return SeededDropout.apply(x, dropout_seed(), rate, scale)
 
 
 # -- attention ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kernels.arguments import shown
+from kernels.cuda.recorder import refuse
 from kernels.dtypes import acc_dtype, is_floating
 
 from .anomaly import check_step
@@ -92,6 +93,11 @@ class Optimizer:
             new, old = (x.data if isinstance(x, Scalar) else x for x in (value, p.value))
             gradient = p.value.derivative if isinstance(p.value, Scalar) else p.value.grad
             check_step(type(self).__name__, what, new, old, gradient)
+        if getattr(value, "_tensor", None) is not getattr(p.value, "_tensor", None):
+            refuse(
+                f"moves its parameters by {type(self).__name__} to new memory",
+                "take minitorch.AdamW on a backend of CUDA, and contiguous parameters: it writes in place",
+            )
         p.update(value)
 
 
@@ -199,7 +205,7 @@ class Adam(Optimizer):
         for place, p in enumerate(self.parameters):
             if p in self.moments:
                 m, v = self.moments[p]
-                state |= {f"m.{place}": _copy(m), f"v.{place}": _copy(v)}
+                state |= {f"m.{place}": copy_of(m), f"v.{place}": copy_of(v)}
         return state
 
     def _load_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -216,7 +222,7 @@ class Adam(Optimizer):
                     f"the moments {' and '.join(names)} have the shapes {shapes}, their parameter "
                     f"{p.value.shape}; load the state of an optimiser of the same model"
                 )
-            m, v = (_copy(t.to(p.value.backend)) for t in pair if t is not None)
+            m, v = (copy_of(t.to(p.value.backend)) for t in pair if t is not None)
             moments[p] = m, v
             known |= {*names}
         if tensors.keys() != known:
@@ -317,7 +323,7 @@ def clip_grad_norm_(
     return norm
 
 
-def _copy(t: Tensor) -> Tensor:
+def copy_of(t: Tensor) -> Tensor:
     """Return a tensor of its own with the same elements, where they lie."""
     return t.f.id_map(t.detach(), t.empty(t.shape))
 

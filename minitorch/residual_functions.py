@@ -5,12 +5,12 @@ Where the backend has no such kernel it is composed, which is also what the test
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 from kernels.dtypes import is_floating
 
 from .autodiff import Context
+from .dropout_seeds import dropout_seed
 from .function import Function, check_tensor
 from .fused_functions import rounded, stored, stored_weights
 from .modules_basic import Dropout, layer_norm
@@ -104,7 +104,7 @@ def residual_layer_norm(
     rate = Dropout(p_dropout).p_dropout  # which refuses what is none
     fits = x.dtype == residual.dtype and is_floating(x.dtype) and x.backend is residual.backend
     if fits and hasattr(x.f.fused, "residual_layer_norm"):
-        seed = random.getrandbits(63) if rate else 0
+        seed = dropout_seed() if rate else 0
         hidden, out = ResidualLayerNorm.apply_several(x, residual, gamma, beta, eps, seed, rate)
         return hidden, out
     return composed_residual_layer_norm(x, residual, gamma, beta, eps, rate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -184,7 +185,9 @@ class DecoderLM(Module):
                 f"the context holds {self.n_positions} tokens, got {seq}{before}; pass the last ones"
             )
         layers = self._layer_caches(cache)
-        positions = self.position_embeddings(np.arange(start, start + seq))  # (seq, n_embd)
+        lasting = cache is None and self.backend.cuda
+        places = _first_places(seq) if lasting else np.arange(start, start + seq)
+        positions = self.position_embeddings(places)  # (seq, n_embd)
         tokens = self.token_embeddings(idx)  # (batch, seq, n_embd)
         x = self.dropout(tokens + positions if cache is None else summed(tokens, positions))
         if cache is None:
@@ -318,6 +321,14 @@ class DecoderLM(Module):
 
 def _called(fn: Any, *inputs: Any) -> Any:
     return fn(*inputs)
+
+
+@lru_cache(maxsize=64)
+def _first_places(count: int) -> Any:
+    """Return 0, 1, 2, …; nobody can write to them, so that a device has them once."""
+    places = np.arange(count)
+    places.setflags(write=False)
+    return places
 
 
 def prompt_ids(prompt: Any, n_vocab: int) -> list[int]:

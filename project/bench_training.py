@@ -5,11 +5,13 @@
     python project/bench_training.py --device cuda --figures attention context
 
 Both sides train the same weights on the same batches in one process, a few steps each in turn: forward,
-backward, AdamW, no clipping, no loss read.  PyTorch is eager, with the fused attention that it prefers, its
-fused AdamW, and batches that lie on the device before; its bfloat16 is autocast over float32 weights, ours
-is the policy of ``minitorch.Precision``.  A speed is the median of ratios within rounds, a peak of memory
-that of a process of its own, a curve's difference the largest of all steps, relative to PyTorch's loss.
-Losses in bfloat16 are held to PyTorch's own distance from its float32: their quotient is the figure.
+backward, AdamW, no clipping, no loss read.  On a GPU our steps are captured (``minitorch.graph_step``), as
+``train_gpt.py`` takes them; beside each speed stands that of eager steps, which is held to nothing.
+PyTorch is eager, with the fused attention that it prefers, its fused AdamW, and batches that lie on the
+device before; its bfloat16 is autocast over float32 weights, ours is the policy of ``minitorch.Precision``.
+A speed is the median of ratios within rounds, a peak of memory that of a process of its own, a curve's
+difference the largest of all steps, relative to PyTorch's loss.  Losses in bfloat16 are held to PyTorch's
+own distance from its float32: their quotient is the figure.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class Bench:
             **figure._asdict(),
             "context": size.context,
             "batch": size.batch,
-            "is_judged": figure.kind == "losses" or (self.device == "cuda" and not self.args.quick),
+            "is_judged": figure.judged
+            and (figure.kind == "losses" or (self.device == "cuda" and not self.args.quick)),
             "value": None,
         }
         try:
@@ -105,46 +108,53 @@ class Bench:
         }
         return times, {"tokens_per_second": rates}
 
+    def _captures(self, figure: Figure) -> bool:
+        return figure.captured and self.device == "cuda"
+
+    def _ours(self, figure: Figure, size: Size, attention: str = "flash") -> Run:
+        """Return ours in training as a figure asks for it."""
+        capture = minitorch.graph_step if self._captures(figure) else None
+        given = OURS, size, self.device, figure.precision, attention
+        return Run(*given, capture=capture)
+
     def speed(self, figure: Figure, size: Size) -> Row:
         """Compare steps of ours with PyTorch's: its time over ours."""
-        given = size, self.device, figure.precision
-        # The toy's figure is that of a captured step; on a device, where there is one to be captured.
-        is_toy = figure.preset == "toy"
-        capture = getattr(minitorch, "graph_step", None) if is_toy else None
-        capture = capture if self.device == "cuda" else None
-        runs = {OURS: Run(OURS, *given, capture=capture)}
+        runs = {OURS: self._ours(figure, size)}
         if self.torch is not None:
-            runs[THEIRS] = Run(THEIRS, *given, source=runs[OURS].model)
+            source = runs[OURS].model
+            runs[THEIRS] = Run(THEIRS, size, self.device, figure.precision, source=source)
         times, row = self._timed(runs)
-        step = ""
-        if is_toy:
-            step = ", eager step, none is captured yet" if capture is None else ", captured step"
+        how = "captured step" if self._captures(figure) else "eager step"
         row["figure"] = (
-            f"{figure.preset} {figure.precision}, context {size.context:,}{step} / PyTorch"
+            f"{figure.preset} {figure.precision}, context {size.context:,}, {how} / PyTorch"
         )
         if THEIRS in times:
             row["value"] = ratio(times[THEIRS], times[OURS])["median"]
         return row
 
     def attention(self, figure: Figure, size: Size) -> Row:
-        """Compare flash with naive attention inside this framework."""
-        runs = {
-            name: Run(OURS, size, self.device, figure.precision, name)
-            for name in ("flash", "naive")
-        }
-        times, row = self._timed(runs)
+        """Compare flash with naive attention here, on a batch for which naive has the memory."""
+        while True:
+            try:
+                runs = {name: self._ours(figure, size, name) for name in ("naive", "flash")}
+                times, row = self._timed(runs)
+                break
+            except Exception as error:
+                if not out_of_memory(error) or size.batch == 1:
+                    raise
+            runs = {}
+            gc.collect()
+            size = size._replace(batch=size.batch // 2)
         row["figure"] = (
-            f"{figure.preset} {figure.precision}, context {size.context:,}: flash / naive"
+            f"{figure.preset} {figure.precision}, context {size.context:,} x {size.batch}: flash / naive"
         )
-        return {**row, "value": ratio(times["naive"], times["flash"])["median"]}
+        value = ratio(times["naive"], times["flash"])["median"]
+        return {**row, "batch": size.batch, "value": value}
 
     def context(self, figure: Figure, size: Size) -> Row:
         """Compare operations a second at a long context with those at a short one."""
         short = size_of(figure.preset, SHORT_CONTEXT, self.args.quick)
-        runs = {
-            f"context {one.context}": Run(OURS, one, self.device, figure.precision)
-            for one in (size, short)
-        }
+        runs = {f"context {one.context}": self._ours(figure, one) for one in (size, short)}
         times, row = self._timed(runs)
         work = [run.tokens * run.flops for run in runs.values()]
         row["figure"] = (
@@ -158,7 +168,9 @@ class Bench:
     def memory(self, figure: Figure, size: Size) -> Row:
         """Compare the peaks of processes that train one model each."""
         peaks = {
-            name: in_child(peak_of_training, name, size, self.device, figure.precision)
+            name: in_child(
+                peak_of_training, name, size, self.device, figure.precision, self._captures(figure)
+            )
             for name in self.names
         }
         title = (
@@ -174,7 +186,7 @@ class Bench:
     def losses(self, figure: Figure, size: Size) -> Row:
         """Compare the losses of steps from the same weights on the same batches."""
         precision, steps = figure.precision, self.args.steps
-        runs = {OURS: Run(OURS, size, self.device, precision)}
+        runs = {OURS: self._ours(figure, size)}
         source = runs[OURS].model  # bfloat16 begins from rounded weights, on all sides
         if self.torch is not None:
             runs[THEIRS] = Run(THEIRS, size, self.device, precision, source=source)
@@ -260,7 +272,9 @@ def main(argv: list[str] | None = None) -> int:
     if torch is not None:
         torch.set_num_threads(numba.get_num_threads())
         torch.set_float32_matmul_precision("highest")
-    todo = [one for one in FIGURES if one.kind in args.figures and one.preset in args.presets]
+    # Where nothing is captured, the eager step is the figure itself.
+    figures = [one for one in FIGURES if one.captured or args.device == "cuda"]
+    todo = [one for one in figures if one.kind in args.figures and one.preset in args.presets]
     bench, rows, code = Bench(args, torch), [], 0
     folder = folder_of(args.device, RESULTS) if args.publish else ""
     path = BUILD / folder / "bench_training.json" if args.publish else args.json

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import time
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any, NamedTuple, NoReturn
 
@@ -179,6 +179,8 @@ class Trainer:
         self.optimizer = minitorch.AdamW(
             model.parameters(), lr=args.lr, beta2=0.99, weight_decay=0.1, max_norm=args.clip
         )
+        step = partial(train_step, model, self.optimizer, accumulate=args.accumulate)
+        self._take_step = step if args.eager else minitorch.graph_step(step)
         self.tokens = args.batch * args.accumulate * args.context  # of a step
         self.flops = flops_per_token(model, args.context)
         self.peak = args.peak or peak_tflops(args.backend, args.precision)
@@ -274,7 +276,7 @@ class Trainer:
     def _step(self) -> minitorch.Tensor:
         args = self.args
         batch = self.corpus.batch(self.rng, args.batch * args.accumulate, args.context)
-        return train_step(self.model, self.optimizer, *batch, args.accumulate)
+        return self._take_step(*batch)
 
     def _read(self) -> None:
         """Move the losses of the last steps to the curve."""

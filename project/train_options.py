@@ -35,7 +35,7 @@ clock counts the seconds of all its parts."""
 #: Options that may differ from those of the run that --resume continues; the others decide what it learns.
 FREE = (
     "text", "out", "max_seconds", "backend", "checkpoint_every", "keep", "sample", "temperature",
-    "prompt", "resume", "peak", "recompute",
+    "prompt", "resume", "peak", "recompute", "eager",
 )  # fmt: skip
 
 
@@ -146,6 +146,11 @@ def _parser(description: str | None) -> OneLineParser:
         "keep only what goes into a layer, and compute the rest again: less memory, a third more time",
         action="store_true",
     )
+    add(
+        "--eager",
+        "launch the kernels of each step one by one; on a GPU a step is captured as a CUDA graph otherwise",
+        action="store_true",
+    )
     add("--dropout", f"share that is dropped {default}", type=PROBABILITY, default=0.0, metavar="P")
     add("--lr", f"highest learning rate {default}", type=POSITIVE, default=5e-3, metavar="X")
     add(
@@ -199,8 +204,8 @@ def _parser(description: str | None) -> OneLineParser:
         "--resume",
         "go on from a checkpoint, or from the last one of a run's folder (without PATH: of --out), with "
         "the options that its run began with; of others only --text (of the same text), --out, "
-        "--max-seconds, --backend, --checkpoint-every, --keep, --sample, --temperature, --prompt, --peak "
-        "and --recompute may be given",
+        "--max-seconds, --backend, --checkpoint-every, --keep, --sample, --temperature, --prompt, --peak, "
+        "--recompute and --eager may be given",
         nargs="?", const="", metavar="PATH",
     )  # fmt: skip
     add(

@@ -30,8 +30,8 @@ BACKENDS = {"cpu": "fast", "cuda": "cuda"}
 BETA2, WEIGHT_DECAY, SEED = 0.99, 0.1, 0
 #: Of presets that name none.
 LR = 1e-3
-#: Batches that steps take in turn while they are timed, and steps before.
-BATCHES, WARM_UP = 4, 3
+#: Batches that steps take in turn while they are timed, and steps before, in which a captured one is made.
+BATCHES, WARM_UP = 4, 5
 #: What --quick makes of the presets, and by how much it divides the contexts that figures ask for.
 QUICK = {
     "toy": {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 2},
@@ -214,7 +214,9 @@ class Run:
         return [loss.item() for loss in unread]
 
 
-def peak_of_training(name: str, size: Size, device: str, precision: str) -> int | None:
+def peak_of_training(
+    name: str, size: Size, device: str, precision: str, captured: bool = False
+) -> int | None:
     """Return the most bytes that training takes, weights included; to be called in a fresh process.
 
     On a GPU these are the bytes of tensors in use; elsewhere, what is added to the process's resident
@@ -237,7 +239,7 @@ def peak_of_training(name: str, size: Size, device: str, precision: str) -> int 
     if memory is None:
         return None
     before = memory.reset_peak()
-    _train(Run(name, size, device, precision))
+    _train(Run(name, size, device, precision, capture=minitorch.graph_step if captured else None))
     return memory.peak() - before
 
 

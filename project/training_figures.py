@@ -28,6 +28,8 @@ class Figure(NamedTuple):
         must: Bound.
         aim: Better still; None where there is none.
         is_most: Whether less is better.
+        captured: Whether ours takes steps that are captured, as ``train_gpt`` does on a GPU.
+        judged: Whether the bound is one; else the figure is beside one that is.
     """
 
     kind: str
@@ -37,6 +39,8 @@ class Figure(NamedTuple):
     must: float
     aim: float | None
     is_most: bool = False
+    captured: bool = True
+    judged: bool = True
 
 
 GPT2 = "gpt2-small"
@@ -47,6 +51,11 @@ FIGURES = (
     Figure("speed", GPT2, "bfloat16", 1024, 0.7, 1.0),
     Figure("speed", GPT2, "bfloat16", 4096, 0.7, 1.0),
     Figure("speed", GPT2, "float32", 1024, 1.0, 2.0),
+    Figure("speed", "toy", "bfloat16", None, 1.5, 4.0, captured=False, judged=False),
+    Figure("speed", "char", "bfloat16", None, 0.8, 1.2, captured=False, judged=False),
+    Figure("speed", GPT2, "bfloat16", 1024, 0.7, 1.0, captured=False, judged=False),
+    Figure("speed", GPT2, "bfloat16", 4096, 0.7, 1.0, captured=False, judged=False),
+    Figure("speed", GPT2, "float32", 1024, 1.0, 2.0, captured=False, judged=False),
     *(Figure("losses", preset, "float32", None, 1e-3, None, True) for preset in PRESETS),
     *(Figure("losses", preset, "bfloat16", None, 2.0, 1.0, True) for preset in PRESETS),
     Figure("memory", GPT2, "bfloat16", 1024, 1.1, 0.9, True),

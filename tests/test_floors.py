@@ -36,6 +36,7 @@ MINITORCH_FLOORS = [
         "cuda_kernel_ops",
     ],
     [
+        "dropout_seeds",
         "function",
         "shape_functions",
         "attention_functions",
@@ -58,6 +59,7 @@ MINITORCH_FLOORS = [
         "residual_functions",
         "optim",
         "adamw",
+        "graph_step",
     ],
     [
         "kv_cache",

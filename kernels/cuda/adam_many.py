@@ -6,7 +6,7 @@ Parameters of 16 bits have masters of float32, which move; the parameters are th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from kernels.cuda.block import RowBlock, make_row_folds
 from kernels.cuda.device import Kernel, device_function, scalar_type
 from kernels.cuda.half import form
 from kernels.cuda.per_device import no_clip
+from kernels.cuda.recorder import Renewed
 from kernels.cuda.tensor_lists import CHUNK, MATRIX, THREADS, TensorList, make_access, tensor_list
 from kernels.dtypes import FLOAT64
 from kernels.pointwise import adam_constants, make_adam
@@ -122,7 +123,7 @@ def adam_kernel(own_form: AdamForm) -> Kernel:
     store_copy = make_access(copy_dtype or value_dtype).store
     size_column = 6 if has_copy else 5
 
-    def adam_many(table, work, clip, constants, kept):
+    def adam_many(table, work, clip, constants):
         """Take a step of AdamW.
 
         Computes: m, v and value in place, as ``pointwise.make_adam``, of clip[1] times the gradient; and
@@ -145,7 +146,7 @@ def adam_kernel(own_form: AdamForm) -> Kernel:
             table[tensor, 2],
             table[tensor, 3],
         )
-        size, beta1, beta2, eps, root, _ = constants
+        size, beta1, beta2, eps, root, kept = constants
         keep = kept if table[tensor, 4] else one
         own, scale = (size, beta1, beta2, eps, root, keep), real(clip[1])
         value, grad = cuda.local.array(TURNS, real), cuda.local.array(TURNS, real)
@@ -170,7 +171,7 @@ def adam_kernel(own_form: AdamForm) -> Kernel:
                         store_copy(table[tensor, 5], i, narrow(real(moved)))
 
     numbers = types.UniTuple(real, 6)
-    return Kernel(adam_many, void(MATRIX, MATRIX, float64[::1], numbers, real), THREADS)
+    return Kernel(adam_many, void(MATRIX, MATRIX, float64[::1], numbers), THREADS)
 
 
 class Moved(NamedTuple):
@@ -236,6 +237,7 @@ def adam_many(
     eps: float,
     step: int,
     weight_decay: float = 0.0,
+    again: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
     """Take a step of AdamW for all parameters: one launch for each kind of dtypes among them.
 
@@ -248,16 +250,19 @@ def adam_many(
         eps: Likewise.
         step: Likewise.
         weight_decay: Likewise; of those that decay.
+        again: Returns the six numbers by name as a later step has them, for a graph that holds this one.
     """
     clip = no_clip() if clip is None else clip
-    numbers = adam_constants(lr, beta1, beta2, eps, step, weight_decay)
+    given = {
+        "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "step": step, "weight_decay": weight_decay,
+    }  # fmt: skip
+    asked = again or (lambda: given)
     for own_form in dict.fromkeys(p.form for p in parameters):
         own = [p for p in parameters if p.form == own_form]
         one = _listed(own)
-        constants = tuple(own_form.value.type(number) for number in numbers)
-        adam_kernel(own_form)[one.parts, THREADS](
-            one.table, one.work, clip, constants, constants[-1]
-        )
+        real = own_form.value.type
+        constants = Renewed(lambda real=real: tuple(map(real, adam_constants(**asked()))))
+        adam_kernel(own_form)[one.parts, THREADS](one.table, one.work, clip, constants)
 
 
 def _listed(parameters: Sequence[Moved]) -> TensorList:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.pool import Block, Pool
+from kernels.cuda.recorder import active, refuse
 from kernels.dtypes import BFLOAT16, BITS
 from kernels.memory import row_major_strides
 from kernels.targets import IS_SIMULATOR, cuda, driver, explained, why_no_cuda
@@ -43,15 +44,15 @@ _MemoryPointer: Any = getattr(cuda, "MemoryPointer", object)
 
 
 class _Pooled(_MemoryPointer):
-    """Memory of the pool, as numba's arrays hold it; it goes back when the last of them goes."""
+    """Memory of the pool or of an arena, as numba's arrays hold it; it goes back when the last one goes."""
 
-    def __init__(self, source: Pool, block: Block, size: int):
+    def __init__(self, source: Any, block: Block, size: int):
         super().__init__(None, block[0], size)  # numba reads no context of a pointer
-        self._source = source
-        self._block = block
+        self.source = source
+        self.block = block
 
     def __del__(self) -> None:
-        self._source.free(self._block)
+        self.source.free(self.block)
 
     @cached_property
     def device_ctypes_pointer(self) -> Any:
@@ -68,11 +69,11 @@ class _Part(_MemoryPointer):
 
     def __init__(self, whole: Any, part: Any):
         super().__init__(None, part.device_pointer, part.size)
-        self._whole = whole
+        self.whole = whole
 
     def view(self, start: int, stop: int | None = None) -> Any:
         """Return a part of the part, from one byte to another."""
-        return _Part(self._whole, super().view(start, stop))
+        return _Part(self.whole, super().view(start, stop))
 
 
 @lru_cache(maxsize=4096)
@@ -110,10 +111,16 @@ def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     Raises:
         MemoryError: If the device has too little memory left.
     """
-    source = pool()
+    recording = active()
+    source = pool() if recording is None else recording.arena
     if source is None:
         with explained(f"allocating an array of shape {shape}"):
             return cuda.device_array(shape, dtype)
+    return _empty(shape, dtype, source)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], source: Any) -> Any:
+    """Return an uninitialised, contiguous device array from the pool or an arena."""
     size, steps = _row_major(tuple(shape), dtype.itemsize)
     memory = _Pooled(source, source.allocate(size), size) if size else None
     return _device_array(tuple(shape), steps, dtype, memory, 0)
@@ -128,6 +135,8 @@ def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, .
 def to_device(array: np.ndarray[Any, Any]) -> Any:
     """Return a contiguous copy of a NumPy array on the device.
 
+    A small one is on its way when the call returns, and may be written to: the host does not wait.
+
     Raises:
         MemoryError: If the device has too little memory left.
         RuntimeError: If there is no device; it says what to do.
@@ -139,9 +148,19 @@ def to_device(array: np.ndarray[Any, Any]) -> Any:
     with explained("copying an array to the device"):
         if pool() is None:
             return cuda.to_device(array)
-        out = empty_device(array.shape, array.dtype)
-        out.copy_to_device(array)
-        return out
+        if (recording := active()) is not None:
+            return recording.uploaded(array, _uploaded)
+        return _uploaded(array)
+
+
+def _uploaded(array: np.ndarray[Any, Any], target: Any = None) -> Any:
+    """Copy a contiguous array to the device, to memory of the pool where there is no target."""
+    source = pool()
+    assert source is not None, "to_device asks first"
+    out = _empty(array.shape, array.dtype, source) if target is None else target
+    if array.size:
+        source.upload(device_pointer(out), array)
+    return out
 
 
 def to_host(array: Any) -> np.ndarray[Any, Any]:
@@ -149,7 +168,12 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
 
     Raises:
         RuntimeError: If one of them failed; it names those launched last.
+        CaptureError: Within a call that is recorded for a graph.
     """
+    refuse(
+        "reads numbers of the device on the host",
+        "return the tensor and read it outside; token ids and class indices come in as NumPy arrays",
+    )
     with explained("copying an array to the host"):
         return array.copy_to_host()
 
@@ -197,4 +221,6 @@ def device_view(
 
 def device_pointer(array: Any) -> int:
     """Return the address of the first element of a device array; 0 in the simulator."""
+    if (recording := active()) is not None:
+        recording.touched(array)
     return 0 if IS_SIMULATOR else int(array.device_ctypes_pointer.value or 0)

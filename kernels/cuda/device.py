@@ -178,6 +178,38 @@ class Kernel:
         return run
 
 
+class Adopted:
+    """A kernel of numba's, launched as ours are, and compiled for what it is called with.
+
+    Args:
+        dispatcher: What ``cuda.jit`` returned; its arguments are flat contiguous arrays, numbers and tuples
+            of whole numbers.
+    """
+
+    def __init__(self, dispatcher: Any):
+        self._dispatcher = dispatcher
+
+    def __getitem__(self, launch: Any) -> Callable[..., None]:
+        """Return the function that launches on (grid, block)."""
+        if driver is None:
+            return self._dispatcher[launch]
+        source = self._dispatcher.py_func
+        return lambda *args: _adopted(source, tuple(map(_type_of, args)))[launch](*args)
+
+
+@cache
+def _adopted(source: Callable[..., None], kinds: tuple[Any, ...]) -> Kernel:
+    return Kernel(source, types.void(*kinds))
+
+
+def _type_of(arg: Any) -> Any:
+    if isinstance(arg, tuple):
+        return types.UniTuple(types.int64, len(arg))
+    if isinstance(arg, (int, float)):
+        return types.int64 if isinstance(arg, int) else types.float64
+    return types.Array(scalar_type(arg.dtype), arg.ndim, "C")
+
+
 def scalar_type(dtype: np.dtype[Any]) -> Any:
     """Return numba's type of a dtype: for shared arrays, and to round a number to the dtype."""
     return numba.from_dtype(dtype)

@@ -22,16 +22,19 @@ from kernels.cuda.arrays import device_view, empty_device, is_device_array, to_d
 from kernels.cuda.block import RowBlock, row_block
 from kernels.cuda.cross_entropy import logit_gradient, losses_of
 from kernels.cuda.half import as_bits
+from kernels.cuda.memory import device_constant
 from kernels.cuda.norm import Noise as Noise
 from kernels.cuda.norm import layer_norm as layer_norm
 from kernels.cuda.norm import layer_norm_backward as layer_norm_backward
 from kernels.cuda.norm import residual_layer_norm as residual_layer_norm
 from kernels.cuda.norm import residual_layer_norm_backward as residual_layer_norm_backward
+from kernels.cuda.recorder import computed
 from kernels.cuda.sizes import SIZES
 from kernels.dtypes import acc_dtype
 from kernels.geometry import ceil_div
 from kernels.philox import WORDS, drop_threshold
 from kernels.pointwise import adam_constants
+from kernels.targets import current_device
 
 #: What reads and writes 16 bits itself, and computes in float32.
 TAKES_HALF = frozenset({"layer_norm", "gelu", "cross_entropy", "embedding", "dropout"})
@@ -66,11 +69,17 @@ def _launch_rows(kernel: Any, block: RowBlock, rows: Any, *args: Any) -> None:
 def place_ids(ids: Any) -> Any:
     """Return whole numbers as the functions below take them: flat, int64, on the device.
 
-    What is on the device stays there; ids from the host are copied once.
+    What is on the device stays there; ids from the host are copied, those that nobody can write to once.
     """
     if is_device_array(ids):
         return ids
-    return to_device(np.ascontiguousarray(ids, np.int64).reshape(-1))
+    return _placed(np.ascontiguousarray(ids, np.int64).reshape(-1))
+
+
+def _placed(array: np.ndarray[Any, Any]) -> Any:
+    if array.flags.writeable:
+        return to_device(array)
+    return device_constant(array.tobytes(), array.shape, array.dtype, current_device())
 
 
 # -- softmax -----------------------------------------------------------------------------------
@@ -188,15 +197,19 @@ def embedding_backward(dout: Any, ids: Any, num_rows: int) -> Any:
     rows = _rows(dout)
     dtable = empty_device((num_rows, rows.shape[1]), dout.dtype)
     ids = np.asarray(ids).reshape(-1)
-    # For each row of the table where the list of its uses begins, and then the lists.
+    uses = computed(lambda: _uses(ids, num_rows), ids)
+    kernel = elements.embedding_backward_kernel(dout.dtype)
+    _launch_elements(kernel, math.prod(dtable.shape), as_bits(rows), _placed(uses), as_bits(dtable))
+    return dtable
+
+
+def _uses(ids: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
+    """Return for each row of a table where the list of its uses begins, and then the lists."""
     uses = np.zeros(num_rows + 1 + ids.size, np.int64)
     np.cumsum(np.bincount(ids, minlength=num_rows), out=uses[1 : num_rows + 1])
     uses[num_rows + 1 :] = np.argsort(ids, kind="stable")
-    kernel = elements.embedding_backward_kernel(dout.dtype)
-    _launch_elements(
-        kernel, math.prod(dtable.shape), as_bits(rows), to_device(uses), as_bits(dtable)
-    )
-    return dtable
+    uses.setflags(write=ids.flags.writeable)
+    return uses
 
 
 # -- dropout -----------------------------------------------------------------------------------

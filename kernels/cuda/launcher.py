@@ -18,6 +18,7 @@ import numpy as np
 from numba import types
 
 from kernels.cuda.errors import explain_code
+from kernels.cuda.recorder import Launch, Renewed, active
 from kernels.targets import cuda, current_device, driver
 
 #: How a number lies in its slot of eight bytes.
@@ -119,7 +120,7 @@ def filled(rest: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*given[: len(given) - count], *map(fill, rest))
 
 
-class _Buffer:
+class Buffer:
     """The numbers of a launch, and an array of pointers to each, which is what the driver takes.
 
     Attributes:
@@ -148,6 +149,10 @@ class Launcher:
         shared_bytes: Dynamic shared memory of a block.
         name: For the error text.
         prepare: Called before its first launch on each device.
+
+    Attributes:
+        shared_bytes: As given.
+        name: As given.
     """
 
     def __init__(
@@ -161,13 +166,13 @@ class Launcher:
         (overload,) = compiled.overloads.values()
         self._library = overload._codelibrary
         self._functions: dict[int, Any] = {}
-        self._shared_bytes = shared_bytes
-        self._name = name
+        self.shared_bytes = shared_bytes
+        self.name = name
         self._prepare = prepare
         self._unpackers = [_unpack(kind) for kind in signature.args]
         self._kinds = tuple(signature.args)
         self._packer = struct.Struct("=" + "".join(map(_layout, self._kinds)))
-        self._buffer = _Buffer(self._packer.size)
+        self._buffer = Buffer(self._packer.size)
         self._launch = driver.cuLaunchKernel
         self._stream = driver.CUstream(0)
         self._success = driver.CUresult.CUDA_SUCCESS
@@ -183,6 +188,9 @@ class Launcher:
         with self._buffer.lock:
             self._packer.pack_into(self._buffer.slots, 0, *numbers)
             self._start(grid, block, self._buffer)
+            if (recording := active()) is not None:
+                words = self._buffer.slots.view(np.uint64).copy()
+                recording.launched(Launch(self, grid, block, words, self._renewed(args)), args)
 
     def prepared(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], *rest: Any
@@ -198,7 +206,7 @@ class Launcher:
             rest: The arguments behind the arrays.  For each :data:`LATER` among them, in a tuple too, a
                 call gives an array or a whole number, behind its other arrays and in this order.
         """
-        buffer, places = _Buffer(self._packer.size), list[int]()
+        buffer, places = Buffer(self._packer.size), list[int]()
 
         def run(*given: Any) -> None:
             words = [
@@ -213,8 +221,55 @@ class Launcher:
                 for place, word in zip(places, words, strict=True):
                     buffer.words[place] = word
                 self._start(grid, block, buffer)
+                if (recording := active()) is not None:
+                    numbers = buffer.slots.view(np.uint64).copy()
+                    recording.launched(Launch(self, grid, block, numbers), (given, rest))
 
         return run
+
+    def packer(self, first: int) -> Callable[..., None]:
+        """Return what writes one argument that is a tuple of numbers.
+
+        Args:
+            first: Its first slot.
+
+        Returns:
+            A function of the slots of all arguments and of its numbers.
+        """
+        kind = next(kind for place, kind in self._places() if place == first)
+        own, offset = struct.Struct(f"={_layout(kind)}"), first * _WORD_BYTES
+        return lambda slots, *numbers: own.pack_into(slots, offset, *numbers)
+
+    def shown(self, slot: int, word: int) -> str:
+        """Return what lies in a slot for an error text: which argument it is of, and the number.
+
+        Args:
+            slot: Of eight bytes.
+            word: What they hold.
+        """
+        number, (place, kind) = [
+            (i, at) for i, at in enumerate(self._places(), start=1) if at[0] <= slot
+        ][-1]
+        parts = kind.types if isinstance(kind, types.BaseTuple) else (kind,)  # type: ignore[attr-defined]
+        if all(part in SLOTS for part in parts):
+            (value,) = struct.unpack(f"={SLOTS[parts[slot - place]]}", word.to_bytes(8, "little"))
+            return f"{value} as argument {number}"
+        what = "an array at" if isinstance(kind, types.Array) else "a tuple with"
+        return f"{what} {word:#x} as argument {number}"
+
+    def _places(self) -> Iterator[tuple[int, Any]]:
+        """Yield the first slot and the type of each argument."""
+        place = 0
+        for kind in self._kinds:
+            yield place, kind
+            place += struct.calcsize(f"={_layout(kind)}") // _WORD_BYTES
+
+    def _renewed(self, args: tuple[Any, ...]) -> tuple[tuple[int, Renewed], ...]:
+        return tuple(
+            (place, arg)
+            for (place, _), arg in zip(self._places(), args, strict=True)
+            if isinstance(arg, Renewed)
+        )
 
     def _numbers(self, args: tuple[Any, ...]) -> chain[Any]:
         return chain.from_iterable(
@@ -222,18 +277,18 @@ class Launcher:
         )
 
     def _start(
-        self, grid: tuple[int, int, int], block: tuple[int, int, int], buffer: _Buffer
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], buffer: Buffer
     ) -> None:
         """Launch with the numbers of a buffer, whose lock the caller holds."""
-        sizes = (*grid, *block, self._shared_bytes, self._stream, buffer.address, 0)
-        (error,) = self._launch(self._function(), *sizes)
+        sizes = (*grid, *block, self.shared_bytes, self._stream, buffer.address, 0)
+        (error,) = self._launch(self.function(), *sizes)
         if error != self._success and error.name == "CUDA_ERROR_INVALID_CONTEXT":
             cuda.current_context()  # made current on this thread, which had none
-            (error,) = self._launch(self._function(), *sizes)
+            (error,) = self._launch(self.function(), *sizes)
         if error != self._success:
-            raise explain_code(error.name, f"the kernel {self._name}")
+            raise explain_code(error.name, f"the kernel {self.name}")
 
-    def _function(self) -> Any:
+    def function(self) -> Any:
         """Return the driver's handle of the kernel on the current device."""
         number = current_device()
         if number not in self._functions:

@@ -24,6 +24,7 @@ from kernels.cuda.memory import fill
 from kernels.cuda.mma_tiles import COL_OF, COLS, MmaLayout, lane_col
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_shared_v4
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
+from kernels.cuda.recorder import active
 from kernels.cuda.vector import are_vectors
 from kernels.dtypes import BITS
 from kernels.geometry import PLAIN
@@ -193,6 +194,10 @@ def _fresh_flag(device: int) -> Any:
 
     Each is given away once, and the memory of all lives until the last one is dropped.
     """
+    if active() is not None:  # of each call its own, at the same place
+        flag = empty_device((1,), np.dtype(np.int32))
+        fill(flag, 0)
+        return flag
     with _lock:
         flags, used = _flags.get(device, (None, FLAGS))
         if used == FLAGS:

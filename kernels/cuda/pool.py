@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kernels.cuda.errors import explain_code, out_of_memory
 
 #: The address of a block of memory as the driver has it, and the device it lies on.
@@ -79,6 +81,31 @@ class Pool:
         (error,) = self._free(block[0], self._stream)
         if error == self._no_context:
             self._left.append(block)
+
+    def upload(self, address: int, array: np.ndarray[Any, Any]) -> None:
+        """Copy a contiguous array of the host to an address, in stream order; it may be written to at once.
+
+        Of NumPy's own memory the driver takes a copy first, and for a small one it does not wait for the
+        device.  Somebody else's may be locked in place, and would be read later: for that the call waits.
+
+        Raises:
+            RuntimeError: If the driver fails, or a kernel has failed before.
+
+        Source: CUDA Driver API, API synchronization behavior.
+        """
+        copy = self._driver.cuMemcpyHtoD
+        numbers = (address, array.ctypes.data, array.nbytes)
+        owner = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if owner.base is None or isinstance(owner.base, bytes):
+            copy, numbers = self._driver.cuMemcpyHtoDAsync, (*numbers, self._stream)
+        (error,) = copy(*numbers)
+        if error == self._no_context:  # the first call on this thread
+            self._enter()
+            (error,) = copy(*numbers)
+        if error != self._success:
+            raise explain_code(error.name, "copying an array to the device")
 
     def in_use(self) -> int:
         """Return how many bytes of the current device are allocated, once its work is done."""

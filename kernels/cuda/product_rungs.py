@@ -12,7 +12,7 @@ kernel              device                operands
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import count
 from itertools import product as product_of
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from kernels.cuda.product_launch import Target, multiply_by_warps, multiply_on_h
 from kernels.cuda.product_layout import Form, ProductLayout, WarpLayout
 from kernels.cuda.product_operands import Ints, Operand, copy, flag, placed, split
 from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.recorder import drawn
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.sizes import SIZES
 from kernels.cuda.tensor_cores import why_no_device
@@ -138,7 +139,7 @@ def multiply(
     left = Operand(a, (batch, heads, rows, depth), a_steps)
     right = Operand(b, (batch, heads, cols, depth), (*b_steps[:2], b_steps[3], b_steps[2]))
     if kind == "split":
-        ticket = next(_TICKETS)
+        ticket = drawn(partial(next, _TICKETS))
         _multiply_split(out, out_steps, left, right, ticket)
         # An infinity has no parts that add up to it: such operands are multiplied as they are.
         product.multiply(

@@ -13,9 +13,9 @@ import numpy as np
 from kernels.arguments import whole
 from kernels.cuda.arena import Arena
 from kernels.cuda.arrays import pool
+from kernels.cuda.errors import CaptureError as CaptureError
 from kernels.cuda.graphs import Graph
 from kernels.cuda.numba_watch import watching_numba
-from kernels.cuda.recorder import CaptureError as CaptureError
 from kernels.cuda.recorder import Recording, active, refuse
 from kernels.targets import BLOCKING, IS_SIMULATOR, current_device, driver, why_no_cuda
 
@@ -24,10 +24,11 @@ from .function import is_tensor
 from .optim import copy_of
 from .tensor import Tensor
 
-#: Calls that run eagerly before two are recorded: kernels compile, an optimiser makes its moments.
+#: Calls that run eagerly before three are recorded: kernels compile, an optimiser makes its moments.
 WARM_UP = 2
-#: Calls that are recorded, each while it runs: what they do not have in common is no part of a graph.
-RECORDED = 2
+#: Calls that are recorded, each while it runs: the first says how much memory they take, and what the
+#: others do not have in common is no part of a graph.
+RECORDED = 3
 
 
 class GraphStep:
@@ -52,6 +53,7 @@ class GraphStep:
         self.calls = 0
         self._graph: Graph | None = None
         self._inputs: list[Any] = []
+        self._arena: Arena | None = None
         self._recording: Recording | None = None
         self._outputs: Any = None
         self._device = -1
@@ -116,11 +118,15 @@ class GraphStep:
                 np.copyto(place.to_numpy(), x.to_numpy())
 
     def _record(self) -> Any:
-        """Call the function on the inputs and record it; make the graph of two such calls."""
+        """Call the function on the inputs and record it; make the graph of the last two such calls."""
         source = pool()
         assert source is not None, "or calls are eager"
-        before, self._recording = self._recording, None  # a call that fails is recorded again
-        arena = Arena(source, driver.CUdeviceptr) if before is None else before.arena
+        arena = self._arena or Arena(source, driver.CUdeviceptr)
+        before, self._recording, self._arena = (
+            self._recording,
+            None,
+            None,
+        )  # after a failure from anew
         hosts = [x.to_numpy() if is_tensor(x) else x for x in self._inputs if _is_host(x)]
         recording, state = Recording(arena, hosts, before), _random_state()
         with _uncollected(), recording, watching_numba(_refuse_numba):
@@ -130,7 +136,7 @@ class GraphStep:
             return outputs
         _check_draws(recording, state)
         if before is None:
-            self._recording = recording
+            self._arena, self._recording = arena, recording if arena.is_laid_out else None
         else:
             self._graph, self._outputs = Graph(before, recording, source), outputs
             self._device = current_device()
@@ -140,8 +146,8 @@ class GraphStep:
 def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP) -> GraphStep:
     """Capture a function that is called again and again, a training step say, as a CUDA graph.
 
-    The first ``warm_up`` calls run as they are, then two are recorded while they run, and every later call
-    is a replay: the inputs are copied, the host launches once, and no Python of the function runs.  Results
+    The first ``warm_up`` calls run as they are, then three are recorded while they run, and every later
+    call is a replay: the inputs are copied, the host launches once, and no Python of the function runs.  Results
     are those of calling it, bit for bit where its kernels are deterministic.  On a machine without CUDA, in
     the simulator, for a model on the host, and while ``MINITORCH_CUDA_SYNC`` or ``detect_anomaly`` looks at
     every kernel, all calls simply run the function.
@@ -149,7 +155,7 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP) -> GraphStep:
     A replay brings anew its inputs, and what layers make of them on the host; the seeds of dropout, from
     Python's ``random`` as an eager call draws them; and the step, the learning rate and the other rates of
     :class:`minitorch.AdamW`.  All else is what it was when the call was recorded: numbers of Python, modes
-    such as ``model.eval()``, ``matmul_precision``.  What differs between the two recorded calls is an
+    such as ``model.eval()``, ``matmul_precision``.  What differs between two recorded calls is an
     error, and not frozen.  A parameter that gets another value by ``update``, or a state that is loaded
     into the optimiser, is noticed: the calls that follow are the first ones again.  What Python keeps of
     the recorded call, ``optimizer.grad_norm`` say, holds the numbers of the last replay.

@@ -49,6 +49,7 @@ from record_files import folder_of
 from torch_peers import load_torch
 
 import minitorch
+from kernels.cuda.arrays import pool
 from kernels.targets import why_no_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,8 +95,11 @@ class Bench:
                 raise
             row["why_not"] = f"out of memory: {error}".splitlines()[0]
         gc.collect()  # a model and its graph are cycles
-        if self.torch is not None and self.device == "cuda":
-            self.torch.cuda.empty_cache()
+        if self.device == "cuda":  # neither side keeps what the other one may need
+            if (own := pool()) is not None:
+                own.trim()
+            if self.torch is not None:
+                self.torch.cuda.empty_cache()
         return row
 
     def _timed(self, runs: dict[str, Run]) -> tuple[dict[str, list[float]], Row]:

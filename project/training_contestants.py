@@ -31,7 +31,7 @@ BETA2, WEIGHT_DECAY, SEED = 0.99, 0.1, 0
 #: Of presets that name none.
 LR = 1e-3
 #: Batches that steps take in turn while they are timed, and steps before, in which a captured one is made.
-BATCHES, WARM_UP = 4, 5
+BATCHES, WARM_UP = 4, 6
 #: What --quick makes of the presets, and by how much it divides the contexts that figures ask for.
 QUICK = {
     "toy": {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 2},

@@ -10,6 +10,11 @@ from typing import Any
 #: error shows up at some later call; the one at fault is among these.
 LAUNCHED: deque[str] = deque(maxlen=8)
 
+
+class CaptureError(RuntimeError):
+    """A function does what a CUDA graph cannot hold."""
+
+
 #: Set this variable to 1 and every launch waits for its kernel, so that an error names it.
 BLOCKING_VARIABLE = "MINITORCH_CUDA_SYNC"
 

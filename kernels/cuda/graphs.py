@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cuda.arrays import device_pointer
-from kernels.cuda.errors import LAUNCHED, explain_code
+from kernels.cuda.errors import LAUNCHED, CaptureError, explain_code
 from kernels.cuda.launcher import Buffer
 from kernels.cuda.pool import Pool
-from kernels.cuda.recorder import CaptureError, Launch, Recording, Renewed
+from kernels.cuda.recorder import Launch, Recording, Renewed
 from kernels.targets import cuda, driver
 
 

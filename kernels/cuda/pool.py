@@ -107,6 +107,13 @@ class Pool:
         if error != self._success:
             raise explain_code(error.name, "copying an array to the device")
 
+    def trim(self) -> None:
+        """Give what is free back to the device, for others or for one large piece; waits for its work."""
+        self._enter()
+        self._free_left()
+        self._ask(self._driver.cuCtxSynchronize)
+        self._ask(self._driver.cuMemPoolTrimTo, self._pool(), 0)
+
     def in_use(self) -> int:
         """Return how many bytes of the current device are allocated, once its work is done."""
         return self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
@@ -137,10 +144,8 @@ class Pool:
             error, address = self._allocate(size, self._stream)
         if error == no_memory:
             gc.collect()  # cycles of references hold memory too, and so does what readers have returned
-            self._free_left()
-            self._ask(driver.cuCtxSynchronize)
             # Free memory in pieces of other sizes goes back to the device, to be had in one piece.
-            self._ask(driver.cuMemPoolTrimTo, self._pool(), 0)
+            self.trim()
             error, address = self._allocate(size, self._stream)
         if error == no_memory:
             free, total = self._ask(driver.cuMemGetInfo)

@@ -15,10 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cuda.arena import Arena
-
-
-class CaptureError(RuntimeError):
-    """A function does what a CUDA graph cannot hold."""
+from kernels.cuda.errors import CaptureError
 
 
 class Renewed(tuple[Any, ...]):

@@ -147,10 +147,10 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP) -> GraphStep:
     """Capture a function that is called again and again, a training step say, as a CUDA graph.
 
     The first ``warm_up`` calls run as they are, then three are recorded while they run, and every later
-    call is a replay: the inputs are copied, the host launches once, and no Python of the function runs.  Results
-    are those of calling it, bit for bit where its kernels are deterministic.  On a machine without CUDA, in
-    the simulator, for a model on the host, and while ``MINITORCH_CUDA_SYNC`` or ``detect_anomaly`` looks at
-    every kernel, all calls simply run the function.
+    call is a replay: the inputs are copied, the host launches once, and no Python of the function runs.
+    Results are those of calling it, bit for bit where its kernels are deterministic. On a machine without
+    CUDA, in the simulator, for a model on the host, and while ``MINITORCH_CUDA_SYNC`` or ``detect_anomaly``
+    looks at every kernel, all calls simply run the function.
 
     A replay brings anew its inputs, and what layers make of them on the host; the seeds of dropout, from
     Python's ``random`` as an eager call draws them; and the step, the learning rate and the other rates of

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import launch
 from kernels.cuda import flash2_mma_launch as rung
 from kernels.cuda.flash2_mma import forward_kernel
 from kernels.cuda.flash2_mma_backward import dkdv_kernel
@@ -22,11 +23,13 @@ from kernels.cuda.ptx.emulated_numbers import from_bits
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import PLAIN, Features
 from kernels.dtypes import FLOAT32
+from kernels.operands import make_operands
 from kernels.targets import compile_ptx, launched_resources
 
 from .attention_strategies import Case
 from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas
 from .emulated_target import EMULATED, emulated_device
+from .mma_sums import cut_sum, sums_cut_off
 from .tolerances import assert_close_arrays
 
 BOTH = ("float32", "tf32")
@@ -81,6 +84,47 @@ def test_what_is_not_finite_is_in_the_first_term_and_flagged() -> None:
     )
     assert not terms[0, 0, 1, 0, [0, 2, 3]].any()
     assert np.isfinite(one.norm).all()
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32), st.floats(0, 24))
+def test_a_sum_of_tensor_cores_is_cut_off_towards_zero(seed: int, apart: float) -> None:
+    rng = np.random.default_rng(seed)
+    left, right = (rng.uniform(-8, 8, shape).astype(np.float16) for shape in ((4, 16), (16, 3)))
+    acc = (rng.standard_normal((4, 3)) * 2.0**apart).astype(np.float32)
+    exact = acc + left.astype(np.float64) @ right.astype(np.float64)
+    sizes = np.abs(acc) + np.abs(left.astype(np.float64)) @ np.abs(right.astype(np.float64))
+    found = cut_sum(acc, left, right).astype(np.float64)
+    assert (np.abs(found - exact) <= (17 * 2.0**-24 + 2.0**-23) * sizes).all()
+    # Of one sign nothing can grow by being cut off, and rounding to nearest would let half of it grow.
+    found = cut_sum(np.abs(acc), np.abs(left), np.abs(right)).astype(np.float64)
+    exact = np.abs(acc) + np.abs(left.astype(np.float64)) @ np.abs(right.astype(np.float64))
+    assert (found <= exact).all()
+
+
+def test_what_tensor_cores_cut_off_costs_a_score_no_more_than_rounding() -> None:
+    width, scale = 128, 128**-0.5
+    rng = np.random.default_rng(0)
+    # Of one sign: whatever is cut off is lost on the same side.
+    q, k, v = (rng.uniform(0.5, 1, (1, 1, rows, width)) for rows in (16, 1, 1))
+    case = Case(q, k, v, q, {}, (4, 4)).in_dtype(FLOAT32)
+    q, k = (x[0, 0].astype(np.float64) for x in case.operands[:2])
+    problem = case.problem(rung="flash2_mma", precision="float32")
+    operands = make_operands(EMULATED.memory, problem, *case.operands)
+    with emulated_device(), sums_cut_off():
+        _, lse = launch.forward(EMULATED, problem, operands, None)
+    exact = (q @ k.T)[:, 0] * scale  # of one key
+    unit = 2.0**-23 * exact.max()
+    assert np.abs(lse[0, 0] - exact).max() <= 3 * unit
+    # The same products, all in one sum.
+    (q_high, q_low), (k_high, k_low) = (
+        (high, (x - high).astype(np.float16)) for x in (q, k) for high in [x.astype(np.float16)]
+    )
+    chain = np.zeros((16, 1), np.float32)
+    for i in range(0, width, 16):
+        for x, y in ((q_low, k_high), (q_high, k_low), (q_high, k_high)):
+            chain = cut_sum(chain, x[:, i : i + 16], y[:, i : i + 16].T)
+    assert np.abs(chain[:, 0] * scale - exact).max() >= 6 * unit
 
 
 def test_a_head_that_is_repeated_is_split_once() -> None:

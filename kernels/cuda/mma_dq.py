@@ -15,7 +15,8 @@ import numpy as np
 from numba import float32, uint8, uint16, uint32, void
 
 from kernels.cuda.device import Kernel, array_type, device_function
-from kernels.cuda.mma_terms import LEFT_TERMS, NUMBERS, RIGHT_TERMS, make_units, scale_type
+from kernels.cuda.mma_products import make_products, steps_together
+from kernels.cuda.mma_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.mma_tiles import (
     COLS,
     DEPTH,
@@ -98,6 +99,67 @@ def _make_slot(block_q: int) -> Callable[..., int]:
     return slot
 
 
+def _make_multiply_ds(
+    layout: KeyLayout, width: int, dtype: str, row_tiles: int, own_tiles: int
+) -> Callable[..., None]:
+    """Return ``multiply(acc, ds_tile, k_tile, lane, row, chunk)``: acc, zeros before, += dS·K.
+
+    ``acc`` is (row_tiles * own_tiles, 4) float32; rows of dS, and columns of K, are counted in pieces.
+    """
+    numbers = NUMBERS[dtype]
+    mma, terms = MMA[numbers.dtype], numbers.terms
+    ds_term, k_term = (HALF * layout.block_k * size for size in (layout.block_q, width))
+    ds_place = make_tile_place(device_function, HALF * layout.block_q)
+    k_place = make_tile_place(device_function, HALF * width)
+    ds_below, k_below = DEPTH * HALF * layout.block_q, DEPTH * HALF * width
+    steps = layout.block_k // DEPTH
+    together = steps_together(steps)
+    begin, multiply_step, add = make_products(dtype, row_tiles, own_tiles)
+    a_tiles, b_tiles, part_tiles = together * terms * row_tiles, 2 * terms, 2 * row_tiles
+
+    @device_function
+    def multiply(acc, ds_tile, k_tile, lane, row, chunk):
+        a = cuda.local.array((row_tiles, 4), uint32)
+        b = cuda.local.array((2, 2), uint32)
+        a_row, a_chunk = turned_place(lane)  # dS is stored by columns
+        b_row, b_chunk = square_place(lane)
+        for step in range(steps):
+            for m in range(row_tiles):
+                ds = ds_tile + ds_place(a_row, row + 2 * m + a_chunk)
+                ldmatrix_x4_trans(a[m], ds + step * ds_below)
+            for n in range(own_tiles // 2):
+                k = k_tile + k_place(b_row, chunk + 2 * n + b_chunk)
+                ldmatrix_x4_trans(b[0], k + step * k_below)
+                for m in range(row_tiles):
+                    mma(acc[m * own_tiles + 2 * n], a[m], b[0])
+                    mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
+
+    @device_function
+    def multiply_terms(acc, ds_tile, k_tile, lane, row, chunk):
+        a = cuda.local.array((a_tiles, 4), uint32)
+        b = cuda.local.array((b_tiles, 2), uint32)
+        part = cuda.local.array((part_tiles, 4), float32)
+        a_row, a_chunk = turned_place(lane)
+        b_row, b_chunk = square_place(lane)
+        for first in range(0, steps, together):
+            for m in range(row_tiles):
+                ds = ds_tile + ds_place(a_row, row + 2 * m + a_chunk)
+                for i in range(together):
+                    for t in range(terms):
+                        at = ds + t * ds_term + (first + i) * ds_below
+                        ldmatrix_x4_trans(a[(i * terms + t) * row_tiles + m], at)
+            for n in range(own_tiles // 2):
+                k = k_tile + k_place(b_row, chunk + 2 * n + b_chunk)
+                begin(part)
+                for i in range(together):
+                    for t in range(terms):
+                        ldmatrix_x4_trans(b[2 * t], k + t * k_term + (first + i) * k_below)
+                    multiply_step(part, a, i * terms * row_tiles, b)
+                add(acc, 2 * n, part)
+
+    return multiply if terms == 1 else multiply_terms
+
+
 @cache
 def make_add_dq(
     layout: KeyLayout, sums: DqSums, width: int, own: int, dtype: str
@@ -112,44 +174,19 @@ def make_add_dq(
     row_tiles = layout.block_q // (ROWS * q_warps)
     own_tiles = own // (COLS * d_warps)
     threads, count = layout.threads, row_tiles * own_tiles
-    numbers, slot = NUMBERS[dtype], _make_slot(layout.block_q)
-    mma, terms = MMA[numbers.dtype], numbers.terms
-    lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
-    a_tiles, b_tiles = terms * row_tiles, 2 * terms
-    ds_term = HALF * layout.block_q * layout.block_k
-    k_term = HALF * layout.block_k * width
-    ds_place = make_tile_place(device_function, HALF * layout.block_q)
-    k_place = make_tile_place(device_function, HALF * width)
-    ds_below, k_below = DEPTH * HALF * layout.block_q, DEPTH * HALF * width
-    steps, zero = layout.block_k // DEPTH, np.float32(0)
+    slot, zero = _make_slot(layout.block_q), np.float32(0)
+    multiply = _make_multiply_ds(layout, width, dtype, row_tiles, own_tiles)
     part_bytes = FLOAT32.itemsize * layout.block_q * own
 
     @device_function
     def add_dq(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, tile, part, chunk, extras):
-        a = cuda.local.array((a_tiles, 4), uint32)
-        b = cuda.local.array((b_tiles, 2), uint32)
         acc = cuda.local.array((count, 4), float32)
         for n in range(count):
             for i in range(4):
                 acc[n, i] = zero
         first_row = warp % q_warps * (2 * row_tiles)  # in pieces of eight
         first_chunk = chunk + warp // q_warps * own_tiles
-        a_row, a_chunk = turned_place(lane)  # dS is stored by columns
-        b_row, b_chunk = square_place(lane)
-        for step in range(steps):
-            for m in range(row_tiles):
-                ds = ds_tile + ds_place(a_row, first_row + 2 * m + a_chunk)
-                for t in range(terms):
-                    ldmatrix_x4_trans(a[t * row_tiles + m], ds + t * ds_term + step * ds_below)
-            for n in range(own_tiles // 2):
-                k = k_tile + k_place(b_row, first_chunk + 2 * n + b_chunk)
-                for t in range(terms):
-                    ldmatrix_x4_trans(b[2 * t], k + t * k_term + step * k_below)
-                for p in range(products):
-                    left, right = lefts[p] * row_tiles, 2 * rights[p]
-                    for m in range(row_tiles):
-                        mma(acc[m * own_tiles + 2 * n], a[left + m], b[right])
-                        mma(acc[m * own_tiles + 2 * n + 1], a[left + m], b[right + 1])
+        multiply(acc, ds_tile, k_tile, lane, first_row, first_chunk)
         y = cuda.blockIdx.y
         address = global_address(dq_sums) + y * dq_sums.strides[0] + part * part_bytes
         address += slot(flat, y, first_q, tile, extras) * dq_sums.strides[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numba import float32, uint32
@@ -24,6 +25,72 @@ from kernels.targets import cuda
 square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
 #: Most steps of a product that are one loop; more are several loops, each of which is unrolled by itself.
 UNROLLED = 8
+
+
+#: Steps of 16 whose products of terms tensor cores add up by themselves, at most.
+TOGETHER = 2
+
+
+def steps_together(steps: int) -> int:
+    """Return how many steps, of so many, tensor cores add up together."""
+    return next(n for n in range(TOGETHER, 0, -1) if steps % n == 0)
+
+
+class Products(NamedTuple):
+    """The functions that :func:`make_products` returns, for a pair of neighbouring tiles of sums.
+
+    Attributes:
+        begin: ``begin(part)``: set to zero.
+        multiply: ``multiply(part, a, first, b)``: add the products of one step.
+        add: ``add(sums, at, part)``: add to ``sums[at + m * stride]`` and the next, of each tile m of A.
+    """
+
+    begin: Callable[..., None]
+    multiply: Callable[..., None]
+    add: Callable[..., None]
+
+
+@cache
+def make_products(dtype: str, row_tiles: int, stride: int) -> Products:
+    """Return what adds products of numbers of several terms to sums, as exactly as float32 adds.
+
+    Tensor cores cut off what does not fit a sum, always towards zero, by up to a unit in its last place.
+    Over the many products of a sum of terms that is more than what float32's own rounding loses.  So each
+    few begin at zero, the smaller ones of a step first, and what they come to, which is small beside the
+    whole, is added by CUDA cores, rounded to nearest.
+
+    Args:
+        dtype: See ``mma_terms.NUMBERS``.
+        row_tiles: Of A: term t of tile m is ``a[first + t * row_tiles + m]``; those of the two tiles of B
+            are ``b[2 * t]`` and ``b[2 * t + 1]``, and ``part`` is (2 * row_tiles, 4) float32.
+        stride: From the sums of one tile of A to those of the next.
+    """
+    numbers = NUMBERS[dtype]
+    mma, terms, zero = MMA[numbers.dtype], numbers.terms, np.float32(0)
+    lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
+
+    @device_function
+    def begin(part):
+        for n in range(2 * row_tiles):
+            for i in range(4):
+                part[n, i] = zero
+
+    @device_function
+    def multiply(part, a, first, b):
+        for p in range(products):
+            left, right = first + lefts[p] * row_tiles, 2 * rights[p]
+            for m in range(row_tiles):
+                mma(part[2 * m], a[left + m], b[right])
+                mma(part[2 * m + 1], a[left + m], b[right + 1])
+
+    @device_function
+    def add(sums, at, part):
+        for m in range(row_tiles):
+            for half in range(2):
+                for i in range(4):
+                    sums[at + m * stride + half, i] += part[2 * m + half, i]
+
+    return Products(begin, multiply, add)
 
 
 @cache
@@ -43,7 +110,6 @@ def make_multiply(
     """
     numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
     mma, terms = MMA[numbers.dtype], numbers.terms
-    lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     below = ROWS * HALF * width  # the swizzle begins anew after eight rows
     a_term, b_term = HALF * layout.block_q * width, HALF * (b_rows or layout.block_k) * width
@@ -75,29 +141,44 @@ def make_multiply(
 
         return multiply
 
-    @device_function
-    def multiply_terms(s, a, b, q_tile, k_tile, lane, row):
-        a_row, a_chunk = square_place(lane)
-        b_row, b_chunk = turned_place(lane)
-        for n in range(row_tiles * col_tiles):
-            for i in range(4):
-                s[n, i] = 0
-        for step in range(width // DEPTH):
-            q_place = q_tile + place(row + a_row, 2 * step + a_chunk)
-            k_place = k_tile + place(b_row, 2 * step + b_chunk)
-            for t in range(terms):
-                for m in range(row_tiles):
-                    ldmatrix_x4(a[t * row_tiles + m], q_place + t * a_term + m * below)
-            for n in range(col_tiles // 2):
-                for t in range(terms):
-                    ldmatrix_x4(b[2 * t], k_place + t * b_term + n * below)
-                for p in range(products):
-                    left, right = lefts[p] * row_tiles, 2 * rights[p]
-                    for m in range(row_tiles):
-                        mma(s[m * col_tiles + 2 * n], a[left + m], b[right])
-                        mma(s[m * col_tiles + 2 * n + 1], a[left + m], b[right + 1])
+    together = steps_together(steps)
+    begin, multiply_step, add = make_products(dtype, row_tiles, col_tiles)
+    a_tiles, part_tiles = together * terms * row_tiles, 2 * row_tiles
+    nothing = np.float32(-0.0)  # what is added to that stays as it is, and the compiler knows
 
-    return _one_after_the_other(make_part, parts) if terms == 1 else multiply_terms
+    def make_part_of_terms(group: int) -> Callable[..., None]:
+        first = group * together
+
+        @device_function
+        def multiply_terms(s, a, b, q_tile, k_tile, lane, row):
+            a_row, a_chunk = square_place(lane)
+            b_row, b_chunk = turned_place(lane)
+            a_terms = cuda.local.array((a_tiles, 4), uint32)
+            part = cuda.local.array((part_tiles, 4), float32)
+            if first == 0:
+                for n in range(row_tiles * col_tiles):
+                    for i in range(4):
+                        s[n, i] = nothing
+            for i in range(together):
+                q_place = q_tile + place(row + a_row, 2 * (first + i) + a_chunk)
+                for t in range(terms):
+                    for m in range(row_tiles):
+                        at = (i * terms + t) * row_tiles + m
+                        ldmatrix_x4(a_terms[at], q_place + t * a_term + m * below)
+            for n in range(col_tiles // 2):
+                begin(part)
+                for i in range(together):
+                    k_place = k_tile + place(b_row, 2 * (first + i) + b_chunk)
+                    for t in range(terms):
+                        ldmatrix_x4(b[2 * t], k_place + t * b_term + n * below)
+                    multiply_step(part, a_terms, i * terms * row_tiles, b)
+                add(s, 2 * n, part)
+
+        return multiply_terms
+
+    if terms > 1:
+        return _one_after_the_other(make_part_of_terms, steps // together)
+    return _one_after_the_other(make_part, parts)
 
 
 def _make_add_step(row_tiles: int, own_tiles: int, width: int, dtype: str) -> Callable[..., None]:
@@ -202,45 +283,36 @@ def _make_accumulate_terms(
 ) -> Callable[..., None]:
     """Return what :func:`make_accumulate` does, for numbers of several terms.
 
-    Tensor cores cut off what does not fit a sum, and over thousands of keys that adds up: so products of
-    one tile are summed by themselves, and added to ``acc`` as float32, rounded to nearest.
+    As one loop over all columns would not be unrolled, and sums would be in local memory, groups of columns
+    come one after the other.
     """
     numbers = NUMBERS[dtype]
-    mma, terms, split = MMA[numbers.dtype], numbers.terms, make_split(numbers.dtype)
-    lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
-    place, zero = make_tile_place(device_function, HALF * width), np.float32(0)
+    terms, split = numbers.terms, make_split(numbers.dtype)
+    place = make_tile_place(device_function, HALF * width)
     row_tiles, col_tiles, own_tiles = layout.row_tiles, layout.block_k // COLS, own // COLS
     steps, below, v_term = col_tiles // 2, DEPTH * HALF * width, HALF * v_rows * width
+    together = steps_together(steps)
+    begin, multiply_step, add = make_products(dtype, row_tiles, own_tiles)
     in_turn = IN_TURN if row_tiles * own_tiles <= MANY else IN_TURN_OF_MANY
     pairs = max(in_turn // (2 * row_tiles), 1)
     while own_tiles // 2 % pairs:
         pairs -= 1
-    p_tiles, part_tiles = steps * row_tiles * terms, 2 * pairs * row_tiles
+    p_tiles, part_tiles = steps * terms * row_tiles, 2 * row_tiles
 
     def make_add_group(group: int) -> Callable[..., None]:
         @device_function
-        def add_group(acc, p, part, b, v_tile, lane, chunk):
+        def add_group(acc, p, b, v_tile, lane, chunk, _):
             b_row, b_chunk = square_place(lane)
-            for n in range(part_tiles):
-                for i in range(4):
-                    part[n, i] = zero
-            for step in range(steps):
-                for n in range(pairs):
-                    v_place = v_tile + place(b_row, chunk + 2 * (group * pairs + n) + b_chunk)
-                    for t in range(terms):
-                        ldmatrix_x4_trans(b[2 * t], v_place + t * v_term + step * below)
-                    for i in range(products):
-                        right = 2 * rights[i]
-                        for m in range(row_tiles):
-                            left = (step * row_tiles + m) * terms + lefts[i]
-                            mma(part[2 * (n * row_tiles + m)], p[left], b[right])
-                            mma(part[2 * (n * row_tiles + m) + 1], p[left], b[right + 1])
-            for n in range(pairs):
-                for m in range(row_tiles):
-                    for half in range(2):
-                        at = m * own_tiles + 2 * (group * pairs + n) + half
-                        for i in range(4):
-                            acc[at, i] += part[2 * (n * row_tiles + m) + half, i]
+            part = cuda.local.array((part_tiles, 4), float32)
+            for first in range(0, steps, together):
+                for n in range(group * pairs, (group + 1) * pairs):
+                    v_place = v_tile + place(b_row, chunk + 2 * n + b_chunk)
+                    begin(part)
+                    for i in range(first, first + together):
+                        for t in range(terms):
+                            ldmatrix_x4_trans(b[2 * t], v_place + t * v_term + i * below)
+                        multiply_step(part, p, i * terms * row_tiles, b)
+                    add(acc, 2 * n, part)
 
         return add_group
 
@@ -250,14 +322,13 @@ def _make_accumulate_terms(
     def accumulate_terms(acc, s, a, b, v_tile, lane, chunk):
         # In the place of s: two tiles of it side by side are a tile of A, of each term.
         p = cuda.local.array((p_tiles, 4), uint32)
-        part = cuda.local.array((part_tiles, 4), float32)
         for m in range(row_tiles):
             for step in range(steps):
-                at = (step * row_tiles + m) * terms
+                at = step * terms * row_tiles + m
                 for i in range(4):
                     tile, half = m * col_tiles + 2 * step + i // 2, 2 * (i % 2)
-                    p[at, i], p[at + 1, i] = split(s[tile, half], s[tile, half + 1])
-        add_groups(acc, p, part, b, v_tile, lane, chunk)
+                    p[at, i], p[at + row_tiles, i] = split(s[tile, half], s[tile, half + 1])
+        add_groups(acc, p, b, v_tile, lane, chunk, 0)
 
     return accumulate_terms
 

@@ -15,7 +15,9 @@ from hypothesis.strategies import integers, lists, tuples
 
 import minitorch
 from kernels.cuda.arena import ALIGNMENT, Arena
+from kernels.cuda.arrays import to_device
 from kernels.cuda.numba_watch import watching_numba
+from kernels.cuda.pool import STAGED
 from kernels.cuda.recorder import active
 from kernels.targets import IS_SIMULATOR, cuda
 from minitorch.graph_step import RECORDED, WARM_UP
@@ -370,6 +372,17 @@ def test_a_function_of_the_host_is_never_captured(device: FakeDriver) -> None:
 def test_wrong_numbers_of_calls_are_refused(wrong: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="warm_up"):
         minitorch.graph_step(lambda: None, warm_up=wrong)
+
+
+@pytest.mark.parametrize("size", [STAGED, STAGED + 1])
+def test_a_large_copy_is_read_before_the_call_returns(device: FakeDriver, size: int) -> None:
+    array = np.zeros(size, np.uint8)
+    for x in (array, array[:64], memoryview(bytearray(64))):
+        device.calls.clear()
+        to_device(np.asarray(x))
+        small = x is not array or size <= STAGED
+        asked = "cuMemcpyHtoDAsync" if small and isinstance(x, np.ndarray) else "cuMemcpyHtoD"
+        assert [call.name for call in device.calls] == [asked]
 
 
 # -- the arena ---------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ import numpy as np
 
 from kernels.cuda.errors import explain_code, out_of_memory
 
+#: Bytes that the driver copies to a place of its own before an asynchronous copy returns.
+STAGED = 64 << 10
 #: The address of a block of memory as the driver has it, and the device it lies on.
 Block = tuple[Any, int]
 
@@ -85,8 +87,9 @@ class Pool:
     def upload(self, address: int, array: np.ndarray[Any, Any]) -> None:
         """Copy a contiguous array of the host to an address, in stream order; it may be written to at once.
 
-        Of NumPy's own memory the driver takes a copy first, and for a small one it does not wait for the
-        device.  Somebody else's may be locked in place, and would be read later: for that the call waits.
+        Of little of NumPy's own memory the driver takes a copy first, and does not wait for the device.
+        For more the call waits until it has been read; also for somebody else's memory, which may be locked
+        in place and would be read later.
 
         Raises:
             RuntimeError: If the driver fails, or a kernel has failed before.
@@ -98,7 +101,8 @@ class Pool:
         owner = array
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
-        if owner.base is None or isinstance(owner.base, bytes):
+        is_owned = owner.base is None or isinstance(owner.base, bytes)
+        if is_owned and array.nbytes <= STAGED:
             copy, numbers = self._driver.cuMemcpyHtoDAsync, (*numbers, self._stream)
         (error,) = copy(*numbers)
         if error == self._no_context:  # the first call on this thread

@@ -54,6 +54,7 @@ class Rung:
         why_not: The reason why this rung cannot run a problem with a tile (None: its own), or None.
         dtypes: What it takes q, k, v, out and dout in, and writes its results in; others are converted
             before and after.  A floating mask, lse and slopes are always of the accumulator's dtype.
+        reads_masks: But for a floating mask, which it reads as it is given.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Rung:
     backward_tile: Callable[[Problem], Tile]
     why_not: Callable[[Problem, Tile | None], str | None] = _anything
     dtypes: tuple[np.dtype[Any], ...] = COMPUTE_DTYPES
+    reads_masks: bool = False
 
     def taken(self, problem: Problem) -> Problem | None:
         """Return a problem in the dtype in which this rung takes it, or None if there is none.
@@ -185,6 +187,7 @@ CUDA = Target(
                 gradients.backward_tile,
                 module.why_not,
                 dtypes,
+                module is flash3_launch,
             )
             for name, module, gradients, dtypes in (
                 ("flash3_wgmma", flash3_launch, flash3_backward_launch, HALF_DTYPES),
@@ -234,7 +237,8 @@ def _as_taken(
     """Return a problem and its operands as a rung takes them."""
     taken = rung.taken(problem)
     assert taken is not None, "Target.pick returns a rung that takes the problem"
-    if taken is problem and (operands.mask is None or problem.acc_dtype == problem.dtype):
+    is_ready = operands.mask is None or problem.acc_dtype == problem.dtype or rung.reads_masks
+    if taken is problem and is_ready:
         return problem, operands
     return taken, operands.converted(memory, taken.dtype)
 
@@ -261,8 +265,8 @@ def forward(
 
     Returns:
         out (…, heads, seq_q, value_dim) and lse (…, heads, seq_q), which is float32 for operands of 16
-        bits.  On the host the dimensions of out lie in memory as those of q, like dq, dk and dv as q, k
-        and v.
+        bits.  The dimensions of out lie in memory as those of q, like dq, dk and dv as q, k and v, where
+        there are four and nothing is repeated.
 
     Raises:
         TypeError: If the tile is no pair of whole numbers.

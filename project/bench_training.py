@@ -6,18 +6,19 @@
 
 Both sides train the same weights on the same batches in one process, a few steps each in turn: forward,
 backward, AdamW, no clipping, no loss read.  On a GPU our steps are captured (``minitorch.graph_step``), as
-``train_gpt.py`` takes them; beside each speed stands that of eager steps, which is held to nothing.
-PyTorch is eager, with the fused attention that it prefers, its fused AdamW, and batches that lie on the
-device before; its bfloat16 is autocast over float32 weights, ours is the policy of ``minitorch.Precision``.
-A speed is the median of ratios within rounds, a peak of memory that of a process of its own, a curve's
-difference the largest of all steps, relative to PyTorch's loss.  Losses in bfloat16 are held to PyTorch's
-own distance from its float32: their quotient is the figure.
+``train_gpt.py`` takes them; ``--eager`` launches them kernel by kernel.  PyTorch is eager, with the fused
+attention that it prefers, its fused AdamW, and batches that lie on the device before; its bfloat16 is
+autocast over float32 weights, ours is the policy of ``minitorch.Precision``.  A speed is the median of
+ratios within rounds, a peak of memory that of a process of its own, a curve's difference the largest of all
+steps, relative to PyTorch's loss; curves are trained with the clipping of the preset.  Losses in bfloat16
+are held to PyTorch's own distance from its float32: their quotient is the figure.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import shutil
 import sys
@@ -84,8 +85,7 @@ class Bench:
             **figure._asdict(),
             "context": size.context,
             "batch": size.batch,
-            "is_judged": figure.judged
-            and (figure.kind == "losses" or (self.device == "cuda" and not self.args.quick)),
+            "is_judged": figure.kind == "losses" or (self.device == "cuda" and not self.args.quick),
             "value": None,
         }
         try:
@@ -112,14 +112,17 @@ class Bench:
         }
         return times, {"tokens_per_second": rates}
 
-    def _captures(self, figure: Figure) -> bool:
-        return figure.captured and self.device == "cuda"
+    @property
+    def _captures(self) -> bool:
+        return self.device == "cuda" and not self.args.eager
 
-    def _ours(self, figure: Figure, size: Size, attention: str = "flash") -> Run:
+    def _ours(
+        self, figure: Figure, size: Size, attention: str = "flash", clip: float | None = None
+    ) -> Run:
         """Return ours in training as a figure asks for it."""
-        capture = minitorch.graph_step if self._captures(figure) else None
+        capture = minitorch.graph_step if self._captures else None
         given = OURS, size, self.device, figure.precision, attention
-        return Run(*given, capture=capture)
+        return Run(*given, capture=capture, clip=clip)
 
     def speed(self, figure: Figure, size: Size) -> Row:
         """Compare steps of ours with PyTorch's: its time over ours."""
@@ -128,7 +131,7 @@ class Bench:
             source = runs[OURS].model
             runs[THEIRS] = Run(THEIRS, size, self.device, figure.precision, source=source)
         times, row = self._timed(runs)
-        how = "captured step" if self._captures(figure) else "eager step"
+        how = "captured step" if self._captures else "eager step"
         row["figure"] = (
             f"{figure.preset} {figure.precision}, context {size.context:,}, {how} / PyTorch"
         )
@@ -173,7 +176,7 @@ class Bench:
         """Compare the peaks of processes that train one model each."""
         peaks = {
             name: in_child(
-                peak_of_training, name, size, self.device, figure.precision, self._captures(figure)
+                peak_of_training, name, size, self.device, figure.precision, self._captures
             )
             for name in self.names
         }
@@ -190,12 +193,13 @@ class Bench:
     def losses(self, figure: Figure, size: Size) -> Row:
         """Compare the losses of steps from the same weights on the same batches."""
         precision, steps = figure.precision, self.args.steps
-        runs = {OURS: self._ours(figure, size)}
+        clip = PRESETS[figure.preset].get("clip")
+        runs = {OURS: self._ours(figure, size, clip=clip)}
         source = runs[OURS].model  # bfloat16 begins from rounded weights, on all sides
         if self.torch is not None:
-            runs[THEIRS] = Run(THEIRS, size, self.device, precision, source=source)
+            runs[THEIRS] = Run(THEIRS, size, self.device, precision, source=source, clip=clip)
             if precision != "float32":
-                runs[BASE] = Run(THEIRS, size, self.device, "float32", source=source)
+                runs[BASE] = Run(THEIRS, size, self.device, "float32", source=source, clip=clip)
         curves = {key: run.losses(steps, f"{key}, {precision}") for key, run in runs.items()}
         row: Row = {"steps": steps, "curves": curves}
         bad = [key for key, curve in curves.items() if not all(map(math.isfinite, curve))]
@@ -248,7 +252,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="tiny sizes: what is printed is no figure of the presets",
     )
+    add("--eager", action="store_true", help="launch our steps kernel by kernel, on a GPU too")
     add("--json", metavar="FILE", help="also write the rows there")
+    add("--go-on", action="store_true", help="keep the rows that FILE has, and measure the others")
     add("--publish", action="store_true", help="write the rows to docs/results, once all are there")
     args = parser.parse_args(argv)
     missing = why_no_cuda()
@@ -258,12 +264,25 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args.steps = args.steps or (20 if args.quick else 200)
     args.seconds = args.seconds or (0.3 if args.quick else 20.0)
     is_part = {*args.figures} != {*KINDS} or {*args.presets} != {*PRESETS} or not args.against
-    if args.publish and (args.quick or args.json or is_part):
+    if args.publish and (args.quick or args.eager or args.json or is_part):
         parser.error(
             "--publish writes the whole table to docs/results; add --against torch, and leave out --quick, "
-            "--json, --figures and --presets"
+            "--eager, --json, --figures and --presets"
         )
     return args
+
+
+def rows_of(path: str | Path) -> list[Row]:
+    """Return the rows of a record; none where there is no file."""
+    return json.loads(Path(path).read_text(encoding="utf-8"))["rows"] if Path(path).exists() else []
+
+
+def is_there(figure: Figure, rows: list[Row], quick: bool) -> bool:
+    """Tell whether a figure is among rows."""
+    context = size_of(figure.preset, figure.context, quick).context
+    wanted = figure.kind, figure.preset, figure.precision, context
+    names = "kind", "preset", "precision", "context"
+    return any(wanted == tuple(row[name] for name in names) for row in rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -276,12 +295,12 @@ def main(argv: list[str] | None = None) -> int:
     if torch is not None:
         torch.set_num_threads(numba.get_num_threads())
         torch.set_float32_matmul_precision("highest")
-    # Where nothing is captured, the eager step is the figure itself.
-    figures = [one for one in FIGURES if one.captured or args.device == "cuda"]
-    todo = [one for one in figures if one.kind in args.figures and one.preset in args.presets]
-    bench, rows, code = Bench(args, torch), [], 0
+    todo = [one for one in FIGURES if one.kind in args.figures and one.preset in args.presets]
+    bench, code = Bench(args, torch), 0
     folder = folder_of(args.device, RESULTS) if args.publish else ""
     path = BUILD / folder / "bench_training.json" if args.publish else args.json
+    rows = rows_of(path) if path and args.go_on else []
+    todo = [one for one in todo if not is_there(one, rows, args.quick)]
     command = command_line("project/bench_training.py", [x for x in argv if x != "--publish"])
     try:
         for one in tqdm(todo, unit="figure", desc="bench_training"):
@@ -292,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
                     quick=args.quick, rows=rows,
                 )  # fmt: skip
     except KeyboardInterrupt:
-        print(f"interrupted: {len(rows)} of {len(todo)} figures are done", file=sys.stderr)
+        print(f"interrupted: {len(rows)} of {len(FIGURES)} figures are done", file=sys.stderr)
         code = 130
     if args.publish and path and rows and code == 0:
         target = RESULTS / folder / "bench_training.json"

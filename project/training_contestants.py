@@ -130,13 +130,18 @@ class OurGPT:
         model: To be trained.
         lr: Highest learning rate.
         capture: What makes one call of the device of a step; None leaves it as it is.
+        clip: Norm of all gradients beyond which they are scaled down; None for any.
     """
 
     def __init__(
-        self, model: minitorch.DecoderLM, lr: float, capture: Callable[..., Any] | None = None
+        self,
+        model: minitorch.DecoderLM,
+        lr: float,
+        capture: Callable[..., Any] | None = None,
+        clip: float | None = None,
     ):
         self.optimizer = minitorch.AdamW(
-            model.parameters(), lr=lr, beta2=BETA2, weight_decay=WEIGHT_DECAY
+            model.parameters(), lr=lr, beta2=BETA2, weight_decay=WEIGHT_DECAY, max_norm=clip
         )
 
         def step(inputs: Any, targets: Any) -> Any:
@@ -165,6 +170,7 @@ class Run:
         attention: Of ours, "flash" or "naive".
         source: Whose weights PyTorch's copies; one of the same size and precision when None.
         capture: See :class:`OurGPT`.
+        clip: Likewise.
 
     Attributes:
         model: Of ours, else None.
@@ -181,15 +187,17 @@ class Run:
         attention: str = "flash",
         source: minitorch.DecoderLM | None = None,
         capture: Callable[..., Any] | None = None,
+        clip: float | None = None,
     ):
         self.size, self.tokens = size, size.tokens
         self.model: minitorch.DecoderLM | None = None
         if name == OURS:
             model = self.model = our_model(size, device, precision, attention)
-            self.gpt: Any = OurGPT(model, size.lr, capture)
+            self.gpt: Any = OurGPT(model, size.lr, capture, clip)
         else:  # a copy that is made for it needs no place on the device
             model = our_model(size, "cpu", precision, attention) if source is None else source
-            self.gpt = TorchGPT(model, FUSED, device, size.lr, BETA2, WEIGHT_DECAY, precision)
+            rates = size.lr, BETA2, WEIGHT_DECAY
+            self.gpt = TorchGPT(model, FUSED, device, *rates, precision, clip)
         self.flops = flops_per_token(model, size.context)
 
     def timed_step(self) -> Callable[[], Any]:

@@ -28,8 +28,6 @@ class Figure(NamedTuple):
         must: Bound.
         aim: Better still; None where there is none.
         is_most: Whether less is better.
-        captured: Whether ours takes steps that are captured, as ``train_gpt`` does on a GPU.
-        judged: Whether the bound is one; else the figure is beside one that is.
     """
 
     kind: str
@@ -39,12 +37,9 @@ class Figure(NamedTuple):
     must: float
     aim: float | None
     is_most: bool = False
-    captured: bool = True
-    judged: bool = True
 
 
 GPT2 = "gpt2-small"
-_EAGER: dict[str, Any] = {"captured": False, "judged": False}
 #: What is measured for each preset comes before what takes long.
 FIGURES = (
     Figure("speed", "toy", "bfloat16", None, 1.5, 4.0),
@@ -59,11 +54,6 @@ FIGURES = (
     Figure("attention", GPT2, "bfloat16", 4096, 5.0, 8.0),
     *(Figure("losses", preset, "float32", None, 1e-3, None, True) for preset in PRESETS),
     *(Figure("losses", preset, "bfloat16", None, 2.0, 1.0, True) for preset in PRESETS),
-    Figure("speed", "toy", "bfloat16", None, 1.5, 4.0, **_EAGER),
-    Figure("speed", "char", "bfloat16", None, 0.8, 1.2, **_EAGER),
-    Figure("speed", GPT2, "bfloat16", 1024, 0.7, 1.0, **_EAGER),
-    Figure("speed", GPT2, "bfloat16", 4096, 0.7, 1.0, **_EAGER),
-    Figure("speed", GPT2, "float32", 1024, 1.0, 2.0, **_EAGER),
 )
 
 

@@ -20,7 +20,7 @@ import kernels
 from kernels import launch, make_problem
 from kernels.cuda import flash3_launch
 from kernels.cuda.arrays import empty_device, to_device, to_host
-from kernels.dtypes import BFLOAT16, FLOAT32, is_floating
+from kernels.dtypes import BFLOAT16, FLOAT32
 from kernels.operands import make_operands
 from kernels.sequences import Sequences
 from kernels.targets import EventTimer, why_no_cuda
@@ -135,7 +135,7 @@ def _ours(arrays: list[Any], options: dict[str, Any], name: str) -> Callable[[],
     problem = make_problem(*arrays, **options)
     mask, slopes = (options.get(one) for one in ("attn_mask", "alibi_slopes"))
     if mask is not None:
-        mask = to_device(mask.astype(FLOAT32) if is_floating(mask.dtype) else mask)
+        mask = to_device(mask)
     if name == "documents":
         batch, heads, seq, width = arrays[0].shape
         one = np.append(np.arange(0, seq, DOCUMENT), seq)

@@ -52,8 +52,10 @@ def emulated_hopper(layout: Layout | None = None, blocks: int = 2) -> Iterator[N
     """
     maps: dict[int, tuple[Any, TensorMap]] = {}
 
-    def tensor_map(array: Any, seq: int, rows: int, dtype: str) -> tuple[Any, int, int]:
-        array = _bits(array)[:, :, :seq]
+    def tensor_map(
+        array: Any, seq: int, rows: int, dtype: str, first: int = 0
+    ) -> tuple[Any, int, int]:
+        array = _bits(array)[:, :, first : first + seq]
         for axis in (0, 1):
             if array.strides[axis] == 0:
                 array = array[(slice(None),) * axis + (slice(1),)]

@@ -139,6 +139,9 @@ class Instructions:
     def rcp(self, x: Any) -> Any:
         return np.float32(1) / np.float32(x)
 
+    def tanh(self, x: Any) -> Any:
+        return emulated_numbers.tanh(x)[()]
+
     def draw(self, spec: str, *given: int) -> tuple[int, ...]:
         threshold, low, high, block, row, flat = map(int, given)
         found = [0, 0]
@@ -385,6 +388,7 @@ INSTRUCTIONS = {
     r"cvt\.rna\.tf32": "round_tf32",
     r"ex2\.approx": "ex2",
     r"rcp\.approx": "rcp",
+    r"tanh\.approx": "tanh",
     r"\{ // philox ([\d, ]+);": "draw",
     r"prmt\.b32 \$result, \$x, \$y, \$selector": "permute",
     r"prmt\.b32 \$result, \$x, 0, 0x([89ab]{4})": "spread",

@@ -106,6 +106,21 @@ def _reciprocal() -> Case:
     return Case("rcp", kernel, void(FLOATS, FLOATS), (7, 5), "rcp.approx.ftz.f32", make)
 
 
+def _tanh() -> Case:
+    def kernel(x, out):
+        out[cuda.threadIdx.x, 0] = numbers.tanh(x[cuda.threadIdx.x, 0])
+
+    def make(rng: Generator) -> Any:
+        x = (rng.choice((-1, 1), (WARP, 1)) * np.geomspace(1e-6, 90, WARP)[:, None]).astype(
+            np.float32
+        )
+        x[:3, 0] = -np.inf, np.inf, np.nan
+        expected = np.tanh(x.astype(np.float64)).astype(np.float32)
+        return [x], np.zeros_like(x), expected, 2.0**-10.9 * np.abs(expected)
+
+    return Case("tanh", kernel, void(FLOATS, FLOATS), (7, 5), "tanh.approx.f32", make)
+
+
 # -- memory --------------------------------------------------------------------------------------
 
 
@@ -334,6 +349,7 @@ CASES = [
     _bits(),
     _exponential(),
     _reciprocal(),
+    _tanh(),
     _pairs_to_memory(),
     _through_memory(),
     _pairs_of_floats(),

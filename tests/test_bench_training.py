@@ -169,3 +169,24 @@ def test_the_peak_of_training_counts_the_model() -> None:
     peak = in_child(training_contestants.peak_of_training, OURS, wide, "cpu", "float32")
     weights = 4 * 12 * wide.layers * wide.width**2
     assert peak is not None and 3 * weights < peak < 30 * weights  # weights, gradients and moments
+
+
+def test_going_on_measures_what_a_record_lacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = []
+
+    def row(self: Bench, figure: Any) -> dict[str, Any]:
+        measured.append(figure)
+        size = training_contestants.size_of(figure.preset, figure.context, True)
+        return {**found(self, figure, 1.0), "context": size.context}
+
+    monkeypatch.setattr(Bench, "row", row)
+    path = tmp_path / "record.json"
+    picked = [*QUICK, "--json", str(path), "--go-on"]
+    main([*picked, "--figures", "losses", "--presets", "toy"])
+    first = [*measured]
+    main(picked)
+    assert 0 < len(first) < len(measured) == len(bench_training.FIGURES)
+    assert len(json.loads(path.read_text())["rows"]) == len(measured)
+    assert len(set(measured)) == len(measured)

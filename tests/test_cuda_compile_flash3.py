@@ -127,6 +127,7 @@ def test_no_product_of_the_kernel_of_dq_waits_for_the_last(widths: Widths) -> No
 WITH_OPTIONS = {
     "dropout": (Features(dropout=True), Widths(64, 64)),
     "mask": (Features(mask="bool"), Widths(128, 128)),
+    "floating mask": (Features(mask="bfloat16"), Widths(128, 128)),
     "packed": (Features(packed=True), Widths(64, 64)),
     "softcap, packed": (Features(softcap=True, packed=True), Widths(64, 64)),
 }

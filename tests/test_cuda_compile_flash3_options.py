@@ -19,6 +19,7 @@ HOPPER = (9, 0, "a")
 OPTIONS = {
     "boolean mask": Features(mask="bool"),
     "floating mask": Features(mask="float"),
+    "floating mask of 16 bits": Features(mask="bfloat16"),
     "dropout": Features(dropout=True),
     "softcap": Features(softcap=True),
     "alibi": Features(slopes=True),

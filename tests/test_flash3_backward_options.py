@@ -26,10 +26,16 @@ def _blocks(rng: np.random.Generator) -> kernels.BlockMask:
     return kernels.BlockMask(states, SEQ_Q, SEQ_K, (16, 32), rng.random((1, 16, 32)) < 0.7)
 
 
+def _additive(rng: np.random.Generator, *shape: int) -> Any:
+    return np.where(rng.random(shape) < 0.1, -np.inf, rng.standard_normal(shape)).astype(FLOAT16)
+
+
 #: Option → what a call of one head has of it.
 OPTIONS: dict[str, Any] = {
     "boolean mask": lambda rng: {"attn_mask": rng.random((1, SEQ_Q, SEQ_K)) < 0.7},
-    "floating mask": lambda rng: {"attn_mask": rng.standard_normal((1, SEQ_Q, 1)).astype(FLOAT16)},
+    "floating mask": lambda rng: {"attn_mask": _additive(rng, 1, SEQ_Q, SEQ_K)},
+    "floating mask of keys": lambda rng: {"attn_mask": _additive(rng, 1, 1, SEQ_K), "softcap": 3.0},
+    "floating mask of rows": lambda rng: {"attn_mask": rng.standard_normal((1, SEQ_Q, 1)).astype(FLOAT16)},
     "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
     "softcap": lambda rng: {"softcap": 2.0},
     "alibi": lambda rng: {"alibi_slopes": np.array([0.5], np.float32)},
@@ -40,7 +46,7 @@ OPTIONS: dict[str, Any] = {
     },
     "block mask": lambda rng: {"block_mask": _blocks(rng)},
     "many": lambda rng: {
-        "attn_mask": rng.random((SEQ_Q, SEQ_K)) < 0.7, "dropout_p": 0.3, "seed": 9, "softcap": 3.0,
+        "attn_mask": _additive(rng, SEQ_Q, SEQ_K), "dropout_p": 0.3, "seed": 9, "softcap": 3.0,
         "block_mask": _blocks(rng), "mask_mod": MASK_MODS[1], "score_mod": SCORE_MODS[1],
     },
 }  # fmt: skip
@@ -81,7 +87,7 @@ def _check(case: Case, found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 #: What is tried in both modes; dQ is a kernel of its own in the deterministic one.
-IN_BOTH = ("dropout", "block mask", "many")
+IN_BOTH = ("dropout", "floating mask", "block mask", "many")
 
 
 #: A call takes seconds: the others are left to ``make fuzz-options``; all are compiled, and run on a GPU.
@@ -95,8 +101,8 @@ ALWAYS = ("boolean mask", "dropout", "block mask of whole tiles", "many")
             pytest.param(option, False, marks=[] if option in ALWAYS else FUZZ_ONLY)
             for option in OPTIONS
         ),
-        *(pytest.param(option, True, marks=FUZZ_ONLY) for option in IN_BOTH[:2]),
-        (IN_BOTH[2], True),
+        *(pytest.param(option, True, marks=FUZZ_ONLY) for option in IN_BOTH[:-1]),
+        (IN_BOTH[-1], True),
     ],
 )
 def test_an_option_is_the_textbooks(option: str, deterministic: bool) -> None:
@@ -119,6 +125,37 @@ def test_what_nobody_sees_may_be_nan_or_infinite(deterministic: bool) -> None:
     q, k, v, dout = (x.copy() for x in (*case.operands, case.dout))
     k[:, :, keys], v[:, :, keys] = np.nan, np.inf
     q[:, :, rows], dout[:, :, rows] = np.inf, np.nan
+    poisoned = replace(case, q=q, k=k, v=v, dout=dout)
+    _check(case, _gradients(poisoned, expected, deterministic), expected)
+
+
+#: Bounds that leave keys before every window, rows that see nothing, and both beside a list of whole tiles.
+BOUNDS: list[dict[str, Any]] = [
+    {"window_size": (0, 9), "causal_offset": 100},
+    {"is_causal": True, "causal_offset": -5},
+    {"is_causal": True, "causal_offset": 20, "block_mask": OPTIONS["block mask of whole tiles"]},
+]
+
+
+@pytest.mark.parametrize(
+    "deterministic", [pytest.param(True, marks=FUZZ_ONLY), False], ids=["ordered", "atomic"]
+)
+@pytest.mark.parametrize("number", [*(pytest.param(i, marks=FUZZ_ONLY) for i in (0, 1)), 2])
+def test_what_bounds_hide_from_all_may_be_nan(number: int, deterministic: bool) -> None:
+    options = dict(BOUNDS[number])
+    if "block_mask" in options:
+        options |= options["block_mask"](np.random.default_rng(0))
+    case = _case(options)
+    bounds = case.problem()
+    row, col = np.arange(SEQ_Q)[:, None], np.arange(SEQ_K)
+    seen = (row + bounds.lower <= col) & (col <= row + bounds.upper)
+    if bounds.block_mask is not None:
+        seen &= bounds.block_mask.visible(0, SEQ_Q, 0, SEQ_K)[0]
+    keys, rows = ~seen.any(axis=0), ~seen.any(axis=1)
+    assert keys.any()
+    expected = case.oracle()
+    q, k, v, dout = (x.copy() for x in (*case.operands, case.dout))
+    k[:, :, keys] = v[:, :, keys] = q[:, :, rows] = dout[:, :, rows] = np.nan
     poisoned = replace(case, q=q, k=k, v=v, dout=dout)
     _check(case, _gradients(poisoned, expected, deterministic), expected)
 

@@ -35,12 +35,18 @@ def _blocks(rng: np.random.Generator) -> kernels.BlockMask:
     return kernels.BlockMask(states, SEQ_Q, SEQ_K, (16, 32), rng.random((2, 16, 32)) < 0.7)
 
 
+def _additive(rng: np.random.Generator, *shape: int) -> Any:
+    return np.where(rng.random(shape) < 0.1, -np.inf, rng.standard_normal(shape)).astype(FLOAT16)
+
+
 #: Option → what a call of two heads has of it.
 OPTIONS: dict[str, Any] = {
     "boolean mask": lambda rng: {"attn_mask": rng.random((2, SEQ_Q, SEQ_K)) < 0.7},
     "boolean mask that heads share": lambda rng: {"attn_mask": rng.random((SEQ_Q, SEQ_K)) < 0.7},
     "boolean mask of keys": lambda rng: {"attn_mask": rng.random((1, 2, 1, SEQ_K)) < 0.7},
-    "floating mask": lambda rng: {"attn_mask": rng.standard_normal((2, SEQ_Q, 1)).astype(FLOAT16)},
+    "floating mask": lambda rng: {"attn_mask": _additive(rng, 2, SEQ_Q, SEQ_K)},
+    "floating mask of keys": lambda rng: {"attn_mask": _additive(rng, 1, 2, 1, SEQ_K)},
+    "floating mask of rows": lambda rng: {"attn_mask": rng.standard_normal((2, SEQ_Q, 1)).astype(FLOAT16)},
     "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
     "softcap": lambda rng: {"softcap": 2.0},
     "alibi": lambda rng: {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
@@ -81,7 +87,7 @@ def _check(case: Case, found: tuple[Any, Any]) -> None:
 
 
 #: A call takes seconds: the others are left to ``make fuzz-options``; all are compiled, and run on a GPU.
-ALWAYS = ("boolean mask", "dropout", "softcap", "block mask")
+ALWAYS = ("boolean mask", "floating mask", "dropout", "softcap", "block mask")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +116,15 @@ def test_what_nobody_sees_may_be_nan_or_infinite() -> None:
     k[:, :, hidden], v[:, :, hidden] = np.nan, np.inf
     found = _forward(replace(case, k=k, v=v))
     k[:, :, hidden], v[:, :, hidden] = 0, 0
+    _check(replace(case, k=k, v=v), found)
+
+
+def test_keys_before_every_window_may_be_nan() -> None:
+    case = _case({"window_size": (0, 9), "causal_offset": 40, "softcap": 2.0})
+    k, v = case.k.copy(), case.v.copy()
+    k[:, :, :40] = v[:, :, :40] = np.nan
+    found = _forward(replace(case, k=k, v=v))
+    k[:, :, :40] = v[:, :, :40] = 0
     _check(replace(case, k=k, v=v), found)
 
 

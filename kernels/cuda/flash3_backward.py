@@ -24,7 +24,7 @@ from kernels.cuda.flash3_backward_layout import (
     is_guarded,
     key_tiles,
 )
-from kernels.cuda.flash3_backward_options import make_elements, words_type
+from kernels.cuda.flash3_backward_options import make_elements
 from kernels.cuda.flash3_backward_passes import make_passes
 from kernels.cuda.flash3_backward_walk import make_row_base, make_visits_of
 from kernels.cuda.flash3_layout import (
@@ -36,6 +36,7 @@ from kernels.cuda.flash3_layout import (
     make_next,
     own_warpgroup,
 )
+from kernels.cuda.flash3_mask import words_type
 from kernels.cuda.flash3_tiles import (
     init_stages,
     make_accumulate,
@@ -86,8 +87,9 @@ from kernels.dtypes import BITS, FLOAT32
 from kernels.targets import cuda
 
 #: The shape of a call: rows, columns that some row sees, heads, and by what a head's and a batch's number
-#: is multiplied to find it in q, k, v and dout: 0 where it repeats.
-SHAPE = types.UniTuple(int32, 11)
+#: is multiplied to find it in q, k, v and dout: 0 where it repeats; then the first row and the first key of
+#: those that the copy engine knows.
+SHAPE = types.UniTuple(int32, 13)
 MAPS = types.Array(uint8, 1, "C")
 ROW_NUMBERS = types.Array(float32, 2, "C")
 square_place = DEVICE.square_place
@@ -159,7 +161,7 @@ def dkdv_kernel(
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
     visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, True)
     elements, row_base = make_elements(features, block_q, True), make_row_base(features.packed)
-    steepness_of, scale_of, operand_factor = elements.steepness, elements.scale, elements.factor
+    steepness_of, scale_of, factor_of = elements.steepness, elements.scale, elements.factor
     words, slope_scale_of = elements.words, elements.slope_scale
     weigh, slope_of = make_passes(features, block_q, dtype, True, has_dv or guards)
     is_found = is_flagged if guards else never_flagged
@@ -226,7 +228,7 @@ def dkdv_kernel(
                     phase = phase ^ 1
                     st_shared(tile + number_offset, item)
                     mbarrier_arrive_expect_tx(barriers, keys_size)
-                    key = first_k + col
+                    key = first_k + col - shape[12]
                     load_k(tile, k_tensor, barriers, key, h * shape[5], b * shape[6])
                     if has_dk:
                         load_v(tile + v_offset, v_tensor, barriers, key, h * shape[7], b * shape[8])
@@ -234,7 +236,7 @@ def dkdv_kernel(
                     for n in range(int32(stop - first)):
                         row = int32(tile_of(first + n, extras) * block_q)
                         place = (int64(y) * lse.shape[1] + base + row) * WORD
-                        row += first_q
+                        row += first_q - shape[11]
                         # 9: load Q_i, L_i, then dO_i, D_i
                         fetch_q(
                             tile + q_offset + q_stage * q_size, q_tensor,
@@ -268,7 +270,7 @@ def dkdv_kernel(
             p = cuda.local.array((depth_steps, 4), uint32)
             ds = cuda.local.array((depth_steps, 4), uint32)
             kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
-            factor, found = float32(scale) * operand_factor, is_found(flag)
+            factor, found = float32(scale) * factor_of(extras), is_found(flag)
             q_stage, q_phase, dout_stage, dout_phase = int32(0), int32(0), int32(0), int32(0)
             phase = int32(0)
             r, c = square_place(lane)

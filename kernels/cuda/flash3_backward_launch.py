@@ -30,9 +30,18 @@ from kernels.cuda.flash3_backward_rows import (
     zero_kernel,
 )
 from kernels.cuda.flash3_dq import dq_kernel
-from kernels.cuda.flash3_launch import CACHE_BYTES, kept_launches, lies, readable, tensor_map
+from kernels.cuda.flash3_launch import (
+    CACHE_BYTES,
+    kept_launches,
+    lies,
+    readable,
+    seen_keys,
+    seen_rows,
+    tensor_map,
+    with_mask_bits,
+)
 from kernels.cuda.flash3_layout import Schedule, Widths, schedule_of
-from kernels.cuda.flash3_mask import packed_mask
+from kernels.cuda.flash3_mask import has_words, packed_mask
 from kernels.cuda.half import EIGHT, as_bits
 from kernels.cuda.half_delta import delta_of
 from kernels.cuda.launcher import LATER
@@ -58,7 +67,10 @@ class _Plan(NamedTuple):
         dtype: "float16" or "bfloat16".
         features: Options that kernels are compiled for.
         rows: Of lse and delta as ``rows_kernel`` lays them out: each sequence has room for its last tile.
-        seq_k: Keys that some row sees: those beyond are outside of the tensor, zeros whatever they are.
+        seq_k: Keys up to the last that some row sees, or all.
+        seen_q: The first row that sees a key within the bounds, and the one behind the last: the others
+            are outside of the tensor, zeros whatever they are.
+        seen_k: Likewise of the keys that some row sees.
         by_keys: What each kernel by key tiles computes, and its layout.
         by_rows: The layout of the kernel that dq has of its own, or None.
         flag: Why numbers that are not finite are looked for: LATER, if options may hide them beside others
@@ -72,6 +84,8 @@ class _Plan(NamedTuple):
     features: Features
     rows: int
     seq_k: int
+    seen_q: tuple[int, int]
+    seen_k: tuple[int, int]
     by_keys: tuple[tuple[Parts, KeyLayout], ...]
     by_rows: QueryLayout | None
     flag: Any
@@ -83,9 +97,9 @@ class _Plan(NamedTuple):
 def _plan(problem: Problem, device: int) -> _Plan:
     """Return what all calls of a problem have in common; it has no seed."""
     features, sequences = features_of(problem), problem.sequences
-    widths, seq_k = _widths(problem), problem.seq_k
-    if not sequences and not features.block_mask:
-        seq_k = max(min(seq_k, problem.seq_q + problem.upper), 1)
+    widths, seen_k = _widths(problem), seen_keys(problem)
+    # Lines of a list are for all keys.
+    seq_k = problem.seq_k if features.block_mask else seen_k[1]
     kernels = parts_of(widths, not problem.deterministic)
     by_keys = tuple((parts, key_layout(widths, parts, features)) for parts in kernels)
     by_rows = None if any(parts.dq for parts in kernels) else query_layout(widths)
@@ -97,6 +111,8 @@ def _plan(problem: Problem, device: int) -> _Plan:
         features,
         round_up(problem.seq_q, PADDING) + (PADDING * sequences.count if sequences else 0),
         seq_k,
+        seen_rows(problem),
+        seen_k,
         by_keys,
         by_rows,
         _flag_for(problem, features, by_keys, by_rows),
@@ -114,8 +130,9 @@ def _flag_for(
     """Return ``_Plan.flag``."""
     if not is_guarded(features):
         return 0
-    mask = problem.block_mask
-    if mask is not None and features._replace(block_mask=False) == PLAIN:
+    mask, (last_q, last_k) = problem.block_mask, (problem.seq_q - 1, problem.seq_k - 1)
+    is_bounded = problem.lower > -last_q or problem.upper < last_k
+    if mask is not None and not is_bounded and features._replace(block_mask=False) == PLAIN:
         tiles = [mask.tile_list(x.block_q, x.block_k, by_keys=True) for _, x in by_keys]
         if by_rows is not None:
             tiles.append(mask.tile_list(by_rows.block_q, by_rows.block_k))
@@ -146,8 +163,8 @@ class _Call(NamedTuple):
     own: tuple[Any, ...]
 
     def words(self, layout: KeyLayout | QueryLayout, by_keys: bool = False) -> tuple[Any, ...]:
-        """Return the bits of a boolean mask as a kernel's lanes have them, if there is one."""
-        if self.plan.features.mask != "bool":
+        """Return the words of a mask as a kernel's lanes have them, if it reads any."""
+        if not has_words(self.plan.features):
             return ()
         cols = layout.block_q if by_keys else layout.block_k
         return (packed_mask(self.operands.mask, cols, by_keys),)
@@ -162,14 +179,14 @@ class _Call(NamedTuple):
         self, layout: KeyLayout | QueryLayout
     ) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
         """Return the tensor maps of q, k, v and dout in a kernel's tiles, and what differs in each."""
-        own, seq_q, seq_k = self.operands, self.problem.seq_q, self.plan.seq_k
+        own, rows, keys = self.operands, self.plan.seen_q, self.plan.seen_k
         found = [
-            tensor_map(array, seq, block, self.plan.dtype)
-            for array, seq, block in (
-                (own.q, seq_q, layout.block_q),
-                (own.k, seq_k, layout.block_k),
-                (own.v, seq_k, layout.block_k),
-                (own.dout, seq_q, layout.block_q),
+            tensor_map(array, stop - first, block, self.plan.dtype, first)
+            for array, (first, stop), block in (
+                (own.q, rows, layout.block_q),
+                (own.k, keys, layout.block_k),
+                (own.v, keys, layout.block_k),
+                (own.dout, rows, layout.block_q),
             )
         ]
         return tuple(one[0] for one in found), tuple(one[1:] for one in found)
@@ -198,6 +215,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         tile: Its own.
         operands: As kernels take them, on the device; dq, dk and dv are written.
     """
+    problem, operands = with_mask_bits(problem, operands)
     q, k, v, dout = readable(operands.q, operands.k, operands.v, operands.dout)
     operands = operands.having(q=q, k=k, v=v, dout=dout)
     plan, heads = _plan(problem.unseeded, current_device()), math.prod(q.shape[:2])
@@ -247,8 +265,9 @@ def _arguments(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return grid and threads of a kernel by tiles, and its arguments behind the arrays."""
     shape = problem.seq_q, plan.seq_k, lead[1], *(number for one in differs for number in one)
+    shape += plan.seen_q[0], plan.seen_k[0]
     blocks = min(multiprocessors(), schedule.tiles * schedule.heads)
-    words = LATER if plan.features.mask == "bool" else 0
+    words = LATER if has_words(plan.features) else 0
     return (blocks, layout.threads), shape, problem.scale, schedule, plan.flag, words, extras
 
 

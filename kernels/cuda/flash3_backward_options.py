@@ -21,8 +21,14 @@ import numpy as np
 from numba import float32, int32, int64, uint32
 
 from kernels.cuda.device import device_function
-from kernels.cuda.flash3_mask import ALL, WORDS, all_seen, make_block_bits, make_words_place
-from kernels.cuda.flash3_options import tanh
+from kernels.cuda.flash3_mask import (
+    ALL,
+    STEP,
+    all_seen,
+    make_block_bits,
+    make_words_place,
+)
+from kernels.cuda.flash3_options import pairs_of, seen_words
 from kernels.cuda.flash3_scores import (
     TILES,
     bit_words,
@@ -32,30 +38,25 @@ from kernels.cuda.flash3_scores import (
     with_bit,
 )
 from kernels.cuda.mod_rules import FIRST_PLACE, batch_and_head, mask_function, score_function
-from kernels.cuda.ptx.numbers import PACK, PACK_POSITIVE, ex2
+from kernels.cuda.ptx.numbers import PACK, PACK_POSITIVE, UNPACK, ex2, tanh
 from kernels.cuda.scores import Features, mask_at
 from kernels.dtypes import FLOAT32
 from kernels.online_softmax import LOG2_E
-
-
-def words_type(features: Features) -> Any:
-    """Return numba's type of the argument for the words of a boolean mask, 0 where there are none."""
-    return WORDS if features.mask == "bool" else int64
 
 
 class Elements(NamedTuple):
     """The functions of :func:`make_elements`, and what a kernel must know beside them.
 
     Attributes:
-        factor: What scores are multiplied by, beside scale.
-        words: Of bits of a lane's elements.
-        has_seen: Lists, masks or mods hide elements.
+        factor: ``(extras)``: what products are multiplied by, beside scale, for ``weigh``.
+        words: Of bits of a lane's elements, and behind them of a floating mask of 16 bits.
+        has_seen: There are words that ``see`` sets.
         hides: Elements may be hidden beside others that are seen.
         draw: ``(kept, lane, flat, row, col, extras)``: set the bits of what dropout keeps, of the warp's 16
             rows or keys.
         see: ``(seen, mask_words, lane, whole, flat, b, h, row, col, seq_q, seq_k, extras)``: set those of
             what is seen; (row, col) is the lane's first element, ``whole`` tells that the block mask
-            hides none.
+            hides none.  And bring a floating mask of 16 bits.
         steepness: ``(b, h, extras)``: ALiBi's slope of a head.
         own: ``(flat, extras)``: batch and head as mods get them.
         weigh: ``(product, shift, seen, t, i, own, b, h, row, col, distance, steepness, seq_q, seq_k,
@@ -68,7 +69,7 @@ class Elements(NamedTuple):
         slope_scale: ``(extras)``: what is left to multiply dS by, :func:`slope_factor`.
     """
 
-    factor: Any
+    factor: Callable[..., Any]
     words: int
     has_seen: bool
     hides: bool
@@ -111,7 +112,13 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
     zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
     minus_inf, log2_e, bends = np.float32(-math.inf), np.float32(LOG2_E), features.bends
     bend, within = _make_bend(features), _make_within(features)
-    has_seen = features.mask == "bool" or features.block_mask or features.mask_mod is not None
+    # Of what a mask or a mod hides the slope may be anything.
+    has_bias, has_pairs = features.has_bias, features.mask in UNPACK
+    may_have_no_slope = features.score_mod is not None or (features.softcap and has_bias)
+    pairs: Any = pairs_of(features, cols)
+    add_pair: Any = pairs and pairs[1]
+    log2_factor = one if bends else log2_e
+    has_bits = features.mask == "bool" or features.block_mask or features.mask_mod is not None
 
     @device_function
     def place_of(t, i):
@@ -129,16 +136,27 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
             at_row, at_col = within(row, r, seq_q), within(col, c, seq_k)
             far = distance + float32(r - c)
             score, slope = bend(product, at_row, at_col, far, steepness, own, b, h, extras)
+            if has_pairs:
+                score = add_pair(score, seen, t, i)
             p = ex2(score * log2_e - shift)
-            # What is hidden may be anything, its derivative too.
-            bent = zero if score == minus_inf else p * slope
+            bent = p * slope
+            if may_have_no_slope:
+                bent = zero if score == minus_inf else bent
         else:
             p = ex2(product - shift)
             bent = p
-        if has_seen:
+        if has_bits:
             is_seen = has_bit(seen, t, i)
             return (p if is_seen else zero), (bent if is_seen else zero)
         return p, bent
+
+    @device_function
+    def over_cap(extras):
+        return one / extras.softcap
+
+    @device_function
+    def constant_factor(extras):
+        return log2_factor
 
     @device_function
     def no_numbers(flat, extras):
@@ -204,8 +222,8 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
     if is_marked(features):
         own_drop, slope, pack, slope_scale = mark, marked_slope, PACK_POSITIVE, half_scale
     return Elements(
-        one if bends else log2_e, bit_words(cols), has_seen, features.hides,
-        draw, _make_see(features, cols, by_keys, place_of),
+        over_cap if features.softcap else constant_factor, seen_words(features, cols),
+        has_bits or has_pairs, features.hides, draw, _make_see(features, cols, by_keys, place_of),
         steepness if features.slopes else not_steep, batch_and_head if features.score_mod else no_numbers,
         weigh, own_drop, slope, pack, scale, slope_scale,
     )  # fmt: skip
@@ -227,7 +245,9 @@ def _make_within(features: Features) -> Callable[..., Any]:
 def _make_bend(features: Features) -> Callable[..., Any]:
     """Return what a score becomes, and the derivative of that by the score.
 
-    ``bend(x, row, col, distance, steepness, own, b, h, extras)``, natural logarithms.
+    ``bend(x, row, col, distance, steepness, own, b, h, extras)``, natural logarithms; with a softcap ``x``
+    comes divided by it.  The instruction for tanh is exact to 11 bits, a score then as that of PyTorch's
+    operations in 16 bits is; the forward pass has a better one, for lse is float32.
     """
     one, minus_inf = np.float32(1), np.float32(-math.inf)
     score_mod = score_function(features.score_mod or _same, FLOAT32)
@@ -251,7 +271,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
     def bend(x, row, col, distance, steepness, own, b, h, extras):
         slope = one
         if has_softcap:
-            bent = tanh(x / extras.softcap)
+            bent = tanh(x)
             x, slope = extras.softcap * bent, one - bent * bent
         if has_mod:
             slope = float32(slope * derivative(x, own[0], own[1], row, col))
@@ -274,15 +294,18 @@ def _one(score, batch, head, row, col):
 def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Callable[..., None]:
     words = bit_words(cols)
     mask_mod: Any = features.mask_mod and mask_function(features.mask_mod, FLOAT32)
-    words_place, within = make_words_place(cols, by_keys), _make_within(features)
+    pairs: Any = pairs_of(features, cols)
+    has_pairs, bring, steps = pairs is not None, pairs and pairs[0], cols // STEP
+    line_place, tile_place = make_words_place(cols, by_keys, has_pairs)
     has_blocks, has_mod = features.block_mask, features.mask_mod is not None
+    has_bits, within = features.mask == "bool" or has_blocks or has_mod, _make_within(features)
     block_bits = make_block_bits(cols, by_keys) if has_blocks else all_seen
 
     @device_function
     def own_place(lane, b, h, row, col, extras):
         across, along = lane // 4, 2 * (lane % 4)
         first = (col - across, row - along) if by_keys else (row - across, col - along)
-        return words_place(lane, b, h, first[0], first[1], extras)
+        return line_place(lane, b, h, first[0], extras) + tile_place(first[1], extras)
 
     @device_function
     def no_place(lane, b, h, row, col, extras):
@@ -320,8 +343,13 @@ def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Ca
     def see(seen, mask_words, lane, whole, flat, b, h, row, col, seq_q, seq_k, extras):
         given = lane, whole, flat, b, h, row, col, seq_q, seq_k, extras
         # One by one: a loop that is not unrolled would put them into local memory.
-        seen[0] = word_of(0, mask_words, given)
-        if words > 1:
+        if has_bits:
+            seen[0] = word_of(0, mask_words, given)
+        if has_bits and words > 1:
             seen[1] = word_of(1, mask_words, given)
+        if has_pairs:
+            place = own_place(lane, b, h, row, col, extras)
+            for step in range(steps):
+                bring(seen, mask_words, place, step)
 
     return see

@@ -23,7 +23,7 @@ from kernels.cuda.flash3_backward_layout import (
     is_guarded,
     query_tiles,
 )
-from kernels.cuda.flash3_backward_options import make_elements, words_type
+from kernels.cuda.flash3_backward_options import make_elements
 from kernels.cuda.flash3_backward_passes import make_passes
 from kernels.cuda.flash3_backward_walk import make_row_base, make_visits_of
 from kernels.cuda.flash3_layout import (
@@ -35,6 +35,7 @@ from kernels.cuda.flash3_layout import (
     make_next,
     own_warpgroup,
 )
+from kernels.cuda.flash3_mask import words_type
 from kernels.cuda.flash3_options import make_clear_unseen
 from kernels.cuda.flash3_tiles import (
     init_stages,
@@ -122,7 +123,7 @@ def dq_kernel(
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
     visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, False)
     elements, row_base = make_elements(features, block_k, False), make_row_base(features.packed)
-    steepness_of, operand_factor, words = elements.steepness, elements.factor, elements.words
+    steepness_of, factor_of, words = elements.steepness, elements.factor, elements.words
     slope_scale_of = elements.slope_scale
     weigh, slope_of = make_passes(features, block_k, dtype, False)
     is_packed = features.packed
@@ -175,7 +176,7 @@ def dq_kernel(
                         item, schedule, seq_q, seq_k, extras
                     )
                     b, h = int32(y // heads), int32(y % heads)
-                    row += first_q
+                    row += first_q - shape[11]
                     # 9: load Q_i, dO_i, and say which they are
                     mbarrier_wait(barriers + rows_empty, phase ^ 1)
                     phase = phase ^ 1
@@ -186,7 +187,7 @@ def dq_kernel(
                         tile + dout_offset, dout_tensor, barriers, row, h * shape[9], b * shape[10]
                     )
                     for n in range(int32(stop - first)):
-                        col = first_k + tile_of(stop - 1 - n, extras) * block_k
+                        col = first_k - shape[12] + tile_of(stop - 1 - n, extras) * block_k
                         # 6: load K_j, V_j
                         full = barriers + k_full + 8 * k_stage
                         mbarrier_wait(barriers + k_empty + 8 * k_stage, k_phase ^ 1)
@@ -220,7 +221,7 @@ def dq_kernel(
             dp = cuda.local.array((key_tiles, 4), float32)
             ds = cuda.local.array((depth_steps, 4), uint32)
             kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
-            factor, found = float32(scale) * operand_factor, is_found(flag)
+            factor, found = float32(scale) * factor_of(extras), is_found(flag)
             k_stage, k_phase, v_stage, v_phase = int32(0), int32(0), int32(0), int32(0)
             phase = int32(0)
             own_tile = tile + me * (ROWS * LINE)  # of q, and then of dq

@@ -10,7 +10,8 @@ import numpy as np
 from numba import float32, uint32
 
 from kernels.cuda.device import device_function, shift_of
-from kernels.cuda.flash3_mask import WARP, make_words_place
+from kernels.cuda.flash3_mask import STEP, has_words, make_words_place
+from kernels.cuda.flash3_options import pairs_of
 from kernels.cuda.flash3_scores import bit_words, make_kept
 from kernels.cuda.flash3_tiles import store_pairs
 from kernels.cuda.ptx.fragments import DEVICE
@@ -51,24 +52,22 @@ def make_ask_for_scores(
 
 @cache
 def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """Return what finds a warp's bits of an item, and what fetches those of a tile.
+    """Return what finds a lane's words of an item, and what fetches those of a tile.
 
-    ``first_place(lane, b, h, row, extras)`` is where those of a boolean mask begin for the warp's 16 rows
-    from ``row`` on; ``fetch(seen, kept, place, lane, flat, row, col, mask_words, extras)`` gets them for
-    the tile that begins at column ``col``, and draws those of what dropout keeps.
+    ``first_place(lane, b, h, row, extras)`` is where those of a mask begin for the warp's 16 rows from
+    ``row`` on; ``fetch(seen, kept, place, lane, flat, row, col, mask_words, extras)`` gets them for the
+    tile that begins at column ``col``, and draws those of what dropout keeps.
 
     Args:
         features: Of the kernel.
         cols: Of the tile.
     """
-    words_place, words = make_words_place(cols), bit_words(cols)
-    has_kept, has_mask = features.dropout, features.mask == "bool"
+    pairs, words, steps = pairs_of(features, cols), bit_words(cols), cols // STEP
+    line_place, tile_place = make_words_place(cols, has_pairs=pairs is not None)
+    has_kept, has_bits, has_pairs = features.dropout, features.mask == "bool", pairs is not None
+    bring: Any = pairs and pairs[0]
     # Without dropout nothing calls it.
     draw_kept: Any = make_kept(cols).draw if has_kept else None
-
-    @device_function
-    def mask_place(lane, b, h, row, extras):
-        return words_place(lane, b, h, row, 0, extras)
 
     @device_function
     def nowhere(lane, b, h, row, extras):
@@ -76,13 +75,18 @@ def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Calla
 
     @device_function
     def fetch(seen, kept, place, lane, flat, row, col, mask_words, extras):
-        if has_mask:
+        if has_bits:
+            place += tile_place(col, extras)
             for n in range(words):
-                seen[n] = mask_words[place + col // cols * (WARP * words) + n]
+                seen[n] = mask_words[place + n]
+        if has_pairs:
+            place += tile_place(col, extras)
+            for step in range(steps):
+                bring(seen, mask_words, place, step)
         if has_kept:
             draw_kept(kept, lane, flat, row, col, extras)
 
-    return mask_place if has_mask else nowhere, fetch
+    return line_place if has_words(features) else nowhere, fetch
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -19,7 +20,7 @@ from kernels.cuda.flash3_layout import (
     layout_of,
     schedule_of,
 )
-from kernels.cuda.flash3_mask import packed_mask
+from kernels.cuda.flash3_mask import has_words, packed_mask
 from kernels.cuda.flash3_wgmma import forward_kernel, is_guarded
 from kernels.cuda.half import as_bits
 from kernels.cuda.launcher import LATER
@@ -31,7 +32,7 @@ from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import Extras, features_of
 from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import tiles_of
-from kernels.dtypes import NAMES
+from kernels.dtypes import NAMES, is_half
 from kernels.operands import Operands
 from kernels.problem import Problem
 from kernels.targets import current_device
@@ -44,19 +45,20 @@ CACHE_BYTES = 24 << 20
 KEPT_LAUNCHES = 64
 
 
-def tensor_map(array: Any, seq: int, rows: int, dtype: str) -> tuple[Any, int, int]:
+def tensor_map(array: Any, seq: int, rows: int, dtype: str, first: int = 0) -> tuple[Any, int, int]:
     """Return what tells the copy engine of an array, and whether its heads and its batches differ.
 
     Args:
         array: (batch, heads, seq, dim) on the device; a stride of 0 repeats.
-        seq: How many of its rows there are for the engine.
+        seq: How many of its rows there are for the engine; what is outside of them is zeros to it.
         rows: Of a tile.
         dtype: "float16" or "bfloat16".
+        first: The first of these rows; the engine counts from it.
 
     Returns:
         The tensor map on the device, 1 or 0 for the heads, 1 or 0 for the batches.
     """
-    lies = device_pointer(array), array.shape, array.strides
+    lies = device_pointer(array) + first * array.strides[2], array.shape, array.strides
     return _tensor_map(current_device(), *lies, seq, rows, dtype)
 
 
@@ -117,13 +119,14 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         tile: Its own.
         operands: As kernels take them, on the device; out and lse are written.
     """
+    problem, operands = with_mask_bits(problem, operands)
     q, k, v = readable(operands.q, operands.k, operands.v)
     layout, _ = layout_for(problem.unseeded)
     dtype, out = NAMES[problem.dtype], operands.out
-    seq_k = _keys(problem)
+    first, stop = seen_keys(problem)
     q_map, *q_differs = tensor_map(q, problem.seq_q, layout.block_q, dtype)
-    k_map, *k_differs = tensor_map(k, seq_k, layout.block_k, dtype)
-    v_map, *v_differs = tensor_map(v, seq_k, layout.block_k, dtype)
+    k_map, *k_differs = tensor_map(k, stop - first, layout.block_k, dtype, first)
+    v_map, *v_differs = tensor_map(v, stop - first, layout.block_k, dtype, first)
     lead, differs = out.shape[:2], (*q_differs, *k_differs, *v_differs)
     lse = device_view(operands.lse, (math.prod(lead), problem.seq_q), (problem.seq_q, 1))
     if problem.sequences is None:
@@ -136,10 +139,23 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     launch(q_map, k_map, v_map, out, lse, counters(), *own)
 
 
+def with_mask_bits(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """Return a call with a floating mask of 16 bits as its bits, and of which dtype it is as ``mask``."""
+    if problem.mask == "float" and is_half(operands.mask.dtype):
+        bits = as_bits(operands.mask)
+        return _of_mask(problem, NAMES[operands.mask.dtype]), operands.having(mask=bits)
+    return problem, operands
+
+
+@lru_cache(maxsize=1024)
+def _of_mask(problem: Problem, dtype: str) -> Problem:
+    return replace(problem, mask=dtype)
+
+
 def _own(problem: Problem, operands: Operands, v: Any, layout: Layout) -> tuple[Any, ...]:
-    """Return what a call brings for its options: a flag, words of a boolean mask, and ``own_extras``."""
+    """Return what a call brings for its options: a flag, words of a mask, and ``own_extras``."""
     features, own = features_of(problem), own_extras(problem, operands)
-    if features.mask == "bool":
+    if has_words(features):
         own = packed_mask(operands.mask, layout.block_k), *own
     return (flag_of(NAMES[problem.dtype], as_bits(v)), *own) if is_guarded(features) else own
 
@@ -169,10 +185,27 @@ def kept_launches(prepare: Callable[..., Any]) -> Any:
     return launch_of
 
 
-def _keys(problem: Problem) -> int:
-    """Return how many keys some row sees: those beyond are zeros to it, whatever they are."""
-    bound = problem.seq_k if problem.sequences else problem.seq_q + problem.upper
-    return max(min(problem.seq_k, bound), 1)
+def seen_keys(problem: Problem) -> tuple[int, int]:
+    """Return the first key that the bounds let some row see, and the one behind the last.
+
+    The others are zeros to the kernels, whatever they are: zero times what is not finite would be NaN.
+    """
+    if problem.sequences:
+        return 0, problem.seq_k
+    return _seen(problem.seq_k, problem.lower, problem.seq_q + problem.upper)
+
+
+def seen_rows(problem: Problem) -> tuple[int, int]:
+    """Return the first query row that sees a key within the bounds, and the one behind the last."""
+    if problem.sequences:
+        return 0, problem.seq_q
+    return _seen(problem.seq_q, -problem.upper, problem.seq_k - problem.lower)
+
+
+def _seen(count: int, first: int, stop: int) -> tuple[int, int]:
+    """Return what is within an array of so many places, one at the least: an engine needs it."""
+    first = min(max(first, 0), count - 1)
+    return first, max(min(stop, count), first + 1)
 
 
 def _work(
@@ -186,11 +219,12 @@ def _work(
         differs: Of q, k and v, see :func:`tensor_map`.
         extras: Of the kernel.
     """
-    (layout, _), (batch, heads), seq_k = layout_for(problem.unseeded), lead, _keys(problem)
+    (layout, _), (batch, heads) = layout_for(problem.unseeded), lead
+    first, seq_k = seen_keys(problem)
     tiles, lines = tiles_of(problem.seq_q, layout.block_q, extras), batch * heads
     bytes_a_head = 2 * seq_k * (problem.head_dim + problem.value_dim)
     schedule = schedule_of(tiles, lines, bytes_a_head, CACHE_BYTES)
-    shape = (problem.seq_q, seq_k, heads, batch, *differs)
+    shape = (problem.seq_q, seq_k, heads, batch, *differs, first)
     return min(multiprocessors(), tiles * lines), shape, schedule
 
 
@@ -211,7 +245,7 @@ def _launch(
     extras = lasting_extras(problem, layout.block_q, layout.block_k)
     blocks, shape, schedule = _work(problem, lead, differs, extras)
     flag = LATER if is_guarded(features) else 0
-    mask_words = LATER if features.mask == "bool" else 0
+    mask_words = LATER if has_words(features) else 0
     kernel = forward_kernel(layout, widths, NAMES[problem.dtype], features)
     return kernel.prepared(
         (blocks, layout.threads), shape, problem.scale, schedule, flag, mask_words, extras

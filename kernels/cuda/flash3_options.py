@@ -17,12 +17,12 @@ from numba import float32, int32, int64, uint32
 from kernels.cuda.device import device_function
 from kernels.cuda.emitted import unrolled
 from kernels.cuda.flash3_layout import LINE, WARPGROUP
-from kernels.cuda.flash3_mask import make_block_bits
+from kernels.cuda.flash3_mask import QUAD, STEP, make_block_bits, make_pairs
 from kernels.cuda.flash3_scores import bit_words, has_bit
 from kernels.cuda.mod_rules import FIRST_PLACE, batch_and_head, mask_function, score_function
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.copies import st_shared_v4
-from kernels.cuda.ptx.numbers import ex2, rcp
+from kernels.cuda.ptx.numbers import UNPACK, ex2, rcp
 from kernels.cuda.scores import PLAIN, Features, mask_at
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.dtypes import FLOAT32
@@ -52,7 +52,8 @@ class Elements(NamedTuple):
 
     The functions are ``(s, seen, lane, row, col, seq_q, seq_k, flat, b, h, scale, extras)``: of the
     products in ``s`` they make scores, minus infinity where hidden; (row, col) is the lane's first element,
-    and ``seen`` its bits of a boolean mask, of which a block mask may take some.
+    and ``seen`` its bits of a boolean mask, of which a block mask may take some, and behind them words of a
+    floating mask of 16 bits.
 
     Attributes:
         bends: Scores are natural logarithms; else still products, which the scale, if it is positive,
@@ -78,6 +79,21 @@ def make_elements(features: Features, cols: int) -> Elements:
         _make_apply(features, cols, False),
         _make_apply(features, cols, True),
     )
+
+
+def seen_words(features: Features, cols: int) -> int:
+    """Return how many words a lane has in ``seen``."""
+    has_pairs = features.mask in UNPACK
+    return bit_words(cols) + (QUAD * (cols // STEP) if has_pairs else 0)
+
+
+def pairs_of(
+    features: Features, cols: int
+) -> tuple[Callable[..., None], Callable[..., Any]] | None:
+    """Return the functions of ``make_pairs`` for all words of a tile, or None without such a mask."""
+    if features.mask not in UNPACK:
+        return None
+    return make_pairs(features.mask, bit_words(cols))
 
 
 def _make_bend(features: Features) -> Callable[..., Any]:
@@ -152,7 +168,9 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     has_places = has_mod or features.score_mod is not None
     has_blocks = is_edge and features.block_mask
     see_blocks = _make_see_blocks(cols, has_mask) if has_blocks else _see_all
-    has_seen = has_mask or has_blocks
+    has_seen, has_pairs = has_mask or has_blocks, features.mask in UNPACK
+    pairs: Any = pairs_of(features, cols)
+    add_pair: Any = pairs and pairs[1]
 
     def apply_to(s, seen, t, given):
         edge, distance, row, col, seq_q, seq_k, flat, own, b, h, scale, extras = given
@@ -164,6 +182,8 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
             at_col = int32(min(int32(col + c), last_col)) if is_edge else int32(col + c)
             far = distance + float32(r - c)
             x = bend(s[t, i], at_row, at_col, far, own, b, h, scale, extras)
+            if has_pairs:
+                x = add_pair(x, seen, t, i)
             if has_seen:
                 x = x if has_bit(seen, t, i) else minus_inf
             if has_mod:

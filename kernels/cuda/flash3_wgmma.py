@@ -14,7 +14,7 @@ import math
 from functools import cache
 
 import numpy as np
-from numba import float32, float64, int32, int64, types, uint8, uint32, void
+from numba import float32, float64, int32, types, uint8, uint32, void
 
 from kernels.cuda.device import (
     Kernel,
@@ -46,8 +46,8 @@ from kernels.cuda.flash3_layout import (
     shared_tiles,
     v_bytes,
 )
-from kernels.cuda.flash3_mask import WORDS
-from kernels.cuda.flash3_options import make_clear_unseen, make_elements
+from kernels.cuda.flash3_mask import has_words, words_type
+from kernels.cuda.flash3_options import make_clear_unseen, make_elements, seen_words
 from kernels.cuda.flash3_scores import bit_words
 from kernels.cuda.flash3_tiles import (
     make_accumulate,
@@ -92,8 +92,8 @@ from kernels.online_softmax import LN_2, LOG2_E
 from kernels.targets import cuda
 
 #: The shape of a call: rows, columns, heads of the kernel, and by what a head's and a batch's number is
-#: multiplied to find it in q, k and v: 0 where it repeats.
-SHAPE = types.UniTuple(int32, 10)
+#: multiplied to find it in q, k and v: 0 where it repeats; then the first key, see ``seen_keys``.
+SHAPE = types.UniTuple(int32, 11)
 MAPS = types.Array(uint8, 1, "C")
 #: The thread of the copying warpgroup that deals items; the first one copies keys and values.
 DEALER = 32
@@ -152,7 +152,7 @@ def forward_kernel(
     bends, of_all, score_whole, score_edge = make_elements(features, block_k)
     (first_bits, fetch), drop = make_fetch(features, block_k), make_drop(features, block_k)
     words, has_kept = bit_words(block_k), features.dropout
-    has_bits = has_kept or features.mask == "bool"
+    has_bits, seen_count = has_kept or has_words(features), seen_words(features, block_k)
     clear_unseen = make_clear_unseen(consumers, block_k, value_panels)
     is_found, seen_offset = is_flagged if clears else never_flagged, tiles["seen"]
     # Of a stage which tile, and whether the block mask hides nothing of it.
@@ -210,7 +210,7 @@ def forward_kernel(
                     # 6: for 1 <= j <= T_c, backwards: what bounds hide in part comes first
                     for n in range(item.tiles):
                         j = tile_of(int32(item.stop - 1 - n), extras)
-                        col = item.first_k + j * block_k
+                        col = item.first_k - shape[10] + j * block_k
                         # 7: load K_j, V_j
                         full = barriers + k_full + 8 * stage
                         mbarrier_wait(barriers + k_empty + 8 * stage, phase ^ 1)
@@ -239,7 +239,7 @@ def forward_kernel(
             factor = log2_e if bends else float32(scale) * log2_e
             found = is_found(flag)
             kept = cuda.local.array(words, uint32)
-            seen = cuda.local.array(words, uint32)
+            seen = cuda.local.array(seen_count, uint32)
             stage, phase, slot, q_phase = int32(0), int32(0), int32(0), int32(0)
             # Whose turn it is to multiply: the first one's.
             if takes_turns and me == consumers - 1:
@@ -430,9 +430,8 @@ def forward_kernel(
     schedule = types.NamedUniTuple(int32, 3, Schedule)
     counters = types.Array(int32, 1, "C")
     out = array_type(BITS, 4) if features.packed else MAPS
-    words_of_mask = WORDS if features.mask == "bool" else int64
     signature = void(
         MAPS, MAPS, MAPS, out, rows, counters, SHAPE, float64, schedule, flag_type(clears),
-        words_of_mask, extras
+        words_type(features), extras
     )  # fmt: skip
     return Kernel(flash3_forward, signature, layout.threads, shared_bytes(layout, widths, clears))

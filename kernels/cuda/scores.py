@@ -18,6 +18,7 @@ from numba import int64, types, uint32, uint64
 from kernels.block_mask import FULL, PARTIAL
 from kernels.cuda.device import PHILOX, array_type, device_function, is_visible, scalar_type
 from kernels.cuda.mod_rules import batch_and_head, mask_function, score_function
+from kernels.dtypes import BITS
 from kernels.problem import Problem
 
 keep = PHILOX.keep
@@ -29,7 +30,7 @@ class Features(NamedTuple):
     Attributes:
         softcap: Scores are capped.
         slopes: ALiBi's.
-        mask: "bool", "float" or "".
+        mask: "bool", "float", "float16" or "bfloat16" where a rung reads a floating mask as it is, or "".
         dropout: Probabilities are dropped.
         block_mask: Tiles are listed.
         packed: Sequences are packed.
@@ -51,7 +52,12 @@ class Features(NamedTuple):
     @property
     def bends(self) -> bool:
         """Whether a score that is seen is another number than scale · q · k."""
-        return bool(self.softcap or self.slopes or self.mask == "float" or self.score_mod)
+        return bool(self.softcap or self.slopes or self.has_bias or self.score_mod)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a mask is added to scores."""
+        return self.mask not in ("", "bool")
 
     @property
     def of_elements(self) -> Features:
@@ -134,7 +140,7 @@ def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
     def where(has: Any, kind: Any) -> Any:
         return kind if has else none
 
-    mask = array_type(np.dtype(bool) if features.mask == "bool" else dtype, 4)
+    mask = array_type({"bool": np.dtype(bool), "float": dtype}.get(features.mask, BITS), 4)
     ints, flags = types.Array(types.int32, 1, "A"), types.Array(types.boolean, 1, "A")
     listed = features.block_mask
     kinds = Extras(

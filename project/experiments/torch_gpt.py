@@ -42,16 +42,17 @@ class TorchGPT:
         beta2: Of AdamW.
         weight_decay: Likewise, for parameters of two or more dimensions.
         precision: "float32" or "bfloat16".
+        clip: Norm of all gradients beyond which they are scaled down; None for any.
     """
 
     def __init__(
         self, model: minitorch.DecoderLM, name: str, device: str, lr: float, beta2: float,
-        weight_decay: float, precision: str = "float32",
+        weight_decay: float, precision: str = "float32", clip: float | None = None,
     ):  # fmt: skip
         import torch  # type: ignore[import-not-found]
         from torch.nn import attention  # type: ignore[import-not-found]
 
-        self.torch, self.device = torch, device
+        self.torch, self.device, self.clip = torch, device, clip
         self.layers, self.heads, self.eps = model.layer_names, model.n_head, model.ln.eps
         self.weights = {
             key: torch.tensor(
@@ -140,6 +141,8 @@ class TorchGPT:
             with self._rounding():
                 loss = self.loss(inputs, targets)
             loss.backward()
+        if self.clip is not None:
+            self.torch.nn.utils.clip_grad_norm_(self.weights.values(), self.clip)
         self.optimizer.step()
         return loss.detach()
 

@@ -76,6 +76,11 @@ def read_tf32(bits: Any) -> Array:
     return (np.asarray(bits, np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
+def tanh(values: Any) -> Array:
+    """Return the hyperbolic tangent, off by 2**-11 of itself at most, as the GPU's."""
+    return round_to(np.tanh(np.asarray(values, np.float32)), "tf32")
+
+
 def ex2(values: Any) -> Array:
     """Return 2**x as float32, subnormal arguments and results as zero; the GPU's is within two units."""
     values = np.asarray(values, np.float32)

@@ -91,6 +91,11 @@ def rcp(x):
     """Return 1 / x within a unit in the last place; of a subnormal number it is infinite."""
 
 
+@instruction("tanh.approx.f32 $result, $x;", F32, is_pure=True, x=F32)
+def tanh(x):
+    """Return the hyperbolic tangent, off by 2**-11 of itself at most; cc 7.5."""
+
+
 #: ``pack(low, high)`` and ``unpack(pair)`` by dtype.
 PACK: dict[str, Any] = {"float16": pack_f16, "bfloat16": pack_bf16}
 PACK_POSITIVE: dict[str, Any] = {"float16": pack_positive_f16, "bfloat16": pack_positive_bf16}

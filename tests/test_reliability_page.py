@@ -120,3 +120,44 @@ def test_all_copes_with_a_script_that_is_not_there(
     ]  # fmt: skip
     assert code == 3 and (tmp_path / "works.py.done").exists()
     assert "## fails" in capsys.readouterr().out
+
+
+RUN = """[tests] 12 passed in 3 s
+passed     12 s  tests
+passed      3 s  browser, on one core: 1 passed, 0 skipped, 0 failed
+
+1 minutes 30 seconds in all
+passed      2 s  lint
+passed     12 s  tests
+skipped     0 s  browser, on one core: 0 passed, 1 skipped, 0 failed
+"""
+
+
+@pytest.mark.parametrize(("change", "code"), [(("", ""), 0), (("passed     12", "FAILED     12"), 1),
+                                              (("1 minutes", "25 minutes"), 1)])  # fmt: skip
+def test_a_run_of_ci_is_a_row_for_each_part(
+    change: tuple[str, str], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "project" / "reliability"))
+    ci = importlib.import_module("ci")
+    monkeypatch.setattr(ci, "RECORD", tmp_path / "ci.json")
+    log = tmp_path / "log.txt"
+    log.write_text(RUN.replace(*change), encoding="utf-8")
+    assert ci.main(["--log", str(log)]) == code
+    record = json.loads((tmp_path / "ci.json").read_text(encoding="utf-8"))
+    assert [row["part"].split(",")[0] for row in record["rows"]] == ["lint", "tests", "browser"]
+    assert [row["seconds"] for row in record["rows"]] == [2, 12, 0]
+    assert record["minutes"] == (25.5 if "25" in change[1] else 1.5)
+
+
+def test_what_is_no_whole_run_of_ci_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "project" / "reliability"))
+    ci = importlib.import_module("ci")
+    monkeypatch.setattr(ci, "RECORD", tmp_path / "ci.json")
+    log = tmp_path / "log.txt"
+    log.write_text(RUN.split("1 minutes")[0], encoding="utf-8")
+    with pytest.raises(SystemExit, match="no output of a whole run"):
+        ci.main(["--log", str(log)])
+    assert not (tmp_path / "ci.json").exists()

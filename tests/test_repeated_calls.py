@@ -91,6 +91,8 @@ OPTIONS: dict[str, Any] = {
     "block mask": lambda: {"block_mask": _blocks()},
     "documents": lambda: {},
 }
+#: By which kernel the words of a mask are packed.
+PACKED = {"boolean mask": "pack_mask", "floating mask": "pack_pairs"}
 #: Of them, those that may hide values that are not finite beside others, for which somebody looks.
 GUARDED = ("boolean mask", "floating mask", "mask_mod", "block mask", "documents")
 
@@ -122,8 +124,8 @@ def _expected(option: str, rung: str, deterministic: bool) -> Counter[str]:
     if rung == "flash3_wgmma":
         found.update(["flash3_forward", "flash3_rows", "flash3_dkdv"])
         found.update(["flash3_dq"] if deterministic else ["flash3_zero", "flash3_round_dq"])
-        if option == "boolean mask":  # words for the forward kernel and for each that has scores
-            found["pack_mask"] = 3 if deterministic else 2
+        if option in PACKED:  # words for the forward kernel and for each that has scores
+            found[PACKED[option]] = 3 if deterministic else 2
     else:
         found.update(["flash2_mma_forward", "flash2_mma_dkdv"])
         found.update(["flash2_mma_dq"] if deterministic else ["fill", "flash2_mma_dq_end"])

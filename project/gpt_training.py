@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import time
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 from typing import Any, NamedTuple, NoReturn
 
@@ -179,7 +179,10 @@ class Trainer:
         self.optimizer = minitorch.AdamW(
             model.parameters(), lr=args.lr, beta2=0.99, weight_decay=0.1, max_norm=args.clip
         )
-        step = partial(train_step, model, self.optimizer, accumulate=args.accumulate)
+
+        def step(inputs: Any, targets: Any) -> minitorch.Tensor:
+            return train_step(self.model, self.optimizer, inputs, targets, args.accumulate)
+
         self._take_step = step if args.eager else minitorch.graph_step(step)
         self.tokens = args.batch * args.accumulate * args.context  # of a step
         self.flops = flops_per_token(model, args.context)

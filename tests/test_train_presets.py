@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 import minitorch
 from kernels.formulas import training_flops
+from kernels.targets import IS_SIMULATOR
 from minitorch import FastBackend
 from minitorch.saved_models import read_checkpoint
 
+from .fake_device import fake_device
 from .test_training import SMALL, gpt_training, refused, train_gpt
 
 import gpt_presets  # isort: skip  # found in the folder that test_training puts on the path
@@ -203,3 +205,32 @@ def test_options_that_cannot_work_are_one_line(
 ) -> None:
     line = refused(capsys, *SMALL, "--out", tmp_path, *options.split())
     assert all(word in line for word in words.split()), line
+
+
+@pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver")
+@pytest.mark.parametrize("more", [[], ["--accumulate", "2", "--dropout", "0.1"], ["--eager"]])
+def test_steps_on_a_device_are_captured_unless_they_are_to_be_eager(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made, real = [], minitorch.graph_step
+
+    def graph_step(fn: Any) -> Any:
+        made.append(real(fn))
+        return made[-1]
+
+    monkeypatch.setattr(minitorch, "graph_step", graph_step)
+    size = (
+        "--preset toy --precision bfloat16 --layers 1 --width 32 --heads 2 --context 16 --batch 2"
+    )
+    run = "--backend cuda --steps 12 --max-seconds 60 --sample 0 --checkpoint-every 4"
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"{n} and {n * n}" for n in range(60)), encoding="utf-8")
+    files = ["--text", str(text), "--out", str(tmp_path / "run")]
+    with fake_device():
+        train_gpt.main([*size.split(), *run.split(), *more, *files])
+    if "--eager" in more:
+        assert made == []
+    else:
+        (step,) = made
+        assert step.is_captured and step.calls == 12 and step.kernels > 50
+        step.reset()  # while there is a device

@@ -121,12 +121,8 @@ class GraphStep:
         """Call the function on the inputs and record it; make the graph of the last two such calls."""
         source = pool()
         assert source is not None, "or calls are eager"
-        arena = self._arena or Arena(source, driver.CUdeviceptr)
-        before, self._recording, self._arena = (
-            self._recording,
-            None,
-            None,
-        )  # after a failure from anew
+        before, arena = self._recording, self._arena or Arena(source, driver.CUdeviceptr)
+        self._recording = self._arena = None  # a call that fails is followed by a first one
         hosts = [x.to_numpy() if is_tensor(x) else x for x in self._inputs if _is_host(x)]
         recording, state = Recording(arena, hosts, before), _random_state()
         with _uncollected(), recording, watching_numba(_refuse_numba):

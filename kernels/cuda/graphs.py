@@ -159,10 +159,8 @@ class Graph:
             for pack, renewed in node.renewed:
                 pack(node.buffer.slots, *renewed.again())
             _ask(driver.cuGraphExecKernelNodeSetParams, self._exec, node.handle, node.params)
-        for (
-            address,
-            source,
-        ) in self._uploads:  # last, for a large one waits until the device comes to it
+        # Last, for a large one waits until the device comes to it.
+        for address, source in self._uploads:
             self._pool.upload(address, source)
         _ask(driver.cuGraphLaunch, self._exec, self._stream)
         LAUNCHED.append("a captured graph")

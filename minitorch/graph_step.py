@@ -130,6 +130,7 @@ class GraphStep:
         if not recording.launches:
             self.why_eager = "the function launches nothing on a CUDA device"
             return outputs
+        recording.check_host()
         _check_draws(recording, state)
         if before is None:
             self._arena, self._recording = arena, recording if arena.is_laid_out else None

@@ -97,6 +97,7 @@ class Optimizer:
             refuse(
                 f"moves its parameters by {type(self).__name__} to new memory",
                 "take minitorch.AdamW on a backend of CUDA, and contiguous parameters: it writes in place",
+                on_host=not getattr(getattr(p.value, "backend", None), "cuda", False),
             )
         p.update(value)
 

@@ -216,6 +216,14 @@ def _moves(w: minitorch.Tensor, x: Any) -> Any:
     return p.value
 
 
+def _moves_on_the_host(w: minitorch.Tensor, x: Any) -> Any:
+    p = minitorch.Parameter(minitorch.ones((2,), minitorch.FastBackend))
+    sgd = minitorch.SGD([p], lr=0.5)
+    p.value.grad = p.value * 2.0
+    sgd.step()
+    return w * 2.0
+
+
 _COUNT = iter(range(10**6))
 _KEPT: list[Any] = []
 REFUSED: dict[Callable[..., Any], str] = {
@@ -232,6 +240,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     _lends: "shares memory of the device with another library",
     _returns_a_number: "returns tensors on the device, got float",
     _moves: "moves its parameters by SGD to new memory",
+    _moves_on_the_host: "moves its parameters by SGD to new memory",
 }
 
 
@@ -366,6 +375,25 @@ def test_a_function_of_the_host_is_never_captured(device: FakeDriver) -> None:
     step = minitorch.graph_step(lambda x: float(x.sum()))
     assert [step(np.full(3, i)) for i in range(FIRST + 2)] == [3.0 * i for i in range(FIRST + 2)]
     assert step.why_eager is not None and "launches nothing" in step.why_eager
+
+
+@pytest.mark.parametrize("optimizer", [minitorch.AdamW, minitorch.SGD])
+def test_a_model_on_the_host_trains_beside_a_device(device: FakeDriver, optimizer: Any) -> None:
+    def trained(wrap: Callable[..., Any]) -> list[float]:
+        own = optimizer([minitorch.Parameter(minitorch.ones((3,), minitorch.FastBackend))], lr=0.1)
+        (p,) = own.parameters
+
+        def step(x: Any) -> minitorch.Tensor:
+            own.zero_grad()
+            loss = (p.value * p.value * minitorch.from_numpy(x)).sum()
+            loss.backward()
+            own.step()
+            return loss.detach()
+
+        take = wrap(step)
+        return [take(np.full(3, 1.0 + number)).item() for number in range(FIRST + 2)]
+
+    assert trained(minitorch.graph_step) == trained(lambda step: step)
 
 
 @pytest.mark.parametrize(("wrong", "kind"), [(0, ValueError), (1.5, TypeError)])

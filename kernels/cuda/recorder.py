@@ -75,6 +75,7 @@ class Recording:
         actions: What else is to be done on the host in each replay.
         guards: Tell whether what the launches read and write is still where it was.
         kept: Memory outside of the arena that the launches read or write; a graph keeps it alive.
+        on_host: What a graph cannot hold of what was done on the host, the first of it.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Recording:
         self.actions: list[Callable[[], None]] = []
         self.guards: list[Callable[[], bool]] = []
         self.kept: dict[int, Any] = {}
+        self.on_host: CaptureError | None = None
         self._live = [*inputs]
         self._drawn: set[int] = set()
 
@@ -100,6 +102,11 @@ class Recording:
     def __exit__(self, *error: object) -> None:
         _thread.recording = None
         self.arena.end()
+
+    def check_host(self) -> None:
+        """Raise what was refused of the work on the host, beside which there are launches."""
+        if self.launches and self.on_host is not None:
+            raise self.on_host
 
     def launched(self, launch: Launch, args: Any) -> None:
         """Note a launch, and the arrays among its arguments."""
@@ -226,18 +233,23 @@ def computed(compute: Callable[[], Any], *sources: Any) -> Any:
     return result
 
 
-def refuse(what: str, remedy: str) -> None:
+def refuse(what: str, remedy: str, on_host: bool = False) -> None:
     """Raise an error if this thread records.
 
     Args:
         what: The function does: "reads numbers of the device".
         remedy: What to do instead.
+        on_host: It does so on the host, which is no fault of a function that launches nothing at all: the
+            error is raised by :meth:`Recording.check_host`.
 
     Raises:
         CaptureError: If so.
     """
-    if _thread.recording is not None:
-        raise CaptureError(f"the function {what}, which a CUDA graph cannot hold; {remedy}")
+    if (recording := _thread.recording) is not None:
+        error = CaptureError(f"the function {what}, which a CUDA graph cannot hold; {remedy}")
+        if not on_host:
+            raise error
+        recording.on_host = recording.on_host or error
 
 
 def _flat(args: Any) -> Iterator[Any]:

@@ -27,6 +27,7 @@ from kernels.operands import make_operands
 from kernels.targets import compile_ptx, launched_resources
 
 from .attention_strategies import Case
+from .cuda_attention import run as run_on_gpu
 from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas
 from .emulated_target import EMULATED, emulated_device
 from .mma_sums import cut_sum, sums_cut_off
@@ -125,6 +126,18 @@ def test_what_tensor_cores_cut_off_costs_a_score_no_more_than_rounding() -> None
         for x, y in ((q_low, k_high), (q_high, k_low), (q_high, k_high)):
             chain = cut_sum(chain, x[:, i : i + 16], y[:, i : i + 16].T)
     assert np.abs(chain[:, 0] * scale - exact).max() >= 6 * unit
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_what_was_summed_weighs_the_same_after_each_new_maximum(width: int) -> None:
+    """What the compiler makes of a product and a difference, one rounding or two, only a GPU shows."""
+    rng = np.random.default_rng(width)
+    q, k, v = (rng.standard_normal((1, 2, 1024, width)) for _ in range(3))
+    case = Case(q, k, v, q, {}, (4, 4)).in_dtype(FLOAT32)
+    lse = run_on_gpu(case, "flash2_mma")["lse"]
+    wanted = case.oracle()["lse"]
+    assert np.abs(lse - wanted).max() <= 2.0**-22 * np.abs(wanted).max()
 
 
 def test_a_head_that_is_repeated_is_split_once() -> None:

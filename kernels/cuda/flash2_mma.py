@@ -271,10 +271,10 @@ def forward_kernel(
                         largest = max(largest, max(s[at, 2 * half], s[at, 2 * half + 1]))
                     largest = row_max_of(largest)
                     unit = factor if is_folded else float32(1)
-                    shift = float32(shift_of(largest)) * unit
-                    rescale = ex2(row_max[i] * unit - shift)
+                    shift = float32(shift_of(largest)) * unit - top
+                    # The last shift comes out as it was then: what was summed weighs neither more nor less.
+                    rescale = ex2((row_max[i] * unit - top) - shift)
                     row_max[i] = largest
-                    shift -= top
                     total = zero
                     for n in range(col_tiles):
                         at = m * col_tiles + n

@@ -35,6 +35,7 @@ LAYOUTS = {
     ),
     256: (
         MmaLayout(128, 64, 8),
+        MmaLayout(64, 64, 4, resident=2, stages=1),
         MmaLayout(64, 32, 4, resident=2),
     ),
 }

@@ -137,6 +137,9 @@ TINY = {
     "no whole pieces": Call(MmaLayout(16, 16, 1), (9, 21, 13, 7), (-FAR, 2), scale=0.5),
     "padded widths": Call(MmaLayout(16, 16, 1), (20, 20, 24, 8), (-FAR, 0), "bfloat16", -0.5),
     "rows that see nothing": Call(MmaLayout(16, 16, 1), (40, 16, 16, 16), (-FAR, -20)),
+    "one tile of K and V": Call(
+        MmaLayout(32, 16, 2, stages=1), (37, 43, 16, 32), (-FAR, 6), "bfloat16"
+    ),
     "a wide head": Call(MmaLayout(16, 16, 1), (17, 21, 160, 24), (-FAR, 4), scale=0.1),
 }
 
@@ -172,6 +175,9 @@ LARGE = {
     "d 256": Call(MmaLayout(64, 32, 4), (300, 300, 256, 256), (-FAR, 0), "bfloat16", 0.0625),
     "d 256, eight warps": Call(
         MmaLayout(128, 64, 8), (300, 333, 256, 256), (-FAR, 33), "bfloat16", 0.0625
+    ),
+    "d 256, one tile of K and V": Call(
+        MmaLayout(64, 64, 4, resident=2, stages=1), (300, 333, 256, 256), (-FAR, 33), scale=0.0625
     ),
     "d 200 and 160": Call(MmaLayout(128, 64, 8), (300, 333, 200, 160), scale=0.0625),
     "d 65 and 33": Call(_LARGE[64], (130, 257, 65, 33), (-FAR, 127)),

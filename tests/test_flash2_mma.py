@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 import kernels
-from kernels.cuda.device import Kernel
 from kernels.cuda.flash2_mma import forward_kernel
 from kernels.cuda.flash2_mma_backward import dkdv_kernel
 from kernels.cuda.flash2_mma_dq import dq_kernel
@@ -25,18 +23,15 @@ from kernels.cuda.flash2_mma_launch import (
     _FORWARD_WITH_OPTIONS,
     ByKeys,
 )
-from kernels.cuda.flash2_mma_roles import roles_kernel
-from kernels.cuda.mma_dq import DqSums, dq_sums
-from kernels.cuda.mma_tiles import MmaLayout, RoleLayout
+from kernels.cuda.mma_dq import dq_sums
+from kernels.cuda.mma_tiles import RoleLayout
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import Features
 from kernels.dtypes import FLOAT16, FLOAT32
 from kernels.sequences import Sequences
-from kernels.targets import compile_ptx, launched_resources
 
 from . import option_table
 from .attention_strategies import MASK_MODS, SCORE_MODS, Case
-from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas
 from .emulated_gpu import launch
 from .emulated_target import EMULATED, emulated_device
 from .mma_attention import LARGE, OPTIONS, TINY, check, operands, run
@@ -187,79 +182,11 @@ def test_the_kernel_computes_attention_on_a_gpu(name: str) -> None:
     run({**TINY, **OPTIONS, **LARGE}[name], np.random.default_rng())
 
 
-# -- compile only ---------------------------------------------------------------------------------
-
-#: (compute capability, head width, layout): what a rung would take.
-LAYOUTS: list[tuple[tuple[Any, ...], int, MmaLayout]] = [
-    ((8, 0), 64, MmaLayout(128, 64, 4, resident=2)),
-    ((8, 0), 128, MmaLayout(128, 32, 4, resident=2)),
-    ((9, 0, "a"), 64, MmaLayout(128, 64, 4, resident=2)),
-    ((9, 0, "a"), 128, MmaLayout(128, 64, 4, resident=2)),
-    ((9, 0, "a"), 256, MmaLayout(64, 32, 4)),
-    ((9, 0, "a"), 256, MmaLayout(128, 64, 8)),
-]
-
-
-@needs_nvvm
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_leave_fragments_in_registers(name: str) -> None:
-    kernel = forward_kernel(
-        MmaLayout(64, 64, 4, resident=2), 64, 64, "bfloat16", True, OPTIONS[name].features
-    )
-    ptx = compile_ptx(kernel.source, kernel.signature, (9, 0), kernel.launch_bounds)
-    assert not re.search(r"\b(ld|st)\.local", ptx)
-
-
-@needs_ptxas
-@pytest.mark.parametrize(("cc", "width", "layout"), LAYOUTS, ids=str)
-def test_fragments_stay_in_registers(cc: tuple[Any, ...], width: int, layout: MmaLayout) -> None:
-    kernel = forward_kernel(layout, width, width, "bfloat16", True)
-    ptx = compile_ptx(kernel.source, kernel.signature, cc, kernel.launch_bounds)
-    assert not re.search(r"\b(ld|st)\.local", ptx)
-    # Of each product at least one step of its depth.
-    tiles = layout.row_tiles * (layout.block_k + width) // 8
-    assert len(re.findall(r"mma\.sync\.aligned\.m16n8k16", ptx)) >= tiles
-    assert "cp.async.cg.shared.global" in ptx
-    resources = launched_resources(kernel.source, kernel.signature, cc, kernel.launch_bounds)
-    assert resources.spilled == 0
-    assert resources.registers * layout.threads * layout.resident <= REGISTERS
-
-
-def _backward_kernels(width: int) -> dict[str, Kernel]:
-    """Return the backward kernels of a rung without options, large shared memory: by name."""
-    (layout, step, parts), *_ = _first(_BY_KEYS, width)
-    head, kind = round_up(width, step), ("float16", True)
-    sums = dq_sums(layout, head // parts, is_wide=True)
-    rows = _first(_BY_ROWS, width)[0]
-
-    def by_keys(sums: DqSums | None) -> Kernel:
-        if isinstance(layout, RoleLayout):
-            return roles_kernel(layout, head, *kind, sums)
-        return dkdv_kernel(layout, head, head, *kind, sums, parts=parts)
-
-    return {
-        "by keys": by_keys(None),
-        "by atomics": by_keys(sums),
-        "by rows": dq_kernel(rows, width, width, *kind),
-    }
+# -- shared memory ---------------------------------------------------------------------------------
 
 
 def _first(table: Any, width: int) -> Any:
     return next(choices for limit, choices in table.items() if width <= limit)
-
-
-@needs_ptxas
-@pytest.mark.parametrize("name", ["by atomics", "by rows"])
-@pytest.mark.parametrize("width", [64, 128, 256])
-def test_gradients_stay_in_registers(width: int, name: str) -> None:
-    kernel = _backward_kernels(width)[name]
-    ptx = compile_ptx(kernel.source, kernel.signature, (9, 0), kernel.launch_bounds)
-    assert not re.search(r"\b(ld|st)\.local", ptx)
-    assert ("red.global.add.v4.f32" in ptx) == (name == "by atomics")
-    cc = (9, 0, "a")
-    found = launched_resources(kernel.source, kernel.signature, cc, kernel.launch_bounds)
-    assert found.spilled <= 64  # addresses of copies, written once; no fragment
-    assert found.registers * kernel.threads * kernel.resident <= REGISTERS
 
 
 #: Of a block, where the device has least: compute capability 8.6.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +23,9 @@ from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import PLAIN, Features
 from kernels.dtypes import FLOAT32
 from kernels.operands import make_operands
-from kernels.targets import compile_ptx, launched_resources
 
 from .attention_strategies import Case
 from .cuda_attention import run as run_on_gpu
-from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas
 from .emulated_target import EMULATED, emulated_device
 from .mma_sums import cut_sum, sums_cut_off
 from .tolerances import assert_close_arrays
@@ -224,7 +221,7 @@ def test_keys_beyond_the_bounds_do_not_set_the_scale() -> None:
         assert_close_arrays(found[name], wanted, FLOAT32, what=name, size=8.0)
 
 
-# -- compile only ---------------------------------------------------------------------------------
+# -- shared memory --------------------------------------------------------------------------------
 
 
 def _first(table: Any, width: int) -> Any:
@@ -252,25 +249,3 @@ def test_every_device_has_the_shared_memory_for_terms_of_every_width(has_options
         ]
         for kernel in kernels:
             assert kernel.shared_bytes <= LEAST_SHARED_MEMORY, (kernel.name, width)
-
-
-@needs_nvvm
-@pytest.mark.parametrize("width", [64, 128])
-def test_three_products_of_terms_stay_in_registers(width: int) -> None:
-    layout = _first(rung._FORWARD_OF_TERMS, width)[0]
-    kernel = forward_kernel(layout, width, width, "float32", True)
-    ptx = compile_ptx(kernel.source, kernel.signature, (9, 0), kernel.launch_bounds)
-    assert not re.search(r"\b(ld|st)\.local", ptx)
-    tiles = layout.row_tiles * (layout.block_k + width) // 8
-    assert len(re.findall(r"mma\.sync\.aligned\.m16n8k16\S*\.f16\.f16", ptx)) >= 3 * tiles
-
-
-@needs_ptxas
-def test_gradients_of_terms_hardly_spill() -> None:
-    layout, step, parts = _first(rung._BY_KEYS_OF_TERMS, 64)[0]
-    sums = dq_sums(layout, round_up(64, step) // parts, is_wide=True)
-    kernel = dkdv_kernel(layout, 64, 64, "float32", True, sums)
-    cc = (9, 0, "a")
-    found = launched_resources(kernel.source, kernel.signature, cc, kernel.launch_bounds)
-    assert found.spilled <= 64
-    assert found.registers * kernel.threads * kernel.resident <= REGISTERS

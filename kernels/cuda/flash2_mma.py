@@ -71,14 +71,15 @@ QUAD = (1, 2)
 def forward_tiles(
     layout: MmaLayout, head_width: int, value_width: int, terms: int = 1
 ) -> SharedTiles:
-    """Return where the tiles of the forward kernel lie, in bytes: two each of K and V.
+    """Return where the tiles of the forward kernel lie, in bytes: those of K and V for each stage.
 
     An output of 16 bits takes the place of all of them at the end.
     """
-    k, v = (terms * HALF * layout.block_k * width for width in (head_width, value_width))
+    stage = layout.stages * terms * HALF * layout.block_k
+    k, v = stage * head_width, stage * value_width
     out = HALF * layout.block_q * value_width
-    q = max(terms * HALF * layout.block_q * head_width, out - 2 * (k + v))
-    return SharedTiles(q=q, k=2 * k, v=2 * v)
+    q = max(terms * HALF * layout.block_q * head_width, out - (k + v))
+    return SharedTiles(q=q, k=k, v=v)
 
 
 @device_function
@@ -126,7 +127,7 @@ def forward_kernel(
     row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, value_width // COLS
     warp_rows, own_rows = ROWS * row_tiles, 2 * row_tiles
     s_tiles, acc_tiles = row_tiles * col_tiles, row_tiles * own_tiles
-    numbers = NUMBERS[dtype]
+    numbers, is_single = NUMBERS[dtype], layout.stages == 1
     terms, units = numbers.terms, make_units(numbers)
     copied = vectors or numbers.is_scaled
     a_tiles, b_tiles = terms * row_tiles, 2 * terms
@@ -166,7 +167,7 @@ def forward_kernel(
         Block      (32 * warps,)
         One thread does: of 16 x 8 tiles, for row_tiles * 16 rows of its warp, two neighbouring columns of
                    two rows: of S block_k / 8 tiles, of O value_dim / 8.
-        Shared     q_tile (block_q, head_dim), two k_tile (block_k, head_dim), two v_tile (block_k,
+        Shared     q_tile (block_q, head_dim); of each stage k_tile (block_k, head_dim), v_tile (block_k,
                    value_dim), swizzled; at the end out (block_q, value_dim); for some options a byte for
                    four columns
         Registers  acc (row_tiles * value_dim / 8, 4), s (row_tiles * block_k / 8, 4), a (row_tiles, 4),
@@ -216,7 +217,8 @@ def forward_kernel(
         if entry < entries_stop:
             k_row = first_k + tile_of(entry, extras) * block_k
             copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
-            copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
+            if not is_single:
+                copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
         cp_async_commit_group()
         # 5: O = 0, l = 0, m = -inf
         factor, top = unit_of_scores(scale, b, h) * operand_factor, top_of(scale, b, h)
@@ -235,10 +237,12 @@ def forward_kernel(
             whole = full <= j < full_stop and is_whole(entry, extras)
             cp_async_wait_all()
             draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
-            cuda.syncthreads()  # the tiles are whole, and every warp is done with the other stage
+            cuda.syncthreads()  # the tiles are whole, and every warp is done with the last ones
             # 7: load K_j, V_j: those of the next iteration, while this one computes
+            if is_single:  # but V_j, while S is computed
+                copy_v(thread, v, b, h, first_k + col, k_start, k_stop, v_tile)
             entry = next_entry(entry + 1, entries_stop, first, stop, extras)
-            if entry < entries_stop:
+            if not is_single and entry < entries_stop:
                 k_row = first_k + tile_of(entry, extras) * block_k
                 other = 1 - stage
                 copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile + other * k_bytes)
@@ -247,6 +251,13 @@ def forward_kernel(
             # 8: S = Q_i K_jᵀ
             k_stage = k_tile + stage * k_bytes
             multiply(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)
+            if is_single:
+                cp_async_wait_all()
+                cuda.syncthreads()  # V_j is whole, and every warp is done with K_j
+                if entry < entries_stop:
+                    k_row = first_k + tile_of(entry, extras) * block_k
+                    copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
+                cp_async_commit_group()
             own_row, own_col = row + warp_row + lane_row(lane), col + lane_col(lane)
             if not (is_folded and whole):
                 edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
@@ -298,7 +309,7 @@ def forward_kernel(
             accumulate(acc, s, a_fragment, b_fragment, v_stage, lane, 0)
             if has_bits:
                 cuda.syncthreads()  # every warp has read the bits before they are drawn anew
-            stage = 1 - stage
+            stage = stage if is_single else 1 - stage
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with the tiles, which the output overwrites
         out_batch = b + part * q.shape[0]

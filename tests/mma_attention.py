@@ -140,6 +140,7 @@ TINY = {
     "one tile of K and V": Call(
         MmaLayout(32, 16, 2, stages=1), (37, 43, 16, 32), (-FAR, 6), "bfloat16"
     ),
+    "scores far apart": Call(MmaLayout(32, 16, 2), (37, 75, 16, 16), scale=6.0),
     "a wide head": Call(MmaLayout(16, 16, 1), (17, 21, 160, 24), (-FAR, 4), scale=0.1),
 }
 

@@ -68,6 +68,11 @@ STORAGE = np.dtype(np.uint16)
 QUAD = (1, 2)
 
 
+#: By how many powers of two a maximum may grow before a row is scaled to it: up to then exponentials are no
+#: more than 256, which 16 bits hold.  Rarely a warp has to scale then.  Source: FlashAttention-4.
+PATIENCE = 8.0
+
+
 def forward_tiles(
     layout: MmaLayout, head_width: int, value_width: int, terms: int = 1
 ) -> SharedTiles:
@@ -154,6 +159,7 @@ def forward_kernel(
     store_out = store(layout, value_width, dtype, vectors)
     seen = tiles.elements + tile_bits.bytes
     clear_unseen = make_clear_unseen(layout, value_width, terms)
+    patience, is_patient = np.float32(PATIENCE), not numbers.is_scaled
     minus_inf, zero, ln_2 = np.float32(-math.inf), np.float32(0), np.float32(LN_2)
     rows_of, cols_of = ROW_OF, COL_OF
 
@@ -171,7 +177,7 @@ def forward_kernel(
                    value_dim), swizzled; at the end out (block_q, value_dim); for some options a byte for
                    four columns
         Registers  acc (row_tiles * value_dim / 8, 4), s (row_tiles * block_k / 8, 4), a (row_tiles, 4),
-                   b (2, 2), the last two for each term, row_max, row_sum (2 * row_tiles,)
+                   b (2, 2), the last two for each term, row_max, new_max, row_sum (2 * row_tiles,)
         Global     reads q once, k and v once per query tile; writes out and lse once.
         Needs      compute capability 8.0.
         """
@@ -196,6 +202,7 @@ def forward_kernel(
         a_fragment = cuda.local.array((a_tiles, 4), uint32)
         b_fragment = cuda.local.array((b_tiles, 2), uint32)
         row_max = cuda.local.array(own_rows, float32)
+        new_max = cuda.local.array(own_rows, float32)
         row_sum = cuda.local.array(own_rows, float32)
         row_stop = min(row + block_q, seq_q)
         first = first_tile(row, block_k, seq_k, extras.lower)
@@ -272,20 +279,33 @@ def forward_kernel(
                                 value, whole, listed(bits, in_row, in_col), edge, flat, b, h,
                                 own_row, r, own_col, c, seq_q, seq_k, extras,
                             )  # fmt: skip
+            unit = factor if is_folded else float32(1)
+            grows = False
+            for i in range(own_rows):
+                # 9: m_new = max(m, rowmax S)
+                largest = row_max[i]
+                for n in range(col_tiles):
+                    at = i // 2 * col_tiles + n
+                    largest = max(largest, max(s[at, 2 * (i % 2)], s[at, 2 * (i % 2) + 1]))
+                new_max[i] = row_max_of(largest)
+                grows = grows or (new_max[i] - row_max[i]) * unit > patience
+            if not is_patient or cuda.ballot_sync(0xFFFFFFFF, grows) != 0:
+                for i in range(own_rows):
+                    # 10, first half: O = diag(e^(m - m_new)) O, and l likewise.  The last shift is what
+                    # it was then, bit for bit: what was summed weighs neither more nor less.
+                    shift = float32(shift_of(new_max[i])) * unit - top
+                    rescale = ex2((row_max[i] * unit - top) - shift)
+                    row_max[i] = new_max[i]
+                    row_sum[i] *= rescale
+                    for n in range(own_tiles):
+                        at = i // 2 * own_tiles + n
+                        acc[at, 2 * (i % 2)] *= rescale
+                        acc[at, 2 * (i % 2) + 1] *= rescale
             for m in range(row_tiles):
                 for half in range(2):  # the row, and that eight below
-                    # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
+                    # 9: P = exp(S - m_new), l = l + rowsum P
                     i = 2 * m + half
-                    largest = row_max[i]
-                    for n in range(col_tiles):
-                        at = m * col_tiles + n
-                        largest = max(largest, max(s[at, 2 * half], s[at, 2 * half + 1]))
-                    largest = row_max_of(largest)
-                    unit = factor if is_folded else float32(1)
-                    shift = float32(shift_of(largest)) * unit - top
-                    # The last shift comes out as it was then: what was summed weighs neither more nor less.
-                    rescale = ex2((row_max[i] * unit - top) - shift)
-                    row_max[i] = largest
+                    shift = float32(shift_of(row_max[i])) * unit - top
                     total = zero
                     for n in range(col_tiles):
                         at = m * col_tiles + n
@@ -297,11 +317,7 @@ def forward_kernel(
                                 p *= kept(bits, in_row, lane_col(lane) + n * COLS + u, extras)
                             s[at, 2 * half + u] = p
                     # Each lane sums its own columns; the lanes of a row meet once, at the end.
-                    row_sum[i] = row_sum[i] * rescale + total
-                    # 10, first half: O = diag(e^(m - m_new)) O
-                    for n in range(own_tiles):
-                        acc[m * own_tiles + n, 2 * half] *= rescale
-                        acc[m * own_tiles + n, 2 * half + 1] *= rescale
+                    row_sum[i] += total
             if found:
                 clear_unseen(thread, lane, s, bits, seen, v_tile + stage * v_bytes)
             # 10, second half: O = O + P V_j

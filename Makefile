@@ -99,7 +99,7 @@ $(VENV)/.ptx: $(VENV)/.python setup.py requirements.txt $(LOCK)
 	@touch $@
 
 compile-ptx: $(VENV)/.ptx
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/test_cuda_compile*.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_cuda_compile*.py $(ARGS)
 
 fuzz: $(VENV)/.test
 	$(BIN)/python project/reliability/fuzz.py --minutes $(MINUTES) --json build/fuzz.json $(ARGS)

@@ -345,11 +345,13 @@ class Resources(NamedTuple):
     Attributes:
         registers: A thread.
         spilled: Bytes a thread that did not fit there and went to local memory.
+        local: Bytes of local memory a thread: what spilled, calls of functions, and arrays that are there.
         warnings: What ptxas says of the kernel's performance.
     """
 
     registers: int
     spilled: int
+    local: int
     warnings: tuple[str, ...]
 
 
@@ -406,11 +408,12 @@ def _link(code: bytes, kind: Any, cc: tuple[Any, ...], *options: str) -> Resourc
         nvjitlink.destroy(linker)
     text = log.decode()
     registers = re.findall(r"Used (\d+) registers", text)
-    spills = re.findall(r"(\d+) bytes spill stores", text)
-    if not registers or not spills:
+    memory = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", text)
+    if not registers or not memory:
         raise RuntimeError(f"ptxas says nothing of registers and spills: {text!r}")
     warnings = tuple(re.findall(r"Potential Performance Loss: (.*)", text))
-    return Resources(max(map(int, registers)), sum(map(int, spills)), warnings)
+    local, spilled = (sum(map(int, each)) for each in zip(*memory, strict=True))
+    return Resources(max(map(int, registers)), spilled, local, warnings)
 
 
 def why_no_ptx_resources() -> str | None:

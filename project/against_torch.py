@@ -31,6 +31,7 @@ from measuring import (
     interleaved,
     name_of,
     ratio,
+    rows_of,
     timing_note,
     write_record,
 )
@@ -290,6 +291,9 @@ def options(group: Any) -> None:
         help="of figures (default: all)",
     )
     add("--jobs", type=COUNT, default=1, help="processes that compile kernels first (default: 1)")
+    add(
+        "--go-on", action="store_true", help="keep the rows that --json has, and measure the others"
+    )
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -303,15 +307,16 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if torch is None:
         sys.exit("--against torch needs PyTorch: pip install torch")
     prepare(torch, "cuda")
-    todo, rows = [one for one in plan(args) if one.group in args.groups], []
-    if args.jobs > 1:
+    rows = rows_of(args.json) if args.go_on and args.json else []
+    todo = [one for one in plan(args) if one.group in args.groups and not is_there(one, rows)]
+    if args.jobs > 1 and todo:
         context, first = multiprocessing.get_context("spawn"), compiled_first(todo)
         with ProcessPoolExecutor(args.jobs, context) as pool:
             steps = pool.map(compile_for, first)
             for _ in tqdm(steps, total=len(first), unit="call", desc="compile"):
                 pass
     try:
-        if "overhead" in args.groups:
+        if "overhead" in args.groups and all(row["group"] != "overhead" for row in rows):
             rows.append(overhead(torch))
         for one in tqdm(todo, unit="call", desc="time"):
             rows.append(measure(torch, one, args.seconds))
@@ -324,6 +329,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     found = table(rows)
     print(found)
     return int("| NO |" in found)
+
+
+def is_there(one: Peers, rows: list[Row]) -> bool:
+    """Tell whether calls are among rows that have been measured."""
+    names = "group", "case", "dtype", "head_dim", "length"
+    return any(all(row.get(name) == getattr(one, name) for name in names) for row in rows)
 
 
 def write(args: argparse.Namespace, argv: list[str], rows: list[Row]) -> None:

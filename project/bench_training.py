@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import shutil
 import sys
@@ -36,6 +35,7 @@ from measuring import (
     name_of,
     out_of_memory,
     ratio,
+    rows_of,
     spread,
     timing_note,
     write_record,
@@ -270,11 +270,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             "--eager, --json, --figures and --presets"
         )
     return args
-
-
-def rows_of(path: str | Path) -> list[Row]:
-    """Return the rows of a record; none where there is no file."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))["rows"] if Path(path).exists() else []
 
 
 def is_there(figure: Figure, rows: list[Row], quick: bool) -> bool:

@@ -299,3 +299,8 @@ def write_record(path: str | Path, command: str, device: str, **figures: Any) ->
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     beside.replace(path)
+
+
+def rows_of(path: str | Path) -> list[dict[str, Any]]:
+    """Return the rows of a record; none where there is no file."""
+    return json.loads(Path(path).read_text(encoding="utf-8"))["rows"] if Path(path).exists() else []

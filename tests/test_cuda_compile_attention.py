@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -228,10 +229,15 @@ def test_flash2_moves_whole_vectors(name: str) -> None:
 
 
 @needs_nvvm
-@pytest.mark.parametrize("dims", [(3, 5), (80, 33), (256, 256)], ids=str)
 @pytest.mark.parametrize(
-    "name",
-    ["flash1 forward", "flash1 backward", "flash2 forward", "flash2 dq", "flash2 atomic"],
+    ("name", "dims"),
+    [
+        *itertools.product(("flash1 forward", "flash1 backward"), ((3, 5), (256, 256))),
+        *itertools.product(
+            ("flash2 forward", "flash2 dq", "flash2 atomic"), ((80, 33), (256, 256))
+        ),
+    ],
+    ids=str,
 )
 def test_flash_compiles_for_every_width(name: str, dims: tuple[int, int]) -> None:
     assert ".visible .entry" in _ptx(name, FLOAT32, (8, 0), dims)

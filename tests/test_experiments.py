@@ -238,6 +238,20 @@ def test_what_cannot_be_measured_here_is_drawn_from_files(elsewhere: Path) -> No
     assert command_of("peers", "cpu", ["--quick"])[2:] == ["--device", "cpu", "--quick"]
 
 
+def test_the_figures_of_tensor_cores_go_on_from_a_record(tmp_path: Path) -> None:
+    import against_torch
+    import bench_attention
+
+    given = ["--device", "cuda", "--against", "torch", "--groups", "dense", "masks", "--dims", "64"]
+    todo = list(against_torch.plan(bench_attention.parse_args(given)))
+    file = tmp_path / "rows.json"
+    assert measuring.rows_of(file) == []
+    done = todo[:3] + todo[-1:]
+    measuring.write_record(file, "command", "device", rows=[one._asdict() for one in done])
+    rows = measuring.rows_of(file)
+    assert [one for one in todo if against_torch.is_there(one, rows)] == done
+
+
 def test_a_command_holds_no_path_of_this_machine() -> None:
     argv = [
         "--json",

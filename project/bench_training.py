@@ -11,7 +11,8 @@ attention that it prefers, its fused AdamW, and batches that lie on the device b
 autocast over float32 weights, ours is the policy of ``minitorch.Precision``.  A speed is the median of
 ratios within rounds, a peak of memory that of a process of its own, a curve's difference the largest of all
 steps, relative to PyTorch's loss; curves are trained with the clipping of the preset.  Losses in bfloat16
-are held to PyTorch's own distance from its float32: their quotient is the figure.
+are held to PyTorch's own distance from its float32: their quotient is the figure; beside those in float32
+stands how far PyTorch is from itself when its attention is the composed one.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, BUILD = ROOT / "docs" / "results", ROOT / "build"
 #: Seconds of a reading at least: short steps are read many at a time.
 READING = 0.1
-#: The name of PyTorch's curve beside which one of bfloat16 is noisy.
-BASE = f"{THEIRS} float32"
+#: The name of PyTorch's curve beside which one of bfloat16 is noisy, and of that of its other attention,
+#: which says how far a training is from itself when only roundings differ.
+BASE, CONTROL = f"{THEIRS} float32", f"{THEIRS}, math attention"
 
 
 #: That the context of the figure "context" is compared with.
@@ -198,8 +200,10 @@ class Bench:
         source = runs[OURS].model  # bfloat16 begins from rounded weights, on all sides
         if self.torch is not None:
             runs[THEIRS] = Run(THEIRS, size, self.device, precision, source=source, clip=clip)
-            if precision != "float32":
-                runs[BASE] = Run(THEIRS, size, self.device, "float32", source=source, clip=clip)
+            other = (BASE, "flash") if precision != "float32" else (CONTROL, "naive")
+            runs[other[0]] = Run(
+                THEIRS, size, self.device, "float32", other[1], source=source, clip=clip
+            )
         curves = {key: run.losses(steps, f"{key}, {precision}") for key, run in runs.items()}
         row: Row = {"steps": steps, "curves": curves}
         bad = [key for key, curve in curves.items() if not all(map(math.isfinite, curve))]
@@ -213,6 +217,7 @@ class Bench:
             row["why_not"] = f"a loss is no number: {', '.join(bad)}"
         elif THEIRS in curves and precision == "float32":
             row["value"] = difference(curves[OURS], curves[THEIRS])
+            row["differences"] = {CONTROL: difference(curves[CONTROL], curves[THEIRS])}
         elif THEIRS in curves:
             found = {name: difference(curves[name], curves[BASE]) for name in self.names}
             noise = found[THEIRS]

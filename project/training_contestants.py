@@ -20,7 +20,7 @@ from training import learning_rate
 
 sys.path.append(str(Path(__file__).parent / "experiments"))
 
-from torch_gpt import FUSED, TorchGPT, TorchMemory
+from torch_gpt import FUSED, MATH, TorchGPT, TorchMemory
 
 import minitorch
 from kernels.cuda.arrays import pool
@@ -167,7 +167,7 @@ class Run:
         size: Of its model.
         device: "cpu" or "cuda".
         precision: "float32" or "bfloat16".
-        attention: Of ours, "flash" or "naive".
+        attention: "flash" or "naive", of ours; of PyTorch the fused one that it prefers, or its math.
         source: Whose weights PyTorch's copies; one of the same size and precision when None.
         capture: See :class:`OurGPT`.
         clip: Likewise.
@@ -197,7 +197,8 @@ class Run:
         else:  # a copy that is made for it needs no place on the device
             model = our_model(size, "cpu", precision, attention) if source is None else source
             rates = size.lr, BETA2, WEIGHT_DECAY
-            self.gpt = TorchGPT(model, FUSED, device, *rates, precision, clip)
+            peer = MATH if attention == "naive" else FUSED
+            self.gpt = TorchGPT(model, peer, device, *rates, precision, clip)
         self.flops = flops_per_token(model, size.context)
 
     def timed_step(self) -> Callable[[], Any]:

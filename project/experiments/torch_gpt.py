@@ -8,11 +8,13 @@ from typing import Any
 import minitorch
 from kernels.dtypes import FLOAT32
 
+#: The peer whose attention is composed of products and a softmax.
+MATH = "PyTorch math"
 #: How the attention of each peer is called, and which of PyTorch's backends computes it in float32: its
 #: flash kernels on CUDA take 16-bit numbers only, and the memory-efficient one is its fused kernel there.
 BACKENDS = {
-    "cpu": {"PyTorch math": "MATH", "PyTorch flash": "FLASH_ATTENTION"},
-    "cuda": {"PyTorch math": "MATH", "PyTorch efficient": "EFFICIENT_ATTENTION"},
+    "cpu": {MATH: "MATH", "PyTorch flash": "FLASH_ATTENTION"},
+    "cuda": {MATH: "MATH", "PyTorch efficient": "EFFICIENT_ATTENTION"},
 }
 #: A peer that is none of them: whichever fused backend PyTorch prefers for the device and the dtype.
 FUSED = "PyTorch fused"

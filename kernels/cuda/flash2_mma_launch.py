@@ -303,7 +303,9 @@ def _split(
         batch, heads, seq = delta.shape
         column = device_view(delta, (batch, heads, seq, 1), (heads * seq, seq, 1, 1))
         tensors = (*tensors, column)
-    splits, flag = split_operands(tensors, widths, numbers, _rows_that_count(problem, len(tensors)))
+    rows, keys = tensor_cores.seen_rows(problem), tensor_cores.seen_keys(problem)
+    counting = (rows, keys, keys, rows, rows)[: len(tensors)]
+    splits, flag = split_operands(tensors, widths, numbers, counting)
     q, k, v, *rest = splits
     units = Units(problem.scale, top, scale, q.unit, k.unit, v.unit)
     if rest:
@@ -312,15 +314,6 @@ def _split(
             dout=dout.unit, delta=of_delta.unit, v_norm=v.norm, dout_norm=dout.norm
         )
     return tuple(one.bits for one in splits[: len(widths)]), units, flag
-
-
-def _rows_that_count(problem: Problem, count: int) -> tuple[tuple[int, int], ...]:
-    """Return which rows of q, k, v, dout and delta the bounds leave: others may be anything."""
-    if problem.sequences is not None:  # whose bounds count from their own starts
-        return ()
-    queries = max(-problem.upper, 0), min(problem.seq_q, problem.seq_k - problem.lower)
-    keys = max(problem.lower, 0), min(problem.seq_k, problem.seq_q + problem.upper)
-    return (queries, keys, keys, queries, queries)[:count]
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:

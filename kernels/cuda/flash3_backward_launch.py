@@ -35,8 +35,6 @@ from kernels.cuda.flash3_launch import (
     kept_launches,
     lies,
     readable,
-    seen_keys,
-    seen_rows,
     tensor_map,
     with_mask_bits,
 )
@@ -51,6 +49,7 @@ from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import PLAIN, Extras, Features, features_of
+from kernels.cuda.tensor_cores import seen_keys, seen_rows
 from kernels.cuda.visits import tiles_of
 from kernels.dtypes import FLOAT32, NAMES
 from kernels.geometry import ceil_div

@@ -30,6 +30,7 @@ from kernels.cuda.per_device import counters, device_map, multiprocessors
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import Extras, features_of
+from kernels.cuda.tensor_cores import seen_keys
 from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import tiles_of
 from kernels.dtypes import NAMES, is_half
@@ -183,29 +184,6 @@ def kept_launches(prepare: Callable[..., Any]) -> Any:
     launch_of: Any = find
     launch_of.cache_clear = forget
     return launch_of
-
-
-def seen_keys(problem: Problem) -> tuple[int, int]:
-    """Return the first key that the bounds let some row see, and the one behind the last.
-
-    The others are zeros to the kernels, whatever they are: zero times what is not finite would be NaN.
-    """
-    if problem.sequences:
-        return 0, problem.seq_k
-    return _seen(problem.seq_k, problem.lower, problem.seq_q + problem.upper)
-
-
-def seen_rows(problem: Problem) -> tuple[int, int]:
-    """Return the first query row that sees a key within the bounds, and the one behind the last."""
-    if problem.sequences:
-        return 0, problem.seq_q
-    return _seen(problem.seq_q, -problem.upper, problem.seq_k - problem.lower)
-
-
-def _seen(count: int, first: int, stop: int) -> tuple[int, int]:
-    """Return what is within an array of so many places, one at the least: an engine needs it."""
-    first = min(max(first, 0), count - 1)
-    return first, max(min(stop, count), first + 1)
 
 
 def _work(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kernels.problem import Problem
 from kernels.targets import IS_SIMULATOR, compute_capability
 
 
@@ -29,3 +30,26 @@ def why_not_here(tile: tuple[int, int] | None, needed: tuple[int, int]) -> str |
     if (missing := why_no_device(needed)) is not None:
         return missing
     return None if tile is None else f"it takes its own tiles only, got {tile}"
+
+
+def seen_keys(problem: Problem) -> tuple[int, int]:
+    """Return the first key that the bounds let some row see, and the one behind the last.
+
+    What the others hold may be anything: kernels neither read it nor scale by it.
+    """
+    if problem.sequences:  # whose bounds count from their own starts
+        return 0, problem.seq_k
+    return _seen(problem.seq_k, problem.lower, problem.seq_q + problem.upper)
+
+
+def seen_rows(problem: Problem) -> tuple[int, int]:
+    """Return the first query row that sees a key within the bounds, and the one behind the last."""
+    if problem.sequences:
+        return 0, problem.seq_q
+    return _seen(problem.seq_q, -problem.upper, problem.seq_k - problem.lower)
+
+
+def _seen(count: int, first: int, stop: int) -> tuple[int, int]:
+    """Return what is within an array of so many places, one at the least: the copy engine needs it."""
+    first = min(max(first, 0), count - 1)
+    return first, max(min(stop, count), first + 1)

@@ -90,16 +90,17 @@ def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Calla
 
 
 @cache
-def make_soften(cols: int) -> Callable[..., Any]:
+def make_soften(cols: int, patience: int) -> Callable[..., Any]:
     """Return ``soften(s, factor, max_0, max_1, sum_0, sum_1)``: scores become probabilities, in place.
 
-    It returns the maxima and sums of a lane's two rows anew, and by what all that was summed before is to
-    be multiplied.  A lane sums its own columns.
+    It returns the maxima and sums of a lane's two rows anew, whether what was summed before is to be
+    multiplied, and by what.  A lane sums its own columns.
 
     Args:
         cols: Of the tile.
+        patience: See :class:`Layout`; the rows of a warp are scaled together.
     """
-    tiles = cols // 8
+    tiles, one, is_patient, least = cols // 8, np.float32(1), patience > 0, np.float32(patience)
 
     @device_function
     def soften(s, factor, max_0, max_1, sum_0, sum_1):
@@ -110,11 +111,18 @@ def make_soften(cols: int) -> Callable[..., Any]:
         for step in range(2):  # the four lanes of a row
             top_0 = max(top_0, cuda.shfl_xor_sync(EVERYONE, top_0, 1 << step))
             top_1 = max(top_1, cuda.shfl_xor_sync(EVERYONE, top_1, 1 << step))
-        shift_0 = float32(shift_of(top_0)) * factor
-        shift_1 = float32(shift_of(top_1)) * factor
-        rescale_0 = ex2(max_0 * factor - shift_0)
-        rescale_1 = ex2(max_1 * factor - shift_1)
-        sum_0, sum_1 = sum_0 * rescale_0, sum_1 * rescale_1
+        is_scaled = True
+        if is_patient:
+            grows = (top_0 - max_0) * factor > least or (top_1 - max_1) * factor > least
+            is_scaled = cuda.ballot_sync(EVERYONE, grows) != 0
+        rescale_0 = rescale_1 = one
+        if is_scaled:
+            rescale_0 = ex2(max_0 * factor - float32(shift_of(top_0)) * factor)
+            rescale_1 = ex2(max_1 * factor - float32(shift_of(top_1)) * factor)
+            max_0, max_1 = top_0, top_1
+            sum_0, sum_1 = sum_0 * rescale_0, sum_1 * rescale_1
+        shift_0 = float32(shift_of(max_0)) * factor
+        shift_1 = float32(shift_of(max_1)) * factor
         for t in range(tiles):
             s[t, 0] = ex2(s[t, 0] * factor - shift_0)
             s[t, 1] = ex2(s[t, 1] * factor - shift_0)
@@ -122,7 +130,7 @@ def make_soften(cols: int) -> Callable[..., Any]:
             s[t, 3] = ex2(s[t, 3] * factor - shift_1)
             sum_0 += s[t, 0] + s[t, 1]
             sum_1 += s[t, 2] + s[t, 3]
-        return top_0, top_1, sum_0, sum_1, rescale_0, rescale_1
+        return max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1
 
     return soften
 

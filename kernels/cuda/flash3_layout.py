@@ -56,6 +56,8 @@ class Layout(Staff):
         stages: Tiles of keys, and of values, that shared memory holds at a time.
         items: Query tiles that it holds: with two the next one is there when the last one is done.
         takes_turns: The softmax of one consumer shall fall into the products of the others.
+        patience: By how many powers of two a maximum may grow before rows are scaled to it; at most 8, so
+            that 16 bits hold all exponentials.  0 scales them for each tile.
     """
 
     consumers: int
@@ -63,6 +65,7 @@ class Layout(Staff):
     stages: int
     items: int
     takes_turns: bool
+    patience: int = 0
 
     @property
     def block_q(self) -> int:

@@ -138,7 +138,7 @@ def forward_kernel(
     load_k, load_v = (make_load_tile(panels, k_panel) for panels in (head_panels, value_panels))
     put_out = make_put_tile(value_panels, q_panel, features.packed)
     ask_for_scores = make_ask_for_scores(block_k, dtype, widths.head, q_panel, k_panel)
-    soften, pack = make_soften(block_k), make_pack(dtype, block_k)
+    soften, pack = make_soften(block_k, layout.patience), make_pack(dtype, block_k)
     accumulate = make_accumulate(widths.value, dtype, block_k)
     write_out = make_write_out(widths.value, dtype, q_panel)
     # Rows of q and k run along the depth; those of v across it, from panel to panel.
@@ -306,7 +306,7 @@ def forward_kernel(
                             s, seen, lane, own_row, own_col, rows, cols, flat, b, h, scale, extras
                         )
                     # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                    max_0, max_1, sum_0, sum_1, rescale_0, rescale_1 = soften(
+                    max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = soften(
                         s, factor, max_0, max_1, sum_0, sum_1
                     )
                     # The last P V is done: its values may be overwritten, and O is ours.
@@ -314,11 +314,12 @@ def forward_kernel(
                     if n > 0 and lane == 0:
                         mbarrier_arrive(barriers + v_empty + 8 * before)
                     # 10, first half: O = diag(e^(m - m_new)) O
-                    for t in range(value_tiles):
-                        acc[t, 0] *= rescale_0
-                        acc[t, 1] *= rescale_0
-                        acc[t, 2] *= rescale_1
-                        acc[t, 3] *= rescale_1
+                    if is_scaled:
+                        for t in range(value_tiles):
+                            acc[t, 0] *= rescale_0
+                            acc[t, 1] *= rescale_0
+                            acc[t, 2] *= rescale_1
+                            acc[t, 3] *= rescale_1
                     if found:
                         mbarrier_wait(barriers + v_full + 8 * stage, phase)
                         clear_unseen(

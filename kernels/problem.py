@@ -51,7 +51,7 @@ class Problem:
         scale: Multiplies the scores, once.
         lower: Row ``row`` sees no column before ``row + lower``; ``-seq_q`` where nothing bounds it.
         upper: Row ``row`` sees no column after ``row + upper``; ``seq_k`` where nothing bounds it.
-        diagonal: ``causal_offset``: ALiBi measures |row + diagonal - col|.
+        diagonal: ``causal_offset`` where there are slopes: ALiBi measures |row + diagonal - col|.
         rung: Name of the kernel asked for, or "auto".
         precision: Name of what numbers may be rounded to on the way to a result: of ``dtype``, unless the
             call allows less; "tf32" is no dtype.
@@ -354,7 +354,7 @@ def _checked(
         # Beyond these no bound changes what a row sees, and a kernel's integers have an end.
         lower=min(max(int(lower), -seq_q), seq_k),
         upper=min(max(int(upper), -seq_q), seq_k),
-        diagonal=int(causal_offset),
+        diagonal=0 if alibi_slopes is None else int(causal_offset),
         rung=rung,
         precision=check_precision(precision, dtype),
         deterministic=bool(deterministic),

@@ -338,11 +338,9 @@ def _largest(case: Case) -> float:
     mask = case.options.get("attn_mask")
     if mask is not None and is_floating(mask.dtype):
         score += most(mask)
-    score += most(case.options.get("alibi_slopes", 0.0)) * (
-        sum(plain.q.shape[-2:-1])
-        + plain.k.shape[-2]
-        + abs(int(case.options.get("causal_offset", 0)))
-    )
+    if (slopes := case.options.get("alibi_slopes")) is not None:
+        offset = abs(int(case.options.get("causal_offset", 0)))
+        score += most(slopes) * (sum(plain.q.shape[-2:-1]) + plain.k.shape[-2] + offset)
     # Beyond 1e28 a product on the way overflows float32, be its other factor 0 in the end.
     factors = max(q * max(scale, 1.0), k) / 1e25
     sizes = [score, v, dout, 0.0 if case.dlse is None else most(case.dlse)]

@@ -360,6 +360,16 @@ def test_what_nobody_sees_changes_nothing(attention: Any, backend: Any, bad: flo
     assert (results[0]["dq"][:, 1] == 0).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.5}, {"dropout_p": 0.3, "seed": 2}], ids=str)
+@pytest.mark.parametrize("backend", [minitorch.SimpleBackend, minitorch.FastBackend])
+def test_a_diagonal_may_lie_as_far_off_as_a_number_says(backend: Any, options: Any) -> None:
+    q = minitorch.rand((1, 2, 3, 4), backend)
+    found = q.flash_attention(q, q, is_causal=True, causal_offset=10**400, **options)
+    assert (found.to_numpy() == q.flash_attention(q, q, **options).to_numpy()).all()
+    nothing = q.flash_attention(q, q, is_causal=True, causal_offset=-(10**400), **options)
+    assert not nothing.to_numpy().any()
+
+
 def test_a_second_derivative_is_refused() -> None:
     x = minitorch.rand((2, 3), FastBackend, requires_grad=True)
     x.flash_attention(x, x).sum().backward()

@@ -265,6 +265,30 @@ def test_a_key_that_no_row_sees_may_be_anything(
         np.testing.assert_array_equal(spoilt[name], clean[name], err_msg=name)
 
 
+@pytest.mark.parametrize(("target", "rung"), RUNGS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+def test_a_key_whose_rows_a_list_leaves_out_may_be_anything(
+    target: str, rung: str, poison: float
+) -> None:
+    q, k, v, dout = draw(0, (2, 32, 3), (2, 32, 3), (2, 32, 5), (2, 32, 5))
+    # The window lets rows 0 to 15 see keys 0 to 12, and no others; their block is not listed.
+    blocks = np.array([[[0, 1], [1, 1]]])
+    options = {
+        "window_size": (0, -1),
+        "causal_offset": -3,
+        "block_mask": kernels.BlockMask(blocks, 32, 32, 16),
+    }
+    results = []
+    for value in (0.0, poison):
+        planted_k, planted_v = k.copy(), v.copy()
+        planted_k[:, :13] = planted_v[:, :13] = value
+        case = Case(q, planted_k, planted_v, dout, options, (8, 16))
+        results.append(case.run(TARGETS[target], rung, case.tile))
+    for name, expected in results[0].items():
+        np.testing.assert_array_equal(results[1][name], expected, err_msg=name)
+
+
 def seen_by(case: Case) -> Any:
     """Return (…, heads, seq_q, seq_k), True where a row sees a column: where a probability is not 0."""
     problem = case.problem()

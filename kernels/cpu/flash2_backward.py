@@ -145,6 +145,8 @@ def make_backward(real):
                 # only the rows that may see a column
                 row = max(max(i * block_q, start_row), col - upper)
                 last = min(min((i + 1) * block_q, stop_row), col + cols - lower)
+                if o.listed != 0 and (last - 1 + lower > col or col + cols - 1 > row + upper):
+                    hides = True  # the rows that the bounds let see a key may not be listed
                 while row < last:
                     rows, left, right, bounded = piece_of(row, last, col, cols, hides, lower, upper)
                     width, end_lane = right - left, left + lanes_for(right - left)

@@ -200,10 +200,8 @@ class Bench:
         source = runs[OURS].model  # bfloat16 begins from rounded weights, on all sides
         if self.torch is not None:
             runs[THEIRS] = Run(THEIRS, size, self.device, precision, source=source, clip=clip)
-            other = (BASE, "flash") if precision != "float32" else (CONTROL, "naive")
-            runs[other[0]] = Run(
-                THEIRS, size, self.device, "float32", other[1], source=source, clip=clip
-            )
+            name, kind = (CONTROL, "naive") if precision == "float32" else (BASE, "flash")
+            runs[name] = Run(THEIRS, size, self.device, "float32", kind, source=source, clip=clip)
         curves = {key: run.losses(steps, f"{key}, {precision}") for key, run in runs.items()}
         row: Row = {"steps": steps, "curves": curves}
         bad = [key for key, curve in curves.items() if not all(map(math.isfinite, curve))]

@@ -84,7 +84,7 @@ def compare(dim: int, length: int, is_causal: bool) -> Iterator[str]:
     base = times[str(CHANGES[0])]
     for name, found in times.items():
         gain = median(a / b for a, b in zip(base, found, strict=True))
-        yield f"{name or 'own'} {work / median(found):.0f} ({gain:.3f})"
+        yield f"{name} {work / median(found):.0f} ({gain:.3f})"
 
 
 def main() -> None:

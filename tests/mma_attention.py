@@ -68,6 +68,11 @@ class Call(NamedTuple):
         return Extras(*self.bounds, self.heads, 0, 0.0, 0, 0, 1.0)._replace(**(self.options or {}))
 
 
+def layouts_for(table: Any, width: int) -> Any:
+    """Return what a table of the rung says of a head width."""
+    return next(choices for limit, choices in table.items() if width <= limit)
+
+
 def operands(call: Call, rng: np.random.Generator) -> list[Any]:
     """Return q, k, v, out and lse, the last two poisoned; (batch, heads, seq, dim), heads beside dim."""
     seq_q, seq_k, head_dim, value_dim = call.sizes

@@ -20,14 +20,10 @@ from kernels.cuda.register_tiles import round_up
 from kernels.targets import compile_ptx, launched_resources
 
 from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas
-from .mma_attention import OPTIONS
+from .mma_attention import OPTIONS, layouts_for
 
 AMPERE, HOPPER = (8, 0), (9, 0, "a")
 PRODUCT = r"mma\.sync\.aligned\.m16n8k16"
-
-
-def _first(table: Any, width: int) -> Any:
-    return next(choices for limit, choices in table.items() if width <= limit)
 
 
 def _ptx(kernel: Kernel, cc: tuple[Any, ...] = HOPPER) -> str:
@@ -45,7 +41,7 @@ def _assert_fits(kernel: Kernel, spilled: int, cc: tuple[Any, ...] = HOPPER) -> 
 #: (compute capability, head width, layout, bytes that are spilled at most): what a rung would take.
 FORWARD: list[tuple[tuple[Any, ...], int, MmaLayout, int]] = [
     (AMPERE, 128, MmaLayout(128, 32, 4, resident=2), 0),
-    *((HOPPER, width, _first(rung._FORWARD, width)[0], 0) for width in (64, 128, 256)),
+    *((HOPPER, width, layouts_for(rung._FORWARD, width)[0], 0) for width in (64, 128, 256)),
     (HOPPER, 256, MmaLayout(64, 32, 4), 0),
     # Numbers of the copies, read in the loop and never written there.
     (HOPPER, 256, MmaLayout(64, 64, 4, resident=2, stages=1), 96),
@@ -77,8 +73,10 @@ def _backward_kernel(width: int, name: str, dtype: str) -> Kernel:
     is_split = NUMBERS[dtype].terms > 1
     if name == "by rows":
         table = rung._BY_ROWS_OF_TERMS if is_split else rung._BY_ROWS
-        return dq_kernel(_first(table, width)[0], width, width, dtype, True)
-    layout, step, parts = _first(rung._BY_KEYS_OF_TERMS if is_split else rung._BY_KEYS, width)[0]
+        return dq_kernel(layouts_for(table, width)[0], width, width, dtype, True)
+    layout, step, parts = layouts_for(rung._BY_KEYS_OF_TERMS if is_split else rung._BY_KEYS, width)[
+        0
+    ]
     head = round_up(width, step)
     sums: DqSums = dq_sums(layout, head // parts, is_wide=True)
     if isinstance(layout, RoleLayout):
@@ -101,7 +99,7 @@ def test_gradients_stay_in_registers(width: int, dtype: str, name: str) -> None:
 @pytest.mark.parametrize(("width", "dtype"), [(64, "float32"), (128, "float32"), (128, "tf32")])
 def test_products_of_terms_stay_in_registers(width: int, dtype: str) -> None:
     terms = NUMBERS[dtype].terms
-    layout = _first(rung._FORWARD_OF_TERMS if terms > 1 else rung._FORWARD, width)[0]
+    layout = layouts_for(rung._FORWARD_OF_TERMS if terms > 1 else rung._FORWARD, width)[0]
     ptx = _ptx(forward_kernel(layout, width, width, dtype, True))
     tiles = layout.row_tiles * (layout.block_k + width) // 8
     products = len(LEFT_TERMS[terms])  # each with each, but for the smallest

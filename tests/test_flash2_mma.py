@@ -34,7 +34,7 @@ from . import option_table
 from .attention_strategies import MASK_MODS, SCORE_MODS, Case
 from .emulated_gpu import launch
 from .emulated_target import EMULATED, emulated_device
-from .mma_attention import LARGE, OPTIONS, TINY, check, operands, run
+from .mma_attention import LARGE, OPTIONS, TINY, check, layouts_for, operands, run
 from .mma_backward import (
     GRADIENTS,
     LARGE_GRADIENTS,
@@ -185,10 +185,6 @@ def test_the_kernel_computes_attention_on_a_gpu(name: str) -> None:
 # -- shared memory ---------------------------------------------------------------------------------
 
 
-def _first(table: Any, width: int) -> Any:
-    return next(choices for limit, choices in table.items() if width <= limit)
-
-
 #: Of a block, where the device has least: compute capability 8.6.
 LEAST_SHARED_MEMORY = 99 * 1024
 WITH_BITS = Features(dropout=True, block_mask=True)
@@ -201,18 +197,18 @@ def test_every_device_has_the_shared_memory_for_every_width(features: Features) 
     forward = _FORWARD_WITH_OPTIONS if features.dropout else _FORWARD
     for width in range(16, 257, 16):
         kind = "float16", True
-        layout, step, parts = _first(by_keys, width)[-1]
+        layout, step, parts = layouts_for(by_keys, width)[-1]
         head = round_up(width, step)
-        for other, _, columns in _first(by_keys, width):
+        for other, _, columns in layouts_for(by_keys, width):
             dq_sums(other, round_up(width, step) // columns, is_wide=True)  # the warps can share it
         sums = dq_sums(layout, head // parts, is_wide=True)
         kernels = [
-            forward_kernel(_first(table, width)[-1], width, width, *kind, features)
+            forward_kernel(layouts_for(table, width)[-1], width, width, *kind, features)
             for table in (forward, _FORWARD_OF_FEW_ROWS)
         ]
         kernels += [
             dkdv_kernel(layout, head, head, *kind, sums, features, parts),
-            dq_kernel(_first(by_rows, width)[-1], width, width, *kind, features),
+            dq_kernel(layouts_for(by_rows, width)[-1], width, width, *kind, features),
         ]
         for kernel in kernels:
             assert kernel.shared_bytes <= LEAST_SHARED_MEMORY, (kernel.name, width)

@@ -27,6 +27,7 @@ from kernels.operands import make_operands
 from .attention_strategies import Case
 from .cuda_attention import run as run_on_gpu
 from .emulated_target import EMULATED, emulated_device
+from .mma_attention import layouts_for
 from .mma_sums import cut_sum, sums_cut_off
 from .tolerances import assert_close_arrays
 
@@ -224,10 +225,6 @@ def test_keys_beyond_the_bounds_do_not_set_the_scale() -> None:
 # -- shared memory --------------------------------------------------------------------------------
 
 
-def _first(table: Any, width: int) -> Any:
-    return next(choices for limit, choices in table.items() if width <= limit)
-
-
 @pytest.mark.parametrize("has_options", [False, True], ids=["plain", "with bits"])
 def test_every_device_has_the_shared_memory_for_terms_of_every_width(has_options: bool) -> None:
     forward, by_keys = rung._FORWARD_OF_TERMS, rung._BY_KEYS_OF_TERMS
@@ -237,15 +234,17 @@ def test_every_device_has_the_shared_memory_for_terms_of_every_width(has_options
         features = Features(dropout=True, block_mask=True)
     for width in range(16, 257, 16):
         kind = "float32", True
-        for layout, step, parts in _first(by_keys, width):
+        for layout, step, parts in layouts_for(by_keys, width):
             dq_sums(layout, round_up(width, step) // parts, is_wide=True)  # the warps can share it
-        layout, step, parts = _first(by_keys, width)[-1]
+        layout, step, parts = layouts_for(by_keys, width)[-1]
         head = round_up(width, step)
         sums = dq_sums(layout, head // parts, is_wide=True)
         kernels = [
-            forward_kernel(_first(forward, width)[-1], width, width, *kind, features),
+            forward_kernel(layouts_for(forward, width)[-1], width, width, *kind, features),
             dkdv_kernel(layout, head, head, *kind, sums, features, parts),
-            dq_kernel(_first(rung._BY_ROWS_OF_TERMS, width)[-1], width, width, *kind, features),
+            dq_kernel(
+                layouts_for(rung._BY_ROWS_OF_TERMS, width)[-1], width, width, *kind, features
+            ),
         ]
         for kernel in kernels:
             assert kernel.shared_bytes <= LEAST_SHARED_MEMORY, (kernel.name, width)

@@ -28,7 +28,7 @@ from .emulated_hopper import forget_launches
 TOKENS, HIDDEN = 16384, 2048
 ROUNDS, LAUNCHES = 15, 8
 #: What is tried of the table's layout.
-CHANGES: tuple[dict[str, Any], ...] = ({}, {"patience": 8})
+CHANGES: tuple[dict[str, Any], ...] = ({}, {"patience": 0}, {"patience": 8})
 
 
 def launch_of(problem: Any, operands: Operands, layout: Layout) -> Callable[[], None]:

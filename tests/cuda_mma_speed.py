@@ -1,7 +1,7 @@
-"""Time layouts of the tensor-core kernels of attention on a GPU: TFLOP/s, one line a layout.
+"""Time layouts of the tensor-core kernels of attention on a GPU, in turn: TFLOP/s, one line a layout.
 
-python -m tests.cuda_mma_speed [tokens a batch]
-python -m tests.cuda_mma_speed backward 64 [tokens a batch]    and 128, 256: head widths
+python -m tests.cuda_mma_speed [head widths, as 64,128]
+python -m tests.cuda_mma_speed backward 64    and 128, 256: head widths
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from kernels.targets import EventTimer, why_no_cuda
 from .mma_attention import FAR, Call, operands
 from .mma_backward import Gradients, backward_launches
 
-#: Head width → layouts.
+#: Head width → layouts; the first is what the others are compared with.
 LAYOUTS = {
     64: (
         MmaLayout(128, 64, 4, resident=2),
+        MmaLayout(128, 64, 4, resident=2, patience=8),
         MmaLayout(128, 128, 4, resident=1),
-        MmaLayout(128, 64, 8, resident=2),
         MmaLayout(64, 64, 4, resident=3),
-        MmaLayout(256, 64, 8, resident=1),
     ),
     128: (
         MmaLayout(128, 64, 4, resident=2),
-        MmaLayout(128, 32, 4, resident=2),
-        MmaLayout(128, 64, 8, resident=1),
-        MmaLayout(64, 64, 4, resident=2),
+        MmaLayout(128, 64, 4, resident=2, patience=8),
+        MmaLayout(128, 64, 8, resident=1, patience=8),
+        MmaLayout(64, 64, 4, resident=2, patience=8),
     ),
     256: (
         MmaLayout(128, 64, 8),
-        MmaLayout(64, 64, 4, resident=2, stages=1),
-        MmaLayout(64, 32, 4, resident=2),
+        MmaLayout(128, 64, 8, patience=8),
+        MmaLayout(64, 32, 4, resident=2, patience=8),
     ),
 }
 #: Likewise of the backward kernels: by keys, with parts, and by rows.
@@ -60,7 +59,8 @@ BY_ROWS = {
     128: (MmaLayout(64, 64, 4, resident=2), MmaLayout(128, 32, 4, resident=2)),
     256: (MmaLayout(64, 32, 4),),
 }
-HIDDEN, REPEATS = 2048, 10
+TOKENS, HIDDEN = 16384, 2048
+REPEATS, ROUNDS = 4, 9
 
 
 def main() -> None:
@@ -70,26 +70,37 @@ def main() -> None:
     if sys.argv[1:2] == ["backward"]:
         _backward(*map(int, sys.argv[2:]))
         return
-    tokens = int(sys.argv[1]) if sys.argv[1:] else 16384
     rng = np.random.default_rng(0)
-    for width, layouts in LAYOUTS.items():
-        for seq in (2048, 8192):
-            sizes, heads = (seq, seq, width, width), HIDDEN // width * tokens // seq
+    for width in map(int, sys.argv[1].split(",")) if sys.argv[1:] else LAYOUTS:
+        layouts = LAYOUTS[width]
+        for seq in (512, 2048, 8192):
+            sizes, heads = (seq, seq, width, width), HIDDEN // width * TOKENS // seq
             call = Call(layouts[0], sizes, scale=width**-0.5, heads=heads)
             arrays = [to_device(array) for array in operands(call, rng)]
-            for layout in layouts:
-                full = _time(call._replace(layout=layout), arrays)
-                causal = _time(call._replace(layout=layout, bounds=(-FAR, 0)), arrays) / 2
-                shape = f"{layout.block_q} x {layout.block_k}, {layout.warps} warps"
-                line = f"d {width:3} N {seq:5} {shape:22} full {full:6.1f} causal {causal:6.1f}"
-                print(line, flush=True)
+            runs = [
+                _launch(call._replace(layout=layout, bounds=bounds), arrays)
+                for layout in layouts
+                for bounds in ((-FAR, FAR), (-FAR, 0))
+            ]
+            times = [[_seconds(run) for run in runs] for _ in range(ROUNDS)]
+            full_and_causal = np.array(times).reshape(ROUNDS, len(layouts), 2)
+            gains = np.median(full_and_causal[:, :1] / full_and_causal, axis=0)
+            work = 4e-12 * heads * seq * seq * width / np.array((1, 2))
+            for layout, speed, gain in zip(
+                layouts, work / np.median(full_and_causal, axis=0), gains, strict=True
+            ):
+                found = "  ".join(
+                    f"{mask} {x:6.1f} ({y:.3f})"
+                    for mask, x, y in zip(("full", "causal"), speed, gain, strict=True)
+                )
+                print(f"d {width:3} N {seq:5} {found}  {layout}", flush=True)
 
 
-def _backward(width: int = 64, tokens: int = 16384) -> None:
+def _backward(width: int = 64) -> None:
     """Time each layout's kernels by themselves: by atomics with zeros before and the end after."""
     rng = np.random.default_rng(0)
     for seq in (2048, 8192):
-        sizes, heads = (seq, seq, width, width), HIDDEN // width * tokens // seq
+        sizes, heads = (seq, seq, width, width), HIDDEN // width * TOKENS // seq
         call = Call(BY_ROWS[width][0], sizes, scale=width**-0.5, heads=heads)
         *arrays, out, lse = operands(call, rng)
         given = [to_device(x) for x in (out, *arrays, lse, np.zeros_like(lse))]
@@ -128,15 +139,10 @@ def _seconds(run: Any) -> float:
     return timer.seconds / REPEATS
 
 
-def _time(call: Call, arrays: list[Any]) -> float:
-    """Return TFLOP/s, everything counted as if no key were hidden."""
+def _launch(call: Call, arrays: list[Any]) -> Any:
     launch = call.kernel[call.grid, call.layout.threads]
-    launch(*arrays, call.scale, call.flag(), call.extras)
-    with EventTimer() as timer:
-        for _ in range(REPEATS):
-            launch(*arrays, call.scale, call.flag(), call.extras)
-    seq_q, seq_k, width, _ = call.sizes
-    return 4e-12 * call.heads * seq_q * seq_k * width * REPEATS / timer.seconds
+    flag = call.flag()
+    return lambda: launch(*arrays, call.scale, flag, call.extras)
 
 
 if __name__ == "__main__":

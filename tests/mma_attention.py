@@ -142,10 +142,11 @@ TINY = {
     "no whole pieces": Call(MmaLayout(16, 16, 1), (9, 21, 13, 7), (-FAR, 2), scale=0.5),
     "padded widths": Call(MmaLayout(16, 16, 1), (20, 20, 24, 8), (-FAR, 0), "bfloat16", -0.5),
     "rows that see nothing": Call(MmaLayout(16, 16, 1), (40, 16, 16, 16), (-FAR, -20)),
-    "one tile of K and V": Call(
-        MmaLayout(32, 16, 2, stages=1), (37, 43, 16, 32), (-FAR, 6), "bfloat16"
-    ),
     "scores far apart": Call(MmaLayout(32, 16, 2), (37, 75, 16, 16), scale=6.0),
+    "maxima that may grow": Call(MmaLayout(32, 16, 2, patience=2), (37, 75, 16, 16)),
+    "maxima that may grow, far apart": Call(
+        MmaLayout(32, 16, 2, patience=8), (37, 75, 16, 16), (-FAR, 30), scale=6.0
+    ),
     "a wide head": Call(MmaLayout(16, 16, 1), (17, 21, 160, 24), (-FAR, 4), scale=0.1),
 }
 
@@ -170,7 +171,7 @@ OPTIONS = {
     ),
 }
 
-_LARGE = {64: MmaLayout(128, 64, 4, resident=2), 128: MmaLayout(128, 64, 4, resident=2)}
+_LARGE = {64: MmaLayout(128, 64, 4, resident=2), 128: MmaLayout(128, 64, 4, resident=2, patience=8)}
 #: What a GPU runs beside it.
 LARGE = {
     "d 64": Call(_LARGE[64], (512, 512, 64, 64)),
@@ -180,10 +181,7 @@ LARGE = {
     "d 80 and 96": Call(MmaLayout(64, 64, 4, resident=2), (301, 500, 80, 96), (-FAR, 199)),
     "d 256": Call(MmaLayout(64, 32, 4), (300, 300, 256, 256), (-FAR, 0), "bfloat16", 0.0625),
     "d 256, eight warps": Call(
-        MmaLayout(128, 64, 8), (300, 333, 256, 256), (-FAR, 33), "bfloat16", 0.0625
-    ),
-    "d 256, one tile of K and V": Call(
-        MmaLayout(64, 64, 4, resident=2, stages=1), (300, 333, 256, 256), (-FAR, 33), scale=0.0625
+        MmaLayout(128, 64, 8, patience=8), (300, 333, 256, 256), (-FAR, 33), "bfloat16", 0.0625
     ),
     "d 200 and 160": Call(MmaLayout(128, 64, 8), (300, 333, 200, 160), scale=0.0625),
     "d 65 and 33": Call(_LARGE[64], (130, 257, 65, 33), (-FAR, 127)),

@@ -43,8 +43,6 @@ FORWARD: list[tuple[tuple[Any, ...], int, MmaLayout, int]] = [
     (AMPERE, 128, MmaLayout(128, 32, 4, resident=2), 0),
     *((HOPPER, width, layouts_for(rung._FORWARD, width)[0], 0) for width in (64, 128, 256)),
     (HOPPER, 256, MmaLayout(64, 32, 4), 0),
-    # Numbers of the copies, read in the loop and never written there.
-    (HOPPER, 256, MmaLayout(64, 64, 4, resident=2, stages=1), 96),
 ]
 
 

@@ -64,13 +64,10 @@ from kernels.targets import cuda
 FLOAT32 = np.dtype(np.float32)
 #: What 16-bit tensors are to a kernel.
 STORAGE = np.dtype(np.uint16)
+#: Tiles of K, and of V, in shared memory: the next ones come while this one is multiplied.
+STAGES = 2
 #: Lanes that share a row of scores are neighbours in two steps: 1 and 2 apart.
 QUAD = (1, 2)
-
-
-#: By how many powers of two a maximum may grow before a row is scaled to it: up to then exponentials are no
-#: more than 256, which 16 bits hold.  Rarely a warp has to scale then.  Source: FlashAttention-4.
-PATIENCE = 8.0
 
 
 def forward_tiles(
@@ -80,7 +77,7 @@ def forward_tiles(
 
     An output of 16 bits takes the place of all of them at the end.
     """
-    stage = layout.stages * terms * HALF * layout.block_k
+    stage = STAGES * terms * HALF * layout.block_k
     k, v = stage * head_width, stage * value_width
     out = HALF * layout.block_q * value_width
     q = max(terms * HALF * layout.block_q * head_width, out - (k + v))
@@ -132,7 +129,7 @@ def forward_kernel(
     row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, value_width // COLS
     warp_rows, own_rows = ROWS * row_tiles, 2 * row_tiles
     s_tiles, acc_tiles = row_tiles * col_tiles, row_tiles * own_tiles
-    numbers, is_single = NUMBERS[dtype], layout.stages == 1
+    numbers = NUMBERS[dtype]
     terms, units = numbers.terms, make_units(numbers)
     copied = vectors or numbers.is_scaled
     a_tiles, b_tiles = terms * row_tiles, 2 * terms
@@ -159,7 +156,8 @@ def forward_kernel(
     store_out = store(layout, value_width, dtype, vectors)
     seen = tiles.elements + tile_bits.bytes
     clear_unseen = make_clear_unseen(layout, value_width, terms)
-    patience, is_patient = np.float32(PATIENCE), not numbers.is_scaled
+    patience = np.float32(layout.patience)
+    is_patient = layout.patience > 0 and not numbers.is_scaled  # to as much as 16 bits hold
     minus_inf, zero, ln_2 = np.float32(-math.inf), np.float32(0), np.float32(LN_2)
     rows_of, cols_of = ROW_OF, COL_OF
 
@@ -224,8 +222,7 @@ def forward_kernel(
         if entry < entries_stop:
             k_row = first_k + tile_of(entry, extras) * block_k
             copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
-            if not is_single:
-                copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
+            copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
         cp_async_commit_group()
         # 5: O = 0, l = 0, m = -inf
         factor, top = unit_of_scores(scale, b, h) * operand_factor, top_of(scale, b, h)
@@ -246,10 +243,8 @@ def forward_kernel(
             draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
             cuda.syncthreads()  # the tiles are whole, and every warp is done with the last ones
             # 7: load K_j, V_j: those of the next iteration, while this one computes
-            if is_single:  # but V_j, while S is computed
-                copy_v(thread, v, b, h, first_k + col, k_start, k_stop, v_tile)
             entry = next_entry(entry + 1, entries_stop, first, stop, extras)
-            if not is_single and entry < entries_stop:
+            if entry < entries_stop:
                 k_row = first_k + tile_of(entry, extras) * block_k
                 other = 1 - stage
                 copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile + other * k_bytes)
@@ -258,13 +253,6 @@ def forward_kernel(
             # 8: S = Q_i K_jᵀ
             k_stage = k_tile + stage * k_bytes
             multiply(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)
-            if is_single:
-                cp_async_wait_all()
-                cuda.syncthreads()  # V_j is whole, and every warp is done with K_j
-                if entry < entries_stop:
-                    k_row = first_k + tile_of(entry, extras) * block_k
-                    copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
-                cp_async_commit_group()
             own_row, own_col = row + warp_row + lane_row(lane), col + lane_col(lane)
             if not (is_folded and whole):
                 edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
@@ -325,7 +313,7 @@ def forward_kernel(
             accumulate(acc, s, a_fragment, b_fragment, v_stage, lane, 0)
             if has_bits:
                 cuda.syncthreads()  # every warp has read the bits before they are drawn anew
-            stage = stage if is_single else 1 - stage
+            stage = 1 - stage
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with the tiles, which the output overwrites
         out_batch = b + part * q.shape[0]

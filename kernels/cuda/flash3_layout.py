@@ -103,13 +103,14 @@ def layout_of(widths: Widths, has_options: bool = False) -> Layout:
         has_options: Beyond bounds: they take registers, and the blocks of masks are often of 128 rows.
     """
     width = max(widths)
+    patience = 0 if width <= 64 or has_options else 8
     if width <= 64:
-        return Layout(2 if has_options else 3, 128, 2, 2, True)
+        return Layout(2 if has_options else 3, 128, 2, 2, True, patience)
     if width <= 128:
-        return Layout(2, 128, 2, 2, False)
+        return Layout(2, 128, 2, 2, False, patience)
     if width <= 192:
-        return Layout(2, 96, 2, 1, True)
-    return Layout(2, 80, 2, 1, False)
+        return Layout(2, 96, 2, 1, True, patience)
+    return Layout(2, 80, 2, 1, False, patience)
 
 
 def shared_tiles(layout: Layout, widths: Widths, guards: bool = False) -> SharedTiles:

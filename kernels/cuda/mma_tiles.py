@@ -51,15 +51,16 @@ class MmaLayout:
         block_k: Key columns a tile, a multiple of 16.
         warps: Of the block.
         resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
-        stages: Tiles of K, and of V, in shared memory, of the forward kernel: with two the next ones come
-            while this one is multiplied; with one, V comes while K is multiplied, and K while V is.
+        patience: By how many powers of two a maximum may grow before the forward kernel scales the rows of
+            a warp to it; at most 8, so that 16 bits hold all exponentials.  0 scales them for each tile.
+            Source: FlashAttention-4.
     """
 
     block_q: int
     block_k: int
     warps: int
     resident: int = 1
-    stages: int = 2
+    patience: int = 0
 
     @property
     def threads(self) -> int:

@@ -54,8 +54,8 @@ TOKENS, HIDDEN = 16384, 2048
 DEFAULTS = (None, None, [512, 1024, 2048, 4096, 8192, 16384])
 #: Of the calls with options: their length, window and sizes are those of the published comparison.
 LENGTH, WINDOW, BLOCK, DOCUMENT = 8192, 1024, 128, 1000
-#: Of the calls whose results are compared with the textbook's, one head of which takes a while.
-ACCURACY_LENGTH = 1024
+#: Of the calls whose results are compared with the textbook's, and how many of their heads.
+ACCURACY_LENGTH, ACCURACY_HEADS = 1024, 8
 PRODUCT = 8192
 #: Seconds of a reading at least; seconds that Python takes for one call at most; cycles a second.
 READING, LAUNCHING, CLOCK = 0.004, 5e-4, 1.8e9
@@ -143,7 +143,10 @@ class Operands:
         shape = 1, one.heads, one.length, one.head_dim
         self.dtype, kind = DTYPES[one.dtype], getattr(torch, one.dtype)
         self.tensors = [torch.randn(shape, device="cuda").to(kind) for _ in range(4)]
-        self.first = [tensor[0, 0].double().cpu().numpy() for tensor in self.tensors]
+
+    def first_heads(self, count: int) -> list[Any]:
+        """Return q, k, v and dout of so many heads in float64, (heads, length, head_dim)."""
+        return [x[0, :count].double().cpu().numpy() for x in self.tensors]
 
     def ours(self, ours: Ours, case: Case) -> OurCall:
         """Return a contestant."""
@@ -217,9 +220,10 @@ def measure(torch: Any, one: Peers, budget: float) -> Row:
     calls = {name: call for name, call in found.items() if not isinstance(call, str)}
     row["why_not"] = {name: text for name, text in found.items() if name not in calls}
     if one.group == "accuracy":
-        wanted = reference(case, operands.first, operands.dtype)
+        wanted = reference(case, operands.first_heads(ACCURACY_HEADS), operands.dtype)
         row["errors"] = {
-            name: errors(call.first_head(), wanted) for name, call in calls.items()
+            name: errors(call.first_heads(ACCURACY_HEADS), wanted)
+            for name, call in calls.items()
         }  # fmt: skip
         return row
     steps = {

@@ -404,7 +404,7 @@ def test_cases_run_in_16_bits(dtype: str, name: str) -> None:
     ours = rivals.ours_of(case)
     ours.forward()
     ours.backward()
-    found = peers.errors(ours.first_head(), peers.reference(case, rivals.first, rivals.dtype))
+    found = peers.errors(ours.first_heads(), peers.reference(case, rivals.first, rivals.dtype))
     assert max(found.values()) < (0.003 if dtype == "float16" else 0.03), found
 
 

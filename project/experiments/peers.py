@@ -106,28 +106,28 @@ class OurCall:
                 *call, self.sums, self.sums, **self.options
             )
 
-    def first_head(self) -> list[Any]:
-        """Return out, dq, dk and dv of the first head in float64, (length, head_dim)."""
+    def first_heads(self, count: int = 1) -> list[Any]:
+        """Return out, dq, dk and dv of so many heads in float64, (heads, length, head_dim)."""
         found = (
             to_host(x) if is_device_array(x) else x for x in (self.results[0], *self.gradients)
         )
-        head = (0, 0) if self.sums is None else (slice(None), 0)
-        return [array[head].astype(np.float64) for array in found]
+        by_head = (x[0] if self.sums is None else x.transpose(1, 0, 2) for x in found)
+        return [array[:count].astype(np.float64) for array in by_head]
 
 
 def reference(case: Case, first: list[Any], dtype: np.dtype[Any]) -> list[Any]:
-    """Return out, dq, dk and dv of one head by the textbook in float64.
+    """Return out, dq, dk and dv of heads by the textbook in float64.
 
     Args:
         case: To compute.
-        first: q, k, v and dout of that head, (length, head_dim), float64.
+        first: q, k, v and dout of those heads, (heads, length, head_dim), float64.
         dtype: That the contestants compute with.
     """
-    q, k, v, dout = (array[None, None] for array in first)
+    q, k, v, dout = (array[None] for array in first)
     textbook = {"rung": "naive", **case.reference_options(dtype)}
     results = kernels.flash_attention_forward(q, k, v, **textbook)
     gradients = kernels.flash_attention_backward(dout, q, k, v, *results, **textbook)
-    return [array[0, 0] for array in (results[0], *gradients)]
+    return [array[0] for array in (results[0], *gradients)]
 
 
 def errors(found: list[Any], wanted: list[Any]) -> dict[str, float]:
@@ -155,7 +155,7 @@ class Rivals:
         shape = 1, args.heads, args.length, args.head_dim
         arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(4)]
         arrays = [rounded(x, self.dtype) for x in arrays]
-        self.first = [x[0, 0].astype(np.float64) for x in arrays]
+        self.first = [x[0, :1].astype(np.float64) for x in arrays]
         self.tensors: list[Any] | None = None
         if torch is not None:  # whose memory our kernels read, too
             kind = getattr(torch, name)
@@ -216,7 +216,7 @@ def compare(
             "tflops": 1e-9 * count / timing["median"],
             "ratio": against and ratio(times["theirs"], against)["median"],
         }
-    return entry | (errors(theirs.first_head(), wanted) if wanted is not None else {})
+    return entry | (errors(theirs.first_heads(), wanted) if wanted is not None else {})
 
 
 def why_failed(error: Exception) -> str:

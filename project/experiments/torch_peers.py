@@ -10,7 +10,6 @@ import sys
 import warnings
 from typing import Any
 
-import numpy as np
 from peer_cases import Case
 
 #: In the order of the table.
@@ -129,10 +128,10 @@ class TorchCall:
             self.out, self.leaves, self.dout, retain_graph=True
         )
 
-    def first_head(self) -> list[Any]:
-        """Return out, dq, dk and dv of the first head as NumPy arrays of float64, (length, head_dim)."""
+    def first_heads(self, count: int = 1) -> list[Any]:
+        """Return out, dq, dk and dv of so many heads in float64, (heads, length, head_dim)."""
         found = (self.out, *self.gradients)
-        return [tensor[0, 0].detach().double().cpu().numpy().astype(np.float64) for tensor in found]
+        return [tensor[0, :count].detach().double().cpu().numpy() for tensor in found]
 
 
 def prepare(torch: Any, device: str) -> None:

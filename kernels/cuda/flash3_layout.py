@@ -103,7 +103,7 @@ def layout_of(widths: Widths, has_options: bool = False) -> Layout:
         has_options: Beyond bounds: they take registers, and the blocks of masks are often of 128 rows.
     """
     width = max(widths)
-    patience = 0 if width <= 64 or has_options else 2
+    patience = 0 if width <= 64 or has_options else 3
     if width <= 64:
         return Layout(2 if has_options else 3, 128, 2, 2, True, patience)
     if width <= 128:

@@ -195,7 +195,11 @@ class Case:
         return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
     def check(self, actual: dict[str, Any], what: str, dtype: Any = None) -> None:
-        """Compare results with the oracle's; a gradient's rounding grows with its largest element."""
+        """Compare results with the oracle's; a gradient's rounding grows with its largest element.
+
+        It grows with the slope of a score_mod, too: where P ∘ (dP - delta) cancels, its rounding is left,
+        and multiplied by that.
+        """
         # In 16 bits out is rounded, and rowsum(dout ∘ out) is of what was rounded: where dP and it cancel,
         # a gradient is no longer that of exact numbers, however well it is computed.
         halves = is_half(self.q.dtype) and dtype is None
@@ -203,10 +207,24 @@ class Case:
         for name, expected in self.oracle(stored).items():
             finite = np.abs(expected[np.isfinite(expected)])
             size = max(1.0, float(finite.max(initial=0.0)))
+            size *= self.steepest() if name in ("dq", "dk") else 1.0
             summed = sum_to(actual[name], expected.shape)
             label = f"{name} {what} of {self}"
             own = dtype or (acc_dtype(self.q.dtype) if name == "lse" else self.q.dtype)
             assert_close_arrays(summed, expected, own, what=label, size=size)
+
+    def steepest(self) -> float:
+        """Return the largest slope of score_mod at the case's scores, 1 at the least."""
+        if "score_mod" not in self.options:
+            return 1.0
+        case, (_, slope) = self.plain(), self.options["score_mod"]
+        problem = case.problem()
+        scores = problem.scale * (case.q @ np.swapaxes(case.k, -1, -2))
+        scores = np.broadcast_to(scores, (*problem.lead, *scores.shape[-2:]))
+        scores = scores.reshape(-1, *scores.shape[-3:]) if problem.lead else scores[None, None]
+        places = np.indices(scores.shape).reshape(4, -1).T
+        slopes = [slope(float(scores[tuple(at)]), *map(int, at)) for at in places]
+        return max(1.0, *map(abs, slopes))
 
     def check_what_is_not_finite(self, actual: dict[str, Any], planted: float) -> None:
         """Check the results of a :func:`planted` case: NaN where it must be, and nowhere else.

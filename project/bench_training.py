@@ -12,7 +12,7 @@ autocast over float32 weights, ours is the policy of ``minitorch.Precision``.  A
 ratios within rounds, a peak of memory that of a process of its own, a curve's difference the largest of all
 steps, relative to PyTorch's loss; curves are trained with the clipping of the preset.  Losses in bfloat16
 are held to PyTorch's own distance from its float32: their quotient is the figure; beside those in float32
-stands how far PyTorch is from itself when its attention is the composed one.
+stands how far PyTorch is from itself when its attention is the composed one, and both sides from float64.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ RESULTS, BUILD = ROOT / "docs" / "results", ROOT / "build"
 READING = 0.1
 #: The name of PyTorch's curve beside which one of bfloat16 is noisy, and of that of its other attention,
 #: which says how far a training is from itself when only roundings differ.
-BASE, CONTROL = f"{THEIRS} float32", f"{THEIRS}, math attention"
+BASE, CONTROL, EXACT = f"{THEIRS} float32", f"{THEIRS}, math attention", f"{THEIRS} float64"
 
 
 #: That the context of the figure "context" is compared with.
@@ -200,8 +200,9 @@ class Bench:
         source = runs[OURS].model  # bfloat16 begins from rounded weights, on all sides
         if self.torch is not None:
             runs[THEIRS] = Run(THEIRS, size, self.device, precision, source=source, clip=clip)
-            name, kind = (CONTROL, "naive") if precision == "float32" else (BASE, "flash")
-            runs[name] = Run(THEIRS, size, self.device, "float32", kind, source=source, clip=clip)
+            controls = {CONTROL: ("float32", "naive"), EXACT: ("float64", "naive")}
+            for name, of in (controls if precision == "float32" else {BASE: ("float32",)}).items():
+                runs[name] = Run(THEIRS, size, self.device, *of, source=source, clip=clip)
         curves = {key: run.losses(steps, f"{key}, {precision}") for key, run in runs.items()}
         row: Row = {"steps": steps, "curves": curves}
         bad = [key for key, curve in curves.items() if not all(map(math.isfinite, curve))]
@@ -215,7 +216,10 @@ class Bench:
             row["why_not"] = f"a loss is no number: {', '.join(bad)}"
         elif THEIRS in curves and precision == "float32":
             row["value"] = difference(curves[OURS], curves[THEIRS])
-            row["differences"] = {CONTROL: difference(curves[CONTROL], curves[THEIRS])}
+            row["differences"] = {CONTROL: difference(curves[CONTROL], curves[THEIRS])} | {
+                f"{name} from {EXACT}": difference(curves[name], curves[EXACT])
+                for name in (OURS, THEIRS)
+            }
         elif THEIRS in curves:
             found = {name: difference(curves[name], curves[BASE]) for name in self.names}
             noise = found[THEIRS]

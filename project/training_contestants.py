@@ -32,6 +32,8 @@ BETA2, WEIGHT_DECAY, SEED = 0.99, 0.1, 0
 LR = 1e-3
 #: Batches that steps take in turn while they are timed, and steps before, in which a captured one is made.
 BATCHES, WARM_UP = 4, 6
+#: Of a batch in float64, for which a GPU has no memory otherwise.
+PARTS = 4
 #: What --quick makes of the presets, and by how much it divides the contexts that figures ask for.
 QUICK = {
     "toy": {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 2},
@@ -166,7 +168,7 @@ class Run:
         name: OURS or THEIRS.
         size: Of its model.
         device: "cpu" or "cuda".
-        precision: "float32" or "bfloat16".
+        precision: "float32" or "bfloat16"; of PyTorch "float64", too, whose batches then come in parts.
         attention: "flash" or "naive", of ours; of PyTorch the fused one that it prefers, or its math.
         source: Whose weights PyTorch's copies; one of the same size and precision when None.
         capture: See :class:`OurGPT`.
@@ -198,7 +200,8 @@ class Run:
             model = our_model(size, "cpu", precision, attention) if source is None else source
             rates = size.lr, BETA2, WEIGHT_DECAY
             peer = MATH if attention == "naive" else FUSED
-            self.gpt = TorchGPT(model, peer, device, *rates, precision, clip)
+            parts = PARTS if precision == "float64" else 1
+            self.gpt = TorchGPT(model, peer, device, *rates, precision, clip, parts)
         self.flops = flops_per_token(model, size.context)
 
     def timed_step(self) -> Callable[[], Any]:

@@ -48,6 +48,22 @@ def test_bfloat16_losses_are_as_far_as_those_of_pytorch() -> None:
     assert 0.0 < difference(ours, base) < 4 * noise
 
 
+def test_float64_comes_in_parts_and_both_sides_are_near_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    source = training_contestants.our_model(TINY, "cpu", "float32", "flash")
+    curves = []
+    for parts in (1, 2, 4):  # of three texts
+        monkeypatch.setattr(training_contestants, "PARTS", parts)
+        run = Run(THEIRS, TINY, "cpu", "float64", "naive", source=source)
+        curves.append(run.losses(12, THEIRS))
+    exact = curves[0]
+    assert all(difference(curve, exact) < 1e-12 for curve in curves)
+    for name in (OURS, THEIRS):
+        assert 1e-12 < difference(losses(name, TINY, "float32"), exact) < 1e-5
+
+
 def test_naive_attention_gives_the_losses_of_flash() -> None:
     flash, naive = (
         Run(OURS, TINY, "cpu", "float32", kind).losses(3, kind) for kind in ("flash", "naive")

@@ -33,8 +33,8 @@ def torch_peers(device: str) -> list[str]:
 class TorchGPT:
     """A copy of a model, with its optimiser.
 
-    Weights are float32.  In bfloat16 PyTorch's autocast rounds what products take, and keeps sums, layer
-    norms, the loss and the residual stream in float32.
+    Weights are float32, or in float64 they and all else are.  In bfloat16 PyTorch's autocast rounds what
+    products take, and keeps sums, layer norms, the loss and the residual stream in float32.
 
     Args:
         model: Whose weights are copied; without dropout.
@@ -43,22 +43,27 @@ class TorchGPT:
         lr: Highest learning rate.
         beta2: Of AdamW.
         weight_decay: Likewise, for parameters of two or more dimensions.
-        precision: "float32" or "bfloat16".
+        precision: "float32", "bfloat16" or "float64".
         clip: Norm of all gradients beyond which they are scaled down; None for any.
+        parts: Of a batch, one after the other, whose gradients are added up: for less memory.
     """
 
     def __init__(
         self, model: minitorch.DecoderLM, name: str, device: str, lr: float, beta2: float,
-        weight_decay: float, precision: str = "float32", clip: float | None = None,
+        weight_decay: float, precision: str = "float32", clip: float | None = None, parts: int = 1,
     ):  # fmt: skip
         import torch  # type: ignore[import-not-found]
         from torch.nn import attention  # type: ignore[import-not-found]
 
-        self.torch, self.device, self.clip = torch, device, clip
+        self.torch, self.device, self.clip, self.parts = torch, device, clip, parts
+        kind = torch.float64 if precision == "float64" else torch.float32
         self.layers, self.heads, self.eps = model.layer_names, model.n_head, model.ln.eps
         self.weights = {
             key: torch.tensor(
-                p.value.detach().to(FLOAT32).to_numpy(), device=device, requires_grad=True
+                p.value.detach().to(FLOAT32).to_numpy(),
+                dtype=kind,
+                device=device,
+                requires_grad=True,
             )
             for key, p in model.named_parameters()
         }
@@ -66,9 +71,9 @@ class TorchGPT:
         backends = [getattr(attention.SDPBackend, one) for one in chosen]
         self._attention = lambda: attention.sdpa_kernel(backends)
         self._rounding = (
-            nullcontext
-            if precision == "float32"
-            else lambda: torch.autocast(device, dtype=torch.bfloat16)
+            (lambda: torch.autocast(device, dtype=torch.bfloat16))
+            if precision == "bfloat16"
+            else nullcontext
         )
         groups = [
             {"params": [w for w in self.weights.values() if w.dim() >= 2], "weight_decay": weight_decay},
@@ -139,14 +144,18 @@ class TorchGPT:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad(set_to_none=True)
-        with self._attention():
-            with self._rounding():
-                loss = self.loss(inputs, targets)
-            loss.backward()
+        ids, wanted = (self.place(x).chunk(self.parts) for x in (inputs, targets))
+        losses = []
+        for some, goals in zip(ids, wanted, strict=True):
+            with self._attention():
+                with self._rounding():
+                    loss = self.loss(some, goals) * (len(some) / len(inputs))
+                loss.backward()
+            losses.append(loss.detach())
         if self.clip is not None:
             self.torch.nn.utils.clip_grad_norm_(self.weights.values(), self.clip)
         self.optimizer.step()
-        return loss.detach()
+        return sum(losses)
 
 
 class TorchCache:

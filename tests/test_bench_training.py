@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "project"))  # as for a script that runs there
 import bench_training
+import gradient_errors
 import training_contestants
 from bench_training import Bench, difference, main
 from gpt_presets import PRESETS
@@ -69,6 +70,21 @@ def test_naive_attention_gives_the_losses_of_flash() -> None:
         Run(OURS, TINY, "cpu", "float32", kind).losses(3, kind) for kind in ("flash", "naive")
     )
     assert difference(flash, naive) < 1e-5
+
+
+def test_gradients_of_a_step_are_as_exact_as_those_of_pytorch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "record.json"
+    gradient_errors.main([*QUICK, "--after", "3", "--json", str(path)])
+    rows = {row["parameter"]: row for row in json.loads(path.read_text())["rows"]}
+    assert "| attention.k_projection.bias | exact is 0 |" in capsys.readouterr().out
+    zero = rows.pop("attention.k_projection.bias")
+    assert zero[OURS] > 1.0 and zero["layers"] == 2
+    assert len(rows) == 19
+    for row in rows.values():
+        assert 1e-9 < row[OURS] < 4e-6 and row[OURS] < 8 * row[THEIRS], row
 
 
 @given(st.sampled_from([*PRESETS]), st.sampled_from([128, 256, 512, 1024, 2048]))

@@ -139,10 +139,8 @@ class TorchGPT:
         scores = self.logits(ids).flatten(0, 1)
         return self.torch.nn.functional.cross_entropy(scores, targets.flatten())
 
-    def step(self, inputs: Any, targets: Any, lr: float) -> Any:
-        """Take one step; return the loss before it, unread."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+    def gradients(self, inputs: Any, targets: Any) -> Any:
+        """Leave the gradients of a batch at the weights; return its loss, unread."""
         self.optimizer.zero_grad(set_to_none=True)
         ids, wanted = (self.place(x).chunk(self.parts) for x in (inputs, targets))
         losses = []
@@ -152,10 +150,17 @@ class TorchGPT:
                     loss = self.loss(some, goals) * (len(some) / len(inputs))
                 loss.backward()
             losses.append(loss.detach())
+        return sum(losses)
+
+    def step(self, inputs: Any, targets: Any, lr: float) -> Any:
+        """Take one step; return the loss before it, unread."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self.gradients(inputs, targets)
         if self.clip is not None:
             self.torch.nn.utils.clip_grad_norm_(self.weights.values(), self.clip)
         self.optimizer.step()
-        return sum(losses)
+        return loss
 
 
 class TorchCache:

@@ -334,21 +334,30 @@ def _make_accumulate_terms(
 
 
 def _one_after_the_other(
-    make_step: Callable[[int], Callable[..., None]], count: int
+    make_step: Callable[[int], Callable[..., None]], count: int, begin: int = 0
 ) -> Callable[..., None]:
-    """Return what does step 0, 1, …, each with its number known: a loop so long is not unrolled.
+    """Return what does so many steps, each with its number known: a loop so long is not unrolled.
+
+    Half of them after the other half: all that a function calls is copied where it is inlined, so that
+    a chain, each link in the next, would be copied as often as it has links.
 
     The arguments are those of a product: accumulators, two arrays of fragments, two tiles or one and
     another array, the lane, and where its share begins.
+
+    Args:
+        make_step: Returns the step of a number.
+        count: Of steps.
+        begin: Number of the first.
     """
-    step = make_step(count - 1)
     if count == 1:
-        return step
-    before = _one_after_the_other(make_step, count - 1)
+        return make_step(begin)
+    half = count // 2
+    before = _one_after_the_other(make_step, half, begin)
+    after = _one_after_the_other(make_step, count - half, begin + half)
 
     @device_function
     def both(acc, x, y, left, right, lane, first):
         before(acc, x, y, left, right, lane, first)
-        step(acc, x, y, left, right, lane, first)
+        after(acc, x, y, left, right, lane, first)
 
     return both

@@ -16,6 +16,7 @@ import argparse
 import re
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ from command_line import COUNT, FROM_ZERO, OneLineParser
 from gpt_presets import PRESETS
 from measuring import command_line, name_of, write_record
 from training_contestants import OURS, THEIRS, Batches, Run, size_of
+
+sys.path.append(str(Path(__file__).parent / "experiments"))
+
+from torch_peers import load_torch
 
 import minitorch
 from kernels.targets import why_no_cuda
@@ -119,6 +124,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--quick", action="store_true", help="tiny sizes")
     add("--json", metavar="FILE", help="also write the rows there")
     args = parser.parse_args(argv)
+    if load_torch() is None:
+        sys.exit("gradient_errors compares with PyTorch: pip install torch")
     args.device = args.device or ("cuda" if why_no_cuda() is None else "cpu")
     rows = measure(args)
     if args.json:

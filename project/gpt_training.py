@@ -113,7 +113,7 @@ def _accumulated(
 
 
 def warm_up(model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace) -> None:
-    """Compile what training needs, without a step."""
+    """Compile what training needs, and leave the model as it is."""
     if args.backend == "simple":
         print("the simple backend computes number by number in Python and compiles nothing; it is made "
               "for small models, such as --width 8 --heads 2 --layers 1 --context 8 --batch 2")  # fmt: skip
@@ -121,15 +121,12 @@ def warm_up(model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace
     how_often = "once per checkout" if args.backend == "fast" else "in each run"
     print(f"compiling kernels ({how_often}) ...", flush=True)
     start = time.perf_counter()
-    model.loss(*corpus.batch(np.random.default_rng(args.seed), 2, args.context)).backward()
-    first = model.parameters()[0].value
-    spare = minitorch.Parameter(
-        first.detach() * 1.0
-    )  # the optimiser's kernels too; it moves in place
-    spare.value.grad = first.grad
-    minitorch.AdamW([spare], max_norm=args.clip).step()
-    for parameter in model.parameters():
-        parameter.value.zero_grad_()
+    # A step as all others, for large arrays take other kernels than small ones; it moves nothing.
+    still = minitorch.AdamW(model.parameters(), lr=0.0, max_norm=args.clip)
+    parts = min(args.accumulate, 2)
+    batch = corpus.batch(np.random.default_rng(args.seed), parts * args.batch, args.context)
+    train_step(model, still, *batch, parts).item()
+    still.zero_grad()
     print(f"... ready after {time.perf_counter() - start:.1f} s", flush=True)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,32 @@ def test_gradients_of_16_bits_are_summed_in_float32() -> None:
 
 
 # -- the schedule --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 5])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_warming_up_takes_a_step_of_full_size_and_leaves_the_model(
+    precision: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What a smaller step leaves to be compiled in the first one is time that the clock counts.
+    model, seen = model_of(precision), []
+    before = {name: p.value.to_numpy().copy() for name, p in model.named_parameters()}
+    real = minitorch.DecoderLM.loss
+
+    def loss(self: minitorch.DecoderLM, inputs: Any, targets: Any) -> Any:
+        seen.append(np.shape(inputs))
+        return real(self, inputs, targets)
+
+    monkeypatch.setattr(minitorch.DecoderLM, "loss", loss)
+    corpus = text_data.Corpus.from_text("ab" * 500, model.n_positions, "ab")
+    args = SimpleNamespace(
+        backend="fast", seed=3, batch=3, context=model.n_positions, accumulate=accumulate, clip=1.0
+    )
+    gpt_training.warm_up(model, corpus, args)  # type: ignore[arg-type]
+    assert seen == min(accumulate, 2) * [(3, model.n_positions)]
+    for name, p in model.named_parameters():
+        assert p.value.to_numpy().tobytes() == before[name].tobytes(), name
+        assert p.value.grad is None, name
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 0.9), st.sampled_from(training.SCHEDULES))

@@ -14,6 +14,10 @@ from .geometry import same
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 MINUS_INF = -math.inf
+#: By how many powers of two a row's maximum may grow on tensor cores before its sums are scaled to it.
+#: 16 bits hold what 8 gives, but only beside its own maximum is a row's largest probability 1, which is not
+#: rounded.  Measured, docs/notes-cuda.md.  Source: FlashAttention-4.
+PATIENCE = 3
 
 
 class OnlineSoftmax(NamedTuple):

@@ -30,6 +30,7 @@ from kernels.cuda.scores import PLAIN, Extras, Features, features_of
 from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import grid_of
 from kernels.dtypes import FLOAT32, NAMES
+from kernels.online_softmax import PATIENCE
 from kernels.operands import Operands
 from kernels.philox import keep_scale
 from kernels.problem import Problem
@@ -77,13 +78,16 @@ class ByKeys(NamedTuple):
 #: Largest head_dim or value_dim → layouts, the first that the device has the shared memory for; measured
 #: on an H200, docs/notes-cuda.md.
 _FORWARD: dict[int, tuple[MmaLayout, ...]] = {
-    128: (MmaLayout(128, 64, 4, resident=2, patience=3),),
-    256: (MmaLayout(128, 64, 8, patience=3), MmaLayout(64, 32, 4, resident=2, patience=3)),
+    128: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE),),
+    256: (
+        MmaLayout(128, 64, 8, patience=PATIENCE),
+        MmaLayout(64, 32, 4, resident=2, patience=PATIENCE),
+    ),
 }
 #: With options a lane has fewer scores: the compiler unrolls only short loops.
 _FORWARD_WITH_OPTIONS: dict[int, tuple[MmaLayout, ...]] = {
-    128: (MmaLayout(64, 64, 4, resident=2, patience=3),),
-    256: (MmaLayout(64, 32, 4, patience=3),),
+    128: (MmaLayout(64, 64, 4, resident=2, patience=PATIENCE),),
+    256: (MmaLayout(64, 32, 4, patience=PATIENCE),),
 }
 _FORWARD_OF_FEW_ROWS: dict[int, tuple[MmaLayout, ...]] = {
     64: (MmaLayout(16, 64, 1, resident=6),),
@@ -114,7 +118,7 @@ _BY_KEYS: dict[int, tuple[ByKeys, ...]] = {
 }
 #: Where options make much of a score.
 _FORWARD_WITH_MUCH: dict[int, tuple[MmaLayout, ...]] = {
-    256: (MmaLayout(64, 16, 4, patience=3),),
+    256: (MmaLayout(64, 16, 4, patience=PATIENCE),),
 }
 _BY_KEYS_WITH_MUCH: dict[int, tuple[ByKeys, ...]] = {
     64: (ByKeys(KeyLayout(64, 64, 4, 16, resident=2), 16),),

@@ -12,6 +12,7 @@ from kernels.cuda.device import device_function
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import SharedTiles, round_up
 from kernels.geometry import ceil_div
+from kernels.online_softmax import PATIENCE
 from kernels.targets import cuda
 
 #: Columns of a panel: 128 bytes of 16-bit elements, the widest swizzle.
@@ -58,6 +59,7 @@ class Layout(Staff):
         takes_turns: The softmax of one consumer shall fall into the products of the others.
         patience: By how many powers of two a maximum may grow before rows are scaled to it; at most 8, so
             that 16 bits hold all exponentials.  0 scales them for each tile.
+            See ``online_softmax.PATIENCE``.
     """
 
     consumers: int
@@ -103,7 +105,7 @@ def layout_of(widths: Widths, has_options: bool = False) -> Layout:
         has_options: Beyond bounds: they take registers, and the blocks of masks are often of 128 rows.
     """
     width = max(widths)
-    patience = 0 if width <= 64 or has_options else 3
+    patience = 0 if width <= 64 or has_options else PATIENCE
     if width <= 64:
         return Layout(2 if has_options else 3, 128, 2, 2, True, patience)
     if width <= 128:

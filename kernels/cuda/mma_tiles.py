@@ -53,7 +53,7 @@ class MmaLayout:
         resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
         patience: By how many powers of two a maximum may grow before the forward kernel scales the rows of
             a warp to it; at most 8, so that 16 bits hold all exponentials.  0 scales them for each tile.
-            Source: FlashAttention-4.
+            See ``online_softmax.PATIENCE``.
     """
 
     block_q: int

@@ -89,13 +89,13 @@ def child(progress: str, plan: Plan, argv: list[str]) -> None:
         argv: Of the training.
     """
     begun = os.open(progress, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    step = gpt_training.train_step
+    step = gpt_training.Trainer._step  # not the warm-up's, which is no step of the training
 
-    def noted(*args: Any) -> Any:
+    def noted(trainer: gpt_training.Trainer) -> Any:
         os.write(begun, b".")
-        return step(*args)
+        return step(trainer)
 
-    gpt_training.train_step = noted
+    gpt_training.Trainer._step = noted  # type: ignore[method-assign]
     if plan["stage"]:
         _die_in_write(**plan)
     train_gpt.main(argv)

@@ -204,10 +204,11 @@ class Case:
         # a gradient is no longer that of exact numbers, however well it is computed.
         halves = is_half(self.q.dtype) and dtype is None
         stored = actual["out"].astype(np.float64) if halves else None
+        steepest = self.steepest()
         for name, expected in self.oracle(stored).items():
             finite = np.abs(expected[np.isfinite(expected)])
             size = max(1.0, float(finite.max(initial=0.0)))
-            size *= self.steepest() if name in ("dq", "dk") else 1.0
+            size *= steepest if name in ("dq", "dk") else 1.0
             summed = sum_to(actual[name], expected.shape)
             label = f"{name} {what} of {self}"
             own = dtype or (acc_dtype(self.q.dtype) if name == "lse" else self.q.dtype)

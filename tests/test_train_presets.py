@@ -92,9 +92,6 @@ def test_gradients_of_16_bits_are_summed_in_float32() -> None:
     assert {*optimizer.seen} == {np.dtype(np.float32)} and loss.dtype == np.float32
 
 
-# -- the schedule --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("accumulate", [1, 5])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_warming_up_takes_a_step_of_full_size_and_leaves_the_model(
@@ -119,6 +116,9 @@ def test_warming_up_takes_a_step_of_full_size_and_leaves_the_model(
     for name, p in model.named_parameters():
         assert p.value.to_numpy().tobytes() == before[name].tobytes(), name
         assert p.value.grad is None, name
+
+
+# -- the schedule --------------------------------------------------------------------------------------
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 0.9), st.sampled_from(training.SCHEDULES))

@@ -142,15 +142,19 @@ class TorchGPT:
     def gradients(self, inputs: Any, targets: Any) -> Any:
         """Leave the gradients of a batch at the weights; return its loss, unread."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self.parts == 1:  # which is timed: not a launch more than a step takes
+            return self._backward(inputs, targets)
         ids, wanted = (self.place(x).chunk(self.parts) for x in (inputs, targets))
-        losses = []
-        for some, goals in zip(ids, wanted, strict=True):
-            with self._attention():
-                with self._rounding():
-                    loss = self.loss(some, goals) * (len(some) / len(inputs))
-                loss.backward()
-            losses.append(loss.detach())
-        return sum(losses)
+        parts = zip(ids, wanted, strict=True)
+        return sum(self._backward(*part, share=len(part[0]) / len(inputs)) for part in parts)
+
+    def _backward(self, inputs: Any, targets: Any, share: float | None = None) -> Any:
+        with self._attention():
+            with self._rounding():
+                loss = self.loss(inputs, targets)
+            loss = loss if share is None else loss * share
+            loss.backward()
+        return loss.detach()
 
     def step(self, inputs: Any, targets: Any, lr: float) -> Any:
         """Take one step; return the loss before it, unread."""

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 
 class Geometry(NamedTuple):
-    """The functions that :func:`make_geometry` returns; all take and return ints.
+    """The functions that :func:`make_geometry` returns; all take ints and, but for the last, return them.
 
-    The four about visits speak of lines of which line ``i`` sees the places from ``i + lower`` to
+    The five about visits speak of lines of which line ``i`` sees the places from ``i + lower`` to
     ``i + upper``: rows that see columns.  Columns are seen by the rows of the opposite bounds, so for
     the query tiles that see a key tile they are called with ``-upper`` and ``-lower``.
     """
@@ -23,6 +23,7 @@ class Geometry(NamedTuple):
     tiles_stop: Callable[[int, int, int, int], int]
     first_full_tile: Callable[[int, int, int], int]
     full_tiles_stop: Callable[[int, int, int, int], int]
+    is_tile_seen: Callable[[int, int, int, int, int, int], bool]
 
 
 def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
@@ -57,7 +58,14 @@ def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
         """One past the last whole tile of which every line from ``start`` on sees the end."""
         return max(min(start + upper + 1, total), 0) // block
 
-    return Geometry(ceil_div, first_tile, tiles_stop, first_full_tile, full_tiles_stop)
+    @compile_
+    def is_tile_seen(start, stop, place, block, lower, upper):
+        """Whether lines from ``start`` to ``stop - 1`` see any of the tile that begins at ``place``."""
+        return start < stop and start + lower < place + block and place <= stop - 1 + upper
+
+    return Geometry(
+        ceil_div, first_tile, tiles_stop, first_full_tile, full_tiles_stop, is_tile_seen
+    )
 
 
 def same(function: Any) -> Any:

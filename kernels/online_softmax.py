@@ -29,7 +29,19 @@ class OnlineSoftmax(NamedTuple):
     merge_weight: Callable[[Any, Any], Any]
 
 
-def make_online_softmax(compile_: Callable[[Any], Any]) -> OnlineSoftmax:
+def _reciprocal(x):
+    return 1.0 / x
+
+
+def _logarithm(x):
+    return math.log(x)
+
+
+def make_online_softmax(
+    compile_: Callable[[Any], Any],
+    reciprocal: Callable[[Any], Any] | None = None,
+    logarithm: Callable[[Any], Any] | None = None,
+) -> OnlineSoftmax:
     """Return the scalar steps of the online softmax for one compiler.
 
     With m the running row maximum, a tile's new maximum gives ``shift = shift_of(m_new)``; then
@@ -38,7 +50,13 @@ def make_online_softmax(compile_: Callable[[Any], Any]) -> OnlineSoftmax:
 
     All three ask for the empty row by equality: a NaN, of an operand or of scores that overflow, is
     equal to nothing and stays NaN, where ``>`` would take its row for an empty one.
+
+    Args:
+        compile_: As in :func:`make_geometry`.
+        reciprocal: Of a row's sum, where an approximation will do; compiled.
+        logarithm: Likewise.
     """
+    inverse, log = reciprocal or compile_(_reciprocal), logarithm or compile_(_logarithm)
 
     @compile_
     def shift_of(row_max):
@@ -48,11 +66,11 @@ def make_online_softmax(compile_: Callable[[Any], Any]) -> OnlineSoftmax:
     @compile_
     def inverse_sum(row_sum):
         # A row that saw no key has sum 0 and output 0.
-        return 0.0 if row_sum == 0.0 else 1.0 / row_sum
+        return 0.0 if row_sum == 0.0 else inverse(row_sum)
 
     @compile_
     def log_sum_exp(shift, row_sum):
-        return MINUS_INF if row_sum == 0.0 else shift + math.log(row_sum)
+        return MINUS_INF if row_sum == 0.0 else shift + log(row_sum)
 
     @compile_
     def merge_weight(lse, shift):

@@ -13,6 +13,7 @@ import numpy as np
 
 from kernels.cuda.arrays import to_device
 from kernels.cuda.mma_tiles import KeyLayout, MmaLayout, RoleLayout
+from kernels.online_softmax import PATIENCE
 from kernels.targets import EventTimer, why_no_cuda
 
 from .mma_attention import FAR, Call, operands
@@ -22,20 +23,21 @@ from .mma_backward import Gradients, backward_launches
 LAYOUTS = {
     64: (
         MmaLayout(128, 64, 4, resident=2),
-        MmaLayout(128, 64, 4, resident=2, patience=8),
-        MmaLayout(128, 128, 4, resident=1),
-        MmaLayout(64, 64, 4, resident=3),
+        MmaLayout(128, 64, 4, resident=2, patience=PATIENCE),
+        MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, keys_first=True),
+        MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, skips=True),
     ),
     128: (
         MmaLayout(128, 64, 4, resident=2),
-        MmaLayout(128, 64, 4, resident=2, patience=8),
-        MmaLayout(128, 64, 8, resident=1, patience=8),
-        MmaLayout(64, 64, 4, resident=2, patience=8),
+        MmaLayout(128, 64, 4, resident=2, patience=PATIENCE),
+        MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, keys_first=True),
+        MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, keys_first=True, skips=True),
     ),
     256: (
         MmaLayout(128, 64, 8),
-        MmaLayout(128, 64, 8, patience=8),
-        MmaLayout(64, 32, 4, resident=2, patience=8),
+        MmaLayout(128, 64, 8, patience=PATIENCE),
+        MmaLayout(128, 64, 8, patience=PATIENCE, skips=True),
+        MmaLayout(64, 32, 4, resident=2, patience=PATIENCE, skips=True),
     ),
 }
 #: Likewise of the backward kernels: by keys, with parts, and by rows.

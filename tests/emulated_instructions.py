@@ -139,6 +139,9 @@ class Instructions:
     def rcp(self, x: Any) -> Any:
         return np.float32(1) / np.float32(x)
 
+    def lg2(self, x: Any) -> Any:
+        return emulated_numbers.lg2(x)[()]
+
     def tanh(self, x: Any) -> Any:
         return emulated_numbers.tanh(x)[()]
 
@@ -388,6 +391,7 @@ INSTRUCTIONS = {
     r"cvt\.rna\.tf32": "round_tf32",
     r"ex2\.approx": "ex2",
     r"rcp\.approx": "rcp",
+    r"lg2\.approx": "lg2",
     r"tanh\.approx": "tanh",
     r"\{ // philox ([\d, ]+);": "draw",
     r"prmt\.b32 \$result, \$x, \$y, \$selector": "permute",

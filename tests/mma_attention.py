@@ -147,6 +147,13 @@ TINY = {
     "maxima that may grow, far apart": Call(
         MmaLayout(32, 16, 2, patience=8), (37, 75, 16, 16), (-FAR, 30), scale=6.0
     ),
+    "keys before values": Call(MmaLayout(32, 16, 2, keys_first=True), (50, 61, 16, 16), (-FAR, 11)),
+    "warps that skip tiles": Call(
+        MmaLayout(48, 16, 3, skips=True), (85, 90, 16, 16), (-20, 5), "bfloat16"
+    ),
+    "keys before values, warps that skip": Call(
+        MmaLayout(48, 16, 3, patience=2, keys_first=True, skips=True), (70, 61, 16, 16), (-20, -9)
+    ),
     "a wide head": Call(MmaLayout(16, 16, 1), (17, 21, 160, 24), (-FAR, 4), scale=0.1),
 }
 
@@ -171,7 +178,10 @@ OPTIONS = {
     ),
 }
 
-_LARGE = {64: MmaLayout(128, 64, 4, resident=2), 128: MmaLayout(128, 64, 4, resident=2, patience=8)}
+_LARGE = {
+    64: MmaLayout(128, 64, 4, resident=2),
+    128: MmaLayout(128, 64, 4, resident=2, patience=8, keys_first=True, skips=True),
+}
 #: What a GPU runs beside it.
 LARGE = {
     "d 64": Call(_LARGE[64], (512, 512, 64, 64)),
@@ -181,7 +191,11 @@ LARGE = {
     "d 80 and 96": Call(MmaLayout(64, 64, 4, resident=2), (301, 500, 80, 96), (-FAR, 199)),
     "d 256": Call(MmaLayout(64, 32, 4), (300, 300, 256, 256), (-FAR, 0), "bfloat16", 0.0625),
     "d 256, eight warps": Call(
-        MmaLayout(128, 64, 8, patience=8), (300, 333, 256, 256), (-FAR, 33), "bfloat16", 0.0625
+        MmaLayout(128, 64, 8, patience=8, skips=True),
+        (300, 333, 256, 256),
+        (-FAR, 33),
+        "bfloat16",
+        0.0625,
     ),
     "d 200 and 160": Call(MmaLayout(128, 64, 8), (300, 333, 200, 160), scale=0.0625),
     "d 65 and 33": Call(_LARGE[64], (130, 257, 65, 33), (-FAR, 127)),

@@ -106,6 +106,19 @@ def _reciprocal() -> Case:
     return Case("rcp", kernel, void(FLOATS, FLOATS), (7, 5), "rcp.approx.ftz.f32", make)
 
 
+def _logarithm() -> Case:
+    def kernel(x, out):
+        out[cuda.threadIdx.x, 0] = numbers.lg2(x[cuda.threadIdx.x, 0])
+
+    def make(rng: Generator) -> Any:
+        x = np.exp(rng.uniform(-80, 80, (WARP, 1))).astype(np.float32)
+        x[:7, 0] = np.inf, np.nan, 0, -1, 1, 1.5, 1e-40
+        expected = en.lg2(x)
+        return [x], np.zeros_like(x), expected, 2.0**-22 * np.maximum(np.abs(expected), 1)
+
+    return Case("lg2", kernel, void(FLOATS, FLOATS), (7, 5), "lg2.approx.ftz.f32", make)
+
+
 def _tanh() -> Case:
     def kernel(x, out):
         out[cuda.threadIdx.x, 0] = numbers.tanh(x[cuda.threadIdx.x, 0])
@@ -349,6 +362,7 @@ CASES = [
     _bits(),
     _exponential(),
     _reciprocal(),
+    _logarithm(),
     _tanh(),
     _pairs_to_memory(),
     _through_memory(),

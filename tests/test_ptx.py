@@ -293,6 +293,11 @@ def test_powers_of_two_have_no_subnormal_results() -> None:
     _assert_same(emulated_numbers.ex2([-np.inf, -127, -126, 3]), [0, 0, 2.0**-126, 8])
 
 
+def test_logarithms_take_subnormal_numbers_for_zeros() -> None:
+    values = [8, 2.0**-126, 2.0**-127, 0, np.inf, -1]
+    _assert_same(emulated_numbers.lg2(values), [3, -126, -np.inf, -np.inf, np.inf, np.nan])
+
+
 # -- tensor copies and descriptors --------------------------------------------------------------
 
 

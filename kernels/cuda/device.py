@@ -13,12 +13,13 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types, uint32
+from numba import int64, types, uint32
 
 from kernels.cuda.launcher import Launcher, filled, three
+from kernels.cuda.ptx.numbers import lg2, rcp
 from kernels.geometry import make_geometry, same
 from kernels.masks import make_masks
-from kernels.online_softmax import make_online_softmax
+from kernels.online_softmax import LN_2, make_online_softmax
 from kernels.philox import MASK, Philox, make_philox
 from kernels.targets import (
     IS_SIMULATOR,
@@ -66,7 +67,16 @@ _GEOMETRY = make_geometry(device_function)
 ceil_div = _GEOMETRY.ceil_div
 first_tile, tiles_stop = _GEOMETRY.first_tile, _GEOMETRY.tiles_stop
 first_full_tile, full_tiles_stop = _GEOMETRY.first_full_tile, _GEOMETRY.full_tiles_stop
+is_tile_seen = _GEOMETRY.is_tile_seen
 is_visible = make_masks(device_function).is_visible
+
+
+@device_function
+def batch_and_head(y, heads):
+    """Return the batch and the head of block ``y`` of a grid that has one for each."""
+    # Unsigned and of 32 bits: one of 64 takes several times as long, and its results twice the registers.
+    number, divisor = uint32(y), uint32(heads)
+    return int64(number // divisor), int64(number % divisor)
 
 
 def _make_device_philox() -> Philox:
@@ -87,6 +97,16 @@ PHILOX = _make_device_philox()
 _SOFTMAX = make_online_softmax(device_function)
 shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
 merge_weight = _SOFTMAX.merge_weight
+
+
+@device_function
+def _near_logarithm(x):
+    return lg2(x) * np.float32(LN_2)
+
+
+# To a unit in the last place, an instruction each: what blocks end with, which short sequences feel.
+_NEAR_SOFTMAX = make_online_softmax(device_function, rcp, _near_logarithm)
+near_inverse_sum, near_log_sum_exp = _NEAR_SOFTMAX.inverse_sum, _NEAR_SOFTMAX.log_sum_exp
 
 
 class Kernel:

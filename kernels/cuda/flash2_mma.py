@@ -15,18 +15,22 @@ import math
 from functools import cache
 
 import numpy as np
-from numba import float32, uint8, uint16, uint32, void
+from numba import float32, int32, uint8, uint16, uint32, void
 
 from kernels.cuda.device import (
     Kernel,
     array_type,
+    batch_and_head,
     ceil_div,
     device_function,
     first_full_tile,
     first_tile,
     full_tiles_stop,
     inverse_sum,
+    is_tile_seen,
     log_sum_exp,
+    near_inverse_sum,
+    near_log_sum_exp,
     shift_of,
     tiles_stop,
 )
@@ -50,6 +54,7 @@ from kernels.cuda.mma_tiles import (
 from kernels.cuda.ptx.copies import (
     cp_async_commit_group,
     cp_async_wait_all,
+    make_cp_async_wait_group,
     shared_address,
 )
 from kernels.cuda.ptx.numbers import ex2
@@ -66,6 +71,7 @@ FLOAT32 = np.dtype(np.float32)
 STORAGE = np.dtype(np.uint16)
 #: Tiles of K, and of V, in shared memory: the next ones come while this one is multiplied.
 STAGES = 2
+cp_async_wait_all_but_one = make_cp_async_wait_group(1)
 #: Lanes that share a row of scores are neighbours in two steps: 1 and 2 apart.
 QUAD = (1, 2)
 
@@ -158,6 +164,11 @@ def forward_kernel(
     clear_unseen = make_clear_unseen(layout, value_width, terms)
     patience = np.float32(layout.patience)
     is_patient = layout.patience > 0 and not numbers.is_scaled  # to as much as 16 bits hold
+    keys_first = layout.keys_first
+    # Where warps meet within a tile, for what some options need, none may leave it out.
+    skips = layout.skips and features.of_elements == PLAIN and not features.hides
+    inverse_of = inverse_sum if is_wide else near_inverse_sum
+    lse_of = log_sum_exp if is_wide else near_log_sum_exp
     minus_inf, zero, ln_2 = np.float32(-math.inf), np.float32(0), np.float32(LN_2)
     rows_of, cols_of = ROW_OF, COL_OF
 
@@ -179,8 +190,7 @@ def forward_kernel(
         Global     reads q once, k and v once per query tile; writes out and lse once.
         Needs      compute capability 8.0.
         """
-        heads = q.shape[1]
-        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 3: for 1 <= i <= T_r
         tile, part, parts = cuda.blockIdx.x, 0, 1
         if is_split:
@@ -190,7 +200,10 @@ def forward_kernel(
             tile, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
         )
         thread = cuda.threadIdx.x
-        lane, warp_row = thread % WARP, thread // WARP * warp_rows
+        lane, warp = thread % WARP, thread // WARP
+        if skips:  # taken from one lane: so the compiler sees that a warp goes one way
+            warp = int(cuda.shfl_sync(0xFFFFFFFF, int32(warp), 0))
+        warp_row = warp * warp_rows
         bits = cuda.shared.array(0, uint8)  # q_tile, k_tile, v_tile; the bits begin after them
         halves = cuda.shared.array(0, uint16)  # the same memory
         memory = shared_address(bits)
@@ -222,6 +235,8 @@ def forward_kernel(
         if entry < entries_stop:
             k_row = first_k + tile_of(entry, extras) * block_k
             copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
+            if keys_first:
+                cp_async_commit_group()
             copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
         cp_async_commit_group()
         # 5: O = 0, l = 0, m = -inf
@@ -233,13 +248,16 @@ def forward_kernel(
             for i in range(4):
                 acc[n, i] = zero
         found = is_found(flag)
-        stage = 0
+        stage, values_come = 0, keys_first
         # 6: for 1 <= j <= T_c
         while entry < entries_stop:
             j = tile_of(entry, extras)
             col = j * block_k
             whole = full <= j < full_stop and is_whole(entry, extras)
-            cp_async_wait_all()
+            if values_come:
+                cp_async_wait_all_but_one()
+            else:
+                cp_async_wait_all()
             draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
             cuda.syncthreads()  # the tiles are whole, and every warp is done with the last ones
             # 7: load K_j, V_j: those of the next iteration, while this one computes
@@ -250,6 +268,11 @@ def forward_kernel(
                 copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile + other * k_bytes)
                 copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile + other * v_bytes)
             cp_async_commit_group()
+            if skips and not values_come:
+                own, own_stop = row + warp_row, min(row + warp_row + warp_rows, seq_q)
+                if not is_tile_seen(own, own_stop, col, block_k, extras.lower, extras.upper):
+                    stage = 1 - stage
+                    continue  # the tensor cores are the other warps' meanwhile
             # 8: S = Q_i K_jᵀ
             k_stage = k_tile + stage * k_bytes
             multiply(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)
@@ -306,6 +329,10 @@ def forward_kernel(
                             s[at, 2 * half + u] = p
                     # Each lane sums its own columns; the lanes of a row meet once, at the end.
                     row_sum[i] += total
+            if values_come:
+                cp_async_wait_all_but_one()
+                cuda.syncthreads()  # the values are there
+                values_come = False
             if found:
                 clear_unseen(thread, lane, s, bits, seen, v_tile + stage * v_bytes)
             # 10, second half: O = O + P V_j
@@ -320,7 +347,7 @@ def forward_kernel(
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             total = row_sum_of(row_sum[i])
-            inverse = float32(inverse_sum(total)) * unit_of_out(scale, b, h)
+            inverse = float32(inverse_of(total)) * unit_of_out(scale, b, h)
             for n in range(own_tiles):
                 at = i // 2 * own_tiles + n
                 acc[at, 2 * (i % 2)] *= inverse
@@ -329,7 +356,7 @@ def forward_kernel(
             if lane % 4 == 0 and row + own_row < seq_q:
                 unit = factor if is_folded else float32(1)
                 shift = (float32(shift_of(row_max[i])) * unit - top) * ln_2
-                lse[out_batch, h, q_row + own_row] = log_sum_exp(shift, total)
+                lse[out_batch, h, q_row + own_row] = lse_of(shift, total)
         # 14: write O_i
         store_out(acc, out, out_batch, h, q_row, q_stop, halves, memory, memory, lane, warp_row, 0)
 

@@ -78,9 +78,10 @@ class ByKeys(NamedTuple):
 #: Largest head_dim or value_dim → layouts, the first that the device has the shared memory for; measured
 #: on an H200, docs/notes-cuda.md.
 _FORWARD: dict[int, tuple[MmaLayout, ...]] = {
-    128: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE),),
+    64: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE),),
+    128: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, keys_first=True, skips=True),),
     256: (
-        MmaLayout(128, 64, 8, patience=PATIENCE),
+        MmaLayout(128, 64, 8, patience=PATIENCE, skips=True),
         MmaLayout(64, 32, 4, resident=2, patience=PATIENCE),
     ),
 }

@@ -19,8 +19,8 @@ from numba import float32, float64, int32, types, uint8, uint32, void
 from kernels.cuda.device import (
     Kernel,
     array_type,
-    inverse_sum,
-    log_sum_exp,
+    near_inverse_sum,
+    near_log_sum_exp,
     shift_of,
 )
 from kernels.cuda.flash3_forward_tiles import (
@@ -392,14 +392,17 @@ def forward_kernel(
                     sum_0 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 1 << step)
                     sum_1 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 1 << step)
                 # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-                inverse_0, inverse_1 = float32(inverse_sum(sum_0)), float32(inverse_sum(sum_1))
+                inverse_0, inverse_1 = (
+                    float32(near_inverse_sum(sum_0)),
+                    float32(near_inverse_sum(sum_1)),
+                )
                 if lane % 4 == 0:
                     if own_row < rows:
-                        lse[item.line, item.first_q + own_row] = log_sum_exp(
+                        lse[item.line, item.first_q + own_row] = near_log_sum_exp(
                             float32(shift_of(max_0)) * factor * ln_2, sum_0
                         )
                     if own_row + 8 < rows:
-                        lse[item.line, item.first_q + own_row + 8] = log_sum_exp(
+                        lse[item.line, item.first_q + own_row + 8] = near_log_sum_exp(
                             float32(shift_of(max_1)) * factor * ln_2, sum_1
                         )
                 if has_kept:

@@ -81,6 +81,14 @@ def tanh(values: Any) -> Array:
     return round_to(np.tanh(np.asarray(values, np.float32)), "tf32")
 
 
+def lg2(values: Any) -> Array:
+    """Return the logarithm to base 2, of subnormal numbers as of zero; the GPU's is within 2**-22."""
+    values = np.asarray(values, np.float32)
+    values = np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0), values)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log2(values.astype(np.float64)).astype(np.float32)
+
+
 def ex2(values: Any) -> Array:
     """Return 2**x as float32, subnormal arguments and results as zero; the GPU's is within two units."""
     values = np.asarray(values, np.float32)

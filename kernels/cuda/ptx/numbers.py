@@ -1,4 +1,4 @@
-"""Float32 to packed pairs of 16 bits and back, float32 to TF32, and powers of two: one instruction each.
+"""Float32 to packed pairs of 16 bits and back, float32 to TF32, and functions: one instruction each.
 
 A pair is 32 bits: the first number in the low half.  Its dtype is a name, "float16" or "bfloat16":
 kernels keep 16-bit tensors as words, so that nothing of numba's own types for them has to be
@@ -89,6 +89,14 @@ def ex2(x):
 @instruction("rcp.approx.ftz.f32 $result, $x;", F32, is_pure=True, x=F32)
 def rcp(x):
     """Return 1 / x within a unit in the last place; of a subnormal number it is infinite."""
+
+
+@instruction("lg2.approx.ftz.f32 $result, $x;", F32, is_pure=True, x=F32)
+def lg2(x):
+    """Return the logarithm to base 2, of a subnormal number as of zero.
+
+    It is within 2**-22, or 2**-22 of itself where that is more.
+    """
 
 
 @instruction("tanh.approx.f32 $result, $x;", F32, is_pure=True, x=F32)

@@ -24,14 +24,12 @@ LAYOUTS = {
     64: (
         MmaLayout(128, 64, 4, resident=2),
         MmaLayout(128, 64, 4, resident=2, patience=PATIENCE),
-        MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, keys_first=True),
         MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, skips=True),
     ),
     128: (
         MmaLayout(128, 64, 4, resident=2),
         MmaLayout(128, 64, 4, resident=2, patience=PATIENCE),
-        MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, keys_first=True),
-        MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, keys_first=True, skips=True),
+        MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, skips=True),
     ),
     256: (
         MmaLayout(128, 64, 8),

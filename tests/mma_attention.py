@@ -147,12 +147,11 @@ TINY = {
     "maxima that may grow, far apart": Call(
         MmaLayout(32, 16, 2, patience=8), (37, 75, 16, 16), (-FAR, 30), scale=6.0
     ),
-    "keys before values": Call(MmaLayout(32, 16, 2, keys_first=True), (50, 61, 16, 16), (-FAR, 11)),
     "warps that skip tiles": Call(
         MmaLayout(48, 16, 3, skips=True), (85, 90, 16, 16), (-20, 5), "bfloat16"
     ),
-    "keys before values, warps that skip": Call(
-        MmaLayout(48, 16, 3, patience=2, keys_first=True, skips=True), (70, 61, 16, 16), (-20, -9)
+    "warps that skip tiles, and maxima that may grow": Call(
+        MmaLayout(48, 16, 3, patience=2, skips=True), (70, 61, 16, 16), (-20, -9)
     ),
     "a wide head": Call(MmaLayout(16, 16, 1), (17, 21, 160, 24), (-FAR, 4), scale=0.1),
 }
@@ -180,7 +179,7 @@ OPTIONS = {
 
 _LARGE = {
     64: MmaLayout(128, 64, 4, resident=2),
-    128: MmaLayout(128, 64, 4, resident=2, patience=8, keys_first=True, skips=True),
+    128: MmaLayout(128, 64, 4, resident=2, patience=8, skips=True),
 }
 #: What a GPU runs beside it.
 LARGE = {

@@ -157,12 +157,14 @@ def check(case: Gradients, arrays: list[Any], results: list[Any], label: str) ->
         "dv": (turned[0], dout),
     }
     unit = 2.0**-10 if call.dtype == "float16" else 2.0**-7
-    # dS is a difference: where it cancels, what float32 rounds of its two terms remains.
+    # dS is a difference: where it cancels, what float32 rounds of its two terms remains.  One is a sum, of
+    # which each step is rounded: it may be small where its parts are not.
     with np.errstate(invalid="ignore"):
-        terms = np.where(probs > 0, probs * (abs(dp * keep) + abs(delta[..., None])), 0.0)
+        parts = abs(dout) @ abs(v).swapaxes(-1, -2) * keep
+        terms = np.where(probs > 0, probs * (parts + abs(delta[..., None])), 0.0)
     # Float16 has nothing between 0 and 2**-24: of dS, and of a result, half of that may be lost.
     step = 2.0**-25 / unit if call.dtype == "float16" else 0.0
-    lost = call.scale * (2.0**-21 / unit * terms + step * (probs > 0))
+    lost = call.scale * (2.0**-23 / unit * terms + step * (probs > 0))
     roundings = {"dq": lost, "dk": lost.swapaxes(-1, -2), "dv": 0.0}
     for (name, (left, right)), bits in zip(wanted.items(), results, strict=True):
         expected = _product(left, right)

@@ -54,7 +54,6 @@ from kernels.cuda.mma_tiles import (
 from kernels.cuda.ptx.copies import (
     cp_async_commit_group,
     cp_async_wait_all,
-    make_cp_async_wait_group,
     shared_address,
 )
 from kernels.cuda.ptx.numbers import ex2
@@ -71,7 +70,6 @@ FLOAT32 = np.dtype(np.float32)
 STORAGE = np.dtype(np.uint16)
 #: Tiles of K, and of V, in shared memory: the next ones come while this one is multiplied.
 STAGES = 2
-cp_async_wait_all_but_one = make_cp_async_wait_group(1)
 #: Lanes that share a row of scores are neighbours in two steps: 1 and 2 apart.
 QUAD = (1, 2)
 
@@ -164,7 +162,6 @@ def forward_kernel(
     clear_unseen = make_clear_unseen(layout, value_width, terms)
     patience = np.float32(layout.patience)
     is_patient = layout.patience > 0 and not numbers.is_scaled  # to as much as 16 bits hold
-    keys_first = layout.keys_first
     # Where warps meet within a tile, for what some options need, none may leave it out.
     skips = layout.skips and features.of_elements == PLAIN and not features.hides
     inverse_of = inverse_sum if is_wide else near_inverse_sum
@@ -235,8 +232,6 @@ def forward_kernel(
         if entry < entries_stop:
             k_row = first_k + tile_of(entry, extras) * block_k
             copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
-            if keys_first:
-                cp_async_commit_group()
             copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
         cp_async_commit_group()
         # 5: O = 0, l = 0, m = -inf
@@ -248,16 +243,13 @@ def forward_kernel(
             for i in range(4):
                 acc[n, i] = zero
         found = is_found(flag)
-        stage, values_come = 0, keys_first
+        stage = 0
         # 6: for 1 <= j <= T_c
         while entry < entries_stop:
             j = tile_of(entry, extras)
             col = j * block_k
             whole = full <= j < full_stop and is_whole(entry, extras)
-            if values_come:
-                cp_async_wait_all_but_one()
-            else:
-                cp_async_wait_all()
+            cp_async_wait_all()
             draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
             cuda.syncthreads()  # the tiles are whole, and every warp is done with the last ones
             # 7: load K_j, V_j: those of the next iteration, while this one computes
@@ -268,7 +260,7 @@ def forward_kernel(
                 copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile + other * k_bytes)
                 copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile + other * v_bytes)
             cp_async_commit_group()
-            if skips and not values_come:
+            if skips:
                 own, own_stop = row + warp_row, min(row + warp_row + warp_rows, seq_q)
                 if not is_tile_seen(own, own_stop, col, block_k, extras.lower, extras.upper):
                     stage = 1 - stage
@@ -329,10 +321,6 @@ def forward_kernel(
                             s[at, 2 * half + u] = p
                     # Each lane sums its own columns; the lanes of a row meet once, at the end.
                     row_sum[i] += total
-            if values_come:
-                cp_async_wait_all_but_one()
-                cuda.syncthreads()  # the values are there
-                values_come = False
             if found:
                 clear_unseen(thread, lane, s, bits, seen, v_tile + stage * v_bytes)
             # 10, second half: O = O + P V_j

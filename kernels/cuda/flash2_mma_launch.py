@@ -79,7 +79,7 @@ class ByKeys(NamedTuple):
 #: on an H200, docs/notes-cuda.md.
 _FORWARD: dict[int, tuple[MmaLayout, ...]] = {
     64: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE),),
-    128: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, keys_first=True, skips=True),),
+    128: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, skips=True),),
     256: (
         MmaLayout(128, 64, 8, patience=PATIENCE, skips=True),
         MmaLayout(64, 32, 4, resident=2, patience=PATIENCE),

@@ -54,7 +54,6 @@ class MmaLayout:
         patience: By how many powers of two a maximum may grow before the forward kernel scales the rows of
             a warp to it; at most 8, so that 16 bits hold all exponentials.  0 scales them for each tile.
             See ``online_softmax.PATIENCE``.
-        keys_first: The forward kernel computes with the first keys while their values are still on the way.
         skips: In the forward kernel a warp leaves out tiles of which its own rows see nothing.
     """
 
@@ -63,7 +62,6 @@ class MmaLayout:
     warps: int
     resident: int = 1
     patience: int = 0
-    keys_first: bool = False
     skips: bool = False
 
     @property

@@ -45,6 +45,7 @@ from peers import OurCall, errors, reference, why_failed
 from torch_peers import FLEX, TorchCall, load_torch, prepare
 
 import kernels
+import minitorch
 from kernels.cuda.arrays import to_device
 from kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.formulas import attention_backward_flops, attention_flops
@@ -56,6 +57,7 @@ DEFAULTS = (None, None, [512, 1024, 2048, 4096, 8192, 16384])
 LENGTH, WINDOW, BLOCK, DOCUMENT = 8192, 1024, 128, 1000
 #: Of the calls whose results are compared with the textbook's, and how many of their heads.
 ACCURACY_LENGTH, ACCURACY_HEADS = 1024, 8
+#: Rows, columns and depth of the matrix product.
 PRODUCT = 8192
 #: Seconds of a reading at least; seconds that Python takes for one call at most; cycles a second.
 READING, LAUNCHING, CLOCK = 0.004, 5e-4, 1.8e9
@@ -252,6 +254,29 @@ def measure(torch: Any, one: Peers, budget: float) -> Row:
     return row
 
 
+def product(torch: Any, budget: float) -> Row:
+    """Return the rates of a matrix product in bfloat16, ours and cuBLAS's of the same operands."""
+    theirs = [torch.randn((PRODUCT, PRODUCT), device="cuda").bfloat16() for _ in range(2)]
+    ours = [
+        minitorch.tensor(x.float().cpu().numpy(), dtype=BFLOAT16, backend=minitorch.CudaBackend)
+        for x in theirs
+    ]
+    steps = {"ours": lambda: ours[0] @ ours[1], "cuBLAS": lambda: theirs[0] @ theirs[1]}
+    with minitorch.no_grad():
+        for step in steps.values():
+            step()
+        times = interleaved(
+            steps, "cuda", budget, least=5, shortest=READING, hold=partial(_hold, torch)
+        )
+    return {
+        "group": "product",
+        "case": f"matrix product, {PRODUCT}^3",
+        "dtype": "bfloat16",
+        "tflops": {name: 2e-12 * PRODUCT**3 / median(times[name]) for name in steps},
+        "ratio": ratio(times["cuBLAS"], times["ours"])["median"],
+    }
+
+
 def overhead(torch: Any) -> Row:
     """Return how long Python takes to launch one forward call, the device's work left out."""
     q, k, v = (to_device(np.ones((1, 2, 64, 64), FLOAT16)) for _ in range(3))
@@ -322,6 +347,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     try:
         if "overhead" in args.groups and all(row["group"] != "overhead" for row in rows):
             rows.append(overhead(torch))
+        if "product" in args.groups and all(row["group"] != "product" for row in rows):
+            rows.append(product(torch, args.seconds))
         for one in tqdm(todo, unit="call", desc="time"):
             rows.append(measure(torch, one, args.seconds))
             write(args, argv, rows)

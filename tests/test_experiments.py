@@ -252,6 +252,17 @@ def test_the_figures_of_tensor_cores_go_on_from_a_record(tmp_path: Path) -> None
     assert [one for one in todo if against_torch.is_there(one, rows)] == done
 
 
+def test_the_matrix_product_is_a_figure_of_the_table() -> None:
+    from peer_figures import details, table
+
+    row = {"group": "product", "case": "matrix product, 8192^3", "dtype": "bfloat16"}
+    rows = [row | {"ratio": ratio, "tflops": {"ours": 500, "cuBLAS": 800}} for ratio in (0.62, 0.8)]
+    missed, reached = table(rows).splitlines()[-2:]
+    assert missed == "| bfloat16 matrix product, 8192^3 / cuBLAS | 0.62 | >= 0.7 | 0.9 | NO | 1 |"
+    assert "| yes |" in reached
+    assert "ours 500; cuBLAS 800" in details(rows)
+
+
 def test_a_command_holds_no_path_of_this_machine() -> None:
     argv = [
         "--json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 import minitorch
 from kernels.cuda import memory, product
 from kernels.cuda.device import Kernel
+from kernels.cuda.flash2_mma import forward_kernel
+from kernels.cuda.mma_tiles import MmaLayout
+from kernels.cuda.numba_inlining import Copies
 from kernels.cuda.sizes import GPU, ProductTile
-from kernels.targets import compile_ptx
+from kernels.targets import compile_ptx, cuda
 from minitorch import cuda_kernel_ops, cuda_kernels, cuda_loops, operators
 
 from .cuda_compiling import (
@@ -27,6 +31,34 @@ from .cuda_compiling import (
     on_every_generation,
     ptx_of,
 )
+
+
+class _Block:
+    def __init__(self, scope: list[Any], body: Any):
+        self.scope, self.body = scope, body
+
+
+def test_copies_of_a_functions_blocks_share_its_scope() -> None:
+    copies, scope = Copies(_Block), [{"x": 1}]
+    blocks = [_Block(scope, scope[0]), _Block(scope, scope[0])]
+    first, again = ([copies.deepcopy(block) for block in blocks] for _ in range(2))
+    for one, other in (first, again):
+        assert one.scope is other.scope and one.scope is not scope and one.scope == scope
+        assert one.body is other.body is one.scope[0]
+    assert first[0].scope is not again[0].scope
+    assert copies.copy(scope) == scope and copies.deepcopy(scope) is not scope
+
+
+@needs_nvvm
+def test_sharing_copies_changes_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    inliner = cuda.core.inline_closurecall
+    assert isinstance(inliner.copy, Copies)
+    layout, widths = MmaLayout(32, 32, 2, skips=True), (32, 32)
+    own = forward_kernel(layout, *widths, "float16", True)
+    shared = compile_ptx(own.source, own.signature, (8, 0), own.launch_bounds)
+    monkeypatch.setattr(inliner, "copy", copy)
+    assert compile_ptx(own.source, own.signature, (8, 0), own.launch_bounds) == shared
+
 
 MAPS = ["sigmoid", "neg", "relu", "log", "exp", "tanh", "id", "inv"]
 ZIPS = ["add", "mul", "lt", "eq", "is_close", "relu_back", "log_back", "inv_back", "pow"]

@@ -16,6 +16,7 @@ import numpy as np
 from numba import int64, types, uint32
 
 from kernels.cuda.launcher import Launcher, filled, three
+from kernels.cuda.numba_inlining import share_copies
 from kernels.cuda.ptx.numbers import lg2, rcp
 from kernels.geometry import make_geometry, same
 from kernels.masks import make_masks
@@ -32,6 +33,8 @@ from kernels.targets import (
     libdevice,
     shared_memory_bytes,
 )
+
+share_copies()  # before anything is compiled
 
 
 def device_function(function: Callable[..., Any]) -> Any:

@@ -76,10 +76,11 @@ def check_shapes(
     try:
         lead = np.broadcast_shapes(q[:last], k[:last], v[:last])
     except ValueError:
+        may_share = not enable_gqa and min(map(len, (q, k, v))) > 2 and q[-3] % max(k[-3], 1) == 0
         raise ValueError(
             "the leading dimensions (batch and heads) of q, k and v must be equal or broadcast, "
             f"got {shapes}; repeat the smaller ones"
-            + ("" if enable_gqa else ", or let query heads share them with enable_gqa=True")
+            + (", or let query heads share them with enable_gqa=True" if may_share else "")
         ) from None
     lead = (*lead, *q[last:-2])
     if 0 in lead:
@@ -96,6 +97,6 @@ def _check_groups(q: Sequence[int], k: Sequence[int], v: Sequence[int], shapes: 
     if k[-3] != v[-3] or k[-3] < 1 or q[-3] % k[-3]:
         raise ValueError(
             "with enable_gqa k and v have the same number of heads, and q a multiple of it; got "
-            f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}; repeat the heads of k and v"
+            f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}; give k and v a divisor of q's heads"
         )
     return q[-3] // k[-3]

@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("numba-cuda", "numba-cuda-mlir", "llvmlite", "kernels", "tbb", "icc-rt")
 VARIABLES = (
     "NUMBA_ENABLE_CUDASIM", "NUMBA_DISABLE_JIT", "NUMBA_THREADING_LAYER", "NUMBA_NUM_THREADS",
-    "NUMBA_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "PYTHONPATH",
+    "NUMBA_CACHE_DIR", "NUMBA_CUDA_DRIVER", "MINITORCH_RUNG", "CUDA_VISIBLE_DEVICES", "CUDA_HOME",
+    "PYTHONPATH",
 )  # fmt: skip
 LAYERS = ("tbb", "omp", "workqueue")
 #: Import names of packages that can only be imported where NumPy can.

@@ -193,9 +193,12 @@ def cuda(facts: dict[str, Any]) -> Iterator[Finding]:
         broken = extra_for(facts) if mine else "numba" + facts["ranges"].get("numba", "")
         if mine and "row_stack" in found["error"]:
             return  # NumPy is too new for it, which its version says
+        named = re.search(r"\b(NUMBA|CUDA)_[A-Z_]+\b", found["error"])
         yield Finding(
             f"numba.cuda cannot be imported: {found['error']}",
-            pip(broken, option="--force-reinstall"),
+            f"unset {named.group()}, or set it right"
+            if named
+            else pip(broken, option="--force-reinstall"),
         )
     elif "ptx_error" in found:
         wanted = owner(found["file"]) != OWNERS["numba"] or bool(_devices(facts))
@@ -311,11 +314,17 @@ def cache(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def environment(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report switches of numba that change what runs."""
+    """Report switches that change what runs, or let nothing run."""
     if facts["environment"].get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
         yield Finding(
             "NUMBA_DISABLE_JIT is set: kernels run as plain Python, if at all",
             "unset NUMBA_DISABLE_JIT",
+        )
+    rung, rungs = facts["environment"].get("MINITORCH_RUNG"), facts.get("library", {}).get("rungs")
+    if rung and rungs and rung not in ("auto", *rungs):
+        yield Finding(
+            f"MINITORCH_RUNG is {rung!r}, and no kernel of attention is named so: every call fails",
+            f"unset MINITORCH_RUNG, or set it to one of {', '.join(rungs)}",
         )
 
 

@@ -232,7 +232,7 @@ WELL: dict[str, Any] = {
     "blas": {"libraries": [{"internal_api": "openblas", "version": "0.3.31"}]},
     "parallel": {"layer": "omp", "threads": 2},
     "layers": {"tbb": {"error": "ImportError"}, "omp": {}, "workqueue": {}},
-    "library": {"file": "/p/minitorch/__init__.py", "seconds": 1.0},
+    "library": {"file": "/p/minitorch/__init__.py", "seconds": 1.0, "rungs": ["flash2", "naive"]},
 }  # fmt: skip
 
 Change = Callable[[dict[str, Any]], Any]
@@ -352,6 +352,14 @@ SICK: dict[str, tuple[Change, str, str]] = {
     ),
     "JIT is off": (
         _set("environment", NUMBA_DISABLE_JIT="1"), "NUMBA_DISABLE_JIT", "unset NUMBA_DISABLE_JIT",
+    ),
+    "no rung is named so": (
+        _set("environment", MINITORCH_RUNG="flash9"), "MINITORCH_RUNG is 'flash9'",
+        "set it to one of flash2, naive",
+    ),
+    "a variable names no file": (
+        _set("cuda", error="ValueError: NUMBA_CUDA_DRIVER /nope is not a valid file path"),
+        "numba.cuda cannot be imported", "unset NUMBA_CUDA_DRIVER, or set it right",
     ),
     "our own code is broken": (
         _set("library", error="NameError: name 'x'", place="/p/minitorch/operators.py:7"),

@@ -76,7 +76,7 @@ def check_shapes(
     try:
         lead = np.broadcast_shapes(q[:last], k[:last], v[:last])
     except ValueError:
-        may_share = not enable_gqa and min(map(len, (q, k, v))) > 2 and q[-3] % max(k[-3], 1) == 0
+        may_share = not enable_gqa and _have_heads(q, k, v) and _may_share(q, k, v)
         raise ValueError(
             "the leading dimensions (batch and heads) of q, k and v must be equal or broadcast, "
             f"got {shapes}; repeat the smaller ones"
@@ -88,13 +88,22 @@ def check_shapes(
     return lead, groups, int(q[-2]), int(k[-2]), int(q[-1]), int(v[-1])
 
 
+def _have_heads(*shapes: Sequence[int]) -> bool:
+    return min(map(len, shapes)) > 2
+
+
+def _may_share(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> bool:
+    """Return whether query heads can share the heads of k and v."""
+    return k[-3] == v[-3] >= 1 and q[-3] % k[-3] == 0
+
+
 def _check_groups(q: Sequence[int], k: Sequence[int], v: Sequence[int], shapes: str) -> int:
     """Return how many query heads share a head of k and v."""
-    if min(len(q), len(k), len(v)) < 3:
+    if not _have_heads(q, k, v):
         raise ValueError(
             f"enable_gqa needs heads: (…, heads, seq, head_dim), three dimensions or more; got {shapes}"
         )
-    if k[-3] != v[-3] or k[-3] < 1 or q[-3] % k[-3]:
+    if not _may_share(q, k, v):
         raise ValueError(
             "with enable_gqa k and v have the same number of heads, and q a multiple of it; got "
             f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}; give k and v a divisor of q's heads"

@@ -231,6 +231,16 @@ def test_a_multiprocessor_holds_the_blocks_of_the_product_that_the_table_says(dt
             assert_fits(kernel, tile.threads, (9, 0), PRODUCT_SPILLS)
 
 
+@needs_nvvm
+def test_a_product_of_float32_computes_nothing_in_float64_after_one_of_float64() -> None:
+    product.product_kernel.cache_clear()
+    product._make_copy.cache_clear()
+    for tile in _tiles(FLOAT64):
+        product.product_kernel(tile, FLOAT64)
+    for tile in _tiles(FLOAT32):
+        assert_no_float64(ptx_of(product.product_kernel(tile, FLOAT32), (9, 0)))
+
+
 def test_the_cuda_backend_is_there_without_a_gpu() -> None:
     assert minitorch.CudaBackend.cuda
     assert cuda_kernel_ops.CudaKernelOps is minitorch.CudaOps

@@ -35,7 +35,7 @@ def shared_elements(tile: ProductTile) -> int:
 
 
 @cache
-def _make_copy(lines: int, depth: int, threads: int, zero: Any) -> tuple[Any, Any, Any]:
+def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tuple[Any, Any, Any]:
     """Return ``share``, ``fetch`` and ``place``, by which a block copies (lines, depth) of an operand.
 
     The lines of the left operand are its rows, those of the right one its columns.  In shared memory
@@ -43,7 +43,8 @@ def _make_copy(lines: int, depth: int, threads: int, zero: Any) -> tuple[Any, An
     Between ``fetch`` and ``place`` the elements are in registers, so that global memory is read while
     the previous tile is multiplied.
     """
-    stride, loads = lines + VECTOR, lines * depth // threads
+    # The zero is made here: zeros of float32 and float64 are equal, and a cache would take one for both.
+    zero, stride, loads = dtype.type(0), lines + VECTOR, lines * depth // threads
     line_jump, depth_jump = threads // depth, threads // lines
 
     @device_function
@@ -142,8 +143,8 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
     real, zero = scalar_type(dtype), dtype.type(0)
     block_rows, block_cols, depth, own_rows, own_cols, _ = tile
     lanes, rows_of_threads, threads = block_cols // own_cols, block_rows // own_rows, tile.threads
-    share_a, fetch_a, place_a = _make_copy(block_rows, depth, threads, zero)
-    share_b, fetch_b, place_b = _make_copy(block_cols, depth, threads, zero)
+    share_a, fetch_a, place_a = _make_copy(block_rows, depth, threads, dtype)
+    share_b, fetch_b, place_b = _make_copy(block_cols, depth, threads, dtype)
     a_loads, b_loads = block_rows * depth // threads, block_cols * depth // threads
     a_stride, b_stride = block_rows + VECTOR, block_cols + VECTOR
     multiply = _make_multiply(tile)

@@ -20,6 +20,7 @@ from kernels.cuda.arrays import empty_device
 from kernels.cuda.device import (
     Kernel,
     array_type,
+    batch_and_head,
     device_function,
     first_full_tile,
     first_tile,
@@ -161,8 +162,7 @@ def forward_kernel(
         Global     reads q once, k and v once per query tile; writes out and lse once.
         Needs      warp shuffles and 128-bit loads, for which the simulator has plain forms.
         """
-        heads = q.shape[1]
-        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 3: for 1 <= i <= T_r
         flat, row, first_q, seq_q, first_k, seq_k = place(
             cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras

@@ -12,6 +12,7 @@ from numba import float64, int32, uint8, void
 from kernels.cuda.device import (
     Kernel,
     array_type,
+    batch_and_head,
     device_function,
     first_tile,
     scalar_type,
@@ -123,8 +124,7 @@ def dkdv_kernel(
                    with atomics adds to dq once per key tile.
         Needs      128-bit loads, for which the simulator has a plain form.
         """
-        heads = q.shape[1]
-        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 5: for 1 <= j <= T_c
         flat, col, first_q, seq_q, first_k, seq_k = place(
             cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras

@@ -18,6 +18,7 @@ from numba import float32, int32, uint8, uint16, uint32, void
 from kernels.cuda.device import (
     Kernel,
     array_type,
+    batch_and_head,
     device_function,
 )
 from kernels.cuda.flash2_mma import FLOAT32, STORAGE
@@ -161,8 +162,7 @@ def dkdv_kernel(
                    with sums adds to those of dq once per key tile.
         Needs      compute capability 8.0.
         """
-        heads = q.shape[1]
-        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 5: for 1 <= j <= T_c
         flat, col, first_q, seq_q, first_k, seq_k = place(
             cuda.blockIdx.x // parts,

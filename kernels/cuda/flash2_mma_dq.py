@@ -16,6 +16,7 @@ from numba import float32, uint8, uint16, uint32, void
 from kernels.cuda.device import (
     Kernel,
     array_type,
+    batch_and_head,
     first_full_tile,
     first_tile,
     full_tiles_stop,
@@ -124,8 +125,7 @@ def dq_kernel(
         Global     reads q, dout, lse and delta once, k and v once per query tile; writes dq once.
         Needs      compute capability 8.0.
         """
-        heads = q.shape[1]
-        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         flat, row, first_q, seq_q, first_k, seq_k = place(
             cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
         )

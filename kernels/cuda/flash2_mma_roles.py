@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 from numba import float32, int32, uint8, uint16, uint32, void
 
-from kernels.cuda.device import Kernel, array_type
+from kernels.cuda.device import Kernel, array_type, batch_and_head
 from kernels.cuda.flash2_mma import FLOAT32, STORAGE
 from kernels.cuda.flash2_mma_backward import add_nothing
 from kernels.cuda.mma_dq import DqSums, make_add_dq
@@ -152,8 +152,7 @@ def roles_kernel(
                    with sums adds to those of dq once per key tile.
         Needs      compute capability 8.0.
         """
-        heads = q.shape[1]
-        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 5: for 1 <= j <= T_c
         flat, col, first_q, seq_q, first_k, seq_k = place(
             cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras

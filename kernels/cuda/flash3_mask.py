@@ -18,7 +18,7 @@ from numba import int32, int64, types, uint32, uint64, void
 
 from kernels.block_states import FULL, PARTIAL, SIDE
 from kernels.cuda.arrays import empty_device
-from kernels.cuda.device import Kernel, array_type, ceil_div, device_function
+from kernels.cuda.device import Kernel, array_type, batch_and_head, ceil_div, device_function
 from kernels.cuda.flash3_scores import TILES, bit_words, with_bit
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global_v4
 from kernels.cuda.ptx.numbers import UNPACK
@@ -224,7 +224,7 @@ def pack_kernel(cols: int, by_keys: bool) -> Kernel:
         thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         lane, place = thread % WARP, thread // WARP
         n, tile, group = place % words, place // words % tiles, place // words // tiles
-        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        b, h = batch_and_head(cuda.blockIdx.y, heads)
         row, col = group * ROWS + lane // 4, tile * cols + 2 * (lane % 4)
         seq_q, seq_k = mask.shape[2], mask.shape[3]
         if group < groups:
@@ -268,7 +268,7 @@ def pack_pairs_kernel(cols: int, by_keys: bool) -> Kernel:
         lane, place = uint32(thread % WARP), uint32(thread // WARP)
         step, place = uint32(place % steps), uint32(place // steps)
         tile, group = int64(place % uint32(tiles)), int64(place // uint32(tiles))
-        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        b, h = batch_and_head(cuda.blockIdx.y, heads)
         row = group * ROWS + int64(lane // 4)
         col = tile * cols + int64(step * STEP + 2 * (lane % 4))
         last_row, last_col = mask.shape[2] - 1, mask.shape[3] - 1

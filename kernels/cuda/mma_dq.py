@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import float32, uint8, uint16, uint32, void
 
-from kernels.cuda.device import Kernel, array_type, device_function
+from kernels.cuda.device import Kernel, array_type, batch_and_head, device_function
 from kernels.cuda.mma_products import make_products, steps_together
 from kernels.cuda.mma_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.mma_tiles import (
@@ -236,8 +236,7 @@ def dq_end_kernel(
         Global     reads the sums once; writes dq once.
         Needs      compute capability 8.0.
         """
-        heads = q.shape[1]
-        b, h = cuda.blockIdx.y // heads, cuda.blockIdx.y % heads
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         flat, row, first_q, seq_q, _, _ = place(
             cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
         )

@@ -45,13 +45,19 @@ def slanted(score: float, batch: int, head: int, row: int, col: int) -> float:
     return score - 0.02 * (head + 1) * abs(row - col)
 
 
+def backwards(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score + 0.5 * (col - row)
+
+
 @needs_nvvm
-def test_a_score_mod_converts_only_differences_of_32_bits() -> None:
+@pytest.mark.parametrize("mod", [slanted, backwards])
+def test_a_score_mod_of_distances_converts_one_place_of_a_tile(mod: Any) -> None:
     widths = Widths(64, 64)
-    features = Features(score_mod=slanted)
-    kernel = forward_kernel(layout_of(widths, True), widths, "bfloat16", features)
+    kernel = forward_kernel(layout_of(widths, True), widths, "bfloat16", Features(score_mod=mod))
     ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
     assert "cvt.rn.f32.s64" not in ptx
+    # A head and a distance in tiles that are whole, and in those at an edge; of elements there are 64.
+    assert ptx.count("cvt.rn.f32.s32") + ptx.count("cvt.rn.f32.u32") <= 6
     assert ".local" not in ptx
 
 

@@ -92,7 +92,7 @@ def ptx_of(mod: Any, dtype: Any = FLOAT32) -> str:
 
     def kernel(scores, batch, head, row, col):
         i = cuda.threadIdx.x
-        scores[i] = function(scores[i], batch, head, row, col)
+        scores[i] = function(scores[i], batch, head, row, col, None)
 
     kind = float32 if dtype == FLOAT32 else float64
     return compile_ptx(kernel, void(kind[::1], int64, int64, int64, int64))

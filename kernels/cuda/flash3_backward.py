@@ -164,7 +164,7 @@ def dkdv_kernel(
     visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, True)
     elements, row_base = make_elements(features, block_q, True), make_row_base(features.packed)
     steepness_of, scale_of, factor_of = elements.steepness, elements.scale, elements.factor
-    words, slope_scale_of = elements.words, elements.slope_scale
+    words, own_of, slope_scale_of = elements.words, elements.own, elements.slope_scale
     weigh, slope_of = make_passes(features, block_q, dtype, True, has_dv or guards)
     is_found = is_flagged if guards else never_flagged
     seen_offset, copy_offset = tiles["seen"], tiles["copy"]
@@ -289,7 +289,7 @@ def dkdv_kernel(
                 )
                 base = row_base(flat, y, first_q, extras)
                 b, h = int32(y // heads), int32(y % heads)
-                steepness = steepness_of(b, h, extras)
+                own, steepness = own_of(flat, extras), steepness_of(b, h, extras)
                 own_col = int32(col + me * ROWS + warp * 16 + lane // 4)
                 # 7: dK_j = 0, dV_j = 0 is what the first products begin with
                 if first < stop:
@@ -321,7 +321,7 @@ def dkdv_kernel(
                         multiply_v_dout(dp, v_desc, dout_desc)
                         wgmma_commit_group()
                     # 11: P = exp(S - L_i), and packed as it lies the left operand of Pᵀ dO
-                    place = flat, b, h, int32(row + own_row), own_col, steepness, rows, cols
+                    place = flat, own, b, h, int32(row + own_row), own_col, steepness, rows, cols
                     weigh(
                         s, p, kept, seen, mask_words, lane, lse_now, factor, is_whole,
                         is_listed_whole(first + n, extras), place, extras,

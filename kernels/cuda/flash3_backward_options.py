@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, int64, uint32
+from numba import float32, int32, uint32
 
 from kernels.cuda.device import device_function
 from kernels.cuda.flash3_mask import (
@@ -28,7 +28,7 @@ from kernels.cuda.flash3_mask import (
     make_block_bits,
     make_words_place,
 )
-from kernels.cuda.flash3_options import pairs_of, seen_words
+from kernels.cuda.flash3_options import has_mods, no_numbers, pairs_of, seen_words
 from kernels.cuda.flash3_scores import (
     TILES,
     bit_words,
@@ -54,13 +54,13 @@ class Elements(NamedTuple):
         hides: Elements may be hidden beside others that are seen.
         draw: ``(kept, lane, flat, row, col, extras)``: set the bits of what dropout keeps, of the warp's 16
             rows or keys.
-        see: ``(seen, mask_words, lane, whole, flat, b, h, row, col, seq_q, seq_k, extras)``: set those of
-            what is seen; (row, col) is the lane's first element, ``whole`` tells that the block mask
+        see: ``(seen, mask_words, lane, whole, flat, own, b, h, row, col, seq_q, seq_k, extras)``: set those
+            of what is seen; (row, col) is the lane's first element, ``whole`` tells that the block mask
             hides none.  And bring a floating mask of 16 bits.
         steepness: ``(b, h, extras)``: ALiBi's slope of a head.
-        own: ``(flat, extras)``: batch and head as mods get them.
+        own: ``(flat, extras)``: batch and head as mods get them, the same for all tiles of a line.
         weigh: ``(product, shift, seen, t, i, own, b, h, row, col, distance, steepness, seq_q, seq_k,
-            extras)``: P and P · slope; ``distance`` is row - col and the diagonal.
+            extras)``: P and P · slope; ``distance`` is what ``distance_of`` says of row and col.
         drop: ``(p, bent, kept, t, i)``: of P and P · slope what ``pack`` makes P ∘ Z of, and what stays.
         slope: ``(bent, dp, delta, kept, t, i)``: dS = P ∘ (dP ∘ Z - D) of what stayed, ``delta`` being
             D times :func:`delta_factor`.
@@ -159,10 +159,6 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
         return log2_factor
 
     @device_function
-    def no_numbers(flat, extras):
-        return int64(0), int64(0)
-
-    @device_function
     def steepness(b, h, extras):
         return extras.slopes[b, h, 0, 0]
 
@@ -224,18 +220,18 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
     return Elements(
         over_cap if features.softcap else constant_factor, seen_words(features, cols),
         has_bits or has_pairs, features.hides, draw, _make_see(features, cols, by_keys, place_of),
-        steepness if features.slopes else not_steep, batch_and_head if features.score_mod else no_numbers,
+        steepness if features.slopes else not_steep, batch_and_head if has_mods(features) else no_numbers,
         weigh, own_drop, slope, pack, scale, slope_scale,
     )  # fmt: skip
 
 
 def _make_within(features: Features) -> Callable[..., Any]:
     """Return ``within(first, step, count)``: a place a step from a lane's first one, in the array."""
-    has_mods = features.score_mod is not None or features.mask_mod is not None
+    is_modified = has_mods(features)
 
     @device_function
     def within(first, step, count):
-        if has_mods:  # which says to the compiler how large it is
+        if is_modified:  # which says to the compiler how large it is
             first = first & FIRST_PLACE
         return int32(min(int32(first + step), int32(count - 1)))
 
@@ -250,8 +246,8 @@ def _make_bend(features: Features) -> Callable[..., Any]:
     operations in 16 bits is; the forward pass has a better one, for lse is float32.
     """
     one, minus_inf = np.float32(1), np.float32(-math.inf)
-    score_mod = score_function(features.score_mod or _same, FLOAT32)
-    derivative = score_function(features.derivative or _one, FLOAT32)
+    score_mod = score_function(features.score_mod or _same, FLOAT32, float32)
+    derivative = score_function(features.derivative or _one, FLOAT32, float32)
     has_softcap, has_mod = features.softcap, features.score_mod is not None
     has_slopes, has_bias = features.slopes, features.mask == "float"
 
@@ -274,8 +270,11 @@ def _make_bend(features: Features) -> Callable[..., Any]:
             bent = tanh(x)
             x, slope = extras.softcap * bent, one - bent * bent
         if has_mod:
-            slope = float32(slope * derivative(x, own[0], own[1], row, col))
-            x = float32(score_mod(x, own[0], own[1], row, col))
+            apart = distance
+            if has_slopes:
+                apart = distance - float32(extras.diagonal)
+            slope = float32(slope * derivative(x, own[0], own[1], row, col, apart))
+            x = float32(score_mod(x, own[0], own[1], row, col, apart))
         if has_slopes:
             x = x - steepness * abs(distance)
         return add_bias(x, row, col, b, h, extras), slope
@@ -324,10 +323,10 @@ def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Ca
 
     @device_function
     def word_of(n, mask_words, given):
-        lane, whole, flat, b, h, row, col, seq_q, seq_k, extras = given
+        lane, whole, flat, own, b, h, row, col, seq_q, seq_k, extras = given
         word = uint32(word_at(mask_words, place_of_words(lane, b, h, row, col, extras) + n))
         if has_mod:
-            own, found = batch_and_head(flat, extras), uint32(0)
+            found = uint32(0)
             for u in range(min(TILES, cols // 8 - n * TILES)):
                 for i in range(4):
                     r, c = place_of(n * TILES + u, i)
@@ -340,8 +339,8 @@ def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Ca
         return word
 
     @device_function
-    def see(seen, mask_words, lane, whole, flat, b, h, row, col, seq_q, seq_k, extras):
-        given = lane, whole, flat, b, h, row, col, seq_q, seq_k, extras
+    def see(seen, mask_words, lane, whole, flat, own, b, h, row, col, seq_q, seq_k, extras):
+        given = lane, whole, flat, own, b, h, row, col, seq_q, seq_k, extras
         # One by one: a loop that is not unrolled would put them into local memory.
         if has_bits:
             seen[0] = word_of(0, mask_words, given)

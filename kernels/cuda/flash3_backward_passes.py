@@ -16,6 +16,7 @@ from numba import float32, int32
 from kernels.cuda.device import device_function
 from kernels.cuda.flash3_backward_layout import WORD, makes_elements
 from kernels.cuda.flash3_backward_options import make_elements
+from kernels.cuda.flash3_options import distance_of
 from kernels.cuda.flash3_tiles import make_hide, make_hide_pairs, make_pack
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.numbers import ex2
@@ -66,8 +67,7 @@ def make_passes(
     pack = elements.pack[dtype]
     see, weigh_one, drop, slope_one = elements.see, elements.weigh, elements.drop, elements.slope
     draw, hides, has_seen = elements.draw, elements.hides, elements.has_seen
-    own_of = elements.own
-    is_plain = not makes_elements(features)
+    is_plain, distance_from = not makes_elements(features), distance_of(features)
     has_lists_alone = not is_plain and features.of_elements == PLAIN
 
     @device_function
@@ -94,16 +94,16 @@ def make_passes(
 
     @device_function
     def weigh_each(s, p, kept, seen, mask_words, lane, numbers, factor, listed, place, extras):
-        flat, b, h, row, col, steepness, seq_q, seq_k = place
-        distance = float32(row + extras.diagonal - col)
+        flat, own, b, h, row, col, steepness, seq_q, seq_k = place
+        distance = distance_from(row, col, extras)
         across, along = lane // 4, 2 * (lane % 4)  # of the lane's first element in its warp's tile
         if by_keys:
             draw(kept, lane, flat, int32(row - along), int32(col - across), extras)
         else:
             draw(kept, lane, flat, int32(row - across), int32(col - along), extras)
         if has_seen:
-            see(seen, mask_words, lane, listed, flat, b, h, row, col, seq_q, seq_k, extras)
-        w, own = cuda.local.array(4, float32), own_of(flat, extras)
+            see(seen, mask_words, lane, listed, flat, own, b, h, row, col, seq_q, seq_k, extras)
+        w = cuda.local.array(4, float32)
         for t in range(tiles):
             low, high = pair_of(numbers, t)
             for i in range(4):
@@ -125,7 +125,7 @@ def make_passes(
         else:
             weigh_each(s, p, kept, seen, mask_words, lane, numbers, factor, listed, place, extras)
         if by_keys and not whole:
-            edge = edge_of(place[3], place[4], place[6], place[7], extras)
+            edge = edge_of(place[4], place[5], place[7], place[8], extras)
             hide(s, edge)
             if not is_plain and packs:
                 hide_pairs(p, edge)
@@ -146,7 +146,7 @@ def make_passes(
                     dp[t, i] = zero if hides and s[t, i] == zero else ds
         if not whole and not (by_keys and hides):
             # Hidden elements are 0 whatever lse and delta are.
-            edge = edge_of(place[3], place[4], place[6], place[7], extras)
+            edge = edge_of(place[4], place[5], place[7], place[8], extras)
             hide(dp, edge)
 
     return Passes(weigh, slope)

@@ -126,7 +126,7 @@ def dq_kernel(
     visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, False)
     elements, row_base = make_elements(features, block_k, False), make_row_base(features.packed)
     steepness_of, factor_of, words = elements.steepness, elements.factor, elements.words
-    slope_scale_of = elements.slope_scale
+    own_of, slope_scale_of = elements.own, elements.slope_scale
     weigh, slope_of = make_passes(features, block_k, dtype, False)
     is_packed = features.packed
     is_found, seen_offset = is_flagged if guards else never_flagged, tiles["seen"]
@@ -241,7 +241,7 @@ def dq_kernel(
                     item, schedule, seq_q, seq_k, extras
                 )
                 b, h = int32(y // heads), int32(y % heads)
-                steepness = steepness_of(b, h, extras)
+                own, steepness = own_of(flat, extras), steepness_of(b, h, extras)
                 own_row = int32(row + me * ROWS + warp * 16 + lane // 4)
                 row_stop = min(row + block_q, rows)
                 full = int32(first_full_tile(row_stop, block_k, extras.lower))
@@ -269,7 +269,7 @@ def dq_kernel(
                     wgmma_commit_group()
                     # 11: P = exp(S - L_i)
                     own_col = int32(j * block_k + 2 * (lane % 4))
-                    place = flat, b, h, own_row, own_col, steepness, rows, cols
+                    place = flat, own, b, h, own_row, own_col, steepness, rows, cols
                     is_whole = full <= j < full_stop
                     weigh(
                         s, ds, kept, seen, mask_words, lane, (shift_0, shift_1), factor, is_whole,

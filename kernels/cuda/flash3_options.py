@@ -50,23 +50,50 @@ def tanh(x):
 class Elements(NamedTuple):
     """The functions that :func:`make_elements` returns, and what a kernel must know beside them.
 
-    The functions are ``(s, seen, lane, row, col, seq_q, seq_k, flat, b, h, scale, extras)``: of the
-    products in ``s`` they make scores, minus infinity where hidden; (row, col) is the lane's first element,
-    and ``seen`` its bits of a boolean mask, of which a block mask may take some, and behind them words of a
-    floating mask of 16 bits.
+    Both ``whole`` and ``edge`` are ``(s, seen, lane, place, scale, extras)``: of the products in ``s`` they
+    make scores, minus infinity where hidden.  ``place`` is (flat, own, b, h, row, col, seq_q, seq_k), where
+    (row, col) is the lane's first element; ``seen`` are its bits of a boolean mask, of which a block mask
+    may take some, and behind them words of a floating mask of 16 bits.
 
     Attributes:
         bends: Scores are natural logarithms; else still products, which the scale, if it is positive,
             leaves in their order.
         of_all: There is anything to do in tiles that are whole.
+        own: ``(flat, extras)``: batch and head as mods get them, the same for all tiles of a line.
         whole: For tiles that are.
         edge: For the others.
     """
 
     bends: bool
     of_all: bool
+    own: Callable[..., Any]
     whole: Callable[..., None]
     edge: Callable[..., None]
+
+
+@device_function
+def no_numbers(flat, extras):
+    """Return what stands for batch and head where there is no mod."""
+    return int64(0), int64(0)
+
+
+def has_mods(features: Features) -> bool:
+    """Tell whether a user's functions get the places of elements."""
+    return features.score_mod is not None or features.mask_mod is not None
+
+
+def distance_of(features: Features) -> Callable[..., Any]:
+    """Return ``distance(row, col, extras)``: how far ALiBi says that places are apart, else row - col."""
+
+    @device_function
+    def from_diagonal(row, col, extras):
+        return float32(row + extras.diagonal - col)
+
+    @device_function
+    def difference(row, col, extras):
+        return float32(int32(row - col))
+
+    return from_diagonal if features.slopes else difference
 
 
 @cache
@@ -76,6 +103,7 @@ def make_elements(features: Features, cols: int) -> Elements:
     return Elements(
         features.bends,
         of_all,
+        batch_and_head if has_mods(features) else no_numbers,
         _make_apply(features, cols, False),
         _make_apply(features, cols, True),
     )
@@ -102,7 +130,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
     ``own`` are batch and head as mods get them.
     """
     # Without one nothing calls it.
-    score_mod: Any = features.score_mod and score_function(features.score_mod, FLOAT32)
+    score_mod: Any = features.score_mod and score_function(features.score_mod, FLOAT32, float32)
     has_softcap, has_slopes, has_bias = features.softcap, features.slopes, features.mask == "float"
     minus_inf = np.float32(-math.inf)
 
@@ -115,8 +143,10 @@ def _make_bend(features: Features) -> Callable[..., Any]:
         return x * float32(scale)
 
     @device_function
-    def modified(x, row, col, own):
-        return float32(score_mod(x, own[0], own[1], row, col))
+    def modified(x, row, col, distance, own, extras):
+        if has_slopes:
+            distance = distance - float32(extras.diagonal)
+        return float32(score_mod(x, own[0], own[1], row, col, distance))
 
     @device_function
     def alibi(x, distance, b, h, extras):
@@ -129,7 +159,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
         return bias if bias == minus_inf else x + bias
 
     @device_function
-    def not_modified(x, row, col, own):
+    def not_modified(x, row, col, distance, own, extras):
         return x
 
     @device_function
@@ -146,7 +176,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
 
     @device_function
     def bend(x, row, col, distance, own, b, h, scale, extras):
-        x = second(first(x, scale, extras), row, col, own)
+        x = second(first(x, scale, extras), row, col, distance, own, extras)
         return fourth(third(x, distance, b, h, extras), row, col, b, h, extras)
 
     @device_function
@@ -162,10 +192,10 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     tiles, minus_inf = cols // 8, np.float32(-math.inf)
     bounds = make_tile_scores(PLAIN, FLOAT32)
     edge_of, bounded = bounds.edge, bounds.score
-    bend = _make_bend(features)
+    bend, distance_from = _make_bend(features), distance_of(features)
     has_mask, has_mod = features.mask == "bool", features.mask_mod is not None
     mask_mod: Any = features.mask_mod and mask_function(features.mask_mod, FLOAT32)
-    has_places = has_mod or features.score_mod is not None
+    has_places = has_mods(features)
     has_blocks = is_edge and features.block_mask
     see_blocks = _make_see_blocks(cols, has_mask) if has_blocks else _see_all
     has_seen, has_pairs = has_mask or has_blocks, features.mask in UNPACK
@@ -195,11 +225,11 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     apply_to_all = unrolled(tiles, apply_to)
 
     @device_function
-    def apply(s, seen, lane, row, col, seq_q, seq_k, flat, b, h, scale, extras):
+    def apply(s, seen, lane, place, scale, extras):
+        flat, own, b, h, row, col, seq_q, seq_k = place
         edge = edge_of(row, col, seq_q, seq_k, extras)
-        distance = float32(row + extras.diagonal - col)
+        distance = distance_from(row, col, extras)
         see_blocks(seen, lane, row, col, seq_q, seq_k, flat, extras)
-        own = batch_and_head(flat, extras) if has_places else (int64(0), int64(0))
         if has_places:  # which says to the compiler how large they are
             row, col = int32(row & FIRST_PLACE), int32(col & FIRST_PLACE)
         given = edge, distance, row, col, seq_q, seq_k, flat, own, b, h, scale, extras

@@ -150,7 +150,7 @@ def forward_kernel(
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
     _, _, tile_of, is_listed_whole = make_walk(features, block_q)
     deal = make_deal(layout, features, head_panels, q_panel, q_size)
-    bends, of_all, score_whole, score_edge = make_elements(features, block_k)
+    bends, of_all, own_of, score_whole, score_edge = make_elements(features, block_k)
     (first_bits, fetch), drop = make_fetch(features, block_k), make_drop(features, block_k)
     words, has_kept = bit_words(block_k), features.dropout
     has_bits, seen_count = has_kept or has_words(features), seen_words(features, block_k)
@@ -253,7 +253,7 @@ def forward_kernel(
             while item.tiles >= 0:
                 own_tile = tile + slot * q_size + me * (ROWS * LINE)  # of q, and then of out
                 q_desc = descriptor(along, own_tile)
-                b, h, flat = item.b, item.h, item.flat
+                b, h, flat, own = item.b, item.h, item.flat, own_of(item.flat, extras)
                 row, rows, cols = item.row, item.rows, item.cols
                 warp_row = int32(row + me * ROWS + warp * 16)
                 own_row = int32(warp_row + lane // 4)
@@ -297,15 +297,12 @@ def forward_kernel(
                 for n in range(int32(stop - first)):
                     j = int32(listed >> 1 if is_listed else stop - 1 - n)
                     own_col = int32(j * block_k + 2 * (lane % 4))
+                    place = flat, own, b, h, own_row, own_col, rows, cols
                     whole = item.full <= j < item.full_stop and listed & 1 != 0
                     if not whole:
-                        score_edge(
-                            s, seen, lane, own_row, own_col, rows, cols, flat, b, h, scale, extras
-                        )
+                        score_edge(s, seen, lane, place, scale, extras)
                     elif of_all:
-                        score_whole(
-                            s, seen, lane, own_row, own_col, rows, cols, flat, b, h, scale, extras
-                        )
+                        score_whole(s, seen, lane, place, scale, extras)
                     # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
                     max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = soften(
                         s, factor, max_0, max_1, sum_0, sum_1
@@ -414,9 +411,9 @@ def forward_kernel(
                 fence_proxy_async()
                 copied = slot
                 bar_sync(4 + me, WARPGROUP)  # all rows of the warpgroup are there
-                own = row + me * ROWS
+                top = row + me * ROWS
                 if is_packed or thread == 0:
-                    put_out(out, own_tile, thread, b, h, item.first_q + own, rows - own)
+                    put_out(out, own_tile, thread, b, h, item.first_q + top, rows - top)
                     cp_async_bulk_commit_group()
                 if is_packed:
                     bar_sync(4 + me, WARPGROUP)

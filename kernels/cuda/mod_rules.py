@@ -11,6 +11,7 @@ the compiler, which sees how large a sum or a distance of them can be, drops the
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from copy import copy
 from types import FunctionType
@@ -59,19 +60,35 @@ def batch_and_head(flat, extras):
     return int64(number // heads), int64(number % heads)
 
 
-def score_function(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
-    """Return what a kernel calls for a function of (score, batch, head, row, col), ``dtype`` too."""
+def score_function(
+    function: Callable[..., Any], dtype: np.dtype[Any], distance: Any = types.none
+) -> Any:
+    """Return what a kernel calls for a function of (score, batch, head, row, col), ``dtype`` too.
+
+    Args:
+        function: A user's.
+        dtype: Of scores.
+        distance: Numba's type of what the kernel gives after col: None, or row - col where it has it as a
+            float32, which from one element to the next takes one instruction, and of two places three.
+    """
     inner, real = device_callable(function, dtype), scalar_type(dtype)
     if not _has_rules(function, dtype):
-        return inner
 
-    def within(score, batch, head, row, col):
-        return real(inner(score, batch & _PLACE, head & _PLACE, row & _PLACE, col & _PLACE))
+        @device_function
+        def without_distance(score, batch, head, row, col, distance):
+            return inner(score, batch, head, row, col)
 
-    emitted = Emitted(within, _FLOAT(_FLOAT, *[_WHOLE] * 4), _with_rules)
+        return without_distance
+
+    def within(score, batch, head, row, col, distance):
+        row, col = row & _PLACE, col & _PLACE
+        _tell_distance(row, col, distance)
+        return real(inner(score, batch & _PLACE, head & _PLACE, row, col))
+
+    emitted = Emitted(within, _FLOAT(_FLOAT, *[_WHOLE] * 4, distance), _with_rules)
 
     @intrinsic
-    def score_mod(context, score, batch, head, row, col):
+    def score_mod(context, score, batch, head, row, col, distance):
         return emitted.signature, emitted.call
 
     score_mod.py_func = within
@@ -97,6 +114,27 @@ def mask_function(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
     return mask_mod
 
 
+@intrinsic
+def _tell_distance(context, row, col, distance):
+    """Let the rules know how far two places are apart, or that it is not known."""
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if signature.args[2] == _FLOAT:
+            row, col, apart = values
+            negative = builder.fsub(target.get_constant(_FLOAT, -0.0), apart)
+            target.distances[row, col], target.distances[col, row] = apart, negative
+        return target.get_dummy_value()
+
+    return types.void(row, col, distance), emit
+
+
+def _nothing(row, col, distance):
+    pass
+
+
+_tell_distance.py_func = _nothing
+
+
 def _has_rules(function: Callable[..., Any], dtype: np.dtype[Any]) -> bool:
     return dtype == FLOAT32 and CAN_EMIT and isinstance(function, FunctionType)
 
@@ -106,9 +144,13 @@ def _with_rules(target: Any) -> Any:
     own = copy(target)
     own.typing_context = _typing_with_rules(target.typing_context)
     signed: dict[Any, Any] = {}  # absolute value → of what
+    differences: dict[Any, Any] = {}  # of two places → as a float32
+    own.distances = {}
 
     def convert(builder: Any, value: Any) -> Any:
         """Return a whole number of 64 bits as a float32."""
+        if value in differences:
+            return differences[value]
         # The compiler knows of most numbers whether they fit in 32 bits, and keeps one of the two.
         spare, half = value.type(_SPARE), builder.trunc(value, target.get_value_type(types.int32))
         fits = builder.icmp_signed("==", builder.ashr(builder.shl(value, spare), spare), value)
@@ -126,15 +168,21 @@ def _with_rules(target: Any) -> Any:
 
     def get_function(function: Any, signature: Any, **options: Any) -> Any:
         found = type(target).get_function(own, function, signature, **options)
-        if getattr(function, "typing_key", None) is not abs or signature.args != (_WHOLE,):
-            return found
+        key = getattr(function, "typing_key", None), *signature.args
 
         def absolute(builder: Any, values: Any, *args: Any) -> Any:
             result = found(builder, values, *args)
             signed[result] = values[0]
             return result
 
-        return absolute
+        def difference(builder: Any, values: Any, *args: Any) -> Any:
+            result = found(builder, values, *args)
+            if tuple(values) in own.distances:
+                differences[result] = own.distances[tuple(values)]
+            return result
+
+        others = {(abs, _WHOLE): absolute, (operator.sub, _WHOLE, _WHOLE): difference}
+        return others.get(key, found)
 
     own.cast, own.get_function = cast, get_function
     return own

@@ -275,8 +275,8 @@ def _make_bend(features: Features, dtype: np.dtype[Any]) -> Any:
     def bend_by_mod(score, flat, row, col, extras):
         score, slope = cap_score(score, extras)
         batch, head = batch_and_head(flat, extras)
-        slope = real(slope * derivative(score, batch, head, row, col))
-        return real(function(score, batch, head, row, col)), slope
+        slope = real(slope * derivative(score, batch, head, row, col, None))
+        return real(function(score, batch, head, row, col, None)), slope
 
     return bend_by_mod
 

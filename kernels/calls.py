@@ -40,7 +40,7 @@ class Call:
         results: tuple[Any, Any, Any, Any] | None = None,
         make: Callable[..., Problem] = make_problem,
     ):
-        q, k, v = (as_operand(operand) for operand in (q, k, v))
+        q, k, v = as_operand(q), as_operand(k), as_operand(v)
         arrays = mask_and_slopes(options)
         self.problem = make(q, k, v, **{**options, **arrays})
         places = [q, k, v]
@@ -48,8 +48,9 @@ class Call:
             check_gradient_operands(self.problem, *results)
             places += [array for array in results if array is not None]
         self.target = _target(*places)
-        for name, array in arrays.items():
-            check_place(name, array, isinstance(q, np.ndarray))
+        if self.target is launch.CPU:
+            for name, array in arrays.items():
+                check_place(name, array, True)
         operands = make_operands(self.target.memory, self.problem, q, k, v, *arrays.values())
         if results is not None:
             dout, out, lse, dlse = results
@@ -80,6 +81,8 @@ class Call:
 
 def as_operand(array: Any) -> Any:
     """Return an operand, or None, as NumPy's or numba's array; see :func:`kernels.arguments.as_plain`."""
+    if array is None or is_device_array(array):
+        return array
     if type(array) is np.ndarray and array.dtype.isnative:
         return array  # as most are
     return as_plain(array) if isinstance(array, np.ndarray) else as_array(array)
@@ -88,12 +91,18 @@ def as_operand(array: Any) -> Any:
 def mask_and_slopes(options: dict[str, Any]) -> dict[str, Any]:
     """Return ``attn_mask`` and ``alibi_slopes`` as arrays, slopes from a list too."""
     mask, slopes = options.get("attn_mask"), options.get("alibi_slopes")
+    if mask is None and slopes is None:
+        return _NO_ARRAYS
     return {
         "attn_mask": as_operand(mask) if _is_array(mask) else mask,
         "alibi_slopes": as_host_array("alibi_slopes", slopes)
         if isinstance(slopes, (list, tuple))
         else as_operand(slopes),
     }
+
+
+#: Of a call without a mask and slopes, as most are.
+_NO_ARRAYS: dict[str, Any] = {"attn_mask": None, "alibi_slopes": None}
 
 
 def _is_array(mask: Any) -> bool:
@@ -126,10 +135,10 @@ def heads_first(array: Any) -> Any:
 
 
 def _target(*operands: Any) -> launch.Target:
+    if all(map(is_device_array, operands)):
+        return launch.CUDA
     if all(isinstance(operand, np.ndarray) for operand in operands):
         return launch.CPU
-    if all(is_device_array(operand) for operand in operands):
-        return launch.CUDA
     kinds = ", ".join(dict.fromkeys(type(operand).__name__ for operand in operands))
     raise TypeError(
         f"kernels take NumPy arrays, or arrays on one CUDA device, got {kinds}; convert them with "

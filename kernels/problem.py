@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -254,11 +253,13 @@ def make_problem(
         _rung_of_run() if isinstance(rung, str) and rung == "auto" else rung,
     )  # fmt: skip
     if mask_mod is None and score_mod is None and _is_known(window_size):
-        with suppress(TypeError, AttributeError):  # of what is wrong, or cannot be remembered
+        try:
             arrays = _described(attn_mask), _described(alibi_slopes)
             problem = _remembered(*asked, *arrays, block_mask)
             check_slopes(alibi_slopes, problem.lead)
             return problem
+        except (TypeError, AttributeError):  # of what is wrong, or cannot be remembered
+            pass
     return _checked(*asked, attn_mask, alibi_slopes, block_mask, mask_mod, score_mod)
 
 

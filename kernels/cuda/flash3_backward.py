@@ -49,6 +49,7 @@ from kernels.cuda.flash3_tiles import (
     make_pack,
     make_put_tile,
     make_write_tile,
+    number_told,
     store_pairs,
 )
 from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
@@ -70,7 +71,6 @@ from kernels.cuda.ptx.bulk import (
 from kernels.cuda.ptx.copies import (
     align_up,
     global_address,
-    ld_shared,
     shared_address,
     st_shared,
     st_shared_v4_f32,
@@ -281,7 +281,7 @@ def dkdv_kernel(
             k_desc, v_desc = descriptor(along, own_keys), descriptor(along, own_keys + v_offset)
             own_row = int32(2 * (lane % 4))
             mbarrier_wait(barriers, phase)
-            item = ld_shared(tile + number_offset)
+            item = number_told(tile + number_offset)
             while item < items:
                 phase = phase ^ 1
                 y, flat, col, first_q, rows, first_k, cols, first, stop = visits_of(
@@ -424,7 +424,7 @@ def dkdv_kernel(
                 if lane == 0:
                     mbarrier_arrive(barriers + keys_empty)
                 mbarrier_wait(barriers, phase)
-                item = ld_shared(tile + number_offset)
+                item = number_told(tile + number_offset)
             if thread == 0:
                 wait_for_additions()
 

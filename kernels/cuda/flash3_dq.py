@@ -47,6 +47,7 @@ from kernels.cuda.flash3_tiles import (
     make_pack,
     make_put_tile,
     make_write_tile,
+    number_told,
 )
 from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
 from kernels.cuda.ptx.barriers import (
@@ -63,7 +64,7 @@ from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,
     make_cp_async_bulk_wait_group,
 )
-from kernels.cuda.ptx.copies import align_up, global_address, ld_shared, shared_address, st_shared
+from kernels.cuda.ptx.copies import align_up, global_address, shared_address, st_shared
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -234,7 +235,7 @@ def dq_kernel(
             r, c = square_place(lane)
             line = me * ROWS + warp * 16 + r
             mbarrier_wait(barriers, phase)
-            item = ld_shared(tile + number_offset)
+            item = number_told(tile + number_offset)
             while item < items:
                 phase = phase ^ 1
                 y, flat, row, first_q, rows, first_k, cols, first, stop = visits_of(
@@ -324,7 +325,7 @@ def dq_kernel(
                 if lane == 0:
                     mbarrier_arrive(barriers + rows_empty)
                 mbarrier_wait(barriers, phase)
-                item = ld_shared(tile + number_offset)
+                item = number_told(tile + number_offset)
 
     schedule = types.NamedUniTuple(int32, 3, Schedule)
     counters = types.Array(int32, 1, "C")

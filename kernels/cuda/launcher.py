@@ -187,7 +187,7 @@ class Launcher:
         numbers = self._numbers(args)
         with self._buffer.lock:
             self._packer.pack_into(self._buffer.slots, 0, *numbers)
-            self._start(grid, block, self._buffer)
+            self._start(self._sizes(grid, block, self._buffer))
             if (recording := active()) is not None:
                 words = self._buffer.slots.view(np.uint64).copy()
                 recording.launched(Launch(self, grid, block, words, self._renewed(args)), args)
@@ -207,6 +207,7 @@ class Launcher:
                 call gives an array or a whole number, behind its other arrays and in this order.
         """
         buffer, places = Buffer(self._packer.size), list[int]()
+        sizes = self._sizes(grid, block, buffer)
 
         def run(*given: Any) -> None:
             words = [
@@ -220,7 +221,7 @@ class Launcher:
                     places.extend(_later_places(self._kinds, asked))
                 for place, word in zip(places, words, strict=True):
                     buffer.words[place] = word
-                self._start(grid, block, buffer)
+                self._start(sizes)
                 if (recording := active()) is not None:
                     numbers = buffer.slots.view(np.uint64).copy()
                     recording.launched(Launch(self, grid, block, numbers), (given, rest))
@@ -276,11 +277,14 @@ class Launcher:
             unpack(arg) for unpack, arg in zip(self._unpackers, args, strict=True)
         )
 
-    def _start(
+    def _sizes(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], buffer: Buffer
-    ) -> None:
+    ) -> tuple[Any, ...]:
+        """Return what the driver asks for behind the kernel."""
+        return (*grid, *block, self.shared_bytes, self._stream, buffer.address, 0)
+
+    def _start(self, sizes: tuple[Any, ...]) -> None:
         """Launch with the numbers of a buffer, whose lock the caller holds."""
-        sizes = (*grid, *block, self.shared_bytes, self._stream, buffer.address, 0)
         (error,) = self._launch(self.function(), *sizes)
         if error != self._success and error.name == "CUDA_ERROR_INVALID_CONTEXT":
             cuda.current_context()  # made current on this thread, which had none

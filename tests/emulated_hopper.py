@@ -120,5 +120,6 @@ def emulated_hopper_backward() -> Iterator[None]:
 
 def forget_launches() -> None:
     """Let go of launches and layouts: those of other calls are for other devices."""
-    for kept in (flash3_launch._launch, flash3_launch.layout_for, *flash3_backward_launch.KEPT):
+    own = flash3_launch._launch, flash3_launch.layout_for, flash3_launch.features_for
+    for kept in (*own, *flash3_backward_launch.KEPT):
         kept.cache_clear()

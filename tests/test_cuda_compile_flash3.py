@@ -131,6 +131,8 @@ WITH_OPTIONS = {
     "floating mask": (Features(mask="bfloat16"), Widths(128, 128)),
     "packed": (Features(packed=True), Widths(64, 64)),
     "softcap, packed": (Features(softcap=True, packed=True), Widths(64, 64)),
+    "whole tiles": (Features(block_mask=True, whole_tiles=True), Widths(64, 64)),
+    "wide whole tiles": (Features(block_mask=True, whole_tiles=True), Widths(128, 128)),
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import kernels
 from kernels import launch
+from kernels.cuda import flash3_backward_launch
 from kernels.dtypes import FLOAT16
 from kernels.operands import make_operands
 from kernels.sequences import Sequences
@@ -52,9 +53,14 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _case(options: dict[str, Any], dtype: Any = FLOAT16, lead: tuple[int, ...] = (1, 1)) -> Case:
+def _case(
+    options: dict[str, Any],
+    dtype: Any = FLOAT16,
+    lead: tuple[int, ...] = (1, 1),
+    seq_q: int = SEQ_Q,
+) -> Case:
     rng = np.random.default_rng(0)
-    sizes = (SEQ_Q, 64), (SEQ_K, 64), (SEQ_K, 40), (SEQ_Q, 40)
+    sizes = (seq_q, 64), (SEQ_K, 64), (SEQ_K, 40), (seq_q, 40)
     q, k, v, dout = (rng.standard_normal((*lead, *size)).astype(dtype) for size in sizes)
     return Case(q, k, v, dout, options, (16, 16))
 
@@ -125,6 +131,24 @@ def test_what_nobody_sees_may_be_nan_or_infinite(deterministic: bool) -> None:
     q, k, v, dout = (x.copy() for x in (*case.operands, case.dout))
     k[:, :, keys], v[:, :, keys] = np.nan, np.inf
     q[:, :, rows], dout[:, :, rows] = np.inf, np.nan
+    poisoned = replace(case, q=q, k=k, v=v, dout=dout)
+    _check(case, _gradients(poisoned, expected, deterministic), expected)
+
+
+@pytest.mark.parametrize(
+    "deterministic", [pytest.param(True, marks=FUZZ_ONLY), False], ids=["ordered", "atomic"]
+)
+def test_lists_of_whole_tiles_take_kernels_that_hide_nothing(deterministic: bool) -> None:
+    seq_q = 200
+    mask = kernels.BlockMask(np.array([[[1, 0], [1, 0]], [[0, 0], [1, 0]]]), seq_q, SEQ_K, 128)
+    case = _case({"block_mask": mask}, lead=(1, 2), seq_q=seq_q)
+    problem = case.problem(rung="flash3_wgmma", deterministic=deterministic).unseeded
+    with emulated_hopper_backward():
+        assert flash3_backward_launch._plan(problem, 0).features.whole_tiles
+    expected = case.oracle()
+    q, k, v, dout = (x.copy() for x in (*case.operands, case.dout))
+    # No tile has these.
+    k[:, :, 128:], v[:, :, 128:], q[:, 1, :128], dout[:, 1, :128] = np.nan, np.inf, np.nan, np.inf
     poisoned = replace(case, q=q, k=k, v=v, dout=dout)
     _check(case, _gradients(poisoned, expected, deterministic), expected)
 

@@ -11,6 +11,7 @@ from numba import float32, types, void
 
 import kernels
 from kernels import launch
+from kernels.cuda import flash3_launch
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash3_layout import Layout
 from kernels.cuda.flash3_options import tanh
@@ -117,6 +118,18 @@ def test_what_nobody_sees_may_be_nan_or_infinite() -> None:
     found = _forward(replace(case, k=k, v=v))
     k[:, :, hidden], v[:, :, hidden] = 0, 0
     _check(replace(case, k=k, v=v), found)
+
+
+def test_lists_of_whole_tiles_take_a_kernel_that_hides_nothing() -> None:
+    block = SMALL.block_q, SMALL.block_k
+    mask = kernels.BlockMask(np.array([[[1, 0, 1]], [[0, 1, 0]]]), SEQ_Q, SEQ_K, block)
+    case = _case({"block_mask": mask})
+    k, v = case.k.copy(), case.v.copy()
+    for head, hidden in enumerate(~mask.dense()[:, 0]):
+        k[:, head, hidden], v[:, head, hidden] = np.nan, np.inf
+    with emulated_hopper(SMALL):
+        assert flash3_launch.features_for(case.problem(rung="flash3_wgmma")).whole_tiles
+    _check(case, _forward(replace(case, k=k, v=v)))
 
 
 def test_keys_before_every_window_may_be_nan() -> None:

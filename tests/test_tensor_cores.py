@@ -137,6 +137,21 @@ def test_a_rung_has_every_option(option: str, deterministic: bool, rung: str, dt
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("rung", TENSOR_CORES)
+def test_blocks_of_whole_tiles_are_the_textbooks(rung: str, deterministic: bool, dim: int) -> None:
+    rng = np.random.default_rng(3)
+    states = rng.integers(0, 2, (2, 3, 4))
+    states[0, 1] = states[1, :, 2] = 0  # rows that see nothing, keys that nobody sees
+    shapes = (2, 2, 300, dim), (2, 2, 410, dim), (2, 2, 410, dim), (2, 2, 300, dim)
+    q, k, v, dout = (rng.standard_normal(shape).astype(FLOAT16) for shape in shapes)
+    options = {"block_mask": kernels.BlockMask(states, 300, 410, 128)}
+    case = Case(q, k, v, dout, {**options, "deterministic": deterministic}, (16, 16))
+    case.check(_on_host(case.run(launch.CUDA, rung, place=to_device)), "with whole blocks")
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("rung", TENSOR_CORES)
 def test_the_same_call_gives_the_same_bits_250_times(rung: str) -> None:
     rng = np.random.default_rng(0)

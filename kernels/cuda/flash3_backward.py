@@ -23,7 +23,6 @@ from kernels.cuda.flash3_backward_layout import (
     block_bytes,
     dq_bytes,
     dq_share,
-    is_guarded,
     key_tiles,
 )
 from kernels.cuda.flash3_backward_options import make_elements
@@ -35,6 +34,7 @@ from kernels.cuda.flash3_layout import (
     WARPGROUP,
     Schedule,
     Widths,
+    is_guarded,
     make_next,
     own_warpgroup,
 )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kernels.cuda.arrays import device_view, empty_device
 from kernels.cuda.extras import lasting_extras, own_extras
 from kernels.cuda.flash3_backward import dkdv_kernel
@@ -17,7 +15,6 @@ from kernels.cuda.flash3_backward_layout import (
     Parts,
     QueryLayout,
     dq_bytes,
-    is_guarded,
     key_layout,
     parts_of,
     query_layout,
@@ -38,7 +35,7 @@ from kernels.cuda.flash3_launch import (
     tensor_map,
     with_mask_bits,
 )
-from kernels.cuda.flash3_layout import Schedule, Widths, schedule_of
+from kernels.cuda.flash3_layout import Schedule, Widths, is_guarded, schedule_of
 from kernels.cuda.flash3_mask import has_words, packed_mask
 from kernels.cuda.half import EIGHT, as_bits
 from kernels.cuda.half_delta import delta_of
@@ -48,8 +45,8 @@ from kernels.cuda.per_device import counters, multiprocessors, no_flag
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import round_up
-from kernels.cuda.scores import PLAIN, Extras, Features, features_of
-from kernels.cuda.tensor_cores import seen_keys, seen_rows
+from kernels.cuda.scores import Extras, Features, features_of
+from kernels.cuda.tensor_cores import lists_whole_tiles, seen_keys, seen_rows
 from kernels.cuda.visits import tiles_of
 from kernels.dtypes import FLOAT32, NAMES
 from kernels.geometry import ceil_div
@@ -99,9 +96,12 @@ def _plan(problem: Problem, device: int) -> _Plan:
     widths, seen_k = _widths(problem), seen_keys(problem)
     # Lines of a list are for all keys.
     seq_k = problem.seq_k if features.block_mask else seen_k[1]
-    kernels = parts_of(widths, not problem.deterministic)
-    by_keys = tuple((parts, key_layout(widths, parts, features)) for parts in kernels)
-    by_rows = None if any(parts.dq for parts in kernels) else query_layout(widths)
+    in_whole = features._replace(whole_tiles=True)
+    by_keys, by_rows = _layouts(problem, widths, in_whole)
+    if _lists_whole_tiles(problem, by_keys, by_rows):
+        features = in_whole
+    else:
+        by_keys, by_rows = _layouts(problem, widths, features)
     extras = lasting_extras(problem, PADDING, PADDING)
     plain = Extras(*extras[: Extras._fields.index("slopes")])
     return _Plan(
@@ -120,6 +120,24 @@ def _plan(problem: Problem, device: int) -> _Plan:
     )
 
 
+def _layouts(
+    problem: Problem, widths: Widths, features: Features
+) -> tuple[tuple[tuple[Parts, KeyLayout], ...], QueryLayout | None]:
+    """Return ``_Plan.by_keys`` and ``_Plan.by_rows``."""
+    kernels = parts_of(widths, not problem.deterministic)
+    by_keys = tuple((parts, key_layout(widths, parts, features)) for parts in kernels)
+    return by_keys, None if any(parts.dq for parts in kernels) else query_layout(widths)
+
+
+def _lists_whole_tiles(
+    problem: Problem, by_keys: tuple[tuple[Parts, KeyLayout], ...], by_rows: QueryLayout | None
+) -> bool:
+    """Tell whether lists for the tiles of these layouts say all that is hidden."""
+    tiles = [(layout.block_q, layout.block_k, True) for _, layout in by_keys]
+    rows = [] if by_rows is None else [(by_rows.block_q, by_rows.block_k, False)]
+    return lists_whole_tiles(problem, *tiles, *rows)
+
+
 def _flag_for(
     problem: Problem,
     features: Features,
@@ -129,15 +147,7 @@ def _flag_for(
     """Return ``_Plan.flag``."""
     if not is_guarded(features):
         return 0
-    mask, (last_q, last_k) = problem.block_mask, (problem.seq_q - 1, problem.seq_k - 1)
-    is_bounded = problem.lower > -last_q or problem.upper < last_k
-    if mask is not None and not is_bounded and features._replace(block_mask=False) == PLAIN:
-        tiles = [mask.tile_list(x.block_q, x.block_k, by_keys=True) for _, x in by_keys]
-        if by_rows is not None:
-            tiles.append(mask.tile_list(by_rows.block_q, by_rows.block_k))
-        if all(np.all(one.tile_full) for one in tiles):
-            return no_flag()  # no visited tile has elements that the mask hides
-    return LATER
+    return no_flag() if _lists_whole_tiles(problem, by_keys, by_rows) else LATER
 
 
 class _Call(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from numba import int32
 
 from kernels.cuda.device import device_function
-from kernels.cuda.flash3_layout import ALIGNMENT, LINE, PANEL, Staff, Widths, item_of
+from kernels.cuda.flash3_layout import ALIGNMENT, LINE, PANEL, Staff, Widths, is_guarded, item_of
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import SharedTiles, round_up
 from kernels.cuda.scores import PLAIN, Features
@@ -19,11 +19,6 @@ WORD = 4
 PADDING = 128
 #: The widest heads whose dK and dV one warpgroup keeps in registers together.
 BOTH_WIDTH = 128
-
-
-def is_guarded(features: Features) -> bool:
-    """Tell whether a tile may hold rows or keys that none of the other side sees, beside bounds."""
-    return features.hides or features.packed
 
 
 class Parts(NamedTuple):
@@ -77,7 +72,8 @@ class KeyLayout(Staff):
 
 def makes_elements(features: Features) -> bool:
     """Tell whether options make anything of single elements, beside bounds and the ends of sequences."""
-    return features._replace(packed=False) != PLAIN
+    own = features.of_elements if features.whole_tiles else features._replace(packed=False)
+    return own != PLAIN
 
 
 def key_layout(widths: Widths, parts: Parts, features: Features = PLAIN) -> KeyLayout:

@@ -22,7 +22,6 @@ from kernels.cuda.flash3_backward import MAPS, ROW_NUMBERS, SHAPE, square_place
 from kernels.cuda.flash3_backward_layout import (
     QueryLayout,
     block_bytes,
-    is_guarded,
     query_tiles,
 )
 from kernels.cuda.flash3_backward_options import make_elements
@@ -34,6 +33,7 @@ from kernels.cuda.flash3_layout import (
     WARPGROUP,
     Schedule,
     Widths,
+    is_guarded,
     make_next,
     own_warpgroup,
 )

@@ -17,11 +17,12 @@ from kernels.cuda.flash3_layout import (
     Layout,
     Schedule,
     Widths,
+    is_guarded,
     layout_of,
     schedule_of,
 )
 from kernels.cuda.flash3_mask import has_words, packed_mask
-from kernels.cuda.flash3_wgmma import forward_kernel, is_guarded
+from kernels.cuda.flash3_wgmma import forward_kernel
 from kernels.cuda.half import as_bits
 from kernels.cuda.launcher import LATER
 from kernels.cuda.memory import contiguous
@@ -29,8 +30,8 @@ from kernels.cuda.mma_guard import flag_of
 from kernels.cuda.per_device import counters, device_map, multiprocessors
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import round_up
-from kernels.cuda.scores import Extras, features_of
-from kernels.cuda.tensor_cores import seen_keys
+from kernels.cuda.scores import Extras, Features, features_of
+from kernels.cuda.tensor_cores import lists_whole_tiles, seen_keys
 from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import tiles_of
 from kernels.dtypes import NAMES, is_half
@@ -96,6 +97,14 @@ def layout_for(problem: Problem) -> tuple[Layout, Widths]:
     return layout_of(widths, not problem.is_plain), widths
 
 
+@lru_cache(maxsize=KEPT_LAUNCHES)
+def features_for(problem: Problem) -> Features:
+    """Return what the kernel for a problem must have: not to ask what is seen of tiles that are whole."""
+    features, (layout, _) = features_of(problem), layout_for(problem)
+    tiles = layout.block_q, layout.block_k, False
+    return features._replace(whole_tiles=lists_whole_tiles(problem, tiles))
+
+
 def tile(problem: Problem) -> tuple[int, int]:
     """Return (block_q, block_k)."""
     layout, _ = layout_for(problem.unseeded)
@@ -155,7 +164,7 @@ def _of_mask(problem: Problem, dtype: str) -> Problem:
 
 def _own(problem: Problem, operands: Operands, v: Any, layout: Layout) -> tuple[Any, ...]:
     """Return what a call brings for its options: a flag, words of a mask, and ``own_extras``."""
-    features, own = features_of(problem), own_extras(problem, operands)
+    features, own = features_for(problem.unseeded), own_extras(problem, operands)
     if has_words(features):
         own = packed_mask(operands.mask, layout.block_k), *own
     return (flag_of(NAMES[problem.dtype], as_bits(v)), *own) if is_guarded(features) else own
@@ -219,7 +228,7 @@ def _launch(
         device: That it is for.
         lies: How the arrays lie that a call brings, see :func:`lies`.
     """
-    (layout, widths), features = layout_for(problem), features_of(problem)
+    (layout, widths), features = layout_for(problem), features_for(problem)
     extras = lasting_extras(problem, layout.block_q, layout.block_k)
     blocks, shape, schedule = _work(problem, lead, differs, extras)
     flag = LATER if is_guarded(features) else 0

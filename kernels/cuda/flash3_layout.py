@@ -11,6 +11,7 @@ from numba import int32, uint32
 from kernels.cuda.device import device_function
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import SharedTiles, round_up
+from kernels.cuda.scores import PLAIN, Features
 from kernels.geometry import ceil_div
 from kernels.online_softmax import PATIENCE
 from kernels.targets import cuda
@@ -115,7 +116,12 @@ def layout_of(widths: Widths, has_options: bool = False) -> Layout:
     return Layout(2, 80, 2, 1, False, patience)
 
 
-def shared_tiles(layout: Layout, widths: Widths, guards: bool = False) -> SharedTiles:
+def is_guarded(features: Features) -> bool:
+    """Tell whether a tile may hold rows or keys that none of the other side sees, beside bounds."""
+    return features.hides or features.packed
+
+
+def shared_tiles(layout: Layout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
     """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one.
 
     The tile of out takes the place of that of q, which no one needs any more by then.
@@ -123,8 +129,8 @@ def shared_tiles(layout: Layout, widths: Widths, guards: bool = False) -> Shared
     Args:
         layout: Who works.
         widths: Of the kernel.
-        guards: Options may hide elements: there are numbers of the tiles listed, and a byte for each
-            key of a tile, whether anybody sees it.
+        features: Options of the kernel: with a list of tiles there are the numbers of those in flight, and
+            where options may hide elements a byte for each key of a tile, whether anybody sees it.
     """
     q_panels = max(widths.head_panels, widths.value_panels)
     return SharedTiles(
@@ -133,8 +139,8 @@ def shared_tiles(layout: Layout, widths: Widths, guards: bool = False) -> Shared
         v=layout.stages * v_bytes(layout, widths),
         barriers=8 * (3 * layout.items + 4 * layout.stages),
         numbers=item_bytes(layout) * layout.items,
-        listed=4 * layout.stages * guards,
-        seen=layout.block_k * guards,
+        listed=4 * layout.stages * features.block_mask,
+        seen=layout.block_k * is_guarded(features),
     )
 
 
@@ -143,9 +149,9 @@ def item_bytes(layout: Layout) -> int:
     return 4 * (ITEM_NUMBERS + layout.consumers)
 
 
-def shared_bytes(layout: Layout, widths: Widths, guards: bool = False) -> int:
+def shared_bytes(layout: Layout, widths: Widths, features: Features = PLAIN) -> int:
     """Return the dynamic shared memory of a block, what its alignment takes included."""
-    return round_up(shared_tiles(layout, widths, guards).elements, 16) + ALIGNMENT
+    return round_up(shared_tiles(layout, widths, features).elements, 16) + ALIGNMENT
 
 
 def k_bytes(layout: Layout, widths: Widths) -> int:

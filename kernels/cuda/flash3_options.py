@@ -196,7 +196,7 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     has_mask, has_mod = features.mask == "bool", features.mask_mod is not None
     mask_mod: Any = features.mask_mod and mask_function(features.mask_mod, FLOAT32)
     has_places = has_mods(features)
-    has_blocks = is_edge and features.block_mask
+    has_blocks = is_edge and features.block_mask and not features.whole_tiles
     see_blocks = _make_see_blocks(cols, has_mask) if has_blocks else _see_all
     has_seen, has_pairs = has_mask or has_blocks, features.mask in UNPACK
     pairs: Any = pairs_of(features, cols)

@@ -39,6 +39,7 @@ from kernels.cuda.flash3_layout import (
     Layout,
     Schedule,
     Widths,
+    is_guarded,
     item_bytes,
     k_bytes,
     make_next,
@@ -100,11 +101,6 @@ MAPS = types.Array(uint8, 1, "C")
 DEALER = 32
 
 
-def is_guarded(features: Features) -> bool:
-    """Tell whether tiles may hold keys that others see and that are not finite, beside bounds."""
-    return features.hides or features.packed
-
-
 @cache
 def forward_kernel(
     layout: Layout, widths: Widths, dtype: str, features: Features = PLAIN
@@ -125,7 +121,7 @@ def forward_kernel(
     q_panel, k_panel = block_q * LINE, block_k * LINE
     k_size, v_size = k_bytes(layout, widths), v_bytes(layout, widths)
     clears = is_guarded(features)
-    tiles = shared_tiles(layout, widths, clears)
+    tiles = shared_tiles(layout, widths, features)
     k_offset, v_offset, barrier_offset = tiles["k"], tiles["v"], tiles["barriers"]
     number_offset, q_size = tiles["numbers"], tiles["k"] // layout.items
     slots, number_bytes = layout.items, item_bytes(layout)
@@ -436,4 +432,4 @@ def forward_kernel(
         MAPS, MAPS, MAPS, out, rows, counters, SHAPE, float64, schedule, flag_type(clears),
         words_type(features), extras
     )  # fmt: skip
-    return Kernel(flash3_forward, signature, layout.threads, shared_bytes(layout, widths, clears))
+    return Kernel(flash3_forward, signature, layout.threads, shared_bytes(layout, widths, features))

@@ -37,6 +37,7 @@ class Features(NamedTuple):
         mask_mod: The user's function, or None.
         score_mod: The user's function, or None.
         derivative: Of score_mod, or None.
+        whole_tiles: The block mask hides nothing of a tile that is listed: a kernel is told so.
     """
 
     softcap: bool = False
@@ -48,6 +49,7 @@ class Features(NamedTuple):
     mask_mod: Callable[..., Any] | None = None
     score_mod: Callable[..., Any] | None = None
     derivative: Callable[..., Any] | None = None
+    whole_tiles: bool = False
 
     @property
     def bends(self) -> bool:
@@ -62,12 +64,13 @@ class Features(NamedTuple):
     @property
     def of_elements(self) -> Features:
         """The options that make anything of the elements of a whole tile: all but which tiles there are."""
-        return self._replace(block_mask=False, packed=False)
+        return self._replace(block_mask=False, whole_tiles=False, packed=False)
 
     @property
     def hides(self) -> bool:
         """Whether a tile may have elements that are hidden beside others, not by bounds alone."""
-        return bool(self.mask or self.block_mask or self.mask_mod or self.score_mod)
+        in_blocks = self.block_mask and not self.whole_tiles
+        return bool(self.mask or in_blocks or self.mask_mod or self.score_mod)
 
 
 PLAIN = Features()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from kernels.cuda.scores import PLAIN, features_of
 from kernels.problem import Problem
 from kernels.targets import IS_SIMULATOR, compute_capability
 
@@ -47,6 +50,20 @@ def seen_rows(problem: Problem) -> tuple[int, int]:
     if problem.sequences:
         return 0, problem.seq_q
     return _seen(problem.seq_q, -problem.upper, problem.seq_k - problem.lower)
+
+
+def lists_whole_tiles(problem: Problem, *tiles: tuple[int, int, bool]) -> bool:
+    """Tell whether a block mask is all that hides, and hides nothing of a tile that is visited.
+
+    Args:
+        problem: The checked call.
+        tiles: Of each kernel block_q, block_k, and whether a line of its list is a tile of keys.
+    """
+    mask, features = problem.block_mask, features_of(problem)
+    is_bounded = problem.lower > 1 - problem.seq_q or problem.upper < problem.seq_k - 1
+    if mask is None or is_bounded or features._replace(block_mask=False) != PLAIN:
+        return False
+    return all(bool(np.all(mask.tile_list(*one).tile_full)) for one in tiles)
 
 
 def _seen(count: int, first: int, stop: int) -> tuple[int, int]:

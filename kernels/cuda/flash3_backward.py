@@ -4,8 +4,8 @@ What the forward kernel does with two products, a copying warpgroup and register
 does with five.  Sᵀ and dPᵀ are computed rather than S and dP: a warpgroup then has 64 keys of its own,
 and Pᵀ and dSᵀ are where the next products want their left operands, in its registers.  Only dQ needs
 the keys of all warpgroups, and therefore dS in shared memory; what it adds is left to the copy engine.
-Measured on an H200 at N = 16,384 in bfloat16: 487 TFLOP/s at d = 64 and 548 at 128, where flash2_mma
-does 303 and 292.
+Measured on an H200 at N = 16,384 in bfloat16: 492 TFLOP/s at d = 64 and 545 at 128, where flash2_mma
+does 305 and 290.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ from kernels.cuda.flash3_tiles import (
     make_pack,
     make_put_tile,
     make_write_tile,
-    number_told,
     store_pairs,
 )
 from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
@@ -71,6 +70,7 @@ from kernels.cuda.ptx.bulk import (
 from kernels.cuda.ptx.copies import (
     align_up,
     global_address,
+    ld_shared,
     shared_address,
     st_shared,
     st_shared_v4_f32,
@@ -204,7 +204,7 @@ def dkdv_kernel(
         items = int32(schedule.tiles * schedule.heads)
         if cuda.threadIdx.x == 0:
             mbarrier_init(barriers, 1)
-            mbarrier_init(barriers + keys_empty, consumer_warps)
+            mbarrier_init(barriers + keys_empty, everyone)
             init_stages(barriers + q_full, q_stages, 1, consumer_warps)
             init_stages(barriers + dout_full, dout_stages, 1, consumer_warps)
             fence_mbarrier_init()
@@ -281,7 +281,7 @@ def dkdv_kernel(
             k_desc, v_desc = descriptor(along, own_keys), descriptor(along, own_keys + v_offset)
             own_row = int32(2 * (lane % 4))
             mbarrier_wait(barriers, phase)
-            item = number_told(tile + number_offset)
+            item = ld_shared(tile + number_offset)
             while item < items:
                 phase = phase ^ 1
                 y, flat, col, first_q, rows, first_k, cols, first, stop = visits_of(
@@ -421,10 +421,9 @@ def dkdv_kernel(
                     cp_async_bulk_commit_group()
                     wait_for_reads()
                 bar_sync(2 + me, WARPGROUP)  # and copied: other keys may come
-                if lane == 0:
-                    mbarrier_arrive(barriers + keys_empty)
+                mbarrier_arrive(barriers + keys_empty)  # each for itself: it has read the number
                 mbarrier_wait(barriers, phase)
-                item = number_told(tile + number_offset)
+                item = ld_shared(tile + number_offset)
             if thread == 0:
                 wait_for_additions()
 

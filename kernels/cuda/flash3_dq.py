@@ -2,8 +2,8 @@
 
 Two products more than the kernel by key tiles would need to add it up, and nothing to wait for: dS
 stays in the registers of the warpgroup that computed it, as P does in the forward kernel, whose loop
-this is.  Measured on an H200 at N = 16,384 in bfloat16, with the kernel by key tiles: 457 TFLOP/s at d
-= 64 and 511 at 128, where additions do 487 and 548.
+this is.  Measured on an H200 at N = 16,384 in bfloat16, with the kernel by key tiles: 444 TFLOP/s at d
+= 64 and 511 at 128, where additions do 492 and 545.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from kernels.cuda.flash3_tiles import (
     make_pack,
     make_put_tile,
     make_write_tile,
-    number_told,
 )
 from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
 from kernels.cuda.ptx.barriers import (
@@ -64,7 +63,7 @@ from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,
     make_cp_async_bulk_wait_group,
 )
-from kernels.cuda.ptx.copies import align_up, global_address, shared_address, st_shared
+from kernels.cuda.ptx.copies import align_up, global_address, ld_shared, shared_address, st_shared
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -106,7 +105,7 @@ def dq_kernel(
     k_empty = k_full + 8 * k_stages
     v_full = k_empty + 8 * k_stages
     v_empty = v_full + 8 * v_stages
-    consumer_warps = 4 * consumers
+    consumer_warps, everyone = 4 * consumers, layout.threads - WARPGROUP
 
     load_q, load_dout = (make_load_tile(n, q_panel) for n in (head_panels, value_panels))
     load_k, load_v = (make_load_tile(n, k_panel) for n in (head_panels, value_panels))
@@ -161,7 +160,7 @@ def dq_kernel(
         items = int32(schedule.tiles * schedule.heads)
         if cuda.threadIdx.x == 0:
             mbarrier_init(barriers, 1)
-            mbarrier_init(barriers + rows_empty, consumer_warps)
+            mbarrier_init(barriers + rows_empty, everyone)
             init_stages(barriers + k_full, k_stages, 1, consumer_warps)
             init_stages(barriers + v_full, v_stages, 1, consumer_warps)
             fence_mbarrier_init()
@@ -235,7 +234,7 @@ def dq_kernel(
             r, c = square_place(lane)
             line = me * ROWS + warp * 16 + r
             mbarrier_wait(barriers, phase)
-            item = number_told(tile + number_offset)
+            item = ld_shared(tile + number_offset)
             while item < items:
                 phase = phase ^ 1
                 y, flat, row, first_q, rows, first_k, cols, first, stop = visits_of(
@@ -322,10 +321,9 @@ def dq_kernel(
                     cp_async_bulk_commit_group()
                     wait_for_reads()
                 bar_sync(2 + me, WARPGROUP)  # and copied: another q may come
-                if lane == 0:
-                    mbarrier_arrive(barriers + rows_empty)
+                mbarrier_arrive(barriers + rows_empty)  # each for itself: it has read the number
                 mbarrier_wait(barriers, phase)
-                item = number_told(tile + number_offset)
+                item = ld_shared(tile + number_offset)
 
     schedule = types.NamedUniTuple(int32, 3, Schedule)
     counters = types.Array(int32, 1, "C")

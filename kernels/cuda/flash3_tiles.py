@@ -14,7 +14,7 @@ from kernels.cuda.flash3_layout import LINE, PANEL, WARPGROUP
 from kernels.cuda.half import EIGHT
 from kernels.cuda.ptx.barriers import mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait
 from kernels.cuda.ptx.bulk import cp_async_bulk_load, make_tensor_load, make_tensor_store
-from kernels.cuda.ptx.copies import global_address, ld_shared, ld_shared_v4, st_global_v4
+from kernels.cuda.ptx.copies import global_address, ld_shared_v4, st_global_v4
 from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import CHUNK
@@ -260,14 +260,6 @@ def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
         store_tile(global_address(target), source, row, h, b)
 
     return copy_rows if is_packed else store_rows
-
-
-@device_function
-def number_told(place):
-    """Return a number in shared memory to every lane of a warp."""
-    number = ld_shared(place)
-    cuda.syncwarp()  # one lane arrives at barriers for its warp: by then the others have read
-    return number
 
 
 @device_function

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import cache, cached_property, lru_cache
+from ctypes import c_void_p
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,18 +47,17 @@ _MemoryPointer: Any = getattr(cuda, "MemoryPointer", object)
 class _Pooled(_MemoryPointer):
     """Memory of the pool or of an arena, as numba's arrays hold it; it goes back when the last one goes."""
 
+    #: The address, which numba asks for at each launch, and works out each time.
+    device_ctypes_pointer: Any = None
+
     def __init__(self, source: Any, block: Block, size: int):
         super().__init__(None, block[0], size)  # numba reads no context of a pointer
         self.source = source
         self.block = block
+        self.device_ctypes_pointer = c_void_p(int(block[0]))
 
     def __del__(self) -> None:
         self.source.free(self.block)
-
-    @cached_property
-    def device_ctypes_pointer(self) -> Any:
-        """The address, which numba asks for at each launch."""
-        return super().device_ctypes_pointer
 
     def view(self, start: int, stop: int | None = None) -> Any:
         """Return a part, from one byte to another, which keeps the whole."""

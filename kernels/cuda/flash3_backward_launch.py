@@ -97,11 +97,9 @@ def _plan(problem: Problem, device: int) -> _Plan:
     # Lines of a list are for all keys.
     seq_k = problem.seq_k if features.block_mask else seen_k[1]
     in_whole = features._replace(whole_tiles=True)
-    by_keys, by_rows = _layouts(problem, widths, in_whole)
-    if _lists_whole_tiles(problem, by_keys, by_rows):
+    if _lists_whole_tiles(problem, *_layouts(problem, widths, in_whole)):
         features = in_whole
-    else:
-        by_keys, by_rows = _layouts(problem, widths, features)
+    by_keys, by_rows = _layouts(problem, widths, features)
     extras = lasting_extras(problem, PADDING, PADDING)
     plain = Extras(*extras[: Extras._fields.index("slopes")])
     return _Plan(

@@ -72,8 +72,7 @@ class KeyLayout(Staff):
 
 def makes_elements(features: Features) -> bool:
     """Tell whether options make anything of single elements, beside bounds and the ends of sequences."""
-    own = features.of_elements if features.whole_tiles else features._replace(packed=False)
-    return own != PLAIN
+    return not features.whole_tiles and features._replace(packed=False) != PLAIN
 
 
 def key_layout(widths: Widths, parts: Parts, features: Features = PLAIN) -> KeyLayout:

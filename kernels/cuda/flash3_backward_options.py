@@ -28,7 +28,13 @@ from kernels.cuda.flash3_mask import (
     make_block_bits,
     make_words_place,
 )
-from kernels.cuda.flash3_options import has_mods, no_numbers, pairs_of, seen_words
+from kernels.cuda.flash3_options import (
+    difference_of,
+    has_mods,
+    numbers_of,
+    pairs_of,
+    seen_words,
+)
 from kernels.cuda.flash3_scores import (
     TILES,
     bit_words,
@@ -37,7 +43,7 @@ from kernels.cuda.flash3_scores import (
     make_kept_by_keys,
     with_bit,
 )
-from kernels.cuda.mod_rules import FIRST_PLACE, batch_and_head, mask_function, score_function
+from kernels.cuda.mod_rules import FIRST_PLACE, mask_function, score_function
 from kernels.cuda.ptx.numbers import PACK, PACK_POSITIVE, UNPACK, ex2, tanh
 from kernels.cuda.scores import Features, mask_at
 from kernels.dtypes import FLOAT32
@@ -220,8 +226,8 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
     return Elements(
         over_cap if features.softcap else constant_factor, seen_words(features, cols),
         has_bits or has_pairs, features.hides, draw, _make_see(features, cols, by_keys, place_of),
-        steepness if features.slopes else not_steep, batch_and_head if has_mods(features) else no_numbers,
-        weigh, own_drop, slope, pack, scale, slope_scale,
+        steepness if features.slopes else not_steep, numbers_of(features), weigh,
+        own_drop, slope, pack, scale, slope_scale,
     )  # fmt: skip
 
 
@@ -250,6 +256,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
     derivative = score_function(features.derivative or _one, FLOAT32, float32)
     has_softcap, has_mod = features.softcap, features.score_mod is not None
     has_slopes, has_bias = features.slopes, features.mask == "float"
+    difference = difference_of(features)
 
     @device_function
     def biased(x, row, col, b, h, extras):
@@ -270,9 +277,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
             bent = tanh(x)
             x, slope = extras.softcap * bent, one - bent * bent
         if has_mod:
-            apart = distance
-            if has_slopes:
-                apart = distance - float32(extras.diagonal)
+            apart = difference(distance, extras)
             slope = float32(slope * derivative(x, own[0], own[1], row, col, apart))
             x = float32(score_mod(x, own[0], own[1], row, col, apart))
         if has_slopes:

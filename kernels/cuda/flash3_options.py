@@ -72,14 +72,18 @@ class Elements(NamedTuple):
 
 
 @device_function
-def no_numbers(flat, extras):
-    """Return what stands for batch and head where there is no mod."""
+def _no_numbers(flat, extras):
     return int64(0), int64(0)
 
 
 def has_mods(features: Features) -> bool:
     """Tell whether a user's functions get the places of elements."""
     return features.score_mod is not None or features.mask_mod is not None
+
+
+def numbers_of(features: Features) -> Callable[..., Any]:
+    """Return ``Elements.own``; without a mod nobody asks for the numbers."""
+    return batch_and_head if has_mods(features) else _no_numbers
 
 
 def distance_of(features: Features) -> Callable[..., Any]:
@@ -96,6 +100,20 @@ def distance_of(features: Features) -> Callable[..., Any]:
     return from_diagonal if features.slopes else difference
 
 
+def difference_of(features: Features) -> Callable[..., Any]:
+    """Return ``difference(distance, extras)``: row - col, of what ``distance_of`` gives."""
+
+    @device_function
+    def without_diagonal(distance, extras):
+        return distance - float32(extras.diagonal)
+
+    @device_function
+    def itself(distance, extras):
+        return distance
+
+    return without_diagonal if features.slopes else itself
+
+
 @cache
 def make_elements(features: Features, cols: int) -> Elements:
     """Return the functions for tiles of ``cols`` columns."""
@@ -103,7 +121,7 @@ def make_elements(features: Features, cols: int) -> Elements:
     return Elements(
         features.bends,
         of_all,
-        batch_and_head if has_mods(features) else no_numbers,
+        numbers_of(features),
         _make_apply(features, cols, False),
         _make_apply(features, cols, True),
     )
@@ -132,7 +150,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
     # Without one nothing calls it.
     score_mod: Any = features.score_mod and score_function(features.score_mod, FLOAT32, float32)
     has_softcap, has_slopes, has_bias = features.softcap, features.slopes, features.mask == "float"
-    minus_inf = np.float32(-math.inf)
+    minus_inf, difference = np.float32(-math.inf), difference_of(features)
 
     @device_function
     def cap(x, scale, extras):
@@ -144,9 +162,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
 
     @device_function
     def modified(x, row, col, distance, own, extras):
-        if has_slopes:
-            distance = distance - float32(extras.diagonal)
-        return float32(score_mod(x, own[0], own[1], row, col, distance))
+        return float32(score_mod(x, own[0], own[1], row, col, difference(distance, extras)))
 
     @device_function
     def alibi(x, distance, b, h, extras):

@@ -133,21 +133,6 @@ def device_constant(
     return to_device(np.frombuffer(content, dtype).reshape(shape))
 
 
-@lru_cache(maxsize=4096)
-def _gapless(
-    steps: tuple[int, ...], itemsize: int, shape: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """Return the strides of ``strides_as``, or None where they are those of row-major order.
-
-    Args:
-        steps: The strides of the other array, in bytes.
-        itemsize: Of its elements.
-        shape: Of the array.
-    """
-    strides = strides_as(tuple(step // itemsize for step in steps), shape)
-    return None if strides == row_major_strides(shape) else strides
-
-
 class DeviceMemory(Memory):
     """Numba's device arrays."""
 
@@ -168,8 +153,8 @@ class DeviceMemory(Memory):
     def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised array in the order of another; see :meth:`Memory.empty_as`."""
         shape = tuple(shape)
-        strides = _gapless(tuple(array.strides), array.dtype.itemsize, shape)
-        if strides is None:
+        strides = strides_as(element_strides(array), shape)
+        if strides == row_major_strides(shape):
             return empty_device(shape, dtype)
         return device_view(empty_device((math.prod(shape),), dtype), shape, strides)
 

@@ -18,8 +18,9 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-from numba import int64, types, uint32
+from numba import types
 
+from kernels.cuda.device import batch_and_head as divided
 from kernels.cuda.device import device_callable, device_function, scalar_type
 from kernels.cuda.emitted import CAN_EMIT, Emitted
 from kernels.dtypes import FLOAT32
@@ -55,9 +56,7 @@ def check_places(problem: Problem) -> None:
 @device_function
 def batch_and_head(flat, extras):
     """Return the two numbers of the call, as mods get them."""
-    # A division of 64 bits takes several times as long as one of 32; by what may be 0, a branch.
-    number, heads = uint32(flat), uint32(max(extras.heads, 1))
-    return int64(number // heads), int64(number % heads)
+    return divided(flat, max(extras.heads, 1))  # by what may be 0, a branch
 
 
 def score_function(

@@ -21,9 +21,13 @@ def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
     Raises:
         TypeError: If one is no array, or has a dtype that attention does not take or another than q.
     """
+    known = None
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_array(name, operand)
-        if np.dtype(operand.dtype) not in NAMES:
+        if operand.dtype is known:  # as of most calls all three
+            continue
+        known = operand.dtype
+        if np.dtype(known) not in NAMES:
             raise TypeError(
                 f"attention needs {_NAMES}, got {name} of {operand.dtype}; convert it with "
                 ".astype(numpy.float32) or Tensor.to(numpy.float32)"

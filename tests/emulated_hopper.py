@@ -75,6 +75,7 @@ def emulated_hopper(layout: Layout | None = None, blocks: int = 2) -> Iterator[N
 
     of_launch = {
         "tensor_map": tensor_map,
+        "maps_of": flash3_launch.read_maps,
         "multiprocessors": lambda: blocks,
         "counters": lambda: np.zeros(2, np.int32),
         "device_view": _lines,
@@ -120,6 +121,5 @@ def emulated_hopper_backward() -> Iterator[None]:
 
 def forget_launches() -> None:
     """Let go of launches and layouts: those of other calls are for other devices."""
-    own = flash3_launch._launch, flash3_launch.layout_for, flash3_launch.features_for
-    for kept in (*own, *flash3_backward_launch.KEPT):
+    for kept in (*flash3_launch.KEPT, *flash3_backward_launch.KEPT):
         kept.cache_clear()

@@ -22,7 +22,7 @@ import numpy as np
 
 import minitorch  # noqa: F401
 from kernels import launch, targets
-from kernels.cuda import arrays, device, graphs, launcher, mma_guard, per_device
+from kernels.cuda import arrays, device, flash3_launch, graphs, launcher, mma_guard, per_device
 
 graph_step_module = sys.modules["minitorch.graph_step"]
 
@@ -231,6 +231,7 @@ def _forget() -> None:
     for cache in _caches():
         cache.cache_clear()
     mma_guard._flags.clear()
+    flash3_launch._kept_maps.clear()
     vars(launch.CUDA).pop("_usable", None)
 
 

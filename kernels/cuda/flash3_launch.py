@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels.cuda import tensor_cores
 from kernels.cuda.arrays import device_pointer, device_view
@@ -45,6 +45,8 @@ CAPABILITY = (9, 0)
 CACHE_BYTES = 24 << 20
 #: Launches of calls with options that are kept, each kernel's.
 KEPT_LAUNCHES = 64
+#: Calls whose tensor maps are kept together.
+KEPT_MAPS = 1024
 
 
 def tensor_map(array: Any, seq: int, rows: int, dtype: str, first: int = 0) -> tuple[Any, int, int]:
@@ -90,6 +92,62 @@ def readable(*arrays: Any) -> tuple[Any, ...]:
     return tuple(array if are_vectors(array) else contiguous(array) for array in arrays)
 
 
+class Maps(NamedTuple):
+    """How a forward kernel reads q, k and v.
+
+    Attributes:
+        q: The tensor map of q.
+        k: Of the keys that some row sees.
+        v: Of their values.
+        differs: 1 or 0 for the heads and for the batches of q, of k and of v, see :func:`tensor_map`.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    differs: tuple[int, ...]
+
+
+#: What :func:`maps_of` found, by where the arrays lie.
+_kept_maps: dict[Any, Maps | None] = {}
+
+
+def maps_of(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
+    """Return the tensor maps of a call, or None if the copy engine cannot read what is given.
+
+    Arrays come and go at the same addresses, so most calls find all of theirs by one look.
+
+    Args:
+        problem: Without a seed.
+        q: (batch, heads, seq_q, head_dim) on the device.
+        k: (batch, heads, seq_k, head_dim).
+        v: (batch, heads, seq_k, value_dim).
+    """
+    call = (
+        problem, current_device(), device_pointer(q), q.shape, q.strides,
+        device_pointer(k), k.shape, k.strides, device_pointer(v), v.shape, v.strides,
+    )  # fmt: skip
+    try:
+        return _kept_maps[call]
+    except KeyError:
+        if len(_kept_maps) >= KEPT_MAPS:
+            _kept_maps.clear()
+        found = _kept_maps[call] = read_maps(problem, q, k, v)
+        return found
+
+
+def read_maps(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
+    """Return what :func:`maps_of` keeps."""
+    if not are_vectors(q, k, v):
+        return None
+    (layout, _), dtype = layout_for(problem), NAMES[problem.dtype]
+    first, stop = seen_keys(problem)
+    q_map, *q_differs = tensor_map(q, problem.seq_q, layout.block_q, dtype)
+    k_map, *k_differs = tensor_map(k, stop - first, layout.block_k, dtype, first)
+    v_map, *v_differs = tensor_map(v, stop - first, layout.block_k, dtype, first)
+    return Maps(q_map, k_map, v_map, (*q_differs, *k_differs, *v_differs))
+
+
 @lru_cache(maxsize=1024)
 def layout_for(problem: Problem) -> tuple[Layout, Widths]:
     """Return who works on a problem, and the widths its kernel is compiled for."""
@@ -130,23 +188,23 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         operands: As kernels take them, on the device; out and lse are written.
     """
     problem, operands = with_mask_bits(problem, operands)
-    q, k, v = readable(operands.q, operands.k, operands.v)
-    layout, _ = layout_for(problem.unseeded)
-    dtype, out = NAMES[problem.dtype], operands.out
-    first, stop = seen_keys(problem)
-    q_map, *q_differs = tensor_map(q, problem.seq_q, layout.block_q, dtype)
-    k_map, *k_differs = tensor_map(k, stop - first, layout.block_k, dtype, first)
-    v_map, *v_differs = tensor_map(v, stop - first, layout.block_k, dtype, first)
-    lead, differs = out.shape[:2], (*q_differs, *k_differs, *v_differs)
+    unseeded, read, out = problem.unseeded, (operands.q, operands.k, operands.v), operands.out
+    maps = maps_of(unseeded, *read)
+    if maps is None:
+        read = readable(*read)  # copies, which are there until the kernel is launched
+        maps = read_maps(unseeded, *read)
+        assert maps is not None, "copies lie as the copy engine needs it"
+    lead, brought, own = out.shape[:2], (), ()
     lse = device_view(operands.lse, (math.prod(lead), problem.seq_q), (problem.seq_q, 1))
     if problem.sequences is None:
-        out, *_ = tensor_map(out, problem.seq_q, ROWS, dtype)
+        out, *_ = tensor_map(out, problem.seq_q, ROWS, NAMES[problem.dtype])
     else:  # tiles end within it
         out = as_bits(out)
-    own = () if problem.is_plain else _own(problem, operands, v, layout)
-    brought = lies(out, *own) if own or problem.sequences else ()
-    launch = _launch(problem.unseeded, lead, differs, current_device(), brought)
-    launch(q_map, k_map, v_map, out, lse, counters(), *own)
+    if not problem.is_plain:
+        own = _own(problem, operands)
+        brought = lies(out, *own)
+    launch = _launch(unseeded, lead, maps.differs, current_device(), brought)
+    launch(maps.q, maps.k, maps.v, out, lse, counters(), *own)
 
 
 def with_mask_bits(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
@@ -162,12 +220,15 @@ def _of_mask(problem: Problem, dtype: str) -> Problem:
     return replace(problem, mask=dtype)
 
 
-def _own(problem: Problem, operands: Operands, v: Any, layout: Layout) -> tuple[Any, ...]:
+def _own(problem: Problem, operands: Operands) -> tuple[Any, ...]:
     """Return what a call brings for its options: a flag, words of a mask, and ``own_extras``."""
     features, own = features_for(problem.unseeded), own_extras(problem, operands)
     if has_words(features):
+        layout, _ = layout_for(problem.unseeded)
         own = packed_mask(operands.mask, layout.block_k), *own
-    return (flag_of(NAMES[problem.dtype], as_bits(v)), *own) if is_guarded(features) else own
+    if not is_guarded(features):
+        return own
+    return flag_of(NAMES[problem.dtype], as_bits(operands.v)), *own
 
 
 def lies(*arrays: Any) -> tuple[Any, ...]:
@@ -237,3 +298,7 @@ def _launch(
     return kernel.prepared(
         (blocks, layout.threads), shape, problem.scale, schedule, flag, mask_words, extras
     )
+
+
+#: What is kept from call to call.
+KEPT = layout_for, features_for, _launch

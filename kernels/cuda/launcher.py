@@ -207,20 +207,20 @@ class Launcher:
                 call gives an array or a whole number, behind its other arrays and in this order.
         """
         buffer, places = Buffer(self._packer.size), list[int]()
+        words = buffer.words
         sizes = self._sizes(grid, block, buffer)
 
         def run(*given: Any) -> None:
-            words = [
-                x & _WORD if type(x) is int else x.device_ctypes_pointer.value or 0 for x in given
-            ]
             with buffer.lock:
                 if not places:
                     args = filled(rest, given)
                     self._packer.pack_into(buffer.slots, 0, *self._numbers(args))
                     asked = (LATER,) * (len(args) - len(rest)) + rest
                     places.extend(_later_places(self._kinds, asked))
-                for place, word in zip(places, words, strict=True):
-                    buffer.words[place] = word
+                for place, x in zip(places, given, strict=True):
+                    words[place] = (
+                        x & _WORD if type(x) is int else x.device_ctypes_pointer.value or 0
+                    )
                 self._start(sizes)
                 if (recording := active()) is not None:
                     numbers = buffer.slots.view(np.uint64).copy()

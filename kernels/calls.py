@@ -50,7 +50,7 @@ class Call:
         self.target = _target(*places)
         if self.target is launch.CPU:
             for name, array in arrays.items():
-                check_place(name, array, True)
+                check_on_host(name, array)
         operands = make_operands(self.target.memory, self.problem, q, k, v, *arrays.values())
         if results is not None:
             dout, out, lse, dlse = results
@@ -81,11 +81,10 @@ class Call:
 
 def as_operand(array: Any) -> Any:
     """Return an operand, or None, as NumPy's or numba's array; see :func:`kernels.arguments.as_plain`."""
-    if array is None or is_device_array(array):
-        return array
-    if type(array) is np.ndarray and array.dtype.isnative:
-        return array  # as most are
-    return as_plain(array) if isinstance(array, np.ndarray) else as_array(array)
+    if isinstance(array, np.ndarray):  # and so memory of the host that a device can read
+        is_usual = type(array) is np.ndarray and array.dtype.isnative
+        return array if is_usual else as_plain(array)
+    return array if array is None or is_device_array(array) else as_array(array)
 
 
 def mask_and_slopes(options: dict[str, Any]) -> dict[str, Any]:
@@ -109,18 +108,17 @@ def _is_array(mask: Any) -> bool:
     return any(hasattr(mask, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
 
 
-def check_place(name: str, array: Any, on_host: bool) -> None:
-    """Check that a mask, or slopes, can be brought to where q, k and v lie.
+def check_on_host(name: str, array: Any) -> None:
+    """Check that a mask, or slopes, for q, k and v on the host can be read there.
 
     Args:
         name: Of the option.
         array: NumPy's, numba's, or None.
-        on_host: Whether q, k and v lie there.
 
     Raises:
-        TypeError: If the array lies on a device and they do not: nothing leaves a device unasked.
+        TypeError: If the array lies on a device: nothing leaves a device unasked.
     """
-    if on_host and is_device_array(array):
+    if is_device_array(array):
         raise TypeError(
             f"{name} lies on the CUDA device, q, k and v on the host; bring all of them to one place"
         )

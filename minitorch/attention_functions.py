@@ -7,14 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernels import Problem, launch, make_problem
-from kernels.calls import check_place, mask_and_slopes
+from kernels.calls import check_on_host, mask_and_slopes
 from kernels.mods import check_derivative
 from kernels.operands import make_operands
 from kernels.varlen import check_packed, make_packed_problem
 
 from .autodiff import Context
 from .dropout_seeds import dropout_seed
-from .function import Function, is_tensor
+from .function import Function, check_tensor, is_tensor
 from .shape_functions import Permute
 
 if TYPE_CHECKING:
@@ -57,11 +57,7 @@ def attention_call(
             lie where the call cannot read them.
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
-        if not is_tensor(operand):
-            raise TypeError(
-                f"{name} must be a tensor, got {type(operand).__name__}; make one with "
-                "minitorch.from_numpy or minitorch.tensor"
-            )
+        check_tensor(name, operand)
     if not q.backend.ops is k.backend.ops is v.backend.ops:
         raise TypeError(
             "q, k and v must be on one backend, got "
@@ -88,7 +84,8 @@ def attention_call(
             f"{kind}; make one with minitorch.from_numpy, move one with Tensor.to(backend)"
         )
     for name, array in arrays.items():
-        check_place(name, array, on_host=not q.backend.cuda)
+        if not q.backend.cuda:
+            check_on_host(name, array)
     return AttentionCall(problem, *arrays.values())
 
 

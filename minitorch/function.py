@@ -10,14 +10,10 @@ import numpy as np
 
 from .anomaly import check_gradients, checked_forward
 from .autodiff import Context, History, Variable, modes
+from .scalar_functions import wrap_tuple
 
 if TYPE_CHECKING:
     from .tensor import Tensor
-
-
-def wrap_tuple(x: Any) -> tuple[Any, ...]:
-    """Turn a single value into a tuple of one; leave a tuple alone."""
-    return x if isinstance(x, tuple) else (x,)
 
 
 def is_tensor(x: Any) -> bool:

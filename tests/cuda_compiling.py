@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels.cuda.compiling import compile_ptx, ptx_resources, why_no_ptx, why_no_ptx_resources
 from kernels.cuda.device import Kernel
-from kernels.targets import compile_ptx, cuda, ptx_resources, why_no_ptx, why_no_ptx_resources
+from kernels.targets import cuda
 
 needs_nvvm = pytest.mark.skipif(why_no_ptx() is not None, reason=why_no_ptx() or "")
 needs_ptxas = pytest.mark.skipif(

@@ -12,12 +12,13 @@ import pytest
 
 import minitorch
 from kernels.cuda import memory, product
+from kernels.cuda.compiling import compile_ptx
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash2_mma import forward_kernel
 from kernels.cuda.mma_tiles import MmaLayout
 from kernels.cuda.numba_inlining import Copies
 from kernels.cuda.sizes import GPU, ProductTile
-from kernels.targets import compile_ptx, cuda
+from kernels.targets import cuda
 from minitorch import cuda_kernel_ops, cuda_kernels, cuda_loops, operators
 
 from .cuda_compiling import (

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kernels.cuda.compiling import compile_ptx, launched_resources
 from kernels.cuda.flash3_backward import dkdv_kernel
 from kernels.cuda.flash3_backward_layout import (
     Parts,
@@ -18,7 +19,6 @@ from kernels.cuda.flash3_dq import dq_kernel
 from kernels.cuda.flash3_layout import Widths, layout_of
 from kernels.cuda.flash3_wgmma import forward_kernel
 from kernels.cuda.scores import Features
-from kernels.targets import compile_ptx, launched_resources
 
 from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas
 

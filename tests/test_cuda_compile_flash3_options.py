@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kernels.compiled import fingerprint
+from kernels.cuda.compiling import compile_ptx, launched_resources
 from kernels.cuda.flash3_layout import Widths, layout_of
 from kernels.cuda.flash3_wgmma import forward_kernel
 from kernels.cuda.scores import Features
-from kernels.targets import compile_ptx, launched_resources
 
 from .attention_strategies import MASK_MODS, SCORE_MODS
 from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas

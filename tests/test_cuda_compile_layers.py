@@ -12,8 +12,8 @@ import pytest
 
 from kernels.cuda import element_kernels, row_kernels
 from kernels.cuda.block import RowBlock
+from kernels.cuda.compiling import compile_ptx
 from kernels.cuda.device import Kernel
-from kernels.targets import compile_ptx
 from minitorch import fast_conv
 
 from .cuda_compiling import FLOAT32, FLOAT64, GENERATIONS, needs_nvvm, ptx_of

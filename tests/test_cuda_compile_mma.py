@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kernels.cuda import flash2_mma_launch as rung
+from kernels.cuda.compiling import compile_ptx, launched_resources
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash2_mma import forward_kernel
 from kernels.cuda.flash2_mma_backward import dkdv_kernel
@@ -17,7 +18,6 @@ from kernels.cuda.mma_dq import DqSums, dq_sums
 from kernels.cuda.mma_terms import LEFT_TERMS, NUMBERS
 from kernels.cuda.mma_tiles import MmaLayout, RoleLayout
 from kernels.cuda.register_tiles import round_up
-from kernels.targets import compile_ptx, launched_resources
 
 from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas
 from .mma_attention import OPTIONS, layouts_for

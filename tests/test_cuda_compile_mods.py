@@ -11,10 +11,11 @@ import pytest
 from numba import float32, float64, int64, void
 
 from kernels import make_problem
+from kernels.cuda.compiling import compile_ptx
 from kernels.cuda.extras import make_extras
 from kernels.cuda.mod_rules import MOST_PLACES, mask_function, score_function
 from kernels.operands import Operands
-from kernels.targets import compile_ptx, cuda
+from kernels.targets import cuda
 
 from .cuda_compiling import FLOAT32, FLOAT64, needs_nvvm
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kernels.cuda import product_mma, product_rungs, product_wgmma
+from kernels.cuda.compiling import compile_ptx, launched_resources
 from kernels.cuda.product_layout import STEPS, TERMS, Form, ProductLayout
 from kernels.cuda.product_operands import copy_kernel
 from kernels.cuda.ptx.wgmma import KINDS
-from kernels.targets import compile_ptx, launched_resources
 
 from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas, ptx_of
 

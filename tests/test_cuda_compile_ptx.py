@@ -7,8 +7,8 @@ import re
 import pytest
 
 from kernels.cuda import naive
+from kernels.cuda.compiling import compile_ptx, launched_resources
 from kernels.cuda.sizes import GPU
-from kernels.targets import compile_ptx, launched_resources
 
 from .cuda_compiling import (
     FLOAT32,

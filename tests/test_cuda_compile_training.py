@@ -8,6 +8,7 @@ import pytest
 
 from kernels.cuda.adam_many import AdamForm, adam_kernel, norm_end_kernel, squares_kernel
 from kernels.cuda.block import row_block
+from kernels.cuda.compiling import ptx_resources
 from kernels.cuda.cross_entropy import gradient_kernel, loss_kernel
 from kernels.cuda.device import Kernel
 from kernels.cuda.norm_kernels import (
@@ -18,7 +19,6 @@ from kernels.cuda.norm_kernels import (
 )
 from kernels.cuda.row_tile import RowTile, row_tile
 from kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
-from kernels.targets import ptx_resources
 
 from .cuda_compiling import assert_no_float64, needs_nvvm, needs_ptxas, ptx_of
 

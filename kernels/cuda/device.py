@@ -15,6 +15,7 @@ import numba
 import numpy as np
 from numba import int64, types, uint32
 
+from kernels.cuda.compiling import allow_shared_memory, compile_kernel
 from kernels.cuda.launcher import Launcher, filled, three
 from kernels.cuda.numba_inlining import share_copies
 from kernels.cuda.ptx.numbers import lg2, rcp
@@ -24,8 +25,6 @@ from kernels.online_softmax import LN_2, make_online_softmax
 from kernels.philox import MASK, Philox, make_philox
 from kernels.targets import (
     IS_SIMULATOR,
-    allow_shared_memory,
-    compile_kernel,
     cuda,
     driver,
     explained,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -80,13 +80,14 @@ class BlockMask:
         self._lists: dict[tuple[int, int, bool], TileList] = {}
 
     @classmethod
-    def stack(cls, masks: Sequence[BlockMask]) -> BlockMask:
+    def stack(cls, masks: Iterable[BlockMask]) -> BlockMask:
         """Return one mask with the heads of several, one after the other.
 
         Raises:
+            TypeError: If they are no masks.
             ValueError: If there is none, or they differ in lengths or block size.
         """
-        masks = list(masks) if isinstance(masks, (list, tuple)) else [masks]  # type: ignore[list-item]
+        masks = list(masks) if isinstance(masks, Iterable) else [masks]
         if not masks:
             raise ValueError("stack needs a mask for each head, got none")
         for mask in masks:

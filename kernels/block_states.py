@@ -59,11 +59,11 @@ class Blocks(NamedTuple):
 
     Attributes:
         states: (heads, query blocks, key blocks), see ``HIDDEN``, ``FULL`` and ``PARTIAL``.
-        patterns: (count, block_q, block_k), True keeps; None where no block is partial.
+        patterns: (count, block_q, block_k), True keeps; none of them where no block is partial.
     """
 
     states: Any
-    patterns: Any = None
+    patterns: Any
 
 
 def check_grid(seq_q: Any, seq_k: Any, block_size: Any) -> Grid:

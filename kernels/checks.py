@@ -108,7 +108,7 @@ def check_types(**options: Any) -> None:
         if type(value) is _USUAL.get(name, _NONE):
             continue
         fits, words = _TYPES[name]
-        if not (fits(value) or (value is None and words.endswith("None"))):
+        if not fits(value):
             raise TypeError(f"{name} must be {words}, got {shown(value)}")
 
 

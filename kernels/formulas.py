@@ -256,7 +256,7 @@ def flash1_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     # END TASK 5.8
 
 
-def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int], readers: int = 1) -> Counts:
+def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return what the backward pass of FlashAttention, Algorithm 4, moves, array by array.
 
     Every query row that a key tile visits is read with its output and dO, and its dQ is read and written.
@@ -265,7 +265,6 @@ def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int], readers: in
     Args:
         shape: Of the head.
         tile: (block_q, block_k).
-        readers: Changes nothing here.
     """
     (block_q, block_k), (seq_q, seq_k, dim, value_dim, *_) = tile, shape
     visited = shape.transposed.tile_visits(block_k, block_q)
@@ -341,7 +340,7 @@ def flash2_backward_traffic(
     return summed(delta_traffic(shape), by_queries, _by_keys(shape, key_tile or tile))
 
 
-def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int], readers: int = 1) -> Counts:
+def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return what the backward pass of FlashAttention-2 moves where dQ is added up by atomics.
 
     An atomic addition reads an element and writes it.
@@ -349,7 +348,6 @@ def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int], readers: int 
     Args:
         shape: Of the head.
         tile: (block_q, block_k).
-        readers: Changes nothing here.
     """
     block_q, block_k = tile
     added = shape.transposed.tile_visits(block_k, block_q) * shape.head_dim
@@ -379,11 +377,4 @@ TRAFFIC = {
     "naive": naive_traffic,
     "flash1": flash1_traffic,
     "flash2": flash2_traffic,
-}
-#: Backward, likewise.
-BACKWARD_TRAFFIC = {
-    "naive": naive_backward_traffic,
-    "flash1": flash1_backward_traffic,
-    "flash2": flash2_backward_traffic,
-    "flash2 atomic": flash2_atomic_traffic,
 }

@@ -54,7 +54,7 @@ class Rung:
         why_not: The reason why this rung cannot run a problem with a tile (None: its own), or None.
         dtypes: What it takes q, k, v, out and dout in, and writes its results in; others are converted
             before and after.  A floating mask, lse and slopes are always of the accumulator's dtype.
-        reads_masks: But for a floating mask, which it reads as it is given.
+        reads_masks: It reads a floating mask in the mask's own dtype, which is then not converted.
     """
 
     name: str

@@ -40,17 +40,17 @@ def takes_attention_options(function: Callable[..., Any]) -> Callable[..., Any]:
     named = [p for p in _OPTIONS if p.kind is p.KEYWORD_ONLY]
     plain = [p for p in _OPTIONS if p.kind is p.POSITIONAL_OR_KEYWORD]
     operands, by_position = [p.name for p in lead], [p.name for p in plain]
-    by_name = by_position + [p.name for p in (*named, *last)]
-    known = frozenset(operands + by_name)
+    all_names = by_position + [p.name for p in (*named, *last)]
+    known = frozenset(operands + all_names)
 
     @wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
         if not known.issuperset(options):
-            raise _unknown(function.__name__, set(options) - known, by_name)
+            raise _unknown(function.__name__, set(options) - known, all_names)
         if len(args) > len(operands):  # options by position, which few calls have
             given = by_position[: len(args) - len(operands)]
             if len(args) > len(operands) + len(by_position):
-                raise _too_many(function.__name__, operands, by_position, by_name, len(args))
+                raise _too_many(function.__name__, operands, by_position, all_names, len(args))
             if not options.keys().isdisjoint(given):
                 twice = ", ".join(name for name in given if name in options)
                 raise TypeError(

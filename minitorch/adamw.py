@@ -11,7 +11,7 @@ from kernels.cuda.recorder import active
 from kernels.dtypes import FLOAT32, is_floating, is_half
 
 from .module import Parameter
-from .optim import Adam, _same_shape, clip_grad_norm_
+from .optim import Adam, _same_shape, clip_grad_norm_, copy_of
 from .tensor import Tensor
 
 
@@ -168,8 +168,7 @@ class AdamW(Adam):
         state = super().state_dict()
         for place, p in enumerate(self.parameters):
             if p in self.masters:
-                master = self.masters[p]
-                state[f"master.{place}"] = master.f.id_map(master, master.empty(master.shape))
+                state[f"master.{place}"] = copy_of(self.masters[p])
         return state
 
     def _load_tensors(self, tensors: dict[str, Tensor]) -> None:

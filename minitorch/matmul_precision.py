@@ -23,7 +23,7 @@ def set_matmul_precision(precision: str) -> None:
     Operands of another dtype are multiplied as they are.  ``precision=`` of attention is its own.
 
     Args:
-        precision: "float32", which is how a program begins; "tf32", 11 bits of fraction; "bfloat16", 8;
+        precision: "float32", which is how a program begins; "tf32", 11 significant bits; "bfloat16", 8;
             "float16", 11, and numbers from 65,520 on become infinite.
 
     Raises:

@@ -66,7 +66,7 @@ class Tensor(TensorOperators, Lending):
     Attributes:
         history: None for a constant, empty for a leaf.
         grad: The gradient of a leaf after ``backward``, or None.
-        backend: Likewise.
+        backend: What computes on it.
         unique_id: A number that no other tensor has.
     """
 

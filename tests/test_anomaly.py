@@ -209,10 +209,14 @@ def test_a_transformer_with_dropout_passes() -> None:
         minitorch.manual_seed(0)
         model = minitorch.DecoderLM(5, 4, 2, 3, 0.1, n_layer=1, middle_dim=4, backend=backend)
         optimizer = Adam(model.parameters())
+        before = [p.value.to_numpy().copy() for p in model.parameters()]
         with detect_anomaly():
             model.loss(np.array([[0, 1, 2]]), np.array([[1, 2, 3]])).backward()
             minitorch.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+        after = [p.value.to_numpy() for p in model.parameters()]
+        assert all(np.isfinite(now).all() for now in after)
+        assert any((now != then).any() for now, then in zip(after, before, strict=True))
 
 
 # -- parameters ----------------------------------------------------------------------------------

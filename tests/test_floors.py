@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -72,6 +73,8 @@ MINITORCH_FLOORS = [
         "published",
     ],
 ]
+#: The page that draws the floors, from the top down.
+DRAWN = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("```")[1]
 ORDER = {name: i for i, name in enumerate(name for floor in MINITORCH_FLOORS for name in floor)}
 
 
@@ -126,6 +129,13 @@ def test_minitorch_imports_lower_floors_only(path: Path) -> None:
         parts = name.split(".")
         if parts[0] == "minitorch" and len(parts) > 1 and parts[1] in ORDER:
             assert ORDER[parts[1]] < ORDER[path.stem], f"{path.stem} imports {parts[1]}, above it"
+
+
+def test_architecture_draws_these_floors() -> None:
+    ours, *_ = re.split(r"^kernels", DRAWN, flags=re.MULTILINE)
+    names = re.findall(r"\w+", re.sub(r"modules? \d", "", ours))
+    drawn = [name for name in names if name in ORDER]
+    assert drawn == [name for floor in reversed(MINITORCH_FLOORS) for name in floor]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)

@@ -40,7 +40,7 @@ SETTINGS = np.dtype(
         ("lse", ARRAY),  # (batch, heads, seq_q, 1)
         ("dout", ARRAY),
         ("delta", ARRAY),  # as lse
-        ("dq", ARRAY),  # (parts · batch, heads, seq_q, head_dim)
+        ("dq", ARRAY),  # as q
         ("dk", ARRAY),
         ("dv", ARRAY),
         ("table", ARRAY),  # (tiles, 6, 1, 1), see ``call_options.tile_table``

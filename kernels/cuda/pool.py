@@ -87,9 +87,9 @@ class Pool:
     def upload(self, address: int, array: np.ndarray[Any, Any]) -> None:
         """Copy a contiguous array of the host to an address, in stream order; it may be written to at once.
 
-        Of little of NumPy's own memory the driver takes a copy first, and does not wait for the device.
-        For more the call waits until it has been read; also for somebody else's memory, which may be locked
-        in place and would be read later.
+        The driver copies a small array of NumPy's own memory at once, and the call does not wait for the
+        device.  A larger array, or memory of somebody else, which may be locked in place and would be read
+        later, the call waits for until it has been read.
 
         Raises:
             RuntimeError: If the driver fails, or a kernel has failed before.

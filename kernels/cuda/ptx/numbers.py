@@ -68,7 +68,7 @@ def unpack_bf16(pair):
 
 @instruction("cvt.rna.tf32.f32 $result, $x;", U32, is_pure=True, x=F32)
 def round_tf32(x):
-    """Return a number as TF32, 11 bits of fraction with the hidden one, halves away from zero; cc 8.0."""
+    """Return a number as TF32, 11 significant bits, halves away from zero; cc 8.0."""
 
 
 @instruction("mov.b32 $result, $number;", U32, is_pure=True, number=F32)

@@ -1,7 +1,7 @@
 """Methods of the published transformer course's tensors (CMU 11-868), for its code to run unchanged.
 
-Its Functions and backend entries behind them (``Flash_Attn``, ``flash_attn_fw``) have none of that name here:
-attention is one Function, and the kernels are those of ``kernels``.
+Its Functions and backend entries (``Flash_Attn``, ``flash_attn_fw``) have none of that name here: attention
+is one Function, and the kernels are those of ``kernels``.
 
 Its tensors have methods for its fused kernels.  Here the fused form of a layer is chosen by the backend,
 and the layers stand on a higher floor than the tensor; so the methods are added to it from here.

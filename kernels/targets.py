@@ -62,6 +62,7 @@ nvjitlink: Any = None
 if "numba_cuda" in str(cuda.__file__) and not IS_SIMULATOR:
     with suppress(ImportError):
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
+        from cuda.bindings import nvjitlink as nvjitlink  # pyright: ignore[reportMissingImports]
 
 #: NVIDIA's functions of numbers; the simulator has none.
 libdevice: Any = None if IS_SIMULATOR else import_module("numba.cuda.libdevice")

@@ -12,7 +12,8 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -41,11 +42,30 @@ STATIC = 1 << 15
 OURS = ("kernels", "tests")
 
 
+#: Threads that are passed over while others are ready, and how many times; a GPU may run any of them first.
+_late: dict[int, int] = {}
+
+
+@contextmanager
+def held_back(*threads: int, turns: int) -> Iterator[None]:
+    """Let threads of each block come late: each time that they could run, they are passed over so often.
+
+    What a kernel computes must not depend on it.
+    """
+    _late.update(dict.fromkeys(threads, turns))
+    try:
+        yield
+    finally:
+        _late.clear()
+
+
 class _Turns:
     """Threads that run one at a time, in a fixed order: each until it waits for others."""
 
     def __init__(self, count: int):
         self.ready = deque(range(count))
+        self.passed: dict[int, int] = {}
+        self.idle = 0
         self.gates = [threading.Semaphore(0) for _ in range(count)]
         self.left = count
         self.failed: list[BaseException] = []
@@ -53,9 +73,20 @@ class _Turns:
     def hand_over(self) -> None:
         """Let the next thread run, if one is left."""
         if self.ready:
-            self.gates[self.ready.popleft()].release()
+            self.gates[self._next()].release()
         elif self.left and not self.failed:
             self.fail(RuntimeError("threads wait for others, which wait too or have ended"))
+
+    def _next(self) -> int:
+        for _ in range(len(self.ready)):
+            number = self.ready.popleft()
+            passed = self.passed.get(number, 0)
+            if passed >= _late.get(number, 0) or not self.ready:
+                self.passed[number] = 0
+                return number
+            self.passed[number] = passed + 1
+            self.ready.append(number)
+        return self.ready.popleft()
 
     def wait(self, number: int) -> None:
         """Stop this thread until it is ready again and the turn comes to it."""
@@ -98,6 +129,7 @@ class _Meeting:
             self.turns.wait(number)
         else:
             self.results = act(self.values)
+            self.turns.idle = 0
             self.turns.ready.extend(self.arrived)
             self.arrived = []
         return self.results[index]

@@ -27,6 +27,10 @@ class TensorMap(NamedTuple):
     swizzle: int
 
 
+#: Waits in a row that end without anything done by anyone, beyond which nothing will be.
+IDLE = 50_000
+
+
 class MemoryBarrier:
     """An ``mbarrier``."""
 
@@ -244,6 +248,7 @@ class Instructions:
         self.barriers[int(barrier)] = MemoryBarrier(int(count))
 
     def mbarrier_arrive(self, barrier: int) -> None:
+        self.turns.idle = 0
         self.barriers[int(barrier)].update(arrivals=1)
 
     def mbarrier_expect(self, arrives: str | None, barrier: int, bytes_: int) -> None:
@@ -253,6 +258,9 @@ class Instructions:
         one = self.barriers[int(barrier)]
         if one.phase % 2 == parity:  # others may bring it to an end, and copies come at last
             self.turns.ready.append(self.own.number)
+            self.turns.idle += 1
+            if self.turns.idle > IDLE:
+                raise RuntimeError("threads wait for phases, and none comes to an end")
             if len(self.turns.ready) == 1:
                 if not one.copies:
                     raise RuntimeError("a thread waits for a phase that nothing brings to an end")

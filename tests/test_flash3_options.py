@@ -21,6 +21,7 @@ from kernels.sequences import Sequences
 from kernels.targets import cuda
 
 from .attention_strategies import MASK_MODS, SCORE_MODS, Case
+from .emulated_gpu import held_back
 from .emulated_gpu import launch as emulate
 from .emulated_hopper import FUZZ_ONLY, emulated_hopper
 from .emulated_target import EMULATED
@@ -68,10 +69,12 @@ def _case(options: dict[str, Any], dtype: Any = FLOAT16, heads: int = 2) -> Case
     return Case(q, k, v, np.zeros((1, heads, SEQ_Q, 40), dtype), options, (16, 16))
 
 
-def _forward(case: Case, layout: Layout | None = SMALL, sequences: Any = None) -> tuple[Any, Any]:
+def _forward(
+    case: Case, layout: Layout | None = SMALL, sequences: Any = None, blocks: int = 2
+) -> tuple[Any, Any]:
     problem = replace(case.problem(rung="flash3_wgmma"), sequences=sequences)
     mask, slopes = (case.options.get(name) for name in ("attn_mask", "alibi_slopes"))
-    with emulated_hopper(layout):
+    with emulated_hopper(layout, blocks):
         operands = make_operands(EMULATED.memory, problem, *case.operands, mask, slopes)
         return launch.forward(EMULATED, problem, operands)
 
@@ -118,6 +121,63 @@ def test_what_nobody_sees_may_be_nan_or_infinite() -> None:
     found = _forward(replace(case, k=k, v=v))
     k[:, :, hidden], v[:, :, hidden] = 0, 0
     _check(replace(case, k=k, v=v), found)
+
+
+def _mask_of_a_row_that_bounds_hide() -> dict[str, Any]:
+    mask = np.ones((SEQ_Q, SEQ_K), bool)
+    mask[65:, 70] = False  # row 64 keeps it, and does not see it
+    return {"attn_mask": mask, "is_causal": True}
+
+
+def _block_of_a_row_that_bounds_hide() -> dict[str, Any]:
+    states, pattern = np.ones((1, 5, 3), int), np.ones((1, 16, 32), bool)
+    states[0, 4, 2], pattern[0, 1:, 6] = 2, False
+    mask = kernels.BlockMask(states, SEQ_Q, SEQ_K, (16, 32), pattern)
+    return {"block_mask": mask, "is_causal": True}
+
+
+@pytest.mark.parametrize(
+    "options", [_mask_of_a_row_that_bounds_hide(), _block_of_a_row_that_bounds_hide()],
+    ids=["mask", "block mask"],
+)  # fmt: skip
+def test_a_key_that_only_a_row_beyond_the_end_would_see_may_be_infinite(
+    options: dict[str, Any],
+) -> None:
+    case = _case(options, heads=1)
+    v = case.v.copy()
+    v[:, :, 70] = np.inf
+    _check(case, _forward(replace(case, v=v)))
+
+
+def test_a_key_that_only_the_next_sequences_rows_would_see_may_be_infinite() -> None:
+    case = _case({"is_causal": True}, heads=1)
+    case = replace(case, **{name: getattr(case, name)[0] for name in ("q", "k", "v", "dout")})
+    rows, keys = slice(0, 20), slice(0, 40)
+    own = replace(case, q=case.q[:, rows], k=case.k[:, keys], v=case.v[:, keys].copy())
+    case.v[0, 30] = np.inf
+    sequences = Sequences(np.array([0, 20, SEQ_Q]), np.array([0, 40, SEQ_K]), SEQ_Q, SEQ_K)
+    out, lse = _forward(case, sequences=sequences)
+    _check(replace(own, dout=case.dout[:, rows]), (out[:, rows], lse[:, rows]))
+
+
+#: Threads of a block of two consumers: who copies keys and values, who deals, and lanes of the consumers.
+LATE = {"copier": 0, "dealer": 32, "lane": 129, "other consumer": 256}
+
+
+@pytest.mark.parametrize(
+    "late",
+    [pytest.param(name, marks=[] if name in ("copier", "lane") else FUZZ_ONLY) for name in LATE],
+)
+def test_no_thread_is_too_late(late: str) -> None:
+    states = np.zeros((1, 6, 2), int)
+    states[0, 0, 0] = states[0, 3, 1] = 1  # other tiles of rows see nothing
+    rng, block = np.random.default_rng(3), (SMALL.block_q, SMALL.block_k)
+    mask = kernels.BlockMask(states, 6 * block[0] - 20, 2 * block[1], block)
+    shapes = (1, 1, mask.seq_q, 16), (1, 1, mask.seq_k, 16), (1, 1, mask.seq_k, 16)
+    q, k, v = (rng.standard_normal(shape).astype(FLOAT16) for shape in shapes)
+    case = Case(q, k, v, np.zeros_like(q), {"block_mask": mask}, (16, 16))
+    with held_back(LATE[late], turns=60):
+        _check(case, _forward(case, blocks=1))
 
 
 def test_lists_of_whole_tiles_take_a_kernel_that_hides_nothing() -> None:

@@ -30,7 +30,9 @@ from kernels.cuda.flash3_backward_passes import make_passes
 from kernels.cuda.flash3_backward_walk import make_row_base, make_visits_of
 from kernels.cuda.flash3_layout import (
     ALIGNMENT,
+    ALL_MEET,
     LINE,
+    OWN_MEET,
     WARPGROUP,
     Schedule,
     Widths,
@@ -178,24 +180,24 @@ def dkdv_kernel(
     ):  # fmt: skip
         """Fill dk and dv, tile after tile, and add to dq_sum what each tile gives.
 
-        Computes   dk and dv for tiles of keys of (batch, head), one after the other, and their parts of
-                   dq / scale, in float32.
-        Source     FlashAttention-3, Algorithm 3; FlashAttention-2, Algorithm 2, for the numbered lines.
-        Grid       (multiprocessors,)  one block each, that takes items in turn; see ``Schedule``
-        Block      (128 * (consumers + 1),)  warpgroup 0 copies, the others multiply
-        One thread does: of a consumer, 2 keys and block_q / 4 rows of Sᵀ and dPᵀ, 2 rows of dK and dV, and
-                   2 rows of a consumer's share of dQ, scattered as wgmma scatters them
-        Shared     k_tile (block_k, head_dim), v_tile (block_k, value_dim), later dk and dv; stages of
-                   q_tile (block_q, head_dim), dout_tile (block_q, value_dim), lse and delta
-                   (block_q,); with dq two of dSᵀ (block_k, block_q), and a tile of dq
-                   (block_q, head_dim) in float32; tiles of 16 bits in panels of 64 columns, 128-byte
-                   swizzle; barriers
-        Registers  dk_acc (head_dim / 8, 4), dv_acc (value_dim / 8, 4), s and dp (block_q / 8, 4), p and ds
-                   (block_q / 16, 4) packed pairs, dq_acc
-        Global     reads k and v once, q, dout, lse and delta once per key tile; writes dk and dv once;
-                   with dq adds to dq_sum once per key tile.
-        Needs      cc 9.0: wgmma, tensor copies, mbarriers, register reallocation.
+        Computes: dk and dv for tiles of keys of (batch, head), one after the other, and their parts
+            of dq / scale, in float32
+        Source: FlashAttention-3, Algorithm 3; FlashAttention-2, Algorithm 2, for the numbered lines
+        Grid: (multiprocessors,), one block each, that takes items in turn; see ``Schedule``
+        Block: (128 * (consumers + 1),), warpgroup 0 copies, the others multiply
+        One thread does: of a consumer, 2 keys and block_q / 4 rows of Sᵀ and dPᵀ, 2 rows of dK and
+            dV, and 2 rows of a consumer's share of dQ, scattered as wgmma scatters them
+        Shared: k_tile (block_k, head_dim), v_tile (block_k, value_dim), later dk and dv; stages of
+            q_tile (block_q, head_dim), dout_tile (block_q, value_dim), lse and delta (block_q,);
+            with dq two of dSᵀ (block_k, block_q), and a tile of dq (block_q, head_dim) in float32;
+            tiles of 16 bits in panels of 64 columns, 128-byte swizzle; barriers
+        Registers: dk_acc (head_dim / 8, 4), dv_acc (value_dim / 8, 4), s and dp (block_q / 8, 4), p
+            and ds (block_q / 16, 4) packed pairs, dq_acc
+        Global traffic: reads k and v once, q, dout, lse and delta once per key tile; writes dk and
+            dv once; with dq adds to dq_sum once per key tile
+        Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
+        # k, v, q, dout, copy of k, ds, dq, lse, delta, barriers, number of the item, seen
         shared = cuda.shared.array(0, uint8)
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
@@ -207,7 +209,7 @@ def dkdv_kernel(
             mbarrier_init(barriers + keys_empty, everyone)
             init_stages(barriers + q_full, q_stages, 1, consumer_warps)
             init_stages(barriers + dout_full, dout_stages, 1, consumer_warps)
-            fence_mbarrier_init()
+            fence_mbarrier_init()  # for the copy engine
         cuda.syncthreads()  # the barriers are there
         if warpgroup == 0:
             release()
@@ -226,7 +228,7 @@ def dkdv_kernel(
                     base = row_base(flat, y, first_q, extras)
                     b, h = int32(y // heads), int32(y % heads)
                     # 6: load K_j, V_j, and say which they are
-                    mbarrier_wait(barriers + keys_empty, phase ^ 1)
+                    mbarrier_wait(barriers + keys_empty, phase ^ 1)  # the last dK and dV are copied
                     phase = phase ^ 1
                     st_shared(tile + number_offset, item)
                     mbarrier_arrive_expect_tx(barriers, keys_size)
@@ -254,9 +256,9 @@ def dkdv_kernel(
                         )  # fmt: skip
                         dout_stage, dout_phase = next_dout(dout_stage, dout_phase)
                     item = int32(cuda.gridDim.x + following)
-                mbarrier_wait(barriers + keys_empty, phase ^ 1)
+                mbarrier_wait(barriers + keys_empty, phase ^ 1)  # the last number was read
                 st_shared(tile + number_offset, items)  # no more of them
-                mbarrier_arrive(barriers)
+                mbarrier_arrive(barriers)  # the consumers may end
                 # The last block to end sets the counters back for the next launch.
                 if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
                     next_item[0], next_item[1] = 0, 0
@@ -264,13 +266,15 @@ def dkdv_kernel(
             claim()
             me, thread = int32(warpgroup - 1), int32(cuda.threadIdx.x % WARPGROUP)
             warp = int32(thread // 32)
-            dk_acc = cuda.local.array((head_tiles, 4), float32)
-            dv_acc = cuda.local.array((value_tiles, 4), float32)
-            dq_acc = cuda.local.array((dq_tiles, 4), float32)
-            s = cuda.local.array((row_tiles, 4), float32)
-            dp = cuda.local.array((row_tiles, 4), float32)
-            p = cuda.local.array((depth_steps, 4), uint32)
-            ds = cuda.local.array((depth_steps, 4), uint32)
+            # Of its warpgroup's 64 keys, of dQ rows, a thread has two, eight apart; of eight columns two.
+            dk_acc = cuda.local.array((head_tiles, 4), float32)  # (64, head_dim) / 128: dK
+            dv_acc = cuda.local.array((value_tiles, 4), float32)  # (64, value_dim) / 128: dV
+            dq_acc = cuda.local.array((dq_tiles, 4), float32)  # (64, share.cols) / 128: dQ
+            s = cuda.local.array((row_tiles, 4), float32)  # (64, block_q) / 128: Sᵀ, then Pᵀ
+            dp = cuda.local.array((row_tiles, 4), float32)  # (64, block_q) / 128: dPᵀ, then dSᵀ
+            p = cuda.local.array((depth_steps, 4), uint32)  # (64, block_q) / 128, in pairs: Pᵀ
+            ds = cuda.local.array((depth_steps, 4), uint32)  # (64, block_q) / 128, in pairs: dSᵀ
+            # (words,) each, bits: what of P dropout keeps; what is seen, and then pairs of a mask
             kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
             factor, found = float32(scale) * factor_of(extras), is_found(flag)
             q_stage, q_phase, dout_stage, dout_phase = int32(0), int32(0), int32(0), int32(0)
@@ -280,7 +284,7 @@ def dkdv_kernel(
             own_keys = tile + me * (ROWS * LINE)
             k_desc, v_desc = descriptor(along, own_keys), descriptor(along, own_keys + v_offset)
             own_row = int32(2 * (lane % 4))
-            mbarrier_wait(barriers, phase)
+            mbarrier_wait(barriers, phase)  # K_j and V_j are there, and the item's number
             item = ld_shared(tile + number_offset)
             while item < items:
                 phase = phase ^ 1
@@ -294,12 +298,12 @@ def dkdv_kernel(
                 # 7: dK_j = 0, dV_j = 0 is what the first products begin with
                 if first < stop:
                     # 10: Sᵀ = K_j Q_iᵀ, the first
-                    mbarrier_wait(barriers + q_full + 8 * q_stage, q_phase)
+                    mbarrier_wait(barriers + q_full + 8 * q_stage, q_phase)  # Q_i, L_i are there
                     q_desc = descriptor(along, tile + q_offset + q_stage * q_size)
                     wgmma_fence()
                     multiply_qk(s, k_desc, q_desc)
                     wgmma_commit_group()
-                    wait_for_all()
+                    wait_for_all()  # S is there
                 for n in range(int32(stop - first)):
                     row = int32(tile_of(first + n, extras) * block_q)
                     q_now, dout_now = q_stage, dout_stage
@@ -312,6 +316,7 @@ def dkdv_kernel(
                         and row + block_q - 1 + extras.lower <= col
                         and col + block_k - 1 <= row + extras.upper
                     )
+                    # dO_i, D_i are there
                     mbarrier_wait(barriers + dout_full + 8 * dout_now, dout_phase)
                     dout_stage, dout_phase = next_dout(dout_stage, dout_phase)
                     if has_dk:
@@ -341,22 +346,24 @@ def dkdv_kernel(
                         wgmma_commit_group()
                     if has_dk:
                         if has_dv:
-                            wait_but_one()
+                            wait_but_one()  # dP is there; Pᵀ dO may go on
                         else:
-                            wait_for_all()
+                            wait_for_all()  # dP is there
                         # 14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
                         slope_of(s, dp, kept, delta_now, is_whole, place, extras)
                         pack_tile(ds, dp)
-                        if not has_dv and lane == 0:
-                            mbarrier_arrive(barriers + dout_empty + 8 * dout_now)
+                        if not has_dv:
+                            cuda.syncwarp()  # all lanes have read their deltas
+                            if lane == 0:
+                                mbarrier_arrive(barriers + dout_empty + 8 * dout_now)
                     ds_tile = tile + ds_offset + (n % 2) * ds_size
                     if adds_dq:
                         for t in range(depth_steps):
                             store_pairs(ds_tile, line, c, t, k_panel, ds[t])
-                        fence_proxy_async()
+                        fence_proxy_async()  # products see what was stored
                         if thread == 0:
                             wait_for_reads()  # the tile of dq is free again
-                        bar_sync(1, everyone)  # dS is whole
+                        bar_sync(ALL_MEET, everyone)  # dS is whole
                     wgmma_fence()
                     if adds_dq:
                         # 15: dQ_i += dS K_j, this consumer's share
@@ -378,7 +385,7 @@ def dkdv_kernel(
                     # 10: the next Sᵀ, computed while dQ is stored.  After the last one it is of what lies
                     # there, and nobody's: products behind a branch would wait for each other.
                     if n + 1 < stop - first:
-                        mbarrier_wait(barriers + q_full + 8 * q_stage, q_phase)
+                        mbarrier_wait(barriers + q_full + 8 * q_stage, q_phase)  # Q_i is there
                     q_desc = descriptor(along, tile + q_offset + q_stage * q_size)
                     multiply_qk(s, k_desc, q_desc)
                     wgmma_commit_group()
@@ -387,8 +394,8 @@ def dkdv_kernel(
                         own_share = tile + dq_offset + me * share_size
                         for t in range(dq_tiles):
                             st_shared_v4_f32(own_share + 16 * (t * WARPGROUP + thread), dq_acc[t])
-                        fence_proxy_async()
-                        bar_sync(2 + me, WARPGROUP)  # the share is whole
+                        fence_proxy_async()  # the copy engine sees what was stored
+                        bar_sync(OWN_MEET + me, WARPGROUP)  # the share is whole
                         if thread == 0:
                             slot = int64(y) * (lse.shape[1] // block_q) + (base + row) // block_q
                             number = slot * consumers + me
@@ -402,15 +409,15 @@ def dkdv_kernel(
                         if has_dv and not adds_dq:
                             mbarrier_arrive(barriers + dout_empty + 8 * dout_now)
                 if adds_dq:
-                    bar_sync(1, everyone)  # no one reads the keys any more
+                    bar_sync(ALL_MEET, everyone)  # no one reads the keys any more
                 # 18: write dK_j, dV_j, by way of the tiles of K and V
                 if has_dk:
                     factor_of_dk = float32(scale) * slope_scale_of(extras)
                     write_dk(tile, line, c, dk_acc, factor_of_dk, first < stop, ds)
                 if has_dv:
                     write_dv(tile + dv_offset, line, c, dv_acc, scale_of(extras), first < stop, p)
-                fence_proxy_async()
-                bar_sync(2 + me, WARPGROUP)  # all keys of the warpgroup are there
+                fence_proxy_async()  # the copy engine sees them
+                bar_sync(OWN_MEET + me, WARPGROUP)  # all keys of the warpgroup are there
                 b, h = int32(y // heads), int32(y % heads)
                 key, left = first_k + col + me * ROWS, cols - col - me * ROWS
                 if is_packed or thread == 0:
@@ -419,13 +426,13 @@ def dkdv_kernel(
                     if has_dv:
                         put_dv(dv_map, own_keys + dv_offset, thread, b, h, key, left)
                     cp_async_bulk_commit_group()
-                    wait_for_reads()
-                bar_sync(2 + me, WARPGROUP)  # and copied: other keys may come
+                    wait_for_reads()  # the copies have read the tiles
+                bar_sync(OWN_MEET + me, WARPGROUP)  # and copied: other keys may come
                 mbarrier_arrive(barriers + keys_empty)  # each for itself: it has read the number
-                mbarrier_wait(barriers, phase)
+                mbarrier_wait(barriers, phase)  # the next keys are there, and the item's number
                 item = ld_shared(tile + number_offset)
             if thread == 0:
-                wait_for_additions()
+                wait_for_additions()  # to dQ, still on their way
 
     schedule = types.NamedUniTuple(int32, 3, Schedule)
     counters, sums = types.Array(int32, 1, "C"), types.Array(float32, 1, "C")

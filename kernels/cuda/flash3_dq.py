@@ -30,6 +30,7 @@ from kernels.cuda.flash3_backward_walk import make_row_base, make_visits_of
 from kernels.cuda.flash3_layout import (
     ALIGNMENT,
     LINE,
+    OWN_MEET,
     WARPGROUP,
     Schedule,
     Widths,
@@ -138,21 +139,22 @@ def dq_kernel(
     ):  # fmt: skip
         """Fill dq, tile after tile.
 
-        Computes   dq for tiles of query rows of (batch, head), one after the other.
-        Source     FlashAttention-3, Algorithm 2, for the order of the products; FlashAttention-2,
-                   Algorithm 2, lines 10, 11, 13, 14 and 15, by rows.
-        Grid       (multiprocessors,)  one block each, that takes items in turn; see ``Schedule``
-        Block      (128 * (consumers + 1),)  warpgroup 0 copies, the others multiply
-        One thread does: of a consumer, 2 rows and block_k / 4 columns of S and dP, and of dQ 2 rows and
-                   head_dim / 4 columns, scattered as wgmma scatters them
-        Shared     q_tile (block_q, head_dim), later dq, and dout_tile (block_q, value_dim); stages of
-                   k_tile (block_k, head_dim) and v_tile (block_k, value_dim), in panels of 64 columns,
-                   128-byte swizzle; barriers
-        Registers  dq_acc (head_dim / 8, 4), s and dp (block_k / 8, 4), ds (block_k / 16, 4) packed pairs
-        Global     reads q, dout, lse and delta once, k and v once per query tile; writes dq once.
-        Needs      cc 9.0: wgmma, tensor copies, mbarriers, register reallocation.
+        Computes: dq for tiles of query rows of (batch, head), one after the other
+        Source: FlashAttention-3, Algorithm 2, for the order of the products; FlashAttention-2,
+            Algorithm 2, lines 10, 11, 13, 14 and 15, by rows
+        Grid: (multiprocessors,), one block each, that takes items in turn; see ``Schedule``
+        Block: (128 * (consumers + 1),), warpgroup 0 copies, the others multiply
+        One thread does: of a consumer, 2 rows and block_k / 4 columns of S and dP, and of dQ 2 rows
+            and head_dim / 4 columns, scattered as wgmma scatters them
+        Shared: q_tile (block_q, head_dim), later dq, and dout_tile (block_q, value_dim); stages of
+            k_tile (block_k, head_dim) and v_tile (block_k, value_dim), in panels of 64 columns,
+            128-byte swizzle; barriers
+        Registers: dq_acc (head_dim / 8, 4), s and dp (block_k / 8, 4), ds (block_k / 16, 4) packed
+            pairs
+        Global traffic: reads q, dout, lse and delta once, k and v once per query tile; writes dq once
+        Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
-        shared = cuda.shared.array(0, uint8)
+        shared = cuda.shared.array(0, uint8)  # q, dout, k, v, barriers, number of the item, seen
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
         seq_q, seq_k, heads = shape[0], shape[1], shape[2]
@@ -163,7 +165,7 @@ def dq_kernel(
             mbarrier_init(barriers + rows_empty, everyone)
             init_stages(barriers + k_full, k_stages, 1, consumer_warps)
             init_stages(barriers + v_full, v_stages, 1, consumer_warps)
-            fence_mbarrier_init()
+            fence_mbarrier_init()  # for the copy engine
         cuda.syncthreads()  # the barriers are there
         if warpgroup == 0:
             release()
@@ -180,7 +182,7 @@ def dq_kernel(
                     b, h = int32(y // heads), int32(y % heads)
                     row += first_q - shape[11]
                     # 9: load Q_i, dO_i, and say which they are
-                    mbarrier_wait(barriers + rows_empty, phase ^ 1)
+                    mbarrier_wait(barriers + rows_empty, phase ^ 1)  # the last dQ is copied
                     phase = phase ^ 1
                     st_shared(tile + number_offset, item)
                     mbarrier_arrive_expect_tx(barriers, rows_size)
@@ -192,7 +194,7 @@ def dq_kernel(
                         col = first_k - shape[12] + tile_of(stop - 1 - n, extras) * block_k
                         # 6: load K_j, V_j
                         full = barriers + k_full + 8 * k_stage
-                        mbarrier_wait(barriers + k_empty + 8 * k_stage, k_phase ^ 1)
+                        mbarrier_wait(barriers + k_empty + 8 * k_stage, k_phase ^ 1)  # K was read
                         mbarrier_arrive_expect_tx(full, k_size)
                         load_k(
                             tile + k_offset + k_stage * k_size, k_tensor, full, col, h * shape[5],
@@ -200,7 +202,7 @@ def dq_kernel(
                         )  # fmt: skip
                         k_stage, k_phase = next_k(k_stage, k_phase)
                         full = barriers + v_full + 8 * v_stage
-                        mbarrier_wait(barriers + v_empty + 8 * v_stage, v_phase ^ 1)
+                        mbarrier_wait(barriers + v_empty + 8 * v_stage, v_phase ^ 1)  # V was read
                         mbarrier_arrive_expect_tx(full, v_size)
                         load_v(
                             tile + v_offset + v_stage * v_size, v_tensor, full, col, h * shape[7],
@@ -208,9 +210,9 @@ def dq_kernel(
                         )  # fmt: skip
                         v_stage, v_phase = next_v(v_stage, v_phase)
                     item = int32(cuda.gridDim.x + following)
-                mbarrier_wait(barriers + rows_empty, phase ^ 1)
+                mbarrier_wait(barriers + rows_empty, phase ^ 1)  # the last number was read
                 st_shared(tile + number_offset, items)  # no more of them
-                mbarrier_arrive(barriers)
+                mbarrier_arrive(barriers)  # the consumers may end
                 # The last block to end sets the counters back for the next launch.
                 if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
                     next_item[0], next_item[1] = 0, 0
@@ -218,10 +220,12 @@ def dq_kernel(
             claim()
             me, thread = int32(warpgroup - 1), int32(cuda.threadIdx.x % WARPGROUP)
             warp = int32(thread // 32)
-            dq_acc = cuda.local.array((head_tiles, 4), float32)
-            s = cuda.local.array((key_tiles, 4), float32)
-            dp = cuda.local.array((key_tiles, 4), float32)
-            ds = cuda.local.array((depth_steps, 4), uint32)
+            # Of the warpgroup's 64 rows a thread has two, eight apart; of eight columns two.
+            dq_acc = cuda.local.array((head_tiles, 4), float32)  # (64, head_dim) / 128: dQ
+            s = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: S, then P
+            dp = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: dP, then dS
+            ds = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: dS
+            # (words,) each, bits: what of P dropout keeps; what is seen, and then pairs of a mask
             kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
             factor, found = float32(scale) * factor_of(extras), is_found(flag)
             k_stage, k_phase, v_stage, v_phase = int32(0), int32(0), int32(0), int32(0)
@@ -233,7 +237,7 @@ def dq_kernel(
             )
             r, c = square_place(lane)
             line = me * ROWS + warp * 16 + r
-            mbarrier_wait(barriers, phase)
+            mbarrier_wait(barriers, phase)  # Q_i and dO_i are there, and the item's number
             item = ld_shared(tile + number_offset)
             while item < items:
                 phase = phase ^ 1
@@ -252,17 +256,17 @@ def dq_kernel(
                 # dQ = 0 is what the first dS K begins with
                 if first < stop:
                     # 10: S = Q_i K_jᵀ, the first
-                    mbarrier_wait(barriers + k_full + 8 * k_stage, k_phase)
+                    mbarrier_wait(barriers + k_full + 8 * k_stage, k_phase)  # K_j is there
                     k_desc = descriptor(along, tile + k_offset + k_stage * k_size)
                     wgmma_fence()
                     multiply_qk(s, q_desc, k_desc)
                     wgmma_commit_group()
-                    wait_for_all()
+                    wait_for_all()  # S is there
                 before = int32(0)  # the stage of the keys before
                 for n in range(int32(stop - first)):
                     j = tile_of(stop - 1 - n, extras)
                     # 13: dP = dO_i V_jᵀ, computed while the exponentials are taken
-                    mbarrier_wait(barriers + v_full + 8 * v_stage, v_phase)
+                    mbarrier_wait(barriers + v_full + 8 * v_stage, v_phase)  # V_j is there
                     v_desc = descriptor(along, tile + v_offset + v_stage * v_size)
                     wgmma_fence()
                     multiply_dout_v(dp, dout_desc, v_desc)
@@ -275,7 +279,7 @@ def dq_kernel(
                         s, ds, kept, seen, mask_words, lane, (shift_0, shift_1), factor, is_whole,
                         is_listed_whole(stop - 1 - n, extras), place, extras,
                     )  # fmt: skip
-                    wait_for_all()
+                    wait_for_all()  # dP is there, and V_j was read; so were the keys of the last dS K
                     if lane == 0:
                         mbarrier_arrive(barriers + v_empty + 8 * v_stage)
                         if n > 0:
@@ -285,7 +289,7 @@ def dq_kernel(
                     slope_of(s, dp, kept, (delta_0, delta_1), is_whole, place, extras)
                     if found:
                         clear_unseen(
-                            int32(cuda.threadIdx.x - WARPGROUP), lane, dp, shared,
+                            int32(cuda.threadIdx.x - WARPGROUP), lane, dp, rows - own_row, shared,
                             tile - shared_address(shared) + seen_offset,
                             tile + k_offset + k_stage * k_size,
                         )  # fmt: skip
@@ -296,7 +300,7 @@ def dq_kernel(
                     # 10: the next S.  After the last one it is of what lies there, and nobody's: products
                     # behind a branch would wait for each other.
                     if n + 1 < stop - first:
-                        mbarrier_wait(barriers + k_full + 8 * k_stage, k_phase)
+                        mbarrier_wait(barriers + k_full + 8 * k_stage, k_phase)  # K_j is there
                     wgmma_fence()
                     k_desc = descriptor(along, tile + k_offset + k_stage * k_size)
                     multiply_qk(s, q_desc, k_desc)
@@ -305,24 +309,24 @@ def dq_kernel(
                     k_desc = descriptor(across, tile + k_offset + before * k_size)
                     accumulate(dq_acc, ds, k_desc, n)
                     wgmma_commit_group()
-                    wait_but_one()
-                wait_for_all()
+                    wait_but_one()  # the next S is there; dS K may go on
+                wait_for_all()  # dQ is whole, and the last keys were read
                 if first < stop and lane == 0:
                     mbarrier_arrive(barriers + k_empty + 8 * before)
                 # Write dQ_i, by way of the tile of q, which this warpgroup has read to the end
                 factor_of_dq = float32(scale) * slope_scale_of(extras)
                 write_dq(tile, line, c, dq_acc, factor_of_dq, first < stop, ds)
-                fence_proxy_async()
-                bar_sync(2 + me, WARPGROUP)  # all rows of the warpgroup are there
+                fence_proxy_async()  # the copy engine sees them
+                bar_sync(OWN_MEET + me, WARPGROUP)  # all rows of the warpgroup are there
                 b, h = int32(y // heads), int32(y % heads)
                 own_first, left = first_q + row + me * ROWS, rows - row - me * ROWS
                 if is_packed or thread == 0:
                     put_dq(dq_map, own_tile, thread, b, h, own_first, left)
                     cp_async_bulk_commit_group()
-                    wait_for_reads()
-                bar_sync(2 + me, WARPGROUP)  # and copied: another q may come
+                    wait_for_reads()  # the copy has read the tile
+                bar_sync(OWN_MEET + me, WARPGROUP)  # and copied: another q may come
                 mbarrier_arrive(barriers + rows_empty)  # each for itself: it has read the number
-                mbarrier_wait(barriers, phase)
+                mbarrier_wait(barriers, phase)  # the next rows are there, and the item's number
                 item = ld_shared(tile + number_offset)
 
     schedule = types.NamedUniTuple(int32, 3, Schedule)

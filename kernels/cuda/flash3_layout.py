@@ -23,6 +23,11 @@ LINE = 128
 #: Tiles in shared memory begin at a multiple of this: the pattern of the swizzle repeats from there.
 ALIGNMENT = 1024
 WARPGROUP = 128
+#: Named barriers of the forward kernel, the first consumer's; those of the others follow: of its turn to
+#: multiply, and of its own threads.  0 is that of ``cuda.syncthreads``, and EVERYONE is in flash3_options.
+TURN, OWN_OUT = 1, 4
+#: Of the backward kernels: of all consumers' threads, and of the first consumer's own, likewise.
+ALL_MEET, OWN_MEET = 1, 2
 #: That tell what an item is.
 ITEM_NUMBERS = 13
 

@@ -281,11 +281,12 @@ def _make_see_blocks(cols: int, has_mask: bool) -> Callable[..., None]:
 
 @cache
 def make_clear_unseen(consumers: int, block_k: int, panels: int) -> Callable[..., None]:
-    """Return ``clear_unseen(thread, lane, s, bytes_, seen, tile)``, for all threads of all consumers.
+    """Return ``clear_unseen(thread, lane, s, left, bytes_, seen, tile)``, for all threads of all consumers.
 
-    It makes zeros of the rows of a tile of values for which no lane has a probability in ``s``: zero times
-    what is not finite would be NaN.  ``bytes_`` is shared memory as bytes, of which block_k, from ``seen``
-    on, are its own; ``thread`` is the number among the consumers' threads.
+    It makes zeros of the rows of a tile of values for which no row has a probability in ``s``: zero times
+    what is not finite would be NaN.  ``left`` is how many rows there are from the lane's first one on: one
+    beyond the end may see what no other does.  ``bytes_`` is shared memory as bytes, of which block_k, from
+    ``seen`` on, are its own; ``thread`` is the number among the consumers' threads.
 
     Args:
         consumers: Warpgroups that multiply.
@@ -295,22 +296,22 @@ def make_clear_unseen(consumers: int, block_k: int, panels: int) -> Callable[...
     threads, tiles, chunks = WARPGROUP * consumers, block_k // 8, LINE // 16
 
     @device_function
-    def clear_unseen(thread, lane, s, bytes_, seen, tile):
+    def clear_unseen(thread, lane, s, left, bytes_, seen, tile):
         for n in range(thread, block_k, threads):
             bytes_[seen + n] = 0
         bar_sync(EVERYONE, threads)  # nothing has been seen yet
         for t in range(tiles):
             for i in range(4):
-                if s[t, i] != 0:
+                if s[t, i] != 0 and 8 * (i // 2) < left:
                     bytes_[seen + 8 * t + 2 * (lane % 4) + i % 2] = 1
         bar_sync(EVERYONE, threads)  # everybody has said what it sees
-        zeros = cuda.local.array(4, uint32)
+        zeros = cuda.local.array(4, uint32)  # (4,)
         for i in range(4):
             zeros[i] = 0
         for n in range(thread, panels * block_k * chunks, threads):
             if bytes_[seen + n // chunks % block_k] == 0:  # a row of a panel is a line: any order
                 st_shared_v4(tile + n * 16, zeros)
-        fence_proxy_async()
+        fence_proxy_async()  # products see the zeros
         bar_sync(EVERYONE, threads)  # what nobody sees is zeros
 
     return clear_unseen

@@ -35,6 +35,8 @@ from kernels.cuda.flash3_items import give_back, make_deal, skipped_of, told, wa
 from kernels.cuda.flash3_layout import (
     ALIGNMENT,
     LINE,
+    OWN_OUT,
+    TURN,
     WARPGROUP,
     Layout,
     Schedule,
@@ -93,8 +95,9 @@ from kernels.dtypes import BITS, FLOAT32
 from kernels.online_softmax import LN_2, LOG2_E
 from kernels.targets import cuda
 
-#: The shape of a call: rows, columns, heads of the kernel, and by what a head's and a batch's number is
-#: multiplied to find it in q, k and v: 0 where it repeats; then the first key, see ``seen_keys``.
+#: The shape of a call: rows, columns that some row sees, heads and batches of out, and by what a head's and
+#: a batch's number is multiplied to find it in q, k and v: 0 where it repeats; then the first key, see
+#: ``seen_keys``.
 SHAPE = types.UniTuple(int32, 11)
 MAPS = types.Array(uint8, 1, "C")
 #: The thread of the copying warpgroup that deals items; the first one copies keys and values.
@@ -163,20 +166,20 @@ def forward_kernel(
     ):  # fmt: skip
         """Fill out and lse, tile after tile.
 
-        Computes   out and lse for tiles of query rows of (batch, head), one after the other.
-        Source     FlashAttention-3, Algorithms 1 (consumer and producer) and 2 (overlap within a
-                   warpgroup); FlashAttention-2, Algorithm 1, for the numbered lines.
-        Grid       (multiprocessors,)  one block each, that takes items in turn; see ``Schedule``
-        Block      (128 * (consumers + 1),)  warpgroup 0 copies, the others multiply
-        One thread does: of a consumer, the scores of 2 rows and block_k / 4 columns, and of out 2 rows
-                   and value_dim / 4 columns, scattered as wgmma scatters them
-        Shared     q_tile (block_q, head_dim), later out; stages of k_tile (block_k, head_dim) and
-                   v_tile (block_k, value_dim), in panels of 64 columns, 128-byte swizzle; barriers
-        Registers  acc (value_dim / 8, 4), s (block_k / 8, 4), p (block_k / 16, 4) packed pairs
-        Global     reads q once, k and v once per query tile; writes out and lse once.
-        Needs      cc 9.0: wgmma, tensor copies, mbarriers, register reallocation.
+        Computes: out and lse for tiles of query rows of (batch, head), one after the other
+        Source: FlashAttention-3, Algorithms 1 (consumer and producer) and 2
+            (overlap within a warpgroup); FlashAttention-2, Algorithm 1, for the numbered lines
+        Grid: (multiprocessors,), one block each, that takes items in turn; see ``Schedule``
+        Block: (128 * (consumers + 1),), warpgroup 0 copies, the others multiply
+        One thread does: of a consumer, the scores of 2 rows and block_k / 4 columns, and of out 2
+            rows and value_dim / 4 columns, scattered as wgmma scatters them
+        Shared: q_tile (block_q, head_dim), later out; stages of k_tile (block_k, head_dim) and
+            v_tile (block_k, value_dim), in panels of 64 columns, 128-byte swizzle; barriers
+        Registers: acc (value_dim / 8, 4), s (block_k / 8, 4), p (block_k / 16, 4) packed pairs
+        Global traffic: reads q once, k and v once per query tile; writes out and lse once
+        Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
-        shared = cuda.shared.array(0, uint8)
+        shared = cuda.shared.array(0, uint8)  # q, k, v, barriers, numbers of items, listed, seen
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
         warpgroup, lane = own_warpgroup(), int32(cuda.threadIdx.x % 32)
@@ -184,14 +187,14 @@ def forward_kernel(
         if cuda.threadIdx.x == 0:
             for i in range(slots):
                 mbarrier_init(barriers + 8 * i, 1)
-                mbarrier_init(barriers + q_empty + 8 * i, consumers)
+                mbarrier_init(barriers + q_empty + 8 * i, consumers + 1)  # and who copies k and v
                 mbarrier_init(barriers + is_told + 8 * i, 1)
             for i in range(stages):
                 mbarrier_init(barriers + k_full + 8 * i, 1)
                 mbarrier_init(barriers + v_full + 8 * i, 1)
                 mbarrier_init(barriers + k_empty + 8 * i, consumer_warps)
                 mbarrier_init(barriers + v_empty + 8 * i, consumer_warps)
-            fence_mbarrier_init()
+            fence_mbarrier_init()  # for the copy engine
         cuda.syncthreads()  # the barriers are there
         if warpgroup == 0:
             release()
@@ -200,9 +203,11 @@ def forward_kernel(
             if cuda.threadIdx.x == 0:
                 k_tensor, v_tensor = global_address(k_map), global_address(v_map)
                 stage, phase, slot, q_phase = int32(0), int32(0), int32(0), int32(0)
-                mbarrier_wait(barriers + is_told, q_phase)
+                mbarrier_wait(barriers + is_told, q_phase)  # the first item is told
                 item = told(numbers)
                 while item.tiles >= 0:
+                    # Read: an item without tiles may otherwise be followed by another in its place before.
+                    mbarrier_arrive(barriers + q_empty + 8 * slot)
                     b, h = item.b, item.h
                     # 6: for 1 <= j <= T_c, backwards: what bounds hide in part comes first
                     for n in range(item.tiles):
@@ -210,7 +215,7 @@ def forward_kernel(
                         col = item.first_k - shape[10] + j * block_k
                         # 7: load K_j, V_j
                         full = barriers + k_full + 8 * stage
-                        mbarrier_wait(barriers + k_empty + 8 * stage, phase ^ 1)
+                        mbarrier_wait(barriers + k_empty + 8 * stage, phase ^ 1)  # its K was read
                         if is_listed:
                             word = 2 * j + is_listed_whole(int32(item.stop - 1 - n), extras)
                             st_shared(tile + list_offset + 4 * stage, word)
@@ -218,30 +223,31 @@ def forward_kernel(
                         at = tile + k_offset + stage * k_size
                         load_k(at, k_tensor, full, col, h * shape[6], b * shape[7])
                         full = barriers + v_full + 8 * stage
-                        mbarrier_wait(barriers + v_empty + 8 * stage, phase ^ 1)
+                        mbarrier_wait(barriers + v_empty + 8 * stage, phase ^ 1)  # its V was read
                         mbarrier_arrive_expect_tx(full, v_size)
                         at = tile + v_offset + stage * v_size
                         load_v(at, v_tensor, full, col, h * shape[8], b * shape[9])
                         stage, phase = next_stage(stage, phase)
                     slot, q_phase = next_slot(slot, q_phase)
-                    mbarrier_wait(barriers + is_told + 8 * slot, q_phase)
+                    mbarrier_wait(barriers + is_told + 8 * slot, q_phase)  # the next item is told
                     item = told(numbers + number_bytes * slot)
         else:
             claim()
             me, warp = int32(warpgroup - 1), int32(cuda.threadIdx.x // 32 % 4)
-            acc = cuda.local.array((value_tiles, 4), float32)
-            s = cuda.local.array((key_tiles, 4), float32)
-            p = cuda.local.array((depth_steps, 4), uint32)
+            # Of the warpgroup's 64 rows a thread has two, eight apart; of eight columns two.
+            acc = cuda.local.array((value_tiles, 4), float32)  # (64, value_dim) / 128: O
+            s = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: S, then P
+            p = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: P
             # Scores that options bend are natural logarithms first; else one factor makes them base 2.
             factor = log2_e if bends else float32(scale) * log2_e
             found = is_found(flag)
-            kept = cuda.local.array(words, uint32)
-            seen = cuda.local.array(seen_count, uint32)
+            kept = cuda.local.array(words, uint32)  # (words,), bits: what of P dropout keeps
+            seen = cuda.local.array(seen_count, uint32)  # (seen_count,), bits, then pairs of a mask
             stage, phase, slot, q_phase = int32(0), int32(0), int32(0), int32(0)
             # Whose turn it is to multiply: the first one's.
             if takes_turns and me == consumers - 1:
-                bar_arrive(1, turns)
-            mbarrier_wait(barriers, q_phase)
+                bar_arrive(TURN, turns)
+            mbarrier_wait(barriers, q_phase)  # the first item is told, and its Q is there
             item, thread = told(numbers), int32(cuda.threadIdx.x % WARPGROUP)
             skipped = skipped_of(numbers, me, found)
             is_asked, copied = False, int32(-1)  # the slot whose output is on its way
@@ -263,10 +269,12 @@ def forward_kernel(
                     copied = int32(-1)
                 for _ in range(skipped):  # bounds hide all of it from my rows
                     if takes_turns:
-                        bar_sync(1 + me, turns)
-                        bar_arrive(1 + (me + 1) % consumers, turns)
+                        bar_sync(TURN + me, turns)  # the one before has had its turn
+                        bar_arrive(TURN + (me + 1) % consumers, turns)  # and the next one has it
+                    # Not before they are there: too early, it would count for what was there before.
                     mbarrier_wait(barriers + k_full + 8 * stage, phase)
                     mbarrier_wait(barriers + v_full + 8 * stage, phase)
+                    cuda.syncwarp()  # a lane that still waits would miss the phase
                     if lane == 0:
                         mbarrier_arrive(barriers + k_empty + 8 * stage)
                         mbarrier_arrive(barriers + v_empty + 8 * stage)
@@ -277,7 +285,7 @@ def forward_kernel(
                 if first < stop:
                     if not is_asked:
                         # 8: S = Q_i K_jᵀ, the first
-                        mbarrier_wait(barriers + k_full + 8 * stage, phase)
+                        mbarrier_wait(barriers + k_full + 8 * stage, phase)  # K_j is there
                         k_desc = descriptor(along, tile + k_offset + stage * k_size)
                         wgmma_fence()
                         ask_for_scores(s, q_desc, k_desc)
@@ -286,7 +294,7 @@ def forward_kernel(
                         listed = ld_shared(tile + list_offset + 4 * stage)
                     col = (listed >> 1 if is_listed else stop - 1) * block_k
                     fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
-                    wait_for_all()
+                    wait_for_all()  # S is there, and K_j was read
                     if lane == 0:
                         mbarrier_arrive(barriers + k_empty + 8 * stage)
                 before = int32(0)  # the stage of the values before
@@ -315,9 +323,9 @@ def forward_kernel(
                             acc[t, 2] *= rescale_1
                             acc[t, 3] *= rescale_1
                     if found:
-                        mbarrier_wait(barriers + v_full + 8 * stage, phase)
+                        mbarrier_wait(barriers + v_full + 8 * stage, phase)  # V_j is there
                         clear_unseen(
-                            int32(cuda.threadIdx.x - WARPGROUP), lane, s, shared,
+                            int32(cuda.threadIdx.x - WARPGROUP), lane, s, rows - own_row, shared,
                             tile - shared_address(shared) + seen_offset,
                             tile + v_offset + stage * v_size,
                         )  # fmt: skip
@@ -328,11 +336,11 @@ def forward_kernel(
                     stage, phase = next_stage(stage, phase)
                     has_next = n + 1 < stop - first
                     if has_next:
-                        mbarrier_wait(barriers + k_full + 8 * stage, phase)
+                        mbarrier_wait(barriers + k_full + 8 * stage, phase)  # the next K is there
                         if is_listed:
                             listed = ld_shared(tile + list_offset + 4 * stage)
                     if takes_turns:
-                        bar_sync(1 + me, turns)  # the other's products are all asked for
+                        bar_sync(TURN + me, turns)  # the other's products are all asked for
                     wgmma_fence()
                     if has_next:
                         # 8: the next S = Q_i K_jᵀ, computed while P V is waited for
@@ -340,12 +348,12 @@ def forward_kernel(
                         ask_for_scores(s, q_desc, k_desc)
                     wgmma_commit_group()
                     # 10, second half: O = O + P V_j
-                    mbarrier_wait(barriers + v_full + 8 * before, v_phase)
+                    mbarrier_wait(barriers + v_full + 8 * before, v_phase)  # V_j is there
                     v_desc = descriptor(across, tile + v_offset + before * v_size)
                     accumulate(acc, p, v_desc, n)
                     wgmma_commit_group()
                     if takes_turns:
-                        bar_arrive(1 + (me + 1) % consumers, turns)
+                        bar_arrive(TURN + (me + 1) % consumers, turns)  # the next one's turn
                     if (
                         asks_ahead and n == 0
                     ):  # not before the products: a branch there holds them up
@@ -354,7 +362,7 @@ def forward_kernel(
                     if has_bits and has_next:  # while it is computed
                         col = (listed >> 1 if is_listed else stop - 2 - n) * block_k
                         fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
-                    wait_for_scores()
+                    wait_for_scores()  # the next S is there, and its K was read; P V may go on
                     if has_next and lane == 0:
                         mbarrier_arrive(barriers + k_empty + 8 * stage)
                 is_asked = False
@@ -363,19 +371,19 @@ def forward_kernel(
                     give_back(barriers + q_empty, thread, copied)  # if this item has no tiles
                     copied = int32(-1)
                     following, q_phase_then = next_slot(slot, q_phase)
-                    mbarrier_wait(barriers + 8 * following, q_phase_then)
+                    mbarrier_wait(barriers + 8 * following, q_phase_then)  # the next Q is there
                     ahead = numbers + number_bytes * following
                     is_asked = ld_shared(ahead) > 0 and skipped_of(ahead, me, found) == 0
                     if is_asked:
-                        mbarrier_wait(barriers + k_full + 8 * stage, phase)
+                        mbarrier_wait(barriers + k_full + 8 * stage, phase)  # its first K is there
                         q_desc = descriptor(along, tile + following * q_size + me * (ROWS * LINE))
                         k_desc = descriptor(along, tile + k_offset + stage * k_size)
                         wgmma_fence()
                         ask_for_scores(s, q_desc, k_desc)
                     wgmma_commit_group()
-                    wait_for_scores()
+                    wait_for_scores()  # the last P V is done: V was read; the next S may go on
                 else:
-                    wait_for_all()
+                    wait_for_all()  # the last P V is done: V was read
                 if first < stop and lane == 0:
                     mbarrier_arrive(barriers + v_empty + 8 * before)
                 # Told again: numbers need no registers meanwhile.
@@ -404,20 +412,20 @@ def forward_kernel(
                     inverse_1 *= extras.keep_scale
                 # 14: write O_i, by way of the tile of q, which this warpgroup has read to the end
                 write_out(own_tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, p)
-                fence_proxy_async()
+                fence_proxy_async()  # the copy engine sees them
                 copied = slot
-                bar_sync(4 + me, WARPGROUP)  # all rows of the warpgroup are there
+                bar_sync(OWN_OUT + me, WARPGROUP)  # all rows of the warpgroup are there
                 top = row + me * ROWS
                 if is_packed or thread == 0:
                     put_out(out, own_tile, thread, b, h, item.first_q + top, rows - top)
                     cp_async_bulk_commit_group()
                 if is_packed:
-                    bar_sync(4 + me, WARPGROUP)
+                    bar_sync(OWN_OUT + me, WARPGROUP)  # all threads have copied: another q may come
                 if not asks_ahead:
                     give_back(barriers + q_empty, thread, copied)
                     copied = int32(-1)
                 slot, q_phase = next_slot(slot, q_phase)
-                mbarrier_wait(barriers + 8 * slot, q_phase)
+                mbarrier_wait(barriers + 8 * slot, q_phase)  # the next item, and its Q, are there
                 item = told(numbers + number_bytes * slot)
                 skipped = skipped_of(numbers + number_bytes * slot, me, found)
             if thread == 0:

@@ -70,18 +70,20 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
         """Apply ``fn`` to each element.
 
         Computes: out[i] = fn(in[i broadcast])
+        Source: minitorch, task 3.3
         Grid: ceil(out_size / threads)
         Block: any number of threads
         One thread does: one element
         Shared: none
         Registers: two indices, which fall into local memory where shapes are arrays
         Global traffic: one read and one write an element, and the shapes and strides
+        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
         """
         # TASK 3.3: One thread, one element: cuda.grid(1), guarded by out_size; indices in cuda.local.array.
         i = cuda.grid(1)
         if i < out_size:
-            out_index = cuda.local.array(MAX_DIMS, int64)
-            in_index = cuda.local.array(MAX_DIMS, int64)
+            out_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+            in_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
             to_index(i, out_shape, out_index)
             broadcast_index(out_index, out_shape, in_shape, in_index)
             value = fn(in_storage[index_to_position(in_index, in_strides)])
@@ -110,18 +112,20 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Any:
         """Apply ``fn`` to each pair of elements.
 
         Computes: out[i] = fn(a[i broadcast], b[i broadcast])
+        Source: minitorch, task 3.3
         Grid: ceil(out_size / threads)
         Block: any number of threads
         One thread does: one element
         Shared: none
         Registers: two indices, which fall into local memory where shapes are arrays
         Global traffic: two reads and one write an element, and the shapes and strides
+        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
         """
         # TASK 3.3: As _map, with two inputs.
         i = cuda.grid(1)
         if i < out_size:
-            out_index = cuda.local.array(MAX_DIMS, int64)
-            in_index = cuda.local.array(MAX_DIMS, int64)
+            out_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+            in_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
             to_index(i, out_shape, out_index)
             broadcast_index(out_index, out_shape, a_shape, in_index)
             a = a_storage[index_to_position(in_index, a_strides)]
@@ -154,16 +158,18 @@ def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
         """Fold one dimension.
 
         Computes: out[i] = fn(start, a[i, 0], a[i, 1], …)
+        Source: minitorch, task 3.3
         Grid: out_size
         Block: up to MAX_THREADS threads; any number, no power of two is needed
         One thread does: its elements in steps of a block, then its part of a tree
         Shared: MAX_THREADS partial folds in the dtype of out
         Registers: one fold; one index in local memory, as reduce_dim is known at run time only
         Global traffic: each element read once, one write for each element of out
+        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
         """
         # TASK 3.3: A block folds one element of out in shared memory: a tree, with a barrier each round.
         partial = cuda.shared.array(MAX_THREADS, out.dtype)  # (threads,)
-        index = cuda.local.array(MAX_DIMS, int64)
+        index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
         thread = cuda.threadIdx.x
         threads = cuda.blockDim.x
 
@@ -210,6 +216,7 @@ def _tensor_matrix_multiply(
     An operand may have fewer matrices; they repeat, as broadcasting asks for.
 
     Computes: out[z, i, j] = sum over k of a[z, i, k] * b[z, k, j]
+    Source: minitorch, task 3.4
     Grid: (ceil(n / 32), ceil(m / 32), batch, or fewer along z)
     Block: (32, 32); x runs along a row, so that neighbours read neighbours
     One thread does: one element of out for every gridDim.z-th matrix
@@ -217,6 +224,7 @@ def _tensor_matrix_multiply(
     Registers: one sum
     Global traffic: a is read ceil(m / 32) times and b ceil(n / 32) times, each element once
         for a tile of out; each element of out is written once
+    Needs: any device, or the simulator
     """
     # TASK 3.4: Walk along k in tiles: load, barrier, multiply, barrier; write once at the end.
     a_tile = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (32, 32)
@@ -262,12 +270,14 @@ def _sum_practice(out: Storage, a: Storage, size: int) -> None:
     """Sum each run of THREADS_PER_BLOCK elements.
 
     Computes: out[block] = sum of a[block * 32 : block * 32 + 32]
+    Source: minitorch, task 3.3, for practice
     Grid: any number of blocks that covers size
     Block: THREADS_PER_BLOCK
     One thread does: one element, then its part of a tree
     Shared: THREADS_PER_BLOCK elements
     Registers: none
     Global traffic: each element read once, one write a block
+    Needs: any device, or the simulator
 
     Args:
         out: (blocks or fewer,); a block without elements writes nothing.
@@ -298,12 +308,14 @@ def _mm_practice(out: Storage, a: Storage, b: Storage, size: int) -> None:
     """Multiply two square matrices that fit in one block.
 
     Computes: out = a @ b
+    Source: minitorch, task 3.4, for practice
     Grid: 1
     Block: (size, size) or more, THREADS_PER_BLOCK² at most
     One thread does: one element of out
     Shared: a and b
     Registers: one sum
     Global traffic: each element of a and b read once, each of out written once
+    Needs: any device, or the simulator
 
     Args:
         out: (size * size,), row-major; likewise a and b.

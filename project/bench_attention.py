@@ -41,7 +41,7 @@ from kernels.shapes import MAX_HEAD_DIM
 from kernels.targets import why_no_cuda
 
 DIRECTIONS = ("forward", "backward")
-MEGABYTE = 1024 * 1024
+MEBIBYTE = 1024 * 1024
 #: Batch, heads and lengths by device.
 DEFAULTS = {
     "cpu": (1, 4, [256, 512, 1024, 2048, 4096, 8192]),
@@ -112,18 +112,18 @@ def measure_memory(args: argparse.Namespace) -> None:
 
 
 def memory_of(name: str, bound: Bound, args: argparse.Namespace, length: int) -> float | None:
-    """Return the megabytes that one pass takes, or None if it ran out of memory."""
+    """Return the MiB that one pass takes, forward and backward, or None if it ran out of memory."""
     if args.device == "cuda":
         before = bound.contestant.start_peak()
         one_pass(bound, args.device)
-        return (bound.contestant.peak() - before) / MEGABYTE
+        return (bound.contestant.peak() - before) / MEBIBYTE
     command = [
         sys.executable, __file__, "--measure-memory", name, "--lengths", str(length), "--batch",
         str(args.batch), "--heads", str(args.heads), "--head-dim", str(args.head_dim),
         *(["--causal"] if args.causal else []),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
-    return int(done.stdout) / MEGABYTE if done.returncode == 0 else None
+    return int(done.stdout) / MEBIBYTE if done.returncode == 0 else None
 
 
 def leave_out(name: str, *places: Row) -> None:
@@ -209,14 +209,14 @@ def tables(rows: list[Row], names: list[str]) -> str:
 
         return cell
 
-    def megabytes(entry: Row) -> str:
+    def mebibytes(entry: Row) -> str:
         return "–" if entry["peak_mb"] is None else f"{entry['peak_mb']:.0f}"
 
     shown = [
         table(f"{direction} ms, × of {last}", rows, names, timing(direction))
         for direction in ("forward", "backward")
     ]
-    return "\n\n".join([*shown, table("peak MB", rows, names, megabytes)])
+    return "\n\n".join([*shown, table("peak MiB", rows, names, mebibytes)])
 
 
 def write(args: argparse.Namespace, argv: list[str], device: str, rows: list[Row]) -> None:

@@ -249,7 +249,7 @@ def test_the_ladder_shows_what_was_measured() -> None:
     row = json.loads(path.read_text(encoding="utf-8"))["rows"][0]
     app.select_slider(key="length").set_value(row["length"])
     table = ran(app).dataframe[0].value
-    shown = dict(zip(table[""], table["peak memory, MB"], strict=True))
+    shown = dict(zip(table[""], table["peak memory, MiB"], strict=True))
     assert shown["flash"] == row["flash"]["peak_mb"]
 
 

@@ -149,8 +149,8 @@ def adam_kernel(own_form: AdamForm) -> Kernel:
         size, beta1, beta2, eps, root, kept = constants
         keep = kept if table[tensor, 4] else one
         own, scale = (size, beta1, beta2, eps, root, keep), real(clip[1])
-        value, grad = cuda.local.array(TURNS, real), cuda.local.array(TURNS, real)
-        m, v = cuda.local.array(TURNS, real), cuda.local.array(TURNS, real)
+        value, grad = cuda.local.array(TURNS, real), cuda.local.array(TURNS, real)  # (TURNS,)
+        m, v = cuda.local.array(TURNS, real), cuda.local.array(TURNS, real)  # (TURNS,)
         for first in range(start + cuda.threadIdx.x, stop, TURNS * THREADS):
             # Read for some turns, then write: the compiler cannot know that a write is not read next.
             for turn in range(TURNS):

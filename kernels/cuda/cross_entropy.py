@@ -51,7 +51,7 @@ def loss_kernel(tile: RowTile, dtype: np.dtype[Any]) -> Kernel:
         Needs: warp shuffles, for which the simulator has a plain form; targets inside the row
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
-        own = cuda.local.array(count, real)
+        own = cuda.local.array(count, real)  # (count,)
         row, thread = cuda.blockIdx.x * rows + cuda.threadIdx.y, cuda.threadIdx.x
         stop, start = (n if row < losses.shape[0] else 0), int64(row) * n
         largest, total = minus_inf, zero
@@ -104,7 +104,7 @@ def gradient_kernel(tile: RowTile, dtype: np.dtype[Any]) -> Kernel:
         Global traffic: one read and one write an element; four numbers a row
         Needs: nothing
         """
-        own = cuda.local.array(count, real)
+        own = cuda.local.array(count, real)  # (count,)
         row, thread, first = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockIdx.y * span
         left, start = n - first, int64(row) * n + first
         dloss, shift, inverse = dlosses[row], shifts[row], inverses[row]

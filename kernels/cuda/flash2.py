@@ -150,17 +150,18 @@ def forward_kernel(
     def flash2_forward(q, k, v, out, lse, scale, extras):
         """Fill one query tile of out and lse.
 
-        Computes   out and lse for one tile of query rows of one (batch, head).
-        Source     FlashAttention-2, Algorithm 1, lines 3-15; FlashAttention, Algorithm 2, lines 11 (mask)
-                   and 14 (dropout).
-        Grid       (num_q_tiles, batch * heads, parts)  one block per query tile, the longest first
-        Block      (lanes * rows_of_threads,)
-        One thread does: the scores of own_rows x own_cols pairs, and own_rows x own_width of O.
-        Shared     q_tile (block_q, head_dim), k_tile (block_k, head_dim), v_tile (block_k, value_dim),
-                   p (block_q, block_k); rows padded by one vector; for some options a byte for four columns
-        Registers  acc (own_rows, own_width), s (own_rows, own_cols), row_max, row_sum (own_rows,)
-        Global     reads q once, k and v once per query tile; writes out and lse once.
-        Needs      warp shuffles and 128-bit loads, for which the simulator has plain forms.
+        Computes: out and lse for one tile of query rows of one (batch, head)
+        Source: FlashAttention-2, Algorithm 1, lines 3-15; FlashAttention, Algorithm 2, lines 11
+            (mask) and 14 (dropout)
+        Grid: (num_q_tiles, batch * heads, parts), one block per query tile, the longest first
+        Block: (lanes * rows_of_threads,)
+        One thread does: the scores of own_rows x own_cols pairs, and own_rows x own_width of O
+        Shared: q_tile (block_q, head_dim), k_tile (block_k, head_dim), v_tile (block_k, value_dim),
+            p (block_q, block_k); rows padded by one vector; for some options a byte for four
+            columns
+        Registers: acc (own_rows, own_width), s (own_rows, own_cols), row_max, row_sum (own_rows,)
+        Global traffic: reads q once, k and v once per query tile; writes out and lse once
+        Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 3: for 1 <= i <= T_r
@@ -170,12 +171,14 @@ def forward_kernel(
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # q_tile, k_tile, v_tile, p
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
-        scratch = cuda.shared.array(scratch_shape, real)
-        acc = cuda.local.array((own_rows, own_width), real)
-        s = cuda.local.array((own_rows, own_cols), real)
-        fragment = cuda.local.array((own_rows, VECTOR), real)
-        row_max = cuda.local.array(own_rows, real)
-        row_sum = cuda.local.array(own_rows, real)
+        scratch = cuda.shared.array(scratch_shape, real)  # (block_q, lanes), in the simulator alone
+        # Rows are ty, ty + rows_of_threads, …; columns of S tx, tx + lanes, …; those of O four from 4 · tx
+        # on, four from 4 · (tx + lanes) on, ….
+        acc = cuda.local.array((own_rows, own_width), real)  # (block_q, value_dim) / threads: O
+        s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
+        fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of P
+        row_max = cuda.local.array(own_rows, real)  # (own_rows,): m
+        row_sum = cuda.local.array(own_rows, real)  # (own_rows,): of l what the own columns give
         # 4: load Q_i, scaled so that exp becomes exp2
         q_row, q_stop = first_q + row, first_q + seq_q
         factor = real(scale) * operand_factor

@@ -109,20 +109,20 @@ def dkdv_kernel(
     def flash2_dkdv(dout, q, k, v, lse, delta, dq, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with atomics, add what it gives to dq, which holds zeros before.
 
-        Computes   dk and dv for one tile of keys of one (batch, head), and its part of dq.
-        Source     FlashAttention-2, Algorithm 2, lines 5-18; without atomics all but line 15;
-                   FlashAttention, Algorithm 4, for mask and dropout.
-        Grid       (num_k_tiles, batch * heads)        one block per key tile
-        Block      (lanes * rows_of_threads,)
-        One thread does: own_keys x own_rows of Sᵀ, dPᵀ and dSᵀ, and own_keys rows of dK and dV.
-        Shared     k_tile, v_tile, q_tile, dout_tile, first P and then dS transposed (block_k, block_q),
-                   lse and delta (block_q,); rows padded by one vector; for some options a byte for
-                   four columns
-        Registers  dk_acc (own_keys, k_width), dv_acc (own_keys, v_width), s and dp (own_keys, own_rows),
-                   with atomics dq_acc (dq_rows, k_width)
-        Global     reads k and v once, q, dout, lse and delta once per key tile; writes dk and dv once;
-                   with atomics adds to dq once per key tile.
-        Needs      128-bit loads, for which the simulator has a plain form.
+        Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq
+        Source: FlashAttention-2, Algorithm 2, lines 5-18; without atomics all but line 15;
+            FlashAttention, Algorithm 4, for mask and dropout
+        Grid: (num_k_tiles, batch * heads), one block per key tile
+        Block: (lanes * rows_of_threads,)
+        One thread does: own_keys x own_rows of Sᵀ, dPᵀ and dSᵀ, and own_keys rows of dK and dV
+        Shared: k_tile, v_tile, q_tile, dout_tile, first P and then dS
+            transposed (block_k, block_q), lse and delta (block_q,); rows padded by one vector; for
+            some options a byte for four columns
+        Registers: dk_acc (own_keys, k_width), dv_acc (own_keys, v_width), s and
+            dp (own_keys, own_rows), with atomics dq_acc (dq_rows, k_width)
+        Global traffic: reads k and v once, q, dout, lse and delta once per key tile; writes dk and
+            dv once; with atomics adds to dq once per key tile
+        Needs: 128-bit loads, for which the simulator has a plain form
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 5: for 1 <= j <= T_c
@@ -130,14 +130,16 @@ def dkdv_kernel(
             cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
         )
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
-        shared = cuda.shared.array(0, real)
+        shared = cuda.shared.array(0, real)  # k, v, q and dout tiles, P or dS, lse, delta
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
-        dk_acc = cuda.local.array((own_keys, k_width), real)
-        dv_acc = cuda.local.array((own_keys, v_width), real)
-        s = cuda.local.array((own_keys, own_rows), real)
-        dp = cuda.local.array((own_keys, own_rows), real)
-        dq_acc = cuda.local.array((dq_rows, k_width), real)
-        fragment = cuda.local.array((fragment_rows, VECTOR), real)
+        # Keys are ty, ty + rows_of_threads, …, as are the rows of dQ; columns of Sᵀ, which are query rows,
+        # tx, tx + lanes, …; those of the sums four from 4 · tx on, four from 4 · (tx + lanes) on, ….
+        dk_acc = cuda.local.array((own_keys, k_width), real)  # (block_k, head_dim) / threads: dK
+        dv_acc = cuda.local.array((own_keys, v_width), real)  # (block_k, value_dim) / threads: dV
+        s = cuda.local.array((own_keys, own_rows), real)  # (block_k, block_q) / threads: Sᵀ, Pᵀ
+        dp = cuda.local.array((own_keys, own_rows), real)  # (block_k, block_q) / threads: dPᵀ, dSᵀ
+        dq_acc = cuda.local.array((dq_rows, k_width), real)  # (block_q, head_dim) / threads: dQ
+        fragment = cuda.local.array((fragment_rows, VECTOR), real)  # (fragment_rows, 4): scratch
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
         # Keys that no row sees, and rows that see no key of the tile, are read as zeros: zero times
         # infinity would be NaN.

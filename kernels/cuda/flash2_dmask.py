@@ -77,16 +77,17 @@ def dmask_kernel(
     def flash2_dmask(dout, q, k, v, lse, delta, dmask, scale, extras):
         """Fill one tile of dmask.
 
-        Computes   dmask = the sum of dS over the batches, heads, rows and columns that share an element
-        Source     none; S = τ Q Kᵀ + mask, so that dmask is dS of FlashAttention-2, Algorithm 2, line 14.
-        Grid       (tiles of the mask, its batches * its heads)  one block per tile of its own elements
-        Block      (lanes * rows_of_threads,)
-        One thread does: own_rows x own_cols of S, dP and dS, and of their sum.
-        Shared     q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
-                   for some options a byte for four columns
-        Registers  acc, s and dp (own_rows, own_cols), shift, own_delta (own_rows,)
-        Global     reads q, k, v, dout, lse, delta once per (batch, head) and tile; writes dmask once.
-        Needs      128-bit loads, for which the simulator has a plain form.
+        Computes: dmask = the sum of dS over the batches, heads, rows and columns that share an element
+        Source: none; S = τ Q Kᵀ + mask, so that dmask is dS of FlashAttention-2, Algorithm 2, line 14
+        Grid: (tiles of the mask, its batches * its heads), one block per tile of its own elements
+        Block: (lanes * rows_of_threads,)
+        One thread does: own_rows x own_cols of S, dP and dS, and of their sum
+        Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
+            for some options a byte for four columns
+        Registers: acc, s and dp (own_rows, own_cols), shift, own_delta (own_rows,)
+        Global traffic: reads q, k, v, dout, lse, delta once per (batch, head) and tile; writes
+            dmask once
+        Needs: 128-bit loads, for which the simulator has a plain form
         """
         batch, heads, seq_q, seq_k = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
         rows, cols = dmask.shape[2], dmask.shape[3]
@@ -108,12 +109,13 @@ def dmask_kernel(
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
-        acc = cuda.local.array((own_rows, own_cols), real)
-        s = cuda.local.array((own_rows, own_cols), real)
-        dp = cuda.local.array((own_rows, own_cols), real)
-        fragment = cuda.local.array((own_rows, VECTOR), real)
-        shift = cuda.local.array(own_rows, real)
-        own_delta = cuda.local.array(own_rows, real)
+        # Rows are ty, ty + rows_of_threads, …, columns tx, tx + lanes, ….
+        acc = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: Σ dS
+        s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
+        dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP
+        fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of dO
+        shift = cuda.local.array(own_rows, real)  # (own_rows,): L, in base 2
+        own_delta = cuda.local.array(own_rows, real)  # (own_rows,): D
         factor = real(scale) * operand_factor
         for i in range(own_rows):
             for c in range(own_cols):

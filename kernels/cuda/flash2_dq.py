@@ -57,15 +57,15 @@ def delta_kernel(threads: int, dtype: np.dtype[Any], has_dlse: bool = False) -> 
     def flash2_delta(dout, out, dlse, delta):
         """Fill delta.
 
-        Computes   D = rowsum(dO ∘ O) - dL, which serves as D does: dS = P ∘ (dP - D) + P dL
-        Source     FlashAttention-2, Algorithm 2, line 4.
-        Grid       ceil(batch * heads * seq_q / threads)
-        Block      (threads,)
+        Computes: D = rowsum(dO ∘ O) - dL, which serves as D does: dS = P ∘ (dP - D) + P dL
+        Source: FlashAttention-2, Algorithm 2, line 4
+        Grid: ceil(batch * heads * seq_q / threads)
+        Block: (threads,)
         One thread does: one row
-        Shared     none
-        Registers  one sum
-        Global     reads dout and out once, and dlse if there is one; writes delta once.
-        Needs      nothing
+        Shared: none
+        Registers: one sum
+        Global traffic: reads dout and out once, and dlse if there is one; writes delta once
+        Needs: nothing
         """
         heads, seq_q = delta.shape[1], delta.shape[2]
         i = cuda.grid(1)
@@ -121,17 +121,18 @@ def dq_kernel(
     def flash2_dq(dout, q, k, v, lse, delta, dq, scale, extras):
         """Fill one query tile of dq.
 
-        Computes   dq for one tile of query rows of one (batch, head).
-        Source     FlashAttention-2, Algorithm 2, lines 10, 11, 13, 14 and 15, by rows; FlashAttention,
-                   Algorithm 4, for mask and dropout.
-        Grid       (num_q_tiles, batch * heads)        one block per query tile, the longest first
-        Block      (lanes * rows_of_threads,)
-        One thread does: own_rows x own_cols of S, dP and dS, and own_rows x own_width of dQ.
-        Shared     q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
-                   for some options a byte for four columns
-        Registers  acc (own_rows, own_width), s and dp (own_rows, own_cols), shift, own_delta (own_rows,)
-        Global     reads q, dout, lse and delta once, k and v once per query tile; writes dq once.
-        Needs      128-bit loads, for which the simulator has a plain form.
+        Computes: dq for one tile of query rows of one (batch, head)
+        Source: FlashAttention-2, Algorithm 2, lines 10, 11, 13, 14 and 15, by rows; FlashAttention,
+            Algorithm 4, for mask and dropout
+        Grid: (num_q_tiles, batch * heads), one block per query tile, the longest first
+        Block: (lanes * rows_of_threads,)
+        One thread does: own_rows x own_cols of S, dP and dS, and own_rows x own_width of dQ
+        Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
+            for some options a byte for four columns
+        Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), shift,
+            own_delta (own_rows,)
+        Global traffic: reads q, dout, lse and delta once, k and v once per query tile; writes dq once
+        Needs: 128-bit loads, for which the simulator has a plain form
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         flat, row, first_q, seq_q, first_k, seq_k = place(
@@ -140,12 +141,14 @@ def dq_kernel(
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
-        acc = cuda.local.array((own_rows, own_width), real)
-        s = cuda.local.array((own_rows, own_cols), real)
-        dp = cuda.local.array((own_rows, own_cols), real)
-        fragment = cuda.local.array((own_rows, VECTOR), real)
-        shift = cuda.local.array(own_rows, real)
-        own_delta = cuda.local.array(own_rows, real)
+        # Rows are ty, ty + rows_of_threads, …; columns of S tx, tx + lanes, …; those of dQ four from 4 · tx
+        # on, four from 4 · (tx + lanes) on, ….
+        acc = cuda.local.array((own_rows, own_width), real)  # (block_q, head_dim) / threads: dQ
+        s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
+        dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP, dS
+        fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, dO or dS
+        shift = cuda.local.array(own_rows, real)  # (own_rows,): L, in base 2
+        own_delta = cuda.local.array(own_rows, real)  # (own_rows,): D
         q_row, q_stop = first_q + row, first_q + seq_q
         factor = real(scale) * operand_factor
         load_q(cuda.threadIdx.x, q, b, h, q_row, q_row, q_stop, factor, shared, q_tile)

@@ -67,15 +67,15 @@ def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any]) -> Kernel:
     def flash2_merge(part_out, part_lse, out, lse):
         """Merge what parts of the keys gave.
 
-        Computes   L = log Σ exp(L_part), O = Σ exp(L_part - L) O_part
-        Source     FlashAttention-2, section 3.1; the split of keys as in Flash-Decoding.
-        Grid       ceil(batch * heads * seq_q * value_dim / threads)
-        Block      any number of threads
+        Computes: L = log Σ exp(L_part), O = Σ exp(L_part - L) O_part
+        Source: FlashAttention-2, section 3.1; the split of keys as in Flash-Decoding
+        Grid: ceil(batch * heads * seq_q * value_dim / threads)
+        Block: any number of threads
         One thread does: one element of out, and of lse where the element is the first of its row
-        Shared     none
-        Registers  one sum and one weight
-        Global     reads part_out once, part_lse once per element; writes out and lse once.
-        Needs      nothing
+        Shared: none
+        Registers: one sum and one weight
+        Global traffic: reads part_out once, part_lse twice per element; writes out and lse once
+        Needs: nothing
         """
         batch, heads, seq_q, dim = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
         i = cuda.grid(1)

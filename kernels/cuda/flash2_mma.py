@@ -173,20 +173,21 @@ def forward_kernel(
     def flash2_mma_forward(q, k, v, out, lse, scale, flag, extras):
         """Fill one query tile of out and lse.
 
-        Computes   out and lse for one tile of query rows of one (batch, head).
-        Source     FlashAttention-2, Algorithm 1, lines 3-15; FlashAttention, Algorithm 2, lines 11 (mask)
-                   and 14 (dropout).
-        Grid       (num_q_tiles * parts, batch * heads)  one block per query tile, the longest first
-        Block      (32 * warps,)
-        One thread does: of 16 x 8 tiles, for row_tiles * 16 rows of its warp, two neighbouring columns of
-                   two rows: of S block_k / 8 tiles, of O value_dim / 8.
-        Shared     q_tile (block_q, head_dim); of each stage k_tile (block_k, head_dim), v_tile (block_k,
-                   value_dim), swizzled; at the end out (block_q, value_dim); for some options a byte for
-                   four columns
-        Registers  acc (row_tiles * value_dim / 8, 4), s (row_tiles * block_k / 8, 4), a (row_tiles, 4),
-                   b (2, 2), the last two for each term, row_max, new_max, row_sum (2 * row_tiles,)
-        Global     reads q once, k and v once per query tile; writes out and lse once.
-        Needs      compute capability 8.0.
+        Computes: out and lse for one tile of query rows of one (batch, head)
+        Source: FlashAttention-2, Algorithm 1, lines 3-15; FlashAttention, Algorithm 2, lines 11
+            (mask) and 14 (dropout)
+        Grid: (num_q_tiles * parts, batch * heads), one block per query tile, the longest first
+        Block: (32 * warps,)
+        One thread does: of 16 x 8 tiles, for row_tiles * 16 rows of its warp, two neighbouring
+            columns of two rows: of S block_k / 8 tiles, of O value_dim / 8
+        Shared: q_tile (block_q, head_dim); of each stage k_tile (block_k, head_dim),
+            v_tile (block_k, value_dim), swizzled; at the end out (block_q, value_dim); for some
+            options a byte for four columns
+        Registers: acc (row_tiles * value_dim / 8, 4), s (row_tiles * block_k / 8, 4),
+            a (row_tiles, 4), b (2, 2), the last two for each term, row_max, new_max, row_sum
+            (2 * row_tiles,)
+        Global traffic: reads q once, k and v once per query tile; writes out and lse once
+        Needs: compute capability 8.0
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 3: for 1 <= i <= T_r
@@ -202,17 +203,19 @@ def forward_kernel(
         if skips:  # taken from one lane: so the compiler sees that a warp goes one way
             warp = int(cuda.shfl_sync(0xFFFFFFFF, int32(warp), 0))
         warp_row = warp * warp_rows
-        bits = cuda.shared.array(0, uint8)  # q_tile, k_tile, v_tile; the bits begin after them
+        bits = cuda.shared.array(0, uint8)  # q, two each of k and v; then bits, then seen
         halves = cuda.shared.array(0, uint16)  # the same memory
         memory = shared_address(bits)
         q_tile, k_tile, v_tile = memory + q_offset, memory + k_offset, memory + v_offset
-        acc = cuda.local.array((acc_tiles, 4), float32)
-        s = cuda.local.array((s_tiles, 4), float32)
-        a_fragment = cuda.local.array((a_tiles, 4), uint32)
-        b_fragment = cuda.local.array((b_tiles, 2), uint32)
-        row_max = cuda.local.array(own_rows, float32)
-        new_max = cuda.local.array(own_rows, float32)
-        row_sum = cuda.local.array(own_rows, float32)
+        # Of 16 x 8 sums a lane has rows lane / 4 and eight below, columns 2 (lane % 4) and the next.
+        # Fragments are pairs of 16 bits, of each term.
+        acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, value_dim) / 32: O
+        s = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: S, then P
+        a_fragment = cuda.local.array((a_tiles, 4), uint32)  # (warp_rows, 16) / 32: Q, or P
+        b_fragment = cuda.local.array((b_tiles, 2), uint32)  # (16, 16) / 32: K, or V
+        row_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m, the same in four lanes
+        new_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m_new, likewise
+        row_sum = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: l of own columns
         row_stop = min(row + block_q, seq_q)
         first = first_tile(row, block_k, seq_k, extras.lower)
         stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)

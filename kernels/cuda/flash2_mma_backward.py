@@ -146,21 +146,21 @@ def dkdv_kernel(
     def flash2_mma_dkdv(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, flag, extras):
         """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
 
-        Computes   dk and dv for one tile of keys of one (batch, head), and its part of dq / τ.
-        Source     FlashAttention-2, Algorithm 2, lines 5-18; without sums all but line 15;
-                   FlashAttention, Algorithm 4, for mask and dropout.
-        Grid       (num_k_tiles * parts, batch * heads)  one block per key tile and part of the columns
-        Block      (32 * warps,)
-        One thread does: of 16 x 8 tiles, for the keys of its warp, two neighbouring query rows of two
-                   keys: of Sᵀ and dPᵀ step_q / 8 tiles, of dK and dV their columns / 8.
-        Shared     k_tile, v_tile (block_k, dim), two each of q_tile, dout_tile (block_q, dim), lse and
-                   delta (block_q,); with sums dSᵀ (block_k, block_q); swizzled; for some options a byte
-                   for four columns
-        Registers  dk_acc, dv_acc (key_tiles * columns / 8, 4), s, dp (key_tiles * step_q / 8, 4), with
-                   sums those of dq, a share of (block_q, columns)
-        Global     reads k and v once, q, dout, lse and delta once per key tile; writes dk and dv once;
-                   with sums adds to those of dq once per key tile.
-        Needs      compute capability 8.0.
+        Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq / τ
+        Source: FlashAttention-2, Algorithm 2, lines 5-18; without sums all but line 15;
+            FlashAttention, Algorithm 4, for mask and dropout
+        Grid: (num_k_tiles * parts, batch * heads), one block per key tile and part of the columns
+        Block: (32 * warps,)
+        One thread does: of 16 x 8 tiles, for the keys of its warp, two neighbouring query rows of
+            two keys: of Sᵀ and dPᵀ step_q / 8 tiles, of dK and dV their columns / 8
+        Shared: k_tile, v_tile (block_k, dim), two each of q_tile, dout_tile (block_q, dim), lse and
+            delta (block_q,); with sums dSᵀ (block_k, block_q); swizzled; for some options a byte
+            for four columns
+        Registers: dk_acc, dv_acc (key_tiles * columns / 8, 4), s, dp (key_tiles * step_q / 8, 4),
+            with sums those of dq, a share of (block_q, columns)
+        Global traffic: reads k and v once, q, dout, lse and delta once per key tile; writes dk and
+            dv once; with sums adds to those of dq once per key tile
+        Needs: compute capability 8.0
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 5: for 1 <= j <= T_c
@@ -176,18 +176,21 @@ def dkdv_kernel(
         thread = cuda.threadIdx.x
         lane, warp = int32(thread % WARP), thread // WARP
         warp_key = warp * warp_keys
-        bits = cuda.shared.array(0, uint8)  # all tiles; the bits begin after them
+        # k, v, two each of q and dout, ds, two each of lse and delta; then bits, then seen
+        bits = cuda.shared.array(0, uint8)
         halves = cuda.shared.array(0, uint16)  # the same memory
         floats = cuda.shared.array(0, float32)  # the same memory
         memory = shared_address(bits)
         k_tile, v_tile, ds_tile = memory + k_offset, memory + v_offset, memory + ds_offset
         q_tile, dout_tile = memory + q_offset, memory + dout_offset
-        dk_acc = cuda.local.array((dk_tiles, 4), float32)
-        dv_acc = cuda.local.array((dv_tiles, 4), float32)
-        s = cuda.local.array((s_tiles, 4), float32)
-        dp = cuda.local.array((s_tiles, 4), float32)
-        a_fragment = cuda.local.array((a_tiles, 4), uint32)
-        b_fragment = cuda.local.array((b_tiles, 2), uint32)
+        # Of 16 x 8 sums a lane has keys lane / 4 and eight below, columns 2 (lane % 4) and the next.
+        # Fragments are pairs of 16 bits, of each term.
+        dk_acc = cuda.local.array((dk_tiles, 4), float32)  # (warp_keys, k_own) / 32: dK
+        dv_acc = cuda.local.array((dv_tiles, 4), float32)  # (warp_keys, v_own) / 32: dV
+        s = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: Sᵀ, then (P ∘ Z)ᵀ
+        dp = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: dPᵀ, then dSᵀ
+        a_fragment = cuda.local.array((a_tiles, 4), uint32)  # (warp_keys, 16) / 32: K, V, P or dS
+        b_fragment = cuda.local.array((b_tiles, 2), uint32)  # (16, 16) / 32: Q, or dO
         # 8: for 1 <= i <= T_r, but only those that see a column of the tile
         first, stop, k_start, k_stop, q_start, q_stop = bounds(
             col, first_q, seq_q, first_k, seq_k, extras

@@ -110,20 +110,20 @@ def dq_kernel(
     def flash2_mma_dq(dout, q, k, v, lse, delta, dq, scale, flag, extras):
         """Fill one query tile of dq.
 
-        Computes   dq for one tile of query rows of one (batch, head).
-        Source     FlashAttention-2, Algorithm 2, lines 10, 11, 13, 14 and 15, by rows; FlashAttention,
-                   Algorithm 4, for mask and dropout.
-        Grid       (num_q_tiles, batch * heads)  one block per query tile, the longest first
-        Block      (32 * warps,)
-        One thread does: of 16 x 8 tiles, for row_tiles * 16 rows of its warp, two neighbouring columns of
-                   two rows: of S and dP block_k / 8 tiles, of dQ head_dim / 8.
-        Shared     q_tile (block_q, head_dim), dout_tile (block_q, value_dim), two k_tile (block_k,
-                   head_dim), two v_tile (block_k, value_dim), swizzled; at the end dq in the place of q;
-                   for some options a byte for four columns
-        Registers  acc (row_tiles * head_dim / 8, 4), s, dp (row_tiles * block_k / 8, 4), shift, own_delta
-                   (2 * row_tiles,)
-        Global     reads q, dout, lse and delta once, k and v once per query tile; writes dq once.
-        Needs      compute capability 8.0.
+        Computes: dq for one tile of query rows of one (batch, head)
+        Source: FlashAttention-2, Algorithm 2, lines 10, 11, 13, 14 and 15, by rows; FlashAttention,
+            Algorithm 4, for mask and dropout
+        Grid: (num_q_tiles, batch * heads), one block per query tile, the longest first
+        Block: (32 * warps,)
+        One thread does: of 16 x 8 tiles, for row_tiles * 16 rows of its warp, two neighbouring
+            columns of two rows: of S and dP block_k / 8 tiles, of dQ head_dim / 8
+        Shared: q_tile (block_q, head_dim), dout_tile (block_q, value_dim), two
+            k_tile (block_k, head_dim), two v_tile (block_k, value_dim), swizzled; at the end dq in
+            the place of q; for some options a byte for four columns
+        Registers: acc (row_tiles * head_dim / 8, 4), s, dp (row_tiles * block_k / 8, 4), shift,
+            own_delta (2 * row_tiles,)
+        Global traffic: reads q, dout, lse and delta once, k and v once per query tile; writes dq once
+        Needs: compute capability 8.0
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         flat, row, first_q, seq_q, first_k, seq_k = place(
@@ -131,18 +131,20 @@ def dq_kernel(
         )
         thread = cuda.threadIdx.x
         lane, warp_row = thread % WARP, thread // WARP * warp_rows
-        bits = cuda.shared.array(0, uint8)  # all tiles; the bits begin after them
+        bits = cuda.shared.array(0, uint8)  # q, dout, two each of k and v; then bits, then seen
         halves = cuda.shared.array(0, uint16)  # the same memory
         memory = shared_address(bits)
         q_tile, dout_tile = memory + q_offset, memory + dout_offset
         k_tile, v_tile = memory + k_offset, memory + v_offset
-        acc = cuda.local.array((acc_tiles, 4), float32)
-        s = cuda.local.array((s_tiles, 4), float32)
-        dp = cuda.local.array((s_tiles, 4), float32)
-        a_fragment = cuda.local.array((a_tiles, 4), uint32)
-        b_fragment = cuda.local.array((b_tiles, 2), uint32)
-        shift = cuda.local.array(own_rows, float32)
-        own_delta = cuda.local.array(own_rows, float32)
+        # Of 16 x 8 sums a lane has rows lane / 4 and eight below, columns 2 (lane % 4) and the next.
+        # Fragments are pairs of 16 bits, of each term.
+        acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, head_dim) / 32: dQ
+        s = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: S, then P
+        dp = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: dP, then dS
+        a_fragment = cuda.local.array((a_tiles, 4), uint32)  # (warp_rows, 16) / 32: Q, dO or dS
+        b_fragment = cuda.local.array((b_tiles, 2), uint32)  # (16, 16) / 32: K, or V
+        shift = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: L in base 2
+        own_delta = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: D
         row_stop = min(row + block_q, seq_q)
         first = first_tile(row, block_k, seq_k, extras.lower)
         stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)

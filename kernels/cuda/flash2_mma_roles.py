@@ -138,19 +138,20 @@ def roles_kernel(
     def flash2_mma_roles(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, flag, extras):
         """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
 
-        Computes   dk and dv for one tile of keys of one (batch, head), and its part of dq / τ.
-        Source     FlashAttention-2, Algorithm 2, lines 5-18; without sums all but line 15.
-        Grid       (num_k_tiles, batch * heads)  one block per key tile
-        Block      (32 * warps,)  one half for Sᵀ and dV, the other for dPᵀ and dK
-        One thread does: of 16 x 8 tiles, for the keys and step_q query rows of its warp, two neighbouring
-                   rows of two keys: of Sᵀ or dPᵀ step_q / 8 tiles, of dV or dK its warp's columns / 8
-        Shared     k_tile, v_tile (block_k, dim), two each of q_tile, dout_tile (block_q, dim), lse and
-                   delta (block_q,); Pᵀ, dSᵀ (block_k, block_q), swizzled, and Pᵀ as float32
-        Registers  acc (key_tiles * columns / 8, 4), s (key_tiles * step_q / 8, 4), with sums those of dq,
-                   a share of (block_q, dim)
-        Global     reads k and v once, q, dout, lse and delta once per key tile; writes dk and dv once;
-                   with sums adds to those of dq once per key tile.
-        Needs      compute capability 8.0.
+        Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq / τ
+        Source: FlashAttention-2, Algorithm 2, lines 5-18; without sums all but line 15
+        Grid: (num_k_tiles, batch * heads), one block per key tile
+        Block: (32 * warps,), one half for Sᵀ and dV, the other for dPᵀ and dK
+        One thread does: of 16 x 8 tiles, for the keys and step_q query rows of its warp, two
+            neighbouring rows of two keys: of Sᵀ or dPᵀ step_q / 8 tiles, of dV or dK its warp's
+            columns / 8
+        Shared: k_tile, v_tile (block_k, dim), two each of q_tile, dout_tile (block_q, dim), lse and
+            delta (block_q,); Pᵀ, dSᵀ (block_k, block_q), swizzled, and Pᵀ as float32
+        Registers: acc (key_tiles * columns / 8, 4), s (key_tiles * step_q / 8, 4), with sums those
+            of dq, a share of (block_q, dim)
+        Global traffic: reads k and v once, q, dout, lse and delta once per key tile; writes dk and
+            dv once; with sums adds to those of dq once per key tile
+        Needs: compute capability 8.0
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         # 5: for 1 <= j <= T_c
@@ -162,7 +163,8 @@ def roles_kernel(
         of_scores, number = warp < role_warps, warp % role_warps
         first_key, first_row = number // q_warps * warp_keys, number % q_warps * step_q
         chunk = number % q_warps * (own // COLS)
-        bits = cuda.shared.array(0, uint8)  # all tiles
+        # k, v, two each of q and dout, P, dS, P in float32, two each of lse and delta
+        bits = cuda.shared.array(0, uint8)
         halves = cuda.shared.array(0, uint16)  # the same memory
         floats = cuda.shared.array(0, float32)  # the same memory
         memory = shared_address(bits)
@@ -174,11 +176,13 @@ def roles_kernel(
         own_scores = memory + p_offset if of_scores else ds_tile
         own_rows = dout_tile if of_scores else q_tile
         handed = memory + handed_offset + CHUNK * (number * s_tiles * WARP + lane)
-        acc = cuda.local.array((acc_tiles, 4), float32)
-        s = cuda.local.array((s_tiles, 4), float32)
-        a_fragment = cuda.local.array((key_tiles, 4), uint32)
-        b_fragment = cuda.local.array((2, 2), uint32)
-        p = cuda.local.array(4, uint32)
+        # Of 16 x 8 sums a lane has keys lane / 4 and eight below, columns 2 (lane % 4) and the next.
+        # Fragments are pairs of 16 bits.
+        acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_keys, own) / 32: dV, or dK
+        s = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: Sᵀ, Pᵀ, or dPᵀ, dSᵀ
+        a_fragment = cuda.local.array((key_tiles, 4), uint32)  # (warp_keys, 16) / 32: K, V, P or dS
+        b_fragment = cuda.local.array((2, 2), uint32)  # (16, 16) / 32: Q, or dO
+        p = cuda.local.array(4, uint32)  # (16, 8) / 32: Pᵀ, as bits of float32
         # 8: for 1 <= i <= T_r, but only those that see a column of the tile
         first, stop, k_start, k_stop, q_start, q_stop = bounds(
             col, first_q, seq_q, first_k, seq_k, extras
@@ -254,10 +258,10 @@ def roles_kernel(
                 for n in range(s_tiles):
                     st_shared_v4_f32(handed + CHUNK * WARP * n, s[n])
                 keep_scores(s, own_scores, lane, first_key, first_row // COLS)
-                bar_arrive(P_READY, threads)
-                bar_sync(P_WHOLE, role_threads)
+                bar_arrive(P_READY, threads)  # its P is there for the other half
+                bar_sync(P_WHOLE, role_threads)  # all of the half have stored their P
             else:
-                bar_sync(P_READY, threads)
+                bar_sync(P_READY, threads)  # P is there, in float32
                 # 14: dS = P ∘ (dP - D_i)
                 for n in range(col_tiles):
                     low, high = ld_shared_v2(memory + delta_offset + 4 * (at_row + n * COLS))
@@ -270,8 +274,8 @@ def roles_kernel(
                             s[at, i] = prob * ds if prob != zero else zero
                 keep_scores(s, own_scores, lane, first_key, first_row // COLS)
                 if has_sums:
-                    bar_arrive(DS_READY, threads)
-                bar_sync(DS_WHOLE, role_threads)
+                    bar_arrive(DS_READY, threads)  # its dS is there for the other half
+                bar_sync(DS_WHOLE, role_threads)  # all of the half have stored their dS
             # 12: dV_j += P_ijᵀ dO_i     16: dK_j += dSᵀ Q_i
             lane = anew(lane)
             rows = own_rows + stage * stage_bytes
@@ -280,7 +284,7 @@ def roles_kernel(
                 at = other * block_q + thread
                 floats[lse_index + at], floats[delta_index + at] = shift, own_delta
             if has_sums and of_scores:
-                bar_sync(DS_READY, threads)
+                bar_sync(DS_READY, threads)  # all of dS is there
             # 15: dQ_i += dS K_j
             lane = anew(lane)
             add_dq(

@@ -68,8 +68,8 @@ def make_clear_unseen(sizes: Guarded) -> Callable[..., None]:
 
     @device_function
     def clear_unseen(thread, own_key, lane, s, p, bytes_, seen, q, dout, keys, copy):
-        seen_keys, words = seen + block_q, cuda.local.array(4, uint32)
-        zeros = cuda.local.array(4, uint32)
+        seen_keys, words = seen + block_q, cuda.local.array(4, uint32)  # words (4,)
+        zeros = cuda.local.array(4, uint32)  # (4,)
         for i in range(4):
             zeros[i] = 0
         for n in range(thread, block_q + block_k, threads):
@@ -91,7 +91,7 @@ def make_clear_unseen(sizes: Guarded) -> Callable[..., None]:
                     st_shared_v4(copy + n * CHUNK, words)
                 else:
                     st_shared_v4(copy + n * CHUNK, zeros)
-        fence_proxy_async()
+        fence_proxy_async()  # products see the zeros
         bar_sync(EVERYONE, threads)  # what nobody sees is zeros
 
     return clear_unseen

@@ -103,7 +103,7 @@ def make_passes(
             draw(kept, lane, flat, int32(row - across), int32(col - along), extras)
         if has_seen:
             see(seen, mask_words, lane, listed, flat, own, b, h, row, col, seq_q, seq_k, extras)
-        w = cuda.local.array(4, float32)
+        w = cuda.local.array(4, float32)  # (4,)
         for t in range(tiles):
             low, high = pair_of(numbers, t)
             for i in range(4):

@@ -40,17 +40,17 @@ def rows_kernel(is_packed: bool = False) -> Kernel:
     def flash3_rows(lse, delta, padded_lse, padded_delta, factor, extras):
         """Fill padded_lse, in base 2, and padded_delta.
 
-        Computes   L · log2(e), and factor · D, see ``delta_factor``.  Rows that see nothing, and
-                   those beyond the end, have L infinite and D zero: their probabilities and gradients
-                   are then 0.
-        Source     none
-        Grid       (tiles of 128 rows, batch * heads)
-        Block      (128,)
+        Computes: L · log2(e), and factor · D, see ``delta_factor``; rows that see nothing, and
+            those beyond the end, have L infinite and D zero: their probabilities and gradients are
+            then 0
+        Source: none
+        Grid: (tiles of 128 rows, batch * heads)
+        Block: (128,)
         One thread does: one row
-        Shared     none
-        Registers  two numbers
-        Global     reads lse and delta once; writes as much, and the padding.
-        Needs      nothing
+        Shared: none
+        Registers: two numbers
+        Global traffic: reads lse and delta once; writes as much, and the padding
+        Needs: nothing
         """
         heads, y, thread = lse.shape[1], int32(cuda.blockIdx.y), int32(cuda.threadIdx.x)
         flat, start, first, rows, _, _ = place(
@@ -76,18 +76,18 @@ def zero_kernel() -> Kernel:
     def flash3_zero(sums):
         """Fill sums.
 
-        Computes   0
-        Source     none
-        Grid       ceil(elements / 4 / threads)
-        Block      (threads,)
+        Computes: 0
+        Source: none
+        Grid: ceil(elements / 4 / threads)
+        Block: (threads,)
         One thread does: four neighbours
-        Shared     none
-        Registers  four words
-        Global     writes sums once.
-        Needs      a multiple of four elements
+        Shared: none
+        Registers: four words
+        Global traffic: writes sums once
+        Needs: a multiple of four elements
         """
         place = int64(cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * CHUNK
-        words = cuda.local.array(4, uint32)
+        words = cuda.local.array(4, uint32)  # (4,)
         for i in range(4):
             words[i] = 0
         if place < WORD * sums.shape[0]:
@@ -117,16 +117,16 @@ def round_dq_kernel(
     def flash3_round_dq(dq_sum, dq, padded_rows, scale, extras):
         """Fill dq.
 
-        Computes   scale · dq_sum, each number rounded once.
-        Source     none
-        Grid       (tiles of 128 rows * ceil(128 * head_dim / 8 / threads), batch * heads)
-        Block      (threads,)
-        One thread does: eight neighbours of a row, which four lanes of a warpgroup left, two of them each:
-                   the sums lie as the accumulators of ``wgmma`` do, register by register
-        Shared     none
-        Registers  eight numbers
-        Global     reads dq_sum once and writes dq once.
-        Needs      cc 9.0, head_dim a multiple of eight
+        Computes: scale · dq_sum, each number rounded once
+        Source: none
+        Grid: (tiles of 128 rows * ceil(128 * head_dim / 8 / threads), batch * heads)
+        Block: (threads,)
+        One thread does: eight neighbours of a row, which four lanes of a warpgroup left, two of
+            them each: the sums lie as the accumulators of ``wgmma`` do, register by register
+        Shared: none
+        Registers: eight numbers
+        Global traffic: reads dq_sum once and writes dq once
+        Needs: cc 9.0, head_dim a multiple of eight
         """
         heads, seq_q, pieces = dq.shape[1], dq.shape[2], dq.shape[3] // EIGHT
         blocks, y = (PADDING * pieces + THREADS - 1) // THREADS, int32(cuda.blockIdx.y)
@@ -145,7 +145,7 @@ def round_dq_kernel(
             lane = int32(r // 16 * 32 + r % 8 * 4)
             first = (y * (padded_rows // block_q) + tile) * consumers + owner
             place = first * share_words + (col // 8 * WARPGROUP + lane) * 4 + r % 16 // 8 * 2
-            words, tau = cuda.local.array(4, uint32), float32(scale)
+            words, tau = cuda.local.array(4, uint32), float32(scale)  # words (4,)
             for pair in range(4):
                 low, high = dq_sum[place + 4 * pair], dq_sum[place + 4 * pair + 1]
                 words[pair] = pack(low * tau, high * tau)

@@ -113,7 +113,7 @@ def give_back(q_empty, thread, slot):
 
     All wait, most for nothing: in a branch of one thread that would make products wait for one another.
     """
-    wait_for_reads()
+    wait_for_reads()  # out was read: the slot is free
     if thread == 0 and slot >= 0:
         mbarrier_arrive(q_empty + 8 * slot)
 
@@ -170,7 +170,7 @@ def make_deal(
             full_stop = int32(full_tiles_stop(row, block_k, cols, extras.upper))
             begin, end = entries(flat, row, rows, first, stop, extras)
             at = numbers + number_bytes * slot
-            mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)
+            mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)  # all have left the slot
             tell(
                 at,
                 Item(
@@ -181,7 +181,7 @@ def make_deal(
             for c in range(consumers):
                 skipped = skipped_by(c, row, row_stop, first, stop, cols, extras)
                 st_shared(skip_place(at, c), int32(0) if is_listed else skipped)
-            mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))
+            mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # the item is told
             # 4: load Q_i
             full_q = barriers + BARRIER * slot
             mbarrier_arrive_expect_tx(full_q, q_bytes)
@@ -190,10 +190,10 @@ def make_deal(
             )
             slot, phase = next_slot(slot, phase)
             item = int32(cuda.gridDim.x + following)
-        mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)
+        mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)  # all have left the slot
         st_shared(numbers + number_bytes * slot, int32(-1))  # no more of them
-        mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))
-        mbarrier_arrive(barriers + BARRIER * slot)
+        mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # who copies keys may end
+        mbarrier_arrive(barriers + BARRIER * slot)  # and the consumers, who wait for q
         # The last block to end sets the counters back for the next launch.
         if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
             next_item[0], next_item[1] = 0, 0

@@ -123,7 +123,7 @@ def make_pairs(kind: str, first: int) -> tuple[Callable[..., None], Callable[...
 
     @device_function
     def bring(words, mask_words, place, step):
-        quad = cuda.local.array(QUAD, uint32)
+        quad = cuda.local.array(QUAD, uint32)  # (QUAD,)
         ld_global_v4(quad, global_address(mask_words) + 4 * (place + step * (QUAD * WARP)))
         for n in range(QUAD):
             words[first + QUAD * step + n] = quad[n]
@@ -211,15 +211,15 @@ def pack_kernel(cols: int, by_keys: bool) -> Kernel:
     def pack_mask(mask, heads, groups, tiles, packed):
         """Fill packed.
 
-        Computes   a word of 32 elements of a lane: bit 4 u + i is that of element (8 n + u, i)
-        Source     none
-        Grid       (ceil(groups * tiles * words * 32 / threads), batches * heads)
-        Block      (threads,)
+        Computes: a word of 32 elements of a lane: bit 4 u + i is that of element (8 n + u, i)
+        Source: none
+        Grid: (ceil(groups * tiles * words * 32 / threads), batches * heads)
+        Block: (threads,)
         One thread does: one word
-        Shared     none
-        Registers  one word
-        Global     reads the mask once; writes packed once.
-        Needs      nothing
+        Shared: none
+        Registers: one word
+        Global traffic: reads the mask once; writes packed once
+        Needs: nothing
         """
         thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
         lane, place = thread % WARP, thread // WARP
@@ -254,15 +254,16 @@ def pack_pairs_kernel(cols: int, by_keys: bool) -> Kernel:
     def pack_pairs(mask, heads, groups, tiles, packed):
         """Fill packed.
 
-        Computes   four words of a lane: of two tiles of eight columns the pairs of its upper and lower row
-        Source     none
-        Grid       (ceil(groups * tiles * steps * 32 / threads), batches * heads)
-        Block      (threads,)
+        Computes: four words of a lane: of two tiles of eight columns the pairs of its upper and
+            lower row
+        Source: none
+        Grid: (ceil(groups * tiles * steps * 32 / threads), batches * heads)
+        Block: (threads,)
         One thread does: four words
-        Shared     none
-        Registers  four words
-        Global     reads the mask once; writes packed once.
-        Needs      nothing
+        Shared: none
+        Registers: four words
+        Global traffic: reads the mask once; writes packed once
+        Needs: nothing
         """
         thread = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
         lane, place = uint32(thread % WARP), uint32(thread // WARP)
@@ -273,7 +274,7 @@ def pack_pairs_kernel(cols: int, by_keys: bool) -> Kernel:
         col = tile * cols + int64(step * STEP + 2 * (lane % 4))
         last_row, last_col = mask.shape[2] - 1, mask.shape[3] - 1
         if group < groups:
-            words = cuda.local.array(QUAD, uint32)
+            words = cuda.local.array(QUAD, uint32)  # (QUAD,)
             for n in range(QUAD):
                 word = uint32(0)
                 for e in range(2):

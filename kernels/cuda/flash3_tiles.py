@@ -71,7 +71,7 @@ def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int, stages: i
 
     @device_function
     def fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b):
-        mbarrier_wait(full + BARRIER * stages, phase ^ 1)
+        mbarrier_wait(full + BARRIER * stages, phase ^ 1)  # what was there before was read
         mbarrier_arrive_expect_tx(full, bytes_)
         load(target, tensor, full, row, h, b)
         cp_async_bulk_load(numbers_target, numbers, numbers_bytes, full)
@@ -246,7 +246,7 @@ def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
 
     @device_function
     def copy_rows(target, source, thread, b, h, row, left):
-        words, chunks = cuda.local.array(4, uint32), int32(target.shape[3] // EIGHT)
+        words, chunks = cuda.local.array(4, uint32), int32(target.shape[3] // EIGHT)  # words (4,)
         start = global_address(target) + int64(b) * target.strides[0] + int64(h) * target.strides[1]
         start += int64(row) * target.strides[2]
         for n in range(thread, min(left, ROWS) * chunks, WARPGROUP):

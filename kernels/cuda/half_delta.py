@@ -80,15 +80,15 @@ def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kerne
     def half_delta(dout, out, dlse, delta):
         """Fill delta.
 
-        Computes   D = rowsum(dO ∘ O) - dL, which serves as D does: dS = P ∘ (dP - D) + P dL
-        Source     FlashAttention-2, Algorithm 2, line 4.
-        Grid       ceil(batch * heads * seq_q * lanes / threads)
-        Block      (threads,)
+        Computes: D = rowsum(dO ∘ O) - dL, which serves as D does: dS = P ∘ (dP - D) + P dL
+        Source: FlashAttention-2, Algorithm 2, line 4
+        Grid: ceil(batch * heads * seq_q * lanes / threads)
+        Block: (threads,)
         One thread does: every lanes-th piece, or element, of one row
-        Shared     none
-        Registers  one sum, two pieces
-        Global     reads dout and out once, and dlse if there is one; writes delta once.
-        Needs      warp shuffles.
+        Shared: none
+        Registers: one sum, two pieces
+        Global traffic: reads dout and out once, and dlse if there is one; writes delta once
+        Needs: warp shuffles
         """
         heads, seq_q, dim = delta.shape[1], delta.shape[2], out.shape[3]
         thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
@@ -97,7 +97,7 @@ def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kerne
         inside = b < delta.shape[0]
         total = float32(0)
         if inside and vectors:
-            left, right = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+            left, right = cuda.local.array(4, uint32), cuda.local.array(4, uint32)  # (4,)
             left_row = global_address(dout) + b * dout.strides[0] + h * dout.strides[1]
             left_row += row * dout.strides[2]
             right_row = global_address(out) + b * out.strides[0] + h * out.strides[1]

@@ -119,8 +119,8 @@ def _make_multiply_ds(
 
     @device_function
     def multiply(acc, ds_tile, k_tile, lane, row, chunk):
-        a = cuda.local.array((row_tiles, 4), uint32)
-        b = cuda.local.array((2, 2), uint32)
+        a = cuda.local.array((row_tiles, 4), uint32)  # (16 row_tiles, 16) / 32, in pairs: dS
+        b = cuda.local.array((2, 2), uint32)  # (16, 16) / 32, in pairs: K
         a_row, a_chunk = turned_place(lane)  # dS is stored by columns
         b_row, b_chunk = square_place(lane)
         for step in range(steps):
@@ -136,9 +136,9 @@ def _make_multiply_ds(
 
     @device_function
     def multiply_terms(acc, ds_tile, k_tile, lane, row, chunk):
-        a = cuda.local.array((a_tiles, 4), uint32)
-        b = cuda.local.array((b_tiles, 2), uint32)
-        part = cuda.local.array((part_tiles, 4), float32)
+        a = cuda.local.array((a_tiles, 4), uint32)  # of terms and steps, as above: dS
+        b = cuda.local.array((b_tiles, 2), uint32)  # of terms, as above: K
+        part = cuda.local.array((part_tiles, 4), float32)  # (16 row_tiles, 16) / 32: dS·K
         a_row, a_chunk = turned_place(lane)
         b_row, b_chunk = square_place(lane)
         for first in range(0, steps, together):
@@ -180,7 +180,7 @@ def make_add_dq(
 
     @device_function
     def add_dq(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, tile, part, chunk, extras):
-        acc = cuda.local.array((count, 4), float32)
+        acc = cuda.local.array((count, 4), float32)  # (block_q, own) / threads: dS·K
         for n in range(count):
             for i in range(4):
                 acc[n, i] = zero
@@ -226,15 +226,15 @@ def dq_end_kernel(
     def flash2_mma_dq_end(dq_sums, q, k, dq, scale, extras):
         """Fill one query tile of dq.
 
-        Computes   dQ = τ · its sums
-        Source     FlashAttention-2, Algorithm 2, line 15, after the last key tile.
-        Grid       (num_q_tiles, batch * heads)
-        Block      (32 * warps,)
+        Computes: dQ = τ · its sums
+        Source: FlashAttention-2, Algorithm 2, line 15, after the last key tile
+        Grid: (num_q_tiles, batch * heads)
+        Block: (32 * warps,)
         One thread does: what of the tile it would add to the sums, part after part
-        Shared     the tile (block_q, head_dim), swizzled
-        Registers  acc (its share of (block_q, columns) / 4, 4)
-        Global     reads the sums once; writes dq once.
-        Needs      compute capability 8.0.
+        Shared: the tile (block_q, head_dim), swizzled
+        Registers: acc (its share of (block_q, columns) / 4, 4)
+        Global traffic: reads the sums once; writes dq once
+        Needs: compute capability 8.0
         """
         b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
         flat, row, first_q, seq_q, _, _ = place(
@@ -242,10 +242,10 @@ def dq_end_kernel(
         )
         thread, y = cuda.threadIdx.x, cuda.blockIdx.y
         lane, warp = thread % WARP, thread // WARP
-        bits = cuda.shared.array(0, uint8)
+        bits = cuda.shared.array(0, uint8)  # the tile
         halves = cuda.shared.array(0, uint16)  # the same memory
         memory = shared_address(bits)
-        acc = cuda.local.array((count, 4), float32)
+        acc = cuda.local.array((count, 4), float32)  # (block_q, own) / threads: dQ
         unit = unit_of_dq(scale, b, h)
         at = slot(flat, y, first_q, row // block_q, extras)
         for part in range(parts):

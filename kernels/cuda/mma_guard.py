@@ -78,7 +78,7 @@ def make_clear_rows(
 
     @device_function
     def clear_rows(thread, bits, seen, tile):
-        zeros = cuda.local.array(4, uint32)
+        zeros = cuda.local.array(4, uint32)  # (4,)
         for i in range(4):
             zeros[i] = 0
         for n in range(thread, rows * chunks, threads):
@@ -134,15 +134,15 @@ def flag_kernel(lanes: int, dtype: str, vectors: bool) -> Kernel:
     def flag_not_finite(first, second, third, flag):
         """Set flag if an array has an infinity or NaN.
 
-        Computes   flag[0] = 1 if any number of the arrays is not finite
-        Source     none
-        Grid       (ceil(batch * heads * seq * lanes / threads), arrays): the first ones of the three
-        Block      (threads,)
+        Computes: flag[0] = 1 if any number of the arrays is not finite
+        Source: none
+        Grid: (ceil(batch * heads * seq * lanes / threads), arrays): the first ones of the three
+        Block: (threads,)
         One thread does: every lanes-th piece, or element, of one row
-        Shared     none
-        Registers  one piece
-        Global     reads the arrays once; writes flag at most once a thread.
-        Needs      nothing
+        Shared: none
+        Registers: one piece
+        Global traffic: reads the arrays once; writes flag at most once a thread
+        Needs: nothing
         """
         array = first
         if cuda.blockIdx.y == 1:
@@ -155,7 +155,7 @@ def flag_kernel(lanes: int, dtype: str, vectors: bool) -> Kernel:
         b, h, row = i // seq // heads, i // seq % heads, i % seq
         found = int64(0)
         if b < array.shape[0] and vectors:
-            words = cuda.local.array(4, uint32)
+            words = cuda.local.array(4, uint32)  # (4,)
             begin = global_address(array) + b * array.strides[0] + h * array.strides[1]
             begin += row * array.strides[2]
             for piece in range(lane, dim // PIECE, lanes):

@@ -153,8 +153,8 @@ def make_multiply(
         def multiply_terms(s, a, b, q_tile, k_tile, lane, row):
             a_row, a_chunk = square_place(lane)
             b_row, b_chunk = turned_place(lane)
-            a_terms = cuda.local.array((a_tiles, 4), uint32)
-            part = cuda.local.array((part_tiles, 4), float32)
+            a_terms = cuda.local.array((a_tiles, 4), uint32)  # of terms (rows, 16 · together) / 32
+            part = cuda.local.array((part_tiles, 4), float32)  # (rows, 16) / 32: of few steps
             if first == 0:
                 for n in range(row_tiles * col_tiles):
                     for i in range(4):
@@ -303,7 +303,7 @@ def _make_accumulate_terms(
         @device_function
         def add_group(acc, p, b, v_tile, lane, chunk, _):
             b_row, b_chunk = square_place(lane)
-            part = cuda.local.array((part_tiles, 4), float32)
+            part = cuda.local.array((part_tiles, 4), float32)  # (rows, 16) / 32: of few steps
             for first in range(0, steps, together):
                 for n in range(group * pairs, (group + 1) * pairs):
                     v_place = v_tile + place(b_row, chunk + 2 * n + b_chunk)
@@ -321,7 +321,7 @@ def _make_accumulate_terms(
     @device_function
     def accumulate_terms(acc, s, a, b, v_tile, lane, chunk):
         # In the place of s: two tiles of it side by side are a tile of A, of each term.
-        p = cuda.local.array((p_tiles, 4), uint32)
+        p = cuda.local.array((p_tiles, 4), uint32)  # of terms (rows, block_k) / 32, pairs
         for m in range(row_tiles):
             for step in range(steps):
                 at = step * terms * row_tiles + m

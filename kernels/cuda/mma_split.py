@@ -87,24 +87,24 @@ def measure_kernel(count: int, lanes: int) -> Kernel:
     def measure_heads(sources, vectors, starts, stops, largest, norms, flag):
         """Fill largest; set norms and the flag to zero.  ``vectors`` has a bit for each operand.
 
-        Computes   largest[operand, head, part] = max |x| of what is finite in a part of the head's rows
-                   from start to stop
-        Source     none
-        Grid       (operands * parts, batch * heads)
-        Block      (threads,)
+        Computes: largest[operand, head, part] = max |x| of what is finite in a part of the head's
+            rows from start to stop
+        Source: none
+        Grid: (operands * parts, batch * heads)
+        Block: (threads,)
         One thread does: every lanes-th piece of some rows
-        Shared     one number a warp
-        Registers  one piece
-        Global     reads each operand once; writes a number for each part of a head.
-        Needs      warp shuffles.
+        Shared: one number a warp
+        Registers: one piece
+        Global traffic: reads each operand once; writes a number for each part of a head
+        Needs: warp shuffles
         """
         parts = cuda.gridDim.x // count
         which, part, line = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts, cuda.blockIdx.y
         thread = cuda.threadIdx.x
         source, is_vector = sources[which], (vectors >> which) & 1
         heads, dim = source.shape[1], source.shape[3]
-        shared = cuda.shared.array(WARP, float32)
-        x, words = cuda.local.array(PIECE, float32), cuda.local.array(4, uint32)
+        shared = cuda.shared.array(WARP, float32)  # (32,), a number a warp
+        x, words = cuda.local.array(PIECE, float32), cuda.local.array(4, uint32)  # (PIECE,), (4,)
         most = zero
         if line < source.shape[0] * heads:
             b, h = line // heads, line % heads
@@ -153,16 +153,17 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
     def split_heads(sources, vectors, starts, stops, targets, largest, units, norms, flag):
         """Fill targets and units; put the norms of rows into norms, zeros before, and set the flag.
 
-        Computes   x · scale as one or two float16, the scale of a head a power of two; flag[0] = 1 if a
-                   number is not finite
-        Source     see ``mma_terms``
-        Grid       (operands * parts, batch * heads)
-        Block      (threads,)
+        Computes: x · scale as one or two float16, the scale of a head a power of two; flag[0] = 1
+            if a number is not finite
+        Source: see ``mma_terms``
+        Grid: (operands * parts, batch * heads)
+        Block: (threads,)
         One thread does: every lanes-th piece of some rows
-        Shared     none
-        Registers  one piece and its terms
-        Global     reads each operand and its largest numbers once; writes the terms and a unit a head.
-        Needs      compute capability 8.0.
+        Shared: none
+        Registers: one piece and its terms
+        Global traffic: reads each operand and its largest numbers once; writes the terms and a unit
+            a head
+        Needs: compute capability 8.0
         """
         parts = cuda.gridDim.x // count
         which, part, line = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts, cuda.blockIdx.y
@@ -179,8 +180,9 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
             units[which, line] = float_of(uint32(exponent - uint32(_LEAST - 1)) << uint32(23))
         if which < split:
             target = targets[which]
+            # (PIECE,), and (4,), pairs
             x, words = cuda.local.array(PIECE, float32), cuda.local.array(4, uint32)
-            low_words = cuda.local.array(4, uint32)
+            low_words = cuda.local.array(4, uint32)  # (4,)
             is_here = line < source.shape[0] * heads
             b, h = line // heads, line % heads
             rows = ceil_div(seq, parts)

@@ -194,7 +194,7 @@ def make_copy_tile(
 
     @device_function
     def by_element(thread, source, b, h, first, start, stop, target):
-        words = cuda.local.array(4, uint32)
+        words = cuda.local.array(4, uint32)  # (4,)
         dim = source.shape[3]
         for i in range(loads):
             n = thread + i * threads
@@ -296,7 +296,7 @@ def make_store_tile(
     def store_tile(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk):
         keep_tile(acc, tile, lane, row, chunk)
         cuda.syncwarp()  # the warp's rows are whole
-        words = cuda.local.array(4, uint32)
+        words = cuda.local.array(4, uint32)  # (4,)
         dim = target.shape[3]
         base = global_address(target) + b * target.strides[0] + h * target.strides[1]
         for n in range(lane, pieces, WARP):

@@ -72,7 +72,7 @@ def norm_kernel(own_form: NormForm) -> Kernel:
         Needs: warp shuffles, for which the simulator has a plain form
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
-        own, other = cuda.local.array(count, real), cuda.local.array(count, real)
+        own, other = cuda.local.array(count, real), cuda.local.array(count, real)  # (count,)
         row, thread = cuda.blockIdx.x * rows_of_block + cuda.threadIdx.y, cuda.threadIdx.x
         stop, start = (n if row < mean.shape[0] else 0), int64(row) * n
         load(own, x, start, thread, stop)
@@ -146,9 +146,9 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
         Needs: warp shuffles, for which the simulator has a plain form
         """
         partial = cuda.shared.array(slots, real)  # (slots,)
-        grad, own = cuda.local.array(count, real), cuda.local.array(count, real)
-        other = cuda.local.array(count, real)
-        dgamma, dbeta = cuda.local.array(count, real), cuda.local.array(count, real)
+        grad, own = cuda.local.array(count, real), cuda.local.array(count, real)  # (count,)
+        other = cuda.local.array(count, real)  # (count,)
+        dgamma, dbeta = cuda.local.array(count, real), cuda.local.array(count, real)  # (count,)
         for k in range(count):
             dgamma[k], dbeta[k] = zero, zero
         thread, lines = cuda.threadIdx.x, cuda.gridDim.x * rows_of_block

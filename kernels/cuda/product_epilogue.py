@@ -37,6 +37,8 @@ COLS = 8
 square_place = DEVICE.square_place
 #: Waits until the stores of this thread have read shared memory.
 wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
+#: The named barrier of the first consumer's threads; those of the others follow.
+OWN = 1
 
 
 @cache
@@ -102,13 +104,13 @@ def make_write_tile(layout: ProductLayout, form: Form) -> Any:
 
     @device_function
     def write_tile(acc, tensor, tile, row, col, h, b, me, warp, lane):
-        words = cuda.local.array(4, uint32)
+        words = cuda.local.array(4, uint32)  # (4,)
         r, c = square_place(lane)
         line = warp * 16 + r
         for part in range(parts):
             if warp == 0 and lane == 0:
                 wait_for_reads()
-            bar_sync(1 + me, WARPGROUP)  # what was stored from here before has been read
+            bar_sync(OWN + me, WARPGROUP)  # what was stored from here before has been read
             for t in range(part_tiles // 2):
                 n = part * part_tiles + 2 * t
                 words[0] = pack(acc[n, 0], acc[n, 1])
@@ -119,8 +121,8 @@ def make_write_tile(layout: ProductLayout, form: Form) -> Any:
                 stmatrix_x4(
                     tile + (t // 4) * size + line * LINE + ((chunk ^ (line % 8)) << 4), words
                 )
-            fence_proxy_async()
-            bar_sync(1 + me, WARPGROUP)  # all rows of the warpgroup are there
+            fence_proxy_async()  # the copy engine sees them
+            bar_sync(OWN + me, WARPGROUP)  # all rows of the warpgroup are there
             if warp == 0 and lane == 0:
                 for panel in range(panels):
                     first = col + (part * panels + panel) * PANEL

@@ -180,19 +180,21 @@ def product_kernel(layout: WarpLayout, form: Form) -> Kernel:
     def product_mma(a, b, out, before_gelu, bias, a_steps, b_steps, out_steps, shape, order):
         """Multiply one tile of one matrix.
 
-        Computes   out = gelu(a·b + bias) for each batch and head; bias and GELU if asked for.  The depth
-                   may be divided into parts, whose sums lie one after the other.
-        Source     Goto and van de Geijn (2008) for tiles; Algorithm 0 of FlashAttention, lines 1 and 3
-        Grid       (tiles of all matrices,)  in the order of ``Order``
-        Block      (32 * row_warps * col_warps,)
-        One thread does: of its warp's rows and columns those that mma gives its lane, rows · cols / threads
-        Shared     stages of a (rows, depth) and b (depth, cols), lines of 128 bytes or more, swizzled;
-                   then a result of 16 bits
-        Registers  acc (row_tiles · col_tiles, 4), fragments of a (row_tiles, 4) and of b (col_tiles / 2, 4)
-        Global     reads a once for each tile of columns, b once for each tile of rows; writes out once.
-        Needs      cc 8.0: cp.async, mma.sync; lines of the operands at multiples of 16 bytes.
+        Computes: out = gelu(a·b + bias) for each batch and head; bias and GELU if asked for; the
+            depth may be divided into parts, whose sums lie one after the other
+        Source: Goto and van de Geijn (2008) for tiles; Algorithm 0 of FlashAttention, lines 1 and 3
+        Grid: (tiles of all matrices,), in the order of ``Order``
+        Block: (32 * row_warps * col_warps,)
+        One thread does: of its warp's rows and columns those that mma gives its lane,
+            rows · cols / threads
+        Shared: stages of a (rows, depth) and b (depth, cols), lines of 128 bytes or more, swizzled;
+            then a result of 16 bits
+        Registers: acc (row_tiles · col_tiles, 4), fragments of a (row_tiles, 4) and b (col_tiles, 2)
+        Global traffic: reads a once for each tile of columns, b once for each tile of rows; writes
+            out once
+        Needs: cc 8.0: cp.async, mma.sync; lines of the operands at multiples of 16 bytes
         """
-        shared = cuda.shared.array(0, uint8)
+        shared = cuda.shared.array(0, uint8)  # stages, of a and then b each; then the result
         tile = shared_address(shared)
         thread = int32(cuda.threadIdx.x)
         warp, lane = int32(thread // WARP), int32(thread % WARP)
@@ -217,9 +219,9 @@ def product_kernel(layout: WarpLayout, form: Form) -> Kernel:
             int32(total_depth - first),
         )
 
-        acc = cuda.local.array((tiles, 4), float32)
-        left = cuda.local.array((row_tiles, 4), uint32)
-        right = cuda.local.array((col_tiles, 2), uint32)
+        acc = cuda.local.array((tiles, 4), float32)  # (own_rows, own_cols) / 32: a·b
+        left = cuda.local.array((row_tiles, 4), uint32)  # (own_rows, depth / 4) / 32: a
+        right = cuda.local.array((col_tiles, 2), uint32)  # (depth / 4, own_cols) / 32: b
         for t in range(tiles):
             for e in range(4):
                 acc[t, e] = float32(0)
@@ -300,7 +302,7 @@ def _make_write(layout: WarpLayout, form: Form) -> Any:
     def write_pieces(
         acc, out, steps, tile, row, own_row, col, h, b, part, rows, cols, warp, lane
     ):  # fmt: skip
-        words = cuda.local.array(4, uint32)
+        words = cuda.local.array(4, uint32)  # (4,)
         own = tile + warp * own_bytes
         at, byte = lane_row(lane), 2 * lane_col(lane)
         cuda.syncwarp()  # what lay here before has been read

@@ -149,19 +149,21 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
     def product_wgmma(a_map, b_map, out, before_gelu, bias, out_steps, shape, order):
         """Multiply matrix after matrix, tile after tile.
 
-        Computes   out = gelu(a·b + bias) for each batch and head; bias and GELU if asked for.  The depth
-                   may be divided into parts, whose sums lie one after the other.
-        Source     the Hopper kernels of CUTLASS, for who does what; Goto and van de Geijn (2008) for tiles
-        Grid       (multiprocessors,)  one block each, that takes every so many-th item; see ``Order``
-        Block      (128 * (consumers + 1),)  warpgroup 0 copies, the others multiply
-        One thread does: of a consumer, 2 rows and cols / 4 columns of out, scattered as wgmma scatters them
-        Shared     stages of a (rows, depth) and b (depth, cols), lines of 128 bytes, swizzled; of a result
-                   of 16 bits panels of 64 columns, rounded; barriers
-        Registers  acc (cols / 8, 4); with planes as many again: sums
-        Global     reads a once for each tile of columns, b once for each tile of rows; writes out once.
-        Needs      cc 9.0: wgmma, tensor copies, mbarriers, register reallocation.
+        Computes: out = gelu(a·b + bias) for each batch and head; bias and GELU if asked for; the
+            depth may be divided into parts, whose sums lie one after the other
+        Source: the Hopper kernels of CUTLASS, for who does what; Goto and van de Geijn (2008) for tiles
+        Grid: (multiprocessors,), one block each, that takes every so many-th item; see ``Order``
+        Block: (128 * (consumers + 1),), warpgroup 0 copies, the others multiply
+        One thread does: of a consumer, 2 rows and cols / 4 columns of out, scattered as wgmma
+            scatters them
+        Shared: stages of a (rows, depth) and b (depth, cols), lines of 128 bytes, swizzled; of a
+            result of 16 bits panels of 64 columns, rounded; barriers
+        Registers: acc (cols / 8, 4); with planes as many again: sums
+        Global traffic: reads a once for each tile of columns, b once for each tile of rows; writes
+            out once
+        Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
-        shared = cuda.shared.array(0, uint8)
+        shared = cuda.shared.array(0, uint8)  # stages of a, those of b, the result, barriers
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
         steps_of_depth, part_steps, parts, heads = shape[2], shape[3], shape[4], shape[5]
@@ -172,7 +174,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
             for i in range(stages):
                 mbarrier_init(barriers + 8 * i, 1)
                 mbarrier_init(barriers + empty + 8 * i, consumer_warps)
-            fence_mbarrier_init()
+            fence_mbarrier_init()  # for the copy engine
         cuda.syncthreads()  # the barriers are there
         if warpgroup == 0:
             release()
@@ -189,7 +191,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
                     stop = int32(min(first + part_steps, steps_of_depth))
                     for k in range(first, stop):
                         full = barriers + 8 * stage
-                        mbarrier_wait(barriers + empty + 8 * stage, phase ^ 1)
+                        mbarrier_wait(barriers + empty + 8 * stage, phase ^ 1)  # it was read
                         mbarrier_arrive_expect_tx(full, stage_bytes)
                         for plane in range(planes):
                             n, at = stage * planes + plane, int32(plane * shape[10] + k * depth)
@@ -205,8 +207,8 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
         else:
             claim()
             me, warp = int32(warpgroup - 1), int32(cuda.threadIdx.x // 32 % 4)
-            acc = cuda.local.array((col_tiles, 4), float32)
-            sums = cuda.local.array((col_tiles, 4), float32)
+            acc = cuda.local.array((col_tiles, 4), float32)  # (64, cols) / 128: a·b
+            sums = cuda.local.array((col_tiles, 4), float32)  # (64, cols) / 128: with planes, a·b
             a_desc = descriptor(a_layout, tile + me * (ROWS * LINE))
             b_desc = descriptor(b_layout, tile + b_offset)
             own_tile = tile + out_offset + me * own_out
@@ -225,7 +227,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
                         for e in range(4):
                             sums[t, e] = float32(0)
                 for k in range(first, stop):
-                    mbarrier_wait(barriers + 8 * stage, phase)
+                    mbarrier_wait(barriers + 8 * stage, phase)  # its tiles are there
                     wgmma_fence()
                     for n in range(term_count):
                         a_at = a_desc + (stage * planes + a_planes[n]) * (a_size >> 4)
@@ -236,13 +238,13 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
                     wgmma_commit_group()
                     if promotes:
                         # Tensor cores cut off what does not fit into a sum; float32 additions round it.
-                        wait_for_all()
+                        wait_for_all()  # the sums are there, and the stage was read
                         arrive(barriers + empty + 8 * stage, lane)
                         for t in range(col_tiles):
                             for e in range(4):
                                 sums[t, e] += acc[t, e]
                     else:
-                        wait_for_last()
+                        wait_for_last()  # the stage of the products before was read
                         if k > first:
                             arrive(barriers + empty + 8 * last, lane)
                     last = stage
@@ -252,7 +254,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
                         for e in range(4):
                             acc[t, e] = sums[t, e]
                 else:
-                    wait_for_all()
+                    wait_for_all()  # the sums are whole, and the last stage was read
                     arrive(barriers + empty + 8 * last, lane)
                 if has_bias:
                     add_bias(acc, bias, col + 2 * (lane % 4), shape[1])
@@ -269,7 +271,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
                 )  # fmt: skip
                 item += stride
             if is_half and warp == 0 and lane == 0:
-                wait_for_reads()
+                wait_for_reads()  # of the last result
 
     from_map = MAPS if is_half else types.Array(float32, 1, "C")
     one_bias = types.Array(uint16 if is_half else float32, 1, "C") if has_bias else int64

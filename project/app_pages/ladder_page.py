@@ -18,7 +18,7 @@ QUANTITIES = {
     "backward_ms": ("backward pass, ms", False),
     "forward_tflops": ("forward pass, TFLOP/s", True),
     "backward_tflops": ("backward pass, TFLOP/s", True),
-    "peak_mb": ("peak memory, MB", False),
+    "peak_mb": ("peak memory, MiB", False),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Geometry(NamedTuple):
-    """The functions that :func:`make_geometry` returns; all take ints and, but for the last, return them.
+    """The functions that :func:`make_geometry` returns; all take ints and, but the last two, return them.
 
     The five about visits speak of lines of which line ``i`` sees the places from ``i + lower`` to
     ``i + upper``: rows that see columns.  Columns are seen by the rows of the opposite bounds, so for
@@ -24,6 +24,7 @@ class Geometry(NamedTuple):
     first_full_tile: Callable[[int, int, int], int]
     full_tiles_stop: Callable[[int, int, int, int], int]
     is_tile_seen: Callable[[int, int, int, int, int, int], bool]
+    is_full_tile: Callable[[int, int, int, int, int, int, int, int], bool]
 
 
 def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
@@ -63,8 +64,24 @@ def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
         """Whether lines from ``start`` to ``stop - 1`` see any of the tile that begins at ``place``."""
         return start < stop and start + lower < place + block and place <= stop - 1 + upper
 
+    @compile_
+    def is_full_tile(row, block_q, seq_q, col, block_k, seq_k, lower, upper):
+        """Whether a tile ends within the sequences, and each of its rows sees all of its columns."""
+        return (
+            row + block_q <= seq_q
+            and col + block_k <= seq_k
+            and row + block_q - 1 + lower <= col
+            and col + block_k - 1 <= row + upper
+        )
+
     return Geometry(
-        ceil_div, first_tile, tiles_stop, first_full_tile, full_tiles_stop, is_tile_seen
+        ceil_div,
+        first_tile,
+        tiles_stop,
+        first_full_tile,
+        full_tiles_stop,
+        is_tile_seen,
+        is_full_tile,
     )
 
 

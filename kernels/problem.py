@@ -134,6 +134,11 @@ class Problem:
             or self.mask_mod or self.score_mod or self.sequences
         )  # fmt: skip
 
+    @property
+    def bends(self) -> int:
+        """How many of softcap, ALiBi and a floating mask make another number of a score."""
+        return (self.softcap > 0.0) + self.slopes + (self.mask == "float")
+
     @cached_property
     def key_lead(self) -> tuple[int, ...]:
         """Leading dimensions of k and v after broadcasting: fewer heads where several share one."""

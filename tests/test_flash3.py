@@ -17,6 +17,7 @@ from kernels.cuda.flash3_layout import (
     LINE,
     PANEL,
     Layout,
+    Shape,
     Widths,
     item_of,
     layout_of,
@@ -138,7 +139,7 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
         for i, (array, count) in enumerate(zip((q, k, v, out), rows, strict=True))
     }
     shared = int(key_heads > 1)
-    shape = (seq_q, seq_k, heads, 1, 1, 0, shared, 0, shared, 0, 0)
+    shape = Shape(seq_q, seq_k, heads, 1, 0, shared, 0, shared, 0, first_key=0)
     schedule = schedule_of(-(-seq_q // layout.block_q), heads, 1, 2)
     scale = head_dim**-0.5
     launch(

@@ -37,6 +37,8 @@ def test_tiles_are_those_whose_elements_are_seen(
                 assert is_seen == part.any()
             assert tile in visited or not part.any()
             assert tile not in full or (part.all() and part.shape[1] == block_k)
+            is_full = PLAIN.is_full_tile(start, block_q, seq_q, col, block_k, seq_k, lower, upper)
+            assert is_full == (part.shape == (block_q, block_k) and bool(part.all()))
 
 
 @given(BLOCK, BOUND, BOUND)

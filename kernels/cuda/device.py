@@ -69,7 +69,7 @@ _GEOMETRY = make_geometry(device_function)
 ceil_div = _GEOMETRY.ceil_div
 first_tile, tiles_stop = _GEOMETRY.first_tile, _GEOMETRY.tiles_stop
 first_full_tile, full_tiles_stop = _GEOMETRY.first_full_tile, _GEOMETRY.full_tiles_stop
-is_tile_seen = _GEOMETRY.is_tile_seen
+is_tile_seen, is_full_tile = _GEOMETRY.is_tile_seen, _GEOMETRY.is_full_tile
 is_visible = make_masks(device_function).is_visible
 
 

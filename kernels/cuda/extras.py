@@ -86,15 +86,15 @@ def _numbers(problem: Problem) -> Extras:
     check_places(problem)
     real = problem.acc_dtype.type
     return Extras(
-        problem.lower,
-        problem.upper,
-        problem.heads,
-        problem.diagonal,
+        lower=problem.lower,
+        upper=problem.upper,
+        heads=problem.heads,
+        diagonal=problem.diagonal,
         # A launch takes plain numbers, of a value that the dtype of sums has.
-        real(problem.softcap).item(),
-        problem.seed,
-        attention_threshold(problem.dropout_p),
-        real(keep_scale(problem.dropout_p)).item(),
+        softcap=real(problem.softcap).item(),
+        seed=problem.seed,
+        threshold=attention_threshold(problem.dropout_p),
+        keep_scale=real(keep_scale(problem.dropout_p)).item(),
     )
 
 

@@ -15,6 +15,7 @@ from kernels.cuda.device import (
     batch_and_head,
     device_function,
     first_tile,
+    is_full_tile,
     scalar_type,
     shift_of,
     tiles_stop,
@@ -164,13 +165,9 @@ def dkdv_kernel(
             t = tile_of(e, extras)
             if is_within(t, first, stop):  # the same for all threads of the block
                 row = t * block_q
-                whole = (
-                    row + block_q <= seq_q
-                    and col + block_k <= seq_k
-                    and row + block_q - 1 + extras.lower <= col
-                    and col + block_k - 1 <= row + extras.upper
-                    and is_whole(e, extras)
-                )
+                whole = is_full_tile(
+                    row, block_q, seq_q, col, block_k, seq_k, extras.lower, extras.upper
+                ) and is_whole(e, extras)
                 cuda.syncthreads()  # every thread is done with the last query tile
                 # 9: load Q_i, dO_i, L_i, D_i
                 q_row = first_q + row

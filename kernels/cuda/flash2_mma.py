@@ -63,12 +63,10 @@ from kernels.cuda.scores import PLAIN, Features, extras_type
 from kernels.cuda.tile_bits import make_tile_bits
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.cuda.visits import make_next_entry, make_visits
+from kernels.dtypes import BITS, FLOAT32
 from kernels.online_softmax import LN_2
 from kernels.targets import cuda
 
-FLOAT32 = np.dtype(np.float32)
-#: What 16-bit tensors are to a kernel.
-STORAGE = np.dtype(np.uint16)
 #: Tiles of K, and of V, in shared memory: the next ones come while this one is multiplied.
 STAGES = 2
 #: Lanes that share a row of scores are neighbours in two steps: 1 and 2 apart.
@@ -352,7 +350,7 @@ def forward_kernel(
         # 14: write O_i
         store_out(acc, out, out_batch, h, q_row, q_stop, halves, memory, memory, lane, warp_row, 0)
 
-    read, rows = array_type(STORAGE, 4), array_type(FLOAT32, 3)
+    read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     rest = scale_type(numbers), flag_type(features.hides), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if is_wide else read
     signature = void(read, read, read, written, rows, *rest)

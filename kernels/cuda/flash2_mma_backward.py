@@ -21,7 +21,6 @@ from kernels.cuda.device import (
     batch_and_head,
     device_function,
 )
-from kernels.cuda.flash2_mma import FLOAT32, STORAGE
 from kernels.cuda.mma_dq import DqSums, make_add_dq
 from kernels.cuda.mma_guard import flag_type, is_flagged, make_clear_rows, never_flagged
 from kernels.cuda.mma_keys import make_bounds, make_row_values
@@ -55,6 +54,7 @@ from kernels.cuda.scores import PLAIN, Features, extras_type
 from kernels.cuda.tile_bits import make_tile_bits
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.cuda.visits import make_next_entry, make_visits
+from kernels.dtypes import BITS, FLOAT32
 from kernels.targets import cuda
 
 
@@ -348,7 +348,7 @@ def dkdv_kernel(
         store_dk(dk_acc, dk, b, h, k_row, k_end, halves, memory, k_tile, lane, warp_key, k_chunk)
         store_dv(dv_acc, dv, b, h, k_row, k_end, halves, memory, v_tile, lane, warp_key, v_chunk)
 
-    read, rows = array_type(STORAGE, 4), array_type(FLOAT32, 3)
+    read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     rest = scale_type(numbers, True), flag_type(is_guarded), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if numbers.is_scaled else read
     signature = void(read, read, read, read, rows, rows, rows, written, written, *rest)

@@ -23,7 +23,6 @@ from kernels.cuda.device import (
     shift_of,
     tiles_stop,
 )
-from kernels.cuda.flash2_mma import FLOAT32, STORAGE
 from kernels.cuda.mma_guard import flag_type, is_flagged, make_clear_unseen, never_flagged
 from kernels.cuda.mma_products import make_accumulate, make_multiply
 from kernels.cuda.mma_terms import NUMBERS, make_units, scale_type
@@ -48,6 +47,7 @@ from kernels.cuda.scores import PLAIN, Features, extras_type
 from kernels.cuda.tile_bits import make_tile_bits
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.cuda.visits import make_next_entry, make_visits
+from kernels.dtypes import BITS, FLOAT32
 from kernels.online_softmax import LOG2_E
 from kernels.targets import cuda
 
@@ -235,7 +235,7 @@ def dq_kernel(
                 acc[n, i] *= unit
         store_dq(acc, dq, b, h, q_row, q_stop, halves, memory, q_tile, lane, warp_row, 0)
 
-    read, rows = array_type(STORAGE, 4), array_type(FLOAT32, 3)
+    read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     rest = scale_type(numbers, True), flag_type(is_guarded), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if numbers.is_scaled else read
     signature = void(read, read, read, read, rows, rows, written, *rest)

@@ -117,11 +117,11 @@ _BY_KEYS: dict[int, tuple[ByKeys, ...]] = {
         ByKeys(KeyLayout(16, 64, 4, 16), 128, 2),
     ),
 }
-#: Where options make much of a score.
-_FORWARD_WITH_MUCH: dict[int, tuple[MmaLayout, ...]] = {
+#: Where several options bend a score.
+_FORWARD_WITH_BENDS: dict[int, tuple[MmaLayout, ...]] = {
     256: (MmaLayout(64, 16, 4, patience=PATIENCE),),
 }
-_BY_KEYS_WITH_MUCH: dict[int, tuple[ByKeys, ...]] = {
+_BY_KEYS_WITH_BENDS: dict[int, tuple[ByKeys, ...]] = {
     64: (ByKeys(KeyLayout(64, 64, 4, 16, resident=2), 16),),
     128: (ByKeys(KeyLayout(64, 128, 8, 16), 32), ByKeys(KeyLayout(32, 64, 4, 16), 32)),
     256: (ByKeys(KeyLayout(64, 64, 4, 16), 64, 2), ByKeys(KeyLayout(16, 64, 4, 16), 128, 2)),
@@ -195,29 +195,27 @@ def _forward_layout(problem: Problem, device: int) -> MmaLayout:
         own = _FORWARD_OF_TERMS, _FORWARD_OF_TERMS_WITH_OPTIONS
         tables = own[0], own[1], own[1]
     else:
-        tables = _FORWARD, _FORWARD_WITH_OPTIONS, _FORWARD_WITH_MUCH
-
-    widths = _forward_widths(problem)
+        tables = _FORWARD, _FORWARD_WITH_OPTIONS, _FORWARD_WITH_BENDS
+    widths = _widths(problem)
 
     def shared_bytes(layout: MmaLayout) -> int:
         return forward_tiles(layout, *widths, terms).elements + BITS_BYTES
 
-    return _fitting(_first(tables[_made_of_scores(problem)], problem), shared_bytes)
+    return _fitting(_first(tables[_table_of(problem)], problem), shared_bytes)
 
 
-def _forward_widths(problem: Problem) -> tuple[int, int]:
-    """Return what head_dim and value_dim are rounded up to."""
+def _widths(problem: Problem) -> tuple[int, int]:
+    """Return what head_dim and value_dim are rounded up to by the kernels by query rows."""
     return round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
 
 
-def _made_of_scores(problem: Problem) -> int:
-    """Return how much options make of a score: 0 nothing but bounds, 1, or 2 for several that bend it."""
+def _table_of(problem: Problem) -> int:
+    """Return in which table a layout stands: 0 without options, 1, or 2 if several bend a score."""
     if problem.is_plain or (
         problem.sequences is not None and replace(problem, sequences=None).is_plain
     ):
         return 0
-    bends = (problem.softcap > 0.0) + problem.slopes + (problem.mask == "float")
-    return 2 if bends + (problem.score_mod is not None) > 1 else 1
+    return 2 if problem.bends + (problem.score_mod is not None) > 1 else 1
 
 
 def backward_tile(problem: Problem) -> tuple[int, int]:
@@ -300,7 +298,7 @@ def _split(
     problem: Problem, tensors: tuple[Any, ...], delta: Any, numbers: Numbers
 ) -> tuple[tuple[Any, ...], Units, Any]:
     """Return float32 operands as tensor cores take them, their units, and the flag."""
-    head, value = round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
+    head, value = _widths(problem)
     widths = (head, head, value, value)[: len(tensors)]
     scale = keep_scale(problem.dropout_p)
     top = float(TOP - math.ceil(math.log2(scale)))
@@ -336,7 +334,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     extras = call.extras(layout)
     tiles, lines = grid_of(q, out.shape[2], layout.block_q, extras)
     parts = parts_of(problem, layout, (tiles, lines))
-    widths = _forward_widths(problem)
+    widths = _widths(problem)
     kind = *call.compiled, call.features, problem.scale > 0.0, parts > 1
     launch = forward_kernel(layout, *widths, *kind)[(tiles * parts, lines), layout.threads]
     if parts == 1:
@@ -393,10 +391,10 @@ def _by_keys(problem: Problem) -> ByKeys:
     """Return how the kernel by key columns is compiled: what the device has the memory for."""
     terms = _numbers(problem).terms
 
-    tables = _BY_KEYS, _BY_KEYS_WITH_OPTIONS, _BY_KEYS_WITH_MUCH
+    tables = _BY_KEYS, _BY_KEYS_WITH_OPTIONS, _BY_KEYS_WITH_BENDS
     if terms > 1:
         tables = _BY_KEYS_OF_TERMS, *[_BY_KEYS_OF_TERMS_WITH_OPTIONS] * 2
-    choices = _first(tables[_made_of_scores(problem)], problem)
+    choices = _first(tables[_table_of(problem)], problem)
     fitting = tuple(one for one in choices if one.is_for(problem))
     return _fitting(fitting, lambda one: one.shared_bytes(problem, terms))
 
@@ -418,9 +416,9 @@ def _fitting(choices: tuple[_T, ...], shared_bytes: Callable[[_T], int]) -> _T:
 
 def _by_rows(problem: Problem, call: _Call, read: tuple[Any, ...], dq: Any) -> None:
     """Fill dq by a kernel of its own."""
-    tables, terms = (_BY_ROWS, _BY_ROWS_WITH_OPTIONS), _numbers(problem).terms
-    table = tables[_made_of_scores(problem) > 0] if terms == 1 else _BY_ROWS_OF_TERMS
-    widths = round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
+    terms, widths = _numbers(problem).terms, _widths(problem)
+    tables = _BY_ROWS, _BY_ROWS_WITH_OPTIONS, _BY_ROWS_WITH_OPTIONS
+    table = tables[_table_of(problem)] if terms == 1 else _BY_ROWS_OF_TERMS
     layout = _fitting(
         _first(table, problem),
         lambda one: dq_tiles(one, *widths, terms).elements + BITS_BYTES,

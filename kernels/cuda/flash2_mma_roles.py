@@ -18,7 +18,6 @@ import numpy as np
 from numba import float32, int32, uint8, uint16, uint32, void
 
 from kernels.cuda.device import Kernel, array_type, batch_and_head
-from kernels.cuda.flash2_mma import FLOAT32, STORAGE
 from kernels.cuda.flash2_mma_backward import add_nothing
 from kernels.cuda.mma_dq import DqSums, make_add_dq
 from kernels.cuda.mma_guard import flag_type
@@ -56,6 +55,7 @@ from kernels.cuda.register_tiles import SharedTiles
 from kernels.cuda.scores import PLAIN, Features, extras_type
 from kernels.cuda.tile_scores import make_tile_scores
 from kernels.cuda.visits import make_visits
+from kernels.dtypes import BITS, FLOAT32
 from kernels.targets import cuda
 
 #: Named barriers: P is there for the half that makes dS of it; all of a half have stored their P or dS;
@@ -304,7 +304,7 @@ def roles_kernel(
         else:
             store_keys(acc, dk, b, h, k_row, k_end, halves, memory, k_tile, lane, first_key, chunk)
 
-    read, rows = array_type(STORAGE, 4), array_type(FLOAT32, 3)
+    read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
     rest = scale_type(numbers, True), flag_type(False), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if numbers.is_scaled else read
     signature = void(read, read, read, read, rows, rows, rows, written, written, *rest)

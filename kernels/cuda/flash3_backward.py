@@ -14,10 +14,11 @@ from functools import cache
 
 from numba import float32, float64, int32, int64, types, uint8, uint32, void
 
-from kernels.cuda.device import Kernel, array_type
+from kernels.cuda.device import Kernel, array_type, is_full_tile
 from kernels.cuda.flash3_backward_guard import Guarded, clear_unseen_of
 from kernels.cuda.flash3_backward_layout import (
     WORD,
+    GradientShape,
     KeyLayout,
     Parts,
     block_bytes,
@@ -90,10 +91,7 @@ from kernels.cuda.scores import PLAIN, Features, extras_type
 from kernels.dtypes import BITS, FLOAT32
 from kernels.targets import cuda
 
-#: The shape of a call: rows, columns that some row sees, heads, and by what a head's and a batch's number
-#: is multiplied to find it in q, k, v and dout: 0 where it repeats; then the first row and the first key of
-#: those that the copy engine knows.
-SHAPE = types.UniTuple(int32, 13)
+SHAPE = types.NamedUniTuple(int32, len(GradientShape._fields), GradientShape)
 MAPS = types.Array(uint8, 1, "C")
 ROW_NUMBERS = types.Array(float32, 2, "C")
 square_place = DEVICE.square_place
@@ -201,7 +199,7 @@ def dkdv_kernel(
         shared = cuda.shared.array(0, uint8)
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
-        seq_q, seq_k, heads = shape[0], shape[1], shape[2]
+        seq_q, seq_k, heads = shape.rows, shape.cols, shape.heads
         warpgroup, lane = own_warpgroup(), int32(cuda.threadIdx.x % 32)
         items = int32(schedule.tiles * schedule.heads)
         if cuda.threadIdx.x == 0:
@@ -232,27 +230,31 @@ def dkdv_kernel(
                     phase = phase ^ 1
                     st_shared(tile + number_offset, item)
                     mbarrier_arrive_expect_tx(barriers, keys_size)
-                    key = first_k + col - shape[12]
-                    load_k(tile, k_tensor, barriers, key, h * shape[5], b * shape[6])
+                    key = first_k + col - shape.first_key
+                    load_k(tile, k_tensor, barriers, key, h * shape.k_by_head, b * shape.k_by_batch)
                     if has_dk:
-                        load_v(tile + v_offset, v_tensor, barriers, key, h * shape[7], b * shape[8])
+                        load_v(
+                            tile + v_offset, v_tensor, barriers, key, h * shape.v_by_head,
+                            b * shape.v_by_batch,
+                        )  # fmt: skip
                     # 8: for 1 <= i <= T_r, but only those that see a column of the tile
                     for n in range(int32(stop - first)):
                         row = int32(tile_of(first + n, extras) * block_q)
                         place = (int64(y) * lse.shape[1] + base + row) * WORD
-                        row += first_q - shape[11]
+                        row += first_q - shape.first_row
                         # 9: load Q_i, L_i, then dO_i, D_i
                         fetch_q(
                             tile + q_offset + q_stage * q_size, q_tensor,
                             tile + lse_offset + q_stage * rows_size, lse_rows + place,
-                            barriers + q_full + 8 * q_stage, q_phase, row, h * shape[3], b * shape[4],
+                            barriers + q_full + 8 * q_stage, q_phase, row, h * shape.q_by_head,
+                            b * shape.q_by_batch,
                         )  # fmt: skip
                         q_stage, q_phase = next_q(q_stage, q_phase)
                         fetch_dout(
                             tile + dout_offset + dout_stage * dout_size, dout_tensor,
                             tile + delta_offset + dout_stage * rows_size, delta_rows + place,
-                            barriers + dout_full + 8 * dout_stage, dout_phase, row, h * shape[9],
-                            b * shape[10],
+                            barriers + dout_full + 8 * dout_stage, dout_phase, row, h * shape.dout_by_head,
+                            b * shape.dout_by_batch,
                         )  # fmt: skip
                         dout_stage, dout_phase = next_dout(dout_stage, dout_phase)
                     item = int32(cuda.gridDim.x + following)
@@ -310,11 +312,8 @@ def dkdv_kernel(
                     lse_now = tile + lse_offset + q_now * rows_size + WORD * own_row
                     delta_now = tile + delta_offset + dout_now * rows_size + WORD * own_row
                     dout_tile = tile + dout_offset + dout_now * dout_size
-                    is_whole = (
-                        row + block_q <= rows
-                        and col + block_k <= cols
-                        and row + block_q - 1 + extras.lower <= col
-                        and col + block_k - 1 <= row + extras.upper
+                    is_whole = is_full_tile(
+                        row, block_q, rows, col, block_k, cols, extras.lower, extras.upper
                     )
                     # dO_i, D_i are there
                     mbarrier_wait(barriers + dout_full + 8 * dout_now, dout_phase)

@@ -11,6 +11,7 @@ from kernels.cuda.flash3_backward import dkdv_kernel
 from kernels.cuda.flash3_backward_layout import (
     PADDING,
     WORD,
+    GradientShape,
     KeyLayout,
     Parts,
     QueryLayout,
@@ -256,7 +257,7 @@ def _by_keys(call: _Call, number: int) -> None:
     maps, differs = call.maps(layout)
     gradients = (call.gradient(array, problem.seq_k) for array in (operands.dk, operands.dv))
     # Of dq there are none without its part.
-    sums = _no_sums(call, layout) if parts.dq else device_view(call.delta, (1,), (1,))
+    sums = _zeroed_sums(call, layout) if parts.dq else device_view(call.delta, (1,), (1,))
     own = *call.flag, *call.words(layout, by_keys=True), *call.own
     arrays = *gradients, call.lse, call.delta, sums
     launch = call.prepared(_keys_launch, (*arrays, *own), differs, number)
@@ -271,8 +272,9 @@ def _arguments(
     differs: tuple[tuple[int, ...], ...], schedule: Schedule, extras: Extras,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return grid and threads of a kernel by tiles, and its arguments behind the arrays."""
-    shape = problem.seq_q, plan.seq_k, lead[1], *(number for one in differs for number in one)
-    shape += plan.seen_q[0], plan.seen_k[0]
+    by_number = (number for one in differs for number in one)
+    ends = plan.seen_q[0], plan.seen_k[0]
+    shape = GradientShape._make((problem.seq_q, plan.seq_k, lead[1], *by_number, *ends))
     blocks = min(multiprocessors(), schedule.tiles * schedule.heads)
     words = LATER if has_words(plan.features) else 0
     return (blocks, layout.threads), shape, problem.scale, schedule, plan.flag, words, extras
@@ -308,7 +310,7 @@ def _round_launch(
     return rounds.prepared((grid, THREADS), plan.rows, scale, plan.bounds)
 
 
-def _no_sums(call: _Call, layout: KeyLayout) -> Any:
+def _zeroed_sums(call: _Call, layout: KeyLayout) -> Any:
     """Return zeros for the kernel by key tiles to add to."""
     shares = call.lse.shape[0] * call.plan.rows // layout.block_q * layout.consumers
     sums = empty_device((shares * dq_bytes(layout, call.plan.widths) // WORD,), FLOAT32)

@@ -157,7 +157,7 @@ def dq_kernel(
         shared = cuda.shared.array(0, uint8)  # q, dout, k, v, barriers, number of the item, seen
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
-        seq_q, seq_k, heads = shape[0], shape[1], shape[2]
+        seq_q, seq_k, heads = shape.rows, shape.cols, shape.heads
         warpgroup, lane = own_warpgroup(), int32(cuda.threadIdx.x % 32)
         items = int32(schedule.tiles * schedule.heads)
         if cuda.threadIdx.x == 0:
@@ -180,33 +180,34 @@ def dq_kernel(
                         item, schedule, seq_q, seq_k, extras
                     )
                     b, h = int32(y // heads), int32(y % heads)
-                    row += first_q - shape[11]
+                    row += first_q - shape.first_row
                     # 9: load Q_i, dO_i, and say which they are
                     mbarrier_wait(barriers + rows_empty, phase ^ 1)  # the last dQ is copied
                     phase = phase ^ 1
                     st_shared(tile + number_offset, item)
                     mbarrier_arrive_expect_tx(barriers, rows_size)
-                    load_q(tile, q_tensor, barriers, row, h * shape[3], b * shape[4])
+                    load_q(tile, q_tensor, barriers, row, h * shape.q_by_head, b * shape.q_by_batch)
                     load_dout(
-                        tile + dout_offset, dout_tensor, barriers, row, h * shape[9], b * shape[10]
-                    )
+                        tile + dout_offset, dout_tensor, barriers, row, h * shape.dout_by_head,
+                        b * shape.dout_by_batch,
+                    )  # fmt: skip
                     for n in range(int32(stop - first)):
-                        col = first_k - shape[12] + tile_of(stop - 1 - n, extras) * block_k
+                        col = first_k - shape.first_key + tile_of(stop - 1 - n, extras) * block_k
                         # 6: load K_j, V_j
                         full = barriers + k_full + 8 * k_stage
                         mbarrier_wait(barriers + k_empty + 8 * k_stage, k_phase ^ 1)  # K was read
                         mbarrier_arrive_expect_tx(full, k_size)
                         load_k(
-                            tile + k_offset + k_stage * k_size, k_tensor, full, col, h * shape[5],
-                            b * shape[6],
+                            tile + k_offset + k_stage * k_size, k_tensor, full, col, h * shape.k_by_head,
+                            b * shape.k_by_batch,
                         )  # fmt: skip
                         k_stage, k_phase = next_k(k_stage, k_phase)
                         full = barriers + v_full + 8 * v_stage
                         mbarrier_wait(barriers + v_empty + 8 * v_stage, v_phase ^ 1)  # V was read
                         mbarrier_arrive_expect_tx(full, v_size)
                         load_v(
-                            tile + v_offset + v_stage * v_size, v_tensor, full, col, h * shape[7],
-                            b * shape[8],
+                            tile + v_offset + v_stage * v_size, v_tensor, full, col, h * shape.v_by_head,
+                            b * shape.v_by_batch,
                         )  # fmt: skip
                         v_stage, v_phase = next_v(v_stage, v_phase)
                     item = int32(cuda.gridDim.x + following)

@@ -161,8 +161,8 @@ def make_deal(
             following = cuda.atomic.add(next_item, 0, 1)  # it is there when it is needed
             # 3: for 1 <= i <= T_r
             i, line = item_of(item, schedule)
-            b, h = int32(line // shape[2]), int32(line % shape[2])
-            flat, row, first_q, rows, first_k, cols = place(i, line, shape[0], shape[1], extras)
+            b, h = int32(line // shape.heads), int32(line % shape.heads)
+            flat, row, first_q, rows, first_k, cols = place(i, line, shape.rows, shape.cols, extras)
             row_stop = min(row + block_q, rows)
             first = int32(first_tile(row, block_k, cols, extras.lower))
             stop = int32(tiles_stop(row_stop, block_k, cols, extras.upper))
@@ -186,8 +186,9 @@ def make_deal(
             full_q = barriers + BARRIER * slot
             mbarrier_arrive_expect_tx(full_q, q_bytes)
             load_q(
-                tile + slot * q_size, q_tensor, full_q, first_q + row, h * shape[4], b * shape[5]
-            )
+                tile + slot * q_size, q_tensor, full_q, first_q + row, h * shape.q_by_head,
+                b * shape.q_by_batch,
+            )  # fmt: skip
             slot, phase = next_slot(slot, phase)
             item = int32(cuda.gridDim.x + following)
         mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)  # all have left the slot

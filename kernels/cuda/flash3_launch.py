@@ -16,6 +16,7 @@ from kernels.cuda.flash3_layout import (
     PANEL,
     Layout,
     Schedule,
+    Shape,
     Widths,
     is_guarded,
     layout_of,
@@ -258,7 +259,7 @@ def kept_launches(prepare: Callable[..., Any]) -> Any:
 
 def _work(
     problem: Problem, lead: tuple[int, int], differs: tuple[int, ...], extras: Extras
-) -> tuple[int, tuple[int, ...], Schedule]:
+) -> tuple[int, Shape, Schedule]:
     """Return blocks, the kernel's ``shape``, and its schedule.
 
     Args:
@@ -272,7 +273,7 @@ def _work(
     tiles, lines = tiles_of(problem.seq_q, layout.block_q, extras), batch * heads
     bytes_a_head = 2 * seq_k * (problem.head_dim + problem.value_dim)
     schedule = schedule_of(tiles, lines, bytes_a_head, CACHE_BYTES)
-    shape = (problem.seq_q, seq_k, heads, batch, *differs, first)
+    shape = Shape(problem.seq_q, seq_k, heads, *differs, first_key=first)
     return min(multiprocessors(), tiles * lines), shape, schedule
 
 

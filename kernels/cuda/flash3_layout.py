@@ -169,6 +169,36 @@ def v_bytes(layout: Layout, widths: Widths) -> int:
     return widths.value_panels * layout.block_k * LINE
 
 
+class Shape(NamedTuple):
+    """The shape of a call of the forward kernel.
+
+    By what a head's, and a batch's, number is multiplied tells where it is in an array: 0 where it repeats.
+
+    Attributes:
+        rows: Of q and out.
+        cols: Keys up to the last that some row sees.
+        heads: Of out.
+        q_by_head: Of q.
+        q_by_batch: Likewise.
+        k_by_head: Of k.
+        k_by_batch: Likewise.
+        v_by_head: Of v.
+        v_by_batch: Likewise.
+        first_key: The first that the copy engine knows, see ``seen_keys``.
+    """
+
+    rows: int
+    cols: int
+    heads: int
+    q_by_head: int
+    q_by_batch: int
+    k_by_head: int
+    k_by_batch: int
+    v_by_head: int
+    v_by_batch: int
+    first_key: int
+
+
 class Schedule(NamedTuple):
     """In which order the query tiles of all heads are worked on.
 

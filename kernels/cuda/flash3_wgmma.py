@@ -40,6 +40,7 @@ from kernels.cuda.flash3_layout import (
     WARPGROUP,
     Layout,
     Schedule,
+    Shape,
     Widths,
     is_guarded,
     item_bytes,
@@ -95,10 +96,7 @@ from kernels.dtypes import BITS, FLOAT32
 from kernels.online_softmax import LN_2, LOG2_E
 from kernels.targets import cuda
 
-#: The shape of a call: rows, columns that some row sees, heads and batches of out, and by what a head's and
-#: a batch's number is multiplied to find it in q, k and v: 0 where it repeats; then the first key, see
-#: ``seen_keys``.
-SHAPE = types.UniTuple(int32, 11)
+SHAPE = types.NamedUniTuple(int32, len(Shape._fields), Shape)
 MAPS = types.Array(uint8, 1, "C")
 #: The thread of the copying warpgroup that deals items; the first one copies keys and values.
 DEALER = 32
@@ -212,7 +210,7 @@ def forward_kernel(
                     # 6: for 1 <= j <= T_c, backwards: what bounds hide in part comes first
                     for n in range(item.tiles):
                         j = tile_of(int32(item.stop - 1 - n), extras)
-                        col = item.first_k - shape[10] + j * block_k
+                        col = item.first_k - shape.first_key + j * block_k
                         # 7: load K_j, V_j
                         full = barriers + k_full + 8 * stage
                         mbarrier_wait(barriers + k_empty + 8 * stage, phase ^ 1)  # its K was read
@@ -221,12 +219,12 @@ def forward_kernel(
                             st_shared(tile + list_offset + 4 * stage, word)
                         mbarrier_arrive_expect_tx(full, k_size)
                         at = tile + k_offset + stage * k_size
-                        load_k(at, k_tensor, full, col, h * shape[6], b * shape[7])
+                        load_k(at, k_tensor, full, col, h * shape.k_by_head, b * shape.k_by_batch)
                         full = barriers + v_full + 8 * stage
                         mbarrier_wait(barriers + v_empty + 8 * stage, phase ^ 1)  # its V was read
                         mbarrier_arrive_expect_tx(full, v_size)
                         at = tile + v_offset + stage * v_size
-                        load_v(at, v_tensor, full, col, h * shape[8], b * shape[9])
+                        load_v(at, v_tensor, full, col, h * shape.v_by_head, b * shape.v_by_batch)
                         stage, phase = next_stage(stage, phase)
                     slot, q_phase = next_slot(slot, q_phase)
                     mbarrier_wait(barriers + is_told + 8 * slot, q_phase)  # the next item is told

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numba import float32
 
-from kernels.cuda.device import device_function, first_tile, shift_of, tiles_stop
+from kernels.cuda.device import device_function, first_tile, is_full_tile, shift_of, tiles_stop
 from kernels.cuda.mma_tiles import KeyLayout
 from kernels.online_softmax import LOG2_E
 
@@ -41,12 +41,7 @@ def make_bounds(layout: KeyLayout) -> tuple[Callable[..., tuple[int, ...]], Call
 
     @device_function
     def is_inside(row, col, seq_q, seq_k, extras):
-        return (
-            row + block_q <= seq_q
-            and col + block_k <= seq_k
-            and row + block_q - 1 + extras.lower <= col
-            and col + block_k - 1 <= row + extras.upper
-        )
+        return is_full_tile(row, block_q, seq_q, col, block_k, seq_k, extras.lower, extras.upper)
 
     return bounds, is_inside
 

@@ -23,7 +23,7 @@ from kernels.targets import cuda
 
 #: A block has no more, on any device.
 MAX_THREADS = 1024
-#: Ints of the sum between two branches; a tile's depth is a multiple.
+#: Steps along the depth between two tests for its end; a tile's depth is a multiple.
 UNROLL = 4
 
 Ints = tuple[int, ...]

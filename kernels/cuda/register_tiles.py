@@ -111,12 +111,11 @@ class Demand(NamedTuple):
 
 def demand_of(problem: Problem) -> Demand:
     """Return what a problem demands."""
-    bends = (problem.softcap > 0.0) + problem.slopes + (problem.mask == "float")
     return Demand(
         widths(problem),
         problem.dtype.itemsize,
         problem.seq_q <= SIZES.few_rows,
-        problem.score_mod is not None or bends > 1,
+        problem.score_mod is not None or problem.bends > 1,
         (problem.dropout_p > 0.0)
         + (problem.block_mask is not None or problem.mask_mod is not None),
     )

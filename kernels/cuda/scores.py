@@ -80,15 +80,15 @@ def features_of(problem: Problem) -> Features:
     """Return what a kernel for a problem must have."""
     score_mod, derivative = problem.score_mod or (None, None)
     return Features(
-        problem.softcap > 0.0,
-        problem.slopes,
-        problem.mask,
-        problem.dropout_p > 0.0,
-        problem.block_mask is not None,
-        problem.sequences is not None,
-        problem.mask_mod,
-        score_mod,
-        derivative,
+        softcap=problem.softcap > 0.0,
+        slopes=problem.slopes,
+        mask=problem.mask,
+        dropout=problem.dropout_p > 0.0,
+        block_mask=problem.block_mask is not None,
+        packed=problem.sequences is not None,
+        mask_mod=problem.mask_mod,
+        score_mod=score_mod,
+        derivative=derivative,
     )
 
 

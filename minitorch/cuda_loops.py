@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 from numba import int64, types, uint32, uint64, void
 
-from kernels.cuda.device import Kernel, device_callable, device_function, scalar_type
+from kernels.cuda.device import WARP, Kernel, device_callable, device_function, scalar_type
 from kernels.cuda.half import form
 from kernels.cuda.sizes import SIZES, FoldShape
 from kernels.dtypes import FLOAT32, FLOAT64, acc_dtype, is_half
 from kernels.targets import IS_SIMULATOR, cuda
 
-#: Threads that run in step, and the bits that stand for them.
-WARP, ALL_LANES = 32, 0xFFFFFFFF
+#: The bits that stand for the threads of a warp.
+ALL_LANES = 0xFFFFFFFF
 
 
 def _storage(dtype: np.dtype[Any]) -> Any:

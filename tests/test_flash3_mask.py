@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from numba import types, void
 
 from kernels import BlockMask
-from kernels.cuda.device import Kernel
-from kernels.cuda.flash3_mask import WARP, WORDS, make_block_bits
+from kernels.cuda.device import WARP, Kernel
+from kernels.cuda.flash3_mask import WORDS, make_block_bits
 from kernels.cuda.flash3_scores import TILES, bit_words
 from kernels.cuda.scores import Extras
 from kernels.geometry import ceil_div

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kernels.cuda.device import device_function
+from kernels.cuda.device import WARP, device_function
 from kernels.targets import IS_SIMULATOR, cuda
 
-WARP = 32
 #: Elements of a row that a thread should have before another warp shares the row.
 SHARE = 8
 #: Threads that share a row at the most, and warps of a block whose rows have one each.

@@ -64,6 +64,9 @@ def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
     return device_function(copy)
 
 
+#: Threads that go together.
+WARP = 32
+
 # On the host the same functions are those of ``geometry.PLAIN`` and its like.
 _GEOMETRY = make_geometry(device_function)
 ceil_div = _GEOMETRY.ceil_div

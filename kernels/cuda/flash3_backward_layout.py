@@ -260,15 +260,3 @@ def key_item_of(item, schedule):
     """
     last, flat = item_of(item, schedule)
     return int32(schedule.tiles - 1 - last), flat
-
-
-@device_function
-def is_seen(edge, r, c):
-    """Tell whether the element (r, c) from a thread's first one is within the bounds and the arrays.
-
-    Args:
-        edge: What ``TileScores.edge`` returns for the first one.
-        r: Rows, known when the kernel is compiled.
-        c: Columns, likewise.
-    """
-    return (edge[0] <= c - r) & (c - r <= edge[1]) & (c < edge[2]) & (r < edge[3])

@@ -18,7 +18,7 @@ from numba import int32, int64, types, uint32, uint64, void
 
 from kernels.block_states import FULL, PARTIAL, SIDE
 from kernels.cuda.arrays import empty_device
-from kernels.cuda.device import Kernel, array_type, batch_and_head, ceil_div, device_function
+from kernels.cuda.device import WARP, Kernel, array_type, batch_and_head, ceil_div, device_function
 from kernels.cuda.flash3_scores import TILES, bit_words, with_bit
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global_v4
 from kernels.cuda.ptx.numbers import UNPACK
@@ -27,8 +27,8 @@ from kernels.dtypes import BITS
 from kernels.geometry import PLAIN
 from kernels.targets import cuda
 
-#: Lanes of a warp; rows of which it has the elements; threads of a block that packs.
-WARP, ROWS, THREADS = 32, 16, 256
+#: Rows of which a warp has the elements; threads of a block that packs.
+ROWS, THREADS = 16, 256
 #: Bits of all elements, and of the eight that a lane has of ``SIDE`` rows and columns.
 ALL, EIGHT = 0xFFFFFFFF, 0xFF
 #: Numba's type of the words.

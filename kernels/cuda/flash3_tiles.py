@@ -9,7 +9,6 @@ import numpy as np
 from numba import int32, int64, uint32
 
 from kernels.cuda.device import device_function
-from kernels.cuda.flash3_backward_layout import is_seen
 from kernels.cuda.flash3_layout import LINE, PANEL, WARPGROUP
 from kernels.cuda.half import EIGHT
 from kernels.cuda.ptx.barriers import mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait
@@ -19,6 +18,7 @@ from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import ROWS, make_wgmma
+from kernels.cuda.tile_scores import is_inside
 from kernels.targets import cuda
 
 ZERO = np.float32(0)
@@ -204,7 +204,7 @@ def make_hide(cols: int, by_keys: bool) -> Any:
             for e in range(4):
                 across, along = 8 * (e // 2), 8 * t + e % 2
                 r, c = (along, across) if by_keys else (across, along)
-                if not is_seen(edge, r, c):
+                if not is_inside(edge, r, c):
                     numbers[t, e] = ZERO
 
     return hide
@@ -223,8 +223,8 @@ def make_hide_pairs(cols: int) -> Any:
     def hide_pairs(pairs, edge):
         for t in range(tiles):
             for half in range(2):
-                low = is_seen(edge, 8 * t, 8 * half)
-                high = is_seen(edge, 8 * t + 1, 8 * half)
+                low = is_inside(edge, 8 * t, 8 * half)
+                high = is_inside(edge, 8 * t + 1, 8 * half)
                 kept = (0xFFFF if low else 0) | (0xFFFF0000 if high else 0)
                 pairs[t // 2, 2 * (t % 2) + half] &= uint32(kept)
 

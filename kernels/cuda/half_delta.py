@@ -9,7 +9,7 @@ from typing import Any
 from numba import float32, uint32, void
 
 from kernels.cuda.arrays import empty_device
-from kernels.cuda.device import Kernel, array_type, device_function
+from kernels.cuda.device import WARP, Kernel, array_type, device_function
 from kernels.cuda.half import as_bits
 from kernels.cuda.ptx.copies import global_address, ld_global_v4
 from kernels.cuda.ptx.numbers import UNPACK, float_of
@@ -21,7 +21,7 @@ from kernels.operands import Operands
 from kernels.problem import Problem
 from kernels.targets import cuda
 
-THREADS, WARP = 256, 32
+THREADS = 256
 #: Elements that a lane loads at a time.
 PIECE = CHUNK // BITS.itemsize
 

@@ -17,7 +17,7 @@ from functools import cache
 
 from numba import int64, uint16, uint32
 
-from kernels.cuda.device import device_function
+from kernels.cuda.device import WARP, device_function
 from kernels.cuda.mma_terms import NUMBERS, make_split
 from kernels.cuda.ptx.copies import (
     cp_async_16,
@@ -35,7 +35,6 @@ from kernels.targets import cuda
 
 #: Rows of a tile of A, columns of a tile of accumulators, depth of one product.
 ROWS, COLS, DEPTH = 16, 8, 16
-WARP = 32
 #: Bytes and elements of a piece of a row that a lane copies.
 HALF, PIECE = 2, CHUNK // 2
 #: Row and column, from the lane's first, of each of its accumulators of a 16 x 8 tile.

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cuda.block import MOST_THREADS, ROWS_OF_WARPS, WARP, RowBlock
-from kernels.cuda.device import PHILOX, device_function
+from kernels.cuda.block import MOST_THREADS, ROWS_OF_WARPS, RowBlock
+from kernels.cuda.device import PHILOX, WARP, device_function
 from kernels.cuda.half import EIGHT, form, make_read_eight, make_write_eight
 from kernels.dtypes import acc_dtype
 from kernels.geometry import ceil_div

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import void
 
-from kernels.cuda.block import WARP, RowBlock, make_row_folds
-from kernels.cuda.device import Kernel, device_function, inverse_sum, scalar_type, shift_of
+from kernels.cuda.block import RowBlock, make_row_folds
+from kernels.cuda.device import WARP, Kernel, device_function, inverse_sum, scalar_type, shift_of
 from kernels.cuda.vector import EXP2, VECTOR, are_vectors, load_row, store_row
 from kernels.online_softmax import LOG2_E
 from kernels.softmax_ladder import check_rows

@@ -47,6 +47,24 @@ class TileScores(NamedTuple):
     gradient: Callable[..., Any]
 
 
+@device_function
+def is_inside_columns(edge, r, c):
+    """Tell whether the element (r, c) from a thread's first one is within the bounds and the columns.
+
+    Args:
+        edge: What ``TileScores.edge`` returns for the first one.
+        r: Rows, known when the kernel is compiled.
+        c: Columns, likewise.
+    """
+    return (edge[0] <= c - r) & (c - r <= edge[1]) & (c < edge[2])
+
+
+@device_function
+def is_inside(edge, r, c):
+    """Tell whether an element is within the rows, too; see :func:`is_inside_columns`."""
+    return is_inside_columns(edge, r, c) & (r < edge[3])
+
+
 @cache
 def make_tile_scores(
     features: Features,
@@ -71,6 +89,8 @@ def make_tile_scores(
     bend, add = functions.bend, functions.add
     in_mask = functions.in_mask
 
+    is_in_bounds = is_inside if by_keys else is_inside_columns
+
     @device_function
     def edge_of(row, col, seq_q, seq_k, extras):
         return (
@@ -81,20 +101,10 @@ def make_tile_scores(
         )
 
     @device_function
-    def is_inside_columns(edge, r, c):
-        return (edge[0] <= c - r) & (c - r <= edge[1]) & (c < edge[2])
-
-    @device_function
-    def is_inside_both(edge, r, c):
-        return is_inside_columns(edge, r, c) & (r < edge[3])
-
-    is_inside = is_inside_both if by_keys else is_inside_columns
-
-    @device_function
     def bounded_score(
         product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras
     ):
-        return product if whole or is_inside(edge, r, c) else minus_inf
+        return product if whole or is_in_bounds(edge, r, c) else minus_inf
 
     @device_function
     def bounded_gradient(
@@ -102,7 +112,7 @@ def make_tile_scores(
         whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras,
     ):  # fmt: skip
         # Hidden elements are 0 whatever lse and delta are: those of a row with a NaN are NaN.
-        seen = whole or is_inside(edge, r, c)
+        seen = whole or is_in_bounds(edge, r, c)
         p = exp2(product - shift) if seen else zero
         return p, (p * (dp - delta) if seen else zero)
 
@@ -122,7 +132,7 @@ def make_tile_scores(
             score = add(score, b, h, i, j, extras) * log2_e
         seen = in_mask(flat, b, h, i, j, extras) & (listed or not is_listed)
         if not whole:
-            seen = seen & is_inside(edge, r, c)
+            seen = seen & is_in_bounds(edge, r, c)
         return (score if seen else minus_inf), slope
 
     @device_function

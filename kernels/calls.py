@@ -49,8 +49,7 @@ class Call:
             places += [array for array in results if array is not None]
         self.target = _target(*places)
         if self.target is launch.CPU:
-            for name, array in arrays.items():
-                check_on_host(name, array)
+            check_on_host(arrays)
         operands = make_operands(self.target.memory, self.problem, q, k, v, *arrays.values())
         if results is not None:
             dout, out, lse, dlse = results
@@ -108,20 +107,20 @@ def _is_array(mask: Any) -> bool:
     return any(hasattr(mask, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
 
 
-def check_on_host(name: str, array: Any) -> None:
-    """Check that a mask, or slopes, for q, k and v on the host can be read there.
+def check_on_host(arrays: dict[str, Any]) -> None:
+    """Check that mask and slopes for q, k and v on the host can be read there.
 
     Args:
-        name: Of the option.
-        array: NumPy's, numba's, or None.
+        arrays: By the name of the option, NumPy's, numba's, or None.
 
     Raises:
-        TypeError: If the array lies on a device: nothing leaves a device unasked.
+        TypeError: If one lies on a device: nothing leaves a device unasked.
     """
-    if is_device_array(array):
-        raise TypeError(
-            f"{name} lies on the CUDA device, q, k and v on the host; bring all of them to one place"
-        )
+    for name, array in arrays.items():
+        if is_device_array(array):
+            raise TypeError(
+                f"{name} lies on the CUDA device, q, k and v on the host; bring all of them to one place"
+            )
 
 
 def heads_first(array: Any) -> Any:

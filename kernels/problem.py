@@ -135,7 +135,7 @@ class Problem:
         )  # fmt: skip
 
     @property
-    def bends(self) -> int:
+    def bend_count(self) -> int:
         """How many of softcap, ALiBi and a floating mask make another number of a score."""
         return (self.softcap > 0.0) + self.slopes + (self.mask == "float")
 

@@ -83,9 +83,8 @@ def attention_call(
             f"a floating attn_mask must be a tensor on the backend of q, {q.backend.ops.__name__}, got "
             f"{kind}; make one with minitorch.from_numpy, move one with Tensor.to(backend)"
         )
-    for name, array in arrays.items():
-        if not q.backend.cuda:
-            check_on_host(name, array)
+    if not q.backend.cuda:
+        check_on_host(arrays)
     return AttentionCall(problem, *arrays.values())
 
 

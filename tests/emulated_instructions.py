@@ -252,6 +252,7 @@ class Instructions:
         self.barriers[int(barrier)].update(arrivals=1)
 
     def mbarrier_expect(self, arrives: str | None, barrier: int, bytes_: int) -> None:
+        self.turns.idle = 0
         self.barriers[int(barrier)].update(1 if arrives else 0, int(bytes_))
 
     def mbarrier_try_wait(self, barrier: int, parity: int) -> int:

@@ -13,8 +13,9 @@ import kernels
 from kernels import launch
 from kernels.cuda import flash3_launch
 from kernels.cuda.device import Kernel
-from kernels.cuda.flash3_layout import Layout
+from kernels.cuda.flash3_layout import WARPGROUP, Layout
 from kernels.cuda.flash3_options import tanh
+from kernels.cuda.flash3_wgmma import DEALER
 from kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.operands import make_operands
 from kernels.sequences import Sequences
@@ -161,7 +162,9 @@ def test_a_key_that_only_the_next_sequences_rows_would_see_may_be_infinite() -> 
 
 
 #: Threads of a block of two consumers: who copies keys and values, who deals, and lanes of the consumers.
-LATE = {"copier": 0, "dealer": 32, "lane": 129, "other consumer": 256}
+LATE = {
+    "copier": 0, "dealer": DEALER, "lane": WARPGROUP + 1, "other consumer": 2 * WARPGROUP
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

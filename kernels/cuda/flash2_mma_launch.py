@@ -25,7 +25,7 @@ from kernels.cuda.mma_guard import flag_of
 from kernels.cuda.mma_split import split_operands
 from kernels.cuda.mma_terms import NUMBERS, TOP, Numbers, Units
 from kernels.cuda.mma_tiles import ROWS, KeyLayout, MmaLayout, RoleLayout
-from kernels.cuda.register_tiles import round_up
+from kernels.cuda.register_tiles import widths_in
 from kernels.cuda.scores import PLAIN, Extras, Features, features_of
 from kernels.cuda.vector import are_vectors
 from kernels.cuda.visits import grid_of
@@ -59,7 +59,7 @@ class ByKeys(NamedTuple):
 
     def widths(self, problem: Problem) -> tuple[int, int]:
         """Return what head_dim and value_dim are rounded up to."""
-        return round_up(problem.head_dim, self.step), round_up(problem.value_dim, self.step)
+        return widths_in(problem, self.step)
 
     def is_for(self, problem: Problem) -> bool:
         """Whether the layout can run a problem, but for shared memory."""
@@ -206,7 +206,7 @@ def _forward_layout(problem: Problem, device: int) -> MmaLayout:
 
 def _widths(problem: Problem) -> tuple[int, int]:
     """Return what head_dim and value_dim are rounded up to by the kernels by query rows."""
-    return round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
+    return widths_in(problem, 16)
 
 
 def _table_of(problem: Problem) -> int:
@@ -215,7 +215,7 @@ def _table_of(problem: Problem) -> int:
         problem.sequences is not None and replace(problem, sequences=None).is_plain
     ):
         return 0
-    return 2 if problem.bends + (problem.score_mod is not None) > 1 else 1
+    return 2 if problem.bend_count + (problem.score_mod is not None) > 1 else 1
 
 
 def backward_tile(problem: Problem) -> tuple[int, int]:

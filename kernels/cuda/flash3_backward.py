@@ -18,7 +18,6 @@ from kernels.cuda.device import Kernel, array_type, is_full_tile
 from kernels.cuda.flash3_backward_guard import Guarded, clear_unseen_of
 from kernels.cuda.flash3_backward_layout import (
     WORD,
-    GradientShape,
     KeyLayout,
     Parts,
     block_bytes,
@@ -34,6 +33,7 @@ from kernels.cuda.flash3_layout import (
     ALL_MEET,
     LINE,
     OWN_MEET,
+    SHAPE,
     WARPGROUP,
     Schedule,
     Widths,
@@ -91,7 +91,6 @@ from kernels.cuda.scores import PLAIN, Features, extras_type
 from kernels.dtypes import BITS, FLOAT32
 from kernels.targets import cuda
 
-SHAPE = types.NamedUniTuple(int32, len(GradientShape._fields), GradientShape)
 MAPS = types.Array(uint8, 1, "C")
 ROW_NUMBERS = types.Array(float32, 2, "C")
 square_place = DEVICE.square_place

@@ -11,7 +11,6 @@ from kernels.cuda.flash3_backward import dkdv_kernel
 from kernels.cuda.flash3_backward_layout import (
     PADDING,
     WORD,
-    GradientShape,
     KeyLayout,
     Parts,
     QueryLayout,
@@ -34,9 +33,10 @@ from kernels.cuda.flash3_launch import (
     lies,
     readable,
     tensor_map,
+    widths_of,
     with_mask_bits,
 )
-from kernels.cuda.flash3_layout import Schedule, Widths, is_guarded, schedule_of
+from kernels.cuda.flash3_layout import Schedule, Shape, Widths, is_guarded, schedule_of
 from kernels.cuda.flash3_mask import has_words, packed_mask
 from kernels.cuda.half import EIGHT, as_bits
 from kernels.cuda.half_delta import delta_of
@@ -94,7 +94,7 @@ class _Plan(NamedTuple):
 def _plan(problem: Problem, device: int) -> _Plan:
     """Return what all calls of a problem have in common; it has no seed."""
     features, sequences = features_of(problem), problem.sequences
-    widths, seen_k = _widths(problem), seen_keys(problem)
+    widths, seen_k = widths_of(problem), seen_keys(problem)
     # Lines of a list are for all keys.
     seq_k = problem.seq_k if features.block_mask else seen_k[1]
     in_whole = features._replace(whole_tiles=True)
@@ -205,10 +205,6 @@ class _Call(NamedTuple):
         return prepare(problem, lead, current_device(), lies(*arrays), *more)
 
 
-def _widths(problem: Problem) -> Widths:
-    return Widths(round_up(problem.head_dim, 16), round_up(problem.value_dim, 16))
-
-
 def backward_tile(problem: Problem) -> tuple[int, int]:
     """Return (block_q, block_k) of the first kernel by key tiles."""
     _, layout = _plan(problem.unseeded, current_device()).by_keys[0]
@@ -272,9 +268,11 @@ def _arguments(
     differs: tuple[tuple[int, ...], ...], schedule: Schedule, extras: Extras,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return grid and threads of a kernel by tiles, and its arguments behind the arrays."""
-    by_number = (number for one in differs for number in one)
-    ends = plan.seen_q[0], plan.seen_k[0]
-    shape = GradientShape._make((problem.seq_q, plan.seq_k, lead[1], *by_number, *ends))
+    q, k, v, dout = differs
+    shape = Shape(
+        problem.seq_q, plan.seq_k, lead[1], *q, *k, *v, first_key=plan.seen_k[0],
+        dout_by_head=dout[0], dout_by_batch=dout[1], first_row=plan.seen_q[0],
+    )  # fmt: skip
     blocks = min(multiprocessors(), schedule.tiles * schedule.heads)
     words = LATER if has_words(plan.features) else 0
     return (blocks, layout.threads), shape, problem.scale, schedule, plan.flag, words, extras

@@ -21,40 +21,6 @@ PADDING = 128
 BOTH_WIDTH = 128
 
 
-class GradientShape(NamedTuple):
-    """The shape of a call of the backward kernels; as :class:`flash3_layout.Shape`, but for what is said.
-
-    Attributes:
-        rows: Of q and dout.
-        cols: Of k and v, or up to the last that some row sees.
-        heads: Of q.
-        q_by_head: As there, and so the others.
-        q_by_batch: Likewise.
-        k_by_head: Likewise.
-        k_by_batch: Likewise.
-        v_by_head: Likewise.
-        v_by_batch: Likewise.
-        dout_by_head: Of dout.
-        dout_by_batch: Likewise.
-        first_row: The first that the copy engine knows, see ``seen_rows``.
-        first_key: Likewise, see ``seen_keys``.
-    """
-
-    rows: int
-    cols: int
-    heads: int
-    q_by_head: int
-    q_by_batch: int
-    k_by_head: int
-    k_by_batch: int
-    v_by_head: int
-    v_by_batch: int
-    dout_by_head: int
-    dout_by_batch: int
-    first_row: int
-    first_key: int
-
-
 class Parts(NamedTuple):
     """Which gradients a kernel by key tiles computes.
 

@@ -18,7 +18,7 @@ from kernels.cuda.device import (
     first_full_tile,
     full_tiles_stop,
 )
-from kernels.cuda.flash3_backward import MAPS, ROW_NUMBERS, SHAPE, square_place
+from kernels.cuda.flash3_backward import MAPS, ROW_NUMBERS, square_place
 from kernels.cuda.flash3_backward_layout import (
     QueryLayout,
     block_bytes,
@@ -31,6 +31,7 @@ from kernels.cuda.flash3_layout import (
     ALIGNMENT,
     LINE,
     OWN_MEET,
+    SHAPE,
     WARPGROUP,
     Schedule,
     Widths,

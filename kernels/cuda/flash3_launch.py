@@ -30,7 +30,7 @@ from kernels.cuda.memory import contiguous
 from kernels.cuda.mma_guard import flag_of
 from kernels.cuda.per_device import counters, device_map, multiprocessors
 from kernels.cuda.ptx.wgmma import ROWS
-from kernels.cuda.register_tiles import round_up
+from kernels.cuda.register_tiles import widths_in
 from kernels.cuda.scores import Extras, Features, features_of
 from kernels.cuda.tensor_cores import lists_whole_tiles, seen_keys
 from kernels.cuda.vector import are_vectors
@@ -110,7 +110,7 @@ class Maps(NamedTuple):
 
 
 #: What :func:`maps_of` found, by where the arrays lie.
-_kept_maps: dict[Any, Maps | None] = {}
+_kept_maps: dict[Any, Maps] = {}
 
 
 def maps_of(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
@@ -128,17 +128,16 @@ def maps_of(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
         problem, current_device(), device_pointer(q), q.shape, q.strides,
         device_pointer(k), k.shape, k.strides, device_pointer(v), v.shape, v.strides,
     )  # fmt: skip
-    try:
-        return _kept_maps[call]
-    except KeyError:
+    found = _kept_maps.get(call)
+    if found is None and (found := read_maps(problem, q, k, v)) is not None:
         if len(_kept_maps) >= KEPT_MAPS:
             _kept_maps.clear()
-        found = _kept_maps[call] = read_maps(problem, q, k, v)
-        return found
+        _kept_maps[call] = found
+    return found
 
 
 def read_maps(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
-    """Return what :func:`maps_of` keeps."""
+    """Return what :func:`maps_of` does, worked out anew."""
     if not are_vectors(q, k, v):
         return None
     (layout, _), dtype = layout_for(problem), NAMES[problem.dtype]
@@ -149,10 +148,15 @@ def read_maps(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
     return Maps(q_map, k_map, v_map, (*q_differs, *k_differs, *v_differs))
 
 
+def widths_of(problem: Problem) -> Widths:
+    """Return the widths that kernels for a problem are compiled for, forward and backward."""
+    return Widths(*widths_in(problem, 16))
+
+
 @lru_cache(maxsize=1024)
 def layout_for(problem: Problem) -> tuple[Layout, Widths]:
     """Return who works on a problem, and the widths its kernel is compiled for."""
-    widths = Widths(round_up(problem.head_dim, 16), round_up(problem.value_dim, 16))
+    widths = widths_of(problem)
     return layout_of(widths, not problem.is_plain), widths
 
 

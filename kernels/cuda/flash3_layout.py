@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from numba import int32, uint32
+from numba import int32, types, uint32
 
 from kernels.cuda.device import device_function
 from kernels.cuda.ptx.wgmma import ROWS
@@ -170,14 +170,14 @@ def v_bytes(layout: Layout, widths: Widths) -> int:
 
 
 class Shape(NamedTuple):
-    """The shape of a call of the forward kernel.
+    """The shape of a call of a kernel.
 
     By what a head's, and a batch's, number is multiplied tells where it is in an array: 0 where it repeats.
 
     Attributes:
-        rows: Of q and out.
-        cols: Keys up to the last that some row sees.
-        heads: Of out.
+        rows: Of q.
+        cols: Keys, or those up to the last that some row sees.
+        heads: Of q.
         q_by_head: Of q.
         q_by_batch: Likewise.
         k_by_head: Of k.
@@ -185,6 +185,9 @@ class Shape(NamedTuple):
         v_by_head: Of v.
         v_by_batch: Likewise.
         first_key: The first that the copy engine knows, see ``seen_keys``.
+        dout_by_head: Of dout, and so of backward kernels alone.
+        dout_by_batch: Likewise.
+        first_row: Of these too, as ``first_key``; see ``seen_rows``.
     """
 
     rows: int
@@ -197,6 +200,13 @@ class Shape(NamedTuple):
     v_by_head: int
     v_by_batch: int
     first_key: int
+    dout_by_head: int = 0
+    dout_by_batch: int = 0
+    first_row: int = 0
+
+
+#: Numba's type of it.
+SHAPE = types.NamedUniTuple(int32, len(Shape._fields), Shape)
 
 
 class Schedule(NamedTuple):

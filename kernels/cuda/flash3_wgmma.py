@@ -36,11 +36,11 @@ from kernels.cuda.flash3_layout import (
     ALIGNMENT,
     LINE,
     OWN_OUT,
+    SHAPE,
     TURN,
     WARPGROUP,
     Layout,
     Schedule,
-    Shape,
     Widths,
     is_guarded,
     item_bytes,
@@ -96,7 +96,6 @@ from kernels.dtypes import BITS, FLOAT32
 from kernels.online_softmax import LN_2, LOG2_E
 from kernels.targets import cuda
 
-SHAPE = types.NamedUniTuple(int32, len(Shape._fields), Shape)
 MAPS = types.Array(uint8, 1, "C")
 #: The thread of the copying warpgroup that deals items; the first one copies keys and values.
 DEALER = 32

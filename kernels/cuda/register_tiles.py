@@ -87,7 +87,11 @@ def widths(problem: Problem) -> tuple[int, int]:
 
     The sizes themselves are read from the operands, so that the 256 of each need few kernels.
     """
-    step = SIZES.width_step
+    return widths_in(problem, SIZES.width_step)
+
+
+def widths_in(problem: Problem, step: int) -> tuple[int, int]:
+    """Return head_dim and value_dim rounded up to multiples of a step."""
     return round_up(problem.head_dim, step), round_up(problem.value_dim, step)
 
 
@@ -115,7 +119,7 @@ def demand_of(problem: Problem) -> Demand:
         widths(problem),
         problem.dtype.itemsize,
         problem.seq_q <= SIZES.few_rows,
-        problem.score_mod is not None or problem.bends > 1,
+        problem.score_mod is not None or problem.bend_count > 1,
         (problem.dropout_p > 0.0)
         + (problem.block_mask is not None or problem.mask_mod is not None),
     )

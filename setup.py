@@ -23,6 +23,8 @@ EXTRAS = {
     "bench": ["torch>=2.4,<3"],
     "dist": ["build>=1,<2", "twine>=5,<7"],
     "test": [
+        # The threads of the emulated GPU (tests/emulated_gpu.py).
+        "greenlet>=3.0.1,<4",
         "hypothesis>=6.139,<7",
         # Drives the Chromium that is installed; "playwright install chromium" gets one.
         "playwright>=1.40,<2",

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+from greenlet import getcurrent, greenlet
 from numba import types
 from numba.np.numpy_support import as_dtype
 
@@ -34,6 +36,7 @@ from .emulated_instructions import (
     Instructions,
     MemoryBarrier,
     TensorMap,
+    ThreadState,
 )
 
 #: Bytes of a block for its static shared arrays.
@@ -60,55 +63,49 @@ def held_back(*threads: int, turns: int) -> Iterator[None]:
 
 
 class _Turns:
-    """Threads that run one at a time, in a fixed order: each until it waits for others."""
+    """Threads that run one at a time, in a fixed order: each until it waits for others.
+
+    Attributes:
+        now: Whose turn it is.
+        ready: Who may run, in the order of their turns.
+        idle: Waits in a row that ended without anything done by anyone.
+    """
 
     def __init__(self, count: int):
+        self.now = self.idle = 0
         self.ready = deque(range(count))
-        self.passed: dict[int, int] = {}
-        self.idle = 0
-        self.gates = [threading.Semaphore(0) for _ in range(count)]
-        self.left = count
-        self.failed: list[BaseException] = []
+        self._passed: dict[int, int] = {}
+        self._hub = getcurrent()
 
-    def hand_over(self) -> None:
-        """Let the next thread run, if one is left."""
-        if self.ready:
-            self.gates[self._next()].release()
-        elif self.left and not self.failed:
-            self.fail(RuntimeError("threads wait for others, which wait too or have ended"))
+    def take(self, thread: Callable[[], None]) -> None:
+        """Run a function in each thread; raise what one of them raises."""
+        running = [greenlet(thread) for _ in self.ready]
+        for one in running:
+            one.gr_context = copy_context()  # how NumPy warns
+        try:
+            for number in iter(self._next, None):
+                self.now = number
+                running[number].switch()
+            if not all(one.dead for one in running):
+                raise RuntimeError("threads wait for others, which wait too or have ended")
+        finally:
+            for one in running:
+                one.throw()  # ends it where it waits
 
-    def _next(self) -> int:
+    def _next(self) -> int | None:
         for _ in range(len(self.ready)):
             number = self.ready.popleft()
-            passed = self.passed.get(number, 0)
+            passed = self._passed.get(number, 0)
             if passed >= _late.get(number, 0) or not self.ready:
-                self.passed[number] = 0
+                self._passed[number] = 0
                 return number
-            self.passed[number] = passed + 1
+            self._passed[number] = passed + 1
             self.ready.append(number)
-        return self.ready.popleft()
+        return self.ready.popleft() if self.ready else None
 
-    def wait(self, number: int) -> None:
+    def wait(self) -> None:
         """Stop this thread until it is ready again and the turn comes to it."""
-        self.hand_over()
-        self.gates[number].acquire()
-        if self.failed:
-            raise _StoppedError
-
-    def leave(self) -> None:
-        """End this thread."""
-        self.left -= 1
-        self.hand_over()
-
-    def fail(self, error: BaseException) -> None:
-        """Stop all threads, for what one of them raised."""
-        self.failed.append(error)
-        for gate in self.gates:
-            gate.release()
-
-
-class _StoppedError(Exception):
-    """Another thread has failed."""
+        self._hub.switch()
 
 
 class _Meeting:
@@ -120,13 +117,14 @@ class _Meeting:
         self.arrived: list[int] = []
         self.turns = turns
 
-    def hold(self, number: int, value: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
+    def hold(self, value: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
         """Return the own result of what ``act`` makes of all values."""
+        number = self.turns.now
         index = number % len(self.values)
         self.values[index] = value
         if len(self.arrived) < len(self.values) - 1:
             self.arrived.append(number)
-            self.turns.wait(number)
+            self.turns.wait()
         else:
             self.results = act(self.values)
             self.turns.idle = 0
@@ -157,7 +155,7 @@ class EmulatedBlock(Instructions):
         self.static: dict[Any, int] = {}
         self.end = self.dynamic
         self.memory, self.maps = memory, maps
-        self.own = threading.local()
+        self.states = [ThreadState() for _ in range(threads)]
         self.named: dict[int, tuple[int, list[int]]] = {}
         self.barriers: dict[int, MemoryBarrier] = {}
         self.turns = _Turns(threads)
@@ -170,28 +168,9 @@ class EmulatedBlock(Instructions):
     def run(self, source: Callable[..., None], args: tuple[Any, ...]) -> None:
         """Run the kernel; raise what one of its threads raises."""
         kernel = self.translate(source)
-        turns = self.turns
 
-        def thread(number: int) -> None:
-            self.start_thread(number)
-            turns.gates[number].acquire()
-            try:
-                with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                    kernel(*args)
-            except _StoppedError:
-                return
-            except BaseException as error:
-                turns.fail(error)
-            turns.leave()
-
-        running = [threading.Thread(target=thread, args=(i,)) for i in range(self.threads)]
-        for one in running:
-            one.start()
-        turns.hand_over()
-        for one in running:
-            one.join()
-        if turns.failed:
-            raise turns.failed[0]
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            self.turns.take(lambda: kernel(*args))
 
     # -- what a kernel names ---------------------------------------------------------------------
 
@@ -233,13 +212,12 @@ class EmulatedBlock(Instructions):
         return copy
 
     def _cuda(self) -> Any:
-        own = self.own
-        thread = _Place(lambda: (own.number, 0, 0))
+        thread = _Place(lambda: (self.turns.now, 0, 0))
         return SimpleNamespace(
             threadIdx=thread,
             blockIdx=_Place(lambda: (*self.index, 0)),
             gridDim=_Place(lambda: (*self.grid, 1)),
-            syncthreads=lambda: self.everyone.hold(own.number, None, lambda values: values),
+            syncthreads=lambda: self.everyone.hold(None, lambda values: values),
             syncwarp=lambda: self._meet(None, lambda values: values),
             threadfence=lambda: None,
             ballot_sync=lambda mask, value: self._meet(
@@ -269,18 +247,17 @@ class EmulatedBlock(Instructions):
         return self.shared[start : start + count].view(kind.dtype).reshape(shape)
 
     def _meet(self, value: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
-        return self.warps[self.own.number // WARP].hold(self.own.number, value, act)
+        return self.warps[self.turns.now // WARP].hold(value, act)
 
     def _meet_group(self, value: Any, act: Callable[[list[Any]], list[Any]]) -> Any:
-        return self.groups[self.own.number // GROUP].hold(self.own.number, value, act)
+        return self.groups[self.turns.now // GROUP].hold(value, act)
 
     # -- instructions ----------------------------------------------------------------------------
 
     def _instruction(self, ptx: str) -> Callable[..., Any]:
         for pattern, name in INSTRUCTIONS.items():
             if (found := re.match(pattern, ptx)) is not None:
-                method = getattr(self, name)
-                return lambda *args: method(*found.groups(), *args)
+                return partial(getattr(self, name), *found.groups())
         raise NotImplementedError(f"the emulated GPU does not know {ptx!r}; add what it does")
 
 
@@ -320,7 +297,10 @@ class _Cast:
     def __call__(self, value: Any) -> Any:
         if self.dtype.kind == "f":
             return self.dtype.type(value)
-        return np.array(int(value) & ((1 << 64) - 1), np.uint64).astype(self.dtype)[()]
+        bits = 8 * self.dtype.itemsize
+        kept = int(value) & ((1 << bits) - 1)
+        is_negative = self.dtype.kind == "i" and kept >> (bits - 1)
+        return self.dtype.type(kept - (1 << bits) if is_negative else kept)
 
 
 def _atomic_add(array: Array, index: Any, value: Any) -> Any:

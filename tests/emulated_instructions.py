@@ -47,10 +47,22 @@ class MemoryBarrier:
             self.missing, self.phase = self.count, self.phase + 1
 
 
+class ThreadState:
+    """What a thread has of its own: what it began and has not waited for."""
+
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+        self.groups: list[list[Any]] = []
+        self.stores: list[Any] = []
+        self.store_groups: list[list[Any]] = []
+        self.products: list[Any] = []
+        self.product_groups: list[list[Any]] = []
+
+
 class Instructions:
     """The instructions of a thread; what they need of the block is an :class:`EmulatedBlock`'s."""
 
-    own: Any
+    states: list[ThreadState]
     shared: Array
     memory: list[Array]
     maps: dict[int, TensorMap]
@@ -60,11 +72,10 @@ class Instructions:
     _meet: Callable[..., Any]
     _meet_group: Callable[..., Any]
 
-    def start_thread(self, number: int) -> None:
-        """Make what a thread has of its own."""
-        own = self.own
-        own.number, own.copies, own.groups = number, [], []
-        own.stores, own.store_groups, own.products, own.product_groups = [], [], [], []
+    @property
+    def own(self) -> ThreadState:
+        """What the thread whose turn it is has of its own."""
+        return self.states[self.turns.now]
 
     def address(self, space: str, array: Array) -> int:
         if space == "3":
@@ -135,7 +146,7 @@ class Instructions:
         row_of(acc, 4)[:] = self._meet(own, act)
 
     def pack(self, dtype: str, low: Any, high: Any) -> Any:
-        return emulated_numbers.pack(low, high, DTYPES[dtype])[()]
+        return emulated_numbers.to_bits([low, high], DTYPES[dtype]).view(np.uint32)[0]
 
     def ex2(self, x: Any) -> Any:
         return emulated_numbers.ex2(x)[()]
@@ -239,10 +250,10 @@ class Instructions:
             self.turns.ready.extend(waiting)
             return
         if what == "sync":
-            waiting.append(self.own.number)
+            waiting.append(self.turns.now)
         self.named[int(barrier)] = count + 1, waiting
         if what == "sync":
-            self.turns.wait(self.own.number)
+            self.turns.wait()
 
     def mbarrier_init(self, barrier: int, count: int) -> None:
         self.barriers[int(barrier)] = MemoryBarrier(int(count))
@@ -258,7 +269,7 @@ class Instructions:
     def mbarrier_try_wait(self, barrier: int, parity: int) -> int:
         one = self.barriers[int(barrier)]
         if one.phase % 2 == parity:  # others may bring it to an end, and copies come at last
-            self.turns.ready.append(self.own.number)
+            self.turns.ready.append(self.turns.now)
             self.turns.idle += 1
             if self.turns.idle > IDLE:
                 raise RuntimeError("threads wait for phases, and none comes to an end")
@@ -266,7 +277,7 @@ class Instructions:
                 if not one.copies:
                     raise RuntimeError("a thread waits for a phase that nothing brings to an end")
                 one.update(bytes_=-one.copies.pop(0)())
-            self.turns.wait(self.own.number)
+            self.turns.wait()
             while one.copies and one.phase % 2 == parity and one.missing == 0:
                 one.update(bytes_=-one.copies.pop(0)())
         return int(one.phase % 2 != parity)
@@ -325,11 +336,13 @@ class Instructions:
         def store() -> None:
             places = int(source) + emulated.box_places(box, tensor.itemsize, swizzle)
             values = np.ascontiguousarray(self.shared[places]).view(tensor.dtype)[..., 0]
-            first = tuple(reversed(tuple(start)))
-            for place in np.ndindex(*box):
-                at = tuple(map(int, np.add(first, place)))
-                if all(0 <= i < length for i, length in zip(at, tensor.shape, strict=True)):
-                    tensor[at] = values[place] + (tensor[at] if reduces else 0)
+            inside, of_box = [], []
+            for first, size, length in zip(reversed(tuple(start)), box, tensor.shape, strict=True):
+                at, stop = max(int(first), 0), min(int(first) + size, length)
+                inside.append(slice(at, max(stop, at)))
+                of_box.append(slice(at - int(first), max(stop, at) - int(first)))
+            there = tuple(inside)
+            tensor[there] = values[tuple(of_box)] + (tensor[there] if reduces else 0)
 
         self.own.stores.append(store)
 
@@ -368,6 +381,8 @@ class Instructions:
 
 def row_of(fragment: Array, count: int) -> Array:
     """Return as many elements from a row on, those of the next rows too."""
+    if fragment.ndim == 1 and len(fragment) >= count:
+        return fragment[:count]
     return np.lib.stride_tricks.as_strided(fragment, (count,), (fragment.itemsize,))
 
 

@@ -29,38 +29,30 @@ def _over_tile(function: Any, use: str) -> Any:
     """
     wide, failures = MOD_SCALAR, _FAILURES.ctypes.data
 
-    def replaces(target, source, batch, head, line, lane, width, by_keys):
-        real = target.dtype.type
+    def replaces(target, source, i, j, batch, head, row, col):
+        target[i, j] = target.dtype.type(function(wide(source[i, j]), batch, head, row, col))
+
+    def multiplies(target, source, i, j, batch, head, row, col):
+        target[i, j] *= target.dtype.type(function(wide(source[i, j]), batch, head, row, col))
+
+    def hides(target, source, i, j, batch, head, row, col):
+        if not function(batch, head, row, col):
+            target[i, j] = target.dtype.type(-np.inf)
+
+    element = njit(error_model="numpy")(
+        {REPLACES: replaces, MULTIPLIES: multiplies, HIDES: hides}[use]
+    )
+
+    def over_tile(target, source, batch, head, line, lane, width, by_keys):
         try:
             for i in range(target.shape[0]):
                 for j in range(width):
                     row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
-                    target[i, j] = real(function(wide(source[i, j]), batch, head, row, col))
+                    element(target, source, i, j, batch, head, row, col)
         except Exception:
             array_at(failures, (1,), (8,), np.int64)[0] += 1
 
-    def multiplies(target, source, batch, head, line, lane, width, by_keys):
-        real = target.dtype.type
-        try:
-            for i in range(target.shape[0]):
-                for j in range(width):
-                    row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
-                    target[i, j] *= real(function(wide(source[i, j]), batch, head, row, col))
-        except Exception:
-            array_at(failures, (1,), (8,), np.int64)[0] += 1
-
-    def hides(target, source, batch, head, line, lane, width, by_keys):
-        minus_inf = target.dtype.type(-np.inf)
-        try:
-            for i in range(target.shape[0]):
-                for j in range(width):
-                    row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
-                    if not function(batch, head, row, col):
-                        target[i, j] = minus_inf
-        except Exception:
-            array_at(failures, (1,), (8,), np.int64)[0] += 1
-
-    return {REPLACES: replaces, MULTIPLIES: multiplies, HIDES: hides}[use]
+    return over_tile
 
 
 @lru_cache(maxsize=64)

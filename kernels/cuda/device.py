@@ -66,6 +66,8 @@ def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
 
 #: Threads that go together.
 WARP = 32
+#: Bytes of a float32 and of an int32.
+WORD = 4
 
 # On the host the same functions are those of ``geometry.PLAIN`` and its like.
 _GEOMETRY = make_geometry(device_function)

@@ -16,6 +16,7 @@ import numpy as np
 from numba import float32, int32, uint8, uint16, uint32, void
 
 from kernels.cuda.device import (
+    WORD,
     Kernel,
     array_type,
     batch_and_head,
@@ -109,7 +110,7 @@ def dkdv_kernel(
     tiles = dkdv_tiles(layout, head_width, value_width, sums is not None, terms)
     k_offset, v_offset, q_offset, dout_offset = (tiles[name] for name in ("k", "v", "q", "dout"))
     ds_offset, lse_offset, delta_offset = tiles["ds"], tiles["lse"], tiles["delta"]
-    lse_index, delta_index = lse_offset // 4, delta_offset // 4
+    lse_index, delta_index = lse_offset // WORD, delta_offset // WORD
     q_bytes, dout_bytes = (terms * HALF * block_q * width for width in (head_width, value_width))
     visits = make_visits(features, block_k, by_keys=True)
     place, entries, tile_of, is_whole, _ = visits
@@ -255,8 +256,8 @@ def dkdv_kernel(
                 for n in range(thread, block_q + block_k, threads):
                     bits[seen_q + n] = 0
                 cuda.syncthreads()  # nothing has been seen yet
-            lse_row = memory + lse_offset + 4 * (stage * block_q + lane_col(lane))
-            delta_row = memory + delta_offset + 4 * (stage * block_q + lane_col(lane))
+            lse_row = memory + lse_offset + WORD * (stage * block_q + lane_col(lane))
+            delta_row = memory + delta_offset + WORD * (stage * block_q + lane_col(lane))
             own_row, own_col = row + lane_col(lane), col + warp_key + lane_row(lane)
             edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
             for step in range(0, block_q, step_q):
@@ -269,8 +270,8 @@ def dkdv_kernel(
                 # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
                 if is_plain and whole:
                     for n in range(col_tiles):
-                        low, high = ld_shared_v2(lse_row + 4 * (step + n * COLS))
-                        low_delta, high_delta = ld_shared_v2(delta_row + 4 * (step + n * COLS))
+                        low, high = ld_shared_v2(lse_row + WORD * (step + n * COLS))
+                        low_delta, high_delta = ld_shared_v2(delta_row + WORD * (step + n * COLS))
                         for m in range(key_tiles):
                             at = m * col_tiles + n
                             for i in range(0, 4, 2):
@@ -283,8 +284,8 @@ def dkdv_kernel(
                                 dp[at, i + 1] = next_p * (dp[at, i + 1] * dp_unit - high_delta)
                 else:
                     for n in range(col_tiles):
-                        low, high = ld_shared_v2(lse_row + 4 * (step + n * COLS))
-                        low_delta, high_delta = ld_shared_v2(delta_row + 4 * (step + n * COLS))
+                        low, high = ld_shared_v2(lse_row + WORD * (step + n * COLS))
+                        low_delta, high_delta = ld_shared_v2(delta_row + WORD * (step + n * COLS))
                         for m in range(key_tiles):
                             at = m * col_tiles + n
                             for i in range(4):

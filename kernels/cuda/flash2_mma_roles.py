@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 from numba import float32, int32, uint8, uint16, uint32, void
 
-from kernels.cuda.device import Kernel, array_type, batch_and_head
+from kernels.cuda.device import WORD, Kernel, array_type, batch_and_head
 from kernels.cuda.flash2_mma_backward import add_nothing
 from kernels.cuda.mma_dq import DqSums, make_add_dq
 from kernels.cuda.mma_guard import flag_type
@@ -113,7 +113,7 @@ def roles_kernel(
     k_offset, v_offset, q_offset, dout_offset = (tiles[name] for name in ("k", "v", "q", "dout"))
     p_offset, ds_offset, handed_offset = tiles["p"], tiles["ds"], tiles["handed"]
     lse_offset, delta_offset = tiles["lse"], tiles["delta"]
-    lse_index, delta_index = lse_offset // 4, delta_offset // 4
+    lse_index, delta_index = lse_offset // WORD, delta_offset // WORD
     stage_bytes, has_sums = HALF * block_q * width, sums is not None
     place, entries = make_visits(features, block_k, by_keys=True)[:2]
     scores = make_tile_scores(PLAIN, FLOAT32, by_keys=True)
@@ -233,7 +233,7 @@ def roles_kernel(
                 # 11: P = exp(S - L_i)
                 if is_inside(row, col, seq_q, seq_k, extras):
                     for n in range(col_tiles):
-                        low, high = ld_shared_v2(memory + lse_offset + 4 * (at_row + n * COLS))
+                        low, high = ld_shared_v2(memory + lse_offset + WORD * (at_row + n * COLS))
                         for m in range(key_tiles):
                             at = m * col_tiles + n
                             for i in range(4):
@@ -243,7 +243,7 @@ def roles_kernel(
                     own_row, own_col = own_row + lane_col(lane), own_col + lane_row(lane)
                     edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
                     for n in range(col_tiles):
-                        low, high = ld_shared_v2(memory + lse_offset + 4 * (at_row + n * COLS))
+                        low, high = ld_shared_v2(memory + lse_offset + WORD * (at_row + n * COLS))
                         for m in range(key_tiles):
                             at = m * col_tiles + n
                             for i in range(4):
@@ -264,7 +264,7 @@ def roles_kernel(
                 bar_sync(P_READY, threads)  # P is there, in float32
                 # 14: dS = P ∘ (dP - D_i)
                 for n in range(col_tiles):
-                    low, high = ld_shared_v2(memory + delta_offset + 4 * (at_row + n * COLS))
+                    low, high = ld_shared_v2(memory + delta_offset + WORD * (at_row + n * COLS))
                     for m in range(key_tiles):
                         at = m * col_tiles + n
                         ld_shared_v4(p, handed + CHUNK * WARP * at)

@@ -14,10 +14,9 @@ from functools import cache
 
 from numba import float32, float64, int32, int64, types, uint8, uint32, void
 
-from kernels.cuda.device import Kernel, array_type, is_full_tile
+from kernels.cuda.device import WORD, Kernel, array_type, is_full_tile
 from kernels.cuda.flash3_backward_guard import Guarded, clear_unseen_of
 from kernels.cuda.flash3_backward_layout import (
-    WORD,
     KeyLayout,
     Parts,
     block_bytes,

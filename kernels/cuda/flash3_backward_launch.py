@@ -6,11 +6,11 @@ import math
 from typing import Any, NamedTuple
 
 from kernels.cuda.arrays import device_view, empty_device
+from kernels.cuda.device import WORD
 from kernels.cuda.extras import lasting_extras, own_extras
 from kernels.cuda.flash3_backward import dkdv_kernel
 from kernels.cuda.flash3_backward_layout import (
     PADDING,
-    WORD,
     KeyLayout,
     Parts,
     QueryLayout,

@@ -7,14 +7,12 @@ from typing import NamedTuple
 
 from numba import int32
 
-from kernels.cuda.device import device_function
+from kernels.cuda.device import WORD, device_function
 from kernels.cuda.flash3_layout import ALIGNMENT, LINE, PANEL, Staff, Widths, is_guarded, item_of
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import SharedTiles, round_up
 from kernels.cuda.scores import PLAIN, Features
 
-#: Bytes of a float32.
-WORD = 4
 #: Rows of lse and delta come to their kernels rounded up to this: a whole number of any query tiles.
 PADDING = 128
 #: The widest heads whose dK and dV one warpgroup keeps in registers together.

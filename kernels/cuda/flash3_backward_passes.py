@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import float32, int32
 
-from kernels.cuda.device import device_function
-from kernels.cuda.flash3_backward_layout import WORD, makes_elements
+from kernels.cuda.device import WORD, device_function
+from kernels.cuda.flash3_backward_layout import makes_elements
 from kernels.cuda.flash3_backward_options import make_elements
 from kernels.cuda.flash3_options import distance_of
 from kernels.cuda.flash3_tiles import make_hide, make_hide_pairs, make_pack

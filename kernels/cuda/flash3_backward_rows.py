@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 from numba import float32, float64, int32, int64, types, uint32, void
 
-from kernels.cuda.device import Kernel, array_type
-from kernels.cuda.flash3_backward_layout import PADDING, WORD, KeyLayout, dq_bytes, dq_share
+from kernels.cuda.device import WORD, Kernel, array_type
+from kernels.cuda.flash3_backward_layout import PADDING, KeyLayout, dq_bytes, dq_share
 from kernels.cuda.flash3_backward_walk import make_row_base
 from kernels.cuda.flash3_layout import WARPGROUP, Widths
 from kernels.cuda.flash3_walk import make_walk

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from numba import int32
 
 from kernels.cuda.device import (
+    WORD,
     device_function,
     first_full_tile,
     first_tile,
@@ -98,7 +99,7 @@ def told(at):
 @device_function
 def skip_place(at, consumer):
     """Return the address of how many tiles a consumer skips, the first ones: its rows see none of them."""
-    return at + 4 * (ITEM_NUMBERS + consumer)
+    return at + WORD * (ITEM_NUMBERS + consumer)
 
 
 @device_function

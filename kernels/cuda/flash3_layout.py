@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from numba import int32, types, uint32
 
-from kernels.cuda.device import device_function
+from kernels.cuda.device import WORD, device_function
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.register_tiles import SharedTiles, round_up
 from kernels.cuda.scores import PLAIN, Features
@@ -144,14 +144,14 @@ def shared_tiles(layout: Layout, widths: Widths, features: Features = PLAIN) -> 
         v=layout.stages * v_bytes(layout, widths),
         barriers=8 * (3 * layout.items + 4 * layout.stages),
         numbers=item_bytes(layout) * layout.items,
-        listed=4 * layout.stages * features.block_mask,
+        listed=WORD * layout.stages * features.block_mask,
         seen=layout.block_k * is_guarded(features),
     )
 
 
 def item_bytes(layout: Layout) -> int:
     """Return the bytes of what all are told of an item: ``flash3_items.Item``, and a number a consumer."""
-    return 4 * (ITEM_NUMBERS + layout.consumers)
+    return WORD * (ITEM_NUMBERS + layout.consumers)
 
 
 def shared_bytes(layout: Layout, widths: Widths, features: Features = PLAIN) -> int:

@@ -18,7 +18,15 @@ from numba import int32, int64, types, uint32, uint64, void
 
 from kernels.block_states import FULL, PARTIAL, SIDE
 from kernels.cuda.arrays import empty_device
-from kernels.cuda.device import WARP, Kernel, array_type, batch_and_head, ceil_div, device_function
+from kernels.cuda.device import (
+    WARP,
+    WORD,
+    Kernel,
+    array_type,
+    batch_and_head,
+    ceil_div,
+    device_function,
+)
 from kernels.cuda.flash3_scores import TILES, bit_words, with_bit
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global_v4
 from kernels.cuda.ptx.numbers import UNPACK
@@ -124,7 +132,7 @@ def make_pairs(kind: str, first: int) -> tuple[Callable[..., None], Callable[...
     @device_function
     def bring(words, mask_words, place, step):
         quad = cuda.local.array(QUAD, uint32)  # (QUAD,)
-        ld_global_v4(quad, global_address(mask_words) + 4 * (place + step * (QUAD * WARP)))
+        ld_global_v4(quad, global_address(mask_words) + WORD * (place + step * (QUAD * WARP)))
         for n in range(QUAD):
             words[first + QUAD * step + n] = quad[n]
 

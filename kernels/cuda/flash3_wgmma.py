@@ -18,6 +18,7 @@ import numpy as np
 from numba import float32, float64, int32, types, uint8, uint32, void
 
 from kernels.cuda.device import (
+    WORD,
     Kernel,
     array_type,
     near_inverse_sum,
@@ -215,7 +216,7 @@ def forward_kernel(
                         mbarrier_wait(barriers + k_empty + 8 * stage, phase ^ 1)  # its K was read
                         if is_listed:
                             word = 2 * j + is_listed_whole(int32(item.stop - 1 - n), extras)
-                            st_shared(tile + list_offset + 4 * stage, word)
+                            st_shared(tile + list_offset + WORD * stage, word)
                         mbarrier_arrive_expect_tx(full, k_size)
                         at = tile + k_offset + stage * k_size
                         load_k(at, k_tensor, full, col, h * shape.k_by_head, b * shape.k_by_batch)
@@ -288,7 +289,7 @@ def forward_kernel(
                         ask_for_scores(s, q_desc, k_desc)
                         wgmma_commit_group()
                     if is_listed:
-                        listed = ld_shared(tile + list_offset + 4 * stage)
+                        listed = ld_shared(tile + list_offset + WORD * stage)
                     col = (listed >> 1 if is_listed else stop - 1) * block_k
                     fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
                     wait_for_all()  # S is there, and K_j was read
@@ -335,7 +336,7 @@ def forward_kernel(
                     if has_next:
                         mbarrier_wait(barriers + k_full + 8 * stage, phase)  # the next K is there
                         if is_listed:
-                            listed = ld_shared(tile + list_offset + 4 * stage)
+                            listed = ld_shared(tile + list_offset + WORD * stage)
                     if takes_turns:
                         bar_sync(TURN + me, turns)  # the other's products are all asked for
                     wgmma_fence()

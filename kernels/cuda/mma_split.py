@@ -13,7 +13,7 @@ import numpy as np
 from numba import float32, int64, types, uint32, void
 
 from kernels.cuda.arrays import device_view, element_strides, empty_device
-from kernels.cuda.device import Kernel, array_type, ceil_div, device_function
+from kernels.cuda.device import WORD, Kernel, array_type, ceil_div, device_function
 from kernels.cuda.half_delta import lanes_of
 from kernels.cuda.mma_terms import Numbers, make_split
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, red_max, st_global_v4
@@ -33,7 +33,6 @@ PARTS = 32
 LEAST_PIECES = 4
 #: Exponents with their bias: a scaled number is below 2**15, and no scale or unit is subnormal.
 _SCALED, _LEAST = 268, 15
-FLOAT_BYTES = 4
 _INT32 = np.dtype(np.int32)
 
 
@@ -61,7 +60,7 @@ def _load(x, words, source, is_vector, b, h, row, piece):
     first, dim = piece * PIECE, source.shape[3]
     if is_vector:
         address = global_address(source) + b * source.strides[0] + h * source.strides[1]
-        address += row * source.strides[2] + first * FLOAT_BYTES
+        address += row * source.strides[2] + first * WORD
         for half in range(2):
             for i in range(4):
                 words[i] = 0

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from kernels.dtypes import HALF_DTYPES, NAMES
+
 Array = np.ndarray[Any, Any]
 
-#: Of the bits of a float32 that is not a number, when it is rounded to a bfloat16.
-_NAN_BF16 = np.uint16(0x7FFF)
+_STORED = {NAMES[dtype]: dtype for dtype in HALF_DTYPES}
+#: The least float32 that is not subnormal.
+_TINY = np.finfo(np.float32).tiny
 
 
 def _bits(values: Any) -> Array:
@@ -21,23 +24,17 @@ def _bits(values: Any) -> Array:
 
 
 def to_bits(values: Any, dtype: str) -> Array:
-    """Return the bits of numbers rounded to "float16" or "bfloat16", to nearest even."""
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            return np.asarray(values, np.float32).astype(np.float16).view(np.uint16)
-    bits = _bits(values)
-    # Half of the last place, or a bit less where the last bit is even; the carry may reach the exponent.
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return np.where(is_nan, _NAN_BF16, rounded).astype(np.uint16)
+    """Return the bits of numbers rounded to "float16" or "bfloat16", to nearest even.
+
+    What is not a number stays none; its bits are not promised.
+    """
+    with np.errstate(over="ignore"):
+        return np.asarray(values, np.float32).astype(_STORED[dtype]).view(np.uint16)
 
 
 def from_bits(bits: Any, dtype: str) -> Array:
     """Return the float32 that bits of "float16" or "bfloat16" mean, exactly."""
-    bits = np.asarray(bits, np.uint16)
-    if dtype == "float16":
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(bits, np.uint16).view(_STORED[dtype]).astype(np.float32)
 
 
 def round_to(values: Any, dtype: str) -> Array:
@@ -49,14 +46,12 @@ def round_to(values: Any, dtype: str) -> Array:
 
 def pack(low: Any, high: Any, dtype: str) -> Array:
     """Return pairs, as ``pack_f16`` and ``pack_bf16`` do."""
-    low, high = to_bits(low, dtype), to_bits(high, dtype)
-    return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
+    return to_bits(np.stack([low, high], axis=-1), dtype).view(np.uint32)[..., 0]
 
 
 def halves(pairs: Any) -> Array:
     """Return the bits of the two numbers of each pair, along a new last axis."""
-    pairs = np.asarray(pairs, np.uint32)
-    return np.stack([pairs & 0xFFFF, pairs >> 16], axis=-1).astype(np.uint16)
+    return np.asarray(pairs, np.uint32)[..., None].view(np.uint16)
 
 
 def unpack(pairs: Any, dtype: str) -> Array:
@@ -84,7 +79,7 @@ def tanh(values: Any) -> Array:
 def lg2(values: Any) -> Array:
     """Return the logarithm to base 2, of subnormal numbers as of zero; the GPU's is within 2**-22."""
     values = np.asarray(values, np.float32)
-    values = np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0), values)
+    values = np.where(np.abs(values) < _TINY, np.float32(0), values)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.log2(values.astype(np.float64)).astype(np.float32)
 
@@ -93,5 +88,5 @@ def ex2(values: Any) -> Array:
     """Return 2**x as float32, subnormal arguments and results as zero; the GPU's is within two units."""
     values = np.asarray(values, np.float32)
     with np.errstate(over="ignore", under="ignore"):
-        result = np.exp2(values.astype(np.float64)).astype(np.float32)
-    return np.where(result < np.finfo(np.float32).tiny, np.float32(0), result)
+        result = np.exp2(values, dtype=np.float64).astype(np.float32)
+    return np.where(result < _TINY, np.float32(0), result)

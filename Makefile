@@ -20,6 +20,8 @@ ONLY ?=
 MODULE ?=
 MINUTES ?= 10
 EXAMPLES ?= 2500
+# The order of the emulated GPU's threads: another one each time.
+SCHEDULE := $(or $(SCHEDULE),$(shell date +%s))
 # A file of exact versions to install, as CI does; without it pip takes the newest of each range.
 LOCK ?=
 OLDEST ?= python3.10
@@ -105,7 +107,8 @@ fuzz: $(VENV)/.test
 	$(BIN)/python project/reliability/fuzz.py --minutes $(MINUTES) --json build/fuzz.json $(ARGS)
 
 fuzz-options: $(VENV)/.test
-	MINITORCH_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 -m fuzz $(ARGS)
+	@echo "MINITORCH_SCHEDULE=$(SCHEDULE)"
+	MINITORCH_SCHEDULE=$(SCHEDULE) MINITORCH_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 -m fuzz $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

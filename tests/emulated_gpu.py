@@ -2,19 +2,21 @@
 
 It runs the source of a kernel as it is.  Functions and instructions that the source names are found in its
 closures and modules and replaced: a device function by its own source, an instruction by what its PTX says,
-done on NumPy arrays by ``kernels.cuda.ptx.emulated``.  Memory is not forgiving: it begins as garbage, and a
-copy under way leaves garbage where it will arrive until it has been waited for.
+done on NumPy arrays by ``kernels.cuda.ptx.emulated``.  It does not forgive: memory begins as garbage, a
+copy under way leaves garbage where it will arrive until it has been waited for, and of the threads that can
+run the next is drawn, of MINITORCH_SCHEDULE and the block's place, for a GPU may take any.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
+from random import Random
 from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -45,7 +47,9 @@ STATIC = 1 << 15
 OURS = ("kernels", "tests")
 
 
-#: Threads that are passed over while others are ready, and how many times; a GPU may run any of them first.
+#: What the orders of threads are drawn of; with the same number they are the same.
+_SCHEDULE = os.environ.get("MINITORCH_SCHEDULE", "0")
+#: Threads that are passed over while others are ready, and how many times.
 _late: dict[int, int] = {}
 
 
@@ -63,17 +67,18 @@ def held_back(*threads: int, turns: int) -> Iterator[None]:
 
 
 class _Turns:
-    """Threads that run one at a time, in a fixed order: each until it waits for others.
+    """Threads that run one at a time, in an order that is drawn: each until it waits for others.
 
     Attributes:
         now: Whose turn it is.
-        ready: Who may run, in the order of their turns.
+        ready: Who may run.
         idle: Waits in a row that ended without anything done by anyone.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, index: tuple[int, int]):
         self.now = self.idle = 0
-        self.ready = deque(range(count))
+        self.ready = list(range(count))
+        self._drawn = Random(f"{_SCHEDULE} {index}").random
         self._passed: dict[int, int] = {}
         self._hub = getcurrent()
 
@@ -93,15 +98,17 @@ class _Turns:
                 one.throw()  # ends it where it waits
 
     def _next(self) -> int | None:
-        for _ in range(len(self.ready)):
-            number = self.ready.popleft()
-            passed = self._passed.get(number, 0)
-            if passed >= _late.get(number, 0) or not self.ready:
-                self._passed[number] = 0
+        ready, passed = self.ready, self._passed
+        while ready:
+            place = int(self._drawn() * len(ready))
+            number, ready[place] = ready[place], ready[-1]
+            if len(ready) == 1 or passed.get(number, 0) >= _late.get(number, 0):
+                passed[number] = 0
+                ready.pop()
                 return number
-            self._passed[number] = passed + 1
-            self.ready.append(number)
-        return self.ready.popleft() if self.ready else None
+            passed[number] = passed.get(number, 0) + 1
+            ready[-1] = number
+        return None
 
     def wait(self) -> None:
         """Stop this thread until it is ready again and the turn comes to it."""
@@ -158,7 +165,7 @@ class EmulatedBlock(Instructions):
         self.states = [ThreadState() for _ in range(threads)]
         self.named: dict[int, tuple[int, list[int]]] = {}
         self.barriers: dict[int, MemoryBarrier] = {}
-        self.turns = _Turns(threads)
+        self.turns = _Turns(threads, index)
         self.everyone = _Meeting(threads, self.turns)
         self.warps = [_Meeting(WARP, self.turns) for _ in range(threads // WARP)]
         self.groups = [_Meeting(GROUP, self.turns) for _ in range(threads // GROUP)]

@@ -33,7 +33,7 @@ from kernels.dtypes import BFLOAT16, FLOAT16
 from kernels.operands import Operands
 
 from .emulated_gpu import launch
-from .emulated_hopper import FUZZ_ONLY, forget_launches
+from .emulated_hopper import forget_launches
 from .emulated_instructions import TensorMap
 from .emulated_target import prepared
 
@@ -182,23 +182,8 @@ def _emulated() -> Iterator[None]:
     assert not counters.any()
 
 
-#: A call takes seconds: of most, one order of dQ is left to ``make fuzz-options``.
-IN_BOTH = ("odd lengths", "causal", "more than fits in registers")
-BY_ATOMICS = ("a window", "head dim, two panels", "rows and keys that see nothing")
-
-
-@pytest.mark.parametrize(
-    ("name", "deterministic"),
-    [
-        pytest.param(
-            name,
-            ordered,
-            marks=[] if name in IN_BOTH or ordered != (name in BY_ATOMICS) else FUZZ_ONLY,
-        )
-        for name in CALLS
-        for ordered in (True, False)
-    ],
-)
+@pytest.mark.parametrize("deterministic", [True, False], ids=["ordered", "atomic"])
+@pytest.mark.parametrize("name", CALLS)
 def test_the_kernels_own_source_computes_the_gradients(name: str, deterministic: bool) -> None:
     call = CALLS[name]
     found, expected = _gradients(call, deterministic, np.random.default_rng(0))

@@ -167,10 +167,7 @@ LATE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "late",
-    [pytest.param(name, marks=[] if name in ("copier", "lane") else FUZZ_ONLY) for name in LATE],
-)
+@pytest.mark.parametrize("late", LATE)
 def test_no_thread_is_too_late(late: str) -> None:
     states = np.zeros((1, 6, 2), int)
     states[0, 0, 0] = states[0, 3, 1] = 1  # other tiles of rows see nothing

@@ -2,9 +2,12 @@
 
 It runs the source of a kernel as it is.  Functions and instructions that the source names are found in its
 closures and modules and replaced: a device function by its own source, an instruction by what its PTX says,
-done on NumPy arrays by ``kernels.cuda.ptx.emulated``.  It does not forgive: memory begins as garbage, a
-copy under way leaves garbage where it will arrive until it has been waited for, and of the threads that can
-run the next is drawn, of MINITORCH_SCHEDULE and the block's place, for a GPU may take any.
+done on NumPy arrays by ``kernels.cuda.ptx.emulated``.
+
+It does not forgive.  Memory begins as garbage; a copy under way leaves garbage where it will arrive until
+it has been waited for; engines see garbage where a thread stored and made no fence.  Whatever a GPU may do
+in any order is drawn, of MINITORCH_SCHEDULE and the block's place: which thread runs next, and whether an
+engine reads what it was given at once or at last.
 """
 
 from __future__ import annotations
@@ -27,17 +30,14 @@ from numba.np.numpy_support import as_dtype
 
 from kernels.targets import cuda, libdevice
 
+from .emulated_engines import GROUP, OF_ENGINES, Engines, MemoryBarrier, Product, TensorMap
 from .emulated_instructions import (
     APART,
     GARBAGE,
     GLOBAL,
-    GROUP,
     INSTRUCTIONS,
     WARP,
     Array,
-    Instructions,
-    MemoryBarrier,
-    TensorMap,
     ThreadState,
 )
 
@@ -73,12 +73,13 @@ class _Turns:
         now: Whose turn it is.
         ready: Who may run.
         idle: Waits in a row that ended without anything done by anyone.
+        drawn: Returns a number from 0 to 1, another each time.
     """
 
     def __init__(self, count: int, index: tuple[int, int]):
         self.now = self.idle = 0
         self.ready = list(range(count))
-        self._drawn = Random(f"{_SCHEDULE} {index}").random
+        self.drawn = Random(f"{_SCHEDULE} {index}").random
         self._passed: dict[int, int] = {}
         self._hub = getcurrent()
 
@@ -100,7 +101,7 @@ class _Turns:
     def _next(self) -> int | None:
         ready, passed = self.ready, self._passed
         while ready:
-            place = int(self._drawn() * len(ready))
+            place = int(self.drawn() * len(ready))
             number, ready[place] = ready[place], ready[-1]
             if len(ready) == 1 or passed.get(number, 0) >= _late.get(number, 0):
                 passed[number] = 0
@@ -140,7 +141,7 @@ class _Meeting:
         return self.results[index]
 
 
-class EmulatedBlock(Instructions):
+class EmulatedBlock(Engines):
     """One block of threads that run a kernel.
 
     Args:
@@ -159,12 +160,14 @@ class EmulatedBlock(Instructions):
         self.grid, self.index, self.threads = grid, index, threads
         self.dynamic = -(-shared_bytes // 16) * 16
         self.shared = np.full(self.dynamic + STATIC, GARBAGE, np.uint8)
+        self.unfenced = np.zeros(len(self.shared), bool)
         self.static: dict[Any, int] = {}
         self.end = self.dynamic
         self.memory, self.maps = memory, maps
         self.states = [ThreadState() for _ in range(threads)]
         self.named: dict[int, tuple[int, list[int]]] = {}
         self.barriers: dict[int, MemoryBarrier] = {}
+        self.products: list[list[Product]] = [[] for _ in range(threads // GROUP)]
         self.turns = _Turns(threads, index)
         self.everyone = _Meeting(threads, self.turns)
         self.warps = [_Meeting(WARP, self.turns) for _ in range(threads // WARP)]
@@ -262,7 +265,7 @@ class EmulatedBlock(Instructions):
     # -- instructions ----------------------------------------------------------------------------
 
     def _instruction(self, ptx: str) -> Callable[..., Any]:
-        for pattern, name in INSTRUCTIONS.items():
+        for pattern, name in (INSTRUCTIONS | OF_ENGINES).items():
             if (found := re.match(pattern, ptx)) is not None:
                 return partial(getattr(self, name), *found.groups())
         raise NotImplementedError(f"the emulated GPU does not know {ptx!r}; add what it does")

@@ -16,8 +16,9 @@ from kernels.cuda.device import Kernel
 from kernels.cuda.flash3_layout import LINE, PANEL, Layout
 from kernels.dtypes import BITS, is_half
 
+from .emulated_engines import TensorMap
 from .emulated_gpu import launch as emulate
-from .emulated_instructions import GARBAGE, TensorMap
+from .emulated_instructions import GARBAGE
 from .emulated_target import emulated_device
 
 

@@ -3,60 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kernels.cuda.ptx import emulated, emulated_numbers, emulated_wgmma
+from kernels.cuda.ptx import emulated, emulated_numbers
 from kernels.philox import PLAIN as PHILOX
 
 #: A byte that makes every float16, bfloat16 and float32 of it NaN.
 GARBAGE = 0xFF
 #: Where the first array of global memory lies, and how far apart they do.
 GLOBAL, APART = 1 << 40, 1 << 32
-WARP, GROUP = 32, 128
+WARP = 32
 
 Array = np.ndarray[Any, Any]
 
 
-class TensorMap(NamedTuple):
-    """A tensor map: the tensor, the box, fastest dimension last, and the swizzle."""
-
-    tensor: Array
-    box: tuple[int, ...]
-    swizzle: int
-
-
-#: Waits in a row that end without anything done by anyone, beyond which nothing will be.
-IDLE = 50_000
-
-
-class MemoryBarrier:
-    """An ``mbarrier``."""
-
-    def __init__(self, count: int):
-        self.count = self.missing = count
-        self.bytes = self.phase = 0
-        self.copies: list[Callable[[], int]] = []
-
-    def update(self, arrivals: int = 0, bytes_: int = 0) -> None:
-        """Count arrivals, and bytes that are announced, or have come where negative."""
-        self.missing -= arrivals
-        self.bytes += bytes_
-        if self.missing == 0 and self.bytes == 0:
-            self.missing, self.phase = self.count, self.phase + 1
-
-
 class ThreadState:
-    """What a thread has of its own: what it began and has not waited for."""
+    """What a thread has of its own: stores without a fence, and what it began and has not waited for."""
 
     def __init__(self) -> None:
+        self.unfenced: list[slice] = []
         self.copies: list[Any] = []
         self.groups: list[list[Any]] = []
         self.stores: list[Any] = []
         self.store_groups: list[list[Any]] = []
         self.products: list[Any] = []
         self.product_groups: list[list[Any]] = []
+        self.product_count = 0
 
 
 class Instructions:
@@ -64,13 +38,11 @@ class Instructions:
 
     states: list[ThreadState]
     shared: Array
+    unfenced: Array
     memory: list[Array]
-    maps: dict[int, TensorMap]
     named: dict[int, tuple[int, list[int]]]
-    barriers: dict[int, MemoryBarrier]
     turns: Any
     _meet: Callable[..., Any]
-    _meet_group: Callable[..., Any]
 
     @property
     def own(self) -> ThreadState:
@@ -96,6 +68,13 @@ class Instructions:
             raise IndexError(f"{count} bytes at {at} of {len(where)}")
         return where[at : at + count]
 
+    def _stored(self, address: int, count: int) -> None:
+        """Note bytes that the thread stored: in shared memory no engine sees them before a fence."""
+        if address < GLOBAL:
+            place = slice(int(address), int(address) + count)
+            self.unfenced[place] = True
+            self.own.unfenced.append(place)
+
     def load(self, count: str | None, words: Array, address: int) -> None:
         row_of(words, 4)[:] = self._bytes(address, 16).view(np.uint32)
 
@@ -105,6 +84,7 @@ class Instructions:
     def store(self, count: str | None, address: int, words: Any) -> None:
         values = row_of(words, 4) if count else np.array([words], np.uint32)
         self._bytes(address, values.nbytes)[:] = values.view(np.uint8)
+        self._stored(address, values.nbytes)
 
     def copy(self, size: str, target: int, source: int, bytes_: int) -> None:
         if target % int(size) or source % int(size):
@@ -123,6 +103,7 @@ class Instructions:
             arrived = np.zeros(size, np.uint8)
             arrived[:bytes_] = self._bytes(source, bytes_) if bytes_ else 0
             self._bytes(target, size)[:] = arrived
+            self._stored(target, size)
         self.own.groups = self.own.groups[max(done, 0) :]
 
     def wait_all(self) -> None:
@@ -205,6 +186,7 @@ class Instructions:
 
     def store_floats(self, address: int, values: Array) -> None:
         self._bytes(address, 16).view(np.float32)[:] = row_of(values, 4)
+        self._stored(address, 16)
 
     def store_pair(self, address: int, x: Any, y: Any) -> None:
         self._bytes(address, 8).view(np.float32)[:] = x, y
@@ -226,6 +208,7 @@ class Instructions:
             emulated.stmatrix(self.shared, np.array(addresses), np.stack(registers), bool(turn))
             return values
 
+        self._stored(address, 16)
         self._meet((int(address), row_of(fragment, 4).copy()), act)
 
     def mma_tf32(self, acc: Array, a: Array, b: Array) -> None:
@@ -235,8 +218,6 @@ class Instructions:
 
         own = row_of(acc, 4).copy(), row_of(a, 4).copy(), row_of(b, 2).copy()
         row_of(acc, 4)[:] = self._meet(own, act)
-
-    # -- barriers ----------------------------------------------------------------------------
 
     def nothing(self, *_: Any) -> None:
         pass
@@ -254,129 +235,6 @@ class Instructions:
         self.named[int(barrier)] = count + 1, waiting
         if what == "sync":
             self.turns.wait()
-
-    def mbarrier_init(self, barrier: int, count: int) -> None:
-        self.barriers[int(barrier)] = MemoryBarrier(int(count))
-
-    def mbarrier_arrive(self, barrier: int) -> None:
-        self.turns.idle = 0
-        self.barriers[int(barrier)].update(arrivals=1)
-
-    def mbarrier_expect(self, arrives: str | None, barrier: int, bytes_: int) -> None:
-        self.turns.idle = 0
-        self.barriers[int(barrier)].update(1 if arrives else 0, int(bytes_))
-
-    def mbarrier_try_wait(self, barrier: int, parity: int) -> int:
-        one = self.barriers[int(barrier)]
-        if one.phase % 2 == parity:  # others may bring it to an end, and copies come at last
-            self.turns.ready.append(self.turns.now)
-            self.turns.idle += 1
-            if self.turns.idle > IDLE:
-                raise RuntimeError("threads wait for phases, and none comes to an end")
-            if len(self.turns.ready) == 1:
-                if not one.copies:
-                    raise RuntimeError("a thread waits for a phase that nothing brings to an end")
-                one.update(bytes_=-one.copies.pop(0)())
-            self.turns.wait()
-            while one.copies and one.phase % 2 == parity and one.missing == 0:
-                one.update(bytes_=-one.copies.pop(0)())
-        return int(one.phase % 2 != parity)
-
-    # -- the copy engine -----------------------------------------------------------------------
-
-    def bulk_load(self, target: int, source: int, bytes_: int, barrier: int) -> None:
-        if target % 16 or source % 16 or bytes_ % 16:
-            raise ValueError(f"a bulk copy of {bytes_} bytes from {source} to {target}")
-        self._bytes(target, bytes_)[:] = GARBAGE
-
-        def arrive() -> int:
-            self._bytes(target, bytes_)[:] = self._bytes(source, bytes_)
-            return int(bytes_)
-
-        self.barriers[int(barrier)].copies.append(arrive)
-
-    def bulk_store(self, target: int, source: int, bytes_: int) -> None:
-        def store() -> None:
-            self._bytes(target, bytes_)[:] = self._bytes(source, bytes_)
-
-        self.own.stores.append(store)
-
-    def bulk_add(self, target: int, source: int, bytes_: int) -> None:
-        def store() -> None:
-            values = self._bytes(source, bytes_).view(np.float32)
-            self._bytes(target, bytes_).view(np.float32)[:] += values
-
-        self.own.stores.append(store)
-
-    def bulk_commit(self) -> None:
-        self.own.store_groups.append(self.own.stores)
-        self.own.stores = []
-
-    def bulk_wait(self, pending: str) -> None:
-        while len(self.own.store_groups) > int(pending):
-            for store in self.own.store_groups.pop(0):
-                store()
-
-    def tensor_load(self, target: int, tensor_map: int, barrier: int, start: Any) -> None:
-        tensor, box, swizzle = self.maps[int(tensor_map)]
-        size = int(np.prod(box)) * tensor.itemsize
-        if target % max(8 * swizzle, 128):
-            raise ValueError(f"a box with a swizzle of {swizzle} bytes to {target}")
-        self._bytes(target, size)[:] = GARBAGE
-
-        def arrive() -> int:
-            emulated.tensor_load(self.shared, int(target), tensor, box, start, swizzle)
-            return size
-
-        self.barriers[int(barrier)].copies.append(arrive)
-
-    def tensor_store(self, reduces: str | None, tensor_map: int, start: Any, source: int) -> None:
-        tensor, box, swizzle = self.maps[int(tensor_map)]
-
-        def store() -> None:
-            places = int(source) + emulated.box_places(box, tensor.itemsize, swizzle)
-            values = np.ascontiguousarray(self.shared[places]).view(tensor.dtype)[..., 0]
-            inside, of_box = [], []
-            for first, size, length in zip(reversed(tuple(start)), box, tensor.shape, strict=True):
-                at, stop = max(int(first), 0), min(int(first) + size, length)
-                inside.append(slice(at, max(stop, at)))
-                of_box.append(slice(at - int(first), max(stop, at) - int(first)))
-            there = tuple(inside)
-            tensor[there] = values[tuple(of_box)] + (tensor[there] if reduces else 0)
-
-        self.own.stores.append(store)
-
-    # -- warpgroups ----------------------------------------------------------------------------
-
-    def wgmma(
-        self, cols: str, dtype: str, turned: str, acc: Array, a: Any, b: int, add: int = 0
-    ) -> None:
-        own = row_of(acc, int(cols) // 2)
-        flags = tuple(flag == "1" for flag in turned.split(", ")[1:])
-        left = row_of(a, 4).copy() if isinstance(a, np.ndarray) else int(a) % (1 << 64)
-        is_transposed = (False, *flags)[-2:] if flags else (False, False)
-        self.own.products.append(
-            (own, left, int(b) % (1 << 64), DTYPES[dtype], *is_transposed, bool(add))
-        )
-
-    def wgmma_commit(self) -> None:
-        self.own.product_groups.append(self.own.products)
-        self.own.products = []
-
-    def wgmma_wait(self, pending: str) -> None:
-        """Do the products at last: what they read must not have been written anew, nor used before."""
-        done = max(len(self.own.product_groups) - int(pending), 0)
-        for product in (one for group in self.own.product_groups[:done] for one in group):
-            own, left, *rest = product
-            own[:] = self._meet_group((own.copy(), left, rest), self._multiply)
-        self.own.product_groups = self.own.product_groups[done:]
-
-    def _multiply(self, values: list[Any]) -> list[Any]:
-        accumulators, lefts, rests = zip(*values, strict=True)
-        acc = np.stack(accumulators).reshape(4, WARP, -1)
-        left = lefts[0] if isinstance(lefts[0], int) else np.stack(lefts).reshape(4, WARP, 4)
-        result = emulated_wgmma.wgmma(self.shared, acc, left, *rests[0])
-        return list(result.reshape(GROUP, -1))
 
 
 def row_of(fragment: Array, count: int) -> Array:
@@ -420,23 +278,7 @@ INSTRUCTIONS = {
     r"\{ // philox ([\d, ]+);": "draw",
     r"prmt\.b32 \$result, \$x, \$y, \$selector": "permute",
     r"prmt\.b32 \$result, \$x, 0, 0x([89ab]{4})": "spread",
-    r"fence\.|prefetch\.|setmaxnreg\.|wgmma\.fence": "nothing",
     r"\{ \.reg \.pred elected": "elect",
     r"bar\.(sync|arrive)": "bar",
-    r"mbarrier\.init": "mbarrier_init",
-    r"mbarrier\.(arrive\.)?expect_tx": "mbarrier_expect",
-    r"mbarrier\.arrive\.shared": "mbarrier_arrive",
-    r"\{ \.reg \.pred ended": "mbarrier_try_wait",
-    r"cp\.async\.bulk\.shared": "bulk_load",
-    r"cp\.async\.bulk\.global": "bulk_store",
-    r"cp\.reduce\.async\.bulk\.global": "bulk_add",
-    r"cp\.async\.bulk\.commit_group": "bulk_commit",
-    r"cp\.async\.bulk\.wait_group(?:\.read)? (\d+)": "bulk_wait",
-    r"cp\.async\.bulk\.tensor\.\dd\.shared": "tensor_load",
-    r"cp\.(reduce\.)?async\.bulk\.tensor\.\dd\.global": "tensor_store",
-    r"(?s)\{.*wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.f32\.(\w+).*accumulate, 1, 1(.*); \}":
-        "wgmma",
-    r"wgmma\.commit_group": "wgmma_commit",
-    r"wgmma\.wait_group\.sync\.aligned (\d+)": "wgmma_wait",
 }  # fmt: skip
 DTYPES = {"f16": "float16", "bf16": "bfloat16", "tf32": "tf32"}

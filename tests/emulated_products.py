@@ -15,8 +15,9 @@ from kernels.cuda.device import Kernel
 from kernels.cuda.product_layout import LINE, ProductLayout, WarpLayout
 from kernels.dtypes import BITS, is_half
 
+from .emulated_engines import TensorMap
 from .emulated_gpu import launch as emulate
-from .emulated_instructions import GARBAGE, TensorMap
+from .emulated_instructions import GARBAGE
 
 _MAPS: dict[int, TensorMap] = {}
 _KEPT: list[Any] = []

@@ -12,8 +12,8 @@ from kernels.cuda.device import Kernel
 from kernels.cuda.ptx import copies, inline
 from kernels.targets import cuda
 
+from .emulated_engines import TensorMap
 from .emulated_gpu import launch
-from .emulated_instructions import TensorMap
 from .ptx_cases import WORDS, Case, worst_error
 from .ptx_kernels import CASES as OF_A_WARP
 from .ptx_kernels_hopper import CASES as OF_A_BLOCK

@@ -34,8 +34,8 @@ from kernels.operands import make_operands
 from kernels.reference import attention
 from kernels.targets import IS_SIMULATOR
 
+from .emulated_engines import TensorMap
 from .emulated_gpu import launch
-from .emulated_instructions import TensorMap
 from .tolerances import assert_close_arrays
 
 #: Beyond every row and column.

@@ -32,9 +32,9 @@ from kernels.cuda.ptx.emulated_numbers import from_bits, to_bits
 from kernels.dtypes import BFLOAT16, FLOAT16
 from kernels.operands import Operands
 
+from .emulated_engines import TensorMap
 from .emulated_gpu import launch
 from .emulated_hopper import forget_launches
-from .emulated_instructions import TensorMap
 from .emulated_target import prepared
 
 _STORED = {dtype.name: dtype for dtype in (FLOAT16, BFLOAT16)}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.arrays import to_device
-from kernels.cuda.mma_tiles import KeyLayout, MmaLayout, RoleLayout
+from kernels.cuda.mma_tiles import MmaKeyLayout, MmaLayout, MmaRoleLayout
 from kernels.online_softmax import PATIENCE
 from kernels.targets import EventTimer, why_no_cuda
 
@@ -41,18 +41,18 @@ LAYOUTS = {
 #: Likewise of the backward kernels: by keys, with parts, and by rows.
 BY_KEYS = {
     64: (
-        (KeyLayout(64, 128, 4, 32, resident=2), 1),
-        (KeyLayout(64, 128, 4, 16, resident=2), 1),
-        (KeyLayout(32, 128, 4, 32, resident=2), 1),
-        (KeyLayout(64, 128, 8, 64), 1),
+        (MmaKeyLayout(64, 128, 4, 32, resident=2), 1),
+        (MmaKeyLayout(64, 128, 4, 16, resident=2), 1),
+        (MmaKeyLayout(32, 128, 4, 32, resident=2), 1),
+        (MmaKeyLayout(64, 128, 8, 64), 1),
     ),
     128: (
-        (KeyLayout(64, 128, 8, 64), 1),
-        (KeyLayout(64, 128, 8, 32), 1),
-        (KeyLayout(64, 64, 4, 64, resident=2), 1),
-        (RoleLayout(64, 128, 8, 32), 1),
+        (MmaKeyLayout(64, 128, 8, 64), 1),
+        (MmaKeyLayout(64, 128, 8, 32), 1),
+        (MmaKeyLayout(64, 64, 4, 64, resident=2), 1),
+        (MmaRoleLayout(64, 128, 8, 32), 1),
     ),
-    256: ((RoleLayout(64, 64, 8, 32), 1), (KeyLayout(64, 64, 4, 32), 2)),
+    256: ((MmaRoleLayout(64, 64, 8, 32), 1), (MmaKeyLayout(64, 64, 4, 32), 2)),
 }
 BY_ROWS = {
     64: (MmaLayout(128, 64, 4, resident=2), MmaLayout(128, 32, 4, resident=2)),

@@ -19,7 +19,7 @@ from kernels.cuda import extras, flash2_mma_launch, memory, mma_guard, mma_split
 from kernels.cuda.device import Kernel
 from kernels.cuda.flash2_mma_launch import ByKeys
 from kernels.cuda.launcher import filled
-from kernels.cuda.mma_tiles import KeyLayout, MmaLayout
+from kernels.cuda.mma_tiles import MmaKeyLayout, MmaLayout
 from kernels.dtypes import BITS, FLOAT16, is_half
 from kernels.memory import HostMemory
 
@@ -33,7 +33,7 @@ EMULATED = replace(
     rungs=tuple(rung for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes),
     mask_gradient=launch.NUMPY.mask_gradient,
 )
-_ROWS, _KEYS = (MmaLayout(16, 16, 1, patience=8),), (ByKeys(KeyLayout(16, 16, 1, 16), 16),)
+_ROWS, _KEYS = (MmaLayout(16, 16, 1, patience=8),), (ByKeys(MmaKeyLayout(16, 16, 1, 16), 16),)
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> Any:

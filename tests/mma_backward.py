@@ -14,7 +14,7 @@ from kernels.cuda.flash2_mma_dq import dq_kernel
 from kernels.cuda.flash2_mma_roles import roles_kernel
 from kernels.cuda.memory import fill
 from kernels.cuda.mma_dq import DqSums, dq_end_kernel, dq_sums, slots_of
-from kernels.cuda.mma_tiles import KeyLayout, MmaLayout, RoleLayout
+from kernels.cuda.mma_tiles import MmaKeyLayout, MmaLayout, MmaRoleLayout
 from kernels.cuda.ptx.emulated_numbers import from_bits, to_bits
 from kernels.geometry import ceil_div
 from kernels.reference_scores import kept
@@ -33,14 +33,14 @@ class Gradients(NamedTuple):
     """
 
     call: Call
-    layout: KeyLayout
+    layout: MmaKeyLayout
     parts: int = 1
     is_wide: bool = True
 
     @property
     def widths(self) -> tuple[int, int]:
         """What kernels are compiled for."""
-        roles = isinstance(self.layout, RoleLayout)
+        roles = isinstance(self.layout, MmaRoleLayout)
         step = 256 * self.layout.warps // self.layout.block_q if roles else 16 * self.parts
         sizes = [max(self.call.sizes[2:])] * 2 if roles else self.call.sizes[2:]
         head, value = (step * ceil_div(dim, step) for dim in sizes)
@@ -107,7 +107,7 @@ def backward_launches(
 
 
 def _by_keys(case: Gradients, sums: DqSums | None) -> Kernel:
-    if isinstance(case.layout, RoleLayout):
+    if isinstance(case.layout, MmaRoleLayout):
         return roles_kernel(case.layout, *case.kind[1:], sums, case.call.features)
     return dkdv_kernel(case.layout, *case.kind, sums, case.call.features, case.parts)
 
@@ -256,12 +256,12 @@ def _lse(call: Call, q: Any, k: Any) -> Any:
 
 #: Layouts by keys of the emulated GPU's calls.
 _TINY_LAYOUTS = {
-    "whole tiles": (KeyLayout(16, 16, 1, 16), 1),
-    "odd lengths, causal": (KeyLayout(32, 32, 1, 16), 1),
-    "a window, two warps": (KeyLayout(32, 32, 2, 32), 1),
-    "no whole pieces": (KeyLayout(16, 16, 1, 16), 1),
-    "padded widths": (KeyLayout(16, 16, 1, 16), 2),
-    "rows that see nothing": (KeyLayout(16, 16, 1, 16), 1),
+    "whole tiles": (MmaKeyLayout(16, 16, 1, 16), 1),
+    "odd lengths, causal": (MmaKeyLayout(32, 32, 1, 16), 1),
+    "a window, two warps": (MmaKeyLayout(32, 32, 2, 32), 1),
+    "no whole pieces": (MmaKeyLayout(16, 16, 1, 16), 1),
+    "padded widths": (MmaKeyLayout(16, 16, 1, 16), 2),
+    "rows that see nothing": (MmaKeyLayout(16, 16, 1, 16), 1),
 }
 GRADIENTS = {
     name: Gradients(TINY[name], layout, parts, is_wide=name != "padded widths")
@@ -270,15 +270,15 @@ GRADIENTS = {
 GRADIENTS |= {
     f"{name}, in two halves": Gradients(TINY[name], layout)
     for name, layout in (
-        ("whole tiles", RoleLayout(16, 16, 2, 16)),
-        ("a window, two warps", RoleLayout(32, 16, 4, 16)),
-        ("odd lengths, causal", RoleLayout(16, 32, 4, 16)),
-        ("no whole pieces", RoleLayout(32, 32, 4, 16)),
-        ("rows that see nothing", RoleLayout(16, 16, 2, 16)),
+        ("whole tiles", MmaRoleLayout(16, 16, 2, 16)),
+        ("a window, two warps", MmaRoleLayout(32, 16, 4, 16)),
+        ("odd lengths, causal", MmaRoleLayout(16, 32, 4, 16)),
+        ("no whole pieces", MmaRoleLayout(32, 32, 4, 16)),
+        ("rows that see nothing", MmaRoleLayout(16, 16, 2, 16)),
     )
 }
-OF_OPTIONS = {name: Gradients(call, KeyLayout(16, 16, 1, 16)) for name, call in OPTIONS.items()}
-_LARGE_KEYS = {64: KeyLayout(64, 128, 4, 32, resident=2), 128: KeyLayout(64, 128, 8, 64)}
+OF_OPTIONS = {name: Gradients(call, MmaKeyLayout(16, 16, 1, 16)) for name, call in OPTIONS.items()}
+_LARGE_KEYS = {64: MmaKeyLayout(64, 128, 4, 32, resident=2), 128: MmaKeyLayout(64, 128, 8, 64)}
 
 
 def _by_rows(call: Call) -> Call:
@@ -295,11 +295,13 @@ LARGE_GRADIENTS = {
     ),
     "d 128, causal": Gradients(_by_rows(LARGE["d 128, causal"]), _LARGE_KEYS[128]),
     "d 128, a window": Gradients(_by_rows(LARGE["d 128, a window"]), _LARGE_KEYS[128]),
-    "d 256": Gradients(LARGE["d 256"], KeyLayout(64, 64, 4, 32), 2),
-    "d 256, two halves": Gradients(LARGE["d 256"], RoleLayout(64, 64, 8, 32)),
+    "d 256": Gradients(LARGE["d 256"], MmaKeyLayout(64, 64, 4, 32), 2),
+    "d 256, two halves": Gradients(LARGE["d 256"], MmaRoleLayout(64, 64, 8, 32)),
     "d 200 and 160, two halves": Gradients(
         LARGE["d 200 and 160"]._replace(layout=MmaLayout(64, 32, 4)),
-        RoleLayout(64, 64, 8, 32),
+        MmaRoleLayout(64, 64, 8, 32),
     ),
-    "d 65 and 33": Gradients(_by_rows(LARGE["d 65 and 33"]), KeyLayout(64, 128, 4, 32, resident=2)),
+    "d 65 and 33": Gradients(
+        _by_rows(LARGE["d 65 and 33"]), MmaKeyLayout(64, 128, 4, 32, resident=2)
+    ),
 }

@@ -16,7 +16,7 @@ from kernels.cuda.flash2_mma_dq import dq_kernel
 from kernels.cuda.flash2_mma_roles import roles_kernel
 from kernels.cuda.mma_dq import DqSums, dq_sums
 from kernels.cuda.mma_terms import LEFT_TERMS, NUMBERS
-from kernels.cuda.mma_tiles import MmaLayout, RoleLayout
+from kernels.cuda.mma_tiles import MmaLayout, MmaRoleLayout
 from kernels.cuda.register_tiles import round_up
 
 from .cuda_compiling import REGISTERS, needs_nvvm, needs_ptxas
@@ -78,7 +78,7 @@ def _backward_kernel(width: int, name: str, dtype: str) -> Kernel:
     ]
     head = round_up(width, step)
     sums: DqSums = dq_sums(layout, head // parts, is_wide=True)
-    if isinstance(layout, RoleLayout):
+    if isinstance(layout, MmaRoleLayout):
         return roles_kernel(layout, head, dtype, True, sums)
     return dkdv_kernel(layout, head, head, dtype, True, sums, parts=parts)
 

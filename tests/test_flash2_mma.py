@@ -24,7 +24,7 @@ from kernels.cuda.flash2_mma_launch import (
     ByKeys,
 )
 from kernels.cuda.mma_dq import dq_sums
-from kernels.cuda.mma_tiles import RoleLayout
+from kernels.cuda.mma_tiles import MmaRoleLayout
 from kernels.cuda.register_tiles import round_up
 from kernels.cuda.scores import Features
 from kernels.dtypes import FLOAT16, FLOAT32
@@ -111,7 +111,7 @@ def test_two_halves_of_a_block_are_the_textbooks_through_the_launch(
     case = Case(*(rng.standard_normal(shape) for shape in shapes), options, (4, 4))  # type: ignore[arg-type]
     case = replace(case, dlse=rng.standard_normal((1, 2, 21))).in_dtype(dtype)
     own: dict[str, Any] = {"precision": "tf32"} if dtype == FLOAT32 else {}
-    halves = {256: (ByKeys(RoleLayout(16, 16, 2, 16), 32),)}
+    halves = {256: (ByKeys(MmaRoleLayout(16, 16, 2, 16), 32),)}
     with emulated_device(), patch("kernels.cuda.flash2_mma_launch._BY_KEYS", halves):
         found = case.run(EMULATED, "flash2_mma", deterministic=deterministic, **own)
     wanted = case.oracle()

@@ -71,7 +71,9 @@ CALLS = {
     "head dim, two panels": Call((70, 133, 128, 24), (-FAR, FAR), "bfloat16"),
     "rows and keys that see nothing": Call((140, 150, 64, 64), (-FAR, -75)),
     "shared keys, gradient of lse": Call((40, 40, 64, 64), (-FAR, 0), "float16", (2, 2), True),
-    "more than fits in registers": Call((66, 70, 136, 144), (-FAR, 4)),
+    "more than fits in registers": Call((200, 70, 136, 144), (-FAR, 4)),
+    "more rows than stages": Call((330, 70, 64, 64)),
+    "more keys than stages": Call((70, 330, 64, 64), (-FAR, FAR), "bfloat16"),
 }
 
 

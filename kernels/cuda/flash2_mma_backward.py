@@ -34,7 +34,7 @@ from kernels.cuda.mma_tiles import (
     ROW_OF,
     ROWS,
     WARP,
-    KeyLayout,
+    MmaKeyLayout,
     lane_col,
     lane_row,
     make_copy_tile,
@@ -60,7 +60,7 @@ from kernels.targets import cuda
 
 
 def dkdv_tiles(
-    layout: KeyLayout, head_width: int, value_width: int, atomics: bool, terms: int = 1
+    layout: MmaKeyLayout, head_width: int, value_width: int, atomics: bool, terms: int = 1
 ) -> SharedTiles:
     """Return where the tiles of the kernel lie, in bytes: two each of Q, dO, lse and delta."""
     size = terms * HALF
@@ -73,7 +73,7 @@ def dkdv_tiles(
 
 @cache
 def dkdv_kernel(
-    layout: KeyLayout,
+    layout: MmaKeyLayout,
     head_width: int,
     value_width: int,
     dtype: str,

@@ -24,7 +24,7 @@ from kernels.cuda.mma_dq import DqSums, dq_end_kernel, dq_sums, slots_of
 from kernels.cuda.mma_guard import flag_of
 from kernels.cuda.mma_split import split_operands
 from kernels.cuda.mma_terms import NUMBERS, TOP, Numbers, Units
-from kernels.cuda.mma_tiles import ROWS, KeyLayout, MmaLayout, RoleLayout
+from kernels.cuda.mma_tiles import ROWS, MmaKeyLayout, MmaLayout, MmaRoleLayout
 from kernels.cuda.register_tiles import widths_in
 from kernels.cuda.scores import PLAIN, Extras, Features, features_of
 from kernels.cuda.vector import are_vectors
@@ -53,7 +53,7 @@ class ByKeys(NamedTuple):
         parts: Blocks that share the columns of a key tile.
     """
 
-    layout: KeyLayout | RoleLayout
+    layout: MmaKeyLayout | MmaRoleLayout
     step: int
     parts: int = 1
 
@@ -64,12 +64,12 @@ class ByKeys(NamedTuple):
     def is_for(self, problem: Problem) -> bool:
         """Whether the layout can run a problem, but for shared memory."""
         head, value = self.widths(problem)
-        return head == value or not isinstance(self.layout, RoleLayout)
+        return head == value or not isinstance(self.layout, MmaRoleLayout)
 
     def shared_bytes(self, problem: Problem, terms: int) -> int:
         """Return the shared memory that the kernel takes, at most."""
         head, value = self.widths(problem)
-        if isinstance(self.layout, RoleLayout):
+        if isinstance(self.layout, MmaRoleLayout):
             return role_tiles(self.layout, head).elements
         atomics = not problem.deterministic
         return dkdv_tiles(self.layout, head, value, atomics, terms).elements + BITS_BYTES
@@ -105,16 +105,16 @@ _BY_ROWS_WITH_OPTIONS: dict[int, tuple[MmaLayout, ...]] = {
     256: (MmaLayout(64, 16, 4), MmaLayout(32, 32, 2)),
 }
 _BY_KEYS: dict[int, tuple[ByKeys, ...]] = {
-    64: (ByKeys(KeyLayout(64, 128, 4, 32, resident=2), 16),),
+    64: (ByKeys(MmaKeyLayout(64, 128, 4, 32, resident=2), 16),),
     128: (
-        ByKeys(RoleLayout(64, 128, 8, 32), 32),
-        ByKeys(KeyLayout(64, 128, 8, 64), 32),
-        ByKeys(KeyLayout(32, 64, 4, 32), 32),
+        ByKeys(MmaRoleLayout(64, 128, 8, 32), 32),
+        ByKeys(MmaKeyLayout(64, 128, 8, 64), 32),
+        ByKeys(MmaKeyLayout(32, 64, 4, 32), 32),
     ),
     256: (
-        ByKeys(RoleLayout(64, 64, 8, 32), 32),
-        ByKeys(KeyLayout(64, 64, 4, 32), 64, 2),
-        ByKeys(KeyLayout(16, 64, 4, 16), 128, 2),
+        ByKeys(MmaRoleLayout(64, 64, 8, 32), 32),
+        ByKeys(MmaKeyLayout(64, 64, 4, 32), 64, 2),
+        ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2),
     ),
 }
 #: Where several options bend a score.
@@ -122,15 +122,15 @@ _FORWARD_WITH_BENDS: dict[int, tuple[MmaLayout, ...]] = {
     256: (MmaLayout(64, 16, 4, patience=PATIENCE),),
 }
 _BY_KEYS_WITH_BENDS: dict[int, tuple[ByKeys, ...]] = {
-    64: (ByKeys(KeyLayout(64, 64, 4, 16, resident=2), 16),),
-    128: (ByKeys(KeyLayout(64, 128, 8, 16), 32), ByKeys(KeyLayout(32, 64, 4, 16), 32)),
-    256: (ByKeys(KeyLayout(64, 64, 4, 16), 64, 2), ByKeys(KeyLayout(16, 64, 4, 16), 128, 2)),
+    64: (ByKeys(MmaKeyLayout(64, 64, 4, 16, resident=2), 16),),
+    128: (ByKeys(MmaKeyLayout(64, 128, 8, 16), 32), ByKeys(MmaKeyLayout(32, 64, 4, 16), 32)),
+    256: (ByKeys(MmaKeyLayout(64, 64, 4, 16), 64, 2), ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2)),
 }
 #: Likewise smaller tiles with options.
 _BY_KEYS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
-    64: (ByKeys(KeyLayout(64, 64, 4, 32, resident=2), 16),),
-    128: (ByKeys(KeyLayout(64, 128, 8, 16), 32), ByKeys(KeyLayout(32, 64, 4, 32), 32)),
-    256: (ByKeys(KeyLayout(64, 64, 4, 16), 64, 2), ByKeys(KeyLayout(16, 64, 4, 16), 128, 2)),
+    64: (ByKeys(MmaKeyLayout(64, 64, 4, 32, resident=2), 16),),
+    128: (ByKeys(MmaKeyLayout(64, 128, 8, 16), 32), ByKeys(MmaKeyLayout(32, 64, 4, 32), 32)),
+    256: (ByKeys(MmaKeyLayout(64, 64, 4, 16), 64, 2), ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2)),
 }
 
 
@@ -151,14 +151,17 @@ _BY_ROWS_OF_TERMS: dict[int, tuple[MmaLayout, ...]] = {
     256: (MmaLayout(64, 16, 4), MmaLayout(16, 16, 1)),
 }
 _BY_KEYS_OF_TERMS: dict[int, tuple[ByKeys, ...]] = {
-    64: (ByKeys(KeyLayout(64, 128, 8, 32), 32), ByKeys(KeyLayout(32, 64, 4, 32, resident=2), 32)),
-    128: (ByKeys(KeyLayout(32, 128, 8, 32), 64), ByKeys(KeyLayout(16, 32, 2, 16), 32)),
-    256: (ByKeys(KeyLayout(16, 64, 4, 16), 128, 2), ByKeys(KeyLayout(16, 16, 1, 16), 64, 2)),
+    64: (
+        ByKeys(MmaKeyLayout(64, 128, 8, 32), 32),
+        ByKeys(MmaKeyLayout(32, 64, 4, 32, resident=2), 32),
+    ),
+    128: (ByKeys(MmaKeyLayout(32, 128, 8, 32), 64), ByKeys(MmaKeyLayout(16, 32, 2, 16), 32)),
+    256: (ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2), ByKeys(MmaKeyLayout(16, 16, 1, 16), 64, 2)),
 }
 _BY_KEYS_OF_TERMS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
-    64: (ByKeys(KeyLayout(32, 64, 4, 16, resident=2), 32),),
-    128: (ByKeys(KeyLayout(32, 128, 8, 16), 64), ByKeys(KeyLayout(16, 32, 2, 16), 32)),
-    256: (ByKeys(KeyLayout(16, 64, 4, 16), 128, 2), ByKeys(KeyLayout(16, 16, 1, 16), 64, 2)),
+    64: (ByKeys(MmaKeyLayout(32, 64, 4, 16, resident=2), 32),),
+    128: (ByKeys(MmaKeyLayout(32, 128, 8, 16), 64), ByKeys(MmaKeyLayout(16, 32, 2, 16), 32)),
+    256: (ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2), ByKeys(MmaKeyLayout(16, 16, 1, 16), 64, 2)),
 }
 #: From which on the terms are worth their making: query rows, and multiplications of one product.
 LEAST_ROWS, LEAST_WORK = 128, 1 << 28
@@ -264,7 +267,7 @@ class _Call(NamedTuple):
     flag: Any
     delta: Any = None
 
-    def extras(self, layout: MmaLayout | KeyLayout, by_keys: bool = False) -> Extras:
+    def extras(self, layout: MmaLayout | MmaKeyLayout, by_keys: bool = False) -> Extras:
         """Return what the options need in a kernel."""
         blocks = layout.block_q, layout.block_k
         return make_extras(self.problem, self.operands, *blocks, by_keys=by_keys)
@@ -402,7 +405,7 @@ def _by_keys(problem: Problem) -> ByKeys:
 def _keys_kernel(by_keys: ByKeys, call: _Call, shares: DqSums | None) -> Kernel:
     """Return the kernel by key columns."""
     layout, widths = by_keys.layout, by_keys.widths(call.problem)
-    if isinstance(layout, RoleLayout):
+    if isinstance(layout, MmaRoleLayout):
         return roles_kernel(layout, widths[0], *call.compiled, shares, call.features)
     return dkdv_kernel(layout, *widths, *call.compiled, shares, call.features, by_keys.parts)
 

@@ -31,7 +31,7 @@ from kernels.cuda.mma_tiles import (
     ROW_OF,
     ROWS,
     WARP,
-    RoleLayout,
+    MmaRoleLayout,
     lane_col,
     lane_row,
     make_copy_tile,
@@ -63,7 +63,7 @@ from kernels.targets import cuda
 P_READY, P_WHOLE, DS_WHOLE, DS_READY = 1, 2, 3, 4
 
 
-def role_tiles(layout: RoleLayout, width: int) -> SharedTiles:
+def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
     """Return where the tiles of the kernel lie, in bytes: two each of Q, dO, lse and delta."""
     keys, queries = (HALF * rows * width for rows in (layout.block_k, layout.block_q))
     scores, rows = layout.block_q * layout.block_k, 2 * FLOAT32.itemsize * layout.block_q
@@ -82,7 +82,7 @@ def role_tiles(layout: RoleLayout, width: int) -> SharedTiles:
 
 @cache
 def roles_kernel(
-    layout: RoleLayout,
+    layout: MmaRoleLayout,
     width: int,
     dtype: str,
     vectors: bool,

@@ -36,7 +36,7 @@ def make_row_base(is_packed: bool) -> Callable[..., Any]:
     return packed_base if is_packed else no_base
 
 
-class Visits(NamedTuple):
+class ItemVisits(NamedTuple):
     """What whoever copies, draws or multiplies walks by.
 
     Attributes:
@@ -53,7 +53,7 @@ class Visits(NamedTuple):
 
 
 @cache
-def make_visits_of(features: Features, block_q: int, block_k: int, by_keys: bool) -> Visits:
+def make_visits_of(features: Features, block_q: int, block_k: int, by_keys: bool) -> ItemVisits:
     """Return the functions of a kernel.
 
     Args:
@@ -83,4 +83,4 @@ def make_visits_of(features: Features, block_q: int, block_k: int, by_keys: bool
         first, stop = entries_of(flat, row, rows, first, stop, extras)
         return y, flat, row, first_q, rows, first_k, cols, first, stop
 
-    return Visits(of_keys if by_keys else of_rows, walk.tile_of, walk.is_whole)
+    return ItemVisits(of_keys if by_keys else of_rows, walk.tile_of, walk.is_whole)

@@ -19,7 +19,7 @@ from kernels.cuda.emitted import unrolled
 from kernels.cuda.flash3_layout import LINE, WARPGROUP
 from kernels.cuda.flash3_mask import QUAD, STEP, make_block_bits, make_pairs
 from kernels.cuda.flash3_scores import bit_words, has_bit
-from kernels.cuda.mod_rules import FIRST_PLACE, batch_and_head, mask_function, score_function
+from kernels.cuda.mod_rules import FIRST_PLACE, mask_function, numbers_of_mods, score_function
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.copies import st_shared_v4
 from kernels.cuda.ptx.numbers import UNPACK, ex2, rcp
@@ -83,7 +83,7 @@ def has_mods(features: Features) -> bool:
 
 def numbers_of(features: Features) -> Callable[..., Any]:
     """Return ``Elements.own``; without a mod nobody asks for the numbers."""
-    return batch_and_head if has_mods(features) else _no_numbers
+    return numbers_of_mods if has_mods(features) else _no_numbers
 
 
 def distance_of(features: Features) -> Callable[..., Any]:

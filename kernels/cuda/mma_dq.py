@@ -23,7 +23,7 @@ from kernels.cuda.mma_tiles import (
     HALF,
     ROWS,
     WARP,
-    KeyLayout,
+    MmaKeyLayout,
     MmaLayout,
     make_store_sums,
     make_store_tile,
@@ -54,7 +54,7 @@ class DqSums(NamedTuple):
     is_wide: bool
 
 
-def dq_sums(layout: KeyLayout, own: int, is_wide: bool) -> DqSums:
+def dq_sums(layout: MmaKeyLayout, own: int, is_wide: bool) -> DqSums:
     """Return how the warps share (block_q, own): so that shared memory has to deliver the least.
 
     Raises:
@@ -100,7 +100,7 @@ def _make_slot(block_q: int) -> Callable[..., int]:
 
 
 def _make_multiply_ds(
-    layout: KeyLayout, width: int, dtype: str, row_tiles: int, own_tiles: int
+    layout: MmaKeyLayout, width: int, dtype: str, row_tiles: int, own_tiles: int
 ) -> Callable[..., None]:
     """Return ``multiply(acc, ds_tile, k_tile, lane, row, chunk)``: acc, zeros before, += dS·K.
 
@@ -162,7 +162,7 @@ def _make_multiply_ds(
 
 @cache
 def make_add_dq(
-    layout: KeyLayout, sums: DqSums, width: int, own: int, dtype: str
+    layout: MmaKeyLayout, sums: DqSums, width: int, own: int, dtype: str
 ) -> Callable[..., None]:
     """Return what adds dS·K of one key tile and one query tile to the sums of dQ.
 
@@ -203,7 +203,7 @@ def make_add_dq(
 
 @cache
 def dq_end_kernel(
-    layout: KeyLayout,
+    layout: MmaKeyLayout,
     width: int,
     dtype: str,
     vectors: bool,

@@ -10,12 +10,12 @@ import numpy as np
 from numba import float32
 
 from kernels.cuda.device import device_function, first_tile, is_full_tile, shift_of, tiles_stop
-from kernels.cuda.mma_tiles import KeyLayout
+from kernels.cuda.mma_tiles import MmaKeyLayout
 from kernels.online_softmax import LOG2_E
 
 
 @cache
-def make_bounds(layout: KeyLayout) -> tuple[Callable[..., tuple[int, ...]], Callable[..., bool]]:
+def make_bounds(layout: MmaKeyLayout) -> tuple[Callable[..., tuple[int, ...]], Callable[..., bool]]:
     """Return what the bounds leave to a tile of keys: ``bounds`` and ``is_inside``.
 
     ``bounds(col, first_q, seq_q, first_k, seq_k, extras)`` are the first query tile that sees a key of the
@@ -47,7 +47,7 @@ def make_bounds(layout: KeyLayout) -> tuple[Callable[..., tuple[int, ...]], Call
 
 
 @cache
-def make_row_values(layout: KeyLayout) -> Callable[..., tuple[float, float]]:
+def make_row_values(layout: MmaKeyLayout) -> Callable[..., tuple[float, float]]:
     """Return ``row_values(thread, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit)``.
 
     They are L, base 2, and D of the row ``q_row + thread``; a row that sees nothing has no probabilities.

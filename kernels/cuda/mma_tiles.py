@@ -75,7 +75,7 @@ class MmaLayout:
 
 
 @dataclass(frozen=True)
-class KeyLayout:
+class MmaKeyLayout:
     """The shape of the work of one block of warps that own keys.
 
     Attributes:
@@ -104,7 +104,7 @@ class KeyLayout:
 
 
 @dataclass(frozen=True)
-class RoleLayout(KeyLayout):
+class MmaRoleLayout(MmaKeyLayout):
     """The shape of the work of two halves of a block: one computes Sᵀ and dV, the other dPᵀ and dK.
 
     The warps of a half share the keys, and ``block_q / step_q`` of them the query rows of the same keys,

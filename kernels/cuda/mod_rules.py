@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kernels.cuda.device import batch_and_head as divided
-from kernels.cuda.device import device_callable, device_function, scalar_type
+from kernels.cuda.device import batch_and_head, device_callable, device_function, scalar_type
 from kernels.cuda.emitted import CAN_EMIT, Emitted
 from kernels.dtypes import FLOAT32
 from kernels.problem import Problem
@@ -54,9 +53,9 @@ def check_places(problem: Problem) -> None:
 
 
 @device_function
-def batch_and_head(flat, extras):
-    """Return the two numbers of the call, as mods get them."""
-    return divided(flat, max(extras.heads, 1))  # by what may be 0, a branch
+def numbers_of_mods(flat, extras):
+    """Return batch and head of a flat number, as mods get them."""
+    return batch_and_head(flat, max(extras.heads, 1))  # by what may be 0, a branch
 
 
 def score_function(

@@ -17,7 +17,7 @@ from numba import int64, types, uint32, uint64
 
 from kernels.block_mask import FULL, PARTIAL
 from kernels.cuda.device import PHILOX, array_type, device_function, is_visible, scalar_type
-from kernels.cuda.mod_rules import batch_and_head, mask_function, score_function
+from kernels.cuda.mod_rules import mask_function, numbers_of_mods, score_function
 from kernels.dtypes import BITS
 from kernels.problem import Problem
 
@@ -277,7 +277,7 @@ def _make_bend(features: Features, dtype: np.dtype[Any]) -> Any:
     @device_function
     def bend_by_mod(score, flat, row, col, extras):
         score, slope = cap_score(score, extras)
-        batch, head = batch_and_head(flat, extras)
+        batch, head = numbers_of_mods(flat, extras)
         slope = real(slope * derivative(score, batch, head, row, col, None))
         return real(function(score, batch, head, row, col, None)), slope
 
@@ -348,7 +348,7 @@ def _make_in_mod(features: Features, dtype: np.dtype[Any]) -> Any:
 
     @device_function
     def in_mod(flat, b, h, row, col, extras):
-        batch, head = batch_and_head(flat, extras)
+        batch, head = numbers_of_mods(flat, extras)
         return bool(mask_mod(batch, head, row, col))
 
     return in_mod

@@ -23,24 +23,23 @@ class TensorMap(NamedTuple):
     swizzle: int
 
 
-#: Waits in a row that end without anything done by anyone, beyond which nothing will be.
-IDLE = 50_000
-
-
 class MemoryBarrier:
     """An ``mbarrier``."""
 
     def __init__(self, count: int):
         self.count = self.missing = count
         self.bytes = self.phase = 0
-        self.copies: list[Callable[[], int]] = []
+        self.waiting: list[int] = []
 
-    def update(self, arrivals: int = 0, bytes_: int = 0) -> None:
-        """Count arrivals, and bytes that are announced, or have come where negative."""
+    def update(self, arrivals: int = 0, bytes_: int = 0) -> list[int]:
+        """Count arrivals, and bytes announced, or that have come where negative; return who may go on."""
         self.missing -= arrivals
         self.bytes += bytes_
-        if self.missing == 0 and self.bytes == 0:
-            self.missing, self.phase = self.count, self.phase + 1
+        if self.missing or self.bytes:
+            return []
+        self.missing, self.phase = self.count, self.phase + 1
+        woken, self.waiting = self.waiting, []
+        return woken
 
 
 class Product:
@@ -65,9 +64,10 @@ class Engines(Instructions):
     products: list[list[Product]]
     _meet_group: Callable[..., Any]
 
-    def _came(self, address: int, count: int) -> None:
-        """Note bytes of shared memory that an engine wrote."""
+    def _came(self, address: int, count: int, barrier: int) -> None:
+        """Tell a barrier of bytes of shared memory that the copy engine wrote."""
         self.unfenced[int(address) : int(address) + count] = False
+        self._update(barrier, 0, -int(count))
 
     def fence(self) -> None:
         """Let engines see what the thread has stored."""
@@ -86,28 +86,21 @@ class Engines(Instructions):
     def mbarrier_init(self, barrier: int, count: int) -> None:
         self.barriers[int(barrier)] = MemoryBarrier(int(count))
 
+    def _update(self, barrier: int, arrivals: int, bytes_: int) -> None:
+        self.turns.ready.extend(self.barriers[int(barrier)].update(arrivals, bytes_))
+
     def mbarrier_arrive(self, barrier: int) -> None:
-        self.turns.idle = 0
-        self.barriers[int(barrier)].update(arrivals=1)
+        self._update(barrier, 1, 0)
 
     def mbarrier_expect(self, arrives: str | None, barrier: int, bytes_: int) -> None:
-        self.turns.idle = 0
-        self.barriers[int(barrier)].update(1 if arrives else 0, int(bytes_))
+        self._update(barrier, 1 if arrives else 0, int(bytes_))
 
     def mbarrier_try_wait(self, barrier: int, parity: int) -> int:
+        """Wait once, if at all: who comes late may find the next phase, which has the other parity."""
         one = self.barriers[int(barrier)]
-        if one.phase % 2 == parity:  # others may bring it to an end, and copies come at last
-            self.turns.ready.append(self.turns.now)
-            self.turns.idle += 1
-            if self.turns.idle > IDLE:
-                raise RuntimeError("threads wait for phases, and none comes to an end")
-            if len(self.turns.ready) == 1:
-                if not one.copies:
-                    raise RuntimeError("a thread waits for a phase that nothing brings to an end")
-                one.update(bytes_=-one.copies.pop(0)())
+        if one.phase % 2 == parity:
+            one.waiting.append(self.turns.now)
             self.turns.wait()
-            while one.copies and one.phase % 2 == parity and one.missing == 0:
-                one.update(bytes_=-one.copies.pop(0)())
         return int(one.phase % 2 != parity)
 
     # -- the copy engine -----------------------------------------------------------------------
@@ -117,12 +110,11 @@ class Engines(Instructions):
             raise ValueError(f"a bulk copy of {bytes_} bytes from {source} to {target}")
         self._bytes(target, bytes_)[:] = GARBAGE
 
-        def arrive() -> int:
+        def arrive() -> None:
             self._bytes(target, bytes_)[:] = self._bytes(source, bytes_)
-            self._came(target, bytes_)
-            return int(bytes_)
+            self._came(target, bytes_, barrier)
 
-        self.barriers[int(barrier)].copies.append(arrive)
+        self.turns.copies.append(arrive)
 
     def _store(self, store: Callable[[], None]) -> None:
         """Do what the engine writes to global memory, now or when it is waited for."""
@@ -160,12 +152,11 @@ class Engines(Instructions):
             raise ValueError(f"a box with a swizzle of {swizzle} bytes to {target}")
         self._bytes(target, size)[:] = GARBAGE
 
-        def arrive() -> int:
+        def arrive() -> None:
             emulated.tensor_load(self.shared, int(target), tensor, box, start, swizzle)
-            self._came(target, size)
-            return size
+            self._came(target, size, barrier)
 
-        self.barriers[int(barrier)].copies.append(arrive)
+        self.turns.copies.append(arrive)
 
     def tensor_store(self, reduces: str | None, tensor_map: int, start: Any, source: int) -> None:
         tensor, box, swizzle = self.maps[int(tensor_map)]

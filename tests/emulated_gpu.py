@@ -66,20 +66,32 @@ def held_back(*threads: int, turns: int) -> Iterator[None]:
         _late.clear()
 
 
+#: How probable it is that a warp or a warpgroup is passed over when the turn would come to it.
+SLOW = (0.0, 0.0, 0.0, 0.9, 0.99)
+#: How probable it is that a copy comes before the next turn; with 0 it comes when all wait.
+COMING = (0.0, 0.01, 0.3)
+
+
 class _Turns:
     """Threads that run one at a time, in an order that is drawn: each until it waits for others.
 
     Attributes:
         now: Whose turn it is.
         ready: Who may run.
-        idle: Waits in a row that ended without anything done by anyone.
+        copies: What the copy engine has still to bring: functions that do.
         drawn: Returns a number from 0 to 1, another each time.
     """
 
     def __init__(self, count: int, index: tuple[int, int]):
-        self.now = self.idle = 0
+        self.now = 0
         self.ready = list(range(count))
-        self.drawn = Random(f"{_SCHEDULE} {index}").random
+        self.copies: list[Callable[[], None]] = []
+        draw = Random(f"{_SCHEDULE} {index}")
+        self.drawn = draw.random
+        self._copies_come = draw.choice(COMING)
+        # Who is late is so for long: a warp, or a whole warpgroup.
+        warps, groups = (draw.choices(SLOW, k=-(-count // size)) for size in (WARP, GROUP))
+        self._slow = [max(warps[i // WARP], groups[i // GROUP]) for i in self.ready]
         self._passed: dict[int, int] = {}
         self._hub = getcurrent()
 
@@ -99,11 +111,15 @@ class _Turns:
                 one.throw()  # ends it where it waits
 
     def _next(self) -> int | None:
-        ready, passed = self.ready, self._passed
-        while ready:
-            place = int(self.drawn() * len(ready))
+        ready, passed, drawn = self.ready, self._passed, self.drawn
+        while ready or self.copies:
+            if self.copies and (not ready or drawn() < self._copies_come):
+                self.copies.pop(int(drawn() * len(self.copies)))()
+                continue
+            place = int(drawn() * len(ready))
             number, ready[place] = ready[place], ready[-1]
-            if len(ready) == 1 or passed.get(number, 0) >= _late.get(number, 0):
+            comes = passed.get(number, 0) >= _late.get(number, 0) and drawn() >= self._slow[number]
+            if comes or len(ready) == 1:
                 passed[number] = 0
                 ready.pop()
                 return number
@@ -135,7 +151,6 @@ class _Meeting:
             self.turns.wait()
         else:
             self.results = act(self.values)
-            self.turns.idle = 0
             self.turns.ready.extend(self.arrived)
             self.arrived = []
         return self.results[index]

@@ -87,7 +87,7 @@ class Engines(Instructions):
         self.barriers[int(barrier)] = MemoryBarrier(int(count))
 
     def _update(self, barrier: int, arrivals: int, bytes_: int) -> None:
-        self.turns.ready.extend(self.barriers[int(barrier)].update(arrivals, bytes_))
+        self.turns.wake(self.barriers[int(barrier)].update(arrivals, bytes_))
 
     def mbarrier_arrive(self, barrier: int) -> None:
         self._update(barrier, 1, 0)

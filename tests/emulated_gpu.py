@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
@@ -49,25 +49,24 @@ OURS = ("kernels", "tests")
 
 #: What the orders of threads are drawn of; with the same number they are the same.
 _SCHEDULE = os.environ.get("MINITORCH_SCHEDULE", "0")
-#: Threads that are passed over while others are ready, and how many times.
-_late: dict[int, int] = {}
+#: Threads that come late.
+_late: set[int] = set()
 
 
 @contextmanager
-def held_back(*threads: int, turns: int) -> Iterator[None]:
-    """Let threads of each block come late: each time that they could run, they are passed over so often.
-
-    What a kernel computes must not depend on it.
-    """
-    _late.update(dict.fromkeys(threads, turns))
+def held_back(*threads: int) -> Iterator[None]:
+    """Let threads of each block run only when no other can: what is computed must not depend on it."""
+    _late.update(threads)
     try:
         yield
     finally:
         _late.clear()
 
 
-#: How probable it is that a warp or a warpgroup is passed over when the turn would come to it.
-SLOW = (0.0, 0.0, 0.0, 0.9, 0.99)
+#: How probable it is for a warp and for a warpgroup that it comes late.
+LATE = 0.25
+#: How probable it is that one of those who come late is next while others could be; with 0 when none can.
+STILL = (0.0, 0.05)
 #: How probable it is that a copy comes before the next turn; with 0 it comes when all wait.
 COMING = (0.0, 0.01, 0.3)
 
@@ -77,27 +76,29 @@ class _Turns:
 
     Attributes:
         now: Whose turn it is.
-        ready: Who may run.
         copies: What the copy engine has still to bring: functions that do.
         drawn: Returns a number from 0 to 1, another each time.
     """
 
     def __init__(self, count: int, index: tuple[int, int]):
-        self.now = 0
-        self.ready = list(range(count))
+        self.now, self._count = 0, count
         self.copies: list[Callable[[], None]] = []
         draw = Random(f"{_SCHEDULE} {index}")
         self.drawn = draw.random
-        self._copies_come = draw.choice(COMING)
-        # Who is late is so for long: a warp, or a whole warpgroup.
-        warps, groups = (draw.choices(SLOW, k=-(-count // size)) for size in (WARP, GROUP))
-        self._slow = [max(warps[i // WARP], groups[i // GROUP]) for i in self.ready]
-        self._passed: dict[int, int] = {}
+        self._copies_come, self._late_come = draw.choice(COMING), draw.choice(STILL)
+        late = set(_late)
+        for size in () if late else (WARP, GROUP):
+            for first in range(0, count, size):
+                late.update(range(first, first + size) if draw.random() < LATE else ())
+        # Who may run, and of those that come late who may.
+        self._ready: tuple[list[int], list[int]] = [], []
+        self._ready_of = [self._ready[i in late] for i in range(count)]
+        self.wake(range(count))
         self._hub = getcurrent()
 
     def take(self, thread: Callable[[], None]) -> None:
         """Run a function in each thread; raise what one of them raises."""
-        running = [greenlet(thread) for _ in self.ready]
+        running = [greenlet(thread) for _ in range(self._count)]
         for one in running:
             one.gr_context = copy_context()  # how NumPy warns
         try:
@@ -111,24 +112,23 @@ class _Turns:
                 one.throw()  # ends it where it waits
 
     def _next(self) -> int | None:
-        ready, passed, drawn = self.ready, self._passed, self.drawn
-        while ready or self.copies:
-            if self.copies and (not ready or drawn() < self._copies_come):
-                self.copies.pop(int(drawn() * len(self.copies)))()
-                continue
-            place = int(drawn() * len(ready))
-            number, ready[place] = ready[place], ready[-1]
-            comes = passed.get(number, 0) >= _late.get(number, 0) and drawn() >= self._slow[number]
-            if comes or len(ready) == 1:
-                passed[number] = 0
-                ready.pop()
-                return number
-            passed[number] = passed.get(number, 0) + 1
-            ready[-1] = number
-        return None
+        soon, late = self._ready
+        while self.copies and (not (soon or late) or self.drawn() < self._copies_come):
+            self.copies.pop(int(self.drawn() * len(self.copies)))()
+        ready = late if late and (not soon or self.drawn() < self._late_come) else soon
+        if not ready:
+            return None
+        place = int(self.drawn() * len(ready))
+        ready[place], ready[-1] = ready[-1], ready[place]
+        return ready.pop()
+
+    def wake(self, numbers: Iterable[int]) -> None:
+        """Let threads go on when the turn comes to them."""
+        for number in numbers:
+            self._ready_of[number].append(number)
 
     def wait(self) -> None:
-        """Stop this thread until it is ready again and the turn comes to it."""
+        """Stop this thread until it is woken and the turn comes to it."""
         self._hub.switch()
 
 
@@ -146,13 +146,12 @@ class _Meeting:
         number = self.turns.now
         index = number % len(self.values)
         self.values[index] = value
-        if len(self.arrived) < len(self.values) - 1:
-            self.arrived.append(number)
-            self.turns.wait()
-        else:
+        self.arrived.append(number)
+        if len(self.arrived) == len(self.values):
             self.results = act(self.values)
-            self.turns.ready.extend(self.arrived)
+            self.turns.wake(self.arrived)  # who came last need not be the first to go on
             self.arrived = []
+        self.turns.wait()
         return self.results[index]
 
 

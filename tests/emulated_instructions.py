@@ -227,12 +227,12 @@ class Instructions:
 
     def bar(self, what: str, barrier: int, threads: int) -> None:
         count, waiting = self.named.pop(int(barrier), (0, []))
-        if count + 1 == threads:
-            self.turns.ready.extend(waiting)
-            return
         if what == "sync":
             waiting.append(self.turns.now)
-        self.named[int(barrier)] = count + 1, waiting
+        if count + 1 == threads:
+            self.turns.wake(waiting)
+        else:
+            self.named[int(barrier)] = count + 1, waiting
         if what == "sync":
             self.turns.wait()
 

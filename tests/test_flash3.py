@@ -113,6 +113,9 @@ CALLS = {
     "three consumers, two of which bounds leave no tile": Call(
         (193, 40), heads=(2, 2), layout=Layout(3, 32, 2, 2, True), bounds=(-FAR, -130)
     ),
+    "consumers without turns, of which bounds leave one less": Call(
+        (300, 300), bounds=(-FAR, 0), layout=Layout(2, 32, 2, 2, False)
+    ),
     "maxima that may grow": Call((70, 130), layout=Layout(2, 32, 2, 2, True, 2)),
     "narrow heads, a narrower value": Call((70, 40), (40, 24), (-FAR, 0)),
     "two panels, heads that share keys": Call((65, 33), (96, 72), heads=(2, 1)),

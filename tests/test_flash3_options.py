@@ -176,7 +176,7 @@ def test_no_thread_is_too_late(late: str) -> None:
     shapes = (1, 1, mask.seq_q, 16), (1, 1, mask.seq_k, 16), (1, 1, mask.seq_k, 16)
     q, k, v = (rng.standard_normal(shape).astype(FLOAT16) for shape in shapes)
     case = Case(q, k, v, np.zeros_like(q), {"block_mask": mask}, (16, 16))
-    with held_back(LATE[late], turns=60):
+    with held_back(LATE[late]):
         _check(case, _forward(case, blocks=1))
 
 
@@ -201,13 +201,14 @@ def test_keys_before_every_window_may_be_nan() -> None:
     _check(replace(case, k=k, v=v), found)
 
 
-def test_packed_sequences_end_where_tiles_do_not_and_know_nothing_of_each_other() -> None:
+@pytest.mark.parametrize("items", [1, 2])
+def test_packed_sequences_end_where_tiles_do_not_and_know_nothing_of_each_other(items: int) -> None:
     ends = (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)
     case = _case({"is_causal": True, "causal_offset": 5})
     case = replace(case, **{name: getattr(case, name)[0] for name in ("q", "k", "v", "dout")})
     case.v[0, 30] = np.inf  # the third sequence's only key
     sequences = Sequences(np.array(ends[0]), np.array(ends[1]), SEQ_Q, SEQ_K)
-    out, lse = _forward(case, sequences=sequences)
+    out, lse = _forward(case, replace(SMALL, items=items), sequences, blocks=1)
     for i in (0, 3):
         rows, cols = (slice(*sums[i : i + 2]) for sums in ends)
         own = replace(case, q=case.q[:, rows], k=case.k[:, cols], v=case.v[:, cols])

@@ -81,6 +81,11 @@ class Engines(Instructions):
             return self.shared
         return np.where(self.unfenced, np.uint8(GARBAGE), self.shared)
 
+    def check_ended(self) -> None:
+        """Check that the copy engine has read what a thread that ends gave it; products may be nobody's."""
+        if self.own.stores or self.own.store_groups:
+            raise RuntimeError("a thread has ended before the copies that it asked for")
+
     # -- mbarriers ---------------------------------------------------------------------------
 
     def mbarrier_init(self, barrier: int, count: int) -> None:

@@ -193,8 +193,12 @@ class EmulatedBlock(Engines):
         """Run the kernel; raise what one of its threads raises."""
         kernel = self.translate(source)
 
+        def thread() -> None:
+            kernel(*args)
+            self.check_ended()
+
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            self.turns.take(lambda: kernel(*args))
+            self.turns.take(thread)
 
     # -- what a kernel names ---------------------------------------------------------------------
 

@@ -426,8 +426,7 @@ def forward_kernel(
                 mbarrier_wait(barriers + 8 * slot, q_phase)  # the next item, and its Q, are there
                 item = told(numbers + number_bytes * slot)
                 skipped = skipped_of(numbers + number_bytes * slot, me, found)
-            if thread == 0:
-                wait_for_reads()  # of the last output
+            wait_for_reads()  # of the last output, by whoever asked for copies of it
 
     rows = types.Array(float32, 2, "C")
     extras = extras_type(features, FLOAT32)

@@ -1,0 +1,177 @@
+"""No barrier of the kernels on tensor cores is missing, and tests would notice: each is taken away in turn.
+
+python project/reliability/barriers.py                          all, some 40 minutes on two cores
+python project/reliability/barriers.py --only flash3_dq         those of one file
+python project/reliability/barriers.py --schedules 5            in five orders of the threads, not in one
+
+A barrier, a wait, an arrival or a fence becomes ``pass`` in a copy of the repository, and the tests that
+run the kernels' source on the emulated GPU have to fail.  What none misses is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(PROJECT), str(PROJECT / "experiments")]
+from command_line import OneLineParser  # noqa: E402
+
+ROOT = PROJECT.parent
+KERNELS = Path("kernels/cuda")
+#: Files of kernels, and the tests that run their source.
+TESTED_BY = {
+    ("flash3_wgmma", "flash3_items", "flash3_options"): ("test_flash3", "test_flash3_options"),
+    (
+        "flash3_backward", "flash3_dq", "flash3_backward_guard", "flash3_tiles"
+    ): ("test_flash3_backward", "test_flash3_backward_options"),
+    (
+        "flash2_mma", "flash2_mma_backward", "flash2_mma_dq", "flash2_mma_roles", "mma_guard",
+        "mma_tiles", "mma_split",
+    ): ("test_flash2_mma", "test_mma_split"),
+    (
+        "product_wgmma", "product_epilogue", "product_mma", "product_operands"
+    ): ("test_product_tensor_cores",),
+}  # fmt: skip
+FILES = [file for files in TESTED_BY for file in files]
+#: What is taken away: statements that call one of these, or a ``wait_`` of a kernel's own.
+NAMES = {
+    "syncthreads", "syncwarp", "bar_sync", "bar_arrive", "mbarrier_wait", "mbarrier_arrive",
+    "fence_proxy_async", "cp_async_wait_all",
+}  # fmt: skip
+#: Seconds after which tests that have not ended hang.
+PATIENCE = 600
+
+
+class Barrier(NamedTuple):
+    """A statement to take away: its file, its lines from first to last, and how it reads."""
+
+    file: str
+    first: int
+    last: int
+    text: str
+
+
+def barriers_of(file: str, source: str) -> list[Barrier]:
+    """Return the statements of a file that order what threads do."""
+    lines, found = source.splitlines(), []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            name = (
+                function.attr
+                if isinstance(function, ast.Attribute)
+                else getattr(function, "id", "")
+            )
+            if name in NAMES or name.startswith("wait_"):
+                last = node.end_lineno or node.lineno
+                text = " ".join(line.strip() for line in lines[node.lineno - 1 : last])
+                found.append(Barrier(file, node.lineno, last, text))
+    return sorted(found, key=lambda one: one.first)
+
+
+def without(barrier: Barrier, source: str) -> str:
+    """Return a file's source with ``pass`` in place of a statement."""
+    lines = source.splitlines()
+    line = lines[barrier.first - 1]
+    indent = line[: len(line) - len(line.lstrip())]
+    lines[barrier.first - 1 : barrier.last] = [f"{indent}pass"]
+    return "\n".join(lines) + "\n"
+
+
+def missed_by(barrier: Barrier, tree: Path, schedules: int) -> str:
+    """Return which test fails without a barrier, or ''.
+
+    Args:
+        barrier: What to take away.
+        tree: A copy of the repository, left as it was.
+        schedules: Orders of the threads to try.
+    """
+    tests = next(tests for files, tests in TESTED_BY.items() if barrier.file in files)
+    place = tree / KERNELS / f"{barrier.file}.py"
+    source = place.read_text(encoding="utf-8")
+    place.write_text(without(barrier, source), encoding="utf-8")
+    command = [
+        sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+        *(f"tests/{test}.py" for test in tests),
+    ]  # fmt: skip
+    try:
+        for schedule in range(schedules):
+            own = {"PYTHONPATH": str(tree), "MINITORCH_SCHEDULE": str(schedule), "CI": "true"}
+            run = subprocess.run(
+                command, cwd=tree, env={**os.environ, **own}, capture_output=True, text=True,
+                timeout=PATIENCE,
+            )  # fmt: skip
+            failed = [line for line in run.stdout.splitlines() if line.startswith("FAILED ")]
+            if failed:
+                return failed[0].removeprefix("FAILED ").split(" - ")[0]
+            if run.returncode:
+                raise RuntimeError(run.stdout[-2000:] + run.stderr[-2000:])
+    except subprocess.TimeoutExpired:
+        return f"all: the tests hang, or take longer than {PATIENCE} s"
+    finally:
+        place.write_text(source, encoding="utf-8")
+    return ""
+
+
+def _try_all(barriers: list[Barrier], workers: int, schedules: int) -> list[bool]:
+    """Return whether each barrier is missed, and print by which test."""
+    with tempfile.TemporaryDirectory() as folder:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for number in range(workers):
+            tree = Path(folder) / str(number)
+            for part in ("kernels", "minitorch", "tests"):
+                shutil.copytree(ROOT / part, tree / part)
+            shutil.copy(ROOT / "pyproject.toml", tree)
+            trees.put(tree)
+
+        def one(barrier: Barrier) -> bool:
+            tree = trees.get()
+            try:
+                test = missed_by(barrier, tree, schedules)
+            finally:
+                trees.put(tree)
+            print(
+                f"{barrier.file}:{barrier.first}: {barrier.text}\n    {test or 'NOT MISSED'}",
+                flush=True,
+            )
+            return bool(test)
+
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(one, barriers))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Take each barrier away; return 0 if a test missed every one."""
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=FILES, default=FILES, metavar="FILE",
+                        help=f"of {', '.join(FILES)} (default: all)")  # fmt: skip
+    parser.add_argument("--schedules", type=int, default=1, help="orders to try (default: 1)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1,
+                        help="tests beside each other (default: one a core)")  # fmt: skip
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    barriers = [
+        barrier
+        for file in args.only
+        for barrier in barriers_of(
+            file, (ROOT / KERNELS / f"{file}.py").read_text(encoding="utf-8")
+        )
+    ]
+    missed = _try_all(barriers, args.workers, args.schedules)
+    print(f"{sum(missed)} of {len(missed)} are missed")
+    return int(not all(missed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -33,7 +33,7 @@ EMULATED = replace(
     rungs=tuple(rung for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes),
     mask_gradient=launch.NUMPY.mask_gradient,
 )
-_ROWS, _KEYS = (MmaLayout(16, 16, 1, patience=8),), (ByKeys(MmaKeyLayout(16, 16, 1, 16), 16),)
+_ROWS, _KEYS = (MmaLayout(32, 16, 2, patience=8),), (ByKeys(MmaKeyLayout(32, 32, 2, 16), 16),)
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> Any:

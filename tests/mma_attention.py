@@ -157,7 +157,7 @@ TINY = {
 }
 
 _MASK = np.random.default_rng(1).random((1, 2, 21, 35)) < 0.6
-_OPTIONS = Call(MmaLayout(16, 16, 1), (21, 35, 16, 16), (-FAR, 20), scale=0.5)
+_OPTIONS = Call(MmaLayout(32, 16, 2), (21, 35, 16, 16), (-FAR, 20), scale=0.5)
 #: Likewise, of what options plug into the kernel: element by element, and by bits of a tile.
 OPTIONS = {
     "softcap": _OPTIONS._replace(

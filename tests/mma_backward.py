@@ -277,7 +277,7 @@ GRADIENTS |= {
         ("rows that see nothing", MmaRoleLayout(16, 16, 2, 16)),
     )
 }
-OF_OPTIONS = {name: Gradients(call, MmaKeyLayout(16, 16, 1, 16)) for name, call in OPTIONS.items()}
+OF_OPTIONS = {name: Gradients(call, MmaKeyLayout(32, 32, 2, 16)) for name, call in OPTIONS.items()}
 _LARGE_KEYS = {64: MmaKeyLayout(64, 128, 4, 32, resident=2), 128: MmaKeyLayout(64, 128, 8, 64)}
 
 

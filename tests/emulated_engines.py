@@ -82,9 +82,10 @@ class Engines(Instructions):
         return np.where(self.unfenced, np.uint8(GARBAGE), self.shared)
 
     def check_ended(self) -> None:
-        """Check that the copy engine has read what a thread that ends gave it; products may be nobody's."""
-        if self.own.stores or self.own.store_groups:
-            raise RuntimeError("a thread has ended before the copies that it asked for")
+        """Check that a thread that ends has waited for all that it asked engines for."""
+        own = self.own
+        if own.stores or own.store_groups or own.products or own.product_groups:
+            raise RuntimeError("a thread has ended before the copies or products that it asked for")
 
     # -- mbarriers ---------------------------------------------------------------------------
 

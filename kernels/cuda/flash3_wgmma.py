@@ -427,6 +427,7 @@ def forward_kernel(
                 item = told(numbers + number_bytes * slot)
                 skipped = skipped_of(numbers + number_bytes * slot, me, found)
             wait_for_reads()  # of the last output, by whoever asked for copies of it
+            wait_for_all()  # S of an item that there is not
 
     rows = types.Array(float32, 2, "C")
     extras = extras_type(features, FLOAT32)

@@ -1,4 +1,4 @@
-"""A GPU in Python for tiny kernels of tensor-core instructions: its threads are Python's, in turns.
+"""A GPU in Python for tiny kernels of tensor-core instructions: its threads are greenlets, in turns.
 
 It runs the source of a kernel as it is.  Functions and instructions that the source names are found in its
 closures and modules and replaced: a device function by its own source, an instruction by what its PTX says,
@@ -46,7 +46,6 @@ STATIC = 1 << 15
 #: Where functions come from that are replaced by their own source.
 OURS = ("kernels", "tests")
 
-
 #: What the orders of threads are drawn of; with the same number they are the same.
 _SCHEDULE = os.environ.get("MINITORCH_SCHEDULE", "0")
 #: Threads that come late.
@@ -85,7 +84,8 @@ class _Turns:
         self.copies: list[Callable[[], None]] = []
         draw = Random(f"{_SCHEDULE} {index}")
         self.drawn = draw.random
-        self._copies_come, self._late_come = draw.choice(COMING), draw.choice(STILL)
+        self._copies_come = draw.choice(COMING)
+        self._late_come = 0.0 if _late else draw.choice(STILL)
         late = set(_late)
         for size in () if late else (WARP, GROUP):
             for first in range(0, count, size):

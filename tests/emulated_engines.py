@@ -31,7 +31,7 @@ class MemoryBarrier:
         self.bytes = self.phase = 0
         self.waiting: list[int] = []
 
-    def update(self, arrivals: int = 0, bytes_: int = 0) -> list[int]:
+    def update(self, arrivals: int, bytes_: int) -> list[int]:
         """Count arrivals, and bytes announced, or that have come where negative; return who may go on."""
         self.missing -= arrivals
         self.bytes += bytes_
@@ -171,13 +171,8 @@ class Engines(Instructions):
             places = int(source) + emulated.box_places(box, tensor.itemsize, swizzle)
             seen = self._as_engines_see()[places]
             values = np.ascontiguousarray(seen).view(tensor.dtype)[..., 0]
-            inside, of_box = [], []
-            for first, size, length in zip(reversed(tuple(start)), box, tensor.shape, strict=True):
-                at, stop = max(int(first), 0), min(int(first) + size, length)
-                inside.append(slice(at, max(stop, at)))
-                of_box.append(slice(at - int(first), max(stop, at) - int(first)))
-            there = tuple(inside)
-            tensor[there] = values[tuple(of_box)] + (tensor[there] if reduces else 0)
+            of_box, there = emulated.inside(box, start, tensor.shape)
+            tensor[there] = values[of_box] + (tensor[there] if reduces else 0)
 
         self._store(store)
 

@@ -46,6 +46,8 @@ STATIC = 1 << 15
 #: Where functions come from that are replaced by their own source.
 OURS = ("kernels", "tests")
 
+#: What an instruction begins with → the method that does it.
+_METHODS = INSTRUCTIONS | OF_ENGINES
 #: What the orders of threads are drawn of; with the same number they are the same.
 _SCHEDULE = os.environ.get("MINITORCH_SCHEDULE", "0")
 #: Threads that come late.
@@ -283,7 +285,7 @@ class EmulatedBlock(Engines):
     # -- instructions ----------------------------------------------------------------------------
 
     def _instruction(self, ptx: str) -> Callable[..., Any]:
-        for pattern, name in (INSTRUCTIONS | OF_ENGINES).items():
+        for pattern, name in _METHODS.items():
             if (found := re.match(pattern, ptx)) is not None:
                 return partial(getattr(self, name), *found.groups())
         raise NotImplementedError(f"the emulated GPU does not know {ptx!r}; add what it does")

@@ -127,7 +127,7 @@ class Instructions:
         row_of(acc, 4)[:] = self._meet(own, act)
 
     def pack(self, dtype: str, low: Any, high: Any) -> Any:
-        return emulated_numbers.to_bits([low, high], DTYPES[dtype]).view(np.uint32)[0]
+        return emulated_numbers.pack(low, high, DTYPES[dtype])[()]
 
     def ex2(self, x: Any) -> Any:
         return emulated_numbers.ex2(x)[()]

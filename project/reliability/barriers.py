@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 PROJECT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(PROJECT), str(PROJECT / "experiments")]
+sys.path[:0] = [str(PROJECT)]
 from command_line import OneLineParser  # noqa: E402
 
 ROOT = PROJECT.parent
@@ -66,12 +66,7 @@ def barriers_of(file: str, source: str) -> list[Barrier]:
     lines, found = source.splitlines(), []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            function = node.value.func
-            name = (
-                function.attr
-                if isinstance(function, ast.Attribute)
-                else getattr(function, "id", "")
-            )
+            name = ast.unparse(node.value.func).rpartition(".")[2]
             if name in NAMES or name.startswith("wait_"):
                 last = node.end_lineno or node.lineno
                 text = " ".join(line.strip() for line in lines[node.lineno - 1 : last])

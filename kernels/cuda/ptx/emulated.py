@@ -157,6 +157,25 @@ def box_places(box: tuple[int, ...], size: int, swizzle: int) -> Array:
     return swizzled(offsets, swizzle)
 
 
+def inside(
+    box: tuple[int, ...], start: Any, shape: tuple[int, ...]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Return what of a box lies in a tensor: as slices of the box, and as slices of the tensor.
+
+    Args:
+        box: Places along each dimension, the fastest last.
+        start: The first place along each, the fastest *first*, as the instruction takes them.
+        shape: Of the tensor.
+    """
+    of_box, of_tensor = [], []
+    for first, places, length in zip(reversed(tuple(start)), box, shape, strict=True):
+        at = max(int(first), 0)
+        stop = max(min(int(first) + places, length), at)
+        of_box.append(slice(at - int(first), stop - int(first)))
+        of_tensor.append(slice(at, stop))
+    return tuple(of_box), tuple(of_tensor)
+
+
 def tensor_load(
     shared: Array, target: int, tensor: Array, box: tuple[int, ...], start: Any, swizzle: int
 ) -> None:
@@ -171,13 +190,8 @@ def tensor_load(
         swizzle: As the tensor map says.
     """
     values = np.zeros(box, tensor.dtype)
-    inside = [
-        (slice(max(-at, 0), max(min(length - at, places), 0)), slice(max(at, 0), at + places))
-        for at, length, places in zip(reversed(tuple(start)), tensor.shape, box, strict=True)
-    ]
-    found = tensor[tuple(of_tensor if of_tensor.stop > 0 else slice(0) for _, of_tensor in inside)]
-    if found.size:
-        values[tuple(of_box for of_box, _ in inside)] = found
+    of_box, of_tensor = inside(box, start, tensor.shape)
+    values[of_box] = tensor[of_tensor]
     size = tensor.dtype.itemsize
     places = target + box_places(box, size, swizzle)
     shared[places] = values.view(np.uint8).reshape(*box, size)

@@ -46,7 +46,9 @@ def round_to(values: Any, dtype: str) -> Array:
 
 def pack(low: Any, high: Any, dtype: str) -> Array:
     """Return pairs, as ``pack_f16`` and ``pack_bf16`` do."""
-    return to_bits(np.stack([low, high], axis=-1), dtype).view(np.uint32)[..., 0]
+    pairs = np.empty((*np.shape(low), 2), np.float32)
+    pairs[..., 0], pairs[..., 1] = low, high
+    return to_bits(pairs, dtype).view(np.uint32)[..., 0]
 
 
 def halves(pairs: Any) -> Array:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cuda import flash1, naive
-from kernels.cuda.register_tiles import Layout, pick_layout
+from kernels.cuda.register_tiles import RegisterLayout, pick_layout
 from kernels.cuda.sizes import SIZES
 from kernels.formulas import (
     Counts,
@@ -101,5 +101,5 @@ def call_traffic(name: str, problem: Problem, tile: Tile | None = None) -> PassT
     return PassTraffic(forward, backward)
 
 
-def _blocks(layout: Layout) -> Tile:
+def _blocks(layout: RegisterLayout) -> Tile:
     return layout.block_q, layout.block_k

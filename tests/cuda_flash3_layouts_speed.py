@@ -17,7 +17,7 @@ import numpy as np
 from kernels import make_problem, reference
 from kernels.cuda import flash3_launch
 from kernels.cuda.arrays import empty_device, to_device, to_host
-from kernels.cuda.flash3_layout import Layout, Widths, layout_of
+from kernels.cuda.flash3_layout import ForwardLayout, Widths, layout_of
 from kernels.dtypes import BFLOAT16, FLOAT32
 from kernels.formulas import attention_flops
 from kernels.operands import Operands
@@ -31,7 +31,7 @@ ROUNDS, LAUNCHES = 15, 8
 CHANGES: tuple[dict[str, Any], ...] = ({}, {"patience": 0}, {"patience": 8})
 
 
-def launch_of(problem: Any, operands: Operands, layout: Layout) -> Callable[[], None]:
+def launch_of(problem: Any, operands: Operands, layout: ForwardLayout) -> Callable[[], None]:
     """Return the launch of a forward pass with a layout, which has run once."""
     found, real = [], flash3_launch._launch
 

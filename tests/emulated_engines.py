@@ -82,9 +82,10 @@ class Engines(Instructions):
         return np.where(self.unfenced, np.uint8(GARBAGE), self.shared)
 
     def check_ended(self) -> None:
-        """Check that a thread that ends has waited for all that it asked engines for."""
+        """Check that a thread that ends has waited for all the copies and products that it asked for."""
         own = self.own
-        if own.stores or own.store_groups or own.products or own.product_groups:
+        asked = own.copies or any(own.groups) or own.stores or own.store_groups
+        if asked or own.products or own.product_groups:
             raise RuntimeError("a thread has ended before the copies or products that it asked for")
 
     # -- mbarriers ---------------------------------------------------------------------------

@@ -13,20 +13,12 @@ import pytest
 
 from kernels.cuda import flash3_backward_launch, flash3_launch
 from kernels.cuda.device import Kernel
-from kernels.cuda.flash3_layout import LINE, PANEL, Layout
-from kernels.dtypes import BITS, is_half
+from kernels.cuda.flash3_layout import LINE, PANEL, ForwardLayout
 
+from .emulated_arrays import as_bits, empty
 from .emulated_engines import TensorMap
 from .emulated_gpu import launch as emulate
-from .emulated_instructions import GARBAGE
 from .emulated_target import emulated_device
-
-
-def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    array = np.empty(shape, dtype)
-    array.view(np.uint8)[...] = GARBAGE
-    return array
-
 
 #: Marks of a call that takes seconds and is like others that always run.
 FUZZ_ONLY = [
@@ -35,16 +27,12 @@ FUZZ_ONLY = [
 ]
 
 
-def _bits(array: Any) -> Any:
-    return array.view(BITS) if is_half(array.dtype) else array
-
-
 def _lines(array: Any, shape: Any, strides: Any) -> Any:
     return array.reshape(shape)
 
 
 @contextmanager
-def emulated_hopper(layout: Layout | None = None, blocks: int = 2) -> Iterator[None]:
+def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Iterator[None]:
     """Let the forward rung run on the emulated GPU.
 
     Args:
@@ -56,7 +44,7 @@ def emulated_hopper(layout: Layout | None = None, blocks: int = 2) -> Iterator[N
     def tensor_map(
         array: Any, seq: int, rows: int, dtype: str, first: int = 0
     ) -> tuple[Any, int, int]:
-        array = _bits(array)[:, :, first : first + seq]
+        array = as_bits(array)[:, :, first : first + seq]
         for axis in (0, 1):
             if array.strides[axis] == 0:
                 array = array[(slice(None),) * axis + (slice(1),)]
@@ -81,7 +69,7 @@ def emulated_hopper(layout: Layout | None = None, blocks: int = 2) -> Iterator[N
         "counters": lambda: np.zeros(2, np.int32),
         "device_view": _lines,
         "contiguous": np.ascontiguousarray,
-        "as_bits": _bits,
+        "as_bits": as_bits,
     }
     if layout is not None:
         of_launch["layout_of"] = lambda widths, has_options=False: layout
@@ -89,7 +77,7 @@ def emulated_hopper(layout: Layout | None = None, blocks: int = 2) -> Iterator[N
         stack.enter_context(emulated_device())
         for name, value in of_launch.items():
             stack.enter_context(patch(f"kernels.cuda.flash3_launch.{name}", value))
-        stack.enter_context(patch("kernels.cuda.flash3_mask.empty_device", _empty))
+        stack.enter_context(patch("kernels.cuda.flash3_mask.empty_device", empty))
         stack.enter_context(patch.object(Kernel, "__getitem__", launched))
         forget_launches()
         try:

@@ -13,11 +13,10 @@ import numpy as np
 from kernels.cuda import product_rungs
 from kernels.cuda.device import Kernel
 from kernels.cuda.product_layout import LINE, ProductLayout, WarpLayout
-from kernels.dtypes import BITS, is_half
 
+from .emulated_arrays import as_bits, empty
 from .emulated_engines import TensorMap
 from .emulated_gpu import launch as emulate
-from .emulated_instructions import GARBAGE
 
 _MAPS: dict[int, TensorMap] = {}
 _KEPT: list[Any] = []
@@ -35,13 +34,6 @@ def _tensor_map(address: int, shape: Any, strides: Any, box: Any, dtype: str) ->
     _KEPT.append(stands_for_it)
     _MAPS[id(stands_for_it)] = TensorMap(tensor, box, LINE)
     return stands_for_it
-
-
-def empty(shape: Any, dtype: Any) -> Any:
-    """Return an array of garbage."""
-    array = np.empty(shape, dtype)
-    array.view(np.uint8)[...] = GARBAGE
-    return array
 
 
 def _multiply_if(
@@ -93,7 +85,7 @@ def emulated_products(cc: tuple[int, int]) -> Iterator[None]:
         "product_rungs.why_no_device": lambda needed: None,
         "product_rungs.compute_capability": lambda: cc,
         "product_rungs._HOPPER": dict.fromkeys((1, 3), ((ProductLayout(1, 64, 2, 1), 1.0, 8.0),)),
-        "product_rungs._WARPS": ((WarpLayout(32, 32, 1, 1, 2), 1.0, 8.0),),
+        "product_rungs._WARPS": ((WarpLayout(32, 32, 2, 2, 2), 1.0, 8.0),),
         "product_rungs.flag": lambda: _FLAG,
         "product_operands.flag": lambda: _FLAG,
         "product_rungs.product.multiply": _multiply_if,
@@ -103,17 +95,13 @@ def emulated_products(cc: tuple[int, int]) -> Iterator[None]:
         for name, value in changes.items():
             stack.enter_context(patch(f"kernels.cuda.{name}", value))
         for name in bits:
-            stack.enter_context(patch(f"kernels.cuda.{name}", _bits))
+            stack.enter_context(patch(f"kernels.cuda.{name}", as_bits))
         stack.enter_context(patch.object(Kernel, "__getitem__", _launched))
         _forget()
         try:
             yield
         finally:
             _forget()
-
-
-def _bits(array: Any) -> Any:
-    return array.view(BITS) if is_half(array.dtype) else array
 
 
 def _forget() -> None:

@@ -20,11 +20,11 @@ from kernels.cuda.device import Kernel
 from kernels.cuda.flash2_mma_launch import ByKeys
 from kernels.cuda.launcher import filled
 from kernels.cuda.mma_tiles import MmaKeyLayout, MmaLayout
-from kernels.dtypes import BITS, FLOAT16, is_half
+from kernels.dtypes import FLOAT16
 from kernels.memory import HostMemory
 
+from .emulated_arrays import as_bits, empty
 from .emulated_gpu import launch as emulate
-from .emulated_instructions import GARBAGE
 
 #: The rungs of tensor cores, on the host.
 EMULATED = replace(
@@ -36,22 +36,12 @@ EMULATED = replace(
 _ROWS, _KEYS = (MmaLayout(32, 16, 2, patience=8),), (ByKeys(MmaKeyLayout(32, 32, 2, 16), 16),)
 
 
-def _empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    array = np.empty(shape, dtype)
-    array.view(np.uint8)[...] = GARBAGE
-    return array
-
-
 def _view(array: Any, shape: Any, strides: Any, offset: int = 0, dtype: Any = None) -> Any:
     steps, whole = tuple(step * array.itemsize for step in strides), array
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
     start = array.ctypes.data - whole.ctypes.data + offset * array.itemsize
     return np.ndarray(shape, array.dtype, whole, start, steps)
-
-
-def _bits(array: Any) -> Any:
-    return array.view(BITS) if is_half(array.dtype) else array
 
 
 def _launched(kernel: Kernel, where: Any) -> Any:
@@ -101,17 +91,17 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
         **tables,
         "compute_capability": lambda: cc,
         "dynamic_shared_memory_bytes": lambda: 227 * 1024,
-        "empty_device": _empty,
+        "empty_device": empty,
         "fill": np.ndarray.fill,
-        "as_bits": _bits,
+        "as_bits": as_bits,
         "merge_parts": _merge,
         "device_view": _view,
     }
-    pool = {"empty_device": _empty}
+    pool = {"empty_device": empty}
     modules = {
         "flash2_mma_launch": of_launch,
-        "half_delta": {**pool, "as_bits": _bits},
-        "mma_split": {**pool, "device_view": _view, "THREADS": 32},
+        "half_delta": {**pool, "as_bits": as_bits},
+        "mma_split": {**pool, "device_view": _view, "THREADS": 64},
         "mma_guard": {**pool, "fill": np.ndarray.fill, "device_view": _view},
         "extras": {"to_device": lambda array: array},
         "memory": {"to_device": lambda array: array},

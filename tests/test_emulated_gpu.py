@@ -37,10 +37,17 @@ def test_a_copy_has_arrived_once_it_was_waited_for(waits: bool) -> None:
         if waits:
             WAIT()
         out[0, thread] = shared[4 * thread]
+        if ends:
+            WAIT()
 
     x, out = np.arange(128, dtype=np.uint32).reshape(32, 4), np.zeros((1, 32), np.uint32)
+    ends = True
     _run(kernel, x, out)
     np.testing.assert_array_equal(out[0], x[:, 0] if waits else np.full(32, 0xFFFFFFFF))
+    if not waits:
+        ends = False
+        with pytest.raises(RuntimeError, match="has ended before the copies"):
+            _run(kernel, x, out)
 
 
 def test_a_barrier_that_not_all_threads_reach_is_an_error() -> None:

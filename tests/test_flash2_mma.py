@@ -32,7 +32,8 @@ from kernels.sequences import Sequences
 
 from . import option_table
 from .attention_strategies import MASK_MODS, SCORE_MODS, Case
-from .emulated_gpu import launch
+from .emulated_gpu import held_back, launch
+from .emulated_instructions import WARP
 from .emulated_target import EMULATED, emulated_device
 from .mma_attention import LARGE, OPTIONS, TINY, check, layouts_for, operands, run
 from .mma_backward import (
@@ -64,10 +65,14 @@ def test_the_kernels_own_source_computes_gradients(name: str, atomics: bool) -> 
 
 
 def _with_unseen_places() -> Gradients:
-    """Return a call in which a mask hides some keys from all rows, and all keys from some rows."""
+    """Return a call in which a mask hides some keys from all rows, and all keys from some rows.
+
+    Two keys are seen by rows of the first step alone, and a row sees none of the first warp's keys.
+    """
     call = OPTIONS["a mask"]
     mask = call.options["mask"].copy()
     mask[..., 3:7] = mask[..., 20:33] = mask[..., 9:12, :] = False
+    mask[..., 16:, 8:10] = mask[..., 2, :16] = False
     call = call._replace(options={**call.options, "mask": mask})
     return OF_OPTIONS["a mask"]._replace(call=call)
 
@@ -86,11 +91,13 @@ def test_what_nobody_sees_may_be_nan_or_infinite_forward() -> None:
     check(call, q, k, v, out, lse)
 
 
+@pytest.mark.parametrize("late", [0, 1], ids=["the first warp late", "the second warp late"])
 @pytest.mark.parametrize("atomics", [False, True], ids=["deterministic", "by atomics"])
-def test_what_nobody_sees_may_be_nan_or_infinite_backward(atomics: bool) -> None:
+def test_what_nobody_sees_may_be_nan_or_infinite_backward(atomics: bool, late: int) -> None:
     case = _with_unseen_places()
     arrays = backward_operands(case, np.random.default_rng(0), poison=True)
-    results = gradients(case, arrays, atomics, launch, np.asarray)
+    with held_back(*range(WARP * late, WARP * late + WARP)):
+        results = gradients(case, arrays, atomics, launch, np.asarray)
     check_gradients(case, arrays, results, "unseen places")
 
 

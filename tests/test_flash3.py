@@ -16,7 +16,7 @@ from kernels.cuda.flash3_layout import (
     ALIGNMENT,
     LINE,
     PANEL,
-    Layout,
+    ForwardLayout,
     Shape,
     Widths,
     item_of,
@@ -84,7 +84,7 @@ def test_tiles_fit_in_shared_memory_where_the_swizzle_begins_anew(head: int, val
 
 @given(st.integers(1, 3))
 def test_registers_are_no_more_than_a_multiprocessor_has(consumers: int) -> None:
-    layout = Layout(consumers, 128, 2, 1, False)
+    layout = ForwardLayout(consumers, 128, 2, 1, False)
     few, more = layout.registers
     assert 128 * (few + consumers * more) <= 65536
     assert few % 8 == more % 8 == 0
@@ -98,7 +98,7 @@ class Call(NamedTuple):
     bounds: tuple[int, int] = (-FAR, FAR)
     heads: tuple[int, int] = (2, 2)
     dtype: str = "float16"
-    layout: Layout = Layout(2, 64, 2, 2, True)
+    layout: ForwardLayout = ForwardLayout(2, 64, 2, 2, True)
     blocks: int = 1
 
 
@@ -106,17 +106,19 @@ CALLS = {
     "odd lengths, one block takes all items": Call((70, 100)),
     "causal, two blocks": Call((130, 100), bounds=(-FAR, 0), blocks=2),
     "a window, rows that see nothing": Call((70, 90), bounds=(-20, -3), dtype="bfloat16"),
-    "one query tile at a time, three stages": Call((70, 130), layout=Layout(2, 32, 3, 1, False)),
+    "one query tile at a time, three stages": Call(
+        (70, 130), layout=ForwardLayout(2, 32, 3, 1, False)
+    ),
     "three consumers that take turns, two of them without rows": Call(
-        (193, 40), heads=(2, 2), layout=Layout(3, 32, 2, 2, True)
+        (193, 40), heads=(2, 2), layout=ForwardLayout(3, 32, 2, 2, True)
     ),
     "three consumers, two of which bounds leave no tile": Call(
-        (193, 40), heads=(2, 2), layout=Layout(3, 32, 2, 2, True), bounds=(-FAR, -130)
+        (193, 40), heads=(2, 2), layout=ForwardLayout(3, 32, 2, 2, True), bounds=(-FAR, -130)
     ),
     "consumers without turns, of which bounds leave one less": Call(
-        (300, 300), bounds=(-FAR, 0), layout=Layout(2, 32, 2, 2, False)
+        (300, 300), bounds=(-FAR, 0), layout=ForwardLayout(2, 32, 2, 2, False)
     ),
-    "maxima that may grow": Call((70, 130), layout=Layout(2, 32, 2, 2, True, 2)),
+    "maxima that may grow": Call((70, 130), layout=ForwardLayout(2, 32, 2, 2, True, 2)),
     "narrow heads, a narrower value": Call((70, 40), (40, 24), (-FAR, 0)),
     "two panels, heads that share keys": Call((65, 33), (96, 72), heads=(2, 1)),
 }

@@ -13,7 +13,7 @@ import kernels
 from kernels import launch
 from kernels.cuda import flash3_launch
 from kernels.cuda.device import Kernel
-from kernels.cuda.flash3_layout import WARPGROUP, Layout
+from kernels.cuda.flash3_layout import WARPGROUP, ForwardLayout
 from kernels.cuda.flash3_options import tanh
 from kernels.cuda.flash3_wgmma import DEALER
 from kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -29,7 +29,7 @@ from .emulated_target import EMULATED
 from .tolerances import assert_close_arrays
 
 #: What is emulated: two consumers in turns, and small tiles.
-SMALL = Layout(2, 32, 2, 2, True)
+SMALL = ForwardLayout(2, 32, 2, 2, True)
 SEQ_Q, SEQ_K = 75, 90
 
 
@@ -71,7 +71,7 @@ def _case(options: dict[str, Any], dtype: Any = FLOAT16, heads: int = 2) -> Case
 
 
 def _forward(
-    case: Case, layout: Layout | None = SMALL, sequences: Any = None, blocks: int = 2
+    case: Case, layout: ForwardLayout | None = SMALL, sequences: Any = None, blocks: int = 2
 ) -> tuple[Any, Any]:
     problem = replace(case.problem(rung="flash3_wgmma"), sequences=sequences)
     mask, slopes = (case.options.get(name) for name in ("attn_mask", "alibi_slopes"))

@@ -23,7 +23,8 @@ from kernels.targets import IS_SIMULATOR, compute_capability
 from minitorch import CudaBackend, CudaOps, FastOps, TensorBackend, TensorData, from_numpy
 from minitorch.linear_functions import Linear, composed_linear
 
-from .emulated_products import empty, emulated_products
+from .emulated_arrays import empty
+from .emulated_products import emulated_products
 from .product_cases import (
     CALLS,
     KINDS,

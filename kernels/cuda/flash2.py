@@ -34,7 +34,7 @@ from kernels.cuda.device import (
 from kernels.cuda.extras import make_extras
 from kernels.cuda.flash2_merge import merge_parts, parts_of
 from kernels.cuda.register_tiles import (
-    Layout,
+    RegisterLayout,
     SharedTiles,
     assign,
     make_accumulate,
@@ -90,7 +90,7 @@ def make_row_reductions(lanes: int) -> tuple[Any, Any]:
     return row_max, row_sum
 
 
-def forward_tiles(layout: Layout, head_width: int, value_width: int) -> SharedTiles:
+def forward_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
     """Return where the tiles of the forward kernel lie."""
     return SharedTiles(
         q=layout.block_q * layout.row_stride(head_width),
@@ -102,7 +102,7 @@ def forward_tiles(layout: Layout, head_width: int, value_width: int) -> SharedTi
 
 @cache
 def forward_kernel(
-    layout: Layout,
+    layout: RegisterLayout,
     head_width: int,
     value_width: int,
     dtype: np.dtype[Any],
@@ -280,7 +280,7 @@ def forward_kernel(
     return Kernel(flash2_forward, signature, layout.threads, shared_bytes, layout.resident)
 
 
-def forward_layout(problem: Problem, tile: tuple[int, int] | None = None) -> Layout:
+def forward_layout(problem: Problem, tile: tuple[int, int] | None = None) -> RegisterLayout:
     """Return tiles and threads of the forward kernel, the caller's tile if there is one."""
     return pick_layout("forward", problem, tile)
 

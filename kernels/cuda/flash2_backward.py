@@ -18,7 +18,7 @@ from kernels.cuda.flash2 import forward_tiles
 from kernels.cuda.flash2_dkdv import dkdv_kernel, dkdv_tiles
 from kernels.cuda.flash2_dq import delta_kernel, dq_kernel, dq_tiles
 from kernels.cuda.memory import fill
-from kernels.cuda.register_tiles import Layout, pick_layout, why_not_layout, widths
+from kernels.cuda.register_tiles import RegisterLayout, pick_layout, why_not_layout, widths
 from kernels.cuda.scores import features_of
 from kernels.cuda.sizes import SIZES
 from kernels.cuda.vector import are_vectors
@@ -28,7 +28,7 @@ from kernels.operands import Operands
 from kernels.problem import Problem
 
 
-def _own_layout(problem: Problem) -> Layout:
+def _own_layout(problem: Problem) -> RegisterLayout:
     return pick_layout("dq" if problem.deterministic else "atomic", problem, None)
 
 

@@ -21,7 +21,7 @@ from kernels.cuda.device import (
     tiles_stop,
 )
 from kernels.cuda.register_tiles import (
-    Layout,
+    RegisterLayout,
     SharedTiles,
     assign,
     make_accumulate,
@@ -38,7 +38,7 @@ from kernels.online_softmax import LN_2, LOG2_E
 from kernels.targets import cuda
 
 
-def dkdv_tiles(layout: Layout, head_width: int, value_width: int) -> SharedTiles:
+def dkdv_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
     """Return where the tiles of the dk and dv kernel lie; P, dS and its transpose share a place."""
     block_q, block_k = layout.block_q, layout.block_k
     return SharedTiles(
@@ -60,7 +60,7 @@ def add_atomically(target, index, value):
 
 @cache
 def dkdv_kernel(
-    layout: Layout,
+    layout: RegisterLayout,
     head_width: int,
     value_width: int,
     dtype: np.dtype[Any],

@@ -24,7 +24,7 @@ from kernels.cuda.extras import make_extras
 from kernels.cuda.flash2_backward import delta_of
 from kernels.cuda.flash2_dq import dq_tiles
 from kernels.cuda.register_tiles import (
-    Layout,
+    RegisterLayout,
     make_load_tile,
     make_multiply,
     pick_layout,
@@ -44,7 +44,7 @@ from kernels.targets import cuda
 
 @cache
 def dmask_kernel(
-    layout: Layout,
+    layout: RegisterLayout,
     head_width: int,
     value_width: int,
     dtype: np.dtype[Any],

@@ -21,7 +21,7 @@ from kernels.cuda.device import (
     tiles_stop,
 )
 from kernels.cuda.register_tiles import (
-    Layout,
+    RegisterLayout,
     SharedTiles,
     assign,
     make_accumulate,
@@ -38,7 +38,7 @@ from kernels.online_softmax import LOG2_E
 from kernels.targets import cuda
 
 
-def dq_tiles(layout: Layout, head_width: int, value_width: int) -> SharedTiles:
+def dq_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
     """Return where the tiles of the dq kernel lie."""
     return SharedTiles(
         q=layout.block_q * layout.row_stride(head_width),
@@ -84,7 +84,7 @@ def delta_kernel(threads: int, dtype: np.dtype[Any], has_dlse: bool = False) -> 
 
 @cache
 def dq_kernel(
-    layout: Layout,
+    layout: RegisterLayout,
     head_width: int,
     value_width: int,
     dtype: np.dtype[Any],

@@ -98,7 +98,7 @@ def make_soften(cols: int, patience: int) -> Callable[..., Any]:
 
     Args:
         cols: Of the tile.
-        patience: See :class:`Layout`; the rows of a warp are scaled together.
+        patience: See :class:`ForwardLayout`; the rows of a warp are scaled together.
     """
     tiles, one, is_patient, least = cols // 8, np.float32(1), patience > 0, np.float32(patience)
 

@@ -20,7 +20,7 @@ from kernels.cuda.device import (
     full_tiles_stop,
     tiles_stop,
 )
-from kernels.cuda.flash3_layout import ITEM_NUMBERS, Layout, item_bytes, item_of, make_next
+from kernels.cuda.flash3_layout import ITEM_NUMBERS, ForwardLayout, item_bytes, item_of, make_next
 from kernels.cuda.flash3_tiles import BARRIER, make_load_tile
 from kernels.cuda.flash3_walk import make_walk
 from kernels.cuda.ptx.barriers import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait
@@ -121,7 +121,7 @@ def give_back(q_empty, thread, slot):
 
 @cache
 def make_deal(
-    layout: Layout, features: Features, panels: int, panel_bytes: int, q_size: int
+    layout: ForwardLayout, features: Features, panels: int, panel_bytes: int, q_size: int
 ) -> Callable[..., None]:
     """Return ``deal(tile, numbers, barriers, q_map, next_item, shape, schedule, extras)``.
 

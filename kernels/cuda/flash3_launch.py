@@ -14,7 +14,7 @@ from kernels.cuda.extras import lasting_extras, own_extras
 from kernels.cuda.flash3_layout import (
     LINE,
     PANEL,
-    Layout,
+    ForwardLayout,
     Schedule,
     Shape,
     Widths,
@@ -154,7 +154,7 @@ def widths_of(problem: Problem) -> Widths:
 
 
 @lru_cache(maxsize=1024)
-def layout_for(problem: Problem) -> tuple[Layout, Widths]:
+def layout_for(problem: Problem) -> tuple[ForwardLayout, Widths]:
     """Return who works on a problem, and the widths its kernel is compiled for."""
     widths = widths_of(problem)
     return layout_of(widths, not problem.is_plain), widths

@@ -54,7 +54,7 @@ class Staff:
 
 
 @dataclass(frozen=True)
-class Layout(Staff):
+class ForwardLayout(Staff):
     """Who works on a query tile, and how many key tiles are in flight.
 
     Attributes:
@@ -103,7 +103,7 @@ class Widths(NamedTuple):
         return ceil_div(self.value, PANEL)
 
 
-def layout_of(widths: Widths, has_options: bool = False) -> Layout:
+def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
     """Return the layout for heads of some widths: what fits in registers and in shared memory.
 
     Args:
@@ -113,12 +113,12 @@ def layout_of(widths: Widths, has_options: bool = False) -> Layout:
     width = max(widths)
     patience = 0 if width <= 64 or has_options else PATIENCE
     if width <= 64:
-        return Layout(2 if has_options else 3, 128, 2, 2, True, patience)
+        return ForwardLayout(2 if has_options else 3, 128, 2, 2, True, patience)
     if width <= 128:
-        return Layout(2, 128, 2, 2, False, patience)
+        return ForwardLayout(2, 128, 2, 2, False, patience)
     if width <= 192:
-        return Layout(2, 96, 2, 1, True, patience)
-    return Layout(2, 80, 2, 1, False, patience)
+        return ForwardLayout(2, 96, 2, 1, True, patience)
+    return ForwardLayout(2, 80, 2, 1, False, patience)
 
 
 def is_guarded(features: Features) -> bool:
@@ -126,7 +126,7 @@ def is_guarded(features: Features) -> bool:
     return features.hides or features.packed
 
 
-def shared_tiles(layout: Layout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
+def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
     """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one.
 
     The tile of out takes the place of that of q, which no one needs any more by then.
@@ -149,22 +149,22 @@ def shared_tiles(layout: Layout, widths: Widths, features: Features = PLAIN) -> 
     )
 
 
-def item_bytes(layout: Layout) -> int:
+def item_bytes(layout: ForwardLayout) -> int:
     """Return the bytes of what all are told of an item: ``flash3_items.Item``, and a number a consumer."""
     return WORD * (ITEM_NUMBERS + layout.consumers)
 
 
-def shared_bytes(layout: Layout, widths: Widths, features: Features = PLAIN) -> int:
+def shared_bytes(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> int:
     """Return the dynamic shared memory of a block, what its alignment takes included."""
     return round_up(shared_tiles(layout, widths, features).elements, 16) + ALIGNMENT
 
 
-def k_bytes(layout: Layout, widths: Widths) -> int:
+def k_bytes(layout: ForwardLayout, widths: Widths) -> int:
     """Return the bytes of one tile of keys."""
     return widths.head_panels * layout.block_k * LINE
 
 
-def v_bytes(layout: Layout, widths: Widths) -> int:
+def v_bytes(layout: ForwardLayout, widths: Widths) -> int:
     """Return the bytes of one tile of values."""
     return widths.value_panels * layout.block_k * LINE
 

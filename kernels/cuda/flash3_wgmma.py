@@ -40,7 +40,7 @@ from kernels.cuda.flash3_layout import (
     SHAPE,
     TURN,
     WARPGROUP,
-    Layout,
+    ForwardLayout,
     Schedule,
     Widths,
     is_guarded,
@@ -104,7 +104,7 @@ DEALER = 32
 
 @cache
 def forward_kernel(
-    layout: Layout, widths: Widths, dtype: str, features: Features = PLAIN
+    layout: ForwardLayout, widths: Widths, dtype: str, features: Features = PLAIN
 ) -> Kernel:
     """Return the forward kernel for one layout, two widths, one dtype and some options.
 

@@ -138,7 +138,6 @@ def product_kernel(layout: WarpLayout, form: Form) -> Kernel:
     a_bytes, stage_bytes = block_rows * LINE, (block_rows + block_cols) * LINE
     multiply = mma_tf32 if form.dtype == "tf32" else MMA[form.dtype]
     wait_for_stage = make_cp_async_wait_group(stages - 2)
-    wait_for_all = make_cp_async_wait_group(0)
     activate = make_activation(tiles)
     unpack: Any = UNPACK.get(form.out)
     write = _make_write(layout, form)
@@ -258,7 +257,6 @@ def product_kernel(layout: WarpLayout, form: Form) -> Kernel:
                         multiply(acc[m * col_tiles + n], left[m], right[n])
             ahead = stage
             stage = int32(0 if stage == stages - 1 else stage + 1)
-        wait_for_all()
         cuda.syncthreads()  # all stages were read: they may be written again
         if has_bias:
             add_bias(acc, bias, col + own_col + lane_col(lane), cols)

@@ -34,7 +34,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RegisterLayout:
     """The shape of the work of one block of threads.
 
     Attributes:
@@ -130,7 +130,7 @@ def _largest_power(limit: int, size: int) -> int:
     return min(limit, size & -size)
 
 
-def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> Layout:
+def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> RegisterLayout:
     """Return the layout of a kernel for a problem: from the table, with the caller's tile if given.
 
     Args:
@@ -142,14 +142,14 @@ def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> La
 
 
 @lru_cache(maxsize=1024)
-def _layout(name: str, demand: Demand, tile: tuple[int, int] | None) -> Layout:
+def _layout(name: str, demand: Demand, tile: tuple[int, int] | None) -> RegisterLayout:
     sizes = _table_entry(name, demand)
     block_q, block_k = tile or (sizes.block_q, sizes.block_k)
     # dK and dV are summed by key: there a thread owns rows of keys.
     rows, cols = (block_q, block_k) if name in ("forward", "dq") else (block_k, block_q)
     if name == "atomic":  # and rows of queries too
         rows = math.gcd(rows, cols)
-    return Layout(
+    return RegisterLayout(
         block_q,
         block_k,
         lanes=_largest_power(sizes.lanes, cols),
@@ -185,7 +185,7 @@ def why_not_layout(
     name: str,
     problem: Problem,
     tile: tuple[int, int] | None,
-    tiles: Callable[[Layout, int, int], SharedTiles],
+    tiles: Callable[[RegisterLayout, int, int], SharedTiles],
 ) -> str | None:
     """Return why a kernel cannot run a problem with a tile, or None.
 
@@ -203,7 +203,7 @@ def _why_not(
     name: str,
     demand: Demand,
     tile: tuple[int, int] | None,
-    tiles: Callable[[Layout, int, int], SharedTiles],
+    tiles: Callable[[RegisterLayout, int, int], SharedTiles],
 ) -> str | None:
     layout = _layout(name, demand, tile)
     blocks = (layout.block_q, layout.block_k)
@@ -216,7 +216,12 @@ def _why_not(
 
 @cache
 def make_load_tile(
-    layout: Layout, rows: int, width: int, dtype: Any, vectors: bool, is_guarded: bool = False
+    layout: RegisterLayout,
+    rows: int,
+    width: int,
+    dtype: Any,
+    vectors: bool,
+    is_guarded: bool = False,
 ) -> Callable[..., Any]:
     """Return ``load_tile(thread, source, b, h, first, start, stop, factor, shared, offset)``.
 
@@ -269,7 +274,7 @@ def make_load_tile(
 
 @cache
 def make_multiply(
-    layout: Layout, rows: int, cols: int, width: int, dtype: Any
+    layout: RegisterLayout, rows: int, cols: int, width: int, dtype: Any
 ) -> Callable[..., None]:
     """Return ``multiply(tx, ty, s, fragment, shared, a, b)``: s = A·Bᵀ, of two shared tiles of a width.
 
@@ -307,7 +312,7 @@ def make_multiply(
 
 @cache
 def make_accumulate(
-    layout: Layout, rows: int, depth: int, width: int, is_guarded: bool = False
+    layout: RegisterLayout, rows: int, depth: int, width: int, is_guarded: bool = False
 ) -> Callable[..., None]:
     """Return ``accumulate(tx, ty, acc, fragment, shared, p, b, found)``: acc += P·B, both in shared memory.
 
@@ -362,7 +367,7 @@ def make_accumulate(
 
 @cache
 def make_store_tile(
-    layout: Layout, rows: int, width: int, put: Callable[..., None]
+    layout: RegisterLayout, rows: int, width: int, put: Callable[..., None]
 ) -> Callable[..., None]:
     """Return ``store_tile(tx, ty, acc, target, b, h, first, limit)``: hand on the rows below ``limit``.
 

@@ -9,7 +9,7 @@ from kernels.targets import IS_SIMULATOR
 
 
 class LayoutSizes(NamedTuple):
-    """Tile and threads of one flash2 kernel; see ``register_tiles.Layout``."""
+    """Tile and threads of one flash2 kernel; see ``register_tiles.RegisterLayout``."""
 
     block_q: int
     block_k: int

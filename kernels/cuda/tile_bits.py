@@ -18,7 +18,7 @@ from numba import uint32, uint64
 
 from kernels.block_mask import FULL, PARTIAL
 from kernels.cuda.device import PHILOX, device_function
-from kernels.cuda.register_tiles import Layout
+from kernels.cuda.register_tiles import RegisterLayout
 from kernels.cuda.scores import Features, block_at, make_score_functions
 from kernels.philox import COLUMNS, HALF, HALF_MASK
 
@@ -46,7 +46,7 @@ class TileBits(NamedTuple):
 
 @cache
 def make_tile_bits(
-    features: Features, layout: Layout, dtype: np.dtype[Any], offset: int
+    features: Features, layout: RegisterLayout, dtype: np.dtype[Any], offset: int
 ) -> TileBits:
     """Return the functions for a tile (block_q, block_k).
 

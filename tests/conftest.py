@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,16 @@ settings.register_profile(
     phases=[p for p in Phase if SHRINKING or p not in (Phase.shrink, Phase.explain)],
 )
 settings.load_profile("minitorch")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collector_of_a_file() -> None:
+    """Let the collector of garbage look at what the tests of a file make, and at nothing before them.
+
+    Of modules, tests and compiled kernels there are millions of objects, and some tests collect often.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,11 @@ from typing import NamedTuple
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
+import measuring  # noqa: E402
 from command_line import OneLineParser  # noqa: E402
 
 ROOT = PROJECT.parent
+RECORD = ROOT / "docs" / "results" / "reliability" / "barriers.json"
 KERNELS = Path("kernels/cuda")
 #: Files of kernels, and the tests that run their source.
 TESTED_BY = {
@@ -146,7 +148,7 @@ def _try_all(barriers: list[Barrier], workers: int, schedules: int) -> list[bool
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Take each barrier away; return 0 if a test missed every one."""
+    """Take each barrier away, and write the record; return 0 if a test missed every one."""
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -155,7 +157,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--schedules", type=int, default=1, help="orders to try (default: 1)")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1,
                         help="tests beside each other (default: one a core)")  # fmt: skip
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    parser.add_argument(
+        "--json", help=f"the record (default: {RECORD.name} of all files, else none)"
+    )
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
+    record = args.json or (str(RECORD) if args.only == FILES else None)
     barriers = [
         barrier
         for file in args.only
@@ -165,6 +172,20 @@ def main(argv: list[str] | None = None) -> int:
     ]
     missed = _try_all(barriers, args.workers, args.schedules)
     print(f"{sum(missed)} of {len(missed)} are missed")
+    if record:
+        unmissed = [one for one, found in zip(barriers, missed, strict=True) if not found]
+        measuring.write_record(
+            record,
+            measuring.command_line("project/reliability/barriers.py", argv),
+            measuring.name_of("cpu"),
+            statements=len(missed),
+            missed_by_a_test=sum(missed),
+            orders_of_threads=args.schedules,
+            rows=[
+                {"not_missed": f"{one.file}.py, line {one.first}", "statement": f"`{one.text}`"}
+                for one in unmissed
+            ],
+        )
     return int(not all(missed))
 
 

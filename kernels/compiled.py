@@ -78,7 +78,7 @@ def _named(function: FunctionType) -> list[object]:
     return found + [getattr(m, name) for m in modules for name in names if hasattr(m, name)]
 
 
-def fingerprint(function: Callable[..., Any]) -> str:
+def fingerprint(function: Callable[..., Any], *arguments: Type) -> str:
     """Return a hash of a function's code and options, and of everything of ours that it calls.
 
     Numba's cache looks only at the file in which a function stands.  A student who mends a helper in
@@ -86,10 +86,15 @@ def fingerprint(function: Callable[..., Any]) -> str:
     function that numba replaces by another (``overload``) names its ``implementations``; an intrinsic
     is the function that emits its instructions; an object is all its attributes, or those that it names
     in ``made_of``.  An array that a user's function captured is its elements.
+
+    Args:
+        function: Plain, or a dispatcher.
+        arguments: Types of which it takes some.  Numba's key has their names; of tuples whose elements have
+            names it has not in which order.
     """
     seen: set[int] = set()
     parts: list[object] = []
-    stack: list[Any] = [function]
+    stack: list[Any] = [function, *arguments]
     while stack:
         item = stack.pop()
         if hasattr(item, "targetoptions"):  # a dispatcher, of the CPU's or of CUDA's package
@@ -112,7 +117,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
         elif isinstance(item, dict):
             stack.extend(item.items())
         elif isinstance(item, (bool, int, float, str, np.generic, np.dtype, Type)):
-            parts.append(repr(item))
+            parts.append((repr(item), getattr(item, "fields", None)))
         elif isinstance(item, np.ndarray):
             parts.append((item.dtype.str, item.shape, item.tobytes()))
         elif _ours(type(item).__module__) and id(item) not in seen:  # what emits an instruction

@@ -33,9 +33,11 @@ def _collector_of_a_file() -> None:
     """Let the collector of garbage look at what the tests of a file make, and at nothing before them.
 
     Of modules, tests and compiled kernels there are millions of objects, and some tests collect often.
+    Not where a cycle of references among them may hold a GPU's memory.
     """
-    gc.collect()
-    gc.freeze()
+    if _why_skipped("cuda"):
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -109,6 +109,7 @@ def emulated_hopper_backward() -> Iterator[None]:
 
 
 def forget_launches() -> None:
-    """Let go of launches and layouts: those of other calls are for other devices."""
+    """Let go of launches, layouts and tensor maps: those of other calls are for other devices, or tiles."""
+    flash3_launch._kept_maps.clear()
     for kept in (*flash3_launch.KEPT, *flash3_backward_launch.KEPT):
         kept.cache_clear()

@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from numba import types
 
 from kernels.compiled import fingerprint
 from kernels.cpu import elementary, fused
@@ -192,6 +194,19 @@ def test_the_fingerprint_covers_a_captured_array() -> None:
     assert fingerprint(capturing(table)) == fingerprint(capturing(same))
     assert fingerprint(capturing(table)) != fingerprint(capturing(another))
     assert fingerprint(capturing(table)) != fingerprint(capturing(table.astype(np.float32)))
+
+
+def test_the_fingerprint_covers_the_order_of_names_in_a_tuple() -> None:
+    # A launch fills a tuple by name; machine code finds the elements where they were when it was compiled.
+    def kernel(shape: Any) -> Any:
+        return shape.rows
+
+    def kind(*names: str) -> types.NamedUniTuple:
+        return types.NamedUniTuple(types.int32, 2, namedtuple("Shape", names))
+
+    before, after = kind("rows", "cols"), kind("cols", "rows")
+    assert fingerprint(kernel, before) == fingerprint(kernel, kind("rows", "cols"))
+    assert fingerprint(kernel, before) != fingerprint(kernel, after)
 
 
 def test_the_fingerprint_covers_exp2(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_no_product_of_the_kernel_of_dq_waits_for_the_last(widths: Widths) -> No
     kernel = dq_kernel(query_layout(widths), widths, "float16")
     found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
     assert not found.warnings
-    assert found.spilled <= 32
+    assert found.spilled == 0
     assert kernel.threads * found.registers <= REGISTERS
 
 

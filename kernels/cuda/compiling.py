@@ -59,7 +59,7 @@ def compile_kernel(
     except RuntimeError:  # no folder for a cache is writable
         pass
     else:
-        stamp = f"{fingerprint(dispatcher)} {_package_version()}"
+        stamp = f"{fingerprint(dispatcher, *signature.args)} {_package_version()}"
         # Numba's own key is a pickle of what the function closes over, and misses what it names.
         dispatcher._cache._index_key = lambda kinds, codegen: (kinds, codegen.magic_tuple(), stamp)
     dispatcher.compile(tuple(signature.args))

@@ -49,6 +49,7 @@ from kernels.cuda.flash3_tiles import (
     make_pack,
     make_put_tile,
     make_write_tile,
+    number_told,
 )
 from kernels.cuda.mma_guard import flag_type, is_flagged, never_flagged
 from kernels.cuda.ptx.barriers import (
@@ -65,7 +66,7 @@ from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,
     make_cp_async_bulk_wait_group,
 )
-from kernels.cuda.ptx.copies import align_up, global_address, ld_shared, shared_address, st_shared
+from kernels.cuda.ptx.copies import align_up, global_address, shared_address, st_shared
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -107,7 +108,7 @@ def dq_kernel(
     k_empty = k_full + 8 * k_stages
     v_full = k_empty + 8 * k_stages
     v_empty = v_full + 8 * v_stages
-    consumer_warps, everyone = 4 * consumers, layout.threads - WARPGROUP
+    consumer_warps = 4 * consumers
 
     load_q, load_dout = (make_load_tile(n, q_panel) for n in (head_panels, value_panels))
     load_k, load_v = (make_load_tile(n, k_panel) for n in (head_panels, value_panels))
@@ -163,7 +164,7 @@ def dq_kernel(
         items = int32(schedule.tiles * schedule.heads)
         if cuda.threadIdx.x == 0:
             mbarrier_init(barriers, 1)
-            mbarrier_init(barriers + rows_empty, everyone)
+            mbarrier_init(barriers + rows_empty, consumer_warps)
             init_stages(barriers + k_full, k_stages, 1, consumer_warps)
             init_stages(barriers + v_full, v_stages, 1, consumer_warps)
             fence_mbarrier_init()  # for the copy engine
@@ -240,7 +241,7 @@ def dq_kernel(
             r, c = square_place(lane)
             line = me * ROWS + warp * 16 + r
             mbarrier_wait(barriers, phase)  # Q_i and dO_i are there, and the item's number
-            item = ld_shared(tile + number_offset)
+            item = number_told(tile + number_offset, lane)
             while item < items:
                 phase = phase ^ 1
                 y, flat, row, first_q, rows, first_k, cols, first, stop = visits_of(
@@ -327,9 +328,10 @@ def dq_kernel(
                     cp_async_bulk_commit_group()
                     wait_for_reads()  # the copy has read the tile
                 bar_sync(OWN_MEET + me, WARPGROUP)  # and copied: another q may come
-                mbarrier_arrive(barriers + rows_empty)  # each for itself: it has read the number
+                if lane == 0:  # which has read the number for its warp
+                    mbarrier_arrive(barriers + rows_empty)
                 mbarrier_wait(barriers, phase)  # the next rows are there, and the item's number
-                item = ld_shared(tile + number_offset)
+                item = number_told(tile + number_offset, lane)
 
     schedule = types.NamedUniTuple(int32, 3, Schedule)
     counters = types.Array(int32, 1, "C")

@@ -13,7 +13,7 @@ from kernels.cuda.flash3_layout import LINE, PANEL, WARPGROUP
 from kernels.cuda.half import EIGHT
 from kernels.cuda.ptx.barriers import mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait
 from kernels.cuda.ptx.bulk import cp_async_bulk_load, make_tensor_load, make_tensor_store
-from kernels.cuda.ptx.copies import global_address, ld_shared_v4, st_global_v4
+from kernels.cuda.ptx.copies import global_address, ld_shared, ld_shared_v4, st_global_v4
 from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import CHUNK
@@ -260,6 +260,15 @@ def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
         store_tile(global_address(target), source, row, h, b)
 
     return copy_rows if is_packed else store_rows
+
+
+@device_function
+def number_told(place, lane):
+    """Return a number in shared memory to every lane of a warp; lane 0 reads it, and may arrive for all."""
+    number = int32(0)
+    if lane == 0:
+        number = ld_shared(place)
+    return cuda.shfl_sync(0xFFFFFFFF, number, 0)
 
 
 @device_function

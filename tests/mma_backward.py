@@ -262,6 +262,7 @@ _TINY_LAYOUTS = {
     "no whole pieces": (MmaKeyLayout(16, 16, 1, 16), 1),
     "padded widths": (MmaKeyLayout(16, 16, 1, 16), 2),
     "rows that see nothing": (MmaKeyLayout(16, 16, 1, 16), 1),
+    "keys that no row sees": (MmaKeyLayout(16, 16, 1, 16), 1),
 }
 GRADIENTS = {
     name: Gradients(TINY[name], layout, parts, is_wide=name != "padded widths")
@@ -275,6 +276,7 @@ GRADIENTS |= {
         ("odd lengths, causal", MmaRoleLayout(16, 32, 4, 16)),
         ("no whole pieces", MmaRoleLayout(32, 32, 4, 16)),
         ("rows that see nothing", MmaRoleLayout(16, 16, 2, 16)),
+        ("keys that no row sees", MmaRoleLayout(16, 16, 2, 16)),
     )
 }
 OF_OPTIONS = {name: Gradients(call, MmaKeyLayout(32, 32, 2, 16)) for name, call in OPTIONS.items()}

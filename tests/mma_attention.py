@@ -142,7 +142,7 @@ TINY = {
     "no whole pieces": Call(MmaLayout(16, 16, 1), (9, 21, 13, 7), (-FAR, 2), scale=0.5),
     "padded widths": Call(MmaLayout(16, 16, 1), (20, 20, 24, 8), (-FAR, 0), "bfloat16", -0.5),
     "rows that see nothing": Call(MmaLayout(16, 16, 1), (40, 16, 16, 16), (-FAR, -20)),
-    "keys that no row sees": Call(MmaLayout(16, 16, 1), (20, 61, 16, 24), (-FAR, 3)),
+    "keys that no row sees": Call(MmaLayout(16, 16, 1), (16, 45, 16, 24), (-FAR, 3)),
     "scores far apart": Call(MmaLayout(32, 16, 2), (37, 75, 16, 16), scale=6.0),
     "maxima that may grow": Call(MmaLayout(32, 16, 2, patience=2), (37, 75, 16, 16)),
     "maxima that may grow, far apart": Call(

@@ -164,7 +164,7 @@ def check(case: Gradients, arrays: list[Any], results: list[Any], label: str) ->
         terms = np.where(probs > 0, probs * (parts + abs(delta[..., None])), 0.0)
     # Float16 has nothing between 0 and 2**-24: of dS, and of a result, half of that may be lost.
     step = 2.0**-25 / unit if call.dtype == "float16" else 0.0
-    lost = call.scale * (2.0**-23 / unit * terms + step * (probs > 0))
+    lost = abs(call.scale) * (2.0**-23 / unit * terms + step * (probs > 0))
     roundings = {"dq": lost, "dk": lost.swapaxes(-1, -2), "dv": 0.0}
     for (name, (left, right)), bits in zip(wanted.items(), results, strict=True):
         expected = _product(left, right)

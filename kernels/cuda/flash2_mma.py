@@ -7,7 +7,7 @@ a whole tile a warp.  Here both products are ``mma.sync``; the probabilities nev
 computed them, for the accumulators of S = QKᵀ have the layout of the left operand of P·V; K and V of
 the next tile are on their way (``cp.async``) while this one is multiplied; and shared memory is read
 without bank conflicts, each fragment of K and V for all of the warp's rows.  Measured on an H200 at N =
-16,384, d = 64: 322 TFLOP/s in bfloat16 and 124 in split float32, where flash2 does 29 in float32.
+16,384, d = 64: 325 TFLOP/s in bfloat16 and 127 in split float32, where flash2 does 29 in float32.
 """
 
 from __future__ import annotations

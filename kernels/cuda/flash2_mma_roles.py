@@ -5,7 +5,7 @@ cores multiply them: a warp that keeps dK and dV of its keys has registers for 1
 each fragment of Q and dO is read for those alone; with 256 columns two blocks share them, and both
 compute all scores.  Here a warp keeps one of the two, of two to four times as many keys.  The price is
 that P goes from the one half to the other, in float32, and both P and dS through shared memory to the
-warps of a half.  Measured on an H200: 1.6 to 1.8 times as fast at d = 256, 255 TFLOP/s at N = 16,384 in
+warps of a half.  Measured on an H200: 1.6 to 1.8 times as fast at d = 256, 260 TFLOP/s at N = 16,384 in
 bfloat16.
 """
 

@@ -5,8 +5,8 @@ take exponentials; and ``mma.sync`` reaches little more than half of what Hopper
 Here one warpgroup does nothing but ask the copy engine for tiles, which come while the others compute,
 and ``wgmma`` multiplies 64 rows at a time out of shared memory while its warpgroup goes on: the next
 scores are computed during the last product with the values, and the softmax of one warpgroup falls into
-the products of another.  Measured on an H200 at N = 16,384 in bfloat16: 573 TFLOP/s at d = 64 and 718
-at 128, where flash2_mma does 322 and 377.
+the products of another.  Measured on an H200 at N = 16,384 in bfloat16: 571 TFLOP/s at d = 64 and 721
+at 128, where flash2_mma does 325 and 378.
 """
 
 from __future__ import annotations

@@ -154,5 +154,6 @@ def available_rungs() -> dict[str, str | None]:
     for target in (launch.CUDA, launch.CPU):
         missing = target.memory.why_not()
         for rung in target.rungs:
-            reasons[rung.name] = reasons.get(rung.name, missing) and missing
+            reason = missing or rung.why_no_device()
+            reasons[rung.name] = reasons.get(rung.name, reason) and reason
     return reasons

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from kernels.cuda import (
     flash2_mma_launch,
     flash3_backward_launch,
     flash3_launch,
+    tensor_cores,
 )
 from kernels.cuda import flash2 as cuda_flash2
 from kernels.cuda import naive as cuda_naive
@@ -55,6 +56,7 @@ class Rung:
         dtypes: What it takes q, k, v, out and dout in, and writes its results in; others are converted
             before and after.  A floating mask, lse and slopes are always of the accumulator's dtype.
         reads_masks: It reads a floating mask in the mask's own dtype, which is then not converted.
+        why_no_device: The reason why the target's device cannot run this rung at all, or None.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Rung:
     why_not: Callable[[Problem, Tile | None], str | None] = _anything
     dtypes: tuple[np.dtype[Any], ...] = COMPUTE_DTYPES
     reads_masks: bool = False
+    why_no_device: Callable[[], str | None] = lambda: None
 
     def taken(self, problem: Problem) -> Problem | None:
         """Return a problem in the dtype in which this rung takes it, or None if there is none.
@@ -188,6 +191,7 @@ CUDA = Target(
                 module.why_not,
                 dtypes,
                 module is flash3_launch,
+                partial(tensor_cores.why_no_device, module.CAPABILITY),
             )
             for name, module, gradients, dtypes in (
                 ("flash3_wgmma", flash3_launch, flash3_backward_launch, HALF_DTYPES),

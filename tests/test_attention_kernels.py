@@ -370,6 +370,14 @@ def test_available_rungs_names_what_runs_here() -> None:
     assert kernels.available_rungs()["flash2"] is None
 
 
+def test_available_rungs_says_what_a_device_is_too_old_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(launch.CUDA.memory), "why_not", lambda self: None)
+    monkeypatch.setattr("kernels.cuda.tensor_cores.compute_capability", lambda: (8, 6))
+    available = kernels.available_rungs()
+    assert {name for name, reason in available.items() if reason} == {"flash3_wgmma"}
+    assert available["flash3_wgmma"] == "it needs compute capability 9.0, this device has 8.6"
+
+
 def test_waiting_threads_give_the_cores_away_unless_the_user_says_otherwise() -> None:
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     script = f"import os, kernels; print([os.environ.get(name) for name in {names}])"

@@ -170,6 +170,9 @@ def test_arrays_of_other_libraries_are_read_where_they_lie() -> None:
 def test_every_rung_is_available_here() -> None:
     available = kernels.available_rungs()
     assert all(available[rung] is None for rung in RUNGS)
+    if IS_SIMULATOR:
+        for rung in ("flash2_mma", "flash3_wgmma"):
+            assert available[rung] == "numba's simulator has no tensor cores"
 
 
 def test_a_rung_that_is_not_there_is_refused() -> None:

@@ -1,6 +1,7 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
 # make test [ONLY=cpu]         every test; or those of one half: cpu, simulator
 # make fuzz [MINUTES=10]       drawn calls of attention, many of them nonsense: refused in words, or right
+# make fuzz GPU=1 [MINUTES=6]  drawn calls on a GPU, with PyTorch's, CuPy's and numba's arrays in any layout
 # make fuzz-options [EXAMPLES=2500]   more than 20,000 drawn combinations of attention's options
 # make ptx                     every CUDA kernel compiled for every generation, without a GPU
 # make lint                    style and types
@@ -18,6 +19,7 @@ VENV ?= .venv
 ARGS ?=
 ONLY ?=
 MODULE ?=
+GPU ?=
 MINUTES ?= 10
 EXAMPLES ?= 2500
 # The order of the emulated GPU's threads: another one each time.
@@ -104,7 +106,8 @@ compile-ptx: $(VENV)/.ptx
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_cuda_compile*.py $(ARGS)
 
 fuzz: $(VENV)/.test
-	$(BIN)/python project/reliability/fuzz.py --minutes $(MINUTES) --json build/fuzz.json $(ARGS)
+	$(BIN)/python project/reliability/$(if $(GPU),fuzz_gpu,fuzz).py --minutes $(MINUTES) \
+	  --json build/fuzz$(if $(GPU),_gpu).json $(ARGS)
 
 fuzz-options: $(VENV)/.test
 	@echo "MINITORCH_SCHEDULE=$(SCHEDULE)"

@@ -53,7 +53,8 @@ def flash_attention_forward(
     Returns:
         out (…, heads, seq_q, value_dim), and lse (…, heads, seq_q), the natural logarithm of the
         sum of the exponentials of each row's scores; lse is float32 for operands of 16 bits.  NumPy
-        arrays, or numba's device arrays.
+        arrays, or numba's device arrays.  The dimensions of out have the same order in memory as those
+        of q.
 
     Raises:
         TypeError: For operands that are no floating arrays, or an option of the wrong type.
@@ -85,8 +86,8 @@ def flash_attention_backward(
         q: As in the forward pass.
         k: As in the forward pass.
         v: As in the forward pass.
-        out: As the forward pass returned it.
-        lse: As the forward pass returned it.
+        out: As the forward pass returned it, in any layout.
+        lse: As the forward pass returned it, in any layout.
         args: The options of the forward pass.
         dlse: Gradient of lse; zeros when None.
         mask_gradient: Also return the gradient of a floating ``attn_mask``.
@@ -94,7 +95,8 @@ def flash_attention_backward(
         options: The options of the forward pass.
 
     Returns:
-        dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask.
+        dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask.  The
+        dimensions of each gradient have the same order in memory as those of its operand.
 
     Raises:
         TypeError: As in the forward pass, or if dout, out or lse is no array or has another dtype.

@@ -69,8 +69,9 @@ class Call:
             )
         operands = self.operands
         gradients = launch.backward(self.target, self.problem, operands, tile, with_mask)
+        memory = self.target.memory
         dq, dk, dv = (
-            self.target.memory.sum_to(gradient, tuple(operand.shape))
+            memory.laid_as(memory.sum_to(gradient, tuple(operand.shape)), operand)
             for gradient, operand in zip(
                 gradients, (operands.q, operands.k, operands.v), strict=False
             )
@@ -79,11 +80,20 @@ class Call:
 
 
 def as_operand(array: Any) -> Any:
-    """Return an operand, or None, as NumPy's or numba's array; see :func:`kernels.arguments.as_plain`."""
+    """Return an operand, or None, as NumPy's or numba's array; see :func:`kernels.arguments.as_plain`.
+
+    A device array with a negative stride is copied: no view of it could begin at its lowest address.
+    """
     if isinstance(array, np.ndarray):  # and so memory of the host that a device can read
         is_usual = type(array) is np.ndarray and array.dtype.isnative
         return array if is_usual else as_plain(array)
-    return array if array is None or is_device_array(array) else as_array(array)
+    if array is None:
+        return None
+    if not is_device_array(array):
+        array = as_array(array)
+    if is_device_array(array) and min(array.strides, default=0) < 0:
+        return launch.CUDA.memory.laid_as(array, array)
+    return array
 
 
 def mask_and_slopes(options: dict[str, Any]) -> dict[str, Any]:

@@ -250,8 +250,8 @@ def _as_taken(
 def _like(
     memory: Memory, operand: Any, problem: Problem, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> Any:
-    """Return a result's array: in memory as the operand lies, where kernels take that as it is."""
-    if len(problem.lead) != 2 or problem.groups > 1:  # viewed otherwise, which could be a copy
+    """Return the array that a kernel writes a result to, laid out as its operand if that can be viewed."""
+    if len(problem.lead) > 2 or problem.groups > 1:  # their four dimensions could be a copy
         return memory.empty(shape, dtype)
     return memory.empty_as(operand, shape, dtype)
 
@@ -269,8 +269,9 @@ def forward(
 
     Returns:
         out (…, heads, seq_q, value_dim) and lse (…, heads, seq_q), which is float32 for operands of 16
-        bits.  The dimensions of out lie in memory as those of q, like dq, dk and dv as q, k and v, where
-        there are four and nothing is repeated.
+        bits.  The dimensions of out are ordered in memory as those of q; likewise those of the gradients
+        as their operands.  Results are row-major where an operand repeats elements by a stride of 0, or
+        has fewer dimensions.
 
     Raises:
         TypeError: If the tile is no pair of whole numbers.
@@ -278,12 +279,12 @@ def forward(
     """
     tile = check_tile(tile)
     rung, memory = target.pick(problem, tile), target.memory
-    taken, operands = _as_taken(rung, memory, problem, operands)
-    out = _like(memory, operands.q, problem, problem.out_shape, taken.dtype)
+    taken, own = _as_taken(rung, memory, problem, operands)
+    out = _like(memory, own.q, problem, problem.out_shape, taken.dtype)
     lse = memory.empty(problem.lse_shape, problem.acc_dtype)
-    viewed = operands.having(out=out, lse=lse).viewed(memory, problem)
+    viewed = own.having(out=out, lse=lse).viewed(memory, problem)
     rung.forward(taken, tile or rung.tile(taken), viewed)
-    return memory.convert(out, problem.dtype), lse
+    return memory.laid_as(memory.convert(out, problem.dtype), operands.q), lse
 
 
 class Gradients(NamedTuple):
@@ -339,11 +340,16 @@ def backward(
             memory.sum_to(gradient, (*problem.key_lead, 1, *shape[-2:])).reshape(shape)
             for gradient, shape in ((dk, problem.k_shape), (dv, problem.v_shape))
         )
-    gradients = [dq, dk, dv]
+    gradients, of = [dq, dk, dv], [operands.q, operands.k, operands.v, operands.mask]
     if with_mask:
         gradients.append(memory.empty(tuple(operands.mask.shape), problem.acc_dtype))
         if taken.dtype != problem.acc_dtype:
             taken = replace(problem, dtype=problem.acc_dtype)
             viewed = operands.converted(memory, taken.dtype).viewed(memory, problem)
         target.mask_gradient(taken, viewed, own_mask(memory, problem, gradients[-1])[0])
-    return Gradients(*(memory.convert(gradient, problem.dtype) for gradient in gradients))
+    return Gradients(
+        *(
+            memory.laid_as(memory.convert(gradient, problem.dtype), operand)
+            for gradient, operand in zip(gradients, of, strict=False)
+        )
+    )

@@ -9,6 +9,7 @@ from operator import mul
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kernels.dtypes import BITS, acc_dtype, rounded
 
@@ -67,26 +68,39 @@ def joined_step(sizes: Ints, steps: Ints) -> int | None:
 
 @lru_cache(maxsize=4096)
 def strides_as(strides: Ints, shape: Ints) -> Ints:
-    """Return the strides of an array without gaps whose dimensions lie in the order of another's.
+    """Return the strides of an array without gaps whose dimensions are ordered in memory as another's.
 
     Args:
-        strides: Of the other, in elements.  Unless its last dimension is the fastest, and none is repeated,
-            the result is row-major.
-        shape: Of the array, as many dimensions.
+        strides: Strides of the other array, in elements.  If a stride of 0 repeats a dimension, or the
+            number of dimensions differs, the result is row-major.
+        shape: Shape of the array.
     """
-    if len(strides) != len(shape) or strides[-1] != 1 or 0 in strides:
+    repeats = any(step == 0 and size != 1 for step, size in zip(strides, shape, strict=False))
+    if len(strides) != len(shape) or repeats:
         return row_major_strides(shape)
-    steps, size = [1] * len(shape), shape[-1]
-    for axis in sorted(range(len(shape) - 1), key=lambda axis: (strides[axis], -axis)):
-        steps[axis] = size
-        size *= shape[axis]
+    steps, total = [1] * len(shape), 1
+    # Of equal strides, those of dimensions of size 1 come first, as in a view that adds such a dimension.
+    for axis in sorted(range(len(shape)), key=lambda i: (abs(strides[i]), shape[i] != 1, -i)):
+        steps[axis] = total
+        total *= shape[axis]
     return tuple(steps)
+
+
+@lru_cache(maxsize=4096)
+def same_layout(shape: Ints, strides: Ints, other: Ints) -> bool:
+    """Tell whether two arrays of one shape have the same strides where a dimension is larger than 1."""
+    return 0 in shape or all(
+        size == 1 or step == wanted
+        for size, step, wanted in zip(shape, strides, other, strict=True)
+    )
 
 
 @lru_cache(maxsize=4096)
 def is_dense(shape: Ints, strides: Ints) -> bool:
     """Tell whether elements fill their memory in some order of the dimensions; strides in elements."""
     expected = 1
+    if 0 in shape:
+        return True
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1:
             if stride != expected:
@@ -117,15 +131,27 @@ class Memory:
         raise NotImplementedError
 
     def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised array without gaps whose dimensions lie in memory as those of another.
+        """Return an uninitialised array for a result, its dimensions ordered in memory as an operand's.
 
-        What is computed from a permuted operand is then contiguous where it is permuted back.
+        What is computed from a permuted operand is then contiguous where it is permuted back.  Where
+        kernels cannot write the result in that order, it is row-major; see :meth:`laid_as`.
         """
         return self.empty(shape, dtype)
 
+    def laid_as(self, array: Any, operand: Any) -> Any:
+        """Return an array with its dimensions ordered in memory as an operand's, without gaps.
+
+        It is the array itself if they are, or if the operand has another number of dimensions.
+        """
+        raise NotImplementedError
+
     def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
-        """Return an array without gaps as its flat storage and strides in elements, None for row-major."""
-        return array.reshape(-1), None
+        """Return an array without gaps as its flat storage and strides in elements, None for row-major.
+
+        Raises:
+            ValueError: If the array has gaps.
+        """
+        raise NotImplementedError
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         """See a flat storage through a shape and strides in elements; nothing is copied."""
@@ -179,9 +205,9 @@ class Memory:
         raise NotImplementedError
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
-        """Sum a contiguous gradient over the leading dimensions that its operand was repeated in.
+        """Sum a gradient over the dimensions in which its operand of ``shape`` was repeated.
 
-        Numbers of 16 bits are added up in float32.
+        A gradient of that shape is returned as it is.  Numbers of 16 bits are added up in float32.
         """
         raise NotImplementedError
 
@@ -202,6 +228,23 @@ def repeated_axes(broadcast: tuple[int, ...], shape: tuple[int, ...]) -> tuple[i
     )
 
 
+def check_dense(shape: Ints, strides: Ints) -> None:
+    """Check that an array has no gaps, so that its memory can be seen as one dimension.
+
+    Raises:
+        ValueError: If it has gaps, or repeats elements.
+    """
+    if not is_dense(shape, strides):
+        raise ValueError(
+            f"an array of shape {shape} and strides {strides}, in elements, has gaps: its memory cannot be "
+            "viewed as one dimension; make a contiguous copy first"
+        )
+
+
+def _element_strides(array: npt.NDArray[Any]) -> Ints:
+    return tuple(step // array.itemsize for step in array.strides)
+
+
 class HostMemory(Memory):
     """NumPy arrays."""
 
@@ -217,14 +260,27 @@ class HostMemory(Memory):
         """Return an uninitialised array in the order of another; see :meth:`Memory.empty_as`."""
         if array.flags.c_contiguous or array.ndim != len(shape):
             return np.empty(shape, dtype)
-        return np.empty_like(array, dtype, order="K", subok=False, shape=shape)
+        strides = strides_as(_element_strides(array), tuple(shape))
+        return self.view(np.empty(math.prod(shape), dtype), tuple(shape), strides)
+
+    def laid_as(self, array: Any, operand: Any) -> Any:
+        """Return an array ordered in memory as an operand; see :meth:`Memory.laid_as`."""
+        strides = strides_as(_element_strides(operand), array.shape)
+        if len(operand.shape) != array.ndim or same_layout(
+            array.shape, _element_strides(array), strides
+        ):
+            return array
+        out = self.empty_as(operand, array.shape, array.dtype)
+        out[...] = array
+        return out
 
     def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
         """Return the flat storage and the strides of an array without gaps; see :meth:`Memory.flat`."""
         if array.flags.c_contiguous:
             return array.reshape(-1), None
-        slowest_first = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-        strides = tuple(step // array.itemsize for step in array.strides)
+        strides = _element_strides(array)
+        check_dense(array.shape, strides)
+        slowest_first = sorted(range(array.ndim), key=lambda axis: -strides[axis])
         return array.transpose(slowest_first).reshape(-1), strides
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:

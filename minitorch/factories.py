@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kernels.arguments import as_host_array, as_plain, shown, whole
-from kernels.cuda.arrays import device_view, element_strides
-from kernels.cuda.memory import contiguous
+from kernels.cuda.arrays import element_strides, flattened
+from kernels.cuda.memory import row_major_copy
 from kernels.dlpack import as_array
 from kernels.dtypes import BFLOAT16, is_floating, rounded
 from kernels.memory import is_dense
@@ -34,6 +35,19 @@ from .tensor_ops import SimpleBackend, TensorBackend, TensorOps
 
 #: Of one tensor; what an address of 48 bits reaches.
 MOST_BYTES = 2**47
+#: Whether ``tensor`` and ``rand`` return leaves when a call does not say; see :mod:`minitorch.compat`.
+_leaves_by_default = os.environ.get("MINITORCH_PUBLISHED", "0") not in ("", "0")
+
+
+def set_leaves_by_default(on: bool) -> bool:
+    """Set whether :func:`tensor` and :func:`rand` require a gradient by default; return the old setting.
+
+    Args:
+        on: True, as in the published course, or False.
+    """
+    global _leaves_by_default
+    before, _leaves_by_default = _leaves_by_default, on
+    return before
 
 
 def manual_seed(seed: int) -> None:
@@ -61,16 +75,18 @@ def _checked_backend(backend: Any) -> TensorBackend:
     return backend
 
 
-def _leaf(data: TensorData, backend: TensorBackend, requires_grad: bool) -> Tensor:
+def _leaf(data: TensorData, backend: TensorBackend, requires_grad: bool | None) -> Tensor:
     """Return a tensor of some data on a backend, where the data moves if it is elsewhere."""
     if _checked_backend(backend).cuda:
         data.to_cuda_()
     result = Tensor(data, backend=backend)
+    if requires_grad is None:
+        requires_grad = _leaves_by_default and is_floating(data.dtype)
     result.requires_grad_(requires_grad)
     return result
 
 
-def _make(array: npt.NDArray[Any], backend: TensorBackend, requires_grad: bool) -> Tensor:
+def _make(array: npt.NDArray[Any], backend: TensorBackend, requires_grad: bool | None) -> Tensor:
     """Return a tensor around a contiguous array."""
     return _leaf(TensorData(array.reshape(-1), tuple(array.shape)), backend, requires_grad)
 
@@ -84,14 +100,19 @@ def _in_dtype(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]
 Storages = Callable[[type[TensorOps], int, np.dtype[Any]], Storage]
 
 
-def _of_shape(storage: Storages):
-    """Make a factory of a function that returns a flat storage, its length and dtype given."""
+def _of_shape(storage: Storages, by_default: bool | None = False):
+    """Make a factory of a function that returns a flat storage, its length and dtype given.
+
+    Args:
+        storage: The function.
+        by_default: The factory's default for ``requires_grad``.
+    """
 
     @wraps(storage, ("__module__", "__name__", "__qualname__", "__doc__"))
     def make(
         shape: UserShape,
         backend: TensorBackend = SimpleBackend,
-        requires_grad: bool = False,
+        requires_grad: bool | None = by_default,
         dtype: npt.DTypeLike | None = None,
     ) -> Tensor:
         sizes, kind = checked_shape(shape), as_dtype(dtype or get_default_dtype())
@@ -146,11 +167,11 @@ def ones(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
     return ops.filled(size, 1.0, dtype)
 
 
-@_of_shape
+@partial(_of_shape, by_default=None)
 def rand(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
     """Return a tensor drawn uniformly from [0, 1), with Python's ``random``.
 
-    Other arguments as in :func:`full`.
+    ``requires_grad`` as in :func:`tensor`, other arguments as in :func:`full`.
     """
     numbers = (random.random() for _ in range(size))
     return _in_dtype(np.fromiter(numbers, np.float64, size), dtype)  # memory first, then numbers
@@ -168,7 +189,7 @@ def randn(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
 def tensor(
     ls: Any,
     backend: TensorBackend = SimpleBackend,
-    requires_grad: bool = False,
+    requires_grad: bool | None = None,
     dtype: npt.DTypeLike | None = None,
 ) -> Tensor:
     """Return a tensor of the given numbers.
@@ -176,7 +197,8 @@ def tensor(
     Args:
         ls: A number (shape ()), or nested lists or tuples, or an array (copied).
         backend: What computes on the tensor.
-        requires_grad: Whether it is a leaf of the graph.
+        requires_grad: Whether it is a leaf of the graph.  None means False, or True for a floating dtype
+            after :class:`minitorch.compat.published`.
         dtype: The default dtype when None.
 
     Raises:
@@ -233,14 +255,10 @@ def _tensor(
     ls: Sequence[float],
     shape: UserShape,
     backend: TensorBackend = SimpleBackend,
-    requires_grad: bool = False,
+    requires_grad: bool | None = None,
 ) -> Tensor:
     """Return a tensor of a flat list of numbers and a shape."""
-    result = Tensor.make(ls, tuple(shape), backend=backend)
-    result.requires_grad_(requires_grad)
-    if backend.cuda:
-        result._type_(backend)
-    return result
+    return _leaf(TensorData(ls, tuple(shape)), backend, requires_grad)
 
 
 def from_numpy(
@@ -304,9 +322,8 @@ def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
         )
     shape, strides = tuple(array.shape), element_strides(array)
     if not is_dense(shape, strides):
-        array, strides = contiguous(array), strides_from_shape(shape)
-    flat = device_view(array, (math.prod(shape),), (1,))
-    return _leaf(TensorData(flat, shape, strides), CudaBackend, requires_grad)
+        array, strides = row_major_copy(array), strides_from_shape(shape)
+    return _leaf(TensorData(flattened(array), shape, strides), CudaBackend, requires_grad)
 
 
 def tensor_from_numpy(

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+import kernels
 from kernels import launch
-from kernels.cuda.arrays import device_view, element_strides, is_device_array, to_device
+from kernels.calls import heads_first
+from kernels.cuda.arrays import is_device_array
 from kernels.dtypes import FLOAT64
 from kernels.sequences import Sequences
 from kernels.targets import IS_SIMULATOR
 
 from .attention_strategies import Case, cases
+from .layouts import on_device
 from .tolerances import assert_close_arrays
 
 #: Those that compute in the dtype of their operands, float32 or float64.
@@ -33,21 +36,9 @@ def tiny(*dtypes: Any, features: Any = ()) -> st.SearchStrategy[Case]:
     return cases(dtypes or (np.float32, np.float64), **sizes, tiles=TILES, features=features)
 
 
-def on_device(array: Any) -> Any:
-    """Put an array on the device, its dimensions in the order they have, NaN after each run."""
-    order = sorted(range(array.ndim), key=lambda dim: -abs(array.strides[dim]))
-    ordered = array.transpose(order)
-    stored = np.full((*ordered.shape[:-1], ordered.shape[-1] + 1), np.nan, array.dtype)
-    stored[..., :-1] = ordered
-    steps = dict(zip(order, element_strides(stored), strict=True))
-    return device_view(
-        to_device(stored), array.shape, tuple(steps[dim] for dim in range(array.ndim))
-    )
-
-
 def run(case: Case, rung: str = "auto", tile: Any = None, **more: Any) -> dict[str, Any]:
     """Run one rung forward and backward; the results come back to the host."""
-    results = case.run(launch.CUDA, rung, tile, on_device, **more)
+    results = case.call(on_device, rung=rung, tile=tile, **more)
     assert all(is_device_array(x) for x in results.values()), "a result left the device"
     return {name: x.copy_to_host() for name, x in results.items()}
 
@@ -101,11 +92,24 @@ class Packed(Case):
         lengths = self.q.shape[-2], self.k.shape[-2]
         return super().run(*args, sequences=Sequences(*self.sums, *lengths), **more)
 
+    def call(self, place: Any = None, out: Any = None, **more: Any) -> dict[str, Any]:
+        assert out is None, "packed sequences take the out of their forward pass"
+        put, options = place or (lambda array: array), {**self.options, **more}
+        q, k, v, dout = (put(x.swapaxes(0, 1)) for x in (*self.operands, self.dout))
+        out, lse = kernels.flash_attention_varlen_forward(q, k, v, *self.sums, **options)
+        gradients = kernels.flash_attention_varlen_backward(
+            dout, q, k, v, out, lse, *self.sums, dlse=put(self.dlse), **options
+        )
+        results = dict(zip(RESULTS, (out, lse, *gradients), strict=True))
+        return {name: x if name == "lse" else heads_first(x) for name, x in results.items()}
+
     def plain(self) -> Case:
         return Packed(**vars(super().plain()), sums=self.sums)
 
 
-def packed(seed: int, lengths_q: Any, lengths_k: Any, dims: Any, options: Any, **more: Any) -> Case:
+def packed(
+    seed: int, lengths_q: Any, lengths_k: Any, dims: Any, options: Any, **more: Any
+) -> Packed:
     """Return sequences of some lengths; two heads of keys, and twice as many of queries in groups."""
     sums = np.cumsum([0, *lengths_q]), np.cumsum([0, *lengths_k])
     heads = 4 if options.get("enable_gqa") else 2

@@ -95,7 +95,7 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
         "fill": np.ndarray.fill,
         "as_bits": as_bits,
         "merge_parts": _merge,
-        "device_view": _view,
+        "reshaped": np.reshape,
     }
     pool = {"empty_device": empty}
     modules = {

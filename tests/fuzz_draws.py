@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-import kernels
 from kernels.dtypes import BFLOAT16, acc_dtype, is_floating, is_half
 
 from .attention_strategies import FEATURES, Case, cases, sum_to
@@ -240,17 +239,8 @@ def attempt(drawn: Draw) -> str:
 
 
 def _results(case: Case) -> dict[str, Any]:
-    """Return what the public functions make of a case, by name."""
-    options = dict(case.options)
-    out, lse = kernels.flash_attention_forward(*case.operands, **options)
-    mask = options.get("attn_mask")
-    learns = isinstance(mask, np.ndarray) and is_floating(mask.dtype)
-    gradients = kernels.flash_attention_backward(
-        case.dout, *case.operands, out, lse, dlse=case.dlse, mask_gradient=learns, **options
-    )
-    return dict(
-        zip(("out", "lse", "dq", "dk", "dv", "dmask"), (out, lse, *gradients), strict=False)
-    )
+    """Return what the public functions make of a case, by name; a test puts something else in its place."""
+    return case.call()
 
 
 def _check_message(drawn: Draw, error: Exception) -> None:

@@ -17,7 +17,8 @@ from kernels.targets import cuda
 from minitorch import CudaBackend
 
 from .attention_strategies import MASK_MODS, SCORE_MODS, Case
-from .cuda_attention import RUNGS, TILED_RUNGS, draw, on_device, packed, poisoned, run
+from .cuda_attention import RUNGS, TILED_RUNGS, draw, packed, poisoned, run
+from .layouts import on_device
 from .tolerances import assert_close_arrays
 
 pytestmark = pytest.mark.cuda

@@ -12,7 +12,7 @@ import numpy as np
 from kernels.cuda.pool import Block, Pool
 from kernels.cuda.recorder import active, refuse
 from kernels.dtypes import BFLOAT16, BITS
-from kernels.memory import row_major_strides
+from kernels.memory import check_dense, row_major_strides, same_layout
 from kernels.targets import IS_SIMULATOR, cuda, driver, explained, why_no_cuda
 
 
@@ -205,7 +205,8 @@ def device_view(
     Args:
         array: A device array, whose memory the view keeps alive.
         shape: Any number of dimensions; the caller answers for staying inside.
-        strides: In elements; 0 repeats.
+        strides: In elements; 0 repeats.  They are worked out from the array's own, or the array is known to
+            be row-major; where it may not be, use :func:`reshaped` or :func:`flattened`.
         offset: Where the view begins, in elements from the array's first.
         dtype: For which the bits are taken, of the same size; the array's own when None.
     """
@@ -217,6 +218,36 @@ def device_view(
         return type(array)(np.lib.stride_tricks.as_strided(start, shape, steps).view(own))
     memory = array.gpu_data.view(offset * size) if offset else array.gpu_data
     return _device_array(tuple(shape), steps, own, memory, array.stream)
+
+
+def is_row_major(array: Any) -> bool:
+    """Tell whether a device array has no gaps and its last dimension is the fastest."""
+    shape = tuple(array.shape)
+    return same_layout(shape, element_strides(array), row_major_strides(shape))
+
+
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """View a row-major device array through another shape of as many elements; nothing is copied.
+
+    Raises:
+        ValueError: If the array is not row-major: its elements would be read in the wrong order.
+    """
+    if not is_row_major(array) or math.prod(shape) != array.size:
+        raise ValueError(
+            f"a device array of shape {tuple(array.shape)} and strides {element_strides(array)}, in "
+            f"elements, cannot be viewed as row-major {shape}; make a contiguous copy first"
+        )
+    return device_view(array, shape, row_major_strides(shape))
+
+
+def flattened(array: Any) -> Any:
+    """View the memory of a device array without gaps as one dimension, in the order of its strides.
+
+    Raises:
+        ValueError: If the array has gaps.
+    """
+    check_dense(tuple(array.shape), element_strides(array))
+    return device_view(array, (array.size,), (1,))
 
 
 def device_pointer(array: Any) -> int:

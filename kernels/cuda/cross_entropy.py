@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import int64, void
 
-from kernels.cuda.arrays import device_pointer, device_view, empty_device
+from kernels.cuda.arrays import device_pointer, empty_device, reshaped
 from kernels.cuda.block import RowBlock, make_row_folds, row_block
 from kernels.cuda.device import Kernel, scalar_type
 from kernels.cuda.half import EIGHT, as_bits, form
@@ -130,7 +130,7 @@ def _tile(block: RowBlock, *matrices: Any) -> RowTile:
 
 
 def _flat(matrix: Any) -> Any:
-    return as_bits(device_view(matrix, (math.prod(matrix.shape),), (1,)))
+    return as_bits(reshaped(matrix, (matrix.size,)))
 
 
 def losses_of(logits: Any, targets: Any) -> tuple[Any, Any, Any, Any]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from kernels.cuda import flash2_backward, tensor_cores
-from kernels.cuda.arrays import device_view, empty_device
+from kernels.cuda.arrays import empty_device, reshaped
 from kernels.cuda.device import Kernel
 from kernels.cuda.extras import make_extras
 from kernels.cuda.flash2_merge import merge_parts, parts_of
@@ -306,9 +306,7 @@ def _split(
     scale = keep_scale(problem.dropout_p)
     top = float(TOP - math.ceil(math.log2(scale)))
     if delta is not None:
-        batch, heads, seq = delta.shape
-        column = device_view(delta, (batch, heads, seq, 1), (heads * seq, seq, 1, 1))
-        tensors = (*tensors, column)
+        tensors = (*tensors, reshaped(delta, (*delta.shape, 1)))
     rows, keys = tensor_cores.seen_rows(problem), tensor_cores.seen_keys(problem)
     counting = (rows, keys, keys, rows, rows)[: len(tensors)]
     splits, flag = split_operands(tensors, widths, numbers, counting)

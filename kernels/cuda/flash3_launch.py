@@ -9,7 +9,7 @@ from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 from kernels.cuda import tensor_cores
-from kernels.cuda.arrays import device_pointer, device_view
+from kernels.cuda.arrays import device_pointer, reshaped
 from kernels.cuda.extras import lasting_extras, own_extras
 from kernels.cuda.flash3_layout import (
     LINE,
@@ -26,7 +26,7 @@ from kernels.cuda.flash3_mask import has_words, packed_mask
 from kernels.cuda.flash3_wgmma import forward_kernel
 from kernels.cuda.half import as_bits
 from kernels.cuda.launcher import LATER
-from kernels.cuda.memory import contiguous
+from kernels.cuda.memory import row_major_copy
 from kernels.cuda.mma_guard import flag_of
 from kernels.cuda.per_device import counters, device_map, multiprocessors
 from kernels.cuda.ptx.wgmma import ROWS
@@ -82,6 +82,8 @@ def _tensor_map(
         if steps[axis] == 0 or sizes[axis] == 1:
             # One head that all share; the engine asks for a stride all the same.
             sizes[axis], steps[axis] = 1, LINE
+    if shape[2] == 1:  # whatever its stride is
+        steps[2] = LINE
     found = device_map(address, tuple(sizes), tuple(steps), (1, 1, rows, PANEL), dtype)
     return found, int(sizes[1] > 1), int(sizes[0] > 1)
 
@@ -90,7 +92,7 @@ def readable(*arrays: Any) -> tuple[Any, ...]:
     """Return arrays as the copy engine can read them: where they lie, or copied once."""
     if are_vectors(*arrays):
         return arrays
-    return tuple(array if are_vectors(array) else contiguous(array) for array in arrays)
+    return tuple(array if are_vectors(array) else row_major_copy(array) for array in arrays)
 
 
 class Maps(NamedTuple):
@@ -200,7 +202,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         maps = read_maps(unseeded, *read)
         assert maps is not None, "copies lie as the copy engine needs it"
     lead, brought, own = out.shape[:2], (), ()
-    lse = device_view(operands.lse, (math.prod(lead), problem.seq_q), (problem.seq_q, 1))
+    lse = reshaped(operands.lse, (math.prod(lead), problem.seq_q))
     if problem.sequences is None:
         out, *_ = tensor_map(out, problem.seq_q, ROWS, NAMES[problem.dtype])
     else:  # tiles end within it

@@ -18,7 +18,7 @@ from kernels.cuda import row_kernels
 from kernels.cuda.adam_many import Moved as Moved
 from kernels.cuda.adam_many import adam_many as adam_many
 from kernels.cuda.adam_many import clip_of as clip_of
-from kernels.cuda.arrays import device_view, empty_device, is_device_array, to_device
+from kernels.cuda.arrays import empty_device, is_device_array, reshaped, to_device
 from kernels.cuda.block import RowBlock, row_block
 from kernels.cuda.cross_entropy import logit_gradient, losses_of
 from kernels.cuda.half import as_bits
@@ -47,11 +47,11 @@ def _empty_like(x: Any) -> Any:
 def _rows(x: Any) -> Any:
     """View an array as (rows, last dimension)."""
     *lead, n = x.shape
-    return device_view(x, (math.prod(lead), n), (n, 1))
+    return reshaped(x, (math.prod(lead), n))
 
 
 def _flat(x: Any) -> Any:
-    return device_view(x, (math.prod(x.shape),), (1,))
+    return reshaped(x, (x.size,))
 
 
 def _launch_elements(kernel: Any, count: int, *args: Any) -> None:

@@ -7,9 +7,17 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from numba import int64, void
+from numba import void
 
-from kernels.cuda.arrays import device_view, element_strides, empty_device, to_device
+from kernels.cuda.arrays import (
+    device_view,
+    element_strides,
+    empty_device,
+    flattened,
+    is_row_major,
+    reshaped,
+    to_device,
+)
 from kernels.cuda.device import Kernel, array_type, scalar_type
 from kernels.cuda.half import as_bits, convert_flat
 from kernels.cuda.sizes import SIZES
@@ -18,9 +26,11 @@ from kernels.geometry import ceil_div
 from kernels.memory import (
     Memory,
     is_dense,
+    join_dims,
     joined_step,
     repeated_axes,
     row_major_strides,
+    same_layout,
     strides_as,
 )
 from kernels.targets import cuda, current_device, why_no_cuda
@@ -28,14 +38,14 @@ from kernels.targets import cuda, current_device, why_no_cuda
 
 @cache
 def copy_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel that makes one batch of an operand contiguous, for one dtype."""
+    """Return the kernel that copies an array of four dimensions, for one dtype."""
 
-    def copy(source, out, batch):
-        """Copy (heads, seq, dim) with any strides to one batch of a contiguous array.
+    def copy(source, out):
+        """Copy an array to another one of its shape, both with any strides.
 
-        Computes: out[batch] = source
+        Computes: out = source
         Source: none
-        Grid: ceil(heads · seq · dim / threads)
+        Grid: ceil(elements / threads)
         Block: any number of threads
         One thread does: one element
         Shared: none
@@ -43,13 +53,15 @@ def copy_kernel(dtype: np.dtype[Any]) -> Kernel:
         Global traffic: each element read once and written once
         Needs: nothing
         """
-        seq, dim = source.shape[1], source.shape[2]
+        batches, heads, rows, cols = out.shape
         i = cuda.grid(1)
-        if i < source.shape[0] * seq * dim:
-            head, row, col = i // (seq * dim), i // dim % seq, i % dim
-            out[batch, head, row, col] = source[head, row, col]
+        if i < batches * heads * rows * cols:
+            line, col = i // cols, i % cols
+            batch, head, row = line // rows // heads, line // rows % heads, line % rows
+            out[batch, head, row, col] = source[batch, head, row, col]
 
-    return Kernel(copy, void(array_type(dtype, 3), array_type(dtype, 4), int64))
+    four = array_type(dtype, 4)
+    return Kernel(copy, void(four, four))
 
 
 @cache
@@ -106,7 +118,7 @@ def fill_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 
 def fill(array: Any, value: float) -> None:
-    """Set every element of a contiguous device array."""
+    """Set every element of a device array without gaps."""
     size = math.prod(array.shape)
     blocks = ceil_div(size, SIZES.flat_threads)
     if blocks:
@@ -114,7 +126,7 @@ def fill(array: Any, value: float) -> None:
         number = np.array(value, array.dtype)
         if is_half(array.dtype):
             number = number.view(BITS)
-        flat = device_view(array, (size,), (1,), dtype=number.dtype)
+        flat = device_view(flattened(array), (size,), (1,), dtype=number.dtype)
         fill_kernel(number.dtype)[blocks, SIZES.flat_threads](flat, number.item())
 
 
@@ -154,9 +166,17 @@ class DeviceMemory(Memory):
         """Return an uninitialised array in the order of another; see :meth:`Memory.empty_as`."""
         shape = tuple(shape)
         strides = strides_as(element_strides(array), shape)
-        if strides == row_major_strides(shape):
-            return empty_device(shape, dtype)
-        return device_view(empty_device((math.prod(shape),), dtype), shape, strides)
+        if strides[-1] != 1:  # kernels store rows
+            strides = row_major_strides(shape)
+        return _empty(shape, strides, dtype)
+
+    def laid_as(self, array: Any, operand: Any) -> Any:
+        """Return an array ordered in memory as an operand; see :meth:`Memory.laid_as`."""
+        shape, own = tuple(array.shape), element_strides(array)
+        strides = strides_as(element_strides(operand), shape)
+        if len(operand.shape) != len(shape) or same_layout(shape, own, strides):
+            return array
+        return _copied(array, strides)
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         """See a flat storage through a shape and strides in elements; nothing is copied."""
@@ -173,7 +193,8 @@ class DeviceMemory(Memory):
         *batch_steps, head_step, row_step, col_step = (0, 0, *steps)[-max(len(shape), 4) :]
         batch, batch_step = math.prod(batches), joined_step(tuple(batches), tuple(batch_steps))
         if batch_step is None:
-            return _copied(device_view(array, shape, steps))
+            whole = _copied(device_view(array, shape, steps), row_major_strides(shape))
+            return reshaped(whole, (batch, heads, seq, dim))
         return device_view(
             array, (batch, heads, seq, dim), (batch_step, head_step, row_step, col_step)
         )
@@ -193,7 +214,7 @@ class DeviceMemory(Memory):
 
     def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
         """Return the flat storage and the strides of an array without gaps; see :meth:`Memory.flat`."""
-        strides, storage = element_strides(array), device_view(array, (array.size,), (1,))
+        strides, storage = element_strides(array), flattened(array)
         return storage, None if strides == row_major_strides(tuple(array.shape)) else strides
 
     def split_heads(self, array: Any, count: int) -> Any:
@@ -222,10 +243,9 @@ class DeviceMemory(Memory):
             return array
         shape, strides = tuple(array.shape), element_strides(array)
         if not is_dense(shape, strides):
-            array, strides = contiguous(array), row_major_strides(shape)
-        size = (math.prod(shape),)
-        out = empty_device(size, dtype)
-        convert_flat(device_view(array, size, (1,)), out)
+            array, strides = row_major_copy(array), row_major_strides(shape)
+        out = empty_device((math.prod(shape),), dtype)
+        convert_flat(flattened(array), out)
         return device_view(out, shape, strides)
 
     def convert_into(self, source: Any, out: Any) -> None:
@@ -237,42 +257,54 @@ class DeviceMemory(Memory):
         return as_bits(array)
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
-        """Sum a contiguous gradient over the leading dimensions that its operand was repeated in."""
-        own = gradient.dtype
-        if repeated_axes(tuple(gradient.shape), shape):
-            gradient = self.convert(gradient, acc_dtype(own))
-        sizes = list(gradient.shape)
-        for axis in repeated_axes(tuple(sizes), shape):
+        """Sum a gradient over the dimensions in which its operand was repeated."""
+        own, sizes = gradient.dtype, list(gradient.shape)
+        repeated = repeated_axes(tuple(sizes), shape)
+        if not repeated:
+            return gradient
+        gradient = gradient if is_row_major(gradient) else row_major_copy(gradient)
+        gradient = self.convert(gradient, acc_dtype(own))
+        for axis in repeated:
             outer, count, inner = math.prod(sizes[:axis]), sizes[axis], math.prod(sizes[axis + 1 :])
-            source = device_view(gradient, (outer, count, inner), (count * inner, inner, 1))
+            source = reshaped(gradient, (outer, count, inner))
             gradient = empty_device((outer, inner), gradient.dtype)
             blocks = ceil_div(outer * inner, SIZES.flat_threads)
             sum_kernel(gradient.dtype)[blocks, SIZES.flat_threads](source, gradient)
             sizes[axis] = 1
-        return self.convert(device_view(gradient, shape, row_major_strides(shape)), own)
+        return self.convert(reshaped(gradient, shape), own)
 
 
-def contiguous(array: Any) -> Any:
+def row_major_copy(array: Any) -> Any:
     """Return a row-major copy of a device array with any strides."""
-    shape, strides = tuple(array.shape), element_strides(array)
-    missing = max(4 - len(shape), 0)
-    copy = _copied(device_view(array, (1,) * missing + shape, (0,) * missing + strides))
-    return device_view(copy, shape, row_major_strides(shape))
+    return _copied(array, row_major_strides(tuple(array.shape)))
 
 
-def _copied(array: Any) -> Any:
-    """Copy (…, heads, seq, dim) to a contiguous (batch, heads, seq, dim), a launch for each batch."""
-    dtype, array = array.dtype, as_bits(array)
-    *batches, heads, seq, dim = array.shape
-    size = (math.prod(batches), heads, seq, dim)
-    out = empty_device(size, array.dtype)
-    blocks = ceil_div(heads * seq * dim, SIZES.flat_threads)
-    *batch_steps, head_step, row_step, col_step = element_strides(array)
-    for batch, index in enumerate(np.ndindex(*batches)):
-        # Not array[index]: numba's own view of an array with a stride of 0 begins at a wrong place.
-        offset = sum(i * step for i, step in zip(index, batch_steps, strict=True))
-        one = device_view(array, (heads, seq, dim), (head_step, row_step, col_step), offset)
-        copy_kernel(array.dtype)[blocks, SIZES.flat_threads](one, out, batch)
-    return (
-        out if dtype == out.dtype else device_view(out, size, row_major_strides(size), dtype=dtype)
-    )
+def _empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return an uninitialised device array without gaps, with these strides in elements."""
+    if strides == row_major_strides(shape):
+        return empty_device(shape, dtype)
+    return device_view(empty_device((math.prod(shape),), dtype), shape, strides)
+
+
+def _copied(array: Any, strides: tuple[int, ...]) -> Any:
+    """Copy a device array with any strides to one without gaps, with these strides in elements."""
+    out = _empty(tuple(array.shape), strides, array.dtype)
+    source, target = as_bits(array), as_bits(out)
+    dims = zip(*join_dims(tuple(array.shape), strides, element_strides(array)), strict=True)
+    # The last four dimensions are the kernel's; for the others it is launched again and again.  A view
+    # cannot begin before its array, so dimensions that run backwards come last.
+    dims = sorted(dims, key=lambda dim: dim[2] < 0)
+    dims = [(1, 0, 0)] * (4 - len(dims)) + dims
+    sizes, to_steps, from_steps = (tuple(column) for column in zip(*dims, strict=True))
+    blocks = ceil_div(math.prod(sizes[-4:]), SIZES.flat_threads)
+    if blocks == 0:  # no elements, and no grid without blocks
+        return out
+    kernel = copy_kernel(source.dtype)[blocks, SIZES.flat_threads]
+    for index in np.ndindex(*sizes[:-4]):
+        parts = []
+        for whole, steps in ((source, from_steps), (target, to_steps)):
+            offset = sum(i * step for i, step in zip(index, steps, strict=False))
+            # Not whole[index]: numba's own view of an array with a stride of 0 begins at a wrong place.
+            parts.append(device_view(whole, sizes[-4:], steps[-4:], offset))
+        kernel(*parts)
+    return out

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cuda.arrays import device_pointer, device_view, empty_device
+from kernels.cuda.arrays import device_pointer, empty_device, reshaped
 from kernels.cuda.half import EIGHT, as_bits
 from kernels.cuda.norm_kernels import (
     SUM_COLS,
@@ -49,7 +49,7 @@ class Noise(NamedTuple):
 
 def _flat(array: Any) -> Any:
     """View a contiguous array as kernels take it: flat, 16 bits as uint16."""
-    return as_bits(device_view(array, (math.prod(array.shape),), (1,)))
+    return as_bits(reshaped(array, (array.size,)))
 
 
 def _form(x: Any, gamma: Any, arrays: tuple[Any, ...], adds: bool, drops: bool) -> NormForm:

@@ -14,7 +14,7 @@ import numpy as np
 from numba import int64, types, uint64, void
 
 from kernels import geometry
-from kernels.cuda.arrays import device_view, empty_device
+from kernels.cuda.arrays import device_view, empty_device, reshaped
 from kernels.cuda.device import Kernel, ceil_div, device_function, scalar_type
 from kernels.cuda.memory import sum_kernel
 from kernels.cuda.sizes import SIZES, ProductTile
@@ -322,6 +322,6 @@ def multiply(
         *guard,
     )
     sum_kernel(out.dtype)[geometry.ceil_div(batch * inner, SIZES.flat_threads), SIZES.flat_threads](
-        device_view(partial, (batch, parts, inner), (parts * inner, inner, 1)),
-        device_view(out, (batch, inner), (inner, 1)),
+        reshaped(partial, (batch, parts, inner)),
+        device_view(out, (batch, inner), (inner, 1)),  # contiguous, as was asked above
     )

@@ -257,7 +257,7 @@ def placed(operand: Operand, kind: str) -> Operand:
         array = empty_device((math.prod(own),), STORED[kind])
         converted = operand._replace(array=array)
         if is_dense(own, steps) and converted.lies_well(kind):
-            convert_flat(device_view(operand.array, (math.prod(own),), (1,)), array)
+            convert_flat(device_view(operand.array, (math.prod(own),), (1,)), array)  # it is dense
             return converted
     return _copied(operand, kind, 1, 0)[0]
 

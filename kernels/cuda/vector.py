@@ -39,7 +39,9 @@ def _lies_in_vectors(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     return (
         shape[-1] % max(VECTOR, ALIGNMENT // itemsize) == 0  # of 16 bits eight fill a vector
         and strides[-1] == itemsize
-        and all(step % ALIGNMENT == 0 for step in strides[:-1])
+        and all(
+            n == 1 or step % ALIGNMENT == 0 for n, step in zip(shape, strides[:-1], strict=False)
+        )
     )
 
 

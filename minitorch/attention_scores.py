@@ -93,9 +93,9 @@ def _visibility(
     seen: Bools, choose: bool, backend: TensorBackend, dtype: np.dtype[Any]
 ) -> Visibility:
     def constant(which: Any) -> Tensor | None:
-        return None if which.all() else tensor(which, backend, dtype=dtype)
+        return None if which.all() else tensor(which, backend, False, dtype)
 
-    penalty = tensor(np.where(seen, 0.0, -np.inf), backend, dtype=dtype)
+    penalty = tensor(np.where(seen, 0.0, -np.inf), backend, False, dtype)
     rows, cols = (np.asarray(seen.any(axis=axis))[..., None] for axis in (-1, -2))
     return Visibility(penalty, constant(seen) if choose else None, constant(rows), constant(cols))
 
@@ -139,14 +139,14 @@ def modified(scores: Tensor, call: AttentionCall, mask: Any) -> Tensor:
         row, col = np.arange(problem.seq_q)[:, None], np.arange(problem.seq_k)
         distance = np.abs(row + problem.diagonal - col)  # (seq_q, seq_k)
         bias = slopes.reshape(*slopes.shape, 1, 1) if problem.lead else slopes  # (…, heads, 1, 1)
-        scores = scores - tensor(bias * distance, scores.backend, dtype=scores.dtype)
+        scores = scores - tensor(bias * distance, scores.backend, False, scores.dtype)
     return scores + mask if problem.mask == "float" else scores
 
 
 def kept_probabilities(problem: Problem, like: Tensor) -> Tensor:
     """Return what dropout multiplies the probabilities by, a constant (…, heads, seq_q, seq_k)."""
     keep = dropout_mask(problem.scores_shape, problem.dropout_p, problem.seed % SEEDS)
-    return tensor(keep * keep_scale(problem.dropout_p), like.backend, dtype=like.dtype)
+    return tensor(keep * keep_scale(problem.dropout_p), like.backend, False, like.dtype)
 
 
 class Keep(Function):

@@ -17,12 +17,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from minitorch.doctor_probes import ask
 from minitorch.doctor_rules import Finding, diagnose, owner
+from minitorch.entrance import found_file
 
 ABOUT = "say what this environment has, what is wrong with it, and how to mend it"
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("numba-cuda", "numba-cuda-mlir", "llvmlite", "kernels", "tbb", "icc-rt")
 VARIABLES = (
     "NUMBA_ENABLE_CUDASIM", "NUMBA_DISABLE_JIT", "NUMBA_THREADING_LAYER", "NUMBA_NUM_THREADS",
-    "NUMBA_CACHE_DIR", "NUMBA_CUDA_DRIVER", "MINITORCH_RUNG", "CUDA_VISIBLE_DEVICES", "CUDA_HOME",
-    "PYTHONPATH",
+    "NUMBA_CACHE_DIR", "NUMBA_CUDA_DRIVER", "MINITORCH_RUNG", "MINITORCH_PUBLISHED", "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME", "PYTHONPATH",
 )  # fmt: skip
 LAYERS = ("tbb", "omp", "workqueue")
 #: Import names of packages that can only be imported where NumPy can.
@@ -78,17 +78,6 @@ def installed_version(name: str) -> str | None:
 def _versions(names: Iterable[str]) -> dict[str, str]:
     found = {name: installed_version(name) for name in names}
     return {name: version for name, version in found.items() if version}
-
-
-def found_file(name: str) -> str | None:
-    """Return the file that ``import name`` would run, without running it."""
-    try:
-        spec = find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    return spec.origin or next(iter(spec.submodule_search_locations or []), None)
 
 
 def _shadowed(name: str, file: str) -> bool:

@@ -7,6 +7,7 @@ numba cannot be imported, this can.
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -30,6 +31,36 @@ def runs_as_command(package: str) -> bool:
         return False
     asked = getattr(sys, "orig_argv", None)  # new in Python 3.10
     return asked is None or asked[-len(given)] in (package, f"-m{package}")
+
+
+def found_file(name: str) -> str | None:
+    """Return the file that ``import name`` would run, without running it."""
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    return spec.origin or next(iter(spec.submodule_search_locations or []), None)
+
+
+def check_kernels() -> None:
+    """Check that ``import kernels`` finds this project's package.
+
+    Scripts are often called ``kernels.py``, and Python looks beside the script first.
+
+    Raises:
+        ImportError: If it finds another file.  The message names the file.
+    """
+    file = found_file("kernels")
+    if file is None or _lies_here(file) or (Path(file).parent / "targets.py").is_file():
+        return  # missing, ours, or ours in another copy of the project
+    raise ImportError(
+        f"minitorch needs its own package kernels, but `import kernels` finds {file} instead. Rename "
+        f"or move {file}, or take its folder off PYTHONPATH; `{DOCTOR}` says more",
+        name="kernels",
+        path=file,
+    )
 
 
 class naming_the_doctor:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from numba import njit, prange
 
-from kernels.compiled import njit_cached
 from kernels.cuda.device import device_function
 from kernels.cuda.sizes import SIZES
 from kernels.geometry import ceil_div
@@ -15,6 +14,7 @@ from kernels.targets import cuda
 
 from .autodiff import Context
 from .cuda_kernels import jit
+from .fast_loops import parallel_loop
 from .function import Function, check_tensor
 from .widening import result_dtype
 
@@ -145,7 +145,7 @@ def _tensor_conv1d(
     # END TASK 4.1
 
 
-tensor_conv1d = njit_cached(_tensor_conv1d, parallel=True)
+tensor_conv1d = parallel_loop(_tensor_conv1d)
 
 
 def _tensor_conv2d(
@@ -180,7 +180,7 @@ def _tensor_conv2d(
     # END TASK 4.2
 
 
-tensor_conv2d = njit_cached(_tensor_conv2d, parallel=True)
+tensor_conv2d = parallel_loop(_tensor_conv2d)
 
 
 # -- on CUDA -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -75,7 +75,36 @@ def compiled(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:
     if is_ours(fn):
         # A name of its own for each loop: for the cache file, the debugger and the profiler.
         kernel.__qualname__ = f"{kernel.__name__.strip('_')}_{fn.__name__}"
-    return njit_cached(kernel, cache=is_ours(fn), parallel=True)
+    return parallel_loop(kernel, cache=is_ours(fn))
+
+
+def parallel_loop(kernel: Callable[..., None], cache: bool = True) -> Any:
+    """Compile a loop that runs in parallel, with diagnostics also when its code comes from disk.
+
+    Args:
+        kernel: The loop.
+        cache: As for ``njit_cached``.
+
+    Returns:
+        A numba dispatcher; see ``njit_cached``.
+    """
+    loop = njit_cached(kernel, cache=cache, parallel=True)
+    loop.parallel_diagnostics = partial(_diagnose, loop)
+    return loop
+
+
+def _diagnose(loop: Any, signature: Any = None, level: int = 1) -> None:
+    """Print what numba parallelised; the arguments are those of numba's ``parallel_diagnostics``.
+
+    Numba's cache on disk keeps no diagnostics, so code that was loaded from it is compiled again.
+    """
+    signatures = loop.signatures if signature is None else [signature]
+    if any(loop.overloads[each].metadata is None for each in signatures):
+        loop = njit_cached(loop.py_func, cache=False, parallel=True)
+        for each in signatures:
+            loop.compile(each)
+    for each in signatures:
+        loop.dispatcher.parallel_diagnostics(each, level)
 
 
 # -- broadcast operands ------------------------------------------------------------------------

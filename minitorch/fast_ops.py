@@ -11,7 +11,6 @@ from numba import prange
 from numba.extending import register_jitable
 
 from kernels import launch
-from kernels.compiled import njit_cached
 from kernels.cpu import blas, fused, pool
 
 from .fast_loops import (
@@ -21,6 +20,7 @@ from .fast_loops import (
     compiled,
     fold_into,
     fold_layout,
+    parallel_loop,
     row_layout,
     row_zip,
 )
@@ -204,7 +204,7 @@ def _tensor_matrix_multiply(
     # END TASK 3.2
 
 
-tensor_matrix_multiply = njit_cached(_tensor_matrix_multiply, parallel=True)
+tensor_matrix_multiply = parallel_loop(_tensor_matrix_multiply)
 
 
 @register_jitable

@@ -203,4 +203,4 @@ class Dropout(Module):
         if x.backend.cuda:
             return device_dropout(x, self.p_dropout, 1.0 / (1.0 - self.p_dropout))
         keep = np.random.binomial(1, 1.0 - self.p_dropout, x.shape)  # as published
-        return x * tensor(keep, x.backend, dtype=x.dtype) / (1.0 - self.p_dropout)
+        return x * tensor(keep, x.backend, False, x.dtype) / (1.0 - self.p_dropout)

@@ -210,8 +210,8 @@ def one_hot(input: Tensor, num_classes: int) -> Tensor:
     num_classes = whole("num_classes", num_classes, 1)
     ids = integer_array(input, num_classes, "class indices")
     # The comparison runs where the result shall be: only indices travel there.
-    classes = tensor(np.arange(num_classes), input.backend)  # (num_classes,)
-    return tensor(ids[..., None], input.backend) == classes  # (*input.shape, num_classes)
+    classes = tensor(np.arange(num_classes), input.backend, False)  # (num_classes,)
+    return tensor(ids[..., None], input.backend, False) == classes  # (*input.shape, num_classes)
 
 
 def composed_softmax_loss(logits: Tensor, target: Any) -> Tensor:
@@ -281,7 +281,7 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
         return input
     if input.backend.cuda:
         return device_dropout(input, rate, 1.0)
-    noise = rand(input.shape, input.backend, dtype=input.dtype)  # as published
+    noise = rand(input.shape, input.backend, False, input.dtype)  # as published
     return input * (noise > rate)
     # END TASK 4.4
 

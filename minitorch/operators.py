@@ -68,7 +68,8 @@ def max(x: float, y: float) -> float:
 def is_close(x: float, y: float) -> float:
     """Return 1.0 if x and y differ by less than 0.01, else 0.0."""
     # TASK 0.1: Compare the absolute difference with 0.01.
-    return 1.0 if abs(x - y) < 1e-2 else 0.0
+    # Other courses call this on tensors, element by element.  `abs`, `and` and `if` know only numbers.
+    return 1.0 * (x - y < 1e-2) * (y - x < 1e-2)
     # END TASK 0.1
 
 

@@ -380,10 +380,12 @@ class Tensor(TensorOperators, Lending):
         """
         if self.is_constant():
             raise RuntimeError(
-                f"backward needs a tensor that was computed from one that requires a gradient, this one "
-                f"of shape {self.shape} is a constant; call requires_grad_(True) on an input before the "
-                "computation. Gradients are constants too: the framework is first order, a second "
-                "derivative cannot be taken"
+                f"backward needs a tensor computed from one that requires a gradient; this one, of shape "
+                f"{self.shape}, is a constant. When you create the input, pass requires_grad=True, or call "
+                "minitorch.compat.published() to make that the default of tensor(...) and rand(...), as in "
+                "the published course; or call requires_grad_(True) on the input before the computation. "
+                "Gradients are constants too: the framework is first order, so second derivatives cannot "
+                "be taken"
             )
         if grad_output is None:
             assert self.shape == (1,), (

@@ -147,12 +147,10 @@ class MathTest:
 
     @classmethod
     def _comp_testing(cls) -> tuple[NamedPairs, NamedPairs, NamedPairs]:
-        """Give the same three lists with (name, function of floats, function of variables)."""
+        """Return three lists of (name, function of floats, function of this class)."""
         one, two, red = (
-            [(name, f, g) for (name, f), (_, g) in zip(on_floats, on_variables, strict=True)]
-            for on_floats, on_variables in zip(
-                MathTest._tests(), MathTestVariable._tests(), strict=True
-            )
+            [(name, f, g) for (name, f), (_, g) in zip(on_floats, own, strict=True)]
+            for on_floats, own in zip(MathTest._tests(), cls._tests(), strict=True)
         )
         return one, two, red
 

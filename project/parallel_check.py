@@ -4,7 +4,7 @@ python project/parallel_check.py                   map, zip, reduce and the matr
 python project/parallel_check.py --level 1         shorter; 4 says most
 
 Look for the loops marked as parallel, for what was fused, and for allocations that numba hoisted out of a
-loop.  The loops are compiled anew, for the cache on disk keeps no diagnostics: some ten seconds.
+loop.  This takes about ten seconds: numba's cache keeps no diagnostics, so the loops are compiled again.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def reduce_loop() -> tuple[Any, tuple[Any, ...]]:
 
 def product_loop() -> tuple[Any, tuple[Any, ...]]:
     out, a, b = (minitorch.zeros((1, 10, 10)) for _ in range(3))
-    # The loop itself, not the one that the library keeps: numba has no diagnostics of loaded code.
-    loop = njit(parallel=True, error_model="numpy")(fast_ops._tensor_matrix_multiply)
-    return loop, (*out.tuple(), *a.tuple(), *b.tuple())
+    return fast_ops.tensor_matrix_multiply, (*out.tuple(), *a.tuple(), *b.tuple())
 
 
 #: Each returns a compiled loop of its own, and arguments to compile it for.

@@ -112,6 +112,25 @@ def test_a_library_that_cannot_be_imported_names_the_doctor(tmp_path: Path) -> N
     assert "python -m minitorch doctor" in last
 
 
+@pytest.mark.parametrize("script", ["script", "kernels"])
+def test_a_file_in_place_of_our_kernels_is_named(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "kernels.py"
+    file.write_text("print('it runs')\nimport minitorch\nminitorch.tensor([1.0])", encoding="utf-8")
+    (tmp_path / "script.py").write_text("import minitorch", encoding="utf-8")
+    done = python(str(tmp_path / f"{script}.py"))
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: minitorch needs its own package kernels"), done.stderr
+    assert f"Rename or move {file}" in last and "python -m minitorch doctor" in last
+    assert done.stdout.count("it runs") == (script == "kernels"), "no import runs the file"
+
+
+def test_a_package_in_place_of_our_kernels_is_named(tmp_path: Path) -> None:
+    folder = package(tmp_path, "kernels", "def get_kernel(name): ...")
+    done = python("-c", "import minitorch", path=(folder,))
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"finds {folder / 'kernels' / '__init__.py'} instead" in last, done.stderr
+
+
 def test_the_command_wants_to_know_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([])

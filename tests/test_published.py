@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import importlib
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 
 import minitorch
-from minitorch import Tensor, from_numpy, naive_attention, operators, tensor
+from minitorch import (
+    CudaBackend,
+    FastBackend,
+    SimpleBackend,
+    Tensor,
+    TensorBackend,
+    fast_ops,
+    from_numpy,
+    naive_attention,
+    operators,
+    tensor,
+)
+from minitorch.fast_loops import parallel_loop
 
-from .tensor_strategies import on_backends
+from .tensor_strategies import backends, on_backends
 from .tolerances import assert_close_arrays
 
+ROOT = Path(__file__).parent.parent
 NAMES = """
 Module Parameter MathTest MathTestVariable Scalar ScalarHistory ScalarFunction derivative_check
 Context central_difference topological_sort backpropagate Tensor TensorData TensorBackend
@@ -24,7 +44,7 @@ to_index broadcast_index History Embedding Dropout Linear LayerNorm1d LayerNorm1
 MultiHeadAttention FeedForward TransformerLayer DecoderLM GELU logsumexp one_hot softmax_loss
 Adam CudaKernelOps tensor_from_numpy ones zeros_tensor_from_numpy ones_tensor_from_numpy
 Function Add Mul Neg Inv Log Exp Sigmoid ReLU LT EQ IsClose All Sum Permute View Copy MatMul
-PowerScalar Tanh version
+PowerScalar Tanh version Attn_Softmax LayerNorm Flash_Attn Flash_Attn_Causal Flash_Attn2
 """
 OPERATORS = """
 add addLists eq id inv inv_back log_back lt max mul neg negList prod relu relu_back sigmoid sum
@@ -33,14 +53,35 @@ exp is_close log map reduce zipWith
 MODULES = """
 operators scalar scalar_functions tensor_data tensor_functions fast_ops cuda_ops nn testing
 cuda_kernel_ops modules_basic transformer modules_transfomer autodiff module optim datasets
-tensor tensor_ops fast_conv
+tensor tensor_ops fast_conv cuda_conv scalar_modules modules compat
 """
+TENSOR_FUNCTIONS = """
+zeros ones rand tensor _tensor tensor_from_numpy zeros_tensor_from_numpy ones_tensor_from_numpy
+grad_check grad_central_difference PowerScalar Tanh
+Attn_Softmax LayerNorm Flash_Attn Flash_Attn_Causal Flash_Attn2
+"""
+OF_A_BACKEND = """
+tanh_map pow_scalar_zip attn_softmax_fw attn_softmax_bw layernorm_fw layernorm_bw flash_attn_fw
+flash_attn_bw flash_attn2_fw flash_attn2_bw flash_attn_causal_fw flash_attn_causal_bw
+"""
+on_all_backends = pytest.mark.parametrize(
+    "backend",
+    [*backends(), pytest.param(CudaBackend, id="cuda", marks=pytest.mark.simulator)],
+)
 
 
 def test_names_resolve() -> None:
     assert [name for name in NAMES.split() if not hasattr(minitorch, name)] == []
     assert [name for name in OPERATORS.split() if not hasattr(operators, name)] == []
     assert all(importlib.import_module(f"minitorch.{name}") for name in MODULES.split())
+    homes = (minitorch.tensor_functions, TENSOR_FUNCTIONS), (FastBackend, OF_A_BACKEND)
+    for home, names in homes:
+        assert [name for name in names.split() if not hasattr(home, name)] == []
+
+
+def test_convolutions_are_found_under_their_cuda_module() -> None:
+    module = importlib.import_module("minitorch.cuda_conv")
+    assert (module.conv1d, module.conv2d) == (minitorch.conv1d, minitorch.conv2d)
 
 
 def test_names_that_collide_mean_what_they_should() -> None:
@@ -52,8 +93,11 @@ def test_names_that_collide_mean_what_they_should() -> None:
     assert isinstance(minitorch.to_index, FunctionType)  # no CUDA device function
     for submodule in (minitorch.operators, minitorch.fast_ops, minitorch.nn, minitorch.scalar):
         assert isinstance(submodule, ModuleType)
-    for factory in ("zeros", "rand", "tensor", "grad_check"):
-        assert getattr(minitorch.tensor_functions, factory) is getattr(minitorch, factory)
+    for name in TENSOR_FUNCTIONS.split():
+        if not name.startswith("_") and name != "grad_central_difference":
+            assert getattr(minitorch.tensor_functions, name) is getattr(minitorch, name)
+    flat: Any = minitorch.tensor_functions
+    assert flat._tensor([1.0, 2.0], (2, 1)).to_numpy().tolist() == [[1.0], [2.0]]
 
 
 @on_backends()
@@ -112,3 +156,238 @@ def test_a_power_may_be_a_tensor(size: int) -> None:
     assert out.to_numpy().tolist() == [8.0] * size
     out.sum().backward()
     assert_close_arrays(a.grad, np.full(size, 12.0), np.float64)
+
+
+# -- operators and test functions ------------------------------------------------------------------
+
+
+def test_functions_to_test_with_are_those_of_the_class() -> None:
+    """A sandbox draws `MathTest`'s on numbers; tests compare `MathTestVariable`'s with them."""
+    one, two, red = minitorch.MathTest._comp_testing()
+    for _, on_floats, own in one:
+        assert own(2.5) == on_floats(2.5)
+    for _, on_floats, own in two:
+        assert own(2.5, -1.0) == on_floats(2.5, -1.0)
+    for _, on_floats, own in red:
+        assert own([2.5, -1.0]) == on_floats([2.5, -1.0])
+    for pairs, tests in zip(
+        minitorch.MathTestVariable._comp_testing(),
+        minitorch.MathTestVariable._tests(),
+        strict=True,
+    ):
+        assert [(name, own) for name, _, own in pairs] == tests
+    assert (len(one), len(two), len(red)) == (14, 6, 3)
+
+
+@on_all_backends
+def test_is_close_compares_tensors_too(backend: TensorBackend) -> None:
+    x = tensor([1.0, 1.0, 1.0, math.nan], backend)
+    y = tensor([1.009, 1.011, 0.989, math.nan], backend)
+    close: Any = operators.is_close
+    assert close(x, y).to_numpy().tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert close(tensor([2.0], backend), 2.0).item() == 1.0
+
+
+# -- fused kernels of the transformer course ------------------------------------------------------
+
+
+def normal(backend: TensorBackend, *shape: int) -> Tensor:
+    return from_numpy(np.random.standard_normal(shape), backend, requires_grad=True)
+
+
+def gradients(out: Tensor, out_grad: Tensor, *inputs: Tensor) -> list[Any]:
+    """Return the gradients that ``backward`` finds, and forget them."""
+    out.backward(out_grad)
+    found = [t.grad.to_numpy() for t in inputs if t.grad is not None]
+    for t in inputs:
+        t.zero_grad_()
+    return found
+
+
+def assert_all_close(actual: Any, expected: Any) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert_close_arrays(a, b, np.float64, size=100.0)
+
+
+@on_all_backends
+def test_fused_softmax_has_its_function_and_operations(backend: TensorBackend) -> None:
+    minitorch.manual_seed(0)
+    f: Any = backend
+    scores, grad = normal(backend, 1, 2, 3, 4), normal(backend, 1, 2, 3, 4).detach()
+    mask = from_numpy(np.array([0.0, -1.0, -np.inf, 0.5]).reshape(1, 1, 1, 4), backend)
+    method: Any = scores.attn_softmax  # pyright: ignore[reportAttributeAccessIssue]
+    (expected,) = gradients(method(mask), grad, scores)
+    soft = f.attn_softmax_fw(scores, mask)
+    assert soft.is_constant()
+    assert_close_arrays(soft, method(mask).to_numpy(), np.float64)
+    assert_close_arrays(f.attn_softmax_bw(grad, soft), expected, np.float64)
+    mask.requires_grad_(True)
+    out = minitorch.Attn_Softmax.apply(scores, mask)
+    assert_all_close(gradients(out, grad, scores, mask), (expected, np.zeros(mask.shape)))
+
+
+@on_all_backends
+def test_fused_layer_norm_has_its_function_and_operations(backend: TensorBackend) -> None:
+    minitorch.manual_seed(0)
+    f: Any = backend
+    inputs = normal(backend, 3, 4), normal(backend, 4), normal(backend, 4)
+    rows, grad = inputs[0].to_numpy(), normal(backend, 3, 4).detach()
+    method: Any = inputs[0].layernorm  # pyright: ignore[reportAttributeAccessIssue]
+    expected = gradients(method(*inputs[1:]), grad, *inputs)
+    out, var, mean = f.layernorm_fw(*inputs)
+    assert_all_close((out, var, mean), (method(*inputs[1:]), rows.var(1), rows.mean(1)))
+    assert_all_close(f.layernorm_bw(grad, *inputs, var, mean), expected)
+    out = minitorch.LayerNorm.apply(*inputs)
+    assert_all_close(gradients(out, grad, *inputs), expected)
+
+
+@on_all_backends
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_causal", "flash_attn2"])
+def test_fused_attention_has_its_function_and_operations(
+    name: str, causal: bool, backend: TensorBackend
+) -> None:
+    minitorch.manual_seed(0)
+    f: Any = backend
+    q, k, v = inputs = [normal(backend, 1, 2, 5, 3) for _ in range(3)]
+    grad = normal(backend, 1, 2, 5, 3).detach()
+    expected = gradients(naive_attention(q, k, v, is_causal=causal), grad, *inputs)
+    scores = q.to_numpy() @ k.to_numpy().swapaxes(-1, -2) / math.sqrt(3)
+    scores = np.where(np.tri(5) if causal else True, scores, -np.inf)
+    maximum = scores.max(-1)
+    sums = np.exp(scores - maximum[..., None]).sum(-1)
+
+    out, l_, m = getattr(f, f"{name}_fw")(q, k, v, causal)
+    assert out.is_constant()
+    rows = maximum + np.log(sums) if name == "flash_attn2" else sums
+    exact = np.exp(scores - maximum[..., None]) / sums[..., None] @ v.to_numpy()
+    assert_all_close((out, l_, m), (exact, rows, maximum))
+    *found, flag = getattr(f, f"{name}_bw")(q, k, v, out, grad, l_, m, causal)
+    assert flag is causal
+    assert_all_close(found, expected)
+
+    function = getattr(minitorch, {"flash_attn2": "Flash_Attn2"}.get(name, name.title()))
+    flags = causal, from_numpy(np.array(float(causal)), backend, requires_grad=True)
+    for flag in flags:
+        out = function.apply(q, k, v, flag)
+        assert_close_arrays(out, exact, np.float64)
+        assert_all_close(gradients(out, grad, *inputs), expected)
+
+
+def test_a_backend_may_bring_its_own_fused_operation() -> None:
+    class OwnOps(minitorch.SimpleOps):
+        @staticmethod
+        def attn_softmax_fw(inp: Tensor, mask: Tensor) -> Tensor:
+            return inp.zeros()
+
+    scores = tensor([[1.0, 2.0]], TensorBackend(OwnOps))
+    assert minitorch.Attn_Softmax.apply(scores, scores).to_numpy().tolist() == [[0.0, 0.0]]
+
+
+# -- leaves by default -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published() -> Iterator[None]:
+    minitorch.compat.published()
+    yield
+    minitorch.compat.published(False)
+
+
+FACTORIES: dict[str, Callable[..., Tensor]] = {
+    "tensor": lambda **options: tensor([1.0, 2.0], **options),
+    "rand": lambda **options: minitorch.rand((2,), **options),
+    "_tensor": lambda **options: minitorch.tensor_functions._tensor([1.0], (1,), **options),  # type: ignore[attr-defined]
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_published_tensors_collect_gradients_without_being_asked(name: str) -> None:
+    make = FACTORIES[name]
+    assert make().is_constant()
+    with minitorch.compat.published():
+        leaf = make()
+        assert make(requires_grad=False).is_constant()
+        with minitorch.compat.published(False):
+            assert make().is_constant()
+        assert make().is_leaf()
+    assert make().is_constant() and make(requires_grad=True).is_leaf()
+    (leaf * 3.0).sum().backward()
+    assert leaf.grad is not None and set(leaf.grad.to_numpy().tolist()) == {3.0}
+
+
+@pytest.mark.usefixtures("published")
+def test_published_leaves_are_of_these_factories_and_floating() -> None:
+    assert tensor(1.0).is_leaf()
+    for constant in (
+        tensor([1, 2], dtype=np.int64),
+        minitorch.zeros((2,)),
+        minitorch.ones((2,)),
+        minitorch.tensor_from_numpy(np.ones(2)),
+        from_numpy(np.ones(2)),
+    ):
+        assert constant.is_constant()
+
+
+@pytest.mark.usefixtures("published")
+@pytest.mark.parametrize("backend", [SimpleBackend, FastBackend], ids=["simple", "fast"])
+def test_the_library_makes_its_own_constants(backend: TensorBackend) -> None:
+    """What a layer makes of constants is one, so it made no leaf within."""
+    q = from_numpy(np.random.standard_normal((1, 2, 4, 3)), backend)
+    slopes, seen = np.array([0.5, 0.25]), np.tri(4, dtype=bool)
+    drops = {"dropout_p": 0.5, "seed": 1}
+    results = (
+        minitorch.one_hot(from_numpy(np.array([0, 2]), backend), 3),
+        minitorch.dropout(q, 0.5),
+        minitorch.Dropout(0.5)(q),
+        naive_attention(q, q, q, is_causal=True, alibi_slopes=slopes, **drops),
+        naive_attention(q, q, q, attn_mask=seen),
+    )
+    assert [result.is_constant() for result in results] == [True] * len(results)  # type: ignore[union-attr]
+
+
+def test_the_environment_switches_the_published_default_on() -> None:
+    for value, answer in (("1", "True"), ("0", "False")):
+        done = subprocess.run(
+            [sys.executable, "-c", "import minitorch; print(minitorch.rand((2,)).requires_grad())"],
+            env={**os.environ, "MINITORCH_PUBLISHED": value},
+            capture_output=True, text=True, timeout=300, check=True,
+        )  # fmt: skip
+        assert done.stdout.strip() == answer
+
+
+def test_backward_of_a_constant_names_both_ways_out() -> None:
+    message = r"pass requires_grad=True, or call minitorch\.compat\.published\(\)"
+    with pytest.raises(RuntimeError, match=message) as raised:
+        (tensor([1.0, 2.0]) * 2.0).sum().backward()
+    guide = ROOT / "docs" / "guides" / "teaching.md"
+    assert str(raised.value) in " ".join(guide.read_text(encoding="utf-8").split())
+
+
+# -- diagnostics ------------------------------------------------------------------------------------
+
+
+def compile_twice(make: Callable[[], Any], *arguments: Any) -> Any:
+    """Return a loop whose machine code comes from the cache on disk."""
+    make()(*arguments)
+    loop = make()
+    loop(*arguments)
+    assert [loop.overloads[key].metadata for key in loop.signatures] == [None]
+    return loop
+
+
+def test_a_loop_from_the_cache_has_parallel_diagnostics(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As the published parallel_check.py asks for them."""
+    out, a, b = (minitorch.zeros((1, 2, 2)).tuple() for _ in range(3))
+    product = compile_twice(lambda: parallel_loop(fast_ops._tensor_matrix_multiply), *out, *a, *b)
+    mapped = compile_twice(lambda: fast_ops.tensor_map.__wrapped__(operators.id), *out, *a)
+    for loop in (product, mapped):
+        loop.parallel_diagnostics(level=3)
+        printed = capsys.readouterr().out
+        assert "Parallel loop listing for" in printed and "fast_ops.py" in printed
+        loop.parallel_diagnostics(loop.signatures[0])
+        assert "fast_ops.py" in capsys.readouterr().out
+    for loop in (fast_ops.tensor_matrix_multiply, minitorch.fast_conv.tensor_conv1d):
+        assert "parallel_diagnostics" in vars(loop)

@@ -1,0 +1,1 @@
+"""An empty module; the published course has one of this name."""

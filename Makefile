@@ -103,7 +103,7 @@ $(VENV)/.ptx: $(VENV)/.python setup.py requirements.txt $(LOCK)
 	@touch $@
 
 compile-ptx: $(VENV)/.ptx
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_cuda_compile*.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/structure/compile_only $(ARGS)
 
 fuzz: $(VENV)/.test
 	$(BIN)/python project/reliability/$(if $(GPU),fuzz_gpu,fuzz).py --minutes $(MINUTES) \

@@ -23,14 +23,14 @@ EXTRAS = {
     "bench": ["torch>=2.4,<3"],
     "dist": ["build>=1,<2", "twine>=5,<7"],
     "test": [
-        # The threads of the emulated GPU (tests/emulated_gpu.py).
+        # The threads of the emulated GPU (tests/support/emulated/gpu.py).
         "greenlet>=3.0.1,<4",
         "hypothesis>=6.139,<7",
         # Drives the Chromium that is installed; "playwright install chromium" gets one.
         "playwright>=1.40,<2",
         "pytest>=8,<10",
         "pytest-xdist>=3.5,<4",
-        # Builds the wheel that tests/test_packaging.py installs.
+        # Builds the wheel that tests/repository/test_packaging.py installs.
         "setuptools>=70.1",
         SKLEARN,
     ],

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 PARTS = {
     "browser": r"test_app_browser\b",
-    "starter trees": r"test_course(_\w+)?\b",
+    "starter trees": r"tests\.project\.course\b",
     "all other tests": "",
 }
 #: What pytest calls a test that has not passed.

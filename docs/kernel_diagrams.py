@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from picture import AMBER, BLUE, GREEN, INK, PALE, RED, Picture
 
+from kernels.common.geometry import same
 from kernels.cuda.ptx.fragments import PLAIN
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
-from kernels.geometry import same
 
 
 def mma_fragments() -> Picture:

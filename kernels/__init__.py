@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from kernels import launch
-from kernels.arguments import whole
-from kernels.block_mask import BlockMask
-from kernels.calls import Call, as_operand
-from kernels.checks import check_types
-from kernels.option_checks import check_dropout
-from kernels.options import by_name, takes_attention_options
-from kernels.problem import Problem, make_problem
-from kernels.reference_scores import kept
+from kernels.array_call import Call, as_operand
+from kernels.common.arguments import whole
+from kernels.problem.argument_types import check_types
+from kernels.problem.option_values import check_dropout
+from kernels.problem.question import Problem, make_problem
+from kernels.problem.signature import by_name, takes_attention_options
+from kernels.reference.scores import kept
+from kernels.sparsity.block_mask import BlockMask
 from kernels.varlen import flash_attention_varlen_backward, flash_attention_varlen_forward
 
 __all__ = [
@@ -45,7 +45,7 @@ def flash_attention_forward(
             and PyTorch have.
         k: (…, heads, seq_k, head_dim); leading dimensions broadcast against those of q.
         v: (…, heads, seq_k, value_dim).
-        args: As in :func:`kernels.problem.make_problem`, whose names and order are those of
+        args: As in :func:`kernels.problem.question.make_problem`, whose names and order are those of
             PyTorch's ``scaled_dot_product_attention``.
         tile: (block_q, block_k); the rung's own when None.
         options: Likewise.
@@ -127,7 +127,7 @@ def dropout_mask(
 
     Source: Philox4x32-7, keyed by the seed; the counter is (column / 8, row, batch · heads + head), and
     each half of the four words of a counter decides one column.  The rate is rounded to a multiple of 2⁻¹⁶,
-    and attention multiplies what it keeps by ``kernels.philox.keep_scale`` of it.
+    and attention multiplies what it keeps by ``kernels.common.philox.keep_scale`` of it.
     """
     check_types(dropout_p=dropout_p, seed=seed)
     seed = check_dropout(dropout_p, seed)

@@ -9,30 +9,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels import reference
-from kernels.checks import check_tile
-from kernels.cpu import flash2 as cpu_flash2
-from kernels.cpu import flash2_backward as cpu_flash2_backward
-from kernels.cpu import mask_gradient as cpu_mask_gradient
-from kernels.cuda import (
-    flash1,
-    flash1_backward,
-    flash2_backward,
-    flash2_dmask,
-    flash2_mma_launch,
-    flash3_backward_launch,
-    flash3_launch,
-    tensor_cores,
-)
-from kernels.cuda import flash2 as cuda_flash2
-from kernels.cuda import naive as cuda_naive
-from kernels.cuda.memory import DeviceMemory
-from kernels.cuda.sizes import SIZES
-from kernels.dtypes import COMPUTE_DTYPES, FLOAT32, HALF_DTYPES
-from kernels.memory import HostMemory, Memory
-from kernels.mods import check_derivative
-from kernels.operands import Operands, own_mask
-from kernels.problem import Problem, unknown_rung, unusable_rung
+from kernels.cpu.attention import flash2 as cpu_flash2
+from kernels.cpu.attention import flash2_backward as cpu_flash2_backward
+from kernels.cpu.attention import mask_gradient as cpu_mask_gradient
+from kernels.cuda.attention import naive as cuda_naive
+from kernels.cuda.attention.flash1 import backward as flash1_backward
+from kernels.cuda.attention.flash1 import forward as flash1
+from kernels.cuda.attention.flash2 import backward as flash2_backward
+from kernels.cuda.attention.flash2 import forward as cuda_flash2
+from kernels.cuda.attention.flash2 import mask_gradient as flash2_dmask
+from kernels.cuda.attention.flash2_mma import launch as flash2_mma_launch
+from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_backward_launch
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
+from kernels.cuda.device import per_device
+from kernels.cuda.device.memory import DeviceMemory
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.problem.argument_types import check_tile
+from kernels.problem.operands import Operands, own_mask
+from kernels.problem.question import Problem, unknown_rung, unusable_rung
+from kernels.reference import attention as reference
+from kernels.runtime.dtypes import COMPUTE_DTYPES, FLOAT32, HALF_DTYPES
+from kernels.runtime.memory import HostMemory, Memory
+from kernels.scores.mods import check_derivative
 
 Tile = tuple[int, int]
 _HALF_BY_NAME = {dtype.name: dtype for dtype in HALF_DTYPES}
@@ -191,7 +189,7 @@ CUDA = Target(
                 module.why_not,
                 dtypes,
                 module is flash3_launch,
-                partial(tensor_cores.why_no_device, module.CAPABILITY),
+                partial(per_device.why_no_device, module.CAPABILITY),
             )
             for name, module, gradients, dtypes in (
                 ("flash3_wgmma", flash3_launch, flash3_backward_launch, HALF_DTYPES),

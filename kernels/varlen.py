@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from kernels.calls import Call, as_operand, heads_first
-from kernels.checks import check_array
+from kernels.array_call import Call, as_operand, heads_first
 from kernels.launch import Tile
-from kernels.options import by_name, takes_attention_options
-from kernels.problem import Problem, make_problem
-from kernels.sequences import Sequences, sequences_of
+from kernels.problem.argument_types import check_array
+from kernels.problem.packed_sequences import Sequences, sequences_of
+from kernels.problem.question import Problem, make_problem
+from kernels.problem.signature import by_name, takes_attention_options
 
 
 @takes_attention_options
@@ -38,7 +38,8 @@ def flash_attention_varlen_forward(
         cu_seqlens_q: (count + 1,) whole numbers, on the host: 0 and the sums of the lengths, so that
             sequence i has the query rows from ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``.
         cu_seqlens_k: Likewise of key columns.
-        args: As in :func:`kernels.problem.make_problem`; ``attn_mask`` and ``block_mask`` must be None.
+        args: As in :func:`kernels.problem.question.make_problem`; ``attn_mask`` and ``block_mask``
+            must be None.
         tile: (block_q, block_k); the rung's own when None.
         options: Likewise.
 
@@ -114,10 +115,10 @@ def make_packed_problem(
         v: (heads, total_k, value_dim).
         cu_seqlens_q: See :func:`flash_attention_varlen_forward`.
         cu_seqlens_k: Likewise.
-        options: Of :func:`kernels.problem.make_problem`.
+        options: Of :func:`kernels.problem.question.make_problem`.
 
     Raises:
-        TypeError: See there, and :class:`kernels.sequences.Sequences`.
+        TypeError: See there, and :class:`kernels.problem.packed_sequences.Sequences`.
         ValueError: Also for ``attn_mask`` or ``block_mask``.
     """
     for name in ("attn_mask", "block_mask"):

@@ -14,7 +14,7 @@ if not _entrance.runs_as_command(__name__):
     with _entrance.naming_the_doctor():
         from numpy import float16, float32, float64
 
-        from kernels.dtypes import BFLOAT16
+        from kernels.runtime.dtypes import BFLOAT16
 
         from . import (
             compat,
@@ -26,8 +26,7 @@ if not _entrance.runs_as_command(__name__):
             tensor_functions,
             testing,
         )
-        from .adamw import AdamW
-        from .anomaly import AnomalyError, detect_anomaly
+        from .attention.naive import naive_attention
         from .autodiff import (
             Context,
             History,
@@ -37,37 +36,30 @@ if not _entrance.runs_as_command(__name__):
             no_grad,
             topological_sort,
         )
-        from .cuda_kernel_ops import CudaKernelOps
-        from .cuda_ops import CudaBackend, CudaOps, mm_practice, sum_practice
-        from .datasets import datasets
-        from .factories import (
-            from_dlpack,
-            from_numpy,
-            full,
-            manual_seed,
-            ones,
-            ones_tensor_from_numpy,
-            rand,
-            randn,
-            tensor_from_numpy,
-            zeros,
-            zeros_tensor_from_numpy,
-        )
-        from .factories import tensor as _tensor
-        from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d
-        from .fast_ops import FastBackend, FastOps
-        from .function import Function
-        from .gradient_check import grad_central_difference, grad_check
-        from .graph_step import CaptureError, GraphStep, graph_step
-        from .head_functions import linear_cross_entropy
-        from .kv_cache import KVCache, LayerCache
-        from .linear_functions import linear
-        from .matmul_precision import (
+        from .backends.matmul_precision import (
             Precision,
             get_matmul_precision,
             matmul_precision,
             set_matmul_precision,
         )
+        from .compat.tensor_methods import (
+            Attn_Softmax,
+            Flash_Attn,
+            Flash_Attn2,
+            Flash_Attn_Causal,
+            LayerNorm,
+            LayerNorm1dFused,
+        )
+        from .cuda_kernel_ops import CudaKernelOps
+        from .cuda_ops import CudaBackend, CudaOps, mm_practice, sum_practice
+        from .datasets import datasets
+        from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d
+        from .fast_ops import FastBackend, FastOps
+        from .functions.base import Function
+        from .layers.linear import linear
+        from .layers.linear_cross_entropy import linear_cross_entropy
+        from .layers.residual_layer_norm import residual_layer_norm
+        from .models.kv_cache import KVCache, LayerCache
         from .module import Module, Parameter
         from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear
         from .nn import (
@@ -79,23 +71,12 @@ if not _entrance.runs_as_command(__name__):
             logsumexp,
             max,
             maxpool2d,
-            naive_attention,
             one_hot,
             softmax,
             softmax_loss,
             tile,
         )
         from .optim import SGD, Adam, Optimizer, clip_grad_norm_
-        from .published import (
-            Attn_Softmax,
-            Flash_Attn,
-            Flash_Attn2,
-            Flash_Attn_Causal,
-            LayerNorm,
-            LayerNorm1dFused,
-        )
-        from .recompute import checkpoint
-        from .residual_functions import residual_layer_norm
         from .scalar import Scalar, ScalarHistory, derivative_check
         from .scalar_functions import ScalarFunction
         from .tensor import Tensor
@@ -141,7 +122,26 @@ if not _entrance.runs_as_command(__name__):
             View,
         )
         from .tensor_ops import MapProto, SimpleBackend, SimpleOps, TensorBackend, TensorOps
+        from .tensors.factories import (
+            from_dlpack,
+            from_numpy,
+            full,
+            manual_seed,
+            ones,
+            ones_tensor_from_numpy,
+            rand,
+            randn,
+            tensor_from_numpy,
+            zeros,
+            zeros_tensor_from_numpy,
+        )
+        from .tensors.factories import tensor as _tensor
+        from .tensors.gradient_check import grad_central_difference, grad_check
         from .testing import MathTest, MathTestVariable
+        from .training.adamw import AdamW
+        from .training.anomaly import AnomalyError, detect_anomaly
+        from .training.captured_step import CaptureError, GraphStep, graph_step
+        from .training.recompute import checkpoint
         from .transformer import DecoderLM, FeedForward, MultiHeadAttention, TransformerLayer
 
         bfloat16 = BFLOAT16.type

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from minitorch import doctor
+from minitorch.doctor import command as doctor
 
 
 def main(argv: list[str] | None = None) -> int:

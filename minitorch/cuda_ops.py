@@ -14,19 +14,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kernels import launch
-from kernels.cuda import fused, product, product_rungs
-from kernels.cuda.arrays import empty_device
-from kernels.cuda.device import Adopted
-from kernels.cuda.half import as_bits
-from kernels.cuda.memory import fill
-from kernels.cuda.sizes import SIZES
-from kernels.dtypes import acc_dtype
-from kernels.geometry import ceil_div
-from kernels.memory import join_dims, joined
-from kernels.targets import IS_SIMULATOR
+from kernels.common.geometry import ceil_div
+from kernels.cuda.device.half import as_bits
+from kernels.cuda.device.memory import fill
+from kernels.cuda.layers import fused
+from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.matmul import dispatch as product_rungs
+from kernels.cuda.runtime.arrays import empty_device
+from kernels.cuda.runtime.kernel import Adopted
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.runtime.dtypes import acc_dtype
+from kernels.runtime.memory import join_dims, joined
+from kernels.runtime.targets import IS_SIMULATOR
 
 from . import operators
-from .cuda_kernels import (
+from .backends.course_kernels import (
     THREADS_PER_BLOCK,
     _mm_practice,
     _sum_practice,
@@ -40,8 +42,8 @@ from .cuda_kernels import (
     tensor_reduce,
     tensor_zip,
 )
-from .cuda_loops import fold_kernel, map_kernel, zip_kernel
-from .matmul_precision import get_matmul_precision
+from .backends.cuda_loops import fold_kernel, map_kernel, zip_kernel
+from .backends.matmul_precision import get_matmul_precision
 from .tensor_data import Ints, Storage, TensorData
 from .tensor_ops import Loop, TensorBackend, TensorOps
 
@@ -177,7 +179,7 @@ class CudaOps(TensorOps):
 
     @classmethod
     def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
-        """Fill ``out`` with the product, on tensor cores where they may; see ``product_rungs``."""
+        """Fill ``out`` with the product, on tensor cores where they may; see ``matmul.dispatch``."""
         operands = _matrices(out, a, b) if a.dtype == b.dtype == out.dtype else None
         kind = None
         if operands is not None:

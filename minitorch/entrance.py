@@ -53,7 +53,7 @@ def check_kernels() -> None:
         ImportError: If it finds another file.  The message names the file.
     """
     file = found_file("kernels")
-    if file is None or _lies_here(file) or (Path(file).parent / "targets.py").is_file():
+    if file is None or _lies_here(file) or (Path(file).parent / "launch.py").is_file():
         return  # missing, ours, or ours in another copy of the project
     raise ImportError(
         f"minitorch needs its own package kernels, but `import kernels` finds {file} instead. Rename "

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from numba import njit, prange
 
-from kernels.cuda.device import device_function
-from kernels.cuda.sizes import SIZES
-from kernels.geometry import ceil_div
-from kernels.targets import cuda
+from kernels.common.geometry import ceil_div
+from kernels.cuda.runtime.kernel import device_function
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.runtime.targets import cuda
 
 from .autodiff import Context
-from .cuda_kernels import jit
-from .fast_loops import parallel_loop
-from .function import Function, check_tensor
-from .widening import result_dtype
+from .backends.course_kernels import jit
+from .backends.dtype_promotion import result_dtype
+from .backends.fast_loops import parallel_loop
+from .functions.base import Function, check_tensor
 
 if TYPE_CHECKING:
     from .tensor import Tensor

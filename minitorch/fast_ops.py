@@ -11,9 +11,11 @@ from numba import prange
 from numba.extending import register_jitable
 
 from kernels import launch
-from kernels.cpu import blas, fused, pool
+from kernels.cpu.layers import fused
+from kernels.cpu.matmul import blas
+from kernels.cpu.runtime import memory_pool as pool
 
-from .fast_loops import (
+from .backends.fast_loops import (
     FOLDS,
     LARGE,
     callable_,

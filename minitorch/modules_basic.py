@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.arguments import whole
-from kernels.dtypes import is_floating
+from kernels.common.arguments import whole
+from kernels.runtime.dtypes import is_floating
 
 from .autodiff import modes
-from .elements import NUMBERS, as_dtype
-from .factories import from_numpy, ones, rand, randn, tensor, zeros
-from .function import check_tensor
-from .fused_functions import LayerNorm, Lookup
-from .linear_functions import linear
+from .backends.elements import NUMBERS, as_dtype
+from .functions.base import check_tensor
+from .functions.fused import LayerNorm, Lookup
+from .layers.linear import linear
 from .module import Module, Parameter
 from .nn import device_dropout, integer_array, number, one_hot
 from .tensor import Tensor
 from .tensor_data import get_default_dtype
 from .tensor_ops import SimpleBackend, TensorBackend
+from .tensors.factories import from_numpy, ones, rand, randn, tensor, zeros
 
 
 def _floating(dtype: npt.DTypeLike | None) -> np.dtype[Any]:

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from kernels.arguments import shown
-from kernels.cuda.recorder import refuse
-from kernels.dtypes import acc_dtype, is_floating
+from kernels.common.arguments import shown
+from kernels.cuda.runtime.recorder import refuse
+from kernels.runtime.dtypes import acc_dtype, is_floating
 
-from .anomaly import check_step
 from .autodiff import modes, no_grad
-from .factories import zeros
-from .fused_functions import dense, rounded
+from .functions.fused import dense, rounded
 from .module import Parameter
 from .scalar import Scalar
 from .tensor import Tensor
+from .tensors.factories import zeros
+from .training.anomaly import check_step
 
 
 class Optimizer:

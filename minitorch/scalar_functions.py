@@ -7,8 +7,8 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from . import operators
-from .anomaly import check_gradients, checked_forward
 from .autodiff import Context, History, modes
+from .training.anomaly import check_gradients, checked_forward
 
 
 def wrap_tuple(x: Any) -> tuple[Any, ...]:

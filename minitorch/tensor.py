@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.dtypes import acc_dtype, is_floating, is_half, rounded
+from kernels.runtime.dtypes import acc_dtype, is_floating, is_half, rounded
 
 from .autodiff import History, Variable, backpropagate
+from .backends.dtype_promotion import result_dtype
+from .backends.elements import NUMBERS, as_dtype, as_element, as_float, checked_shape, dtype_of
 from .cuda_ops import CudaBackend
-from .elements import NUMBERS, as_dtype, as_element, as_float, checked_shape, dtype_of
 from .fast_ops import FastBackend
-from .function import chain_rule, check_tensor, is_tensor
+from .functions.base import chain_rule, check_tensor, is_tensor
 from .tensor_data import (
     TensorData,
     UserIndex,
@@ -26,10 +27,9 @@ from .tensor_data import (
     is_device_storage,
 )
 from .tensor_functions import To
-from .tensor_lending import Lending
-from .tensor_operators import TensorOperators
 from .tensor_ops import TensorBackend, TensorOps
-from .widening import result_dtype
+from .tensors.interchange import Lending
+from .tensors.operator_methods import TensorOperators
 
 _ids = count(1)
 

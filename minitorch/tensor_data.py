@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cuda.arrays import is_device_array, to_device, to_host
-from kernels.cuda.half import as_bits
-from kernels.dtypes import BITS, rounded
-from kernels.targets import explained
+from kernels.cuda.device.half import as_bits
+from kernels.cuda.runtime.arrays import is_device_array, to_device, to_host
+from kernels.runtime.dtypes import BITS, rounded
+from kernels.runtime.targets import explained
 
-from .elements import DTYPES as DTYPES
-from .elements import HELD, as_element, checked_shape, dtype_of
+from .backends.elements import DTYPES as DTYPES
+from .backends.elements import HELD, as_element, checked_shape, dtype_of
 
 #: Length of the scratch index buffers inside kernels; no tensor has more dimensions.
 MAX_DIMS = 32

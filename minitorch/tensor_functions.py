@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .attention_functions import FlashAttention as FlashAttention
 from .autodiff import Context
-from .function import Function, as_int
-from .shape_functions import Copy as Copy
-from .shape_functions import Permute as Permute
-from .shape_functions import To as To
-from .shape_functions import View as View
-from .shape_functions import swap_last
+from .functions.base import Function, as_int
+from .functions.flash_attention import FlashAttention as FlashAttention
+from .functions.shape import Copy as Copy
+from .functions.shape import Permute as Permute
+from .functions.shape import To as To
+from .functions.shape import View as View
+from .functions.shape import swap_last
 
 if TYPE_CHECKING:
     from .tensor import Tensor

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kernels import launch
-from kernels.dtypes import is_half, lowest
-from kernels.memory import joined_step
+from kernels.runtime.dtypes import is_half, lowest
+from kernels.runtime.memory import joined_step
 
 from . import operators
-from .plain_math import unraising
+from .backends.dtype_promotion import Widening, floating, result_dtype
+from .backends.plain_math import unraising
 from .tensor_data import (
     IndexingError,
     Ints,
@@ -31,7 +32,6 @@ from .tensor_data import (
     shape_broadcast,
     to_index,
 )
-from .widening import Widening, floating, result_dtype
 
 if TYPE_CHECKING:
     from .tensor import Tensor

@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.arguments import whole
+from kernels.common.arguments import whole
 
 from .autodiff import is_recording, no_grad
-from .decoding import summed
-from .head_functions import linear_cross_entropy
-from .kv_cache import KVCache, LayerCache, check_cache
-from .matmul_precision import find_precision, in_own_precision
+from .backends.matmul_precision import find_precision, in_own_precision
+from .layers.linear_cross_entropy import linear_cross_entropy
+from .models.decoding_step import summed
+from .models.kv_cache import KVCache, LayerCache, check_cache
+from .models.transformer_layers import ATTENTIONS as ATTENTIONS
+from .models.transformer_layers import FeedForward as FeedForward
+from .models.transformer_layers import MultiHeadAttention as MultiHeadAttention
+from .models.transformer_layers import TransformerLayer as TransformerLayer
+from .models.transformer_layers import is_joined, run_joined
 from .module import Module
 from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
 from .nn import integer_array, number
-from .recompute import checkpoint
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
-from .transformer_layers import ATTENTIONS as ATTENTIONS
-from .transformer_layers import FeedForward as FeedForward
-from .transformer_layers import MultiHeadAttention as MultiHeadAttention
-from .transformer_layers import TransformerLayer as TransformerLayer
-from .transformer_layers import is_joined, run_joined
+from .training.recompute import checkpoint
 
 #: Standard deviation of a language model's embeddings at the start.  Measured on the character GPT: with
 #: GPT-2's 0.02 it learns later.  A table that also scores the tokens must not start with large scores.

@@ -19,11 +19,10 @@ import sys
 from statistics import median
 from typing import Any
 
-import against_torch
 import numba
-from command_line import COUNT, POSITIVE
-from contestants import Bound, Contestant, contestants, random_arrays
-from measuring import (
+from bench import against_torch
+from bench.contestants import Bound, Contestant, contestants, random_arrays
+from bench.measuring import (
     command_line,
     interleaved,
     name_of,
@@ -34,11 +33,12 @@ from measuring import (
     wait,
     write_record,
 )
+from common.command_line import COUNT, POSITIVE
 from tqdm import tqdm
 
-from kernels.formulas import attention_backward_flops, attention_flops
-from kernels.shapes import MAX_HEAD_DIM
-from kernels.targets import why_no_cuda
+from kernels.problem.shapes import MAX_HEAD_DIM
+from kernels.runtime.targets import why_no_cuda
+from kernels.traffic.formulas import attention_backward_flops, attention_flops
 
 DIRECTIONS = ("forward", "backward")
 MEBIBYTE = 1024 * 1024

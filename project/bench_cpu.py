@@ -22,8 +22,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from command_line import POSITIVE
-from measuring import (
+from bench.measuring import (
     command_line,
     in_child,
     interleaved,
@@ -34,15 +33,13 @@ from measuring import (
     timing_note,
     write_record,
 )
-from text_data import Corpus, read_text
+from bench.table_cells import figure_cells
+from bench.torch_attention import load_torch
+from bench.torch_gpt import TorchCache, TorchGPT
+from common.command_line import POSITIVE
+from data.text import Corpus, read_text
 from tqdm import tqdm
 from train_gpt import build
-
-sys.path.append(str(Path(__file__).parent / "experiments"))
-
-from table_cells import figure_cells
-from torch_gpt import TorchCache, TorchGPT
-from torch_peers import load_torch
 
 import kernels
 import minitorch

@@ -17,15 +17,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from command_line import POSITIVE
-from contestants import ArrayCall
-from measuring import command_line, interleaved, name_of, ratio, timing_note, write_record
+from bench.contestants import ArrayCall
+from bench.measuring import command_line, interleaved, name_of, ratio, timing_note, write_record
+from common.command_line import POSITIVE
 from tqdm import tqdm
 
 import kernels
 from kernels import BlockMask
-from kernels.cuda.arrays import to_device
-from kernels.targets import why_no_cuda
+from kernels.cuda.runtime.arrays import to_device
+from kernels.runtime.targets import why_no_cuda
 
 
 class Size(NamedTuple):

@@ -27,9 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from command_line import COUNT, POSITIVE, OneLineParser
-from gpt_presets import PRESETS
-from measuring import (
+from bench.measuring import (
     command_line,
     in_child,
     interleaved,
@@ -41,18 +39,17 @@ from measuring import (
     timing_note,
     write_record,
 )
+from bench.record_files import folder_of
+from bench.torch_attention import load_torch
+from bench.training_contestants import OURS, THEIRS, Run, Size, peak_of_training, size_of
+from bench.training_figures import FIGURES, Figure, Row, details, difference, table
+from common.command_line import COUNT, POSITIVE, OneLineParser
 from tqdm import tqdm
-from training_contestants import OURS, THEIRS, Run, Size, peak_of_training, size_of
-from training_figures import FIGURES, Figure, Row, details, difference, table
-
-sys.path.append(str(Path(__file__).parent / "experiments"))
-
-from record_files import folder_of
-from torch_peers import load_torch
+from training.gpt_presets import PRESETS
 
 import minitorch
-from kernels.cuda.arrays import pool
-from kernels.targets import why_no_cuda
+from kernels.cuda.runtime.arrays import pool
+from kernels.runtime.targets import why_no_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, BUILD = ROOT / "docs" / "results", ROOT / "build"

@@ -16,21 +16,17 @@ import argparse
 import re
 import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command_line import COUNT, FROM_ZERO, OneLineParser
-from gpt_presets import PRESETS
-from measuring import command_line, name_of, write_record
-from training_contestants import OURS, THEIRS, Batches, Run, size_of
-
-sys.path.append(str(Path(__file__).parent / "experiments"))
-
-from torch_peers import load_torch
+from bench.measuring import command_line, name_of, write_record
+from bench.torch_attention import load_torch
+from bench.training_contestants import OURS, THEIRS, Batches, Run, size_of
+from common.command_line import COUNT, FROM_ZERO, OneLineParser
+from training.gpt_presets import PRESETS
 
 import minitorch
-from kernels.targets import why_no_cuda
+from kernels.runtime.targets import why_no_cuda
 
 
 def our_gradients(run: Run, inputs: Any, targets: Any) -> dict[str, Any]:

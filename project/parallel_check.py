@@ -13,9 +13,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from command_line import OneLineParser
+from common.command_line import OneLineParser
 from numba import njit
-from training import ends_in_one_line
+from training.script_helpers import ends_in_one_line
 
 import minitorch
 from minitorch import fast_ops, operators

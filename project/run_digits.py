@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from command_line import COUNT, POSITIVE, PROBABILITY, script_parser
-from digits_data import Images, read_mnist, sklearn_digits
-from training import (
+from common.command_line import COUNT, POSITIVE, PROBABILITY, script_parser
+from data.digits import Images, read_mnist, sklearn_digits
+from training.script_helpers import (
     Panel,
     Progress,
     check_backend,
@@ -29,7 +29,7 @@ from training import (
     ends_in_one_line,
     make_folder,
 )
-from training import learning_rate as schedule
+from training.script_helpers import learning_rate as schedule
 
 import minitorch
 from minitorch import Tensor

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 
-from point_training import add_training_options, points_parser, run_points
 from run_tensor import Network, RParam, TensorTrain
-from training import check_backend
+from training.points import add_training_options, points_parser, run_points
+from training.script_helpers import check_backend
 
 import minitorch
 from minitorch import Tensor

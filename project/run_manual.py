@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from command_line import NUMBER
-from point_training import judge, make_points, points_parser
-from training import ends_in_one_line, make_folder
+from common.command_line import NUMBER
+from training.points import judge, make_points, points_parser
+from training.script_helpers import ends_in_one_line, make_folder
 
 import minitorch
 

@@ -14,7 +14,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from point_training import (
+from training.points import (
     LogFunction,
     add_training_options,
     default_log_fn,

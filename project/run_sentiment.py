@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from command_line import COUNT, POSITIVE, PROBABILITY, script_parser
-from sentiment_data import (
+from common.command_line import COUNT, POSITIVE, PROBABILITY, script_parser
+from data.sentiment import (
     BEST_ACCURACY,
     BEST_LOSS,
     BEST_OF_A_BAG,
@@ -33,7 +33,7 @@ from sentiment_data import (
     read_vectors,
     vocabulary,
 )
-from training import (
+from training.script_helpers import (
     Progress,
     check_backend,
     check_loss,

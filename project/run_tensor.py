@@ -16,7 +16,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from point_training import (
+from training.points import (
     LogFunction,
     add_training_options,
     default_log_fn,

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpt_presets import characters_of, reader, spelled
-from gpt_training import JUDGE_SHARE, Trainer, judge, train_step, warm_up
-from text_data import PROMPT, Corpus, encode, read_text
-from train_options import (
+from data.text import PROMPT, Corpus, encode, read_text
+from training.gpt_loop import JUDGE_SHARE, Trainer, judge, train_step, warm_up
+from training.gpt_options import (
     BACKENDS,
     check_config,
     given_options,
@@ -29,16 +28,17 @@ from train_options import (
     parse_args,
     with_defaults,
 )
-from training import check_backend, check_loss, make_folder
+from training.gpt_presets import characters_of, reader, spelled
+from training.script_helpers import check_backend, check_loss, make_folder
 
 import minitorch
-from minitorch.saved_models import (
+from minitorch.training.checkpoints import Checkpoints, TrainingState, remove_partials
+from minitorch.training.model_files import (
     CheckpointError,
     load_parameters,
     read_checkpoint,
     save_checkpoint,
 )
-from minitorch.training_state import Checkpoints, TrainingState, remove_partials
 
 __all__ = ["build", "judge", "main", "train_step"]  # what the benchmarks and experiments take
 #: The folder of the checkpoints, in that of the results.
@@ -49,7 +49,7 @@ def build(config: dict[str, Any], backend: str, recompute: bool = False) -> mini
     """Build the model that a configuration describes.
 
     Args:
-        config: See :data:`train_options.CONFIG`; what older ones lack is added.
+        config: See :data:`gpt_options.CONFIG`; what older ones lack is added.
         backend: One of :data:`BACKENDS`.
         recompute: See :class:`minitorch.DecoderLM`.
 

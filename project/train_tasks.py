@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from command_line import COUNT, POSITIVE, script_parser
-from training import (
+from common.command_line import COUNT, POSITIVE, script_parser
+from training.script_helpers import (
     Progress,
     check_backend,
     check_loss,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from kernels.targets import IS_SIMULATOR, why_no_cuda
+from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda
 
 #: MINITORCH_SHRINK=0 shows the first example that fails, and does not look for the smallest.
 SHRINKING = os.environ.get("MINITORCH_SHRINK") != "0"

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from bench.record_files import ORIGIN
+from bench.table_cells import cell, markdown
 from docutils import nodes
 from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
-from record_files import ORIGIN
 from sphinx.util.docutils import SphinxDirective
-from table_cells import cell, markdown
 
 #: Rows of a record that are shown; of longer ones only the file is named.
 MOST_ROWS = 24

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from course_tasks import MODULES, Task, tasks_of
-from course_trees import ROOT, Region, marked_regions
+from course.starter_trees import ROOT, Region, marked_regions
+from course.tasks import MODULES, Task, tasks_of
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective

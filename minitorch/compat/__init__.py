@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minitorch.factories import set_leaves_by_default
+from minitorch.tensors.factories import set_leaves_by_default
 
 
 class published:

@@ -10,12 +10,12 @@ import streamlit as st
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from recording import MASKS, Recording, Settings, Step, record
 
 from app_pages.pictures import matrix, new_figure, show
+from app_pages.recording import MASKS, Recording, Settings, Step, record
 from app_pages.tile_view import Story
 from app_pages.widgets import choose
-from kernels.formulas import TRAFFIC, HeadShape, total
+from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
 RUNGS = ("naive", "flash1", "flash2")
 TILE_SIZES = (4, 8, 16)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import streamlit as st
 from matplotlib.figure import Figure
-from training import Panel
+from training.script_helpers import Panel
 
 #: Matrices up to so many elements show their numbers.
 MOST_NUMBERS = 100

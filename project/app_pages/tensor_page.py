@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 import minitorch
 from app_pages.pictures import show_panels
 from app_pages.widgets import choose
-from kernels.geometry import ceil_div
+from kernels.common.geometry import ceil_div
 from minitorch.tensor_data import TensorData, index_to_position
 
 HIGHLIGHT, PALE = "#f59e0b", "#dbeafe"

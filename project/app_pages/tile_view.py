@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from recording import Recording, Step
 
-from kernels.cuda.vector import VECTOR
-from kernels.geometry import ceil_div
-from kernels.online_softmax import LN_2
+from app_pages.recording import Recording, Step
+from kernels.common.geometry import ceil_div
+from kernels.common.online_softmax import LN_2
+from kernels.cuda.device.vector import VECTOR
 
 Array = npt.NDArray[Any]
 Visit = tuple[int, int]

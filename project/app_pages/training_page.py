@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import streamlit as st
-from point_training import DATASETS, Trainer, boundary, count_correct
 from run_fast_tensor import FastTrain
 from run_manual import BIAS, WEIGHTS, ManualTrain
 from run_scalar import ScalarTrain
 from run_tensor import TensorTrain
-from training import curves
+from training.points import DATASETS, Trainer, boundary, count_correct
+from training.script_helpers import curves
 
 import minitorch
 from app_pages.pictures import show_panels

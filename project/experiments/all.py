@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 
 import harness
-from command_line import OneLineParser
+from bench.record_files import BadRecordError
+from common.command_line import OneLineParser
+from common.one_by_one import run_one_by_one
 from harness import markdown
-from one_by_one import run_one_by_one
-from record_files import BadRecordError
 
 
 def parse_args(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -17,14 +17,14 @@ import argparse
 from typing import Any
 
 import harness
-from command_line import COUNT
-from contestants import ArrayCall
+from bench.contestants import ArrayCall
+from bench.measuring import in_child, interleaved, spread, timing_note
+from common.command_line import COUNT
 from harness import Experiment, Record, Report, Result, markdown, timed_cell
-from measuring import in_child, interleaved, spread, timing_note
 
-from kernels.formulas import HeadShape, total
-from kernels.io_meter import metered
-from kernels.traffic import RUNGS, call_traffic, problem_of
+from kernels.metering.io_meter import metered
+from kernels.metering.rung_traffic import RUNGS, call_traffic, problem_of
+from kernels.traffic.formulas import HeadShape, total
 
 #: Batch · heads and length by device and size.
 WORKLOADS = {

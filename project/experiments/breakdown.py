@@ -23,15 +23,16 @@ from typing import Any
 
 import harness
 import numpy as np
-from command_line import COUNT
-from contestants import ArrayCall, Bound, contestants, random_arrays
+from bench.contestants import ArrayCall, Bound, contestants, random_arrays
+from bench.measuring import interleaved, spread, timing_note
+from common.command_line import COUNT
 from device_peaks import PEAKS_NOTE, measure_peaks
 from harness import Experiment, Record, Report, Result, cell, markdown, timed_cell
-from measuring import interleaved, spread, timing_note
 
 import minitorch
-from kernels.cpu.flash2 import TILE
-from kernels.formulas import (
+from kernels.cpu.attention.flash2 import TILE
+from kernels.metering.rung_traffic import RUNGS, PassTraffic, call_traffic, head_shape, problem_of
+from kernels.traffic.formulas import (
     PRODUCTS,
     Counts,
     attention_flops,
@@ -41,7 +42,6 @@ from kernels.formulas import (
     naive_traffic,
     total,
 )
-from kernels.traffic import RUNGS, PassTraffic, call_traffic, head_shape, problem_of
 from minitorch import Tensor
 
 #: Batch · heads and length by device and size.

@@ -9,12 +9,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from measuring import interleaved
+from bench.measuring import interleaved
 from numba import float32, int64, njit, prange, void
 
-from kernels.cuda.arrays import empty_device
-from kernels.cuda.device import Kernel, array_type
-from kernels.targets import cuda
+from kernels.cuda.runtime.arrays import empty_device
+from kernels.cuda.runtime.kernel import Kernel, array_type
+from kernels.runtime.targets import cuda
 
 #: Of the CPU's loop: work items, turns, and chains side by side.  How many of them a compiler keeps in
 #: vector registers is its affair, so that there are two loops, and the faster counts.

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from bench.measuring import interleaved, spread, timing_note
 from harness import Experiment, Record, Report, Result, colour_of, markdown, panels, run, timed_cell
-from measuring import interleaved, spread, timing_note
 
-from kernels.evolution import STEPS
+from kernels.reference.evolution import STEPS
 
 HEAD_DIM = 64
 #: Rows of k and v, at which memory is read.

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from command_line import COUNT
-from contestants import ArrayCall
+from bench.contestants import ArrayCall
+from common.command_line import COUNT
 from harness import Experiment, Record, Report, Result, markdown
 
-from kernels.cuda.device import Kernel
-from kernels.formulas import total
-from kernels.targets import cuda
-from kernels.traffic import RUNGS, PassTraffic, call_traffic, problem_of
+from kernels.cuda.runtime.kernel import Kernel
+from kernels.metering.rung_traffic import RUNGS, PassTraffic, call_traffic, problem_of
+from kernels.runtime.targets import cuda
+from kernels.traffic.formulas import total
 
 #: Batch · heads and length.
 WORKLOADS = {"quick": (64, 512), "normal": (1024, 1024), "full": (1024, 1024)}

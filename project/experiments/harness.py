@@ -30,19 +30,19 @@ from typing import Any
 from tqdm import tqdm
 
 # A script's own folder is where Python looks for modules; what all of project/ shares lies one up.  It
-# comes first: project/training.py is not the experiment of that name.
+# comes first: project/training/script_helpers.py is not the experiment of that name.
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
-import measuring  # noqa: E402
-from command_line import OneLineParser  # noqa: E402
-from record_files import FOREIGN, BadRecordError, Record, bad_record, folder_of, read_record  # noqa: E402
-from table_cells import COLOURS as COLOURS  # noqa: E402  # experiments have these from here
-from table_cells import cell as cell  # noqa: E402
-from table_cells import colour_of as colour_of  # noqa: E402
-from table_cells import markdown as markdown  # noqa: E402
-from table_cells import timed_cell as timed_cell  # noqa: E402
+from bench import measuring  # noqa: E402
+from bench.record_files import FOREIGN, BadRecordError, Record, bad_record, folder_of, read_record  # noqa: E402
+from bench.table_cells import COLOURS as COLOURS  # noqa: E402  # experiments have these from here
+from bench.table_cells import cell as cell  # noqa: E402
+from bench.table_cells import colour_of as colour_of  # noqa: E402
+from bench.table_cells import markdown as markdown  # noqa: E402
+from bench.table_cells import timed_cell as timed_cell  # noqa: E402
+from common.command_line import OneLineParser  # noqa: E402
 
-from kernels.targets import why_no_cuda  # noqa: E402
+from kernels.runtime.targets import why_no_cuda  # noqa: E402
 
 ROOT = PROJECT.parent
 RESULTS = ROOT / "docs" / "results"

@@ -3,7 +3,8 @@
     python project/experiments/io_table.py                  times on the CPU, traffic of the CUDA rungs
     python project/experiments/io_table.py --device cuda    the published workload on a GPU
 
-Traffic is told by three that must agree: the formulas (``kernels.formulas``), the IO meter, which counts
+Traffic is told by three that must agree: the formulas (``kernels.traffic.formulas``), the IO
+meter, which counts
 every element that the kernels touch in the simulator on a small call, and the counters of a GPU
 (``hardware_counters.py``), where a file of it is there.  Formulas and meter count what a kernel asks for; a
 cache answers a part of it, so that less comes from DRAM.
@@ -19,14 +20,14 @@ import sys
 from typing import Any
 
 import harness
-from command_line import COUNT
-from contestants import ArrayCall, Bound, contestants, random_arrays
+from bench.contestants import ArrayCall, Bound, contestants, random_arrays
+from bench.measuring import in_child, interleaved, spread, timing_note
+from common.command_line import COUNT
 from harness import Experiment, Record, Report, Result, cell, markdown
-from measuring import in_child, interleaved, spread, timing_note
 
-from kernels.formulas import PRODUCTS, HeadShape, attention_flops, total
-from kernels.io_meter import metered
-from kernels.traffic import RUNGS, PassTraffic, call_traffic, problem_of
+from kernels.metering.io_meter import metered
+from kernels.metering.rung_traffic import RUNGS, PassTraffic, call_traffic, problem_of
+from kernels.traffic.formulas import PRODUCTS, HeadShape, attention_flops, total
 
 #: Batch · heads and length by device and size.
 WORKLOADS = {

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from harness import Experiment, Record, Report, Result, colour_of, markdown, panels, run
 
 # isort: split
-from contestants import Bound, contestants, random_arrays
-from measuring import in_child, out_of_memory, peak_memory, reset_peak_memory, wait
+from bench.contestants import Bound, contestants, random_arrays
+from bench.measuring import in_child, out_of_memory, peak_memory, reset_peak_memory, wait
 
-from kernels.cuda.arrays import pool
-from kernels.formulas import score_matrix_bytes
-from kernels.targets import cuda
+from kernels.cuda.runtime.arrays import pool
+from kernels.runtime.targets import cuda
+from kernels.traffic.formulas import score_matrix_bytes
 
 MODES = ("inference", "training")
 #: Those whose memory grows with the square of the length, and those that stay.

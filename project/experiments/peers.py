@@ -22,16 +22,16 @@ from typing import Any
 
 import harness
 import numpy as np
-from command_line import COUNT
+from bench.measuring import interleaved, out_of_memory, ratio, spread, timing_note
+from bench.peer_cases import Case, cases
+from bench.torch_attention import FLEX, PEERS, TorchCall, Unavailable, load_torch, prepare
+from common.command_line import COUNT
 from harness import Experiment, Record, Report, Result, markdown, timed_cell
-from measuring import interleaved, out_of_memory, ratio, spread, timing_note
-from peer_cases import Case, cases
-from torch_peers import FLEX, PEERS, TorchCall, Unavailable, load_torch, prepare
 
 import kernels
-from kernels.cuda.arrays import is_device_array, to_device, to_host
-from kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, rounded
-from kernels.formulas import attention_backward_flops, attention_flops
+from kernels.cuda.runtime.arrays import is_device_array, to_device, to_host
+from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, rounded
+from kernels.traffic.formulas import attention_backward_flops, attention_flops
 
 #: Heads and length by device and size.
 WORKLOADS = {

@@ -18,15 +18,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from bench.measuring import in_child, interleaved, ratio, spread, timing_note
 from harness import Experiment, Record, Report, Result, cell, colour_of, markdown, panels, run
-from measuring import in_child, interleaved, ratio, spread, timing_note
 
-from kernels.cpu import softmax_ladder as cpu_ladder
-from kernels.cuda import softmax_ladder as cuda_ladder
-from kernels.cuda.arrays import device_view, empty_device, to_device, to_host
-from kernels.io_meter import IOMeter
-from kernels.softmax_ladder import READS
-from kernels.targets import cuda
+from kernels.cpu.layers import softmax_ladder as cpu_ladder
+from kernels.cuda.layers import softmax_ladder as cuda_ladder
+from kernels.cuda.runtime.arrays import device_view, empty_device, to_device, to_host
+from kernels.metering.io_meter import IOMeter
+from kernels.reference.softmax_ladder import READS
+from kernels.runtime.targets import cuda
 
 #: Elements of x by device and size, and the lengths of rows, as powers of two.
 ELEMENTS = {

@@ -16,8 +16,8 @@ import numpy as np
 from harness import Experiment, Record, Report, Result, colour_of, markdown, panels, run, timed_cell
 
 # isort: split
-from contestants import ArrayCall
-from measuring import interleaved, ratio, spread, timing_note
+from bench.contestants import ArrayCall
+from bench.measuring import interleaved, ratio, spread, timing_note
 
 from kernels import BlockMask
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from harness import Experiment, Record, Report, Result, cell, colour_of, markdown, panels, run
 
 # isort: split
-from contestants import Bound, Contestant, contestants, random_arrays
-from measuring import interleaved, out_of_memory, ratio, spread, timing_note, wait
+from bench.contestants import Bound, Contestant, contestants, random_arrays
+from bench.measuring import interleaved, out_of_memory, ratio, spread, timing_note, wait
 
 #: What is timed: a forward pass on constants; one that records, what follows it, and their sum.
 QUANTITIES = ("inference", "forward", "backward", "training")

@@ -22,7 +22,7 @@ import numpy as np
 from harness import Experiment, Record, Report, Result, cell, colour_of, markdown, panels, run
 
 # isort: split
-from measuring import (
+from bench.measuring import (
     in_child,
     interleaved,
     out_of_memory,
@@ -31,13 +31,13 @@ from measuring import (
     spread,
     timing_note,
 )
-from text_data import Corpus, read_text
-from torch_gpt import TorchGPT, TorchMemory, torch_peers
+from bench.torch_gpt import TorchGPT, TorchMemory, torch_peers
+from data.text import Corpus, read_text
 from train_gpt import build, judge, train_step
-from training import learning_rate
+from training.script_helpers import learning_rate
 
 import minitorch
-from kernels.cuda.arrays import pool
+from kernels.cuda.runtime.arrays import pool
 
 FLASH, NAIVE = "flash", "naive"
 BACKENDS = {"cpu": "fast", "cuda": "cuda"}

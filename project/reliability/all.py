@@ -15,9 +15,9 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT), str(PROJECT / "experiments")]
-from command_line import OneLineParser  # noqa: E402
-from one_by_one import run_one_by_one  # noqa: E402
-from table_cells import markdown  # noqa: E402
+from bench.table_cells import markdown  # noqa: E402
+from common.command_line import OneLineParser  # noqa: E402
+from common.one_by_one import run_one_by_one  # noqa: E402
 
 #: Names of the scripts in this folder, the shortest first.
 SCRIPTS = ("determinism", "bad_calls", "leaks", "kills", "fuzz")

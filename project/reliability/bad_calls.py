@@ -2,7 +2,8 @@
 
     python project/reliability/bad_calls.py                  half a minute on two cores
 
-The tables are walked by tests/test_bad_calls.py in a process of its own: a call that ends the interpreter
+The tables are walked by tests/bad_calls/test_bad_calls.py in a process of its own: a call that
+ends the interpreter
 is seen, and named.  A case holds if the call raises the documented type, its message has the words that say
 what was given, what was expected and what to do, and no operand has changed: bits, strides, gradients.
 """
@@ -23,12 +24,12 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
-import measuring  # noqa: E402
-from command_line import OneLineParser  # noqa: E402
+from bench import measuring  # noqa: E402
+from common.command_line import OneLineParser  # noqa: E402
 
 ROOT = PROJECT.parent
 RECORD = ROOT / "docs" / "results" / "reliability" / "bad_calls.json"
-TESTS = ROOT / "tests" / "test_bad_calls.py"
+TESTS = ROOT / "tests" / "bad_calls" / "test_bad_calls.py"
 
 
 class Notes:

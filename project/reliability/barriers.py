@@ -1,7 +1,7 @@
 """No barrier of the kernels on tensor cores is missing, and tests would notice: each is taken away in turn.
 
 python project/reliability/barriers.py                          all, some 40 minutes on two cores
-python project/reliability/barriers.py --only flash3_dq         those of one file
+python project/reliability/barriers.py --only attention/flash3_wgmma/backward/dq       those of one file
 python project/reliability/barriers.py --schedules 5            in five orders of the threads, not in one
 
 A barrier, a wait, an arrival or a fence becomes ``pass`` in a copy of the repository, and the tests that
@@ -24,25 +24,33 @@ from typing import NamedTuple
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
-import measuring  # noqa: E402
-from command_line import OneLineParser  # noqa: E402
+from bench import measuring  # noqa: E402
+from common.command_line import OneLineParser  # noqa: E402
 
 ROOT = PROJECT.parent
 RECORD = ROOT / "docs" / "results" / "reliability" / "barriers.json"
 KERNELS = Path("kernels/cuda")
 #: Files of kernels, and the tests that run their source.
 TESTED_BY = {
-    ("flash3_wgmma", "flash3_items", "flash3_options"): ("test_flash3", "test_flash3_options"),
     (
-        "flash3_backward", "flash3_dq", "flash3_backward_guard", "flash3_tiles"
-    ): ("test_flash3_backward", "test_flash3_backward_options"),
+        "attention/flash3_wgmma/forward/kernel", "attention/flash3_wgmma/forward/scheduler",
+        "attention/flash3_wgmma/forward/score_options",
+    ): ("tests/structure/emulated/test_flash3", "tests/structure/emulated/test_flash3_options"),
     (
-        "flash2_mma", "flash2_mma_backward", "flash2_mma_dq", "flash2_mma_roles", "mma_guard",
-        "mma_tiles", "mma_split",
-    ): ("test_flash2_mma", "test_mma_split"),
+        "attention/flash3_wgmma/backward/dkdv", "attention/flash3_wgmma/backward/dq",
+        "attention/flash3_wgmma/backward/nonfinite", "attention/flash3_wgmma/tiles",
+    ): (
+        "tests/structure/emulated/test_flash3_backward",
+        "tests/structure/emulated/test_flash3_backward_options",
+    ),
     (
-        "product_wgmma", "product_epilogue", "product_mma", "product_operands"
-    ): ("test_product_tensor_cores",),
+        "attention/flash2_mma/forward", "attention/flash2_mma/dkdv", "attention/flash2_mma/dq",
+        "attention/flash2_mma/dkdv_wide_heads", "attention/flash2_mma/nonfinite",
+        "attention/flash2_mma/tiles", "attention/flash2_mma/split_operands",
+    ): ("tests/structure/emulated/test_flash2_mma", "tests/structure/emulated/test_split_operands"),
+    (
+        "matmul/wgmma", "matmul/epilogue", "matmul/mma", "matmul/operands"
+    ): ("tests/structure/emulated/test_matmul",),
 }  # fmt: skip
 FILES = [file for files in TESTED_BY for file in files]
 #: What is taken away: statements that call one of these, or a ``wait_`` of a kernel's own.
@@ -99,7 +107,7 @@ def missed_by(barrier: Barrier, tree: Path, schedules: int) -> str:
     place.write_text(without(barrier, source), encoding="utf-8")
     command = [
         sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-        *(f"tests/{test}.py" for test in tests),
+        *(f"{test}.py" for test in tests),
     ]  # fmt: skip
     try:
         for schedule in range(schedules):

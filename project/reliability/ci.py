@@ -16,8 +16,8 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
-import measuring  # noqa: E402
-from command_line import OneLineParser  # noqa: E402
+from bench import measuring  # noqa: E402
+from common.command_line import OneLineParser  # noqa: E402
 
 ROOT = PROJECT.parent
 RECORD = ROOT / "docs" / "results" / "reliability" / "ci.json"

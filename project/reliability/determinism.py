@@ -27,16 +27,16 @@ import numpy as np
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
-import measuring  # noqa: E402
 import train_gpt  # noqa: E402
-from command_line import FROM_ZERO, OneLineParser  # noqa: E402
+from bench import measuring  # noqa: E402
+from common.command_line import FROM_ZERO, OneLineParser  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from train_options import BACKENDS  # noqa: E402
+from training.gpt_options import BACKENDS  # noqa: E402
 
 import minitorch  # noqa: E402
 from kernels import BlockMask  # noqa: E402
 from minitorch import Tensor  # noqa: E402
-from minitorch.saved_models import read_checkpoint  # noqa: E402
+from minitorch.training.model_files import read_checkpoint  # noqa: E402
 
 ROOT = PROJECT.parent
 RECORD = ROOT / "docs" / "results" / "reliability" / "determinism.json"

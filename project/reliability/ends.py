@@ -28,8 +28,8 @@ from packaging.requirements import Requirement
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
-import measuring  # noqa: E402
-from command_line import OneLineParser  # noqa: E402
+from bench import measuring  # noqa: E402
+from common.command_line import OneLineParser  # noqa: E402
 
 ROOT = PROJECT.parent
 RECORD = ROOT / "docs" / "results" / "reliability" / "ends.json"
@@ -98,7 +98,7 @@ def tested(python: Path, part: str, workers: int, only: list[str]) -> dict[str, 
     """
     _, options, variables = PARTS[part]
     files = only or (
-        sorted(str(path) for path in ROOT.glob("tests/test_cuda_compile*.py"))
+        sorted(str(path) for path in ROOT.glob("tests/structure/compile_only/test_*.py"))
         if part == "compile-only"
         else []
     )

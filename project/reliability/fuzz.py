@@ -4,7 +4,8 @@
 
 Batches run in children, each from a seed of its own, until the time is up; the parts run side by side.
 
-nonsense    tests/test_fuzz.py: odd memory, odd numbers, odd values of every option; a call is refused
+nonsense    tests/reliability/test_fuzz.py: odd memory, odd numbers, odd values of every option; a
+call is refused
             with a message that helps or gives what the textbook gives in float64, and changes nothing;
             operands and results lie between canaries.
 bounds      the same with NUMBA_BOUNDSCHECK=1 and a folder of compiled code of its own.
@@ -33,10 +34,10 @@ from tqdm import tqdm
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
-import measuring  # noqa: E402
-from command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser  # noqa: E402
+from bench import measuring  # noqa: E402
+from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser  # noqa: E402
 
-from kernels.targets import why_no_cuda  # noqa: E402
+from kernels.runtime.targets import why_no_cuda  # noqa: E402
 
 ROOT = PROJECT.parent
 RECORD = ROOT / "docs" / "results" / "reliability" / "fuzz.json"
@@ -44,19 +45,19 @@ RECORD = ROOT / "docs" / "results" / "reliability" / "fuzz.json"
 BOUNDS_CACHE = ROOT / "build" / "numba-boundscheck"
 #: Part → its tests, and what its children have in their environment.
 PARTS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "nonsense": (["tests/test_fuzz.py"], {}),
+    "nonsense": (["tests/reliability/test_fuzz.py"], {}),
     "bounds": (
-        ["tests/test_fuzz.py"],
+        ["tests/reliability/test_fuzz.py"],
         {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(BOUNDS_CACHE)},
     ),
     "options": (
-        ["-m", "fuzz", "tests/test_attention_kernels.py", "tests/test_flash_attention.py",
-         "tests/test_varlen.py"],
+        ["-m", "fuzz", "tests/kernels/test_attention.py", "tests/kernels/test_varlen.py",
+         "tests/minitorch/functions/test_flash_attention.py"],
         {},
     ),
 }  # fmt: skip
 #: What a sanitizer looks at: kernels on a GPU, each with its options.
-SANITIZED = "tests.cuda_smoke"
+SANITIZED = "tests.support.smoke.attention"
 
 
 class Batch(NamedTuple):

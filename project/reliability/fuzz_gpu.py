@@ -2,7 +2,8 @@
 
     python project/reliability/fuzz_gpu.py --minutes 8
 
-Several processes draw side by side (``tests/fuzz_gpu.py``), for most of the time goes into compiling.  It
+Several processes draw side by side (``tests/support/fuzz_gpu.py``), for most of the time goes into
+compiling.  It
 needs a GPU, PyTorch and CuPy, whose arrays the calls take beside numba's.
 """
 
@@ -20,10 +21,10 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
-import measuring  # noqa: E402
-from command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser  # noqa: E402
+from bench import measuring  # noqa: E402
+from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser  # noqa: E402
 
-from kernels.targets import why_no_cuda  # noqa: E402
+from kernels.runtime.targets import why_no_cuda  # noqa: E402
 
 ROOT = PROJECT.parent
 RECORD = ROOT / "docs" / "results" / "reliability" / "fuzz_gpu.json"
@@ -34,7 +35,7 @@ GRACE = 20.0
 def drawn_by(seed: int, seconds: float, output: Path) -> subprocess.Popen[str]:
     """Start a process that draws for a while, a line of JSON in ``output`` for each kind of call."""
     command = [
-        sys.executable, "-m", "tests.fuzz_gpu", "--seed", str(seed), "--seconds", str(seconds),
+        sys.executable, "-m", "tests.support.fuzz_gpu", "--seed", str(seed), "--seconds", str(seconds),
     ]  # fmt: skip
     # The processes share the machine: one thread each.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")

@@ -37,15 +37,15 @@ import safetensors
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
-import gpt_training  # noqa: E402
-import measuring  # noqa: E402
 import train_gpt  # noqa: E402
-from command_line import COUNT, FROM_ZERO, OneLineParser  # noqa: E402
+from bench import measuring  # noqa: E402
+from common.command_line import COUNT, FROM_ZERO, OneLineParser  # noqa: E402
 from tqdm import tqdm  # noqa: E402
+from training import gpt_loop as gpt_training  # noqa: E402
 
-from minitorch import saved_models  # noqa: E402
-from minitorch.saved_models import read_checkpoint  # noqa: E402
-from minitorch.training_state import Checkpoints  # noqa: E402
+from minitorch.training import model_files as saved_models  # noqa: E402
+from minitorch.training.checkpoints import Checkpoints  # noqa: E402
+from minitorch.training.model_files import read_checkpoint  # noqa: E402
 
 RECORD = PROJECT.parent / "docs" / "results" / "reliability" / "kills.json"
 #: Steps of a training, from one checkpoint to the next, and how many checkpoints stay.

@@ -23,14 +23,14 @@ import numpy as np
 
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT)]
-import measuring  # noqa: E402
-from command_line import COUNT, OneLineParser  # noqa: E402
+from bench import measuring  # noqa: E402
+from common.command_line import COUNT, OneLineParser  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import kernels  # noqa: E402
 import minitorch  # noqa: E402
 from kernels import BlockMask  # noqa: E402
-from kernels.cuda.arrays import pool, to_device  # noqa: E402
+from kernels.cuda.runtime.arrays import pool, to_device  # noqa: E402
 
 RECORD = PROJECT.parent / "docs" / "results" / "reliability" / "leaks.json"
 #: Growth that is no leak, in percent: the allocators' own.

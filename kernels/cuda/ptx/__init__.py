@@ -11,9 +11,9 @@
 ``bulk``                copies by the copy engine: plain ones, and boxes of a tensor (TMA)
 ``tensor_map``          the host's half of those: what a tensor looks like
 ``wgmma``               products of a warpgroup, operands in shared memory behind descriptors
-``emulated_numbers``,
+``emulated.numbers``,
 ``emulated``,
-``emulated_wgmma``      the same instructions on NumPy arrays of (lanes, registers)
+``emulated.wgmma``      the same instructions on NumPy arrays of (lanes, registers)
 ======================  ===========================================================================
 
 Source of everything here: NVIDIA, Parallel Thread Execution ISA.  Names are those of PTX.

@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from kernels.cuda.device import device_function
 from kernels.cuda.ptx.inline import U32, instruction
+from kernels.cuda.runtime.kernel import device_function
 
 
 @instruction("mbarrier.init.shared::cta.b64 [$barrier], $count;", barrier=U32, count=U32)

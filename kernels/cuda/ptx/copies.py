@@ -11,8 +11,8 @@ from typing import Any
 
 from numba import types
 
-from kernels.cuda.device import device_function
 from kernels.cuda.ptx.inline import F32, I32, I64, U32, address_of, instruction, reads, writes
+from kernels.cuda.runtime.kernel import device_function
 
 
 @address_of(types.uint32, space=3)

@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kernels.cuda.device import device_function
-from kernels.geometry import same
+from kernels.common.geometry import same
+from kernels.cuda.runtime.kernel import device_function
 
 
 class Fragments(NamedTuple):
@@ -118,3 +118,15 @@ def make_fragments(compile_: Callable[[Any], Any]) -> Fragments:
 PLAIN = make_fragments(same)
 #: For kernels.
 DEVICE = make_fragments(device_function)
+
+
+@device_function
+def lane_row(lane):
+    """Return the first row of a lane's accumulators in a 16 x 8 tile."""
+    return lane >> 2
+
+
+@device_function
+def lane_col(lane):
+    """Return the first column of a lane's accumulators in a 16 x 8 tile."""
+    return 2 * (lane & 3)

@@ -28,7 +28,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.errors import TypingError
 
-from kernels.targets import IS_SIMULATOR, intrinsic
+from kernels.runtime.targets import IS_SIMULATOR, intrinsic
 
 
 class Kind(NamedTuple):

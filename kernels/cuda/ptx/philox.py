@@ -2,7 +2,7 @@
 
 Written in Python its rounds are inlined one by one wherever they are drawn; the compiler takes minutes for
 the dozens of draws that keep a multiprocessor busy, and leaves loops of one draw in which each round waits
-for the last.  It computes what ``kernels.philox`` says, which is the readable form.
+for the last.  It computes what ``kernels.common.philox`` says, which is the readable form.
 
 Draws of one block share what depends on the row alone or on the column alone: of fourteen products three
 or four, which the assembler finds by itself.
@@ -13,8 +13,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, NamedTuple
 
-from kernels.cuda.ptx.inline import U32, instruction
-from kernels.philox import (
+from kernels.common.philox import (
     ATTENTION,
     ATTENTION_ROUNDS,
     MULTIPLIER_0,
@@ -22,6 +21,7 @@ from kernels.philox import (
     WEYL_0,
     WEYL_1,
 )
+from kernels.cuda.ptx.inline import U32, instruction
 
 #: The highest bits of both halves of a word, and of its four bytes.
 HALVES, BYTES = 0x80008000, 0x80808080

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kernels.geometry import same
+from kernels.common.geometry import same
 
 #: Bytes of a piece, the most that one lane reads or writes at a time.
 CHUNK = 16

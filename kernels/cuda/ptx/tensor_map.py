@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.ptx.swizzle import CHUNK, MODES
-from kernels.targets import driver
+from kernels.runtime.targets import driver
 
 #: Bytes of a tensor map.
 TENSOR_MAP_BYTES = 128

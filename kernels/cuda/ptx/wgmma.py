@@ -7,7 +7,7 @@ along the depth of the product (A by rows, B by columns: "K-major") ``stride`` i
 eights of lines are.  For a transposed one, whose lines run along the rows of A or the columns of B,
 ``stride`` is how far apart the eights along the depth are, and ``leading`` how far apart the widths
 are.  Without a swizzle the two are the distances of 8 x 16-byte matrices; see
-``emulated_wgmma.operand_offsets``, which says it in one formula each.
+``emulated.wgmma.operand_offsets``, which says it in one formula each.
 
 A step of 16 along the depth moves the beginning: by 32 bytes within the width, or transposed by two
 strides.
@@ -27,9 +27,9 @@ from typing import Any
 
 from numba import int64, uint64
 
-from kernels.cuda.device import device_function
 from kernels.cuda.ptx.inline import F32, I64, U32, instruction, reads, updates, writes
 from kernels.cuda.ptx.swizzle import MODES
+from kernels.cuda.runtime.kernel import device_function
 
 #: Rows of A, and of the accumulators, of a warpgroup.
 ROWS = 64

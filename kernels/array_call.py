@@ -1,0 +1,153 @@
+"""One call of attention on arrays: where it runs, what it asks, its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kernels import launch
+from kernels.common.arguments import as_host_array, as_plain
+from kernels.cuda.runtime.arrays import device_view, element_strides, is_device_array
+from kernels.interop.dlpack import as_array
+from kernels.problem.argument_types import check_types
+from kernels.problem.operands import make_operands
+from kernels.problem.question import Problem, check_gradient_operands, make_problem
+
+
+class Call:
+    """A checked call: target, problem and operands.
+
+    Args:
+        q: (…, heads, seq_q, head_dim), an array of any library.
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        options: Of ``make_problem``, by name.
+        results: For a gradient, dout, out, lse, and dlse or None.
+        make: Builds the problem, as :func:`kernels.problem.question.make_problem` does.
+
+    Raises:
+        TypeError: Also if operands lie in different places.
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        options: dict[str, Any],
+        results: tuple[Any, Any, Any, Any] | None = None,
+        make: Callable[..., Problem] = make_problem,
+    ):
+        q, k, v = as_operand(q), as_operand(k), as_operand(v)
+        arrays = mask_and_slopes(options)
+        self.problem = make(q, k, v, **{**options, **arrays})
+        places = [q, k, v]
+        if results is not None:
+            check_gradient_operands(self.problem, *results)
+            places += [array for array in results if array is not None]
+        self.target = _target(*places)
+        if self.target is launch.CPU:
+            check_on_host(arrays)
+        operands = make_operands(self.target.memory, self.problem, q, k, v, *arrays.values())
+        if results is not None:
+            dout, out, lse, dlse = results
+            operands = operands.having(dout=dout, out=out, lse=lse, dlse=dlse)
+        self.operands = operands
+
+    def forward(self, tile: Any) -> tuple[Any, Any]:
+        """Return out and lse."""
+        return launch.forward(self.target, self.problem, self.operands, tile)
+
+    def backward(self, tile: Any, with_mask: bool = False) -> tuple[Any, ...]:
+        """Return dq, dk and dv, of the operands' shapes; and with ``with_mask`` that of the mask."""
+        check_types(mask_gradient=with_mask)
+        if with_mask and self.problem.mask != "float":
+            raise ValueError(
+                "mask_gradient is for a floating attn_mask, and the call has none; leave it at False"
+            )
+        operands = self.operands
+        gradients = launch.backward(self.target, self.problem, operands, tile, with_mask)
+        memory = self.target.memory
+        dq, dk, dv = (
+            memory.laid_as(memory.sum_to(gradient, tuple(operand.shape)), operand)
+            for gradient, operand in zip(
+                gradients, (operands.q, operands.k, operands.v), strict=False
+            )
+        )
+        return (dq, dk, dv, gradients.dmask) if with_mask else (dq, dk, dv)
+
+
+def as_operand(array: Any) -> Any:
+    """Return an operand, or None, as NumPy's or numba's array; see ``arguments.as_plain``.
+
+    A device array with a negative stride is copied: no view of it could begin at its lowest address.
+    """
+    if isinstance(array, np.ndarray):  # and so memory of the host that a device can read
+        is_usual = type(array) is np.ndarray and array.dtype.isnative
+        return array if is_usual else as_plain(array)
+    if array is None:
+        return None
+    if not is_device_array(array):
+        array = as_array(array)
+    if is_device_array(array) and min(array.strides, default=0) < 0:
+        return launch.CUDA.memory.laid_as(array, array)
+    return array
+
+
+def mask_and_slopes(options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``attn_mask`` and ``alibi_slopes`` as arrays, slopes from a list too."""
+    mask, slopes = options.get("attn_mask"), options.get("alibi_slopes")
+    if mask is None and slopes is None:
+        return _NO_ARRAYS
+    return {
+        "attn_mask": as_operand(mask) if _is_array(mask) else mask,
+        "alibi_slopes": as_host_array("alibi_slopes", slopes)
+        if isinstance(slopes, (list, tuple))
+        else as_operand(slopes),
+    }
+
+
+#: Of a call without a mask and slopes, as most are.
+_NO_ARRAYS: dict[str, Any] = {"attn_mask": None, "alibi_slopes": None}
+
+
+def _is_array(mask: Any) -> bool:
+    return any(hasattr(mask, name) for name in ("dtype", "__dlpack__", "__cuda_array_interface__"))
+
+
+def check_on_host(arrays: dict[str, Any]) -> None:
+    """Check that mask and slopes for q, k and v on the host can be read there.
+
+    Args:
+        arrays: By the name of the option, NumPy's, numba's, or None.
+
+    Raises:
+        TypeError: If one lies on a device: nothing leaves a device unasked.
+    """
+    for name, array in arrays.items():
+        if is_device_array(array):
+            raise TypeError(
+                f"{name} lies on the CUDA device, q, k and v on the host; bring all of them to one place"
+            )
+
+
+def heads_first(array: Any) -> Any:
+    """View (total, heads, dim) as (heads, total, dim), or back; nothing is copied."""
+    if isinstance(array, np.ndarray):
+        return array.swapaxes(0, 1)
+    (rows, heads, dim), (row_step, head_step, step) = array.shape, element_strides(array)
+    return device_view(array, (heads, rows, dim), (head_step, row_step, step))
+
+
+def _target(*operands: Any) -> launch.Target:
+    if all(map(is_device_array, operands)):
+        return launch.CUDA
+    if all(isinstance(operand, np.ndarray) for operand in operands):
+        return launch.CPU
+    kinds = ", ".join(dict.fromkeys(type(operand).__name__ for operand in operands))
+    raise TypeError(
+        f"kernels take NumPy arrays, or arrays on one CUDA device, got {kinds}; convert them with "
+        "numpy.asarray or numba.cuda.to_device"
+    )

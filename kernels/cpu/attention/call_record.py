@@ -1,0 +1,207 @@
+"""A call as the kernels on the host are handed it: its numbers, arrays and options in one record."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba import int64, void
+
+from kernels.common.geometry import ceil_div
+from kernels.common.online_softmax import LOG2_E
+from kernels.common.philox import attention_threshold, keep_scale
+from kernels.cpu.attention import mods
+from kernels.cpu.attention.dropout import keep_address
+from kernels.cpu.attention.tile_scores import (
+    BOOL_MASK,
+    FLOAT_MASK,
+    SETTINGS,
+    SETTINGS_TYPE,
+    score_address,
+)
+from kernels.cpu.matmul.tile_product import product_address
+from kernels.cpu.runtime.function_pointers import run_alone, run_items
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+
+#: Of every kernel: the record and the number of the work item.
+ITEM_SIGNATURE = void(SETTINGS_TYPE, int64)
+
+
+class CallOptions:
+    """One call, with lanes for query rows or for key columns.
+
+    Args:
+        problem: The checked call.
+        operands: As kernels take them.
+        tile: (block_q, block_k).
+        by_keys: Lanes are key columns and lines are query rows; else the reverse.
+        backward: Derivatives of the scores are needed.
+        listed: Visit the tiles that the block mask lists, and no others.
+
+    Attributes:
+        settings: (1,) of ``SETTINGS``.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        operands: Operands,
+        tile: tuple[int, int],
+        by_keys: bool,
+        backward: bool = False,
+        listed: bool = True,
+    ):
+        self.problem, self.tile = problem, tile
+        self.settings = np.zeros(1, SETTINGS)
+        self._record = self.settings[0]
+        # The record has addresses; these keep what lies there.
+        self._arrays: list[Any] = []
+        self._work: Any = None
+        o = self._record
+        natural = bool(
+            problem.softcap or problem.score_mod or problem.slopes or problem.mask == "float"
+        )
+        o["factor"] = problem.scale * (1.0 if natural else LOG2_E)
+        o["unit"] = LOG2_E if natural else 1.0
+        o["scale"], o["lower"], o["upper"] = problem.scale, problem.lower, problem.upper
+        o["by_keys"], o["heads"] = by_keys, problem.heads
+        o["block_q"], o["block_k"] = tile
+        o["product"] = product_address(problem.dtype)
+        if problem.is_plain:
+            return
+        self._score_options(backward, operands)
+        if problem.mask or problem.block_mask is not None or problem.mask_mod is not None:
+            self._hiding_options(operands, by_keys, listed)
+        if natural or o["hides"] or problem.block_mask is not None:
+            o["score_pass"] = score_address(problem.dtype)
+        if problem.dropout_p:
+            o["keep_pass"] = keep_address(problem.dtype)
+            o["seed"], o["threshold"] = problem.seed, attention_threshold(problem.dropout_p)
+            o["kept"] = keep_scale(problem.dropout_p)
+
+    def name(self, **arrays: Any) -> None:
+        """Put arrays of four dimensions into the record."""
+        for field, array in arrays.items():
+            self._arrays.append(array)
+            address = array.__array_interface__["data"][0]
+            self._record[field] = address, array.shape, array.strides
+
+    def _score_options(self, backward: bool, operands: Operands) -> None:
+        problem, o = self.problem, self._record
+        o["softcap"], o["diagonal"] = problem.softcap, problem.diagonal
+        function, derivative = problem.score_mod or (None, None)
+        o["bends"] = backward and bool(problem.softcap or problem.score_mod)
+        o["score_mod"] = mods.mod_address(function, mods.REPLACES, problem.dtype)
+        if backward:
+            o["derivative"] = mods.mod_address(derivative, mods.MULTIPLIES, problem.dtype)
+        if problem.slopes:
+            self.name(slopes=operands.slopes)
+
+    def _hiding_options(self, operands: Operands, by_keys: bool, listed: bool) -> None:
+        problem, o = self.problem, self._record
+        block_mask = problem.block_mask
+        o["hides"] = bool(problem.mask or problem.mask_mod)
+        o["mask_mod"] = mods.mod_address(problem.mask_mod, mods.HIDES, problem.dtype)
+
+        def in_order(array: Any) -> Any:
+            return array if by_keys else array.swapaxes(2, 3)
+
+        if problem.mask:
+            o["mask_kind"] = FLOAT_MASK if problem.mask == "float" else BOOL_MASK
+            batch = operands.mask_batch[:, None, None, None]
+            self.name(mask=in_order(operands.mask), mask_batch=batch)
+        if block_mask is not None:
+            o["pattern_heads"] = block_mask.heads
+            self.name(
+                states=in_order(block_mask.states[:, None]),
+                patterns=in_order(block_mask.patterns[:, None]),
+            )
+            if listed:
+                o["listed"] = 1
+                tiles = block_mask.tile_list(*self.tile, by_keys=by_keys)
+                columns = {name: x[:, None, None, None] for name, x in tiles._asdict().items()}
+                self.name(**columns)
+                self._work = np.diff(tiles.tile_ptr)
+
+    def tile_table(self, of_keys: bool, deal: int = 1) -> int:
+        """Put the tiles of query rows, or of keys, into the record, those with the most work first.
+
+        Args:
+            of_keys: Tiles of key columns.
+            deal: For so many hands: the tiles ``i``, ``i + deal``, … make up hand ``i``.
+
+        Returns:
+            How many there are.
+        """
+        problem, block = self.problem, self.tile[of_keys]
+        if problem.sequences is None:
+            whole = _whole_table(problem.seq_q, problem.seq_k, block, of_keys)
+        else:
+            whole = problem.sequences.tiles(block, of_keys)
+        if self._work is not None:
+            work = self._work.reshape(-1, len(whole)).sum(axis=0)
+            order = _order(work, deal)
+        elif problem.sequences is None:
+            bounds = problem.lower, problem.upper
+            order = _order_in_bounds(problem.seq_q, problem.seq_k, block, of_keys, bounds, deal)
+        else:
+            order = _order(_visible(whole, block, of_keys, problem.lower, problem.upper), deal)
+        self.name(table=whole[order][:, :, None, None])
+        self._record["tiles"] = len(whole)
+        return len(whole)
+
+    def run(self, address: int, items: int) -> None:
+        """Run a kernel: call the function at an address for each work item, on all threads."""
+        threads = min(numba.get_num_threads(), items)
+        # As bytes, which the kernel takes for the record: numba is slow to look up a record's type.
+        settings = self.settings.view(np.uint8)
+        before = mods.failures()
+        if threads > 1:
+            run_items(address, settings, np.zeros(1, np.int64), items, threads)
+        else:  # waking the others costs more than a short call
+            run_alone(address, settings, items)
+        mods.check_finished(before)
+
+
+def _visible(
+    whole: npt.NDArray[np.int64], block: int, of_keys: bool, lower: int, upper: int
+) -> Any:
+    """Return how many places the lines of each tile see within the bounds."""
+    if of_keys:
+        lower, upper = -upper, -lower
+    start, lines, seq = whole[:, 5], whole[:, 4 if of_keys else 2], whole[:, 2 if of_keys else 4]
+    stop = np.minimum(start + block, lines)
+    return np.minimum(stop + upper, seq) - np.maximum(start + lower, 0)
+
+
+def _order(work: Any, deal: int) -> Any:
+    """Return the numbers of the tiles, those with the most work first; see ``tile_table``."""
+    order = np.argsort(-work, kind="stable")
+    # To and fro: the hand that gets the larger tile of one round gets the smaller one of the next.
+    rounds = len(order) // (2 * deal)
+    if deal > 1 and rounds:
+        pairs = order[: rounds * 2 * deal].reshape(rounds, 2, deal)
+        pairs[:, 1] = pairs[:, 1, ::-1].copy()
+    return order
+
+
+@lru_cache(maxsize=64)
+def _whole_table(seq_q: int, seq_k: int, block: int, of_keys: bool) -> Any:
+    """Return the table of tiles of one sequence, (tiles, 6); see ``sequences.Tile``."""
+    count = ceil_div(seq_k if of_keys else seq_q, block)
+    table = np.zeros((count, 6), np.int64)
+    table[:, 2], table[:, 4], table[:, 5] = seq_q, seq_k, np.arange(count) * block
+    return table
+
+
+@lru_cache(maxsize=64)
+def _order_in_bounds(
+    seq_q: int, seq_k: int, block: int, of_keys: bool, bounds: tuple[int, int], deal: int
+) -> Any:
+    return _order(
+        _visible(_whole_table(seq_q, seq_k, block, of_keys), block, of_keys, *bounds), deal
+    )

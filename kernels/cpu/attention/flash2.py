@@ -1,0 +1,211 @@
+"""FlashAttention-2 on the CPU, forward: the paper's loop, a vector lane where CUDA has a thread.
+
+Computes   out and lse.
+Source     FlashAttention-2, Algorithm 1.
+Work item  one query tile of one head, of one packed sequence where there are some; threads take the
+           next item of a table, the longest first.
+One lane   keeps row_max, row_sum and acc for one query row.  Tiles are therefore stored with the lanes
+           along the contiguous axis: S is (cols, lanes), and no maximum or sum runs across lanes.
+Buffers    per work item, in the first- and second-level cache; nothing of size seq_q x seq_k.
+Units      without options that compute with a score, scores are multiplied by scale * log2(e), so that
+           exp becomes exp2; lse is natural.
+Options    bounds of what a row sees are here; all others are passes over the tile in ``tile_scores``,
+           called by their address, so that this kernel is compiled once whatever is asked.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kernels.common.online_softmax import LN_2
+from kernels.cpu.attention import flash_decoding as short_queries
+from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.mods import why_not_compiled
+from kernels.cpu.attention.tile_scores import Place, rows_of
+from kernels.cpu.attention.tiles import (
+    ceil_div,
+    copy_seen,
+    empty_tile,
+    entries,
+    first_full_tile,
+    first_tile,
+    full_tiles_stop,
+    inverse_sum,
+    is_visible,
+    lanes_for,
+    log_sum_exp,
+    pack_transposed,
+    shift_of,
+    tile_in_table,
+    tile_of,
+    tiles_stop,
+    transpose,
+    zero_tile,
+)
+from kernels.cpu.matmul.tile_product import add_product, exp2, set_product
+from kernels.cpu.runtime.function_pointers import address_of, call
+from kernels.cpu.runtime.vector_math import multiply_add
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.jit import FASTMATH, njit_cached
+
+#: (block_q, block_k): rows for lanes, and keys so that S stays in the cache.
+TILE = (128, 64)
+#: For block masks of rows that the tile above would join: it would visit what either of them sees.
+NARROW_TILE = (64, 64)
+
+
+def tile(problem: Problem) -> tuple[int, int]:
+    """Return (block_q, block_k) for a problem."""
+    mask = problem.block_mask
+    return TILE if mask is None or mask.block_q % TILE[0] == 0 else NARROW_TILE
+
+
+def make_forward(real):
+    """Return the forward kernel for one dtype."""
+
+    @njit_cached(fastmath=FASTMATH)
+    def forward_item(settings, item):
+        """Fill one query tile of out and lse: loop over the key tiles that it visits.
+
+        Args:
+            settings: (1,) of ``SETTINGS``.
+            item: Number of (batch, head) times the tiles of the table, plus the number of the tile.
+        """
+        o = settings[0]
+        # by value: a store to a tile might change the record, as far as LLVM knows
+        lower, upper, block_q, block_k = o.lower, o.upper, o.block_q, o.block_k
+        # 3: for 1 <= i <= T_r, every head at once
+        flat = item // o.tiles
+        b, h = flat // o.q.shape[1], flat % o.q.shape[1]
+        sequence, first_q, seq_q, first_k, seq_k, row = tile_in_table(o, item % o.tiles)
+        rows = min(block_q, seq_q - row)
+        q = rows_of(o.q, b, h, first_q + row, rows, real)  # (rows, head_dim)
+        k = rows_of(o.k, b, h, first_k, seq_k, real)  # (seq_k, head_dim)
+        v = rows_of(o.v, b, h, first_k, seq_k, real)  # (seq_k, value_dim)
+        out = rows_of(o.out, b, h, first_q + row, rows, real)  # (rows, value_dim)
+        lse = rows_of(o.lse, b, h, first_q + row, rows, real)  # (rows, 1)
+        value_dim = v.shape[1]
+        lanes = lanes_for(rows)
+        minus_inf, unit = real(-np.inf), real(o.unit)
+        # 4: load Q_i, transposed and scaled
+        q_t = empty_tile(q.shape[1], lanes, real)  # (head_dim, lanes)
+        pack_transposed(q, real(o.factor), q_t)
+        # 5: O = 0, l = 0, m = -inf
+        acc = zero_tile(value_dim, lanes, real)  # (value_dim, lanes)
+        row_sum = np.zeros(lanes, real)  # (lanes,)
+        row_max = np.full(lanes, -np.inf, real)  # (lanes,)
+        shift = np.zeros(lanes, real)  # (lanes,), m in units of the exponent
+        s = empty_tile(block_k, lanes, real)  # (block_k, lanes)
+        seen = np.empty(block_k, np.bool_)  # (block_k,)
+        v_seen = empty_tile(block_k, value_dim, real)  # (block_k, value_dim)
+        no_slope = np.empty((0, lanes), real)  # (0, lanes)
+        z_tile = zero_tile(block_k if o.keep_pass != 0 else 0, lanes, real)  # (block_k, lanes)
+        first = first_tile(row, block_k, seq_k, lower)
+        stop = tiles_stop(row + rows, block_k, seq_k, upper)
+        first_full = first_full_tile(row + rows, block_k, lower)
+        full_stop = full_tiles_stop(row, block_k, seq_k, upper)
+        begin, end = entries(o, flat, row // block_q, ceil_div(seq_q, block_q), first, stop)
+        # 6: for 1 <= j <= T_c
+        for entry in range(begin, end):
+            j, partial = tile_of(o, entry)
+            # 7: load K_j, V_j, but only the columns that a row may see: 0 · NaN of another is NaN
+            col = max(j * block_k, row + lower)
+            cols = min(min((j + 1) * block_k, seq_k), row + rows + upper) - col
+            if cols <= 0:
+                continue
+            p = s[:cols]  # (cols, lanes)
+            v_tile = v[col : col + cols]  # (cols, value_dim)
+            here = Place(b, h, flat, sequence, col, row, rows, partial)
+            # 8: S = Q_i K_jᵀ
+            set_product(o.product, p, k[col : col + cols], q_t)
+            if o.score_pass != 0:
+                call(o.score_pass, (p, no_slope, settings, here))
+            bounded = j < first_full or j >= full_stop
+            if bounded:
+                for c in range(cols):
+                    s_row = p[c]  # (lanes,)
+                    for lane in range(lanes):
+                        visible = is_visible(row + lane, col + c, lower, upper)
+                        s_row[lane] = s_row[lane] if visible else minus_inf
+            if partial != 0 or o.hides != 0:
+                all_seen = True
+                for c in range(cols):
+                    s_row, some = p[c], False  # (lanes,)
+                    for lane in range(rows):
+                        some |= s_row[lane] != minus_inf
+                    seen[c] = some
+                    all_seen &= some
+                if not all_seen:
+                    copy_seen(v_tile, seen, v_seen, real(1))
+                    v_tile = v_seen[:cols]
+            # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
+            new_max = row_max.copy()  # (lanes,)
+            for c in range(cols):
+                s_row = p[c]  # (lanes,)
+                for lane in range(lanes):
+                    new_max[lane] = max(new_max[lane], s_row[lane])
+            for lane in range(lanes):
+                shift[lane] = shift_of(new_max[lane]) * unit
+                row_max[lane] = exp2(multiply_add(row_max[lane], unit, -shift[lane]))
+            rescale, row_max = row_max, new_max  # (lanes,)
+            for lane in range(lanes):
+                row_sum[lane] *= rescale[lane]
+            for c in range(cols):
+                p_row = p[c]  # (lanes,)
+                for lane in range(lanes):
+                    p_row[lane] = exp2(multiply_add(p_row[lane], unit, -shift[lane]))
+                    row_sum[lane] += p_row[lane]
+            if o.keep_pass != 0:
+                call(o.keep_pass, (z_tile[:cols], settings, here))
+                for c in range(cols):
+                    p_row, z_row = p[c], z_tile[c]  # (lanes,)
+                    for lane in range(lanes):
+                        p_row[lane] *= z_row[lane]
+            # 10: O = diag(e^(m - m_new)) O + (P ∘ Z) V_j, Z the dropout
+            for i in range(value_dim):
+                acc_row = acc[i]  # (lanes,)
+                for lane in range(lanes):
+                    acc_row[lane] *= rescale[lane]
+            add_product(o.product, acc, v_tile.T, p)
+        # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+        acc_t = empty_tile(lanes, value_dim, real)  # (lanes, value_dim)
+        transpose(acc, acc_t)
+        for r in range(rows):
+            inverse, acc_row = inverse_sum(row_sum[r]), acc_t[r]  # (value_dim,)
+            for i in range(value_dim):
+                out[r, i] = acc_row[i] * inverse
+            lse[r, 0] = log_sum_exp(shift[r] * real(LN_2), row_sum[r])
+
+    return forward_item
+
+
+@cache
+def _address(dtype: np.dtype[Any]) -> int:
+    """Return the address of the kernel for one dtype, compiled or loaded from disk."""
+    return address_of(make_forward(dtype.type), ITEM_SIGNATURE)
+
+
+def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> None:
+    """Fill out and lse.
+
+    Args:
+        problem: The checked call.
+        size: (block_q, block_k).
+        operands: As kernels take them, any strides; out and lse written.
+    """
+    o = operands
+    if size == tile(problem) and short_queries.pays(problem, o):
+        short_queries.forward(problem, o)
+        return
+    options = CallOptions(problem, o, size, by_keys=False)
+    options.name(q=o.q, k=o.k, v=o.v, out=o.out, lse=o.lse[..., None])
+    options.run(_address(problem.dtype), o.q.shape[0] * o.q.shape[1] * options.tile_table(False))
+
+
+def why_not(problem: Problem, size: tuple[int, int] | None) -> str | None:
+    """Return why this rung cannot run a problem, or None."""
+    return why_not_compiled(problem)

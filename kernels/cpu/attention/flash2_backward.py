@@ -1,0 +1,250 @@
+"""FlashAttention-2 on the CPU, backward: key tiles outside, one vector lane for each key.
+
+Computes   dq, dk and dv.
+Source     FlashAttention-2, Algorithm 2.
+Work item  a hand of key tiles and a part of the query rows of one head; threads take the next item.
+           There are as many hands as parts, and as many phases: in phase n hand i meets part i - n.  So
+           no two items of a phase add to the same rows of dq, dk or dv, every sum has one order however
+           many threads there are, and there is one dq.
+One lane   keeps dk and dv for one key.  S, P, dP and dS are stored as (rows, lanes).
+Buffers    per work item, in the first- and second-level cache; nothing of size seq_q x seq_k.
+Units      as in the forward kernel.
+Options    likewise.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kernels.common.geometry import PLAIN
+from kernels.cpu.attention import flash2
+from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.gradient_tiles import (
+    Buffers,
+    KeyTile,
+    add_row_products,
+    fill_gradient,
+    fill_scores,
+    leave_hidden,
+    mark_in_bounds,
+    piece_of,
+)
+from kernels.cpu.attention.tile_scores import Place, rows_of
+from kernels.cpu.attention.tiles import (
+    add_rows,
+    as_tile,
+    ceil_div,
+    copy_seen,
+    empty_tile,
+    entries,
+    first_tile,
+    lanes_for,
+    pack_transposed,
+    tile_in_table,
+    tile_of,
+    tiles_stop,
+    transpose,
+    zero_tile,
+)
+from kernels.cpu.matmul.tile_product import add_product, set_product
+from kernels.cpu.runtime.function_pointers import address_of
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.jit import FASTMATH, njit_cached
+
+#: Work items that the backward pass aims for; a fixed number, so that no sum depends on how many threads
+#: there are.
+ITEMS = 8
+#: (block_q, block_k) where the query rows of all heads are enough for the work items: dk and dv are read
+#: and written once for so many rows.
+TILE = (256, 64)
+
+
+def make_backward(real):
+    """Return the backward kernel for one dtype."""
+
+    @njit_cached(fastmath=FASTMATH)
+    def backward_item(settings, item):
+        """Add what a hand of key tiles and a part of the query rows give each other to dq, dk and dv.
+
+        Args:
+            settings: (1,) of ``SETTINGS``.
+            item: Number of the part times the (batch, head)s, plus the number of (batch, head); the
+                last part, of which a causal call sees the most keys, comes first.
+        """
+        o = settings[0]
+        # by value: a store to a tile might change the record, as far as LLVM knows
+        lower, upper, block_q, block_k = o.lower, o.upper, o.block_q, o.block_k
+        batch_heads = o.q.shape[0] * o.q.shape[1]
+        flat, part = item % batch_heads, o.parts - 1 - item // batch_heads
+        b, h = flat // o.q.shape[1], flat % o.q.shape[1]
+        zero, one, tau = real(0), real(1), real(o.scale)
+        part_start, part_stop = part * o.part_rows, min((part + 1) * o.part_rows, o.q.shape[2])
+        if o.phase == 0:
+            count = part_stop - part_start
+            rows_of(o.dq, b, h, part_start, count, real)[:] = zero
+            # 4: D = rowsum(dO ∘ O), less the gradient of lse
+            add_row_products(
+                rows_of(o.dout, b, h, part_start, count, real),
+                rows_of(o.out, b, h, part_start, count, real),
+                rows_of(o.delta, b, h, part_start, count, real),
+            )
+        # 5: for 1 <= j <= T_c, every parts-th
+        for number in range((part + o.phase) % o.parts, o.tiles, o.parts):
+            sequence, first_q, seq_q, first_k, seq_k, col = tile_in_table(o, number)
+            cols = min(block_k, seq_k - col)
+            dout = rows_of(o.dout, b, h, first_q, seq_q, real)  # (seq_q, value_dim)
+            q = rows_of(o.q, b, h, first_q, seq_q, real)  # (seq_q, head_dim)
+            k = rows_of(o.k, b, h, first_k + col, cols, real)  # (cols, head_dim)
+            v = rows_of(o.v, b, h, first_k + col, cols, real)  # (cols, value_dim)
+            lse = rows_of(o.lse, b, h, first_q, seq_q, real)  # (seq_q, 1)
+            delta = rows_of(o.delta, b, h, first_q, seq_q, real)  # (seq_q, 1)
+            dk = rows_of(o.dk, b, h, first_k + col, cols, real)  # (cols, head_dim)
+            dv = rows_of(o.dv, b, h, first_k + col, cols, real)  # (cols, value_dim)
+            dq = rows_of(o.dq, b, h, first_q, seq_q, real)  # (seq_q, head_dim)
+            head_dim, value_dim = q.shape[1], v.shape[1]
+            lanes, columns = lanes_for(cols), lanes_for(head_dim)
+            whole_vectors = columns == head_dim and dq.strides[1] == dq.itemsize
+            if o.phase == 0:
+                dk[:] = zero
+                dv[:] = zero
+            # of the part, counted in the sequence
+            start_row, stop_row = max(part_start - first_q, 0), min(part_stop - first_q, seq_q)
+            first = max(first_tile(col, block_q, seq_q, -upper), start_row // block_q)
+            stop = min(tiles_stop(col + cols, block_q, seq_q, -lower), ceil_div(stop_row, block_q))
+            begin, end = entries(o, flat, col // block_k, ceil_div(seq_k, block_k), first, stop)
+            if begin >= end or start_row >= stop_row:
+                continue
+            # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
+            tile = KeyTile(
+                k,
+                empty_tile(head_dim, lanes, real), empty_tile(value_dim, lanes, real),
+                zero_tile(cols, columns, real), np.ones(lanes, np.bool_),
+                zero_tile(head_dim, lanes, real), zero_tile(value_dim, lanes, real),
+            )  # fmt: skip
+            pack_transposed(k, real(o.factor), tile.k_t)
+            pack_transposed(v, one, tile.v_t)
+            mark_in_bounds(tile.seen, col, seq_q, lower, upper)
+            copy_seen(k, tile.seen, tile.rows, tau)
+            whole = True  # tile.rows has zeros for no keys but those
+            buffers = Buffers(
+                empty_tile(block_q, lanes, real), empty_tile(block_q, lanes, real),
+                zero_tile(block_q if o.bends != 0 else 0, lanes, real),
+                zero_tile(block_q if o.keep_pass != 0 else 0, lanes, real),
+                empty_tile(block_q, columns, real), np.empty(block_q, np.bool_),
+                empty_tile(block_q, head_dim, real), empty_tile(block_q, value_dim, real),
+            )  # fmt: skip
+            # 8: for 1 <= i <= T_r, but only those that see a column of the tile
+            for entry in range(begin, end):
+                i, partial = tile_of(o, entry)
+                hides = partial != 0 or o.hides != 0
+                # only the rows that may see a column
+                row = max(max(i * block_q, start_row), col - upper)
+                last = min(min((i + 1) * block_q, stop_row), col + cols - lower)
+                if o.listed != 0 and (last - 1 + lower > col or col + cols - 1 > row + upper):
+                    hides = True  # the rows that the bounds let see a key may not be listed
+                while row < last:
+                    rows, left, right, bounded = piece_of(row, last, col, cols, hides, lower, upper)
+                    width, end_lane = right - left, left + lanes_for(right - left)
+                    # 9: load Q_i, dO_i, L_i, D_i
+                    q_tile, dout_tile = q[row : row + rows], dout[row : row + rows]  # (rows, dim)
+                    own_lse, own_delta = lse[row : row + rows, 0], delta[row : row + rows, 0]
+                    p = as_tile(buffers.p, rows, end_lane - left)  # (rows, lanes of the piece)
+                    ds = as_tile(buffers.ds, rows, end_lane - left)
+                    slope = as_tile(buffers.slope, rows, end_lane - left)  # or (0, lanes)
+                    z = as_tile(buffers.z, rows, end_lane - left)
+                    here = Place(b, h, flat, sequence, row, col + left, width, partial)
+                    fill_scores(
+                        p, slope, q_tile, tile.k_t[:, left:end_lane], settings, here, bounded
+                    )
+                    if hides:
+                        q_tile, dout_tile, whole = leave_hidden(
+                            p, q_tile, dout_tile, tile, buffers, tau, whole
+                        )
+                    elif not whole:
+                        mark_in_bounds(tile.seen, col, seq_q, lower, upper)
+                        copy_seen(k, tile.seen, tile.rows, tau)
+                        whole = True
+                    fill_gradient(
+                        p, ds, z, dout_tile, tile.v_t[:, left:end_lane], own_lse, own_delta,
+                        settings, here, bounded, hides,
+                    )  # fmt: skip
+                    if o.bends != 0:
+                        for r in range(rows):
+                            slope_row, ds_row = slope[r], ds[r]  # (lanes,)
+                            for lane in range(width):
+                                bent = ds_row[lane] * slope_row[lane]
+                                ds_row[lane] = zero if ds_row[lane] == zero else bent
+                    if o.keep_pass != 0:
+                        for r in range(rows):
+                            p_row, z_row = p[r], z[r]  # (lanes,)
+                            for lane in range(width):
+                                p_row[lane] *= z_row[lane]
+                    # 12: dV_j += (P ∘ Z)ᵀ dO_i
+                    add_product(o.product, tile.dv[:, left:end_lane], dout_tile.T, p)
+                    # 15: dQ_i += dS K_j
+                    dq_own, k_rows = dq[row : row + rows], tile.rows[left:right]
+                    if whole_vectors:
+                        add_product(o.product, dq_own, ds[:, :width], k_rows)
+                    else:
+                        set_product(o.product, buffers.dq[:rows], ds[:, :width], k_rows)
+                        add_rows(buffers.dq, one, dq_own)
+                    # 16: dK_j += dSᵀ Q_i
+                    add_product(o.product, tile.dk[:, left:end_lane], q_tile.T, ds)
+                    row += rows
+            # 18: write dK_j, dV_j
+            dk_t = empty_tile(lanes, head_dim, real)  # (lanes, head_dim)
+            dv_t = empty_tile(lanes, value_dim, real)  # (lanes, value_dim)
+            transpose(tile.dk, dk_t)
+            transpose(tile.dv, dv_t)
+            add_rows(dk_t, tau, dk)
+            add_rows(dv_t, one, dv)
+
+    return backward_item
+
+
+def backward_tile(problem: Problem) -> tuple[int, int]:
+    """Return (block_q, block_k) for a problem."""
+    mask, rows = problem.block_mask, TILE[0]
+    tiles = math.prod(problem.lead) * (problem.seq_q // rows)
+    joins = mask is not None and mask.block_q % rows != 0  # it would visit what either of them sees
+    return flash2.tile(problem) if joins or tiles < ITEMS else TILE
+
+
+@cache
+def _address(dtype: np.dtype[Any]) -> int:
+    """Return the address of the kernel for one dtype, compiled or loaded from disk."""
+    return address_of(make_backward(dtype.type), ITEM_SIGNATURE)
+
+
+def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill dq, dk and dv.
+
+    Memory beside the gradients is delta.
+
+    Args:
+        problem: The checked call.
+        tile: (block_q, block_k).
+        operands: As kernels take them, any strides; dq, dk and dv written.
+    """
+    o = operands
+    batch_heads, seq_q = o.q.shape[0] * o.q.shape[1], o.q.shape[2]
+    options = CallOptions(problem, o, tile, by_keys=True, backward=True)
+    most = PLAIN.ceil_div(ITEMS, max(batch_heads, 1))
+    part_rows = PLAIN.ceil_div(max(seq_q, 1), most * tile[0]) * tile[0]  # whole tiles
+    parts = PLAIN.ceil_div(max(seq_q, 1), part_rows)
+    options.tile_table(True, parts)
+    # the kernel adds rowsum(dO ∘ O)
+    delta = np.zeros(o.lse.shape, o.lse.dtype) if o.dlse is None else -o.dlse
+    options.name(
+        dout=o.dout, q=o.q, k=o.k, v=o.v, lse=o.lse[..., None], delta=delta[..., None],
+        out=o.out, dq=o.dq, dk=o.dk, dv=o.dv,
+    )  # fmt: skip
+    options.settings["parts"], options.settings["part_rows"] = parts, part_rows
+    for phase in range(parts):
+        options.settings["phase"] = phase
+        options.run(_address(problem.dtype), parts * batch_heads)

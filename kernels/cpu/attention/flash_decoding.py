@@ -1,0 +1,244 @@
+"""Few query rows against many keys on the CPU, as in decoding: keys in parts, merged by lse.
+
+Computes   out and lse.
+Source     Dao et al., Flash-Decoding (2023): FlashAttention-2, Algorithm 1, on each part of the keys, and
+           the same rescaling once more over the parts.
+Work item  the rows of one head against one part of the keys.
+One lane   one key of a tile for the scores, S is (rows, lanes); one element of out for the rest.
+Buffers    out and lse of each part: linear in seq_k / ``PART``.
+Traffic    k and v are read once, as they lie; nothing is transposed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from kernels.common.geometry import PLAIN
+from kernels.common.online_softmax import LN_2
+from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.tile_scores import Place, blocks_hide, rows_of
+from kernels.cpu.attention.tiles import (
+    inverse_sum,
+    is_visible,
+    log_sum_exp,
+    merge_weight,
+    shift_of,
+    tile_in_table,
+)
+from kernels.cpu.matmul.tile_product import exp2
+from kernels.cpu.runtime.function_pointers import address_of, call, contiguous
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.jit import FASTMATH, njit_cached
+
+#: Rows for which this pays: beyond them lanes of query rows are as busy.
+MOST_ROWS = 8
+#: Keys of a part, a fixed number, so that no sum depends on how many threads there are; and of a tile.
+PART, BLOCK_K = 512, 64
+
+
+@njit(fastmath=FASTMATH)
+def scores_of_row(q_row, k, s_row):
+    """S = q_row · k for each key; k is read row by row.
+
+    Args:
+        q_row: (head_dim,), scaled.
+        k: (cols, head_dim), elements of a row side by side.
+        s_row: (cols,) or longer, written.
+    """
+    for c in range(k.shape[0]):
+        key, total = contiguous(k[c]), q_row[0] * 0  # (head_dim,)
+        for d in range(len(q_row)):
+            total += q_row[d] * key[d]
+        s_row[c] = total
+
+
+@njit(fastmath=FASTMATH)
+def add_values(weights, scores, v, acc):
+    """Add weights · v to acc; a hidden key adds nothing, not even 0 · NaN.
+
+    Args:
+        weights: (cols,) or longer.
+        scores: Likewise; minus infinity where the key is hidden.
+        v: (cols, value_dim), elements of a row side by side.
+        acc: (value_dim,), read and written.
+    """
+    for c in range(v.shape[0]):
+        if scores[c] == -np.inf:
+            continue
+        weight, value = weights[c], contiguous(v[c])  # (value_dim,)
+        for i in range(len(acc)):
+            acc[i] += weight * value[i]
+
+
+def make_part(real):
+    """Return the kernel of one part of the keys for one dtype."""
+
+    @njit_cached(fastmath=FASTMATH)
+    def part_item(settings, item):
+        """Fill out and lse of all rows of one head against one part of the keys.
+
+        Args:
+            settings: (1,) of ``SETTINGS``; its out is (parts · batch, heads, seq_q, value_dim), and so
+                its lse.
+            item: Number of (batch, head) times the tiles of the table, plus the number of the tile, times
+                the parts, plus the number of the part.
+        """
+        o = settings[0]
+        part, rest = item % o.parts, item // o.parts
+        flat = rest // o.tiles
+        b, h = flat // o.q.shape[1], flat % o.q.shape[1]
+        own = part * o.q.shape[0] + b
+        sequence, first_q, seq_q, first_k, seq_k, row = tile_in_table(o, rest % o.tiles)
+        rows, value_dim = min(o.block_q, seq_q - row), o.v.shape[3]
+        lower, upper, unit, minus_inf = o.lower, o.upper, real(o.unit), real(-np.inf)
+        q = rows_of(o.q, b, h, first_q + row, rows, real)  # (rows, head_dim)
+        q_scaled = np.empty(q.shape, real)  # (rows, head_dim)
+        for r in range(rows):
+            for d in range(q.shape[1]):
+                q_scaled[r, d] = q[r, d] * real(o.factor)
+        # 5: O = 0, l = 0, m = -inf
+        acc = np.zeros((rows, value_dim), real)  # (rows, value_dim)
+        row_sum = np.zeros(rows, real)  # (rows,)
+        row_max = np.full(rows, -np.inf, real)  # (rows,)
+        s = np.empty((rows, o.block_k), real)  # (rows, block_k)
+        p_row = np.empty(o.block_k, real)  # (block_k,)
+        slope = np.empty((0, o.block_k), real)  # (0, block_k)
+        z = np.ones((rows if o.keep_pass != 0 else 0, o.block_k), real)  # (rows, block_k)
+        begin = max(part * PART, (row + lower) // o.block_k * o.block_k)
+        stop = min(min((part + 1) * PART, seq_k), row + rows + upper)
+        # 6: for 1 <= j <= T_c
+        for col in range(begin, stop, o.block_k):
+            cols = min(o.block_k, seq_k - col)
+            here = Place(b, h, flat, sequence, row, col, cols, np.int64(1))
+            if blocks_hide(o, here, rows):
+                continue
+            # 7: load K_j, V_j
+            k = rows_of(o.k, b, h, first_k + col, cols, real)  # (cols, head_dim)
+            v = rows_of(o.v, b, h, first_k + col, cols, real)  # (cols, value_dim)
+            # 8: S = Q_i K_jᵀ
+            for r in range(rows):
+                scores_of_row(q_scaled[r], k, s[r])
+            if o.score_pass != 0:
+                call(o.score_pass, (s, slope, settings, here))
+            if o.keep_pass != 0:
+                call(o.keep_pass, (z, settings, here))
+            for r in range(rows):
+                s_row, new_max = s[r], row_max[r]  # (block_k,)
+                for c in range(cols):
+                    visible = is_visible(row + r, col + c, lower, upper)
+                    s_row[c] = s_row[c] if visible else minus_inf
+                    new_max = max(new_max, s_row[c])
+                # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
+                shift = real(shift_of(new_max))
+                rescale, total = exp2((row_max[r] - shift) * unit), real(0)
+                for c in range(cols):
+                    p_row[c] = exp2((s_row[c] - shift) * unit)
+                    total += p_row[c]
+                row_sum[r] = rescale * row_sum[r] + total
+                row_max[r] = new_max
+                # 10: O = e^(m - m_new) O + (P ∘ Z) V_j, Z the dropout
+                if o.keep_pass != 0:
+                    for c in range(cols):
+                        p_row[c] *= z[r, c]
+                for i in range(value_dim):
+                    acc[r, i] *= rescale
+                add_values(p_row, s_row, v, acc[r])
+        # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+        out = rows_of(o.out, own, h, first_q + row, rows, real)  # (rows, value_dim)
+        lse = rows_of(o.lse, own, h, first_q + row, rows, real)  # (rows, 1)
+        for r in range(rows):
+            inverse = real(inverse_sum(row_sum[r]))
+            for i in range(value_dim):
+                out[r, i] = acc[r, i] * inverse
+            shift = real(shift_of(row_max[r]))
+            lse[r, 0] = log_sum_exp(shift * (unit * real(LN_2)), row_sum[r])
+
+    return part_item
+
+
+@njit_cached(fastmath=FASTMATH)
+def merge_parts(out_parts, lse_parts, out, lse):
+    """Merge the parts by their lse.
+
+    Args:
+        out_parts: (parts, rows, value_dim).
+        lse_parts: (parts, rows).
+        out: (rows, value_dim), written.
+        lse: (rows,), written.
+    """
+    parts, rows, value_dim = out_parts.shape
+    for r in range(rows):
+        largest = lse_parts[0, r]
+        for part in range(parts):
+            largest = max(largest, lse_parts[part, r])
+        shift = out.dtype.type(shift_of(largest))
+        total = out.dtype.type(0)
+        for part in range(parts):
+            total += merge_weight(lse_parts[part, r], shift)
+        inverse = out.dtype.type(inverse_sum(total))
+        row = out[r]  # (value_dim,)
+        row[:] = 0
+        for part in range(parts):
+            weight = merge_weight(lse_parts[part, r], shift) * inverse
+            own = out_parts[part, r]  # (value_dim,)
+            for i in range(value_dim):
+                row[i] += weight * own[i]
+        lse[r] = log_sum_exp(shift, total)
+
+
+@cache
+def _address(dtype: np.dtype[Any]) -> int:
+    """Return the address of the kernel for one dtype, compiled or loaded from disk."""
+    return address_of(make_part(dtype.type), ITEM_SIGNATURE)
+
+
+def rows_of_a_sequence(problem: Problem) -> int:
+    """Return the query rows of the longest sequence."""
+    packed = problem.sequences
+    return problem.seq_q if packed is None else int(packed.lengths[0].max(initial=0))
+
+
+def pays(problem: Problem, operands: Operands) -> bool:
+    """Tell whether this kernel is the one for a call."""
+    in_rows = all(x.strides[-1] == x.itemsize or x.shape[-1] == 1 for x in (operands.k, operands.v))
+    return 0 < rows_of_a_sequence(problem) <= MOST_ROWS and in_rows
+
+
+def forward(problem: Problem, operands: Operands) -> None:
+    """Fill out and lse.
+
+    Args:
+        problem: The checked call.
+        operands: As kernels take them; elements of a row of k and of v side by side; out and lse written.
+    """
+    o = operands
+    packed = problem.sequences
+    longest = problem.seq_k if packed is None else int(packed.lengths[1].max(initial=0))
+    parts = max(PLAIN.ceil_div(longest, PART), 1)
+    block_q = rows_of_a_sequence(problem)
+    options = CallOptions(problem, o, (block_q, BLOCK_K), by_keys=True, listed=False)
+    out_parts = np.empty((parts, *o.out.shape), o.out.dtype) if parts > 1 else o.out[None]
+    lse_parts = np.empty((parts, *o.lse.shape), o.lse.dtype) if parts > 1 else o.lse[None]
+    options.name(
+        q=o.q, k=o.k, v=o.v, out=out_parts.reshape(-1, *o.out.shape[1:]),
+        lse=lse_parts.reshape(-1, *o.lse.shape[1:], 1),
+    )  # fmt: skip
+    options.settings["parts"] = parts
+    tiles = options.tile_table(False)
+    options.run(_address(problem.dtype), o.q.shape[0] * o.q.shape[1] * tiles * parts)
+    if parts > 1:
+        dim = o.out.shape[-1]
+        merged = o.out.reshape(-1, dim)  # a copy where out lies in another order
+        merge_parts(
+            out_parts.reshape(parts, -1, dim),
+            lse_parts.reshape(parts, -1),
+            merged,
+            o.lse.reshape(-1),
+        )
+        if not o.out.flags.c_contiguous:
+            o.out[...] = merged.reshape(o.out.shape)

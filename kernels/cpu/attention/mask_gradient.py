@@ -1,0 +1,159 @@
+"""The gradient of a floating mask on the CPU: dS, summed over what the mask was repeated in.
+
+Computes   dmask.
+Source     FlashAttention-2, Algorithm 2, lines 8-14: dmask = dS, before the derivative of what comes
+           earlier in a score.
+Work item  one tile of the mask's own elements; S and dP are computed again for every batch, head, row
+           and column that read them.  Masks of few elements get a result for each (batch, head) first,
+           so that there is work for all threads.
+One lane   one key, as in the backward pass.
+Buffers    per work item, in the first- and second-level cache.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from kernels.common.geometry import PLAIN
+from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.gradient_tiles import fill_gradient, fill_scores, is_bounded
+from kernels.cpu.attention.tile_scores import Place, blocks_hide, rows_of, view
+from kernels.cpu.attention.tiles import ceil_div, lanes_for, pack_transposed
+from kernels.cpu.runtime.function_pointers import address_of
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.jit import FASTMATH, njit_cached
+
+#: (block_q, block_k).
+TILE = (64, 64)
+#: Masks of fewer tiles than this are not enough work items.
+FEW_TILES = 16
+
+
+@njit(fastmath=FASTMATH)
+def add_repeated(source, width, target):
+    """Add a tile to (rows or 1, cols or 1) elements, summed where these are one.
+
+    Args:
+        source: (rows, lanes).
+        width: Lanes that count.
+        target: (rows or 1, width or 1).
+    """
+    for r in range(source.shape[0]):
+        row, own = source[r], target[r if target.shape[0] > 1 else 0]  # (lanes,), (width or 1,)
+        if target.shape[1] > 1:
+            for lane in range(width):
+                own[lane] += row[lane]
+        else:
+            total = own[0]
+            for lane in range(width):
+                total += row[lane]
+            own[0] = total
+
+
+@njit(fastmath=FASTMATH)
+def tile_range(tile, block, own, total):
+    """Return where a tile of a mask's elements begins and stops among ``total`` rows or columns."""
+    return (0, total) if own == 1 else (tile * block, min((tile + 1) * block, total))
+
+
+def make_mask_gradient(real):
+    """Return the kernel for one dtype."""
+
+    @njit_cached(fastmath=FASTMATH)
+    def mask_item(settings, item):
+        """Fill one tile of dmask.
+
+        Args:
+            settings: (1,) of ``SETTINGS``; its ``out`` is dmask, (batches, heads, rows, columns), each
+                its own number or 1, or with a batch for each of the call's.
+            item: Number of (batch, head, tile of rows, tile of columns) of dmask.
+        """
+        o = settings[0]
+        size = o.out.shape
+        row_tiles, col_tiles = ceil_div(size[2], o.block_q), ceil_div(size[3], o.block_k)
+        col_tile, rest = item % col_tiles, item // col_tiles
+        row_tile, flat_mask = rest % row_tiles, rest // row_tiles
+        batch_own, head_own = flat_mask // size[1], flat_mask % size[1]
+        batch, heads = o.q.shape[0], o.q.shape[1]
+        seq_q, seq_k, dim, value_dim = o.q.shape[2], o.k.shape[2], o.q.shape[3], o.v.shape[3]
+        row_start, row_stop = tile_range(row_tile, o.block_q, size[2], seq_q)
+        col_start, col_stop = tile_range(col_tile, o.block_k, size[3], seq_k)
+        lower, upper, block_q, block_k = o.lower, o.upper, o.block_q, o.block_k
+        lanes = lanes_for(col_stop - col_start)
+        total = np.zeros((min(size[2], block_q), min(size[3], block_k)), real)
+        k_t, v_t = np.empty((dim, lanes), real), np.empty((value_dim, lanes), real)
+        p_tile, ds_tile = np.empty((block_q, lanes), real), np.empty((block_q, lanes), real)
+        slope = np.empty((0, lanes), real)
+        z_tile = np.zeros((block_q if o.keep_pass != 0 else 0, lanes), real)  # (block_q, lanes)
+        number = view(o.mask_batch, np.int64)
+        for flat in range(batch * heads):
+            b, h = flat // heads, flat % heads
+            own = b if size[0] == batch else number[b, 0, 0, 0]
+            if own != batch_own or (size[1] > 1 and h != head_own):
+                continue
+            for col in range(col_start, col_stop, block_k):
+                cols = min(block_k, col_stop - col)
+                pack_transposed(rows_of(o.k, b, h, col, cols, real), real(o.factor), k_t)
+                pack_transposed(rows_of(o.v, b, h, col, cols, real), real(1), v_t)
+                for row in range(row_start, row_stop, block_q):
+                    rows = min(block_q, row_stop - row)
+                    if row + lower > col + cols - 1 or row + rows - 1 + upper < col:
+                        continue  # no row sees a column
+                    place = Place(b, h, flat, np.int64(0), row, col, cols, np.int64(1))
+                    if blocks_hide(o, place, rows):
+                        continue
+                    p, ds, z = p_tile[:rows], ds_tile[:rows], z_tile[:rows]  # (rows, lanes)
+                    q = rows_of(o.q, b, h, row, rows, real)  # (rows, head_dim)
+                    dout = rows_of(o.dout, b, h, row, rows, real)  # (rows, value_dim)
+                    lse = rows_of(o.lse, b, h, row, rows, real)  # (rows, 1)
+                    delta = rows_of(o.delta, b, h, row, rows, real)  # (rows, 1)
+                    bounded = is_bounded(row, row + rows, col, col + cols, lower, upper)
+                    fill_scores(p, slope, q, k_t, settings, place, bounded)
+                    fill_gradient(
+                        p, ds, z, dout, v_t, lse[:, 0], delta[:, 0], settings, place, bounded, True
+                    )
+                    add_repeated(ds, cols, total)
+        out = rows_of(o.out, batch_own, head_own, row_tile * block_q, total.shape[0], real)
+        for r in range(min(total.shape[0], size[2] - row_tile * block_q)):
+            for c in range(min(total.shape[1], size[3] - col_tile * block_k)):
+                out[r, col_tile * block_k + c] = total[r, c]
+
+    return mask_item
+
+
+@cache
+def _address(dtype: np.dtype[Any]) -> int:
+    """Return the address of the kernel for one dtype, compiled or loaded from disk."""
+    return address_of(make_mask_gradient(dtype.type), ITEM_SIGNATURE)
+
+
+def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
+    """Fill the gradient of a floating mask.
+
+    Args:
+        problem: The checked call.
+        operands: As for the backward pass.
+        dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
+    """
+    o = operands
+    rows, cols = dmask.shape[2:]
+    tiles = PLAIN.ceil_div(rows, TILE[0]) * PLAIN.ceil_div(cols, TILE[1])
+    few = dmask.shape[0] * dmask.shape[1] * tiles < FEW_TILES
+    filled = np.empty((*o.q.shape[:2], rows, cols), dmask.dtype) if few else dmask
+    options = CallOptions(problem, o, TILE, by_keys=True, listed=False)
+    delta = np.einsum("bhrd,bhrd->bhr", o.dout, o.out)
+    delta = delta if o.dlse is None else delta - o.dlse
+    options.name(
+        q=o.q, k=o.k, v=o.v, dout=o.dout, lse=o.lse[..., None], delta=delta[..., None], out=filled,
+    )  # fmt: skip
+    options.run(_address(problem.dtype), filled.shape[0] * filled.shape[1] * tiles)
+    if few:
+        if dmask.shape[1] == 1:
+            filled = filled.sum(axis=1, keepdims=True)
+        dmask[...] = 0
+        np.add.at(dmask, o.mask_batch, filled)

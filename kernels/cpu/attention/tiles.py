@@ -1,0 +1,158 @@
+"""What the attention kernels on the host share: which tiles they visit, and how a tile is loaded."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kernels.common.geometry import make_geometry
+from kernels.common.online_softmax import make_online_softmax
+from kernels.cpu.attention.tile_scores import CACHE_LINE, view
+from kernels.cpu.matmul.vector_registers import LANES, VECTOR_BYTES, transpose_square
+from kernels.cpu.runtime.function_pointers import array_at, contiguous
+from kernels.runtime.jit import FASTMATH
+from kernels.scores.visibility import make_masks
+
+_GEOMETRY = make_geometry(njit)
+ceil_div = _GEOMETRY.ceil_div
+first_tile, tiles_stop = _GEOMETRY.first_tile, _GEOMETRY.tiles_stop
+first_full_tile, full_tiles_stop = _GEOMETRY.first_full_tile, _GEOMETRY.full_tiles_stop
+is_visible = make_masks(njit).is_visible
+_SOFTMAX = make_online_softmax(njit)
+shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
+merge_weight = _SOFTMAX.merge_weight
+
+
+@njit(fastmath=FASTMATH)
+def lanes_for(lines):
+    """Return how many lanes a tile has for so many rows: whole vectors, as a product asks for."""
+    return ceil_div(lines, LANES) * LANES
+
+
+@njit
+def empty_tile(lines, lanes, dtype):
+    """Return an array (lines, lanes) that begins with a line of the cache: a vector does not lie in two."""
+    size = lines * lanes
+    buffer = np.empty(size + CACHE_LINE, dtype)
+    skipped = -buffer.ctypes.data % CACHE_LINE // buffer.itemsize
+    return buffer[skipped : skipped + size].reshape((lines, lanes))
+
+
+@njit
+def zero_tile(lines, lanes, dtype):
+    """Return the same, zeros."""
+    tile = empty_tile(lines, lanes, dtype)
+    tile[:] = 0
+    return tile
+
+
+@njit
+def as_tile(buffer, lines, lanes):
+    """Return the begin of a buffer, contiguous, as a tile (lines, lanes); of an empty one (0, lanes)."""
+    size = buffer.itemsize
+    shape = (lines if buffer.size != 0 else 0, lanes)
+    return contiguous(array_at(buffer.ctypes.data, shape, (lanes * size, size), buffer.dtype))
+
+
+@njit(fastmath=FASTMATH)
+def transpose(source, target):
+    """Write the transpose of a tile: squares in registers, one number after the other at the edges.
+
+    Args:
+        source: (rows, dim), any strides.
+        target: (dim, lanes), lanes >= rows; the others are left alone.
+    """
+    rows, dim = source.shape
+    side = VECTOR_BYTES // source.itemsize
+    whole_rows = rows // side * side if source.strides[1] == source.itemsize else 0
+    whole_dim = dim // side * side
+    for row in range(0, whole_rows, side):
+        for i in range(0, whole_dim, side):
+            transpose_square(contiguous(source), row, i, target)
+    for i in range(dim):
+        lane = target[i]  # (lanes,)
+        for row in range(whole_rows if i < whole_dim else 0, rows):
+            lane[row] = source[row, i]
+
+
+@njit(fastmath=FASTMATH)
+def pack_transposed(source, factor, target):
+    """Write factor * sourceᵀ to target and zero the lanes beyond the source's rows.
+
+    Args:
+        source: (rows, dim), any strides.
+        factor: Scalar of the same dtype.
+        target: (dim, lanes), lanes >= rows.
+    """
+    transpose(source, target)
+    rows = source.shape[0]
+    for i in range(target.shape[0]):
+        lane = target[i]  # (lanes,)
+        lane[rows:] = 0
+        for row in range(rows):
+            lane[row] *= factor
+
+
+@njit(fastmath=FASTMATH)
+def add_rows(source, factor, target):
+    """Add factor * source to rows that lie side by side or, in a permuted array, do not.
+
+    Args:
+        source: (rows, dim), or more of both; contiguous.
+        factor: Scalar of the same dtype.
+        target: (rows, dim), any strides.
+    """
+    rows, dim = target.shape
+    if target.strides[1] == target.itemsize:
+        for r in range(rows):
+            near, own = contiguous(target[r]), source[r]  # (dim,)
+            for i in range(dim):
+                near[i] += own[i] * factor
+    else:
+        for r in range(rows):
+            for i in range(dim):
+                target[r, i] += source[r, i] * factor
+
+
+@njit(fastmath=FASTMATH)
+def copy_seen(source, seen, target, factor):
+    """Copy factor * rows, with zeros for those that are not seen: 0 · NaN would be NaN in a product.
+
+    Args:
+        source: (rows, dim), any strides.
+        seen: (rows,) or longer.
+        target: (rows, dim) or longer.
+        factor: Scalar of the same dtype.
+    """
+    for row in range(source.shape[0]):
+        for i in range(source.shape[1]):
+            target[row, i] = factor * source[row, i] if seen[row] else 0
+
+
+@njit(fastmath=FASTMATH)
+def entries(o, flat, tile, num_tiles, first, stop):
+    """Return the range of what a tile visits: entries of the list, or tiles where there is no list."""
+    if o.listed == 0:
+        return first, stop
+    line = flat % o.heads % o.pattern_heads * num_tiles + tile
+    tile_ptr = view(o.tile_ptr, np.int32)
+    return np.int64(tile_ptr[line, 0, 0, 0]), np.int64(tile_ptr[line + 1, 0, 0, 0])
+
+
+@njit(fastmath=FASTMATH)
+def tile_of(o, entry):
+    """Return the number of the tile that is visited, and 1 if the block mask hides a part of it."""
+    if o.listed == 0:
+        return entry, np.int64(0)
+    full = view(o.tile_full, np.uint8)[entry, 0, 0, 0]
+    return np.int64(view(o.tile_ids, np.int32)[entry, 0, 0, 0]), np.int64(full == 0)
+
+
+@njit(fastmath=FASTMATH)
+def tile_in_table(o, number):
+    """Return a row of the table: sequence, first_q, seq_q, first_k, seq_k and start of a tile."""
+    table = view(o.table, np.int64)
+    return (
+        table[number, 0, 0, 0], table[number, 1, 0, 0], table[number, 2, 0, 0],
+        table[number, 3, 0, 0], table[number, 4, 0, 0], table[number, 5, 0, 0],
+    )  # fmt: skip

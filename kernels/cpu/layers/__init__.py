@@ -1,0 +1,1 @@
+"""Fused layers and optimisers on the CPU."""

@@ -1,0 +1,167 @@
+"""One layer of a transformer in one step of decoding on the CPU: all of it in one kernel.
+
+A step has so few numbers that to start some twenty kernels costs more than what they compute.  Here are
+no blocks, tiles, threads or options; the layers' own kernels serve everything else.
+
+Computes   x + attention(norm(x)), and of that y + feed-forward(norm(y)); the new keys and values.
+Source     the pre-norm layer of ``minitorch.models.transformer_layers``, operation by operation.
+One thread does everything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+
+from kernels.common.online_softmax import LOG2_E
+from kernels.cpu.attention.flash_decoding import add_values, scores_of_row
+from kernels.cpu.attention.tiles import inverse_sum, shift_of
+from kernels.cpu.layers.fused import norm_row
+from kernels.cpu.layers.linear import multiply_few
+from kernels.cpu.matmul.tile_product import exp2
+from kernels.runtime.jit import FASTMATH, njit_cached
+
+Array = np.ndarray[Any, Any]
+
+#: Multiply-adds of a step from which other threads are worth waking.
+PARALLEL_FROM = 1 << 20
+
+
+class LayerWeights(NamedTuple):
+    """The parameters of a layer, contiguous and of one dtype; a bias that is not there is (0,).
+
+    Attributes:
+        norm_1: Scale and shift, (width,) each.
+        q: Weights (width, width) and bias of the projection.
+        k: Likewise.
+        v: Likewise.
+        out: Likewise.
+        norm_2: As norm_1.
+        widen: Weights (width, middle) and bias, before GELU.
+        narrow: Weights (middle, width) and bias, after it.
+    """
+
+    norm_1: tuple[Array, Array]
+    q: tuple[Array, Array]
+    k: tuple[Array, Array]
+    v: tuple[Array, Array]
+    out: tuple[Array, Array]
+    norm_2: tuple[Array, Array]
+    widen: tuple[Array, Array]
+    narrow: tuple[Array, Array]
+
+
+@njit(fastmath=FASTMATH)
+def attend(q, k, v, keys, values, factor, out):
+    """Write new keys and values behind those of the cache, and attend to all of them causally.
+
+    Args:
+        q: (batch, count, heads, head_dim).
+        k: Likewise: the new keys.
+        v: Likewise: the new values.
+        keys: (length, batch, heads, head_dim): the cache, its last ``count`` positions for k; written.
+        values: Likewise, for v.
+        factor: Of the scores: log2(e) / sqrt(head_dim).
+        out: (batch, count, heads, head_dim), written.
+    """
+    batch, count, heads, dim = q.shape
+    before = len(keys) - count
+    scores = np.empty(len(keys), q.dtype)  # (length,)
+    probs = np.empty(len(keys), q.dtype)  # (length,)
+    row = np.empty(dim, q.dtype)  # (head_dim,)
+    keys[before:] = k.transpose(1, 0, 2, 3)
+    values[before:] = v.transpose(1, 0, 2, 3)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(count):
+                seen = before + i + 1
+                s, p = scores[:seen], probs[:seen]
+                # S = q · K, in base 2; P = exp(S - max S); O = P · V / sum P
+                for d in range(dim):
+                    row[d] = q[b, i, h, d] * factor
+                scores_of_row(row, keys[:seen, b, h], s)
+                largest = s[0]
+                for c in range(seen):
+                    largest = max(largest, s[c])
+                shift, total = q.dtype.type(shift_of(largest)), q.dtype.type(0)
+                for c in range(seen):
+                    p[c] = exp2(s[c] - shift)
+                    total += p[c]
+                acc = out[b, i, h]  # (head_dim,)
+                acc[:] = 0
+                add_values(p, s, values[:seen, b, h], acc)
+                inverse = q.dtype.type(inverse_sum(total))
+                for d in range(dim):
+                    acc[d] *= inverse
+
+
+@njit(fastmath=FASTMATH)
+def norm(x, weights, eps, out):
+    """Write the layer norm of (rows, width) to ``out``; weights are scale and shift."""
+    for row in range(len(x)):
+        norm_row(x[row], weights[0], weights[1], eps, out[row])
+
+
+@njit(fastmath=FASTMATH)
+def multiply(x, weights, out):
+    """Write a linear layer of (rows, in_size) to ``out`` (rows, out_size); weights and bias."""
+    multiply_few(x, weights[0], weights[1], out, out, False)
+
+
+@njit_cached(fastmath=FASTMATH)
+def _layer_step(x, w, keys, values, eps, factor, out):
+    count, (_, batch, heads, dim) = len(x) // keys.shape[1], keys.shape
+    split = batch, count, heads, dim
+    normed, joined, added = np.empty_like(x), np.empty_like(x), np.empty_like(x)  # (rows, width)
+    q, k, v = np.empty_like(x), np.empty_like(x), np.empty_like(x)  # (rows, width)
+    norm(x, w.norm_1, eps, normed)
+    multiply(normed, w.q, q)
+    multiply(normed, w.k, k)
+    multiply(normed, w.v, v)
+    attend(
+        q.reshape(split), k.reshape(split), v.reshape(split), keys, values, factor,
+        joined.reshape(split),
+    )  # fmt: skip
+    multiply(joined, w.out, added)
+    y = x + added  # (rows, width)
+    norm(y, w.norm_2, eps, normed)
+    middle = np.empty((len(x), w.widen[0].shape[1]), x.dtype)  # (rows, middle)
+    multiply_few(normed, w.widen[0], w.widen[1], middle, middle, True)
+    multiply(middle, w.narrow, added)
+    out[:] = y + added
+
+
+def layer_step(x: Array, weights: LayerWeights, keys: Array, values: Array, eps: float) -> Array:
+    """Return what a layer makes of the newest positions; their keys and values go into the cache.
+
+    Args:
+        x: (batch, count, width), contiguous, of float32 or float64, as all arrays.
+        weights: Of the layer.
+        keys: (length, batch, heads, head_dim), contiguous: of all positions, those of x the last.
+        values: Likewise.
+        eps: Of the layer norms.
+
+    Returns:
+        (batch, count, width).
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    out = np.empty_like(rows)
+    real = x.dtype.type
+    factor = real(LOG2_E / math.sqrt(keys.shape[-1]))
+    _layer_step(rows, weights, keys, values, real(eps), factor, out)
+    return out.reshape(x.shape)
+
+
+def pays(positions: int, length: int, width: int, middle: int) -> bool:
+    """Tell whether this kernel is the one for a step.
+
+    Args:
+        positions: Of the step, of all texts together.
+        length: Positions that they attend to.
+        width: Of the model.
+        middle: Of the feed-forward.
+    """
+    return positions * width * (4 * width + 2 * middle + 2 * length) < PARALLEL_FROM

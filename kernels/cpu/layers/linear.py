@@ -1,0 +1,158 @@
+"""Linear layers on the CPU: bias and GELU, and their gradients, while a block of the product is in cache.
+
+Composed of a product, a sum and GELU, each would read and write all rows once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from kernels.cpu.layers.gelu import gelu_constants, gelu_gradient, gelu_value
+from kernels.cpu.matmul import blas
+from kernels.runtime.jit import FASTMATH, by_size, njit_cached
+
+Array = np.ndarray[Any, Any]
+
+#: Rows for which no BLAS is called, as in decoding: each weight is used too few times to be packed.
+FEW_ROWS = 4
+
+
+@njit(fastmath=FASTMATH)
+def finish(before, bias, out, has_gelu):
+    """Add the bias, if there is one, to a block of the product, and write its GELU to ``out``.
+
+    Args:
+        before: (rows, out_size), read and written.
+        bias: (out_size,), or (0,) for none.
+        out: (rows, out_size), written if ``has_gelu``.
+        has_gelu: Apply GELU.
+    """
+    constants = gelu_constants(before.dtype.type)
+    for row in range(len(before)):
+        x, y = before[row], out[row]  # (out_size,)
+        if len(bias):
+            for i in range(len(x)):
+                x[i] += bias[i]
+        if has_gelu:
+            for i in range(len(x)):
+                y[i] = gelu_value(x[i], constants)
+
+
+@by_size(fastmath=FASTMATH)
+def _by_blocks(rows, weights, bias, before, out, has_gelu, blocks):
+    size = (len(rows) + blocks - 1) // blocks
+    for block in prange(blocks):
+        start, stop = block * size, min((block + 1) * size, len(rows))
+        if start < stop:
+            np.dot(rows[start:stop], weights, before[start:stop])
+            finish(before[start:stop], bias, out[start:stop], has_gelu)
+
+
+@njit(fastmath=FASTMATH)
+def multiply_few(rows, weights, bias, before, out, has_gelu):
+    """Do what ``linear`` does for a few rows: the weights are read once for each row, in order.
+
+    Args:
+        rows: (rows, in_size).
+        weights: (in_size, out_size).
+        bias: (out_size,), or (0,) for none.
+        before: (rows, out_size), written.
+        out: Likewise, written if ``has_gelu``; it may be ``before``.
+        has_gelu: Apply GELU.
+    """
+    depth, pairs = weights.shape[0], weights.shape[0] // 2 * 2
+    for row in range(len(rows)):
+        x, y = rows[row], before[row]  # (in_size,), (out_size,)
+        y[:] = 0
+        for k in range(0, pairs, 2):  # two rows of the weights for each pass over y
+            first, second = weights[k], weights[k + 1]  # (out_size,)
+            for i in range(len(y)):
+                y[i] += x[k] * first[i] + x[k + 1] * second[i]
+        if pairs < depth:
+            last = weights[pairs]  # (out_size,)
+            for i in range(len(y)):
+                y[i] += x[pairs] * last[i]
+    finish(before, bias, out, has_gelu)
+
+
+@by_size(fastmath=FASTMATH)
+def _backward_by_blocks(grad, weights_t, before, through, dx, dbias_parts):
+    constants = gelu_constants(grad.dtype.type)
+    blocks = len(dbias_parts)
+    size = (len(grad) + blocks - 1) // blocks
+    for block in prange(blocks):
+        start, stop = block * size, min((block + 1) * size, len(grad))
+        dbias = dbias_parts[block]  # (out_size,)
+        dbias[:] = 0
+        for row in range(start, stop):
+            g = through[row]  # (out_size,)
+            if len(before):
+                x, outer = before[row], grad[row]  # (out_size,)
+                for i in range(len(g)):
+                    g[i] = gelu_gradient(outer[i], x[i], constants)
+            for i in range(len(g)):
+                dbias[i] += g[i]
+        if start < stop:
+            np.dot(through[start:stop], weights_t, dx[start:stop])
+
+
+@njit_cached(fastmath=FASTMATH)
+def _few_rows(rows, weights, bias, before, out, has_gelu):
+    multiply_few(rows, weights, bias, before, out, has_gelu)
+
+
+def linear(
+    rows: Array, weights: Array, bias: Array | None, has_gelu: bool
+) -> tuple[Array, Array | None]:
+    """Return rows @ weights + bias, and GELU of it.
+
+    Args:
+        rows: (n, in_size), contiguous.
+        weights: (in_size, out_size), contiguous, of the same dtype, float32 or float64.
+        bias: (out_size,), contiguous, or None.
+        has_gelu: Apply GELU in its tanh form.
+
+    Returns:
+        The result (n, out_size); and what stood before GELU, for the gradient, or None.
+    """
+    out = np.empty((len(rows), weights.shape[1]), rows.dtype)
+    before = np.empty_like(out) if has_gelu else out
+    bias = np.empty(0, rows.dtype) if bias is None else bias
+    multiply_adds = out.size * weights.shape[0]
+    if len(rows) <= FEW_ROWS and multiply_adds < blas.PARALLEL_FROM:
+        _few_rows(rows, weights, bias, before, out, has_gelu)
+    else:
+        blocks = blas.row_blocks(len(rows), multiply_adds)
+        run = _by_blocks.parallel if blocks > 1 else _by_blocks.serial
+        with blas.one_thread_each():
+            run(rows, weights, bias, before, out, has_gelu, blocks)
+    return out, before if has_gelu else None
+
+
+def linear_backward(
+    grad: Array, rows: Array, weights: Array, before: Array | None
+) -> tuple[Array, Array, Array]:
+    """Return the gradients of rows, weights and bias.
+
+    Args:
+        grad: (n, out_size), contiguous; of the result.
+        rows: As of :func:`linear`.
+        weights: Likewise.
+        before: As :func:`linear` returned it.
+
+    Returns:
+        grad @ weightsᵀ, rowsᵀ @ grad, and the sum of grad over rows, grad through GELU where there is one.
+    """
+    dx, dweights = np.empty_like(rows), np.empty_like(weights)
+    through = grad if before is None else np.empty_like(grad)
+    blocks = blas.row_blocks(len(rows), grad.size * weights.shape[0])
+    dbias = np.empty((blocks, grad.shape[1]), grad.dtype)
+    before = np.empty((0, grad.shape[1]), grad.dtype) if before is None else before
+    run = _backward_by_blocks.parallel if blocks > 1 else _backward_by_blocks.serial
+    with blas.one_thread_each():
+        run(grad, weights.T, before, through, dx, dbias)
+    blas.matmul(rows.T, through, dweights)
+    return dx, dweights, dbias.sum(axis=0)

@@ -1,0 +1,162 @@
+"""Matrix products by BLAS, on numba's threads.
+
+BLAS libraries keep threads of their own, which go on spinning after a product; on a machine with two
+cores they then take turns with numba's, and a training step becomes several times slower.  Here each of
+numba's threads calls BLAS for a block of the product, and BLAS itself is held to one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import prange
+from numba.np.linalg import ensure_blas
+from threadpoolctl import ThreadpoolController
+
+from kernels.common.geometry import PLAIN
+from kernels.runtime.jit import njit_cached
+
+#: Fewer multiply-adds than this are not worth waking a thread for.
+PARALLEL_FROM = 500_000
+#: Fewer than this BLAS does with one thread by itself.
+ONE_THREAD_BELOW = 8192
+#: Rows of a block; a fixed number, so that no sum depends on how many threads there are.
+BLOCK_ROWS = 256
+#: Most parts that a sum over many rows is cut into, each with a result of its own.
+PARTS = 4
+
+
+@cache
+def _libraries() -> Any:
+    """Return the BLAS libraries of this process: NumPy's, and SciPy's, which numba calls."""
+    ensure_blas()  # else SciPy's comes with the first product, too late to be found here
+    return ThreadpoolController().select(user_api="blas").lib_controllers
+
+
+def _is_for_all(library: Any) -> bool:
+    """Tell whether a library has one number of threads for all threads that call it."""
+    return library.internal_api == "openblas" and library.threading_layer != "openmp"
+
+
+def _set(library: Any, threads: int) -> None:
+    """Set the number of threads of a library."""
+    # The controller itself leaves such a library to the thread that asked first, for as long as that lives.
+    getattr(library, "_real_set_num_threads", library.set_num_threads)(threads)
+
+
+class _Hold:
+    """Who holds the libraries that have one number of threads for all callers, and what it was before."""
+
+    def __init__(self) -> None:
+        self.lock, self.callers, self.before = threading.Lock(), 0, []
+
+    def enter(self) -> None:
+        """Let these libraries have one thread, if it is not so yet."""
+        with self.lock:
+            if not self.callers:
+                shared = filter(_is_for_all, _libraries())
+                self.before = [(library, library.get_num_threads()) for library in shared]
+                for library, _ in self.before:
+                    _set(library, 1)
+            self.callers += 1
+
+    def leave(self) -> None:
+        """Give them their threads back, if no one else holds them."""
+        with self.lock:
+            self.callers -= 1
+            if not self.callers:
+                for library, threads in self.before:
+                    _set(library, threads)
+
+
+_hold = _Hold()
+if hasattr(os, "register_at_fork"):
+    # The other threads, which would never give the lock back, are not in a forked child.
+    os.register_at_fork(after_in_child=_hold.__init__)
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Hold BLAS to one thread for each call within the context; several Python threads may be in it."""
+    own = [(one, one.get_num_threads()) for one in _libraries() if not _is_for_all(one)]
+    _hold.enter()
+    try:
+        for library, _ in own:
+            _set(library, 1)
+        yield
+    finally:
+        for library, threads in own:
+            _set(library, threads)
+        _hold.leave()
+
+
+def row_blocks(rows: int, multiply_adds: int) -> int:
+    """Return how many blocks the rows of a product are cut into, each for one thread."""
+    return PLAIN.ceil_div(rows, BLOCK_ROWS) if multiply_adds >= PARALLEL_FROM else 1
+
+
+@njit_cached(parallel=True)
+def _by_rows(a, b, out, blocks):
+    """Multiply (rows, depth) by (depth, cols), a block of rows for each work item."""
+    size = (len(a) + blocks - 1) // blocks
+    for block in prange(blocks):
+        start, stop = block * size, min((block + 1) * size, len(a))
+        if start < stop:
+            np.dot(a[start:stop], b, out[start:stop])
+
+
+@njit_cached(parallel=True)
+def _by_depth(a_t, b, parts):
+    """Multiply a_tᵀ, (depth, rows)ᵀ, by (depth, cols): a range of the depth for each part."""
+    count = len(parts)
+    size = (len(b) + count - 1) // count
+    for part in prange(count):
+        start, stop = part * size, min((part + 1) * size, len(b))
+        np.dot(a_t[start:stop].T, b[start:stop], parts[part])
+
+
+@njit_cached(parallel=True)
+def _by_matrices(a, b, out):
+    """Multiply (count, rows, depth) by (count, depth, cols), a matrix for each work item."""
+    for i in prange(len(out)):
+        np.dot(a[i], b[i], out[i])
+
+
+def matmul(a: Any, b: Any, out: Any) -> None:
+    """Multiply (…, n, k) by (…, k, m) into (…, n, m); batch dimensions broadcast.
+
+    Args:
+        a: Each matrix with contiguous rows or contiguous columns, or BLAS is not used.
+        b: Likewise.
+        out: Written; contiguous.
+    """
+    multiply_adds = out.size * a.shape[-1]
+    if multiply_adds < ONE_THREAD_BELOW:
+        np.matmul(a, b, out=out)
+        return
+    with one_thread_each():
+        if multiply_adds < PARALLEL_FROM:
+            np.matmul(a, b, out=out)
+        elif (
+            out.ndim == 2
+            and a.flags.c_contiguous
+            and (b.flags.c_contiguous or b.flags.f_contiguous)
+        ):
+            _by_rows(a, b, out, row_blocks(len(a), multiply_adds))
+        elif out.ndim == 2 and a.flags.f_contiguous and b.flags.c_contiguous:
+            parts = np.empty(
+                (min(PARTS, PLAIN.ceil_div(len(b), BLOCK_ROWS)), *out.shape), out.dtype
+            )
+            _by_depth(a.T, b, parts)
+            parts.sum(axis=0, out=out)
+        elif a.shape[:-2] == b.shape[:-2] and a.flags.c_contiguous and b.flags.c_contiguous:
+            count = out.size // (out.shape[-2] * out.shape[-1])
+            _by_matrices(*(x.reshape(count, *x.shape[-2:]) for x in (a, b, out)))
+        else:
+            np.matmul(a, b, out=out)

@@ -1,0 +1,1 @@
+"""What loops compiled for the CPU call: function pointers, vectorised math, a pool of memory."""

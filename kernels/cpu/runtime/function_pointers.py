@@ -1,0 +1,130 @@
+"""Calls by address: what a kernel needs of a function that was compiled apart from it.
+
+A kernel that named the function would be compiled anew for each; an address is only a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import extending, prange, types
+from numba.core import cgutils
+from numba.np.arrayobj import populate_array
+
+from kernels.runtime.jit import compile_signature, njit_cached
+
+#: Typed as what it makes of a function: one that is called without the compiler's context.
+intrinsic: Any = extending.intrinsic
+
+
+def address_of(dispatcher: Any, signature: Any) -> int:
+    """Compile (or load from disk) a function for one signature and return where its machine code lies.
+
+    The address is good for as long as the dispatcher lives.
+    """
+    compile_signature(dispatcher, signature)
+    compiled = dispatcher.get_compile_result(signature)
+    return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
+
+
+@intrinsic
+def call(_context, address, args):
+    """Call the function at an address with a tuple of arguments; it returns nothing.
+
+    The types must be those of its signature.  The layout of an array is not part of its
+    representation: one that is known to be contiguous may be passed for any other, and the reverse.
+    """
+
+    def generate(context, builder, signature, values):
+        # An index of a prange may be unsigned where the function takes a signed number: the same bits.
+        parts = cgutils.unpack_tuple(builder, values[1])
+        native = ir.FunctionType(ir.VoidType(), [part.type for part in parts])
+        builder.call(builder.inttoptr(values[0], native.as_pointer()), parts)
+        return context.get_dummy_value()
+
+    return types.void(address, args), generate
+
+
+@intrinsic
+def take(_context, counter):
+    """Return the number in a one-element int64 array and count it up, whoever else does so too."""
+
+    def generate(context, builder, signature, values):
+        place = context.make_array(signature.args[0])(context, builder, values[0]).data
+        return builder.atomic_rmw("add", place, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(counter), generate
+
+
+@intrinsic
+def array_at(_context, address, shape, strides, dtype):
+    """Return an array that lies at an address; whoever gives it keeps its memory.
+
+    Args:
+        address: Of the first element.
+        shape: A tuple of ints.
+        strides: Likewise, in bytes.
+        dtype: Such as ``np.uint8`` or ``x.dtype``.
+    """
+    kind = types.Array(dtype.dtype, shape.count, "A")
+
+    def generate(context, builder, signature, values):
+        array = context.make_array(kind)(context, builder)
+        scalar = context.get_data_type(kind.dtype)
+        populate_array(
+            array,
+            builder.inttoptr(values[0], scalar.as_pointer()),
+            values[1],
+            values[2],
+            ir.Constant(ir.IntType(64), context.get_abi_sizeof(scalar)),
+            None,
+        )
+        return array._getvalue()
+
+    return kind(address, shape, strides, dtype), generate
+
+
+@intrinsic
+def contiguous(_context, array):
+    """Return an array as one whose elements lie side by side, which the caller knows that they do.
+
+    LLVM does not vectorise a loop over a stride that it only learns at run time.
+    """
+
+    def generate(context, builder, signature, values):
+        context.nrt.incref(builder, signature.return_type, values[0])
+        return values[0]
+
+    return array.copy(layout="C")(array), generate
+
+
+@njit_cached
+def run_alone(address, settings, items):
+    """Call ``address(settings, item)`` for each work item, one after the other.
+
+    Args:
+        address: Of a compiled function.
+        settings: Handed on; its bytes.
+        items: How many there are.
+    """
+    for item in range(items):
+        call(address, (settings, item))
+
+
+@njit_cached(parallel=True)
+def run_items(address, settings, counter, items, threads):
+    """Call ``address(settings, item)`` for each work item: the one parallel loop of these kernels.
+
+    Args:
+        address: Of a compiled function.
+        settings: Handed on; its bytes.
+        counter: (1,), zero: the next work item.
+        items: How many there are; a thread takes the next one when it is done with its last.
+        threads: How many take them.
+    """
+    for _ in prange(threads):
+        item = take(counter)
+        while item < items:
+            call(address, (settings, item))
+            item = take(counter)

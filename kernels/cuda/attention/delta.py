@@ -1,0 +1,143 @@
+"""Delta of the backward pass on tensor cores: D = rowsum(dO ∘ O), of 16 or 32 bits, summed in float32."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+from numba import float32, uint32, void
+
+from kernels.common.geometry import PLAIN
+from kernels.cuda.device.half import as_bits
+from kernels.cuda.device.vector import are_vectors
+from kernels.cuda.ptx.copies import global_address, ld_global_v4
+from kernels.cuda.ptx.numbers import UNPACK, float_of
+from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.runtime.arrays import empty_device
+from kernels.cuda.runtime.kernel import WARP, Kernel, array_type, device_function
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.dtypes import BITS, FLOAT32, NAMES
+from kernels.runtime.targets import cuda
+
+THREADS = 256
+#: Elements that a lane loads at a time.
+PIECE = CHUNK // BITS.itemsize
+
+
+def lanes_of(value_dim: int) -> int:
+    """Return how many lanes share a row: a power of two, up to a warp, a piece for each."""
+    return min(1 << (PLAIN.ceil_div(value_dim, PIECE) - 1).bit_length(), WARP)
+
+
+@cache
+def _make_add_products(dtype: str) -> tuple[Any, Any]:
+    """Return ``add(total, x, y)`` for words of a dtype, and ``number(element)``, its float32."""
+    if dtype == "float32":
+
+        @device_function
+        def add_product(total, x, y):
+            return total + float_of(x) * float_of(y)
+
+        @device_function
+        def own_number(element):
+            return element
+
+        return add_product, own_number
+    unpack = UNPACK[dtype]
+
+    @device_function
+    def add_products(total, x, y):
+        low, high = unpack(x)
+        other_low, other_high = unpack(y)
+        total += low * other_low
+        total += high * other_high
+        return total
+
+    @device_function
+    def number(element):
+        low, _ = unpack(uint32(element))
+        return low
+
+    return add_products, number
+
+
+@cache
+def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kernel:
+    """Return the kernel that fills delta.
+
+    Args:
+        lanes: Of a row; a power of two, up to 32.
+        dtype: "float16", "bfloat16" or "float32".
+        vectors: Rows are aligned for pieces of 16 bytes and are whole pieces.
+        has_dlse: There is a gradient of lse.
+    """
+    (add, number), steps = _make_add_products(dtype), lanes.bit_length() - 1
+    stored = FLOAT32 if dtype == "float32" else BITS
+    of_piece = CHUNK // stored.itemsize
+
+    def half_delta(dout, out, dlse, delta):
+        """Fill delta.
+
+        Computes: D = rowsum(dO ∘ O) - dL, which serves as D does: dS = P ∘ (dP - D) + P dL
+        Source: FlashAttention-2, Algorithm 2, line 4
+        Grid: ceil(batch * heads * seq_q * lanes / threads)
+        Block: (threads,)
+        One thread does: every lanes-th piece, or element, of one row
+        Shared: none
+        Registers: one sum, two pieces
+        Global traffic: reads dout and out once, and dlse if there is one; writes delta once
+        Needs: warp shuffles
+        """
+        heads, seq_q, dim = delta.shape[1], delta.shape[2], out.shape[3]
+        thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        i, lane = thread // lanes, thread % lanes
+        b, h, row = i // seq_q // heads, i // seq_q % heads, i % seq_q
+        inside = b < delta.shape[0]
+        total = float32(0)
+        if inside and vectors:
+            left, right = cuda.local.array(4, uint32), cuda.local.array(4, uint32)  # (4,)
+            left_row = global_address(dout) + b * dout.strides[0] + h * dout.strides[1]
+            left_row += row * dout.strides[2]
+            right_row = global_address(out) + b * out.strides[0] + h * out.strides[1]
+            right_row += row * out.strides[2]
+            for piece in range(lane, dim // of_piece, lanes):
+                ld_global_v4(left, left_row + piece * CHUNK)
+                ld_global_v4(right, right_row + piece * CHUNK)
+                for w in range(4):
+                    total = add(total, left[w], right[w])
+        elif inside:
+            for c in range(lane, dim, lanes):
+                total += number(dout[b, h, row, c]) * number(out[b, h, row, c])
+        for step in range(steps):  # every lane of the warp takes part
+            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 1 << step)
+        if inside and lane == 0:
+            if has_dlse:
+                total -= dlse[b, h, row]
+            delta[b, h, row] = total
+
+    read, rows = array_type(stored, 4), array_type(FLOAT32, 3)
+    return Kernel(half_delta, void(read, read, rows, rows), THREADS)
+
+
+def delta_of(problem: Problem, operands: Operands) -> Any:
+    """Return D = rowsum(dO ∘ O), less the gradient of lse where there is one.
+
+    Args:
+        problem: The checked call, in 16 or 32 bits.
+        operands: As kernels take them, on the device: dout, out, and dlse or None.
+
+    Returns:
+        (batch, heads, seq_q) float32, contiguous.
+    """
+    dout, out = as_bits(operands.dout), as_bits(operands.out)
+    has_dlse = operands.dlse is not None
+    shape = tuple(out.shape[:3])
+    delta = empty_device(shape, FLOAT32)
+    vectors = are_vectors(dout) and are_vectors(out)
+    lanes = lanes_of(out.shape[3] * problem.dtype.itemsize // BITS.itemsize)
+    kernel = delta_kernel(lanes, NAMES[problem.dtype], vectors, has_dlse)
+    launch = kernel[PLAIN.ceil_div(math.prod(shape) * lanes, THREADS), THREADS]
+    launch(dout, out, operands.dlse if has_dlse else delta, delta)
+    return delta

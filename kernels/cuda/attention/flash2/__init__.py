@@ -1,0 +1,1 @@
+"""FlashAttention-2 on CUDA cores: query tiles outside and parallel."""

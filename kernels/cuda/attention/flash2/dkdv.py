@@ -1,0 +1,244 @@
+"""FlashAttention-2 backward by key columns: dK and dV, and by choice dQ by atomics."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import float64, int32, uint8, void
+
+from kernels.common.online_softmax import LN_2, LOG2_E
+from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
+from kernels.cuda.attention.options.tile_scores import make_tile_scores
+from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.attention.register_tiles import (
+    RegisterLayout,
+    assign,
+    make_accumulate,
+    make_load_tile,
+    make_multiply,
+    make_store_tile,
+)
+from kernels.cuda.attention.tile_bits import make_tile_bits
+from kernels.cuda.device.one_source import (
+    batch_and_head,
+    first_tile,
+    is_full_tile,
+    shift_of,
+    tiles_stop,
+)
+from kernels.cuda.device.shared_tiles import SharedTiles
+from kernels.cuda.device.vector import VECTOR
+from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
+from kernels.runtime.targets import cuda
+
+
+def dkdv_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
+    """Return where the tiles of the dk and dv kernel lie; P, dS and its transpose share a place."""
+    block_q, block_k = layout.block_q, layout.block_k
+    return SharedTiles(
+        k=block_k * layout.row_stride(head_width),
+        v=block_k * layout.row_stride(value_width),
+        q=block_q * layout.row_stride(head_width),
+        dout=block_q * layout.row_stride(value_width),
+        p=max(block_k * (block_q + VECTOR), block_q * (block_k + VECTOR)),
+        lse=block_q,
+        delta=block_q,
+    )
+
+
+@device_function
+def add_atomically(target, index, value):
+    """Add to an element that other blocks add to: the ``put`` of a tile of dq."""
+    cuda.atomic.add(target, index, value)
+
+
+@cache
+def dkdv_kernel(
+    layout: RegisterLayout,
+    head_width: int,
+    value_width: int,
+    dtype: np.dtype[Any],
+    vectors: bool,
+    atomics: bool,
+    features: Features = PLAIN,
+) -> Kernel:
+    """Return the kernel that fills dk and dv, and with ``atomics`` adds to dq.
+
+    The other arguments are those of ``flash2.forward_kernel``.
+    """
+    real = scalar_type(dtype)
+    block_q, block_k = layout.block_q, layout.block_k
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    own_keys, own_rows = block_k // rows_of_threads, block_q // lanes
+    k_width, v_width = layout.columns(head_width), layout.columns(value_width)
+    # A kernel without atomics never reads these; registers need a positive size.
+    dq_rows = max(block_q // rows_of_threads, 1) if atomics else 1
+    fragment_rows = max(own_keys, dq_rows)
+    p_stride, ds_stride = block_q + VECTOR, block_k + VECTOR
+    tiles = dkdv_tiles(layout, head_width, value_width)
+    k_tile, v_tile, q_tile, dout_tile = tiles["k"], tiles["v"], tiles["q"], tiles["dout"]
+    p_tile, lse_tile, delta_tile = tiles["p"], tiles["lse"], tiles["delta"]
+    place, entries, tile_of, is_whole, is_within = make_visits(features, block_k, by_keys=True)
+    scores = make_tile_scores(features, dtype, by_keys=True)
+    operand_factor, is_guarded = scores.operand_factor, scores.is_guarded
+    edge_of, gradient_of = scores.edge, scores.gradient
+    tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
+    draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
+    load_k = make_load_tile(layout, block_k, head_width, real, vectors, is_guarded and atomics)
+    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
+    load_q = make_load_tile(layout, block_q, head_width, real, vectors, is_guarded)
+    load_dout = make_load_tile(layout, block_q, value_width, real, vectors, is_guarded)
+    multiply_kq = make_multiply(layout, block_k, block_q, head_width, real)
+    multiply_v_dout = make_multiply(layout, block_k, block_q, value_width, real)
+    accumulate_dk = make_accumulate(layout, block_k, block_q, head_width, is_guarded)
+    accumulate_dv = make_accumulate(layout, block_k, block_q, value_width, is_guarded)
+    accumulate_dq = make_accumulate(layout, block_q, block_k, head_width, is_guarded)
+    store_dk = make_store_tile(layout, block_k, head_width, assign)
+    store_dv = make_store_tile(layout, block_k, value_width, assign)
+    add_dq = make_store_tile(layout, block_q, head_width, add_atomically)
+    zero, one, inf = dtype.type(0), dtype.type(1), dtype.type(math.inf)
+    log2_e = dtype.type(LOG2_E)
+    # What K_j is multiplied by beside τ, dS is divided by before dQ.
+    unscaled = one if features.bends else dtype.type(LN_2)
+
+    def flash2_dkdv(dout, q, k, v, lse, delta, dq, dk, dv, scale, extras):
+        """Fill one key tile of dk and dv; with atomics, add what it gives to dq, which holds zeros before.
+
+        Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq
+        Source: FlashAttention-2, Algorithm 2, lines 5-18; without atomics all but line 15;
+            FlashAttention, Algorithm 4, for mask and dropout
+        Grid: (num_k_tiles, batch * heads), one block per key tile
+        Block: (lanes * rows_of_threads,)
+        One thread does: own_keys x own_rows of Sᵀ, dPᵀ and dSᵀ, and own_keys rows of dK and dV
+        Shared: k_tile, v_tile, q_tile, dout_tile, first P and then dS
+            transposed (block_k, block_q), lse and delta (block_q,); rows padded by one vector; for
+            some options a byte for four columns
+        Registers: dk_acc (own_keys, k_width), dv_acc (own_keys, v_width), s and
+            dp (own_keys, own_rows), with atomics dq_acc (dq_rows, k_width)
+        Global traffic: reads k and v once, q, dout, lse and delta once per key tile; writes dk and
+            dv once; with atomics adds to dq once per key tile
+        Needs: 128-bit loads, for which the simulator has a plain form
+        """
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
+        # 5: for 1 <= j <= T_c
+        flat, col, first_q, seq_q, first_k, seq_k = place(
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+        )
+        tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
+        shared = cuda.shared.array(0, real)  # k, v, q and dout tiles, P or dS, lse, delta
+        bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
+        # Keys are ty, ty + rows_of_threads, …, as are the rows of dQ; columns of Sᵀ, which are query rows,
+        # tx, tx + lanes, …; those of the sums four from 4 · tx on, four from 4 · (tx + lanes) on, ….
+        dk_acc = cuda.local.array((own_keys, k_width), real)  # (block_k, head_dim) / threads: dK
+        dv_acc = cuda.local.array((own_keys, v_width), real)  # (block_k, value_dim) / threads: dV
+        s = cuda.local.array((own_keys, own_rows), real)  # (block_k, block_q) / threads: Sᵀ, Pᵀ
+        dp = cuda.local.array((own_keys, own_rows), real)  # (block_k, block_q) / threads: dPᵀ, dSᵀ
+        dq_acc = cuda.local.array((dq_rows, k_width), real)  # (block_q, head_dim) / threads: dQ
+        fragment = cuda.local.array((fragment_rows, VECTOR), real)  # (fragment_rows, 4): scratch
+        # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
+        # Keys that no row sees, and rows that see no key of the tile, are read as zeros: zero times
+        # infinity would be NaN.
+        k_row, k_start = first_k + col, first_k + max(extras.lower, 0)
+        k_stop = first_k + min(seq_q + extras.upper, seq_k)
+        factor = real(scale) * operand_factor
+        k_found = load_k(cuda.threadIdx.x, k, b, h, k_row, k_start, k_stop, factor, shared, k_tile)
+        load_v(cuda.threadIdx.x, v, b, h, k_row, k_start, k_stop, one, shared, v_tile)
+        for i in range(own_keys):
+            for c in range(k_width):
+                dk_acc[i, c] = zero
+            for c in range(v_width):
+                dv_acc[i, c] = zero
+        # 8: for 1 <= i <= T_r, but only those that see a column of the tile
+        col_stop = min(col + block_k, seq_k)
+        first = first_tile(col, block_q, seq_q, -extras.upper)
+        stop = tiles_stop(col_stop, block_q, seq_q, -extras.lower)
+        q_start = int32(first_q + max(col - extras.upper, 0))
+        q_stop = int32(first_q + min(col_stop - extras.lower, seq_q))
+        entry, entries_stop = entries(flat, col, seq_k, first, stop, extras)
+        for e in range(entry, entries_stop):
+            t = tile_of(e, extras)
+            if is_within(t, first, stop):  # the same for all threads of the block
+                row = t * block_q
+                whole = is_full_tile(
+                    row, block_q, seq_q, col, block_k, seq_k, extras.lower, extras.upper
+                ) and is_whole(e, extras)
+                cuda.syncthreads()  # every thread is done with the last query tile
+                # 9: load Q_i, dO_i, L_i, D_i
+                q_row = first_q + row
+                found = load_q(
+                    cuda.threadIdx.x, q, b, h, q_row, q_start, q_stop, one, shared, q_tile
+                )
+                found |= load_dout(
+                    cuda.threadIdx.x, dout, b, h, q_row, q_start, q_stop, one, shared, dout_tile
+                )
+                draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
+                for r in range(cuda.threadIdx.x, block_q, lanes * rows_of_threads):
+                    inside = q_start <= q_row + r < q_stop
+                    shared[lse_tile + r] = (
+                        real(shift_of(lse[b, h, q_row + r])) * log2_e if inside else inf
+                    )
+                    shared[delta_tile + r] = delta[b, h, q_row + r] if inside else zero
+                if is_guarded:
+                    found = cuda.syncthreads_or(found | k_found)  # the tiles are whole
+                else:
+                    cuda.syncthreads()  # the tiles are whole
+                # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
+                multiply_kq(tx, ty, s, fragment, shared, k_tile, q_tile)
+                multiply_v_dout(tx, ty, dp, fragment, shared, v_tile, dout_tile)
+                edge = edge_of(row + tx, col + ty, seq_q, seq_k, extras)
+                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+                for i in range(own_keys):
+                    for c in range(own_rows):
+                        r = tx + c * lanes
+                        keep = kept(bits, r, ty + i * rows_of_threads, extras)
+                        is_listed = listed(bits, r, ty + i * rows_of_threads)
+                        p, dp[i, c] = gradient_of(
+                            s[i, c], dp[i, c], shared[lse_tile + r], shared[delta_tile + r], keep,
+                            whole, is_listed, edge, flat, b, h, row + tx, c * lanes,
+                            col + ty, i * rows_of_threads, seq_q, seq_k, extras,
+                        )  # fmt: skip
+                        s[i, c] = p * keep
+                for i in range(own_keys):
+                    for c in range(own_rows):
+                        place_of_p = (ty + i * rows_of_threads) * p_stride + tx + c * lanes
+                        shared[p_tile + place_of_p] = s[i, c]
+                cuda.syncthreads()  # P is whole
+                # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i
+                accumulate_dv(tx, ty, dv_acc, fragment, shared, p_tile, dout_tile, found)
+                cuda.syncthreads()  # every thread is done with P: dS takes its place
+                for i in range(own_keys):
+                    for c in range(own_rows):
+                        place_of_ds = (ty + i * rows_of_threads) * p_stride + tx + c * lanes
+                        shared[p_tile + place_of_ds] = dp[i, c]
+                cuda.syncthreads()  # dS is whole
+                # 16: dK_j += dSᵀ Q_i
+                accumulate_dk(tx, ty, dk_acc, fragment, shared, p_tile, q_tile, found)
+                if atomics:
+                    cuda.syncthreads()  # every thread is done with dSᵀ: dS takes its place
+                    for i in range(own_keys):
+                        for c in range(own_rows):
+                            place_of_ds = (tx + c * lanes) * ds_stride + ty + i * rows_of_threads
+                            shared[p_tile + place_of_ds] = dp[i, c] * unscaled
+                    for i in range(dq_rows):
+                        for c in range(k_width):
+                            dq_acc[i, c] = zero
+                    cuda.syncthreads()  # dS is whole
+                    # 15: dQ_i += dS K_j, where K_j is scaled by τ already
+                    accumulate_dq(tx, ty, dq_acc, fragment, shared, p_tile, k_tile, found)
+                    add_dq(tx, ty, dq_acc, dq, b, h, q_row, first_q + seq_q)
+        # 18: write dK_j, dV_j
+        tau = real(scale)
+        for i in range(own_keys):
+            for c in range(k_width):
+                dk_acc[i, c] *= tau
+        store_dk(tx, ty, dk_acc, dk, b, h, k_row, first_k + seq_k)
+        store_dv(tx, ty, dv_acc, dv, b, h, k_row, first_k + seq_k)
+
+    read, rows = array_type(dtype, 4), array_type(dtype, 3)
+    extras = extras_type(features, dtype)
+    signature = void(read, read, read, read, rows, rows, read, read, read, float64, extras)
+    shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
+    return Kernel(flash2_dkdv, signature, layout.threads, shared_bytes, layout.resident)

@@ -1,0 +1,219 @@
+"""FlashAttention-2 backward by query rows: delta, and dQ, which a block sums in registers."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import float64, uint8, void
+
+from kernels.common.online_softmax import LOG2_E
+from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
+from kernels.cuda.attention.options.tile_scores import make_tile_scores
+from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.attention.register_tiles import (
+    RegisterLayout,
+    assign,
+    make_accumulate,
+    make_load_tile,
+    make_multiply,
+    make_store_tile,
+)
+from kernels.cuda.attention.tile_bits import make_tile_bits
+from kernels.cuda.device.one_source import (
+    batch_and_head,
+    first_full_tile,
+    first_tile,
+    full_tiles_stop,
+    shift_of,
+    tiles_stop,
+)
+from kernels.cuda.device.shared_tiles import SharedTiles
+from kernels.cuda.device.vector import VECTOR
+from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
+from kernels.runtime.targets import cuda
+
+
+def dq_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
+    """Return where the tiles of the dq kernel lie."""
+    return SharedTiles(
+        q=layout.block_q * layout.row_stride(head_width),
+        dout=layout.block_q * layout.row_stride(value_width),
+        k=layout.block_k * layout.row_stride(head_width),
+        v=layout.block_k * layout.row_stride(value_width),
+        ds=layout.block_q * (layout.block_k + VECTOR),
+    )
+
+
+@cache
+def delta_kernel(threads: int, dtype: np.dtype[Any], has_dlse: bool = False) -> Kernel:
+    """Return the kernel that fills delta, for one dtype, with or without a gradient of lse."""
+    zero = dtype.type(0)
+
+    def flash2_delta(dout, out, dlse, delta):
+        """Fill delta.
+
+        Computes: D = rowsum(dO ∘ O) - dL, which serves as D does: dS = P ∘ (dP - D) + P dL
+        Source: FlashAttention-2, Algorithm 2, line 4
+        Grid: ceil(batch * heads * seq_q / threads)
+        Block: (threads,)
+        One thread does: one row
+        Shared: none
+        Registers: one sum
+        Global traffic: reads dout and out once, and dlse if there is one; writes delta once
+        Needs: nothing
+        """
+        heads, seq_q = delta.shape[1], delta.shape[2]
+        i = cuda.grid(1)
+        if i < delta.shape[0] * heads * seq_q:
+            b, h, row = i // seq_q // heads, i // seq_q % heads, i % seq_q
+            total = zero
+            for c in range(out.shape[3]):
+                total += dout[b, h, row, c] * out[b, h, row, c]
+            if has_dlse:
+                total -= dlse[b, h, row]
+            delta[b, h, row] = total
+
+    read, rows = array_type(dtype, 4), array_type(dtype, 3)
+    return Kernel(flash2_delta, void(read, read, rows, rows), threads)
+
+
+@cache
+def dq_kernel(
+    layout: RegisterLayout,
+    head_width: int,
+    value_width: int,
+    dtype: np.dtype[Any],
+    vectors: bool,
+    features: Features = PLAIN,
+) -> Kernel:
+    """Return the kernel that fills dq; arguments as for ``flash2.forward_kernel``."""
+    real = scalar_type(dtype)
+    block_q, block_k = layout.block_q, layout.block_k
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
+    own_width = layout.columns(head_width)
+    ds_stride = block_k + VECTOR
+    tiles = dq_tiles(layout, head_width, value_width)
+    q_tile, dout_tile = tiles["q"], tiles["dout"]
+    k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
+    place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
+    scores = make_tile_scores(features, dtype)
+    operand_factor, is_guarded = scores.operand_factor, scores.is_guarded
+    edge_of, gradient_of = scores.edge, scores.gradient
+    tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
+    draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
+    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
+    load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
+    load_k = make_load_tile(layout, block_k, head_width, real, vectors, is_guarded)
+    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
+    multiply_qk = make_multiply(layout, block_q, block_k, head_width, real)
+    multiply_dout_v = make_multiply(layout, block_q, block_k, value_width, real)
+    accumulate = make_accumulate(layout, block_q, block_k, head_width, is_guarded)
+    store_dq = make_store_tile(layout, block_q, head_width, assign)
+    zero, one, inf = dtype.type(0), dtype.type(1), dtype.type(math.inf)
+    log2_e = dtype.type(LOG2_E)
+
+    def flash2_dq(dout, q, k, v, lse, delta, dq, scale, extras):
+        """Fill one query tile of dq.
+
+        Computes: dq for one tile of query rows of one (batch, head)
+        Source: FlashAttention-2, Algorithm 2, lines 10, 11, 13, 14 and 15, by rows; FlashAttention,
+            Algorithm 4, for mask and dropout
+        Grid: (num_q_tiles, batch * heads), one block per query tile, the longest first
+        Block: (lanes * rows_of_threads,)
+        One thread does: own_rows x own_cols of S, dP and dS, and own_rows x own_width of dQ
+        Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
+            for some options a byte for four columns
+        Registers: acc (own_rows, own_width), s and dp (own_rows, own_cols), shift,
+            own_delta (own_rows,)
+        Global traffic: reads q, dout, lse and delta once, k and v once per query tile; writes dq once
+        Needs: 128-bit loads, for which the simulator has a plain form
+        """
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
+        flat, row, first_q, seq_q, first_k, seq_k = place(
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+        )
+        tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
+        shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
+        bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
+        # Rows are ty, ty + rows_of_threads, …; columns of S tx, tx + lanes, …; those of dQ four from 4 · tx
+        # on, four from 4 · (tx + lanes) on, ….
+        acc = cuda.local.array((own_rows, own_width), real)  # (block_q, head_dim) / threads: dQ
+        s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
+        dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP, dS
+        fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, dO or dS
+        shift = cuda.local.array(own_rows, real)  # (own_rows,): L, in base 2
+        own_delta = cuda.local.array(own_rows, real)  # (own_rows,): D
+        q_row, q_stop = first_q + row, first_q + seq_q
+        factor = real(scale) * operand_factor
+        load_q(cuda.threadIdx.x, q, b, h, q_row, q_row, q_stop, factor, shared, q_tile)
+        load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_row, q_stop, one, shared, dout_tile)
+        # A row beyond the end has lse infinite, and so no probabilities.
+        for i in range(own_rows):
+            this_row = q_row + ty + i * rows_of_threads
+            inside = this_row < q_stop
+            shift[i] = real(shift_of(lse[b, h, this_row])) * log2_e if inside else inf
+            own_delta[i] = delta[b, h, this_row] if inside else zero
+            for c in range(own_width):
+                acc[i, c] = zero
+        row_stop = min(row + block_q, seq_q)
+        first = first_tile(row, block_k, seq_k, extras.lower)
+        stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)
+        full = first_full_tile(row_stop, block_k, extras.lower)
+        full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
+        # Keys that no row of the tile sees are read as zeros: zero times infinity would be NaN.
+        k_start = first_k + max(row + extras.lower, 0)
+        k_stop = first_k + min(row_stop + extras.upper, seq_k)
+        entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
+        for e in range(entry, entries_stop):
+            j = tile_of(e, extras)
+            if is_within(j, first, stop):  # the same for all threads of the block
+                col = j * block_k
+                whole = full <= j < full_stop and is_whole(e, extras)
+                cuda.syncthreads()  # every thread is done with the last key tile
+                k_row = first_k + col
+                found = load_k(
+                    cuda.threadIdx.x, k, b, h, k_row, k_start, k_stop, one, shared, k_tile
+                )
+                load_v(cuda.threadIdx.x, v, b, h, k_row, k_start, k_stop, one, shared, v_tile)
+                draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
+                if is_guarded:
+                    found = cuda.syncthreads_or(found)  # the tiles are whole
+                else:
+                    cuda.syncthreads()  # the tiles are whole
+                # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
+                multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
+                multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
+                edge = edge_of(row + ty, col + tx, seq_q, seq_k, extras)
+                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+                for i in range(own_rows):
+                    for c in range(own_cols):
+                        r = ty + i * rows_of_threads
+                        keep = kept(bits, r, tx + c * lanes, extras)
+                        is_listed = listed(bits, r, tx + c * lanes)
+                        _, dp[i, c] = gradient_of(
+                            s[i, c], dp[i, c], shift[i], own_delta[i], keep,
+                            whole, is_listed, edge, flat, b, h, row + ty, i * rows_of_threads,
+                            col + tx, c * lanes, seq_q, seq_k, extras,
+                        )  # fmt: skip
+                for i in range(own_rows):
+                    for c in range(own_cols):
+                        place_of_ds = (ty + i * rows_of_threads) * ds_stride + tx + c * lanes
+                        shared[ds_tile + place_of_ds] = dp[i, c]
+                cuda.syncthreads()  # dS is whole
+                # 15: dQ_i += dS K_j
+                accumulate(tx, ty, acc, fragment, shared, ds_tile, k_tile, found)
+        tau = real(scale)
+        for i in range(own_rows):
+            for c in range(own_width):
+                acc[i, c] *= tau
+        store_dq(tx, ty, acc, dq, b, h, q_row, q_stop)
+
+    read, rows = array_type(dtype, 4), array_type(dtype, 3)
+    extras = extras_type(features, dtype)
+    signature = void(read, read, read, read, rows, rows, read, float64, extras)
+    shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
+    return Kernel(flash2_dq, signature, layout.threads, shared_bytes, layout.resident)

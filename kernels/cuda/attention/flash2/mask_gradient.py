@@ -1,0 +1,213 @@
+"""The gradient of a floating mask: a block sums what its part was added to, in a fixed order."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import float64, uint8, void
+
+from kernels.common.geometry import PLAIN
+from kernels.common.online_softmax import LOG2_E
+from kernels.cuda.attention.flash2.backward import delta_of
+from kernels.cuda.attention.flash2.dq import dq_tiles
+from kernels.cuda.attention.options.extras import make_extras
+from kernels.cuda.attention.options.score_functions import Features, extras_type, features_of
+from kernels.cuda.attention.options.tile_scores import make_tile_scores
+from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.attention.register_tiles import (
+    RegisterLayout,
+    make_load_tile,
+    make_multiply,
+    pick_layout,
+    widths,
+)
+from kernels.cuda.attention.tile_bits import make_tile_bits
+from kernels.cuda.device.one_source import (
+    ceil_div,
+    first_full_tile,
+    first_tile,
+    full_tiles_stop,
+    shift_of,
+    tiles_stop,
+)
+from kernels.cuda.device.vector import VECTOR, are_vectors
+from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.targets import cuda
+
+
+@cache
+def dmask_kernel(
+    layout: RegisterLayout,
+    head_width: int,
+    value_width: int,
+    dtype: np.dtype[Any],
+    vectors: bool,
+    features: Features,
+) -> Kernel:
+    """Return the kernel that fills dmask; arguments as for ``flash2.forward_kernel``."""
+    real = scalar_type(dtype)
+    block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
+    ds_stride = block_k + VECTOR
+    tiles = dq_tiles(layout, head_width, value_width)
+    q_tile, dout_tile = tiles["q"], tiles["dout"]
+    k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
+    _, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
+    scores = make_tile_scores(features, dtype, of_bias=True)
+    operand_factor, edge_of, gradient_of = scores.operand_factor, scores.edge, scores.gradient
+    tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
+    draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
+    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
+    load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
+    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
+    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
+    multiply_qk = make_multiply(layout, block_q, block_k, head_width, real)
+    multiply_dout_v = make_multiply(layout, block_q, block_k, value_width, real)
+    zero, one, inf = dtype.type(0), dtype.type(1), dtype.type(math.inf)
+    log2_e = dtype.type(LOG2_E)
+
+    def flash2_dmask(dout, q, k, v, lse, delta, dmask, scale, extras):
+        """Fill one tile of dmask.
+
+        Computes: dmask = the sum of dS over the batches, heads, rows and columns that share an element
+        Source: none; S = τ Q Kᵀ + mask, so that dmask is dS of FlashAttention-2, Algorithm 2, line 14
+        Grid: (tiles of the mask, its batches * its heads), one block per tile of its own elements
+        Block: (lanes * rows_of_threads,)
+        One thread does: own_rows x own_cols of S, dP and dS, and of their sum
+        Shared: q_tile, dout_tile, k_tile, v_tile, ds (block_q, block_k); rows padded by one vector;
+            for some options a byte for four columns
+        Registers: acc, s and dp (own_rows, own_cols), shift, own_delta (own_rows,)
+        Global traffic: reads q, k, v, dout, lse, delta once per (batch, head) and tile; writes
+            dmask once
+        Needs: 128-bit loads, for which the simulator has a plain form
+        """
+        batch, heads, seq_q, seq_k = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+        rows, cols = dmask.shape[2], dmask.shape[3]
+        mask_batch = cuda.blockIdx.y // dmask.shape[1]
+        # What an element was repeated over is a range; else it is the block's own place.
+        first_head, heads_stop = 0, heads
+        if dmask.shape[1] == heads:
+            first_head = cuda.blockIdx.y % heads
+            heads_stop = first_head + 1
+        mask_tiles = ceil_div(cols, block_k)
+        q_tiles_start, q_tiles_stop = 0, ceil_div(seq_q, block_q)
+        if rows == seq_q:
+            q_tiles_start = cuda.blockIdx.x // mask_tiles
+            q_tiles_stop = q_tiles_start + 1
+        k_tiles_start, k_tiles_stop = 0, ceil_div(seq_k, block_k)
+        if cols == seq_k:
+            k_tiles_start = cuda.blockIdx.x % mask_tiles
+            k_tiles_stop = k_tiles_start + 1
+        tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
+        shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
+        bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
+        # Rows are ty, ty + rows_of_threads, …, columns tx, tx + lanes, ….
+        acc = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: Σ dS
+        s = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: S
+        dp = cuda.local.array((own_rows, own_cols), real)  # (block_q, block_k) / threads: dP
+        fragment = cuda.local.array((own_rows, VECTOR), real)  # (own_rows, 4): of Q, or of dO
+        shift = cuda.local.array(own_rows, real)  # (own_rows,): L, in base 2
+        own_delta = cuda.local.array(own_rows, real)  # (own_rows,): D
+        factor = real(scale) * operand_factor
+        for i in range(own_rows):
+            for c in range(own_cols):
+                acc[i, c] = zero
+        # Every condition below is the same for all threads of the block.
+        own_heads = heads_stop - first_head
+        for place in range(batch * own_heads):
+            b, h = place // own_heads, first_head + place % own_heads
+            flat = b * heads + h
+            tiles_of_place = q_tiles_stop if extras.mask_batch[b] == mask_batch else q_tiles_start
+            for t in range(q_tiles_start, tiles_of_place):
+                row = t * block_q
+                row_stop = min(row + block_q, seq_q)
+                cuda.syncthreads()  # every thread is done with the last query tile
+                load_q(cuda.threadIdx.x, q, b, h, row, row, seq_q, factor, shared, q_tile)
+                load_dout(cuda.threadIdx.x, dout, b, h, row, row, seq_q, one, shared, dout_tile)
+                # A row beyond the end has lse infinite, and so no probabilities.
+                for i in range(own_rows):
+                    this_row = row + ty + i * rows_of_threads
+                    inside = this_row < seq_q
+                    shift[i] = real(shift_of(lse[b, h, this_row])) * log2_e if inside else inf
+                    own_delta[i] = delta[b, h, this_row] if inside else zero
+                first = max(first_tile(row, block_k, seq_k, extras.lower), k_tiles_start)
+                stop = min(tiles_stop(row_stop, block_k, seq_k, extras.upper), k_tiles_stop)
+                full = first_full_tile(row_stop, block_k, extras.lower)
+                full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
+                entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
+                for e in range(entry, entries_stop):
+                    j = tile_of(e, extras)
+                    if is_within(j, first, stop):
+                        col = j * block_k
+                        whole = full <= j < full_stop and is_whole(e, extras)
+                        cuda.syncthreads()  # every thread is done with the last key tile
+                        load_k(cuda.threadIdx.x, k, b, h, col, col, seq_k, one, shared, k_tile)
+                        load_v(cuda.threadIdx.x, v, b, h, col, col, seq_k, one, shared, v_tile)
+                        draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
+                        cuda.syncthreads()  # the tiles are whole
+                        # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
+                        multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
+                        multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
+                        edge = edge_of(row + ty, col + tx, seq_q, seq_k, extras)
+                        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+                        for i in range(own_rows):
+                            for c in range(own_cols):
+                                r = ty + i * rows_of_threads
+                                keep = kept(bits, r, tx + c * lanes, extras)
+                                is_listed = listed(bits, r, tx + c * lanes)
+                                _, ds = gradient_of(
+                                    s[i, c], dp[i, c], shift[i], own_delta[i], keep,
+                                    whole, is_listed, edge, flat, b, h, row + ty, i * rows_of_threads,
+                                    col + tx, c * lanes, seq_q, seq_k, extras,
+                                )  # fmt: skip
+                                if row + r < seq_q:  # beyond the end it may be anything
+                                    acc[i, c] += ds
+        for i in range(own_rows):
+            for c in range(own_cols):
+                place_of_ds = (ty + i * rows_of_threads) * ds_stride + tx + c * lanes
+                shared[ds_tile + place_of_ds] = acc[i, c]
+        cuda.syncthreads()  # the sums are whole
+        # An element that all rows of the tile share is the sum over them, and likewise over columns.
+        height, width = min(rows, block_q), min(cols, block_k)
+        deep, wide = (block_q if rows != seq_q else 1), (block_k if cols != seq_k else 1)
+        for n in range(cuda.threadIdx.x, height * width, threads):
+            r, c = n // width, n % width
+            total = zero
+            for i in range(deep):
+                for j in range(wide):
+                    total += shared[ds_tile + (r + i) * ds_stride + c + j]
+            this_row = r if rows != seq_q else q_tiles_start * block_q + r
+            this_col = c if cols != seq_k else k_tiles_start * block_k + c
+            if this_row < rows and this_col < cols:
+                dmask[mask_batch, cuda.blockIdx.y % dmask.shape[1], this_row, this_col] = total
+
+    read, lines = array_type(dtype, 4), array_type(dtype, 3)
+    extras = extras_type(features, dtype)
+    signature = void(read, read, read, read, lines, lines, read, float64, extras)
+    shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
+    return Kernel(flash2_dmask, signature, layout.threads, shared_bytes, layout.resident)
+
+
+def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
+    """Fill the gradient of a floating mask; takes memory for delta.
+
+    Args:
+        problem: The checked call.
+        operands: As for the backward pass.
+        dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
+    """
+    layout, features = pick_layout("dq", problem, None), features_of(problem)
+    dout, q, k, v = operands.dout, operands.q, operands.k, operands.v
+    delta = delta_of(problem, operands)
+    extras = make_extras(problem, operands, layout.block_q, layout.block_k)
+    batches, heads, rows, cols = dmask.shape
+    tiles = PLAIN.ceil_div(rows, layout.block_q) * PLAIN.ceil_div(cols, layout.block_k)
+    kind = (*widths(problem), problem.dtype, are_vectors(dout, q, k, v), features)
+    launch = dmask_kernel(layout, *kind)[(tiles, batches * heads), layout.threads]
+    launch(dout, q, k, v, operands.lse, delta, dmask, problem.scale, extras)

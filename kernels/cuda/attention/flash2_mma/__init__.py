@@ -1,0 +1,1 @@
+"""FlashAttention-2 on tensor cores with mma.sync."""

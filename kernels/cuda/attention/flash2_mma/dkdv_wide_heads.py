@@ -1,0 +1,311 @@
+"""FlashAttention-2 backward on tensor cores for wide heads: half of the warps compute dV, the others dK.
+
+What flash2_mma_backward left on the table is shared memory, which delivers fragments slower than tensor
+cores multiply them: a warp that keeps dK and dV of its keys has registers for 16 of a wide head, and
+each fragment of Q and dO is read for those alone; with 256 columns two blocks share them, and both
+compute all scores.  Here a warp keeps one of the two, of two to four times as many keys.  The price is
+that P goes from the one half to the other, in float32, and both P and dS through shared memory to the
+warps of a half.  Measured on an H200: 1.6 to 1.8 times as fast at d = 256, 260 TFLOP/s at N = 16,384 in
+bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from numba import float32, int32, uint8, uint16, uint32, void
+
+from kernels.cuda.attention.flash2_mma.dkdv import add_nothing
+from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
+from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
+from kernels.cuda.attention.flash2_mma.key_columns import make_bounds, make_row_values
+from kernels.cuda.attention.flash2_mma.nonfinite import flag_type
+from kernels.cuda.attention.flash2_mma.products import make_accumulate_stored, make_multiply
+from kernels.cuda.attention.flash2_mma.tiles import (
+    COL_OF,
+    COLS,
+    HALF,
+    ROW_OF,
+    ROWS,
+    WARP,
+    MmaRoleLayout,
+    make_copy_tile,
+    make_keep_tile,
+    make_store_sums,
+    make_store_tile,
+)
+from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
+from kernels.cuda.attention.options.tile_scores import make_tile_scores
+from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.device.one_source import batch_and_head
+from kernels.cuda.device.shared_tiles import SharedTiles
+from kernels.cuda.ptx.barriers import bar_arrive, bar_sync
+from kernels.cuda.ptx.copies import (
+    anew,
+    cp_async_commit_group,
+    cp_async_wait_all,
+    ld_shared_v2,
+    ld_shared_v4,
+    shared_address,
+    st_shared_v4_f32,
+)
+from kernels.cuda.ptx.fragments import lane_col, lane_row
+from kernels.cuda.ptx.numbers import ex2, float_of
+from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.runtime.kernel import WORD, Kernel, array_type
+from kernels.runtime.dtypes import BITS, FLOAT32
+from kernels.runtime.targets import cuda
+
+#: Named barriers: P is there for the half that makes dS of it; all of a half have stored their P or dS;
+#: dS is there for the other half.
+P_READY, P_WHOLE, DS_WHOLE, DS_READY = 1, 2, 3, 4
+
+
+def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
+    """Return where the tiles of the kernel lie, in bytes: two each of Q, dO, lse and delta."""
+    keys, queries = (HALF * rows * width for rows in (layout.block_k, layout.block_q))
+    scores, rows = layout.block_q * layout.block_k, 2 * FLOAT32.itemsize * layout.block_q
+    return SharedTiles(
+        k=keys,
+        v=keys,
+        q=2 * queries,
+        dout=2 * queries,
+        p=HALF * scores,
+        ds=HALF * scores,
+        handed=FLOAT32.itemsize * scores,
+        lse=rows,
+        delta=rows,
+    )
+
+
+@cache
+def roles_kernel(
+    layout: MmaRoleLayout,
+    width: int,
+    dtype: str,
+    vectors: bool,
+    sums: DqSums | None = None,
+    features: Features = PLAIN,
+) -> Kernel:
+    """Return the kernel that fills dk and dv, and with ``sums`` adds to the sums of dq.
+
+    Args:
+        layout: Tiles and warps.
+        width: head_dim and value_dim rounded up, a multiple of 16 for each of the warps that share them.
+        dtype: See ``float32_terms.NUMBERS``; of numbers of one term.
+        vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
+            alone, where operands are scaled.
+        sums: How those of dq lie in memory, or None.
+        features: Of the call: none but packed sequences.
+    """
+    block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
+    step_q, q_warps, turned = layout.step_q, layout.q_warps, layout.turned
+    key_tiles, col_tiles, own = turned.row_tiles, step_q // COLS, width // q_warps
+    s_tiles, acc_tiles, warp_keys = key_tiles * col_tiles, key_tiles * own // COLS, ROWS * key_tiles
+    role_warps, role_threads = layout.role_warps, layout.threads // 2
+    numbers = NUMBERS[dtype]
+    units, copied = make_units(numbers), vectors or numbers.is_scaled
+    unit_of_scores, unit_of_dp, unit_of_delta = units.scores, units.dp, units.delta
+    unit_of_dk, unit_of_dv, top_of = units.dk, units.dv, units.top
+    tiles = role_tiles(layout, width)
+    k_offset, v_offset, q_offset, dout_offset = (tiles[name] for name in ("k", "v", "q", "dout"))
+    p_offset, ds_offset, handed_offset = tiles["p"], tiles["ds"], tiles["handed"]
+    lse_offset, delta_offset = tiles["lse"], tiles["delta"]
+    lse_index, delta_index = lse_offset // WORD, delta_offset // WORD
+    stage_bytes, has_sums = HALF * block_q * width, sums is not None
+    place, entries = make_visits(features, block_k, by_keys=True)[:2]
+    scores = make_tile_scores(PLAIN, FLOAT32, by_keys=True)
+    operand_factor, edge_of, score_of = scores.operand_factor, scores.edge, scores.score
+    bounds, is_inside = make_bounds(layout)
+    row_values = make_row_values(layout)
+    zero, minus_inf = np.float32(0), np.float32(-math.inf)
+    copy_keys = make_copy_tile(threads, block_k, width, copied)
+    copy_rows = make_copy_tile(threads, block_q, width, copied)
+    multiply = make_multiply(turned, width, dtype)
+    keep_scores = make_keep_tile(turned, block_k, block_q, dtype)
+    accumulate = make_accumulate_stored(turned, block_q, width, dtype, own)
+    add_dq = make_add_dq(layout, sums, width, width, dtype) if sums else add_nothing
+    store = make_store_sums if numbers.is_scaled else make_store_tile
+    store_keys = store(turned, width, dtype, vectors, own)
+    rows_of, cols_of = ROW_OF, COL_OF
+    if threads < block_q:
+        raise ValueError(
+            f"{threads} threads cannot bring L and D of {block_q} rows, take more warps"
+        )
+
+    def flash2_mma_roles(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, flag, extras):
+        """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
+
+        Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq / τ
+        Source: FlashAttention-2, Algorithm 2, lines 5-18; without sums all but line 15
+        Grid: (num_k_tiles, batch * heads), one block per key tile
+        Block: (32 * warps,), one half for Sᵀ and dV, the other for dPᵀ and dK
+        One thread does: of 16 x 8 tiles, for the keys and step_q query rows of its warp, two
+            neighbouring rows of two keys: of Sᵀ or dPᵀ step_q / 8 tiles, of dV or dK its warp's
+            columns / 8
+        Shared: k_tile, v_tile (block_k, dim), two each of q_tile, dout_tile (block_q, dim), lse and
+            delta (block_q,); Pᵀ, dSᵀ (block_k, block_q), swizzled, and Pᵀ as float32
+        Registers: acc (key_tiles * columns / 8, 4), s (key_tiles * step_q / 8, 4), with sums those
+            of dq, a share of (block_q, dim)
+        Global traffic: reads k and v once, q, dout, lse and delta once per key tile; writes dk and
+            dv once; with sums adds to those of dq once per key tile
+        Needs: compute capability 8.0
+        """
+        b, h = batch_and_head(cuda.blockIdx.y, q.shape[1])
+        # 5: for 1 <= j <= T_c
+        flat, col, first_q, seq_q, first_k, seq_k = place(
+            cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
+        )
+        thread = cuda.threadIdx.x
+        lane, warp = int32(thread % WARP), thread // WARP
+        of_scores, number = warp < role_warps, warp % role_warps
+        first_key, first_row = number // q_warps * warp_keys, number % q_warps * step_q
+        chunk = number % q_warps * (own // COLS)
+        # k, v, two each of q and dout, P, dS, P in float32, two each of lse and delta
+        bits = cuda.shared.array(0, uint8)
+        halves = cuda.shared.array(0, uint16)  # the same memory
+        floats = cuda.shared.array(0, float32)  # the same memory
+        memory = shared_address(bits)
+        k_tile, v_tile = memory + k_offset, memory + v_offset
+        q_tile, dout_tile, ds_tile = memory + q_offset, memory + dout_offset, memory + ds_offset
+        # What the half multiplies: Sᵀ = K Qᵀ and dV = Pᵀ dO, or dPᵀ = V dOᵀ and dK = dSᵀ Q.
+        left = k_tile if of_scores else v_tile
+        right = (q_tile if of_scores else dout_tile) + HALF * width * first_row
+        own_scores = memory + p_offset if of_scores else ds_tile
+        own_rows = dout_tile if of_scores else q_tile
+        handed = memory + handed_offset + CHUNK * (number * s_tiles * WARP + lane)
+        # Of 16 x 8 sums a lane has keys lane / 4 and eight below, columns 2 (lane % 4) and the next.
+        # Fragments are pairs of 16 bits.
+        acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_keys, own) / 32: dV, or dK
+        s = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: Sᵀ, Pᵀ, or dPᵀ, dSᵀ
+        a_fragment = cuda.local.array((key_tiles, 4), uint32)  # (warp_keys, 16) / 32: K, V, P or dS
+        b_fragment = cuda.local.array((2, 2), uint32)  # (16, 16) / 32: Q, or dO
+        p = cuda.local.array(4, uint32)  # (16, 8) / 32: Pᵀ, as bits of float32
+        # 8: for 1 <= i <= T_r, but only those that see a column of the tile
+        first, stop, k_start, k_stop, q_start, q_stop = bounds(
+            col, first_q, seq_q, first_k, seq_k, extras
+        )
+        k_row = first_k + col
+        tile, stop = entries(flat, col, seq_k, first, stop, extras)
+        # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
+        copy_keys(thread, k, b, h, k_row, k_start, k_stop, k_tile)
+        copy_keys(thread, v, b, h, k_row, k_start, k_stop, v_tile)
+        top = top_of(scale, b, h)
+        dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
+        factor = unit_of_scores(scale, b, h) * operand_factor
+        shift = own_delta = zero
+        if tile < stop:
+            q_row = first_q + tile * block_q
+            copy_rows(thread, q, b, h, q_row, q_start, q_stop, q_tile)
+            copy_rows(thread, dout, b, h, q_row, q_start, q_stop, dout_tile)
+            shift, own_delta = row_values(
+                thread, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit
+            )
+            if thread < block_q:
+                floats[lse_index + thread], floats[delta_index + thread] = shift, own_delta
+        cp_async_commit_group()
+        for n in range(acc_tiles):
+            for i in range(4):
+                acc[n, i] = zero
+        stage = 0
+        while tile < stop:
+            row = tile * block_q
+            cp_async_wait_all()
+            cuda.syncthreads()  # the tiles are whole; every warp is done with the other stage, P and dS
+            # 9: load Q_i, dO_i, L_i, D_i: those of the next iteration, while this one computes
+            tile += 1
+            other = 1 - stage
+            if tile < stop:
+                q_row, at = first_q + tile * block_q, other * stage_bytes
+                copy_rows(thread, q, b, h, q_row, q_start, q_stop, q_tile + at)
+                copy_rows(thread, dout, b, h, q_row, q_start, q_stop, dout_tile + at)
+                shift, own_delta = row_values(  # on their way until they are stored below
+                    thread, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit
+                )
+            cp_async_commit_group()
+            lane = anew(lane)  # addresses of fragments would fill the registers
+            # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
+            multiply(s, a_fragment, b_fragment, left, right + stage * stage_bytes, lane, first_key)
+            at_row = stage * block_q + first_row + lane_col(lane)
+            if of_scores:
+                # 11: P = exp(S - L_i)
+                if is_inside(row, col, seq_q, seq_k, extras):
+                    for n in range(col_tiles):
+                        low, high = ld_shared_v2(memory + lse_offset + WORD * (at_row + n * COLS))
+                        for m in range(key_tiles):
+                            at = m * col_tiles + n
+                            for i in range(4):
+                                s[at, i] = ex2(s[at, i] * factor - (high if i % 2 else low))
+                else:
+                    own_row, own_col = row + first_row, col + first_key
+                    own_row, own_col = own_row + lane_col(lane), own_col + lane_row(lane)
+                    edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
+                    for n in range(col_tiles):
+                        low, high = ld_shared_v2(memory + lse_offset + WORD * (at_row + n * COLS))
+                        for m in range(key_tiles):
+                            at = m * col_tiles + n
+                            for i in range(4):
+                                r, c = n * COLS + cols_of[i], m * ROWS + rows_of[i]
+                                score = score_of(
+                                    s[at, i] * factor, False, True, edge, flat, b, h,
+                                    own_row, r, own_col, c, seq_q, seq_k, extras,
+                                )  # fmt: skip
+                                # Not without the last question: L of a row with a NaN is NaN.
+                                prob = ex2(score - (high if i % 2 else low))
+                                s[at, i] = prob if score != minus_inf else zero
+                for n in range(s_tiles):
+                    st_shared_v4_f32(handed + CHUNK * WARP * n, s[n])
+                keep_scores(s, own_scores, lane, first_key, first_row // COLS)
+                bar_arrive(P_READY, threads)  # its P is there for the other half
+                bar_sync(P_WHOLE, role_threads)  # all of the half have stored their P
+            else:
+                bar_sync(P_READY, threads)  # P is there, in float32
+                # 14: dS = P ∘ (dP - D_i)
+                for n in range(col_tiles):
+                    low, high = ld_shared_v2(memory + delta_offset + WORD * (at_row + n * COLS))
+                    for m in range(key_tiles):
+                        at = m * col_tiles + n
+                        ld_shared_v4(p, handed + CHUNK * WARP * at)
+                        for i in range(4):
+                            prob, ds = float_of(p[i]), s[at, i] * dp_unit - (high if i % 2 else low)
+                            # What is hidden has no gradient, whatever dP and D are.
+                            s[at, i] = prob * ds if prob != zero else zero
+                keep_scores(s, own_scores, lane, first_key, first_row // COLS)
+                if has_sums:
+                    bar_arrive(DS_READY, threads)  # its dS is there for the other half
+                bar_sync(DS_WHOLE, role_threads)  # all of the half have stored their dS
+            # 12: dV_j += P_ijᵀ dO_i     16: dK_j += dSᵀ Q_i
+            lane = anew(lane)
+            rows = own_rows + stage * stage_bytes
+            accumulate(acc, a_fragment, b_fragment, own_scores, rows, lane, first_key, chunk)
+            if thread < block_q:
+                at = other * block_q + thread
+                floats[lse_index + at], floats[delta_index + at] = shift, own_delta
+            if has_sums and of_scores:
+                bar_sync(DS_READY, threads)  # all of dS is there
+            # 15: dQ_i += dS K_j
+            lane = anew(lane)
+            add_dq(
+                dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, row // block_q, 0, 0, extras
+            )
+            stage = other
+        # 18: write dK_j, dV_j
+        cp_async_wait_all()
+        cuda.syncthreads()  # every warp is done with K, V: what is stored takes their place
+        unit = unit_of_dv(scale, b, h) if of_scores else unit_of_dk(scale, b, h)
+        for n in range(acc_tiles):
+            for i in range(4):
+                acc[n, i] *= unit
+        k_end = first_k + seq_k
+        if of_scores:
+            store_keys(acc, dv, b, h, k_row, k_end, halves, memory, v_tile, lane, first_key, chunk)
+        else:
+            store_keys(acc, dk, b, h, k_row, k_end, halves, memory, k_tile, lane, first_key, chunk)
+
+    read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
+    rest = scale_type(numbers, True), flag_type(False), extras_type(features, FLOAT32)
+    written = array_type(FLOAT32, 4) if numbers.is_scaled else read
+    signature = void(read, read, read, read, rows, rows, rows, written, written, *rest)
+    return Kernel(flash2_mma_roles, signature, threads, tiles.elements, layout.resident)

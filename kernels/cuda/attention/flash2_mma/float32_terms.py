@@ -1,0 +1,208 @@
+"""Float32 on tensor cores that multiply float16: a number is the sum of one or two of those, scaled.
+
+A float16 has 11 bits of significand, as many as TF32, and tensor cores multiply it at twice the rate.  Two
+have 22, and one more by the sign of the second: x = high + low, and of a product the three larger parts
+
+    x·y ≈ high·high' + high·low' + low·high'
+
+leave out 2⁻²² of it, less than the sums of float32 lose.  What float16 has not is range.  So each head of a
+tensor is multiplied by the power of two that brings its largest number to 2¹⁴ … 2¹⁵: then a second term is
+off by at most 2⁻²⁵, that is 2⁻³⁹ of the largest.  Powers of two round nothing; they are taken back where
+a kernel multiplies by a number anyway.
+
+Source: Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the
+FP32 theoretical peak performance", 2022; there the second term has a scale of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import float32, float64, int64, types
+
+from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2
+from kernels.cuda.runtime.kernel import array_type, device_function
+from kernels.runtime.dtypes import FLOAT32
+
+
+class Numbers(NamedTuple):
+    """What the numbers of operands are to tensor cores.
+
+    Attributes:
+        dtype: Of the numbers that are multiplied: "float16" or "bfloat16".
+        terms: How many of them add up to a number of an operand.
+        is_scaled: Operands are float32, split beforehand (``split_operands``), and so are results.
+    """
+
+    dtype: str
+    terms: int = 1
+    is_scaled: bool = False
+
+
+#: By what kernels are compiled for: the dtype of operands, or of float32 the precision.
+NUMBERS = {
+    "float16": Numbers("float16"),
+    "bfloat16": Numbers("bfloat16"),
+    "tf32": Numbers("float16", 1, True),
+    "float32": Numbers("float16", 2, True),
+}
+#: The terms of the left and of the right operand whose products are added, by the number of terms.  The
+#: smaller ones first: tensor cores cut off what does not fit the sum so far.
+LEFT_TERMS, RIGHT_TERMS = {1: (0,), 2: (1, 0, 0)}, {1: (0,), 2: (0, 1, 0)}
+#: The largest power of two of a scaled number, and so of a probability: float16 ends at 2**16.
+TOP = 15
+
+
+@cache
+def make_split(dtype: str) -> Callable[..., Any]:
+    """Return ``split(x, y)``: two pairs whose sum is the pair of two float32, first the larger terms.
+
+    A number that is not finite is all in the first.
+    """
+    pack, unpack, zero = PACK[dtype], UNPACK[dtype], np.float32(0)
+
+    @device_function
+    def split(x, y):
+        high = pack(x, y)
+        high_x, high_y = unpack(high)
+        low_x, low_y = x - high_x, y - high_y
+        # Infinity less infinity is NaN.
+        low_x = low_x if low_x == low_x else zero
+        low_y = low_y if low_y == low_y else zero
+        return high, pack(low_x, low_y)
+
+    return split
+
+
+class Units(NamedTuple):
+    """What the numbers of scaled operands mean; it takes the place of a kernel's argument ``scale``.
+
+    A number of a head is one of the tensor of 16 bits times the head's unit.
+
+    Attributes:
+        scale: Of the scores.
+        top: Probabilities are multiplied by 2**top before they become float16.
+        keep_scale: What dropout multiplies a probability by that it keeps.
+        q: Units, (batch, heads) float32.
+        k: Likewise.
+        v: Likewise.
+        dout: Likewise, or 0 in the forward pass; so are the following.
+        delta: Likewise; 2**TOP of them are more than any delta of the head.
+        v_norm: The largest norm of a row of the head, in its unit.
+        dout_norm: Likewise.
+    """
+
+    scale: Any
+    top: Any
+    keep_scale: Any
+    q: Any
+    k: Any
+    v: Any
+    dout: Any = 0
+    delta: Any = 0
+    v_norm: Any = 0
+    dout_norm: Any = 0
+
+
+def scale_type(numbers: Numbers, is_backward: bool = False) -> Any:
+    """Return numba's type of a kernel's argument ``scale``."""
+    if not numbers.is_scaled:
+        return float64
+    heads = array_type(FLOAT32, 2)
+    rest = [heads if is_backward else int64] * 4
+    return types.NamedTuple((float64, float32, float32, heads, heads, heads, *rest), Units)
+
+
+class UnitFunctions(NamedTuple):
+    """The functions that :func:`make_units` returns, of ``(scale, b, h)``: what numbers are multiplied by.
+
+    Attributes:
+        scores: Products of q and k, which gives scale · q · k.
+        top: Not multiplied by: the power of two of probabilities.
+        out: Products of probabilities and v, which gives those of P and v.
+        dp: Products of dout and v, which gives dP in the unit of dS.
+        delta: Delta, likewise.
+        dq: Products of dS and k, which gives scale · dS · k.
+        dk: Products of dS and q, likewise.
+        dv: Products of probabilities and dout.
+    """
+
+    scores: Callable[..., Any]
+    top: Callable[..., Any]
+    out: Callable[..., Any]
+    dp: Callable[..., Any]
+    delta: Callable[..., Any]
+    dq: Callable[..., Any]
+    dk: Callable[..., Any]
+    dv: Callable[..., Any]
+
+
+@cache
+def make_units(numbers: Numbers) -> UnitFunctions:
+    """Return the functions of units; without units only the scale of scores is left."""
+    zero, one, top = np.float32(0), np.float32(1), np.float32(2.0**TOP)
+    largest = np.finfo(np.float32).max
+
+    @device_function
+    def plain_scale(scale, b, h):
+        return float32(scale)
+
+    @device_function
+    def nothing(scale, b, h):
+        return one
+
+    @device_function
+    def no_top(scale, b, h):
+        return zero
+
+    @device_function
+    def scores(scale, b, h):
+        return float32(scale.scale) * scale.q[b, h] * scale.k[b, h]
+
+    @device_function
+    def top_of(scale, b, h):
+        return scale.top
+
+    @device_function
+    def out(scale, b, h):
+        return scale.v[b, h]
+
+    @device_function
+    def bound(scale, b, h):
+        """Return what |dP ∘ Z - D| never exceeds; ∥dO∥·∥V∥ bounds dP."""
+        dp = scale.v_norm[b, h] * scale.v[b, h] * (scale.dout_norm[b, h] * scale.dout[b, h])
+        return scale.keep_scale * dp + top * scale.delta[b, h]
+
+    @device_function
+    def delta(scale, b, h):
+        # dS is P times at most 1: no float16 overflows.
+        most = bound(scale, b, h)
+        return min(one / most, largest) if most > zero else zero
+
+    @device_function
+    def dp(scale, b, h):
+        return delta(scale, b, h) * scale.dout[b, h] * scale.v[b, h]
+
+    @device_function
+    def ds(scale, b, h):
+        return float32(scale.scale) * bound(scale, b, h) * ex2(-scale.top)
+
+    @device_function
+    def dq(scale, b, h):
+        return ds(scale, b, h) * scale.k[b, h]
+
+    @device_function
+    def dk(scale, b, h):
+        return ds(scale, b, h) * scale.q[b, h]
+
+    @device_function
+    def dv(scale, b, h):
+        return scale.dout[b, h] * ex2(-scale.top)
+
+    if not numbers.is_scaled:
+        one_each = plain_scale, no_top, nothing, nothing, nothing
+        return UnitFunctions(*one_each, plain_scale, plain_scale, nothing)
+    return UnitFunctions(scores, top_of, out, dp, delta, dq, dk, dv)

@@ -1,0 +1,431 @@
+"""The rung flash2_mma: which calls it takes, its tiles, its launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+from kernels.common.online_softmax import PATIENCE
+from kernels.common.philox import keep_scale
+from kernels.cuda.attention import tensor_cores
+from kernels.cuda.attention.delta import delta_of
+from kernels.cuda.attention.flash2 import backward as flash2_backward
+from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel, dkdv_tiles
+from kernels.cuda.attention.flash2_mma.dkdv_wide_heads import role_tiles, roles_kernel
+from kernels.cuda.attention.flash2_mma.dq import dq_kernel, dq_tiles
+from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, dq_end_kernel, dq_sums, slots_of
+from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, TOP, Numbers, Units
+from kernels.cuda.attention.flash2_mma.forward import forward_kernel, forward_tiles
+from kernels.cuda.attention.flash2_mma.nonfinite import flag_of
+from kernels.cuda.attention.flash2_mma.split_operands import split_operands
+from kernels.cuda.attention.flash2_mma.tiles import ROWS, MmaKeyLayout, MmaLayout, MmaRoleLayout
+from kernels.cuda.attention.options.extras import make_extras
+from kernels.cuda.attention.options.score_functions import PLAIN, Extras, Features, features_of
+from kernels.cuda.attention.options.visits import grid_of
+from kernels.cuda.attention.register_tiles import widths_in
+from kernels.cuda.attention.split_keys import merge_parts, parts_of
+from kernels.cuda.device.half import as_bits
+from kernels.cuda.device.memory import fill
+from kernels.cuda.device.vector import are_vectors
+from kernels.cuda.runtime.arrays import empty_device, reshaped
+from kernels.cuda.runtime.kernel import Kernel
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.dtypes import FLOAT32, NAMES
+from kernels.runtime.targets import compute_capability, current_device, dynamic_shared_memory_bytes
+
+CAPABILITY = (8, 0)
+#: From which on four numbers are added to memory at a time.
+WIDE_ADDS = (9, 0)
+#: At most, beside the tiles: what options keep of each element of a tile.
+BITS_BYTES = 4096
+_T = TypeVar("_T")
+
+
+class ByKeys(NamedTuple):
+    """How the kernel by key columns is compiled.
+
+    Attributes:
+        layout: Tiles and warps; two halves of them only where head_dim and value_dim become the same.
+        step: What head_dim and value_dim are rounded up to a multiple of.
+        parts: Blocks that share the columns of a key tile.
+    """
+
+    layout: MmaKeyLayout | MmaRoleLayout
+    step: int
+    parts: int = 1
+
+    def widths(self, problem: Problem) -> tuple[int, int]:
+        """Return what head_dim and value_dim are rounded up to."""
+        return widths_in(problem, self.step)
+
+    def is_for(self, problem: Problem) -> bool:
+        """Whether the layout can run a problem, but for shared memory."""
+        head, value = self.widths(problem)
+        return head == value or not isinstance(self.layout, MmaRoleLayout)
+
+    def shared_bytes(self, problem: Problem, terms: int) -> int:
+        """Return the shared memory that the kernel takes, at most."""
+        head, value = self.widths(problem)
+        if isinstance(self.layout, MmaRoleLayout):
+            return role_tiles(self.layout, head).elements
+        atomics = not problem.deterministic
+        return dkdv_tiles(self.layout, head, value, atomics, terms).elements + BITS_BYTES
+
+
+#: Largest head_dim or value_dim → layouts, the first that the device has the shared memory for; measured
+#: on an H200, docs/notes-cuda.md.
+_FORWARD: dict[int, tuple[MmaLayout, ...]] = {
+    64: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE),),
+    128: (MmaLayout(128, 64, 4, resident=2, patience=PATIENCE, skips=True),),
+    256: (
+        MmaLayout(128, 64, 8, patience=PATIENCE, skips=True),
+        MmaLayout(64, 32, 4, resident=2, patience=PATIENCE),
+    ),
+}
+#: With options a lane has fewer scores: the compiler unrolls only short loops.
+_FORWARD_WITH_OPTIONS: dict[int, tuple[MmaLayout, ...]] = {
+    128: (MmaLayout(64, 64, 4, resident=2, patience=PATIENCE),),
+    256: (MmaLayout(64, 32, 4, patience=PATIENCE),),
+}
+_FORWARD_OF_FEW_ROWS: dict[int, tuple[MmaLayout, ...]] = {
+    64: (MmaLayout(16, 64, 1, resident=6),),
+    128: (MmaLayout(16, 64, 1, resident=3),),
+    256: (MmaLayout(16, 32, 1, resident=3),),
+}
+_BY_ROWS: dict[int, tuple[MmaLayout, ...]] = {
+    64: (MmaLayout(128, 64, 4, resident=2),),
+    128: (MmaLayout(64, 64, 4, resident=2),),
+    256: (MmaLayout(64, 32, 4), MmaLayout(32, 32, 2)),
+}
+_BY_ROWS_WITH_OPTIONS: dict[int, tuple[MmaLayout, ...]] = {
+    128: (MmaLayout(64, 32, 4, resident=2),),
+    256: (MmaLayout(64, 16, 4), MmaLayout(32, 32, 2)),
+}
+_BY_KEYS: dict[int, tuple[ByKeys, ...]] = {
+    64: (ByKeys(MmaKeyLayout(64, 128, 4, 32, resident=2), 16),),
+    128: (
+        ByKeys(MmaRoleLayout(64, 128, 8, 32), 32),
+        ByKeys(MmaKeyLayout(64, 128, 8, 64), 32),
+        ByKeys(MmaKeyLayout(32, 64, 4, 32), 32),
+    ),
+    256: (
+        ByKeys(MmaRoleLayout(64, 64, 8, 32), 32),
+        ByKeys(MmaKeyLayout(64, 64, 4, 32), 64, 2),
+        ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2),
+    ),
+}
+#: Where several options bend a score.
+_FORWARD_WITH_BENDS: dict[int, tuple[MmaLayout, ...]] = {
+    256: (MmaLayout(64, 16, 4, patience=PATIENCE),),
+}
+_BY_KEYS_WITH_BENDS: dict[int, tuple[ByKeys, ...]] = {
+    64: (ByKeys(MmaKeyLayout(64, 64, 4, 16, resident=2), 16),),
+    128: (ByKeys(MmaKeyLayout(64, 128, 8, 16), 32), ByKeys(MmaKeyLayout(32, 64, 4, 16), 32)),
+    256: (ByKeys(MmaKeyLayout(64, 64, 4, 16), 64, 2), ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2)),
+}
+#: Likewise smaller tiles with options.
+_BY_KEYS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
+    64: (ByKeys(MmaKeyLayout(64, 64, 4, 32, resident=2), 16),),
+    128: (ByKeys(MmaKeyLayout(64, 128, 8, 16), 32), ByKeys(MmaKeyLayout(32, 64, 4, 32), 32)),
+    256: (ByKeys(MmaKeyLayout(64, 64, 4, 16), 64, 2), ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2)),
+}
+
+
+#: For float32, whose tiles take twice the shared memory and whose products three times as long.
+_FORWARD_OF_TERMS: dict[int, tuple[MmaLayout, ...]] = {
+    64: (MmaLayout(128, 64, 4, resident=2), MmaLayout(128, 32, 4, resident=2)),
+    128: (MmaLayout(64, 32, 4, resident=2),),
+    256: (MmaLayout(64, 16, 4), MmaLayout(32, 16, 2)),
+}
+_FORWARD_OF_TERMS_WITH_OPTIONS: dict[int, tuple[MmaLayout, ...]] = {
+    64: (MmaLayout(64, 64, 4, resident=2),),
+    128: (MmaLayout(64, 32, 4, resident=2),),
+    256: (MmaLayout(64, 16, 4), MmaLayout(32, 16, 2)),
+}
+_BY_ROWS_OF_TERMS: dict[int, tuple[MmaLayout, ...]] = {
+    64: (MmaLayout(64, 32, 4, resident=2),),
+    128: (MmaLayout(128, 32, 8), MmaLayout(32, 32, 2)),
+    256: (MmaLayout(64, 16, 4), MmaLayout(16, 16, 1)),
+}
+_BY_KEYS_OF_TERMS: dict[int, tuple[ByKeys, ...]] = {
+    64: (
+        ByKeys(MmaKeyLayout(64, 128, 8, 32), 32),
+        ByKeys(MmaKeyLayout(32, 64, 4, 32, resident=2), 32),
+    ),
+    128: (ByKeys(MmaKeyLayout(32, 128, 8, 32), 64), ByKeys(MmaKeyLayout(16, 32, 2, 16), 32)),
+    256: (ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2), ByKeys(MmaKeyLayout(16, 16, 1, 16), 64, 2)),
+}
+_BY_KEYS_OF_TERMS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
+    64: (ByKeys(MmaKeyLayout(32, 64, 4, 16, resident=2), 32),),
+    128: (ByKeys(MmaKeyLayout(32, 128, 8, 16), 64), ByKeys(MmaKeyLayout(16, 32, 2, 16), 32)),
+    256: (ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2), ByKeys(MmaKeyLayout(16, 16, 1, 16), 64, 2)),
+}
+#: From which on the terms are worth their making: query rows, and multiplications of one product.
+LEAST_ROWS, LEAST_WORK = 128, 1 << 28
+
+
+def _first(table: dict[int, _T], problem: Problem) -> _T:
+    width = max(problem.head_dim, problem.value_dim)
+    return next(layouts for limit, layouts in table.items() if width <= limit)
+
+
+def _compiled_for(problem: Problem) -> str:
+    """Return the name of the numbers that kernels are compiled for, see ``float32_terms.NUMBERS``."""
+    if problem.dtype != FLOAT32:
+        return NAMES[problem.dtype]
+    return "tf32" if problem.precision == "tf32" else "float32"
+
+
+def _numbers(problem: Problem) -> Numbers:
+    return NUMBERS[_compiled_for(problem)]
+
+
+def tile(problem: Problem) -> tuple[int, int]:
+    """Return (block_q, block_k) of the forward kernel."""
+    layout = _forward_layout(problem.unseeded, current_device())
+    return layout.block_q, layout.block_k
+
+
+@lru_cache(maxsize=1024)
+def _forward_layout(problem: Problem, device: int) -> MmaLayout:
+    """Return tiles and warps of the forward kernel on a device."""
+    if problem.seq_q <= ROWS and _numbers(problem).terms == 1:
+        return _first(_FORWARD_OF_FEW_ROWS, problem)[0]
+    if (terms := _numbers(problem).terms) > 1:
+        own = _FORWARD_OF_TERMS, _FORWARD_OF_TERMS_WITH_OPTIONS
+        tables = own[0], own[1], own[1]
+    else:
+        tables = _FORWARD, _FORWARD_WITH_OPTIONS, _FORWARD_WITH_BENDS
+    widths = _widths(problem)
+
+    def shared_bytes(layout: MmaLayout) -> int:
+        return forward_tiles(layout, *widths, terms).elements + BITS_BYTES
+
+    return _fitting(_first(tables[_table_of(problem)], problem), shared_bytes)
+
+
+def _widths(problem: Problem) -> tuple[int, int]:
+    """Return what head_dim and value_dim are rounded up to by the kernels by query rows."""
+    return widths_in(problem, 16)
+
+
+def _table_of(problem: Problem) -> int:
+    """Return in which table a layout stands: 0 without options, 1, or 2 if several bend a score."""
+    if problem.is_plain or (
+        problem.sequences is not None and replace(problem, sequences=None).is_plain
+    ):
+        return 0
+    return 2 if problem.bend_count + (problem.score_mod is not None) > 1 else 1
+
+
+def backward_tile(problem: Problem) -> tuple[int, int]:
+    """Return (block_q, block_k) of the kernel by key columns, where shared memory is large."""
+    table = _BY_KEYS if _numbers(problem).terms == 1 else _BY_KEYS_OF_TERMS
+    layout = _first(table, problem)[0].layout
+    return layout.block_q, layout.block_k
+
+
+def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
+    """Return why this rung cannot run a problem with a tile, or None."""
+    if (reason := tensor_cores.why_not_here(tile, CAPABILITY)) is not None:
+        return reason
+    if problem.rung == "auto" and problem.dtype == FLOAT32 and _is_small(problem):
+        return "so small a call of float32 takes less time on CUDA cores, which need not split it"
+    return None
+
+
+def _is_small(problem: Problem) -> bool:
+    scores = math.prod(problem.scores_shape)
+    work = scores * max(problem.head_dim, problem.value_dim)
+    return problem.seq_q < LEAST_ROWS or work < LEAST_WORK
+
+
+class _Call(NamedTuple):
+    """What all kernels of a call take.
+
+    Attributes:
+        problem: As asked.
+        operands: As given.
+        tensors: Those that are multiplied, of 16 bits as uint16: q, k, v, and in the backward pass dout.
+        features: Of the kernels.
+        compiled: What kernels are compiled for: numbers, and whether rows of all tensors, or of scaled
+            ones those of results, are aligned for pieces of 16 bytes and are whole pieces.
+        scale: Of the scores, or units.
+        flag: Whether an operand has numbers that are not finite, or 0 where no option hides any.
+        delta: Of the backward pass, else None.
+    """
+
+    problem: Problem
+    operands: Operands
+    tensors: tuple[Any, ...]
+    features: Features
+    compiled: tuple[str, bool]
+    scale: Any
+    flag: Any
+    delta: Any = None
+
+    def extras(self, layout: MmaLayout | MmaKeyLayout, by_keys: bool = False) -> Extras:
+        """Return what the options need in a kernel."""
+        blocks = layout.block_q, layout.block_k
+        return make_extras(self.problem, self.operands, *blocks, by_keys=by_keys)
+
+
+def _call(problem: Problem, operands: Operands, results: tuple[Any, ...]) -> _Call:
+    """Return what kernels take.
+
+    Args:
+        problem: The checked call.
+        operands: As kernels take them; dout tells that gradients are wanted.
+        results: All that are written in the dtype of the problem, as kernels see them.
+    """
+    is_backward = operands.dout is not None
+    names = ("q", "k", "v", "dout") if is_backward else ("q", "k", "v")
+    tensors = tuple(as_bits(getattr(operands, name)) for name in names)
+    delta = delta_of(problem, operands) if is_backward else None
+    features, name = PLAIN if problem.is_plain else features_of(problem), _compiled_for(problem)
+    if NUMBERS[name].is_scaled:
+        bits, units, flag = _split(problem, tensors, delta, NUMBERS[name])
+        compiled, flag = (name, are_vectors(*results)), flag if features.hides else 0
+        return _Call(problem, operands, bits, features, compiled, units, flag, delta)
+    compiled = name, all(map(are_vectors, (*tensors, *results)))
+    # Those that are multiplied by probabilities or their gradients.
+    read = tensors[:2] + tensors[3:] if is_backward else tensors[2:]
+    flag = flag_of(name, *read) if features.hides else 0
+    return _Call(problem, operands, tensors, features, compiled, problem.scale, flag, delta)
+
+
+def _split(
+    problem: Problem, tensors: tuple[Any, ...], delta: Any, numbers: Numbers
+) -> tuple[tuple[Any, ...], Units, Any]:
+    """Return float32 operands as tensor cores take them, their units, and the flag."""
+    head, value = _widths(problem)
+    widths = (head, head, value, value)[: len(tensors)]
+    scale = keep_scale(problem.dropout_p)
+    top = float(TOP - math.ceil(math.log2(scale)))
+    if delta is not None:
+        tensors = (*tensors, reshaped(delta, (*delta.shape, 1)))
+    rows, keys = tensor_cores.seen_rows(problem), tensor_cores.seen_keys(problem)
+    counting = (rows, keys, keys, rows, rows)[: len(tensors)]
+    splits, flag = split_operands(tensors, widths, numbers, counting)
+    q, k, v, *rest = splits
+    units = Units(problem.scale, top, scale, q.unit, k.unit, v.unit)
+    if rest:
+        dout, of_delta = rest
+        units = units._replace(
+            dout=dout.unit, delta=of_delta.unit, v_norm=v.norm, dout_norm=dout.norm
+        )
+    return tuple(one.bits for one in splits[: len(widths)]), units, flag
+
+
+def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill out and lse; of float32 it takes memory for the terms of q, k and v.
+
+    Args:
+        problem: The checked call, in 16 bits or float32.
+        tile: Its own.
+        operands: As kernels take them, on the device; out and lse are written.
+    """
+    out = as_bits(operands.out)
+    call = _call(problem, operands, (out,))
+    q, k, v = call.tensors
+    layout = _forward_layout(problem.unseeded, current_device())
+    extras = call.extras(layout)
+    tiles, lines = grid_of(q, out.shape[2], layout.block_q, extras)
+    parts = parts_of(problem, layout, (tiles, lines))
+    widths = _widths(problem)
+    kind = *call.compiled, call.features, problem.scale > 0.0, parts > 1
+    launch = forward_kernel(layout, *widths, *kind)[(tiles * parts, lines), layout.threads]
+    if parts == 1:
+        launch(q, k, v, out, operands.lse, call.scale, call.flag, extras)
+        return
+    batch, heads, seq_q, value_dim = out.shape
+    part_out = empty_device((parts * batch, heads, seq_q, value_dim), FLOAT32)
+    part_lse = empty_device((parts * batch, heads, seq_q), FLOAT32)
+    launch(q, k, v, part_out, part_lse, call.scale, call.flag, extras)
+    merge_parts(part_out, part_lse, operands.out, operands.lse)
+
+
+def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill dq, dk and dv; takes memory for delta, and for sums of dq where it is not deterministic.
+
+    Args:
+        problem: The checked call, in 16 bits or float32.
+        tile: Its own.
+        operands: As kernels take them, on the device; dq, dk and dv are written.
+    """
+    if problem.dtype == FLOAT32 and problem.score_mod is not None:
+        # Its derivative may be anything, and dS has to be bounded before it is scaled to float16.
+        flash2_backward.backward(problem, flash2_backward.tile(problem), operands)
+        return
+    dq, dk, dv = (as_bits(x) for x in (operands.dq, operands.dk, operands.dv))
+    call = _call(problem, operands, (dq, dk, dv))
+    q, k, v, dout = call.tensors
+    read = dout, q, k, v, operands.lse, call.delta
+    by_keys = _by_keys(problem)
+    layout, _, parts = by_keys
+    head, _ = by_keys.widths(problem)
+    extras = call.extras(layout, by_keys=True)
+    grid = grid_of(k, dk.shape[2], layout.block_k, extras)
+    grid = grid[0] * parts, grid[1]
+    if problem.deterministic:
+        _by_rows(problem, call, read, dq)
+        kernel = _keys_kernel(by_keys, call, None)
+        kernel[grid, layout.threads](*read, call.delta, dk, dv, call.scale, call.flag, extras)
+        return
+    shares = dq_sums(layout, head // parts, compute_capability() >= WIDE_ADDS)
+    sequences = 1 if problem.sequences is None else problem.sequences.count
+    slots = slots_of(dq.shape[2], layout.block_q, sequences)
+    sums = empty_device((grid[1], slots, layout.block_q * head), FLOAT32)
+    fill(sums, 0.0)
+    kernel = _keys_kernel(by_keys, call, shares)
+    kernel[grid, layout.threads](*read, sums, dk, dv, call.scale, call.flag, extras)
+    extras = call.extras(layout)
+    grid = grid_of(q, dq.shape[2], layout.block_q, extras)
+    end = dq_end_kernel(layout, head, *call.compiled, shares, call.features, parts)
+    end[grid, layout.threads](sums, q, k, dq, call.scale, extras)
+
+
+def _by_keys(problem: Problem) -> ByKeys:
+    """Return how the kernel by key columns is compiled: what the device has the memory for."""
+    terms = _numbers(problem).terms
+
+    tables = _BY_KEYS, _BY_KEYS_WITH_OPTIONS, _BY_KEYS_WITH_BENDS
+    if terms > 1:
+        tables = _BY_KEYS_OF_TERMS, *[_BY_KEYS_OF_TERMS_WITH_OPTIONS] * 2
+    choices = _first(tables[_table_of(problem)], problem)
+    fitting = tuple(one for one in choices if one.is_for(problem))
+    return _fitting(fitting, lambda one: one.shared_bytes(problem, terms))
+
+
+def _keys_kernel(by_keys: ByKeys, call: _Call, shares: DqSums | None) -> Kernel:
+    """Return the kernel by key columns."""
+    layout, widths = by_keys.layout, by_keys.widths(call.problem)
+    if isinstance(layout, MmaRoleLayout):
+        return roles_kernel(layout, widths[0], *call.compiled, shares, call.features)
+    return dkdv_kernel(layout, *widths, *call.compiled, shares, call.features, by_keys.parts)
+
+
+def _fitting(choices: tuple[_T, ...], shared_bytes: Callable[[_T], int]) -> _T:
+    """Return the first choice for which a block has the shared memory, or else the last."""
+    *first, last = choices
+    limit = dynamic_shared_memory_bytes()
+    return next((one for one in first if shared_bytes(one) <= limit), last)
+
+
+def _by_rows(problem: Problem, call: _Call, read: tuple[Any, ...], dq: Any) -> None:
+    """Fill dq by a kernel of its own."""
+    terms, widths = _numbers(problem).terms, _widths(problem)
+    tables = _BY_ROWS, _BY_ROWS_WITH_OPTIONS, _BY_ROWS_WITH_OPTIONS
+    table = tables[_table_of(problem)] if terms == 1 else _BY_ROWS_OF_TERMS
+    layout = _fitting(
+        _first(table, problem),
+        lambda one: dq_tiles(one, *widths, terms).elements + BITS_BYTES,
+    )
+    extras = call.extras(layout)
+    grid = grid_of(dq, dq.shape[2], layout.block_q, extras)
+    kernel = dq_kernel(layout, *widths, *call.compiled, call.features)
+    kernel[grid, layout.threads](*read, dq, call.scale, call.flag, extras)

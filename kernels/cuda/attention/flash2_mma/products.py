@@ -1,0 +1,368 @@
+"""Two tiles multiplied on tensor cores, with fragments in registers: S = Q·Kᵀ, and O += P·V.
+
+Each warp multiplies its own rows of the left tile, in tiles of 16, with all rows of the right one: a
+fragment of that is read from shared memory once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numba import float32, uint32
+
+from kernels.cuda.attention.flash2_mma.float32_terms import (
+    LEFT_TERMS,
+    NUMBERS,
+    RIGHT_TERMS,
+    make_split,
+)
+from kernels.cuda.attention.flash2_mma.tiles import COLS, DEPTH, HALF, ROWS, MmaLayout
+from kernels.cuda.ptx.fragments import DEVICE
+from kernels.cuda.ptx.mma import MMA, ldmatrix_x4, ldmatrix_x4_trans
+from kernels.cuda.ptx.numbers import PACK
+from kernels.cuda.ptx.swizzle import make_tile_place
+from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.targets import cuda
+
+square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
+#: Most steps of a product that are one loop; more are several loops, each of which is unrolled by itself.
+UNROLLED = 8
+
+
+#: Steps of 16 whose products of terms tensor cores add up by themselves, at most.
+TOGETHER = 2
+
+
+def steps_together(steps: int) -> int:
+    """Return how many steps, of so many, tensor cores add up together."""
+    return next(n for n in range(TOGETHER, 0, -1) if steps % n == 0)
+
+
+class Products(NamedTuple):
+    """The functions that :func:`make_products` returns, for a pair of neighbouring tiles of sums.
+
+    Attributes:
+        begin: ``begin(part)``: set to zero.
+        multiply: ``multiply(part, a, first, b)``: add the products of one step.
+        add: ``add(sums, at, part)``: add to ``sums[at + m * stride]`` and the next, of each tile m of A.
+    """
+
+    begin: Callable[..., None]
+    multiply: Callable[..., None]
+    add: Callable[..., None]
+
+
+@cache
+def make_products(dtype: str, row_tiles: int, stride: int) -> Products:
+    """Return what adds products of numbers of several terms to sums, as exactly as float32 adds.
+
+    Tensor cores cut off what does not fit a sum, always towards zero, by up to a unit in its last place.
+    Over the many products of a sum of terms that is more than what float32's own rounding loses.  So each
+    few begin at zero, the smaller ones of a step first, and what they come to, which is small beside the
+    whole, is added by CUDA cores, rounded to nearest.
+
+    Args:
+        dtype: See ``float32_terms.NUMBERS``.
+        row_tiles: Of A: term t of tile m is ``a[first + t * row_tiles + m]``; those of the two tiles of B
+            are ``b[2 * t]`` and ``b[2 * t + 1]``, and ``part`` is (2 * row_tiles, 4) float32.
+        stride: From the sums of one tile of A to those of the next.
+    """
+    numbers = NUMBERS[dtype]
+    mma, terms, zero = MMA[numbers.dtype], numbers.terms, np.float32(0)
+    lefts, rights, products = LEFT_TERMS[terms], RIGHT_TERMS[terms], len(LEFT_TERMS[terms])
+
+    @device_function
+    def begin(part):
+        for n in range(2 * row_tiles):
+            for i in range(4):
+                part[n, i] = zero
+
+    @device_function
+    def multiply(part, a, first, b):
+        for p in range(products):
+            left, right = first + lefts[p] * row_tiles, 2 * rights[p]
+            for m in range(row_tiles):
+                mma(part[2 * m], a[left + m], b[right])
+                mma(part[2 * m + 1], a[left + m], b[right + 1])
+
+    @device_function
+    def add(sums, at, part):
+        for m in range(row_tiles):
+            for half in range(2):
+                for i in range(4):
+                    sums[at + m * stride + half, i] += part[2 * m + half, i]
+
+    return Products(begin, multiply, add)
+
+
+@cache
+def make_multiply(
+    layout: MmaLayout, width: int, dtype: str, b_rows: int = 0
+) -> Callable[..., None]:
+    """Return ``multiply(s, a, b, q_tile, k_tile, lane, row)``: s = Q·Kᵀ for the warp's rows.
+
+    ``s`` is (row_tiles * block_k / 8, 4) float32; ``a`` (terms * row_tiles, 4) and ``b`` (terms * 2, 2)
+    uint32 are scratch; the tiles are addresses, ``row`` is the warp's first in the tile of Q.
+
+    Args:
+        layout: Who multiplies.
+        width: Of the tiles.
+        dtype: See ``float32_terms.NUMBERS``.
+        b_rows: Rows of the tile of K, where there are more of them than block_k.
+    """
+    numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
+    mma, terms = MMA[numbers.dtype], numbers.terms
+    row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
+    below = ROWS * HALF * width  # the swizzle begins anew after eight rows
+    a_term, b_term = HALF * layout.block_q * width, HALF * (b_rows or layout.block_k) * width
+
+    steps = width // DEPTH
+    parts = next(n for n in range(-(-steps // UNROLLED), steps + 1) if steps % n == 0)
+
+    def make_part(part: int) -> Callable[..., None]:
+        first, stop = part * steps // parts, (part + 1) * steps // parts
+
+        @device_function
+        def multiply(s, a, b, q_tile, k_tile, lane, row):
+            a_row, a_chunk = square_place(lane)
+            b_row, b_chunk = turned_place(lane)
+            if first == 0:
+                for n in range(row_tiles * col_tiles):
+                    for i in range(4):
+                        s[n, i] = 0
+            for step in range(first, stop):
+                q_place = q_tile + place(row + a_row, 2 * step + a_chunk)
+                k_place = k_tile + place(b_row, 2 * step + b_chunk)
+                for m in range(row_tiles):
+                    ldmatrix_x4(a[m], q_place + m * below)
+                for n in range(col_tiles // 2):  # a pair of tiles from four matrices
+                    ldmatrix_x4(b[0], k_place + n * below)
+                    for m in range(row_tiles):
+                        mma(s[m * col_tiles + 2 * n], a[m], b[0])
+                        mma(s[m * col_tiles + 2 * n + 1], a[m], b[1])
+
+        return multiply
+
+    together = steps_together(steps)
+    begin, multiply_step, add = make_products(dtype, row_tiles, col_tiles)
+    a_tiles, part_tiles = together * terms * row_tiles, 2 * row_tiles
+    nothing = np.float32(-0.0)  # what is added to that stays as it is, and the compiler knows
+
+    def make_part_of_terms(group: int) -> Callable[..., None]:
+        first = group * together
+
+        @device_function
+        def multiply_terms(s, a, b, q_tile, k_tile, lane, row):
+            a_row, a_chunk = square_place(lane)
+            b_row, b_chunk = turned_place(lane)
+            a_terms = cuda.local.array((a_tiles, 4), uint32)  # of terms (rows, 16 · together) / 32
+            part = cuda.local.array((part_tiles, 4), float32)  # (rows, 16) / 32: of few steps
+            if first == 0:
+                for n in range(row_tiles * col_tiles):
+                    for i in range(4):
+                        s[n, i] = nothing
+            for i in range(together):
+                q_place = q_tile + place(row + a_row, 2 * (first + i) + a_chunk)
+                for t in range(terms):
+                    for m in range(row_tiles):
+                        at = (i * terms + t) * row_tiles + m
+                        ldmatrix_x4(a_terms[at], q_place + t * a_term + m * below)
+            for n in range(col_tiles // 2):
+                begin(part)
+                for i in range(together):
+                    k_place = k_tile + place(b_row, 2 * (first + i) + b_chunk)
+                    for t in range(terms):
+                        ldmatrix_x4(b[2 * t], k_place + t * b_term + n * below)
+                    multiply_step(part, a_terms, i * terms * row_tiles, b)
+                add(s, 2 * n, part)
+
+        return multiply_terms
+
+    if terms > 1:
+        return _one_after_the_other(make_part_of_terms, steps // together)
+    return _one_after_the_other(make_part, parts)
+
+
+def _make_add_step(row_tiles: int, own_tiles: int, width: int, dtype: str) -> Callable[..., None]:
+    """Return ``add_step(acc, a, b, v_rows, lane, chunk)``: acc += P·V of 16 columns of P, those in ``a``.
+
+    Args:
+        row_tiles: Of 16 rows of P.
+        own_tiles: Of eight columns of V, from the piece ``chunk`` on.
+        width: Of the tile of V, whose 16 rows are at the address ``v_rows``.
+        dtype: "float16" or "bfloat16".
+    """
+    mma, place = MMA[dtype], make_tile_place(device_function, HALF * width)
+
+    @device_function
+    def add_step(acc, a, b, v_rows, lane, chunk):
+        row, of_lane = square_place(lane)
+        for n in range(own_tiles // 2):
+            ldmatrix_x4_trans(b[0], v_rows + place(row, chunk + 2 * n + of_lane))
+            for m in range(row_tiles):
+                mma(acc[m * own_tiles + 2 * n], a[m], b[0])
+                mma(acc[m * own_tiles + 2 * n + 1], a[m], b[1])
+
+    return add_step
+
+
+@cache
+def make_accumulate(
+    layout: MmaLayout, width: int, dtype: str, own: int = 0, v_rows: int = 0
+) -> Callable[..., None]:
+    """Return ``accumulate(acc, s, a, b, v_tile, lane, chunk)``: acc += P·V, P the lane's own s, rounded.
+
+    ``acc`` is (row_tiles * own / 8, 4) float32; the others as for :func:`make_multiply`.
+
+    Args:
+        layout: Who multiplies.
+        width: Of the tile of V.
+        dtype: See ``float32_terms.NUMBERS``.
+        own: Columns of it that are multiplied, from the piece ``chunk`` on; all of them when 0.
+        v_rows: Rows of the tile of V, where there are more of them than block_k.
+    """
+    numbers = NUMBERS[dtype]
+    if numbers.terms > 1:
+        return _make_accumulate_terms(layout, width, dtype, own or width, v_rows or layout.block_k)
+    pack, row_tiles, col_tiles = PACK[numbers.dtype], layout.row_tiles, layout.block_k // COLS
+    add_step = _make_add_step(row_tiles, (own or width) // COLS, width, numbers.dtype)
+    below = DEPTH * HALF * width  # the swizzle begins anew after eight rows
+
+    @device_function
+    def accumulate(acc, s, a, b, v_tile, lane, chunk):
+        for step in range(col_tiles // 2):
+            for m in range(row_tiles):
+                # Two tiles of accumulators side by side are a tile of A.
+                left, right = m * col_tiles + 2 * step, m * col_tiles + 2 * step + 1
+                a[m, 0] = pack(s[left, 0], s[left, 1])
+                a[m, 1] = pack(s[left, 2], s[left, 3])
+                a[m, 2] = pack(s[right, 0], s[right, 1])
+                a[m, 3] = pack(s[right, 2], s[right, 3])
+            add_step(acc, a, b, v_tile + step * below, lane, chunk)
+
+    return accumulate
+
+
+@cache
+def make_accumulate_stored(
+    layout: MmaLayout, depth: int, width: int, dtype: str, own: int
+) -> Callable[..., None]:
+    """Return ``accumulate_stored(acc, a, b, p_tile, v_tile, lane, row, chunk)``: acc += P·V, P in memory.
+
+    P is the warp's rows, from ``row`` on, of the tile of 16 bits at ``p_tile`` in shared memory.
+
+    Args:
+        layout: Who multiplies.
+        depth: Columns of P and rows of V.
+        width: Of the tile of V.
+        dtype: See ``float32_terms.NUMBERS``; of numbers of one term.
+        own: Columns of V that are multiplied, from the piece ``chunk`` on.
+    """
+    p_place = make_tile_place(device_function, HALF * depth)
+    row_tiles, steps = layout.row_tiles, depth // DEPTH
+    add_step = _make_add_step(row_tiles, own // COLS, width, NUMBERS[dtype].dtype)
+    p_below, v_below = ROWS * HALF * depth, DEPTH * HALF * width
+
+    @device_function
+    def accumulate_stored(acc, a, b, p_tile, v_tile, lane, row, chunk):
+        at_row, at_chunk = square_place(lane)
+        for step in range(steps):
+            p_at = p_tile + p_place(row + at_row, 2 * step + at_chunk)
+            for m in range(row_tiles):
+                ldmatrix_x4(a[m], p_at + m * p_below)
+            add_step(acc, a, b, v_tile + step * v_below, lane, chunk)
+
+    return accumulate_stored
+
+
+#: Tiles of accumulators that a warp adds to in turn, for each product waits for the last one to its tile;
+#: and how many where those that it keeps are more than MANY, and registers few.
+IN_TURN, IN_TURN_OF_MANY, MANY = 8, 4, 16
+
+
+def _make_accumulate_terms(
+    layout: MmaLayout, width: int, dtype: str, own: int, v_rows: int
+) -> Callable[..., None]:
+    """Return what :func:`make_accumulate` does, for numbers of several terms.
+
+    As one loop over all columns would not be unrolled, and sums would be in local memory, groups of columns
+    come one after the other.
+    """
+    numbers = NUMBERS[dtype]
+    terms, split = numbers.terms, make_split(numbers.dtype)
+    place = make_tile_place(device_function, HALF * width)
+    row_tiles, col_tiles, own_tiles = layout.row_tiles, layout.block_k // COLS, own // COLS
+    steps, below, v_term = col_tiles // 2, DEPTH * HALF * width, HALF * v_rows * width
+    together = steps_together(steps)
+    begin, multiply_step, add = make_products(dtype, row_tiles, own_tiles)
+    in_turn = IN_TURN if row_tiles * own_tiles <= MANY else IN_TURN_OF_MANY
+    pairs = max(in_turn // (2 * row_tiles), 1)
+    while own_tiles // 2 % pairs:
+        pairs -= 1
+    p_tiles, part_tiles = steps * terms * row_tiles, 2 * row_tiles
+
+    def make_add_group(group: int) -> Callable[..., None]:
+        @device_function
+        def add_group(acc, p, b, v_tile, lane, chunk, _):
+            b_row, b_chunk = square_place(lane)
+            part = cuda.local.array((part_tiles, 4), float32)  # (rows, 16) / 32: of few steps
+            for first in range(0, steps, together):
+                for n in range(group * pairs, (group + 1) * pairs):
+                    v_place = v_tile + place(b_row, chunk + 2 * n + b_chunk)
+                    begin(part)
+                    for i in range(first, first + together):
+                        for t in range(terms):
+                            ldmatrix_x4_trans(b[2 * t], v_place + t * v_term + i * below)
+                        multiply_step(part, p, i * terms * row_tiles, b)
+                    add(acc, 2 * n, part)
+
+        return add_group
+
+    add_groups = _one_after_the_other(make_add_group, own_tiles // (2 * pairs))
+
+    @device_function
+    def accumulate_terms(acc, s, a, b, v_tile, lane, chunk):
+        # In the place of s: two tiles of it side by side are a tile of A, of each term.
+        p = cuda.local.array((p_tiles, 4), uint32)  # of terms (rows, block_k) / 32, pairs
+        for m in range(row_tiles):
+            for step in range(steps):
+                at = step * terms * row_tiles + m
+                for i in range(4):
+                    tile, half = m * col_tiles + 2 * step + i // 2, 2 * (i % 2)
+                    p[at, i], p[at + row_tiles, i] = split(s[tile, half], s[tile, half + 1])
+        add_groups(acc, p, b, v_tile, lane, chunk, 0)
+
+    return accumulate_terms
+
+
+def _one_after_the_other(
+    make_step: Callable[[int], Callable[..., None]], count: int, begin: int = 0
+) -> Callable[..., None]:
+    """Return what does so many steps, each with its number known: a loop so long is not unrolled.
+
+    Half of them after the other half: all that a function calls is copied where it is inlined, so that
+    a chain, each link in the next, would be copied as often as it has links.
+
+    The arguments are those of a product: accumulators, two arrays of fragments, two tiles or one and
+    another array, the lane, and where its share begins.
+
+    Args:
+        make_step: Returns the step of a number.
+        count: Of steps.
+        begin: Number of the first.
+    """
+    if count == 1:
+        return make_step(begin)
+    half = count // 2
+    before = _one_after_the_other(make_step, half, begin)
+    after = _one_after_the_other(make_step, count - half, begin + half)
+
+    @device_function
+    def both(acc, x, y, left, right, lane, first):
+        before(acc, x, y, left, right, lane, first)
+        after(acc, x, y, left, right, lane, first)
+
+    return both

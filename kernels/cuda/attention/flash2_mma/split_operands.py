@@ -1,0 +1,304 @@
+"""Split the float32 operands of a call into float16 that tensor cores multiply; see ``float32_terms``.
+
+Two kernels go over all operands: one finds the largest number of each head, the other scales and splits.
+Attention reads every key and value once for each tile of queries; they are split once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import float32, int64, types, uint32, void
+
+from kernels.common.geometry import PLAIN
+from kernels.cuda.attention.delta import lanes_of
+from kernels.cuda.attention.flash2_mma.float32_terms import Numbers, make_split
+from kernels.cuda.device.one_source import ceil_div
+from kernels.cuda.device.vector import are_vectors
+from kernels.cuda.ptx.copies import global_address, ld_global_v4, red_max, st_global_v4
+from kernels.cuda.ptx.numbers import PACK, bits_of, float_of
+from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.runtime.arrays import device_view, element_strides, empty_device
+from kernels.cuda.runtime.kernel import WORD, Kernel, array_type, device_function
+from kernels.runtime.dtypes import BITS, FLOAT32
+from kernels.runtime.targets import cuda
+
+THREADS, WARP = 256, 32
+#: Numbers that a thread reads at a time: as many as 16 bytes hold of 16 bits.
+PIECE = CHUNK // BITS.itemsize
+#: Blocks that share a head, at most: a lane of a warp for each.
+PARTS = 32
+#: Pieces that a thread shall have at least.
+LEAST_PIECES = 4
+#: Exponents with their bias: a scaled number is below 2**15, and no scale or unit is subnormal.
+_SCALED, _LEAST = 268, 15
+_INT32 = np.dtype(np.int32)
+
+
+class Split(NamedTuple):
+    """An operand of tensor cores.
+
+    Attributes:
+        bits: (batch, heads, terms * seq, width) uint16: term t of row r at t * seq + r, zeros beyond the
+            operand's own columns; strides of 0 where the operand has them.
+        unit: What a number of a head is to be multiplied by, (batch, heads) float32.
+        norm: The largest norm of a head's rows, without that, (batch, heads) float32.
+    """
+
+    bits: Any
+    unit: Any
+    norm: Any
+
+
+_ZERO, _INF = np.float32(0), np.float32(np.inf)
+
+
+@device_function
+def _load(x, words, source, is_vector, b, h, row, piece):
+    """Load eight float32 of a row, zeros beyond its end; a row that is whole vectors by vectors."""
+    first, dim = piece * PIECE, source.shape[3]
+    if is_vector:
+        address = global_address(source) + b * source.strides[0] + h * source.strides[1]
+        address += row * source.strides[2] + first * WORD
+        for half in range(2):
+            for i in range(4):
+                words[i] = 0
+            if first + 4 * half < dim:
+                ld_global_v4(words, address + CHUNK * half)
+            for i in range(4):
+                x[4 * half + i] = float_of(words[i])
+    else:
+        for i in range(PIECE):
+            x[i] = source[b, h, row, first + i] if first + i < dim else _ZERO
+
+
+@cache
+def measure_kernel(count: int, lanes: int) -> Kernel:
+    """Return the kernel that finds the largest number of each head.
+
+    Args:
+        count: Operands.
+        lanes: Of a row; a power of two, up to 32.
+    """
+    zero, inf = _ZERO, _INF
+
+    def measure_heads(sources, vectors, starts, stops, largest, norms, flag):
+        """Fill largest; set norms and the flag to zero.  ``vectors`` has a bit for each operand.
+
+        Computes: largest[operand, head, part] = max |x| of what is finite in a part of the head's
+            rows from start to stop
+        Source: none
+        Grid: (operands * parts, batch * heads)
+        Block: (threads,)
+        One thread does: every lanes-th piece of some rows
+        Shared: one number a warp
+        Registers: one piece
+        Global traffic: reads each operand once; writes a number for each part of a head
+        Needs: warp shuffles
+        """
+        parts = cuda.gridDim.x // count
+        which, part, line = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts, cuda.blockIdx.y
+        thread = cuda.threadIdx.x
+        source, is_vector = sources[which], (vectors >> which) & 1
+        heads, dim = source.shape[1], source.shape[3]
+        shared = cuda.shared.array(WARP, float32)  # (32,), a number a warp
+        x, words = cuda.local.array(PIECE, float32), cuda.local.array(4, uint32)  # (PIECE,), (4,)
+        most = zero
+        if line < source.shape[0] * heads:
+            b, h = line // heads, line % heads
+            start, end = starts[which], stops[which]
+            rows = ceil_div(max(end - start, 0), parts)
+            stop = min(start + (part + 1) * rows, end)
+            for row in range(start + part * rows + thread // lanes, stop, THREADS // lanes):
+                for piece in range(thread % lanes, ceil_div(dim, PIECE), lanes):
+                    _load(x, words, source, is_vector, b, h, row, piece)
+                    for i in range(PIECE):
+                        size = abs(x[i])
+                        most = max(most, size if size < inf else zero)
+        for step in range(5):
+            most = max(most, cuda.shfl_xor_sync(0xFFFFFFFF, most, 1 << step))
+        if thread % WARP == 0:
+            shared[thread // WARP] = most
+        cuda.syncthreads()  # every warp's number is there
+        if thread == 0:
+            for i in range(THREADS // WARP):
+                most = max(most, shared[i])
+            largest[which, line, part] = most
+            if part == 0:
+                norms[which, line] = zero
+                if line == 0 and which == 0:
+                    flag[0] = 0
+
+    sources, rows = types.UniTuple(array_type(FLOAT32, 4), count), types.UniTuple(int64, count)
+    written = array_type(FLOAT32, 3), array_type(FLOAT32, 2), array_type(_INT32, 1)
+    return Kernel(measure_heads, void(sources, int64, rows, rows, *written), THREADS)
+
+
+@cache
+def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel:
+    """Return the kernel that scales and splits; arguments as of :func:`measure_kernel`.
+
+    Args:
+        count: Operands.
+        split: How many of them are split, the first; of the others only the units are wanted.
+        lanes: Of a row.
+        numbers: The terms.
+    """
+    steps, terms = lanes.bit_length() - 1, numbers.terms
+    split_pair, pack = make_split(numbers.dtype), PACK[numbers.dtype]
+    zero, inf = _ZERO, _INF
+
+    def split_heads(sources, vectors, starts, stops, targets, largest, units, norms, flag):
+        """Fill targets and units; put the norms of rows into norms, zeros before, and set the flag.
+
+        Computes: x · scale as one or two float16, the scale of a head a power of two; flag[0] = 1
+            if a number is not finite
+        Source: see ``float32_terms``
+        Grid: (operands * parts, batch * heads)
+        Block: (threads,)
+        One thread does: every lanes-th piece of some rows
+        Shared: none
+        Registers: one piece and its terms
+        Global traffic: reads each operand and its largest numbers once; writes the terms and a unit
+            a head
+        Needs: compute capability 8.0
+        """
+        parts = cuda.gridDim.x // count
+        which, part, line = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts, cuda.blockIdx.y
+        thread = cuda.threadIdx.x
+        lane = thread % WARP
+        source, is_vector = sources[which], (vectors >> which) & 1
+        heads, seq = source.shape[1], source.shape[2]
+        most = largest[which, line, lane] if lane < parts else zero
+        for step in range(5):
+            most = max(most, cuda.shfl_xor_sync(0xFFFFFFFF, most, 1 << step))
+        exponent = max(bits_of(most) >> uint32(23), uint32(_LEAST))
+        scale = float_of(uint32(uint32(_SCALED) - exponent) << uint32(23))
+        if part == 0 and thread == 0:
+            units[which, line] = float_of(uint32(exponent - uint32(_LEAST - 1)) << uint32(23))
+        if which < split:
+            target = targets[which]
+            # (PIECE,), and (4,), pairs
+            x, words = cuda.local.array(PIECE, float32), cuda.local.array(4, uint32)
+            low_words = cuda.local.array(4, uint32)  # (4,)
+            is_here = line < source.shape[0] * heads
+            b, h = line // heads, line % heads
+            rows = ceil_div(seq, parts)
+            stop = min((part + 1) * rows, seq)
+            largest_square, is_finite = zero, True
+            seen, end = starts[which], stops[which]
+            # All lanes of a warp go round together.
+            for first in range(part * rows, stop, THREADS // lanes):
+                row, square = first + thread // lanes, zero
+                if is_here and row < stop:
+                    address = global_address(target) + b * target.strides[0] + h * target.strides[1]
+                    for piece in range(thread % lanes, target.shape[3] // PIECE, lanes):
+                        _load(x, words, source, is_vector, b, h, row, piece)
+                        for i in range(PIECE):
+                            x[i] *= scale
+                            if abs(x[i]) < inf:
+                                square += x[i] * x[i]
+                            else:
+                                is_finite = False
+                        place = address + piece * CHUNK
+                        for i in range(4):
+                            if terms == 2:
+                                words[i], low_words[i] = split_pair(x[2 * i], x[2 * i + 1])
+                            else:
+                                words[i] = pack(x[2 * i], x[2 * i + 1])
+                        st_global_v4(place + row * target.strides[2], words)
+                        if terms == 2:
+                            st_global_v4(place + (seq + row) * target.strides[2], low_words)
+                for step in range(steps):
+                    square += cuda.shfl_xor_sync(0xFFFFFFFF, square, 1 << step)
+                if seen <= row < end:
+                    largest_square = max(largest_square, square)
+            for step in range(5):
+                largest_square = max(
+                    largest_square, cuda.shfl_xor_sync(0xFFFFFFFF, largest_square, 1 << step)
+                )
+            if lane == 0 and is_here:
+                address = global_address(norms) + which * norms.strides[0]
+                red_max(address + line * norms.strides[1], float32(largest_square**0.5))
+            if not is_finite:
+                flag[0] = 1
+
+    sources, rows = types.UniTuple(array_type(FLOAT32, 4), count), types.UniTuple(int64, count)
+    targets = types.UniTuple(array_type(BITS, 4), split)
+    heads, parts = array_type(FLOAT32, 2), array_type(FLOAT32, 3)
+    signature = void(
+        sources, int64, rows, rows, targets, parts, heads, heads, array_type(_INT32, 1)
+    )
+    return Kernel(split_heads, signature, THREADS)
+
+
+def split_operands(
+    arrays: tuple[Any, ...],
+    widths: tuple[int, ...],
+    numbers: Numbers,
+    rows: tuple[tuple[int, int], ...] = (),
+) -> tuple[list[Split], Any]:
+    """Split operands of a call.
+
+    Args:
+        arrays: (batch, heads, seq, dim) float32 on the device; what strides of 0 repeat is split once.
+        widths: Columns of the results, a multiple of 16 that is dim or more; arrays without one come last
+            and get only their units.
+        numbers: The terms.
+        rows: Of each array from which to which one they count for the largest number and norm; all of
+            them when empty.  What others hold may be anything.
+
+    Returns:
+        What is made of each, in their order, and (1,) int32: 1 if any number is not finite.
+    """
+    own = [_unrepeated(array) for array in arrays]
+    count, split = len(own), len(widths)
+    targets = tuple(
+        empty_device((*array.shape[:2], numbers.terms * array.shape[2], width), BITS)
+        for array, width in zip(own, widths, strict=False)
+    )
+    lines = max(array.shape[0] * array.shape[1] for array in own)
+    lanes = lanes_of(max(widths))
+    starts, stops = zip(*(rows or [(0, array.shape[2]) for array in own]), strict=True)
+    least = LEAST_PIECES * THREADS // lanes
+    parts = min(PLAIN.ceil_div(max(array.shape[2] for array in own), least), PARTS)
+    largest = empty_device((count, lines, parts), FLOAT32)
+    units, norms = (empty_device((count, lines), FLOAT32) for _ in range(2))
+    flag = empty_device((1,), _INT32)
+    vectors = sum(are_vectors(array) << i for i, array in enumerate(own))
+    grid, sources = (count * parts, lines), tuple(own)
+    measure_kernel(count, lanes)[grid, THREADS](
+        sources, vectors, starts, stops, largest, norms, flag
+    )  # fmt: skip
+    kernel = split_kernel(count, split, lanes, numbers)
+    kernel[grid, THREADS](
+        sources, vectors, starts, stops, targets, largest, units, norms, flag
+    )  # fmt: skip
+    results = []
+    for i, (array, one) in enumerate(zip(arrays, own, strict=True)):
+        batch, heads = array.shape[:2]
+        steps = (one.shape[1] if one.shape[0] > 1 else 0), int(one.shape[1] > 1)
+        unit, norm = (device_view(x, (batch, heads), steps, i * lines) for x in (units, norms))
+        bits = _repeated(targets[i], batch, heads) if i < split else None
+        results.append(Split(bits, unit, norm))
+    return results, flag
+
+
+def _unrepeated(array: Any) -> Any:
+    """Return an array with one entry for those that a stride of 0 repeats."""
+    batch, heads, *rest = array.shape
+    steps = element_strides(array)
+    own = 1 if steps[0] == 0 else batch, 1 if steps[1] == 0 else heads
+    return array if own == (batch, heads) else device_view(array, (*own, *rest), steps)
+
+
+def _repeated(array: Any, batch: int, heads: int) -> Any:
+    """Return the reverse of :func:`_unrepeated`."""
+    own_batch, own_heads, *rest = array.shape
+    if (own_batch, own_heads) == (batch, heads):
+        return array
+    b, h, *steps = element_strides(array)
+    steps = (b if own_batch > 1 else 0), (h if own_heads > 1 else 0), *steps
+    return device_view(array, (batch, heads, *rest), steps)

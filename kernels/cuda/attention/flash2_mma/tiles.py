@@ -1,0 +1,333 @@
+"""Tiles on tensor cores: how warps share two, how one comes to shared memory and results to global memory.
+
+A block of warps works on two tiles.  Each warp owns whole rows of the one, in tiles of 16, and reads all
+rows of the other; the more of its own rows a fragment of the other is multiplied with, the less shared
+memory has to deliver.  Rows in shared memory are in the order of ``ptx.swizzle``, without gaps.
+
+A lane's elements of a 16 x 8 tile of scores are (row, col), (row, col + 1) and the same eight rows
+below: ``lane_row`` and ``lane_col`` are where it begins, ``ROW_OF`` and ``COL_OF`` what is known when
+the kernel is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from numba import int64, uint16, uint32
+
+from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_split
+from kernels.cuda.ptx.copies import (
+    cp_async_16,
+    global_address,
+    ld_shared_v4,
+    st_global_v2,
+    st_global_v4,
+    st_shared,
+    st_shared_v4,
+)
+from kernels.cuda.ptx.fragments import lane_col, lane_row
+from kernels.cuda.ptx.numbers import PACK
+from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
+from kernels.cuda.runtime.kernel import WARP, device_function
+from kernels.runtime.dtypes import FLOAT32
+from kernels.runtime.targets import cuda
+
+#: Rows of a tile of A, columns of a tile of accumulators, depth of one product.
+ROWS, COLS, DEPTH = 16, 8, 16
+#: Bytes and elements of a piece of a row that a lane copies.
+HALF, PIECE = 2, CHUNK // 2
+#: Row and column, from the lane's first, of each of its accumulators of a 16 x 8 tile.
+ROW_OF, COL_OF = (0, 0, 8, 8), (0, 1, 0, 1)
+
+
+@dataclass(frozen=True)
+class MmaLayout:
+    """The shape of the work of one block of warps.
+
+    Attributes:
+        block_q: Query rows a tile: ``warps`` times a multiple of 16.
+        block_k: Key columns a tile, a multiple of 16.
+        warps: Of the block.
+        resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
+        patience: By how many powers of two a maximum may grow before the forward kernel scales the rows of
+            a warp to it; at most 8, so that 16 bits hold all exponentials.  0 scales them for each tile.
+            See ``online_softmax.PATIENCE``.
+        skips: In the forward kernel a warp leaves out tiles of which its own rows see nothing.
+    """
+
+    block_q: int
+    block_k: int
+    warps: int
+    resident: int = 1
+    patience: int = 0
+    skips: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return WARP * self.warps
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 16 query rows a warp."""
+        return self.block_q // (ROWS * self.warps)
+
+
+@dataclass(frozen=True)
+class MmaKeyLayout:
+    """The shape of the work of one block of warps that own keys.
+
+    Attributes:
+        block_q: Query rows a tile in shared memory.
+        block_k: Keys of the block: ``warps`` times a multiple of 16.
+        warps: Of the block.
+        step_q: Query rows whose scores are in registers at a time, a multiple of 16 that divides block_q.
+        resident: As in :class:`MmaLayout`.
+    """
+
+    block_q: int
+    block_k: int
+    warps: int
+    step_q: int
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return WARP * self.warps
+
+    @property
+    def turned(self) -> MmaLayout:
+        """The same for Sᵀ = K·Qᵀ: the keys in the place of the query rows."""
+        return MmaLayout(self.block_k, self.step_q, self.warps, self.resident)
+
+
+@dataclass(frozen=True)
+class MmaRoleLayout(MmaKeyLayout):
+    """The shape of the work of two halves of a block: one computes Sᵀ and dV, the other dPᵀ and dK.
+
+    The warps of a half share the keys, and ``block_q / step_q`` of them the query rows of the same keys,
+    likewise the columns of dV or dK; ``step_q`` are then the query rows of a warp's scores.
+    """
+
+    @property
+    def role_warps(self) -> int:
+        """Of each half."""
+        return self.warps // 2
+
+    @property
+    def q_warps(self) -> int:
+        """Warps that have the same keys."""
+        return self.block_q // self.step_q
+
+    @property
+    def turned(self) -> MmaLayout:
+        """A half's Sᵀ or dPᵀ: the keys in the place of the query rows."""
+        return MmaLayout(self.block_k, self.step_q, self.role_warps // self.q_warps, self.resident)
+
+
+@cache
+def make_copy_tile(
+    threads: int, rows: int, width: int, vectors: bool, terms: int = 1
+) -> Callable[..., None]:
+    """Return ``copy_tile(thread, source, b, h, first, start, stop, target)``: rows to shared memory.
+
+    It copies the rows from ``first`` on of one head to the address ``target``, zeros for rows outside of
+    ``start`` to ``stop`` and for columns that the source does not have; what is out of range is never read.
+
+    Args:
+        threads: Who copy.
+        rows: Of the tile.
+        width: Columns of the tile, as many as the source has or more, a multiple of 16.
+        vectors: The source is aligned for pieces of 16 bytes and has a multiple of eight columns: the
+            copy is asynchronous.  Otherwise it goes through registers, element by element.
+        terms: Of a number: tiles of each one after the other, from as many parts of the source's rows.
+    """
+    chunks = width // PIECE
+    count = rows * chunks
+    loads = -(-count // threads)
+    place = make_tile_place(device_function, HALF * width)
+    # Where a round of the threads is whole rows, each of them stays in its column.
+    step = threads // chunks if threads % chunks == 0 else 0
+
+    @device_function
+    def in_columns(thread, source, b, h, first, start, stop, target):
+        row, chunk = thread // chunks, thread % chunks
+        row_bytes = source.strides[2]
+        address = global_address(source) + b * source.strides[0] + h * source.strides[1]
+        address += (first + row) * row_bytes + chunk * CHUNK
+        # One comparison instead of two: before the start is far beyond the end.
+        after = uint32(first + row - start)
+        length = uint32(max(stop - start, 0))
+        length = length if chunk * PIECE < source.shape[3] else uint32(0)
+        for i in range(loads):
+            if rows % step == 0 or row + i * step < rows:
+                bytes_ = CHUNK if uint32(after + uint32(i * step)) < length else 0
+                cp_async_16(target + place(row + i * step, chunk), address, bytes_)
+                address += step * row_bytes
+
+    @device_function
+    def piece_by_piece(thread, source, b, h, first, start, stop, target):
+        base = global_address(source) + b * source.strides[0] + h * source.strides[1]
+        dim = source.shape[3]
+        for i in range(loads):
+            n = thread + i * threads
+            row, chunk = n // chunks, n % chunks
+            if count % threads == 0 or n < count:
+                inside = start <= first + row < stop and chunk * PIECE < dim
+                address = base + (first + row) * source.strides[2] + chunk * CHUNK
+                cp_async_16(target + place(row, chunk), address, CHUNK if inside else 0)
+
+    @device_function
+    def by_element(thread, source, b, h, first, start, stop, target):
+        words = cuda.local.array(4, uint32)  # (4,)
+        dim = source.shape[3]
+        for i in range(loads):
+            n = thread + i * threads
+            row, chunk = n // chunks, n % chunks
+            if count % threads == 0 or n < count:
+                for w in range(4):
+                    low = high = uint16(0)
+                    col = chunk * PIECE + 2 * w
+                    if start <= first + row < stop:
+                        if col < dim:
+                            low = source[b, h, first + row, col]
+                        if col + 1 < dim:
+                            high = source[b, h, first + row, col + 1]
+                    words[w] = uint32(low) | (uint32(high) << uint32(16))
+                st_shared_v4(target + place(row, chunk), words)
+
+    asynchronous = in_columns if step else piece_by_piece
+    copy = asynchronous if vectors else by_element
+    if terms == 1:
+        return copy
+
+    @device_function
+    def of_terms(thread, source, b, h, first, start, stop, target):
+        seq = source.shape[2] // terms
+        for t in range(terms):
+            to = target + t * (rows * HALF * width)
+            copy(thread, source, b, h, first + t * seq, start + t * seq, stop + t * seq, to)
+
+    return of_terms
+
+
+@cache
+def make_keep_tile(
+    layout: MmaLayout, rows: int, width: int, dtype: str, own: int = 0
+) -> Callable[..., None]:
+    """Return ``keep_tile(s, tile, lane, row, chunk)``: the warp's numbers to shared memory, rounded.
+
+    They are (row_tiles * own / 8, 4) float32, and go to rows from ``row`` on and columns from the piece
+    ``chunk`` on, of each term.
+
+    Args:
+        layout: Whose they are.
+        rows: Of the tile at the address ``tile``.
+        width: Columns of the tile.
+        dtype: See ``float32_terms.NUMBERS``.
+        own: Columns of the numbers; those of scores, block_k, when 0.
+    """
+    numbers, place = NUMBERS[dtype], make_tile_place(device_function, HALF * width)
+    pack, split = PACK[numbers.dtype], make_split(numbers.dtype)
+    row_tiles, col_tiles = layout.row_tiles, (own or layout.block_k) // COLS
+    term = HALF * rows * width
+
+    @device_function
+    def keep_tile(s, tile, lane, row, chunk):
+        own_row, own_byte = row + lane_row(lane), HALF * lane_col(lane)
+        for m in range(row_tiles):
+            for n in range(col_tiles):
+                i, at = m * col_tiles + n, own_row + m * ROWS
+                st_shared(tile + place(at, chunk + n) + own_byte, pack(s[i, 0], s[i, 1]))
+                st_shared(tile + place(at + 8, chunk + n) + own_byte, pack(s[i, 2], s[i, 3]))
+
+    @device_function
+    def keep_terms(s, tile, lane, row, chunk):
+        own_row, own_byte = row + lane_row(lane), HALF * lane_col(lane)
+        for m in range(row_tiles):
+            for n in range(col_tiles):
+                for half in range(2):
+                    i, at = m * col_tiles + n, own_row + m * ROWS + 8 * half
+                    to = tile + place(at, chunk + n) + own_byte
+                    high, low = split(s[i, 2 * half], s[i, 2 * half + 1])
+                    st_shared(to, high)
+                    st_shared(to + term, low)
+
+    return keep_tile if numbers.terms == 1 else keep_terms
+
+
+@cache
+def make_store_tile(
+    layout: MmaLayout, width: int, dtype: str, vectors: bool, own: int = 0
+) -> Callable[..., None]:
+    """Return ``store_tile(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk)``.
+
+    It rounds the warp's accumulators, turns them in shared memory into whole rows, and writes those of
+    its rows below ``stop``.  Each warp uses its own rows and columns of the tile only; ``shared`` is an
+    array of uint16 that begins at the address ``memory``.
+
+    Args:
+        layout: Who stores.
+        width: Of the tile; columns that the target does not have are left out.
+        dtype: "float16" or "bfloat16".
+        vectors: The target is aligned for pieces of 16 bytes and has a multiple of eight columns.
+        own: Columns of the accumulators, from the piece ``chunk`` on; all of them when 0.
+    """
+    place, own = make_tile_place(device_function, HALF * width), own or width
+    keep_tile, chunks = make_keep_tile(layout, 0, width, dtype, own), own // PIECE
+    pieces = layout.row_tiles * ROWS * chunks
+
+    @device_function
+    def store_tile(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk):
+        keep_tile(acc, tile, lane, row, chunk)
+        cuda.syncwarp()  # the warp's rows are whole
+        words = cuda.local.array(4, uint32)  # (4,)
+        dim = target.shape[3]
+        base = global_address(target) + b * target.strides[0] + h * target.strides[1]
+        for n in range(lane, pieces, WARP):
+            at, piece = row + n // chunks, chunk + n % chunks
+            if first + at < stop and piece * PIECE < dim:
+                if vectors:
+                    ld_shared_v4(words, tile + place(at, piece))
+                    offset = (first + at) * target.strides[2] + piece * CHUNK
+                    st_global_v4(base + offset, words)
+                else:
+                    element = int64(tile - memory + place(at, piece)) // HALF
+                    for i in range(min(PIECE, dim - piece * PIECE)):
+                        target[b, h, first + at, piece * PIECE + i] = shared[element + i]
+
+    return store_tile
+
+
+@cache
+def make_store_sums(
+    layout: MmaLayout, width: int, dtype: str, vectors: bool, own: int = 0
+) -> Callable[..., None]:
+    """Return what :func:`make_store_tile` does, into float32: nothing is rounded, nor turned."""
+    row_tiles, own_tiles, size = layout.row_tiles, (own or width) // COLS, FLOAT32.itemsize
+
+    @device_function
+    def store_sums(acc, target, b, h, first, stop, shared, memory, tile, lane, row, chunk):
+        dim, first_col = target.shape[3], chunk * COLS + lane_col(lane)
+        base = global_address(target) + b * target.strides[0] + h * target.strides[1]
+        for m in range(row_tiles):
+            for half in range(2):
+                at = int64(first + row + lane_row(lane) + m * ROWS + 8 * half)
+                address = base + at * target.strides[2] + size * int64(first_col)
+                left = dim - first_col if at < stop else 0
+                for n in range(own_tiles):
+                    i, u = m * own_tiles + n, 2 * half
+                    if vectors:
+                        if n * COLS < left:
+                            st_global_v2(address + size * COLS * n, acc[i, u], acc[i, u + 1])
+                    else:
+                        col = first_col + n * COLS
+                        if n * COLS < left:
+                            target[b, h, at, col] = acc[i, u]
+                        if n * COLS + 1 < left:
+                            target[b, h, at, col + 1] = acc[i, u + 1]
+
+    return store_sums

@@ -1,0 +1,152 @@
+"""What Hopper's backward kernels do between their products: P = exp(S - L), and dS = P ∘ (dP ∘ Z - D).
+
+A lane does it with its elements of a tile, in their place.  For calls without options, and for whole tiles
+where there are lists alone, that is all; else see ``backward.score_options``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numba import float32, int32
+
+from kernels.cuda.attention.flash3_wgmma.backward.layout import makes_elements
+from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
+from kernels.cuda.attention.flash3_wgmma.forward.score_options import distance_of
+from kernels.cuda.attention.flash3_wgmma.tiles import make_hide, make_hide_pairs, make_pack
+from kernels.cuda.attention.options.score_functions import PLAIN, Features
+from kernels.cuda.attention.options.tile_scores import make_tile_scores
+from kernels.cuda.ptx.copies import ld_shared_v2
+from kernels.cuda.ptx.numbers import ex2
+from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.runtime.dtypes import FLOAT32
+from kernels.runtime.targets import cuda
+
+edge_of = make_tile_scores(PLAIN, FLOAT32).edge
+
+
+class Passes(NamedTuple):
+    """The functions of a kernel.
+
+    By keys L and D come from shared memory, at ``numbers``, the lane's first; by rows they are the pair
+    ``numbers``, of the lane's two rows.
+
+    ``place`` is (batch, head)'s flat number as in ``scores``, batch, head, row and column of the lane's
+    first element in its sequence, ALiBi's slope of the head, rows and columns of the sequence.
+
+    Attributes:
+        weigh: ``(s, p, kept, seen, mask_words, lane, numbers, factor, whole, listed, place, extras)``: of
+            the products in ``s`` P · slope, and by keys in ``p`` the pairs P ∘ Z; ``whole`` tells that the
+            bounds hide none of the tile, ``listed`` that the block mask does not.
+        slope: ``(s, dp, kept, numbers, whole, place, extras)``: of dP in ``dp`` dS.
+    """
+
+    weigh: Callable[..., None]
+    slope: Callable[..., None]
+
+
+@cache
+def make_passes(
+    features: Features, cols: int, dtype: str, by_keys: bool, packs: bool = False
+) -> Passes:
+    """Return the functions for tiles of ``cols`` columns.
+
+    Args:
+        features: Of the kernel.
+        cols: Query rows by keys, else keys.
+        dtype: "float16" or "bfloat16".
+        by_keys: Rows of the tile are keys.
+        packs: P ∘ Z is needed.
+    """
+    tiles, zero = cols // 8, np.float32(0)
+    hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)
+    pack_tile, elements = make_pack(dtype, cols), make_elements(features, cols, by_keys)
+    pack = elements.pack[dtype]
+    see, weigh_one, drop, slope_one = elements.see, elements.weigh, elements.drop, elements.slope
+    draw, hides, has_seen = elements.draw, elements.hides, elements.has_seen
+    is_plain, distance_from = not makes_elements(features), distance_of(features)
+    has_lists_alone = not is_plain and features.of_elements == PLAIN
+
+    @device_function
+    def shared_pair(numbers, t):
+        return ld_shared_v2(numbers + 8 * WORD * t)
+
+    @device_function
+    def own_pair(numbers, t):
+        return numbers
+
+    pair_of = shared_pair if by_keys else own_pair
+
+    @device_function
+    def second(i):
+        """Tell which number of the pair belongs to element i."""
+        return i % 2 if by_keys else i // 2
+
+    @device_function
+    def weigh_plainly(s, numbers, factor):
+        for t in range(tiles):
+            low, high = pair_of(numbers, t)
+            for i in range(4):
+                s[t, i] = ex2(s[t, i] * factor - (high if second(i) else low))
+
+    @device_function
+    def weigh_each(s, p, kept, seen, mask_words, lane, numbers, factor, listed, place, extras):
+        flat, own, b, h, row, col, steepness, seq_q, seq_k = place
+        distance = distance_from(row, col, extras)
+        across, along = lane // 4, 2 * (lane % 4)  # of the lane's first element in its warp's tile
+        if by_keys:
+            draw(kept, lane, flat, int32(row - along), int32(col - across), extras)
+        else:
+            draw(kept, lane, flat, int32(row - across), int32(col - along), extras)
+        if has_seen:
+            see(seen, mask_words, lane, listed, flat, own, b, h, row, col, seq_q, seq_k, extras)
+        w = cuda.local.array(4, float32)  # (4,)
+        for t in range(tiles):
+            low, high = pair_of(numbers, t)
+            for i in range(4):
+                weight, bent = weigh_one(
+                    s[t, i] * factor, high if second(i) else low, seen, t, i, own, b, h, row, col,
+                    distance, steepness, seq_q, seq_k, extras,
+                )  # fmt: skip
+                w[i], s[t, i] = drop(weight, bent, kept, t, i)
+            if packs:
+                p[t // 2, 2 * (t % 2)] = pack(w[0], w[1])
+                p[t // 2, 2 * (t % 2) + 1] = pack(w[2], w[3])
+
+    @device_function
+    def weigh(s, p, kept, seen, mask_words, lane, numbers, factor, whole, listed, place, extras):
+        if is_plain or (has_lists_alone and whole and listed):
+            weigh_plainly(s, numbers, factor)
+            if not is_plain and packs:
+                pack_tile(p, s)
+        else:
+            weigh_each(s, p, kept, seen, mask_words, lane, numbers, factor, listed, place, extras)
+        if by_keys and not whole:
+            edge = edge_of(place[4], place[5], place[7], place[8], extras)
+            hide(s, edge)
+            if not is_plain and packs:
+                hide_pairs(p, edge)
+        if is_plain and packs:
+            pack_tile(p, s)
+
+    @device_function
+    def slope(s, dp, kept, numbers, whole, place, extras):
+        for t in range(tiles):
+            low, high = pair_of(numbers, t)
+            for i in range(4):
+                own = high if second(i) else low
+                if is_plain:
+                    dp[t, i] = s[t, i] * (dp[t, i] - own)
+                else:
+                    ds = slope_one(s[t, i], dp[t, i], own, kept, t, i)
+                    # What is hidden may be anything in dO Vᵀ.
+                    dp[t, i] = zero if hides and s[t, i] == zero else ds
+        if not whole and not (by_keys and hides):
+            # Hidden elements are 0 whatever lse and delta are.
+            edge = edge_of(place[4], place[5], place[7], place[8], extras)
+            hide(dp, edge)
+
+    return Passes(weigh, slope)

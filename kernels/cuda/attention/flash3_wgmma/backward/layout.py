@@ -1,0 +1,227 @@
+"""Hopper's backward rung: which kernels a call takes, how their blocks are staffed, where tiles lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from numba import int32
+
+from kernels.cuda.attention.flash3_wgmma.layout import Widths, is_guarded, item_of
+from kernels.cuda.attention.options.score_functions import PLAIN, Features
+from kernels.cuda.device.shared_tiles import SharedTiles, round_up
+from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, Staff
+from kernels.cuda.ptx.wgmma import ROWS
+from kernels.cuda.runtime.kernel import WORD, device_function
+
+#: Rows of lse and delta come to their kernels rounded up to this: a whole number of any query tiles.
+PADDING = 128
+#: The widest heads whose dK and dV one warpgroup keeps in registers together.
+BOTH_WIDTH = 128
+
+
+class Parts(NamedTuple):
+    """Which gradients a kernel by key tiles computes.
+
+    Attributes:
+        dk: That of the keys.
+        dv: That of the values.
+        dq: What its keys add to that of the queries, in no order.
+    """
+
+    dk: bool
+    dv: bool
+    dq: bool
+
+
+def parts_of(widths: Widths, adds_dq: bool) -> tuple[Parts, ...]:
+    """Return the kernels by key tiles that a call takes, each by what it computes.
+
+    Args:
+        widths: Of the operands.
+        adds_dq: dQ may be added in any order.
+    """
+    if max(widths) <= BOTH_WIDTH:
+        return (Parts(True, True, adds_dq),)
+    # A warpgroup cannot hold both: S is computed twice.
+    return Parts(False, True, False), Parts(True, False, False)
+
+
+@dataclass(frozen=True)
+class KeyLayout(Staff):
+    """Who works on a key tile, and how many query tiles are in flight.
+
+    Attributes:
+        block_q: Rows of a query tile: one or two times 64.
+        q_stages: Tiles of q, with their rows of lse, that shared memory holds at a time.
+        dout_stages: Tiles of dout, with their rows of delta, likewise.
+        consumers: Warpgroups that multiply, each with 64 keys; a further one copies.
+    """
+
+    block_q: int
+    q_stages: int
+    dout_stages: int
+    consumers: int = 2
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a tile."""
+        return self.rows
+
+
+def makes_elements(features: Features) -> bool:
+    """Tell whether options make anything of single elements, beside bounds and the ends of sequences."""
+    return not features.whole_tiles and features._replace(packed=False) != PLAIN
+
+
+def key_layout(widths: Widths, parts: Parts, features: Features = PLAIN) -> KeyLayout:
+    """Return the layout of a kernel by key tiles: what fits in registers and in shared memory.
+
+    Args:
+        widths: Of the operands.
+        parts: What it computes.
+        features: Options; what they make of single elements takes registers.
+    """
+    width = max(widths)
+    if width <= 64:
+        # What dropout keeps takes few registers, two words of bits, but too many where dS is not stored.
+        dropout = features.dropout and not parts.dq
+        has_more = features.packed or makes_elements(features._replace(dropout=dropout))
+        return KeyLayout(64 if has_more else 128, 2, 2)
+    # Tiles of dout are done with before those of q where dV is not computed: one is enough.
+    return KeyLayout(64, 2, 1 if width > 192 and not parts.dv else 2)
+
+
+class DqShare(NamedTuple):
+    """Which part of a tile of dQ, dS K, a consumer computes: 64 rows and some columns.
+
+    Attributes:
+        cols: Columns.
+        by_rows: The consumers share the rows of the tile, or else its columns.
+        step: Bytes in the tile of keys from one consumer's columns to the next one's.
+    """
+
+    cols: int
+    by_rows: bool
+    step: int
+
+
+def dq_share(layout: KeyLayout, widths: Widths) -> DqShare:
+    """Return how the consumers share a tile of dQ."""
+    if layout.block_q > ROWS:
+        return DqShare(round_up(widths.head, 16), True, 0)
+    if widths.head <= PANEL:
+        return DqShare(PANEL // 2, False, LINE // 2)
+    return DqShare(PANEL, False, layout.block_k * LINE)
+
+
+def dq_bytes(layout: KeyLayout, widths: Widths) -> int:
+    """Return the bytes of one consumer's share of a tile of dQ, in float32."""
+    return ROWS * dq_share(layout, widths).cols * WORD
+
+
+def key_tiles(
+    layout: KeyLayout, widths: Widths, parts: Parts, features: Features = PLAIN
+) -> SharedTiles:
+    """Return where the tiles of a kernel by key tiles lie, in bytes from the first aligned one.
+
+    dK takes the place of K in the end, and dV that of V, or of K where V is not needed.
+
+    Args:
+        layout: Of the block.
+        widths: Of the operands.
+        parts: What it computes.
+        features: Options of the kernel.
+    """
+    k_panels, v_panels = widths.head_panels, widths.value_panels
+    if not parts.dk:
+        k_panels, v_panels = max(k_panels, v_panels), 0
+    q_bytes, dout_bytes = (layout.block_q * LINE * panels for panels in _panels(widths))
+    ds_bytes = 2 * layout.block_q * layout.block_k
+    return SharedTiles(
+        k=k_panels * layout.block_k * LINE,
+        v=v_panels * layout.block_k * LINE,
+        q=layout.q_stages * q_bytes,
+        dout=layout.dout_stages * dout_bytes,
+        copy=k_panels * layout.block_k * LINE if is_guarded(features) and parts.dq else 0,
+        # Two, for the one consumer writes the next while the other still multiplies by this one.
+        ds=2 * ds_bytes if parts.dq else 0,
+        dq=layout.consumers * dq_bytes(layout, widths) if parts.dq else 0,
+        lse=layout.q_stages * layout.block_q * WORD,
+        delta=layout.dout_stages * layout.block_q * WORD,
+        barriers=8 * (2 + 2 * layout.q_stages + 2 * layout.dout_stages),
+        number=WORD,
+        seen=layout.block_q + layout.block_k if is_guarded(features) else 0,
+    )
+
+
+@dataclass(frozen=True)
+class QueryLayout(Staff):
+    """Who works on a query tile of dQ, and how many key tiles are in flight.
+
+    Attributes:
+        block_k: Keys of a tile, a multiple of 16.
+        k_stages: Tiles of keys that shared memory holds at a time.
+        v_stages: Tiles of values.
+        consumers: Warpgroups that multiply, each with 64 query rows; a further one copies.
+    """
+
+    block_k: int
+    k_stages: int
+    v_stages: int
+    consumers: int = 2
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of a tile."""
+        return self.rows
+
+
+def query_layout(widths: Widths) -> QueryLayout:
+    """Return the layout of the kernel by query tiles: what fits in registers and in shared memory.
+
+    A tile of keys is needed for the next product with dS as well as for S: with three of them the next
+    one is there.  One of values is done with early.
+    """
+    width = max(widths)
+    if width <= 128:
+        return QueryLayout(128 if width <= 64 else 112, 3, 2)
+    return QueryLayout(64, 3, 2) if width <= 192 else QueryLayout(48, 3, 1)
+
+
+def query_tiles(layout: QueryLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
+    """Return where the tiles of the kernel by query tiles lie; dQ takes the place of q in the end.
+
+    Args:
+        layout: Of the block.
+        widths: Of the operands.
+        features: Options of the kernel.
+    """
+    return SharedTiles(
+        q=widths.head_panels * layout.block_q * LINE,
+        dout=widths.value_panels * layout.block_q * LINE,
+        k=layout.k_stages * widths.head_panels * layout.block_k * LINE,
+        v=layout.v_stages * widths.value_panels * layout.block_k * LINE,
+        barriers=8 * (2 + 2 * layout.k_stages + 2 * layout.v_stages),
+        number=WORD,
+        seen=layout.block_k if is_guarded(features) else 0,
+    )
+
+
+def block_bytes(tiles: SharedTiles) -> int:
+    """Return the dynamic shared memory of a block, what its alignment takes included."""
+    return round_up(tiles.elements, 16) + ALIGNMENT
+
+
+def _panels(widths: Widths) -> tuple[int, int]:
+    return widths.head_panels, widths.value_panels
+
+
+@device_function
+def key_item_of(item, schedule):
+    """Return the number of the key tile, and that of the (batch, head), of an item.
+
+    Under a causal mask it is the first key tiles that most rows see.
+    """
+    last, flat = item_of(item, schedule)
+    return int32(schedule.tiles - 1 - last), flat

@@ -1,0 +1,87 @@
+"""Which tiles Hopper's backward kernels visit, and where rows of lse and delta lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from numba import int32
+
+from kernels.cuda.attention.flash3_wgmma.backward.layout import PADDING, key_item_of
+from kernels.cuda.attention.flash3_wgmma.layout import item_of
+from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
+from kernels.cuda.attention.options.score_functions import Features
+from kernels.cuda.device.one_source import first_tile, tiles_stop
+from kernels.cuda.runtime.kernel import device_function
+
+
+@cache
+def make_row_base(is_packed: bool) -> Callable[..., Any]:
+    """Return ``row_base(flat, y, first_q, extras)``: what is added to a row to find it in lse and delta.
+
+    They are laid out tile by tile, so that no tile has rows of two sequences.
+
+    Args:
+        is_packed: Sequences are packed.
+    """
+
+    @device_function
+    def packed_base(flat, y, first_q, extras):
+        return int32((first_q // PADDING + (flat - y) // extras.heads) * PADDING)
+
+    @device_function
+    def no_base(flat, y, first_q, extras):
+        return int32(0)
+
+    return packed_base if is_packed else no_base
+
+
+class ItemVisits(NamedTuple):
+    """What whoever copies, draws or multiplies walks by.
+
+    Attributes:
+        of_item: ``(item, schedule, seq_q, seq_k, extras)``: of an item's tile (batch, head), the flat
+            number of ``scores``, its first place counted from the start of its sequence, first row, rows,
+            first column and columns of the sequence, and from which entry to which it visits.
+        tile_of: ``(entry, extras)``: the number of the tile visited.
+        is_whole: ``(entry, extras)``: whether the block mask hides none of its elements.
+    """
+
+    of_item: Callable[..., Any]
+    tile_of: Callable[..., Any]
+    is_whole: Callable[..., Any]
+
+
+@cache
+def make_visits_of(features: Features, block_q: int, block_k: int, by_keys: bool) -> ItemVisits:
+    """Return the functions of a kernel.
+
+    Args:
+        features: Of the kernel.
+        block_q: Rows of a tile.
+        block_k: Keys of one.
+        by_keys: Its items are tiles of keys.
+    """
+    walk = make_walk(features, block_k if by_keys else block_q, by_keys)
+    place_of, entries_of = walk.place, walk.entries
+
+    @device_function
+    def of_keys(item, schedule, seq_q, seq_k, extras):
+        j, y = key_item_of(item, schedule)
+        flat, col, first_q, rows, first_k, cols = place_of(j, y, seq_q, seq_k, extras)
+        first = int32(first_tile(col, block_q, rows, -extras.upper))
+        stop = int32(tiles_stop(min(col + block_k, cols), block_q, rows, -extras.lower))
+        first, stop = entries_of(flat, col, cols, first, stop, extras)
+        return y, flat, col, first_q, rows, first_k, cols, first, stop
+
+    @device_function
+    def of_rows(item, schedule, seq_q, seq_k, extras):
+        i, y = item_of(item, schedule)
+        flat, row, first_q, rows, first_k, cols = place_of(i, y, seq_q, seq_k, extras)
+        first = int32(first_tile(row, block_k, cols, extras.lower))
+        stop = int32(tiles_stop(min(row + block_q, rows), block_k, cols, extras.upper))
+        first, stop = entries_of(flat, row, rows, first, stop, extras)
+        return y, flat, row, first_q, rows, first_k, cols, first, stop
+
+    return ItemVisits(of_keys if by_keys else of_rows, walk.tile_of, walk.is_whole)

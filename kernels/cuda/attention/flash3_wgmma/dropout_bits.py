@@ -1,0 +1,237 @@
+"""Bits of the elements of a tile in the registers of the lanes that have them: what dropout keeps.
+
+flash2_mma draws bits together, into shared memory, behind a barrier of its block.  Warpgroups that run
+apart from each other have no such barrier.  Here each lane draws its part of the bits of its warp's 16
+rows, and hands on by two or three shuffles what belongs to its neighbours, while products are under way.
+
+An element of a lane is (t, i), as in the accumulators of ``wgmma``: tile t of eight columns, and
+i = 2 · half + e for the lower of its two rows (half) and the later of its two columns (e).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from numba import int32, uint32
+
+from kernels.common.geometry import PLAIN
+from kernels.common.philox import COLUMNS, MASK
+from kernels.cuda.ptx.inline import U32, instruction
+from kernels.cuda.ptx.numbers import bits_of, float_of
+from kernels.cuda.ptx.philox import Draw, make_draw
+from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.targets import cuda
+
+#: Bits of a word are those of so many tiles of eight columns, four elements of a lane each.
+TILES = 8
+#: Tiles of the widest tile of scores.
+MOST_TILES = 2 * TILES
+EVERYONE = 0xFFFFFFFF
+SIGN = 0x80000000
+#: Bits of the upper four of each byte.
+UPPER = 0xF0F0F0F0
+
+
+def bit_words(cols: int) -> int:
+    """Return how many words a lane needs for its elements of 16 rows and ``cols`` columns."""
+    return PLAIN.ceil_div(cols, 8 * TILES)
+
+
+@device_function
+def has_bit(bits, t, i):
+    """Return whether a lane's words have the bit of its element (t, i): those of what is seen."""
+    return uint32(bits[t // TILES] & uint32(1 << (4 * (t % TILES) + i))) != 0
+
+
+@device_function
+def with_bit(word, bit, place):
+    """Return a word with one more bit, if it is set."""
+    return uint32(word | uint32(bit) << uint32(place))
+
+
+@instruction("prmt.b32 $result, $x, 0, 0x9988;", U32, is_pure=True, x=U32)
+def spread_low(x):
+    """Return the highest bit of byte 0 in all of the low 16 bits, that of byte 1 in the high ones."""
+
+
+@instruction("prmt.b32 $result, $x, 0, 0xbbaa;", U32, is_pure=True, x=U32)
+def spread_high(x):
+    """Return the highest bit of byte 2 in all of the low 16 bits, that of byte 3 in the high ones."""
+
+
+@instruction("prmt.b32 $result, $x, $y, $selector;", U32, is_pure=True, x=U32, y=U32, selector=U32)
+def permuted(x, y, selector):
+    """Return four bytes of eight, those of x and then of y, by the four digits of a hexadecimal number."""
+
+
+@device_function
+def other(word, distance):
+    """Return the word of the lane so far away."""
+    return uint32(cuda.shfl_xor_sync(EVERYONE, int32(word), distance))
+
+
+class Kept(NamedTuple):
+    """The functions of what dropout keeps of a lane's elements.
+
+    Attributes:
+        draw: ``(bits, lane, flat, row, col, extras)``: set the bits; ``bits`` is a local array
+            (``bit_words(cols)``,) of uint32, ``flat`` as in ``scores``.
+        pair: ``(pair, bits, t, half)``: a packed pair of elements (t, 2 half) and (t, 2 half + 1), zeros
+            where it is dropped.
+        has: ``(bits, t, i)``: whether an element is kept.
+        signed: ``(x, bits, t, i)``: a number that is not negative, with a minus sign if it is dropped.
+    """
+
+    draw: Callable[..., None]
+    pair: Callable[..., Any]
+    has: Callable[..., Any]
+    signed: Callable[..., Any]
+
+
+def _make_kept(draw: Callable[..., None], place: Callable[..., Any]) -> Kept:
+    """Return the functions, given where bits are.
+
+    Args:
+        draw: As of :class:`Kept`.
+        place: ``(t, i)``: the number of an element's word, its byte there, and how far the bit is below the
+            byte's highest one.
+    """
+
+    @device_function
+    def pair_of(pair, bits, t, half):
+        n, byte, below = place(t, 2 * half)
+        turned = uint32(bits[n] << uint32(below))
+        return uint32(pair & (spread_high(turned) if byte >= 2 else spread_low(turned)))
+
+    @device_function
+    def at_sign(bits, t, i):
+        n, byte, below = place(t, i)
+        return uint32(bits[n] << uint32(24 - 8 * byte + below))
+
+    @device_function
+    def has(bits, t, i):
+        return uint32(at_sign(bits, t, i) & uint32(SIGN)) != 0
+
+    @device_function
+    def signed(x, bits, t, i):
+        return float_of(uint32(bits_of(x) | (~at_sign(bits, t, i) & uint32(SIGN))))
+
+    return Kept(draw, pair_of, has, signed)
+
+
+@device_function
+def threshold_and_seed(extras):
+    """Return the threshold, and the seed in two words."""
+    seed = extras.seed
+    return uint32(extras.threshold), uint32(seed & MASK), uint32((seed >> 32) & MASK)
+
+
+@cache
+def make_kept(cols: int) -> Kept:
+    """Return the functions for tiles whose rows are query rows.
+
+    Here ``row`` is the first of the warp's 16, and ``col`` the first key column, a multiple of eight.
+
+    Source of the bits: ``philox.keep``, of eight neighbouring columns of a row at a time, those of four
+    lanes.  Of four tiles each of them draws one, both rows, for all: sixteen bits for each lane if there
+    are 128 columns.  A lane's bits of even tiles are a word, and those of odd tiles.
+
+    Args:
+        cols: Of a tile, a multiple of 16, up to 128.
+
+    Raises:
+        ValueError: If there are more.
+    """
+    tiles, words = _checked_tiles(cols), bit_words(cols)
+    draw = make_draw(
+        tuple(
+            Draw(8 * half, 4 * n, (0, 2 * n + half), (1, 2 * n + half))
+            for n in range(PLAIN.ceil_div(tiles, 4))
+            for half in range(2)
+        )
+    )
+
+    @device_function
+    def place(t, i):
+        below, byte = 2 * (t // 4) + i // 2, 2 * (t // 2 % 2) + i % 2
+        # Few bits fit in one word: those of odd tiles below the others.
+        return (t % 2, byte, below) if words > 1 else (0, byte, below + 4 * (t % 2))
+
+    @device_function
+    def draw_kept(bits, lane, flat, row, col, extras):
+        threshold, seed, more_seed = threshold_and_seed(extras)
+        own = lane & 3
+        # Of the elements of lanes 0 and 1 of the four, and of lanes 2 and 3: a half of a word each.
+        first, last = draw(
+            threshold, seed, more_seed, uint32(col // COLUMNS + own), uint32(row + lane // 4), flat
+        )
+        # From the lane two away come the halves for this side, and then from the neighbour what is its own.
+        received = other(first if own & 2 else last, 2)
+        even, odd = (received, last) if own & 2 else (first, received)
+        low, high = permuted(even, odd, uint32(0x5410)), permuted(even, odd, uint32(0x7632))
+        received = other(low if own & 1 else high, 1)
+        even, odd = (received, high) if own & 1 else (low, received)
+        if words > 1:
+            bits[0], bits[1] = even, odd
+        else:
+            bits[0] = uint32(even | (odd >> uint32(4)))
+
+    return _make_kept(draw_kept, place)
+
+
+@cache
+def make_kept_by_keys(cols: int) -> Kept:
+    """Return the functions for transposed tiles: rows are keys, columns queries.
+
+    Here ``row`` is the query row of the first column, and ``col`` the first of the warp's 16 keys, a
+    multiple of eight.
+
+    Eight neighbouring keys are those of eight lanes.  Of their four elements (i) of eight tiles each lane
+    draws four, for all of them: one i, and every tile of the upper or of the lower four.  The eighths of
+    the words go from lane to lane as the elements of a matrix that is transposed, in three steps.
+
+    Args:
+        cols: Query rows, the columns of the tile; a multiple of 8, up to 128.
+
+    Raises:
+        ValueError: If there are more.
+    """
+    tiles, words = _checked_tiles(cols), bit_words(cols)
+    draw = make_draw(tuple(Draw(8 * n, 0, (0, n), (0, 4 + n)) for n in range(min(tiles, 4))))
+
+    @device_function
+    def place(t, i):
+        return t // TILES, i, t % TILES
+
+    @device_function
+    def exchanged(word, lane):
+        # Bits of byte c are for key c, the upper four, and key 4 + c; later those that lanes c, 4 + c drew.
+        word = permuted(word, other(word, 4), uint32(0x3715 if lane & 4 else 0x6240))
+        word = permuted(word, other(word, 8), uint32(0x3276 if lane & 8 else 0x5410))
+        received = other(word, 16)
+        if lane & 16:
+            return uint32((received << uint32(4)) & uint32(UPPER) | word & uint32(~UPPER & MASK))
+        return uint32(word & uint32(UPPER) | (received >> uint32(4)) & uint32(~UPPER & MASK))
+
+    @device_function
+    def draw_kept(bits, lane, flat, row, col, extras):
+        threshold, seed, more_seed = threshold_and_seed(extras)
+        own = lane // 4
+        block = uint32(col // COLUMNS + own // 2 % 2)
+        own_row = row + 2 * (lane & 3) + own % 2 + 32 * (own // 4)
+        for n in range(words):
+            word, _ = draw(threshold, seed, more_seed, block, uint32(own_row + 64 * n), flat)
+            bits[n] = exchanged(word, lane)
+
+    return _make_kept(draw_kept, place)
+
+
+def _checked_tiles(cols: int) -> int:
+    """Return the tiles of eight columns of a tile of scores."""
+    if cols > 8 * MOST_TILES:
+        raise ValueError(
+            f"dropout is drawn for tiles of up to {8 * MOST_TILES} columns, got {cols}"
+        )
+    return PLAIN.ceil_div(cols, 8)

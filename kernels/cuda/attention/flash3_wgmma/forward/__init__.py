@@ -1,0 +1,1 @@
+"""FlashAttention-3 forward on Hopper."""

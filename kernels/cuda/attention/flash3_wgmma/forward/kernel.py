@@ -1,0 +1,439 @@
+"""FlashAttention-3 forward on Hopper: copies, products and softmax at the same time.
+
+What flash2_mma left on the table: a warp that loads cannot multiply, and one that multiplies cannot
+take exponentials; and ``mma.sync`` reaches little more than half of what Hopper's tensor cores can.
+Here one warpgroup does nothing but ask the copy engine for tiles, which come while the others compute,
+and ``wgmma`` multiplies 64 rows at a time out of shared memory while its warpgroup goes on: the next
+scores are computed during the last product with the values, and the softmax of one warpgroup falls into
+the products of another.  Measured on an H200 at N = 16,384 in bfloat16: 571 TFLOP/s at d = 64 and 721
+at 128, where flash2_mma does 325 and 378.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from numba import float32, float64, int32, types, uint8, uint32, void
+
+from kernels.common.online_softmax import LN_2, LOG2_E
+from kernels.cuda.attention.flash2_mma.nonfinite import flag_type, is_flagged, never_flagged
+from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words
+from kernels.cuda.attention.flash3_wgmma.forward.scheduler import (
+    give_back,
+    make_deal,
+    skipped_of,
+    told,
+    wait_for_reads,
+)
+from kernels.cuda.attention.flash3_wgmma.forward.score_options import (
+    make_clear_unseen,
+    make_elements,
+    seen_words,
+)
+from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
+    make_ask_for_scores,
+    make_drop,
+    make_fetch,
+    make_soften,
+    make_write_out,
+)
+from kernels.cuda.attention.flash3_wgmma.layout import (
+    OWN_OUT,
+    SHAPE,
+    TURN,
+    ForwardLayout,
+    Schedule,
+    Widths,
+    is_guarded,
+    item_bytes,
+    k_bytes,
+    shared_bytes,
+    shared_tiles,
+    v_bytes,
+)
+from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, words_type
+from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
+from kernels.cuda.attention.flash3_wgmma.tiles import (
+    make_accumulate,
+    make_load_tile,
+    make_pack,
+    make_put_tile,
+)
+from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
+from kernels.cuda.device.one_source import near_inverse_sum, near_log_sum_exp, shift_of
+from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, WARPGROUP, make_next, own_warpgroup
+from kernels.cuda.ptx.barriers import (
+    bar_arrive,
+    bar_sync,
+    fence_mbarrier_init,
+    fence_proxy_async,
+    make_setmaxnreg,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+)
+from kernels.cuda.ptx.bulk import cp_async_bulk_commit_group
+from kernels.cuda.ptx.copies import (
+    align_up,
+    global_address,
+    ld_shared,
+    shared_address,
+    st_shared,
+)
+from kernels.cuda.ptx.wgmma import (
+    ROWS,
+    descriptor,
+    descriptor_layout,
+    make_wgmma_wait_group,
+    wgmma_commit_group,
+    wgmma_fence,
+)
+from kernels.cuda.runtime.kernel import WORD, Kernel, array_type
+from kernels.runtime.dtypes import BITS, FLOAT32
+from kernels.runtime.targets import cuda
+
+MAPS = types.Array(uint8, 1, "C")
+#: The thread of the copying warpgroup that deals items; the first one copies keys and values.
+DEALER = 32
+
+
+@cache
+def forward_kernel(
+    layout: ForwardLayout, widths: Widths, dtype: str, features: Features = PLAIN
+) -> Kernel:
+    """Return the forward kernel for one layout, two widths, one dtype and some options.
+
+    Args:
+        layout: Who works.
+        widths: Columns that it is compiled for.
+        dtype: "float16" or "bfloat16": of q, k, v and out.
+        features: Options of the call.
+    """
+    # Out is a tensor map, or the array where sequences are packed; flag and mask_words are 0 if not needed.
+    consumers, block_k, stages = layout.consumers, layout.block_k, layout.stages
+    block_q, takes_turns = layout.block_q, layout.takes_turns
+    head_panels, value_panels = widths.head_panels, widths.value_panels
+    key_tiles, value_tiles, depth_steps = block_k // 8, widths.value // 8, block_k // 16
+    q_panel, k_panel = block_q * LINE, block_k * LINE
+    k_size, v_size = k_bytes(layout, widths), v_bytes(layout, widths)
+    clears = is_guarded(features)
+    tiles = shared_tiles(layout, widths, features)
+    k_offset, v_offset, barrier_offset = tiles["k"], tiles["v"], tiles["barriers"]
+    number_offset, q_size = tiles["numbers"], tiles["k"] // layout.items
+    slots, number_bytes = layout.items, item_bytes(layout)
+    # The next item's first scores are asked for before this one's output is written.
+    asks_ahead, is_packed = slots > 1, features.packed
+    # Barriers of eight bytes, one of each kind for an item or a stage; those of q_full come first.
+    q_empty, is_told, k_full = 8 * slots, 16 * slots, 24 * slots
+    k_empty, v_full, v_empty = (k_full + 8 * stages * i for i in (1, 2, 3))
+    consumer_warps = 4 * consumers
+
+    load_k, load_v = (make_load_tile(panels, k_panel) for panels in (head_panels, value_panels))
+    put_out = make_put_tile(value_panels, q_panel, features.packed)
+    ask_for_scores = make_ask_for_scores(block_k, dtype, widths.head, q_panel, k_panel)
+    soften, pack = make_soften(block_k, layout.patience), make_pack(dtype, block_k)
+    accumulate = make_accumulate(widths.value, dtype, block_k)
+    write_out = make_write_out(widths.value, dtype, q_panel)
+    # Rows of q and k run along the depth; those of v across it, from panel to panel.
+    along = descriptor_layout(LINE, 16, 8 * LINE)
+    across = descriptor_layout(LINE, k_panel, 8 * LINE)
+    wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
+    few_registers, more_registers = layout.registers
+    release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
+    _, _, tile_of, is_listed_whole = make_walk(features, block_q)
+    deal = make_deal(layout, features, head_panels, q_panel, q_size)
+    bends, of_all, own_of, score_whole, score_edge = make_elements(features, block_k)
+    (first_bits, fetch), drop = make_fetch(features, block_k), make_drop(features, block_k)
+    words, has_kept = bit_words(block_k), features.dropout
+    has_bits, seen_count = has_kept or has_words(features), seen_words(features, block_k)
+    clear_unseen = make_clear_unseen(consumers, block_k, value_panels)
+    is_found, seen_offset = is_flagged if clears else never_flagged, tiles["seen"]
+    # Of a stage which tile, and whether the block mask hides nothing of it.
+    list_offset, is_listed = tiles["listed"], features.block_mask
+    zero, minus_inf, log2_e, ln_2 = (np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2))
+    turns = 2 * WARPGROUP
+    next_stage, next_slot = make_next(stages), make_next(slots)
+
+    def flash3_forward(
+        q_map, k_map, v_map, out, lse, next_item, shape, scale, schedule, flag, mask_words, extras
+    ):  # fmt: skip
+        """Fill out and lse, tile after tile.
+
+        Computes: out and lse for tiles of query rows of (batch, head), one after the other
+        Source: FlashAttention-3, Algorithms 1 (consumer and producer) and 2
+            (overlap within a warpgroup); FlashAttention-2, Algorithm 1, for the numbered lines
+        Grid: (multiprocessors,), one block each, that takes items in turn; see ``Schedule``
+        Block: (128 * (consumers + 1),), warpgroup 0 copies, the others multiply
+        One thread does: of a consumer, the scores of 2 rows and block_k / 4 columns, and of out 2
+            rows and value_dim / 4 columns, scattered as wgmma scatters them
+        Shared: q_tile (block_q, head_dim), later out; stages of k_tile (block_k, head_dim) and
+            v_tile (block_k, value_dim), in panels of 64 columns, 128-byte swizzle; barriers
+        Registers: acc (value_dim / 8, 4), s (block_k / 8, 4), p (block_k / 16, 4) packed pairs
+        Global traffic: reads q once, k and v once per query tile; writes out and lse once
+        Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
+        """
+        shared = cuda.shared.array(0, uint8)  # q, k, v, barriers, numbers of items, listed, seen
+        tile = align_up(shared_address(shared), ALIGNMENT)
+        barriers = tile + barrier_offset
+        warpgroup, lane = own_warpgroup(), int32(cuda.threadIdx.x % 32)
+        numbers = tile + number_offset
+        if cuda.threadIdx.x == 0:
+            for i in range(slots):
+                mbarrier_init(barriers + 8 * i, 1)
+                mbarrier_init(barriers + q_empty + 8 * i, consumers + 1)  # and who copies k and v
+                mbarrier_init(barriers + is_told + 8 * i, 1)
+            for i in range(stages):
+                mbarrier_init(barriers + k_full + 8 * i, 1)
+                mbarrier_init(barriers + v_full + 8 * i, 1)
+                mbarrier_init(barriers + k_empty + 8 * i, consumer_warps)
+                mbarrier_init(barriers + v_empty + 8 * i, consumer_warps)
+            fence_mbarrier_init()  # for the copy engine
+        cuda.syncthreads()  # the barriers are there
+        if warpgroup == 0:
+            release()
+            if cuda.threadIdx.x == DEALER:
+                deal(tile, numbers, barriers, q_map, next_item, shape, schedule, extras)
+            if cuda.threadIdx.x == 0:
+                k_tensor, v_tensor = global_address(k_map), global_address(v_map)
+                stage, phase, slot, q_phase = int32(0), int32(0), int32(0), int32(0)
+                mbarrier_wait(barriers + is_told, q_phase)  # the first item is told
+                item = told(numbers)
+                while item.tiles >= 0:
+                    # Read: an item without tiles may otherwise be followed by another in its place before.
+                    mbarrier_arrive(barriers + q_empty + 8 * slot)
+                    b, h = item.b, item.h
+                    # 6: for 1 <= j <= T_c, backwards: what bounds hide in part comes first
+                    for n in range(item.tiles):
+                        j = tile_of(int32(item.stop - 1 - n), extras)
+                        col = item.first_k - shape.first_key + j * block_k
+                        # 7: load K_j, V_j
+                        full = barriers + k_full + 8 * stage
+                        mbarrier_wait(barriers + k_empty + 8 * stage, phase ^ 1)  # its K was read
+                        if is_listed:
+                            word = 2 * j + is_listed_whole(int32(item.stop - 1 - n), extras)
+                            st_shared(tile + list_offset + WORD * stage, word)
+                        mbarrier_arrive_expect_tx(full, k_size)
+                        at = tile + k_offset + stage * k_size
+                        load_k(at, k_tensor, full, col, h * shape.k_by_head, b * shape.k_by_batch)
+                        full = barriers + v_full + 8 * stage
+                        mbarrier_wait(barriers + v_empty + 8 * stage, phase ^ 1)  # its V was read
+                        mbarrier_arrive_expect_tx(full, v_size)
+                        at = tile + v_offset + stage * v_size
+                        load_v(at, v_tensor, full, col, h * shape.v_by_head, b * shape.v_by_batch)
+                        stage, phase = next_stage(stage, phase)
+                    slot, q_phase = next_slot(slot, q_phase)
+                    mbarrier_wait(barriers + is_told + 8 * slot, q_phase)  # the next item is told
+                    item = told(numbers + number_bytes * slot)
+        else:
+            claim()
+            me, warp = int32(warpgroup - 1), int32(cuda.threadIdx.x // 32 % 4)
+            # Of the warpgroup's 64 rows a thread has two, eight apart; of eight columns two.
+            acc = cuda.local.array((value_tiles, 4), float32)  # (64, value_dim) / 128: O
+            s = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: S, then P
+            p = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: P
+            # Scores that options bend are natural logarithms first; else one factor makes them base 2.
+            factor = log2_e if bends else float32(scale) * log2_e
+            found = is_found(flag)
+            kept = cuda.local.array(words, uint32)  # (words,), bits: what of P dropout keeps
+            seen = cuda.local.array(seen_count, uint32)  # (seen_count,), bits, then pairs of a mask
+            stage, phase, slot, q_phase = int32(0), int32(0), int32(0), int32(0)
+            # Whose turn it is to multiply: the first one's.
+            if takes_turns and me == consumers - 1:
+                bar_arrive(TURN, turns)
+            mbarrier_wait(barriers, q_phase)  # the first item is told, and its Q is there
+            item, thread = told(numbers), int32(cuda.threadIdx.x % WARPGROUP)
+            skipped = skipped_of(numbers, me, found)
+            is_asked, copied = False, int32(-1)  # the slot whose output is on its way
+            listed = int32(1)
+            while item.tiles >= 0:
+                own_tile = tile + slot * q_size + me * (ROWS * LINE)  # of q, and then of out
+                q_desc = descriptor(along, own_tile)
+                b, h, flat, own = item.b, item.h, item.flat, own_of(item.flat, extras)
+                row, rows, cols = item.row, item.rows, item.cols
+                warp_row = int32(row + me * ROWS + warp * 16)
+                own_row = int32(warp_row + lane // 4)
+                bits = first_bits(lane, b, h, warp_row, extras)
+                if is_listed:  # whoever copies has read the list
+                    first, stop = int32(0), item.tiles
+                else:
+                    first, stop = int32(item.stop - item.tiles), item.stop
+                if skipped > 0:  # before any turn: others wait for the next q in theirs
+                    give_back(barriers + q_empty, thread, copied)
+                    copied = int32(-1)
+                for _ in range(skipped):  # bounds hide all of it from my rows
+                    if takes_turns:
+                        bar_sync(TURN + me, turns)  # the one before has had its turn
+                        bar_arrive(TURN + (me + 1) % consumers, turns)  # and the next one has it
+                    # Not before they are there: too early, it would count for what was there before.
+                    mbarrier_wait(barriers + k_full + 8 * stage, phase)
+                    mbarrier_wait(barriers + v_full + 8 * stage, phase)
+                    cuda.syncwarp()  # a lane that still waits would miss the phase
+                    if lane == 0:
+                        mbarrier_arrive(barriers + k_empty + 8 * stage)
+                        mbarrier_arrive(barriers + v_empty + 8 * stage)
+                    stage, phase = next_stage(stage, phase)
+                stop = int32(stop - skipped)
+                # 5: l = 0, m = -inf; O = 0 is what the first P V begins with
+                max_0, max_1, sum_0, sum_1 = minus_inf, minus_inf, zero, zero
+                if first < stop:
+                    if not is_asked:
+                        # 8: S = Q_i K_jᵀ, the first
+                        mbarrier_wait(barriers + k_full + 8 * stage, phase)  # K_j is there
+                        k_desc = descriptor(along, tile + k_offset + stage * k_size)
+                        wgmma_fence()
+                        ask_for_scores(s, q_desc, k_desc)
+                        wgmma_commit_group()
+                    if is_listed:
+                        listed = ld_shared(tile + list_offset + WORD * stage)
+                    col = (listed >> 1 if is_listed else stop - 1) * block_k
+                    fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
+                    wait_for_all()  # S is there, and K_j was read
+                    if lane == 0:
+                        mbarrier_arrive(barriers + k_empty + 8 * stage)
+                before = int32(0)  # the stage of the values before
+                for n in range(int32(stop - first)):
+                    j = int32(listed >> 1 if is_listed else stop - 1 - n)
+                    own_col = int32(j * block_k + 2 * (lane % 4))
+                    place = flat, own, b, h, own_row, own_col, rows, cols
+                    whole = item.full <= j < item.full_stop and listed & 1 != 0
+                    if not whole:
+                        score_edge(s, seen, lane, place, scale, extras)
+                    elif of_all:
+                        score_whole(s, seen, lane, place, scale, extras)
+                    # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
+                    max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = soften(
+                        s, factor, max_0, max_1, sum_0, sum_1
+                    )
+                    # The last P V is done: its values may be overwritten, and O is ours.
+                    wait_for_all()
+                    if n > 0 and lane == 0:
+                        mbarrier_arrive(barriers + v_empty + 8 * before)
+                    # 10, first half: O = diag(e^(m - m_new)) O
+                    if is_scaled:
+                        for t in range(value_tiles):
+                            acc[t, 0] *= rescale_0
+                            acc[t, 1] *= rescale_0
+                            acc[t, 2] *= rescale_1
+                            acc[t, 3] *= rescale_1
+                    if found:
+                        mbarrier_wait(barriers + v_full + 8 * stage, phase)  # V_j is there
+                        clear_unseen(
+                            int32(cuda.threadIdx.x - WARPGROUP), lane, s, rows - own_row, shared,
+                            tile - shared_address(shared) + seen_offset,
+                            tile + v_offset + stage * v_size,
+                        )  # fmt: skip
+                    # The accumulators of S lie as the left operand of P V does.
+                    pack(p, s)
+                    drop(p, kept)  # l is the sum of all
+                    before, v_phase = stage, phase
+                    stage, phase = next_stage(stage, phase)
+                    has_next = n + 1 < stop - first
+                    if has_next:
+                        mbarrier_wait(barriers + k_full + 8 * stage, phase)  # the next K is there
+                        if is_listed:
+                            listed = ld_shared(tile + list_offset + WORD * stage)
+                    if takes_turns:
+                        bar_sync(TURN + me, turns)  # the other's products are all asked for
+                    wgmma_fence()
+                    if has_next:
+                        # 8: the next S = Q_i K_jᵀ, computed while P V is waited for
+                        k_desc = descriptor(along, tile + k_offset + stage * k_size)
+                        ask_for_scores(s, q_desc, k_desc)
+                    wgmma_commit_group()
+                    # 10, second half: O = O + P V_j
+                    mbarrier_wait(barriers + v_full + 8 * before, v_phase)  # V_j is there
+                    v_desc = descriptor(across, tile + v_offset + before * v_size)
+                    accumulate(acc, p, v_desc, n)
+                    wgmma_commit_group()
+                    if takes_turns:
+                        bar_arrive(TURN + (me + 1) % consumers, turns)  # the next one's turn
+                    if (
+                        asks_ahead and n == 0
+                    ):  # not before the products: a branch there holds them up
+                        give_back(barriers + q_empty, thread, copied)
+                        copied = int32(-1)
+                    if has_bits and has_next:  # while it is computed
+                        col = (listed >> 1 if is_listed else stop - 2 - n) * block_k
+                        fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
+                    wait_for_scores()  # the next S is there, and its K was read; P V may go on
+                    if has_next and lane == 0:
+                        mbarrier_arrive(barriers + k_empty + 8 * stage)
+                is_asked = False
+                if asks_ahead:
+                    # 8: S = Q_i K_jᵀ, the next item's first, computed while this one's O is written
+                    give_back(barriers + q_empty, thread, copied)  # if this item has no tiles
+                    copied = int32(-1)
+                    following, q_phase_then = next_slot(slot, q_phase)
+                    mbarrier_wait(barriers + 8 * following, q_phase_then)  # the next Q is there
+                    ahead = numbers + number_bytes * following
+                    is_asked = ld_shared(ahead) > 0 and skipped_of(ahead, me, found) == 0
+                    if is_asked:
+                        mbarrier_wait(barriers + k_full + 8 * stage, phase)  # its first K is there
+                        q_desc = descriptor(along, tile + following * q_size + me * (ROWS * LINE))
+                        k_desc = descriptor(along, tile + k_offset + stage * k_size)
+                        wgmma_fence()
+                        ask_for_scores(s, q_desc, k_desc)
+                    wgmma_commit_group()
+                    wait_for_scores()  # the last P V is done: V was read; the next S may go on
+                else:
+                    wait_for_all()  # the last P V is done: V was read
+                if first < stop and lane == 0:
+                    mbarrier_arrive(barriers + v_empty + 8 * before)
+                # Told again: numbers need no registers meanwhile.
+                item = told(numbers + number_bytes * slot)
+                b, h, row, rows = item.b, item.h, item.row, item.rows
+                own_row = int32(row + me * ROWS + warp * 16 + lane // 4)
+                for step in range(2):
+                    sum_0 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 1 << step)
+                    sum_1 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 1 << step)
+                # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+                inverse_0, inverse_1 = (
+                    float32(near_inverse_sum(sum_0)),
+                    float32(near_inverse_sum(sum_1)),
+                )
+                if lane % 4 == 0:
+                    if own_row < rows:
+                        lse[item.line, item.first_q + own_row] = near_log_sum_exp(
+                            float32(shift_of(max_0)) * factor * ln_2, sum_0
+                        )
+                    if own_row + 8 < rows:
+                        lse[item.line, item.first_q + own_row + 8] = near_log_sum_exp(
+                            float32(shift_of(max_1)) * factor * ln_2, sum_1
+                        )
+                if has_kept:
+                    inverse_0 *= extras.keep_scale
+                    inverse_1 *= extras.keep_scale
+                # 14: write O_i, by way of the tile of q, which this warpgroup has read to the end
+                write_out(own_tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, p)
+                fence_proxy_async()  # the copy engine sees them
+                copied = slot
+                bar_sync(OWN_OUT + me, WARPGROUP)  # all rows of the warpgroup are there
+                top = row + me * ROWS
+                if is_packed or thread == 0:
+                    put_out(out, own_tile, thread, b, h, item.first_q + top, rows - top)
+                    cp_async_bulk_commit_group()
+                if is_packed:
+                    bar_sync(OWN_OUT + me, WARPGROUP)  # all threads have copied: another q may come
+                if not asks_ahead:
+                    give_back(barriers + q_empty, thread, copied)
+                    copied = int32(-1)
+                slot, q_phase = next_slot(slot, q_phase)
+                mbarrier_wait(barriers + 8 * slot, q_phase)  # the next item, and its Q, are there
+                item = told(numbers + number_bytes * slot)
+                skipped = skipped_of(numbers + number_bytes * slot, me, found)
+            wait_for_reads()  # of the last output, by whoever asked for copies of it
+            wait_for_all()  # S of an item that there is not
+
+    rows = types.Array(float32, 2, "C")
+    extras = extras_type(features, FLOAT32)
+    schedule = types.NamedUniTuple(int32, 3, Schedule)
+    counters = types.Array(int32, 1, "C")
+    out = array_type(BITS, 4) if features.packed else MAPS
+    signature = void(
+        MAPS, MAPS, MAPS, out, rows, counters, SHAPE, float64, schedule, flag_type(clears),
+        words_type(features), extras
+    )  # fmt: skip
+    return Kernel(flash3_forward, signature, layout.threads, shared_bytes(layout, widths, features))

@@ -1,0 +1,310 @@
+"""The rung flash3_wgmma: which calls it takes, and what a launch takes beside the operands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple
+
+from kernels.cuda.attention import tensor_cores
+from kernels.cuda.attention.flash2_mma.nonfinite import flag_of
+from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
+from kernels.cuda.attention.flash3_wgmma.layout import (
+    ForwardLayout,
+    Schedule,
+    Shape,
+    Widths,
+    is_guarded,
+    layout_of,
+    schedule_of,
+)
+from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, packed_mask
+from kernels.cuda.attention.options.extras import lasting_extras, own_extras
+from kernels.cuda.attention.options.score_functions import Extras, Features, features_of
+from kernels.cuda.attention.options.visits import tiles_of
+from kernels.cuda.attention.register_tiles import widths_in
+from kernels.cuda.attention.tensor_cores import lists_whole_tiles, seen_keys
+from kernels.cuda.device.half import as_bits
+from kernels.cuda.device.memory import row_major_copy
+from kernels.cuda.device.per_device import counters, device_map, multiprocessors
+from kernels.cuda.device.vector import are_vectors
+from kernels.cuda.device.warpgroups import LINE, PANEL
+from kernels.cuda.ptx.wgmma import ROWS
+from kernels.cuda.runtime.arrays import device_pointer, reshaped
+from kernels.cuda.runtime.launcher import LATER
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.dtypes import NAMES, is_half
+from kernels.runtime.targets import current_device
+
+CAPABILITY = (9, 0)
+
+#: Of the L2 cache: what keys and values of the heads in work may take.
+CACHE_BYTES = 24 << 20
+#: Launches of calls with options that are kept, each kernel's.
+KEPT_LAUNCHES = 64
+#: Calls whose tensor maps are kept together.
+KEPT_MAPS = 1024
+
+
+def tensor_map(array: Any, seq: int, rows: int, dtype: str, first: int = 0) -> tuple[Any, int, int]:
+    """Return what tells the copy engine of an array, and whether its heads and its batches differ.
+
+    Args:
+        array: (batch, heads, seq, dim) on the device; a stride of 0 repeats.
+        seq: How many of its rows there are for the engine; what is outside of them is zeros to it.
+        rows: Of a tile.
+        dtype: "float16" or "bfloat16".
+        first: The first of these rows; the engine counts from it.
+
+    Returns:
+        The tensor map on the device, 1 or 0 for the heads, 1 or 0 for the batches.
+    """
+    lies = device_pointer(array) + first * array.strides[2], array.shape, array.strides
+    return _tensor_map(current_device(), *lies, seq, rows, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(
+    device: int,
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    seq: int,
+    rows: int,
+    dtype: str,
+) -> tuple[Any, int, int]:
+    sizes, steps = [*shape[:2], seq, *shape[3:]], list(strides)
+    for axis in (0, 1):
+        if steps[axis] == 0 or sizes[axis] == 1:
+            # One head that all share; the engine asks for a stride all the same.
+            sizes[axis], steps[axis] = 1, LINE
+    if shape[2] == 1:  # whatever its stride is
+        steps[2] = LINE
+    found = device_map(address, tuple(sizes), tuple(steps), (1, 1, rows, PANEL), dtype)
+    return found, int(sizes[1] > 1), int(sizes[0] > 1)
+
+
+def readable(*arrays: Any) -> tuple[Any, ...]:
+    """Return arrays as the copy engine can read them: where they lie, or copied once."""
+    if are_vectors(*arrays):
+        return arrays
+    return tuple(array if are_vectors(array) else row_major_copy(array) for array in arrays)
+
+
+class Maps(NamedTuple):
+    """How a forward kernel reads q, k and v.
+
+    Attributes:
+        q: The tensor map of q.
+        k: Of the keys that some row sees.
+        v: Of their values.
+        differs: 1 or 0 for the heads and for the batches of q, of k and of v, see :func:`tensor_map`.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    differs: tuple[int, ...]
+
+
+#: What :func:`maps_of` found, by where the arrays lie.
+_kept_maps: dict[Any, Maps] = {}
+
+
+def maps_of(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
+    """Return the tensor maps of a call, or None if the copy engine cannot read what is given.
+
+    Arrays come and go at the same addresses, so most calls find all of theirs by one look.
+
+    Args:
+        problem: Without a seed.
+        q: (batch, heads, seq_q, head_dim) on the device.
+        k: (batch, heads, seq_k, head_dim).
+        v: (batch, heads, seq_k, value_dim).
+    """
+    call = (
+        problem, current_device(), device_pointer(q), q.shape, q.strides,
+        device_pointer(k), k.shape, k.strides, device_pointer(v), v.shape, v.strides,
+    )  # fmt: skip
+    found = _kept_maps.get(call)
+    if found is None and (found := read_maps(problem, q, k, v)) is not None:
+        if len(_kept_maps) >= KEPT_MAPS:
+            _kept_maps.clear()
+        _kept_maps[call] = found
+    return found
+
+
+def read_maps(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
+    """Return what :func:`maps_of` does, worked out anew."""
+    if not are_vectors(q, k, v):
+        return None
+    (layout, _), dtype = layout_for(problem), NAMES[problem.dtype]
+    first, stop = seen_keys(problem)
+    q_map, *q_differs = tensor_map(q, problem.seq_q, layout.block_q, dtype)
+    k_map, *k_differs = tensor_map(k, stop - first, layout.block_k, dtype, first)
+    v_map, *v_differs = tensor_map(v, stop - first, layout.block_k, dtype, first)
+    return Maps(q_map, k_map, v_map, (*q_differs, *k_differs, *v_differs))
+
+
+def widths_of(problem: Problem) -> Widths:
+    """Return the widths that kernels for a problem are compiled for, forward and backward."""
+    return Widths(*widths_in(problem, 16))
+
+
+@lru_cache(maxsize=1024)
+def layout_for(problem: Problem) -> tuple[ForwardLayout, Widths]:
+    """Return who works on a problem, and the widths its kernel is compiled for."""
+    widths = widths_of(problem)
+    return layout_of(widths, not problem.is_plain), widths
+
+
+@lru_cache(maxsize=KEPT_LAUNCHES)
+def features_for(problem: Problem) -> Features:
+    """Return what the kernel for a problem must have: not to ask what is seen of tiles that are whole."""
+    features, (layout, _) = features_of(problem), layout_for(problem)
+    tiles = layout.block_q, layout.block_k, False
+    return features._replace(whole_tiles=lists_whole_tiles(problem, tiles))
+
+
+def tile(problem: Problem) -> tuple[int, int]:
+    """Return (block_q, block_k)."""
+    layout, _ = layout_for(problem.unseeded)
+    return layout.block_q, layout.block_k
+
+
+def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
+    """Return why this rung cannot run a problem with a tile, or None."""
+    if problem.head_dim % 8 or problem.value_dim % 8:
+        dims = problem.head_dim, problem.value_dim
+        return f"its copies need a head_dim and a value dim that are multiples of 8, got {dims}"
+    if problem.scale <= 0.0:
+        return f"it takes a positive scale, got {problem.scale}"
+    return tensor_cores.why_not_here(tile, CAPABILITY)
+
+
+def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill out and lse.
+
+    Args:
+        problem: The checked call, in 16 bits.
+        tile: Its own.
+        operands: As kernels take them, on the device; out and lse are written.
+    """
+    problem, operands = with_mask_bits(problem, operands)
+    unseeded, read, out = problem.unseeded, (operands.q, operands.k, operands.v), operands.out
+    maps = maps_of(unseeded, *read)
+    if maps is None:
+        read = readable(*read)  # copies, which are there until the kernel is launched
+        maps = read_maps(unseeded, *read)
+        assert maps is not None, "copies lie as the copy engine needs it"
+    lead, brought, own = out.shape[:2], (), ()
+    lse = reshaped(operands.lse, (math.prod(lead), problem.seq_q))
+    if problem.sequences is None:
+        out, *_ = tensor_map(out, problem.seq_q, ROWS, NAMES[problem.dtype])
+    else:  # tiles end within it
+        out = as_bits(out)
+    if not problem.is_plain:
+        own = _own(problem, operands)
+        brought = lies(out, *own)
+    launch = _launch(unseeded, lead, maps.differs, current_device(), brought)
+    launch(maps.q, maps.k, maps.v, out, lse, counters(), *own)
+
+
+def with_mask_bits(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """Return a call with a floating mask of 16 bits as its bits, and of which dtype it is as ``mask``."""
+    if problem.mask == "float" and is_half(operands.mask.dtype):
+        bits = as_bits(operands.mask)
+        return _of_mask(problem, NAMES[operands.mask.dtype]), operands.having(mask=bits)
+    return problem, operands
+
+
+@lru_cache(maxsize=1024)
+def _of_mask(problem: Problem, dtype: str) -> Problem:
+    return replace(problem, mask=dtype)
+
+
+def _own(problem: Problem, operands: Operands) -> tuple[Any, ...]:
+    """Return what a call brings for its options: a flag, words of a mask, and ``own_extras``."""
+    features, own = features_for(problem.unseeded), own_extras(problem, operands)
+    if has_words(features):
+        layout, _ = layout_for(problem.unseeded)
+        own = packed_mask(operands.mask, layout.block_k), *own
+    if not is_guarded(features):
+        return own
+    return flag_of(NAMES[problem.dtype], as_bits(operands.v)), *own
+
+
+def lies(*arrays: Any) -> tuple[Any, ...]:
+    """Return how arrays lie in memory; numbers among them do not."""
+    return tuple((x.shape, x.strides) for x in arrays if type(x) is not int)
+
+
+def kept_launches(prepare: Callable[..., Any]) -> Any:
+    """Return a function of a problem, and of what else there is, that prepares its launch once.
+
+    Where options bring arrays of their own along, these are kept too, and so not as many.
+    """
+    plain, others = lru_cache(maxsize=1024)(prepare), lru_cache(maxsize=KEPT_LAUNCHES)(prepare)
+
+    @wraps(prepare)
+    def find(problem: Problem, *rest: Any) -> Any:
+        return (plain if problem.is_plain else others)(problem, *rest)
+
+    def forget() -> None:
+        plain.cache_clear()
+        others.cache_clear()
+
+    launch_of: Any = find
+    launch_of.cache_clear = forget
+    return launch_of
+
+
+def _work(
+    problem: Problem, lead: tuple[int, int], differs: tuple[int, ...], extras: Extras
+) -> tuple[int, Shape, Schedule]:
+    """Return blocks, the kernel's ``shape``, and its schedule.
+
+    Args:
+        problem: The checked call.
+        lead: Batches and heads of out.
+        differs: Of q, k and v, see :func:`tensor_map`.
+        extras: Of the kernel.
+    """
+    (layout, _), (batch, heads) = layout_for(problem.unseeded), lead
+    first, seq_k = seen_keys(problem)
+    tiles, lines = tiles_of(problem.seq_q, layout.block_q, extras), batch * heads
+    bytes_a_head = 2 * seq_k * (problem.head_dim + problem.value_dim)
+    schedule = schedule_of(tiles, lines, bytes_a_head, CACHE_BYTES)
+    shape = Shape(problem.seq_q, seq_k, heads, *differs, first_key=first)
+    return min(multiprocessors(), tiles * lines), shape, schedule
+
+
+@kept_launches
+def _launch(
+    problem: Problem, lead: tuple[int, int], differs: tuple[int, ...], device: int, lies: Any
+) -> Callable[..., None]:
+    """Return the launch of a call, but for where its arrays begin, and for its seed.
+
+    Args:
+        problem: Without a seed.
+        lead: Batches and heads of out.
+        differs: Of q, k and v, see :func:`tensor_map`.
+        device: That it is for.
+        lies: How the arrays lie that a call brings, see :func:`lies`.
+    """
+    (layout, widths), features = layout_for(problem), features_for(problem)
+    extras = lasting_extras(problem, layout.block_q, layout.block_k)
+    blocks, shape, schedule = _work(problem, lead, differs, extras)
+    flag = LATER if is_guarded(features) else 0
+    mask_words = LATER if has_words(features) else 0
+    kernel = forward_kernel(layout, widths, NAMES[problem.dtype], features)
+    return kernel.prepared(
+        (blocks, layout.threads), shape, problem.scale, schedule, flag, mask_words, extras
+    )
+
+
+#: What is kept from call to call.
+KEPT = layout_for, features_for, _launch

@@ -1,0 +1,203 @@
+"""Who deals items in Hopper's forward kernel: one thread finds them, tells of them and loads their queries.
+
+It is ahead of those who copy keys and values and of those who multiply: what an item is is worked out
+once for all of them, before the item before it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from numba import int32
+
+from kernels.cuda.attention.flash3_wgmma.layout import (
+    ITEM_NUMBERS,
+    ForwardLayout,
+    item_bytes,
+    item_of,
+)
+from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
+from kernels.cuda.attention.flash3_wgmma.tiles import BARRIER, make_load_tile
+from kernels.cuda.attention.options.score_functions import Features
+from kernels.cuda.device.one_source import first_full_tile, first_tile, full_tiles_stop, tiles_stop
+from kernels.cuda.device.warpgroups import make_next
+from kernels.cuda.ptx.barriers import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait
+from kernels.cuda.ptx.bulk import make_cp_async_bulk_wait_group
+from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared
+from kernels.cuda.ptx.wgmma import ROWS
+from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.runtime.targets import cuda
+
+wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
+
+
+class Item(NamedTuple):
+    """What there is to know of an item; all numbers are int32.
+
+    Attributes:
+        tiles: That it visits; -1 where there are no more items.
+        stop: Behind the last entry that it visits: a tile, or a place in the block mask's list.
+        full: The first tile of which bounds hide nothing.
+        full_stop: Behind the last of them.
+        line: Number of (batch, head).
+        b: Of the batch.
+        h: Of the head.
+        flat: As in ``scores``.
+        row: The first, counted from the start of its sequence.
+        first_q: Of the sequence in q.
+        rows: Of the sequence.
+        first_k: Of the sequence in k.
+        cols: Of the sequence.
+    """
+
+    tiles: Any
+    stop: Any
+    full: Any
+    full_stop: Any
+    line: Any
+    b: Any
+    h: Any
+    flat: Any
+    row: Any
+    first_q: Any
+    rows: Any
+    first_k: Any
+    cols: Any
+
+
+@device_function
+def tell(at, item):
+    """Write an item to shared memory."""
+    st_shared(at, item.tiles)
+    st_shared(at + 4, item.stop)
+    st_shared(at + 8, item.full)
+    st_shared(at + 12, item.full_stop)
+    st_shared(at + 16, item.line)
+    st_shared(at + 20, item.b)
+    st_shared(at + 24, item.h)
+    st_shared(at + 28, item.flat)
+    st_shared(at + 32, item.row)
+    st_shared(at + 36, item.first_q)
+    st_shared(at + 40, item.rows)
+    st_shared(at + 44, item.first_k)
+    st_shared(at + 48, item.cols)
+
+
+@device_function
+def told(at):
+    """Return the item that was written to an address in shared memory."""
+    return Item(
+        ld_shared(at), ld_shared(at + 4), ld_shared(at + 8), ld_shared(at + 12),
+        ld_shared(at + 16), ld_shared(at + 20), ld_shared(at + 24), ld_shared(at + 28),
+        ld_shared(at + 32), ld_shared(at + 36), ld_shared(at + 40), ld_shared(at + 44),
+        ld_shared(at + 48),
+    )  # fmt: skip
+
+
+@device_function
+def skip_place(at, consumer):
+    """Return the address of how many tiles a consumer skips, the first ones: its rows see none of them."""
+    return at + WORD * (ITEM_NUMBERS + consumer)
+
+
+@device_function
+def skipped_of(at, consumer, found):
+    """Return how many tiles a consumer skips: none where all have to say which values they see."""
+    return int32(0 if found else ld_shared(skip_place(at, consumer)))
+
+
+@device_function
+def give_back(q_empty, thread, slot):
+    """Let another q come where out was, if it was anywhere: a warpgroup's thread 0 asked for the copy.
+
+    All wait, most for nothing: in a branch of one thread that would make products wait for one another.
+    """
+    wait_for_reads()  # out was read: the slot is free
+    if thread == 0 and slot >= 0:
+        mbarrier_arrive(q_empty + 8 * slot)
+
+
+@cache
+def make_deal(
+    layout: ForwardLayout, features: Features, panels: int, panel_bytes: int, q_size: int
+) -> Callable[..., None]:
+    """Return ``deal(tile, numbers, barriers, q_map, next_item, shape, schedule, extras)``.
+
+    One thread calls it.  ``barriers`` are those of the items, as many of each kind as there are slots: that
+    tell of q, of room, and of the numbers; the last is there when whoever copies keys may begin.
+
+    Args:
+        layout: Who works.
+        features: Options of the call.
+        panels: Of a tile of q.
+        panel_bytes: Of each.
+        q_size: Bytes from one slot to the next: a tile of q, or of out.
+    """
+    slots, consumers, block_q, block_k = (
+        layout.items,
+        layout.consumers,
+        layout.block_q,
+        layout.block_k,
+    )
+    load_q, next_slot = make_load_tile(panels, panel_bytes), make_next(slots)
+    place, entries, _, _ = make_walk(features, block_q)
+    number_bytes, is_listed = item_bytes(layout), features.block_mask
+    q_bytes = panels * panel_bytes
+
+    @device_function
+    def skipped_by(consumer, row, row_stop, first, stop, cols, extras):
+        own = row + consumer * ROWS
+        if own >= row_stop:  # it has no rows
+            return int32(stop - first)
+        visible = tiles_stop(min(own + ROWS, row_stop), block_k, cols, extras.upper)
+        return int32(min(stop - visible, stop - first))
+
+    @device_function
+    def deal(tile, numbers, barriers, q_map, next_item, shape, schedule, extras):
+        q_tensor, items = global_address(q_map), int32(schedule.tiles * schedule.heads)
+        slot, phase, item = int32(0), int32(0), int32(cuda.blockIdx.x)
+        while item < items:
+            following = cuda.atomic.add(next_item, 0, 1)  # it is there when it is needed
+            # 3: for 1 <= i <= T_r
+            i, line = item_of(item, schedule)
+            b, h = int32(line // shape.heads), int32(line % shape.heads)
+            flat, row, first_q, rows, first_k, cols = place(i, line, shape.rows, shape.cols, extras)
+            row_stop = min(row + block_q, rows)
+            first = int32(first_tile(row, block_k, cols, extras.lower))
+            stop = int32(tiles_stop(row_stop, block_k, cols, extras.upper))
+            full = int32(first_full_tile(row_stop, block_k, extras.lower))
+            full_stop = int32(full_tiles_stop(row, block_k, cols, extras.upper))
+            begin, end = entries(flat, row, rows, first, stop, extras)
+            at = numbers + number_bytes * slot
+            mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)  # all have left the slot
+            tell(
+                at,
+                Item(
+                    int32(end - begin), end, full, full_stop, line, b, h, flat, row, first_q, rows,
+                    first_k, cols,
+                ),
+            )  # fmt: skip
+            for c in range(consumers):
+                skipped = skipped_by(c, row, row_stop, first, stop, cols, extras)
+                st_shared(skip_place(at, c), int32(0) if is_listed else skipped)
+            mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # the item is told
+            # 4: load Q_i
+            full_q = barriers + BARRIER * slot
+            mbarrier_arrive_expect_tx(full_q, q_bytes)
+            load_q(
+                tile + slot * q_size, q_tensor, full_q, first_q + row, h * shape.q_by_head,
+                b * shape.q_by_batch,
+            )  # fmt: skip
+            slot, phase = next_slot(slot, phase)
+            item = int32(cuda.gridDim.x + following)
+        mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)  # all have left the slot
+        st_shared(numbers + number_bytes * slot, int32(-1))  # no more of them
+        mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # who copies keys may end
+        mbarrier_arrive(barriers + BARRIER * slot)  # and the consumers, who wait for q
+        # The last block to end sets the counters back for the next launch.
+        if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
+            next_item[0], next_item[1] = 0, 0
+
+    return deal

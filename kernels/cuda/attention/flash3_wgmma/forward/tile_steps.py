@@ -1,0 +1,190 @@
+"""What Hopper's forward kernel does with a tile: ask for scores and for bits, soften, write the output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import float32, uint32
+
+from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, make_kept
+from kernels.cuda.attention.flash3_wgmma.forward.score_options import pairs_of
+from kernels.cuda.attention.flash3_wgmma.packed_mask import STEP, has_words, make_words_place
+from kernels.cuda.attention.flash3_wgmma.tiles import store_pairs
+from kernels.cuda.attention.options.score_functions import Features
+from kernels.cuda.device.one_source import shift_of
+from kernels.cuda.ptx.fragments import DEVICE
+from kernels.cuda.ptx.numbers import PACK, ex2
+from kernels.cuda.ptx.wgmma import make_wgmma
+from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.targets import cuda
+
+EVERYONE = 0xFFFFFFFF
+square_place = DEVICE.square_place
+
+
+@cache
+def make_ask_for_scores(
+    cols: int, dtype: str, depth: int, q_panel: int, k_panel: int
+) -> Callable[..., None]:
+    """Return ``ask(s, q_desc, k_desc)``: S = Q_i K_jᵀ, a group of products.
+
+    Args:
+        cols: Keys of a tile.
+        dtype: "float16" or "bfloat16".
+        depth: Columns of q and k, a multiple of 16.
+        q_panel: Bytes of a panel of q.
+        k_panel: Bytes of a panel of k.
+    """
+    multiply, steps = make_wgmma(cols, dtype), depth // 16
+
+    @device_function
+    def ask_for_scores(s, q_desc, k_desc):
+        for t in range(steps):
+            # A step of 16 is 32 bytes, or a panel.
+            panel, step = t // 4, 2 * (t % 4)
+            q_step, k_step = panel * (q_panel >> 4) + step, panel * (k_panel >> 4) + step
+            multiply(s, q_desc + q_step, k_desc + k_step, t > 0)
+
+    return ask_for_scores
+
+
+@cache
+def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Return what finds a lane's words of an item, and what fetches those of a tile.
+
+    ``first_place(lane, b, h, row, extras)`` is where those of a mask begin for the warp's 16 rows from
+    ``row`` on; ``fetch(seen, kept, place, lane, flat, row, col, mask_words, extras)`` gets them for the
+    tile that begins at column ``col``, and draws those of what dropout keeps.
+
+    Args:
+        features: Of the kernel.
+        cols: Of the tile.
+    """
+    pairs, words, steps = pairs_of(features, cols), bit_words(cols), cols // STEP
+    line_place, tile_place = make_words_place(cols, has_pairs=pairs is not None)
+    has_kept, has_bits, has_pairs = features.dropout, features.mask == "bool", pairs is not None
+    bring: Any = pairs and pairs[0]
+    # Without dropout nothing calls it.
+    draw_kept: Any = make_kept(cols).draw if has_kept else None
+
+    @device_function
+    def nowhere(lane, b, h, row, extras):
+        return 0
+
+    @device_function
+    def fetch(seen, kept, place, lane, flat, row, col, mask_words, extras):
+        if has_bits:
+            place += tile_place(col, extras)
+            for n in range(words):
+                seen[n] = mask_words[place + n]
+        if has_pairs:
+            place += tile_place(col, extras)
+            for step in range(steps):
+                bring(seen, mask_words, place, step)
+        if has_kept:
+            draw_kept(kept, lane, flat, row, col, extras)
+
+    return line_place if has_words(features) else nowhere, fetch
+
+
+@cache
+def make_soften(cols: int, patience: int) -> Callable[..., Any]:
+    """Return ``soften(s, factor, max_0, max_1, sum_0, sum_1)``: scores become probabilities, in place.
+
+    It returns the maxima and sums of a lane's two rows anew, whether what was summed before is to be
+    multiplied, and by what.  A lane sums its own columns.
+
+    Args:
+        cols: Of the tile.
+        patience: See :class:`ForwardLayout`; the rows of a warp are scaled together.
+    """
+    tiles, one, is_patient, least = cols // 8, np.float32(1), patience > 0, np.float32(patience)
+
+    @device_function
+    def soften(s, factor, max_0, max_1, sum_0, sum_1):
+        top_0, top_1 = max_0, max_1
+        for t in range(tiles):
+            top_0 = max(top_0, max(s[t, 0], s[t, 1]))
+            top_1 = max(top_1, max(s[t, 2], s[t, 3]))
+        for step in range(2):  # the four lanes of a row
+            top_0 = max(top_0, cuda.shfl_xor_sync(EVERYONE, top_0, 1 << step))
+            top_1 = max(top_1, cuda.shfl_xor_sync(EVERYONE, top_1, 1 << step))
+        is_scaled = True
+        if is_patient:
+            grows = (top_0 - max_0) * factor > least or (top_1 - max_1) * factor > least
+            is_scaled = cuda.ballot_sync(EVERYONE, grows) != 0
+        rescale_0 = rescale_1 = one
+        if is_scaled:
+            rescale_0 = ex2(max_0 * factor - float32(shift_of(top_0)) * factor)
+            rescale_1 = ex2(max_1 * factor - float32(shift_of(top_1)) * factor)
+            max_0, max_1 = top_0, top_1
+            sum_0, sum_1 = sum_0 * rescale_0, sum_1 * rescale_1
+        shift_0 = float32(shift_of(max_0)) * factor
+        shift_1 = float32(shift_of(max_1)) * factor
+        for t in range(tiles):
+            s[t, 0] = ex2(s[t, 0] * factor - shift_0)
+            s[t, 1] = ex2(s[t, 1] * factor - shift_0)
+            s[t, 2] = ex2(s[t, 2] * factor - shift_1)
+            s[t, 3] = ex2(s[t, 3] * factor - shift_1)
+            sum_0 += s[t, 0] + s[t, 1]
+            sum_1 += s[t, 2] + s[t, 3]
+        return max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1
+
+    return soften
+
+
+@cache
+def make_drop(features: Features, cols: int) -> Callable[..., None]:
+    """Return ``drop(p, kept)``: zeros in the packed probabilities that dropout does not keep.
+
+    Args:
+        features: Of the kernel.
+        cols: Of the tile.
+    """
+
+    @device_function
+    def all_kept(p, kept):
+        pass
+
+    if not features.dropout:
+        return all_kept
+    steps, pair = cols // 16, make_kept(cols).pair
+
+    @device_function
+    def drop(p, kept):
+        for t in range(steps):
+            for e in range(4):
+                p[t, e] = pair(p[t, e], kept, 2 * t + e // 2, e % 2)
+
+    return drop
+
+
+@cache
+def make_write_out(cols: int, dtype: str, panel_bytes: int) -> Callable[..., None]:
+    """Return ``write_out(tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, pairs)``.
+
+    It writes what a warp accumulated, each row times its inverse, to a warpgroup's tile of out.  Of a row
+    that saw nothing, whose sum is 0, the accumulators may never have been written: it is zeros.
+
+    Args:
+        cols: Of out.
+        dtype: "float16" or "bfloat16".
+        panel_bytes: Of a panel of the tile.
+    """
+    pack, steps, zero = PACK[dtype], cols // 16, np.float32(0)
+
+    @device_function
+    def write_out(tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, pairs):
+        r, c = square_place(lane)
+        for t in range(steps):
+            for u in range(2):
+                w, x = acc[2 * t + u, 0] * inverse_0, acc[2 * t + u, 1] * inverse_0
+                y, z = acc[2 * t + u, 2] * inverse_1, acc[2 * t + u, 3] * inverse_1
+                pairs[0, 2 * u] = pack(w, x) if sum_0 != zero else uint32(0)
+                pairs[0, 2 * u + 1] = pack(y, z) if sum_1 != zero else uint32(0)
+            store_pairs(tile, warp * 16 + r, c, t, panel_bytes, pairs[0])
+
+    return write_out

@@ -1,0 +1,221 @@
+"""Hopper's forward rung: how its block is staffed, where its tiles lie, and in which order work is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from numba import int32, types, uint32
+
+from kernels.common.geometry import ceil_div
+from kernels.common.online_softmax import PATIENCE
+from kernels.cuda.attention.options.score_functions import PLAIN, Features
+from kernels.cuda.device.shared_tiles import SharedTiles, round_up
+from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, Staff
+from kernels.cuda.runtime.kernel import WORD, device_function
+
+#: Named barriers of the forward kernel, the first consumer's; those of the others follow: of its turn to
+#: multiply, and of its own threads.  0 is that of ``cuda.syncthreads``, and EVERYONE is in flash3_options.
+TURN, OWN_OUT = 1, 4
+#: Of the backward kernels: of all consumers' threads, and of the first consumer's own, likewise.
+ALL_MEET, OWN_MEET = 1, 2
+#: That tell what an item is.
+ITEM_NUMBERS = 13
+
+
+@dataclass(frozen=True)
+class ForwardLayout(Staff):
+    """Who works on a query tile, and how many key tiles are in flight.
+
+    Attributes:
+        consumers: Warpgroups that multiply, each with 64 query rows; a further one copies.
+        block_k: Key columns of a tile, a multiple of 16.
+        stages: Tiles of keys, and of values, that shared memory holds at a time.
+        items: Query tiles that it holds: with two the next one is there when the last one is done.
+        takes_turns: The softmax of one consumer shall fall into the products of the others.
+        patience: By how many powers of two a maximum may grow before rows are scaled to it; at most 8, so
+            that 16 bits hold all exponentials.  0 scales them for each tile.
+            See ``online_softmax.PATIENCE``.
+    """
+
+    consumers: int
+    block_k: int
+    stages: int
+    items: int
+    takes_turns: bool
+    patience: int = 0
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of a tile."""
+        return self.rows
+
+
+class Widths(NamedTuple):
+    """Columns that a kernel is compiled for: those of the operands, or more.
+
+    Attributes:
+        head: Of q and k, a multiple of 16.
+        value: Of v and out, likewise.
+    """
+
+    head: int
+    value: int
+
+    @property
+    def head_panels(self) -> int:
+        """Panels of a tile of q or k."""
+        return ceil_div(self.head, PANEL)
+
+    @property
+    def value_panels(self) -> int:
+        """Panels of a tile of v."""
+        return ceil_div(self.value, PANEL)
+
+
+def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
+    """Return the layout for heads of some widths: what fits in registers and in shared memory.
+
+    Args:
+        widths: Of the kernel.
+        has_options: Beyond bounds: they take registers, and the blocks of masks are often of 128 rows.
+    """
+    width = max(widths)
+    patience = 0 if width <= 64 or has_options else PATIENCE
+    if width <= 64:
+        return ForwardLayout(2 if has_options else 3, 128, 2, 2, True, patience)
+    if width <= 128:
+        return ForwardLayout(2, 128, 2, 2, False, patience)
+    if width <= 192:
+        return ForwardLayout(2, 96, 2, 1, True, patience)
+    return ForwardLayout(2, 80, 2, 1, False, patience)
+
+
+def is_guarded(features: Features) -> bool:
+    """Tell whether a tile may hold rows or keys that none of the other side sees, beside bounds."""
+    return features.hides or features.packed
+
+
+def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
+    """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one.
+
+    The tile of out takes the place of that of q, which no one needs any more by then.
+
+    Args:
+        layout: Who works.
+        widths: Of the kernel.
+        features: Options of the kernel: with a list of tiles there are the numbers of those in flight, and
+            where options may hide elements a byte for each key of a tile, whether anybody sees it.
+    """
+    q_panels = max(widths.head_panels, widths.value_panels)
+    return SharedTiles(
+        q=layout.items * q_panels * layout.block_q * LINE,
+        k=layout.stages * k_bytes(layout, widths),
+        v=layout.stages * v_bytes(layout, widths),
+        barriers=8 * (3 * layout.items + 4 * layout.stages),
+        numbers=item_bytes(layout) * layout.items,
+        listed=WORD * layout.stages * features.block_mask,
+        seen=layout.block_k * is_guarded(features),
+    )
+
+
+def item_bytes(layout: ForwardLayout) -> int:
+    """Return the bytes of an item, ``forward.scheduler.Item``, and of a number a consumer."""
+    return WORD * (ITEM_NUMBERS + layout.consumers)
+
+
+def shared_bytes(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> int:
+    """Return the dynamic shared memory of a block, what its alignment takes included."""
+    return round_up(shared_tiles(layout, widths, features).elements, 16) + ALIGNMENT
+
+
+def k_bytes(layout: ForwardLayout, widths: Widths) -> int:
+    """Return the bytes of one tile of keys."""
+    return widths.head_panels * layout.block_k * LINE
+
+
+def v_bytes(layout: ForwardLayout, widths: Widths) -> int:
+    """Return the bytes of one tile of values."""
+    return widths.value_panels * layout.block_k * LINE
+
+
+class Shape(NamedTuple):
+    """The shape of a call of a kernel.
+
+    By what a head's, and a batch's, number is multiplied tells where it is in an array: 0 where it repeats.
+
+    Attributes:
+        rows: Of q.
+        cols: Keys, or those up to the last that some row sees.
+        heads: Of q.
+        q_by_head: Of q.
+        q_by_batch: Likewise.
+        k_by_head: Of k.
+        k_by_batch: Likewise.
+        v_by_head: Of v.
+        v_by_batch: Likewise.
+        first_key: The first that the copy engine knows, see ``seen_keys``.
+        dout_by_head: Of dout, and so of backward kernels alone.
+        dout_by_batch: Likewise.
+        first_row: Of these too, as ``first_key``; see ``seen_rows``.
+    """
+
+    rows: int
+    cols: int
+    heads: int
+    q_by_head: int
+    q_by_batch: int
+    k_by_head: int
+    k_by_batch: int
+    v_by_head: int
+    v_by_batch: int
+    first_key: int
+    dout_by_head: int = 0
+    dout_by_batch: int = 0
+    first_row: int = 0
+
+
+#: Numba's type of it.
+SHAPE = types.NamedUniTuple(int32, len(Shape._fields), Shape)
+
+
+class Schedule(NamedTuple):
+    """In which order the query tiles of all heads are worked on.
+
+    Whoever of the blocks is done takes the next item.  Heads come in groups whose keys and values the
+    L2 cache holds together, and within a group the longest tiles come first: under a causal mask the
+    last ones, so that all blocks end at about the same time.
+
+    Attributes:
+        tiles: Query tiles of a head.
+        heads: Batch times heads.
+        group: Heads of a group.
+    """
+
+    tiles: int
+    heads: int
+    group: int
+
+
+@device_function
+def item_of(item, schedule):
+    """Return the number of the query tile, and that of the (batch, head), of an item."""
+    # Unsigned, for a division of 64 bits takes several times as long as one of 32.
+    size, number = uint32(schedule.group * schedule.tiles), uint32(item)
+    first, rest = uint32(number // size) * schedule.group, uint32(number % size)
+    heads = uint32(min(schedule.group, schedule.heads - first))  # the last group may be smaller
+    return int32(schedule.tiles - 1 - rest // heads), int32(first + rest % heads)
+
+
+@lru_cache(maxsize=1024)
+def schedule_of(tiles: int, heads: int, bytes_a_head: int, cache_bytes: int) -> Schedule:
+    """Return the schedule of a call.
+
+    Args:
+        tiles: Query tiles of a head.
+        heads: Batch times heads.
+        bytes_a_head: Of its keys and values.
+        cache_bytes: Of the L2 cache that they may fill.
+    """
+    return Schedule(tiles, heads, max(min(cache_bytes // max(bytes_a_head, 1), heads), 1))

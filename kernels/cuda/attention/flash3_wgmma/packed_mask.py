@@ -1,0 +1,314 @@
+"""Masks as Hopper's rung reads them: in the order in which lanes have the elements.
+
+A lane's elements of a tile are scattered over two rows, two columns at a time; read from the mask itself
+each takes an address and a load.  Packed beforehand, a lane reads for 64 elements two words of bits of a
+boolean mask, or eight times 16 bytes of a floating one of 16 bits, and neighbouring lanes read what lies
+side by side.  A mask that all heads share is packed once for all of them.  Of a block mask the bits are
+made tile by tile, sixteen rows and columns at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import int32, int64, types, uint32, uint64, void
+
+from kernels.common.geometry import PLAIN
+from kernels.cuda.attention.flash3_wgmma.dropout_bits import TILES, bit_words, with_bit
+from kernels.cuda.attention.options.score_functions import Features
+from kernels.cuda.device.one_source import batch_and_head, ceil_div
+from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global_v4
+from kernels.cuda.ptx.numbers import UNPACK
+from kernels.cuda.runtime.arrays import empty_device
+from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
+from kernels.runtime.dtypes import BITS
+from kernels.runtime.targets import cuda
+from kernels.sparsity.states import FULL, PARTIAL, SIDE
+
+#: Rows of which a warp has the elements; threads of a block that packs.
+ROWS, THREADS = 16, 256
+#: Bits of all elements, and of the eight that a lane has of ``SIDE`` rows and columns.
+ALL, EIGHT = 0xFFFFFFFF, 0xFF
+#: Numba's type of the words.
+WORDS = types.Array(uint32, 1, "C")
+#: Columns of a floating mask of which a lane has four words, pairs: two tiles of eight, 16 bytes.
+STEP = 16
+QUAD, _QUAD_BYTES = 4, 16
+
+
+def has_words(features: Features) -> bool:
+    """Tell whether a kernel reads words of a mask, and not the mask: a floating one of float32."""
+    return features.mask not in ("", "float")
+
+
+def words_type(features: Features) -> Any:
+    """Return numba's type of the argument for the words of a mask, 0 where there are none."""
+    return WORDS if has_words(features) else int64
+
+
+def _words_of(cols: int, has_pairs: bool) -> tuple[int, int]:
+    """Return how often a lane reads words of a tile, and how many at a time."""
+    return (cols // STEP, QUAD) if has_pairs else (1, bit_words(cols))
+
+
+def _sizes(mask: Any, cols: int, by_keys: bool) -> tuple[int, int, int]:
+    """Return how many heads of a mask differ, and its groups of rows and tiles of columns."""
+    axes = (3, 2) if by_keys else (2, 3)
+    places = (1, ROWS, cols)
+    # One stands for all where the mask repeats.
+    return tuple(  # type: ignore[return-value]
+        1 if mask.strides[axis] == 0 else PLAIN.ceil_div(mask.shape[axis], size)
+        for axis, size in zip((1, *axes), places, strict=True)
+    )
+
+
+@cache
+def make_words_place(
+    cols: int, by_keys: bool = False, has_pairs: bool = False
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``line_place(lane, b, h, row, extras)`` and ``tile_place(col, extras)``.
+
+    The number of a lane's first word is their sum.  ``row`` is the first of the warp's 16 rows, ``col`` the
+    tile's first column.
+
+    Args:
+        cols: Columns of a tile, up to 128.
+        by_keys: Tiles are transposed: rows are keys, columns query rows.
+        has_pairs: The mask is floating, of 16 bits.
+    """
+    steps, count = _words_of(cols, has_pairs)
+    size = steps * count * WARP
+    rows_axis, cols_axis = (3, 2) if by_keys else (2, 3)
+
+    @device_function
+    def sizes(extras):
+        mask = extras.mask
+        groups = 1 if mask.strides[rows_axis] == 0 else ceil_div(mask.shape[rows_axis], ROWS)
+        tiles = 1 if mask.strides[cols_axis] == 0 else ceil_div(mask.shape[cols_axis], cols)
+        return groups, tiles
+
+    @device_function
+    def line_place(lane, b, h, row, extras):
+        groups, tiles = sizes(extras)
+        heads = 1 if extras.mask.strides[1] == 0 else extras.mask.shape[1]
+        line = extras.mask_batch[b] * heads + (0 if heads == 1 else h)
+        # Rows beyond the end read those of the last group, and are not written.
+        line = line * groups + min(row // ROWS, groups - 1)
+        return line * tiles * size + lane * count
+
+    @device_function
+    def tile_place(col, extras):
+        _, tiles = sizes(extras)
+        return min(col // cols, tiles - 1) * size
+
+    return line_place, tile_place
+
+
+@cache
+def make_pairs(kind: str, first: int) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """Return what brings words of a floating mask of 16 bits to a lane, and what adds them to scores.
+
+    ``bring(words, mask_words, place, step)`` puts those of 16 columns, ``place`` being that of the tile,
+    into ``words``, a local array; ``add(score, words, t, i)`` returns the score of the lane's element
+    (t, i) with its number of the mask.
+
+    Args:
+        kind: "float16" or "bfloat16".
+        first: Their first place in ``words``.
+    """
+    unpack: Any = UNPACK[kind]
+    minus_inf = np.float32(-np.inf)
+
+    @device_function
+    def bring(words, mask_words, place, step):
+        quad = cuda.local.array(QUAD, uint32)  # (QUAD,)
+        ld_global_v4(quad, global_address(mask_words) + WORD * (place + step * (QUAD * WARP)))
+        for n in range(QUAD):
+            words[first + QUAD * step + n] = quad[n]
+
+    @device_function
+    def add(score, words, t, i):
+        low, high = unpack(words[first + 2 * t + i // 2])
+        bias = high if i % 2 else low
+        # What the mask hides may be NaN, and would stay it.
+        return bias if bias == minus_inf else score + bias
+
+    return bring, add
+
+
+@device_function
+def all_seen(n, lane, flat, row, col, seq_q, seq_k, extras):
+    """Return a word of which no block mask hides anything."""
+    return uint32(ALL)
+
+
+@cache
+def make_block_bits(cols: int, by_keys: bool = False) -> Callable[..., Any]:
+    """Return ``block_bits(n, lane, flat, row, col, seq_q, seq_k, extras)``: what a block mask leaves.
+
+    They are those of a lane's word ``n``, and (row, col) is the lane's first element of the tile.
+
+    Args:
+        cols: As for :func:`make_words_place`.
+        by_keys: Likewise.
+    """
+    tiles = cols // 8
+
+    @device_function
+    def place_of(u, i):
+        along, across = 8 * u + i % 2, 8 * (i // 2)
+        return (along, across) if by_keys else (across, along)
+
+    @device_function
+    def block_bits(n, lane, flat, row, col, seq_q, seq_k, extras):
+        across, along = lane // 4, 2 * (lane % 4)
+        down, right = (along, across) if by_keys else (across, along)
+        first_row, first_col = place_of(n * TILES, 0)
+        last_row, last_col = int32((seq_q - 1) // SIDE * SIDE), int32((seq_k - 1) // SIDE * SIDE)
+        # The first of as many rows and columns, within the arrays: what is beyond nobody asks for.
+        at_row = min(int32(row - down + first_row), last_row)
+        at_col = min(int32(col - right + first_col), last_col)
+        rows, cols_of = uint32(extras.patterns.shape[1]), uint32(extras.patterns.shape[2])
+        i, r = uint32(uint32(at_row) // rows), uint32(uint32(at_row) % rows)
+        j, c = uint32(uint32(at_col) // cols_of), uint32(uint32(at_col) % cols_of)
+        line, found = uint64(flat % extras.heads % extras.states.shape[0]), uint32(0)
+        for u in range(0, min(TILES, tiles - n * TILES), 2):
+            # They are all in one block: its state is looked up once.
+            state = extras.states[line, uint64(i), uint64(j)]
+            bits = uint32(EIGHT if state == FULL else 0)
+            if state >= PARTIAL:
+                for v in range(2):
+                    for e in range(4):
+                        own_r, own_c = place_of(v, e)
+                        kept = extras.patterns[
+                            int64(state - PARTIAL),
+                            int64(r + down + own_r),
+                            int64(c + right + own_c),
+                        ]
+                        bits = with_bit(bits, kept, 4 * v + e)
+            found = uint32(found | bits << uint32(4 * u))
+            # The next ones may be in the next block; no division is needed for that.
+            if by_keys and at_row < last_row:
+                at_row, r = int32(at_row + SIDE), uint32(r + SIDE)
+                if r == rows:
+                    i, r = uint32(i + 1), uint32(0)
+            if not by_keys and at_col < last_col:
+                at_col, c = int32(at_col + SIDE), uint32(c + SIDE)
+                if c == cols_of:
+                    j, c = uint32(j + 1), uint32(0)
+        return found
+
+    return block_bits
+
+
+@cache
+def pack_kernel(cols: int, by_keys: bool) -> Kernel:
+    """Return the kernel that packs a mask for tiles of ``cols`` columns."""
+    words = bit_words(cols)
+
+    def pack_mask(mask, heads, groups, tiles, packed):
+        """Fill packed.
+
+        Computes: a word of 32 elements of a lane: bit 4 u + i is that of element (8 n + u, i)
+        Source: none
+        Grid: (ceil(groups * tiles * words * 32 / threads), batches * heads)
+        Block: (threads,)
+        One thread does: one word
+        Shared: none
+        Registers: one word
+        Global traffic: reads the mask once; writes packed once
+        Needs: nothing
+        """
+        thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        lane, place = thread % WARP, thread // WARP
+        n, tile, group = place % words, place // words % tiles, place // words // tiles
+        b, h = batch_and_head(cuda.blockIdx.y, heads)
+        row, col = group * ROWS + lane // 4, tile * cols + 2 * (lane % 4)
+        seq_q, seq_k = mask.shape[2], mask.shape[3]
+        if group < groups:
+            word = uint32(0)
+            for u in range(TILES):
+                for i in range(4):
+                    c = 8 * (n * TILES + u) + i % 2
+                    i_row, i_col = row + 8 * (i // 2), col + c
+                    if by_keys:
+                        i_row, i_col = i_col, i_row
+                    # What is beyond the end nobody asks for, unless one tile stands for all.
+                    i_row, i_col = min(i_row, seq_q - 1), min(i_col, seq_k - 1)
+                    if c < cols:
+                        word = with_bit(word, mask[b, h, i_row, i_col], 4 * u + i)
+            line = cuda.blockIdx.y * groups + group
+            packed[((line * tiles + tile) * WARP + lane) * words + n] = word
+
+    mask = array_type(np.dtype(bool), 4)
+    return Kernel(pack_mask, void(mask, int64, int64, int64, WORDS), THREADS)
+
+
+@cache
+def pack_pairs_kernel(cols: int, by_keys: bool) -> Kernel:
+    """Return the kernel that packs a floating mask of 16 bits for tiles of ``cols`` columns."""
+    steps = cols // STEP
+
+    def pack_pairs(mask, heads, groups, tiles, packed):
+        """Fill packed.
+
+        Computes: four words of a lane: of two tiles of eight columns the pairs of its upper and
+            lower row
+        Source: none
+        Grid: (ceil(groups * tiles * steps * 32 / threads), batches * heads)
+        Block: (threads,)
+        One thread does: four words
+        Shared: none
+        Registers: four words
+        Global traffic: reads the mask once; writes packed once
+        Needs: nothing
+        """
+        thread = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+        lane, place = uint32(thread % WARP), uint32(thread // WARP)
+        step, place = uint32(place % steps), uint32(place // steps)
+        tile, group = int64(place % uint32(tiles)), int64(place // uint32(tiles))
+        b, h = batch_and_head(cuda.blockIdx.y, heads)
+        row = group * ROWS + int64(lane // 4)
+        col = tile * cols + int64(step * STEP + 2 * (lane % 4))
+        last_row, last_col = mask.shape[2] - 1, mask.shape[3] - 1
+        if group < groups:
+            words = cuda.local.array(QUAD, uint32)  # (QUAD,)
+            for n in range(QUAD):
+                word = uint32(0)
+                for e in range(2):
+                    i_row, i_col = row + 8 * (n % 2), col + 8 * (n // 2) + e
+                    if by_keys:
+                        i_row, i_col = i_col, i_row
+                    number = mask[b, h, min(i_row, last_row), min(i_col, last_col)]
+                    word = uint32(word | uint32(number) << uint32(16 * e))
+                words[n] = word
+            line = (cuda.blockIdx.y * groups + group) * tiles + tile
+            at = ((line * steps + int64(step)) * WARP + int64(lane)) * _QUAD_BYTES
+            st_global_v4(global_address(packed) + at, words)
+
+    mask = array_type(BITS, 4)
+    return Kernel(pack_pairs, void(mask, int64, int64, int64, WORDS), THREADS)
+
+
+def packed_mask(mask: Any, cols: int, by_keys: bool = False) -> Any:
+    """Return the words of a mask as :func:`make_words_place` finds them, one vector of uint32.
+
+    Args:
+        mask: (own batches, heads, seq_q, seq_k) on the device, bool or the bits, uint16, of a floating one;
+            strides of 0 repeat.
+        cols: Columns of a kernel's tiles, up to 128.
+        by_keys: Its tiles are transposed.
+    """
+    has_pairs = mask.dtype == BITS
+    heads, groups, tiles = _sizes(mask, cols, by_keys)
+    steps, count = _words_of(cols, has_pairs)
+    words, lines = groups * tiles * steps * count * WARP, mask.shape[0] * heads
+    packed = empty_device((lines * words,), np.dtype(np.uint32))
+    threads = words // QUAD if has_pairs else words
+    kernel = (pack_pairs_kernel if has_pairs else pack_kernel)(cols, by_keys)
+    launch = kernel[(PLAIN.ceil_div(threads, THREADS), lines), THREADS]
+    launch(mask, heads, groups, tiles, packed)
+    return packed

@@ -1,0 +1,95 @@
+"""Which tiles Hopper's kernels visit: who copies and who multiplies must walk the same ones.
+
+Causal, window, block-sparse and packed calls are the same loop over other tiles; see ``visits``.  What
+bounds leave of a list is a piece of it, for tiles of a line ascend, and its length is known before the walk
+begins: only so whoever multiplies can ask for the next product before it waits for the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from numba import int32
+
+from kernels.cuda.attention.options.score_functions import Features
+from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.runtime.kernel import device_function
+
+
+class Walk(NamedTuple):
+    """The functions that :func:`make_walk` returns; all numbers are int32.
+
+    Attributes:
+        place: ``(number, y, rows, cols, extras)``: of a tile of (batch, head) y, where q has ``rows`` and
+            k ``cols``: the flat number of ``scores``, its first place counted from the start of its
+            sequence, the first row of the sequence in q, its rows, its first column in k, its columns.
+        entries: ``(flat, start, size, first, stop, extras)``: from which entry to which it visits, where
+            the bounds leave the tiles from ``first`` up to ``stop``.
+        tile_of: ``(entry, extras)``: the number of the tile visited.
+        is_whole: ``(entry, extras)``: whether the block mask hides none of its elements.
+    """
+
+    place: Callable[..., Any]
+    entries: Callable[..., Any]
+    tile_of: Callable[..., Any]
+    is_whole: Callable[..., Any]
+
+
+@cache
+def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
+    """Return the functions for tiles of ``block`` query rows, or of keys.
+
+    Args:
+        features: Of the kernel.
+        block: Places of a tile of the kernel's own side.
+        by_keys: That side is the keys.
+    """
+    visits = make_visits(features, block, by_keys)
+    packed, listed, listed_tile = visits.place, visits.entries, visits.tile_of
+
+    @device_function
+    def place(number, y, rows, cols, extras):
+        return y, int32(number * block), int32(0), rows, int32(0), cols
+
+    @device_function
+    def packed_place(number, y, rows, cols, extras):
+        flat, start, first_q, rows, first_k, cols = packed(number, y, rows, cols, extras)
+        return int32(flat), int32(start), int32(first_q), int32(rows), int32(first_k), int32(cols)
+
+    @device_function
+    def tile_of(entry, extras):
+        return int32(listed_tile(entry, extras))
+
+    @device_function
+    def first_from(begin, end, tile, extras):
+        """Return the first entry of a tile not before another."""
+        while begin < end:
+            middle = int32((begin + end) // 2)
+            if tile_of(middle, extras) < tile:
+                begin = int32(middle + 1)
+            else:
+                end = middle
+        return begin
+
+    @device_function
+    def all_entries(flat, start, size, first, stop, extras):
+        return first, stop
+
+    @device_function
+    def listed_entries(flat, start, size, first, stop, extras):
+        begin, end = listed(flat, start, size, first, stop, extras)
+        begin, end = int32(begin), int32(end)
+        if first > 0:
+            begin = first_from(begin, end, first, extras)
+        if begin < end and tile_of(int32(end - 1), extras) >= stop:
+            end = first_from(begin, end, stop, extras)
+        return begin, end
+
+    return Walk(
+        packed_place if features.packed else place,
+        listed_entries if features.block_mask else all_entries,
+        tile_of,
+        visits.is_whole,
+    )

@@ -1,0 +1,305 @@
+"""What kernels on Hopper, of the backward pass and the forward one, do with a tile."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import int32, int64, uint32
+
+from kernels.cuda.attention.options.tile_scores import is_inside
+from kernels.cuda.device.half import EIGHT
+from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP
+from kernels.cuda.ptx.barriers import mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait
+from kernels.cuda.ptx.bulk import cp_async_bulk_load, make_tensor_load, make_tensor_store
+from kernels.cuda.ptx.copies import global_address, ld_shared, ld_shared_v4, st_global_v4
+from kernels.cuda.ptx.mma import stmatrix_x4
+from kernels.cuda.ptx.numbers import PACK
+from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.ptx.wgmma import ROWS, make_wgmma
+from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.targets import cuda
+
+ZERO = np.float32(0)
+#: Bytes of a barrier.
+BARRIER = 8
+LOAD, STORE = make_tensor_load(4), make_tensor_store(4)
+
+
+@cache
+def make_load_tile(panels: int, panel_bytes: int) -> Any:
+    """Return ``load_tile(target, tensor, barrier, row, h, b)``: a tile of a tensor, panel by panel."""
+
+    @device_function
+    def load_tile(target, tensor, barrier, row, h, b):
+        for panel in range(panels):
+            LOAD(target + panel * panel_bytes, tensor, barrier, (panel * PANEL, row, h, b))
+
+    return load_tile
+
+
+@device_function
+def init_stages(first, count, filled_by, emptied_by):
+    """Initialize barriers of stages: as many that tell of bytes, from the first on, as that tell of room.
+
+    Args:
+        first: Its address.
+        count: Of stages.
+        filled_by: Who arrives at one of the former.
+        emptied_by: Who arrives at one of the latter.
+    """
+    for i in range(count):
+        mbarrier_init(first + BARRIER * i, filled_by)
+        mbarrier_init(first + BARRIER * (count + i), emptied_by)
+
+
+@cache
+def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int, stages: int) -> Any:
+    """Return what fetches a tile of a tensor, and as many float32 of a vector.
+
+    ``fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b)``: when there is room, to where
+    ``full``, a stage's barrier of :func:`init_stages`, tells of them.
+
+    Args:
+        panels: Of the tile.
+        panel_bytes: Of each.
+        numbers_bytes: Of the vector.
+        stages: In all.
+    """
+    load, bytes_ = make_load_tile(panels, panel_bytes), panels * panel_bytes + numbers_bytes
+
+    @device_function
+    def fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b):
+        mbarrier_wait(full + BARRIER * stages, phase ^ 1)  # what was there before was read
+        mbarrier_arrive_expect_tx(full, bytes_)
+        load(target, tensor, full, row, h, b)
+        cp_async_bulk_load(numbers_target, numbers, numbers_bytes, full)
+
+    return fetch
+
+
+@cache
+def make_store_tile(panels: int, panel_bytes: int) -> Any:
+    """Return ``store_tile(tensor, source, row, h, b)``: a tile to a tensor, panel by panel."""
+
+    @device_function
+    def store_tile(tensor, source, row, h, b):
+        for panel in range(panels):
+            STORE(tensor, (panel * PANEL, row, h, b), source + panel * panel_bytes)
+
+    return store_tile
+
+
+@cache
+def make_multiply(cols: int, dtype: str, depth: int, left_panel: int, right_panel: int) -> Any:
+    """Return ``multiply(acc, left, right)``: acc = A Bᵀ, of rows along the depth, a group of products.
+
+    Args:
+        cols: Rows of B.
+        dtype: "float16" or "bfloat16".
+        depth: Columns of A and B, a multiple of 16.
+        left_panel: Bytes of a panel of A.
+        right_panel: Bytes of a panel of B.
+    """
+    begin, add = make_wgmma(cols, dtype, begins=True), make_wgmma(cols, dtype)
+    steps = depth // 16
+
+    @device_function
+    def multiply(acc, left, right):
+        for t in range(steps):
+            # A step of 16 is 32 bytes, or a panel.
+            panel, step = t // 4, 2 * (t % 4)
+            a, b = (
+                left + panel * (left_panel >> 4) + step,
+                right + panel * (right_panel >> 4) + step,
+            )
+            if t == 0:
+                begin(acc, a, b)
+            else:
+                add(acc, a, b, 1)
+
+    return multiply
+
+
+@cache
+def make_multiply_dq(cols: int, dtype: str, depth: int) -> Any:
+    """Return ``multiply(acc, left, right)``: acc = Aᵀ B, both stored by rows, a group of products.
+
+    Args:
+        cols: Of B.
+        dtype: "float16" or "bfloat16".
+        depth: Rows of A and B, a multiple of 16.
+    """
+    begin, add = (
+        make_wgmma(cols, dtype, a_transposed=True, b_transposed=True, begins=begins)
+        for begins in (True, False)
+    )
+    steps = depth // 16
+
+    @device_function
+    def multiply(acc, left, right):
+        for t in range(steps):
+            step = t * (16 * LINE >> 4)
+            if t == 0:
+                begin(acc, left + step, right + step)
+            else:
+                add(acc, left + step, right + step, 1)
+
+    return multiply
+
+
+@cache
+def make_accumulate(cols: int, dtype: str, depth: int) -> Any:
+    """Return ``accumulate(acc, pairs, right, has_sums)``: acc += A B, A in registers, B stored by rows.
+
+    Args:
+        cols: Of B.
+        dtype: "float16" or "bfloat16".
+        depth: Rows of B, a multiple of 16.
+    """
+    multiply = make_wgmma(cols, dtype, a_in_registers=True, b_transposed=True)
+    steps = depth // 16
+
+    @device_function
+    def accumulate(acc, pairs, right, has_sums):
+        for t in range(steps):
+            multiply(acc, pairs[t], right + t * (16 * LINE >> 4), has_sums + t > 0)
+
+    return accumulate
+
+
+@cache
+def make_pack(dtype: str, depth: int) -> Any:
+    """Return ``pack(pairs, numbers)``: accumulators as the left operand of the next product.
+
+    They lie as it does.
+    """
+    pack, steps = PACK[dtype], depth // 16
+
+    @device_function
+    def pack_tile(pairs, numbers):
+        for t in range(steps):
+            pairs[t, 0] = pack(numbers[2 * t, 0], numbers[2 * t, 1])
+            pairs[t, 1] = pack(numbers[2 * t, 2], numbers[2 * t, 3])
+            pairs[t, 2] = pack(numbers[2 * t + 1, 0], numbers[2 * t + 1, 1])
+            pairs[t, 3] = pack(numbers[2 * t + 1, 2], numbers[2 * t + 1, 3])
+
+    return pack_tile
+
+
+@cache
+def make_hide(cols: int, by_keys: bool) -> Any:
+    """Return ``hide(numbers, edge)``: zeros where bounds or the ends of the arrays hide an element.
+
+    Args:
+        cols: Of the tile.
+        by_keys: Its rows are keys and its columns queries.
+    """
+    tiles = cols // 8
+
+    @device_function
+    def hide(numbers, edge):
+        for t in range(tiles):
+            for e in range(4):
+                across, along = 8 * (e // 2), 8 * t + e % 2
+                r, c = (along, across) if by_keys else (across, along)
+                if not is_inside(edge, r, c):
+                    numbers[t, e] = ZERO
+
+    return hide
+
+
+@cache
+def make_hide_pairs(cols: int) -> Any:
+    """Return ``hide_pairs(pairs, edge)``: :func:`make_hide`'s function for packed pairs, rows being keys.
+
+    Args:
+        cols: Of the tile.
+    """
+    tiles = cols // 8
+
+    @device_function
+    def hide_pairs(pairs, edge):
+        for t in range(tiles):
+            for half in range(2):
+                low = is_inside(edge, 8 * t, 8 * half)
+                high = is_inside(edge, 8 * t + 1, 8 * half)
+                kept = (0xFFFF if low else 0) | (0xFFFF0000 if high else 0)
+                pairs[t // 2, 2 * (t % 2) + half] &= uint32(kept)
+
+    return hide_pairs
+
+
+@cache
+def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
+    """Return ``put_tile(target, source, thread, b, h, row, left)``: a warpgroup's rows to memory.
+
+    Args:
+        panels: Of the tile.
+        panel_bytes: Of each.
+        is_packed: Rows beyond those that are left belong to the next sequence: the target is an array
+            (batch, heads, seq, dim), to which all threads copy.  Else it is a tensor map, and the one
+            thread that calls asks the copy engine, which leaves out what is beyond the end.
+    """
+    store_tile = make_store_tile(panels, panel_bytes)
+
+    @device_function
+    def copy_rows(target, source, thread, b, h, row, left):
+        words, chunks = cuda.local.array(4, uint32), int32(target.shape[3] // EIGHT)  # words (4,)
+        start = global_address(target) + int64(b) * target.strides[0] + int64(h) * target.strides[1]
+        start += int64(row) * target.strides[2]
+        for n in range(thread, min(left, ROWS) * chunks, WARPGROUP):
+            r, chunk = n // chunks, n % chunks
+            panel = source + chunk // 8 * panel_bytes + r * LINE
+            ld_shared_v4(words, panel + ((chunk % 8 ^ r % 8) << 4))
+            st_global_v4(start + int64(r) * target.strides[2] + int64(chunk * CHUNK), words)
+
+    @device_function
+    def store_rows(target, source, thread, b, h, row, left):
+        store_tile(global_address(target), source, row, h, b)
+
+    return copy_rows if is_packed else store_rows
+
+
+@device_function
+def number_told(place, lane):
+    """Return a number in shared memory to every lane of a warp; lane 0 reads it, and may arrive for all."""
+    number = int32(0)
+    if lane == 0:
+        number = ld_shared(place)
+    return cuda.shfl_sync(0xFFFFFFFF, number, 0)
+
+
+@device_function
+def store_pairs(tile, line, column, t, panel_bytes, pairs):
+    """Store 16 rows of 16 columns, of a warp, to a tile of panels; column is the lane's eight."""
+    chunk = (2 * t + column) % 8
+    place = tile + t // 4 * panel_bytes + line * LINE + ((chunk ^ (line % 8)) << 4)
+    stmatrix_x4(place, pairs)
+
+
+@cache
+def make_write_tile(cols: int, dtype: str, panel_bytes: int) -> Any:
+    """Return ``write_tile(tile, line, column, acc, factor, is_there, pairs)``: factor · acc, of 16 bits.
+
+    Accumulators that were never written, of rows that see nothing, are zeros.
+
+    Args:
+        cols: Of the tile.
+        dtype: "float16" or "bfloat16".
+        panel_bytes: Of a panel of it.
+    """
+    pack, steps = PACK[dtype], cols // 16
+
+    @device_function
+    def write_tile(tile, line, column, acc, factor, is_there, pairs):
+        for t in range(steps):
+            for u in range(2):
+                w, x = acc[2 * t + u, 0] * factor, acc[2 * t + u, 1] * factor
+                y, z = acc[2 * t + u, 2] * factor, acc[2 * t + u, 3] * factor
+                pairs[0, 2 * u] = pack(w, x) if is_there else uint32(0)
+                pairs[0, 2 * u + 1] = pack(y, z) if is_there else uint32(0)
+            store_pairs(tile, line, column, t, panel_bytes, pairs[0])
+
+    return write_tile

@@ -1,0 +1,324 @@
+"""Attention by the textbook on CUDA: scores and probabilities lie in global memory as matrices.
+
+Forward three launches: S = τ Q Kᵀ, softmax in place, O = P V.  Backward the same product five times, and
+in between one kernel that turns S and dP into P and dS, in place.  The product is the one of the tensors'
+``@``, tiled in shared memory: a baseline that is slow for its traffic alone.
+
+Hidden scores are zeros in P and dS, and zero times NaN is NaN.  Keys that no row sees, and rows that see
+no key, are therefore left out of the products; a NaN in a key that some rows see reaches the others too.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import int64, void
+
+from kernels.cuda.attention.options.extras import make_extras
+from kernels.cuda.attention.options.score_functions import (
+    PLAIN,
+    Extras,
+    Features,
+    extras_type,
+    features_of,
+    make_score_functions,
+)
+from kernels.cuda.device.one_source import inverse_sum, log_sum_exp, shift_of
+from kernels.cuda.device.row_folds import RowBlock, make_row_folds
+from kernels.cuda.device.shared_tiles import round_up
+from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.runtime.arrays import device_view, element_strides, empty_device
+from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type, why_too_large
+from kernels.cuda.runtime.sizes import SIZES, ProductTile
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.targets import cuda, dynamic_shared_memory_bytes
+
+
+@cache
+def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAIN) -> Kernel:
+    """Return the kernel that turns scores into probabilities, for one dtype and set of options."""
+    real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
+    block = RowBlock(threads, rows=1)
+    slots, (row_max_of, row_sum_of) = block.slots, make_row_folds(block)
+    functions = make_score_functions(features, dtype)
+    score_of, kept = functions.score_of, functions.kept
+
+    def softmax(scores, lse, extras):
+        """Replace each row of scores by its softmax over the columns that the row sees, with dropout.
+
+        Computes: P = dropout(softmax(MASK(S))) in place; L = m + log l
+        Source: FlashAttention, Algorithm 0, line 2
+        Grid: batch · heads · seq_q
+        Block: threads, whole warps
+        One thread does: every threads-th element of one row
+        Shared: one element a warp
+        Registers: the row's maximum and sum
+        Global traffic: reads S three times and writes it twice; reads a mask twice; writes L once
+        Needs: warp shuffles, for which the simulator has a plain form
+        """
+        partial = cuda.shared.array(slots, real)  # (slots,)
+        thread = cuda.threadIdx.x
+        heads, seq_q, seq_k = scores.shape[1], scores.shape[2], scores.shape[3]
+        row, item = cuda.blockIdx.x % seq_q, cuda.blockIdx.x // seq_q
+        b, h = item // heads, item % heads
+
+        # MASK(S), and before it what the other options make of a score; m = rowmax(S)
+        largest = minus_inf
+        for col in range(thread, seq_k, threads):
+            score = score_of(scores[b, h, row, col], item, b, h, row, col, extras)
+            largest = max(largest, score)
+        shift = real(shift_of(row_max_of(partial, largest)))
+        # P = exp(S - m), l = rowsum(P)
+        total = zero
+        for col in range(thread, seq_k, threads):
+            score = score_of(scores[b, h, row, col], item, b, h, row, col, extras)
+            p = real(math.exp(score - shift))
+            scores[b, h, row, col] = p
+            total += p
+        row_sum = row_sum_of(partial, total)
+        # P = dropout(diag(l)^-1 P)     L = m + log l
+        inverse = real(inverse_sum(row_sum))
+        for col in range(thread, seq_k, threads):
+            scores[b, h, row, col] *= inverse * kept(item, row, col, extras)
+        if thread == 0:
+            lse[b, h, row] = log_sum_exp(shift, row_sum)
+
+    four, three = array_type(dtype, 4), array_type(dtype, 3)
+    return Kernel(softmax, void(four, three, extras_type(features, dtype)))
+
+
+@cache
+def softmax_backward_kernel(
+    threads: int, dtype: np.dtype[Any], features: Features = PLAIN, has_dlse: bool = False
+) -> Kernel:
+    """Return the kernel that recomputes probabilities and differentiates them, likewise."""
+    real, zero = scalar_type(dtype), dtype.type(0)
+    block = RowBlock(threads, rows=1)
+    slots, (_, row_sum_of) = block.slots, make_row_folds(block)
+    functions = make_score_functions(features, dtype)
+    score_and_slope, is_seen, kept = functions.score_and_slope, functions.is_seen, functions.kept
+
+    def softmax_backward(dout, out, lse, dlse, scores, dp, extras):
+        """Replace scores by probabilities with dropout, and their gradient dP by that of the scores.
+
+        Computes: P ∘ Z, P = exp(MASK(S) - L), and dS = P ∘ (dP ∘ Z - D) in place, with Z the dropout
+            and D = rowsum(dO ∘ O) less the gradient of L
+        Source: FlashAttention, appendix B.2 and B.4; FlashAttention-2, Algorithm 2, lines 4, 11, 14
+        Grid: batch · heads · seq_q
+        Block: threads, whole warps
+        One thread does: every threads-th element of one row
+        Shared: one element a warp
+        Registers: D
+        Global traffic: reads and writes S and dP once; reads a mask, O and dO once
+        Needs: warp shuffles, for which the simulator has a plain form
+        """
+        partial = cuda.shared.array(slots, real)  # (slots,)
+        thread = cuda.threadIdx.x
+        heads, seq_q, seq_k = scores.shape[1], scores.shape[2], scores.shape[3]
+        row, item = cuda.blockIdx.x % seq_q, cuda.blockIdx.x // seq_q
+        b, h = item // heads, item % heads
+
+        # D = rowsum(dO ∘ O), less the gradient of L
+        total = zero
+        for i in range(thread, out.shape[3], threads):
+            total += dout[b, h, row, i] * out[b, h, row, i]
+        delta = row_sum_of(partial, total)
+        if has_dlse:
+            delta -= dlse[b, h, row]
+        shift = real(shift_of(lse[b, h, row]))
+        for col in range(thread, seq_k, threads):
+            p, ds = zero, zero
+            if is_seen(item, b, h, row, col, extras):
+                # MASK(S), and before it what the other options make of a score
+                score, slope = score_and_slope(scores[b, h, row, col], item, b, h, row, col, extras)
+                # P = exp(S - L)
+                prob = real(math.exp(score - shift))
+                # O = (P ∘ Z) V: dP = dP ∘ Z     P = softmax(S): dS = P ∘ (dP - D)
+                z = kept(item, row, col, extras)
+                p, ds = prob * z, prob * (dp[b, h, row, col] * z - delta) * slope
+            scores[b, h, row, col] = p
+            dp[b, h, row, col] = ds
+
+    four, three = array_type(dtype, 4), array_type(dtype, 3)
+    extras = extras_type(features, dtype)
+    return Kernel(softmax_backward, void(four, four, three, three, four, four, extras))
+
+
+@cache
+def seen_kernel(
+    threads: int, dtype: np.dtype[Any], features: Features = PLAIN, of_rows: bool = False
+) -> Kernel:
+    """Return the kernel that leaves out keys that nobody sees, or rows that see nothing."""
+    zero, one = dtype.type(0), dtype.type(1)
+    real, block = scalar_type(dtype), RowBlock(threads, rows=1)
+    slots, (largest_of, _) = block.slots, make_row_folds(block)
+    is_seen = make_score_functions(features, dtype).is_seen
+
+    def seen_lines(x, y, x_seen, y_seen, others, extras):
+        """Copy K and V with zeros for the keys that no row sees; or Q and dO for rows that see none.
+
+        Computes: operands of which no product with a probability of zero is NaN
+        Source: none
+        Grid: batch · heads · lines, keys or rows
+        Block: threads, whole warps
+        One thread does: every threads-th score of one line, then every threads-th element of its
+            operands
+        Shared: one element a warp
+        Registers: whether the line is seen
+        Global traffic: reads a mask once; reads and writes the operands once
+        Needs: warp shuffles, for which the simulator has a plain form
+        """
+        partial = cuda.shared.array(slots, real)  # (slots,)
+        thread = cuda.threadIdx.x
+        heads, lines = x.shape[1], x.shape[2]
+        line, item = cuda.blockIdx.x % lines, cuda.blockIdx.x // lines
+        b, h = item // heads, item % heads
+
+        seen = zero
+        for other in range(thread, others, threads):
+            row = line if of_rows else other
+            col = other if of_rows else line
+            if is_seen(item, b, h, row, col, extras):
+                seen = one
+        seen = largest_of(partial, seen)
+        for d in range(thread, x.shape[3], threads):
+            x_seen[b, h, line, d] = x[b, h, line, d] if seen == one else zero
+        for d in range(thread, y.shape[3], threads):
+            y_seen[b, h, line, d] = y[b, h, line, d] if seen == one else zero
+
+    four = array_type(dtype, 4)
+    return Kernel(seen_lines, void(four, four, four, four, int64, extras_type(features, dtype)))
+
+
+def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
+    """Return why this rung cannot run a problem with a tile, or None."""
+    if problem.sequences is not None:
+        return "it multiplies whole matrices, and packed sequences are parts of them"
+    own = _product_tile(tile or SIZES.product_tile)
+    tiles = SIZES.product_tiles[problem.dtype.itemsize] if own is None else (own,)
+    threads = max(each.threads for each in tiles)
+    if threads > product.MAX_THREADS:
+        return f"tile {tile} needs {threads} threads a block, the most is {product.MAX_THREADS}"
+    needed = problem.dtype.itemsize * max(product.shared_elements(each) for each in tiles)
+    return why_too_large(tile, needed, dynamic_shared_memory_bytes())
+
+
+def _product_tile(tile: tuple[int, int]) -> ProductTile | None:
+    """Return the products' tile for one that a caller asks for; None leaves it to the table.
+
+    Its sides are rounded up to what the threads of a block can share evenly.
+    """
+    if tile == SIZES.product_tile:
+        return None
+    return ProductTile(
+        round_up(tile[0], 16), round_up(tile[1], 16), depth=4, own_rows=4, own_cols=4
+    )
+
+
+def product_blocks(tile: tuple[int, int] | None) -> tuple[int, int]:
+    """Return rows and columns of a block of the products for a tile that a caller asks for or not."""
+    own = _product_tile(tile or SIZES.product_tile)
+    return SIZES.product_tile if own is None else (own.rows, own.cols)
+
+
+def _multiply(tile: tuple[int, int], a: Any, b: Any, out: Any, factor: float) -> None:
+    """Launch the product of two batches of matrices."""
+    product.multiply(
+        _flat(out), element_strides(out), _flat(a), element_strides(a), _flat(b), element_strides(b),
+        (*out.shape, a.shape[3]), factor, _product_tile(tile),
+    )  # fmt: skip
+
+
+def _flat(array: Any) -> Any:
+    """View the memory of an array as one dimension, from its first element to its last."""
+    steps = element_strides(array)
+    last = sum((size - 1) * step for size, step in zip(array.shape, steps, strict=True))
+    return device_view(array, (last + 1,), (1,))
+
+
+def _swap(a: Any) -> Any:
+    """View the last two dimensions exchanged."""
+    *lead, rows, cols = a.shape
+    *steps, row_step, col_step = element_strides(a)
+    return device_view(a, (*lead, cols, rows), (*steps, col_step, row_step))
+
+
+def _seen(
+    problem: Problem, x: Any, y: Any, features: Features, extras: Extras, of_rows: bool = False
+) -> tuple[Any, Any]:
+    """Return k and v without keys that nobody sees, or q and dout without rows that see nothing.
+
+    They are copied only where there may be such lines.
+    """
+    lower, upper, others = problem.lower, problem.upper, problem.seq_k
+    if not of_rows:
+        lower, upper, others = -upper, -lower, problem.seq_q
+    batch, heads, lines, _ = x.shape
+    # Line i sees the others from i + lower to i + upper.
+    by_bounds = lower > upper or upper < 0 or lines + lower > others
+    if not (by_bounds or features.mask or features.block_mask or features.mask_mod):
+        return x, y
+    x_seen, y_seen = (empty_device(tuple(array.shape), problem.dtype) for array in (x, y))
+    kernel = seen_kernel(SIZES.row_threads, problem.dtype, features, of_rows)
+    kernel[batch * heads * lines, SIZES.row_threads](x, y, x_seen, y_seen, others, extras)
+    return x_seen, y_seen
+
+
+def _empty_scores(problem: Problem, operands: Operands) -> Any:
+    return empty_device((*operands.lse.shape, problem.seq_k), problem.dtype)
+
+
+def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill out and lse; takes memory for the scores, batch · heads · seq_q · seq_k elements.
+
+    Args:
+        problem: The checked call.
+        tile: Rows and columns of a block of the products, rounded up.
+        operands: On the device, q, k, v and what the options need, and out and lse to be written.
+    """
+    features, extras = features_of(problem), make_extras(problem, operands, *tile)
+    k, v = _seen(problem, operands.k, operands.v, features, extras)
+    scores = _empty_scores(problem, operands)  # (batch, heads, seq_q, seq_k)
+    # 1: S = τ Q Kᵀ
+    _multiply(tile, operands.q, _swap(k), scores, problem.scale)
+    # 2: P = softmax(S)
+    softmax = softmax_kernel(SIZES.row_threads, problem.dtype, features)
+    rows = math.prod(operands.lse.shape)
+    softmax[rows, SIZES.row_threads](scores, operands.lse, extras)
+    # 3: O = P V
+    _multiply(tile, scores, v, operands.out, 1.0)
+
+
+def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill dq, dk and dv; takes twice the memory of the scores.
+
+    Args:
+        problem: The checked call.
+        tile: As in the forward pass.
+        operands: Those of the forward pass, its results, dout and dlse or None, and dq, dk and dv to
+            be written.
+    """
+    o, has_dlse = operands, operands.dlse is not None
+    features, extras = features_of(problem), make_extras(problem, operands, *tile)
+    k, v = _seen(problem, o.k, o.v, features, extras)
+    q, dout = _seen(problem, o.q, o.dout, features, extras, of_rows=True)
+    scores, dp = _empty_scores(problem, o), _empty_scores(problem, o)
+    # S = τ Q Kᵀ
+    _multiply(tile, q, _swap(k), scores, problem.scale)
+    # O = P V: dP = dO Vᵀ
+    _multiply(tile, dout, _swap(v), dp, 1.0)
+    # P = softmax(S): dS = P ∘ (dP - D)
+    softmax_backward = softmax_backward_kernel(SIZES.row_threads, problem.dtype, features, has_dlse)
+    softmax_backward[math.prod(o.lse.shape), SIZES.row_threads](
+        dout, o.out, o.lse, o.dlse if has_dlse else o.lse, scores, dp, extras
+    )
+    probs, ds = scores, dp  # (batch, heads, seq_q, seq_k)
+    # O = P V: dV = Pᵀ dO
+    _multiply(tile, _swap(probs), dout, o.dv, 1.0)
+    # S = τ Q Kᵀ: dQ = τ dS K, dK = τ dSᵀ Q
+    _multiply(tile, ds, k, o.dq, problem.scale)
+    _multiply(tile, _swap(ds), q, o.dk, problem.scale)

@@ -1,0 +1,1 @@
+"""Attention's options compiled for CUDA, the same for every rung."""

@@ -1,0 +1,126 @@
+"""What the options of a call need in a kernel: numbers, and arrays that are copied to the device once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from kernels.common.philox import attention_threshold, keep_scale
+from kernels.cuda.attention.options.mods import check_places
+from kernels.cuda.attention.options.score_functions import Extras
+from kernels.cuda.device.memory import device_constant
+from kernels.cuda.runtime.arrays import to_device
+from kernels.cuda.runtime.launcher import LATER, filled
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.targets import current_device
+from kernels.sparsity.block_mask import BlockMask
+
+
+def make_extras(
+    problem: Problem, operands: Operands, block_q: int, block_k: int, by_keys: bool = False
+) -> Extras:
+    """Return what a kernel with tiles of (block_q, block_k) needs; small arrays are copied once.
+
+    Args:
+        problem: The checked call.
+        operands: As kernels take them.
+        block_q: Rows of the kernel's tiles.
+        block_k: Columns of them.
+        by_keys: The kernel's work items are tiles of keys.
+
+    Raises:
+        ValueError: As :func:`kernels.cuda.attention.options.mods.check_places`.
+    """
+    if problem.is_plain:
+        return _numbers(problem)
+    lasting, own = lasting_extras(problem, block_q, block_k, by_keys), own_extras(problem, operands)
+    return filled((lasting,), own)[0] if own else lasting
+
+
+def lasting_extras(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> Extras:
+    """Return what is the same in all calls of a problem on a device, ``LATER`` for what each brings.
+
+    Args:
+        problem: See :func:`make_extras`.
+        block_q: Likewise.
+        block_k: Likewise.
+        by_keys: Likewise.
+    """
+    return _lasting(problem.unseeded, block_q, block_k, by_keys, current_device())
+
+
+def own_extras(problem: Problem, operands: Operands) -> tuple[Any, ...]:
+    """Return what a call brings for each ``LATER`` of :func:`lasting_extras`, in their order."""
+    found = (problem.seed,) if problem.dropout_p else ()
+    if problem.slopes:
+        found = *found, operands.slopes
+    if problem.mask:
+        batches = operands.mask_batch
+        kind = batches.shape, batches.dtype, current_device()
+        found = *found, operands.mask, device_constant(batches.tobytes(), *kind)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _lasting(problem: Problem, block_q: int, block_k: int, by_keys: bool, device: int) -> Extras:
+    later: dict[str, Any] = {}
+    if problem.dropout_p:
+        later["seed"] = LATER
+    if problem.slopes:
+        later["slopes"] = LATER
+    if problem.mask:
+        later |= {"mask": LATER, "mask_batch": LATER}
+    if problem.block_mask is not None:
+        later |= _block_arrays(problem.block_mask, device)
+        later |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, device)
+    if problem.sequences is not None:
+        later["tiles"] = _tiles(problem.sequences, block_k if by_keys else block_q, by_keys, device)
+    return _numbers(problem)._replace(**later)
+
+
+@lru_cache(maxsize=1024)
+def _numbers(problem: Problem) -> Extras:
+    check_places(problem)
+    real = problem.acc_dtype.type
+    return Extras(
+        lower=problem.lower,
+        upper=problem.upper,
+        heads=problem.heads,
+        diagonal=problem.diagonal,
+        # A launch takes plain numbers, of a value that the dtype of sums has.
+        softcap=real(problem.softcap).item(),
+        seed=problem.seed,
+        threshold=attention_threshold(problem.dropout_p),
+        keep_scale=real(keep_scale(problem.dropout_p)).item(),
+    )
+
+
+@lru_cache(maxsize=64)
+def _block_arrays(mask: BlockMask, device: int) -> dict[str, Any]:
+    """Return the blocks of a mask on the device, copied once."""
+    # A GPU has no empty arrays.
+    blocks = (1, mask.block_q, mask.block_k)
+    patterns = mask.patterns if len(mask.patterns) else np.zeros(blocks, bool)
+    return {"states": to_device(mask.states), "patterns": to_device(patterns)}
+
+
+@lru_cache(maxsize=256)
+def _list_arrays(
+    mask: BlockMask, block_q: int, block_k: int, by_keys: bool, device: int
+) -> dict[str, Any]:
+    """Return the tiles that a mask visits on the device, copied once for a kernel's tiles."""
+    tiles = mask.tile_list(block_q, block_k, by_keys)
+    return {
+        name: to_device(array if len(array) else np.zeros(1, array.dtype))
+        for name, array in tiles._asdict().items()
+    }
+
+
+@lru_cache(maxsize=64)
+def _tiles(sequences: Any, block: int, of_keys: bool, device: int) -> Any:
+    """Return the tiles of packed sequences on the device."""
+    tiles = sequences.tiles(block, of_keys)
+    return to_device(tiles if len(tiles) else np.zeros((1, 6), np.int64))

@@ -1,0 +1,218 @@
+"""A user's ``score_mod`` or ``mask_mod`` as kernels of float32 call it: nothing in it becomes float64.
+
+Numba's rules are NumPy's: a whole number times a float32 is a float64, and so is what two branches leave
+where one has each.  A GPU computes it at half the speed or at a 64th, and takes several times as long for
+a whole number of 64 bits to become a floating one: for every score of a tile that is more than all the
+rest.  So a mod is compiled with rules of its own.  Where numba would turn to float64 though no operand is
+one, whole numbers become float32.  Among themselves they keep 64 bits; but places are said to be small, and
+the compiler, which sees how large a sum or a distance of them can be, drops the half that is always zero.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from copy import copy
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from kernels.cuda.device.emitted import CAN_EMIT, Emitted
+from kernels.cuda.device.one_source import batch_and_head
+from kernels.cuda.runtime.kernel import device_callable, device_function, scalar_type
+from kernels.problem.question import Problem
+from kernels.runtime.dtypes import FLOAT32
+from kernels.runtime.targets import intrinsic
+
+# An intrinsic's first argument is the compiler's; callers do not pass it.
+# pyright: reportCallIssue=false
+
+#: Rows and columns that a call with a mod may have.
+MOST_PLACES = 1 << 26
+#: Bits of a place, and of one that may be a tile further.
+FIRST_PLACE, _PLACE = MOST_PLACES - 1, 2 * MOST_PLACES - 1
+#: Bits of 64 that a number of 32 leaves to its sign.
+_SPARE = 32
+_FLOAT, _WIDE, _WHOLE = types.float32, types.float64, types.int64
+
+
+def check_places(problem: Problem) -> None:
+    """Check that a call has no more places than the kernels tell a mod of.
+
+    Raises:
+        ValueError: If it has.
+    """
+    places = max(problem.seq_q, problem.seq_k)
+    if (problem.mask_mod or problem.score_mod) and places > MOST_PLACES:
+        raise ValueError(
+            f"on CUDA mask_mod and score_mod take at most {MOST_PLACES:,} rows and columns, got "
+            f"{places:,}; split the call"
+        )
+
+
+@device_function
+def numbers_of_mods(flat, extras):
+    """Return batch and head of a flat number, as mods get them."""
+    return batch_and_head(flat, max(extras.heads, 1))  # by what may be 0, a branch
+
+
+def score_function(
+    function: Callable[..., Any], dtype: np.dtype[Any], distance: Any = types.none
+) -> Any:
+    """Return what a kernel calls for a function of (score, batch, head, row, col), ``dtype`` too.
+
+    Args:
+        function: A user's.
+        dtype: Of scores.
+        distance: Numba's type of what the kernel gives after col: None, or row - col where it has it as a
+            float32, which from one element to the next takes one instruction, and of two places three.
+    """
+    inner, real = device_callable(function, dtype), scalar_type(dtype)
+    if not _has_rules(function, dtype):
+
+        @device_function
+        def without_distance(score, batch, head, row, col, distance):
+            return inner(score, batch, head, row, col)
+
+        return without_distance
+
+    def within(score, batch, head, row, col, distance):
+        row, col = row & _PLACE, col & _PLACE
+        _tell_distance(row, col, distance)
+        return real(inner(score, batch & _PLACE, head & _PLACE, row, col))
+
+    emitted = Emitted(within, _FLOAT(_FLOAT, *[_WHOLE] * 4, distance), _with_rules)
+
+    @intrinsic
+    def score_mod(context, score, batch, head, row, col, distance):
+        return emitted.signature, emitted.call
+
+    score_mod.py_func = within
+    return score_mod
+
+
+def mask_function(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
+    """Return what a kernel of ``dtype`` calls for a function of (batch, head, row, col), a bool."""
+    inner = device_callable(function, dtype)
+    if not _has_rules(function, dtype):
+        return inner
+
+    def within(batch, head, row, col):
+        return bool(inner(batch & _PLACE, head & _PLACE, row & _PLACE, col & _PLACE))
+
+    emitted = Emitted(within, types.boolean(*[_WHOLE] * 4), _with_rules)
+
+    @intrinsic
+    def mask_mod(context, batch, head, row, col):
+        return emitted.signature, emitted.call
+
+    mask_mod.py_func = within
+    return mask_mod
+
+
+@intrinsic
+def _tell_distance(context, row, col, distance):
+    """Let the rules know how far two places are apart, or that it is not known."""
+
+    def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if signature.args[2] == _FLOAT:
+            row, col, apart = values
+            negative = builder.fsub(target.get_constant(_FLOAT, -0.0), apart)
+            target.distances[row, col], target.distances[col, row] = apart, negative
+        return target.get_dummy_value()
+
+    return types.void(row, col, distance), emit
+
+
+def _nothing(row, col, distance):
+    pass
+
+
+_tell_distance.py_func = _nothing
+
+
+def _has_rules(function: Callable[..., Any], dtype: np.dtype[Any]) -> bool:
+    return dtype == FLOAT32 and CAN_EMIT and isinstance(function, FunctionType)
+
+
+def _with_rules(target: Any) -> Any:
+    """Return numba's target of a kernel, that which emits instructions, with the rules."""
+    own = copy(target)
+    own.typing_context = _typing_with_rules(target.typing_context)
+    signed: dict[Any, Any] = {}  # absolute value → of what
+    differences: dict[Any, Any] = {}  # of two places → as a float32
+    own.distances = {}
+
+    def convert(builder: Any, value: Any) -> Any:
+        """Return a whole number of 64 bits as a float32."""
+        if value in differences:
+            return differences[value]
+        # The compiler knows of most numbers whether they fit in 32 bits, and keeps one of the two.
+        spare, half = value.type(_SPARE), builder.trunc(value, target.get_value_type(types.int32))
+        fits = builder.icmp_signed("==", builder.ashr(builder.shl(value, spare), spare), value)
+        halves = target.cast(builder, half, types.int32, _FLOAT)
+        return builder.select(fits, halves, target.cast(builder, value, _WHOLE, _FLOAT))
+
+    def cast(builder: Any, value: Any, kind: Any, wanted: Any) -> Any:
+        if (kind, wanted) != (_WHOLE, _FLOAT):
+            return target.cast(builder, value, kind, wanted)
+        if value not in signed:
+            return convert(builder, value)
+        # A GPU drops the sign of a float32 where it is used, and takes two instructions for an integer's.
+        without_sign = target.get_function(math.fabs, _FLOAT(_FLOAT))
+        return without_sign(builder, [convert(builder, signed[value])])
+
+    def get_function(function: Any, signature: Any, **options: Any) -> Any:
+        found = type(target).get_function(own, function, signature, **options)
+        key = getattr(function, "typing_key", None), *signature.args
+
+        def absolute(builder: Any, values: Any, *args: Any) -> Any:
+            result = found(builder, values, *args)
+            signed[result] = values[0]
+            return result
+
+        def difference(builder: Any, values: Any, *args: Any) -> Any:
+            result = found(builder, values, *args)
+            if tuple(values) in own.distances:
+                differences[result] = own.distances[tuple(values)]
+            return result
+
+        others = {(abs, _WHOLE): absolute, (operator.sub, _WHOLE, _WHOLE): difference}
+        return others.get(key, found)
+
+    own.cast, own.get_function = cast, get_function
+    return own
+
+
+def _typing_with_rules(typing: Any) -> Any:
+    """Return numba's typing context of a kernel with the rules."""
+    own = copy(typing)
+
+    def is_narrow(kind: Any) -> bool:
+        return kind == _FLOAT or isinstance(kind, (types.Integer, types.Boolean))
+
+    def resolve_function_type(function: Any, args: Any, kws: Any) -> Any:
+        found = typing.resolve_function_type(function, args, kws)
+        if found is None or _WIDE not in (found.return_type, *found.args):
+            return found
+        if not all(map(is_narrow, args)):  # an operand is a float64 itself
+            return found
+        other = typing.resolve_function_type(function, (_FLOAT,) * len(args), kws)
+        is_wide = other is None or _WIDE in (other.return_type, *other.args)
+        return found if is_wide else other
+
+    def unify_pairs(first: Any, second: Any) -> Any:
+        if _FLOAT in (first, second) and is_narrow(first) and is_narrow(second):
+            return _FLOAT
+        return typing.unify_pairs(first, second)
+
+    def resolve_module_constants(module: Any, name: str) -> Any:
+        is_constant = type(getattr(module.pymod, name)) is float  # pi
+        return _FLOAT if is_constant else typing.resolve_module_constants(module, name)
+
+    own.resolve_function_type, own.unify_pairs = resolve_function_type, unify_pairs
+    own.resolve_module_constants = resolve_module_constants
+    return own

@@ -1,0 +1,161 @@
+"""What the options make of the scores, the probabilities and the gradients of one tile of flash2.
+
+A tile is whole where bounds and lists hide none of its elements: only then their tests are left out.
+Scores inside the kernels are in base 2.  Where an option bends them the natural logarithm is needed in
+between; else the factor is in the operand, and nothing is multiplied element by element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import int32
+
+from kernels.common.online_softmax import LOG2_E
+from kernels.cuda.attention.options.score_functions import PLAIN, Features, make_score_functions
+from kernels.cuda.device.vector import EXP2
+from kernels.cuda.runtime.kernel import device_function
+
+
+class TileScores(NamedTuple):
+    """The functions that :func:`make_tile_scores` returns, and what a kernel must know beside them.
+
+    An element of a thread is at (row + r, col + c), (row, col) the thread's first one, and r and c known
+    when the kernel is compiled: what the bounds hide is then two comparisons with constants.  Rows beyond
+    the end need one only where keys sum over them.  ``flat`` is as in ``scores``.
+
+    Attributes:
+        operand_factor: What q (or k) is multiplied by, beside scale, when it is loaded.
+        is_guarded: A hidden element may lie in a tile beside others that are seen, so that the kernel
+            must not multiply by zero what may be infinite.
+        edge: ``(row, col, seq_q, seq_k, extras)``: for a thread's elements of one tile, the least and the
+            greatest c - r that the bounds leave, and the columns and rows that are left.
+        score: ``(product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras)``: the
+            score, base 2, minus infinity where it is hidden.
+        gradient: ``(product, dp, shift, delta, kept, whole, listed, edge, …)``: P before dropout, and
+            dS, the gradient of scale · q · k.
+    """
+
+    operand_factor: Any
+    is_guarded: bool
+    edge: Callable[..., Any]
+    score: Callable[..., Any]
+    gradient: Callable[..., Any]
+
+
+@device_function
+def is_inside_columns(edge, r, c):
+    """Tell whether the element (r, c) from a thread's first one is within the bounds and the columns.
+
+    Args:
+        edge: What ``TileScores.edge`` returns for the first one.
+        r: Rows, known when the kernel is compiled.
+        c: Columns, likewise.
+    """
+    return (edge[0] <= c - r) & (c - r <= edge[1]) & (c < edge[2])
+
+
+@device_function
+def is_inside(edge, r, c):
+    """Tell whether an element is within the rows, too; see :func:`is_inside_columns`."""
+    return is_inside_columns(edge, r, c) & (r < edge[3])
+
+
+@cache
+def make_tile_scores(
+    features: Features,
+    dtype: np.dtype[Any],
+    of_bias: bool = False,
+    by_keys: bool = False,
+    exp2: Any = None,
+) -> TileScores:
+    """Return the functions of elements for a kernel's features.
+
+    Args:
+        features: Of the kernel.
+        dtype: Of its operands.
+        of_bias: The gradient is that of what a mask adds, not of scale · q · k.
+        by_keys: Keys sum over rows: a row beyond the end must count for nothing.  Its operands are
+            zeros, but zero times an infinite key is NaN.
+        exp2: A power of two in the dtype; the library's when None.
+    """
+    zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
+    log2_e, exp2 = dtype.type(LOG2_E), exp2 or EXP2[dtype]
+    functions = make_score_functions(features, dtype)
+    bend, add = functions.bend, functions.add
+    in_mask = functions.in_mask
+
+    is_in_bounds = is_inside if by_keys else is_inside_columns
+
+    @device_function
+    def edge_of(row, col, seq_q, seq_k, extras):
+        return (
+            int32(row + extras.lower - col),
+            int32(row + extras.upper - col),
+            int32(seq_k - col),
+            int32(seq_q - row),
+        )
+
+    @device_function
+    def bounded_score(
+        product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras
+    ):
+        return product if whole or is_in_bounds(edge, r, c) else minus_inf
+
+    @device_function
+    def bounded_gradient(
+        product, dp, shift, delta, kept,
+        whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras,
+    ):  # fmt: skip
+        # Hidden elements are 0 whatever lse and delta are: those of a row with a NaN are NaN.
+        seen = whole or is_in_bounds(edge, r, c)
+        p = exp2(product - shift) if seen else zero
+        return p, (p * (dp - delta) if seen else zero)
+
+    if features == PLAIN:
+        return TileScores(log2_e, False, edge_of, bounded_score, bounded_gradient)
+    bends, is_listed = features.bends, features.block_mask or features.mask_mod is not None
+
+    @device_function
+    def score_and_slope(
+        product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras
+    ):
+        # Within the arrays, so that loads need no branch and many are under way at a time.
+        i, j = min(row + r, seq_q - 1), min(col + c, seq_k - 1)
+        score, slope = product, one
+        if bends:
+            score, slope = bend(score, flat, i, j, extras)
+            score = add(score, b, h, i, j, extras) * log2_e
+        seen = in_mask(flat, b, h, i, j, extras) & (listed or not is_listed)
+        if not whole:
+            seen = seen & is_in_bounds(edge, r, c)
+        return (score if seen else minus_inf), slope
+
+    @device_function
+    def score_of(product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras):
+        score, _ = score_and_slope(
+            product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras
+        )
+        return score
+
+    @device_function
+    def gradient_of(
+        product, dp, shift, delta, kept,
+        whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras,
+    ):  # fmt: skip
+        score, slope = score_and_slope(
+            product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras
+        )
+        hidden = score == minus_inf
+        p = zero if hidden else exp2(score - shift)
+        ds = p * (dp * kept - delta)
+        if not of_bias:
+            ds = ds * slope
+        # What is hidden may be anything, its derivative too.
+        return p, (zero if hidden else ds)
+
+    return TileScores(one if bends else log2_e, True, edge_of, score_of, gradient_of)

@@ -1,0 +1,147 @@
+"""Which tiles a block of threads works on: its own place, and the tiles of the other side it visits.
+
+Causal, window, block-sparse and packed calls are the same loop over other tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from numba import int64, uint64
+
+from kernels.common.geometry import PLAIN
+from kernels.cuda.attention.options.score_functions import Extras, Features
+from kernels.cuda.device.one_source import ceil_div
+from kernels.cuda.runtime.kernel import device_function
+
+
+class Visits(NamedTuple):
+    """The functions that :func:`make_visits` returns.
+
+    Attributes:
+        place: ``(x, y, rows, cols, extras)``: what block (x, y) of the grid works on, where q has
+            ``rows`` and k has ``cols``: the flat number of (batch, head), the first place of its tile
+            counted from the start of its sequence, the first row of the sequence in q, its rows, its
+            first column in k, and its columns.
+        entries: ``(flat, start, size, first, stop, extras)``: from which entry to which the tile that
+            begins at ``start`` visits, where the lists are for ``size`` places and the bounds leave
+            the tiles from ``first`` up to ``stop``.
+        tile_of: ``(entry, extras)``: the number of the tile visited.
+        is_whole: ``(entry, extras)``: whether the block mask hides none of its elements.
+        is_within: ``(tile, first, stop)``: whether the bounds leave the tile of an entry.
+    """
+
+    place: Callable[..., Any]
+    entries: Callable[..., Any]
+    tile_of: Callable[..., Any]
+    is_whole: Callable[..., Any]
+    is_within: Callable[..., Any]
+
+
+@cache
+def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits:
+    """Return the functions for tiles of ``block`` query rows, or of keys.
+
+    Args:
+        features: Of the kernel.
+        block: Places of a tile of the kernel's own side.
+        by_keys: That side is the keys.
+    """
+
+    @device_function
+    def query_place(x, y, rows, cols, extras):
+        # Under a causal mask the last tile is the longest: it starts first.
+        return y, (ceil_div(rows, block) - 1 - x) * block, 0, rows, 0, cols
+
+    @device_function
+    def key_place(x, y, rows, cols, extras):
+        # Here the first tile is the longest.
+        return y, x * block, 0, rows, 0, cols
+
+    @device_function
+    def packed_place(x, y, rows, cols, extras):
+        # The columns of sequences.Tile.
+        tile, tiles = uint64(x), extras.tiles
+        flat = y + int(tiles[tile, 0]) * extras.heads
+        return flat, tiles[tile, 5], tiles[tile, 1], tiles[tile, 2], tiles[tile, 3], tiles[tile, 4]
+
+    @device_function
+    def all_entries(flat, start, size, first, stop, extras):
+        return first, stop
+
+    @device_function
+    def listed_entries(flat, start, size, first, stop, extras):
+        # TASK 5.9: The line of (head, tile) in tile_ptr: where its entries begin and end.
+        head = flat % extras.heads % extras.states.shape[0]
+        line = uint64(head * ceil_div(size, block) + start // block)
+        return int64(extras.tile_ptr[line]), int64(extras.tile_ptr[line + uint64(1)])
+        # END TASK 5.9
+
+    @device_function
+    def same_tile(entry, extras):
+        return entry
+
+    @device_function
+    def listed_tile(entry, extras):
+        # TASK 5.9: The number of the tile of an entry, from tile_ids.
+        return int64(extras.tile_ids[uint64(entry)])
+        # END TASK 5.9
+
+    @device_function
+    def always(entry, extras):
+        return True
+
+    @device_function
+    def listed_whole(entry, extras):
+        return bool(extras.tile_full[uint64(entry)])
+
+    @device_function
+    def always_within(tile, first, stop):
+        return True
+
+    @device_function
+    def is_within(tile, first, stop):
+        return first <= tile < stop
+
+    place = key_place if by_keys else query_place
+    return Visits(
+        packed_place if features.packed else place,
+        *(
+            (listed_entries, listed_tile, listed_whole, is_within)
+            if features.block_mask
+            else (all_entries, same_tile, always, always_within)
+        ),
+    )
+
+
+@cache
+def make_next_entry(visits: Visits) -> Callable[..., Any]:
+    """Return ``next_entry(entry, entries_stop, first, stop, extras)``: the next that the bounds leave."""
+    tile_of, is_within = visits.tile_of, visits.is_within
+
+    @device_function
+    def next_entry(entry, entries_stop, first, stop, extras):
+        while entry < entries_stop and not is_within(tile_of(entry, extras), first, stop):
+            entry += 1
+        return entry
+
+    return next_entry
+
+
+def tiles_of(seq: int, block: int, extras: Extras) -> int:
+    """Return how many tiles of ``block`` places a head has, or how many packed sequences have."""
+    return PLAIN.ceil_div(seq, block) if isinstance(extras.tiles, int) else extras.tiles.shape[0]
+
+
+def grid_of(array: Any, seq: int, block: int, extras: Extras) -> tuple[int, int]:
+    """Return the grid: tiles of ``seq`` places, or those of packed sequences, and (batch, head).
+
+    Args:
+        array: (batch, heads, …).
+        seq: Query rows, or keys.
+        block: Of a tile.
+        extras: Of the kernel.
+    """
+    return tiles_of(seq, block, extras), array.shape[0] * array.shape[1]

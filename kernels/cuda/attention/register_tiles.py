@@ -1,0 +1,378 @@
+"""Tiles on CUDA cores: load one to shared memory, multiply two, with a block of registers a thread.
+
+A block of ``rows_of_threads x lanes`` threads works on two tiles.  Thread (ty, tx) owns the rows ty,
+ty + rows_of_threads, … of the one and the rows tx, tx + lanes, … of the other: neighbouring threads then
+read neighbouring rows, which lie in different banks since a row is padded by one vector.
+
+The functions made here take the thread's own place as arguments and have no barriers: in the simulator the
+name ``cuda`` means the running thread in the kernel's own file only.
+"""
+
+# An intrinsic's first argument is the compiler's; callers do not pass it.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from kernels.cuda.device.shared_tiles import SharedTiles, round_up
+from kernels.cuda.device.vector import VECTOR, load_global, load_shared, store_shared
+from kernels.cuda.runtime.kernel import device_function, why_too_large
+from kernels.cuda.runtime.sizes import SIZES, LayoutSizes
+from kernels.problem.question import Problem
+from kernels.runtime.targets import dynamic_shared_memory_bytes
+
+
+@dataclass(frozen=True)
+class RegisterLayout:
+    """The shape of the work of one block of threads.
+
+    Attributes:
+        block_q: Query rows a tile.
+        block_k: Key columns a tile.
+        lanes: Threads along a row; a power of two, at most 32.
+        rows_of_threads: Threads along a column.
+        resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
+    """
+
+    block_q: int
+    block_k: int
+    lanes: int
+    rows_of_threads: int
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return self.lanes * self.rows_of_threads
+
+    def row_stride(self, width: int) -> int:
+        """Elements from row to row of a tile in shared memory: its padded width and one vector."""
+        return round_up(width, VECTOR * self.lanes) + VECTOR
+
+    def columns(self, width: int) -> int:
+        """Columns of an accumulator of that width that one thread owns, a multiple of VECTOR."""
+        return round_up(width, VECTOR * self.lanes) // self.lanes
+
+
+def widths(problem: Problem) -> tuple[int, int]:
+    """Return head_dim and value_dim rounded up: what a kernel is compiled for.
+
+    The sizes themselves are read from the operands, so that the 256 of each need few kernels.
+    """
+    return widths_in(problem, SIZES.width_step)
+
+
+def widths_in(problem: Problem, step: int) -> tuple[int, int]:
+    """Return head_dim and value_dim rounded up to multiples of a step."""
+    return round_up(problem.head_dim, step), round_up(problem.value_dim, step)
+
+
+class Demand(NamedTuple):
+    """What of a problem decides the layouts of its kernels, and what they keep in shared memory.
+
+    Attributes:
+        widths: As :func:`widths` returns them.
+        itemsize: Bytes of an element.
+        has_few_rows: Fewer query rows than a usual tile.
+        is_long: Options make much of a score: a user's function, or several of the others.
+        kinds_of_bits: Dropout, and a pattern or ``mask_mod``: each keeps a bit for a score of the tile.
+    """
+
+    widths: tuple[int, int]
+    itemsize: int
+    has_few_rows: bool
+    is_long: bool
+    kinds_of_bits: int
+
+
+def demand_of(problem: Problem) -> Demand:
+    """Return what a problem demands."""
+    return Demand(
+        widths(problem),
+        problem.dtype.itemsize,
+        problem.seq_q <= SIZES.few_rows,
+        problem.score_mod is not None or problem.bend_count > 1,
+        (problem.dropout_p > 0.0)
+        + (problem.block_mask is not None or problem.mask_mod is not None),
+    )
+
+
+def _largest_power(limit: int, size: int) -> int:
+    """Return the largest power of two up to ``limit`` that divides ``size``."""
+    return min(limit, size & -size)
+
+
+def pick_layout(name: str, problem: Problem, tile: tuple[int, int] | None) -> RegisterLayout:
+    """Return the layout of a kernel for a problem: from the table, with the caller's tile if given.
+
+    Args:
+        name: "forward", "dq", "dkdv" or "atomic".
+        problem: The checked call.
+        tile: (block_q, block_k), or None.
+    """
+    return _layout(name, demand_of(problem), tile)
+
+
+@lru_cache(maxsize=1024)
+def _layout(name: str, demand: Demand, tile: tuple[int, int] | None) -> RegisterLayout:
+    sizes = _table_entry(name, demand)
+    block_q, block_k = tile or (sizes.block_q, sizes.block_k)
+    # dK and dV are summed by key: there a thread owns rows of keys.
+    rows, cols = (block_q, block_k) if name in ("forward", "dq") else (block_k, block_q)
+    if name == "atomic":  # and rows of queries too
+        rows = math.gcd(rows, cols)
+    return RegisterLayout(
+        block_q,
+        block_k,
+        lanes=_largest_power(sizes.lanes, cols),
+        rows_of_threads=_largest_power(sizes.rows_of_threads, rows),
+        # Measured for the table's own tile; another one may need more registers than that leaves.
+        resident=sizes.resident if (block_q, block_k) == sizes[:2] else 1,
+    )
+
+
+def _table_entry(name: str, demand: Demand) -> LayoutSizes:
+    if name == "forward" and demand.has_few_rows:
+        name = "few"
+    table = SIZES.flash2[name, demand.itemsize]
+    sizes = next(sizes for limit, sizes in table if max(demand.widths) <= limit)
+    if not demand.is_long:
+        return sizes
+    # The loop over a thread's scores stays in registers only if the compiler unrolls it.
+    block_q, block_k, threads = sizes[0], sizes[1], sizes.lanes * sizes.rows_of_threads
+    while block_q * block_k > LONG_SCORES * threads:
+        if name in ("forward", "few", "dq"):
+            block_k //= 2
+        else:
+            block_q //= 2
+    resident = min(sizes.resident, LONG_RESIDENT)
+    return sizes._replace(block_q=block_q, block_k=block_k, resident=resident)
+
+
+#: Scores a thread, and blocks a multiprocessor, where the options make much of a score.
+LONG_SCORES, LONG_RESIDENT = 16, 2
+
+
+def why_not_layout(
+    name: str,
+    problem: Problem,
+    tile: tuple[int, int] | None,
+    tiles: Callable[[RegisterLayout, int, int], SharedTiles],
+) -> str | None:
+    """Return why a kernel cannot run a problem with a tile, or None.
+
+    Args:
+        name: As in :func:`pick_layout`.
+        problem: The checked call.
+        tile: (block_q, block_k), or None.
+        tiles: Shared memory of the kernel, from layout and the two widths.
+    """
+    return _why_not(name, demand_of(problem), tile, tiles)
+
+
+@lru_cache(maxsize=1024)
+def _why_not(
+    name: str,
+    demand: Demand,
+    tile: tuple[int, int] | None,
+    tiles: Callable[[RegisterLayout, int, int], SharedTiles],
+) -> str | None:
+    layout = _layout(name, demand, tile)
+    blocks = (layout.block_q, layout.block_k)
+    if any(block % VECTOR for block in blocks):
+        return f"flash2 needs tiles of multiples of {VECTOR}, got {blocks}"
+    needed = demand.itemsize * tiles(layout, *demand.widths).elements
+    needed += demand.kinds_of_bits * layout.block_q * layout.block_k // VECTOR  # see tile_bits
+    return why_too_large(blocks, needed, dynamic_shared_memory_bytes())
+
+
+@cache
+def make_load_tile(
+    layout: RegisterLayout,
+    rows: int,
+    width: int,
+    dtype: Any,
+    vectors: bool,
+    is_guarded: bool = False,
+) -> Callable[..., Any]:
+    """Return ``load_tile(thread, source, b, h, first, start, stop, factor, shared, offset)``.
+
+    It copies ``factor`` times the rows from ``first`` on of one head to shared memory, zeros for rows
+    outside of ``start`` to ``stop`` and for columns that the source does not have; what is out of range is
+    never read.  It returns 0, or if guarded 1 where this thread copied a number that is not finite.
+
+    Args:
+        layout: Who copies.
+        rows: Of the tile.
+        width: Columns of the tile, as many as the source has or more.
+        dtype: Of its elements, a numba type.
+        vectors: The source is aligned for 128-bit loads and has a multiple of four columns.
+        is_guarded: Look for numbers that are not finite.
+    """
+    stride = layout.row_stride(width)
+    vectors_a_row = (stride - VECTOR) // VECTOR
+    count, threads = rows * vectors_a_row, layout.threads
+    zero = dtype(0)
+
+    @device_function
+    def load_tile(thread, source, b, h, first, start, stop, factor, shared, offset):
+        dim = source.shape[3]
+        found = zero
+        for n in range(thread, count, threads):
+            r = n // vectors_a_row
+            c = (n % vectors_a_row) * VECTOR
+            w = x = y = z = zero
+            if start <= first + r < stop:
+                if vectors:
+                    if c < dim:
+                        w, x, y, z = load_global(source, b, h, first + r, c)
+                else:
+                    if c < dim:
+                        w = source[b, h, first + r, c]
+                    if c + 1 < dim:
+                        x = source[b, h, first + r, c + 1]
+                    if c + 2 < dim:
+                        y = source[b, h, first + r, c + 2]
+                    if c + 3 < dim:
+                        z = source[b, h, first + r, c + 3]
+            w, x, y, z = w * factor, x * factor, y * factor, z * factor
+            if is_guarded:  # zero times what is not finite is NaN, and stays it
+                found += (w * zero + x * zero) + (y * zero + z * zero)
+            store_shared(shared, offset + r * stride + c, w, x, y, z)
+        return 1 if found != zero else 0
+
+    return load_tile
+
+
+@cache
+def make_multiply(
+    layout: RegisterLayout, rows: int, cols: int, width: int, dtype: Any
+) -> Callable[..., None]:
+    """Return ``multiply(tx, ty, s, fragment, shared, a, b)``: s = A·Bᵀ, of two shared tiles of a width.
+
+    ``s`` is the thread's (rows / rows_of_threads, cols / lanes) registers, ``fragment`` scratch of
+    (rows / rows_of_threads, VECTOR); ``a`` and ``b`` are the offsets of the tiles.  A thread with R rows
+    and C columns does 4·R·C multiply-adds for R + C vector loads.
+    """
+    own_rows, own_cols = rows // layout.rows_of_threads, cols // layout.lanes
+    stride, depth = layout.row_stride(width), round_up(width, VECTOR)
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    zero = dtype(0)
+
+    @device_function
+    def multiply(tx, ty, s, fragment, shared, a, b):
+        for i in range(own_rows):
+            for j in range(own_cols):
+                s[i, j] = zero
+        for d in range(0, depth, VECTOR):
+            for i in range(own_rows):
+                w, x, y, z = load_shared(shared, a + (ty + i * rows_of_threads) * stride + d)
+                fragment[i, 0] = w
+                fragment[i, 1] = x
+                fragment[i, 2] = y
+                fragment[i, 3] = z
+            for j in range(own_cols):
+                w, x, y, z = load_shared(shared, b + (tx + j * lanes) * stride + d)
+                for i in range(own_rows):
+                    s[i, j] += fragment[i, 0] * w
+                    s[i, j] += fragment[i, 1] * x
+                    s[i, j] += fragment[i, 2] * y
+                    s[i, j] += fragment[i, 3] * z
+
+    return multiply
+
+
+@cache
+def make_accumulate(
+    layout: RegisterLayout, rows: int, depth: int, width: int, is_guarded: bool = False
+) -> Callable[..., None]:
+    """Return ``accumulate(tx, ty, acc, fragment, shared, p, b, found)``: acc += P·B, both in shared memory.
+
+    P is (rows, depth), its rows ``depth + VECTOR`` apart; B is (depth, width).  ``acc`` is the thread's
+    (rows / rows_of_threads, columns(width)) registers, in groups of four neighbouring columns.  If guarded
+    and ``found``, what P has no part in is left out: zero times infinity would be NaN.
+    """
+    own_rows = rows // layout.rows_of_threads
+    groups = layout.columns(width) // VECTOR
+    p_stride, stride = depth + VECTOR, layout.row_stride(width)
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+
+    def make(skips: bool) -> Callable[..., None]:
+        @device_function
+        def accumulate(tx, ty, acc, fragment, shared, p, b):
+            for c in range(0, depth, VECTOR):
+                for i in range(own_rows):
+                    w, x, y, z = load_shared(shared, p + (ty + i * rows_of_threads) * p_stride + c)
+                    fragment[i, 0] = w
+                    fragment[i, 1] = x
+                    fragment[i, 2] = y
+                    fragment[i, 3] = z
+                for g in range(groups):
+                    for u in range(VECTOR):
+                        w, x, y, z = load_shared(
+                            shared, b + (c + u) * stride + (g * lanes + tx) * VECTOR
+                        )
+                        for i in range(own_rows):
+                            if not skips or fragment[i, u] != 0:
+                                acc[i, g * VECTOR] += fragment[i, u] * w
+                                acc[i, g * VECTOR + 1] += fragment[i, u] * x
+                                acc[i, g * VECTOR + 2] += fragment[i, u] * y
+                                acc[i, g * VECTOR + 3] += fragment[i, u] * z
+
+        return accumulate
+
+    all_of, seen_of = make(False), make(True)
+
+    @device_function
+    def unguarded(tx, ty, acc, fragment, shared, p, b, found):
+        all_of(tx, ty, acc, fragment, shared, p, b)
+
+    @device_function
+    def guarded(tx, ty, acc, fragment, shared, p, b, found):
+        if found:
+            seen_of(tx, ty, acc, fragment, shared, p, b)
+        else:
+            all_of(tx, ty, acc, fragment, shared, p, b)
+
+    return guarded if is_guarded else unguarded
+
+
+@cache
+def make_store_tile(
+    layout: RegisterLayout, rows: int, width: int, put: Callable[..., None]
+) -> Callable[..., None]:
+    """Return ``store_tile(tx, ty, acc, target, b, h, first, limit)``: hand on the rows below ``limit``.
+
+    Args:
+        layout: Who stores.
+        rows: Of the accumulator.
+        width: Of the accumulator; columns that the target does not have are left out.
+        put: What becomes of an element: ``put(target, index, value)``.
+    """
+    own_rows = rows // layout.rows_of_threads
+    columns = layout.columns(width)
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+
+    @device_function
+    def store_tile(tx, ty, acc, target, b, h, first, limit):
+        dim = target.shape[3]
+        for i in range(own_rows):
+            row = first + ty + i * rows_of_threads
+            if row < limit:
+                for n in range(columns):
+                    col = (n // VECTOR * lanes + tx) * VECTOR + n % VECTOR
+                    if col < dim:
+                        put(target, (b, h, row, col), acc[i, n])
+
+    return store_tile
+
+
+@device_function
+def assign(target, index, value):
+    """Write an element: the ``put`` of a tile that one block owns."""
+    target[index] = value

@@ -1,0 +1,108 @@
+"""Decoding: few query rows against many keys, whose tiles are divided among blocks and merged by lse."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+from numba import void
+
+from kernels.common.geometry import PLAIN
+from kernels.cuda.device.half import as_bits, form
+from kernels.cuda.device.one_source import inverse_sum, log_sum_exp, merge_weight, shift_of
+from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.problem.question import Problem
+from kernels.runtime.targets import cuda
+
+
+class Tiles(Protocol):
+    """A layout: how many query rows and key columns a tile has."""
+
+    @property
+    def block_q(self) -> int:
+        """Query rows."""
+        ...
+
+    @property
+    def block_k(self) -> int:
+        """Key columns."""
+        ...
+
+
+def parts_of(problem: Problem, layout: Tiles, grid: tuple[int, int]) -> int:
+    """Return among how many blocks the keys of one query tile are divided.
+
+    Only the shapes decide, so that results are equal bit for bit from device to device.
+
+    Args:
+        problem: The checked call.
+        layout: Of the forward kernel.
+        grid: Query tiles, and batch · heads.
+    """
+    if problem.sequences is not None:  # their tiles are many, and of unequal length
+        return 1
+    row_stop = min(problem.seq_q, layout.block_q)
+    first = PLAIN.first_tile(problem.seq_q - row_stop, layout.block_k, problem.seq_k, problem.lower)
+    stop = PLAIN.tiles_stop(problem.seq_q, layout.block_k, problem.seq_k, problem.upper)
+    wanted = SIZES.split_blocks // (grid[0] * grid[1])
+    return max(min(wanted, (stop - first) // SIZES.split_tiles), 1)
+
+
+@cache
+def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any]) -> Kernel:
+    """Return the kernel that merges the parts, for the dtype of the parts and that of out."""
+    narrow, bits = form(stored).narrow, form(stored).stored
+    real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
+
+    def flash2_merge(part_out, part_lse, out, lse):
+        """Merge what parts of the keys gave.
+
+        Computes: L = log Σ exp(L_part), O = Σ exp(L_part - L) O_part
+        Source: FlashAttention-2, section 3.1; the split of keys as in Flash-Decoding
+        Grid: ceil(batch * heads * seq_q * value_dim / threads)
+        Block: any number of threads
+        One thread does: one element of out, and of lse where the element is the first of its row
+        Shared: none
+        Registers: one sum and one weight
+        Global traffic: reads part_out once, part_lse twice per element; writes out and lse once
+        Needs: nothing
+        """
+        batch, heads, seq_q, dim = out.shape[0], out.shape[1], out.shape[2], out.shape[3]
+        i = cuda.grid(1)
+        if i < batch * heads * seq_q * dim:
+            line, c = i // dim, i % dim
+            b, h, row = line // seq_q // heads, line // seq_q % heads, line % seq_q
+            largest = minus_inf
+            for n in range(b, part_lse.shape[0], batch):
+                largest = max(largest, part_lse[n, h, row])
+            shift = real(shift_of(largest))
+            acc = total = zero
+            for n in range(b, part_lse.shape[0], batch):
+                weight = merge_weight(part_lse[n, h, row], shift)
+                total += weight
+                acc += weight * part_out[n, h, row, c]
+            out[b, h, row, c] = narrow(acc * real(inverse_sum(total)))
+            if c == 0:
+                lse[b, h, row] = log_sum_exp(shift, total)
+
+    four, three = array_type(dtype, 4), array_type(dtype, 3)
+    signature = void(four, three, array_type(bits, 4), three)
+    return Kernel(flash2_merge, signature, SIZES.flat_threads)
+
+
+def merge_parts(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
+    """Fill out and lse.
+
+    Args:
+        part_out: (parts · batch, heads, seq_q, value_dim), batch ``n`` of part ``p`` at p · batch + n.
+        part_lse: (parts · batch, heads, seq_q).
+        out: (batch, heads, seq_q, value_dim), written; of 16 bits or of the dtype of the parts.
+        lse: (batch, heads, seq_q), written.
+    """
+    threads = SIZES.flat_threads
+    blocks = PLAIN.ceil_div(math.prod(out.shape), threads)
+    kernel = merge_kernel(np.dtype(part_out.dtype), np.dtype(out.dtype))
+    kernel[blocks, threads](part_out, part_lse, as_bits(out), lse)

@@ -1,0 +1,162 @@
+"""Bits of the elements of one tile, in shared memory: what dropout keeps, and what lists and mods let see.
+
+Philox gives eight neighbouring columns at a time, which belong to several threads, and a block of a
+pattern is found by divisions: whoever comes first does it, eight or four columns in a byte, and all read
+the bytes after the barrier that the tiles need anyway.  It also keeps a user's function out of the loops
+over a thread's registers, which the compiler unrolls only as long as they are short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import uint32, uint64
+
+from kernels.common.philox import COLUMNS, HALF, HALF_MASK
+from kernels.cuda.attention.options.score_functions import Features, block_at, make_score_functions
+from kernels.cuda.attention.register_tiles import RegisterLayout
+from kernels.cuda.device.one_source import PHILOX
+from kernels.cuda.runtime.kernel import device_function
+from kernels.sparsity.block_mask import FULL, PARTIAL
+
+attention_words = PHILOX.attention_words
+#: Columns whose bits of what is seen are a byte, and those of four that are all seen.
+FOUR, ALL = 4, 15
+
+
+class TileBits(NamedTuple):
+    """The functions that :func:`make_tile_bits` returns; those of absent options do nothing.
+
+    Attributes:
+        bytes: Of shared memory.
+        draw: ``(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)``: fill the bytes of the tile
+            at (row, col); what bounds and lists hide nothing of is ``whole``.
+        kept: ``(bits, r, c, extras)``: what dropout multiplies an element of the tile by.
+        listed: ``(bits, r, c)``: whether block mask and mask_mod let it be seen.
+    """
+
+    bytes: int
+    draw: Callable[..., None]
+    kept: Callable[..., Any]
+    listed: Callable[..., Any]
+
+
+@cache
+def make_tile_bits(
+    features: Features, layout: RegisterLayout, dtype: np.dtype[Any], offset: int
+) -> TileBits:
+    """Return the functions for a tile (block_q, block_k).
+
+    Args:
+        features: Of the kernel.
+        layout: Who draws.
+        dtype: Of the probabilities.
+        offset: Of the bytes in shared memory.
+    """
+    zero, one = dtype.type(0), dtype.type(1)
+    groups, threads = layout.block_k // FOUR, layout.threads
+    count = layout.block_q * groups
+    # A tile may begin in the middle of a counter's columns, if it is no multiple of them wide.
+    together = math.gcd(layout.block_k, COLUMNS)
+    draws = layout.block_k // together
+    count_kept = layout.block_q * draws * features.dropout
+    is_listed = features.block_mask or features.mask_mod is not None
+    listed_offset = offset + count_kept
+    in_mod = make_score_functions(features, dtype).in_mod
+
+    @device_function
+    def nothing(thread, bits, whole, flat, row, col, seq_q, seq_k, extras):
+        pass
+
+    @device_function
+    def pair_kept(word, threshold):
+        return ((word & HALF_MASK) >= threshold) | (((word >> HALF) >= threshold) << 1)
+
+    @device_function
+    def draw_kept(thread, bits, whole, flat, row, col, seq_q, seq_k, extras):
+        threshold = uint32(extras.threshold)
+        for n in range(thread, count_kept, threads):
+            first = col + n % draws * together
+            w0, w1, w2, w3 = attention_words(extras.seed, flat, row + n // draws, first // COLUMNS)
+            byte = (
+                pair_kept(w0, threshold)
+                | (pair_kept(w1, threshold) << 2)
+                | (pair_kept(w2, threshold) << 4)
+                | (pair_kept(w3, threshold) << 6)
+            )
+            bits[offset + n] = byte >> first % COLUMNS
+
+    @device_function
+    def all_four(whole, flat, row, col, extras):
+        return ALL
+
+    @device_function
+    def in_blocks(whole, flat, row, col, extras):
+        if whole:
+            return ALL
+        # Four neighbouring columns are in one block.
+        state, r, c = block_at(flat, row, col, extras)
+        four = ALL if state == FULL else 0
+        if state >= PARTIAL:
+            for u in range(FOUR):
+                if extras.patterns[uint64(state - PARTIAL), uint64(r), uint64(c + u)]:
+                    four |= 1 << u
+        return four
+
+    @device_function
+    def in_mods(whole, flat, row, col, extras):
+        four = 0
+        for u in range(FOUR):
+            if in_mod(flat, 0, 0, row, col + u, extras):
+                four |= 1 << u
+        return four
+
+    first = in_blocks if features.block_mask else all_four
+    second = in_mods if features.mask_mod is not None else all_four
+
+    @device_function
+    def draw_listed(thread, bits, whole, flat, row, col, seq_q, seq_k, extras):
+        last_row, last_col = seq_q - 1, (seq_k - 1) // FOUR * FOUR
+        for n in range(thread, count, threads):
+            # Within the patterns; what is beyond the end is hidden by the bounds.
+            i, j = min(row + n // groups, last_row), min(col + n % groups * FOUR, last_col)
+            bits[listed_offset + n] = first(whole, flat, i, j, extras) & second(
+                whole, flat, i, j, extras
+            )
+
+    draw_first = draw_kept if features.dropout else nothing
+    draw_second = draw_listed if is_listed else nothing
+
+    @device_function
+    def draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras):
+        draw_first(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
+        draw_second(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
+
+    @device_function
+    def all_kept(bits, r, c, extras):
+        return one
+
+    @device_function
+    def kept(bits, r, c, extras):
+        byte = bits[offset + r * draws + c // together]
+        return extras.keep_scale if (byte >> (c % together)) & 1 else zero
+
+    @device_function
+    def all_listed(bits, r, c):
+        return True
+
+    @device_function
+    def listed(bits, r, c):
+        byte = bits[listed_offset + r * groups + c // FOUR]
+        return bool((byte >> (c % FOUR)) & 1)
+
+    return TileBits(
+        count_kept + count * is_listed,
+        draw,
+        kept if features.dropout else all_kept,
+        listed if is_listed else all_listed,
+    )

@@ -1,0 +1,1 @@
+"""Device functions and small kernels that every room of ``cuda`` calls."""

@@ -1,0 +1,97 @@
+"""Functions that a kernel calls and that the compiler inlines late: compiled once, whoever calls them.
+
+What numba inlines it copies at every call, and types and lowers each copy: a tile's 64 elements times the
+functions of their options take it a minute.  What is emitted here is one function to numba and a call for
+each use; LLVM inlines it, of which it makes less work, and numbers that are known at a call are constants.
+"""
+
+# An intrinsic's first argument is the compiler's; callers do not pass it.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import types
+
+from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.targets import cuda, driver, intrinsic
+
+#: Whether numba.cuda is the owner whose compiler is known here; with the others numba inlines.
+CAN_EMIT = driver is not None
+
+
+class Emitted:
+    """Compiles a function once for a kernel, and emits its calls.
+
+    Args:
+        function: A plain one; may call device functions.
+        signature: Numba's types of its result and arguments.
+        adapt: Of numba's target of the kernel makes that of the function; the same one when None.
+    """
+
+    #: For a kernel's fingerprint; what was compiled last is no part of it.
+    made_of = "function", "signature", "adapt"
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        signature: Any,
+        adapt: Callable[[Any], Any] | None = None,
+    ):
+        self.function, self.signature, self.adapt = function, signature, adapt
+        self._caller: Any = None  # what is being compiled, and the function for it
+        self._compiled: Any = None
+
+    def call(self, context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        """Emit a call with values of a signature, which are converted; return the result."""
+        if self._caller is not context.active_code_library:
+            self._caller = context.active_code_library
+            flags = cuda.core.targetconfig.ConfigStack().top().copy()
+            flags.forceinline = True
+            target = self.adapt(context) if self.adapt else context
+            self._compiled = target.compile_subroutine(
+                builder, self.function, self.signature, flags=flags, caching=False
+            )
+        arguments = [
+            context.cast(builder, value, *kinds)
+            for value, *kinds in zip(values, signature.args, self.signature.args, strict=True)
+        ]
+        return context.call_internal(builder, self._compiled.fndesc, self.signature, arguments)
+
+
+def unrolled(count: int, body: Callable[..., None]) -> Any:
+    """Return ``(s, bits, given)``, which calls ``body(s, bits, n, given)`` for n from 0 up to ``count``.
+
+    A loop is unrolled by the compiler if it is short; only then local arrays stay in registers.  This one
+    is, however long.
+
+    Args:
+        count: Of calls.
+        body: A plain function; it may call device functions.
+    """
+    inner = device_function(body)
+
+    def in_turn(s, bits, given):
+        for n in range(count):
+            inner(s, bits, n, given)
+
+    if not CAN_EMIT:
+        return device_function(in_turn)
+
+    @intrinsic
+    def for_each(context, s, bits, given):
+        one = Emitted(body, types.void(s, bits, types.int64, given))
+
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            kinds = types.void(s, bits, types.int64, given)
+            for n in range(count):
+                number = context.get_constant(types.int64, n)
+                one.call(context, builder, kinds, (values[0], values[1], number, values[2]))
+            return context.get_dummy_value()
+
+        return types.void(s, bits, given), emit
+
+    for_each.py_func = in_turn
+    return for_each

@@ -1,0 +1,308 @@
+"""Numbers of 16 bits on the device: to float32 and back, element by element and eight at a time.
+
+A kernel sees storage of float16 and bfloat16 as uint16: numba's own types for them would have to be
+linked, and a kernel that links cannot be kept on disk.  In the simulator each function is the plain Python
+that means the same.
+"""
+
+# An intrinsic's first argument is the compiler's; callers do not pass it.
+# pyright: reportCallIssue=false, reportRedeclaration=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import float32, float64, int64, types, uint16, uint32, void
+
+from kernels.common.geometry import ceil_div, same
+from kernels.cuda.device.vector import (
+    ALIGNMENT,
+    VECTOR,
+    load_flat,
+    store_flat,
+    vector_load,
+    vector_store,
+)
+from kernels.cuda.runtime.arrays import device_pointer, device_view, element_strides
+from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.runtime.dtypes import BFLOAT16, BITS, FLOAT16, FLOAT64, is_half, rounded
+from kernels.runtime.targets import IS_SIMULATOR, cuda, intrinsic
+
+#: Elements that one thread converts: 128 bits of the narrow side.
+EIGHT = 2 * VECTOR
+
+
+def as_bits(array: Any) -> Any:
+    """See a device array of 16-bit numbers as uint16; any other array as it is."""
+    if not is_half(array.dtype):
+        return array
+    bits = vars(array).get("_bits")
+    if bits is None:  # kept, for every operation on the array asks
+        bits = device_view(array, tuple(array.shape), element_strides(array), dtype=BITS)
+        array._bits = bits
+    return bits
+
+
+class Bits(NamedTuple):
+    """Conversions by integer arithmetic alone.
+
+    Attributes:
+        widen_bfloat16: 16 bits → the float32 that they stand for.
+        narrow_bfloat16: A float32 → the bits of the nearest bfloat16, ties to the even one; NaN stays NaN.
+        rounded_to_odd: A float64 → a float32 that has the same nearest number of 16 bits.
+    """
+
+    widen_bfloat16: Any
+    narrow_bfloat16: Any
+    rounded_to_odd: Any
+
+
+def make_bits(compile: Callable[[Any], Any], bits_of: Any, float_of: Any) -> Bits:
+    """Compile the conversions.
+
+    Args:
+        compile: Compiles a function.
+        bits_of: A float32 → its bits, uint32.
+        float_of: The other way round.
+    """
+
+    @compile
+    def widen_bfloat16(bits):
+        return float_of(uint32(uint32(bits) << uint32(16)))
+
+    @compile
+    def narrow_bfloat16(x):
+        # cc 8.0 has an instruction for it; this is as right on 7.5, and memory is slower than either.
+        bits = bits_of(x)
+        if x != x:  # the upper half alone could be an infinity
+            return uint16((bits >> uint32(16)) | uint32(0x40))
+        odd = (bits >> uint32(16)) & uint32(1)  # ties go to the even one
+        return uint16((bits + uint32(0x7FFF) + odd) >> uint32(16))
+
+    @compile
+    def rounded_to_odd(x):
+        # See kernels.runtime.dtypes: a nearest float32 could fall on the middle between two
+        # numbers of 16 bits.
+        near = float32(x)
+        back = float64(near)
+        bits = bits_of(near)
+        if back != x and x == x:
+            if abs(back) > abs(x):
+                bits = uint32(bits - uint32(1))
+            bits = uint32(bits | uint32(1))
+        return float_of(bits)
+
+    return Bits(widen_bfloat16, narrow_bfloat16, rounded_to_odd)
+
+
+#: The same as plain Python, on NumPy's numbers.
+PLAIN = make_bits(same, lambda x: np.float32(x).view(np.uint32), lambda x: x.view(np.float32))
+
+if IS_SIMULATOR:
+    _bits = PLAIN
+
+    def _widen_float16(bits: Any) -> Any:
+        return np.float32(np.uint16(bits).view(np.float16))
+
+    def _narrow_float16(x: Any) -> Any:
+        return rounded(np.asarray(x), FLOAT16).view(BITS)[()]
+
+    def _load_words(a: Any, i: int) -> Any:
+        words = np.array([a[i + n] for n in range(EIGHT)], BITS).view(np.uint32)
+        return tuple(int(word) for word in words)
+
+    def _store_words(a: Any, i: int, *words: int) -> None:
+        for n, bits in enumerate(np.array(words, np.uint32).view(BITS)):
+            a[i + n] = bits
+
+else:
+
+    def _reinterpreted(of: Any, to: Any, llvm: Any) -> Any:
+        """Return the intrinsic that takes the bits of one type for another's."""
+
+        @intrinsic
+        def reinterpret(_context, x):
+            def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+                return builder.bitcast(args[0], llvm)
+
+            return to(of), generate
+
+        return reinterpret
+
+    _bits = make_bits(
+        device_function,
+        _reinterpreted(float32, uint32, ir.IntType(32)),
+        _reinterpreted(uint32, float32, ir.FloatType()),
+    )
+
+    @intrinsic
+    def _widen_float16(_context, bits):
+        """Return the float32 that 16 bits of float16 stand for: one ``cvt.f32.f16``."""
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+        return float32(uint16), generate
+
+    @intrinsic
+    def _narrow_float16(_context, x):
+        """Return the bits of the nearest float16: one ``cvt.rn.f16.f32``."""
+
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+        return uint16(float32), generate
+
+    @intrinsic
+    def _load_words(_context, a, i):
+        """Return eight neighbours of a flat uint16 array as four words: one ``ld.v4``."""
+        return vector_load(a, i, element=uint32)
+
+    @intrinsic
+    def _store_words(_context, a, i, w, x, y, z):
+        """Write four words as eight neighbours of a flat uint16 array: one ``st.v4``."""
+        return vector_store(a, i, element=uint32)
+
+
+_CONVERSIONS = {
+    FLOAT16: (_widen_float16, _narrow_float16),
+    BFLOAT16: (_bits.widen_bfloat16, _bits.narrow_bfloat16),
+}
+
+
+class Form(NamedTuple):
+    """How a kernel reads and writes the elements of one dtype.
+
+    Attributes:
+        stored: Dtype of the storage as the kernel sees it.
+        widen: Stored element → the number to compute with.
+        narrow: A float32 → stored element, rounded once.
+        narrow_double: A float64 → stored element, rounded once.
+    """
+
+    stored: np.dtype[Any]
+    widen: Any
+    narrow: Any
+    narrow_double: Any
+
+
+@cache
+def form(dtype: np.dtype[Any]) -> Form:
+    """Return how a kernel reads and writes elements of a floating dtype."""
+    if not is_half(dtype):
+        return Form(dtype, _unchanged, _unchanged, _unchanged)
+    widen, narrow = _CONVERSIONS[dtype]
+    to_odd = _bits.rounded_to_odd
+
+    @device_function
+    def narrow_double(x):
+        return narrow(to_odd(x))
+
+    return Form(BITS, widen, narrow, narrow_double)
+
+
+@device_function
+def _unchanged(x):
+    return x
+
+
+def make_read_eight(dtype: np.dtype[Any]) -> Any:
+    """Return ``(a, i)`` → eight neighbouring numbers, wide."""
+    widen = form(dtype).widen
+    if not is_half(dtype):
+
+        @device_function
+        def read_eight(a, i):
+            return load_flat(a, i) + load_flat(a, i + VECTOR)
+
+        return read_eight
+
+    @device_function
+    def low(word):
+        return widen(uint16(word & uint32(0xFFFF)))
+
+    @device_function
+    def high(word):
+        return widen(uint16(word >> uint32(16)))
+
+    @device_function
+    def read_eight_halves(a, i):
+        w, x, y, z = _load_words(a, i)
+        return low(w), high(w), low(x), high(x), low(y), high(y), low(z), high(z)
+
+    return read_eight_halves
+
+
+def make_write_eight(dtype: np.dtype[Any], narrow: Any) -> Any:
+    """Return ``(a, i, values)``, which writes eight neighbouring numbers."""
+    if not is_half(dtype):
+
+        @device_function
+        def write_eight(a, i, values):
+            store_flat(a, i, values[0], values[1], values[2], values[3])
+            store_flat(a, i + VECTOR, values[4], values[5], values[6], values[7])
+
+        return write_eight
+
+    @device_function
+    def pair(low, high):
+        return uint32(uint32(narrow(low)) | (uint32(narrow(high)) << uint32(16)))
+
+    @device_function
+    def write_eight_halves(a, i, values):
+        _store_words(
+            a, i, pair(values[0], values[1]), pair(values[2], values[3]),
+            pair(values[4], values[5]), pair(values[6], values[7]),
+        )  # fmt: skip
+
+    return write_eight_halves
+
+
+@cache
+def convert_kernel(source_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel that converts a flat array from one floating dtype to another."""
+    source_form, out_form = form(source_dtype), form(dtype)
+    widen = source_form.widen
+    narrow = out_form.narrow_double if source_dtype == FLOAT64 else out_form.narrow
+    read_eight, write_eight = make_read_eight(source_dtype), make_write_eight(dtype, narrow)
+
+    def convert(source, out, in_vectors):
+        """Convert element by element, each rounded once, to nearest even.
+
+        Computes: out[i] = source[i]
+        Source: none
+        Grid: ceil(elements / (8 · threads))
+        Block: any number of threads
+        One thread does: eight neighbouring elements, by vectors of 128 bits where both arrays are aligned
+            and there are eight
+        Shared: none
+        Registers: eight elements
+        Global traffic: each element read once and written once
+        Needs: source and out contiguous
+        """
+        first = cuda.grid(1) * EIGHT
+        stop = min(first + EIGHT, source.shape[0])
+        if in_vectors and first + EIGHT <= source.shape[0]:
+            write_eight(out, first, read_eight(source, first))
+        else:
+            for i in range(first, stop):
+                out[i] = narrow(widen(source[i]))
+
+    source_type = types.Array(scalar_type(source_form.stored), 1, "C")
+    out_type = types.Array(scalar_type(out_form.stored), 1, "C")
+    return Kernel(convert, void(source_type, out_type, int64))
+
+
+def convert_flat(source: Any, out: Any) -> None:
+    """Convert one flat device array into another, of any floating dtypes."""
+    (size,) = source.shape
+    blocks = ceil_div(size, EIGHT * SIZES.flat_threads)
+    if blocks:
+        in_vectors = all(device_pointer(array) % ALIGNMENT == 0 for array in (source, out))
+        run = convert_kernel(source.dtype, out.dtype)[blocks, SIZES.flat_threads]
+        run(as_bits(source), as_bits(out), int(in_vectors))

@@ -1,0 +1,69 @@
+"""The functions of ``kernels.common`` and ``kernels.scores``, compiled for the device."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import int64, uint32
+
+from kernels.common.geometry import make_geometry, same
+from kernels.common.online_softmax import LN_2, make_online_softmax
+from kernels.common.philox import MASK, Philox, make_philox
+from kernels.cuda.ptx.numbers import lg2, rcp
+from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.targets import IS_SIMULATOR, libdevice
+from kernels.scores.visibility import make_masks
+
+# On the host the same functions are those of ``geometry.PLAIN`` and its like.
+_GEOMETRY = make_geometry(device_function)
+
+ceil_div = _GEOMETRY.ceil_div
+
+first_tile, tiles_stop = _GEOMETRY.first_tile, _GEOMETRY.tiles_stop
+
+first_full_tile, full_tiles_stop = _GEOMETRY.first_full_tile, _GEOMETRY.full_tiles_stop
+
+is_tile_seen, is_full_tile = _GEOMETRY.is_tile_seen, _GEOMETRY.is_full_tile
+
+is_visible = make_masks(device_function).is_visible
+
+
+@device_function
+def batch_and_head(y, heads):
+    """Return the batch and the head of block ``y`` of a grid that has one for each."""
+    # Unsigned and of 32 bits: one of 64 takes several times as long, and its results twice the registers.
+    number, divisor = uint32(y), uint32(heads)
+    return int64(number // divisor), int64(number % divisor)
+
+
+def _make_device_philox() -> Philox:
+    """Return the generator on words of 32 bits: a product of 64 bits takes several instructions."""
+    if IS_SIMULATOR:  # Python's integers, for NumPy's warn of overflow
+        return make_philox(same, lambda x: int(x) & MASK)
+
+    def word(x):
+        return uint32(x)
+
+    def product(x, y):
+        return uint32(libdevice.umulhi(x, y)), uint32(x * y)
+
+    return make_philox(device_function, word, product)
+
+
+PHILOX = _make_device_philox()
+
+_SOFTMAX = make_online_softmax(device_function)
+
+shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
+
+merge_weight = _SOFTMAX.merge_weight
+
+
+@device_function
+def _near_logarithm(x):
+    return lg2(x) * np.float32(LN_2)
+
+
+# To a unit in the last place, an instruction each: what blocks end with, which short sequences feel.
+_NEAR_SOFTMAX = make_online_softmax(device_function, rcp, _near_logarithm)
+
+near_inverse_sum, near_log_sum_exp = _NEAR_SOFTMAX.inverse_sum, _NEAR_SOFTMAX.log_sum_exp

@@ -1,0 +1,83 @@
+"""What is asked of a device once, or put there once, and kept for each: its size, counters, tensor maps."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from kernels.cuda.ptx.tensor_map import encode_tensor_map
+from kernels.cuda.runtime.arrays import to_device
+from kernels.runtime.targets import IS_SIMULATOR, compute_capability, cuda, current_device
+
+
+def multiprocessors() -> int:
+    """Return how many the current device has."""
+    return _multiprocessors(current_device())
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+
+
+def counters() -> Any:
+    """Return the number of items taken, and of blocks that are done: 0 between two launches.
+
+    All launches on a device share them, of every thread: they are entries of one stream, the legacy
+    default, and so come one after the other; the last block of each sets them back.
+    """
+    return _counters(current_device())
+
+
+@cache
+def _counters(device: int) -> Any:
+    return to_device(np.zeros(2, np.int32))
+
+
+def no_flag() -> Any:
+    """Return (1,) int32 on the current device, 0: what nobody writes."""
+    return _no_flag(current_device())
+
+
+@cache
+def _no_flag(device: int) -> Any:
+    return to_device(np.zeros(1, np.int32))
+
+
+def no_clip() -> Any:
+    """Return (2,) float64 on the current device, ones: a norm that nothing is clipped by."""
+    return _no_clip(current_device())
+
+
+@cache
+def _no_clip(device: int) -> Any:
+    return to_device(np.ones(2))
+
+
+def device_map(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str
+) -> Any:
+    """Return a tensor map on the current device; the arguments are those of ``encode_tensor_map``."""
+    return _device_map(current_device(), address, shape, strides, box, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _device_map(device: int, *encoded: Any) -> Any:
+    # Arrays come and go at the same addresses: a training step finds all its maps here.
+    return to_device(encode_tensor_map(*encoded))
+
+
+def why_no_device(needed: tuple[int, int]) -> str | None:
+    """Return why the device has not the tensor cores that a kernel needs, or None.
+
+    Args:
+        needed: The least compute capability.
+    """
+    if IS_SIMULATOR:
+        return "numba's simulator has no tensor cores"
+    if (found := compute_capability()) < needed:
+        least, have = (".".join(map(str, version)) for version in (needed, found))
+        return f"it needs compute capability {least}, this device has {have}"
+    return None

@@ -1,0 +1,106 @@
+"""Maximum and sum over the threads that share a row, and how many of them do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kernels.cuda.runtime.kernel import WARP, device_function
+from kernels.runtime.targets import IS_SIMULATOR, cuda
+
+#: Elements of a row that a thread should have before another warp shares the row.
+SHARE = 8
+#: Threads that share a row at the most, and warps of a block whose rows have one each.
+MOST_THREADS, ROWS_OF_WARPS = 512, 4
+
+
+class RowBlock(NamedTuple):
+    """The shape of a block: ``threads`` along x share a row, ``rows`` of them along y.
+
+    More rows than one only if a row has a single warp: a barrier then never waits for another row.
+    """
+
+    threads: int
+    rows: int
+
+    @property
+    def slots(self) -> int:
+        """Elements of shared memory that the folds need."""
+        if IS_SIMULATOR:
+            return self.threads * self.rows
+        return self.threads // WARP
+
+
+def row_block(length: int) -> RowBlock:
+    """Return the block for rows of one length; it depends on that alone, so that sums do too."""
+    if IS_SIMULATOR:
+        return RowBlock(4, 2)
+    threads = WARP
+    while threads * SHARE < length and threads < MOST_THREADS:
+        threads *= 2
+    return RowBlock(threads, ROWS_OF_WARPS if threads == WARP else 1)
+
+
+def make_row_folds(block: RowBlock) -> tuple[Any, Any]:
+    """Return maximum and sum over the threads that share a row, for one shape of block.
+
+    They take ``(partial, value)``, a shared array of ``block.slots`` elements and the thread's own
+    value, and give every thread the same bits.  Every thread of the block must call them.
+    """
+    return _make_fold(block, _larger), _make_fold(block, _added)
+
+
+@device_function
+def _larger(x, y):
+    return max(x, y)
+
+
+@device_function
+def _added(x, y):
+    return x + y
+
+
+def _make_fold(block: RowBlock, combine: Callable[[Any, Any], Any]) -> Any:
+    """Return the fold by one function of two numbers."""
+    if IS_SIMULATOR:
+
+        def simulated(partial, value):
+            # The name ``cuda`` means the running thread in the kernel's own file only; the thread
+            # itself can be asked everywhere.
+            thread: Any = threading.current_thread()
+            first = thread.threadIdx.y * block.threads
+            partial[first + thread.threadIdx.x] = value
+            thread.syncthreads()  # every value is stored before a neighbour reads it
+            result = partial[first]
+            for i in range(first + 1, first + block.threads):
+                result = combine(result, partial[i])
+            thread.syncthreads()  # all have read before another fold overwrites the values
+            return result
+
+        return simulated
+
+    steps, warps = WARP.bit_length() - 1, block.threads // WARP
+
+    @device_function
+    def fold_warp(partial, value):
+        for i in range(steps):
+            value = combine(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 1 << i))
+        return value
+
+    if warps == 1:
+        return fold_warp
+
+    @device_function
+    def fold_block(partial, value):
+        value = fold_warp(partial, value)
+        if cuda.threadIdx.x % WARP == 0:
+            partial[cuda.threadIdx.x // WARP] = value
+        cuda.syncthreads()  # the value of every warp is stored before a thread reads it
+        result = partial[0]
+        for i in range(1, warps):
+            result = combine(result, partial[i])
+        cuda.syncthreads()  # all have read before another fold overwrites the values
+        return result
+
+    return fold_block

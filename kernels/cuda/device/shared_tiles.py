@@ -1,0 +1,29 @@
+"""Where tiles lie in the shared memory of a block."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from kernels.common.geometry import PLAIN
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the next multiple, ``size`` itself if it is one."""
+    return PLAIN.ceil_div(size, multiple) * multiple
+
+
+class SharedTiles:
+    """Where the tiles of a block lie in its dynamic shared memory, one after the other.
+
+    Args:
+        elements: Of each tile, by name, in their order in memory.
+    """
+
+    def __init__(self, **elements: int):
+        self._offsets = dict(zip(elements, accumulate(elements.values(), initial=0), strict=False))
+        #: Of all tiles.
+        self.elements = sum(elements.values())
+
+    def __getitem__(self, name: str) -> int:
+        """Return the first element of a tile."""
+        return self._offsets[name]

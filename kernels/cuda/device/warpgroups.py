@@ -1,0 +1,66 @@
+"""Hopper's blocks: warpgroups that copy and warpgroups that multiply, and how tiles lie."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from numba import int32
+
+from kernels.cuda.ptx.wgmma import ROWS
+from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.targets import cuda
+
+#: Columns of a panel: 128 bytes of 16-bit elements, the widest swizzle.
+PANEL = 64
+
+#: Bytes of a row of a panel.
+LINE = 128
+
+#: Tiles in shared memory begin at a multiple of this: the pattern of the swizzle repeats from there.
+ALIGNMENT = 1024
+
+WARPGROUP = 128
+
+
+class Staff:
+    """A warpgroup that copies, and consumers, warpgroups that multiply, each with 64 rows of a tile."""
+
+    consumers: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile that the consumers share."""
+        return ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return WARPGROUP * (self.consumers + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a copying and of a multiplying thread: together no more than there are."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
+
+
+@cache
+def make_next(count: int) -> Any:
+    """Return ``following(place, phase)``: the next of so many places, whose phase turns with each round."""
+
+    @device_function
+    def following(place, phase):
+        last = place == count - 1
+        return int32(0 if last else place + 1), int32(phase ^ 1 if last else phase)
+
+    return following
+
+
+@device_function
+def own_warpgroup():
+    """Return the number of a thread's warpgroup in its block.
+
+    It is taken from one lane: so the compiler sees that a warp goes one way.  Where it does not, a product
+    asked for under a condition waits for those before it.
+    """
+    return int32(cuda.shfl_sync(0xFFFFFFFF, int32(cuda.threadIdx.x // WARPGROUP), 0))

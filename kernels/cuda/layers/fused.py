@@ -1,0 +1,287 @@
+"""Fused layers on CUDA: softmax, layer norm, GELU, cross entropy, embedding, dropout, SGD and Adam.
+
+The functions of ``kernels.cpu.layers.fused`` under the same names, on contiguous device arrays of
+one dtype,
+float32 or float64; those that ``TAKES_HALF`` names take storage of 16 bits as it is.  Nothing comes back to
+the host, nothing waits for the device, and each result is the same bit for bit on every run: no kernel adds
+with atomics.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kernels.common.geometry import ceil_div
+from kernels.common.philox import WORDS, drop_threshold
+from kernels.common.pointwise import adam_constants
+from kernels.cuda.device.half import as_bits
+from kernels.cuda.device.memory import device_constant
+from kernels.cuda.device.row_folds import RowBlock, row_block
+from kernels.cuda.layers import elementwise as elements
+from kernels.cuda.layers import softmax as row_kernels
+from kernels.cuda.layers.adamw import Moved as Moved
+from kernels.cuda.layers.adamw import adam_many as adam_many
+from kernels.cuda.layers.adamw import clip_of as clip_of
+from kernels.cuda.layers.cross_entropy import logit_gradient, losses_of
+from kernels.cuda.layers.layer_norm import Noise as Noise
+from kernels.cuda.layers.layer_norm import layer_norm as layer_norm
+from kernels.cuda.layers.layer_norm import layer_norm_backward as layer_norm_backward
+from kernels.cuda.layers.layer_norm import residual_layer_norm as residual_layer_norm
+from kernels.cuda.layers.layer_norm import (
+    residual_layer_norm_backward as residual_layer_norm_backward,
+)
+from kernels.cuda.runtime.arrays import empty_device, is_device_array, reshaped, to_device
+from kernels.cuda.runtime.recorder import computed
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.runtime.dtypes import acc_dtype
+from kernels.runtime.targets import current_device
+
+#: What reads and writes 16 bits itself, and computes in float32.
+TAKES_HALF = frozenset({"layer_norm", "gelu", "cross_entropy", "embedding", "dropout"})
+
+
+def _empty_like(x: Any) -> Any:
+    return empty_device(tuple(x.shape), x.dtype)
+
+
+def _rows(x: Any) -> Any:
+    """View an array as (rows, last dimension)."""
+    *lead, n = x.shape
+    return reshaped(x, (math.prod(lead), n))
+
+
+def _flat(x: Any) -> Any:
+    return reshaped(x, (x.size,))
+
+
+def _launch_elements(kernel: Any, count: int, *args: Any) -> None:
+    """Launch one thread for each of ``count`` items; a grid without blocks cannot be launched."""
+    if count:
+        kernel[ceil_div(count, SIZES.flat_threads), SIZES.flat_threads](*args)
+
+
+def _launch_rows(kernel: Any, block: RowBlock, rows: Any, *args: Any) -> None:
+    """Launch on the rows of ``rows``, which is the first argument too."""
+    if math.prod(rows.shape):
+        kernel[ceil_div(rows.shape[0], block.rows), (block.threads, block.rows)](rows, *args)
+
+
+def place_ids(ids: Any) -> Any:
+    """Return whole numbers as the functions below take them: flat, int64, on the device.
+
+    What is on the device stays there; ids from the host are copied, those that nobody can write to once.
+    """
+    if is_device_array(ids):
+        return ids
+    return _placed(np.ascontiguousarray(ids, np.int64).reshape(-1))
+
+
+def _placed(array: np.ndarray[Any, Any]) -> Any:
+    if array.flags.writeable:
+        return to_device(array)
+    return device_constant(array.tobytes(), array.shape, array.dtype, current_device())
+
+
+# -- softmax -----------------------------------------------------------------------------------
+
+
+def softmax(x: Any) -> Any:
+    """Return softmax over the last dimension.
+
+    Args:
+        x: (…, n).
+
+    Returns:
+        (…, n).
+    """
+    out, rows = _empty_like(x), _rows(x)
+    block = row_block(rows.shape[1])
+    _launch_rows(row_kernels.softmax_kernel(block, x.dtype), block, rows, _rows(out))
+    return out
+
+
+def softmax_backward(dout: Any, out: Any) -> Any:
+    """Return the gradient of softmax's input from its output.
+
+    Args:
+        dout: (…, n).
+        out: (…, n), as :func:`softmax` returned it.
+
+    Returns:
+        (…, n).
+    """
+    dx, rows = _empty_like(out), _rows(dout)
+    block = row_block(rows.shape[1])
+    kernel = row_kernels.softmax_backward_kernel(block, out.dtype)
+    _launch_rows(kernel, block, rows, _rows(out), _rows(dx))
+    return dx
+
+
+# -- GELU --------------------------------------------------------------------------------------
+
+
+def gelu(x: Any) -> Any:
+    """Return GELU in its tanh form, element by element."""
+    out = _empty_like(x)
+    flat = [as_bits(_flat(array)) for array in (x, out)]
+    _launch_elements(elements.gelu_kernel(x.dtype), flat[0].shape[0], *flat)
+    return out
+
+
+def gelu_backward(dout: Any, x: Any) -> Any:
+    """Return the gradient of GELU's input."""
+    dx = _empty_like(x)
+    gelu_backward_into(dout, x, dx)
+    return dx
+
+
+def gelu_backward_into(dout: Any, x: Any, dx: Any) -> None:
+    """Fill dx with the gradient of GELU's input; all of one dtype, of 16 bits too."""
+    flat = [as_bits(_flat(array)) for array in (dout, x, dx)]
+    _launch_elements(elements.gelu_backward_kernel(x.dtype), flat[0].shape[0], *flat)
+
+
+# -- cross entropy -----------------------------------------------------------------------------
+
+
+def cross_entropy(logits: Any, targets: Any) -> tuple[Any, ...]:
+    """Return the negative log-likelihood of each row's target.
+
+    Args:
+        logits: (rows, classes).
+        targets: (rows,) integers from 0 to classes - 1, checked by the caller.
+
+    Returns:
+        losses (rows,), float32 for logits of 16 bits, and what the backward pass takes: no probabilities,
+        but the logits and two numbers a row.
+    """
+    return losses_of(logits, place_ids(targets))
+
+
+def cross_entropy_backward(dlosses: Any, targets: Any, *kept: Any, in_place: bool = False) -> Any:
+    """Return the gradient of the logits, written over them if they are needed no more."""
+    return logit_gradient(dlosses, place_ids(targets), *kept, in_place=in_place)
+
+
+# -- embedding ---------------------------------------------------------------------------------
+
+
+def embedding(table: Any, ids: Any) -> Any:
+    """Return rows of a table.
+
+    Args:
+        table: (num_rows, dim).
+        ids: Integers from 0 to num_rows - 1 of any shape, on the host, checked by the caller.
+
+    Returns:
+        (*ids.shape, dim).
+    """
+    out = empty_device((*ids.shape, table.shape[1]), table.dtype)
+    kernel = elements.embedding_kernel(table.dtype)
+    rows = as_bits(_rows(out))
+    _launch_elements(kernel, math.prod(out.shape), as_bits(table), place_ids(ids), rows)
+    return out
+
+
+def embedding_backward(dout: Any, ids: Any, num_rows: int) -> Any:
+    """Add up the gradients of the rows that were looked up; equal from run to run.
+
+    Args:
+        dout: (…, dim).
+        ids: Integers, as many as dout has rows, on the host: there they are put in order.
+        num_rows: Rows of the table.
+
+    Returns:
+        (num_rows, dim).
+    """
+    rows = _rows(dout)
+    dtable = empty_device((num_rows, rows.shape[1]), dout.dtype)
+    ids = np.asarray(ids).reshape(-1)
+    uses = computed(lambda: _uses(ids, num_rows), ids)
+    kernel = elements.embedding_backward_kernel(dout.dtype)
+    _launch_elements(kernel, math.prod(dtable.shape), as_bits(rows), _placed(uses), as_bits(dtable))
+    return dtable
+
+
+def _uses(ids: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
+    """Return for each row of a table where the list of its uses begins, and then the lists."""
+    uses = np.zeros(num_rows + 1 + ids.size, np.int64)
+    np.cumsum(np.bincount(ids, minlength=num_rows), out=uses[1 : num_rows + 1])
+    uses[num_rows + 1 :] = np.argsort(ids, kind="stable")
+    uses.setflags(write=ids.flags.writeable)
+    return uses
+
+
+# -- dropout -----------------------------------------------------------------------------------
+
+
+def dropout(x: Any, seed: int, rate: float, scale: float) -> Any:
+    """Set elements to 0 at random and multiply the others; with the same seed the gradient too.
+
+    Args:
+        x: Any shape.
+        seed: Of the noise, from 0 to 2⁶³ - 1; element i depends on the seed and on i alone.
+        rate: Probability of 0.
+        scale: Of what is kept.
+
+    Returns:
+        Of x's shape.
+    """
+    out = _empty_like(x)
+    flat = [as_bits(_flat(array)) for array in (x, out)]
+    _launch_elements(
+        elements.dropout_kernel(x.dtype), ceil_div(flat[0].shape[0], WORDS),
+        *flat, seed, drop_threshold(rate), acc_dtype(x.dtype).type(scale),
+    )  # fmt: skip
+    return out
+
+
+# -- optimisers --------------------------------------------------------------------------------
+
+
+def sgd_step(value: Any, grad: Any, lr: float) -> Any:
+    """Return value - lr * grad."""
+    out, flat = _empty_like(value), _flat(value)
+    kernel = elements.sgd_kernel(value.dtype)
+    _launch_elements(kernel, flat.shape[0], flat, _flat(grad), _flat(out), value.dtype.type(lr))
+    return out
+
+
+def adam_step(
+    value: Any,
+    grad: Any,
+    m: Any,
+    v: Any,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    weight_decay: float = 0.0,
+) -> Any:
+    """Return the next value of a parameter; update its two moments in place.
+
+    Args:
+        value: Any shape; grad, m and v have the same.
+        grad: Likewise.
+        m: Running mean of the gradient.
+        v: Running mean of its square.
+        lr: See ``pointwise.adam_constants``; likewise the others.
+        beta1: Likewise.
+        beta2: Likewise.
+        eps: Likewise.
+        step: Likewise.
+        weight_decay: Likewise.
+    """
+    out, flat = _empty_like(value), _flat(value)
+    constants = adam_constants(lr, beta1, beta2, eps, step, weight_decay)
+    _launch_elements(
+        elements.adam_kernel(value.dtype), flat.shape[0],
+        flat, _flat(grad), _flat(m), _flat(v), _flat(out),
+        tuple(value.dtype.type(number) for number in constants),
+    )  # fmt: skip
+    return out

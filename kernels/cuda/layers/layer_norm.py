@@ -1,0 +1,188 @@
+"""Layer norm on CUDA arrays, alone or of residual + dropout(x): which kernels, on how many blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels.common.geometry import ceil_div
+from kernels.common.philox import drop_threshold
+from kernels.cuda.device.half import EIGHT, as_bits
+from kernels.cuda.device.vector import ALIGNMENT
+from kernels.cuda.layers.layer_norm_kernels import (
+    SUM_COLS,
+    SUM_LANES,
+    NormForm,
+    norm_backward_kernel,
+    norm_kernel,
+    norm_sums_kernel,
+)
+from kernels.cuda.layers.row_registers import row_tile
+from kernels.cuda.runtime.arrays import device_pointer, empty_device, reshaped
+from kernels.runtime.dtypes import acc_dtype
+from kernels.runtime.targets import IS_SIMULATOR
+
+#: Parts that the sums over rows are begun in, at most, and rows of a part, at least.  They keep a large
+#: GPU busy and do not depend on it, so that the sums do not.
+PARTS, ROWS_OF_PART = (2, 3) if IS_SIMULATOR else (1024, 4)
+
+
+class Noise(NamedTuple):
+    """The dropout of x before it is added to the residual; the same in both passes.
+
+    Attributes:
+        seed: Of the random words, from 0 to 2⁶³ - 1; element i of x depends on the seed and on i alone.
+        rate: Probability of 0.
+        scale: Of what is kept.
+    """
+
+    seed: int = 0
+    rate: float = 0.0
+    scale: float = 1.0
+
+    def numbers(self, sums: np.dtype[Any]) -> tuple[int, int, Any]:
+        """Return the seed, the threshold and the scale as kernels take them."""
+        return self.seed, drop_threshold(self.rate), sums.type(self.scale)
+
+
+def _flat(array: Any) -> Any:
+    """View a contiguous array as kernels take it: flat, 16 bits as uint16."""
+    return as_bits(reshaped(array, (array.size,)))
+
+
+def _form(x: Any, gamma: Any, arrays: tuple[Any, ...], adds: bool, drops: bool) -> NormForm:
+    """Return what the kernels for some contiguous arrays are compiled for."""
+    n = tuple(x.shape)[-1]
+    vectors = n % EIGHT == 0 and all(device_pointer(a) % ALIGNMENT == 0 for a in arrays)
+    return NormForm(row_tile(n, vectors), x.dtype, gamma.dtype, adds, drops)
+
+
+def layer_norm(x: Any, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Any]:
+    """Normalise the last dimension to mean 0 and variance 1, then scale and shift it.
+
+    Args:
+        x: (…, n), of 16, 32 or 64 bits, contiguous.
+        gamma: (n,), of x's dtype or of that of its sums.
+        beta: (n,), of gamma's.
+        eps: Added to the variance.
+
+    Returns:
+        out (…, n), and the mean and the reciprocal standard deviation of each row, (rows,), of the dtype of
+        sums: float32 for 16 bits.
+    """
+    _, *results = _forward(x, None, gamma, beta, eps, Noise())
+    return tuple(results)  # type: ignore[return-value]
+
+
+def residual_layer_norm(
+    x: Any, residual: Any, gamma: Any, beta: Any, eps: float, noise: Noise
+) -> tuple[Any, Any, Any, Any]:
+    """Normalise residual + dropout(x); see :func:`layer_norm`.
+
+    Args:
+        x: (…, n), of 16, 32 or 64 bits, contiguous.
+        residual: Likewise.
+        gamma: (n,), of x's dtype or of that of its sums.
+        beta: (n,), of gamma's.
+        eps: Added to the variance.
+        noise: Of the dropout.
+
+    Returns:
+        The sum (…, n), and what :func:`layer_norm` makes of it.
+    """
+    return _forward(x, residual, gamma, beta, eps, noise)
+
+
+def _forward(
+    x: Any, residual: Any, gamma: Any, beta: Any, eps: float, noise: Noise
+) -> tuple[Any, Any, Any, Any]:
+    adds, shape, sums = residual is not None, tuple(x.shape), acc_dtype(x.dtype)
+    n, height = shape[-1], math.prod(shape[:-1])
+    out, hidden = empty_device(shape, x.dtype), x
+    mean, rstd = (empty_device((height,), sums) for _ in range(2))
+    if adds:
+        hidden = empty_device(shape, x.dtype)
+    if height * n:
+        arrays = (x, gamma, beta, *((residual,) if adds else ()))
+        own = _form(x, gamma, arrays, adds, noise.rate > 0.0)
+        block = own.tile.block
+        norm_kernel(own)[ceil_div(height, block.rows), (block.threads, block.rows)](
+            _flat(x), _flat(residual) if adds else 0, _flat(gamma), _flat(beta),
+            _flat(hidden) if adds else 0, _flat(out), mean, rstd, n, sums.type(1.0 / n),
+            sums.type(eps), *noise.numbers(sums),
+        )  # fmt: skip
+    return hidden, out, mean, rstd
+
+
+class NormGradients(NamedTuple):
+    """What the backward pass returns.
+
+    Attributes:
+        dx: Of x.
+        dresidual: Of the residual; None without one.
+        dgamma: (n,), of gamma's dtype.
+        dbeta: Likewise.
+    """
+
+    dx: Any
+    dresidual: Any
+    dgamma: Any
+    dbeta: Any
+
+
+def layer_norm_backward(
+    dout: Any, x: Any, gamma: Any, mean: Any, rstd: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of x, gamma and beta; mean and rstd as :func:`layer_norm` gave them."""
+    found = _backward(dout, None, x, gamma, mean, rstd, Noise())
+    return found.dx, found.dgamma, found.dbeta
+
+
+def residual_layer_norm_backward(
+    dout: Any, dhidden: Any, hidden: Any, gamma: Any, mean: Any, rstd: Any, noise: Noise
+) -> NormGradients:
+    """Return the gradients of what :func:`residual_layer_norm` takes.
+
+    Args:
+        dout: Gradient of the normalised sum, (…, n), of hidden's dtype, contiguous.
+        dhidden: Gradient of the sum itself, likewise.
+        hidden: The sum.
+        gamma: As in the forward pass.
+        mean: As the forward pass returned it.
+        rstd: Likewise.
+        noise: As in the forward pass.
+    """
+    return _backward(dout, dhidden, hidden, gamma, mean, rstd, noise)
+
+
+def _backward(
+    dout: Any, dhidden: Any, hidden: Any, gamma: Any, mean: Any, rstd: Any, noise: Noise
+) -> NormGradients:
+    adds, drops = dhidden is not None, noise.rate > 0.0
+    shape, height = tuple(hidden.shape), mean.shape[0]
+    n, sums = shape[-1], acc_dtype(hidden.dtype)
+    dx = empty_device(shape, hidden.dtype)
+    # Without dropout both have one gradient.
+    dresidual = (empty_device(shape, hidden.dtype) if drops else dx) if adds else None
+    dgamma, dbeta = (empty_device((n,), gamma.dtype) for _ in range(2))
+    if n == 0:
+        return NormGradients(dx, dresidual, dgamma, dbeta)
+    arrays = (dout, hidden, gamma, *((dhidden,) if adds else ()))
+    own = _form(hidden, gamma, arrays, adds, drops)
+    block = own.tile.block
+    lines = min(PARTS, ceil_div(height, ROWS_OF_PART))
+    blocks = ceil_div(lines, block.rows)
+    parts = empty_device((max(blocks * block.rows, 1) * 2 * n,), sums)
+    if blocks:
+        norm_backward_kernel(own)[blocks, (block.threads, block.rows)](
+            _flat(dout), _flat(dhidden) if adds else 0, _flat(hidden), _flat(gamma), mean, rstd,
+            _flat(dx), _flat(dresidual) if adds else 0, parts, n, sums.type(1.0 / n),
+            *noise.numbers(sums),
+        )  # fmt: skip
+    grid = ceil_div(2 * n, SUM_COLS)
+    norm_sums_kernel(gamma.dtype)[grid, (SUM_COLS, SUM_LANES)](
+        parts, _flat(dgamma), _flat(dbeta), blocks * block.rows
+    )
+    return NormGradients(dx, dresidual, dgamma, dbeta)

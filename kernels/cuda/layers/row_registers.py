@@ -1,0 +1,173 @@
+"""A row in registers: how the threads that share a row hold it, load it, store it and drop from it.
+
+What reads a row several times reads memory once.  A row too long for registers lies in the threads' local
+memory, which the cache holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels.common.geometry import ceil_div
+from kernels.common.philox import WORDS
+from kernels.cuda.device.half import EIGHT, form, make_read_eight, make_write_eight
+from kernels.cuda.device.one_source import PHILOX
+from kernels.cuda.device.row_folds import MOST_THREADS, ROWS_OF_WARPS, RowBlock
+from kernels.cuda.runtime.kernel import WARP, device_function
+from kernels.runtime.dtypes import acc_dtype
+from kernels.runtime.targets import IS_SIMULATOR
+
+#: Pieces of a row that a thread should have before another warp shares the row.
+PIECES = 2
+
+_element_words = PHILOX.element_words
+
+
+class RowTile(NamedTuple):
+    """How a row lies in the registers of its threads, in pieces of eight elements.
+
+    Attributes:
+        block: Threads that share a row, and rows of a block.
+        pieces: Of a thread.
+        vectors: A piece is eight neighbours, moved by vectors of 128 bits; else it is elements that lie a
+            row of threads apart.
+    """
+
+    block: RowBlock
+    pieces: int
+    vectors: bool
+
+    @property
+    def elements(self) -> int:
+        """Elements of a thread."""
+        return self.pieces * EIGHT
+
+
+def row_tile(length: int, vectors: bool) -> RowTile:
+    """Return the tile for rows of one length; sums depend on it alone.
+
+    Args:
+        length: Of a row.
+        vectors: Rows begin at multiples of 16 bytes and are whole pieces.
+    """
+    if IS_SIMULATOR:
+        block = RowBlock(4, 2)
+    else:
+        threads = WARP
+        while threads * PIECES * EIGHT < length and threads < MOST_THREADS:
+            threads *= 2
+        block = RowBlock(threads, ROWS_OF_WARPS if threads == WARP else 1)
+    pieces = ceil_div(max(length, 1), block.threads * EIGHT)
+    # Not a kernel for each length.
+    return RowTile(block, 1 << (pieces - 1).bit_length(), vectors)
+
+
+class RowAccess(NamedTuple):
+    """The functions that :func:`make_row_access` returns; ``own`` is the thread's part of a row.
+
+    Attributes:
+        column: ``(k, thread)``: where element k of a thread stands in the row.
+        load: ``(own, array, start, thread, stop)``: the elements of the row that begins at ``start`` of a
+            flat array, as the numbers that are computed with; zeros from column ``stop`` on.
+        store: ``(array, start, own, thread, stop)``: the other way round, each rounded once.
+        round: ``(own)``: what a load would give after a store.
+        drop: ``(own, start, thread, stop, seed, threshold, scale)``: dropout of what has these places in a
+            tensor: 0 where the random word of an element does not reach the threshold, else times scale.
+    """
+
+    column: Callable[..., Any]
+    load: Callable[..., None]
+    store: Callable[..., None]
+    round: Callable[..., None]
+    drop: Callable[..., None]
+
+
+@cache
+def make_row_access(tile: RowTile, dtype: np.dtype[Any]) -> RowAccess:
+    """Return the functions for a tile and the dtype of an array, of 16 bits too."""
+    threads, pieces, count = tile.block.threads, tile.pieces, tile.elements
+    zero, (_, widen, narrow, _) = acc_dtype(dtype).type(0), form(dtype)
+    read_eight, write_eight = make_read_eight(dtype), make_write_eight(dtype, narrow)
+
+    @device_function
+    def round_own(own):
+        for k in range(count):
+            own[k] = widen(narrow(own[k]))
+
+    @device_function
+    def apart(k, thread):
+        return k * threads + thread
+
+    @device_function
+    def load_apart(own, array, start, thread, stop):
+        for k in range(count):
+            col = k * threads + thread
+            own[k] = widen(array[start + col]) if col < stop else zero
+
+    @device_function
+    def store_apart(array, start, own, thread, stop):
+        for k in range(count):
+            col = k * threads + thread
+            if col < stop:
+                array[start + col] = narrow(own[k])
+
+    @device_function
+    def drop_apart(own, start, thread, stop, seed, threshold, scale):
+        for k in range(count):
+            col = k * threads + thread
+            if col < stop:
+                place = start + col
+                words, number = _element_words(seed, place // WORDS), place % WORDS
+                low = words[0] if number == 0 else words[1]
+                high = words[2] if number == 2 else words[3]
+                word = low if number < 2 else high
+                own[k] = scale * own[k] if word >= threshold else zero
+
+    @device_function
+    def side_by_side(k, thread):
+        return (k // EIGHT * threads + thread) * EIGHT + k % EIGHT
+
+    @device_function
+    def load_pieces(own, array, start, thread, stop):
+        for piece in range(pieces):
+            k, col = piece * EIGHT, (piece * threads + thread) * EIGHT
+            if col < stop:
+                eight = read_eight(array, start + col)
+                own[k], own[k + 1], own[k + 2], own[k + 3] = eight[0], eight[1], eight[2], eight[3]
+                k += 4
+                own[k], own[k + 1], own[k + 2], own[k + 3] = eight[4], eight[5], eight[6], eight[7]
+            else:
+                for i in range(EIGHT):
+                    own[k + i] = zero
+
+    @device_function
+    def store_pieces(array, start, own, thread, stop):
+        for piece in range(pieces):
+            k, col = piece * EIGHT, (piece * threads + thread) * EIGHT
+            if col < stop:
+                write_eight(
+                    array, start + col,
+                    (own[k], own[k + 1], own[k + 2], own[k + 3],
+                     own[k + 4], own[k + 5], own[k + 6], own[k + 7]),
+                )  # fmt: skip
+
+    @device_function
+    def drop_pieces(own, start, thread, stop, seed, threshold, scale):
+        for piece in range(pieces):
+            k, col = piece * EIGHT, (piece * threads + thread) * EIGHT
+            if col < stop:
+                for half in range(EIGHT // WORDS):  # the counter of four neighbours
+                    at = k + half * WORDS
+                    a, b, c, d = _element_words(seed, (start + col) // WORDS + half)
+                    own[at] = scale * own[at] if a >= threshold else zero
+                    own[at + 1] = scale * own[at + 1] if b >= threshold else zero
+                    own[at + 2] = scale * own[at + 2] if c >= threshold else zero
+                    own[at + 3] = scale * own[at + 3] if d >= threshold else zero
+
+    if tile.vectors:
+        return RowAccess(side_by_side, load_pieces, store_pieces, round_own, drop_pieces)
+    return RowAccess(apart, load_apart, store_apart, round_own, drop_apart)

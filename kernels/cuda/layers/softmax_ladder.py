@@ -1,0 +1,273 @@
+"""Softmax of rows in three steps, naive, safe and online, as kernels that differ in their passes only.
+
+A row has a block of its own, and is read from global memory once in each pass.  Where all the rows that
+are in work at a time fit into the cache, later passes cost little; where they do not, the time is the
+passes, and the online step takes three quarters of the safe one's.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import void
+
+from kernels.common.online_softmax import LOG2_E
+from kernels.cuda.device.one_source import inverse_sum, shift_of
+from kernels.cuda.device.row_folds import RowBlock, make_row_folds
+from kernels.cuda.device.vector import EXP2, VECTOR, are_vectors, load_row, store_row
+from kernels.cuda.runtime.kernel import WARP, Kernel, device_function, scalar_type
+from kernels.reference.softmax_ladder import check_rows
+from kernels.runtime.targets import IS_SIMULATOR, cuda
+
+#: Threads of a multiprocessor that the kernels leave registers for.
+RESIDENT_THREADS = 1024
+#: What a thread asks for at a time.
+AHEAD_BYTES = 64
+
+
+class LadderBlock(NamedTuple):
+    """The shape of a block, which has one row.
+
+    Attributes:
+        threads: That share the row.
+        ahead: Vectors of four elements that a thread asks for before it looks at the first of them: so
+            many bytes are on their way that the memory, and not its latency, sets the time.
+    """
+
+    threads: int
+    ahead: int
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor shall hold at a time."""
+        return max(1, min(32, RESIDENT_THREADS // self.threads))
+
+
+def ladder_block(length: int, itemsize: int) -> LadderBlock:
+    """Return the block for rows of one length: the fewest threads that read it in one round.
+
+    Args:
+        length: Of a row.
+        itemsize: Bytes of an element.
+    """
+    if IS_SIMULATOR:
+        return LadderBlock(4, 2)
+    threads, ahead = WARP, AHEAD_BYTES // (VECTOR * itemsize)
+    while threads < 512 and threads * ahead * VECTOR < length:
+        threads *= 2
+    return LadderBlock(threads, ahead)
+
+
+class _Passes(NamedTuple):
+    """The passes over a row, as a kernel calls them; see :func:`_make_passes`."""
+
+    maximum: Any
+    plain_sum: Any
+    online_sum: Any
+    write: Any
+
+
+def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Passes:
+    """Return the passes over one row; every thread of the block must call them.
+
+    All take ``(x, row, thread, values, …)`` with ``values`` an array of the thread's own registers.
+
+    Args:
+        block: Its shape.
+        whole: Whether rows are made of whole, aligned vectors: one load or store of 128 bits each.
+        dtype: Of x.
+    """
+    exp2, (row_max, row_sum) = EXP2[dtype], make_row_folds(RowBlock(block.threads, 1))
+    real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
+    log2_e, ahead, count = dtype.type(LOG2_E), block.ahead, block.ahead * VECTOR
+    step = block.threads * VECTOR  # elements that all threads read with one load each
+    stride = step * ahead
+
+    @device_function
+    def element(x, row, i):
+        return x[row, i] if i < x.shape[1] else minus_inf
+
+    @device_function
+    def load(x, row, i):
+        """Return four elements; those beyond the row are minus infinity, which changes no fold."""
+        if whole:
+            return load_row(x, row, i)
+        return (
+            element(x, row, i), element(x, row, i + 1),
+            element(x, row, i + 2), element(x, row, i + 3),
+        )  # fmt: skip
+
+    @device_function
+    def read(x, row, first, values):
+        """Read what the thread folds next."""
+        for u in range(ahead):
+            i = first + u * step
+            w = p = y = z = minus_inf
+            if i < x.shape[1]:
+                w, p, y, z = load(x, row, i)
+            values[u * VECTOR], values[u * VECTOR + 1] = w, p
+            values[u * VECTOR + 2], values[u * VECTOR + 3] = y, z
+
+    @device_function
+    def maximum(x, row, thread, values, partial):
+        """Return m, the largest element of the row."""
+        largest = minus_inf
+        for first in range(thread * VECTOR, x.shape[1], stride):
+            read(x, row, first, values)
+            for i in range(count):
+                largest = max(largest, values[i])
+        return row_max(partial, largest)
+
+    @device_function
+    def plain_sum(x, row, thread, values, partial, shift):
+        """Return the sum of e^(x - shift)."""
+        total = zero
+        for first in range(thread * VECTOR, x.shape[1], stride):
+            read(x, row, first, values)
+            for i in range(count):
+                total += exp2((values[i] - shift) * log2_e)
+        return row_sum(partial, total)
+
+    @device_function
+    def online_sum(x, row, thread, values, partial):
+        """Return the shift that the largest element asks for, and the sum of e^(x - shift)."""
+        # m = -inf, d = 0
+        largest, total = minus_inf, zero
+        for first in range(thread * VECTOR, x.shape[1], stride):
+            read(x, row, first, values)
+            # m_new = max(m, x)
+            larger = largest
+            for i in range(count):
+                larger = max(larger, values[i])
+            # d = d e^(m - m_new) + e^(x - m_new), for as many x as are there
+            shift = real(shift_of(larger))
+            total *= exp2((largest - shift) * log2_e)
+            for i in range(count):
+                total += exp2((values[i] - shift) * log2_e)
+            largest = larger
+        # The sums of the threads, each beside its own maximum, become one.
+        row_shift = real(shift_of(row_max(partial, largest)))
+        total *= exp2((largest - row_shift) * log2_e)
+        return row_shift, row_sum(partial, total)
+
+    @device_function
+    def write(x, out, row, thread, values, shift, total):
+        """Write e^(x - shift) / total."""
+        inverse = real(inverse_sum(total))
+        for first in range(thread * VECTOR, x.shape[1], stride):
+            read(x, row, first, values)
+            for i in range(count):
+                values[i] = exp2((values[i] - shift) * log2_e) * inverse
+            for u in range(ahead):
+                i, at = first + u * step, u * VECTOR
+                if whole and i < x.shape[1]:
+                    store_row(
+                        out, row, i, values[at], values[at + 1], values[at + 2], values[at + 3]
+                    )
+                elif not whole:
+                    for j in range(VECTOR):
+                        if i + j < x.shape[1]:
+                            out[row, i + j] = values[at + j]
+
+    return _Passes(maximum, plain_sum, online_sum, write)
+
+
+@cache
+def ladder_kernel(step: str, block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel of one step for one shape of block and dtype.
+
+    Args:
+        step: One of :data:`kernels.reference.softmax_ladder.READS`.
+        block: Its shape.
+        whole: Whether rows are made of whole, aligned vectors.
+        dtype: Of x and out.
+    """
+    real, count, zero = scalar_type(dtype), block.ahead * VECTOR, dtype.type(0)
+    slots = RowBlock(block.threads, 1).slots
+    maximum, plain_sum, online_sum, write = _make_passes(block, whole, dtype)
+
+    def naive_softmax(x, out):
+        """Divide the exponentials by their sum.
+
+        Computes: out = e^x / Σ e^x; no numbers where a sum overflows
+        Source: Milakov and Gimelshein (2018), Algorithm 1
+        Grid: rows
+        Block: block.threads
+        One thread does: every block.threads-th vector of one row
+        Shared: one element a warp
+        Registers: block.ahead vectors of four elements, and the sum
+        Global traffic: x read twice; out written once
+        Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
+        """
+        partial = cuda.shared.array(slots, real)  # (slots,)
+        values = cuda.local.array(count, real)  # (count,)
+        row, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        total = plain_sum(x, row, thread, values, partial, zero)
+        write(x, out, row, thread, values, zero, total)
+
+    def safe_softmax(x, out):
+        """Find the largest element first, and subtract it.
+
+        Computes: out = e^(x - m) / Σ e^(x - m), m = max(x)
+        Source: Milakov and Gimelshein (2018), Algorithm 2
+        Grid: rows
+        Block: block.threads
+        One thread does: every block.threads-th vector of one row
+        Shared: one element a warp
+        Registers: block.ahead vectors of four elements, the maximum and the sum
+        Global traffic: x read three times; out written once
+        Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
+        """
+        partial = cuda.shared.array(slots, real)  # (slots,)
+        values = cuda.local.array(count, real)  # (count,)
+        row, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        shift = real(shift_of(maximum(x, row, thread, values, partial)))
+        total = plain_sum(x, row, thread, values, partial, shift)
+        write(x, out, row, thread, values, shift, total)
+
+    def online_softmax(x, out):
+        """Find the largest element and the sum in one pass: the sum so far shrinks as the maximum grows.
+
+        Computes: out = e^(x - m) / Σ e^(x - m), m = max(x)
+        Source: Milakov and Gimelshein (2018), Algorithm 3 and section 3.1
+        Grid: rows
+        Block: block.threads
+        One thread does: every block.threads-th vector of one row
+        Shared: one element a warp
+        Registers: block.ahead vectors of four elements, the maximum and the sum
+        Global traffic: x read twice; out written once
+        Needs: warp shuffles and 128-bit loads, for which the simulator has plain forms
+        """
+        partial = cuda.shared.array(slots, real)  # (slots,)
+        values = cuda.local.array(count, real)  # (count,)
+        row, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        shift, total = online_sum(x, row, thread, values, partial)
+        write(x, out, row, thread, values, shift, total)
+
+    source = {"naive": naive_softmax, "safe": safe_softmax, "online": online_softmax}[step]
+    matrix = real[:, ::1]
+    return Kernel(source, void(matrix, matrix), block.threads, resident=block.resident)
+
+
+def softmax(step: str, x: Any, out: Any, block: LadderBlock | None = None) -> None:
+    """Write softmax of each row of x to out.
+
+    Args:
+        step: One of :data:`kernels.reference.softmax_ladder.READS`.
+        x: (rows, length) on the device, contiguous, float32 or float64.
+        out: (rows, length) of the same dtype.
+        block: Its shape; what :func:`ladder_block` says when None.
+
+    Raises:
+        ValueError: If there is no such step, or x and out are not alike.
+        TypeError: If they have another dtype.
+    """
+    check_rows(step, x, out)
+    rows, length = x.shape
+    if rows and length:
+        block = block or ladder_block(length, x.dtype.itemsize)
+        kernel = ladder_kernel(step, block, are_vectors(x, out), np.dtype(x.dtype))
+        kernel[rows, block.threads](x, out)

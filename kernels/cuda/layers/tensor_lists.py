@@ -1,0 +1,129 @@
+"""One launch for a list of tensors, wherever they lie: a table of addresses, and who works on which part.
+
+A training step moves hundreds of small tensors; a launch for each takes longer than the work.
+"""
+
+# An intrinsic's first argument is the compiler's; callers do not pass it.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import int64, types
+
+from kernels.common.geometry import ceil_div
+from kernels.cuda.device.half import form
+from kernels.cuda.runtime.arrays import device_pointer, to_device
+from kernels.cuda.runtime.kernel import scalar_type
+from kernels.runtime.targets import IS_SIMULATOR, current_device, intrinsic
+
+#: Elements that a block works on, all of one tensor, and its threads.
+CHUNK, THREADS = (6, 4) if IS_SIMULATOR else (1 << 14, 256)
+#: Numba's type of a table and of the work.
+MATRIX = int64[:, ::1]
+
+
+class Access(NamedTuple):
+    """How a kernel reads and writes elements of one dtype, 16 bits as uint16.
+
+    Attributes:
+        load: ``(address, i)``: element i of the array at an address.
+        store: ``(address, i, value)``.
+    """
+
+    load: Callable[..., Any]
+    store: Callable[..., None]
+
+
+@cache
+def make_access(dtype: np.dtype[Any]) -> Access:
+    """Return the functions for the storage of one dtype."""
+    stored = form(dtype).stored
+    if IS_SIMULATOR:
+        kind, size = np.ctypeslib.as_ctypes_type(stored), stored.itemsize
+
+        def load(address: int, i: int) -> Any:
+            return stored.type(kind.from_address(int(address) + int(i) * size).value)
+
+        def store(address: int, i: int, value: Any) -> None:
+            kind.from_address(int(address) + int(i) * size).value = stored.type(value).item()
+
+        return Access(load, store)
+    element = scalar_type(stored)
+
+    def place(context: Any, builder: Any, args: Any) -> Any:
+        pointer = ir.PointerType(context.get_data_type(element), 1)  # global memory
+        return builder.gep(builder.inttoptr(args[0], pointer), [args[1]])
+
+    @intrinsic
+    def load_at(_context, address, i):
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.load(place(context, builder, args))
+
+        return element(int64, int64), generate
+
+    @intrinsic
+    def store_at(_context, address, i, value):
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            builder.store(args[2], place(context, builder, args))
+            return context.get_dummy_value()
+
+        return types.void(int64, int64, element), generate
+
+    return Access(load_at, store_at)
+
+
+class TensorList(NamedTuple):
+    """Tensors as kernels take them.
+
+    Attributes:
+        table: (tensors, columns + 1) int64 on the device: of each tensor the address of its array, or a
+            number, in each column, and last its size.
+        work: (parts, 2) int64 on the device: the row in the table, and the first element.
+    """
+
+    table: Any
+    work: Any
+
+    @property
+    def parts(self) -> int:
+        """Blocks that a launch takes."""
+        return int(self.work.shape[0])
+
+
+def _entry(entry: Any) -> int:
+    """Return where an array begins; a number as it is."""
+    if isinstance(entry, int):
+        return entry
+    return entry._ary.ctypes.data if IS_SIMULATOR else device_pointer(entry)
+
+
+def tensor_list(columns: Sequence[Sequence[Any]], sizes: Sequence[int]) -> TensorList:
+    """Return the list for contiguous arrays on the device.
+
+    A training step finds its list here again: memory comes and goes at the same addresses.
+
+    Args:
+        columns: As many sequences as the kernel knows, of one array, or whole number, for each tensor.
+        sizes: Elements of each tensor, one or more.
+    """
+    addresses = tuple(tuple(map(_entry, column)) for column in columns)
+    return _tensor_list(addresses, tuple(sizes), current_device())
+
+
+@lru_cache(maxsize=64)
+def _tensor_list(
+    addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: int
+) -> TensorList:
+    table = np.array([*zip(*addresses, sizes, strict=True)], np.int64)
+    work = [
+        (tensor, part * CHUNK)
+        for tensor, size in enumerate(sizes)
+        for part in range(ceil_div(size, CHUNK))
+    ]
+    return TensorList(to_device(table), to_device(np.array(work, np.int64)))

@@ -1,0 +1,328 @@
+"""The matrix product on CUDA cores: tiles in shared memory, and a tile of them in registers a thread.
+
+One kernel serves the tensors' ``@`` and the naive rung of attention.  It reads operands as they lie:
+transposed, broadcast, or in any other layout that strides describe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+from numba import int64, types, uint64, void
+
+from kernels.common import geometry
+from kernels.cuda.device.memory import sum_kernel
+from kernels.cuda.device.one_source import ceil_div
+from kernels.cuda.device.vector import VECTOR, load_shared
+from kernels.cuda.runtime.arrays import device_view, empty_device, reshaped
+from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
+from kernels.cuda.runtime.sizes import SIZES, ProductTile
+from kernels.runtime.targets import cuda
+
+#: A block has no more, on any device.
+MAX_THREADS = 1024
+#: Steps along the depth between two tests for its end; a tile's depth is a multiple.
+UNROLL = 4
+
+Ints = tuple[int, ...]
+
+
+def shared_elements(tile: ProductTile) -> int:
+    """Return the elements of shared memory that one block takes: two tiles of each operand."""
+    return 2 * tile.depth * (tile.rows + tile.cols + 2 * VECTOR)
+
+
+@cache
+def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tuple[Any, Any, Any]:
+    """Return ``share``, ``fetch`` and ``place``, by which a block copies (lines, depth) of an operand.
+
+    The lines of the left operand are its rows, those of the right one its columns.  In shared memory
+    they lie side by side, (depth, lines + VECTOR): what the threads multiply at a time is one row of it.
+    Between ``fetch`` and ``place`` the elements are in registers, so that global memory is read while
+    the previous tile is multiplied.
+    """
+    # The zero is made here: zeros of float32 and float64 are equal, and a cache would take one for both.
+    zero, stride, loads = dtype.type(0), lines + VECTOR, lines * depth // threads
+    line_jump, depth_jump = threads // depth, threads // lines
+
+    @device_function
+    def share(thread, along, line_step, depth_step):
+        """Return the thread's first line and depth, and how far its elements lie apart.
+
+        Neighbouring threads walk along the dimension in which neighbours lie side by side: along the
+        depth, and then a thread's elements lie along the lines, or the other way round.
+
+        Returns:
+            First line; first depth; from one element to the next: positions in that dimension, in the
+            operand, and in shared memory.
+        """
+        if along:
+            return thread // depth, thread % depth, line_jump, line_jump * line_step, line_jump
+        return (
+            thread % lines,
+            thread // lines,
+            depth_jump,
+            depth_jump * depth_step,
+            depth_jump * stride,
+        )
+
+    @device_function
+    def fetch(source, position, jump, apart, room, values):
+        """Read the thread's elements into registers, zeros for those from ``room`` on."""
+        for n in range(loads):
+            value = zero
+            if n * apart < room:
+                value = source[uint64(position + n * jump)]
+            values[n] = value
+
+    @device_function
+    def place(values, shared, position, jump):
+        """Write them to shared memory."""
+        for n in range(loads):
+            shared[uint64(position + n * jump)] = values[n]
+
+    return share, fetch, place
+
+
+@cache
+def _make_multiply(tile: ProductTile) -> Callable[..., None]:
+    """Return ``multiply(tx, ty, acc, left, right, shared, a, b)``: acc += A·B, two tiles in shared memory.
+
+    ``acc`` is the thread's (own_rows, own_cols) registers, ``left`` and ``right`` a column and a row of
+    scratch.  A thread owns groups of four neighbouring rows and columns: eight numbers from four loads
+    make 64 multiply-adds.
+    """
+    block_rows, block_cols, depth, own_rows, own_cols, _ = tile
+    a_stride, b_stride = block_rows + VECTOR, block_cols + VECTOR
+    lanes, rows_of_threads = block_cols // own_cols, block_rows // own_rows
+
+    @device_function
+    def step(acc, left, right, shared, a, b):
+        for i in range(0, own_rows, VECTOR):
+            w, x, y, z = load_shared(shared, a + i * rows_of_threads)
+            left[i] = w
+            left[i + 1] = x
+            left[i + 2] = y
+            left[i + 3] = z
+        for j in range(0, own_cols, VECTOR):
+            w, x, y, z = load_shared(shared, b + j * lanes)
+            right[j] = w
+            right[j + 1] = x
+            right[j + 2] = y
+            right[j + 3] = z
+        for i in range(own_rows):
+            for j in range(own_cols):
+                acc[i, j] += left[i] * right[j]
+
+    @device_function
+    def multiply(tx, ty, acc, left, right, shared, a, b):
+        a, b = a + ty * VECTOR, b + tx * VECTOR
+        for _ in range(0, depth, UNROLL):
+            # One after another, not a loop: the compiler takes it for too long to unroll.
+            step(acc, left, right, shared, a, b)
+            step(acc, left, right, shared, a + a_stride, b + b_stride)
+            step(acc, left, right, shared, a + 2 * a_stride, b + 2 * b_stride)
+            step(acc, left, right, shared, a + 3 * a_stride, b + 3 * b_stride)
+            a += UNROLL * a_stride
+            b += UNROLL * b_stride
+
+    return multiply
+
+
+@cache
+def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = False) -> Kernel:
+    """Return the batched matrix product for one tile and dtype.
+
+    Args:
+        tile: What a block computes at a time.
+        dtype: Of operands and result.
+        is_guarded: It does nothing unless a number on the device is the ticket.
+    """
+    real, zero = scalar_type(dtype), dtype.type(0)
+    block_rows, block_cols, depth, own_rows, own_cols, _ = tile
+    lanes, rows_of_threads, threads = block_cols // own_cols, block_rows // own_rows, tile.threads
+    share_a, fetch_a, place_a = _make_copy(block_rows, depth, threads, dtype)
+    share_b, fetch_b, place_b = _make_copy(block_cols, depth, threads, dtype)
+    a_loads, b_loads = block_rows * depth // threads, block_cols * depth // threads
+    a_stride, b_stride = block_rows + VECTOR, block_cols + VECTOR
+    multiply = _make_multiply(tile)
+    b_offset = depth * a_stride
+    stage_size = b_offset + depth * b_stride
+
+    def product(out, out_steps, a, a_steps, b, b_steps, shape, part, factor, guard, ticket):
+        """Multiply (batch, heads, rows, depth) by (batch, heads, depth, cols), any strides.
+
+        Computes: out[i, j] = factor · Σ_k a[i, k] b[k, j] for each batch and head; k runs over one part
+            of the depth, and the parts lie one after another where heads do; guarded, nothing unless
+            guard[0] is the ticket
+        Source: FlashAttention, Algorithm 0, lines 1 and 3
+        Grid: (batch · heads · ceil(rows / block_rows) · ceil(cols / block_cols), parts)
+        Block: block_rows / own_rows · block_cols / own_cols
+        One thread does: own_rows x own_cols elements of out, in groups of four by four
+        Shared: two tiles of a and two of b: one is multiplied while the next arrives
+        Registers: own_rows x own_cols sums, a column and a row of factors, the next elements of a and b
+        Global traffic: reads a ceil(cols / block_cols) times, b ceil(rows / block_rows) times, both
+            in the order in which they lie; writes out once
+        Needs: what ProductTile says of its sizes
+        """
+        shared = cuda.shared.array(0, real)  # (2, depth, block_rows + 4 and block_cols + 4)
+        acc = cuda.local.array((own_rows, own_cols), real)  # (own_rows, own_cols)
+        left = cuda.local.array(own_rows, real)  # (own_rows,)
+        right = cuda.local.array(own_cols, real)  # (own_cols,)
+        next_a = cuda.local.array(a_loads, real)  # (a_loads,)
+        next_b = cuda.local.array(b_loads, real)  # (b_loads,)
+        thread = cuda.threadIdx.x
+        tx, ty = thread % lanes, thread // lanes
+
+        heads, rows, cols, total_depth = shape
+        col_tiles = ceil_div(cols, block_cols)
+        tiles = ceil_div(rows, block_rows) * col_tiles
+        batch, head = cuda.blockIdx.x // tiles // heads, cuda.blockIdx.x // tiles % heads
+        first_row = cuda.blockIdx.x % tiles // col_tiles * block_rows
+        first_col = cuda.blockIdx.x % col_tiles * block_cols
+        first = cuda.blockIdx.y * part
+        stop = min(first + part, total_depth)
+        if is_guarded and guard[0] != ticket:
+            rows, cols, first, stop = 0, 0, 0, 0
+
+        a_along, b_along = a_steps[3] <= a_steps[2], b_steps[2] < b_steps[3]
+        a_row, a_depth, a_apart, a_jump, a_place_jump = share_a(
+            thread, a_along, a_steps[2], a_steps[3]
+        )
+        b_col, b_depth, b_apart, b_jump, b_place_jump = share_b(
+            thread, b_along, b_steps[3], b_steps[2]
+        )
+        a_rows, b_cols = rows - first_row - a_row, cols - first_col - b_col
+        a_at = batch * a_steps[0] + head * a_steps[1] + (first_row + a_row) * a_steps[2]
+        b_at = batch * b_steps[0] + head * b_steps[1] + (first_col + b_col) * b_steps[3]
+        a_at += (first + a_depth) * a_steps[3]
+        b_at += (first + b_depth) * b_steps[2]
+        a_place, b_place = a_depth * a_stride + a_row, b_offset + b_depth * b_stride + b_col
+        for i in range(own_rows):
+            for j in range(own_cols):
+                acc[i, j] = zero
+
+        stage = 0
+        for start in range(first - depth, stop, depth):
+            # The next tile is on its way while this one is multiplied; before the first there is none.
+            a_deep, b_deep = stop - start - depth - a_depth, stop - start - depth - b_depth
+            a_room = (a_rows if a_deep > 0 else 0) if a_along else (a_deep if a_rows > 0 else 0)
+            b_room = (b_cols if b_deep > 0 else 0) if b_along else (b_deep if b_cols > 0 else 0)
+            fetch_a(a, a_at, a_jump, a_apart, a_room, next_a)
+            fetch_b(b, b_at, b_jump, b_apart, b_room, next_b)
+            a_at += depth * a_steps[3]
+            b_at += depth * b_steps[2]
+            if start >= first:
+                multiply(tx, ty, acc, left, right, shared, stage, stage + b_offset)
+                stage = stage_size - stage
+            place_a(next_a, shared, stage + a_place, a_place_jump)
+            place_b(next_b, shared, stage + b_place, b_place_jump)
+            cuda.syncthreads()  # the tile is complete before it is read, and the other one was read
+
+        start = batch * out_steps[0] + (cuda.blockIdx.y * heads + head) * out_steps[1]
+        for i in range(own_rows):
+            row = first_row + (i // VECTOR * rows_of_threads + ty) * VECTOR + i % VECTOR
+            for j in range(own_cols):
+                col = first_col + (j // VECTOR * lanes + tx) * VECTOR + j % VECTOR
+                if row < rows and col < cols:
+                    out[uint64(start + row * out_steps[2] + col * out_steps[3])] = (
+                        factor * acc[i, j]
+                    )
+
+    flat, steps = types.Array(real, 1, "C"), types.UniTuple(int64, 4)
+    guard = types.Array(int64, 1, "C") if is_guarded else int64
+    signature = void(flat, steps, flat, steps, flat, steps, steps, int64, real, guard, int64)
+    shared_bytes = dtype.itemsize * shared_elements(tile)
+    return Kernel(product, signature, threads, shared_bytes, tile.resident)
+
+
+@lru_cache(maxsize=4096)
+def pick_tile(matrices: int, rows: int, cols: int, depth: int, itemsize: int) -> ProductTile:
+    """Return the largest tile of the table that keeps the device busy, or the smallest one.
+
+    Args:
+        matrices: Of the output.
+        rows: Likewise.
+        cols: Likewise.
+        depth: Of the sum; a long one can be divided among blocks.
+        itemsize: Bytes of an element.
+    """
+    tiles, most_parts = SIZES.product_tiles[itemsize], max(depth // SIZES.product_depth, 1)
+    enough = (
+        tile
+        for tile in tiles
+        if _blocks(matrices, rows, cols, tile) * most_parts >= SIZES.product_blocks
+    )
+    return next(enough, tiles[-1])
+
+
+def _blocks(matrices: int, rows: int, cols: int, tile: ProductTile) -> int:
+    return matrices * geometry.ceil_div(rows, tile.rows) * geometry.ceil_div(cols, tile.cols)
+
+
+def _is_contiguous(shape: Ints, steps: Ints) -> bool:
+    _, heads, rows, cols = shape
+    dims = zip(shape, steps, (heads * rows * cols, rows * cols, cols, 1), strict=True)
+    return all(size == 1 or step == expected for size, step, expected in dims)
+
+
+def multiply(
+    out: Any, out_steps: Ints, a: Any, a_steps: Ints, b: Any, b_steps: Ints,
+    shape: Ints, factor: float = 1.0, tile: ProductTile | None = None,
+    only_if: tuple[Any, int] | None = None,
+) -> None:  # fmt: skip
+    """Fill out with factor · a @ b for each batch and head.
+
+    Where the output is too small to keep the device busy, as a gradient of weights is, the sum is
+    divided among blocks, and the parts are added in a fixed order.
+
+    Args:
+        out: Flat, on the device; float32 or float64, and a and b the same.
+        out_steps: How far apart neighbours in batch, heads, rows and columns lie, in elements.
+        a: Flat.
+        a_steps: In batch, heads, rows and depth; 0 repeats.
+        b: Flat.
+        b_steps: In batch, heads, depth and columns.
+        shape: (batch, heads, rows, cols, depth).
+        factor: A number.
+        tile: For the whole output; picked by its size when None.
+        only_if: One integer on the device, and what it must be, or nothing is written.
+    """
+    batch, heads, rows, cols, depth = shape
+    if 0 in shape[:4]:
+        return
+    tile = tile or pick_tile(batch * heads, rows, cols, depth, out.dtype.itemsize)
+    kernel, blocks = product_kernel(tile, out.dtype), _blocks(batch * heads, rows, cols, tile)
+    sizes, matrix = (heads, rows, cols, depth), rows * cols
+    parts = min(2 * SIZES.product_blocks // blocks, depth // SIZES.product_depth)
+    guard = only_if or (0, 0)
+    if only_if is not None:
+        kernel, parts = product_kernel(tile, out.dtype, True), 1
+    if parts < 2 or not _is_contiguous(shape[:4], out_steps):
+        kernel[blocks, tile.threads](
+            out, out_steps, a, a_steps, b, b_steps, sizes, depth, factor, *guard
+        )
+        return
+    part = geometry.ceil_div(depth, parts)
+    parts = geometry.ceil_div(depth, part)  # rounding may leave none for the last
+    inner = heads * matrix
+    partial = empty_device((batch * parts * inner,), out.dtype)
+    kernel[(blocks, parts), tile.threads](
+        partial,
+        (parts * inner, matrix, cols, 1),
+        a,
+        a_steps,
+        b,
+        b_steps,
+        sizes,
+        part,
+        factor,
+        *guard,
+    )
+    sum_kernel(out.dtype)[geometry.ceil_div(batch * inner, SIZES.flat_threads), SIZES.flat_threads](
+        reshaped(partial, (batch, parts, inner)),
+        device_view(out, (batch, inner), (inner, 1)),  # contiguous, as was asked above
+    )

@@ -1,0 +1,271 @@
+"""Which product kernel serves what: tensor cores where they are as exact as asked, else CUDA cores.
+
+==================  ====================  ===========================================================
+kernel              device                operands
+==================  ====================  ===========================================================
+``matmul.wgmma``   cc 9.0                16 bits; float32 as TF32, as 16 bits, or split in three
+``matmul.mma``     cc 8.0 and newer      16 bits; float32 as TF32 or as 16 bits
+``product``         every one             float32 and float64, of any strides; numbers that are not finite
+==================  ====================  ===========================================================
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache, partial
+from itertools import count
+from itertools import product as product_of
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import int64, types, void
+
+from kernels.common.geometry import ceil_div
+from kernels.cuda.device import half
+from kernels.cuda.device.per_device import multiprocessors, why_no_device
+from kernels.cuda.device.shared_tiles import round_up
+from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.matmul.launch import Target, multiply_by_warps, multiply_on_hopper
+from kernels.cuda.matmul.layout import Form, ProductLayout, WarpLayout
+from kernels.cuda.matmul.operands import Ints, Operand, copy, flag, placed, split
+from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.runtime.arrays import device_pointer, empty_device
+from kernels.cuda.runtime.kernel import Kernel, scalar_type
+from kernels.cuda.runtime.recorder import drawn
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.runtime.dtypes import FLOAT32, NAMES, is_half
+from kernels.runtime.targets import compute_capability, cuda
+
+# Measured on an H200; see docs/notes-cuda.md.
+#: Planes → layouts for Hopper, with what a step of the depth and what a tile costs beside its steps.  The
+#: unit is a step of the largest tile, 0.8 microseconds.
+_HOPPER = {
+    1: ((ProductLayout(2, 256, 4, 2), 1.0, 8.0), (ProductLayout(2, 128, 5, 2), 0.56, 5.0)),
+    3: ((ProductLayout(2, 128, 2, 1), 3.3, 5.0),),
+}
+#: The same for warps.
+_WARPS = ((WarpLayout(128, 128, 2, 2, 3, 2), 2.2, 8.0),)
+#: Elements of a partial sum that are written and read again in the time of a step.
+_SUMMED = 280_000
+#: What another kernel costs that adds up the parts, in steps.
+_SUM_STEPS = 10.0
+_MOST_PARTS = 16
+#: Multiply-adds, and rows, columns and depth, from which on numbers are split, not left to CUDA cores.
+_SPLIT_WORK, _SPLIT_SIDE = 1 << 29, 128
+#: Depth of a tile of split numbers.
+_SPLIT_DEPTH = Form("bfloat16", "float32").depth
+_TICKETS = count(1)
+
+
+class Epilogue(NamedTuple):
+    """What is done with a product before it is stored.
+
+    Attributes:
+        bias: (cols,), of the result's dtype, or None.
+        has_gelu: Apply GELU in its tanh form.
+        before_gelu: Laid out as the result; what GELU is applied to is written here, or None.
+    """
+
+    bias: Any = None
+    has_gelu: bool = False
+    before_gelu: Any = None
+
+
+PLAIN = Epilogue()
+
+
+def kind_of(dtype: np.dtype[Any], precision: str, shape: Ints) -> str | None:
+    """Return what tensor cores multiply operands of a dtype as, or None if CUDA cores shall.
+
+    Args:
+        dtype: Of the operands and of the result.
+        precision: What numbers of float32 may be rounded to; "float32" for nothing.
+        shape: (batch, heads, rows, cols, depth).
+
+    Returns:
+        "float16", "bfloat16", "tf32", or "split": three of bfloat16 for each number, which is as exact as
+        float32 and worth its copies for large products only.
+    """
+    if is_half(dtype):
+        kind, least = NAMES[dtype], (8, 0)
+    elif dtype != FLOAT32:
+        return None
+    elif precision != "float32":
+        kind, least = precision, (8, 0)
+    elif math.prod(shape) < _SPLIT_WORK or min(shape[2:]) < _SPLIT_SIDE:
+        return None
+    else:
+        kind, least = "split", (9, 0)
+    if 0 in shape or why_no_device(least) is not None:
+        return None
+    return kind if kind != "split" or _is_hopper() else None
+
+
+def _is_hopper() -> bool:
+    return compute_capability()[:1] == (9,)
+
+
+def multiply(
+    out: Any, out_steps: Ints, a: Any, a_steps: Ints, b: Any, b_steps: Ints, shape: Ints, kind: str,
+    epilogue: Epilogue = PLAIN,
+) -> None:  # fmt: skip
+    """Fill out with gelu(a @ b + bias) for each batch and head, on tensor cores.
+
+    Sums are float32; each element of the result is rounded once.
+
+    Args:
+        out: Flat, on the device; of 16 bits, or float32, and a and b the same.
+        out_steps: How far apart neighbours in batch, heads, rows and columns lie, in elements; a result's
+            own columns lie side by side.
+        a: Flat.
+        a_steps: In batch, heads, rows and depth; 0 repeats.
+        b: Flat.
+        b_steps: In batch, heads, depth and columns.
+        shape: (batch, heads, rows, cols, depth), the depth not 0.
+        kind: As :func:`kind_of` returns it.
+        epilogue: What is done before a number is stored; columns then are a multiple of eight, and the
+            kind is not "split".
+    """
+    batch, heads, rows, cols, depth = shape
+    if not _is_stored_in_pieces(out, out_steps, shape):
+        # Kernels write whole pieces of rows of 16 bits: to a wider result, which is copied.
+        wide = round_up(cols, CHUNK // out.dtype.itemsize)
+        matrix = rows * wide
+        steps = (heads * matrix, matrix, wide, 1)
+        room = empty_device((batch * heads * matrix,), out.dtype)
+        multiply(room, steps, a, a_steps, b, b_steps, shape, kind, epilogue)
+        copy(room, steps, shape[:4], NAMES[out.dtype], out, out_steps[:3], (rows, cols))
+        return
+    left = Operand(a, (batch, heads, rows, depth), a_steps)
+    right = Operand(b, (batch, heads, cols, depth), (*b_steps[:2], b_steps[3], b_steps[2]))
+    if kind == "split":
+        ticket = drawn(partial(next, _TICKETS))
+        _multiply_split(out, out_steps, left, right, ticket)
+        # An infinity has no parts that add up to it: such operands are multiplied as they are.
+        product.multiply(
+            out, out_steps, a, a_steps, b, b_steps, shape, only_if=(flag(), ticket)
+        )  # fmt: skip
+        return
+    left, right = placed(left, kind), placed(right, kind)
+    form = Form(
+        kind, NAMES[out.dtype], left.is_turned, right.is_turned,
+        has_bias=epilogue.bias is not None, has_gelu=epilogue.has_gelu,
+        keeps_input=epilogue.before_gelu is not None,
+    )  # fmt: skip
+    bias = half.as_bits(epilogue.bias) if form.has_bias else 0
+    before = epilogue.before_gelu if form.keeps_input else 0
+    _multiply_placed(left, right, Target(out, out_steps, bias, before), form)
+
+
+def _multiply_split(out: Any, out_steps: Ints, a: Operand, b: Operand, ticket: int) -> None:
+    (left, plane), (right, _) = (split(each, _SPLIT_DEPTH, ticket) for each in (a, b))
+    form = Form("bfloat16", NAMES[out.dtype], left.is_turned, right.is_turned, planes=3)
+    _multiply_placed(left, right, Target(out, out_steps), form, plane)
+
+
+def _multiply_placed(a: Operand, b: Operand, target: Target, form: Form, plane: int = 0) -> None:
+    """Multiply operands that kernels can read where they lie; a long sum in parts."""
+    (batch, heads, rows, depth), cols = a.shape, b.shape[2]
+    layout, parts = _layout(
+        batch * heads, rows, cols, ceil_div(depth, form.depth), _is_hopper(), form.planes,
+        form.has_bias or form.has_gelu,
+    )  # fmt: skip
+    if parts == 1:
+        _launch(a, b, target, form, layout, plane)
+        return
+    matrix = rows * cols
+    partial = empty_device((batch * heads * parts * matrix,), FLOAT32)
+    steps = (heads * parts * matrix, parts * matrix, cols, 1)
+    sums = Target(partial, steps, parts=parts)
+    _launch(a, b, sums, form._replace(out="float32"), layout, plane)
+    blocks = ceil_div(batch * heads * matrix, SIZES.flat_threads)
+    sum_parts_kernel(target.array.dtype)[blocks, SIZES.flat_threads](
+        partial, half.as_bits(target.array), target.steps, (heads, rows, cols, parts)
+    )
+
+
+def _launch(a: Operand, b: Operand, target: Target, form: Form, layout: Any, plane: int) -> None:
+    if isinstance(layout, WarpLayout):
+        multiply_by_warps(a, b, target, form, layout)
+    else:
+        multiply_on_hopper(a, b, target, form, layout, plane)
+
+
+def _is_stored_in_pieces(out: Any, steps: Ints, shape: Ints) -> bool:
+    size = out.dtype.itemsize
+    if size == FLOAT32.itemsize:
+        return True
+    batch_step, head_step, row_step = (step * size % CHUNK for step in steps[:3])
+    return (
+        row_step == 0
+        and (batch_step == 0 or shape[0] == 1)
+        and (head_step == 0 or shape[1] == 1)
+        and device_pointer(out) % CHUNK == 0
+    )
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    matrices: int, rows: int, cols: int, steps: int, is_hopper: bool, planes: int, is_whole: bool
+) -> tuple[ProductLayout | WarpLayout, int]:
+    """Return who works, and into how many parts the depth is divided to keep the device busy.
+
+    Args:
+        matrices: Of the result.
+        rows: Of each.
+        cols: Likewise.
+        steps: Tiles of the depth.
+        is_hopper: Warpgroups can multiply.
+        planes: As in ``Form``.
+        is_whole: Sums must not be divided.
+    """
+    layouts = _HOPPER[planes] if is_hopper else _WARPS
+    most = 1 if is_whole else min(_MOST_PARTS, steps)
+
+    def cost(choice: tuple[Any, int]) -> float:
+        (layout, step, tile), parts = choice
+        tiles = matrices * ceil_div(rows, layout.rows) * ceil_div(cols, layout.cols) * parts
+        rounds = ceil_div(tiles, multiprocessors() * getattr(layout, "resident", 1))
+        summed = _SUM_STEPS + matrices * rows * cols * parts / _SUMMED if parts > 1 else 0.0
+        return rounds * (ceil_div(steps, parts) * step + tile) + summed
+
+    (layout, _, _), parts = min(product_of(layouts, range(1, most + 1)), key=cost)
+    # Rounding may leave none for the last.
+    return layout, ceil_div(steps, ceil_div(steps, parts))
+
+
+@cache
+def sum_parts_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel that adds up the parts of products, and rounds the sums to a dtype."""
+    stored, _, narrow, _ = half.form(dtype)
+    zero = np.float32(0)
+
+    def sum_parts(partial, out, out_steps, shape):
+        """Add parts in order, so that the result is equal from run to run.
+
+        Computes: out[i, j] = Σ_part partial[part, i, j] for each batch and head
+        Source: none
+        Grid: ceil(elements of out / threads)
+        Block: any number of threads
+        One thread does: one element of out
+        Shared: none
+        Registers: one sum
+        Global traffic: each element of partial read once, each of out written once
+        Needs: nothing
+        """
+        heads, rows, cols, parts = shape
+        matrix = rows * cols
+        n = cuda.grid(1)
+        number, place = n // matrix, n % matrix
+        at = number // heads * out_steps[0] + number % heads * out_steps[1]
+        at += place // cols * out_steps[2] + place % cols
+        first = number * parts * matrix + place
+        if first + (parts - 1) * matrix < partial.shape[0]:
+            total = zero
+            for part in range(parts):
+                total += partial[first + part * matrix]
+            out[at] = narrow(total)
+
+    partial, four = types.Array(scalar_type(FLOAT32), 1, "C"), types.UniTuple(int64, 4)
+    result = types.Array(scalar_type(stored), 1, "C")
+    return Kernel(sum_parts, void(partial, result, four, four))

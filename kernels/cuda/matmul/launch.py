@@ -1,0 +1,157 @@
+"""Launch the products on tensor cores: tensor maps of operands as they lie, order of tiles, parts."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from kernels.common.geometry import ceil_div
+from kernels.cuda.device.half import as_bits
+from kernels.cuda.device.per_device import device_map, multiprocessors
+from kernels.cuda.matmul import mma as product_mma
+from kernels.cuda.matmul import wgmma as product_wgmma
+from kernels.cuda.matmul.layout import LINE, PANEL, Form, Order, ProductLayout, WarpLayout
+from kernels.cuda.matmul.operands import Ints, Operand
+from kernels.cuda.ptx.wgmma import ROWS
+from kernels.cuda.runtime.arrays import device_pointer
+
+#: Rows of the result that blocks work on at a time, about; see ``Order``.
+BAND_ROWS = 2048
+#: Rows and columns of a result that are stored at a time.
+_OUT_BOX = (ROWS, PANEL)
+
+
+class Target(NamedTuple):
+    """Where results go: matrices in memory, and what is done to them on the way.
+
+    Attributes:
+        array: Flat, on the device.
+        steps: In batch, heads, rows and columns, in elements; the last is 1.
+        bias: One number for each column, or 0.
+        before_gelu: Laid out as ``array``: what GELU is applied to, or 0.
+        parts: Of the depth, whose sums lie one after the other where a head's matrix does.
+    """
+
+    array: Any
+    steps: Ints
+    bias: Any = 0
+    before_gelu: Any = 0
+    parts: int = 1
+
+
+def _map_of(array: Any, shape: Ints, steps: Ints, box: Ints, dtype: str) -> Any:
+    """Return the tensor map of an array.
+
+    Args:
+        array: Flat, on the device.
+        shape: (batch, heads, lines, elements of a line).
+        steps: In elements; the last is 1.
+        box: Lines and elements that a copy brings.
+        dtype: Of the map.
+    """
+    sizes, strides = _as_engine_takes(shape, steps, array.dtype.itemsize)
+    return device_map(device_pointer(array), sizes, strides, (1, 1, *box), dtype)
+
+
+@lru_cache(maxsize=4096)
+def _as_engine_takes(shape: Ints, steps: Ints, size: int) -> tuple[Ints, Ints]:
+    """Return sizes, and strides in bytes: of matrices that repeat there is one."""
+    lead = [1 if step == 0 else n for n, step in zip(shape[:2], steps, strict=False)]
+    sizes = (*lead, *shape[2:])
+    # A stride that is never taken must be one that the engine accepts.
+    strides = (LINE if n == 1 else size * step for n, step in zip(sizes[:3], steps, strict=False))
+    return sizes, (*strides, size)
+
+
+class _Plan(NamedTuple):
+    """What a launch takes that follows from shapes alone.
+
+    Attributes:
+        sizes: rows, cols, steps of the depth, those of a part, parts, heads.
+        order: Of the tiles.
+        steps: Of a result of float32; see ``matmul.epilogue``.
+    """
+
+    sizes: Ints
+    order: Order
+    steps: Ints
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    shape: Ints, cols: int, depth: int, layout: ProductLayout | WarpLayout, steps: Ints,
+    parts: int, band: int | None,
+) -> _Plan:  # fmt: skip
+    """Return the plan of a product.
+
+    Args:
+        shape: Of the left operand: (batch, heads, rows, depth).
+        cols: Of the right one.
+        depth: Of a tile.
+        layout: Who works.
+        steps: Of the result.
+        parts: Of the depth.
+        band: Tiles of rows of a band; by BAND_ROWS when None.
+    """
+    batch, heads, rows, whole_depth = shape
+    row_tiles, matrices = ceil_div(rows, layout.rows), batch * heads * parts
+    band = min(band or max(BAND_ROWS // layout.rows, 1), row_tiles)
+    order = Order(row_tiles, ceil_div(cols, layout.cols), band, matrices)
+    count = ceil_div(whole_depth, depth)
+    sizes = (rows, cols, count, ceil_div(count, parts), parts, heads)
+    batch_step, head_step, row_step, _ = steps
+    own = (batch_step, head_step, head_step // parts, row_step)
+    are_pairs = all(step % 2 == 0 for step in (*own, cols))
+    return _Plan(sizes, order, (*own, int(are_pairs)))
+
+
+def multiply_on_hopper(
+    a: Operand, b: Operand, target: Target, form: Form, layout: ProductLayout, plane: int = 0,
+    band: int | None = None,
+) -> None:  # fmt: skip
+    """Launch the kernel of ``matmul.wgmma``.
+
+    Args:
+        a: (batch, heads, rows, depth); of ``planes`` the depth is that of one.
+        b: (batch, heads, cols, depth).
+        target: Written.
+        form: Of the kernel.
+        layout: Who works.
+        plane: Elements from plane to plane.
+        band: Tiles of rows of a band; by BAND_ROWS when None.
+    """
+    kind = "float32" if form.dtype == "tf32" else form.dtype
+    (batch, heads, rows, _), cols, depth = a.shape, b.shape[2], form.depth
+    plan = _plan(a.shape, cols, depth, layout, target.steps, target.parts, band)
+    maps, differs = [], []
+    for operand, lines in ((a, layout.rows), (b, layout.cols)):
+        if form.planes > 1:
+            operand = operand._replace(shape=(*operand.shape[:3], form.planes * plane))
+        box = (depth, PANEL) if operand.is_turned else (lines, depth)
+        shape, steps = operand.stored
+        maps.append(_map_of(operand.array, shape, steps, box, kind))
+        differs += [int(steps[1] != 0), int(steps[0] != 0)]
+    out, before = target.array, target.before_gelu
+    if form.out != "float32":
+        shape = (batch, heads, rows, cols)
+        out = _map_of(out, shape, target.steps, _OUT_BOX, form.out)
+        if form.keeps_input:
+            before = _map_of(before, shape, target.steps, _OUT_BOX, form.out)
+    blocks = min(multiprocessors(), plan.order.items)
+    product_wgmma.product_kernel(layout, form)[blocks, layout.threads](
+        *maps, out, before, target.bias, plan.steps, (*plan.sizes, *differs, plane), plan.order
+    )
+
+
+def multiply_by_warps(
+    a: Operand, b: Operand, target: Target, form: Form, layout: WarpLayout, band: int | None = None
+) -> None:
+    """Launch the kernel of ``matmul.mma``; the arguments are those of :func:`multiply_on_hopper`."""
+    plan = _plan(a.shape, b.shape[2], form.depth, layout, target.steps, target.parts, band)
+    rows, cols, _, part_steps, parts, heads = plan.sizes
+    sizes = (rows, cols, a.shape[3], part_steps, parts, heads)
+    product_mma.product_kernel(layout, form)[plan.order.items, layout.threads](
+        as_bits(a.array), as_bits(b.array), as_bits(target.array),
+        as_bits(target.before_gelu) if form.keeps_input else 0, target.bias,
+        a.stored[1][:3], b.stored[1][:3], plan.steps, sizes, plan.order,
+    )  # fmt: skip

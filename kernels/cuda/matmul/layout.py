@@ -1,0 +1,174 @@
+"""Products on tensor cores: how a block is staffed, where its tiles lie, in which order work is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from numba import int32, uint32
+
+from kernels.cuda.device.shared_tiles import SharedTiles, round_up
+from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, Staff
+from kernels.cuda.ptx.wgmma import KINDS, ROWS
+from kernels.cuda.runtime.kernel import device_function
+
+#: Products a step of the depth, a line of 128 bytes: each instruction takes 32 bytes of it.
+STEPS = 4
+#: Which planes of a and of b are multiplied, the smallest products first.  Of a number that is the sum of
+#: three of bfloat16 these six products leave out what is 2**-24 of the largest and less.
+TERMS = {1: ((0, 0),), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        dtype: Of the products: "float16", "bfloat16" or "tf32".
+        out: Of the result: the same, or "float32".
+        a_turned: Neighbours of a lie side by side along its rows, not along the depth.
+        b_turned: Those of b do along its columns.
+        planes: Numbers that a number is the sum of, 1 or 3; planes lie one after the other in the depth.
+        has_bias: One number for each column is added.
+        has_gelu: GELU is applied then.
+        keeps_input: What it is applied to is written too, for the backward pass.
+    """
+
+    dtype: str
+    out: str
+    a_turned: bool = False
+    b_turned: bool = False
+    planes: int = 1
+    has_bias: bool = False
+    has_gelu: bool = False
+    keeps_input: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Elements of a line: the depth of a tile."""
+        return STEPS * KINDS[self.dtype][1]
+
+
+@dataclass(frozen=True)
+class ProductLayout(Staff):
+    """Who works on a tile of the result, and how many tiles of the operands are in flight.
+
+    Attributes:
+        consumers: Warpgroups that multiply, each 64 rows; a further one copies.
+        cols: Columns of a tile, a multiple of 64, 256 at most.
+        stages: Tiles of each operand that shared memory holds at a time.
+        panels: Panels of 64 columns that a consumer rounds and stores at a time; of a result of 16 bits.
+    """
+
+    consumers: int
+    cols: int
+    stages: int
+    panels: int
+
+    @property
+    def a_bytes(self) -> int:
+        """Bytes of a tile of a."""
+        return self.rows * LINE
+
+    @property
+    def b_bytes(self) -> int:
+        """Bytes of a tile of b."""
+        return self.cols * LINE
+
+
+@dataclass(frozen=True)
+class WarpLayout:
+    """Who works on a tile of the result, where warps multiply: each its own rows and columns of it.
+
+    Attributes:
+        rows: Of a tile: ``row_warps`` times a multiple of 16.
+        cols: Likewise: ``col_warps`` times a multiple of 16.
+        row_warps: Warps one below the other.
+        col_warps: Warps side by side.
+        stages: Tiles of each operand that shared memory holds at a time.
+        resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
+    """
+
+    rows: int
+    cols: int
+    row_warps: int
+    col_warps: int
+    stages: int
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.row_warps * self.col_warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block: lines of 128 bytes of both operands."""
+        return self.stages * (self.rows + self.cols) * LINE
+
+
+def shared_tiles(layout: ProductLayout, form: Form) -> SharedTiles:
+    """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one."""
+    is_half = form.out != "float32"
+    return SharedTiles(
+        a=layout.stages * form.planes * layout.a_bytes,
+        b=layout.stages * form.planes * layout.b_bytes,
+        out=is_half * layout.consumers * layout.panels * ROWS * LINE,
+        barriers=16 * layout.stages,
+    )
+
+
+def shared_bytes(layout: ProductLayout, form: Form) -> int:
+    """Return the dynamic shared memory of a block, what its alignment takes included."""
+    return round_up(shared_tiles(layout, form).elements, 16) + ALIGNMENT
+
+
+class Order(NamedTuple):
+    """In which order the tiles of the results are worked on.
+
+    Blocks that work at a time shall have few rows of a and few columns of b between them: the L2 cache then
+    delivers what one of them has read to the others.  So tiles come column by column in bands of rows.
+
+    Attributes:
+        row_tiles: Of a matrix.
+        col_tiles: Likewise.
+        band: Tiles of rows of a band.
+        matrices: Of the result.
+    """
+
+    row_tiles: int
+    col_tiles: int
+    band: int
+    matrices: int
+
+    @property
+    def items(self) -> int:
+        """Tiles of all matrices."""
+        return self.row_tiles * self.col_tiles * self.matrices
+
+
+@device_function
+def place_of(item, order):
+    """Return the tile of rows, the tile of columns, and the matrix, of an item."""
+    # Unsigned, for a division of 64 bits takes several times as long as one of 32.
+    tiles, columns = uint32(order.row_tiles * order.col_tiles), uint32(order.band * order.col_tiles)
+    matrix, rest = uint32(item) // tiles, uint32(item) % tiles
+    first = uint32(rest // columns) * uint32(order.band)
+    rows = uint32(min(order.band, order.row_tiles - first))  # the last band may be smaller
+    rest = uint32(rest % columns)
+    return int32(first + rest % rows), int32(rest // rows), int32(matrix)
+
+
+__all__ = [
+    "ALIGNMENT",
+    "LINE",
+    "PANEL",
+    "STEPS",
+    "TERMS",
+    "Form",
+    "Order",
+    "ProductLayout",
+    "WarpLayout",
+    "place_of",
+    "shared_bytes",
+    "shared_tiles",
+]

@@ -1,0 +1,1 @@
+"""NumPy that does what the instructions of ``ptx`` do."""

@@ -1,0 +1,94 @@
+"""Roundings of the conversions in ``numbers``, on NumPy arrays, bit for bit.
+
+A 16-bit number is its bits, uint16, and a dtype's name; a pair is uint32, the first number in its
+low half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kernels.runtime.dtypes import HALF_DTYPES, NAMES
+
+Array = np.ndarray[Any, Any]
+
+_STORED = {NAMES[dtype]: dtype for dtype in HALF_DTYPES}
+#: The least float32 that is not subnormal.
+_TINY = np.finfo(np.float32).tiny
+
+
+def _bits(values: Any) -> Array:
+    return np.asarray(values, np.float32).view(np.uint32)
+
+
+def to_bits(values: Any, dtype: str) -> Array:
+    """Return the bits of numbers rounded to "float16" or "bfloat16", to nearest even.
+
+    What is not a number stays none; its bits are not promised.
+    """
+    with np.errstate(over="ignore"):
+        return np.asarray(values, np.float32).astype(_STORED[dtype]).view(np.uint16)
+
+
+def from_bits(bits: Any, dtype: str) -> Array:
+    """Return the float32 that bits of "float16" or "bfloat16" mean, exactly."""
+    return np.asarray(bits, np.uint16).view(_STORED[dtype]).astype(np.float32)
+
+
+def round_to(values: Any, dtype: str) -> Array:
+    """Return numbers rounded to "float16", "bfloat16" or "tf32", as float32."""
+    if dtype == "tf32":
+        return round_tf32(values).view(np.float32)
+    return from_bits(to_bits(values, dtype), dtype)
+
+
+def pack(low: Any, high: Any, dtype: str) -> Array:
+    """Return pairs, as ``pack_f16`` and ``pack_bf16`` do."""
+    pairs = np.empty((*np.shape(low), 2), np.float32)
+    pairs[..., 0], pairs[..., 1] = low, high
+    return to_bits(pairs, dtype).view(np.uint32)[..., 0]
+
+
+def halves(pairs: Any) -> Array:
+    """Return the bits of the two numbers of each pair, along a new last axis."""
+    return np.asarray(pairs, np.uint32)[..., None].view(np.uint16)
+
+
+def unpack(pairs: Any, dtype: str) -> Array:
+    """Return the two numbers of each pair, along a new last axis, as ``unpack_f16`` does."""
+    return from_bits(halves(pairs), dtype)
+
+
+def round_tf32(values: Any) -> Array:
+    """Return numbers rounded as ``round_tf32`` does: bits of float32, of which the last 13 are zero."""
+    bits = _bits(values)
+    is_number = (bits & 0x7F800000) != 0x7F800000
+    return np.where(is_number, (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000), bits)
+
+
+def read_tf32(bits: Any) -> Array:
+    """Return what tensor cores read of 32 bits: the upper 19."""
+    return (np.asarray(bits, np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def tanh(values: Any) -> Array:
+    """Return the hyperbolic tangent, off by 2**-11 of itself at most, as the GPU's."""
+    return round_to(np.tanh(np.asarray(values, np.float32)), "tf32")
+
+
+def lg2(values: Any) -> Array:
+    """Return the logarithm to base 2, of subnormal numbers as of zero; the GPU's is within 2**-22."""
+    values = np.asarray(values, np.float32)
+    values = np.where(np.abs(values) < _TINY, np.float32(0), values)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.log2(values.astype(np.float64)).astype(np.float32)
+
+
+def ex2(values: Any) -> Array:
+    """Return 2**x as float32, subnormal arguments and results as zero; the GPU's is within two units."""
+    values = np.asarray(values, np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        result = np.exp2(values, dtype=np.float64).astype(np.float32)
+    return np.where(result < _TINY, np.float32(0), result)

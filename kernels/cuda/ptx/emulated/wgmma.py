@@ -1,0 +1,132 @@
+"""``wgmma`` on NumPy arrays: operands behind descriptors in a vector of bytes, accumulators of four warps.
+
+Fragments are (4, 32, registers): warp, lane, register.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kernels.cuda.ptx.emulated.numbers import Array, from_bits, read_tf32
+from kernels.cuda.ptx.emulated.warp import (
+    WARP,
+    gather_accumulators,
+    scatter_a,
+    scatter_accumulators,
+)
+from kernels.cuda.ptx.fragments import PLAIN
+from kernels.cuda.ptx.swizzle import CHUNK, swizzled
+from kernels.cuda.ptx.wgmma import KINDS, ROWS
+
+#: Rows of A and of the accumulators of one warp; warps of a warpgroup.
+WARP_ROWS, WARPS = 16, 4
+#: What a descriptor's code for the swizzle means, in bytes.
+_WIDTHS = (0, 128, 64, 32)
+
+
+def fields(descriptor: int) -> tuple[int, int, int, int]:
+    """Return beginning, leading and stride in bytes, and the width of the swizzle."""
+    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    return start, leading, stride, _WIDTHS[descriptor >> 62]
+
+
+def operand_offsets(
+    lines: int, depth: int, size: int, swizzle: int, leading: int, stride: int, is_transposed: bool
+) -> Array:
+    """Return where each element of an operand begins, before the swizzle: (lines, depth) byte offsets.
+
+    Args:
+        lines: Rows of A, or columns of B.
+        depth: Of the product.
+        size: Bytes of an element.
+        swizzle: Bytes of a line, 0 for none.
+        leading: Bytes, see ``wgmma``.
+        stride: Likewise.
+        is_transposed: Lines run along the rows of A or the columns of B.
+    """
+    line, step = np.ogrid[:lines, :depth]
+    width = (swizzle or CHUNK) // size  # elements
+    if not is_transposed:
+        along = step * size
+        if not swizzle:
+            along = step // width * leading + step % width * size
+        return line // 8 * stride + line % 8 * (swizzle or CHUNK) + along
+    # Without a swizzle the two strides change their parts.
+    across, along = (leading, stride) if swizzle else (stride, leading)
+    in_piece = line % width * size + step % 8 * (swizzle or CHUNK)
+    return line // width * across + step // 8 * along + in_piece
+
+
+def read_operand(
+    shared: Array, descriptor: int, lines: int, dtype: str, is_transposed: bool = False
+) -> Array:
+    """Return the operand behind a descriptor: (lines, depth) float32.
+
+    Args:
+        shared: Bytes.
+        descriptor: 64 bits.
+        lines: Rows of A, or columns of B.
+        dtype: "float16", "bfloat16" or "tf32".
+        is_transposed: Lines run along the rows of A or the columns of B.
+    """
+    start, leading, stride, swizzle = fields(descriptor)
+    depth = KINDS[dtype][1]
+    size = 32 // depth
+    offsets = operand_offsets(lines, depth, size, swizzle, leading, stride, is_transposed)
+    places = swizzled(start + offsets[..., None] + np.arange(size), swizzle)
+    words = np.ascontiguousarray(shared[places])
+    if dtype == "tf32":
+        return read_tf32(words.view(np.uint32)[..., 0])
+    return from_bits(words.view(np.uint16)[..., 0], dtype)
+
+
+def gather_rows(tile: Array) -> Array:
+    """Return the accumulators of a warpgroup for a tile (64, columns)."""
+    return np.stack([gather_accumulators(rows) for rows in np.split(np.asarray(tile), WARPS)])
+
+
+def scatter_rows(fragment: Array) -> Array:
+    """Return the tile (64, columns) that the accumulators of a warpgroup hold."""
+    return np.concatenate([scatter_accumulators(rows) for rows in fragment])
+
+
+def read_registers(fragment: Array, dtype: str) -> Array:
+    """Return the left operand that the registers of a warpgroup hold: (64, depth) float32."""
+    if dtype != "tf32":
+        return from_bits(np.concatenate([scatter_a(rows) for rows in fragment]), dtype)
+    tile = np.zeros((WARPS, WARP_ROWS, KINDS[dtype][1]), np.float32)
+    lane, register = np.ogrid[:WARP, : fragment.shape[2]]
+    row, column = PLAIN.a_element_tf32(lane, register)
+    tile[:, row, column] = read_tf32(fragment)
+    return tile.reshape(ROWS, -1)
+
+
+def wgmma(
+    shared: Array,
+    acc: Array,
+    a: Array | int,
+    b: int,
+    dtype: str,
+    a_transposed: bool = False,
+    b_transposed: bool = False,
+    accumulate: bool = True,
+) -> Array:
+    """Return the accumulators after one product, as ``make_wgmma``'s function leaves them.
+
+    Args:
+        shared: Bytes.
+        acc: (4, 32, columns / 2) float32.
+        a: A descriptor, or registers (4, 32, 4).
+        b: A descriptor.
+        dtype: "float16", "bfloat16" or "tf32".
+        a_transposed: The lines of A run along its rows.
+        b_transposed: The lines of B run along its columns.
+        accumulate: Add to ``acc``; else its numbers do not count.
+    """
+    if isinstance(a, int):
+        left = read_operand(shared, a, ROWS, dtype, a_transposed)
+    else:
+        left = read_registers(a, dtype)
+    right = read_operand(shared, b, 2 * acc.shape[2], dtype, b_transposed)
+    total = left.astype(np.float64) @ right.astype(np.float64).T
+    return gather_rows(scatter_rows(acc) + total if accumulate else total)

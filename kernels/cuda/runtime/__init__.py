@@ -1,0 +1,1 @@
+"""The host's half of CUDA: arrays, memory, what a kernel is, compiling, launching, graphs."""

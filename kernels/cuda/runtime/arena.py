@@ -1,0 +1,156 @@
+"""Memory of a function whose calls are all to lie at the same addresses: what a graph is computed in."""
+
+from __future__ import annotations
+
+import threading
+from bisect import insort
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kernels.common.geometry import PLAIN
+from kernels.cuda.runtime.memory_pool import Pool
+from kernels.runtime.cuda_errors import CaptureError
+
+#: Bytes that a piece of an arena begins at a multiple of.
+ALIGNMENT = 512
+#: More bytes than any device has.
+_ENDLESS = 1 << 60
+
+
+class ArenaBlock(NamedTuple):
+    """A piece of an arena.
+
+    Attributes:
+        address: As the driver has it.
+        call: The call that it was given to.
+        start: Where it begins in the arena.
+        size: Bytes.
+        block: Of the pool, in the first call; None later.
+    """
+
+    address: Any
+    call: int
+    start: int
+    size: int
+    block: Any
+
+
+class _Places:
+    """What is free of a stretch of bytes.
+
+    Args:
+        size: Of the stretch.
+
+    Attributes:
+        extent: Up to where it has been in use.
+    """
+
+    def __init__(self, size: int):
+        self._free, self.extent = [(0, size)], 0  # (start, bytes), in order; none beside another
+
+    def take(self, size: int) -> int | None:
+        """Return the first place for so many bytes: the same one in every stretch that is long enough."""
+        for at, (start, room) in enumerate(self._free):
+            if room >= size:
+                self._free[at : at + 1] = [(start + size, room - size)] if room > size else []
+                self.extent = max(self.extent, start + size)
+                return start
+        return None
+
+    def give(self, start: int, size: int) -> None:
+        """Take a place back."""
+        stop = start + size
+        for place in [*self._free]:
+            if sum(place) == start:
+                self._free.remove(place)
+                start = place[0]
+            elif place[0] == stop:
+                self._free.remove(place)
+                stop = sum(place)
+        insort(self._free, (start, stop - start))
+
+
+class Arena:
+    """Pieces of memory that each call but the first is given in the same order at the same addresses.
+
+    A piece that is free again within a call is given to the next who asks: everything that is launched runs
+    in order.  The first call has its pieces from the pool and shows how much the others need, which is one
+    stretch.  When a call begins all of it is free, whoever still holds a piece; so what is asked for in the
+    same order lies where it lay.
+
+    Args:
+        source: Of the memory; it goes back when the last array in the arena, and what else holds it, has
+            gone.
+        address_of: Makes an address as the driver has it of a number.
+
+    Attributes:
+        bytes: Of the stretch; 0 in the first call.
+    """
+
+    def __init__(self, source: Pool, address_of: Callable[[int], Any]):
+        self._source, self._address_of = source, address_of
+        self._places = _Places(_ENDLESS)
+        self._stretch: Any = None
+        self._call, self._thread = 0, None
+        self.bytes = 0
+
+    def begin(self) -> None:
+        """Begin a call on this thread: everything is free.
+
+        Raises:
+            MemoryError: If the device has not that much left.
+        """
+        if self._call and self._stretch is None and self._places.extent:
+            self._stretch = self._source.allocate(self._places.extent)
+            self.bytes = self._places.extent
+        self._call += 1
+        self._thread = threading.get_ident()
+        self._places = _Places(self.bytes if self.is_laid_out else _ENDLESS)
+
+    def end(self) -> None:
+        """End the call; from now on nothing is given or taken back."""
+        self._thread = None
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether calls lie at the same addresses, as all but the first do."""
+        return self._call > 1
+
+    def allocate(self, size: int) -> ArenaBlock:
+        """Return ``size`` bytes, one or more.
+
+        Raises:
+            MemoryError: If the device has not that much left.
+            CaptureError: If the first call did not ask for that.
+        """
+        size = PLAIN.ceil_div(size, ALIGNMENT) * ALIGNMENT
+        start = self._places.take(size)
+        if start is None:
+            raise CaptureError(
+                f"the function asks for {size:,} bytes on the device that a call before did not ask for; "
+                "shapes must be the same in every call"
+            )
+        if not self.is_laid_out:
+            block = self._source.allocate(size)
+            return ArenaBlock(block[0], self._call, start, size, block)
+        address = self._address_of(int(self._stretch[0]) + start)
+        return ArenaBlock(address, self._call, start, size, None)
+
+    def free(self, block: ArenaBlock) -> None:
+        """Take a piece back; one of an earlier call was taken back when this one began."""
+        if block.block is not None:
+            self._source.free(block.block)
+        if block.call == self._call and threading.get_ident() == self._thread:
+            self._places.give(block.start, block.size)
+
+    def owns(self, memory: Any) -> bool:
+        """Tell whether memory of an array is a piece of this arena."""
+        return getattr(memory, "source", None) is self
+
+    def is_current(self, memory: Any) -> bool:
+        """Tell whether a piece was given to the call that runs, or ran last."""
+        return memory.block.call == self._call
+
+    def __del__(self) -> None:
+        if self._stretch is not None:
+            self._source.free(self._stretch)

@@ -1,0 +1,257 @@
+"""Arrays on the device: where their memory comes from, how numba sees it, how to copy and view them."""
+
+from __future__ import annotations
+
+import math
+from ctypes import c_void_p
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from kernels.cuda.runtime.memory_pool import Block, Pool
+from kernels.cuda.runtime.recorder import active, refuse
+from kernels.runtime.dtypes import BFLOAT16, BITS
+from kernels.runtime.memory import check_dense, row_major_strides, same_layout
+from kernels.runtime.targets import IS_SIMULATOR, cuda, driver, explained, why_no_cuda
+
+
+def is_device_array(array: Any) -> bool:
+    """Tell whether an array is one of numba's on the device, or the simulator's stand-in for one."""
+    return bool(getattr(array, "__cuda_ndarray__", False))
+
+
+@cache
+def pool() -> Pool | None:
+    """Return what device memory comes from, or None where numba's memory manager stays in charge.
+
+    That is so where the user has chosen one (``NUMBA_CUDA_MEMORY_MANAGER``, as RMM's), and where the
+    device or the owner of numba.cuda has no stream-ordered allocator.
+
+    Raises:
+        RuntimeError: If there is no device; it says what to do.
+    """
+    if (reason := why_no_cuda()) is not None:
+        raise RuntimeError(reason)
+    if IS_SIMULATOR or driver is None:
+        return None
+    if type(cuda.current_context().memory_manager).__name__ != "NumbaCUDAMemoryManager":
+        return None
+    found = Pool(driver, cuda.current_context)
+    return found if found.prepare() else None
+
+
+_MemoryPointer: Any = getattr(cuda, "MemoryPointer", object)
+
+
+class _Pooled(_MemoryPointer):
+    """Memory of the pool or of an arena, as numba's arrays hold it; it goes back when the last one goes."""
+
+    #: The address, which numba asks for at each launch, and works out each time.
+    device_ctypes_pointer: Any = None
+
+    def __init__(self, source: Any, block: Block, size: int):
+        super().__init__(None, block[0], size)  # numba reads no context of a pointer
+        self.source = source
+        self.block = block
+        self.device_ctypes_pointer = c_void_p(int(block[0]))
+
+    def __del__(self) -> None:
+        self.source.free(self.block)
+
+    def view(self, start: int, stop: int | None = None) -> Any:
+        """Return a part, from one byte to another, which keeps the whole."""
+        return _Part(self, super().view(start, stop))
+
+
+class _Part(_MemoryPointer):
+    """A part of the pool's memory: what numba's views are made of."""
+
+    def __init__(self, whole: Any, part: Any):
+        super().__init__(None, part.device_pointer, part.size)
+        self.whole = whole
+
+    def view(self, start: int, stop: int | None = None) -> Any:
+        """Return a part of the part, from one byte to another."""
+        return _Part(self.whole, super().view(start, stop))
+
+
+@lru_cache(maxsize=4096)
+def _array_state(shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return the attributes that numba's arrays of one shape, strides and dtype share.
+
+    Its constructor works them out anew for each array, which takes longer than a launch.
+    """
+    array = cuda.cudadrv.devicearray.DeviceNDArray(shape, steps, dtype, gpu_data=_ANY_MEMORY)
+    if dtype != BFLOAT16:  # which numba does not know: kernels get its bits
+        array._numba_type_  # noqa: B018 - kept from now on; each launch asks for it
+    return vars(array)
+
+
+_ANY_MEMORY = object()
+
+
+def _device_array(
+    shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any], memory: Any, stream: Any
+) -> Any:
+    """Return numba's array on some memory, ``steps`` in bytes."""
+    kind = cuda.cudadrv.devicearray.DeviceNDArray
+    if driver is None or 0 in shape:  # of no elements: numba gives it a null pointer
+        return kind(shape, steps, dtype, stream, memory)
+    array = object.__new__(kind)
+    array.__dict__ = {
+        **_array_state(shape, steps, dtype), "gpu_data": memory, "stream": stream
+    }  # fmt: skip
+    return array
+
+
+def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return an uninitialised, contiguous device array.
+
+    Raises:
+        MemoryError: If the device has too little memory left.
+    """
+    recording = active()
+    source = pool() if recording is None else recording.arena
+    if source is None:
+        with explained(f"allocating an array of shape {shape}"):
+            return cuda.device_array(shape, dtype)
+    return _empty(shape, dtype, source)
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], source: Any) -> Any:
+    """Return an uninitialised, contiguous device array from the pool or an arena."""
+    size, steps = _row_major(tuple(shape), dtype.itemsize)
+    memory = _Pooled(source, source.allocate(size), size) if size else None
+    return _device_array(tuple(shape), steps, dtype, memory, 0)
+
+
+@lru_cache(maxsize=4096)
+def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, ...]]:
+    """Return the bytes of a contiguous array, and its strides in bytes."""
+    return math.prod(shape) * itemsize, tuple(s * itemsize for s in row_major_strides(shape))
+
+
+def to_device(array: np.ndarray[Any, Any]) -> Any:
+    """Return a contiguous copy of a NumPy array on the device.
+
+    A small one is on its way when the call returns, and may be written to: the host does not wait.
+
+    Raises:
+        MemoryError: If the device has too little memory left.
+        RuntimeError: If there is no device; it says what to do.
+    """
+    array = np.asarray(array, order="C")
+    if array.dtype == BFLOAT16:  # whose memory NumPy does not lend to anyone
+        bits = to_device(array.view(BITS))
+        return device_view(bits, array.shape, row_major_strides(array.shape), dtype=BFLOAT16)
+    with explained("copying an array to the device"):
+        if pool() is None:
+            return cuda.to_device(array)
+        if (recording := active()) is not None:
+            return recording.uploaded(array, _uploaded)
+        return _uploaded(array)
+
+
+def _uploaded(array: np.ndarray[Any, Any], target: Any = None) -> Any:
+    """Copy a contiguous array to the device, to memory of the pool where there is no target."""
+    source = pool()
+    assert source is not None, "to_device asks first"
+    out = _empty(array.shape, array.dtype, source) if target is None else target
+    if array.size:
+        source.upload(device_pointer(out), array)
+    return out
+
+
+def to_host(array: Any) -> np.ndarray[Any, Any]:
+    """Return a copy of a device array on the host, once the kernels launched before have run.
+
+    Raises:
+        RuntimeError: If one of them failed; it names those launched last.
+        CaptureError: Within a call that is recorded for a graph.
+    """
+    refuse(
+        "reads numbers of the device on the host",
+        "return the tensor and read it outside; token ids and class indices come in as NumPy arrays",
+    )
+    with explained("copying an array to the host"):
+        return array.copy_to_host()
+
+
+def element_strides(array: Any) -> tuple[int, ...]:
+    """Return the strides of an array in elements, where NumPy and numba count bytes."""
+    return _in_elements(tuple(array.strides), array.dtype.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _in_elements(steps: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(step // itemsize for step in steps)
+
+
+@lru_cache(maxsize=4096)
+def _in_bytes(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    return tuple(step * itemsize for step in strides)
+
+
+def device_view(
+    array: Any,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int = 0,
+    dtype: np.dtype[Any] | None = None,
+) -> Any:
+    """See the memory of a device array through another shape and strides; nothing is copied.
+
+    Args:
+        array: A device array, whose memory the view keeps alive.
+        shape: Any number of dimensions; the caller answers for staying inside.
+        strides: In elements; 0 repeats.  They are worked out from the array's own, or the array is known to
+            be row-major; where it may not be, use :func:`reshaped` or :func:`flattened`.
+        offset: Where the view begins, in elements from the array's first.
+        dtype: For which the bits are taken, of the same size; the array's own when None.
+    """
+    size = array.dtype.itemsize
+    own: np.dtype[Any] = array.dtype if dtype is None else dtype
+    steps = _in_bytes(tuple(strides), size)
+    if IS_SIMULATOR:
+        start = np.lib.stride_tricks.as_strided(array._ary, (offset + 1,), (size,))[offset:]
+        return type(array)(np.lib.stride_tricks.as_strided(start, shape, steps).view(own))
+    memory = array.gpu_data.view(offset * size) if offset else array.gpu_data
+    return _device_array(tuple(shape), steps, own, memory, array.stream)
+
+
+def is_row_major(array: Any) -> bool:
+    """Tell whether a device array has no gaps and its last dimension is the fastest."""
+    shape = tuple(array.shape)
+    return same_layout(shape, element_strides(array), row_major_strides(shape))
+
+
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """View a row-major device array through another shape of as many elements; nothing is copied.
+
+    Raises:
+        ValueError: If the array is not row-major: its elements would be read in the wrong order.
+    """
+    if not is_row_major(array) or math.prod(shape) != array.size:
+        raise ValueError(
+            f"a device array of shape {tuple(array.shape)} and strides {element_strides(array)}, in "
+            f"elements, cannot be viewed as row-major {shape}; make a contiguous copy first"
+        )
+    return device_view(array, shape, row_major_strides(shape))
+
+
+def flattened(array: Any) -> Any:
+    """View the memory of a device array without gaps as one dimension, in the order of its strides.
+
+    Raises:
+        ValueError: If the array has gaps.
+    """
+    check_dense(tuple(array.shape), element_strides(array))
+    return device_view(array, (array.size,), (1,))
+
+
+def device_pointer(array: Any) -> int:
+    """Return the address of the first element of a device array; 0 in the simulator."""
+    if (recording := active()) is not None:
+        recording.touched(array)
+    return 0 if IS_SIMULATOR else int(array.device_ctypes_pointer.value or 0)

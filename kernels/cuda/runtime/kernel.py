@@ -1,0 +1,212 @@
+"""What every CUDA kernel calls, compiled for the device once, and how a kernel itself is compiled.
+
+A helper with a barrier or shared memory does not belong here but beside its kernel: the simulator
+replaces the name ``cuda`` in the kernel's own file only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, cached_property
+from types import CellType, FunctionType
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from kernels.common.geometry import same
+from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
+from kernels.cuda.runtime.launcher import Launcher, filled, three
+from kernels.cuda.runtime.numba_inlining import share_copies
+from kernels.runtime.targets import (
+    IS_SIMULATOR,
+    cuda,
+    driver,
+    explained,
+    launching,
+    shared_memory_bytes,
+)
+
+share_copies()  # before anything is compiled
+
+
+def device_function(function: Callable[..., Any]) -> Any:
+    """Compile a function that kernels call; inlined, which needs no GPU at compile time."""
+    return same(function) if IS_SIMULATOR else cuda.jit(device=True, inline="always")(function)
+
+
+@cache
+def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
+    """Return what a kernel calls for a user's function.
+
+    A Python float in a function is a float64, and a float32 kernel would compute in float64 around
+    it, which many GPUs do 64 times slower.  So the function is compiled with the constants of its own
+    source, of its module and of what it closes over, rounded to ``dtype``.
+    """
+    if not isinstance(function, FunctionType) or IS_SIMULATOR:
+        return function
+
+    def rounded(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(rounded, value))
+        return dtype.type(value) if type(value) is float and dtype.kind == "f" else value
+
+    code = function.__code__.replace(co_consts=tuple(map(rounded, function.__code__.co_consts)))
+    names = {name: rounded(value) for name, value in function.__globals__.items()}
+    cells = tuple(CellType(rounded(cell.cell_contents)) for cell in function.__closure__ or ())
+    copy = FunctionType(code, names, function.__name__, function.__defaults__, cells)
+    return device_function(copy)
+
+
+#: Threads that go together.
+WARP = 32
+#: Bytes of a float32 and of an int32.
+WORD = 4
+
+
+class Kernel:
+    """A kernel and the types of its arguments, compiled at the first launch, or taken from the disk.
+
+    Args:
+        source: A plain function.
+        signature: Its argument types.  Arrays are typed with any strides: an operand is read as it
+            lies, and no layout makes numba compile the kernel anew.
+        threads: Of a block, the most there will be; tells the compiler how many registers it may
+            use.  0 leaves it open.
+        shared_bytes: Dynamic shared memory of a block.
+        resident: Blocks that a multiprocessor shall hold at a time; bounds the registers further.
+    """
+
+    def __init__(
+        self,
+        source: Callable[..., None],
+        signature: Any,
+        threads: int = 0,
+        shared_bytes: int = 0,
+        resident: int = 1,
+    ):
+        self.source = source
+        self.signature = signature
+        self.threads = threads
+        self.shared_bytes = shared_bytes
+        self.resident = resident
+        self.name = source.__qualname__.rsplit(".", 1)[-1]
+        self._launching = launching(self.name)
+
+    @property
+    def launch_bounds(self) -> tuple[int, int] | None:
+        """What the compiler is told: threads of a block, and blocks of a multiprocessor."""
+        return (self.threads, self.resident) if self.threads else None
+
+    @cached_property
+    def _compiled(self) -> Any:
+        """The kernel as numba has compiled it."""
+        with explained(f"compiling the kernel {self.name}"):
+            return compile_kernel(self.source, self.signature, self.launch_bounds)
+
+    def _allow_shared_memory(self) -> None:
+        if self.shared_bytes:
+            allow_shared_memory(self._compiled, self.shared_bytes)
+
+    @cached_property
+    def _launcher(self) -> Launcher:
+        """What launches by the driver."""
+        own = self._compiled, self.signature, self.shared_bytes, self.name
+        return Launcher(*own, self._allow_shared_memory)
+
+    @cached_property
+    def _launch(self) -> Callable[..., None]:
+        """The function of grid, block and arguments that launches."""
+        if driver is not None:
+            return self._launcher.launch
+        self._allow_shared_memory()
+
+        def launch(grid: Any, block: Any, *args: Any) -> None:
+            self._compiled[grid, block, 0, self.shared_bytes](*args)
+
+        return launch
+
+    def __getitem__(self, launch: Any) -> Callable[..., None]:
+        """Return the function that launches on (grid, block)."""
+        grid, block = map(three, launch)
+
+        def run(*args: Any) -> None:
+            with self._launching:
+                self._launch(grid, block, *args)
+
+        return run
+
+    def prepared(self, launch: Any, *rest: Any) -> Callable[..., None]:
+        """Return the function of arrays that launches on (grid, block) with them before ``rest``.
+
+        For a launch that is asked for again and again: all arrays have the shapes, strides and dtypes of
+        those of the first time, and only where they begin is asked anew; see ``Launcher.prepared``.
+        """
+        if driver is None:
+            return lambda *arrays: self[launch](*filled(rest, arrays))
+        own = self._launcher.prepared(*map(three, launch), *rest)
+
+        def run(*arrays: Any) -> None:
+            with self._launching:
+                own(*arrays)
+
+        return run
+
+
+class Adopted:
+    """A kernel of numba's, launched as ours are, and compiled for what it is called with.
+
+    Args:
+        dispatcher: What ``cuda.jit`` returned; its arguments are flat contiguous arrays, numbers and tuples
+            of whole numbers.
+    """
+
+    def __init__(self, dispatcher: Any):
+        self._dispatcher = dispatcher
+
+    def __getitem__(self, launch: Any) -> Callable[..., None]:
+        """Return the function that launches on (grid, block)."""
+        if driver is None:
+            return self._dispatcher[launch]
+        source = self._dispatcher.py_func
+        return lambda *args: _adopted(source, tuple(map(_type_of, args)))[launch](*args)
+
+
+@cache
+def _adopted(source: Callable[..., None], kinds: tuple[Any, ...]) -> Kernel:
+    return Kernel(source, types.void(*kinds))
+
+
+def _type_of(arg: Any) -> Any:
+    if isinstance(arg, tuple):
+        return types.UniTuple(types.int64, len(arg))
+    if isinstance(arg, (int, float)):
+        return types.int64 if isinstance(arg, int) else types.float64
+    return types.Array(scalar_type(arg.dtype), arg.ndim, "C")
+
+
+def scalar_type(dtype: np.dtype[Any]) -> Any:
+    """Return numba's type of a dtype: for shared arrays, and to round a number to the dtype."""
+    return numba.from_dtype(dtype)
+
+
+def array_type(dtype: np.dtype[Any], dims: int) -> Any:
+    """Return numba's type of an array with any strides."""
+    return types.Array(scalar_type(dtype), dims, "A")
+
+
+def why_too_large(
+    tile: tuple[int, int] | None, needed: int, limit: int | None = None
+) -> str | None:
+    """Return why a block cannot have ``needed`` bytes of shared memory, or None if it can.
+
+    Args:
+        tile: For the text.
+        needed: Bytes.
+        limit: What a block can have; without it, what it has unasked.
+    """
+    limit = shared_memory_bytes() if limit is None else limit
+    if needed <= limit:
+        return None
+    return f"tile {tile} needs {needed:,} bytes of shared memory, a block has {limit:,}"

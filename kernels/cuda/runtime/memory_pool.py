@@ -1,0 +1,178 @@
+"""Device memory from CUDA's stream-ordered allocator, which keeps what is freed for the next to ask."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kernels.runtime.cuda_errors import explain_code, out_of_memory
+
+#: Bytes that the driver copies to a place of its own before an asynchronous copy returns.
+STAGED = 64 << 10
+#: The address of a block of memory as the driver has it, and the device it lies on.
+Block = tuple[Any, int]
+
+
+class Pool:
+    """The memory pool that the driver keeps for each device.
+
+    To allocate and to free are entries of the legacy default stream, where kernels are launched too.
+    Memory is free for the next operation once the last kernel launched before has used it, and
+    neither call waits for the device; cuMemAlloc and cuMemFree cost more and do wait.  So an array
+    that is used on another stream must be kept until that stream has done its work.
+
+    Nothing is asked of the driver before the first allocation.
+
+    Args:
+        driver: ``cuda.bindings.driver``.
+        enter: Makes a CUDA context current on the calling thread.
+    """
+
+    def __init__(self, driver: Any, enter: Callable[[], Any]):
+        self._driver = driver
+        self._enter = enter
+        self._allocate, self._free = driver.cuMemAllocAsync, driver.cuMemFreeAsync
+        self._stream = driver.CUstream(0)
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._no_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+        self._several = False
+        # What could not be freed where its last reference went; a finaliser runs on any thread.
+        self._left: deque[Block] = deque()
+
+    def prepare(self) -> bool:
+        """Let the pools keep their memory; tell whether every device has one."""
+        driver, attributes = self._driver, self._driver.CUdevice_attribute
+        self._enter()
+        count = self._ask(driver.cuDeviceGetCount)
+        self._several = count > 1
+        supported = attributes.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
+        if not all(self._ask(driver.cuDeviceGetAttribute, supported, i) for i in range(count)):
+            return False
+        threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        for device in range(count):
+            pool = self._ask(driver.cuDeviceGetMemPool, device)
+            # 0, what it is unless someone chose, gives all back at each synchronisation.
+            if int(self._ask(driver.cuMemPoolGetAttribute, pool, threshold)) == 0:
+                keep_all = driver.cuuint64_t(2**64 - 1)
+                self._ask(driver.cuMemPoolSetAttribute, pool, threshold, keep_all)
+        return True
+
+    def allocate(self, size: int) -> Block:
+        """Return ``size`` bytes on the current device, one or more.
+
+        Raises:
+            MemoryError: If the device has not that much left.
+            RuntimeError: If the driver fails, or a kernel has failed before.
+        """
+        if self._left:
+            self._free_left()
+        error, address = self._allocate(size, self._stream)
+        if error != self._success:
+            address = self._allocate_again(error, address, size)
+        return address, self._device() if self._several else 0
+
+    def free(self, block: Block) -> None:
+        """Give a block back, in stream order."""
+        if self._several and block[1] != self._device():
+            self._left.append(block)  # the stream of another device orders nothing
+            return
+        (error,) = self._free(block[0], self._stream)
+        if error == self._no_context:
+            self._left.append(block)
+
+    def upload(self, address: int, array: np.ndarray[Any, Any]) -> None:
+        """Copy a contiguous array of the host to an address, in stream order; it may be written to at once.
+
+        The driver copies a small array of NumPy's own memory at once, and the call does not wait for the
+        device.  A larger array, or memory of somebody else, which may be locked in place and would be read
+        later, the call waits for until it has been read.
+
+        Raises:
+            RuntimeError: If the driver fails, or a kernel has failed before.
+
+        Source: CUDA Driver API, API synchronization behavior.
+        """
+        copy = self._driver.cuMemcpyHtoD
+        numbers = (address, array.ctypes.data, array.nbytes)
+        owner = array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        is_owned = owner.base is None or isinstance(owner.base, bytes)
+        if is_owned and array.nbytes <= STAGED:
+            copy, numbers = self._driver.cuMemcpyHtoDAsync, (*numbers, self._stream)
+        (error,) = copy(*numbers)
+        if error == self._no_context:  # the first call on this thread
+            self._enter()
+            (error,) = copy(*numbers)
+        if error != self._success:
+            raise explain_code(error.name, "copying an array to the device")
+
+    def trim(self) -> None:
+        """Give what is free back to the device, for others or for one large piece; waits for its work."""
+        self._enter()
+        self._free_left()
+        self._ask(self._driver.cuCtxSynchronize)
+        self._ask(self._driver.cuMemPoolTrimTo, self._pool(), 0)
+
+    def in_use(self) -> int:
+        """Return how many bytes of the current device are allocated, once its work is done."""
+        return self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
+
+    def reset_peak(self) -> int:
+        """Begin to watch for the peak anew; return what is in use."""
+        high = self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH
+        self._enter()
+        zero = self._driver.cuuint64_t(0)  # the one value that the driver takes
+        self._ask(self._driver.cuMemPoolSetAttribute, self._pool(), high, zero)
+        return self.in_use()
+
+    def peak(self) -> int:
+        """Return the most bytes of the current device in use since :meth:`reset_peak`."""
+        return self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+
+    def _read(self, attribute: Any) -> int:
+        self._enter()
+        self._ask(self._driver.cuCtxSynchronize)
+        return int(self._ask(self._driver.cuMemPoolGetAttribute, self._pool(), attribute))
+
+    def _allocate_again(self, error: Any, address: Any, size: int) -> Any:
+        """Allocate after a failure, once what can be mended is."""
+        driver = self._driver
+        no_memory = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        if error == self._no_context:  # the first allocation on this thread
+            self._enter()
+            error, address = self._allocate(size, self._stream)
+        if error == no_memory:
+            gc.collect()  # cycles of references hold memory too, and so does what readers have returned
+            # Free memory in pieces of other sizes goes back to the device, to be had in one piece.
+            self.trim()
+            error, address = self._allocate(size, self._stream)
+        if error == no_memory:
+            free, total = self._ask(driver.cuMemGetInfo)
+            raise out_of_memory(size, int(free), int(total))
+        if error != self._success:
+            raise explain_code(error.name, "allocating device memory")
+        return address
+
+    def _free_left(self) -> None:
+        """Free what was left behind, as far as it can be freed here."""
+        for _ in range(len(self._left)):
+            self.free(self._left.popleft())
+
+    def _pool(self) -> Any:
+        return self._ask(self._driver.cuDeviceGetMemPool, self._device())
+
+    def _device(self) -> int:
+        error, device = self._driver.cuCtxGetDevice()
+        return int(device) if error == self._success else -1
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the driver and return its answer, or raise what went wrong."""
+        error, *answer = function(*args)
+        if error != self._success:
+            raise explain_code(error.name, "managing device memory")
+        return answer[0] if len(answer) == 1 else tuple(answer)

@@ -1,0 +1,207 @@
+"""The one table of tile and block sizes of the CUDA rungs: for a GPU, and tiny for the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kernels.runtime.targets import IS_SIMULATOR
+
+
+class LayoutSizes(NamedTuple):
+    """Tile and threads of one flash2 kernel; see ``register_tiles.RegisterLayout``."""
+
+    block_q: int
+    block_k: int
+    lanes: int
+    rows_of_threads: int
+    resident: int = 1
+
+
+class ProductTile(NamedTuple):
+    """What one block of the matrix product computes at a time; see ``product.product_kernel``.
+
+    Attributes:
+        rows: Of the output a block; divides the threads of a block.
+        cols: Likewise.
+        depth: Of the sum, from one barrier to the next; a multiple of four that divides the threads.
+        own_rows: Of the output a thread, in registers; a multiple of four.
+        own_cols: Likewise.
+        resident: Blocks that a multiprocessor shall hold at a time.
+    """
+
+    rows: int
+    cols: int
+    depth: int
+    own_rows: int
+    own_cols: int
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return (self.rows // self.own_rows) * (self.cols // self.own_cols)
+
+
+class FoldShape(NamedTuple):
+    """How the threads of a block share a fold of one dimension; see ``minitorch/backends/cuda_loops.py``.
+
+    Attributes:
+        lanes: Threads that fold one output together.
+        outputs: Outputs a block.
+        along: Neighbouring threads fold neighbouring elements of one output, and whole warps do; or
+            else neighbouring threads have neighbouring outputs.
+    """
+
+    lanes: int
+    outputs: int
+    along: bool
+
+
+#: (kernel, bytes of an element) → (largest head_dim or value_dim, sizes), the first that fits.
+LayoutTable = dict[tuple[str, int], tuple[tuple[int, LayoutSizes], ...]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes that the rungs take unless a caller asks for a tile.
+
+    Attributes:
+        flat_threads: Threads of a block that works element by element.
+        flat_items: Elements a thread of the element-wise kernels.
+        fold_short: Threads that fold a short contiguous dimension.
+        fold_long: Likewise a long one.
+        fold_across: Likewise a dimension that is not the contiguous one.
+        fold_long_from: The shortest long dimension.
+        fold_blocks: Blocks that keep a large GPU busy; a fold of few outputs is divided into so many.
+        fold_items: The fewest elements a thread of a fold that is divided.
+        product_tiles: Bytes of an element → tiles of the matrix product, the largest first.
+        product_blocks: Blocks that keep a large GPU busy: where there are fewer, the sum is divided
+            among up to twice as many, or a smaller tile is taken.
+        product_depth: The shortest part of a sum that is divided.
+        row_threads: Threads that share one row of scores in the naive rung; whole warps on a GPU.
+        flash1_bytes: Shared memory that flash1 divides into its tiles, the device permitting.
+        flash1_threads: Threads of one block of flash1.
+        split_blocks: Blocks that keep a large GPU busy: where the forward kernel of flash2 has fewer,
+            the keys are divided among so many.
+        split_tiles: The fewest tiles of keys of such a part.
+        few_rows: Query rows up to which the forward kernel takes its layout "few".
+        width_step: flash2 kernels are compiled for head_dim and value_dim rounded up to this.
+        flash2: Layouts of the flash2 kernels.
+    """
+
+    flat_threads: int
+    flat_items: int
+    fold_short: FoldShape
+    fold_long: FoldShape
+    fold_across: FoldShape
+    fold_long_from: int
+    fold_blocks: int
+    fold_items: int
+    product_tiles: dict[int, tuple[ProductTile, ...]]
+    product_blocks: int
+    product_depth: int
+    row_threads: int
+    flash1_bytes: int
+    flash1_threads: int
+    split_blocks: int
+    split_tiles: int
+    few_rows: int
+    width_step: int
+    flash2: LayoutTable
+
+    @property
+    def product_tile(self) -> tuple[int, int]:
+        """Rows and columns of the largest tile of a product, what the naive rung takes unasked."""
+        return self.product_tiles[4][0][:2]
+
+
+# Measured on an H200; see docs/notes-cuda.md.
+_FLASH2: LayoutTable = {
+    ("forward", 4): (
+        (32, LayoutSizes(64, 64, 8, 16)),
+        (64, LayoutSizes(64, 64, 16, 8, resident=3)),
+        (128, LayoutSizes(64, 32, 16, 8, resident=2)),
+        (256, LayoutSizes(64, 32, 16, 16)),
+    ),
+    ("few", 4): (
+        (64, LayoutSizes(8, 32, 16, 8, resident=7)),
+        (128, LayoutSizes(8, 32, 16, 8, resident=5)),
+        (256, LayoutSizes(8, 32, 16, 8, resident=2)),
+    ),
+    ("dq", 4): (
+        (32, LayoutSizes(64, 64, 8, 16)),
+        (64, LayoutSizes(64, 32, 16, 8, resident=3)),
+        (128, LayoutSizes(64, 32, 16, 8)),
+        (256, LayoutSizes(32, 32, 16, 16)),
+    ),
+    ("dkdv", 4): (
+        (32, LayoutSizes(64, 64, 8, 16)),
+        (64, LayoutSizes(32, 64, 16, 8, resident=3)),
+        (128, LayoutSizes(32, 64, 16, 8)),
+        (256, LayoutSizes(32, 32, 16, 16)),
+    ),
+    ("atomic", 4): (
+        (32, LayoutSizes(64, 64, 8, 16)),
+        (64, LayoutSizes(64, 64, 16, 8)),
+        (128, LayoutSizes(32, 64, 16, 8)),
+        (256, LayoutSizes(32, 32, 16, 16)),
+    ),
+    ("forward", 8): ((128, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(32, 16, 16, 16))),
+    ("few", 8): ((256, LayoutSizes(8, 32, 16, 8)),),
+    ("dq", 8): ((64, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(16, 16, 16, 16))),
+    ("dkdv", 8): ((64, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(16, 16, 16, 16))),
+    ("atomic", 8): ((64, LayoutSizes(32, 32, 16, 8)), (256, LayoutSizes(16, 16, 16, 16))),
+}
+_TINY = ((256, LayoutSizes(8, 4, 2, 2)),)
+
+GPU = Sizes(
+    flat_threads=256,
+    flat_items=4,
+    fold_short=FoldShape(32, 8, True),
+    fold_long=FoldShape(256, 1, True),
+    fold_across=FoldShape(8, 32, False),
+    fold_long_from=1024,
+    fold_blocks=1024,
+    fold_items=8,
+    product_tiles={
+        4: (ProductTile(128, 128, 8, 8, 8, 2), ProductTile(64, 64, 8, 8, 8, 1)),
+        8: (ProductTile(128, 64, 8, 8, 4, 2), ProductTile(64, 64, 8, 8, 8, 1)),
+    },
+    product_blocks=128,
+    product_depth=1024,
+    row_threads=128,
+    flash1_bytes=48 * 1024,
+    flash1_threads=512,
+    split_blocks=660,
+    split_tiles=2,
+    few_rows=16,
+    width_step=16,
+    flash2=_FLASH2,
+)
+#: A thread is a Python thread here, and a barrier costs a tenth of a millisecond for each of them.
+SIMULATOR = Sizes(
+    flat_threads=8,
+    flat_items=2,
+    fold_short=FoldShape(4, 2, True),
+    fold_long=FoldShape(8, 1, True),
+    fold_across=FoldShape(3, 4, False),
+    fold_long_from=24,
+    fold_blocks=4,
+    fold_items=4,
+    product_tiles=dict.fromkeys(
+        (4, 8), (ProductTile(16, 32, 4, 4, 4), ProductTile(16, 16, 4, 4, 4))
+    ),
+    product_blocks=2,
+    product_depth=8,
+    row_threads=4,
+    flash1_bytes=400,
+    flash1_threads=8,
+    split_blocks=6,
+    split_tiles=1,
+    few_rows=3,
+    width_step=4,
+    flash2=dict.fromkeys(_FLASH2, _TINY),
+)
+
+SIZES = SIMULATOR if IS_SIMULATOR else GPU

@@ -1,0 +1,311 @@
+"""Count what kernels read from global memory and write to it, array by array, in numba's simulator.
+
+The argument of the FlashAttention papers is a count of elements that travel.  Here the kernels themselves
+are counted, not a model of them: while a meter is open, every array that a kernel is launched on counts
+each element as it is read or written.  ``formulas`` says what the counts should be, :func:`metered` counts
+a call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels import launch
+from kernels.cuda.attention import split_keys as flash2_merge
+from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.runtime.arrays import is_device_array, to_device
+from kernels.cuda.runtime.kernel import Kernel
+from kernels.metering.rung_traffic import RUNGS, PassTraffic, Tile, call_traffic
+from kernels.problem.operands import make_operands
+from kernels.problem.question import make_problem
+from kernels.runtime.targets import IS_SIMULATOR, simulated_atomics
+from kernels.traffic.formulas import HeadShape, Traffic, total
+
+__all__ = ["Counted", "IOMeter", "Traffic", "metered", "one_of_many_heads", "total"]
+
+#: The general matrix product names its operands a, b and out, which says nothing of what they are.
+UNTELLING = "product"
+
+_Counts = npt.NDArray[np.int64]
+
+
+def _owner(array: Any) -> npt.NDArray[Any]:
+    """Return the array that a view looks into, however many views lie in between."""
+    owner = array
+    while array is not None:
+        if isinstance(array, np.ndarray):
+            owner = array
+        array = getattr(array, "base", None)
+    return owner
+
+
+def _host(array: Any) -> npt.NDArray[Any]:
+    """Return the NumPy array behind one of the simulator's."""
+    return getattr(array, "_ary", array)
+
+
+class _Ledger:
+    """The accesses to each element of one allocation.
+
+    Args:
+        owner: The array that has the memory; kept, so that no other gets its address meanwhile.
+    """
+
+    def __init__(self, owner: npt.NDArray[Any]):
+        self.owner = owner
+        self.name, self.is_named = "other", False
+        self.reads: _Counts = np.zeros(owner.nbytes // owner.itemsize, np.int64)
+        self.writes: _Counts = np.zeros_like(self.reads)
+
+    def seen_as(self, view: npt.NDArray[Any]) -> tuple[_Counts, _Counts]:
+        """Return reads and writes in the shape of a view: the same cells, not copies."""
+        first, start = (x.__array_interface__["data"][0] for x in (view, self.owner))
+        steps = tuple(step // view.itemsize * 8 for step in view.strides)
+        offset = (first - start) // view.itemsize * 8
+        reads, writes = (
+            np.ndarray(view.shape, np.int64, counts, offset, steps)
+            for counts in (self.reads, self.writes)
+        )
+        return reads, writes
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of the whole allocation."""
+        return Traffic(int(self.reads.sum()), int(self.writes.sum()))
+
+
+class Counted:
+    """An array in global memory as a kernel sees it, which counts its accesses.
+
+    Args:
+        array: With the elements.
+        reads: Of each of them so far.
+        writes: Likewise.
+        lock: Threads of the simulator count one at a time.
+    """
+
+    def __init__(self, array: npt.NDArray[Any], reads: _Counts, writes: _Counts, lock: Any):
+        self.array, self.reads, self.writes, self._lock = array, reads, writes, lock
+        self.shape, self.dtype, self.strides = array.shape, array.dtype, array.strides
+
+    def __getitem__(self, key: Any) -> Any:
+        value = self.array[key]
+        if isinstance(value, np.ndarray):  # a view: nothing has travelled yet
+            return Counted(value, self.reads[key], self.writes[key], self._lock)
+        with self._lock:
+            self.reads[key] += 1
+        return value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        with self._lock:
+            self.writes[key] += 1
+        self.array[key] = value
+
+    def add(self, key: Any, value: Any) -> Any:
+        """Add to an element atomically; return what it was.  That is one reading and one writing."""
+        with self._lock:
+            before = self.array[key]
+            self.reads[key] += 1
+            self.writes[key] += 1
+            self.array[key] = before + value
+        return before
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+
+class IOMeter:
+    """Count the traffic of every kernel that is launched inside the ``with``.
+
+    ::
+
+        with IOMeter() as meter:
+            out, lse = launch.forward(launch.CUDA, problem, operands)
+        meter.counts(q=q, k=k, v=v, out=out, lse=lse)["q"].reads
+
+    Counted are the kernels of this package, in the simulator: on a GPU no array can watch itself.
+
+    Raises:
+        RuntimeError: On entering, outside of the simulator.
+    """
+
+    def __init__(self) -> None:
+        self._ledgers: dict[int, _Ledger] = {}
+        self._lock = Lock()
+        self._unmetered: Any = None
+        self._atomic_add: Any = None
+
+    def __enter__(self) -> Any:
+        if not IS_SIMULATOR:
+            raise RuntimeError(
+                "the IO meter counts in numba's simulator only, and this process is not in it; set "
+                "NUMBA_ENABLE_CUDASIM=1 before starting Python"
+            )
+        self._unmetered = Kernel.__getitem__
+
+        def metered(kernel: Kernel, size: Any) -> Any:
+            return lambda *args: self.launch(kernel, size, args)
+
+        def add(atomics: Any, array: Any, index: Any, value: Any) -> Any:
+            if isinstance(array, Counted):
+                return array.add(index, value)
+            return before(atomics, array, index, value)
+
+        # The simulator's own addition reads the element twice.
+        before = self._atomic_add = simulated_atomics.add
+        simulated_atomics.add = add
+        Kernel.__getitem__ = metered  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Kernel.__getitem__ = self._unmetered  # type: ignore[method-assign]
+        simulated_atomics.add = self._atomic_add
+
+    def launch(self, kernel: Kernel, size: Any, args: tuple[Any, ...]) -> None:
+        """Launch a kernel on arrays that count.
+
+        Args:
+            kernel: What was launched.
+            size: (grid, block).
+            args: Its arguments.
+        """
+        names = inspect.signature(kernel.source).parameters
+        touched: list[tuple[str, _Ledger, int]] = []
+        counted = [self._counted(*pair, touched) for pair in zip(names, args, strict=True)]
+        self._unmetered(kernel, size)(*counted)
+        for name, ledger, reads in touched:
+            # The kernel that first reads a temporary knows best what it is, then the one that wrote it.
+            if not ledger.is_named and kernel.name != UNTELLING:
+                ledger.name, ledger.is_named = name, ledger.traffic.reads > reads
+
+    def _counted(self, name: str, arg: Any, touched: list[tuple[str, _Ledger, int]]) -> Any:
+        """Return an argument with every array in it replaced by one that counts."""
+        if hasattr(arg, "_fields"):  # the options of a call
+            pairs = zip(arg._fields, arg, strict=True)
+            return arg._make(self._counted(*pair, touched) for pair in pairs)
+        if not is_device_array(arg):
+            return arg
+        array = _host(arg)
+        ledger = self._ledger(array)
+        touched.append((name, ledger, ledger.traffic.reads))
+        return Counted(array, *ledger.seen_as(array), self._lock)
+
+    def _ledger(self, array: npt.NDArray[Any]) -> _Ledger:
+        owner = _owner(array)
+        with self._lock:
+            return self._ledgers.setdefault(id(owner), _Ledger(owner))
+
+    def elements(self, array: Any) -> tuple[_Counts, _Counts]:
+        """Return how often each element of an array was read, and how often written.
+
+        Args:
+            array: That a kernel was launched on, or any view of it.
+
+        Returns:
+            Two arrays of its shape.
+        """
+        host = _host(array)
+        reads, writes = self._ledger(host).seen_as(host)
+        return reads.copy(), writes.copy()
+
+    def counts(self, **arrays: Any) -> dict[str, Traffic]:
+        """Return the traffic of each array.
+
+        Args:
+            arrays: Arrays to be called by these names.  All others, which a rung allocated for itself, are
+                called by the parameter of the kernel that first read them.
+        """
+        result: dict[str, Traffic] = {}
+        for name, array in arrays.items():
+            host = _host(array)
+            once = tuple(slice(None) if step else slice(1) for step in host.strides)
+            reads, writes = (counts[once] for counts in self.elements(host))
+            result[name] = Traffic(int(reads.sum()), int(writes.sum()))
+        called = self.called(**arrays)
+        for key, more in self.traffic().items():
+            name = called[key]
+            if name not in arrays and more.moved:
+                before = result.get(name, Traffic(0, 0))
+                result[name] = Traffic(before.reads + more.reads, before.writes + more.writes)
+        return result
+
+    def traffic(self) -> dict[int, Traffic]:
+        """Return what has moved so far, by the number of each allocation; see :meth:`called`."""
+        return {key: ledger.traffic for key, ledger in self._ledgers.items()}
+
+    def called(self, **arrays: Any) -> dict[int, str]:
+        """Return the name of each allocation; the same arguments as for :meth:`counts`.
+
+        A temporary that a kernel calls as one of these arrays is called a copy of it.
+        """
+        names = {
+            key: f"{ledger.name} copy" if ledger.name in arrays else ledger.name
+            for key, ledger in self._ledgers.items()
+        }
+        return names | {self.number(array): name for name, array in arrays.items()}
+
+    def number(self, array: Any) -> int:
+        """Return the number of the allocation that an array lies in."""
+        return id(_owner(_host(array)))
+
+
+@contextmanager
+def one_of_many_heads() -> Iterator[None]:
+    """Let one head be computed as it is among many: no sum is divided among blocks.
+
+    Barriers wait for every thread of a block, so the simulator's threads also hand over often.
+    """
+    sizes, merged, interval = product.SIZES, flash2_merge.SIZES, sys.getswitchinterval()
+    product.SIZES = replace(sizes, product_blocks=0)
+    flash2_merge.SIZES = replace(merged, split_blocks=0)
+    sys.setswitchinterval(1e-4)
+    try:
+        yield
+    finally:
+        product.SIZES, flash2_merge.SIZES = sizes, merged
+        sys.setswitchinterval(interval)
+
+
+def metered(
+    name: str, shape: HeadShape, tile: Tile | None = None, seed: int = 0, **options: Any
+) -> tuple[PassTraffic, PassTraffic]:
+    """Run one head forward and backward in the simulator; return what it moved, and what it should.
+
+    Args:
+        name: One of ``traffic.RUNGS``.
+        shape: Of the head; the bounds come from the options.
+        tile: (block_q, block_k); the rung's own when None.
+        seed: Of the operands.
+        options: Of ``make_problem``: is_causal, causal_offset, window_size.
+
+    Returns:
+        Counted by the meter, and by the formulas.
+
+    Raises:
+        RuntimeError: Outside of the simulator.
+        ValueError: If the rung cannot run such a call.
+    """
+    rng = np.random.default_rng(seed)
+    keys, values = (shape.seq_k, shape.head_dim), (shape.seq_k, shape.value_dim)
+    sizes = (shape.seq_q, shape.head_dim), keys, values, (shape.seq_q, shape.value_dim)
+    q, k, v, dout = (to_device(rng.standard_normal((1, *x), dtype=np.float32)) for x in sizes)
+    problem = make_problem(q, k, v, **RUNGS[name], **options)
+    operands = make_operands(launch.CUDA.memory, problem, q, k, v)
+    with one_of_many_heads():
+        with IOMeter() as meter:
+            out, lse = launch.forward(launch.CUDA, problem, operands, tile)
+        forward = meter.counts(q=q, k=k, v=v, out=out, lse=lse)
+        operands = operands.having(dout=dout, out=out, lse=lse)
+        with IOMeter() as meter:
+            dq, dk, dv, _ = launch.backward(launch.CUDA, problem, operands, tile)
+        backward = meter.counts(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)
+    return PassTraffic(forward, backward), call_traffic(name, problem, tile)

@@ -1,0 +1,156 @@
+"""The arrays of one attention call, as one record from the caller to the kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.problem.question import Problem
+from kernels.runtime.dtypes import acc_dtype, is_floating
+from kernels.runtime.memory import Memory
+
+
+class Operands(NamedTuple):
+    """Operands and results of attention; what a call does not have is None.
+
+    From the caller they come with any leading dimensions, and :meth:`viewed` turns them into what
+    kernels take: (batch, heads, seq, dim), lse and dlse without the last, slopes (batch, heads).
+
+    Attributes:
+        q: (…, heads, seq_q, head_dim).
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        mask: Broadcasts to (…, heads, seq_q, seq_k), boolean or floating; for kernels (batches of
+            its own, heads, seq_q, seq_k), by strides of 0, and a floating one of the dtype of lse.
+        mask_batch: For kernels: the number of the mask's batch for each batch, (batch,) int64, on
+            the host.
+        slopes: (heads,) or (…, heads), ALiBi's, of the dtype of lse.
+        out: (…, heads, seq_q, value_dim).
+        lse: (…, heads, seq_q), of the accumulator's dtype, float32 for q of 16 bits.
+        dout: Gradient of out.
+        dlse: Gradient of lse, or None for zeros.
+        dq: Of the broadcast shape of q.
+        dk: Of the broadcast shape of k, a head for each of q's.
+        dv: Likewise of v.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    mask_batch: Any = None
+    slopes: Any = None
+    out: Any = None
+    lse: Any = None
+    dout: Any = None
+    dlse: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+    def having(self, **arrays: Any) -> Operands:
+        """Return the record with other arrays."""
+        return self._replace(**arrays)
+
+    def converted(self, memory: Memory, dtype: np.dtype[Any]) -> Operands:
+        """Return the record with q, k, v, out and dout in a dtype, and a floating mask in that of sums.
+
+        A mask is added to scores, and those are sums; it shall lose nothing where q is narrowed.
+        """
+        arrays = {name: getattr(self, name) for name in ("q", "k", "v", "out", "dout")}
+        converted = {name: memory.convert(x, dtype) for name, x in arrays.items() if x is not None}
+        if self.mask is not None and is_floating(self.mask.dtype):
+            converted["mask"] = memory.convert(self.mask, acc_dtype(self.mask.dtype))
+        return self.having(**converted)
+
+    def viewed(self, memory: Memory, problem: Problem) -> Operands:
+        """Return the arrays as kernels take them; nothing is copied that strides can describe."""
+        if memory.is_native and self._lies_so(problem):
+            return self
+        scores = problem.scores_shape[-2:]
+        views = {
+            name: _viewed(memory, problem, name, array)
+            for name, array in self._asdict().items()
+            if array is not None and name not in ("mask", "mask_batch")
+        }
+        if self.mask is not None:
+            own, views["mask_batch"] = own_mask(memory, problem, self.mask)
+            views["mask"] = memory.four_dims(own, (own.shape[0], views["q"].shape[1], *scores))
+        return self.having(**views)
+
+    def _lies_so(self, problem: Problem) -> bool:
+        """Tell whether all arrays have the four dimensions of the kernels already, as in most calls."""
+        return (
+            len(problem.lead) == 2
+            and problem.groups == 1
+            and self.mask is None
+            and self.slopes is None
+            and self.q.shape == problem.q_shape
+            and self.k.shape == problem.k_shape
+            and self.v.shape == problem.v_shape
+        )
+
+
+def make_operands(
+    memory: Memory, problem: Problem, q: Any, k: Any, v: Any, mask: Any = None, slopes: Any = None
+) -> Operands:
+    """Return the record of a call; mask and slopes may be arrays of the host for a call on a device.
+
+    Raises:
+        TypeError: If slopes on a device have another dtype than lse.
+    """
+    if isinstance(slopes, np.ndarray):
+        slopes = slopes.astype(problem.acc_dtype)
+    elif slopes is not None and slopes.dtype != problem.acc_dtype:
+        raise TypeError(f"alibi_slopes on a device must be {problem.acc_dtype}, got {slopes.dtype}")
+    mask = mask if mask is None else memory.bring(mask)
+    return Operands(q, k, v, mask, slopes=slopes if slopes is None else memory.constant(slopes))
+
+
+def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDArray[np.int64]]:
+    """View a mask, or its gradient, as (batches of its own, heads or 1, seq_q or 1, seq_k or 1).
+
+    Its leading dimensions may broadcast within the batch, as one mask a batch does where groups of query
+    heads are entries of it; no stride describes that, so batches of the call look up theirs.
+
+    Returns:
+        The view, and the number of its batch for each batch of the call.
+    """
+    lead = problem.grouped_lead
+    if problem.groups > 1 and len(mask.shape) > 2:
+        mask = memory.split_heads(mask, min(problem.key_lead[-1], tuple(mask.shape)[-3]))
+    sizes = (*[1] * (len(lead) + 2 - len(mask.shape)), *mask.shape)[-max(len(lead) + 2, 3) :]
+    batches = sizes[:-3]
+    own = memory.four_dims(mask, sizes)
+    numbers = np.arange(math.prod(batches)).reshape(batches)
+    return own, np.broadcast_to(numbers, lead[:-1]).reshape(-1)
+
+
+def _viewed(memory: Memory, problem: Problem, name: str, array: Any) -> Any:
+    if name in ("lse", "dlse"):
+        if problem.groups == 1 and len(array.shape) == 3:
+            return array  # as it is
+        column = _four_dims(memory, problem, memory.column(array))
+        return memory.rows(column)  # (batch, heads, seq_q)
+    if name == "slopes":
+        column = memory.column(memory.column(array))  # (…, heads, 1, 1)
+        return _four_dims(memory, problem, column)  # (batch, heads, 1, 1)
+    if name in ("dk", "dv"):  # a gradient for each query head, groups apart already
+        return memory.four_dims(array, tuple(array.shape))
+    return _four_dims(memory, problem, array)
+
+
+def _four_dims(memory: Memory, problem: Problem, array: Any) -> Any:
+    """View (…, heads, seq, dim) as a kernel takes it: (batch, heads, seq, dim).
+
+    Where query heads share a head of k and v, each group of them is the heads of an entry of the batch:
+    k and v repeat within it, by a stride of 0.
+    """
+    if problem.groups > 1:
+        array = memory.split_heads(array, problem.key_lead[-1])
+    # Slopes have a dimension of heads even where nothing else has.
+    lead = problem.grouped_lead or (1,) * (len(array.shape) - 2)
+    return memory.four_dims(array, (*lead, *array.shape[-2:]))

@@ -1,0 +1,163 @@
+"""What the options of attention must be once their types are right: shapes, ranges, error texts."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from kernels.common.arguments import short
+from kernels.problem.argument_types import check_array
+from kernels.runtime.dtypes import FLOAT32, NAMES, is_floating
+from kernels.sparsity.block_mask import BlockMask
+
+#: Seeds are unsigned numbers of 64 bits.
+SEEDS = 2**64
+#: A kernel's integers have an end.
+MOST_OFFSET = 2**31
+#: Bounds of ``softcap``: it and its inverse, times a score, are numbers of float32.
+LEAST_CAP, MOST_CAP = 1e-30, 1e30
+#: A slope times the longest distance is a number of float32.
+MOST_SLOPE = 1e28
+#: What numbers of float32 may be rounded to on the way to a result.
+PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
+
+
+def check_mask(mask: Any, scores_shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
+    """Check ``attn_mask``; return "bool", "float", or "" if there is none."""
+    if mask is None:
+        return ""
+    check_array("attn_mask", mask)
+    is_bool, is_float = np.dtype(mask.dtype).kind == "b", is_floating(np.dtype(mask.dtype))
+    if not (is_bool or is_float):
+        raise TypeError(
+            "attn_mask must be boolean (True keeps) or floating (added to the scores), got "
+            f"{mask.dtype}; integers are ambiguous, write mask != 0"
+        )
+    if is_float and mask.dtype != dtype:
+        raise TypeError(
+            f"a floating attn_mask is added to scores of {dtype}, got {mask.dtype}; convert it"
+        )
+    try:
+        fits = np.broadcast_shapes(tuple(mask.shape), scores_shape) == scores_shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"attn_mask of shape {tuple(mask.shape)} does not broadcast to the scores' "
+            f"{scores_shape}, (…, heads, seq_q, seq_k); a padding mask (batch, seq_k) is "
+            "mask[:, None, None, :]"
+        )
+    return "bool" if is_bool else "float"
+
+
+def check_slopes(slopes: Any, lead: tuple[int, ...]) -> None:
+    """Check ``alibi_slopes`` against the leading dimensions (…, heads) of the scores."""
+    if slopes is None:
+        return
+    check_array("alibi_slopes", slopes)
+    if not is_floating(np.dtype(slopes.dtype)):
+        raise TypeError(f"alibi_slopes must be floating, got {slopes.dtype}; convert them")
+    heads = lead[-1:] or (1,)
+    if tuple(slopes.shape) not in (heads, lead):
+        raise ValueError(
+            f"alibi_slopes must have shape {heads}, one for each head, or {lead}, one for each "
+            f"(batch, head); got {tuple(slopes.shape)}"
+        )
+    # On a device nobody looks: that would wait for it.
+    if isinstance(slopes, np.ndarray) and not (abs(slopes.astype(np.float64)) <= MOST_SLOPE).all():
+        raise ValueError(
+            f"alibi_slopes must be numbers from -{MOST_SLOPE} to {MOST_SLOPE}, got "
+            f"{np.array2string(slopes, threshold=8)}; a slope is usually 2**-1 to 2**-8"
+        )
+
+
+def check_offset(offset: int, slopes: Any) -> None:
+    """Check that ALiBi can measure from the diagonal that ``causal_offset`` shifts."""
+    if slopes is not None and abs(offset) >= MOST_OFFSET:
+        raise ValueError(
+            f"with alibi_slopes causal_offset must be between -2**31 and 2**31, got {offset}; distances "
+            "from a diagonal so far away are all the same in float32"
+        )
+
+
+def check_softcap(softcap: float) -> None:
+    """Check that ``softcap`` is off or a positive bound that scores can be divided by."""
+    if softcap != 0.0 and not LEAST_CAP <= softcap <= MOST_CAP:
+        raise ValueError(
+            f"softcap must be positive, from {LEAST_CAP} to {MOST_CAP}, or 0 to turn it off, got "
+            f"{short(softcap)}"
+        )
+
+
+def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
+    """Check ``precision``; return the name of what numbers may be rounded to on the way."""
+    if precision is None:
+        return NAMES[dtype]
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"precision must be one of {', '.join(map(repr, PRECISIONS))}, or None for the operands' own; "
+            f"got {precision!r}"
+        )
+    if dtype != FLOAT32:
+        raise ValueError(
+            f"precision is for operands of float32, got precision={precision!r} for {dtype}: those are "
+            "multiplied as they are; leave it at None, or convert the operands to float32"
+        )
+    return precision
+
+
+def check_scale(scale: float | None) -> None:
+    """Check that ``scale`` is None or a number that scores can be multiplied with."""
+    # A whole number may be too large for a float, which not every function of `math` survives.
+    if scale is not None and not 0.0 < abs(scale) <= sys.float_info.max:
+        raise ValueError(
+            f"scale must be finite and not zero, got {short(scale)}; None gives 1/sqrt(head_dim)"
+        )
+
+
+def check_window(window: Any) -> tuple[int, int]:
+    """Check ``window_size``; return (left, right), -1 where it is unbounded."""
+    left, right = (-1, -1) if window is None else map(int, window)
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"window_size is (left, right), each 0 or more columns, or -1 for no bound; got "
+            f"{(left, right)}"
+        )
+    return left, right
+
+
+def check_dropout(dropout_p: float, seed: int | None) -> int:
+    """Check ``dropout_p`` and ``seed``; return the seed as a signed number of 64 bits."""
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(
+            f"dropout_p must be a probability in [0, 1), got {short(dropout_p)}; 0 turns dropout off"
+        )
+    if seed is None:
+        if dropout_p > 0.0:
+            raise ValueError(
+                f"dropout_p={dropout_p} needs a seed here, so that the backward pass drops the same "
+                "entries; give seed=, a whole number"
+            )
+        return 0
+    if not 0 <= seed < SEEDS:
+        raise ValueError(f"seed must be from 0 to 2**64 - 1, got {short(seed)}; take seed % 2**64")
+    return int(seed) - SEEDS if seed >= SEEDS // 2 else int(seed)
+
+
+def check_block_mask(mask: BlockMask | None, lead: tuple[int, ...], seq_q: int, seq_k: int) -> None:
+    """Check that ``block_mask`` is for these lengths and heads."""
+    if mask is None:
+        return
+    heads = lead[-1] if lead else 1
+    if (mask.seq_q, mask.seq_k) != (seq_q, seq_k):
+        raise ValueError(
+            f"block_mask is for {mask.seq_q} rows and {mask.seq_k} columns, the call has {seq_q} and "
+            f"{seq_k}; build it with these lengths"
+        )
+    if mask.heads not in (1, heads):
+        raise ValueError(
+            f"block_mask has {mask.heads} heads, the call has {heads}; give it one pattern for all, "
+            "or one for each"
+        )

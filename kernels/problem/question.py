@@ -1,0 +1,441 @@
+"""The validated question: what one call of attention asks, every option checked."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels.problem.argument_types import check_array, check_types
+from kernels.problem.option_values import (
+    check_block_mask,
+    check_dropout,
+    check_mask,
+    check_offset,
+    check_precision,
+    check_scale,
+    check_slopes,
+    check_softcap,
+    check_window,
+)
+from kernels.problem.packed_sequences import Sequences
+from kernels.problem.shapes import check_dtypes, check_shapes
+from kernels.runtime.dtypes import acc_dtype
+from kernels.scores.mods import ScoreMod, as_mod, as_score_mod
+from kernels.sparsity.block_mask import BlockMask
+
+#: The environment variable that names the rung of a whole run, wherever a call says "auto".
+RUNG_VARIABLE = "MINITORCH_RUNG"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call, checked.
+
+    A score is scale · q · k, then softcap, then ``score_mod``, then what ALiBi and a floating mask add;
+    it is minus infinity where the row does not see the column.
+
+    Attributes:
+        lead: Leading dimensions of the result, heads included; those of q, k and v broadcast to it.
+        seq_q: Query rows.
+        seq_k: Key columns.
+        head_dim: Size of a query and of a key.
+        value_dim: Size of a value.
+        dtype: Dtype of q, k, v and out, of their gradients, and of a floating mask and its gradient.
+        scale: Multiplies the scores, once.
+        lower: Row ``row`` sees no column before ``row + lower``; ``-seq_q`` where nothing bounds it.
+        upper: Row ``row`` sees no column after ``row + upper``; ``seq_k`` where nothing bounds it.
+        diagonal: ``causal_offset`` where there are slopes: ALiBi measures |row + diagonal - col|.
+        rung: Name of the kernel asked for, or "auto".
+        precision: Name of what numbers may be rounded to on the way to a result: of ``dtype``, unless the
+            call allows less; "tf32" is no dtype.
+        deterministic: The gradients must be equal bit for bit from run to run.
+        groups: Query heads, neighbours, that share one head of k and v.
+        softcap: Scores become cap · tanh(score / cap); 0 turns it off.
+        mask: "bool" or "float" for a call with ``attn_mask``, else "".
+        slopes: The call has ALiBi slopes.
+        dropout_p: Probability of dropping a probability.
+        seed: Of the bits that decide it; a signed number of 64 bits.
+        block_mask: A block-sparse pattern, or None.
+        mask_mod: ``(batch, head, row, col) -> bool``, or None.
+        score_mod: A function of a score with its derivative, or None.
+        sequences: Where packed sequences begin and end, or None; rows and columns then count from the
+            start of their sequence, and its number takes the place of the batch.
+    """
+
+    lead: tuple[int, ...]
+    seq_q: int
+    seq_k: int
+    head_dim: int
+    value_dim: int
+    dtype: np.dtype[Any]
+    scale: float
+    lower: int
+    upper: int
+    diagonal: int = 0
+    rung: str = "auto"
+    precision: str = "float32"
+    deterministic: bool = True
+    groups: int = 1
+    softcap: float = 0.0
+    mask: str = ""
+    slopes: bool = False
+    dropout_p: float = 0.0
+    seed: int = 0
+    block_mask: BlockMask | None = None
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: ScoreMod | None = None
+    sequences: Sequences | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Return the hash of all fields, worked out once: calls are looked up by their problem."""
+        return self._hash
+
+    def with_seed(self, seed: int) -> Problem:
+        """Return the same question with other dropout bits, as each step of training asks it.
+
+        What has been worked out is kept, for nothing of it but the hash depends on the seed.
+        """
+        other = object.__new__(Problem)
+        vars(other).update(vars(self), seed=seed, unseeded=self.unseeded)
+        vars(other).pop("_hash", None)
+        return other
+
+    @cached_property
+    def unseeded(self) -> Problem:
+        """The question with a seed of 0: by this is looked up what does not depend on the bits."""
+        return replace(self, seed=0) if self.seed else self
+
+    # What follows is asked for at every call of the same problem, and worked out once.
+    @cached_property
+    def acc_dtype(self) -> np.dtype[Any]:
+        """Dtype of sums, and so of lse, its gradient and slopes: float32 for operands of 16 bits."""
+        return acc_dtype(self.dtype)
+
+    @cached_property
+    def heads(self) -> int:
+        """Query heads; a flat number of (batch, head) is batch · heads + head."""
+        return self.lead[-1] if self.lead else 1
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Tell whether there is nothing but q, k, v, scale and bounds of what a row sees."""
+        return not (
+            self.softcap or self.mask or self.slopes or self.dropout_p or self.block_mask
+            or self.mask_mod or self.score_mod or self.sequences
+        )  # fmt: skip
+
+    @property
+    def bend_count(self) -> int:
+        """How many of softcap, ALiBi and a floating mask make another number of a score."""
+        return (self.softcap > 0.0) + self.slopes + (self.mask == "float")
+
+    @cached_property
+    def key_lead(self) -> tuple[int, ...]:
+        """Leading dimensions of k and v after broadcasting: fewer heads where several share one."""
+        return (*self.lead[:-1], self.lead[-1] // self.groups) if self.groups > 1 else self.lead
+
+    @cached_property
+    def grouped_lead(self) -> tuple[int, ...]:
+        """Leading dimensions with the heads in groups, (…, key heads, groups): all operands broadcast."""
+        return (*self.key_lead, self.groups) if self.groups > 1 else self.lead
+
+    @cached_property
+    def q_shape(self) -> tuple[int, ...]:
+        """Shape of q after broadcasting: (…, heads, seq_q, head_dim)."""
+        return (*self.lead, self.seq_q, self.head_dim)
+
+    @cached_property
+    def k_shape(self) -> tuple[int, ...]:
+        """Shape of k after broadcasting: (…, key heads, seq_k, head_dim)."""
+        return (*self.key_lead, self.seq_k, self.head_dim)
+
+    @cached_property
+    def v_shape(self) -> tuple[int, ...]:
+        """Shape of v after broadcasting: (…, key heads, seq_k, value_dim)."""
+        return (*self.key_lead, self.seq_k, self.value_dim)
+
+    @cached_property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of out: (…, heads, seq_q, value_dim)."""
+        return (*self.lead, self.seq_q, self.value_dim)
+
+    @cached_property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of lse: (…, heads, seq_q)."""
+        return (*self.lead, self.seq_q)
+
+    @cached_property
+    def scores_shape(self) -> tuple[int, ...]:
+        """Shape of the scores, which a mask broadcasts to: (…, heads, seq_q, seq_k)."""
+        return (*self.lead, self.seq_q, self.seq_k)
+
+
+def make_problem(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    causal_offset: int = 0,
+    window_size: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    block_mask: Any = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    seed: int | None = None,
+    precision: str | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    rung: str = "auto",
+) -> Problem:
+    """Check the operands and the options of one attention call.
+
+    Args:
+        q: (…, heads, seq_q, head_dim); anything with ``shape`` and ``dtype``.
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        attn_mask: Boolean (True keeps) or additive and of the dtype of q, broadcastable to
+            (…, heads, seq_q, seq_k); read through its strides.
+        dropout_p: Probability of dropping a probability, in [0, 1), rounded to a multiple of 2⁻¹⁶; what is
+            kept is divided by 1 minus it.
+        is_causal: Row ``row`` sees columns up to ``row`` (top-left aligned, as in PyTorch).
+        scale: Multiplies the scores; 1/sqrt(head_dim) when None.
+        enable_gqa: Let several query heads, neighbours, share a head of k and v: the heads of q are a
+            multiple of theirs.
+        causal_offset: Where the diagonal lies: with ``is_causal``, row ``row`` sees columns up to
+            ``row + causal_offset``; seq_k - seq_q aligns it bottom-right.
+        window_size: (left, right): row ``row`` sees columns from ``row + causal_offset - left`` to
+            ``row + causal_offset + right``, both inclusive; -1 is unbounded.
+        softcap: Scores become cap · tanh(score / cap); 0 turns it off.
+        alibi_slopes: (heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from
+            a score.  A constant: it gets no gradient.
+        block_mask: A :class:`kernels.BlockMask`: tiles that it hides are never visited.
+        mask_mod: ``(batch, head, row, col) -> bool``, True keeps; a plain function that numba can
+            compile.
+        score_mod: ``(score, batch, head, row, col) -> score``, after scale and softcap; for a gradient
+            a pair of it and of its derivative by the score, of the same arguments.
+        seed: Of the dropout bits, from 0 to 2⁶⁴ - 1: the same seed drops the same entries on every
+            device.  On tensors ``minitorch.manual_seed`` decides it by default; on arrays dropout
+            needs one.
+        precision: For operands of float32, what numbers may be rounded to on the way where a rung is
+            faster with it: "tf32" (11 bits of significand), "bfloat16" or "float16"; sums stay float32.
+            A permission: a rung that has no use for it computes in "float32", which is what None means
+            too; on tensor cores that is by several products, see docs/options.md.
+        deterministic: Gradients equal bit for bit from run to run; False lets a kernel add them in any
+            order where that is faster.
+        return_lse: Also return lse.
+        rung: Name of the kernel, or "auto": what the environment variable ``MINITORCH_RUNG`` names,
+            and without it the fastest that can run the call.
+
+    Returns:
+        The problem.
+
+    Raises:
+        TypeError: For operands that are no floating arrays or differ in dtype, or an option of the
+            wrong type.
+        ValueError: For shapes or values that do not fit, or a precision for operands of another dtype
+            than float32.
+    """
+    dtype = check_dtypes(q, k, v)
+    asked = (
+        (tuple(q.shape), tuple(k.shape), tuple(v.shape)), dtype, dropout_p, is_causal, scale, enable_gqa,
+        causal_offset, window_size, softcap, seed, precision, deterministic, return_lse,
+        _rung_of_run() if isinstance(rung, str) and rung == "auto" else rung,
+    )  # fmt: skip
+    if mask_mod is None and score_mod is None and _is_known(window_size):
+        try:
+            arrays = _described(attn_mask), _described(alibi_slopes)
+            problem = _remembered(*asked, *arrays, block_mask)
+            check_slopes(alibi_slopes, problem.lead)
+            return problem
+        except (TypeError, AttributeError):  # of what is wrong, or cannot be remembered
+            pass
+    return _checked(*asked, attn_mask, alibi_slopes, block_mask, mask_mod, score_mod)
+
+
+class _Described(NamedTuple):
+    """What a problem depends on of an array: not what it holds."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def _described(array: Any) -> Any:
+    """Return what a problem depends on of an array, or None."""
+    return array if array is None else _Described(tuple(array.shape), np.dtype(array.dtype))
+
+
+def _is_known(window_size: Any) -> bool:
+    """Tell whether a window is of whole numbers: to what remembers it, 1.0 and True are 1."""
+    return window_size is None or (
+        type(window_size) is tuple and all(type(size) is int for size in window_size)
+    )
+
+
+def _checked(
+    shapes: tuple[tuple[int, ...], ...],
+    dtype: np.dtype[Any],
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    causal_offset: int,
+    window_size: tuple[int, int] | None,
+    softcap: float,
+    seed: int | None,
+    precision: str | None,
+    deterministic: bool,
+    return_lse: bool,
+    rung: str,
+    attn_mask: Any = None,
+    alibi_slopes: Any = None,
+    block_mask: Any = None,
+    mask_mod: Callable[..., Any] | None = None,
+    score_mod: Callable[..., Any] | None = None,
+) -> Problem:
+    """Return the problem of operands of some shapes and one dtype; the rung is no more "auto" of a run."""
+    check_types(
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal_offset=causal_offset,
+        window_size=window_size,
+        softcap=softcap,
+        block_mask=block_mask,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        seed=seed,
+        precision=precision,
+        deterministic=deterministic,
+        return_lse=return_lse,
+        rung=rung,
+    )
+    lead, groups, seq_q, seq_k, head_dim, value_dim = check_shapes(
+        *shapes, enable_gqa=bool(enable_gqa)
+    )
+    if causal_offset and not (is_causal or window_size is not None or alibi_slopes is not None):
+        raise ValueError(
+            f"causal_offset shifts the diagonal of is_causal, window_size and alibi_slopes, got "
+            f"{causal_offset} without any of them; set one, or leave the offset at 0"
+        )
+    mask = check_mask(attn_mask, (*lead, seq_q, seq_k), dtype)
+    check_slopes(alibi_slopes, lead)
+    check_offset(causal_offset, alibi_slopes)
+    check_softcap(softcap)
+    check_scale(scale)
+    left, right = check_window(window_size)
+    check_block_mask(block_mask, lead, seq_q, seq_k)
+    mask_mod = as_mod("mask_mod", mask_mod, "(batch, head, row, col)")
+    seed = check_dropout(
+        dropout_p, seed
+    )  # before its rate becomes a float, which it may be too large for
+    lower = causal_offset - left if left >= 0 else -seq_q
+    upper = causal_offset + right if right >= 0 else seq_k
+    if is_causal:
+        upper = min(upper, causal_offset)
+    return Problem(
+        lead=lead,
+        seq_q=seq_q,
+        seq_k=seq_k,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        scale=1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        # Beyond these no bound changes what a row sees, and a kernel's integers have an end.
+        lower=min(max(int(lower), -seq_q), seq_k),
+        upper=min(max(int(upper), -seq_q), seq_k),
+        diagonal=0 if alibi_slopes is None else int(causal_offset),
+        rung=rung,
+        precision=check_precision(precision, dtype),
+        deterministic=bool(deterministic),
+        groups=groups,
+        softcap=float(softcap),
+        mask=mask,
+        slopes=alibi_slopes is not None,
+        dropout_p=float(dropout_p),
+        seed=seed,
+        block_mask=block_mask,
+        mask_mod=mask_mod,
+        score_mod=as_score_mod(score_mod),
+    )
+
+
+#: A training step makes the same calls again and again, and to check one takes longer than to launch it.
+#: By type as well, for True is 1.
+_remembered = lru_cache(maxsize=1024, typed=True)(_checked)
+
+
+def check_gradient_operands(
+    problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any = None
+) -> None:
+    """Check what the backward pass takes beside q, k and v.
+
+    Raises:
+        ValueError: If one of them has another shape than the forward pass returned.
+        TypeError: If one of them is no array, or has another dtype than the forward pass returned.
+    """
+    dtype, sums = problem.dtype, problem.acc_dtype
+    for name, array, shape, wanted in (
+        ("dout", dout, problem.out_shape, dtype),
+        ("out", out, problem.out_shape, dtype),
+        ("lse", lse, problem.lse_shape, sums),
+        *([] if dlse is None else [("dlse", dlse, problem.lse_shape, sums)]),
+    ):
+        check_array(name, array)
+        if tuple(array.shape) != shape:
+            raise ValueError(
+                f"{name} must have the shape {shape} of the forward pass, got {tuple(array.shape)}"
+            )
+        if array.dtype != wanted:
+            raise TypeError(
+                f"{name} must be {wanted} where q, k and v are {dtype}, got {array.dtype}; convert it"
+            )
+
+
+def _rung_of_run() -> str:
+    return os.environ.get(RUNG_VARIABLE) or "auto"
+
+
+def unknown_rung(rung: str, names: Sequence[str]) -> ValueError:
+    """Return the error for a rung that no target has."""
+    return ValueError(
+        f"no rung is named {rung!r}{_source(rung)}; the rungs are {', '.join(map(repr, names))}, and "
+        "'auto' takes the fastest that can run the call"
+    )
+
+
+def unusable_rung(rung: str, why: str, target: str, usable: Sequence[str]) -> ValueError:
+    """Return the error for a rung that cannot run a call.
+
+    Args:
+        rung: What was asked for.
+        why: The reason.
+        target: Where the operands are.
+        usable: The rungs of the target that can.
+    """
+    way_out = (
+        f"use 'auto' or one of {', '.join(map(repr, usable))}"
+        if usable
+        else f"no rung of the {target} target can; use smaller heads, or none of the options named"
+    )
+    return ValueError(f"rung {rung!r}{_source(rung)} cannot run this call: {why}; {way_out}")
+
+
+def _source(rung: str) -> str:
+    return f" (from {RUNG_VARIABLE})" if rung == _rung_of_run() != "auto" else ""

@@ -1,0 +1,115 @@
+"""What q, k and v of one attention call must be: dtypes, shapes, heads; and the error texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from kernels.problem.argument_types import check_array
+from kernels.runtime.dtypes import FLOAT_DTYPES, NAMES
+
+MAX_HEAD_DIM = 256
+_NAMES = ", ".join(map(str, FLOAT_DTYPES[:-1])) + f" or {FLOAT_DTYPES[-1]}"
+
+
+def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
+    """Return the one floating dtype of the operands.
+
+    Raises:
+        TypeError: If one is no array, or has a dtype that attention does not take or another than q.
+    """
+    known = None
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        check_array(name, operand)
+        if operand.dtype is known:  # as of most calls all three
+            continue
+        known = operand.dtype
+        if np.dtype(known) not in NAMES:
+            raise TypeError(
+                f"attention needs {_NAMES}, got {name} of {operand.dtype}; convert it with "
+                ".astype(numpy.float32) or Tensor.to(numpy.float32)"
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert them "
+            "to one"
+        )
+    return np.dtype(q.dtype)
+
+
+@lru_cache(maxsize=1024)
+def check_shapes(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *, enable_gqa: bool
+) -> tuple[tuple[int, ...], int, int, int, int, int]:
+    """Return the leading dimensions of the scores, groups, seq_q, seq_k, head_dim and value_dim.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
+    shapes = f"q {q}, k {k}, v {v}"
+    if min(len(q), len(k), len(v)) < 2:
+        raise ValueError(
+            "attention needs (…, heads, seq, head_dim) or (seq, head_dim), two dimensions or "
+            f"more; got {shapes}"
+        )
+    if q[-1] != k[-1]:
+        raise ValueError(
+            f"q and k must have the same head_dim (their last size), got {q[-1]} and {k[-1]} in "
+            f"{shapes}"
+        )
+    if k[-2] != v[-2]:
+        raise ValueError(
+            f"k and v must have the same length (their last size but one), got {k[-2]} and {v[-2]} "
+            f"in {shapes}"
+        )
+    if q[-2] < 1 or k[-2] < 1:
+        raise ValueError(
+            f"sequences must hold at least one row, got {shapes}; leave the call out for an empty one"
+        )
+    for name, size in (("head_dim", q[-1]), ("value dim", v[-1])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} must be from 1 to {MAX_HEAD_DIM}, got {size} in {shapes}; use more heads "
+                "of a smaller size"
+            )
+    groups = _check_groups(q, k, v, shapes) if enable_gqa else 1
+    last = -3 if groups > 1 else -2
+    try:
+        lead = np.broadcast_shapes(q[:last], k[:last], v[:last])
+    except ValueError:
+        may_share = not enable_gqa and _have_heads(q, k, v) and _may_share(q, k, v)
+        raise ValueError(
+            "the leading dimensions (batch and heads) of q, k and v must be equal or broadcast, "
+            f"got {shapes}; repeat the smaller ones"
+            + (", or let query heads share them with enable_gqa=True" if may_share else "")
+        ) from None
+    lead = (*lead, *q[last:-2])
+    if 0 in lead:
+        raise ValueError(f"batch and heads must not be empty, got {shapes}")
+    return lead, groups, int(q[-2]), int(k[-2]), int(q[-1]), int(v[-1])
+
+
+def _have_heads(*shapes: Sequence[int]) -> bool:
+    return min(map(len, shapes)) > 2
+
+
+def _may_share(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> bool:
+    """Return whether query heads can share the heads of k and v."""
+    return k[-3] == v[-3] >= 1 and q[-3] % k[-3] == 0
+
+
+def _check_groups(q: Sequence[int], k: Sequence[int], v: Sequence[int], shapes: str) -> int:
+    """Return how many query heads share a head of k and v."""
+    if not _have_heads(q, k, v):
+        raise ValueError(
+            f"enable_gqa needs heads: (…, heads, seq, head_dim), three dimensions or more; got {shapes}"
+        )
+    if not _may_share(q, k, v):
+        raise ValueError(
+            "with enable_gqa k and v have the same number of heads, and q a multiple of it; got "
+            f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}; give k and v a divisor of q's heads"
+        )
+    return q[-3] // k[-3]

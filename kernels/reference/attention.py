@@ -1,0 +1,270 @@
+"""NumPy: the textbook formula of attention and its gradient, and the paper's tile loop.
+
+The textbook functions are the oracle of the whole project; they are run on float64.  The tile loops
+run in the dtype of their input and are the readable form of every compiled kernel.  All of them take
+operands as kernels do, (batch, heads, seq, dim), and fill the results among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..common.geometry import PLAIN as GEOMETRY
+from ..problem.operands import Operands
+from ..problem.question import Problem
+from .scores import Scores, packed_parts
+
+Array = npt.NDArray[Any]
+
+
+def _swap(x: Array) -> Array:
+    return np.swapaxes(x, -1, -2)
+
+
+def _shift_of(row_max: Array) -> Array:
+    # -inf - (-inf) would be NaN in a row that sees no key; -inf - 0 is not.
+    return np.where(row_max == -np.inf, row_max.dtype.type(0), row_max)
+
+
+def _divisor(row_sum: Array) -> Array:
+    # 0 / 1 in a row that sees no key; by equality, so that a NaN stays one.
+    return np.where(row_sum == 0, 1, row_sum)[..., None]  # (…, rows, 1)
+
+
+def _log(x: Array) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.log(x)  # log 0 = -inf is what an empty row needs
+
+
+def _delta(operands: Operands) -> Array:
+    """Return D = rowsum(dO ∘ O), less the gradient of lse: dS = P ∘ (dP - D) serves both results."""
+    # TASK 5.2: D = rowsum(dO ∘ O), which saves the sum of dP ∘ P; minus dlse if there is one.
+    delta = (operands.dout * operands.out).sum(axis=-1)  # (…, seq_q)
+    return delta if operands.dlse is None else delta - operands.dlse
+    # END TASK 5.2
+
+
+def _times(x: Array, factor: Any) -> Array:
+    return x if factor is None else x * factor
+
+
+def _cleared(x: Array, seen: Array, axis: int) -> Array:
+    """Return keys (or rows) with zeros for those that nobody sees (that see nothing).
+
+    Their probabilities are 0, but 0 · NaN is NaN: what nobody sees shall change nothing.
+
+    Args:
+        x: (…, lines, dim).
+        seen: (…, rows, cols), True where a row sees a column.
+        axis: Over which a line must be seen: rows for a key, columns for a row.
+    """
+    hidden: Array = np.logical_not(seen.any(axis=axis))  # (…, lines)
+    return np.where(hidden[..., None], x.dtype.type(0), x) if hidden.any() else x
+
+
+def attention(problem: Problem, tile: Any, operands: Operands) -> None:
+    """Fill out and lse by the textbook: all scores at once.
+
+    Args:
+        problem: The checked call.
+        tile: Not used.
+        operands: q, k, v, and out and lse to be written.
+
+    Source: FlashAttention, Algorithm 0.
+    """
+    for scores, own in packed_parts(problem, operands):
+        rows, cols = slice(0, own.q.shape[2]), slice(0, own.k.shape[2])
+        s, _, seen = scores.tile(rows, cols)  # (…, seq_q, seq_k)
+        # TASK 5.2: P = exp(S - m), O = (P ∘ Z) V over rowsum P, L = m + log rowsum P.
+        shift = _shift_of(s.max(axis=-1, initial=-np.inf))  # (…, seq_q)
+        p = np.exp(s - shift[..., None])  # (…, seq_q, seq_k)
+        total = p.sum(axis=-1)  # (…, seq_q)
+        p = _times(p, scores.kept(rows, cols))
+        own.out[...] = (p @ _cleared(own.v, seen, -2)) / _divisor(total)  # (…, seq_q, value_dim)
+        own.lse[...] = shift + _log(total)
+        # END TASK 5.2
+
+
+class _Tile(NamedTuple):
+    """What the backward pass needs of one tile; all (…, rows, cols) or (…, rows or cols, dim).
+
+    Attributes:
+        p: Probabilities, after dropout.
+        ds: Gradient of the scores.
+        dqk: Gradient of scale · q · k.
+        q: Rows, zeros for those that see nothing here; so dout.
+        k: Columns, zeros for those that nobody sees here.
+        dout: As q.
+    """
+
+    p: Array
+    ds: Array
+    dqk: Array
+    q: Array
+    k: Array
+    dout: Array
+
+
+def _backward_of(scores: Scores, own: Operands, rows: slice, cols: slice, delta: Array) -> _Tile:
+    # S = τ Q Kᵀ     P = exp(S - L)
+    s, derivative, seen = scores.tile(rows, cols)  # (…, rows, cols)
+    p = np.exp(s - _shift_of(own.lse[..., rows])[..., None])
+    q, dout = (_cleared(x[..., rows, :], seen, -1) for x in (own.q, own.dout))  # (…, rows, dim)
+    k, v = (_cleared(x[..., cols, :], seen, -2) for x in (own.k, own.v))  # (…, cols, dim)
+    # O = (P ∘ Z) V
+    kept = scores.kept(rows, cols)
+    dp = _times(dout @ _swap(v), kept)
+    # TASK 5.2: The gradient of softmax: dS = P ∘ (dP - D), and zero where nothing is seen.
+    # P = softmax(S); a score that nobody sees may have any derivative
+    ds = np.where(seen, p * (dp - delta[..., rows, None]), 0)
+    # END TASK 5.2
+    return _Tile(_times(p, kept), ds, ds * np.where(seen, derivative, 0), q, k, dout)
+
+
+def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
+    """Fill dq, dk and dv by the textbook.
+
+    Args:
+        problem: The checked call.
+        tile: Not used.
+        operands: q, k, v, out, lse, dout, dlse or None, and dq, dk and dv to be written.
+
+    Source: FlashAttention, Appendix B.2; FlashAttention-2, section 2.3.
+    """
+    for scores, own in packed_parts(problem, operands):
+        rows, cols = slice(0, own.q.shape[2]), slice(0, own.k.shape[2])
+        whole = _backward_of(scores, own, rows, cols, _delta(own))
+        # TASK 5.2: The forward line stands above; each product of two matrices has two gradients.
+        # O = P V
+        own.dv[...] = _swap(whole.p) @ whole.dout  # (…, seq_k, value_dim)
+        # S = τ Q Kᵀ
+        own.dq[...] = (whole.dqk @ whole.k) * problem.scale  # (…, seq_q, head_dim)
+        own.dk[...] = (_swap(whole.dqk) @ whole.q) * problem.scale  # (…, seq_k, head_dim)
+        # END TASK 5.2
+
+
+def mask_gradient(problem: Problem, operands: Operands, dmask: Array) -> None:
+    """Add up the gradient of a floating mask, tile of rows by tile of rows.
+
+    Args:
+        problem: The checked call.
+        operands: As for the backward pass.
+        dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
+    """
+    scores, delta = Scores(problem, operands), _delta(operands)
+    dmask[...] = 0
+    cols = slice(0, problem.seq_k)
+    for start in range(0, problem.seq_q, 64):
+        rows = slice(start, min(start + 64, problem.seq_q))
+        ds = _backward_of(scores, operands, rows, cols, delta).ds  # (batch, heads, rows, seq_k)
+        own = dmask[:, :, rows if dmask.shape[2] > 1 else slice(0, 1)]
+        for axis in (1, 2, 3):
+            if own.shape[axis] == 1:
+                ds = ds.sum(axis=axis, keepdims=True)
+        for batch, part in zip(operands.mask_batch, ds, strict=True):
+            own[batch] += part
+
+
+def tiled_attention(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill out and lse tile by tile.
+
+    Args:
+        problem: The checked call.
+        tile: (block_q, block_k).
+        operands: q, k, v, and out and lse to be written.
+
+    Source: FlashAttention-2, Algorithm 1, lines 3-15.
+    """
+    for scores, own in packed_parts(problem, operands):
+        # 3: for 1 <= i <= T_r
+        for row in range(0, own.q.shape[2], tile[0]):
+            _forward_tile(problem, tile, scores, own, row)
+
+
+def _forward_tile(
+    problem: Problem, tile: tuple[int, int], scores: Scores, own: Operands, row: int
+) -> None:
+    block_q, block_k = tile
+    seq_q, seq_k = own.q.shape[2], own.k.shape[2]
+    rows = slice(row, min(row + block_q, seq_q))
+    # 4: load Q_i     5: O = 0, l = 0, m = -inf
+    acc = np.zeros_like(own.out[..., rows, :])  # (…, block_q, value_dim)
+    row_max = np.full_like(own.lse[..., rows], -np.inf)  # (…, block_q)
+    row_sum = np.zeros_like(row_max)  # (…, block_q)
+    first = GEOMETRY.first_tile(row, block_k, seq_k, problem.lower)
+    stop = GEOMETRY.tiles_stop(rows.stop, block_k, seq_k, problem.upper)
+    # 6: for 1 <= j <= T_c
+    for j in range(first, stop):
+        # 7: load K_j, V_j
+        cols = slice(j * block_k, min((j + 1) * block_k, seq_k))
+        # 8: S = Q_i K_jᵀ
+        # TASK 5.3: S of the tile and what sees it; the new maximum; rescale l and acc, then add.
+        s, _, seen = scores.tile(rows, cols)  # (…, block_q, block_k)
+        # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
+        row_max_new = np.maximum(row_max, s.max(axis=-1))  # (…, block_q)
+        shift = _shift_of(row_max_new)
+        p = np.exp(s - shift[..., None])  # (…, block_q, block_k)
+        rescale = np.exp(row_max - shift)  # (…, block_q)
+        row_sum = rescale * row_sum + p.sum(axis=-1)
+        # 10: O = diag(e^(m - m_new)) O + (P ∘ Z) V_j, Z the dropout
+        p = _times(p, scores.kept(rows, cols))
+        acc = rescale[..., None] * acc + p @ _cleared(own.v[..., cols, :], seen, -2)
+        row_max = row_max_new
+        # END TASK 5.3
+    # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+    # TASK 5.3: One division at the end, and L = m + log l; a row that saw nothing is zero.
+    own.out[..., rows, :] = acc / _divisor(row_sum)
+    own.lse[..., rows] = _shift_of(row_max) + _log(row_sum)
+    # END TASK 5.3
+
+
+def tiled_attention_backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
+    """Fill dq, dk and dv tile by tile, key columns outside.
+
+    Args:
+        problem: The checked call.
+        tile: (block_q, block_k).
+        operands: q, k, v, out, lse, dout, dlse or None, and dq, dk and dv to be written.
+
+    Source: FlashAttention-2, Algorithm 2.
+    """
+    for scores, own in packed_parts(problem, operands):
+        # 4: D = rowsum(dO ∘ O)
+        delta = _delta(own)  # (…, seq_q)
+        own.dq[...] = 0
+        # 5: for 1 <= j <= T_c
+        for col in range(0, own.k.shape[2], tile[1]):
+            _backward_tile(problem, tile, scores, own, delta, col)
+
+
+def _backward_tile(
+    problem: Problem,
+    tile: tuple[int, int],
+    scores: Scores,
+    own: Operands,
+    delta: Array,
+    col: int,
+) -> None:
+    block_q, block_k = tile
+    seq_q, seq_k = own.q.shape[2], own.k.shape[2]
+    # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
+    cols = slice(col, min(col + block_k, seq_k))
+    dk_acc = np.zeros_like(own.k[..., cols, :])  # (…, block_k, head_dim)
+    dv_acc = np.zeros_like(own.v[..., cols, :])  # (…, block_k, value_dim)
+    # 8: for 1 <= i <= T_r, but only those that see a column of the tile
+    first = GEOMETRY.first_tile(col, block_q, seq_q, -problem.upper)
+    stop = GEOMETRY.tiles_stop(cols.stop, block_q, seq_q, -problem.lower)
+    for row in range(first * block_q, stop * block_q, block_q):
+        rows = slice(row, min(row + block_q, seq_q))
+        # 10, 11, 13, 14: S, P, dP and dS, as in the textbook
+        one = _backward_of(scores, own, rows, cols, delta)  # (…, block_q, block_k)
+        # 12: dV_j += Pᵀ dO_i
+        dv_acc += _swap(one.p) @ one.dout
+        # 15: dQ_i += dS K_j     16: dK_j += dSᵀ Q_i
+        own.dq[..., rows, :] += (one.dqk @ one.k) * problem.scale
+        dk_acc += (_swap(one.dqk) @ one.q) * problem.scale
+    # 18: write dK_j, dV_j
+    own.dk[..., cols, :], own.dv[..., cols, :] = dk_acc, dv_acc

@@ -1,0 +1,348 @@
+"""Where arrays lie: allocate them, and view operands as the four dimensions that kernels take."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.runtime.dtypes import BITS, acc_dtype, rounded
+
+Ints = tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def join_dims(shape: Ints, *strides: Ints) -> list[Ints]:
+    """Join dimensions that every operand steps through evenly: fewer divisions for each element.
+
+    Args:
+        shape: The shape of a result.
+        strides: Of the result, then of each operand; 0 where it is broadcast.
+
+    Returns:
+        Shape and strides of the same elements, the dimensions in the result's order in memory and
+        one at least.  Operands that lie alike become vectors.
+    """
+    joined: list[Ints] = []  # (size, stride of each operand), the slowest dimension first
+    dims = [dim for dim in zip(shape, *strides, strict=True) if dim[0] != 1]
+    for size, *steps in sorted(dims, key=lambda dim: -dim[1]):
+        slower = joined[-1] if joined else ()
+        if slower and all(
+            size * step == above for step, above in zip(steps, slower[1:], strict=True)
+        ):
+            joined[-1] = (slower[0] * size, *steps)
+        else:
+            joined.append((size, *steps))
+    # A single element has no dimension left.
+    return list(zip(*joined or [(1,) + (0,) * len(strides)], strict=True))
+
+
+@lru_cache(maxsize=4096)
+def joined(*layouts: Ints) -> list[Ints]:
+    """Join the dimensions of a result and its operands; see :func:`join_dims`.
+
+    Args:
+        *layouts: Shape and strides of the result, then of each operand, which broadcasts to it.
+    """
+    shape = layouts[0]
+    pairs = zip(layouts[::2], layouts[1::2], strict=True)
+    return join_dims(shape, *(_broadcast_strides(*pair, len(shape)) for pair in pairs))
+
+
+def _broadcast_strides(shape: Ints, strides: Ints, dims: int) -> Ints:
+    """Return the strides of an operand in a result of ``dims`` dimensions; 0 where it repeats."""
+    own = tuple(0 if size == 1 else step for size, step in zip(shape, strides, strict=True))
+    return (0,) * (dims - len(own)) + own
+
+
+def joined_step(sizes: Ints, steps: Ints) -> int | None:
+    """Return the one stride that steps through several dimensions, or None if there is none."""
+    shape, _, joined = join_dims(sizes, row_major_strides(sizes), steps)
+    return joined[0] if len(shape) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def strides_as(strides: Ints, shape: Ints) -> Ints:
+    """Return the strides of an array without gaps whose dimensions are ordered in memory as another's.
+
+    Args:
+        strides: Strides of the other array, in elements.  If a stride of 0 repeats a dimension, or the
+            number of dimensions differs, the result is row-major.
+        shape: Shape of the array.
+    """
+    repeats = any(step == 0 and size != 1 for step, size in zip(strides, shape, strict=False))
+    if len(strides) != len(shape) or repeats:
+        return row_major_strides(shape)
+    steps, total = [1] * len(shape), 1
+    # Of equal strides, those of dimensions of size 1 come first, as in a view that adds such a dimension.
+    for axis in sorted(range(len(shape)), key=lambda i: (abs(strides[i]), shape[i] != 1, -i)):
+        steps[axis] = total
+        total *= shape[axis]
+    return tuple(steps)
+
+
+@lru_cache(maxsize=4096)
+def same_layout(shape: Ints, strides: Ints, other: Ints) -> bool:
+    """Tell whether two arrays of one shape have the same strides where a dimension is larger than 1."""
+    return 0 in shape or all(
+        size == 1 or step == wanted
+        for size, step, wanted in zip(shape, strides, other, strict=True)
+    )
+
+
+@lru_cache(maxsize=4096)
+def is_dense(shape: Ints, strides: Ints) -> bool:
+    """Tell whether elements fill their memory in some order of the dimensions; strides in elements."""
+    expected = 1
+    if 0 in shape:
+        return True
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class Memory:
+    """One kind of memory; ``launch`` asks it and does not ask which kind it is.
+
+    Attributes:
+        is_native: All of its arrays are aligned and of the machine's byte order.
+    """
+
+    is_native = False
+
+    def why_not(self) -> str | None:
+        """Return why there is no such memory on this machine, or None."""
+        raise NotImplementedError
+
+    def device(self) -> int:
+        """Return the number of the device that this thread computes on, 0 where there is but one."""
+        return 0
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised, contiguous array."""
+        raise NotImplementedError
+
+    def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised array for a result, its dimensions ordered in memory as an operand's.
+
+        What is computed from a permuted operand is then contiguous where it is permuted back.  Where
+        kernels cannot write the result in that order, it is row-major; see :meth:`laid_as`.
+        """
+        return self.empty(shape, dtype)
+
+    def laid_as(self, array: Any, operand: Any) -> Any:
+        """Return an array with its dimensions ordered in memory as an operand's, without gaps.
+
+        It is the array itself if they are, or if the operand has another number of dimensions.
+        """
+        raise NotImplementedError
+
+    def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
+        """Return an array without gaps as its flat storage and strides in elements, None for row-major.
+
+        Raises:
+            ValueError: If the array has gaps.
+        """
+        raise NotImplementedError
+
+    def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        """See a flat storage through a shape and strides in elements; nothing is copied."""
+        raise NotImplementedError
+
+    def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """View an operand as (batch, heads, seq, dim), broadcast to ``shape``.
+
+        Nothing is copied unless the leading dimensions before the heads do not lie evenly in
+        memory, or a kernel cannot address the array as it is.
+        """
+        raise NotImplementedError
+
+    def part(self, array: Any, first: int, stop: int) -> Any:
+        """View the rows from ``first`` up to ``stop`` of a contiguous array."""
+        return array[first:stop]
+
+    def column(self, array: Any) -> Any:
+        """View lse, (…, heads, seq), as (…, heads, seq, 1)."""
+        raise NotImplementedError
+
+    def rows(self, array: Any) -> Any:
+        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        raise NotImplementedError
+
+    def split_heads(self, array: Any, count: int) -> Any:
+        """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""
+        raise NotImplementedError
+
+    def bring(self, array: Any) -> Any:
+        """Return an array of the host in this memory, copied unless it is there already."""
+        raise NotImplementedError
+
+    def constant(self, array: Any) -> Any:
+        """Return a small array in this memory to be read from, as :meth:`bring`.
+
+        Calls that bring the same numbers may share it.
+        """
+        return self.bring(array)
+
+    def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
+        """Return an array in another floating dtype, itself if it has it; each number is rounded once."""
+        raise NotImplementedError
+
+    def convert_into(self, source: Any, out: Any) -> None:
+        """Write a flat array to another one of any floating dtype; each number is rounded once."""
+        raise NotImplementedError
+
+    def bits(self, array: Any) -> Any:
+        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        raise NotImplementedError
+
+    def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
+        """Sum a gradient over the dimensions in which its operand of ``shape`` was repeated.
+
+        A gradient of that shape is returned as it is.  Numbers of 16 bits are added up in float32.
+        """
+        raise NotImplementedError
+
+
+@lru_cache(maxsize=4096)
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of an array without gaps whose last dimension is fastest."""
+    return tuple(accumulate((*shape[:0:-1],), mul, initial=1))[::-1] if shape else ()
+
+
+def repeated_axes(broadcast: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the axes of a broadcast shape along which an array of ``shape`` was repeated."""
+    extra = len(broadcast) - len(shape)
+    return tuple(
+        axis
+        for axis, size in enumerate(broadcast)
+        if axis < extra or (shape[axis - extra] == 1 and size != 1)
+    )
+
+
+def check_dense(shape: Ints, strides: Ints) -> None:
+    """Check that an array has no gaps, so that its memory can be seen as one dimension.
+
+    Raises:
+        ValueError: If it has gaps, or repeats elements.
+    """
+    if not is_dense(shape, strides):
+        raise ValueError(
+            f"an array of shape {shape} and strides {strides}, in elements, has gaps: its memory cannot be "
+            "viewed as one dimension; make a contiguous copy first"
+        )
+
+
+def _element_strides(array: npt.NDArray[Any]) -> Ints:
+    return tuple(step // array.itemsize for step in array.strides)
+
+
+class HostMemory(Memory):
+    """NumPy arrays."""
+
+    def why_not(self) -> str | None:
+        """Return None: the host is always there."""
+        return None
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised, contiguous array."""
+        return np.empty(shape, dtype)
+
+    def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised array in the order of another; see :meth:`Memory.empty_as`."""
+        if array.flags.c_contiguous or array.ndim != len(shape):
+            return np.empty(shape, dtype)
+        strides = strides_as(_element_strides(array), tuple(shape))
+        return self.view(np.empty(math.prod(shape), dtype), tuple(shape), strides)
+
+    def laid_as(self, array: Any, operand: Any) -> Any:
+        """Return an array ordered in memory as an operand; see :meth:`Memory.laid_as`."""
+        strides = strides_as(_element_strides(operand), array.shape)
+        if len(operand.shape) != array.ndim or same_layout(
+            array.shape, _element_strides(array), strides
+        ):
+            return array
+        out = self.empty_as(operand, array.shape, array.dtype)
+        out[...] = array
+        return out
+
+    def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
+        """Return the flat storage and the strides of an array without gaps; see :meth:`Memory.flat`."""
+        if array.flags.c_contiguous:
+            return array.reshape(-1), None
+        strides = _element_strides(array)
+        check_dense(array.shape, strides)
+        slowest_first = sorted(range(array.ndim), key=lambda axis: -strides[axis])
+        return array.transpose(slowest_first).reshape(-1), strides
+
+    def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        """See a flat storage through a shape and strides in elements; nothing is copied."""
+        if strides == row_major_strides(shape):
+            return storage.reshape(shape)  # as most; and faster
+        size = storage.itemsize
+        return np.ndarray(shape, storage.dtype, storage, 0, [step * size for step in strides])
+
+    def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """View an operand as (batch, heads, seq, dim); see :meth:`Memory.four_dims`.
+
+        What is misaligned or of the other byte order is copied.
+        """
+        if (
+            array.shape == shape
+            and len(shape) == 4
+            and array.flags.aligned
+            and array.dtype.isnative
+        ):
+            return array  # as most are
+        # Not broadcast_to alone: what it returns is read-only, also where nothing is repeated.
+        array = array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
+        array = np.broadcast_to(array, shape) if array.shape != tuple(shape) else array
+        if not (array.flags.aligned and array.dtype.isnative):
+            array = np.array(array, array.dtype.newbyteorder("="))
+        lead = (1, 1, *shape[:-2])
+        return array.reshape(math.prod(lead[:-1]), lead[-1], *shape[-2:])
+
+    def column(self, array: Any) -> Any:
+        """View lse, (…, heads, seq), as (…, heads, seq, 1)."""
+        return array[..., None]
+
+    def rows(self, array: Any) -> Any:
+        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        return array[..., 0]
+
+    def split_heads(self, array: Any, count: int) -> Any:
+        """View (…, heads, seq, dim) as (…, count, heads / count, seq, dim)."""
+        *lead, heads, seq, dim = array.shape
+        return array.reshape(*lead, count, heads // count, seq, dim)
+
+    def bring(self, array: Any) -> Any:
+        """Return the array itself."""
+        return array
+
+    def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
+        """Return an array in another floating dtype; see :meth:`Memory.convert`."""
+        return array if array.dtype == dtype else rounded(array, dtype)
+
+    def convert_into(self, source: Any, out: Any) -> None:
+        """Write a flat array to another one of any floating dtype."""
+        out[...] = rounded(source, out.dtype)
+
+    def bits(self, array: Any) -> Any:
+        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        return array.view(BITS)
+
+    def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
+        """Sum a gradient over the leading dimensions that its operand was repeated in."""
+        repeated = repeated_axes(gradient.shape, shape)
+        if not repeated:
+            return gradient
+        total = gradient.sum(axis=repeated, dtype=acc_dtype(gradient.dtype))
+        return self.convert(total.reshape(shape), gradient.dtype)

@@ -1,0 +1,34 @@
+"""Visibility: which key column a query row sees.  One source for every compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..common.geometry import same
+
+
+class Masks(NamedTuple):
+    """The functions that :func:`make_masks` returns."""
+
+    is_visible: Callable[[Any, Any, Any, Any], Any]
+
+
+def make_masks(compile_: Callable[[Any], Any]) -> Masks:
+    """Return the element tests for one compiler (see ``geometry.make_geometry``)."""
+
+    @compile_
+    def is_visible(row, col, lower, upper):
+        """A row sees the columns from row + lower to row + upper, both inclusive.
+
+        A causal mask is an upper bound alone, a window is both; where nothing bounds, the bound lies
+        beyond the first or the last column.
+        """
+        # Not "and": rows and columns may be arrays that broadcast.
+        return (row + lower <= col) & (col <= row + upper)
+
+    return Masks(is_visible)
+
+
+#: For plain Python; rows and columns may be arrays that broadcast.
+is_visible = make_masks(same).is_visible

@@ -1,0 +1,234 @@
+"""Block-sparse patterns: which tiles of the scores are computed at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.common.arguments import shown, whole
+from kernels.sparsity import elements as block_elements
+from kernels.sparsity import patterns as block_patterns
+from kernels.sparsity.picture import as_text, save_png
+from kernels.sparsity.states import (
+    FULL,
+    HIDDEN,
+    PARTIAL,
+    Blocks,
+    Grid,
+    States,
+    canonical,
+    check_blocks,
+    check_grid,
+    combine,
+    stack,
+)
+from kernels.sparsity.tile_lists import TileList, make_tile_list
+
+__all__ = ["FULL", "HIDDEN", "PARTIAL", "BlockMask", "TileList"]
+
+#: Lists that a mask keeps: forward and backward, for the tiles of a few kernels.
+KEPT_LISTS = 8
+
+
+class BlockMask:
+    """A pattern of hidden, full and partial blocks; a partial block has a pattern of elements.
+
+    A mask is what it lets see, however it was made: a block that is full or hidden after all is marked
+    so, and equal patterns stand once.  Its arrays cannot be written to: what kernels need is worked out of
+    them, and copied to a device, once.
+
+    Args:
+        states: (heads, query blocks, key blocks) or (query blocks, key blocks): ``HIDDEN`` (0 or False),
+            ``FULL`` (1 or True), or ``PARTIAL`` (2) plus the number of a pattern; one head stands for
+            all.
+        seq_q: Query rows.
+        seq_k: Key columns.
+        block_size: Rows and columns of a block, or one number for both; multiples of 16.
+        patterns: (count, block_q, block_k) bool, True keeps; what is beyond the last row or column is
+            never read.
+
+    Raises:
+        TypeError: If states are no whole numbers, patterns no booleans, or a size no whole number.
+        ValueError: If a side is no positive multiple of 16, there is not one state for each block, or a
+            state has no pattern.
+    """
+
+    butterfly = classmethod(block_patterns.butterfly)
+    strided = classmethod(block_patterns.strided)
+    bigbird = classmethod(block_patterns.bigbird)
+    band = classmethod(block_patterns.band)
+    causal = classmethod(block_patterns.causal)
+    local = classmethod(block_patterns.local)
+    local_global = classmethod(block_patterns.local_global)
+    from_dense = classmethod(block_elements.from_dense)
+    from_mask_mod = classmethod(block_elements.from_mask_mod)
+
+    def __init__(
+        self, states: Any, seq_q: int, seq_k: int, block_size: Any = 64, patterns: Any = None
+    ):
+        self._grid: Grid = check_grid(seq_q, seq_k, block_size)
+        self.seq_q, self.seq_k, self.block_q, self.block_k = self._grid
+        self._blocks = canonical(check_blocks(states, patterns, self._grid), self._grid)
+        self.states: States
+        self.states, self.patterns = self._blocks
+        for array in self._blocks:
+            array.flags.writeable = False
+        self._lists: dict[tuple[int, int, bool], TileList] = {}
+
+    @classmethod
+    def stack(cls, masks: Iterable[BlockMask]) -> BlockMask:
+        """Return one mask with the heads of several, one after the other.
+
+        Raises:
+            TypeError: If they are no masks.
+            ValueError: If there is none, or they differ in lengths or block size.
+        """
+        masks = list(masks) if isinstance(masks, Iterable) else [masks]
+        if not masks:
+            raise ValueError("stack needs a mask for each head, got none")
+        for mask in masks:
+            if not isinstance(mask, BlockMask):
+                raise TypeError(f"stack needs a list of BlockMask, got {shown(mask)} in its place")
+        for mask in masks:
+            masks[0]._check_like(mask, "stack")
+        return cls._of(masks[0]._grid, stack(mask._blocks for mask in masks))
+
+    @classmethod
+    def _of(cls, grid: Grid, blocks: Blocks) -> BlockMask:
+        return cls(blocks.states, *grid.seq, grid.block, blocks.patterns)
+
+    @property
+    def heads(self) -> int:
+        """Patterns of their own: 1, or one for each head."""
+        return len(self.states)
+
+    @cached_property
+    def density(self) -> float:
+        """The part of the blocks that are visited, from 0 to 1."""
+        return int(np.count_nonzero(self.states)) / max(self.states.size, 1)
+
+    def visible(self, row: int, rows: int, col: int, cols: int) -> npt.NDArray[np.bool_]:
+        """Return (heads, rows, cols), True where a row sees a column, from (row, col) on.
+
+        Raises:
+            ValueError: If the mask has no such rows or columns.
+        """
+        for name, first, count, seq in (
+            ("row", row, rows, self.seq_q),
+            ("col", col, cols, self.seq_k),
+        ):
+            if whole(name, first, 0) + whole(f"{name}s", count, 0) > seq:
+                raise ValueError(
+                    f"{name} {first} and the {count} from there on lie beyond the mask's {seq}; take fewer"
+                )
+        r, c = np.arange(row, row + rows)[:, None], np.arange(col, col + cols)  # (rows, 1), (cols,)
+        states = self.states[:, r // self.block_q, c // self.block_k]  # (heads, rows, cols)
+        out = states == FULL
+        if len(self.patterns):
+            number = np.maximum(states - PARTIAL, 0)
+            kept = self.patterns[number, r % self.block_q, c % self.block_k]
+            out |= (states >= PARTIAL) & kept
+        return out
+
+    def dense(self) -> npt.NDArray[np.bool_]:
+        """Return (heads, seq_q, seq_k), True where a row sees a column; for small masks."""
+        return self.visible(0, self.seq_q, 0, self.seq_k)
+
+    def tile_list(self, block_q: int, block_k: int, by_keys: bool = False) -> TileList:
+        """Return which key tiles each query tile visits, or which query tiles see a key tile.
+
+        A tile is in the list if it holds a visible element, and full if it holds no hidden one.
+
+        Args:
+            block_q: Query rows of a kernel's tile; the tiles need not fit the blocks.
+            block_k: Key columns.
+            by_keys: A line is a tile of keys, and its entries are tiles of queries.
+        """
+        key = whole("block_q", block_q, 1), whole("block_k", block_k, 1), bool(by_keys)
+        found = self._lists.pop(key, None)
+        if found is None:
+            found = make_tile_list(self._blocks, self._grid, *key)
+            for array in found:
+                array.flags.writeable = False
+        self._lists[key] = found  # the one used last stands last
+        while len(self._lists) > KEPT_LISTS:
+            self._lists.pop(next(iter(self._lists)), None)
+        return found
+
+    def __and__(self, other: Any) -> BlockMask:
+        """Return what both let see; one head stands for all of the other's."""
+        return self._combined(other, "&", FULL, np.logical_and)
+
+    def __or__(self, other: Any) -> BlockMask:
+        """Return what one or the other lets see; one head stands for all of the other's."""
+        return self._combined(other, "|", HIDDEN, np.logical_or)
+
+    def _combined(self, other: Any, sign: str, neutral: int, operation: Any) -> BlockMask:
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        self._check_like(other, sign)
+        if self.heads != other.heads and 1 not in (self.heads, other.heads):
+            raise ValueError(
+                f"{sign} of masks of {self.heads} and {other.heads} heads; give both the same number, "
+                "or one of them a single pattern for all"
+            )
+        return self._of(self._grid, combine(self._blocks, other._blocks, neutral, operation))
+
+    def _check_like(self, other: BlockMask, what: str) -> None:
+        if self._grid != other._grid:
+            raise ValueError(
+                f"{what} needs masks of the same lengths and block size, got {self!r} and {other!r}; "
+                "build them alike"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether two masks have the same blocks, heads and visible elements."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if self is other:
+            return True
+        return self._grid == other._grid and all(
+            np.array_equal(mine, its) for mine, its in zip(self._blocks, other._blocks, strict=True)
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self._grid, self.states.tobytes()))
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockMask(heads={self.heads}, seq_q={self.seq_q}, seq_k={self.seq_k}, "
+            f"block_size={self._grid.block}, density={self.density:.4g}, "
+            f"patterns={len(self.patterns)})"
+        )
+
+    def picture(self, width: int = 64, head: int = 0) -> str:
+        """Return a text with one sign for each block of a head: ``█`` full, ``▒`` partial, ``·`` hidden.
+
+        Args:
+            width: Most signs either way; beyond it a sign stands for a square of blocks, and is partial
+                where these differ.
+            head: Which.
+
+        Raises:
+            ValueError: If there is no such head, or no width.
+        """
+        if whole("head", head, 0) >= self.heads:
+            raise ValueError(f"head must be from 0 to {self.heads - 1}, got {head}")
+        return as_text(self.states[head], whole("width", width, 1))
+
+    def save_picture(self, path: str | os.PathLike[str]) -> None:
+        """Write a PNG with a panel for each head.
+
+        Raises:
+            ImportError: Without matplotlib, the extra "plot".
+        """
+        save_png(path, self.states, self._grid.seq, repr(self))

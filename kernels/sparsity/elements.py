@@ -1,0 +1,144 @@
+"""Block-sparse patterns of single elements: from an array, and from a function of row and column.
+
+The elements are looked at one row of blocks at a time, so that all of them are never in memory at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+
+from kernels.common.arguments import as_host_array, whole
+from kernels.scores.mods import check_mod
+from kernels.sparsity.states import FULL, PARTIAL, Bools, Grid, check_grid, pack, unpack
+
+if TYPE_CHECKING:
+    from kernels.sparsity.block_mask import BlockMask
+
+Mask = type["BlockMask"]
+
+
+def from_dense(_cls: Mask, mask: Any, block_size: Any = 64) -> BlockMask:
+    """Return the mask of an array of elements.
+
+    Args:
+        mask: (seq_q, seq_k) or (heads, seq_q, seq_k) bool, True keeps; any strides.
+        block_size: Rows and columns of a block, or one number for both.
+
+    Raises:
+        TypeError: If it is not boolean.
+        ValueError: If it has other dimensions.
+    """
+    array = as_host_array("mask", mask)
+    if array.dtype != bool:
+        raise TypeError(f"mask must be boolean (True keeps), got {array.dtype}; write mask != 0")
+    if array.ndim not in (2, 3) or (array.ndim == 3 and not len(array)):
+        raise ValueError(
+            f"mask must have shape (seq_q, seq_k) or (heads, seq_q, seq_k), got {array.shape}: the "
+            "lists of blocks are those of all entries of a batch; give one entry's, or attn_mask"
+        )
+    by_head = array[None] if array.ndim == 2 else array
+    grid = check_grid(array.shape[-2], array.shape[-1], block_size)
+
+    def fill(head: int, row: int, rows: int, out: Bools) -> None:
+        out[:rows, : grid.seq_k] = by_head[head, row : row + rows]
+
+    return _from_strips(_cls, grid, len(by_head), fill)
+
+
+def from_mask_mod(
+    _cls: Mask,
+    mask_mod: Callable[..., Any],
+    seq_q: int,
+    seq_k: int,
+    block_size: Any = 64,
+    heads: int = 1,
+) -> BlockMask:
+    """Return the mask of a function, which is asked once for every element.
+
+    It is compiled with numba where that is possible, else run as Python, a thousand times slower.
+
+    Args:
+        mask_mod: ``(batch, head, row, col) -> bool``, True keeps; the batch is always 0, for all have
+            the same blocks.
+        seq_q: Query rows.
+        seq_k: Key columns.
+        block_size: Rows and columns of a block, or one number for both.
+        heads: How many heads to ask for; one stands for all.
+
+    Raises:
+        TypeError: If it is no function of these four.
+    """
+    if not callable(mask_mod):
+        raise TypeError(
+            f"mask_mod must be a function of (batch, head, row, col), got {type(mask_mod).__name__}"
+        )
+    check_mod("mask_mod", mask_mod, "(batch, head, row, col)")
+    grid = check_grid(seq_q, seq_k, block_size)
+    evaluate, mod = _evaluator(mask_mod)
+
+    def fill(head: int, row: int, rows: int, out: Bools) -> None:
+        evaluate(mod, head, row, rows, grid.seq_k, out)
+
+    return _from_strips(_cls, grid, whole("heads", heads, 1), fill)
+
+
+def _from_strips(
+    _cls: Mask, grid: Grid, heads: int, fill: Callable[[int, int, int, Bools], None]
+) -> BlockMask:
+    """Return the mask of elements that are known one row of blocks at a time.
+
+    Args:
+        grid: The blocks.
+        heads: Patterns of their own.
+        fill: ``fill(head, row, rows, out)`` writes which columns ``rows`` rows from ``row`` on see to
+            the beginning of ``out``, (block_q, key blocks · block_k).
+    """
+    states = np.zeros((heads, *grid.counts), np.int32)
+    numbers: dict[bytes, int] = {}  # bits of a pattern → state
+    strip = np.zeros((grid.block_q, grid.counts[1] * grid.block_k), bool)
+    for head, i in np.ndindex(*states.shape[:2]):
+        row = i * grid.block_q
+        rows = min(grid.block_q, grid.seq_q - row)
+        strip[rows:] = False
+        fill(head, row, rows, strip)
+        some: Any = strip.any(axis=0)  # (key blocks · block_k,)
+        every: Any = strip[:rows].all(axis=0)
+        line = states[head, i]  # (key blocks,)
+        line[some.reshape(-1, grid.block_k).any(axis=1)] = FULL
+        partial = np.flatnonzero((line == FULL) & ~every.reshape(-1, grid.block_k).all(axis=1))
+        blocks = strip.reshape(grid.block_q, grid.counts[1], grid.block_k)[:, partial].swapaxes(
+            0, 1
+        )
+        line[partial] = [numbers.setdefault(key, PARTIAL + len(numbers)) for key in pack(blocks)]
+    return _cls(states, *grid.seq, grid.block, unpack(numbers, grid))
+
+
+def _evaluate(mod: Any, head: int, row: int, rows: int, cols: int, out: Bools) -> None:
+    """Write what a ``mask_mod`` says of the rows from ``row`` on: compiled, or as plain Python."""
+    for r in range(rows):
+        for c in range(cols):
+            out[r, c] = bool(mod(0, head, row + r, c))
+
+
+_compiled = numba.njit(_evaluate)
+
+
+def _evaluator(mask_mod: Callable[..., Any]) -> tuple[Callable[..., None], Any]:
+    """Return ``_evaluate`` and what to call it with: compiled if numba can, else as they are."""
+    mod: Any = mask_mod
+    if isinstance(mod, FunctionType):
+        # An index beyond an array that the function reads is an error here, as it is in Python.
+        mod = numba.njit(boundscheck=True)(mod)
+    if isinstance(mod, Dispatcher):
+        try:
+            _compiled(mod, 0, 0, 0, 0, np.zeros((0, 0), bool))  # compiles, and asks for no element
+            return _compiled, mod
+        except Exception:  # numba raises more than its own errors; what it cannot run, Python can
+            pass
+    return _evaluate, mask_mod

@@ -1,0 +1,269 @@
+"""Builders of block-sparse patterns: class methods of ``BlockMask``, each with its source.
+
+They return states and patterns as simple as they come, with a pattern twice or a partial block that is
+full after all; ``BlockMask`` puts that right, once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels.common.arguments import as_host_array, shown, whole
+from kernels.scores.visibility import is_visible
+from kernels.sparsity.states import FULL, PARTIAL, Bools, Grid, check_grid
+
+if TYPE_CHECKING:
+    from kernels.sparsity.block_mask import BlockMask
+
+Mask = type["BlockMask"]
+
+
+def butterfly(_cls: Mask, seq_q: int, seq_k: int, block_size: Any = 64) -> BlockMask:
+    """Let block i see block j if i = j or their numbers differ in one bit.
+
+    These are the nonzero blocks of the sum of all butterfly factors, one for each bit: of n blocks a row
+    visits 1 + log2 n.  Where n is no power of two, the pattern of the next one is cut off; with more
+    rows than columns, or fewer, that of the shorter side is stretched along the other.
+
+    Args:
+        seq_q: Query rows.
+        seq_k: Key columns.
+        block_size: As for all builders, rows and columns of a block, or one number for both.  A pattern
+            of blocks has square ones, of the two's least common multiple.
+
+    Source: the flat block butterfly of Pixelated Butterfly (Dao et al., 2021), which block-sparse
+    FlashAttention takes as its fixed pattern (Dao et al., 2022, section 3.3).
+    """
+    grid = check_grid(seq_q, seq_k, block_size)
+    counts = _squares(grid)
+    i, j = (np.arange(count) * min(counts) // max(count, 1) for count in counts)
+    bits = i[:, None] ^ j  # (query squares, key squares)
+    return _of_squares(_cls, grid, bits & (bits - 1) == 0)  # no bit, or one
+
+
+def strided(
+    _cls: Mask,
+    seq_q: int,
+    seq_k: int,
+    stride: int | None = None,
+    block_size: Any = 64,
+    is_causal: bool = True,
+) -> BlockMask:
+    """Let a block see the ``stride`` ones before it, and every one at a multiple of the stride.
+
+    Args:
+        seq_q: Query rows.
+        seq_k: Key columns.
+        stride: In blocks; None takes the root of their number, with which a row visits fewest.
+        block_size: See ``butterfly``.
+        is_causal: As in the paper, nothing after a row; False takes distances both ways.
+
+    Source: the strided attention of Sparse Transformers (Child et al., 2019), both its heads in one, with
+    blocks in the place of elements: else no block would be hidden.
+    """
+    grid = check_grid(seq_q, seq_k, block_size)
+    rows, cols = _squares(grid)
+    step = max(math.isqrt(cols), 1) if stride is None else whole("stride", stride, 1)
+    distance = np.arange(rows)[:, None] - np.arange(cols)  # (query squares, key squares)
+    if not isinstance(is_causal, (bool, np.bool_)):
+        raise TypeError(f"is_causal must be True or False, got {shown(is_causal)}")
+    mask = _of_squares(_cls, grid, (np.abs(distance) <= step) | (distance % step == 0))
+    return mask & causal(_cls, seq_q, seq_k, block_size) if is_causal else mask
+
+
+def bigbird(
+    _cls: Mask,
+    seq_q: int,
+    seq_k: int,
+    block_size: Any = 64,
+    *,
+    window: int = 3,
+    global_blocks: int = 2,
+    random_blocks: int = 3,
+    heads: int = 1,
+    seed: int = 0,
+) -> BlockMask:
+    """Let a block see its neighbours, the first ones, and some drawn at random; the first see all.
+
+    Args:
+        seq_q: Query rows.
+        seq_k: Key columns.
+        block_size: See ``butterfly``.
+        window: Blocks around the diagonal, itself included; odd.
+        global_blocks: The first blocks of rows and of columns, which are wholly visible.
+        random_blocks: Drawn for each row of blocks and each head among the blocks left, without
+            replacement.
+        heads: Patterns of their own.
+        seed: The same one draws the same blocks everywhere; no other generator is touched.
+
+    Source: BigBird (Zaheer et al., 2020), in blocks as its authors compute it, with the numbers of its
+    base model.
+    """
+    grid = check_grid(seq_q, seq_k, block_size)
+    if whole("window", window, 1) % 2 == 0:
+        raise ValueError(
+            f"window must be odd, as many blocks before the diagonal as after it, got {window}; take "
+            f"{window + 1}"
+        )
+    first = whole("global_blocks", global_blocks, 0)
+    counts = _squares(grid)
+    drawn = min(whole("random_blocks", random_blocks, 0), counts[1])
+    i, j = np.arange(counts[0])[:, None], np.arange(counts[1])
+    kept = (np.abs(i - j) <= window // 2) | (i < first) | (j < first)
+    kept = np.repeat(kept[None], whole("heads", heads, 1), axis=0)  # (heads, squares, squares)
+    # Raw words of PCG64: NumPy promises that these stay what they are from version to version.
+    words = np.random.PCG64(whole("seed", seed, 0)).random_raw(kept.size).reshape(kept.shape)
+    if drawn:
+        words >>= np.uint64(1)
+        words[kept] = np.iinfo(np.uint64).max  # what is kept already comes last
+        least = np.argpartition(words, drawn - 1, axis=2)[:, :, :drawn]
+        np.put_along_axis(kept, least, True, axis=2)
+    return _of_squares(_cls, grid, kept)
+
+
+def band(
+    _cls: Mask, seq_q: int, seq_k: int, lower: int, upper: int, block_size: Any = 64
+) -> BlockMask:
+    """Let row ``row`` see the columns from ``row + lower`` to ``row + upper``, both inclusive.
+
+    Causal masks and windows are bands; only blocks on an edge of the band are partial.
+
+    Args:
+        seq_q: Query rows.
+        seq_k: Key columns.
+        lower: Of the band; -seq_q or less is no bound.
+        upper: Likewise; seq_k or more is no bound.
+        block_size: Rows and columns of a block, or one number for both.
+    """
+    grid = check_grid(seq_q, seq_k, block_size)
+    # Beyond these no bound changes what a row sees, and NumPy's integers have an end.
+    lower = min(max(whole("lower", lower), -grid.seq_q), grid.seq_k)
+    upper = min(max(whole("upper", upper), -grid.seq_q), grid.seq_k)
+    row, col = grid.starts
+    # Over a block, col - row takes every value from least to most.
+    least = col - np.minimum(row + grid.block_q, grid.seq_q) + 1  # (query blocks, key blocks)
+    most = np.minimum(col + grid.block_k, grid.seq_k) - 1 - row
+    states = ((most >= lower) & (least <= upper) & (lower <= upper)).astype(np.int32)
+    partial = (states == FULL) & ((least < lower) | (most > upper))
+    # A pattern depends on nothing but how far the block is from the diagonal.
+    distances, number = np.unique((col - row)[partial], return_inverse=True)
+    states[partial] = PARTIAL + number
+    r, c = np.arange(grid.block_q)[:, None], np.arange(grid.block_k)
+    return _made(_cls, grid, states, is_visible(r, c + distances[:, None, None], lower, upper))
+
+
+def causal(
+    _cls: Mask, seq_q: int, seq_k: int, block_size: Any = 64, causal_offset: int = 0
+) -> BlockMask:
+    """Let row ``row`` see the columns up to ``row + causal_offset``, element by element.
+
+    Args:
+        seq_q: Query rows.
+        seq_k: Key columns.
+        block_size: Rows and columns of a block, or one number for both.
+        causal_offset: seq_k - seq_q aligns the diagonal bottom-right.
+    """
+    return local(_cls, seq_q, seq_k, -1, 0, block_size, causal_offset=causal_offset)
+
+
+def local(
+    _cls: Mask,
+    seq_q: int,
+    seq_k: int,
+    left: int,
+    right: int | None = None,
+    block_size: Any = 64,
+    *,
+    causal_offset: int = 0,
+) -> BlockMask:
+    """Let a row see a window of columns, element by element: attention's ``window_size``.
+
+    Args:
+        seq_q: Query rows.
+        seq_k: Key columns.
+        left: Row ``row`` sees columns from ``row + causal_offset - left`` on; -1 is unbounded.
+        right: Up to ``row + causal_offset + right``; -1 is unbounded, None takes ``left``.
+        block_size: Rows and columns of a block, or one number for both.
+        causal_offset: Where the diagonal lies.
+    """
+    left = whole("left", left, -1)
+    right = left if right is None else whole("right", right, -1)
+    offset = whole("causal_offset", causal_offset)
+    lower = offset - left if left >= 0 else -whole("seq_q", seq_q)
+    upper = offset + right if right >= 0 else whole("seq_k", seq_k)
+    return band(_cls, seq_q, seq_k, lower, upper, block_size)
+
+
+def local_global(
+    _cls: Mask,
+    seq_q: int,
+    seq_k: int,
+    left: int,
+    right: int | None = None,
+    global_tokens: int | Sequence[int] = 1,
+    block_size: Any = 64,
+    *,
+    causal_offset: int = 0,
+) -> BlockMask:
+    """Let a row see a window, and the global tokens; these see everything.
+
+    Args:
+        seq_q: Query rows.
+        seq_k: Key columns.
+        left: See ``local``.
+        right: See ``local``.
+        global_tokens: Their positions, or how many from the first on; at a position there is a row, a
+            column or both.
+        block_size: Rows and columns of a block, or one number for both.
+        causal_offset: See ``local``.
+
+    Source: Longformer (Beltagy et al., 2020, section 3.1).
+    """
+    grid = check_grid(seq_q, seq_k, block_size)
+    positions = as_host_array("global_tokens", global_tokens)
+    if positions.dtype.kind not in "iu" and positions.size:
+        raise TypeError(
+            f"global_tokens must be whole numbers, got {positions.dtype}; give positions or how many"
+        )
+    if positions.ndim == 0:
+        positions = np.arange(min(whole("global_tokens", global_tokens, 0), max(grid.seq)))
+    if positions.min(initial=0) < 0 or positions.max(initial=-1) >= max(grid.seq):
+        raise ValueError(
+            f"global_tokens must be positions from 0 to {max(grid.seq) - 1}, got from "
+            f"{positions.min()} to {positions.max()}"
+        )
+    mask = local(_cls, seq_q, seq_k, left, right, block_size, causal_offset=causal_offset)
+    chosen = np.isin(np.arange(max(grid.seq)), positions)
+    return mask | _lines(_cls, grid, chosen, 0) | _lines(_cls, grid, chosen, 1)
+
+
+def _made(_cls: Mask, grid: Grid, states: Any, patterns: Any = None) -> BlockMask:
+    return _cls(states, *grid.seq, grid.block, patterns)
+
+
+def _squares(grid: Grid) -> tuple[int, int]:
+    """Return how many squares a pattern of square blocks has along the rows and the columns."""
+    side = math.lcm(*grid.block)
+    return -(-grid.seq_q // side), -(-grid.seq_k // side)
+
+
+def _of_squares(_cls: Mask, grid: Grid, kept: Bools) -> BlockMask:
+    """Return the mask of (…, squares, squares), True keeps; no block lies in two squares."""
+    side = math.lcm(*grid.block)
+    row, col = (start // side for start in grid.starts)
+    return _made(_cls, grid, kept[..., row, col])
+
+
+def _lines(_cls: Mask, grid: Grid, chosen: Bools, axis: int) -> BlockMask:
+    """Return the mask of whole rows (axis 0) or columns (axis 1), those chosen."""
+    padded = np.zeros(grid.counts[axis] * grid.block[axis], bool)
+    chosen = chosen[: grid.seq[axis]]
+    padded[: len(chosen)] = chosen
+    kinds, number = np.unique(padded.reshape(-1, grid.block[axis]), axis=0, return_inverse=True)
+    states = np.expand_dims(PARTIAL + number.reshape(-1), 1 - axis)
+    patterns = np.broadcast_to(np.expand_dims(kinds, 2 - axis), (len(kinds), *grid.block))
+    return _made(_cls, grid, np.broadcast_to(states, grid.counts), patterns)

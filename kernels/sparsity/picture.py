@@ -1,0 +1,89 @@
+"""What a block-sparse pattern looks like: as text, and as a PNG with matplotlib."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from kernels.common.geometry import ceil_div
+from kernels.sparsity.states import FULL, HIDDEN, PARTIAL, States
+
+#: State → its sign in a text, its colour in a picture and its name.
+LOOKS = {
+    HIDDEN: ("·", "#f2f2f2", "hidden"),
+    FULL: ("█", "#1f4e79", "full"),
+    PARTIAL: ("▒", "#8fb8de", "partial"),
+}
+
+
+def as_text(states: States, width: int) -> str:
+    """Return one line for each row of blocks, one sign for each block.
+
+    Args:
+        states: (query blocks, key blocks).
+        width: Most signs either way; beyond it a sign stands for a square of blocks, and is that of all
+            of them or else partial's.
+    """
+    shrink = max(ceil_div(max(states.shape), width), 1)
+    starts = [np.arange(0, count, shrink) for count in states.shape]
+    least, most = np.minimum(states, PARTIAL), np.minimum(states, PARTIAL)
+    for axis, start in enumerate(starts):
+        if not len(start):
+            return ""
+        least = np.minimum.reduceat(least, start, axis=axis)
+        most = np.maximum.reduceat(most, start, axis=axis)
+    signs = np.array([look[0] for look in LOOKS.values()])
+    return "\n".join("".join(line) for line in signs[np.where(least == most, least, PARTIAL)])
+
+
+def save_png(
+    path: str | os.PathLike[str], states: States, seq: tuple[int, int], title: str
+) -> None:
+    """Write a picture with a panel for each head.
+
+    Args:
+        path: Of the file.
+        states: (heads, query blocks, key blocks).
+        seq: Rows and columns, for the axes.
+        title: Of the picture.
+
+    Raises:
+        ImportError: Without matplotlib.
+    """
+    try:
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError(
+            "a picture of a block mask needs matplotlib, which is not installed; "
+            "pip install 'minitorch-flash[plot]' or pip install matplotlib, or print(mask.picture())"
+        ) from error
+    across = min(len(states), 4)
+    down = ceil_div(len(states), across)
+    figure = Figure(figsize=(4.0 * across, 4.0 * down + 0.8), layout="constrained")
+    panels: Any = figure.subplots(down, across, squeeze=False).ravel()
+    colours = [look[1] for look in LOOKS.values()]
+    for head, panel in enumerate(panels):
+        if head >= len(states):
+            panel.set_axis_off()
+            continue
+        panel.imshow(
+            np.minimum(states[head], PARTIAL),
+            cmap=ListedColormap(colours),
+            vmin=HIDDEN,
+            vmax=PARTIAL,
+            extent=(0, max(seq[1], 1), max(seq[0], 1), 0),
+            interpolation="nearest",
+        )
+        panel.set(xlabel="key column", ylabel="query row")
+        if len(states) > 1:
+            panel.set_title(f"head {head}")
+    figure.suptitle(title)
+    handles = [
+        Patch(facecolor=colour, edgecolor="grey", label=name) for _, colour, name in LOOKS.values()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, format="png", dpi=120)

@@ -1,0 +1,122 @@
+"""Lists of tiles: which tiles of a kernel a block-sparse pattern visits, for tiles of any size."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.sparsity.states import FULL, PARTIAL, Blocks, Bools, Grid
+
+Ints = npt.NDArray[np.int64]
+
+
+class TileList(NamedTuple):
+    """Which tiles each line of tiles visits; the lines of all heads of the mask one after the other.
+
+    Attributes:
+        tile_ptr: (heads · lines + 1,) int32: line i has the entries from ``tile_ptr[i]`` up to
+            ``tile_ptr[i + 1]``.
+        tile_ids: (entries,) int32: numbers of the tiles, ascending.
+        tile_full: (entries,) bool: no element of the tile is hidden by the mask.
+    """
+
+    tile_ptr: Any
+    tile_ids: Any
+    tile_full: Any
+
+
+class Parts(NamedTuple):
+    """One side of the scores, cut wherever a block or a tile begins.
+
+    Attributes:
+        block: (parts,) the block that a part lies in.
+        place: (parts,) which of ``places`` it has in that block.
+        places: (distinct places, 2): from where to where in a block.
+        first: (tiles,) first part of each tile.
+        counts: (tiles,) parts of each tile.
+    """
+
+    block: Ints
+    place: Ints
+    places: Ints
+    first: Ints
+    counts: Ints
+
+
+def cut(total: int, block: int, tile: int) -> Parts:
+    """Return the parts of ``total`` rows (or columns), for blocks and tiles of these sizes."""
+    tiles = np.arange(0, total, tile)
+    start = np.union1d(np.arange(0, total, block), tiles)  # (parts,)
+    stop = np.append(start[1:], total)[: len(start)]
+    number = start // block
+    within = np.stack([start, stop], axis=1) - (number * block)[:, None]
+    places, place = np.unique(within, axis=0, return_inverse=True)
+    first = np.searchsorted(start, tiles)
+    counts = np.diff(np.append(first, len(start)))
+    return Parts(number, place.reshape(-1), places, first, counts)
+
+
+def make_tile_list(
+    blocks: Blocks, grid: Grid, tile_q: int, tile_k: int, by_keys: bool = False
+) -> TileList:
+    """Return the list of a mask; a tile that holds no visible element is not in it.
+
+    Args:
+        blocks: The mask.
+        grid: Its blocks.
+        tile_q: Query rows of a tile.
+        tile_k: Key columns.
+        by_keys: A line is a tile of keys, and its entries are tiles of queries.
+    """
+    rows = cut(grid.seq_q, grid.block_q, tile_q)
+    cols = cut(grid.seq_k, grid.block_k, tile_k)
+    kept = _spread(blocks.states == FULL, rows, cols)  # (heads, row parts, column parts)
+    some, every = kept, kept.copy()
+    head, i, j = np.nonzero(_spread(blocks.states >= PARTIAL, rows, cols))
+    if len(head):
+        pattern = blocks.states[head, rows.block[i], cols.block[j]] - PARTIAL
+        where = pattern, rows.place[i], cols.place[j]
+        for out, function in ((some, np.any), (every, np.all)):
+            out[head, i, j] = _of_places(blocks.patterns, rows, cols, function)[where]
+    visited = _gather(some, rows, cols, np.logical_or)  # (heads, query tiles, key tiles)
+    full = _gather(every, rows, cols, np.logical_and)
+    if by_keys:
+        visited, full = visited.swapaxes(1, 2), full.swapaxes(1, 2)
+    heads, lines, tiles = visited.shape
+    visited = visited.reshape(heads * lines, tiles)
+    # TASK 5.9: Compressed rows: running counts, the columns of what is visited, and whether full.
+    ptr = np.append(0, np.cumsum(np.count_nonzero(visited, axis=1)))
+    return TileList(
+        ptr.astype(np.int32),
+        np.nonzero(visited)[1].astype(np.int32),
+        full.reshape(visited.shape)[visited],
+    )
+    # END TASK 5.9
+
+
+def _spread(blocks: Bools, rows: Parts, cols: Parts) -> Bools:
+    """Return (heads, row parts, column parts): what is true of the block that a part lies in."""
+    return blocks.take(rows.block, axis=1).take(cols.block, axis=2)
+
+
+def _of_places(patterns: Bools, rows: Parts, cols: Parts, function: Any) -> Bools:
+    """Return (patterns, row places, column places): whether any or all elements there are kept."""
+    out = np.empty((len(patterns), len(rows.places), len(cols.places)), bool)
+    for i, (top, bottom) in enumerate(rows.places):
+        for j, (left, right) in enumerate(cols.places):
+            out[:, i, j] = function(patterns[:, top:bottom, left:right], axis=(1, 2))
+    return out
+
+
+def _gather(parts: Bools, rows: Parts, cols: Parts, operation: Any) -> Bools:
+    """Return (heads, query tiles, key tiles) of (heads, row parts, column parts)."""
+    for axis, side in ((1, rows), (2, cols)):
+        out = parts.take(side.first, axis=axis)
+        for step in range(1, int(side.counts.max(initial=0))):
+            # A tile with fewer parts takes its last one again.
+            next_part = side.first + np.minimum(step, side.counts - 1)
+            operation(out, parts.take(next_part, axis=axis), out=out)
+        parts = out
+    return parts

@@ -1,0 +1,1 @@
+"""FLOP and byte formulas and tile budgets: arithmetic on sizes, no kernels."""

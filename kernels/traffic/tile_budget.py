@@ -1,0 +1,67 @@
+"""Which tile moves the least, of those that fit on the chip.
+
+A larger tile is read back less often, and the memory of a chip is small: ``formulas`` says what a tile
+moves, here stands what it takes, and the search.
+"""
+
+from __future__ import annotations
+
+from kernels.common.geometry import ceil_div
+from kernels.traffic.formulas import TRAFFIC, HeadShape, total
+
+#: Tiles have multiples of so many rows and columns, as ``flash2`` asks for.
+STEP = 4
+
+
+def tile_elements(rung: str, shape: HeadShape, tile: tuple[int, int]) -> int:
+    """Return how many elements a tile takes on the chip, without padding.
+
+    Both rungs keep K_j, V_j, Q_i and the tile of scores there; ``flash1`` keeps O_i too, which ``flash2``
+    has in registers.
+
+    Args:
+        rung: "flash1" or "flash2".
+        shape: Of the head.
+        tile: (block_q, block_k).
+    """
+    block_q, block_k = tile
+    of_row = shape.head_dim + (shape.value_dim if rung == "flash1" else 0)
+    return block_q * of_row + block_k * (shape.head_dim + shape.value_dim) + block_q * block_k
+
+
+def least_traffic_tile(rung: str, shape: HeadShape, elements: int) -> tuple[int, int]:
+    """Return the tile whose forward pass moves the least, of those that fit into so many elements.
+
+    Sides are multiples of ``STEP``, and no side is longer than its sequence, rounded up to one.  Of tiles
+    that move the same it is one that takes the least on the chip.
+
+    Args:
+        rung: "flash1" or "flash2".
+        shape: Of the head.
+        elements: Of shared memory.
+
+    Returns:
+        (block_q, block_k).
+
+    Raises:
+        ValueError: If not even the smallest tile fits.
+    """
+    tiles = [
+        (STEP * i, STEP * j)
+        for i in range(1, ceil_div(shape.seq_q, STEP) + 1)
+        for j in range(1, ceil_div(shape.seq_k, STEP) + 1)
+    ]
+    # TASK 5.8: Of the tiles that fit, the one that moves the least; then the one that takes the least.
+    fitting = [tile for tile in tiles if tile_elements(rung, shape, tile) <= elements]
+    if not fitting:
+        smallest = tile_elements(rung, shape, (STEP, STEP))
+        raise ValueError(
+            f"a tile of {rung} takes {smallest} elements or more, and there are {elements}; give "
+            "more, or a smaller head_dim"
+        )
+
+    def cost(tile: tuple[int, int]) -> tuple[int, int]:
+        return total(TRAFFIC[rung](shape, tile)).moved, tile_elements(rung, shape, tile)
+
+    return min(fitting, key=cost)
+    # END TASK 5.8

@@ -1,0 +1,1 @@
+"""Attention composed of tensor operations."""

@@ -1,0 +1,1 @@
+"""Element types, storage checks, and the loops behind the three backends."""

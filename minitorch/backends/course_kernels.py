@@ -1,0 +1,342 @@
+"""The kernels of the CUDA backend: map, zip, reduce, the matrix product, and two for practice.
+
+Nothing here compiles or touches the driver before the first launch, so the file imports without a
+GPU.  The kernels keep the published launch protocol: arguments as in ``tensor_ops``, and the number
+of output elements, ``out_size``, after ``out_strides``.  Shapes and strides are arrays or tuples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from numba import int64
+
+from kernels.runtime.targets import cuda
+
+from .. import tensor_data
+from ..tensor_data import MAX_DIMS, Storage
+
+#: Of the practice kernels, and the side of a published matmul block; a warp.
+THREADS_PER_BLOCK = 32
+#: The most threads that a block can have: what the reduce kernel has room for.
+MAX_THREADS = 1024
+
+
+def device_jit(fn: Callable[..., Any], **options: Any) -> Any:
+    """Compile a function that kernels call; inlined, which needs no GPU at compile time."""
+    return cuda.jit(device=True, inline="always", **options)(fn)
+
+
+def jit(fn: Callable[..., None], **options: Any) -> Any:
+    """Compile a kernel, at its first launch with each combination of argument types."""
+    return cuda.jit(**options)(fn)
+
+
+# A plain function called from a kernel is unknown to the CUDA compiler; these are the index helpers
+# that the kernels below call.
+to_index = device_jit(tensor_data.to_index)
+index_to_position = device_jit(tensor_data.index_to_position)
+broadcast_index = device_jit(tensor_data.broadcast_index)
+
+
+@cache
+def _callable(fn: Callable[..., float]) -> Any:
+    """Let a kernel call a plain function; what is compiled for the device it can call already."""
+    return device_jit(fn) if isinstance(fn, FunctionType) else fn
+
+
+def _kernel_of(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:
+    """Compile a kernel around ``fn``, under a name of its own for the profiler."""
+    kernel.__qualname__ = f"{kernel.__name__.strip('_')}_{getattr(fn, '__name__', 'fn')}"
+    return jit(kernel)
+
+
+@cache
+def tensor_map(fn: Callable[[float], float]) -> Any:
+    """Return the kernel of an element-wise function of one tensor, broadcast to the output.
+
+    Args:
+        fn: A plain function or a device function.
+
+    Returns:
+        A kernel of ``(out, out_shape, out_strides, out_size, in_storage, in_shape, in_strides)``.
+    """
+    fn = _callable(fn)
+
+    def _map(out, out_shape, out_strides, out_size, in_storage, in_shape, in_strides):
+        """Apply ``fn`` to each element.
+
+        Computes: out[i] = fn(in[i broadcast])
+        Source: minitorch, task 3.3
+        Grid: ceil(out_size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: two indices, which fall into local memory where shapes are arrays
+        Global traffic: one read and one write an element, and the shapes and strides
+        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
+        """
+        # TASK 3.3: One thread, one element: cuda.grid(1), guarded by out_size; indices in cuda.local.array.
+        i = cuda.grid(1)
+        if i < out_size:
+            out_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+            in_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+            to_index(i, out_shape, out_index)
+            broadcast_index(out_index, out_shape, in_shape, in_index)
+            value = fn(in_storage[index_to_position(in_index, in_strides)])
+            out[index_to_position(out_index, out_strides)] = value
+        # END TASK 3.3
+
+    return _kernel_of(_map, fn)
+
+
+@cache
+def tensor_zip(fn: Callable[[float, float], float]) -> Any:
+    """Return the kernel of an element-wise function of two tensors that broadcast.
+
+    Args:
+        fn: A plain function or a device function.
+
+    Returns:
+        A kernel of the storage, shape and strides of out, out_size, and those of a and b.
+    """
+    fn = _callable(fn)
+
+    def _zip(
+        out, out_shape, out_strides, out_size,
+        a_storage, a_shape, a_strides, b_storage, b_shape, b_strides,
+    ):  # fmt: skip
+        """Apply ``fn`` to each pair of elements.
+
+        Computes: out[i] = fn(a[i broadcast], b[i broadcast])
+        Source: minitorch, task 3.3
+        Grid: ceil(out_size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: two indices, which fall into local memory where shapes are arrays
+        Global traffic: two reads and one write an element, and the shapes and strides
+        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
+        """
+        # TASK 3.3: As _map, with two inputs.
+        i = cuda.grid(1)
+        if i < out_size:
+            out_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+            in_index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+            to_index(i, out_shape, out_index)
+            broadcast_index(out_index, out_shape, a_shape, in_index)
+            a = a_storage[index_to_position(in_index, a_strides)]
+            broadcast_index(out_index, out_shape, b_shape, in_index)
+            b = b_storage[index_to_position(in_index, b_strides)]
+            out[index_to_position(out_index, out_strides)] = fn(a, b)
+        # END TASK 3.3
+
+    return _kernel_of(_zip, fn)
+
+
+@cache
+def tensor_reduce(fn: Callable[[float, float], float]) -> Any:
+    """Return the kernel that folds one dimension, beginning with a start value.
+
+    Args:
+        fn: A plain function or a device function, associative and commutative.
+
+    Returns:
+        A kernel of the storage, shape and strides of out, out_size, those of a, the dimension and
+        the start value; what out holds is overwritten.  Where out has c entries along the
+        dimension and not one, each gets the fold of every c-th run of elements as long as a block.
+    """
+    fn = _callable(fn)
+
+    def _reduce(
+        out, out_shape, out_strides, out_size,
+        a_storage, a_shape, a_strides, reduce_dim, start,
+    ):  # fmt: skip
+        """Fold one dimension.
+
+        Computes: out[i] = fn(start, a[i, 0], a[i, 1], …)
+        Source: minitorch, task 3.3
+        Grid: out_size
+        Block: up to MAX_THREADS threads; any number, no power of two is needed
+        One thread does: its elements in steps of a block, then its part of a tree
+        Shared: MAX_THREADS partial folds in the dtype of out
+        Registers: one fold; one index in local memory, as reduce_dim is known at run time only
+        Global traffic: each element read once, one write for each element of out
+        Needs: no more than MAX_DIMS dimensions; any device, or the simulator
+        """
+        # TASK 3.3: A block folds one element of out in shared memory: a tree, with a barrier each round.
+        partial = cuda.shared.array(MAX_THREADS, out.dtype)  # (threads,)
+        index = cuda.local.array(MAX_DIMS, int64)  # (MAX_DIMS,)
+        thread = cuda.threadIdx.x
+        threads = cuda.blockDim.x
+
+        to_index(cuda.blockIdx.x, out_shape, index)
+        out_position = index_to_position(index, out_strides)
+        chunk = index[reduce_dim]  # 0 unless out has more entries than one along the dimension
+        stride = out_shape[reduce_dim] * threads
+        length = a_shape[reduce_dim]
+        step = a_strides[reduce_dim]
+        index[reduce_dim] = 0
+        row = index_to_position(index, a_strides)
+
+        first = chunk * threads
+        active = max(min(length - first, threads), 0)  # threads with an element of their own
+        if thread < active:
+            total = a_storage[row + (first + thread) * step]
+            for k in range(first + thread + stride, length, stride):
+                total = fn(total, a_storage[row + k * step])
+            partial[thread] = total
+        cuda.syncthreads()  # every fold is stored before another thread reads it
+
+        # Fold the upper half onto the lower; an odd one in the middle waits for the next round.
+        folds = active
+        while folds > 1:
+            half = (folds + 1) // 2
+            if thread < folds - half:
+                partial[thread] = fn(partial[thread], partial[thread + half])
+            cuda.syncthreads()  # this round is complete before the next one reads it
+            folds = half
+
+        if thread == 0 and cuda.blockIdx.x < out_size:
+            out[out_position] = fn(start, partial[0]) if active > 0 else start
+        # END TASK 3.3
+
+    return _kernel_of(_reduce, fn)
+
+
+def _tensor_matrix_multiply(
+    out, out_shape, out_strides, out_size,
+    a_storage, a_shape, a_strides, b_storage, b_shape, b_strides,
+):  # fmt: skip
+    """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m), with any strides.
+
+    An operand may have fewer matrices; they repeat, as broadcasting asks for.
+
+    Computes: out[z, i, j] = sum over k of a[z, i, k] * b[z, k, j]
+    Source: minitorch, task 3.4
+    Grid: (ceil(n / 32), ceil(m / 32), batch, or fewer along z)
+    Block: (32, 32); x runs along a row, so that neighbours read neighbours
+    One thread does: one element of out for every gridDim.z-th matrix
+    Shared: a tile of a and one of b in the dtype of out
+    Registers: one sum
+    Global traffic: a is read ceil(m / 32) times and b ceil(n / 32) times, each element once
+        for a tile of out; each element of out is written once
+    Needs: any device, or the simulator
+    """
+    # TASK 3.4: Walk along k in tiles: load, barrier, multiply, barrier; write once at the end.
+    a_tile = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (32, 32)
+    b_tile = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (32, 32)
+    tile_row, tile_col = cuda.threadIdx.y, cuda.threadIdx.x
+    row = cuda.blockIdx.x * THREADS_PER_BLOCK + tile_row
+    col = cuda.blockIdx.y * THREADS_PER_BLOCK + tile_col
+    rows, cols, depth = out_shape[1], out_shape[2], a_shape[2]
+    zero = out.dtype.type(0)
+
+    for matrix in range(cuda.blockIdx.z, out_shape[0], cuda.gridDim.z):
+        a_start = (matrix % a_shape[0]) * a_strides[0] + row * a_strides[1]
+        b_start = (matrix % b_shape[0]) * b_strides[0] + col * b_strides[2]
+        total = zero
+        for start in range(0, depth, THREADS_PER_BLOCK):
+            # Outside the matrices the tiles hold zeros, which add nothing.
+            a_tile[tile_row, tile_col] = zero
+            b_tile[tile_row, tile_col] = zero
+            a_col, b_row = start + tile_col, start + tile_row
+            if row < rows and a_col < depth:
+                a_tile[tile_row, tile_col] = a_storage[a_start + a_col * a_strides[2]]
+            if col < cols and b_row < depth:
+                b_tile[tile_row, tile_col] = b_storage[b_start + b_row * b_strides[1]]
+            cuda.syncthreads()  # both tiles are complete before any thread reads them
+            for k in range(THREADS_PER_BLOCK):
+                total += a_tile[tile_row, k] * b_tile[k, tile_col]
+            cuda.syncthreads()  # all have read the tiles before the next ones replace them
+        if row < rows and col < cols:
+            position = matrix * out_strides[0] + row * out_strides[1] + col * out_strides[2]
+            out[position] = total
+    # END TASK 3.4
+
+
+tensor_matrix_multiply = jit(_tensor_matrix_multiply)
+
+
+# ---------------------------------------------------------------------------------------------
+# Practice: the two ideas above, shared memory and tiles, each alone
+# ---------------------------------------------------------------------------------------------
+
+
+def _sum_practice(out: Storage, a: Storage, size: int) -> None:
+    """Sum each run of THREADS_PER_BLOCK elements.
+
+    Computes: out[block] = sum of a[block * 32 : block * 32 + 32]
+    Source: minitorch, task 3.3, for practice
+    Grid: any number of blocks that covers size
+    Block: THREADS_PER_BLOCK
+    One thread does: one element, then its part of a tree
+    Shared: THREADS_PER_BLOCK elements
+    Registers: none
+    Global traffic: each element read once, one write a block
+    Needs: any device, or the simulator
+
+    Args:
+        out: (blocks or fewer,); a block without elements writes nothing.
+        a: (size,).
+        size: Number of elements.
+    """
+    # TASK 3.3: Load an element to shared memory, zero beyond size; barrier; then halve, barrier, halve.
+    partial = cuda.shared.array(THREADS_PER_BLOCK, out.dtype)  # (THREADS_PER_BLOCK,)
+    thread = cuda.threadIdx.x
+    i = cuda.grid(1)
+    partial[thread] = a[i] if i < size else 0.0
+    cuda.syncthreads()  # every element is stored before a neighbour reads it
+    half = THREADS_PER_BLOCK // 2
+    while half > 0:
+        if thread < half:
+            partial[thread] += partial[thread + half]
+        cuda.syncthreads()  # this round is complete before the next one reads it
+        half //= 2
+    if thread == 0 and i < size:
+        out[cuda.blockIdx.x] = partial[0]
+    # END TASK 3.3
+
+
+jit_sum_practice = jit(_sum_practice)
+
+
+def _mm_practice(out: Storage, a: Storage, b: Storage, size: int) -> None:
+    """Multiply two square matrices that fit in one block.
+
+    Computes: out = a @ b
+    Source: minitorch, task 3.4, for practice
+    Grid: 1
+    Block: (size, size) or more, THREADS_PER_BLOCK² at most
+    One thread does: one element of out
+    Shared: a and b
+    Registers: one sum
+    Global traffic: each element of a and b read once, each of out written once
+    Needs: any device, or the simulator
+
+    Args:
+        out: (size * size,), row-major; likewise a and b.
+        a: Likewise.
+        b: Likewise.
+        size: 1 to THREADS_PER_BLOCK.
+    """
+    # TASK 3.4: Load both matrices to shared memory, barrier, then one row times one column.
+    a_shared = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (size, size)
+    b_shared = cuda.shared.array((THREADS_PER_BLOCK, THREADS_PER_BLOCK), out.dtype)  # (size, size)
+    row, col = cuda.threadIdx.y, cuda.threadIdx.x
+    if row < size and col < size:
+        a_shared[row, col] = a[row * size + col]
+        b_shared[row, col] = b[row * size + col]
+    cuda.syncthreads()  # both matrices are complete before any thread reads a row or a column
+    if row < size and col < size:
+        total = out.dtype.type(0)
+        for k in range(size):
+            total += a_shared[row, k] * b_shared[k, col]
+        out[row * size + col] = total
+    # END TASK 3.4
+
+
+jit_mm_practice = jit(_mm_practice)

@@ -1,0 +1,120 @@
+"""What dtype a result has, and how operations run on storage of 16 bits: in float32, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels.launch import Target
+from kernels.runtime.dtypes import FLOAT32, acc_dtype, is_floating, is_half
+
+from ..tensor_data import Ints, Storage, TensorData, get_default_dtype
+
+if TYPE_CHECKING:
+    from ..tensor import Tensor
+
+
+def result_dtype(*tensors: Tensor) -> np.dtype[Any]:
+    """Return the dtype of a result: the widest floating dtype, or the default for integers.
+
+    Raises:
+        TypeError: For float16 with bfloat16, neither of which holds the numbers of the other.
+    """
+    # "V" is bfloat16: no other of its kind is in a tensor.
+    floating = {dtype for t in tensors if (dtype := t.dtype).kind in "fV"}
+    if len(floating) == 1:
+        return floating.pop()
+    if not floating:
+        return get_default_dtype()
+    floating = {t.dtype for t in tensors if is_floating(t.dtype) and not t._tensor.is_number}
+    if len(floating) > 1 and all(map(is_half, floating)):
+        raise TypeError(
+            "an operation on float16 and bfloat16 has no dtype for its result; convert one of them with "
+            "to, or both to float32"
+        )
+    return np.result_type(*floating)
+
+
+def floating(t: Tensor, dtype: np.dtype[Any]) -> Tensor:
+    """Return an integer or boolean tensor in a floating dtype; a floating one as it is."""
+    return t if is_floating(t.dtype) else t._converted(t.backend, acc_dtype(dtype))
+
+
+class Widening:
+    """What :class:`minitorch.tensor_ops.TensorOps` inherits: most loops know no storage of 16 bits.
+
+    :meth:`run` gives them float32 in its place, and rounds what they computed once.
+    """
+
+    #: Whether the loops of map, zip and reduce read and write storage of 16 bits themselves.
+    takes_half = False
+
+    if TYPE_CHECKING:  # what the methods below need of the backend
+        attention: Target
+
+        @staticmethod
+        def allocate(size: int, dtype: np.dtype[Any]) -> Storage: ...  # noqa: D102
+
+    @classmethod
+    def run(
+        cls, loop: Callable[..., None], out: TensorData, *inputs: TensorData, options: Ints = ()
+    ) -> None:
+        """Run a loop, in float32 where operands or the result are of 16 bits.
+
+        Args:
+            loop: Takes ``(out, *inputs, *options)``, none of them of 16 bits.
+            out: Written.
+            *inputs: Operands.
+            options: Handed on.
+        """
+        is_plain = not out.is_half
+        for t in inputs:  # not any(): a generator takes longer than all else here
+            is_plain = is_plain and not t.is_half
+        if is_plain:
+            loop(out, *inputs, *options)
+            return
+        inputs = tuple(cls._widened(t) for t in inputs)
+        if not out.is_half:
+            loop(out, *inputs, *options)
+            return
+        # A conversion from float64, or from integers, is rounded once too.
+        wide = np.result_type(FLOAT32, *(t.dtype for t in inputs))
+        computed = TensorData(cls.allocate(out.size, wide), out.shape, out.strides)
+        loop(computed, *inputs, *options)
+        cls.attention.memory.convert_into(computed._storage, out._storage)
+
+    @classmethod
+    def run_elements(
+        cls, loop: Callable[..., None], out: TensorData, *inputs: TensorData, options: Ints = ()
+    ) -> None:
+        """Run a loop of map, zip or reduce; as :meth:`run`, but for a backend that takes 16 bits."""
+        if cls.takes_half:
+            loop(out, *inputs, *options)
+        else:
+            cls.run(loop, out, *inputs, options=options)
+
+    @classmethod
+    def _widened(cls, t: TensorData) -> TensorData:
+        """Return data of 16 bits in float32, laid out alike; other data as it is."""
+        if not t.is_half:
+            return t
+        return TensorData(cls.attention.memory.convert(t._storage, FLOAT32), t.shape, t.strides)
+
+    @classmethod
+    def move(cls, loop: Callable[..., None], out: TensorData, a: TensorData) -> None:
+        """Run the loop that copies: what is only moved, or only converted, is not computed with."""
+        memory = cls.attention.memory
+        if out.is_half and out.dtype == a.dtype:
+            bits = (TensorData(memory.bits(t._storage), t.shape, t.strides) for t in (out, a))
+            loop(*bits)
+        elif (
+            (out.is_half or a.is_half)
+            and is_floating(out.dtype)
+            and is_floating(a.dtype)
+            and (out.shape, out.strides) == (a.shape, a.strides)
+        ):
+            memory.convert_into(a._storage, out._storage)
+        else:
+            cls.run_elements(loop, out, a)

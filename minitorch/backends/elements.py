@@ -1,0 +1,99 @@
+"""What a tensor may hold: dtypes, shapes and elements, checked where a user gives them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.common.arguments import short, shown
+from kernels.runtime.dtypes import BFLOAT16, FLOAT_DTYPES, is_half
+
+#: What counts as a number beside a tensor.
+NUMBERS = (int, float, np.integer, np.floating, BFLOAT16.type)
+#: What a tensor may hold, what every backend computes with: dtype → whether it is float16 or bfloat16.
+DTYPES = {dtype: is_half(dtype) for dtype in (*FLOAT_DTYPES, *map(np.dtype, "?bBhHiIlLqQ"))}
+
+HELD = "float16, bfloat16, float32, float64, integers or booleans"
+
+
+def dtype_of(dtype: Any) -> np.dtype[Any] | None:
+    """Return a dtype, given it or its name, or None if it is none; NumPy takes None for float64."""
+    try:
+        return None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        return None
+
+
+def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """Return a dtype that a tensor may have.
+
+    Args:
+        dtype: Or its name.
+
+    Raises:
+        TypeError: If it is none, or one that no tensor has.
+    """
+    found = dtype_of(dtype)
+    if found is None or found not in DTYPES:
+        raise TypeError(
+            f"a tensor holds {HELD}, got {found or repr(dtype)}; pass numpy.float32 or its name"
+        )
+    return found
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """Return a shape as a tuple of ints; a single number is a shape of one dimension.
+
+    Raises:
+        ValueError: If an entry is no whole number, or negative.
+    """
+    sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+    if isinstance(shape, (str, bytes, dict, set)) or not all(
+        isinstance(size, (int, np.integer)) and size >= 0 for size in sizes
+    ):
+        raise ValueError(f"a shape is a tuple of whole numbers, none below 0; got {shape!r}")
+    return tuple(int(size) for size in sizes)
+
+
+def as_float(number: Any) -> float:
+    """Return one of ``NUMBERS`` as a float.
+
+    Raises:
+        ValueError: If it is too large.
+    """
+    try:
+        return float(number)
+    except OverflowError:
+        raise ValueError(
+            f"a number beside a tensor must fit a float64, got {short(number)}; divide it first"
+        ) from None
+
+
+def as_element(value: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a number that an element of a dtype can be.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is too large, or no whole number where the dtype holds those.
+    """
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if not isinstance(value, (*NUMBERS, np.bool_)):
+        raise TypeError(f"an element is a number, got {shown(value)}; convert it with float()")
+    is_whole = isinstance(value, (int, np.integer, np.bool_))
+    number: Any = int(value) if is_whole else float(value)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if number != number or number in (math.inf, -math.inf) or number != int(number):
+            raise ValueError(f"a tensor of {dtype} holds whole numbers, got {number}; convert it")
+        if not limits.min <= number <= limits.max:
+            raise ValueError(
+                f"{dtype} holds {limits.min} to {limits.max}, got {short(number)}; take a wider dtype"
+            )
+    else:
+        as_float(number)
+    return number

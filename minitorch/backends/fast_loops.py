@@ -1,0 +1,322 @@
+"""What the fast backend compiles beside the loops of the course: elementary functions, large operations.
+
+The loops of the course (``fast_ops``) stay as they are written there; what they call of ``math`` comes in a
+form that vectorises.  Two kinds of large operations have loops of their own.  Folds, for the course adds
+one number after the other: that can neither be vectorised nor cut in parts, and is less precise.  And rows
+that a number or a row is broadcast to, whose steps the course's loop only learns when it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, lru_cache, partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import get_num_threads, prange
+from numba.extending import overload, register_jitable
+
+from kernels.cpu.runtime import vector_math as elementary
+from kernels.cpu.runtime.function_pointers import take
+from kernels.runtime.jit import njit_cached
+from kernels.runtime.memory import join_dims, joined, row_major_strides
+
+from .. import operators
+from ..tensor_data import Ints, TensorData
+
+#: Elements from which an operation is worth a loop of its own.
+LARGE = 1 << 15
+#: What may be folded in any order, and so by these loops.
+FOLDS = (operators.add, operators.mul, operators.max)
+
+# Sizes of parts are fixed, so that a result does not depend on how many threads there are.  A thread takes
+# the next part when it is done with its last: to wake one takes a while, in which the others go on.
+#: Elements of a row that are folded side by side, each onto the one so many places before it: several
+#: vectors, so that an addition need not wait for the last one.
+LANES = 64
+#: Neighbouring elements that are folded to one in this way; and how many such blocks one work item folds.
+BLOCK, BLOCKS = 1024, 64
+#: Shortest row for that; shorter ones go to the loop of the course.
+SHORTEST_ROW = 64
+#: Elements of a row that are broadcast to by one work item.
+CHUNK = 8192
+#: Rows and columns that one work item folds to one row; it stays in the first-level cache meanwhile.
+ROWS, COLUMNS = 128, 2048
+
+
+@cache
+def callable_(fn: Callable[..., float]) -> Callable[..., float]:
+    """Let compiled code call a plain function; a dispatcher it can call already.
+
+    Where one of ``operators`` calls ``math``, compiled code calls ``elementary``: the same function in a
+    form that vectorises with the loop around it.
+    """
+    if not isinstance(fn, FunctionType):
+        return fn
+    if not is_ours(fn) or fn.__globals__.get("math") is not math:
+        return register_jitable(fn)
+    names = {**fn.__globals__, "math": elementary}
+    vectorised = FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__)
+    #: A kernel's fingerprint looks here.
+    fn.implementations = (vectorised,)  # type: ignore[attr-defined]
+    overload(fn, strict=False)(lambda *args: vectorised)
+    return fn
+
+
+def is_ours(fn: Callable[..., float]) -> bool:
+    """Tell whether a function is one of ``operators``, which a cache on disk can know again."""
+    return isinstance(fn, FunctionType) and fn.__module__ == operators.__name__
+
+
+def compiled(kernel: Callable[..., None], fn: Callable[..., float]) -> Any:
+    """Compile a loop around ``fn``; keep it on disk if ``fn`` is one of ours."""
+    if is_ours(fn):
+        # A name of its own for each loop: for the cache file, the debugger and the profiler.
+        kernel.__qualname__ = f"{kernel.__name__.strip('_')}_{fn.__name__}"
+    return parallel_loop(kernel, cache=is_ours(fn))
+
+
+def parallel_loop(kernel: Callable[..., None], cache: bool = True) -> Any:
+    """Compile a loop that runs in parallel, with diagnostics also when its code comes from disk.
+
+    Args:
+        kernel: The loop.
+        cache: As for ``njit_cached``.
+
+    Returns:
+        A numba dispatcher; see ``njit_cached``.
+    """
+    loop = njit_cached(kernel, cache=cache, parallel=True)
+    loop.parallel_diagnostics = partial(_diagnose, loop)
+    return loop
+
+
+def _diagnose(loop: Any, signature: Any = None, level: int = 1) -> None:
+    """Print what numba parallelised; the arguments are those of numba's ``parallel_diagnostics``.
+
+    Numba's cache on disk keeps no diagnostics, so code that was loaded from it is compiled again.
+    """
+    signatures = loop.signatures if signature is None else [signature]
+    if any(loop.overloads[each].metadata is None for each in signatures):
+        loop = njit_cached(loop.py_func, cache=False, parallel=True)
+        for each in signatures:
+            loop.compile(each)
+    for each in signatures:
+        loop.dispatcher.parallel_diagnostics(each, level)
+
+
+# -- broadcast operands ------------------------------------------------------------------------
+
+
+def row_layout(out: TensorData, a: TensorData, b: TensorData) -> Ints | None:
+    """Return how the loop below sees an operation that broadcasts, or None if it does not take it.
+
+    Returns:
+        Columns of (rows, columns), and the steps of a and b from row to row and along a row, where they
+        are neighbours or one number: 1 or 0.
+    """
+    layouts = (t for data in (out, a, b) for t in (data.shape, data.strides))
+    shape, *steps = joined(*layouts)
+    if len(shape) > 2:
+        return None
+    _, columns = (1, *shape)[-2:]
+    (_, out_step), (a_row, a_step), (b_row, b_step) = ((0, *step)[-2:] for step in steps)
+    if out_step != 1 or (a_step, b_step) not in ((0, 1), (1, 0), (1, 1)):
+        return None
+    return columns, a_row, a_step, b_row, b_step
+
+
+@cache
+def row_zip(fn: Callable[[float, float], float]) -> Any:
+    """Return the compiled loop of a function of two tensors of which one or both are broadcast.
+
+    Returns:
+        A dispatcher of the storages of out, (rows, columns), a and b, and of the numbers that
+        :func:`row_layout` returns.
+    """
+    fn = callable_(fn)
+
+    def _row_zip(out, a, b, columns, a_row, a_step, b_row, b_step):
+        chunks = (columns + CHUNK - 1) // CHUNK
+        for item in prange(len(out) // columns * chunks):
+            row, first = item // chunks, item % chunks * CHUNK
+            size = min(CHUNK, columns - first)
+            target = out[row * columns + first : row * columns + first + size]
+            i, j = row * a_row + first * a_step, row * b_row + first * b_step
+            # A slice of one element is a number; what is left of a loop then vectorises.
+            left = a[i : i + 1 + (size - 1) * a_step]
+            right = b[j : j + 1 + (size - 1) * b_step]
+            if a_step == 0:
+                for n in range(size):
+                    target[n] = fn(left[0], right[n])
+            elif b_step == 0:
+                for n in range(size):
+                    target[n] = fn(left[n], right[0])
+            else:
+                for n in range(size):
+                    target[n] = fn(left[n], right[n])
+
+    return compiled(_row_zip, fn)
+
+
+# -- large folds -------------------------------------------------------------------------------
+
+
+class FoldLayout(NamedTuple):
+    """A fold of (outer, length, inner) elements to (outer, inner), steps in elements.
+
+    Either ``inner`` is 1 and the elements that are folded are neighbours, or the inner ones are.
+    """
+
+    outer: int
+    outer_step: int
+    length: int
+    length_step: int
+    inner: int
+
+
+@lru_cache(maxsize=4096)
+def fold_layout(shape: Ints, strides: Ints, dim: int) -> FoldLayout | None:
+    """Return how the loops below see a fold, or None if they do not take it."""
+    length, step = shape[dim], strides[dim]
+    kept = (*shape[:dim], *shape[dim + 1 :])
+    sizes, _, steps = join_dims(
+        kept, row_major_strides(kept), (*strides[:dim], *strides[dim + 1 :])
+    )
+    if length == 0 or len(sizes) > 2:
+        return None
+    (outer, inner), (outer_step, inner_step) = (1, *sizes)[-2:], (0, *steps)[-2:]
+    if inner_step == 1 and inner > 1:
+        return FoldLayout(outer, outer_step, length, step, inner)
+    if step == 1 and len(sizes) == 1 and length >= SHORTEST_ROW:
+        return FoldLayout(inner, inner_step, length, 1, 1)
+    return None
+
+
+@register_jitable
+def fold_halves(fn, values, count, size):
+    """Fold ``count`` neighbours of ``size`` values each into the first of them.
+
+    The second half is folded onto the first until one is left: no sum has more terms than it must, and
+    each step is a loop that vectorises.
+    """
+    while count > 1:
+        half = (count + 1) // 2
+        left, right = values[: (count - half) * size], values[half * size : count * size]
+        for i in range(len(left)):
+            left[i] = fn(left[i], right[i])
+        count = half
+
+
+@cache
+def row_fold(fn: Callable[[float, float], float]) -> Any:
+    """Return the compiled loop that folds rows whose elements are neighbours.
+
+    Returns:
+        A dispatcher of the storages of out, (rows,), and a, the step from row to row, their length, what
+        a fold starts from in the dtype of out, a zero (1,) that counts items, and the number of threads.
+    """
+    fn = callable_(fn)
+
+    def _row_fold(out, a, step, length, start, counter, threads):
+        blocks = (length + BLOCK - 1) // BLOCK  # of a row
+        folded = np.empty(
+            len(out) * blocks, np.float64
+        )  # (rows, blocks); float64 costs nothing here
+        count = len(folded)
+        for _ in prange(threads):
+            lanes = np.empty(LANES, out.dtype)
+            item = take(counter)
+            while item * BLOCKS < count:
+                for block in range(item * BLOCKS, min(item * BLOCKS + BLOCKS, count)):
+                    first = block % blocks * BLOCK
+                    place = block // blocks * step + first
+                    end = place + min(BLOCK, length - first)
+                    r0 = a[place : min(place + LANES, end)]
+                    width = len(r0)
+                    for i in range(width):
+                        lanes[i] = r0[i]
+                    place += LANES
+                    while place + LANES <= end:
+                        r0 = a[place : place + LANES]
+                        for i in range(LANES):
+                            lanes[i] = fn(lanes[i], r0[i])
+                        place += LANES
+                    r0 = a[min(place, end) : end]
+                    for i in range(len(r0)):
+                        lanes[i] = fn(lanes[i], r0[i])
+                    fold_halves(fn, lanes, width, 1)
+                    folded[block] = lanes[0]
+                item = take(counter)
+        for row in range(len(out)):
+            values = folded[row * blocks : row * blocks + blocks]
+            fold_halves(fn, values, blocks, 1)
+            out[row] = fn(start, values[0])
+
+    return compiled(_row_fold, fn)
+
+
+@cache
+def column_fold(fn: Callable[[float, float], float]) -> Any:
+    """Return the compiled loop that folds over rows: each column of theirs for itself.
+
+    Returns:
+        A dispatcher of the storages of out, (outer, inner), and a, the numbers of a ``FoldLayout``, and
+        what a fold starts from and is counted by, as :func:`row_fold`.
+    """
+    fn = callable_(fn)
+
+    def _column_fold(
+        out, a, outer, outer_step, length, length_step, inner, start, counter, threads
+    ):
+        parts, chunks = (length + ROWS - 1) // ROWS, (inner + COLUMNS - 1) // COLUMNS
+        size = outer * inner
+        folded = out if parts == 1 else np.empty(parts * size, out.dtype)  # (parts, outer, inner)
+        for _ in prange(threads):
+            item = take(counter)
+            while item < parts * outer * chunks:
+                column = item % chunks * COLUMNS
+                line = item // chunks  # of (parts, outer)
+                part, width = line // outer, min(COLUMNS, inner - column)
+                total = folded[line * inner + column : line * inner + column + width]
+                place = line % outer * outer_step + part * ROWS * length_step + column
+                r0 = a[place : place + width]
+                for i in range(width):
+                    total[i] = r0[i]
+                left = min(ROWS, length - part * ROWS) - 1
+                # Four at a time: a sum has fewer terms, and the total is read and written less.
+                while left >= 4:
+                    r0 = a[place + length_step : place + length_step + width]
+                    r1 = a[place + 2 * length_step : place + 2 * length_step + width]
+                    r2 = a[place + 3 * length_step : place + 3 * length_step + width]
+                    place += 4 * length_step
+                    r3 = a[place : place + width]
+                    for i in range(width):
+                        total[i] = fn(total[i], fn(fn(r0[i], r1[i]), fn(r2[i], r3[i])))
+                    left -= 4
+                while left > 0:
+                    place += length_step
+                    r0 = a[place : place + width]
+                    for i in range(width):
+                        total[i] = fn(total[i], r0[i])
+                    left -= 1
+                item = take(counter)
+        fold_halves(fn, folded, parts, size)
+        for i in range(size):
+            out[i] = fn(start, folded[i])
+
+    return compiled(_column_fold, fn)
+
+
+def fold_into(
+    fn: Callable[[float, float], float], start: float, out: TensorData, a: TensorData,
+    layout: FoldLayout,
+) -> None:  # fmt: skip
+    """Write the fold of one dimension to a contiguous output."""
+    rest = out.dtype.type(start), np.zeros(1, np.int64), get_num_threads()
+    if layout.inner == 1:
+        row_fold(fn)(out._storage, a._storage, layout.outer_step, layout.length, *rest)
+    else:
+        column_fold(fn)(out._storage, a._storage, *layout, *rest)

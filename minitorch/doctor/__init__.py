@@ -1,0 +1,1 @@
+"""What is wrong with this environment: probes, rules, report. Standard library only."""

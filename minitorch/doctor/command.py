@@ -1,0 +1,301 @@
+"""``python -m minitorch doctor``: look at everything that minitorch stands on, and say what to mend.
+
+Each library is tried in a child process of its own (see :mod:`minitorch.doctor.probes`), because the one
+that is broken may raise anything, crash or hang.  A missing GPU is no problem; it is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from minitorch.doctor.probes import ask
+from minitorch.doctor.rules import Finding, diagnose, owner
+from minitorch.entrance import found_file
+
+ABOUT = "say what this environment has, what is wrong with it, and how to mend it"
+ROOT = Path(__file__).resolve().parents[2]
+#: Packages that change what the others do.
+BESIDE = ("numba-cuda", "numba-cuda-mlir", "llvmlite", "kernels", "tbb", "icc-rt")
+VARIABLES = (
+    "NUMBA_ENABLE_CUDASIM", "NUMBA_DISABLE_JIT", "NUMBA_THREADING_LAYER", "NUMBA_NUM_THREADS",
+    "NUMBA_CACHE_DIR", "NUMBA_CUDA_DRIVER", "MINITORCH_RUNG", "MINITORCH_PUBLISHED", "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME", "PYTHONPATH",
+)  # fmt: skip
+LAYERS = ("tbb", "omp", "workqueue")
+#: Import names of packages that can only be imported where NumPy can.
+_ON_NUMPY = {"numba", "scipy", "ml_dtypes"}
+
+
+# -- what is there ------------------------------------------------------------------------------
+
+
+def ranges() -> dict[str, str]:
+    """Return the range of versions of Python and of each dependency: "numpy" → ">=2.1.2,<2.5"."""
+    found: dict[str, str] = {}
+    if (ROOT / "requirements.txt").is_file() and (ROOT / "setup.py").is_file():
+        lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+        lines += re.findall(r'"(numba-cuda\[[^"]*)"', setup)
+        found["python"] = "".join(re.findall(r'python_requires="([^"]*)"', setup))
+    else:
+        try:
+            installed = metadata.metadata("minitorch-flash")
+        except metadata.PackageNotFoundError:
+            return found
+        lines = [
+            line
+            for line in installed.get_all("Requires-Dist") or []
+            if "extra ==" not in line or line.startswith("numba-cuda[")
+        ]
+        found["python"] = installed["Requires-Python"] or ""
+    for line in lines:
+        match = re.match(r"([\w-]+)(?:\[[\w,]*\])?([^;]*)", line)
+        if match and not line.startswith("#"):
+            found[match.group(1)] = match.group(2).strip()
+    return found
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package without importing it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versions(names: Iterable[str]) -> dict[str, str]:
+    found = {name: installed_version(name) for name in names}
+    return {name: version for name, version in found.items() if version}
+
+
+def _shadowed(name: str, file: str) -> bool:
+    """Tell whether another file would be imported than the installed package's."""
+    try:
+        folder = Path(str(metadata.distribution(name).locate_file("")))
+    except metadata.PackageNotFoundError:
+        return False
+    spec = PathFinder.find_spec(name, [str(folder)])
+    origin = spec and spec.origin
+    return bool(origin) and Path(str(origin)).resolve() != Path(file).resolve()
+
+
+def kernels_package() -> dict[str, Any]:
+    """Return which package ``kernels`` is, and whether another one of that name is installed."""
+    file, expected = found_file("kernels"), ROOT / "kernels" / "__init__.py"
+    is_ours = False
+    if file is not None and Path(file).is_file() and (Path(file).parent / "launch.py").is_file():
+        is_ours = "def flash_attention_forward" in Path(file).read_text(encoding="utf-8")
+    return {
+        "file": str(Path(file).resolve()) if file else None,
+        "is_ours": is_ours,
+        "expected": str(expected),
+        "root": str(ROOT),
+        "other_installed": installed_version("kernels"),
+    }
+
+
+def cache_folder() -> dict[str, Any]:
+    """Return where numba keeps compiled kernels, and why it cannot, in the order in which it looks."""
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    wide = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    places = [Path(chosen)] if chosen else [ROOT / "kernels" / "__pycache__", Path(wide) / "numba"]
+    folder, why_not = places[0], None
+    for folder in places:
+        why_not = _why_not_writable(folder)
+        if why_not is None:
+            break
+    return {"folder": str(folder), "why_not": why_not}
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent  # what is missing would be made
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        return str(error)
+
+
+def examine(seconds: float = 120.0) -> dict[str, Any]:
+    """Return all that is to be known about this environment.
+
+    Args:
+        seconds: How long one library may take to answer.
+
+    Returns:
+        Values that JSON has.  What was not tried, because something that it needs has failed, is not
+        in it.
+    """
+    wanted = ranges()
+    facts: dict[str, Any] = {
+        "python": {
+            "version": platform.python_version(),
+            "executable": sys.executable,
+            "platform": f"{platform.system()} {platform.machine()}",
+        },
+        "minitorch": str(ROOT / "minitorch"),
+        "ranges": wanted,
+        "installed": _versions(BESIDE),
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "kernels": kernels_package(),
+        "cache": cache_folder(),
+    }
+    names = [name for name in wanted if name not in ("python", "numba-cuda")]
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as workers:
+
+        def start(*probe: str) -> Any:
+            return workers.submit(ask, *probe, seconds=seconds)
+
+        driver, first = start("driver"), start("package", "numpy")
+        broken = "error" in first.result()
+        tried = [n for n in names if n != "numpy" and not (broken and n in _ON_NUMPY)]
+        waiting = {name: start("package", name) for name in tried}
+        answers = {"numpy": first.result(), **{name: w.result() for name, w in waiting.items()}}
+        facts["packages"] = {name: _package(name, answers.get(name)) for name in names}
+        facts["driver"] = driver.result()
+        facts.update(_of_numba(facts, answers, start))
+    return facts
+
+
+def _of_numba(
+    facts: dict[str, Any], answers: dict[str, dict[str, Any]], start: Any
+) -> dict[str, Any]:
+    """Try what needs numba, and then what needs all of it."""
+    is_shadowed = facts["packages"].get("numba", {}).get("shadowed")
+    if is_shadowed or "error" in answers.get("numba", {"error": "not tried"}):
+        return {}
+    waiting = {name: start(name) for name in ("cuda", "parallel")}
+    if "error" not in answers.get("scipy", {}):
+        waiting["blas"] = start("blas")
+    layers = {name: start("layer", name) for name in LAYERS}
+    found: dict[str, Any] = {name: each.result() for name, each in waiting.items()}
+    found["layers"] = {name: each.result() for name, each in layers.items()}
+    cuda = found["cuda"]
+    if facts["driver"].get("devices") and "ptx" in cuda:
+        found["launch"] = start("launch").result()
+    if not any(finding.is_problem for finding in diagnose({**facts, **found})):
+        found["library"] = start("library").result()
+    return found
+
+
+def _package(name: str, answer: dict[str, Any] | None) -> dict[str, Any]:
+    file = (answer or {}).get("file") or found_file(name)
+    return {
+        **(answer or {}),
+        "installed": installed_version(name),
+        "file": file,
+        "shadowed": file is not None and _shadowed(name, file),
+    }
+
+
+# -- what is said -------------------------------------------------------------------------------
+
+
+def table(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what was found, a name and a sentence a line."""
+    python, cuda, driver = facts["python"], facts.get("cuda", {}), facts["driver"]
+    rows = [
+        ("Python", f"{python['version']}, {python['platform']}, {python['executable']}"),
+        ("minitorch", facts["minitorch"]),
+        ("kernels", facts["kernels"]["file"] or "missing"),
+    ]
+    for name, found in facts["packages"].items():
+        state = found["installed"] or found.get("version") or "missing"
+        rows.append((name, f"{state:<12} needs {facts['ranges'].get(name) or 'any version'}"))
+    if "file" in cuda:
+        mine = facts["installed"].get(owner(cuda["file"]), "")
+        rows.append(("numba.cuda", f"{owner(cuda['file'])} {mine}".rstrip()))
+        rows.append(
+            ("simulator", "on" if cuda["simulator"] else "off (NUMBA_ENABLE_CUDASIM=1: on)")
+        )
+    if cuda.get("ptx"):
+        rows.append(("toolkit", f"CUDA {cuda['toolkit'] or '?'}, writes PTX {cuda['ptx']}"))
+    elif "ptx_error" in cuda:
+        rows.append(("toolkit", "none; CUDA kernels run in the simulator"))
+    rows.append(("driver", _driver(driver)))
+    rows += [("GPU", _device(device)) for device in driver.get("devices", [])] or [
+        ("GPU", "none, which is no problem: CPU and simulator need none")
+    ]
+    if "libraries" in facts.get("blas", {}):
+        known = [f"{x['internal_api']} {x['version']}" for x in facts["blas"]["libraries"]]
+        rows.append(("BLAS", ", ".join(dict.fromkeys(known)) or "unknown to threadpoolctl"))
+    if "layer" in facts.get("parallel", {}):
+        used, loads = facts["parallel"], facts["layers"]
+        load = ", ".join(name for name in LAYERS if "error" not in loads[name])
+        text = f"{used['layer']}, {used['threads']} threads (there are {load})"
+        rows.append(("threading layer", text))
+    cache = facts["cache"]
+    rows.append(
+        ("cache", f"{cache['folder']}, {'not writable' if cache['why_not'] else 'writable'}")
+    )
+    if "seconds" in facts.get("library", {}):
+        rows.append(("import minitorch", f"works, {facts['library']['seconds']:.1f} s"))
+    rows += [(name, value) for name, value in facts["environment"].items()]
+    return rows
+
+
+def _driver(driver: dict[str, Any]) -> str:
+    if driver.get("driver") is None:
+        return driver.get("error") or f"none ({driver['reason']})"
+    release = f"{driver['release']}, " if driver.get("release") else ""
+    return f"{release}CUDA {driver['driver']}"
+
+
+def _device(device: dict[str, Any]) -> str:
+    shared = f"{device['shared'] // 1024} KB, up to {device['shared_optin'] // 1024} KB"
+    capability = f"{device['major']}.{device['minor']}"
+    return f"{device['name']}, compute capability {capability}, shared memory per block {shared}"
+
+
+def report(facts: dict[str, Any], findings: list[Finding]) -> str:
+    """Return the doctor's answer for people."""
+    rows = table(facts)
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {text}" for name, text in rows]
+    for finding in findings:
+        lines += ["", f"{'PROBLEM' if finding.is_problem else 'note'}: {finding.what}"]
+        lines += [f"  what to do: {finding.remedy}"] * bool(finding.remedy)
+    count = sum(finding.is_problem for finding in findings)
+    lines += ["", f"{count} problem{'s' * (count > 1)}" if count else "no problems"]
+    return "\n".join(lines)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the doctor's options to a parser."""
+    parser.add_argument("--json", action="store_true", help="write facts and findings as JSON")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="how long one library may take to answer"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine this environment and print the answer.
+
+    Args:
+        args: With the options of :func:`add_options`.
+
+    Returns:
+        0 without a problem, 1 with one.
+    """
+    facts = examine(args.seconds)
+    findings = diagnose(facts)
+    if args.json:
+        found = [finding._asdict() for finding in findings]
+        print(json.dumps({"findings": found, "facts": facts}, indent=1))
+    else:
+        print(report(facts, findings))
+    return int(any(finding.is_problem for finding in findings))

@@ -1,0 +1,1 @@
+"""Differentiable functions: value and gradient side by side, one concept a file."""

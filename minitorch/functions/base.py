@@ -1,0 +1,252 @@
+"""What a differentiable function of tensors is: a value, a gradient, and a record of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..autodiff import Context, History, Variable, modes
+from ..scalar_functions import wrap_tuple
+from ..training.anomaly import check_gradients, checked_forward
+
+if TYPE_CHECKING:
+    from ..tensor import Tensor
+
+
+def is_tensor(x: Any) -> bool:
+    """Tell whether ``x`` takes part in differentiation, without importing the Tensor class."""
+    return hasattr(x, "history")
+
+
+def check_tensor(name: str, x: Any) -> None:
+    """Check that an argument is a tensor.
+
+    Raises:
+        TypeError: It names the argument.
+    """
+    if not is_tensor(x):
+        raise TypeError(
+            f"{name} must be a tensor, got {type(x).__name__}; make one with minitorch.from_numpy or "
+            "minitorch.tensor"
+        )
+
+
+def as_int(x: Any) -> Any:
+    """Return an option as an int; published code passes options as tensors of one element.
+
+    What is neither is returned as it is, for whoever checks the option.
+    """
+    if is_tensor(x):
+        x = x.item()
+    elif isinstance(x, np.ndarray) and x.ndim == 0:
+        x = x[()]
+    return int(x) if isinstance(x, (float, np.floating)) and x.is_integer() else x
+
+
+def as_ints(x: Any) -> tuple[int, ...]:
+    """Return a list-like option as a tuple of ints; published code passes a tensor.
+
+    Raises:
+        TypeError: If an entry is no number.
+    """
+    entries = x.to_numpy().reshape(-1) if is_tensor(x) else x
+    entries = tuple(entries) if isinstance(entries, Iterable) else (entries,)
+    # Whole floats too: published code passes a tensor, and tensors hold floats.
+    if not {*map(type, entries)} <= {int} and not all(map(_is_whole, entries)):
+        raise TypeError(
+            f"sizes and dimensions are whole numbers given one by one, got {entries!r}; "
+            "write view(2, 3) and permute(1, 0), or put a * before a tuple"
+        )
+    return tuple(map(int, entries))
+
+
+def _is_whole(n: Any) -> bool:
+    is_float = isinstance(n, (float, np.floating))
+    return float(n).is_integer() if is_float else isinstance(n, (int, np.integer))
+
+
+class Function:
+    """A differentiable function of tensors.
+
+    A subclass defines two static methods and is never instantiated:
+
+    - ``forward(ctx, *args) -> Tensor`` computes the value and saves in ``ctx`` what ``backward``
+      needs; its tensor arguments carry no history.
+    - ``backward(ctx, grad_output)`` returns a gradient for each argument of ``forward``: a tensor
+      for a tensor, which may still have the broadcast shape, and None (or 0.0) for an option.
+
+    Attributes:
+        minus_infinity_in: Of a function of several results: those in which minus infinity is an answer
+            and no fault; see :class:`minitorch.detect_anomaly`.
+        checks_itself: Its gradients are those of other functions, which have been looked at.
+    """
+
+    forward: Any
+    backward: Any
+    minus_infinity_in: tuple[int, ...] = ()
+    checks_itself = False
+
+    @classmethod
+    def _forward(cls, ctx: Context, *args: Any) -> Any:
+        return checked_forward(cls, ctx, args) if modes.anomaly else cls.forward(ctx, *args)
+
+    @classmethod
+    def _backward(cls, ctx: Context, *grad_outputs: Any) -> tuple[Any, ...]:
+        return wrap_tuple(cls.backward(ctx, *grad_outputs))
+
+    @classmethod
+    def _started(cls, args: tuple[Any, ...]) -> tuple[Context, Any]:
+        """Run ``forward`` on arguments without history; return its context too."""
+        # Lists and not generators: with these the bookkeeping of a small tensor takes twice as long.
+        histories = [arg.history for arg in args if is_tensor(arg)]
+        if not histories:
+            raise TypeError(
+                f"{cls.__name__}.apply needs a tensor, got "
+                f"{', '.join(type(arg).__name__ for arg in args) or 'nothing'}; make one with "
+                "minitorch.tensor or minitorch.from_numpy"
+            )
+        if not modes.recording or histories.count(None) == len(histories):
+            # Nothing will be recorded, so that the arguments may be what they are.
+            ctx = Context(no_grad=True, needs_input_grad=(False,) * len(args))
+            return ctx, cls._forward(ctx, *args)
+        needs_grad = [is_tensor(arg) and arg.history is not None for arg in args]
+        ctx = Context(needs_input_grad=tuple(needs_grad))
+        return ctx, cls._forward(ctx, *[arg.detach() if is_tensor(arg) else arg for arg in args])
+
+    @classmethod
+    def apply(cls, *args: Any) -> Tensor:
+        """Compute the function and record in the result how it was computed.
+
+        Args:
+            *args: Tensors, and options that are no tensors; at least one tensor.
+
+        Returns:
+            A new tensor; it has a history only if a tensor argument requires a gradient, and not within
+            :class:`minitorch.no_grad`.
+
+        Raises:
+            TypeError: If no argument is a tensor.
+        """
+        ctx, value = cls._started(args)
+        # A tensor of its own: `value` may be saved in ctx, and a history on it would close a cycle
+        # that keeps the whole graph in memory.
+        result = value.detach()
+        if not ctx.no_grad:
+            result.history = History(cls, ctx, args)
+        return result
+
+    @classmethod
+    def apply_several(cls, *args: Any) -> tuple[Tensor, ...]:
+        """Compute a function of several results; as :meth:`apply`, but ``forward`` returns a tuple.
+
+        ``backward(ctx, *grad_outputs)`` is called once, with the gradient of each result, None for one
+        that nothing depends on.
+        """
+        ctx, values = cls._started(args)
+        results = tuple(value.detach() for value in values)
+        if not ctx.no_grad:
+            joint = Joint(History(cls, ctx, args))
+            for index, result in enumerate(results):
+                place = Context(saved_values=(index, len(results)))
+                result.history = History(_Result, place, (joint,))
+        return results
+
+
+class Joint:
+    """The variable that stands for all results of one function: each of them is computed from it.
+
+    Args:
+        history: How the results were computed.
+    """
+
+    _ids = count(-1, -1)  # tensors count upwards
+
+    def __init__(self, history: History):
+        self.history = history
+        self.unique_id = next(self._ids)
+
+    @property
+    def parents(self) -> Iterable[Variable]:
+        """The tensors that the results were computed from."""
+        return [arg for arg in self.history.inputs if is_tensor(arg)]
+
+    def requires_grad(self) -> bool:
+        """Return True: without a gradient there is no such variable."""
+        return True
+
+    def is_leaf(self) -> bool:
+        """Return False: a function made it."""
+        return False
+
+    def is_constant(self) -> bool:
+        """Return False; see :meth:`requires_grad`."""
+        return False
+
+    def accumulate_derivative(self, x: Any) -> None:
+        """Nothing calls this: only a leaf collects its derivative."""
+        raise AssertionError("only a leaf collects its gradient")
+
+    def chain_rule(self, d_output: Any) -> Iterable[tuple[Variable, Any]]:
+        """Pair each input with its gradient, given those of the results."""
+        return chain_rule(self.history, *d_output.parts)
+
+
+class Parts:
+    """The derivative of a :class:`Joint`: a gradient for each result, None for zeros.
+
+    Args:
+        parts: The gradients.
+    """
+
+    def __init__(self, parts: Iterable[Any]):
+        self.parts = tuple(parts)
+
+    def __add__(self, other: Parts) -> Parts:
+        pairs = zip(self.parts, other.parts, strict=True)
+        return Parts(b if a is None else a if b is None else a + b for a, b in pairs)
+
+
+class _Result(Function):
+    """One result of a function of several; it is made by ``Function.apply_several``."""
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Parts:
+        """Put the gradient at the result's place."""
+        index, total = ctx.saved_values
+        return Parts(grad_output if place == index else None for place in range(total))
+
+
+def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
+    """Pair each input of a function that requires a gradient with it.
+
+    Args:
+        history: Of the function's result.
+        *d_outputs: The gradient of each result.
+    """
+    assert history.last_fn is not None and history.ctx is not None, (
+        "the chain rule needs a tensor that a function made"
+    )
+    gradients = history.last_fn._backward(history.ctx, *d_outputs)
+    assert len(gradients) == len(history.inputs), (
+        f"{history.last_fn.__name__}.backward returned {len(gradients)} gradients for "
+        f"{len(history.inputs)} arguments; return one for each"
+    )
+    pairs = [
+        (arg, gradient if isinstance(gradient, Parts) else _fitted(arg, gradient))
+        for arg, gradient in zip(history.inputs, gradients, strict=True)
+        if is_tensor(arg) and arg.requires_grad()
+    ]
+    if modes.anomaly and not history.last_fn.checks_itself:
+        wanted = [i for i, x in enumerate(history.inputs) if is_tensor(x) and x.requires_grad()]
+        found = zip(wanted, (gradient for _, gradient in pairs), strict=True)
+        check_gradients(history.last_fn, history.ctx, found, (*d_outputs, *history.inputs))
+    return pairs
+
+
+def _fitted(arg: Tensor, gradient: Any) -> Tensor:
+    """Return a gradient as a tensor of its argument's backend, shape and dtype."""
+    fitted = arg.expand(arg._ensure_tensor(0.0 if gradient is None else gradient))
+    return fitted if fitted.dtype == arg.dtype else fitted._converted(arg.backend, arg.dtype)

@@ -1,0 +1,192 @@
+"""Attention as a differentiable function of tensors: one fused kernel forward, one pass backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kernels import Problem, launch, make_problem
+from kernels.array_call import check_on_host, mask_and_slopes
+from kernels.problem.operands import make_operands
+from kernels.scores.mods import check_derivative
+from kernels.varlen import check_packed, make_packed_problem
+
+from ..autodiff import Context
+from .base import Function, check_tensor, is_tensor
+from .dropout_seeds import dropout_seed
+from .shape import Permute
+
+if TYPE_CHECKING:
+    from ..tensor import Tensor
+
+
+class AttentionCall(NamedTuple):
+    """A checked call on tensors.
+
+    Attributes:
+        problem: The question; with dropout it has a seed.
+        mask: ``attn_mask`` as an array: where q lies, or boolean and on the host; or None.
+        slopes: ``alibi_slopes`` likewise, on either side; or None.
+    """
+
+    problem: Problem
+    mask: Any
+    slopes: Any
+
+
+def attention_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: dict[str, Any],
+    make: Callable[..., Problem] = make_problem,
+) -> AttentionCall:
+    """Check the operands and options of attention on tensors; see ``kernels.make_problem``.
+
+    Args:
+        q: (…, heads, seq_q, head_dim).
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        options: By name.  Without a seed, dropout takes one from Python's ``random``, which
+            ``manual_seed`` sets.
+        make: Builds the problem.
+
+    Raises:
+        TypeError: Also if an operand is no tensor or on another backend than q, or a mask or slopes
+            lie where the call cannot read them.
+    """
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, operand)
+    if not q.backend.ops is k.backend.ops is v.backend.ops:
+        raise TypeError(
+            "q, k and v must be on one backend, got "
+            f"{', '.join(t.backend.ops.__name__ for t in (q, k, v))}; move them with "
+            "Tensor.to(backend)"
+        )
+    mask: Any = options.get("attn_mask")
+    slopes: Any = options.get("alibi_slopes")
+    if is_tensor(slopes) and slopes.requires_grad():
+        raise ValueError(
+            "alibi_slopes are constants and this tensor requires a gradient; pass its detach(), or "
+            "write what shall be learnt as a floating attn_mask"
+        )
+    arrays = mask_and_slopes({"attn_mask": _readable(mask), "alibi_slopes": _readable(slopes)})
+    seed = options.get("seed")
+    problem = make(q, k, v, **{**options, **arrays, "seed": 0 if seed is None else seed})
+    launch.check_rung(problem)
+    if problem.dropout_p and seed is None:
+        problem = problem.with_seed(dropout_seed())
+    if problem.mask == "float" and not (is_tensor(mask) and mask.backend.ops is q.backend.ops):
+        kind = mask.backend.ops.__name__ if is_tensor(mask) else type(mask).__name__
+        raise TypeError(
+            f"a floating attn_mask must be a tensor on the backend of q, {q.backend.ops.__name__}, got "
+            f"{kind}; make one with minitorch.from_numpy, move one with Tensor.to(backend)"
+        )
+    if not q.backend.cuda:
+        check_on_host(arrays)
+    return AttentionCall(problem, *arrays.values())
+
+
+def _readable(option: Any) -> Any:
+    """Return a tensor as the array that kernels read; anything else as it is."""
+    return option.array() if is_tensor(option) else option
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+    """Attend in one kernel; see ``Tensor.flash_attention``."""
+    return _apply((q, k, v), options)
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options: dict[str, Any]
+) -> Any:
+    """Attend within packed sequences; see ``Tensor.flash_attention_varlen``."""
+    views: list[Any] = []
+    for name, operand in (("q", q), ("k", k), ("v", v)):
+        check_packed(name, operand)
+        # What is no tensor is refused where all operands are checked.
+        views.append(Permute.apply(operand, (1, 0, 2)) if is_tensor(operand) else operand)
+    make = partial(make_packed_problem, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    result = _apply((*views,), options, make)
+    out, *lse = result if isinstance(result, tuple) else (result,)
+    out = Permute.apply(out, (1, 0, 2))  # (total_q, heads, value_dim)
+    return (out, *lse) if lse else out
+
+
+def _apply(
+    operands: tuple[Any, ...], options: dict[str, Any], *make: Callable[..., Problem]
+) -> Any:
+    # A mask may require a gradient: it is an argument of its own.
+    args = (*operands, options.get("attn_mask"), options, *make)
+    if options.get("return_lse"):
+        return FlashAttention.apply_several(*args)
+    return FlashAttention.apply(*args)
+
+
+class FlashAttention(Function):
+    """Attention in one kernel: nothing of size seq_q x seq_k is ever stored."""
+
+    minus_infinity_in = (1,)  # the lse of a row that sees no key
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any,
+        options: dict[str, Any],
+        make: Callable[..., Problem] = make_problem,
+    ) -> Any:
+        """Check the call, compute out and lse, and keep them for the backward pass.
+
+        Args:
+            ctx: Keeps the target, the problem, q, and all arrays of the call.
+            q: (…, heads, seq_q, head_dim).
+            k: (…, heads, seq_k, head_dim).
+            v: (…, heads, seq_k, value_dim).
+            mask: The option ``attn_mask``.
+            options: All options by name.
+            make: Builds the problem.
+
+        Returns:
+            out (…, heads, seq_q, value_dim); with ``return_lse`` also lse (…, heads, seq_q), float32 for
+            operands of 16 bits.
+
+        Raises:
+            ValueError: Also for a ``score_mod`` without its derivative, if there will be a gradient.
+        """
+        call = attention_call(q, k, v, {**options, "attn_mask": mask}, make)
+        target, problem = q.f.attention, call.problem
+        if not ctx.no_grad:
+            check_derivative(problem.score_mod)
+        q_array, k_array, v_array = (t.array() for t in (q, k, v))
+        operands = make_operands(
+            target.memory, problem, q_array, k_array, v_array, call.mask, call.slopes
+        )
+        out, lse = launch.forward(target, problem, operands)
+        ctx.save_for_backward(target, problem, q, operands.having(out=out, lse=lse))
+        return (q.wrap(out), q.wrap(lse)) if options.get("return_lse") else q.wrap(out)
+
+    @staticmethod
+    def backward(
+        ctx: Context, grad_output: Tensor | None, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Recompute the probabilities tile by tile and return dq, dk, dv and dmask."""
+        target, problem, q, operands = ctx.saved_values
+        dout = q.zeros(problem.out_shape) if grad_output is None else grad_output
+        dlse = None if grad_lse is None else _in_dtype(grad_lse, problem.acc_dtype).array()
+        gradients = launch.backward(
+            target,
+            problem,
+            operands.having(dout=_in_dtype(dout, q.dtype).array(), dlse=dlse),
+            with_mask=ctx.needs_input_grad[3] and problem.mask == "float",
+        )
+        results = [None if array is None else q.wrap(array) for array in gradients]
+        return (*results, *[None] * (len(ctx.needs_input_grad) - len(results)))
+
+
+def _in_dtype(t: Tensor, dtype: Any) -> Tensor:
+    """Return a gradient in the dtype of its result; a later operation may have widened it."""
+    return t if t.dtype == dtype else t.f.id_map(t, t.empty(t.shape, dtype))

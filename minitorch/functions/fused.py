@@ -1,0 +1,192 @@
+"""Layers whose value and gradient are each one kernel, for backends that have such kernels.
+
+Their composed forms stand in ``nn`` and ``modules_basic``, serve every other backend, and are what
+the tests compare these with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kernels.runtime.dtypes import acc_dtype
+
+from ..autodiff import Context
+from .base import Function
+
+if TYPE_CHECKING:
+    from ..tensor import Tensor
+
+
+def dense(t: Tensor, dtype: Any = None) -> Any:
+    """Return a tensor's elements as the kernels take them: contiguous, of one dtype, and no 16 bits.
+
+    Args:
+        t: Any tensor; it is copied, where it lies, only if it must be.
+        dtype: Its own if None; the kernels compute in float32 for one of 16 bits.
+    """
+    dtype, data = acc_dtype(t.dtype if dtype is None else dtype), t._tensor
+    if dtype != data.dtype or not data.is_contiguous():
+        t = t.f.id_map(t, t.empty(t.shape, dtype))
+    return t.array()
+
+
+def stored(t: Tensor, layer: str, dtype: Any = None) -> Any:
+    """Return a tensor's elements as :func:`dense` does, but of 16 bits where a kernel takes those.
+
+    Args:
+        t: Any tensor.
+        layer: The kernel's name.
+        dtype: Its own if None.
+    """
+    dtype, data = t.dtype if dtype is None else dtype, t._tensor
+    if layer not in getattr(t.f.fused, "TAKES_HALF", ()):
+        return dense(t, dtype)
+    if dtype != data.dtype or not data.is_contiguous():
+        t = t.f.id_map(t, t.empty(t.shape, dtype))
+    return t.array()
+
+
+def stored_weights(x: Tensor, layer: str, *weights: Tensor) -> list[Any]:
+    """Return weights as a kernel takes them beside x: of x's dtype, or of that of its sums.
+
+    Args:
+        x: What they weigh.
+        layer: The kernel's name.
+        weights: One dtype is found for all of them.
+    """
+    own = weights[0].dtype
+    return [stored(w, layer, own if own == x.dtype else acc_dtype(x.dtype)) for w in weights]
+
+
+def rounded(like: Tensor, array: Any, dtype: Any = None) -> Tensor:
+    """Return what a kernel computed as a tensor of 16 bits where ``dense`` widened such.
+
+    Args:
+        like: Names the backend.
+        array: Contiguous, from a kernel.
+        dtype: Of the tensor; that of ``like`` if None.
+    """
+    dtype = like.dtype if dtype is None else dtype
+    return like.wrap(like.f.attention.memory.convert(array, dtype))
+
+
+class Softmax(Function):
+    """Softmax over the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Return (…, n) for (…, n)."""
+        out = rounded(a, a.f.fused.softmax(dense(a)))
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Return P ∘ (dP - rowsum(P ∘ dP))."""
+        (out,) = ctx.saved_values
+        return rounded(out, out.f.fused.softmax_backward(dense(grad_output, out.dtype), dense(out)))
+
+
+class LayerNorm(Function):
+    """Normalise the last dimension, then scale and shift it."""
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+        """Return (…, n) for (…, n), (n,) and (n,).
+
+        Raises:
+            ValueError: If the sizes differ; the kernel would read beyond gamma and beta.
+        """
+        if not gamma.shape == beta.shape == x.shape[-1:]:
+            raise ValueError(
+                f"layer norm of shape {x.shape} needs weights and a bias of shape {x.shape[-1:]}, "
+                f"got {gamma.shape} and {beta.shape}"
+            )
+        rows = stored(x, "layer_norm")
+        weights, bias = stored_weights(x, "layer_norm", gamma, beta)
+        out, mean, rstd = x.f.fused.layer_norm(rows, weights, bias, eps)
+        ctx.save_for_backward(x, gamma.dtype, rows, weights, mean, rstd)
+        return rounded(x, out)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Return the gradients of x, gamma and beta."""
+        x, dtype, rows, weights, mean, rstd = ctx.saved_values
+        backward, dout = x.f.fused.layer_norm_backward, stored(grad_output, "layer_norm", x.dtype)
+        dx, *others = backward(dout, rows, weights, mean, rstd)
+        dgamma, dbeta = (rounded(x, gradient, dtype) for gradient in others)
+        return rounded(x, dx), dgamma, dbeta, None
+
+
+class Gelu(Function):
+    """GELU in its tanh form."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Apply to each element."""
+        elements = stored(a, "gelu")
+        ctx.save_for_backward(a, elements)
+        return rounded(a, a.f.fused.gelu(elements))
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Multiply by the slope."""
+        a, elements = ctx.saved_values
+        dout = stored(grad_output, "gelu", a.dtype)
+        return rounded(a, a.f.fused.gelu_backward(dout, elements))
+
+
+class CrossEntropy(Function):
+    """The negative log-likelihood of integer targets under softmax(logits)."""
+
+    @staticmethod
+    def forward(ctx: Context, logits: Tensor, targets: Any) -> Tensor:
+        """Return (rows,) for logits (rows, classes) and an integer array (rows,)."""
+        fused = logits.f.fused
+        ids = fused.place_ids(targets)  # once, for both passes
+        losses, *kept = fused.cross_entropy(stored(logits, "cross_entropy"), ids)
+        ctx.save_for_backward(ids, kept, logits.dtype)
+        return rounded(logits, losses)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Return (softmax(logits) - one_hot(targets)) times the gradient of each row."""
+        ids, kept, dtype = ctx.saved_values
+        backward = grad_output.f.fused.cross_entropy_backward
+        dlogits = backward(dense(grad_output, dtype), ids, *kept)
+        return rounded(grad_output, dlogits, dtype), None
+
+
+class Lookup(Function):
+    """Rows of a table by integer index."""
+
+    @staticmethod
+    def forward(ctx: Context, table: Tensor, ids: Any) -> Tensor:
+        """Return (*ids.shape, dim) for a table (count, dim) and an integer array."""
+        ctx.save_for_backward(ids, table.shape[0], table.dtype)
+        return rounded(table, table.f.fused.embedding(stored(table, "embedding"), ids))
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Add up the gradients of each row."""
+        ids, rows, dtype = ctx.saved_values
+        dout = stored(grad_output, "embedding", dtype)
+        dtable = grad_output.f.fused.embedding_backward(dout, ids, rows)
+        return rounded(grad_output, dtable, dtype), None
+
+
+class SeededDropout(Function):
+    """Dropout whose noise comes from a counter: the backward pass draws it again, none is stored."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, seed: int, rate: float, scale: float) -> Tensor:
+        """Set each element to 0 with probability ``rate`` and multiply the others by ``scale``."""
+        ctx.save_for_backward(a, seed, rate, scale)
+        return rounded(a, a.f.fused.dropout(stored(a, "dropout"), seed, rate, scale))
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        """Do the same to the gradient."""
+        a, *options = ctx.saved_values
+        out = a.f.fused.dropout(stored(grad_output, "dropout", a.dtype), *options)
+        return rounded(a, out), None, None, None

@@ -1,0 +1,101 @@
+"""The differentiable functions that move elements and compute nothing: each beside its gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ..autodiff import Context
+from ..tensor_data import UserShape
+from .base import Function, as_ints
+
+if TYPE_CHECKING:
+    from ..tensor import Tensor
+
+
+class Permute(Function):
+    """The dimensions in another order; shares storage."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, order: Any) -> Tensor:
+        """Reorder the strides."""
+        # TASK 2.3: Permute a._tensor; save the order as numbers, as_ints(order).
+        dims = as_ints(order)
+        ctx.save_for_backward(dims)
+        return a._new(a._tensor.permute(*dims))
+        # END TASK 2.3
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
+        """Put the dimensions back."""
+        # TASK 2.4: The inverse order puts each dimension back; 0.0 for the order.
+        (dims,) = ctx.saved_values
+        back = sorted(range(len(dims)), key=lambda i: dims[i])
+        return grad_output._new(grad_output._tensor.permute(*back)), 0.0
+        # END TASK 2.4
+
+
+class View(Function):
+    """The same elements under another shape; shares storage."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, shape: Any) -> Tensor:
+        """Lay a new shape over the storage, which must be contiguous."""
+        ctx.save_for_backward(a.shape)
+        return _reshaped(a, as_ints(shape))
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
+        """Lay the old shape over the gradient."""
+        (shape,) = ctx.saved_values
+        # The gradient of a permuted result arrives permuted: its storage is in another order.
+        return _reshaped(grad_output.contiguous(), shape), 0.0
+
+
+def _reshaped(a: Tensor, shape: UserShape) -> Tensor:
+    shape = tuple(shape)
+    assert a._tensor.is_contiguous(), (
+        f"Must be contiguous to view: shape {a.shape} has strides {a._tensor.strides}; call "
+        "contiguous() first"
+    )
+    size = math.prod(shape)
+    assert size == a.size and min(shape, default=1) >= 0, (
+        f"cannot view shape {a.shape}, {a.size} elements, as {shape}, {size} elements; the "
+        "sizes must be equal, and none is inferred from -1"
+    )
+    return a._new(type(a._tensor)(a._tensor._storage, shape))
+
+
+class Copy(Function):
+    """The same tensor in row-major order."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor) -> Tensor:
+        """Copy element by element."""
+        return a.f.id_map(a, a.empty(a.shape))  # integers stay integers
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> Tensor:
+        """Hand the gradient on."""
+        return grad_output
+
+
+class To(Function):
+    """The same values on another backend, or in another dtype."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, backend: Any, dtype: Any) -> Tensor:
+        """Convert."""
+        ctx.save_for_backward(a.backend, a.dtype)
+        return a._converted(backend, dtype)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        """Convert back."""
+        return grad_output._converted(*ctx.saved_values), None, None
+
+
+def swap_last(a: Tensor) -> Tensor:
+    """Return a view with the last two dimensions exchanged, without history."""
+    order = (*range(a.dims - 2), a.dims - 1, a.dims - 2)
+    return a._new(a._tensor.permute(*order))

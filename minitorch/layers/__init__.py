@@ -1,0 +1,1 @@
+"""Layers as functions that pick a fused kernel or the composed form."""

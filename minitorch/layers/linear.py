@@ -1,0 +1,149 @@
+"""Linear layers with what follows them: bias, and GELU, while the product is in registers or in cache.
+
+Where the backend has no such kernel they are composed of tensor operations, which is also what the tests
+compare with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kernels.runtime.dtypes import COMPUTE_DTYPES
+
+from ..autodiff import Context
+from ..functions.base import Function, check_tensor
+from ..functions.fused import dense
+from ..functions.shape import swap_last
+from ..nn import GELU
+
+if TYPE_CHECKING:
+    from ..tensor import Tensor
+
+
+class FusedLinear(Function):
+    """x @ weights + bias, and GELU of it if asked for: a kernel forward, and one backward, on the host."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, weights: Tensor, bias: Tensor | None, has_gelu: bool
+    ) -> Tensor:
+        """Return (…, out_size) for (…, in_size), (in_size, out_size) and (out_size,)."""
+        rows, matrix = dense(x).reshape(-1, x.shape[-1]), dense(weights)
+        out, before = x.f.fused.linear(
+            rows, matrix, None if bias is None else dense(bias), has_gelu
+        )
+        ctx.save_for_backward(x, rows, matrix, before, bias is not None)
+        return x.wrap(out.reshape(*x.shape[:-1], out.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        """Return the gradients of x, weights and bias."""
+        x, rows, matrix, before, has_bias = ctx.saved_values
+        grad = dense(grad_output, x.dtype).reshape(-1, matrix.shape[-1])
+        dx, dmatrix, dbias = x.f.fused.linear_backward(grad, rows, matrix, before)
+        return (
+            x.wrap(dx.reshape(x.shape)),
+            x.wrap(dmatrix),
+            x.wrap(dbias) if has_bias else None,
+            None,
+        )
+
+
+class Linear(Function):
+    """rows @ weights + bias, and GELU of it if asked for, in one kernel on tensor cores."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, rows: Tensor, weights: Tensor, bias: Tensor | None, has_gelu: bool
+    ) -> Tensor:
+        """Return (n, out_size) for (n, in_size), (in_size, out_size) and (out_size,)."""
+        shape = rows.shape[0], weights.shape[1]
+        out = rows.empty(shape, rows.dtype)
+        before = rows.empty(shape, rows.dtype) if has_gelu else None
+        if bias is not None and not bias._tensor.is_contiguous():
+            bias = bias.contiguous()
+        rows.f.linear_into(
+            out._tensor, rows._tensor, weights._tensor, None if bias is None else bias._tensor,
+            None if before is None else before._tensor,
+        )  # fmt: skip
+        ctx.save_for_backward(rows, weights, before, bias is not None)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        """Return grad @ weightsᵀ, rowsᵀ @ grad and the sum of grad over rows, grad through GELU."""
+        rows, weights, before, has_bias = ctx.saved_values
+        if before is not None:
+            outer = grad_output.to(rows.dtype).contiguous()
+            grad_output = rows.empty(before.shape, rows.dtype)
+            rows.f.gelu_backward_into(grad_output._tensor, outer._tensor, before._tensor)
+        multiply, cols = rows.f.matrix_multiply, weights.shape[1]
+        bias = rows.f.add_reduce(grad_output, 0).view(cols) if has_bias else None
+        return (
+            multiply(grad_output, swap_last(weights)),
+            multiply(swap_last(rows), grad_output),
+            bias,
+            None,
+        )
+
+
+def composed_linear(
+    rows: Tensor, weights: Tensor, bias: Tensor | None = None, has_gelu: bool = False
+) -> Tensor:
+    """Return what :func:`linear` does, composed of a product, a sum and GELU."""
+    out = rows @ weights
+    if bias is not None:
+        out = out + bias
+    return GELU(out) if has_gelu else out
+
+
+def _are_alike(x: Tensor, y: Tensor) -> bool:
+    return x.backend is y.backend and x.dtype == y.dtype
+
+
+def linear(
+    x: Tensor, weights: Tensor, bias: Tensor | None = None, has_gelu: bool = False
+) -> Tensor:
+    """Return x @ weights + bias, and GELU of it: one kernel where the backend has it, else composed.
+
+    The fast backend has it for float32 and float64; tensor cores of a GPU for float16 and bfloat16, and
+    for float32 where :func:`minitorch.set_matmul_precision` allows them to round.
+
+    Args:
+        x: (…, in_size).
+        weights: (in_size, out_size).
+        bias: (out_size,), or None.
+        has_gelu: Apply GELU in its tanh form.
+
+    Returns:
+        (…, out_size).
+
+    Raises:
+        TypeError: If the input or the weights are no tensors.
+        ValueError: If the input has no dimension, or the bias does not fit the weights.
+        AssertionError: If the weights do not fit x, as of ``x @ weights``.
+    """
+    for name, t in (("input", x), ("weights", weights)):
+        check_tensor(name, t)
+    if x.dims == 0:
+        raise ValueError(
+            "a linear layer needs rows (…, in_size), got shape (); add a dimension with view"
+        )
+    cols = weights.shape[-1:]
+    if bias is not None and bias.shape != cols:
+        raise ValueError(f"weights {weights.shape} need a bias {cols}, got {bias.shape}")
+    fits = weights.dims == 2 and x.shape[-1:] == weights.shape[:1] and x.size * weights.size > 0
+    fits = fits and _are_alike(x, weights) and (bias is None or _are_alike(x, bias))
+    if fits and x.dtype in COMPUTE_DTYPES and hasattr(x.f.fused, "linear"):
+        return FusedLinear.apply(x, weights, bias, has_gelu)
+    if x.dims != 2:  # one product of two matrices, for the gradient of the weights wants it so
+        rows = x.contiguous().view(x.size // x.shape[-1], x.shape[-1])
+        return linear(rows, weights, bias, has_gelu).view(*x.shape[:-1], *cols)
+    is_one_kernel = (
+        fits
+        and (bias is not None or has_gelu)
+        and x.f.fuses_linear(x.dtype, (x.shape[0], *cols, x.shape[1]))
+    )
+    if is_one_kernel:
+        return Linear.apply(x, weights, bias, has_gelu)
+    return composed_linear(x, weights, bias, has_gelu)

@@ -1,0 +1,159 @@
+"""The head of a language model and its loss in one: logits are there for some rows at a time.
+
+All logits, rows times the vocabulary, are the largest tensor of a training step, and it would keep them
+until the backward pass.  Where the backend has no such kernel the loss is composed, which is also what the
+tests compare with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels.runtime.dtypes import acc_dtype, is_floating
+
+from ..autodiff import Context
+from ..functions.base import Function, check_tensor
+from ..functions.fused import dense, rounded, stored
+from ..functions.shape import swap_last
+from ..nn import integer_array, softmax_loss
+from ..tensors.factories import ones
+from .linear import composed_linear
+
+if TYPE_CHECKING:
+    from ..tensor import Tensor
+
+#: Logits that are there at a time, about, and rows of a chunk, of which it has a multiple for the products.
+CHUNK, ROWS = 1 << 27, 128
+
+
+class LinearCrossEntropy(Function):
+    """The mean cross entropy of x @ weights + bias, chunk of rows after chunk.
+
+    The gradients are computed in the forward pass, while a chunk's logits are there, and the backward pass
+    multiplies them by that of the loss: no product is computed twice.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, weights: Tensor, bias: Tensor | None, targets: Any, rows: int
+    ) -> Tensor:
+        """Return (1,) for (n, width), (width, classes), (classes,) and n integers; ``rows`` of a chunk."""
+        memory, count, sums = x.f.attention.memory, x.shape[0], acc_dtype(x.dtype)
+        array, ids = stored(x, "cross_entropy"), x.f.fused.place_ids(targets)
+        unit = None if ctx.no_grad else dense(ones((min(rows, count),), x.backend, dtype=sums))
+        dx = x.empty(x.shape, x.dtype)
+        totals: tuple[Tensor | None, ...] = (None, None, None)
+        for first in range(0, count, rows):
+            stop = min(first + rows, count)
+            # Of 16 bits where kernels take them; where the backend widens them, wide from here on.
+            part, own_dx = (x.wrap(memory.part(a, first, stop)) for a in (array, dx.array()))
+            own_unit = None if unit is None else memory.part(unit, 0, stop - first)
+            shares = _of_chunk(part, weights, bias, memory.part(ids, first, stop), own_unit, own_dx)
+            totals = tuple(
+                _added(total, share, sums) for total, share in zip(totals, shares, strict=True)
+            )
+        loss, *gradients = totals
+        ctx.save_for_backward(dx, *gradients, count)
+        assert loss is not None, "there is a row"
+        return loss * (1.0 / count)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of x, weights and bias."""
+        *gradients, count = ctx.saved_values
+        scale = grad_output * (1.0 / count)  # (1,)
+        return (*(g if g is None else g * scale for g in gradients), None, None)
+
+
+def _of_chunk(
+    part: Tensor, weights: Tensor, bias: Tensor | None, ids: Any, unit: Any, dx: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the sum of the losses of some rows, and the gradients of weights and bias; fill dx.
+
+    Args:
+        part: (rows, width).
+        weights: (width, classes).
+        bias: (classes,), or None.
+        ids: (rows,), where kernels read them.
+        unit: (rows,), the gradient of each loss; None for no gradients.  It is 1 and not 1 / n, by which
+            numbers of float16 could not be divided.
+        dx: (rows, width), written.
+    """
+    ops, fused = part.f, part.f.fused
+    logits = ops.matrix_multiply(part, weights)  # (rows, classes)
+    if bias is not None:
+        logits = ops.add_zip(logits, bias)
+    losses, *kept = fused.cross_entropy(stored(logits, "cross_entropy"), ids)
+    loss = ops.add_reduce(part.wrap(losses), 0)  # (1,)
+    if unit is None:
+        return loss, None, None
+    dlogits = rounded(dx, fused.cross_entropy_backward(unit, ids, *kept, in_place=True))
+    ops.ops.multiply_into(dx._tensor, dlogits._tensor, swap_last(weights)._tensor)
+    dbias = None if bias is None else ops.add_reduce(dlogits, 0).view(*bias.shape)
+    return loss, ops.matrix_multiply(swap_last(part), dlogits), dbias
+
+
+def _added(total: Tensor | None, share: Tensor | None, dtype: Any) -> Tensor | None:
+    """Return the sum of shares so far, in a dtype."""
+    if total is None or share is None:
+        if share is None or share.dtype == dtype:
+            return share
+        return share.f.id_map(share, share.empty(share.shape, dtype))
+    return share.f.add_zip(total, share)
+
+
+def composed_linear_cross_entropy(
+    x: Tensor, weights: Tensor, targets: Any, bias: Tensor | None = None
+) -> Tensor:
+    """Return what :func:`linear_cross_entropy` does, from all logits."""
+    logits = composed_linear(x, weights, bias)
+    if is_floating(logits.dtype):  # of 16 bits only the logits are
+        logits = logits.to(acc_dtype(logits.dtype))
+    return softmax_loss(logits, targets).mean()
+
+
+def linear_cross_entropy(
+    x: Tensor, weights: Tensor, targets: Any, bias: Tensor | None = None, rows: int | None = None
+) -> Tensor:
+    """Return the mean cross entropy of x @ weights + bias without keeping the logits.
+
+    Args:
+        x: (n, width), one row or more.
+        weights: (width, classes), any strides: a table of embeddings, permuted, does as well.
+        targets: (n,) class indices, a tensor or an array.
+        bias: (classes,), or None.
+        rows: Whose logits are there at a time; about 2²⁷ logits when None.  The result depends on it by
+            rounding alone.
+
+    Returns:
+        (1,), float32 for operands of 16 bits.
+
+    Raises:
+        TypeError: If an operand is no tensor, or a target no whole number.
+        ValueError: If shapes do not fit, or a target is no class.
+    """
+    for name, t in (
+        ("x", x),
+        ("weights", weights),
+        *((("bias", bias),) if bias is not None else ()),
+    ):
+        check_tensor(name, t)
+    classes = weights.shape[-1:]
+    fits = x.dims == weights.dims == 2 and x.shape[1] == weights.shape[0] and x.size > 0
+    if not fits or np.shape(targets) != x.shape[:1] or (bias is not None and bias.shape != classes):
+        own = None if bias is None else bias.shape
+        raise ValueError(
+            "linear_cross_entropy needs x (n, width), weights (width, classes), targets (n,) and bias "
+            f"(classes,) or None, got {x.shape}, {weights.shape}, {np.shape(targets)} and {own}"
+        )
+    alike = all(
+        t.dtype == x.dtype and t.backend is x.backend for t in (weights, bias) if t is not None
+    )
+    if x.f.fused is None or not alike or not is_floating(x.dtype):
+        return composed_linear_cross_entropy(x, weights, targets, bias)
+    if rows is None:
+        rows = max(CHUNK // classes[0] // ROWS, 1) * ROWS
+    ids = integer_array(targets, classes[0], "targets")
+    return LinearCrossEntropy.apply(x, weights, bias, ids, rows)

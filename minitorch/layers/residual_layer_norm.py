@@ -1,0 +1,110 @@
+"""What stands between two branches of a transformer: residual + dropout(x), and layer norm of it, as one.
+
+Where the backend has no such kernel it is composed, which is also what the tests compare with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kernels.runtime.dtypes import is_floating
+
+from ..autodiff import Context
+from ..functions.base import Function, check_tensor
+from ..functions.dropout_seeds import dropout_seed
+from ..functions.fused import rounded, stored, stored_weights
+from ..modules_basic import Dropout, layer_norm
+
+if TYPE_CHECKING:
+    from ..tensor import Tensor
+
+
+class ResidualLayerNorm(Function):
+    """residual + dropout(x), and layer norm of it: one kernel forward, and one and a small one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        eps: float,
+        seed: int,
+        p_dropout: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum and its norm, (…, n), for (…, n) twice and (n,) twice."""
+        fused, layer = x.f.fused, "layer_norm"
+        noise = fused.Noise(seed, p_dropout, 1.0 / (1.0 - p_dropout))
+        weights, bias = stored_weights(x, layer, gamma, beta)
+        hidden, out, mean, rstd = fused.residual_layer_norm(
+            stored(x, layer), stored(residual, layer), weights, bias, eps, noise
+        )
+        total = x.wrap(hidden)  # x itself is not needed again
+        ctx.save_for_backward(total, gamma.dtype, noise, hidden, weights, mean, rstd)
+        return total, x.wrap(out)
+
+    @staticmethod
+    def backward(
+        ctx: Context, grad_hidden: Tensor | None, grad_out: Tensor | None
+    ) -> tuple[Any, ...]:
+        """Return the gradients of x, residual, gamma and beta; the bits of dropout are drawn again."""
+        total, dtype, noise, *saved = ctx.saved_values
+        dhidden, dout = (
+            stored(total.zeros() if grad is None else grad, "layer_norm", total.dtype)
+            for grad in (grad_hidden, grad_out)
+        )
+        found = total.f.fused.residual_layer_norm_backward(dout, dhidden, *saved, noise)
+        dgamma, dbeta = (
+            rounded(total, dweights, dtype) for dweights in (found.dgamma, found.dbeta)
+        )
+        dx, dresidual = total.wrap(found.dx), total.wrap(found.dresidual)
+        return dx, dresidual, dgamma, dbeta, None, None, None
+
+
+def composed_residual_layer_norm(
+    x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, eps: float, p_dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return what :func:`residual_layer_norm` does, in three steps."""
+    hidden = residual + Dropout(p_dropout)(x)
+    return hidden, layer_norm(hidden, gamma, beta, eps)
+
+
+def residual_layer_norm(
+    x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, eps: float, p_dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return residual + dropout(x), and layer norm of it: one kernel where the backend has it.
+
+    Args:
+        x: (…, n), the result of a branch.
+        residual: Of x's shape and dtype: what the branch stands beside.
+        gamma: (n,).
+        beta: (n,).
+        eps: Added to the variance.
+        p_dropout: Probability that an element of x becomes 0; what is kept is divided by 1 minus it.  0
+            outside of training.
+
+    Returns:
+        The sum, which the next branch stands beside, and its norm, which goes into that branch, both
+        (…, n).
+
+    Raises:
+        TypeError: If an operand is no tensor.
+        ValueError: If the shapes do not fit, or the probability is none below 1.
+    """
+    operands = {"x": x, "residual": residual, "gamma": gamma, "beta": beta}
+    for name, t in operands.items():
+        check_tensor(name, t)
+    if x.shape != residual.shape or not gamma.shape == beta.shape == x.shape[-1:]:
+        shapes = ", ".join(f"{name} {t.shape}" for name, t in operands.items())
+        raise ValueError(
+            "residual_layer_norm needs x and residual of one shape (…, n), gamma and beta (n,), got "
+            f"{shapes}"
+        )
+    rate = Dropout(p_dropout).p_dropout  # which refuses what is none
+    fits = x.dtype == residual.dtype and is_floating(x.dtype) and x.backend is residual.backend
+    if fits and hasattr(x.f.fused, "residual_layer_norm"):
+        seed = dropout_seed() if rate else 0
+        hidden, out = ResidualLayerNorm.apply_several(x, residual, gamma, beta, eps, seed, rate)
+        return hidden, out
+    return composed_residual_layer_norm(x, residual, gamma, beta, eps, rate)

@@ -1,0 +1,1 @@
+"""Transformer layers, key/value cache, decoding."""

@@ -1,0 +1,233 @@
+"""Keys and values that attention has computed already, kept for the tokens to come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from kernels.common.arguments import shown, whole
+from kernels.cuda.runtime.arrays import device_view
+from kernels.runtime.dtypes import is_floating
+
+from ..backends.elements import as_dtype
+from ..functions.base import check_tensor
+from ..tensor import Tensor
+from ..tensor_data import Storage, TensorData, get_default_dtype, is_device_storage
+from ..tensor_ops import TensorBackend
+
+
+def check_cache(cache: Any, kind: type[Any]) -> None:
+    """Check that what stands before is None or a cache of one kind.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    if cache is not None and not isinstance(cache, kind):
+        raise TypeError(
+            f"cache must be a {kind.__name__} or None, got {shown(cache)}; DecoderLM.make_cache makes one"
+        )
+
+
+def _checked_sizes(**sizes: Any) -> None:
+    """Check the sizes of a cache by name.
+
+    Raises:
+        TypeError: If one is no whole number.
+        ValueError: If one is below 1.
+    """
+    for name, size in sizes.items():
+        if whole(f"{name} of a cache", size) < 1:
+            raise ValueError(
+                f"{name} of a cache must be 1 or more, got {size}; every layer has some"
+            )
+
+
+class LayerCache:
+    """The keys and values of one attention layer, (batch, heads, length, head_dim), in memory for more.
+
+    In memory the positions come first: what is filled is one piece of the storage, so that a tensor of it
+    is a view, and appending writes the new rows and touches no other.
+
+    Args:
+        batch: Texts.
+        heads: Heads.
+        capacity: Most positions.
+        head_dim: Size of a key and of a value.
+        backend: Of the layer.
+        dtype: Of the layer; the default dtype when None.
+
+    Attributes:
+        length: Positions that are filled.
+
+    Raises:
+        TypeError: If a size is no whole number, the backend no backend, or the dtype not floating.
+        ValueError: If a size is below 1.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        capacity: int,
+        head_dim: int,
+        backend: TensorBackend,
+        dtype: npt.DTypeLike | None = None,
+    ):
+        _checked_sizes(batch=batch, heads=heads, capacity=capacity, head_dim=head_dim)
+        if not isinstance(backend, TensorBackend):
+            raise TypeError(
+                f"backend must be the model's, got {shown(backend)}; or take make_cache"
+            )
+        self.batch, self.heads, self.head_dim = batch, heads, head_dim
+        self.capacity, self.length = capacity, 0
+        self.backend = backend
+        self.known: Any = None  # what ``decoding`` has found out about the layer
+        self._step = batch * heads * head_dim  # elements of one position
+        self.dtype = as_dtype(dtype or get_default_dtype())
+        if not is_floating(self.dtype):
+            raise TypeError(
+                f"keys and values are floating, got dtype {self.dtype}; take the model's"
+            )
+        self._storages = [backend.ops.allocate(capacity * self._step, self.dtype) for _ in range(2)]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys and values of further positions.
+
+        Args:
+            k: (batch, heads, count, head_dim).
+            v: Likewise.
+
+        Returns:
+            All keys and all values so far, (batch, heads, length, head_dim): constants that are views of
+            the cache.
+
+        Raises:
+            TypeError: If they are on another backend, or of another dtype.
+            ValueError: If they have another shape, or the cache is full; then nothing is added.
+        """
+        for name, new in (("k", k), ("v", v)):
+            check_tensor(name, new)
+            self._check(new)
+        if k.shape != v.shape:
+            raise ValueError(
+                f"k and v must have one shape, got {k.shape} and {v.shape}; append both of all positions"
+            )
+        start, self.length = self.length, self.length + k.shape[2]
+        for new, storage in zip((k, v), self._storages, strict=True):
+            rows = self._rows(storage, start)  # (count, batch, heads, head_dim)
+            source = new._new(new._tensor.permute(2, 0, 1, 3))
+            if self.backend.cuda:
+                self.backend.id_map(source, rows)
+            else:  # so few numbers that NumPy is done before a loop has started
+                rows.to_numpy()[...] = source.to_numpy()
+        k, v = (self._rows(storage, 0) for storage in self._storages)
+        return k._new(k._tensor.permute(1, 2, 0, 3)), v._new(v._tensor.permute(1, 2, 0, 3))
+
+    def extended(self, count: int) -> list[npt.NDArray[Any]]:
+        """Take further positions, for a kernel on the host to fill.
+
+        Returns:
+            The keys and the values of all positions, (length, batch, heads, head_dim), the last ``count``
+            of them unwritten.
+
+        Raises:
+            ValueError: If the cache is full; then nothing is added.
+        """
+        self._check_room(whole("count", count, 0))
+        self.length += count
+        shape = self.length, self.batch, self.heads, self.head_dim
+        return [storage[: self.length * self._step].reshape(shape) for storage in self._storages]
+
+    def truncate(self, length: int) -> None:
+        """Forget what stands after the first ``length`` positions.
+
+        Raises:
+            ValueError: If fewer are filled.
+        """
+        if not 0 <= whole("length", length) <= self.length:
+            raise ValueError(
+                f"the cache holds {self.length} positions and cannot keep {length}; 0 empties it"
+            )
+        self.length = length
+
+    def _rows(self, storage: Storage, start: int) -> Tensor:
+        """Return the positions from ``start`` on, (count, batch, heads, head_dim), as they lie."""
+        count = self.length - start
+        first, size = start * self._step, count * self._step
+        if is_device_storage(storage):
+            part = device_view(storage, (size,), (1,), first)
+        else:
+            part = storage[first : first + size]
+        shape = count, self.batch, self.heads, self.head_dim
+        return Tensor(TensorData(part, shape), backend=self.backend)
+
+    def _check(self, new: Tensor) -> None:
+        if new.backend.ops is not self.backend.ops or new.dtype != self.dtype:
+            raise TypeError(
+                f"the cache holds {self.dtype} on {self.backend.ops.__name__}, got {new.dtype} on "
+                f"{new.backend.ops.__name__}; make it with DecoderLM.make_cache of this model"
+            )
+        if new.dims != 4:
+            raise ValueError(
+                f"the cache takes (batch, heads, seq, head_dim), four dimensions, got {new.shape}; add "
+                "what is missing with view"
+            )
+        batch, heads, count, head_dim = new.shape
+        if (batch, heads, head_dim) != (self.batch, self.heads, self.head_dim):
+            raise ValueError(
+                f"the cache is for batch {self.batch}, {self.heads} heads and head_dim "
+                f"{self.head_dim}, got (batch, heads, seq, head_dim) {new.shape}; make one for these"
+            )
+        self._check_room(count)
+
+    def _check_room(self, count: int) -> None:
+        if self.length + count > self.capacity:
+            raise ValueError(
+                f"the cache is full: {self.length} of {self.capacity} positions are filled, {count} more "
+                "do not fit; make one with a larger capacity, or truncate it"
+            )
+
+
+class KVCache:
+    """A cache for each attention layer of a model.
+
+    Args:
+        layers: How many layers.
+        batch: Texts that are written side by side.
+        heads: Heads of a layer.
+        capacity: Most positions.
+        head_dim: Size of a key and of a value.
+        backend: Of the model.
+        dtype: Of the model; the default dtype when None.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        heads: int,
+        capacity: int,
+        head_dim: int,
+        backend: TensorBackend,
+        dtype: npt.DTypeLike | None = None,
+    ):
+        _checked_sizes(layers=layers)
+        self.capacity = capacity
+        self.layers = [
+            LayerCache(batch, heads, capacity, head_dim, backend, dtype) for _ in range(layers)
+        ]
+
+    @property
+    def length(self) -> int:
+        """Positions that are filled in every layer."""
+        return min(layer.length for layer in self.layers)
+
+    def truncate(self, length: int) -> None:
+        """Forget what stands after the first ``length`` positions; 0 empties the cache.
+
+        Raises:
+            ValueError: If fewer are filled.
+        """
+        for layer in self.layers:
+            layer.truncate(length)

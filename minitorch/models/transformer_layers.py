@@ -1,0 +1,274 @@
+"""The layers of a transformer (pre-norm) whose attention is fused or composed, chosen when it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from kernels.common.arguments import whole
+from kernels.runtime.dtypes import is_floating
+
+from ..attention.naive import naive_attention
+from ..autodiff import without_dropout
+from ..functions.base import check_tensor
+from ..layers.residual_layer_norm import residual_layer_norm
+from ..module import Module
+from ..modules_basic import Dropout, LayerNorm1d, Linear
+from ..nn import number
+from ..tensor import Tensor
+from ..tensor_ops import SimpleBackend, TensorBackend
+from .decoding_step import step
+from .kv_cache import LayerCache, check_cache
+
+ATTENTIONS = ("flash", "naive")
+
+
+class MultiHeadAttention(Module):
+    """Self-attention in several heads.
+
+    Args:
+        n_embd: Width of the model, a multiple of n_head.
+        n_head: Heads.
+        causal: A position sees itself and what stands before it.
+        p_dropout: Of the projected output.
+        bias: Whether the projections have a bias.
+        backend: Of the parameters.
+        attention: "flash", the fused kernel, or "naive", composed of tensor operations.
+        use_flash_attention: The published flag; True asks for "flash".
+        use_fused_kernel: Published; accepted, since softmax is fused wherever the backend has it.
+        attention_dropout: Probability of dropping a probability of attention, in training.
+        dtype: Of the parameters; the default dtype when None.
+    """
+
+    def __init__(
+        self,
+        n_embd: int,
+        n_head: int,
+        causal: bool = True,
+        p_dropout: float = 0.1,
+        bias: bool = True,
+        backend: TensorBackend | None = None,
+        use_fused_kernel: bool = False,
+        use_flash_attention: bool = False,
+        *,
+        attention: str = "flash",
+        attention_dropout: float = 0.0,
+        dtype: npt.DTypeLike | None = None,
+    ):
+        super().__init__()
+        backend = backend or SimpleBackend
+        if whole("n_embd", n_embd, 1) % whole("n_head", n_head, 1) != 0:
+            raise ValueError(
+                f"n_embd must be a multiple of n_head, got {n_embd} and {n_head}; each head gets an "
+                "equal share of the width"
+            )
+        if attention not in ATTENTIONS:
+            raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}")
+        if not 0.0 <= number("attention_dropout", attention_dropout) < 1.0:
+            raise ValueError(
+                f"attention_dropout must be in [0, 1), got {attention_dropout}; 0 drops nothing"
+            )
+        self.n_embd, self.n_head, self.causal = n_embd, n_head, causal
+        self.attention_dropout = attention_dropout
+        self.attn_hidden_dim = n_embd // n_head
+        flash = use_flash_attention or attention == "flash"
+        self.attend = Tensor.flash_attention if flash else naive_attention
+        self.q_projection = Linear(n_embd, n_embd, bias, backend, dtype)
+        self.k_projection = Linear(n_embd, n_embd, bias, backend, dtype)
+        self.v_projection = Linear(n_embd, n_embd, bias, backend, dtype)
+        self.out_projection = Linear(n_embd, n_embd, bias, backend, dtype)
+        self.dropout = Dropout(p_dropout)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """View (batch, seq, n_embd) as (batch, n_head, seq, head_dim)."""
+        # TASK 5.10: View the width as (n_head, head_dim); bring the heads before seq.
+        batch, seq, _ = x.shape
+        return x.view(batch, seq, self.n_head, self.attn_hidden_dim).permute(0, 2, 1, 3)
+        # END TASK 5.10
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """Return (batch, seq, n_embd) for (batch, seq, n_embd).
+
+        Args:
+            x: (batch, seq, n_embd).
+            cache: Of what stands before x: its keys and values are attended to, and those of x are
+                added.  The result is then a constant, for no gradient goes back into a cache.
+
+        Raises:
+            ValueError: If x does not fit, or the cache is full, or the layer is not causal: what stands
+                before would have to see x.
+        """
+        check_tensor("input", x)
+        if x.dims != 3 or x.shape[2] != self.n_embd:
+            raise ValueError(
+                f"attention needs (batch, seq, {self.n_embd}), got shape {x.shape}; change it with view"
+            )
+        check_cache(cache, LayerCache)
+        # TASK 5.10: Project, split heads, attend, join heads, project; dropout_p only in training.
+        q = self.split_heads(self.q_projection(x))  # (batch, n_head, seq, head_dim)
+        k = self.split_heads(self.k_projection(x))  # (batch, n_head, seq, head_dim)
+        v = self.split_heads(self.v_projection(x))  # (batch, n_head, seq, head_dim)
+        options: dict[str, Any] = {"is_causal": self.causal}
+        if self.training:
+            options["dropout_p"] = self.attention_dropout
+        if cache is not None:
+            if not self.causal:
+                raise ValueError("a cache needs causal attention; build the layer with causal=True")
+            options["causal_offset"] = cache.length
+            q, (k, v) = q.detach(), cache.append(k, v)  # (batch, n_head, all so far, head_dim)
+        out = self.attend(q, k, v, **options)  # (batch, n_head, seq, head_dim)
+        joined = out.permute(0, 2, 1, 3).contiguous().view(*x.shape)  # (batch, seq, n_embd)
+        result = self.dropout(self.out_projection(joined))
+        return result if cache is None else result.detach()
+        # END TASK 5.10
+
+
+class FeedForward(Module):
+    """Two linear layers with GELU between, position by position.
+
+    Args:
+        n_embd: Width of the model.
+        middle_dim: Width between the layers.
+        p_dropout: Of the output.
+        bias: Whether the layers have a bias.
+        backend: Of the parameters.
+        dtype: Of the parameters; the default dtype when None.
+    """
+
+    def __init__(
+        self,
+        n_embd: int,
+        middle_dim: int = 256,
+        p_dropout: float = 0.1,
+        bias: bool = True,
+        backend: TensorBackend | None = None,
+        dtype: npt.DTypeLike | None = None,
+    ):
+        super().__init__()
+        backend = backend or SimpleBackend
+        self.linear_in = Linear(n_embd, middle_dim, bias, backend, dtype)
+        self.linear_out = Linear(middle_dim, n_embd, bias, backend, dtype)
+        self.dropout = Dropout(p_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (…, n_embd) for (…, n_embd)."""
+        return self.dropout(self.linear_out(self.linear_in(x, has_gelu=True)))
+
+
+class TransformerLayer(Module):
+    """Attention and feed-forward, each behind a layer norm and beside a residual connection.
+
+    Args:
+        n_embd: Width of the model.
+        n_head: Heads.
+        p_dropout: Of both branches.
+        ln_eps: Of the layer norms.
+        bias: Whether the linear layers have a bias.
+        backend: Of the parameters.
+        use_fused_kernel: See :class:`MultiHeadAttention`.
+        use_flash_attention: See :class:`MultiHeadAttention`.
+        attention: See :class:`MultiHeadAttention`.
+        attention_dropout: See :class:`MultiHeadAttention`.
+        middle_dim: Width of the feed-forward.
+        dtype: Of the parameters; the default dtype when None.
+        norm_dtype: Of those of the layer norms; ``dtype`` when None.
+    """
+
+    def __init__(
+        self,
+        n_embd: int,
+        n_head: int,
+        p_dropout: float = 0.1,
+        ln_eps: float = 1e-5,
+        bias: bool = True,
+        backend: TensorBackend | None = None,
+        use_fused_kernel: bool = False,
+        use_flash_attention: bool = False,
+        *,
+        attention: str = "flash",
+        attention_dropout: float = 0.0,
+        middle_dim: int = 256,
+        dtype: npt.DTypeLike | None = None,
+        norm_dtype: npt.DTypeLike | None = None,
+    ):
+        super().__init__()
+        backend = backend or SimpleBackend
+        self.ln_1 = LayerNorm1d(n_embd, ln_eps, backend, norm_dtype or dtype)
+        self.ln_2 = LayerNorm1d(n_embd, ln_eps, backend, norm_dtype or dtype)
+        self.attention = MultiHeadAttention(
+            n_embd, n_head, True, p_dropout, bias, backend, use_fused_kernel, use_flash_attention,
+            attention=attention, attention_dropout=attention_dropout, dtype=dtype,
+        )  # fmt: skip
+        self.ff = FeedForward(n_embd, middle_dim, p_dropout, bias, backend, dtype)
+
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """Return (batch, seq, n_embd) for (batch, seq, n_embd); see :class:`MultiHeadAttention`."""
+        if cache is not None and (stepped := step(self, x, cache)) is not None:
+            return stepped
+        if cache is None and is_joined(self, x):
+            hidden, normed = joined(self.attention, x, self.ln_1(x), self.ln_2)
+            return hidden + self.ff(normed)
+        # TASK 5.10: Pre-norm: x + attention(ln_1(x)), then + ff(ln_2(x)).
+        x = x + self.attention(self.ln_1(x), cache)
+        x = x + self.ff(self.ln_2(x))
+        return x if cache is None else x.detach()
+        # END TASK 5.10
+
+
+def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
+    """Tell whether a residual connection, dropout and the layer norm that follows are one kernel for x."""
+    parts = layer, layer.attention, layer.ff
+    known = [type(part) for part in parts] == [TransformerLayer, MultiHeadAttention, FeedForward]
+    return (
+        known
+        and hasattr(x.f.fused, "residual_layer_norm")
+        and is_floating(x.dtype)
+        and not any("forward" in part.__dict__ for part in parts)
+        and type(layer.ln_1) is type(layer.ln_2) is LayerNorm1d
+    )
+
+
+def joined(
+    branch: MultiHeadAttention | FeedForward, hidden: Tensor, normed: Tensor, norm: LayerNorm1d
+) -> tuple[Tensor, Tensor]:
+    """Return hidden + dropout(branch(normed)), and the layer norm of it: one kernel behind the branch.
+
+    Args:
+        branch: Its own dropout is left out, and done by the kernel.
+        hidden: (batch, seq, n_embd), what the branch stands beside.
+        normed: Likewise, what goes into it.
+        norm: Of the next branch.
+    """
+    own = branch.dropout
+    with without_dropout():
+        x = branch(normed)
+    rate = own.p_dropout if own.training else 0.0
+    return residual_layer_norm(x, hidden, norm.weights.value, norm.bias.value, norm.eps, rate)
+
+
+def run_joined(
+    layers: Sequence[TransformerLayer], last: LayerNorm1d, x: Tensor, call: Callable[..., Any]
+) -> Tensor:
+    """Return what layers and the layer norm after them make of x, with :func:`joined` everywhere.
+
+    Args:
+        layers: One or more.
+        last: What follows them.
+        x: (batch, seq, n_embd).
+        call: Calls what it gets first with the rest: :func:`minitorch.checkpoint`, or something that only
+            calls.
+
+    Returns:
+        (batch, seq, n_embd).
+    """
+    hidden, normed = x, layers[0].ln_1(x)
+    for layer, norm in zip(layers, [*(layer.ln_1 for layer in layers[1:]), last], strict=True):
+
+        def one(hidden: Tensor, normed: Tensor, layer: Any = layer, norm: Any = norm) -> Any:
+            hidden, normed = joined(layer.attention, hidden, normed, layer.ln_2)
+            return joined(layer.ff, hidden, normed, norm)
+
+        hidden, normed = call(one, hidden, normed)
+    return normed

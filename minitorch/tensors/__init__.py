@@ -1,0 +1,1 @@
+"""What the Tensor class inherits, how tensors are made, and the gradient check."""

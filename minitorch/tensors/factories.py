@@ -1,0 +1,345 @@
+"""Make tensors: from numbers, from arrays, from a random generator."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.common.arguments import as_host_array, as_plain, shown, whole
+from kernels.cuda.device.memory import row_major_copy
+from kernels.cuda.runtime.arrays import element_strides, flattened
+from kernels.interop.dlpack import as_array
+from kernels.runtime.dtypes import BFLOAT16, is_floating, rounded
+from kernels.runtime.memory import is_dense
+
+from ..backends.elements import as_dtype, as_element, checked_shape
+from ..cuda_ops import CudaBackend
+from ..fast_ops import FastBackend
+from ..tensor import Tensor
+from ..tensor_data import (
+    Storage,
+    TensorData,
+    UserShape,
+    get_default_dtype,
+    is_device_storage,
+    strides_from_shape,
+)
+from ..tensor_ops import SimpleBackend, TensorBackend, TensorOps
+
+#: Of one tensor; what an address of 48 bits reaches.
+MOST_BYTES = 2**47
+#: Whether ``tensor`` and ``rand`` return leaves when a call does not say; see :mod:`minitorch.compat`.
+_leaves_by_default = os.environ.get("MINITORCH_PUBLISHED", "0") not in ("", "0")
+
+
+def set_leaves_by_default(on: bool) -> bool:
+    """Set whether :func:`tensor` and :func:`rand` require a gradient by default; return the old setting.
+
+    Args:
+        on: True, as in the published course, or False.
+    """
+    global _leaves_by_default
+    before, _leaves_by_default = _leaves_by_default, on
+    return before
+
+
+def manual_seed(seed: int) -> None:
+    """Seed every generator that the library draws from: Python's and NumPy's.
+
+    Raises:
+        TypeError: If the seed is no whole number.
+    """
+    seed = whole("seed", seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _checked_backend(backend: Any) -> TensorBackend:
+    """Return a backend.
+
+    Raises:
+        TypeError: If it is none; often the next size of a shape that was not given as a tuple.
+    """
+    if not isinstance(backend, TensorBackend):
+        raise TypeError(
+            f"backend must be one such as minitorch.FastBackend, got {shown(backend)}; a shape is one "
+            "tuple, and a dtype is given by name: zeros((2, 3), dtype='float32')"
+        )
+    return backend
+
+
+def _leaf(data: TensorData, backend: TensorBackend, requires_grad: bool | None) -> Tensor:
+    """Return a tensor of some data on a backend, where the data moves if it is elsewhere."""
+    if _checked_backend(backend).cuda:
+        data.to_cuda_()
+    result = Tensor(data, backend=backend)
+    if requires_grad is None:
+        requires_grad = _leaves_by_default and is_floating(data.dtype)
+    result.requires_grad_(requires_grad)
+    return result
+
+
+def _make(array: npt.NDArray[Any], backend: TensorBackend, requires_grad: bool | None) -> Tensor:
+    """Return a tensor around a contiguous array."""
+    return _leaf(TensorData(array.reshape(-1), tuple(array.shape)), backend, requires_grad)
+
+
+def _in_dtype(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return an array of our own in a dtype; floating numbers are rounded once."""
+    both = is_floating(array.dtype) and is_floating(dtype)
+    return rounded(array, dtype) if both else array.astype(dtype)
+
+
+Storages = Callable[[type[TensorOps], int, np.dtype[Any]], Storage]
+
+
+def _of_shape(storage: Storages, by_default: bool | None = False):
+    """Make a factory of a function that returns a flat storage, its length and dtype given.
+
+    Args:
+        storage: The function.
+        by_default: The factory's default for ``requires_grad``.
+    """
+
+    @wraps(storage, ("__module__", "__name__", "__qualname__", "__doc__"))
+    def make(
+        shape: UserShape,
+        backend: TensorBackend = SimpleBackend,
+        requires_grad: bool | None = by_default,
+        dtype: npt.DTypeLike | None = None,
+    ) -> Tensor:
+        sizes, kind = checked_shape(shape), as_dtype(dtype or get_default_dtype())
+        size, ops = math.prod(sizes), _checked_backend(backend).ops
+        if size * kind.itemsize > MOST_BYTES:
+            raise MemoryError(
+                f"a tensor of shape {sizes} of {kind} takes {size * kind.itemsize / 2**30:.3g} GiB, more "
+                "than any machine has; take a smaller shape"
+            )
+        elements = storage(ops, size, kind)
+        return _leaf(TensorData(elements, sizes), backend, requires_grad)
+
+    del make.__wrapped__  # its arguments are those above, and help shows them
+    return make
+
+
+def full(
+    shape: UserShape,
+    value: float,
+    backend: TensorBackend = SimpleBackend,
+    requires_grad: bool = False,
+    dtype: npt.DTypeLike | None = None,
+) -> Tensor:
+    """Return a tensor of equal elements.
+
+    Args:
+        shape: Sizes.
+        value: Of each element.
+        backend: What computes on the tensor.
+        requires_grad: Whether it is a leaf of the graph.
+        dtype: Or its name, as "float32" or "bfloat16"; the default dtype when None.
+
+    Raises:
+        TypeError: If the value is no number, the backend no backend, or the dtype one that no tensor has.
+        ValueError: If the shape is none, or the value does not fit the dtype.
+        MemoryError: If it would take more memory than any machine has.
+    """
+    value = as_element(value, as_dtype(dtype or get_default_dtype()))
+    make = _of_shape(lambda ops, size, dtype: ops.filled(size, value, dtype))
+    return make(shape, backend, requires_grad, dtype)
+
+
+@_of_shape
+def zeros(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
+    """Return a tensor of zeros; arguments as in :func:`full`."""
+    return ops.filled(size, 0.0, dtype)
+
+
+@_of_shape
+def ones(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
+    """Return a tensor of ones; arguments as in :func:`full`."""
+    return ops.filled(size, 1.0, dtype)
+
+
+@partial(_of_shape, by_default=None)
+def rand(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
+    """Return a tensor drawn uniformly from [0, 1), with Python's ``random``.
+
+    ``requires_grad`` as in :func:`tensor`, other arguments as in :func:`full`.
+    """
+    numbers = (random.random() for _ in range(size))
+    return _in_dtype(np.fromiter(numbers, np.float64, size), dtype)  # memory first, then numbers
+
+
+@_of_shape
+def randn(ops: type[TensorOps], size: int, dtype: np.dtype[Any]) -> Storage:
+    """Return a tensor drawn from the standard normal distribution, with ``numpy.random``.
+
+    Other arguments as in :func:`full`.
+    """
+    return _in_dtype(np.random.standard_normal(size), dtype)
+
+
+def tensor(
+    ls: Any,
+    backend: TensorBackend = SimpleBackend,
+    requires_grad: bool | None = None,
+    dtype: npt.DTypeLike | None = None,
+) -> Tensor:
+    """Return a tensor of the given numbers.
+
+    Args:
+        ls: A number (shape ()), or nested lists or tuples, or an array (copied).
+        backend: What computes on the tensor.
+        requires_grad: Whether it is a leaf of the graph.  None means False, or True for a floating dtype
+            after :class:`minitorch.compat.published`.
+        dtype: The default dtype when None.
+
+    Raises:
+        ValueError: If the lists are ragged or hold something that is no number.
+    """
+    array = _in_dtype(_numbers("tensor", ls), as_dtype(dtype or get_default_dtype()))
+    return _make(np.ascontiguousarray(array).reshape(array.shape), backend, requires_grad)
+
+
+def _numbers(function: str, numbers: Any) -> npt.NDArray[Any]:
+    """Return numbers, lists of them or an array as an array of our own.
+
+    Raises:
+        ValueError: If the lists are ragged or hold something that is no number.
+    """
+    readable = numbers if isinstance(numbers, Tensor) else _readable(function, numbers)
+    try:
+        array = np.array(readable)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{function} needs a number or nested lists of numbers of equal lengths, got "
+            f"{numbers!r:.60} ({error})"
+        ) from None
+    if array.dtype.kind not in "fiub" and array.dtype != BFLOAT16:
+        raise ValueError(
+            f"{function} needs numbers, got {array.dtype} in {numbers!r:.60}; leave out what is none, or "
+            "convert it with float()"
+        )
+    return array
+
+
+def _readable(function: str, array: Any) -> Any:
+    """Return what NumPy reads as it is.
+
+    Raises:
+        TypeError: For an array with hidden elements, which would come to light, or one on a device.
+    """
+    if isinstance(array, np.ndarray):
+        return as_plain(array)
+    if hasattr(array, "__cuda_array_interface__"):
+        raise TypeError(
+            f"{function} takes arrays on the host, this {type(array).__name__} lies on a CUDA device; "
+            "use minitorch.from_dlpack, which copies nothing, or copy it to the host first"
+        )
+    if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
+        raise TypeError(
+            f"{function} takes what NumPy reads, this {type(array).__name__} has DLPack alone; use "
+            "minitorch.from_dlpack"
+        )
+    return array
+
+
+def _tensor(
+    ls: Sequence[float],
+    shape: UserShape,
+    backend: TensorBackend = SimpleBackend,
+    requires_grad: bool | None = None,
+) -> Tensor:
+    """Return a tensor of a flat list of numbers and a shape."""
+    return _leaf(TensorData(ls, tuple(shape)), backend, requires_grad)
+
+
+def from_numpy(
+    array: Any, backend: TensorBackend = FastBackend, requires_grad: bool = False
+) -> Tensor:
+    """Return a tensor on an array's dtype and, where the layout allows, its memory.
+
+    Args:
+        array: A NumPy array, or anything that ``numpy.asarray`` takes.  It is shared if it is some
+            permutation of a contiguous array, and copied otherwise.
+        backend: What computes on the tensor.
+        requires_grad: Whether it is a leaf of the graph.
+
+    Raises:
+        TypeError: If the array does not hold numbers, hides some, or lies on a device.
+        ValueError: If lists have unequal lengths.
+    """
+    array = as_host_array("array", _readable("from_numpy", array))
+    if not array.flags.aligned:
+        array = array.copy()
+    # From the slowest to the fastest dimension; a permuted array is contiguous in that order.
+    order = sorted(range(array.ndim), key=lambda dim: -array.strides[dim])
+    permuted = array.transpose(order)
+    if not permuted.flags.c_contiguous:
+        return _make(np.ascontiguousarray(array), backend, requires_grad)
+    result = _make(permuted, backend, False)
+    back = sorted(range(array.ndim), key=lambda dim: order[dim])
+    result = Tensor(result._tensor.permute(*back), backend=backend)
+    result.requires_grad_(requires_grad)
+    return result
+
+
+def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
+    """Return a tensor on the memory of an array of any library, with its dtype and strides.
+
+    Nothing is copied, unless the array has gaps or repeats elements.  What one of the two writes the
+    other sees, and the memory lives as long as either.  On a device, the legacy default stream, where
+    kernels run, waits for what the owner has under way on another.
+
+    Args:
+        x: Anything with DLPack or ``__cuda_array_interface__``, as PyTorch, CuPy, numba and NumPy
+            have: float16, bfloat16, float32, float64, integers or booleans.
+        requires_grad: Whether the tensor is a leaf of the graph; the owner's own graph ends here.
+
+    Returns:
+        A tensor of the fast backend if the array lies on the host, of the CUDA backend if it lies on
+        the current device.
+
+    Raises:
+        TypeError: If ``x`` has neither protocol, or elements or memory that no tensor has.
+        ValueError: If it lies on another device than the current one.
+        RuntimeError: If kernels cannot run on the device; it says what to do.
+    """
+    array = as_array(x)
+    if isinstance(array, np.ndarray):
+        return from_numpy(array, FastBackend, requires_grad)
+    if not is_device_storage(array):
+        raise TypeError(
+            f"from_dlpack takes an array with DLPack or __cuda_array_interface__, got "
+            f"{type(x).__name__}; use minitorch.tensor for numbers and lists"
+        )
+    shape, strides = tuple(array.shape), element_strides(array)
+    if not is_dense(shape, strides):
+        array, strides = row_major_copy(array), strides_from_shape(shape)
+    return _leaf(TensorData(flattened(array), shape, strides), CudaBackend, requires_grad)
+
+
+def tensor_from_numpy(
+    array: Any, backend: TensorBackend = SimpleBackend, requires_grad: bool = False
+) -> Tensor:
+    """Return a tensor of a copy of an array, in the default dtype; errors as of :func:`tensor`."""
+    numbers = _numbers("tensor_from_numpy", array)
+    copy = _in_dtype(numbers, get_default_dtype())
+    return _make(np.ascontiguousarray(copy).reshape(copy.shape), backend, requires_grad)
+
+
+def zeros_tensor_from_numpy(shape: UserShape, backend: TensorBackend = SimpleBackend) -> Tensor:
+    """Return zeros; the published name beside :func:`zeros`."""
+    return zeros(shape, backend)
+
+
+def ones_tensor_from_numpy(shape: UserShape, backend: TensorBackend = SimpleBackend) -> Tensor:
+    """Return ones; the published name beside :func:`ones`."""
+    return ones(shape, backend)

@@ -1,0 +1,230 @@
+"""What tensors can be asked: every operator and method is a Function applied to the tensor itself."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from kernels import takes_attention_options
+from kernels.problem.signature import by_name
+
+from .. import operators
+from ..backends.elements import NUMBERS, as_float
+from ..functions.base import is_tensor
+from ..functions.flash_attention import attend, attend_packed
+from ..tensor_functions import (
+    EQ,
+    LT,
+    Add,
+    All,
+    Copy,
+    Exp,
+    Inv,
+    IsClose,
+    Log,
+    MatMul,
+    Mul,
+    Neg,
+    Permute,
+    PowerScalar,
+    ReLU,
+    Sigmoid,
+    Sum,
+    Tanh,
+    View,
+)
+from ..tensor_ops import normalize_dim
+
+if TYPE_CHECKING:
+    from ..tensor import Tensor
+
+TensorLike: TypeAlias = "float | int | Tensor"
+
+
+def _inverse(b: float) -> float:
+    """Return 1 / b, infinite for 0 as it is for a tensor."""
+    return operators.inv(b) if b else math.copysign(math.inf, b)
+
+
+def _is_operand(b: Any) -> bool:
+    return is_tensor(b) or isinstance(b, NUMBERS)
+
+
+class TensorOperators:
+    """The operators and methods of :class:`minitorch.tensor.Tensor`, which inherits them."""
+
+    if TYPE_CHECKING:  # what the methods below need of the tensor
+        _tensor: Any
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+        @property
+        def size(self) -> int: ...  # noqa: D102
+        def _ensure_tensor(self, b: Any) -> Tensor: ...
+
+    def __add__(self, b: TensorLike) -> Tensor:
+        return Add.apply(self, self._ensure_tensor(b))
+
+    def __sub__(self, b: TensorLike) -> Tensor:
+        if isinstance(b, NUMBERS):
+            return self + -as_float(b)
+        return Add.apply(self, Neg.apply(self._ensure_tensor(b)))
+
+    def __mul__(self, b: TensorLike) -> Tensor:
+        return Mul.apply(self, self._ensure_tensor(b))
+
+    def __truediv__(self, b: TensorLike) -> Tensor:
+        if isinstance(b, NUMBERS):
+            return self * _inverse(as_float(b))
+        return Mul.apply(self, Inv.apply(self._ensure_tensor(b)))
+
+    def __pow__(self, exponent: TensorLike) -> Tensor:
+        return PowerScalar.apply(self, self._ensure_tensor(exponent))
+
+    def __radd__(self, b: TensorLike) -> Tensor:
+        return self + b
+
+    def __rsub__(self, b: TensorLike) -> Tensor:
+        return Add.apply(self._ensure_tensor(b), Neg.apply(self))
+
+    def __rmul__(self, b: TensorLike) -> Tensor:
+        return self * b
+
+    def __rtruediv__(self, b: TensorLike) -> Tensor:
+        return Mul.apply(self._ensure_tensor(b), Inv.apply(self))
+
+    def __matmul__(self, b: Tensor) -> Tensor:
+        """Multiply matrices; see ``TensorOps.matrix_multiply``."""
+        return MatMul.apply(self, self._ensure_tensor(b))
+
+    def __neg__(self) -> Tensor:
+        return Neg.apply(self)
+
+    def __lt__(self, b: TensorLike) -> Tensor:
+        return LT.apply(self, self._ensure_tensor(b))
+
+    def __gt__(self, b: TensorLike) -> Tensor:
+        return LT.apply(self._ensure_tensor(b), self)
+
+    def __eq__(self, b: TensorLike) -> Tensor:  # type: ignore[override]
+        if not _is_operand(b):
+            return NotImplemented  # Python then says that they differ
+        return EQ.apply(self, self._ensure_tensor(b))
+
+    def __ne__(self, b: TensorLike) -> Tensor:  # type: ignore[override]
+        # Python's own would be `not (self == b)`, and every tensor counts as true.
+        if not _is_operand(b):
+            return NotImplemented
+        return 1.0 - EQ.apply(self, self._ensure_tensor(b))
+
+    def all(self, dim: int | None = None) -> Tensor:
+        """Return 1 where every element along ``dim`` is 1; over everything, of shape (1,)."""
+        if dim is None:
+            return All.apply(self.view(self.size), 0)
+        return All.apply(self, normalize_dim(dim, self.shape))
+
+    def is_close(self, y: Tensor) -> Tensor:
+        """Return 1 where the two differ by less than 0.01."""
+        return IsClose.apply(self, self._ensure_tensor(y))
+
+    def sigmoid(self) -> Tensor:
+        """Return 1 / (1 + e^-x)."""
+        return Sigmoid.apply(self)
+
+    def relu(self) -> Tensor:
+        """Return x where it is positive, else 0."""
+        return ReLU.apply(self)
+
+    def log(self) -> Tensor:
+        """Return the natural logarithm of x + EPS."""
+        return Log.apply(self)
+
+    def exp(self) -> Tensor:
+        """Return e^x."""
+        return Exp.apply(self)
+
+    def tanh(self) -> Tensor:
+        """Return the hyperbolic tangent."""
+        return Tanh.apply(self)
+
+    def sum(self, dim: int | None = None) -> Tensor:
+        """Sum over ``dim``, which stays with size 1; over everything, to shape (1,)."""
+        if dim is None:
+            return Sum.apply(self.contiguous().view(self.size), 0)
+        return Sum.apply(self, normalize_dim(dim, self.shape))
+
+    def mean(self, dim: int | None = None) -> Tensor:
+        """Average over ``dim``, which stays with size 1; over everything, to shape (1,)."""
+        count = self.size if dim is None else self.shape[normalize_dim(dim, self.shape)]
+        return self.sum(dim) / count
+
+    def var(self, dim: int | None = None) -> Tensor:
+        """Return the variance (divided by the count) over ``dim``, or over everything."""
+        deviation = self - self.mean(dim)
+        return (deviation * deviation).mean(dim)
+
+    def permute(self, *order: int) -> Tensor:
+        """Return a view with the dimensions in another order."""
+        return Permute.apply(self, order)
+
+    def view(self, *shape: int) -> Tensor:
+        """Return a view of another shape; the tensor must be contiguous."""
+        return View.apply(self, shape)
+
+    @takes_attention_options
+    def flash_attention(
+        self, k: Tensor, v: Tensor, *args: Any, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend with these queries to keys and values, in one fused kernel.
+
+        ``attn_mask`` may be an array of booleans of any library or a tensor; a floating one is a tensor
+        and gets its gradient.  Without ``seed`` dropout is decided by ``manual_seed``.
+
+        Args:
+            k: (…, heads, seq_k, head_dim); these queries are (…, heads, seq_q, head_dim).
+            v: (…, heads, seq_k, value_dim).
+            args: Options by position, in PyTorch's order; ``help`` shows all of them here.
+            options: Options by name.
+
+        Returns:
+            (…, heads, seq_q, value_dim); with ``return_lse`` a pair of it and lse (…, heads, seq_q), both
+            differentiable.
+
+        Raises:
+            TypeError: For operands of different dtype or backend, or an option of the wrong type.
+            ValueError: For shapes or values that do not fit.
+        """
+        return attend(cast("Tensor", self), k, v, by_name(args, options))
+
+    @takes_attention_options
+    def flash_attention_varlen(
+        self, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, *args: Any, **options: Any
+    ) -> Any:
+        """Attend within each of several sequences that lie one after the other; nothing is padded.
+
+        Rows and columns count from the start of their sequence: so do ``is_causal``, ``window_size``,
+        ``alibi_slopes``, the dropout bits and what a mod gets; its batch is the sequence's number.
+
+        Args:
+            k: (total_k, heads, head_dim); these queries are (total_q, heads, head_dim).
+            v: (total_k, heads, value_dim).
+            cu_seqlens_q: (count + 1,) whole numbers: 0 and the sums of the lengths, so that sequence i
+                has the query rows from ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``.
+            cu_seqlens_k: Likewise of key columns.
+            args: Options by position; ``attn_mask`` and ``block_mask`` must be None.
+            options: Options by name.
+
+        Returns:
+            (total_q, heads, value_dim); with ``return_lse`` a pair of it and lse (heads, total_q), both
+            differentiable.
+
+        Raises:
+            TypeError: As :meth:`flash_attention`, or if the sums are no whole numbers.
+            ValueError: Likewise, or if they do not fit, or for a mask.
+        """
+        sums = cu_seqlens_q, cu_seqlens_k
+        return attend_packed(cast("Tensor", self), k, v, *sums, by_name(args, options))
+
+    def contiguous(self) -> Tensor:
+        """Return the tensor in row-major order: itself if it is, else a copy."""
+        return cast("Tensor", self) if self._tensor.is_contiguous() else Copy.apply(self)

@@ -1,0 +1,1 @@
+"""Optimisers, checkpoints, recomputation, captured steps, anomaly detection."""

@@ -1,0 +1,198 @@
+"""AdamW for a GPU: all parameters in one launch, masters of float32, gradients clipped on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+from kernels.cuda.runtime.recorder import active
+from kernels.runtime.dtypes import FLOAT32, is_floating, is_half
+
+from ..module import Parameter
+from ..optim import Adam, _same_shape, clip_grad_norm_, copy_of
+from ..tensor import Tensor
+
+
+class AdamW(Adam):
+    """AdamW whose step is one launch for each kind of parameter, where the backend has such a kernel.
+
+    A parameter of 16 bits is the rounded copy of a master of float32, which is what moves: a step is often
+    smaller than half a unit of 16 bits, and would be lost there.  On a backend with the kernel, values move
+    in place: what shares a parameter's memory moves along.
+
+    Args:
+        parameters: What to optimise, tensors.
+        lr: Learning rate.
+        beta1: Decay of the running mean.
+        beta2: Decay of the running mean of squares.
+        eps: Added to the root of the mean of squares.
+        weight_decay: Decoupled from the gradient; applied to parameters of two or more dimensions.
+        max_norm: Gradients are scaled so that the norm of them all is at most this; None leaves them.
+
+    Attributes:
+        masters: Of the parameters of 16 bits that have had a gradient.
+        grad_norm: Of the last step, before clipping, (1,) and float64, where it is; None without max_norm.
+
+    Raises:
+        ValueError: If ``max_norm`` is not above 0.
+
+    Source: Loshchilov and Hutter (2019), Algorithm 2; Micikevicius et al., Mixed precision training (2018),
+    section 3.1.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        lr: float = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_norm: float | None = None,
+    ):
+        super().__init__(parameters, lr, beta1, beta2, eps, weight_decay)
+        if max_norm is not None and not max_norm > 0.0:
+            raise ValueError(f"max_norm is a number above 0, got {max_norm!r}; 1.0 is common")
+        self.max_norm = math.inf if max_norm is None else float(max_norm)
+        self.masters: dict[Parameter, Tensor] = {}
+        self._copies: dict[Parameter, Tensor] = {}  # the values that the masters stand for
+        self.grad_norm: Tensor | None = None
+
+    def step(self) -> None:
+        """Clip the gradients, and move every parameter that has one."""
+        moving = [p for p in self.parameters if getattr(p.value, "grad", None) is not None]
+        if not moving or not all(_is_listed(p.value, moving[0].value) for p in moving):
+            if self.max_norm < math.inf:
+                self.grad_norm = clip_grad_norm_(self.parameters, self.max_norm)
+            super().step()
+            return
+        self.steps += 1
+        like = moving[0].value
+        fused, memory = like.f.fused, like.f.attention.memory
+        values = [p.value.detach().contiguous() for p in moving]
+        grads = [p.value.grad.contiguous().array() for p in moving]
+        clip = None
+        if self.max_norm < math.inf:
+            clip = fused.clip_of(grads, self.max_norm)
+            self.grad_norm = like.wrap(memory.part(clip, 0, 1))
+        decays = [value.dims >= 2 for value in values]
+        moved = []
+        for p, value, grad, decay in zip(moving, values, grads, decays, strict=True):
+            _same_shape(value, p.value.grad)
+            master = self._master(p)
+            m, v = (moment.array() for moment in self._moments(p, master))
+            copy = value.array() if is_half(value.dtype) else None
+            target = value if copy is None else master
+            moved.append(fused.Moved(target.array(), grad, m, v, decay, copy))
+        fused.adam_many(moved, clip, **self._step_numbers(), again=self._step_numbers)
+        for p, value in zip(moving, values, strict=True):
+            self._update(p, value)
+        if (recording := active()) is not None:
+            recording.actions.append(self._count)
+            recording.guards.append(self._guard())
+
+    def _step_numbers(self) -> dict[str, Any]:
+        """Return the numbers of a step, as it stands."""
+        return {
+            "lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps,
+            "step": self.steps, "weight_decay": self.weight_decay,
+        }  # fmt: skip
+
+    def _count(self) -> None:
+        self.steps += 1
+
+    def _guard(self) -> Callable[[], bool]:
+        """Return what tells whether a step that was recorded still is the step to be taken.
+
+        It is not once a parameter has got another value by ``update``, or the moments have come from
+        ``load_state_dict``: they lie elsewhere.
+        """
+
+        def places() -> list[Any]:
+            own = [p.value for p in self.parameters]
+            pairs = (t for pair in self.moments.values() for t in pair)
+            tensors = [*own, *pairs, *self.masters.values()]
+            return [self.max_norm, *(getattr(t, "_tensor", None) for t in tensors)]
+
+        known = places()
+
+        def is_unmoved() -> bool:
+            found = places()
+            return len(found) == len(known) and all(map(is_, found, known))
+
+        return is_unmoved
+
+    def _master(self, p: Parameter) -> Tensor:
+        """Return what moves for a parameter: itself, or of 16 bits its master."""
+        value = p.value.detach()
+        if not is_half(value.dtype):
+            self.masters.pop(p, None)
+            return value
+        # Someone who puts another value into the box means that one.
+        if self._copies.get(p) is not p.value:
+            self.masters[p], self._copies[p] = value.to(FLOAT32), p.value
+        return self.masters[p]
+
+    def _moments(self, p: Parameter, master: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the moments of a parameter where it lies, zeros at first."""
+        if p not in self.moments:
+            m, v = (master.full(master.shape, 0.0, master.dtype) for _ in range(2))
+        else:
+            m, v = (t.to(master.backend).to(master.dtype) for t in self.moments[p])
+        _same_shape(master, m, v)
+        self.moments[p] = m, v
+        return m, v
+
+    def _moved(self, p: Parameter) -> Tensor:
+        """Return the next value of a parameter where there is no launch for all."""
+        value = p.value
+        if not is_half(value.dtype):
+            return super()._moved(p)
+        p.value, grad = self._master(p), value.grad
+        p.value.grad = grad
+        try:  # as if it were its master
+            self.masters[p] = super()._moved(p)
+        finally:
+            p.value = value
+        return self.masters[p].to(value.dtype)
+
+    def _update(self, p: Parameter, value: Any) -> None:
+        super()._update(p, value)
+        if p in self.masters:
+            self._copies[p] = p.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`Adam.state_dict` does, and copies of the masters, called "master.3"."""
+        state = super().state_dict()
+        for place, p in enumerate(self.parameters):
+            if p in self.masters:
+                state[f"master.{place}"] = copy_of(self.masters[p])
+        return state
+
+    def _load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        own = {name: t for name, t in tensors.items() if name.startswith("master.")}
+        boxes = {f"master.{place}": p for place, p in enumerate(self.parameters)}
+        for name, t in own.items():
+            if name not in boxes or boxes[name].value.shape != t.shape:
+                raise ValueError(
+                    f"no parameter fits {name} of shape {t.shape}; load the state of an optimiser of the "
+                    "same model"
+                )
+        super()._load_tensors({name: t for name, t in tensors.items() if name not in own})
+        self.masters = {
+            boxes[name]: t.to(boxes[name].value.backend).detach() for name, t in own.items()
+        }
+        self._copies = {p: p.value for p in self.masters}
+
+
+def _is_listed(value: Any, like: Tensor) -> bool:
+    """Tell whether one launch can move a parameter together with another."""
+    return (
+        isinstance(value, Tensor)
+        and value.backend is like.backend
+        and hasattr(value.f.fused, "adam_many")
+        and is_floating(value.dtype)
+        and value.size > 0
+    )

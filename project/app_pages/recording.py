@@ -1,0 +1,318 @@
+"""Record a CUDA kernel of attention as it runs in numba's simulator, barrier by barrier.
+
+At each barrier all threads of a block have arrived and none goes on: the moment to look at shared memory,
+at every thread's registers, and at what has travelled so far.  Nothing here knows the algorithm; what is
+recorded is what the kernels of ``kernels/cuda`` do.
+
+The simulator is chosen before numba is imported, so a recording is made by a process of its own, which
+:func:`record` starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import kernels
+from kernels import launch
+from kernels.cuda.attention import split_keys as flash2_merge
+from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.runtime.arrays import to_device, to_host
+from kernels.cuda.runtime.kernel import Kernel
+from kernels.cuda.runtime.launcher import three
+from kernels.metering.io_meter import Counted, IOMeter
+from kernels.problem.operands import make_operands
+from kernels.sparsity.block_mask import BlockMask
+from kernels.traffic.formulas import Traffic
+
+Array = npt.NDArray[Any]
+#: By the names of the app: the options of the call.
+MASKS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "none": lambda seq: {},
+    "causal": lambda seq: {"is_causal": True},
+    "window of 5": lambda seq: {"window_size": (2, 2)},
+    "blocks of 16": lambda seq: {"block_mask": BlockMask.butterfly(seq, seq, 16)},
+}
+#: Seconds that a recording may take.
+LIMIT = 120
+
+
+class Settings(NamedTuple):
+    """One call of one head, seq x head_dim for each of q, k, v.
+
+    Attributes:
+        rung: naive, flash1 or flash2.
+        seq: Rows and columns.
+        head_dim: Of q, k and v.
+        block_q: Query rows a tile.
+        block_k: Key columns a tile.
+        mask: One of MASKS.
+        seed: Of the operands.
+    """
+
+    rung: str
+    seq: int
+    head_dim: int
+    block_q: int
+    block_k: int
+    mask: str = "none"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """The moment at which every thread of one block has reached a barrier, or its end.
+
+    Attributes:
+        kernel: That runs.
+        block: Its place in the grid.
+        line: Of the barrier, in the source of the kernel, from 0; None at the end of the block.
+        comment: The barrier's own comment: why it is there.
+        numbers: Local variables that are the same for all threads.
+        shared: Shared arrays, by the name of the kernel's variable.
+        registers: Variables of which each thread has its own, (threads, …).
+        written: Global arrays that kernels have written to, as they are now.
+        counts: What has travelled so far, by array.
+    """
+
+    kernel: str
+    block: tuple[int, int, int]
+    line: int | None
+    comment: str
+    numbers: dict[str, Any]
+    shared: dict[str, Array]
+    registers: dict[str, Array]
+    written: dict[str, Array] = field(default_factory=dict)
+    counts: dict[str, Traffic] = field(default_factory=dict)
+
+
+@dataclass
+class Recording:
+    """One call from beginning to end.
+
+    Attributes:
+        settings: Of the call.
+        q: (seq, head_dim), and k and v likewise.
+        out: (seq, head_dim), the result.
+        lse: (seq,).
+        lower: Row ``i`` sees columns from i + lower …
+        upper: … to i + upper.
+        sources: The source of each kernel, by name.
+        steps: In order.
+    """
+
+    settings: Settings
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    lower: int
+    upper: int
+    sources: dict[str, str] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+
+
+class Recorder(IOMeter):
+    """A meter that also takes down what the threads of a block hold at each barrier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: dict[str, str] = {}
+        self.steps: list[Step] = []
+        self._frames: dict[int, FrameType | None] = {}
+        self._arrivals = threading.Lock()
+        self._globals: dict[int, Counted] = {}
+        self._moments: list[tuple[dict[int, Array], dict[int, Traffic]]] = []
+
+    def launch(self, kernel: Kernel, size: Any, args: tuple[Any, ...]) -> None:
+        """Launch a kernel whose threads report at barriers."""
+        self.sources[kernel.name] = inspect.getsource(kernel.source)
+        threads = math.prod(three(size[1]))
+        recorder, source = self, kernel.source
+
+        def watched(*kernel_args: Any) -> None:
+            recorder._watch(kernel, threads)
+            recorder._see(kernel_args)
+            source(*kernel_args)
+            recorder._arrive(kernel, threads, None)
+
+        # The simulator gives a kernel its thread by the name ``cuda`` in the kernel's own file.
+        same_file = FunctionType(
+            watched.__code__, source.__globals__, source.__name__, None, watched.__closure__
+        )
+        same_file.__qualname__ = source.__qualname__
+        same_file.__wrapped__ = source  # type: ignore[attr-defined]  # whose parameters have names
+        reporting = Kernel(same_file, kernel.signature, kernel.threads, kernel.shared_bytes)
+        super().launch(reporting, size, args)
+
+    def _see(self, args: tuple[Any, ...]) -> None:
+        """Keep the global arrays of a kernel, to look at those that it writes."""
+        with self._arrivals:
+            for arg in args:
+                if isinstance(arg, Counted):
+                    # A product sees a matrix as a vector: the view of most dimensions is kept.
+                    known = self._globals.get(number := self.number(arg.array))
+                    if known is None or known.array.ndim < arg.array.ndim:
+                        self._globals[number] = arg
+
+    def _watch(self, kernel: Kernel, threads: int) -> None:
+        """Let this thread report before it waits at a barrier."""
+        thread: Any = threading.current_thread()
+        wait, code = thread.syncthreads, kernel.source.__code__
+
+        def reached() -> None:
+            caller: Any = sys._getframe(1)
+            while "simulator" in caller.f_globals["__name__"]:  # its own ways to this method
+                caller = caller.f_back
+            # A barrier within a helper is the simulator's way to shuffle; a GPU has none there.
+            if caller.f_code is code:
+                self._arrive(kernel, threads, caller)
+            wait()
+
+        thread.syncthreads = reached
+
+    def _arrive(self, kernel: Kernel, threads: int, frame: FrameType | None) -> None:
+        thread: Any = threading.current_thread()
+        with self._arrivals:
+            self._frames[thread.thread_id] = frame
+            if len(self._frames) == threads:  # the last one looks; the others wait
+                frames = [self._frames[number] for number in sorted(self._frames)]
+                self._frames.clear()
+                step = self._step(kernel, tuple(thread.blockIdx), frames)
+                last = self.steps[-1] if self.steps else None
+                if last and (last.line, last.block, last.numbers) == (
+                    step.line, step.block, step.numbers,
+                ):  # fmt: skip
+                    del (
+                        self.steps[-1],
+                        self._moments[-1],
+                    )  # syncthreads_or is two barriers in the simulator
+                self.steps.append(step)
+                self._moments.append(self._moment())
+
+    def _step(self, kernel: Kernel, block: Any, frames: list[FrameType | None]) -> Step:
+        line, comment = None, "the end of the block: its results are in global memory"
+        numbers: dict[str, Any] = {}
+        shared: dict[str, Array] = {}
+        registers: dict[str, Array] = {}
+        scopes = [frame.f_locals for frame in frames if frame is not None]
+        if scopes:
+            frame: Any = frames[0]
+            line = frame.f_lineno - kernel.source.__code__.co_firstlineno
+            text = self.sources[kernel.name].splitlines()[line]
+            comment = text.partition("#")[2].strip()
+        for name in scopes[0] if scopes else ():
+            values = [scope.get(name) for scope in scopes]
+            first = values[0]
+            if isinstance(first, np.ndarray):
+                if all(value is first for value in values) or _same_memory(values):
+                    shared[name] = first.copy()
+                else:
+                    registers[name] = np.stack(values)  # type: ignore[arg-type]
+            elif isinstance(first, (int, float, np.number)):
+                if all(value == first for value in values):
+                    numbers[name] = first.item() if isinstance(first, np.number) else first
+                else:
+                    registers[name] = np.array(values, np.float64)
+        return Step(kernel.name, block, line, comment, numbers, shared, registers)
+
+    def _moment(self) -> tuple[dict[int, Array], dict[int, Traffic]]:
+        """Return the global arrays that have been written to, and what has travelled so far."""
+        written = {
+            number: seen.array.copy() for number, seen in self._globals.items() if seen.writes.any()
+        }
+        return written, self.traffic()
+
+    def named_steps(self, **arrays: Any) -> list[Step]:
+        """Return the steps, with the global arrays under their names; see ``IOMeter.called``."""
+        names, steps = self.called(**arrays), []
+        for step, (written, counts) in zip(self.steps, self._moments, strict=True):
+            contents = {names[number]: array for number, array in written.items()}
+            moved = {names[number]: traffic for number, traffic in counts.items() if traffic.moved}
+            steps.append(replace(step, written=contents, counts=moved))
+        return steps
+
+
+def _same_memory(values: list[Any]) -> bool:
+    """Tell whether arrays are views of one memory: dynamic shared memory is a new view each time."""
+    places = {value.__array_interface__["data"][0] for value in values if value.size}
+    return len(places) == 1 and len(values) > 1
+
+
+def run(settings: Settings) -> Recording:
+    """Record one call; this process must be in the simulator.
+
+    Raises:
+        RuntimeError: If it is not.
+        ValueError: If the rung cannot run such a call.
+    """
+    rng = np.random.default_rng(settings.seed)
+    shape = (1, settings.seq, settings.head_dim)
+    q, k, v = (to_device(rng.standard_normal(shape).astype(np.float32)) for _ in range(3))
+    options = MASKS[settings.mask](settings.seq)
+    problem = kernels.make_problem(q, k, v, rung=settings.rung, **options)
+    operands = make_operands(launch.CUDA.memory, problem, q, k, v)
+    with Recorder() as recorder:
+        tile = settings.block_q, settings.block_k
+        out, lse = launch.forward(launch.CUDA, problem, operands, tile)
+    # The operands first: the simulator's memory has no other names.
+    arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+    host: dict[str, Any] = {name: to_host(array)[0] for name, array in arrays.items()}
+    steps = recorder.named_steps(**arrays)
+    return Recording(
+        settings, **host, lower=problem.lower, upper=problem.upper, sources=recorder.sources,
+        steps=steps,
+    )  # fmt: skip
+
+
+def record(*settings: Settings) -> list[Recording]:
+    """Record calls, in a process of its own.
+
+    Raises:
+        RuntimeError: If it fails, or takes longer than LIMIT seconds; it says why.
+    """
+    folder = str(Path(__file__).resolve().parent.parent)
+    code = (
+        f"import sys; sys.path.insert(0, {folder!r}); from app_pages.recording import main; main()"
+    )
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=pickle.dumps(settings), capture_output=True,
+            env=environment, timeout=LIMIT, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no recording after {LIMIT} s; take a shorter sequence") from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise RuntimeError(f"recording {settings[0]} failed: {lines[-1]}")
+    return pickle.loads(done.stdout)
+
+
+def main() -> None:
+    """Record what stands on the standard input, and write it to the standard output."""
+    # Barriers wait for each thread of a block, so that they should hand over often.
+    sys.setswitchinterval(1e-4)
+    # One head of a large call: on a busy device no sum is divided among blocks.
+    product.SIZES = replace(product.SIZES, product_blocks=0)
+    flash2_merge.SIZES = replace(flash2_merge.SIZES, split_blocks=0)
+    settings = pickle.loads(sys.stdin.buffer.read())
+    sys.stdout.buffer.write(pickle.dumps([run(each) for each in settings]))
+
+
+if __name__ == "__main__":
+    main()

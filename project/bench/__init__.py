@@ -1,0 +1,1 @@
+"""How to measure, what is compared with what, records and tables."""

@@ -1,0 +1,1 @@
+"""Scripts that time one family of kernels on a GPU, by hand."""

@@ -1,0 +1,77 @@
+"""How experiments write numbers and tables, and which colour is whose in all figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bench.record_files import Record
+
+#: One colour for a rung, a baseline or a peer in all figures, by the name in the rows.
+COLOURS = {
+    "naive": "#c0392b",
+    "flash1": "#b8860b",
+    "flash2": "#1b6ca8",
+    "flash2 atomic": "#5dade2",
+    "flash": "#1b6ca8",
+    "composed": "#8e44ad",
+    "published": "#7f8c8d",
+    "PyTorch": "#2e8b57",
+}
+
+
+def colour_of(name: str, names: Sequence[str]) -> str:
+    """Return the colour of a curve: one for each rung in all figures, and some others for others."""
+    others = [other for other in names if other not in COLOURS]
+    return COLOURS.get(name) or f"C{others.index(name) % 10}"
+
+
+def cell(value: float | None) -> str:
+    """Write a number for a table: three digits, or all of a whole one; a dash where there is none."""
+    if value is None:
+        return "–"
+    text = f"{value:.3g}"
+    return f"{float(text):,.10g}" if "e" in text or abs(value) >= 1000 else text
+
+
+def figure_cells(
+    name: str,
+    value: float | None,
+    must: float,
+    aim: float | None,
+    is_most: bool = False,
+    is_judged: bool = True,
+) -> str:
+    """Write the cells of a figure that has a bound: figure, reached, must, aim, and yes or NO.
+
+    Args:
+        name: Of the figure.
+        value: What is reached, None where it is not known.
+        must: What has to be.
+        aim: What would be better still, if anything is.
+        is_most: Whether less is better.
+        is_judged: Whether the bound is one for what was measured.
+    """
+    reached = "–" if value is None else f"{value:.3g}"
+    verdict = ""
+    if value is not None and is_judged:
+        verdict = "yes" if (value <= must if is_most else value >= must) else "NO"
+    beyond = "" if aim is None else f"{aim:g}"
+    return f"| {name} | {reached} | {'<=' if is_most else '>='} {must:g} | {beyond} | {verdict} |"
+
+
+def timed_cell(entry: Record | None) -> str:
+    """Write what ``measuring.spread`` returned: the median, and the quartiles in brackets."""
+    if entry is None:
+        return "–"
+    return f"{cell(entry['median'])} ({cell(entry['low'])} … {cell(entry['high'])})"
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """Return a Markdown table; all columns but the first are aligned to the right."""
+    table = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+    table += [
+        f"| {' | '.join(each if isinstance(each, str) else cell(each) for each in line)} |"
+        for line in lines
+    ]
+    return "\n".join(table)

@@ -1,0 +1,147 @@
+"""PyTorch's ways to compute attention, each named: four backends of its fused call, and FlexAttention.
+
+Which of the backends ``scaled_dot_product_attention`` takes by itself changes with device, dtype and
+version, and so would what a figure compares with.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from bench.peer_cases import Case
+
+#: In the order of the table.
+SDPA = {
+    "FLASH": "FLASH_ATTENTION",
+    "CUDNN": "CUDNN_ATTENTION",
+    "EFFICIENT": "EFFICIENT_ATTENTION",
+    "MATH": "MATH",
+}
+FLEX = "FlexAttention"
+PEERS = (*SDPA, FLEX)
+#: Those that compute on 16-bit tensor cores only.
+HALF_ONLY = ("FLASH", "CUDNN")
+#: What takes a mask of its own.
+TAKES_MASK = ("CUDNN", "EFFICIENT", "MATH")
+
+
+class Unavailable(Exception):
+    """A peer cannot do a case; the text says why."""
+
+
+def load_torch() -> Any:
+    """Return PyTorch, or None where it is not installed."""
+    try:
+        import torch  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    return torch
+
+
+class TorchCall:
+    """One case by one peer, to be timed forward and backward.
+
+    Args:
+        torch: The module.
+        peer: One of PEERS.
+        case: To compute.
+        tensors: q, k, v and dout, (1, heads, length, head_dim), of one dtype on one device.
+
+    Raises:
+        Unavailable: If the peer cannot do it.
+    """
+
+    def __init__(self, torch: Any, peer: str, case: Case, tensors: list[Any]):
+        self.torch = torch
+        *leaves, self.dout = tensors
+        self.leaves = [tensor.detach().clone().requires_grad_() for tensor in leaves]
+        self.device = self.dout.device
+        self._why_not(peer, case)
+        self._attend = self._flex(case) if peer == FLEX else self._fused(peer, case)
+        self.out: Any = None
+        self.gradients: Any = None
+
+    def _why_not(self, peer: str, case: Case) -> None:
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and peer in HALF_ONLY and self.dout.dtype == self.torch.float32:
+            raise Unavailable("float16/bfloat16 only")
+        if not on_gpu and peer in ("CUDNN", "EFFICIENT", FLEX):
+            raise Unavailable("on a GPU only")
+        if peer == FLEX and case.dropout_p:
+            raise Unavailable("has no dropout")
+        if peer != FLEX and case.foreign:
+            raise Unavailable(case.foreign)
+        has_mask = case.seen is not None or case.bias is not None
+        if on_gpu and has_mask and peer not in (*TAKES_MASK, FLEX):
+            raise Unavailable("takes no mask")
+
+    def _fused(self, peer: str, case: Case) -> Any:
+        """Return scaled_dot_product_attention by one backend."""
+        torch, mask = self.torch, None
+        if case.seen is not None:
+            mask = torch.as_tensor(case.seen(), device=self.device)
+        elif case.bias is not None:
+            mask = torch.as_tensor(case.bias(), device=self.device).to(self.dout.dtype)
+        if mask is not None:
+            mask = mask[None] if mask.ndim == 3 else mask[None, None]
+        backend = getattr(torch.nn.attention.SDPBackend, SDPA[peer])
+        options = {"attn_mask": mask, "dropout_p": case.dropout_p, "is_causal": case.is_causal}
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            with torch.nn.attention.sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+        return attend
+
+    def _flex(self, case: Case) -> Any:
+        """Return compiled FlexAttention."""
+        torch = self.torch
+        flex = sys.modules.get("torch.nn.attention.flex_attention")
+        if flex is None:
+            raise Unavailable(f"PyTorch {torch.__version__} has none")
+        torch._dynamo.reset()  # every case is compiled for itself
+        table = None if case.table is None else torch.as_tensor(case.table, device=self.device)
+        visible, score, block_mask = case.visible, case.score, None
+        if visible is not None:
+            block_mask = flex.create_block_mask(
+                lambda b, h, row, col: visible(row, col, table),
+                None, None, case.length, case.length, device=self.device,
+            )  # fmt: skip
+
+        def score_mod(s: Any, b: Any, h: Any, row: Any, col: Any) -> Any:
+            return s if score is None else score(torch, s, h, row, col, table)
+
+        options = {"score_mod": score_mod if score else None, "block_mask": block_mask}
+        compiled = torch.compile(flex.flex_attention, dynamic=False)
+        return lambda q, k, v: compiled(q, k, v, **options)
+
+    def forward(self) -> None:
+        """Compute out, and what its gradient needs."""
+        self.out = None
+        self.out = self._attend(*self.leaves)
+
+    def backward(self) -> None:
+        """Compute dq, dk and dv."""
+        self.gradients = self.torch.autograd.grad(
+            self.out, self.leaves, self.dout, retain_graph=True
+        )
+
+    def first_heads(self, count: int = 1) -> list[Any]:
+        """Return out, dq, dk and dv of so many heads in float64, (heads, length, head_dim)."""
+        found = (self.out, *self.gradients)
+        return [tensor[0, :count].detach().double().cpu().numpy() for tensor in found]
+
+
+def prepare(torch: Any, device: str) -> None:
+    """Let products of float32 be such, and import FlexAttention where there is one."""
+    torch.manual_seed(0)
+    # Why a backend cannot run a case stands in the table.
+    warnings.filterwarnings("ignore", category=UserWarning, module=__name__)
+    if device == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        import torch.nn.attention.flex_attention  # type: ignore[import-not-found]
+    except ImportError:
+        return

@@ -1,0 +1,256 @@
+"""The GPTs that ``bench_training`` compares: ours and PyTorch's, of equal weights on equal batches."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import numpy as np
+from data.text import PROMPT, Corpus, read_text
+from tqdm import tqdm
+from train_gpt import build
+from training.gpt_loop import train_step
+from training.gpt_presets import PRESETS, characters_of, flops_per_token, spelled
+from training.script_helpers import learning_rate
+
+import minitorch
+from bench.measuring import peak_memory, reset_peak_memory
+from bench.torch_gpt import FUSED, MATH, TorchGPT, TorchMemory
+from kernels.cuda.runtime.arrays import pool
+
+OURS, THEIRS = "ours", "PyTorch"
+BACKENDS = {"cpu": "fast", "cuda": "cuda"}
+BETA2, WEIGHT_DECAY, SEED = 0.99, 0.1, 0
+#: Of presets that name none.
+LR = 1e-3
+#: Batches that steps take in turn while they are timed, and steps before, in which a captured one is made.
+BATCHES, WARM_UP = 4, 6
+#: Of a batch in float64, for which a GPU has no memory otherwise.
+PARTS = 4
+#: What --quick makes of the presets, and by how much it divides the contexts that figures ask for.
+QUICK = {
+    "toy": {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch": 2},
+    "char": {"layers": 2, "width": 48, "heads": 2, "context": 32, "batch": 4},
+    "gpt2-small": {
+        "layers": 2, "width": 64, "heads": 2, "context": 64, "batch": 4, "vocabulary": 512,
+    },
+}  # fmt: skip
+QUICK_CONTEXT = 16
+
+
+class Size(NamedTuple):
+    """A model, and the batches that it is trained on.
+
+    Attributes:
+        layers: Of the model.
+        width: Likewise.
+        heads: Likewise.
+        vocabulary: Likewise.
+        tied: Whether the embedding table scores the tokens.
+        context: Tokens a text.
+        batch: Texts a step.
+        lr: Highest learning rate.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    tied: bool
+    context: int
+    batch: int
+    lr: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step."""
+        return self.context * self.batch
+
+
+def size_of(preset: str, context: int | None = None, quick: bool = False) -> Size:
+    """Return the size of a preset, with as many tokens a step at another context.
+
+    Args:
+        preset: One of :data:`gpt_presets.PRESETS`.
+        context: The preset's own when None; divided where sizes are tiny.
+        quick: Tiny sizes.
+    """
+    own = PRESETS[preset] | (QUICK[preset] if quick else {})
+    wanted = own["context"] if context is None else context // (QUICK_CONTEXT if quick else 1)
+    return Size(
+        own["layers"], own["width"], own["heads"], own["vocabulary"],
+        bool(own.get("tie_weights")), wanted, max(own["batch"] * own["context"] // wanted, 1),
+        own.get("lr", LR),
+    )  # fmt: skip
+
+
+def corpus_of(size: Size) -> Corpus:
+    """Return Python's manual in the tokens of a model."""
+    characters = characters_of(size.vocabulary)
+    return Corpus.from_text(spelled(read_text(None), characters), size.context, characters)
+
+
+class Batches:
+    """Batches of a text, the same ones for everyone who asks.
+
+    Args:
+        size: Of the model.
+    """
+
+    def __init__(self, size: Size):
+        self._corpus, self._size = corpus_of(size), size
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        rng = np.random.default_rng(SEED)
+        while True:
+            yield self._corpus.batch(rng, self._size.batch, self._size.context)
+
+
+def our_model(size: Size, device: str, precision: str, attention: str) -> minitorch.DecoderLM:
+    """Return a model of this library, whose weights depend on size and precision only."""
+    characters = characters_of(size.vocabulary)
+    config = {
+        "characters": characters, "prompt": PROMPT, "vocabulary": size.vocabulary, "dropout": 0.0,
+        "width": size.width, "heads": size.heads, "layers": size.layers, "context": size.context,
+        "attention": attention, "tie_weights": size.tied, "precision": precision,
+    }  # fmt: skip
+    minitorch.manual_seed(SEED)
+    return build(config, BACKENDS[device])
+
+
+class OurGPT:
+    """The model of this library and its optimiser; the step is that of ``train_gpt``.
+
+    Args:
+        model: To be trained.
+        lr: Highest learning rate.
+        capture: What makes one call of the device of a step; None leaves it as it is.
+        clip: Norm of all gradients beyond which they are scaled down; None for any.
+    """
+
+    def __init__(
+        self,
+        model: minitorch.DecoderLM,
+        lr: float,
+        capture: Callable[..., Any] | None = None,
+        clip: float | None = None,
+    ):
+        self.optimizer = minitorch.AdamW(
+            model.parameters(), lr=lr, beta2=BETA2, weight_decay=WEIGHT_DECAY, max_norm=clip
+        )
+
+        def step(inputs: Any, targets: Any) -> Any:
+            return train_step(model, self.optimizer, inputs, targets)
+
+        self._step = step if capture is None else capture(step)
+
+    def place(self, ids: Any) -> Any:
+        """Return ids as a step takes them: an array, which goes to the device in each step."""
+        return ids
+
+    def step(self, inputs: Any, targets: Any, lr: float) -> Any:
+        """Take one step; return the loss before it, unread."""
+        self.optimizer.lr = lr
+        return self._step(inputs, targets)
+
+
+class Run:
+    """A contestant in training.
+
+    Args:
+        name: OURS or THEIRS.
+        size: Of its model.
+        device: "cpu" or "cuda".
+        precision: "float32" or "bfloat16"; of PyTorch "float64", too, whose batches then come in parts.
+        attention: "flash" or "naive", of ours; of PyTorch the fused one that it prefers, or its math.
+        source: Whose weights PyTorch's copies; one of the same size and precision when None.
+        capture: See :class:`OurGPT`.
+        clip: Likewise.
+
+    Attributes:
+        model: Of ours, else None.
+        tokens: Of a step.
+        flops: Operations a token by the book.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: Size,
+        device: str,
+        precision: str,
+        attention: str = "flash",
+        source: minitorch.DecoderLM | None = None,
+        capture: Callable[..., Any] | None = None,
+        clip: float | None = None,
+    ):
+        self.size, self.tokens = size, size.tokens
+        self.model: minitorch.DecoderLM | None = None
+        if name == OURS:
+            model = self.model = our_model(size, device, precision, attention)
+            self.gpt: Any = OurGPT(model, size.lr, capture, clip)
+        else:  # a copy that is made for it needs no place on the device
+            model = our_model(size, "cpu", precision, attention) if source is None else source
+            rates = size.lr, BETA2, WEIGHT_DECAY
+            peer = MATH if attention == "naive" else FUSED
+            parts = PARTS if precision == "float64" else 1
+            self.gpt = TorchGPT(model, peer, device, *rates, precision, clip, parts)
+        self.flops = flops_per_token(model, size.context)
+
+    def timed_step(self) -> Callable[[], Any]:
+        """Return a step on batches that are drawn already, after some steps in which kernels compile."""
+        drawn = [batch for batch, _ in zip(Batches(self.size), range(BATCHES), strict=False)]
+        turns = cycle([[self.gpt.place(np.ascontiguousarray(x)) for x in pair] for pair in drawn])
+
+        def step() -> None:
+            self.gpt.step(*next(turns), self.size.lr)
+
+        for _ in range(WARM_UP):
+            step()
+        return step
+
+    def losses(self, steps: int, title: str) -> list[float]:
+        """Train so many steps as ``train_gpt`` does; return the loss before each, nats a token."""
+        unread = []
+        bar = tqdm(range(steps), desc=title, unit="step", leave=False)
+        for step, batch in zip(bar, Batches(self.size), strict=False):
+            lr = learning_rate(step / steps, self.size.lr)
+            unread.append(self.gpt.step(*map(np.ascontiguousarray, batch), lr))
+        return [loss.item() for loss in unread]
+
+
+def peak_of_training(
+    name: str, size: Size, device: str, precision: str, captured: bool = False
+) -> int | None:
+    """Return the most bytes that training takes, weights included; to be called in a fresh process.
+
+    On a GPU these are the bytes of tensors in use; elsewhere, what is added to the process's resident
+    memory.  None where another memory manager than ours is in charge of the device, or there is no such
+    figure.
+    """
+    if device == "cpu":
+        # Kernels and libraries are loaded before, by a model so small that what it leaves in the heap
+        # serves nobody afterwards.
+        words = min(size.vocabulary, 256)
+        small = size._replace(
+            layers=1, width=16 * size.heads, vocabulary=words, batch=1, context=16
+        )
+        _train(Run(name, small, device, precision))
+        gc.collect()
+        before = reset_peak_memory()
+        _train(Run(name, size, device, precision))
+        return peak_memory() - before or None
+    memory: Any = pool() if name == OURS else TorchMemory()
+    if memory is None:
+        return None
+    before = memory.reset_peak()
+    _train(Run(name, size, device, precision, capture=minitorch.graph_step if captured else None))
+    return memory.peak() - before
+
+
+def _train(run: Run) -> None:
+    """Take some steps, once a model that was only copied is gone."""
+    gc.collect()
+    run.timed_step()

@@ -1,0 +1,1 @@
+"""The course: tasks, markers, starter trees, grading."""

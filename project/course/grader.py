@@ -1,0 +1,303 @@
+"""Grades a tree: the tests of each task, in a process of their own, from the course and not the student.
+
+The tree that is graded is made of the course's files, the files of the student that have tasks in them
+and any that the student has added. Points are given for a report in which every test that the course
+has for a task has run and passed; neither exit codes nor output count. Tests that must fail run among
+them: if one of these passes, the submission has changed what judges it.
+
+What is right may have to be fast as well, for some of the points: as a ratio of two times, measured when
+everything else has passed. Tasks run beside each other, as many as :data:`AT_ONCE`; speed is measured while
+nothing else runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from course.canaries import add_canaries
+from course.markers import CourseError
+from course.report import finish, print_row, refuse_unwritable
+from course.starter_trees import ROOT, module_of
+from course.tasks import SPEED, Task, tasks_of, tasks_until
+from course.verdict import Result, Verdict, judge, notes
+from course.workplace import Workplace, assemble
+
+#: So many tasks are graded at the same time; on a GPU, which they would share, one.
+AT_ONCE = min(2, os.cpu_count() or 1)
+
+
+def expression(task: Task, gpu: bool) -> str:
+    """Return pytest's ``-m`` for the tests that decide."""
+    if task.is_simulated(gpu):
+        return f"{task.mark} and simulator and not cuda"
+    return task.mark if task.simulator else f"{task.mark} and not cuda"
+
+
+class Expected(NamedTuple):
+    """What the course has.
+
+    Attributes:
+        tests: Task → the tests that decide.
+        speed: Task → those that measure its speed; empty for most.
+        no_gpu: Why there is no GPU, or None.
+    """
+
+    tests: dict[str, list[str]]
+    speed: dict[str, list[str]]
+    no_gpu: str | None
+
+
+def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
+    """Return what the course has for some tasks.
+
+    Raises:
+        CourseError: If the course's own tests cannot be read.
+    """
+    expected = Expected({}, {}, None)
+    speed = {SPEED} if any(task.speed for task in tasks) else set()
+    for simulator, simulated in sorted({_how(task, place) for task in tasks}):
+        own = [task for task in tasks if _how(task, place) == (simulator, simulated)]
+        files = {file for task in own for file in task.tests} | speed
+        marks, no_gpu = _collected(place, files, simulated)
+        expected = expected._replace(no_gpu=expected.no_gpu or no_gpu)
+        keep = {"simulator"} if simulated else set()
+        drop = {"cuda"} if simulated or not simulator else set()
+        for task in own:
+            expected.tests[task.id] = [
+                test
+                for test, its in marks.items()
+                if test.split("::")[0] in task.tests
+                and {task.mark} | keep <= its
+                and not drop & its
+            ]
+        if speed:
+            for task in tasks:
+                expected.speed[task.id] = [
+                    test
+                    for test, its in marks.items()
+                    if test.split("::")[0] == SPEED and task.mark in its
+                ]
+            speed = set()
+    for task in tasks:
+        if not expected.tests[task.id] or (task.speed and not expected.speed[task.id]):
+            raise CourseError(f"the course has no test, or none of speed, with mark {task.mark}")
+    return expected
+
+
+def _how(task: Task, place: Workplace) -> tuple[bool, bool]:
+    return task.simulator, task.is_simulated(place.gpu)
+
+
+def _collected(
+    place: Workplace, files: set[str], simulator: bool
+) -> tuple[dict[str, set[str]], str | None]:
+    """Return the marks of each of the course's tests in some files, and why there is no GPU."""
+    job = {"trusted": True, "tree": str(ROOT), "arguments": _arguments(ROOT, sorted(files), "")}
+    records, end = place.run(job, simulator, 180.0)
+    if not records or records[0]["code"] != 0:
+        raise CourseError(
+            f"the course's own tests cannot be collected (exit code {end.code}); run 'python "
+            f"-m pytest --collect-only {' '.join(sorted(files))}' in {ROOT} and see why"
+        )
+    return {t: set(marks) for t, marks in records[0]["tests"].items()}, records[0]["no_gpu"]
+
+
+def _arguments(tree: Path, files: list[str], chosen: str) -> list[str]:
+    """Return pytest's arguments; what the tree's own settings say of them does not count."""
+    settings = ["--rootdir", str(tree), "-c", str(tree / "pyproject.toml"), "-o", "addopts="]
+    select = ["-m", chosen] if chosen else []
+    return [*settings, "-p", "no:cacheprovider", "--tb=line", "--strict-markers", *select, *files]
+
+
+def grade_task(
+    place: Workplace,
+    task: Task,
+    expected: list[str],
+    of_speed: list[str] | None = None,
+    root: Path = ROOT,
+) -> Result:
+    """Run the tests of one task and return what became of it.
+
+    Args:
+        place: With the tree.
+        task: What to grade.
+        expected: The tests that decide.
+        of_speed: Those that measure speed, for the task's points of speed; they run if all
+            others have passed.
+        root: The course.
+    """
+    result = _grade_right(place, task, expected, of_speed, root)
+    return _grade_fast(place, task, result, of_speed, root)
+
+
+def _grade_right(
+    place: Workplace, task: Task, expected: list[str], of_speed: list[str] | None, root: Path = ROOT
+) -> Result:
+    """Run the tests that decide; the points of speed are open still."""
+    result = Result(task.id, task.title, task.mark, possible=task.points, tests=len(expected))
+    swapped: dict[Path, bytes] = {}
+    if task.own_tests:  # they are judged by whether they tell right code from wrong, the course's
+        for path in (place.tree / "minitorch" / "operators.py",):
+            swapped[path] = path.read_bytes()
+            shutil.copyfile(root / path.relative_to(place.tree), path)
+    begin = time.perf_counter()
+    verdict, _ = _run(place, task, expected, root)
+    for path, content in swapped.items():
+        path.write_bytes(content)
+    result.passed, result.message = verdict.passed, verdict.message
+    result.waits_for, result.speed_possible = verdict.waits_for, task.speed if of_speed else 0
+    if verdict.waits_for:
+        result.status = "waiting"
+    elif not verdict.message:
+        result.status, result.points = "passed", task.points - result.speed_possible
+    result.seconds = round(time.perf_counter() - begin, 2)
+    return result
+
+
+def _grade_fast(
+    place: Workplace, task: Task, result: Result, of_speed: list[str] | None, root: Path = ROOT
+) -> Result:
+    """Measure what is right, if that gives points; return the result with them."""
+    if not of_speed or result.status != "passed":
+        return result
+    begin = time.perf_counter()
+    verdict, records = _run(place, task, of_speed, root, speed=True)
+    seconds = round(result.seconds + time.perf_counter() - begin, 2)
+    measured = replace(result, speed=notes(records, "speed"), seconds=seconds)
+    if verdict.message:
+        slow = f"right, but too slow: {verdict.message}"
+        return replace(measured, status="failed", message=slow)
+    points = result.points + task.speed
+    return replace(measured, points=points, speed_points=task.speed)
+
+
+def _run(
+    place: Workplace, task: Task, expected: list[str], root: Path, speed: bool = False
+) -> tuple[Verdict, list[Any]]:
+    """Run tests of a task, confined, and judge them; return the records too."""
+    canaries = add_canaries(place.tree, task, speed)
+    canary_file = next(iter(canaries)).split("::")[0]
+    files, chosen = ((SPEED,), task.mark) if speed else (task.tests, expression(task, place.gpu))
+    job = {
+        "trusted": False, "tree": str(place.tree), "hidden": str(root),
+        "writable": [str(path) for path in place.writable.values()],
+        "memory_mb": task.memory_mb, "seconds": task.seconds,
+        "arguments": _arguments(place.tree, [*files, canary_file], chosen),
+    }  # fmt: skip
+    simulator = task.is_simulated(place.gpu) and not speed
+    records, end = place.run(job, simulator, task.seconds, optimised=speed)
+    (place.tree / canary_file).unlink()
+    return judge(task, expected, canaries, records, end), records
+
+
+def _grade_all(
+    places: list[Workplace], tasks: list[Task], expected: Expected
+) -> Generator[Result, None, None]:
+    """Yield the result of each task, in order.
+
+    Module after module: its tasks beside each other, each in a place that is free, and then how fast
+    they are, one by one.
+    """
+    free: SimpleQueue[Workplace] = SimpleQueue()
+    for place in places:
+        free.put(place)
+
+    def right(task: Task) -> Result:
+        place = free.get()
+        try:
+            blocked = task.simulator and not task.is_simulated(place.gpu) and expected.no_gpu
+            if blocked:
+                text = f"needs a GPU: {expected.no_gpu}"
+                return Result(
+                    task.id, task.title, task.mark, "blocked", possible=task.points, message=text
+                )
+            return _grade_right(place, task, expected.tests[task.id], expected.speed.get(task.id))
+        finally:
+            free.put(place)
+
+    pool = ThreadPoolExecutor(len(places))
+    try:
+        for _, tasks_of_module in groupby(tasks, lambda task: task.module):
+            group = list(tasks_of_module)
+            runs = [pool.submit(right, task) for task in group]
+            for task, run in zip(group, runs, strict=True):
+                result, of_speed = run.result(), expected.speed.get(task.id)
+                if of_speed and result.status == "passed":
+                    wait(runs)
+                yield _grade_fast(places[0], task, result, of_speed)
+    finally:  # after an interrupt too
+        pool.shutdown(wait=False, cancel_futures=True)
+        for place in places:
+            place.close()
+        pool.shutdown()
+
+
+def grade(
+    submission: Path,
+    chosen: list[Task],
+    module: int | None = None,
+    json_file: Path | None = None,
+    gpu: bool = False,
+    seconds: int | None = None,
+    memory_mb: int | None = None,
+) -> int:
+    """Grade a tree, print a table and return the exit code.
+
+    Args:
+        submission: The student's tree.
+        chosen: The tasks; those of ``module`` if empty, or every task that the tree has.
+        module: Only the tasks of this one.
+        json_file: Where the result goes as JSON too.
+        gpu: Run CUDA tasks on the GPU; without one they are blocked, neither passed nor failed.
+        seconds: Time limit of each task, in place of its own.
+        memory_mb: Memory limit of each task, likewise.
+
+    Returns:
+        0 if nothing failed, 1 if something did, 2 if everything was blocked.
+
+    Raises:
+        CourseError: If the tree cannot be graded.
+    """
+    submission = submission.resolve()
+    if json_file is not None:
+        refuse_unwritable(json_file)
+    if not (submission / "minitorch").is_dir():
+        raise CourseError(f"{submission} has no folder minitorch; name the student's tree")
+    last = module_of(submission)
+    tasks = chosen or (tasks_until(last) if module is None else tasks_of(module))
+    late = [task.id for task in tasks if task.module > last]
+    if late or not tasks:
+        raise CourseError(
+            f"{submission} is the tree of module {last}; it has no task {late or module}"
+        )
+    limits = {"seconds": seconds, "memory_mb": memory_mb}
+    tasks = [replace(task, **{k: v for k, v in limits.items() if v}) for task in tasks]
+
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="course-") as folder:
+        places = [
+            Workplace(Path(folder).resolve() / str(i), gpu) for i in range(1 if gpu else AT_ONCE)
+        ]
+        for place in places:
+            assemble(submission, place.tree, last)
+        expected = expected_tests(places[0], tasks)
+        print(f"{'task':5} {'':32} {'status':8} {'points':>7} {'tests':>8} {'seconds':>8}")
+        with closing(_grade_all(places, tasks, expected)) as graded:
+            for task, result in zip(tasks, graded, strict=True):
+                open_ = [r.task for r in results if r.task in task.needs and r.status != "passed"]
+                if open_ and result.status == "failed":
+                    result.message += f" (it builds on {', '.join(open_)}, which has not passed)"
+                results.append(result)
+                print_row(result)
+    return finish(results, json_file)

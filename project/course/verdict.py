@@ -1,0 +1,155 @@
+"""What the records of a run say of a task: passed or not, why, and which other task it waits for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from course.tasks import Task
+from course.workplace import MOST_WRITTEN, Ending
+
+#: What a body that is not written yet raises, in the simulator with the place of the thread before it.
+STUB = re.compile(r"NotImplementedError: (?:.*: )?Task (\d+\.\d+): ")
+Phases = dict[str, dict[str, dict[str, Any]]]
+
+
+@dataclass
+class Result:
+    """What became of a task.
+
+    Attributes:
+        task: Its id.
+        title: Its title.
+        mark: Its pytest mark.
+        status: "passed", "failed", "waiting" (for another task, which is not written yet: no
+            points, and no fault of this one) or "blocked" (for a GPU: neither a pass nor a zero).
+        points: Given.
+        possible: Given for passing.
+        message: One line: the first that went wrong; empty if nothing did.
+        waits_for: The id of the task that is waited for, or empty.
+        tests: How many tests decide.
+        passed: How many of them passed.
+        speed: How fast what is right is, if that gives points; a line for each test.
+        speed_points: Given for it, among ``points``.
+        speed_possible: Likewise among ``possible``.
+        seconds: How long the tests took.
+    """
+
+    task: str
+    title: str
+    mark: str
+    status: str = "failed"
+    points: int = 0
+    possible: int = 0
+    message: str = ""
+    waits_for: str = ""
+    tests: int = 0
+    passed: int = 0
+    speed: str = ""
+    speed_points: int = 0
+    speed_possible: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run says.
+
+    Attributes:
+        passed: How many of the expected tests passed.
+        message: The first thing that is wrong, in one line, or empty.
+        waits_for: The id of the task whose missing body is all that is wrong, or empty.
+    """
+
+    passed: int
+    message: str = ""
+    waits_for: str = ""
+
+
+def judge(
+    task: Task, expected: list[str], canaries: dict[str, str], records: list[Any], end: Ending
+) -> Verdict:
+    """Judge a run.
+
+    Args:
+        task: What ran.
+        expected: The tests that must have passed.
+        canaries: Tests that must have failed, and what each one means.
+        records: Of the child.
+        end: How it ended.
+    """
+    phases: Phases = {}
+    for record in records:
+        if "id" in record:
+            phases.setdefault(record["id"], {})[record["when"]] = record
+    good = [test for test in expected if _passed(phases.get(test, {}))]
+
+    def wrong(message: str, waits_for: str = "") -> Verdict:
+        return Verdict(len(good), message, waits_for)
+
+    running = next((r["begun"] for r in reversed(records) if "begun" in r), "")
+    hidden = {test.split("::")[0] for test in canaries}  # no student is to look for these
+    where = f", in {_short(running)}" if running else ""
+    if running.split("::")[0] in hidden:
+        where = ", when the tests of the task had run"
+    if end.late:
+        return wrong(f"stopped after {task.seconds} s{where}")
+    if end.full:
+        return wrong(f"stopped when its files had more than {MOST_WRITTEN >> 20} MB{where}")
+    for record in records:
+        if "broken" in record:
+            file = record["broken"]
+            return wrong(f"{'tests' if file in hidden else file}: {record['message']}")
+    failures = [
+        (test, record)
+        for test in expected
+        for record in phases.get(test, {}).values()
+        if record["outcome"] != "passed"
+    ]
+    finished = any("finished" in record for record in records)
+    if failures:
+        stubs = [STUB.search(record["message"]) for _, record in failures]
+        others = [stub[1] if stub and stub[1] != task.id else "" for stub in stubs]
+        if all(others) and finished:
+            first = min(others, key=lambda name: tuple(map(int, name.split("."))))
+            return wrong(f"waits for task {first}, which is not written yet", first)
+        test, record = failures[others.index("")] if "" in others else failures[0]
+        return wrong(f"{_short(test)}: {_line(record, task)}")
+    if not finished:
+        how = f"signal {-end.code}" if end.code < 0 else f"exit code {end.code}"
+        return wrong(
+            f"the run ended early ({how}) after {len(good)} of {len(expected)} tests"
+            f"{where or ', before the first test'}; the memory limit is {task.memory_mb} MB"
+        )
+    missing = [test for test in expected if test not in good]
+    if missing:
+        return wrong(f"{len(missing)} of {len(expected)} tests did not run: {_short(missing[0])}")
+    for test, meaning in canaries.items():
+        if phases.get(test, {}).get("call", {}).get("outcome") != "failed":
+            return wrong(f"the submission makes the tests accept {meaning}")
+    return wrong("")
+
+
+def notes(records: list[Any], name: str) -> str:
+    """Return what tests recorded under a name, the first time each."""
+    found = [r["notes"][name] for r in records if name in r.get("notes", {})]
+    return "; ".join(dict.fromkeys(found))
+
+
+def _passed(phases: dict[str, Any]) -> bool:
+    outcomes = [phases.get(when, {}).get("outcome") for when in ("setup", "call", "teardown")]
+    return outcomes == ["passed"] * 3
+
+
+def _short(test: str) -> str:
+    return test.split("::")[-1]
+
+
+def _line(record: dict[str, Any], task: Task) -> str:
+    """Return what went wrong in a test, in one line."""
+    lines = [line.strip() for line in record["message"].splitlines() if line.strip()]
+    text = lines[0] if lines else record["outcome"]
+    if text.startswith(("MemoryError", "numpy._core._exceptions._ArrayMemoryError")):
+        text = f"out of memory, the limit is {task.memory_mb} MB ({text})"
+    return text if len(text) <= 240 else text[:239] + "…"

@@ -1,0 +1,268 @@
+"""Where a submission is graded: a folder of its own, a tree made for it, and a process that is watched."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from course.markers import (
+    PACKAGES,
+    CourseError,
+    Key,
+    Region,
+    find_regions,
+    read_bodies,
+    read_text,
+    sources,
+    stub,
+)
+from course.starter_trees import ROOT, write_tree
+
+LONGEST_FILE = 1 << 20
+
+
+#: Bytes that all files of a submission may have together, and the seconds between two looks at them.
+MOST_WRITTEN, LOOK_EVERY = 2 << 30, 0.5
+
+
+class Ending(NamedTuple):
+    """How a process ended.
+
+    Attributes:
+        code: Its exit code; negative: the signal.
+        late: Time was up.
+        full: It had written more than MOST_WRITTEN.
+    """
+
+    code: int
+    late: bool
+    full: bool = False
+
+
+#: Processes that run in any place; what one of them leaves behind is ended, and another is not.
+RUNNING: set[int] = set()
+LOCK = threading.Lock()
+
+
+class Workplace:
+    """A folder for gradings, one after the other, with what a submission may write to and what not.
+
+    Args:
+        folder: An empty one, or one that is not there yet.
+        gpu: CUDA tasks run on the GPU.
+    """
+
+    def __init__(self, folder: Path, gpu: bool):
+        self.gpu = gpu
+        self.closed = False
+        self.process: subprocess.Popen[bytes] | None = None
+        self.tree, self.reports = folder / "tree", folder / "reports"
+        self.writable = {name: folder / name for name in ("home", "tmp", "numba")}
+        for path in (self.tree, self.reports, *self.writable.values()):
+            path.mkdir(parents=True)
+
+    def environment(self, simulator: bool, optimised: bool = False) -> dict[str, str]:
+        """Return the environment of a run: little of ours, and every folder inside this one.
+
+        Whether code is right shows without LLVM's optimisation too, and compiling is most of the time
+        that tests take; how fast it is does not. Numba's cache does not tell the two apart.
+        """
+        kept = (
+            "PATH",
+            "LANG",
+            "SYSTEMROOT",
+            "LD_LIBRARY_PATH",
+            "CUDA_HOME",
+            "CUDA_VISIBLE_DEVICES",
+        )
+        kept = (*kept, "MINITORCH_EXAMPLES", "NUMBA_NUM_THREADS")
+        home, tmp = str(self.writable["home"]), str(self.writable["tmp"])
+        return {name: os.environ[name] for name in kept if name in os.environ} | {
+            "CI": "1",  # property tests draw the same examples each time
+            # Else each core brings eight of glibc's arenas, of 64 MB of the child's addresses each.
+            "MALLOC_ARENA_MAX": "2",
+            "MINITORCH_SHRINK": "0",  # the first that fails will do
+            "HOME": home, "USERPROFILE": home, "TMPDIR": tmp, "TEMP": tmp, "TMP": tmp,
+            "HYPOTHESIS_STORAGE_DIRECTORY": tmp,
+            "NUMBA_CACHE_DIR": str(self.writable["numba"] / ("fast" if optimised else "plain")),
+            "NUMBA_OPT": "3" if optimised else "0",
+            "NUMBA_ENABLE_CUDASIM": str(int(simulator)),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }  # fmt: skip
+
+    def run(
+        self, job: dict[str, Any], simulator: bool, seconds: float, optimised: bool = False
+    ) -> tuple[list[Any], Ending]:
+        """Run the child and return its records and its end."""
+        report = self.reports / f"{secrets.token_hex(16)}.jsonl"
+        report.touch()
+        whole = {"report": str(report), "gpu": self.gpu, **job}
+        child = ROOT / "project" / "course" / "child.py"
+        with tempfile.TemporaryFile(dir=self.reports) as output:
+            with LOCK:
+                if self.closed:
+                    raise RuntimeError("a workplace that is closed runs nothing")
+                before = _adopted()
+                process = self.process = subprocess.Popen(
+                    [sys.executable, "-I", "-B", str(child)],
+                    stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT,
+                    env=self.environment(simulator, optimised), start_new_session=True,
+                )  # fmt: skip
+                RUNNING.add(process.pid)
+            try:
+                late, full = self._watch(process, json.dumps(whole).encode(), seconds)
+            finally:
+                _end(process)
+                with LOCK:
+                    self.process = None
+                    RUNNING.discard(process.pid)
+                    # One that is ended may leave us those that it has started.
+                    while orphans := _adopted() - before - RUNNING:
+                        for orphan in orphans:
+                            os.kill(orphan, signal.SIGKILL)
+                            os.waitpid(orphan, 0)
+        if full:
+            for path in self.writable.values():
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir()
+        return list(_records(report)), Ending(process.returncode, late, full)
+
+    def _watch(
+        self, process: subprocess.Popen[bytes], job: bytes, seconds: float
+    ) -> tuple[bool, bool]:
+        """Give a process its job and wait for its end; return whether time or room was up first."""
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:  # it may have ended already
+            process.stdin.write(job)
+        stop = time.monotonic() + seconds
+        while (left := stop - time.monotonic()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(min(left, LOOK_EVERY))
+                return False, False
+            if _bytes_in(self.writable.values()) > MOST_WRITTEN:
+                return False, True
+        return True, False
+
+    def close(self) -> None:
+        """End what runs here, and start nothing more."""
+        with LOCK:
+            self.closed = True
+            if self.process is not None:
+                _kill(self.process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and whatever it has started, and wait for it."""
+    _kill(process)
+    process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+
+
+def _bytes_in(folders: Iterable[Path]) -> int:
+    """Return how many bytes of the disk the files in some folders take."""
+    total = 0
+    for folder in folders:
+        for place, _, names in os.walk(folder):
+            for name in names:
+                with suppress(OSError):  # it has gone since
+                    status = os.lstat(os.path.join(place, name))
+                    total += getattr(status, "st_blocks", status.st_size // 512) * 512
+    return total
+
+
+SUBREAPER = 36  # of prctl
+
+
+def _adopted() -> set[int]:
+    """Return the children of this process; on Linux these are all that a child may have left behind.
+
+    A process that has left its group outlives the end of the group, and then becomes ours.
+    """
+    if not sys.platform.startswith("linux"):
+        return set()
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):  # none where the kernel keeps no list
+        with suppress(OSError):  # a thread that has ended since
+            found |= {int(child) for child in path.read_text().split()}
+    return found
+
+
+def _records(report: Path) -> Iterator[dict[str, Any]]:
+    for line in report.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the last line of a process that was ended
+        if isinstance(record, dict):
+            yield record
+
+
+# -- the tree ------------------------------------------------------------------------------------
+
+
+def assemble(submission: Path, tree: Path, module: int, root: Path = ROOT) -> None:
+    """Write the tree that is graded.
+
+    Args:
+        submission: The student's tree.
+        tree: An empty folder.
+        module: Tasks of this module and of earlier ones are the student's.
+        root: The course.
+    """
+
+    def ours(region: Region) -> bool:
+        return int(region.key.task.split(".")[0]) <= module
+
+    marked: dict[str, list[Region]] = {}
+    for file in sources(root):
+        regions = [r for r in find_regions(read_text(root / file), file) if ours(r)]
+        if regions:
+            marked[file] = regions
+    tests = {file for file in marked if file.startswith("tests/")}
+    theirs = sources(submission)
+    written, problem = _written_tests(submission, tests & set(theirs))
+
+    def body_of(region: Region) -> list[str] | None:
+        if region.key.file in tests and ours(region):
+            missing = region._replace(hint=problem or f"no markers in {region.key.file}")
+            return written.get(region.key) or stub(missing)
+        return stub(region)  # what the student's own files shall replace
+
+    write_tree(module, tree, body_of, root)
+    for file in theirs:
+        if file.split("/")[0] in PACKAGES and (file in marked or not (root / file).exists()):
+            if (submission / file).stat().st_size > LONGEST_FILE:
+                raise CourseError(f"{submission / file} is larger than {LONGEST_FILE} bytes")
+            target = tree / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(submission / file, target)
+
+
+def _written_tests(submission: Path, files: set[str]) -> tuple[dict[Key, list[str]], str]:
+    """Return the bodies of tests that the student wrote, and what is wrong with their markers."""
+    try:
+        return read_bodies(submission, sorted(files)), ""
+    except CourseError as error:
+        return {}, str(error)

@@ -1,0 +1,282 @@
+"""The options of the training script, each checked before any work begins."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from common.command_line import (
+    COUNT,
+    FROM_ZERO,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    OneLineParser,
+)
+
+import minitorch
+from kernels.problem.shapes import MAX_HEAD_DIM
+from minitorch.backends.matmul_precision import PRECISIONS
+from minitorch.transformer import ATTENTIONS
+from training.gpt_presets import PRESETS, characters_of
+from training.script_helpers import SCHEDULES, WARM_UP
+
+BACKENDS = {
+    "cuda": minitorch.CudaBackend,
+    "fast": minitorch.FastBackend,
+    "simple": minitorch.SimpleBackend,
+}
+EPILOG = """\
+Two runs with the same options give the same losses only when all steps are done: when the clock
+(--max-seconds) has to shorten the run, which the run then says, they depend on the machine's speed.
+A run that was killed and resumed gives the losses of one that was not, bit for bit on the same CPU; the
+clock counts the seconds of all its parts."""
+#: Options that may differ from those of the run that --resume continues; the others decide what it learns.
+FREE = (
+    "text", "out", "max_seconds", "backend", "checkpoint_every", "keep", "sample", "temperature",
+    "prompt", "resume", "peak", "recompute", "eager",
+)  # fmt: skip
+
+
+def parse_args(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; exit with one line and code 2 if it cannot be."""
+    parser = _parser(description)
+    args = parser.parse_args(argv)
+    if args.load is not None and args.resume is not None:
+        parser.error("--load writes and --resume trains: take one of them")
+    if args.preset is not None:
+        vars(args).update({**PRESETS[args.preset], **given_options(argv)})
+    if args.vocabulary is not None:
+        try:
+            characters_of(args.vocabulary)
+        except ValueError as error:
+            parser.error(str(error))
+    return args
+
+
+def given_options(argv: list[str] | None = None) -> dict[str, Any]:
+    """Return the options that the command line names, without any default."""
+    parser, unset = _parser(None), object()
+    # A default takes no place that is taken already.
+    places = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), unset))
+    found = vars(parser.parse_args(argv, places))
+    return {name: value for name, value in found.items() if value is not unset}
+
+
+def options_of_run(
+    args: argparse.Namespace, given: dict[str, Any], run: dict[str, Any], source: str
+) -> argparse.Namespace:
+    """Return the options with which a run goes on: its own, but for those that may be given anew.
+
+    Args:
+        args: Of this command line.
+        given: Those that it names.
+        run: With which the run began.
+        source: The checkpoint, for errors.
+
+    Raises:
+        ValueError: If the command line names one that would make it another run; one line.
+    """
+    for name, value in given.items():
+        if name not in FREE and value != run.get(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{source}: its run has {option} {run.get(name)} and cannot go on with {value}; leave "
+                f"{option} out, or start a new run without --resume"
+            )
+    known = {name: value for name, value in run.items() if name in vars(args)}
+    fresh = {name: given[name] for name in FREE if name in given}
+    return argparse.Namespace(**{**vars(args), **known, "load": None, **fresh})
+
+
+def _parser(description: str | None) -> OneLineParser:
+    parser = OneLineParser(
+        description=description,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = "(default: %(default)s)"
+
+    def add(name: str, what: str, **kwargs: Any) -> None:
+        parser.add_argument(name, help=what, **kwargs)
+
+    add("--text", "text to learn, UTF-8 (default: Python's own manual)", metavar="FILE")
+    add("--out", f"where results go {default}", default="runs/gpt", metavar="DIR")
+    add("--steps", f"optimiser steps {default}", type=COUNT, default=550, metavar="N")
+    add(
+        "--max-seconds",
+        "anneal and stop by then, compilation not counted; the final evaluation takes at most a "
+        f"quarter of it more {default}",
+        type=POSITIVE,
+        default=72.0,
+        metavar="S",
+    )
+    add(
+        "--preset",
+        "sizes of a model, which other options change one by one: toy and char have 2 and 6 layers, "
+        "gpt2-small is GPT-2 with its 124 million weights",
+        choices=PRESETS,
+    )
+    add(
+        "--batch", f"windows a step, or a part of it {default}", type=COUNT, default=16, metavar="N"
+    )
+    add(
+        "--accumulate", f"parts of a step, whose gradients are added up {default}",
+        type=COUNT, default=1, metavar="N",
+    )  # fmt: skip
+    add("--context", f"characters a window {default}", type=COUNT, default=128, metavar="N")
+    add("--width", f"width of the model {default}", type=COUNT, default=128, metavar="N")
+    add("--heads", f"attention heads {default}", type=COUNT, default=4, metavar="N")
+    add("--layers", f"transformer layers {default}", type=COUNT, default=2, metavar="N")
+    add(
+        "--vocabulary",
+        "tokens are bytes, 256 or more, or 96 for line break and printable ASCII (default: tokens are "
+        "the characters of the text)",
+        type=COUNT, metavar="N",
+    )  # fmt: skip
+    add(
+        "--precision",
+        "what the model stores, multiplies and sums in; bfloat16 keeps weights of float32 in the optimiser "
+        f"{default}",
+        choices=PRECISIONS, default="float32",
+    )  # fmt: skip
+    add(
+        "--recompute",
+        "keep only what goes into a layer, and compute the rest again: less memory, a third more time",
+        action="store_true",
+    )
+    add(
+        "--eager",
+        "launch the kernels of each step one by one; on a GPU a step is captured as a CUDA graph otherwise",
+        action="store_true",
+    )
+    add("--dropout", f"share that is dropped {default}", type=PROBABILITY, default=0.0, metavar="P")
+    add("--lr", f"highest learning rate {default}", type=POSITIVE, default=5e-3, metavar="X")
+    add(
+        "--schedule", f"of the learning rate, after the warm-up {default}",
+        choices=SCHEDULES, default="cosine",
+    )  # fmt: skip
+    add(
+        "--warm-up", f"part of the steps over which it rises {default}",
+        type=PROBABILITY, default=WARM_UP, metavar="P",
+    )  # fmt: skip
+    add(
+        "--peak",
+        "what the device could do at most, for the utilisation (default: by its data sheet, for GPUs "
+        "that are known)",
+        type=POSITIVE, metavar="TFLOPS",
+    )  # fmt: skip
+    add(
+        "--clip",
+        "largest norm of all gradients together (default: any)",
+        type=POSITIVE,
+        metavar="X",
+    )
+    add(
+        "--attention",
+        "(default: flash; with --load, what the checkpoint was trained with)",
+        choices=ATTENTIONS,
+    )
+    add("--backend", default, choices=sorted(BACKENDS), default="fast")
+    add("--tie-weights", "score tokens with the embedding table", action="store_true")
+    add("--seed", f"of everything that is random {default}", type=FROM_ZERO, default=0, metavar="N")
+    add(
+        "--sample", f"characters to write at the end {default}",
+        type=FROM_ZERO, default=400, metavar="N",
+    )  # fmt: skip
+    add(
+        "--temperature", f"of the writing; 0 is greedy {default}",
+        type=NOT_NEGATIVE, default=0.8, metavar="X",
+    )  # fmt: skip
+    add(
+        "--prompt",
+        "what the writing begins with (default: 'The ', or how the text begins if it lacks these "
+        "characters)",
+    )
+    add(
+        "--checkpoint-every",
+        f"steps between two checkpoints in DIR/checkpoints; 0 writes none {default}",
+        type=FROM_ZERO, default=100, metavar="N",
+    )  # fmt: skip
+    add("--keep", f"checkpoints that stay {default}", type=COUNT, default=3, metavar="N")
+    add(
+        "--resume",
+        "go on from a checkpoint, or from the last one of a run's folder (without PATH: of --out), with "
+        "the options that its run began with; of others only --text (of the same text), --out, "
+        "--max-seconds, --backend, --checkpoint-every, --keep, --sample, --temperature, --prompt, --peak, "
+        "--recompute and --eager may be given",
+        nargs="?", const="", metavar="PATH",
+    )  # fmt: skip
+    add(
+        "--load",
+        "do not train: load this checkpoint and write; of the other options only --backend, "
+        "--attention, --prompt, --sample, --temperature and --seed count",
+        metavar="FILE",
+    )
+    return parser
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+#: What a configuration must hold: what each value must be, in words and as a check.
+CONFIG: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "characters": (
+        "a text of characters that all differ",
+        lambda x: isinstance(x, str) and 0 < len(x) == len(set(x)),
+    ),
+    "prompt": ("a text", lambda x: isinstance(x, str)),
+    "width": ("a whole number, 1 or more", _is_count),
+    "heads": ("a whole number, 1 or more", _is_count),
+    "layers": ("a whole number, 1 or more", _is_count),
+    "context": ("a whole number, 1 or more", _is_count),
+    "dropout": (
+        "a number from 0 to below 1",
+        lambda x: type(x) in (int, float) and 0 <= x < 1,
+    ),
+    "attention": (f"one of {ATTENTIONS}", lambda x: x in ATTENTIONS),
+    "tie_weights": ("true or false", lambda x: type(x) is bool),
+    "vocabulary": ("a whole number, 1 or more", _is_count),
+    "precision": (f"one of {tuple(PRECISIONS)}", lambda x: x in [*PRECISIONS]),
+}
+
+
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with what older ones lack: a token for each character, in float32."""
+    characters = config.get("characters")
+    own = {"precision": "float32"}
+    if isinstance(characters, str):
+        own["vocabulary"] = len(characters)  # type: ignore[assignment]
+    return {**own, **config}
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Check the configuration of a model, from the command line or from a checkpoint, with its defaults.
+
+    Raises:
+        ValueError: If it describes no model; one line.
+    """
+    config = with_defaults(config)
+    for key, (wanted, fits) in CONFIG.items():
+        if key not in config:
+            raise ValueError(f"{key} is missing from the model's configuration")
+        if not fits(config[key]):
+            raise ValueError(f"{key} must be {wanted}, got {config[key]!r:.40}")
+    characters, vocabulary = config["characters"], config["vocabulary"]
+    if len(characters) > vocabulary:
+        raise ValueError(
+            f"vocabulary must have a token for each of the {len(characters)} characters, got {vocabulary}"
+        )
+    width, heads = config["width"], config["heads"]
+    if width % heads != 0:
+        raise ValueError(
+            f"--width must be a multiple of --heads, got {width} and {heads}: each head gets an equal "
+            "share of the width"
+        )
+    if config["attention"] == "flash" and width // heads > MAX_HEAD_DIM:
+        raise ValueError(
+            f"--width {width} with --heads {heads} makes heads of {width // heads}; flash attention "
+            f"takes {MAX_HEAD_DIM} at most: take more heads, or --attention naive"
+        )

@@ -1,0 +1,173 @@
+"""Wrong calls that take more than a line to make; ``test_bad_calls.py`` has the table of all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kernels
+import minitorch as mt
+from kernels import launch
+from kernels.runtime.targets import why_no_cuda
+from minitorch import (
+    FastBackend,
+    Parameter,
+    from_numpy,
+    tensor,
+)
+
+from ..tensor_strategies import on_backends
+
+
+def test_layer_norm_reads_nothing_beyond_its_weights() -> None:
+    # The kernel would: weights of one size, rows of another.
+    for dim in (2, 4):
+        layer = mt.LayerNorm1d(dim, 1e-5, FastBackend)
+        with pytest.raises(ValueError, match=rf"shape \(2, 3\) .* shape \(3,\), got \({dim},\)"):
+            layer(from_numpy(np.ones((2, 3))))
+
+
+def test_adam_writes_nothing_beyond_its_moments() -> None:
+    parameter = Parameter(from_numpy(np.zeros(3)))
+    optimiser = mt.Adam([parameter])
+    parameter.value.grad = from_numpy(np.ones(2))
+    with pytest.raises(ValueError, match=r"\(3,\) has a gradient of shape \(2,\)"):
+        optimiser.step()
+    parameter.value.grad = from_numpy(np.ones(3))
+    optimiser.step()
+    parameter.update(from_numpy(np.zeros(5000)))
+    parameter.value.grad = from_numpy(np.ones(5000))
+    with pytest.raises(ValueError, match=r"\(5000,\).* past gradients of shape \(3,\)"):
+        optimiser.step()
+
+
+def test_a_language_model_names_what_it_was_given() -> None:
+    model = mt.DecoderLM(5, 4, 2, 3, n_layer=1, middle_dim=4)
+    for call, words in (
+        (lambda: model(np.zeros((1, 4), int)), r"holds 3 tokens, got 4; pass the last"),
+        (lambda: model(np.array([1])), r"\(batch, seq\), got \(1,\)"),
+        (lambda: model(np.array([[5]])), r"from 0 to 4, got 5"),
+        (lambda: model.generate([], 1), r"at least one token"),
+        (lambda: model.generate([1], 1, -1.0), r"negative, got -1.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+@pytest.mark.simulator
+def test_nothing_moves_between_host_and_device_unseen() -> None:
+    host = from_numpy(np.arange(6.0).reshape(2, 3))
+    there = from_numpy(np.ones((3, 2)), mt.CudaBackend)
+    for call in (
+        lambda: host + there.permute(1, 0),
+        lambda: there.permute(1, 0) + host,
+        lambda: host @ there,
+        lambda: there @ host,
+        lambda: there.permute(1, 0) < host,
+        lambda: host * from_numpy(np.ones(1), mt.CudaBackend),
+    ):
+        with pytest.raises(TypeError, match=r"two places.*the host.*with cuda\(\) or cpu\(\)"):
+            call()
+    with pytest.raises(TypeError, match=r"one backend, got FastOps, CudaOps, CudaOps"):
+        host.flash_attention(there, there)
+    assert host.backend is FastBackend and there.backend is mt.CudaBackend
+    # A number may be written as a tensor, as published code does.
+    assert (there * tensor([2.0])).to_numpy().tolist() == [[2.0, 2.0]] * 3
+
+
+@on_backends()
+def test_the_rung_of_a_whole_run(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (from_numpy(np.ones((1, 2, 3)), backend) for _ in range(3))
+    expected = q.flash_attention(k, v, rung="naive").to_numpy()
+    picked: list[str] = []
+    pick = launch.Target.pick
+
+    def spy(*args: Any) -> Any:
+        rung = pick(*args)
+        picked.append(rung.name)
+        return rung
+
+    monkeypatch.setattr(launch.Target, "pick", spy)
+    for name, rung in (("naive", "naive"), ("auto", "flash2"), ("", "flash2")):
+        monkeypatch.setenv("MINITORCH_RUNG", name)
+        np.testing.assert_allclose(q.flash_attention(k, v).to_numpy(), expected)
+        q.flash_attention(k, v, rung="flash2")  # a call that names one has it
+        assert picked[-2:] == [rung, "flash2"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            "flash1",
+            "cannot run this call: the cpu target has no such rung; use 'auto' or one of 'flash2', "
+            "'naive'",
+        ),
+        ("warp9", "the rungs are .*'flash2', 'flash1', 'naive', and 'auto'"),
+    ],
+)
+def test_a_rung_that_is_not_to_be_had(
+    asked: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = from_numpy(np.ones((2, 3)))
+    with pytest.raises(ValueError, match=words) as by_call:
+        q.flash_attention(q, q, rung=asked)
+    if asked == "warp9":  # the composed baseline takes any name that there is
+        with pytest.raises(ValueError, match=words):
+            mt.naive_attention(q, q, q, rung=asked)
+    monkeypatch.setenv("MINITORCH_RUNG", asked)
+    with pytest.raises(ValueError, match=words) as by_run:
+        q.flash_attention(q, q)
+    assert f"{asked!r} (from MINITORCH_RUNG)" in str(by_run.value)
+    assert f"{asked!r}" in str(by_call.value) and "MINITORCH_RUNG" not in str(by_call.value)
+    assert asked == "warp9" or asked in kernels.available_rungs()
+
+
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or its simulator")
+def test_without_a_gpu_the_way_out_is_named() -> None:
+    a = tensor([1.0])
+    for call in (a.cuda, lambda: mt.zeros((2,), mt.CudaBackend), lambda: a.to(mt.CudaBackend)):
+        with pytest.raises(RuntimeError, match=r"fast backend, or set NUMBA_ENABLE_CUDASIM=1"):
+            call()
+    assert a.to_numpy().tolist() == [1.0]
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_one_odd_element_ends_no_computation() -> None:
+    numbers = np.array([[np.nan, 1000.0, -1000.0], [np.inf, -np.inf, -2.0]])
+    for compute in (
+        lambda x: x.exp(),
+        lambda x: x.log(),
+        lambda x: x**3.0,
+        lambda x: x**0.5,
+        lambda x: mt.softmax(x, 1),
+        lambda x: mt.logsumexp(x, 1),
+        lambda x: mt.naive_attention(x, x, x),
+    ):
+        plain, fast = (
+            compute(from_numpy(numbers, backend)) for backend in (mt.SimpleBackend, FastBackend)
+        )
+        np.testing.assert_allclose(plain.to_numpy(), fast.to_numpy(), 1e-12)
+
+
+def test_a_mod_that_raises_on_any_thread_spoils_its_call_and_no_other() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3, 300, 8)).astype(np.float32)
+    table = np.ones(250)
+
+    def short(score: float, batch: int, head: int, row: int, col: int) -> float:
+        return score * table[col]
+
+    out, lse = kernels.flash_attention_forward(x, x, x, score_mod=lambda s, b, h, r, c: s * 0.5)
+    for options in ({"score_mod": (short, short)}, {"mask_mod": lambda b, h, r, c: table[r] > 0}):
+        for call in (
+            lambda: kernels.flash_attention_forward(x, x, x, **options),  # noqa: B023
+            lambda: kernels.flash_attention_backward(out, x, x, x, out, lse, **options),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=r"never raise.*naive"):
+                call()
+    again, _ = kernels.flash_attention_forward(x, x, x, score_mod=lambda s, b, h, r, c: s * 0.5)
+    np.testing.assert_array_equal(again, out)
+    with pytest.raises(ValueError, match=r"never raise, got IndexError.*at \("):
+        kernels.flash_attention_forward(x, x, x, score_mod=short, rung="naive")

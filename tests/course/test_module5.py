@@ -1,0 +1,463 @@
+"""Module 5: FlashAttention, from the softmax of a vector to a transformer that learns.
+
+Nothing here compares with the library: the textbook stands in a few lines below, and gradients are
+measured by central differences, so that no task leans on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kernels
+import minitorch
+from kernels import launch
+from kernels.common.philox import PLAIN as PHILOX
+from kernels.common.philox import attention_threshold, keep_scale
+from kernels.problem.operands import make_operands
+from kernels.reference.softmax_ladder import (
+    naive_softmax,
+    online_softmax,
+    online_statistics,
+    safe_softmax,
+)
+from kernels.runtime.targets import cuda
+from minitorch import (
+    DecoderLM,
+    FastBackend,
+    MultiHeadAttention,
+    SimpleBackend,
+    TransformerLayer,
+    from_numpy,
+)
+
+from ..support.tolerances import assert_close_arrays
+
+Array = npt.NDArray[Any]
+LEARNING_STEPS = 100
+simulated = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+
+
+# --- the textbook ------------------------------------------------------------------------------
+
+
+def textbook(
+    arrays: Sequence[Array], seen: Any = True, factor: Any = 1.0, bias: Any = 0.0
+) -> tuple[Array, Array]:
+    """Return out and lse; ``factor`` multiplies probabilities, ``bias`` is added to scores."""
+    q, k, v = arrays[:3]
+    s = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1]) + bias
+    s = np.where(seen, s, -np.inf)
+    largest = s.max(-1, keepdims=True)
+    p = np.exp(s - np.where(largest == -np.inf, 0.0, largest))
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (largest + np.log(total))[..., 0]
+    return (p / np.where(total == 0.0, 1.0, total) * factor) @ v, lse
+
+
+def measured_gradients(f: Any, arrays: tuple[Array, ...], step: float = 1e-5) -> list[Array]:
+    """Return the gradient of a number, f(*arrays), in each array, by central differences."""
+    gradients = []
+    for array in arrays:
+        gradient = np.zeros_like(array)
+        for index in np.ndindex(*array.shape):
+            old = array[index]
+            array[index] = old + step
+            above = f(*arrays)
+            array[index] = old - step
+            below = f(*arrays)
+            array[index] = old
+            gradient[index] = (above - below) / (2.0 * step)
+        gradients.append(gradient)
+    return gradients
+
+
+def drawn(seq_q: int, seq_k: int, dim: int, seed: int = 0) -> tuple[Array, ...]:
+    """Draw q, k, v and dout for one batch of two heads."""
+    rng = np.random.default_rng(seed)
+    shapes = [(1, 2, seq_q, dim), (1, 2, seq_k, dim), (1, 2, seq_k, dim), (1, 2, seq_q, dim)]
+    return tuple(rng.standard_normal(shape) for shape in shapes)
+
+
+def run(
+    target: launch.Target, rung: str, arrays: tuple[Array, ...], tile: Any = None,
+    backward: bool = False, **options: Any,
+) -> dict[str, Array]:  # fmt: skip
+    """Run one rung on arrays of the host and return what it computes, on the host."""
+    on_device = target is launch.CUDA
+    q, k, v, dout = (cuda.to_device(x) if on_device else x for x in arrays)
+    mask = options.get("attn_mask")
+    mask = cuda.to_device(mask) if mask is not None and on_device else mask
+    problem = kernels.make_problem(arrays[0], arrays[1], arrays[2], rung=rung, **options)
+    operands = make_operands(target.memory, problem, q, k, v, mask, None)
+    out, lse = launch.forward(target, problem, operands, tile)
+    results = {"out": out, "lse": lse}
+    if backward:
+        operands = operands.having(out=out, lse=lse, dout=dout)
+        gradients = launch.backward(target, problem, operands, tile)
+        results |= {name: getattr(gradients, name) for name in ("dq", "dk", "dv")}
+    return {name: x.copy_to_host() if on_device else x for name, x in results.items()}
+
+
+def check_forward(results: dict[str, Array], expected: tuple[Array, Array]) -> None:
+    assert_close_arrays(results["out"], expected[0], np.float64, "out", 10.0)
+    assert_close_arrays(results["lse"], expected[1], np.float64, "lse", 10.0)
+
+
+def check_gradients(results: dict[str, Array], arrays: tuple[Array, ...], **options: Any) -> None:
+    *operands, dout = arrays
+
+    def loss(q: Array, k: Array, v: Array) -> float:
+        return float((textbook((q, k, v), **options)[0] * dout).sum())
+
+    for name, expected in zip(
+        ("dq", "dk", "dv"), measured_gradients(loss, tuple(operands)), strict=True
+    ):
+        np.testing.assert_allclose(results[name], expected, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def below(seq_q: int, seq_k: int) -> Array:
+    """Return what a causal mask shows."""
+    return np.arange(seq_k) <= np.arange(seq_q)[:, None]
+
+
+SIZES = [(1, 1, 1), (5, 7, 3), (9, 4, 2)]
+TILES = [(1, 1), (3, 2), (4, 8)]
+each_size = pytest.mark.parametrize("size", SIZES, ids=str)
+each_tile = pytest.mark.parametrize("tile", TILES, ids=str)
+
+
+# --- task 5.1: the softmax ladder ----------------------------------------------------------------
+
+
+@pytest.mark.task5_1
+@pytest.mark.parametrize("softmax", [naive_softmax, safe_softmax, online_softmax])
+def test_softmax_is_a_distribution_in_the_order_of_its_input(softmax: Any) -> None:
+    x = np.random.default_rng(0).standard_normal(11)
+    p = softmax(x)
+    assert p.sum() == pytest.approx(1.0)
+    assert np.array_equal(np.argsort(p), np.argsort(x))
+    assert_close_arrays(p[1:] / p[:-1], np.exp(x[1:] - x[:-1]), np.float64, "ratios", 100.0)
+
+
+@pytest.mark.task5_1
+def test_the_naive_softmax_overflows() -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert np.isnan(naive_softmax(np.array([1000.0, 0.0]))[0])
+
+
+@pytest.mark.task5_1
+@pytest.mark.parametrize("softmax", [safe_softmax, online_softmax])
+def test_a_safe_softmax_takes_any_numbers(softmax: Any) -> None:
+    assert softmax(np.array([1000.0, 1000.0, -1e4])).tolist() == [0.5, 0.5, 0.0]
+    assert softmax(np.array([-np.inf, -2000.0, -np.inf])).tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.task5_1
+@pytest.mark.parametrize("block", [1, 2, 3, 16])
+def test_statistics_of_one_pass_are_those_of_two(block: int) -> None:
+    x = np.random.default_rng(block).standard_normal(13) * 300.0
+    x[:4] = -np.inf
+    maximum, total = online_statistics(x, block)
+    assert maximum == x.max()
+    assert total == pytest.approx(np.exp(x - x.max()).sum())
+
+
+@pytest.mark.task5_1
+def test_statistics_read_each_block_once_and_in_order() -> None:
+    class Counted(np.ndarray):
+        reads: list[tuple[int, int]]
+
+        def __getitem__(self, key: Any) -> Any:
+            if isinstance(key, slice):
+                Counted.reads.append((key.start or 0, min(key.stop or len(self), len(self))))
+            return np.asarray(self)[key]
+
+    Counted.reads = []
+    online_statistics(np.arange(10.0).view(Counted), 4)
+    assert Counted.reads == [(0, 4), (4, 8), (8, 10)]
+
+
+# --- task 5.2: composed attention and its gradient ------------------------------------------------
+
+
+@pytest.mark.task5_2
+@each_size
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_textbook(is_causal: bool, size: tuple[int, int, int]) -> None:
+    arrays = drawn(*size)
+    seen = below(*size[:2]) if is_causal else True
+    results = run(launch.NUMPY, "naive", arrays, backward=True, is_causal=is_causal)
+    check_forward(results, textbook(arrays, seen))
+    check_gradients(results, arrays, seen=seen)
+
+
+@pytest.mark.task5_2
+def test_a_row_that_sees_nothing_is_zero() -> None:
+    arrays = drawn(4, 3, 2)
+    results = run(launch.NUMPY, "naive", arrays, backward=True, is_causal=True, causal_offset=-2)
+    assert (results["lse"][..., :2] == -np.inf).all()
+    for name in ("out", "dq"):
+        assert (results[name][..., :2, :] == 0.0).all(), name
+    assert (results["dk"][..., 2:, :] == 0.0).all()
+
+
+# --- task 5.3: tiles ------------------------------------------------------------------------------
+
+
+@pytest.mark.task5_3
+@each_size
+@each_tile
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_by_tiles(is_causal: bool, tile: Any, size: tuple[int, int, int]) -> None:
+    arrays = drawn(*size)
+    seen = below(*size[:2]) if is_causal else True
+    results = run(launch.NUMPY, "flash2", arrays, tile, is_causal=is_causal)
+    check_forward(results, textbook(arrays, seen))
+
+
+@pytest.mark.task5_3
+def test_tiles_of_large_scores_do_not_overflow() -> None:
+    q, k, v, dout = drawn(6, 8, 2)
+    arrays = (q * 1e3, k * 1e3, v, dout)
+    check_forward(run(launch.NUMPY, "flash2", arrays, (2, 3)), textbook(arrays))
+
+
+# --- tasks 5.4 and 5.5: FlashAttention on CUDA ------------------------------------------------------
+
+
+class TestFlash1:
+    pytestmark = simulated
+
+    @pytest.mark.task5_4
+    @each_size
+    @each_tile
+    def test_algorithm_1(self, tile: Any, size: tuple[int, int, int]) -> None:
+        arrays = drawn(*size)
+        check_forward(run(launch.CUDA, "flash1", arrays, tile), textbook(arrays))
+
+    @pytest.mark.task5_4
+    def test_algorithm_1_does_not_overflow(self) -> None:
+        q, k, v, dout = drawn(4, 5, 2)
+        arrays = (q * 1e3, k * 1e3, v, dout)
+        check_forward(run(launch.CUDA, "flash1", arrays, (2, 2)), textbook(arrays))
+
+    @pytest.mark.task5_4
+    def test_a_causal_mask_skips_tiles_and_empty_rows_are_zero(self) -> None:
+        arrays = drawn(5, 6, 2)
+        options: dict[str, Any] = {"is_causal": True, "causal_offset": -2}
+        seen = np.arange(6) <= np.arange(5)[:, None] - 2
+        results = run(launch.CUDA, "flash1", arrays, (2, 2), **options)
+        check_forward(results, textbook(arrays, seen))
+
+    @pytest.mark.task5_5
+    @each_size
+    @pytest.mark.parametrize("tile", TILES[1:], ids=str)
+    def test_the_gradient_of_algorithm_1(self, tile: Any, size: tuple[int, int, int]) -> None:
+        arrays = drawn(*size)
+        results = run(launch.CUDA, "flash1", arrays, tile, backward=True)
+        check_gradients(results, arrays)
+
+    @pytest.mark.task5_5
+    def test_the_gradient_under_a_causal_mask(self) -> None:
+        arrays = drawn(5, 5, 2)
+        results = run(launch.CUDA, "flash1", arrays, (2, 3), backward=True, is_causal=True)
+        check_gradients(results, arrays, seen=below(5, 5))
+
+
+# --- task 5.6: masks and dropout inside the tile ----------------------------------------------------
+
+
+class TestMasks:
+    pytestmark = simulated
+
+    @pytest.mark.task5_6
+    def test_a_boolean_mask_hides(self) -> None:
+        arrays = drawn(5, 6, 2)
+        seen = np.random.default_rng(3).random((1, 2, 5, 6)) < 0.6
+        results = run(launch.CUDA, "flash1", arrays, (2, 4), backward=True, attn_mask=seen)
+        check_forward(results, textbook(arrays, seen))
+        check_gradients(results, arrays, seen=seen)
+
+    @pytest.mark.task5_6
+    def test_a_floating_mask_is_added(self) -> None:
+        arrays = drawn(5, 6, 2)
+        bias = np.random.default_rng(3).standard_normal((1, 2, 5, 6))
+        results = run(launch.CUDA, "flash1", arrays, (2, 4), attn_mask=bias)
+        check_forward(results, textbook(arrays, bias=bias))
+
+    @pytest.mark.task5_6
+    def test_dropout_drops_the_same_in_every_tile_and_in_the_backward_pass(self) -> None:
+        arrays = drawn(5, 6, 2)
+        options: dict[str, Any] = {"dropout_p": 0.4, "seed": 17}
+        kept = kernels.dropout_mask((1, 2, 5, 6), 0.4, 17)
+        assert 0 < kept.sum() < kept.size
+        factor = kept * keep_scale(0.4)
+        for tile in ((2, 4), (5, 3)):
+            results = run(launch.CUDA, "flash1", arrays, tile, backward=True, **options)
+            check_forward(results, textbook(arrays, factor=factor))
+            check_gradients(results, arrays, factor=factor)
+
+
+@pytest.mark.task5_6
+@pytest.mark.simulator
+def test_bits_of_dropout_have_their_rate_and_depend_on_every_coordinate() -> None:
+    places = np.indices((2, 64, 96)).reshape(3, -1).T.tolist()
+    threshold = attention_threshold(0.25)
+    bits = np.array([bool(PHILOX.keep(5, b, r, c, threshold)) for b, r, c in places])
+    assert bits.mean() == pytest.approx(0.75, abs=0.02)
+    grid = bits.reshape(2, 64, 96)
+    for axis in range(3):
+        assert not np.array_equal(grid, np.roll(grid, 1, axis=axis)), f"axis {axis}"
+    # The words of a counter serve eight columns, each its own half.
+    for col in range(16):
+        words = PHILOX.attention_words(5, 1, 3, col // 8)
+        half = words[col % 8 // 2] >> 16 * (col % 2) & 0xFFFF
+        assert bool(PHILOX.keep(5, 1, 3, col, threshold)) == (half >= threshold)
+
+
+# --- task 5.7: FlashAttention-2 -----------------------------------------------------------------------
+
+
+class TestFlash2:
+    pytestmark = simulated
+
+    @pytest.mark.task5_7
+    @pytest.mark.parametrize("size", [(1, 1, 1), (5, 9, 3), (9, 4, 5)], ids=str)
+    @pytest.mark.parametrize("tile", [(4, 4), (8, 4)], ids=str)
+    def test_flash2(self, tile: Any, size: tuple[int, int, int]) -> None:
+        arrays = drawn(*size)
+        check_forward(run(launch.CUDA, "flash2", arrays, tile), textbook(arrays))
+
+    @pytest.mark.task5_7
+    def test_flash2_under_a_mask_and_dropout(self) -> None:
+        arrays = drawn(6, 7, 3)
+        options: dict[str, Any] = {
+            "is_causal": True,
+            "causal_offset": -1,
+            "dropout_p": 0.4,
+            "seed": 3,
+        }
+        results = run(launch.CUDA, "flash2", arrays, (4, 4), **options)
+        seen = np.arange(7) <= np.arange(6)[:, None] - 1
+        factor = kernels.dropout_mask((1, 2, 6, 7), 0.4, 3) * keep_scale(0.4)
+        check_forward(results, textbook(arrays, seen, factor))
+
+    @pytest.mark.task5_7
+    def test_flash2_does_not_overflow(self) -> None:
+        q, k, v, dout = drawn(4, 9, 2)
+        arrays = (q * 1e3, k * 1e3, v, dout)
+        check_forward(run(launch.CUDA, "flash2", arrays, (4, 4)), textbook(arrays))
+
+
+# --- task 5.9: block-sparse ---------------------------------------------------------------------------
+
+
+def sparse() -> kernels.BlockMask:
+    """Return a mask of 40 rows and 50 columns whose first head has an empty line."""
+    states = np.array(
+        [[[1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]], [[0, 1, 0, 0], [1, 0, 0, 1], [1, 1, 1, 1]]]
+    )
+    return kernels.BlockMask(states, 40, 50, 16)
+
+
+@pytest.mark.task5_9
+@pytest.mark.simulator
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("tile", [(16, 16), (8, 24), (64, 64)], ids=str)
+def test_a_list_holds_the_tiles_in_which_something_is_seen(tile: Any, by_keys: bool) -> None:
+    mask, (rows, cols) = sparse(), tile
+    dense, found = mask.dense(), mask.tile_list(rows, cols, by_keys)
+    tiles_q, tiles_k = -(-40 // rows), -(-50 // cols)
+    line = 0
+    for head in range(2):
+        for i in range(tiles_k if by_keys else tiles_q):
+            expected = []
+            for j in range(tiles_q if by_keys else tiles_k):
+                r, c = (j, i) if by_keys else (i, j)
+                part = dense[head, r * rows : (r + 1) * rows, c * cols : (c + 1) * cols]
+                if part.any():
+                    expected.append((j, bool(part.all())))
+            entries = slice(found.tile_ptr[line], found.tile_ptr[line + 1])
+            listed = zip(found.tile_ids[entries], found.tile_full[entries], strict=True)
+            assert [(int(j), bool(full)) for j, full in listed] == expected, (head, i)
+            line += 1
+    assert len(found.tile_ptr) == line + 1
+
+
+class TestBlockSparse:
+    pytestmark = simulated
+
+    @pytest.mark.task5_9
+    @pytest.mark.parametrize("rung", ["flash1", "flash2"])
+    def test_what_is_listed_is_attended_to(self, rung: str) -> None:
+        arrays = drawn(40, 50, 2)
+        results = run(launch.CUDA, rung, arrays, (16, 16), block_mask=sparse())
+        check_forward(results, textbook(arrays, sparse().dense()))
+
+    @pytest.mark.task5_9
+    def test_keys_in_tiles_that_are_not_listed_are_not_read(self) -> None:
+        q, k, v, dout = drawn(40, 50, 2)
+        mask = kernels.BlockMask(np.array([[1, 0, 0, 1]] * 3), 40, 50, 16)
+        expected = run(launch.CUDA, "flash1", (q, k, v, dout), (16, 16), block_mask=mask)
+        k[..., 16:48, :] = v[..., 16:48, :] = np.nan
+        again = run(launch.CUDA, "flash1", (q, k, v, dout), (16, 16), block_mask=mask)
+        assert np.array_equal(again["out"], expected["out"])
+
+
+# --- task 5.10: train the transformer -------------------------------------------------------------------
+
+
+@pytest.mark.task5_10
+def test_multi_head_attention_is_attention_of_each_head() -> None:
+    minitorch.manual_seed(0)
+    layer = MultiHeadAttention(6, 2, causal=True, p_dropout=0.0, attention="naive")
+    x = np.random.default_rng(0).standard_normal((2, 4, 6))
+    heads: list[Array] = []
+    projection: Any
+    for projection in (layer.q_projection, layer.k_projection, layer.v_projection):
+        y = x @ projection.weights.value.to_numpy() + projection.bias.value.to_numpy()
+        heads.append(y.reshape(2, 4, 2, 3).transpose(0, 2, 1, 3))
+    joined = textbook(heads, below(4, 4))[0].transpose(0, 2, 1, 3).reshape(2, 4, 6)
+    out: Any = layer.out_projection
+    expected = joined @ out.weights.value.to_numpy() + out.bias.value.to_numpy()
+    assert_close_arrays(layer(from_numpy(x, SimpleBackend)), expected, np.float64, "out", 10.0)
+
+
+@pytest.mark.task5_10
+def test_a_position_does_not_see_what_follows() -> None:
+    minitorch.manual_seed(0)
+    layer = TransformerLayer(6, 2, p_dropout=0.0, attention="naive")
+    x = np.random.default_rng(0).standard_normal((1, 5, 6))
+    before = layer(from_numpy(x, SimpleBackend)).to_numpy()
+    x[0, 3:] += 1.0
+    after = layer(from_numpy(x, SimpleBackend)).to_numpy()
+    assert np.array_equal(before[0, :3], after[0, :3])
+    assert not np.allclose(before[0, 3:], after[0, 3:])
+
+
+@pytest.mark.task5_10
+def test_a_transformer_learns_to_copy() -> None:
+    """The first half is random, the second repeats it: only attention can know what comes next."""
+    minitorch.manual_seed(1)
+    rng = np.random.default_rng(1)
+    model = DecoderLM(4, 16, 2, 8, 0.0, n_layer=2, middle_dim=16, backend=FastBackend)
+    optimizer = minitorch.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(LEARNING_STEPS):
+        half = rng.integers(0, 4, (32, 4))
+        text = np.concatenate([half, half], axis=1)
+        optimizer.zero_grad()
+        loss = model.loss(text[:, :-1], text[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    # Three of seven tokens are random, log 4 nats each; the four others follow from them.
+    best = 3.0 / 7.0 * np.log(4.0)
+    assert np.mean(losses[:3]) > 2.0 * best
+    assert np.mean(losses[-5:]) < 1.15 * best, f"{np.mean(losses[-5:]):.3f}, the best is {best:.3f}"

@@ -1,0 +1,123 @@
+"""Tasks 0.2 and 0.3: a property test is worth something if it notices a broken operator."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+
+from minitorch import operators
+
+
+def properties_of_many_examples() -> ModuleType:
+    """Import the property tests once more: each with 200 examples, and the same ones each time.
+
+    A test keeps the settings that hold when it is defined, and a run may have asked for very few.
+    """
+    before = settings.get_current_profile_name()
+    settings.register_profile(
+        "mutants",
+        settings(),
+        max_examples=200,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],  # no search for the smallest example
+    )
+    settings.load_profile("mutants")
+    try:
+        file = Path(__file__).parents[1] / "minitorch" / "test_operators.py"
+        spec = importlib.util.spec_from_file_location("tests.minitorch.properties", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        settings.load_profile(before)
+
+
+properties = properties_of_many_examples()
+
+add, exp, log, lt, mul = (
+    operators.add,
+    operators.exp,
+    operators.log,
+    operators.lt,
+    operators.mul,
+)
+
+#: Test → broken operators that it must notice, each alone: name, and what stands in its place.
+BROKEN: list[tuple[str, str, Callable[..., Any]]] = [
+    ("test_sigmoid", "sigmoid", lambda x: 2.0 * operators.EPS + x),  # leaves [0, 1]
+    ("test_sigmoid", "sigmoid", lambda x: 0.5),  # does not rise
+    ("test_sigmoid", "sigmoid", lambda x: 1.0 if x > 0.0 else 0.0),  # at 0 no half
+    ("test_sigmoid", "sigmoid", lambda x: 1.0 / (1.0 + 2.0 ** min(x, 500.0))),  # falls
+    ("test_transitive", "lt", lambda x, y: 1.0 if -60.0 < x - y < 0.0 else 0.0),
+    ("test_transitive", "lt", lambda x, y: 1.0 if x != y else 0.0),
+    ("test_symmetric", "mul", lambda x, y: x * y + x),
+    ("test_symmetric", "mul", lambda x, y: x - y),
+    ("test_distribute", "mul", lambda x, y: x * y + 1.0),
+    ("test_distribute", "add", lambda x, y: x + y + 1.0),
+    ("test_sum_distribute", "sum", lambda xs: 1.0 + float(len(list(xs)))),
+    ("test_sum_distribute", "addLists", lambda xs, ys: list(xs)),
+]
+MARKS = {"test_sum_distribute": pytest.mark.task0_3}
+
+#: The property of one's own choice may be of any operator: one of these must be noticed.
+ANY: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y: x - y + 1.0,
+    "eq": lambda x, y: 1.0 if x != y else 0.0,
+    "exp": lambda x: exp(x) + 1.0,
+    "id": lambda x: x + 1.0,
+    "inv": lambda x: 1.0 / x + 1.0,
+    "is_close": lambda x, y: 1.0 if abs(x - y) > 1.0 else 0.0,
+    "log": lambda x: log(x) + 1.0,
+    "lt": lambda x, y: 1.0 - lt(y, x),
+    "max": lambda x, y: x if x < y else y - 1.0,
+    "mul": lambda x, y: x * y + x + 1.0,
+    "neg": lambda x: -x + 1.0,
+    "relu": lambda x: x - 1.0,
+    "sigmoid": lambda x: x,
+}
+
+
+def notices(
+    test: str, name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Tell whether a property test fails when an operator is replaced by a broken one."""
+    with monkeypatch.context() as patch:
+        for module in (operators, properties):
+            if hasattr(module, name):
+                patch.setattr(module, name, broken)
+        try:
+            getattr(properties, test)()
+        except Exception:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("test", "name", "broken"),
+    [
+        pytest.param(*case, marks=MARKS.get(case[0], pytest.mark.task0_2), id=f"{case[0]}-{i}")
+        for i, case in enumerate(BROKEN)
+    ],
+)
+def test_a_property_test_notices_a_broken_operator(
+    test: str, name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    getattr(properties, test)()  # it accepts the right one
+    assert notices(test, name, broken, monkeypatch), f"{test} passes with a broken {name}"
+
+
+@pytest.mark.task0_2
+def test_the_property_of_your_own_notices_a_broken_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    properties.test_other()  # it accepts the right ones
+    noticed = (notices("test_other", name, broken, monkeypatch) for name, broken in ANY.items())
+    assert any(noticed), f"test_other passes whichever operator is broken: {', '.join(ANY)}"

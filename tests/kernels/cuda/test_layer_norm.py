@@ -1,0 +1,240 @@
+"""Layer norm on CUDA, alone and of residual + dropout(x): values and gradients, storage of 16 bits."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import DataObject, booleans, composite, data, integers, sampled_from
+
+import minitorch
+from kernels.common.philox import PLAIN, drop_threshold
+from kernels.cuda.layers import fused
+from kernels.cuda.runtime.arrays import to_device, to_host
+from kernels.runtime.dtypes import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    FLOAT_DTYPES,
+    acc_dtype,
+    rounded,
+)
+from kernels.runtime.targets import IS_SIMULATOR
+from minitorch import CudaBackend, FastBackend, from_numpy
+from minitorch.functions.fused import LayerNorm
+from minitorch.layers.residual_layer_norm import composed_residual_layer_norm, residual_layer_norm
+
+from ...support.tolerances import assert_close_arrays
+from ...tensor_strategies import Array, laid_out
+
+EPS = 1e-5
+in_every_storage = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+
+
+def on_device(test: Any) -> Any:
+    """Run a test on a GPU or in the simulator."""
+    return pytest.mark.simulator(pytest.mark.usefixtures("quick_barriers")(test))
+
+
+def kept(seed: int, rate: float, shape: tuple[int, ...]) -> Array:
+    """Return by what dropout multiplies each element: 0, or 1 / (1 - rate)."""
+    size = math.prod(shape)
+    words = [PLAIN.element_words(seed, block) for block in range(-(-size // 4))]
+    keep = np.array(words).reshape(-1)[:size] >= drop_threshold(rate)
+    return keep.reshape(shape) / (1.0 - rate)
+
+
+def norm_of(hidden: Array, gamma: Array, beta: Array) -> Array:
+    """Return layer norm in float64."""
+    deviation = hidden - hidden.mean(-1, keepdims=True)
+    return deviation / np.sqrt(hidden.var(-1, keepdims=True) + EPS) * gamma + beta
+
+
+def norm_gradients(dout: Array, hidden: Array, gamma: Array) -> tuple[Array, Array, Array]:
+    """Return the gradients of hidden, gamma and beta in float64."""
+    rstd = 1.0 / np.sqrt(hidden.var(-1, keepdims=True) + EPS)
+    normal, g = (hidden - hidden.mean(-1, keepdims=True)) * rstd, dout * gamma
+    mean, along = g.mean(-1, keepdims=True), (g * normal).mean(-1, keepdims=True)
+    rows = tuple(range(hidden.ndim - 1))
+    return (g - mean - normal * along) * rstd, (dout * normal).sum(rows), dout.sum(rows)
+
+
+@composite
+def operands(draw: Any, dtype: np.dtype[Any]) -> list[Array]:
+    """Draw x, residual, gamma, beta and two gradients; weights of the rows' dtype or of their sums'."""
+    shape = (
+        *draw(sampled_from([(), (1,), (5,), (2, 3)])),
+        draw(sampled_from([1, 2, 7, 8, 16, 33, 40])),
+    )
+    rng = np.random.default_rng(draw(integers(0, 2**32 - 1)))
+    weights = dtype if draw(booleans()) else acc_dtype(dtype)
+    # A row whose numbers are nearly equal would be stretched, and its rounding with it.
+    base = np.linspace(-3.0, 3.0, shape[-1])
+    x, residual, dhidden, dout = (rng.standard_normal(shape) * 0.5 for _ in range(4))
+    gamma, beta = (rounded(rng.standard_normal(shape[-1:]), weights) for _ in range(2))
+    x, residual, dhidden, dout = (rounded(a, dtype) for a in (x, residual + base, dhidden, dout))
+    return [x, residual, gamma, beta, dhidden, dout]
+
+
+def ran(function: Any, arrays: list[Array], rate: float, place: Any) -> tuple[list[Any], list[Any]]:
+    """Run the function, or its composed form; return its results and the gradients of all operands."""
+    x, residual, gamma, beta, *grads = map(place, arrays)
+    for t in (x, residual, gamma, beta):
+        t.requires_grad_(True)
+    minitorch.manual_seed(3)
+    hidden, out = function(x, residual, gamma, beta, EPS, rate)
+    ((hidden * grads[0]).sum() + (out * grads[1]).sum()).backward()
+    return [hidden, out], [t.grad for t in (x, residual, gamma, beta)]
+
+
+def check_textbook(arrays: list[Array], rate: float, place: Any) -> None:
+    """Compare the function on the device with float64, value and gradients."""
+    dtype = arrays[0].dtype
+    (hidden, out), grads = ran(residual_layer_norm, arrays, rate, place)
+    x, residual, gamma, beta, dhidden, dout = (array.astype(np.float64) for array in arrays)
+    minitorch.manual_seed(3)
+    factor = kept(random.getrandbits(63), rate, x.shape) if rate else np.ones(x.shape)
+    expected = rounded(residual + x * factor, dtype).astype(np.float64)
+    assert_close_arrays(hidden, expected, dtype, "the sum", 4.0)
+    assert_close_arrays(out, norm_of(expected, gamma, beta), dtype, "its norm", 4.0)
+    through, dgamma, dbeta = norm_gradients(dout, expected, gamma)
+    wanted = [(through + dhidden) * factor, through + dhidden, dgamma, dbeta]
+    names = "x", "residual", "gamma", "beta"
+    for name, found, gradient, operand in zip(names, grads, wanted, arrays, strict=False):
+        size = 4.0 + math.sqrt(x.size // x.shape[-1])
+        assert_close_arrays(found, gradient, operand.dtype, f"gradient of {name}", size)
+
+
+@on_device
+@in_every_storage
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+@settings(max_examples=5 if IS_SIMULATOR else 25)
+@given(data=data())
+def test_the_sum_and_its_norm_are_the_textbooks(
+    dtype: np.dtype[Any], rate: float, data: DataObject
+) -> None:
+    arrays = data.draw(operands(dtype))
+    check_textbook(arrays, rate, lambda array: data.draw(laid_out(array, CudaBackend)))
+
+
+@on_device
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+@settings(max_examples=3 if IS_SIMULATOR else 15)
+@given(arrays=operands(FLOAT64))
+def test_one_kernel_does_what_three_steps_do(rate: float, arrays: list[Array]) -> None:
+    """With the same bits of dropout, for the seed comes from the same source."""
+    one, composed = (
+        ran(function, arrays, rate, lambda array: from_numpy(array, CudaBackend))
+        for function in (residual_layer_norm, composed_residual_layer_norm)
+    )
+    for found, expected in zip([*one[0], *one[1]], [*composed[0], *composed[1]], strict=True):
+        assert_close_arrays(found, expected.to_numpy(), FLOAT64, "result", 20.0)
+
+
+def test_other_backends_compose_it() -> None:
+    arrays = [np.arange(6.0).reshape(2, 3), np.ones((2, 3)), np.ones(3), np.zeros(3)]
+    x, residual, gamma, beta = (from_numpy(a, FastBackend) for a in arrays)
+    results = [
+        residual_layer_norm(x, residual, gamma, beta, EPS, 0.0),
+        composed_residual_layer_norm(x, residual, gamma, beta, EPS),
+    ]
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(found.to_numpy(), expected.to_numpy())
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    x, weights = (from_numpy(np.ones(shape), FastBackend) for shape in ((2, 3), (3,)))
+    other = from_numpy(np.ones((2, 4)), FastBackend)
+    for wrong in ((x, other, weights, weights), (other, other, weights, weights)):
+        with pytest.raises(ValueError, match=r"x and residual of one shape .* got x \(2, "):
+            residual_layer_norm(*wrong, EPS)
+    with pytest.raises(ValueError, match="p_dropout must be in"):
+        residual_layer_norm(x, x, weights, weights, EPS, 1.0)
+    with pytest.raises(TypeError, match="residual"):
+        residual_layer_norm(x, np.ones((2, 3)), weights, weights, EPS)  # type: ignore[arg-type]
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
+def test_layer_norm_of_16_bits_keeps_weights_of_float32(dtype: np.dtype[Any]) -> None:
+    rng = np.random.default_rng(0)
+    rows, grad = (rounded(rng.standard_normal((6, 16)), dtype) for _ in range(2))
+    gamma, beta = (rng.standard_normal(16).astype(np.float32) for _ in range(2))
+    x, weights, bias = (from_numpy(a, CudaBackend, True) for a in (rows, gamma, beta))
+    out = LayerNorm.apply(x, weights, bias, EPS)
+    out.backward(from_numpy(grad, CudaBackend))
+    wide = [a.astype(np.float64) for a in (grad, rows, gamma)]
+    assert_close_arrays(out, norm_of(wide[1], gamma, beta), dtype, "out", 4.0)
+    dx, dgamma, dbeta = norm_gradients(*wide)
+    assert_close_arrays(x.grad, dx, dtype, "dx", 4.0)
+    # Sums of float32 are rounded to no 16 bits on their way.
+    assert_close_arrays(weights.grad, dgamma, FLOAT32, "dgamma", 10.0)
+    assert_close_arrays(bias.grad, dbeta, FLOAT32, "dbeta", 10.0)
+
+
+@on_device
+def test_a_gradient_of_one_result_alone() -> None:
+    rng = np.random.default_rng(1)
+    arrays = [rng.standard_normal((3, 9)) for _ in range(2)] + [np.ones(9), np.zeros(9)]
+    for which in (0, 1):
+        grads = []
+        for function in (residual_layer_norm, composed_residual_layer_norm):
+            x, residual, gamma, beta = (from_numpy(a, CudaBackend, True) for a in arrays)
+            minitorch.manual_seed(5)
+            results = function(x, residual, gamma, beta, EPS, 0.25)
+            (results[which] ** 2.0).sum().backward()
+            grads.append([x.grad, residual.grad])
+        for found, expected in zip(*grads, strict=True):
+            assert_close_arrays(found, expected.to_numpy(), FLOAT64, "gradient", 10.0)
+
+
+# -- what only a GPU runs ----------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("shape", "dtype", "rate"),
+    [
+        ((1, 1), FLOAT16, 0.0),
+        ((65, 33), FLOAT32, 0.1),
+        ((5, 257), BFLOAT16, 0.1),
+        ((4099, 768), BFLOAT16, 0.1),
+        ((4099, 768), FLOAT32, 0.0),
+        ((300, 1600), FLOAT16, 0.1),
+        ((7, 20_000), BFLOAT16, 0.0),
+        ((129, 96), FLOAT64, 0.1),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_block_divides(
+    shape: tuple[int, int], dtype: np.dtype[Any], rate: float
+) -> None:
+    rng = np.random.default_rng(0)
+    rows = [rng.standard_normal(shape) for _ in range(4)]
+    rows[1] += np.linspace(-3.0, 3.0, shape[1])
+    x, residual, dhidden, dout = (rounded(a, dtype) for a in rows)
+    gamma, beta = (rounded(rng.standard_normal(shape[1]), dtype) for _ in range(2))
+    arrays = [x, residual, gamma, beta, dhidden, dout]
+    check_textbook(arrays, rate, lambda array: from_numpy(array, CudaBackend))
+
+
+@pytest.mark.cuda
+def test_the_same_bits_every_time() -> None:
+    rng = np.random.default_rng(2)
+    x, residual, dhidden, dout = (
+        to_device(rounded(rng.standard_normal((3000, 1032)), BFLOAT16)) for _ in range(4)
+    )
+    gamma, noise = to_device(rounded(rng.standard_normal(1032), BFLOAT16)), fused.Noise(7, 0.1, 1.1)
+
+    def bits() -> list[bytes]:
+        hidden, out, mean, rstd = fused.residual_layer_norm(x, residual, gamma, gamma, EPS, noise)
+        found = fused.residual_layer_norm_backward(dout, dhidden, hidden, gamma, mean, rstd, noise)
+        return [to_host(a).tobytes() for a in (hidden, out, mean, rstd, *found)]
+
+    first = bits()
+    assert all(bits() == first for _ in range(20))

@@ -1,0 +1,195 @@
+"""Odd arrays of other libraries: each is taken for what it is, or refused in words, and never changed."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kernels
+import minitorch as mt
+from kernels.interop import dlpack
+from kernels.runtime.dtypes import BFLOAT16
+from minitorch import FastBackend, SimpleBackend
+
+from ...support.fuzz_buffers import placed
+from ...support.tolerances import assert_close_arrays
+from .test_interchange import Foreign, OnDevice, no_device
+
+
+class Subclass(np.ndarray):
+    """An array of somebody's own."""
+
+
+class Series:
+    """What pandas has: ``__array__``, a shape and a dtype."""
+
+    def __init__(self, array: Any):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.array, dtype)
+
+
+def memory_mapped(array: Any, mode: Any) -> Any:
+    with tempfile.NamedTemporaryFile() as file:  # the mapping outlives the name
+        file.write(array.tobytes())
+        file.flush()
+        return np.memmap(file.name, array.dtype, mode, shape=array.shape)
+
+
+def read_only(array: Any) -> Any:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+#: The same numbers, in every way that an array may lie.
+ODD_LAYOUTS: dict[str, Any] = {
+    "read-only": read_only,
+    "misaligned": lambda x: placed(x, misaligned=True),
+    "byte-swapped": lambda x: x.astype(x.dtype.newbyteorder(">")),
+    "misaligned and byte-swapped": lambda x: placed(
+        x.astype(x.dtype.newbyteorder(">")), misaligned=True
+    ),
+    "columns first": np.asfortranarray,
+    "backwards": lambda x: np.ascontiguousarray(x[::-1, ::-1, ::-1])[::-1, ::-1, ::-1],
+    "with gaps": lambda x: np.repeat(x, 3, axis=-1)[..., ::3],
+    "repeated": lambda x: np.broadcast_to(x[None], (1, *x.shape))[0],
+    "of a subclass": lambda x: x.view(Subclass),
+    "mapped": lambda x: memory_mapped(x, "r+"),
+    "mapped read-only": lambda x: memory_mapped(x, "r"),
+    "pinned": lambda x: Pinned(x),
+    "lent": Foreign,
+}
+LIST_OF_ODD = list(ODD_LAYOUTS)
+
+
+class Pinned(Foreign):
+    """Memory of the host that a device may read too, as PyTorch's ``pin_memory`` gives."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (dlpack.PINNED, 0)
+
+
+def bytes_of(array: Any) -> Any:
+    array = getattr(array, "array", array)
+    return array.strides, array.flags.writeable, np.asarray(array).tobytes()
+
+
+@pytest.mark.parametrize("layout", LIST_OF_ODD)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_attention_takes_an_array_however_it_lies(layout: str, dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    plain = [rng.standard_normal((2, 5, 4)).astype(dtype) for _ in range(4)]
+    bias = rng.standard_normal((2, 5, 5)).astype(dtype)
+    odd = [ODD_LAYOUTS[layout](x) for x in plain]
+    odd_bias = ODD_LAYOUTS[layout](bias)
+    before = [bytes_of(x) for x in (*odd, odd_bias)]
+    results = []
+    for (*operands, dout), mask in ((plain, bias), (odd, odd_bias)):
+        out, lse = kernels.flash_attention_forward(*operands, mask)
+        gradients = kernels.flash_attention_backward(
+            dout, *operands, out, lse, mask, mask_gradient=True
+        )
+        results.append((out, lse, *gradients))
+    for expected, got in zip(*results, strict=True):
+        assert type(got) is np.ndarray and got.dtype == dtype
+        assert_close_arrays(got, expected, dtype)
+    assert [bytes_of(x) for x in (*odd, odd_bias)] == before
+
+
+@pytest.mark.parametrize("layout", LIST_OF_ODD)
+@pytest.mark.parametrize("backend", [SimpleBackend, FastBackend], ids=["simple", "fast"])
+def test_a_tensor_takes_an_array_however_it_lies(layout: str, backend: Any) -> None:
+    array = np.random.default_rng(0).standard_normal((2, 5, 4))
+    odd = ODD_LAYOUTS[layout](array)
+    before = bytes_of(odd)
+    makers = [mt.from_dlpack] if isinstance(odd, Foreign) else [mt.from_numpy, mt.tensor]
+    for make in makers:
+        made = make(odd) if make is mt.from_dlpack else make(odd, backend)  # type: ignore[call-arg]
+        assert made.dtype == np.float64 and made._tensor._storage.flags.aligned
+        np.testing.assert_array_equal(made.to_numpy(), array)
+        np.testing.assert_allclose((made * 2.0 + made.sum(1)).to_numpy()[0, 0, 0],
+                                   2.0 * array[0, 0, 0] + array[0, :, 0].sum())  # fmt: skip
+    assert bytes_of(odd) == before
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
+def test_arrays_of_16_bits_may_be_misaligned(dtype: Any) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 5, 4)).astype(dtype)
+    odd = placed(x, misaligned=True)
+    assert not odd.flags.aligned
+    for got, expected in zip(
+        kernels.flash_attention_forward(odd, odd, odd),
+        kernels.flash_attention_forward(x, x, x),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_arrays_without_elements_are_tensors_and_no_attention() -> None:
+    for shape in ((0,), (2, 0, 3), (0, 4)):
+        for array in (np.ones(shape), read_only(np.ones(shape)), np.asfortranarray(np.ones(shape))):
+            assert mt.from_numpy(array).shape == mt.from_dlpack(array).shape == shape
+    with pytest.raises(ValueError, match="at least one row"):
+        kernels.flash_attention_forward(*[np.ones((2, 0, 4))] * 3)
+    assert mt.from_numpy(np.array(2.5)).item() == mt.from_dlpack(np.array(2.5)).item() == 2.5
+
+
+def test_a_matrix_and_a_series_are_arrays() -> None:
+    x = np.arange(6.0).reshape(2, 3)
+    for like in (x.view(np.matrix), Series(x), x.data):
+        assert mt.from_numpy(like).to_numpy().tolist() == x.tolist()
+    with pytest.raises(TypeError, match=r"got Series; convert them with numpy\.asarray"):
+        kernels.flash_attention_forward(Series(x), Series(x), Series(x))
+
+
+class Keeps(Foreign):
+    """An owner that does not lend."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("not this one")
+
+
+class Broken(Foreign):
+    """An owner that returns no capsule."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return None
+
+
+def test_what_no_kernel_reads_is_refused_in_words() -> None:
+    x = np.ones((2, 5, 4), np.float32)
+    hidden = np.ma.MaskedArray(x, x > 0)
+    attention = kernels.flash_attention_forward
+    for call, error, words in (
+        (lambda: attention(hidden, x, x), TypeError, r"masked array of shape .*filled"),
+        (lambda: attention(x, x, x, np.ma.MaskedArray(x[0, :, :1] > 0)), TypeError, "masked array"),
+        (lambda: mt.from_numpy(hidden), TypeError, "masked array"),
+        (lambda: mt.tensor(hidden), TypeError, "masked array"),
+        (lambda: attention(x.astype(object), x, x), TypeError, "q of object"),
+        (lambda: attention(*[np.zeros(x.shape, [("a", "f4")])] * 3), TypeError, "convert it"),
+        (lambda: mt.from_numpy(x.astype(object)), TypeError, "got object; convert"),
+        (lambda: mt.from_numpy(Foreign(x)), TypeError, r"DLPack alone; use minitorch\.from_dlpack"),
+        (lambda: mt.from_dlpack(Keeps(x)), BufferError, r"not lend .*pass a copy"),
+        (lambda: mt.from_dlpack(Broken(x)), ValueError, "returned nothing that NumPy reads"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+@no_device
+@pytest.mark.parametrize("stream", [None, 1, 2, 7])
+def test_a_stream_of_a_device_that_is_not_there(stream: int | None) -> None:
+    x, there = np.ones((1, 2), np.float32), OnDevice(shape=(1, 2), stream=stream)
+    for call in (
+        lambda: mt.from_dlpack(there),
+        lambda: kernels.flash_attention_forward(there, there, there),
+        lambda: kernels.flash_attention_forward(x, there, x),
+        lambda: kernels.flash_attention_forward(x, x, x, alibi_slopes=there),
+    ):
+        with pytest.raises(RuntimeError, match="no CUDA device can be used"):
+            call()

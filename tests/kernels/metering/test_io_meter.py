@@ -1,0 +1,151 @@
+"""The IO meter: what the kernels move, counted in the simulator, is what the formulas say, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import launch, make_problem
+from kernels.cuda.runtime.kernel import Kernel
+from kernels.metering.io_meter import IOMeter, metered
+from kernels.metering.rung_traffic import RUNGS, PassTraffic, call_traffic, head_shape, problem_of
+from kernels.problem.operands import make_operands
+from kernels.runtime.targets import IS_SIMULATOR
+from kernels.traffic.formulas import HeadShape, Traffic, total
+
+from ...support.cuda_attention import draw, on_device
+
+needs_simulator = pytest.mark.skipif(
+    not IS_SIMULATOR, reason="arrays count in the simulator only: NUMBA_ENABLE_CUDASIM=1"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(quick_barriers: None) -> Iterator[None]:
+    yield
+
+
+@st.composite
+def options(drawn: Any) -> dict[str, Any]:
+    """Draw bounds: none, causal from any diagonal, a window, or both."""
+    found: dict[str, Any] = {}
+    if drawn(st.booleans()):
+        found |= {"is_causal": True, "causal_offset": drawn(st.integers(-4, 4))}
+    if drawn(st.booleans()):
+        sides = st.integers(-1, 5)
+        found["window_size"] = (drawn(sides), drawn(sides))
+    return found
+
+
+def moving(counts: dict[str, Traffic]) -> dict[str, Traffic]:
+    """Leave out arrays that were neither read nor written."""
+    return {name: traffic for name, traffic in counts.items() if traffic.moved}
+
+
+def of_shape(
+    name: str, lengths: tuple[int, int], dims: tuple[int, int], tile: Any, **more: Any
+) -> tuple[PassTraffic, PassTraffic]:
+    return metered(name, HeadShape(*lengths, *dims, lower=0, upper=0), tile, **more)
+
+
+@pytest.mark.simulator
+@needs_simulator
+@pytest.mark.parametrize("name", RUNGS)
+@settings(max_examples=12)
+@given(
+    lengths=st.tuples(st.integers(1, 21), st.integers(1, 21)),
+    dims=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    tile=st.tuples(*[st.sampled_from([4, 8, 12])] * 2) | st.none(),
+    bounds=options(),
+)
+def test_a_rung_moves_what_its_formulas_say(
+    name: str, lengths: Any, dims: Any, tile: Any, bounds: dict[str, Any]
+) -> None:
+    counted, expected = of_shape(name, lengths, dims, tile, **bounds)
+    for direction in PassTraffic._fields:
+        actual, wanted = (moving(getattr(x, direction)) for x in (counted, expected))
+        assert actual == wanted, f"{name} {direction}, {lengths} x {dims}, tile {tile}, {bounds}"
+
+
+@pytest.mark.simulator
+@needs_simulator
+@pytest.mark.parametrize("bounds", [{}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("name", RUNGS)
+def test_formulas_hold_where_products_have_several_tiles(name: str, bounds: Any) -> None:
+    counted, expected = of_shape(name, (20, 34), (6, 17), (8, 4), **bounds)
+    assert [moving(x) for x in counted] == [moving(x) for x in expected]
+
+
+@pytest.mark.simulator
+@needs_simulator
+def test_a_long_sequence_costs_the_naive_rung_most() -> None:
+    moved = {
+        name: [total(part).moved for part in of_shape(name, (48, 48), (4, 4), (16, 16))[0]]
+        for name in RUNGS
+    }
+    for direction in (0, 1):
+        naive, flash1, flash2 = (moved[name][direction] for name in ("naive", "flash1", "flash2"))
+        assert naive > flash1 > flash2, moved
+
+
+@pytest.mark.simulator
+@needs_simulator
+def test_elements_tell_how_often_each_was_read() -> None:
+    q, k, v = map(on_device, draw(2, *[(1, 8, 4)] * 3, dtype=np.float32))
+    problem = make_problem(q, k, v, rung="flash1", is_causal=True)
+    with IOMeter() as meter:
+        launch.forward(
+            launch.CUDA, problem, make_operands(launch.CUDA.memory, problem, q, k, v), (2, 4)
+        )
+    reads, writes = meter.elements(q)
+    assert reads.shape == (1, 8, 4) and not writes.any()
+    assert (reads[0, :4] == 1).all()  # the second key tile is hidden from the first rows
+    assert (reads[0, 4:] == 2).all()
+
+
+@pytest.mark.simulator
+@needs_simulator
+def test_a_meter_leaves_nothing_behind() -> None:
+    before = Kernel.__getitem__
+    with pytest.raises(ZeroDivisionError), IOMeter() as meter:
+        raise ZeroDivisionError
+    assert Kernel.__getitem__ is before and meter.counts() == {}
+
+
+@pytest.mark.skipif(IS_SIMULATOR, reason="this process is in the simulator")
+def test_outside_of_the_simulator_a_meter_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match="NUMBA_ENABLE_CUDASIM=1"), IOMeter():
+        pass
+
+
+def test_a_total_is_the_sum() -> None:
+    assert total({"q": Traffic(3, 0), "out": Traffic(1, 5)}) == Traffic(4, 5)
+    assert total({"q": Traffic(3, 0), "out": Traffic(1, 5)}).moved == 9
+
+
+@pytest.mark.skipif(IS_SIMULATOR, reason="the simulator's tiles are tiny, those of flash1 too")
+def test_formulas_need_neither_arrays_nor_a_device() -> None:
+    moved = {
+        name: total(call_traffic(name, problem_of(name, 2, 4096, 4096, 64)).forward).moved
+        for name in RUNGS
+    }
+    assert moved["naive"] > moved["flash1"] > moved["flash2"] == moved["flash2 atomic"]
+
+
+def test_bounds_of_a_shape_count_as_a_mask_does() -> None:
+    problem = problem_of("flash2", 1, 9, 13, 4, is_causal=True, causal_offset=2)
+    shape = head_shape(problem)
+    seen = np.arange(13) <= np.arange(9)[:, None] + 2
+    assert shape.pairs == shape.transposed.pairs == seen.sum()
+    assert shape.visits(4) == sum(seen[i : i + 4].any(0).sum() for i in (0, 4, 8))
+    assert shape.transposed.seen(5, 8) == seen[:, 5:8].any(1).sum()
+
+
+def test_a_name_without_formulas_is_refused() -> None:
+    with pytest.raises(ValueError, match="no formulas for 'flash9'; there are for naive, flash1"):
+        call_traffic("flash9", problem_of("flash2", 1, 4, 4, 4))

@@ -1,0 +1,568 @@
+"""Block masks: builders against their definitions, ``&`` and ``|``, lists of tiles, pictures, errors."""
+
+from __future__ import annotations
+
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numba.core.dispatcher import Dispatcher
+
+from kernels import BlockMask
+from kernels.sparsity.block_mask import FULL, HIDDEN, KEPT_LISTS, PARTIAL
+from kernels.sparsity.elements import _evaluator
+
+Dense = np.ndarray[Any, np.dtype[np.bool_]]
+
+sizes = st.sampled_from([16, 32, 48])
+block_sizes = sizes | st.tuples(sizes, sizes)
+lengths = st.integers(1, 130)
+ends = st.integers(-1, 140)
+offsets = st.integers(-150, 150)
+
+
+def pair(block_size: Any) -> tuple[int, int]:
+    return block_size if isinstance(block_size, tuple) else (block_size, block_size)
+
+
+def places(seq_q: int, seq_k: int) -> tuple[Any, Any]:
+    return np.arange(seq_q)[:, None], np.arange(seq_k)
+
+
+def window(seq_q: int, seq_k: int, left: int, right: int, offset: int) -> Dense:
+    row, col = places(seq_q, seq_k)
+    ones = np.ones((seq_q, seq_k), bool)
+    after = col >= row + offset - left if left >= 0 else ones
+    return after & (col <= row + offset + right if right >= 0 else ones)
+
+
+@st.composite
+def dense_masks(draw: Callable[..., Any], heads: int | None = None) -> tuple[Dense, Any]:
+    """Elements of whole blocks, of all, of none and of noise, with the block size they were made of."""
+    block_size = draw(block_sizes)
+    block_q, block_k = pair(block_size)
+    seq_q, seq_k = draw(lengths), draw(lengths)
+    count = heads or draw(st.integers(1, 3))
+    shape = count, -(-seq_q // block_q), -(-seq_k // block_k)
+    kinds = draw(arrays(np.int8, shape, elements=st.integers(0, 3)))
+    noise = np.random.default_rng(draw(st.integers(0, 2**32))).integers(0, 2, (2, block_q, block_k))
+    patterns = np.stack([np.zeros_like(noise[0]), np.ones_like(noise[0]), *noise]).astype(bool)
+    row, col = places(seq_q, seq_k)
+    state = kinds[:, row // block_q, col // block_k]  # (heads, seq_q, seq_k)
+    return patterns[state, row % block_q, col % block_k], block_size
+
+
+def block_by_block(mask: BlockMask, tile_q: int, tile_k: int) -> dict[tuple[int, int, int], bool]:
+    """(head, query tile, key tile) of the tiles with a visible element → no element is hidden."""
+    dense = mask.dense()
+    found = {}
+    for head in range(mask.heads):
+        for i in range(-(-mask.seq_q // tile_q)):
+            for j in range(-(-mask.seq_k // tile_k)):
+                rows = slice(i * tile_q, (i + 1) * tile_q)
+                tile = dense[head, rows, j * tile_k : (j + 1) * tile_k]
+                if tile.any():
+                    found[head, i, j] = bool(tile.all())
+    return found
+
+
+# ---- elements ---------------------------------------------------------------------------------------
+
+
+@given(dense_masks())
+def test_a_mask_of_elements_shows_these_elements(drawn: tuple[Dense, Any]) -> None:
+    dense, block_size = drawn
+    mask = BlockMask.from_dense(dense, block_size)
+    np.testing.assert_array_equal(mask.dense(), dense)
+    assert (mask.heads, mask.seq_q, mask.seq_k) == dense.shape
+    assert (mask.block_q, mask.block_k) == pair(block_size)
+
+
+@given(dense_masks())
+def test_a_block_is_partial_only_if_its_elements_differ(drawn: tuple[Dense, Any]) -> None:
+    dense, block_size = drawn
+    mask = BlockMask.from_dense(dense, block_size)
+    block_q, block_k = pair(block_size)
+    for (head, i, j), state in np.ndenumerate(mask.states):
+        rows = slice(i * block_q, (i + 1) * block_q)
+        block = dense[head, rows, j * block_k : (j + 1) * block_k]
+        assert (state == HIDDEN) == (not block.any())
+        assert (state == FULL) == bool(block.all())
+    assert len({pattern.tobytes() for pattern in mask.patterns}) == len(mask.patterns)
+    used = set(np.unique(mask.states[mask.states >= PARTIAL]) - PARTIAL)
+    assert used == set(range(len(mask.patterns)))
+    assert mask.density == (mask.states != HIDDEN).mean()
+
+
+@given(dense_masks(), st.data())
+def test_a_part_of_a_mask_is_a_part_of_its_elements(drawn: tuple[Dense, Any], data: Any) -> None:
+    dense, block_size = drawn
+    mask = BlockMask.from_dense(dense, block_size)
+    row, col = (data.draw(st.integers(0, n - 1)) for n in dense.shape[1:])
+    rows, cols = dense.shape[1] - row, dense.shape[2] - col
+    np.testing.assert_array_equal(mask.visible(row, rows, col, cols), dense[:, row:, col:])
+
+
+@given(dense_masks(), st.data())
+def test_masks_that_show_the_same_are_equal(drawn: tuple[Dense, Any], data: Any) -> None:
+    dense, block_size = drawn
+    mask = BlockMask.from_dense(dense, block_size)
+    # The same by another way: every block has a pattern of its own, with noise beyond the ends.
+    count = mask.states[0].size
+    table = dense.shape[0], *mask.states.shape[1:]
+    padded = data.draw(arrays(bool, st.just((table[1] * mask.block_q, table[2] * mask.block_k))))
+    whole = np.repeat(padded[None], dense.shape[0], axis=0)
+    whole[:, : dense.shape[1], : dense.shape[2]] = dense
+    blocks = whole.reshape(table[0], table[1], mask.block_q, table[2], mask.block_k)
+    patterns = blocks.swapaxes(2, 3).reshape(-1, mask.block_q, mask.block_k)
+    states = PARTIAL + np.arange(table[0] * count).reshape(table)
+    other = BlockMask(states, mask.seq_q, mask.seq_k, block_size, patterns)
+    assert other == mask and hash(other) == hash(mask)
+    np.testing.assert_array_equal(other.states, mask.states)
+    if dense[0, 0, 0]:
+        changed = dense.copy()
+        changed[0, 0, 0] = False
+        assert BlockMask.from_dense(changed, block_size) != mask
+    assert mask != "a mask"
+
+
+def test_strides_of_elements_are_read_as_they_are() -> None:
+    one = np.random.default_rng(0).random((70, 1)) < 0.5
+    dense = np.broadcast_to(one, (3, 70, 50))
+    assert BlockMask.from_dense(dense.swapaxes(1, 2), 16) == BlockMask.from_dense(
+        np.ascontiguousarray(dense.swapaxes(1, 2)), 16
+    )
+
+
+# ---- functions --------------------------------------------------------------------------------------
+
+_WHERE = np.random.default_rng(1).integers(0, 3, 200)
+
+
+def shared_kind(batch: int, head: int, row: int, col: int) -> bool:
+    return batch == 0 and bool(_WHERE[row] == _WHERE[col] or (row - col) % 7 == head)
+
+
+_COMPILED_ONCE = numba.njit(shared_kind)
+
+
+@pytest.mark.parametrize("mod", [_COMPILED_ONCE, lambda *place: shared_kind(*place)])
+@settings(max_examples=10)
+@given(lengths, lengths, block_sizes, st.integers(1, 3))
+def test_a_function_is_asked_for_every_element(
+    mod: Any, seq_q: int, seq_k: int, block_size: Any, heads: int
+) -> None:
+    row, col = places(seq_q, seq_k)
+    head = np.arange(heads)[:, None, None]
+    mask = BlockMask.from_mask_mod(mod, seq_q, seq_k, block_size, heads)
+    expected = (_WHERE[row] == _WHERE[col]) | ((row - col) % 7 == head)
+    np.testing.assert_array_equal(mask.dense(), expected)
+
+
+def test_a_plain_function_is_compiled() -> None:
+    length, far = 1024, 300
+
+    def near(batch: int, head: int, row: int, col: int) -> bool:
+        return col <= row and row - col < far
+
+    assert isinstance(_evaluator(near)[1], Dispatcher)
+    mask = BlockMask.from_mask_mod(near, length, length)
+    assert mask == BlockMask.local(length, length, far - 1, 0)
+
+
+def test_a_function_that_numba_cannot_compile_runs_as_python() -> None:
+    asked: set[tuple[Any, ...]] = set()
+    visible = {(0, 1): "yes", (39, 19): "yes"}
+
+    def mod(batch: int, head: int, row: int, col: int) -> bool:
+        asked.add((batch, head, type(row), type(col)))
+        return visible.get((row, col), "no") == "yes"
+
+    mask = BlockMask.from_mask_mod(mod, 40, 20, 16)
+    assert set(zip(*np.nonzero(mask.dense()[0]), strict=True)) == set(visible)
+    assert asked == {(0, 0, int, int)}
+
+    class Callable:
+        def __call__(self, batch: int, head: int, row: int, col: int) -> bool:
+            return row == col
+
+    assert BlockMask.from_mask_mod(Callable(), 40, 20, 16) == BlockMask.band(40, 20, 0, 0, 16)
+
+
+def test_a_function_that_reads_beyond_its_array_says_so() -> None:
+    short = np.zeros(10, bool)
+    with pytest.raises(IndexError):
+        BlockMask.from_mask_mod(lambda b, h, r, c: short[c], 32, 32, 16)
+
+
+# ---- builders ---------------------------------------------------------------------------------------
+
+
+@given(lengths, lengths, ends, ends, offsets, block_sizes)
+@example(64, 64, -1, 0, 0, 16)
+@example(33, 100, 0, 0, 67, (16, 48))
+def test_a_window_is_its_elements(
+    seq_q: int, seq_k: int, left: int, right: int, offset: int, block_size: Any
+) -> None:
+    dense = window(seq_q, seq_k, left, right, offset)
+    mask = BlockMask.local(seq_q, seq_k, left, right, block_size, causal_offset=offset)
+    assert mask == BlockMask.from_dense(dense, block_size)
+    if right == left:
+        assert mask == BlockMask.local(seq_q, seq_k, left, None, block_size, causal_offset=offset)
+    if (left, right) == (-1, 0):
+        assert mask == BlockMask.causal(seq_q, seq_k, block_size, offset)
+
+
+@given(lengths, lengths, st.integers(-200, 200) | st.integers(), offsets, block_sizes)
+def test_a_band_is_its_elements(
+    seq_q: int, seq_k: int, lower: int, upper: int, block_size: Any
+) -> None:
+    row, col = places(seq_q, seq_k)
+    dense = (col - row >= lower) & (col - row <= upper)
+    assert BlockMask.band(seq_q, seq_k, lower, upper, block_size) == BlockMask.from_dense(
+        dense, block_size
+    )
+
+
+@given(lengths, lengths, block_sizes, offsets)
+def test_causal_shows_what_lies_before(
+    seq_q: int, seq_k: int, block_size: Any, offset: int
+) -> None:
+    row, col = places(seq_q, seq_k)
+    mask = BlockMask.causal(seq_q, seq_k, block_size, causal_offset=offset)
+    np.testing.assert_array_equal(mask.dense()[0], col <= row + offset)
+
+
+@given(lengths, lengths, ends, ends, st.integers(0, 5) | st.lists(st.integers(0, 200)), block_sizes)
+def test_global_tokens_see_all_and_are_seen_by_all(
+    seq_q: int, seq_k: int, left: int, right: int, tokens: Any, block_size: Any
+) -> None:
+    if isinstance(tokens, list):
+        tokens = [token % max(seq_q, seq_k) for token in tokens]
+    row, col = places(seq_q, seq_k)
+    chosen = range(tokens) if isinstance(tokens, int) else tokens
+    dense = window(seq_q, seq_k, left, right, 0) | np.isin(row, chosen) | np.isin(col, chosen)
+    mask = BlockMask.local_global(seq_q, seq_k, left, right, tokens, block_size)
+    assert mask == BlockMask.from_dense(dense, block_size)
+
+
+@given(lengths, lengths, block_sizes)
+def test_the_butterfly_joins_numbers_that_differ_in_one_bit(
+    seq_q: int, seq_k: int, block_size: Any
+) -> None:
+    side = int(np.lcm(*pair(block_size)))
+    counts = -(-seq_q // side), -(-seq_k // side)
+    row, col = places(seq_q, seq_k)
+    i, j = row // side * min(counts) // counts[0], col // side * min(counts) // counts[1]
+    ones = sum((i ^ j) >> bit & 1 for bit in range(8))
+    mask = BlockMask.butterfly(seq_q, seq_k, block_size)
+    np.testing.assert_array_equal(mask.dense()[0], ones <= 1)
+    assert mask.states.max() <= FULL
+
+
+@pytest.mark.parametrize("power", range(6))
+def test_a_butterfly_row_visits_one_block_and_one_more_for_each_bit(power: int) -> None:
+    mask = BlockMask.butterfly(16 << power, 16 << power, 16)
+    assert (mask.states[0].sum(axis=0) == 1 + power).all()
+    assert (mask.states[0].sum(axis=1) == 1 + power).all()
+
+
+@given(lengths, lengths, st.integers(1, 9), block_sizes, st.booleans())
+def test_a_stride_is_a_distance_between_blocks(
+    seq_q: int, seq_k: int, stride: int, block_size: Any, is_causal: bool
+) -> None:
+    side = int(np.lcm(*pair(block_size)))
+    row, col = places(seq_q, seq_k)
+    distance = row // side - col // side
+    dense = (abs(distance) <= stride) | (distance % stride == 0)
+    if is_causal:
+        dense &= col <= row
+    mask = BlockMask.strided(seq_q, seq_k, stride, block_size, is_causal)
+    assert mask == BlockMask.from_dense(dense, block_size)
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 400), sizes,
+    st.sampled_from([1, 3, 5]), st.integers(0, 3), st.integers(0, 4), st.integers(1, 3), st.integers(0, 99),
+)  # fmt: skip
+def test_bigbird_is_a_window_global_blocks_and_so_many_others(
+    seq_q: int, seq_k: int, side: int, around: int, first: int, drawn: int, heads: int, seed: int
+) -> None:
+    def build(random_blocks: int) -> BlockMask:
+        return BlockMask.bigbird(
+            seq_q, seq_k, side, window=around, global_blocks=first, random_blocks=random_blocks,
+            heads=heads, seed=seed,
+        )  # fmt: skip
+
+    before = np.random.get_state(legacy=False)["state"]["key"].copy()
+    mask, fixed = build(drawn), build(0)
+    np.testing.assert_array_equal(np.random.get_state(legacy=False)["state"]["key"], before)
+    i, j = places(-(-seq_q // side), -(-seq_k // side))
+    expected = (abs(i - j) <= around // 2) | (i < first) | (j < first)
+    np.testing.assert_array_equal(fixed.states, np.repeat(expected[None], heads, axis=0))
+    assert (mask & fixed) == fixed
+    more = mask.states.sum(axis=2) - fixed.states.sum(axis=2)  # (heads, query blocks)
+    free = expected.shape[1] - expected.sum(axis=1)
+    np.testing.assert_array_equal(more, np.minimum(drawn, free)[None].repeat(heads, axis=0))
+    assert build(drawn) == mask
+
+
+def test_bigbird_draws_each_head_and_each_seed_anew() -> None:
+    masks = BlockMask.bigbird(1024, 1024, 16, heads=2), BlockMask.bigbird(1024, 1024, 16, seed=1)
+    assert not np.array_equal(*masks[0].states)
+    assert not np.array_equal(masks[0].states[0], masks[1].states[0])
+    # Every block that is left can be drawn: over many heads each is, some time.
+    many = BlockMask.bigbird(256, 256, 16, heads=200)
+    assert (many.states != HIDDEN).any(axis=0).all()
+
+
+# ---- combinations -----------------------------------------------------------------------------------
+
+
+@st.composite
+def two_masks(draw: Callable[..., Any]) -> tuple[BlockMask, BlockMask]:
+    dense, block_size = draw(dense_masks())
+    noise = np.random.default_rng(draw(st.integers(0, 2**32)))
+    heads = draw(st.sampled_from([1, len(dense)]))
+    shape = heads, *dense.shape[1:]
+    other = noise.random(shape) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    if draw(st.booleans()):
+        other = np.broadcast_to(~dense[:1], shape)  # then & is hidden and | is full
+    a, b = BlockMask.from_dense(dense, block_size), BlockMask.from_dense(other, block_size)
+    return (a, b) if draw(st.booleans()) else (b, a)
+
+
+@given(two_masks())
+def test_and_is_what_both_show_and_or_what_one_shows(masks: tuple[BlockMask, BlockMask]) -> None:
+    a, b = masks
+    for mask, dense in ((a & b, a.dense() & b.dense()), (a | b, a.dense() | b.dense())):
+        assert mask == BlockMask.from_dense(dense, (a.block_q, a.block_k))
+    assert (a & a) == a == (a | a)
+
+
+@given(st.data(), st.integers(1, 4))
+def test_a_stack_has_the_heads_of_its_masks(data: Any, count: int) -> None:
+    dense, block_size = data.draw(dense_masks(heads=count))
+    one_by_one = [BlockMask.from_dense(head, block_size) for head in dense]
+    mask = BlockMask.from_dense(dense, block_size)
+    assert BlockMask.stack(one_by_one) == mask
+    np.testing.assert_array_equal(
+        BlockMask.stack([mask, one_by_one[0]]).dense(), [*dense, dense[0]]
+    )
+
+
+# ---- lists of tiles ---------------------------------------------------------------------------------
+
+
+@given(dense_masks(), st.integers(1, 100), st.integers(1, 100), st.booleans())
+@example((np.tri(64, 64, dtype=bool)[None], 32), 16, 16, False)  # tiles divide the blocks
+@example((np.tri(64, 64, dtype=bool)[None], 16), 32, 64, True)  # and are divided by them
+@example((np.tri(100, 50, dtype=bool)[None], 16), 24, 40, True)  # and neither
+def test_a_list_has_the_tiles_with_visible_elements_and_no_other(
+    drawn: tuple[Dense, Any], tile_q: int, tile_k: int, by_keys: bool
+) -> None:
+    mask = BlockMask.from_dense(*drawn)
+    tiles = mask.tile_list(tile_q, tile_k, by_keys)
+    assert (
+        tiles.tile_ptr.dtype == tiles.tile_ids.dtype == np.int32 and tiles.tile_full.dtype == bool
+    )
+    lines = -(-mask.seq_k // tile_k) if by_keys else -(-mask.seq_q // tile_q)
+    assert len(tiles.tile_ptr) == mask.heads * lines + 1 and tiles.tile_ptr[0] == 0
+    assert len(tiles.tile_ids) == len(tiles.tile_full) == tiles.tile_ptr[-1]
+    found = {}
+    for line, (start, stop) in enumerate(zip(tiles.tile_ptr, tiles.tile_ptr[1:], strict=False)):
+        ids = tiles.tile_ids[start:stop]
+        assert (np.diff(ids) > 0).all()
+        for number, full in zip(ids, tiles.tile_full[start:stop], strict=True):
+            head, own = divmod(line, lines)
+            place = (head, int(number), own) if by_keys else (head, own, int(number))
+            found[place] = bool(full)
+    assert found == block_by_block(mask, tile_q, tile_k)
+
+
+def test_a_mask_keeps_the_lists_used_last() -> None:
+    mask = BlockMask.causal(64, 64, 16)
+    first = mask.tile_list(16, 16)
+    for tile in range(1, 3 * KEPT_LISTS):
+        mask.tile_list(tile, tile)
+        assert mask.tile_list(16, 16) is first
+    assert len(mask._lists) == KEPT_LISTS
+    for tile in range(1, 3 * KEPT_LISTS):
+        mask.tile_list(tile, 1)
+    assert mask.tile_list(16, 16) is not first
+
+
+def test_long_masks_and_their_lists_are_quick_and_small() -> None:
+    length = 65_536
+    tracemalloc.start()
+    start = time.perf_counter()
+    causal, butterfly = (
+        make(length, length, 64) for make in (BlockMask.causal, BlockMask.butterfly)
+    )
+    lists = [
+        mask.tile_list(64, 64, by_keys) for mask in (causal, butterfly) for by_keys in (False, True)
+    ]
+    seconds = time.perf_counter() - start
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    blocks = (length // 64) ** 2
+    assert most < 64 * blocks, "more than 64 bytes a block"
+    assert seconds < 10.0, "a thousand times less than a look at every element takes"
+    assert len(causal.patterns) == 1 and len(butterfly.patterns) == 0
+    assert causal.density == (blocks + length // 64) / 2 / blocks
+    assert butterfly.density == 11 / 1024
+    assert len(lists[0].tile_ids) == len(lists[1].tile_ids) == causal.density * blocks
+    assert lists[2].tile_full.all() and len(lists[3].tile_ids) == 11 * 1024
+
+
+def test_a_function_of_a_long_mask_takes_little_memory() -> None:
+    length = 4096
+    before = numba.njit(lambda b, h, r, c: c <= r)
+    BlockMask.from_mask_mod(before, 64, 64)  # the compiler's own memory is not the mask's
+    tracemalloc.start()
+    mask = BlockMask.from_mask_mod(before, length, length)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert mask == BlockMask.causal(length, length)
+    assert most < length * length / 8
+
+
+# ---- pictures and words -----------------------------------------------------------------------------
+
+
+def test_a_picture_has_a_sign_for_each_block() -> None:
+    mask = BlockMask.causal(64, 96, 32, causal_offset=32)
+    assert mask.picture() == "█▒·\n██▒"
+    assert str(mask) == (
+        "BlockMask(heads=1, seq_q=64, seq_k=96, block_size=(32, 32), density=0.8333, patterns=1)"
+    )
+    both = BlockMask.stack([mask, BlockMask.band(64, 96, -64, 96, 32)])
+    assert both.picture(head=1) == "███\n███"
+
+
+@given(dense_masks(), st.integers(1, 10))
+def test_a_shrunk_picture_shows_what_a_square_of_blocks_has_in_common(
+    drawn: tuple[Dense, Any], width: int
+) -> None:
+    mask = BlockMask.from_dense(*drawn)
+    shape = mask.states.shape[1:]
+    step = -(-max(shape) // width)
+    signs = {HIDDEN: "·", FULL: "█"}
+    rows = mask.picture(width, head=mask.heads - 1).split("\n")
+    assert len(rows) == -(-shape[0] // step) <= width
+    for i, row in enumerate(rows):
+        assert len(row) == -(-shape[1] // step) <= width
+        for j, sign in enumerate(row):
+            lines = slice(i * step, (i + 1) * step)
+            square = mask.states[-1, lines, j * step : (j + 1) * step]
+            kinds = set(square.ravel().tolist())
+            assert sign == (signs.get(kinds.pop(), "▒") if len(kinds) == 1 else "▒")
+
+
+@pytest.mark.parametrize("heads", [1, 5])
+def test_a_picture_is_written_as_png(tmp_path: Path, heads: int) -> None:
+    pytest.importorskip("matplotlib")
+    BlockMask.bigbird(512, 256, 32, heads=heads).save_picture(tmp_path / "mask.png")
+    assert (tmp_path / "mask.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == "matplotlib"] + ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install 'minitorch-flash\[plot\]'"):
+        BlockMask.causal(64, 64).save_picture(tmp_path / "mask.png")
+
+
+def test_nothing_to_see_is_a_mask_too() -> None:
+    for seq_q, seq_k in ((0, 5), (5, 0), (0, 0)):
+        for mask in (
+            BlockMask.causal(seq_q, seq_k), BlockMask.butterfly(seq_q, seq_k),
+            BlockMask.strided(seq_q, seq_k), BlockMask.bigbird(seq_q, seq_k),
+            BlockMask.local_global(seq_q, seq_k, 3), BlockMask.from_dense(np.ones((seq_q, seq_k), bool)),
+            BlockMask.from_mask_mod(lambda b, h, r, c: True, seq_q, seq_k),
+        ):  # fmt: skip
+            assert mask.dense().shape == (1, seq_q, seq_k)
+            assert mask.density == 0.0 and mask.picture() == "" and (mask | mask) == mask
+            for by_keys in (False, True):
+                tiles = mask.tile_list(16, 16, by_keys)
+                lines = -(-(seq_k if by_keys else seq_q) // 16)
+                assert tiles.tile_ptr.tolist() == [0] * (lines + 1)
+                assert len(tiles.tile_ids) == len(tiles.tile_full) == 0
+
+
+# ---- errors -----------------------------------------------------------------------------------------
+
+SQUARE = np.ones((1, 2, 2), np.int32)
+NOISE = np.eye(32, dtype=bool)[None]
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda: BlockMask(SQUARE, 64, 64, 24), ValueError, r"multiple of 16.*24.*\(32, 32\)"),
+        (lambda: BlockMask(SQUARE, 64, 64, 0), ValueError, "block_size must be 1 or more, got 0"),
+        (lambda: BlockMask(SQUARE, 64, 64, (32, -32)), ValueError, "block_size.*got -32"),
+        (lambda: BlockMask(SQUARE, 64, 64, 32.0), TypeError, "block_size.*whole number, got 32.0"),
+        (lambda: BlockMask(SQUARE, 64, 64, (32,)), TypeError, r"block_size.*\(rows, columns\)"),
+        (lambda: BlockMask(SQUARE, -1, 64, 32), ValueError, "seq_q must be 0 or more, got -1"),
+        (lambda: BlockMask(SQUARE, 64, 64.5, 32), TypeError, "seq_k must be"),  # type: ignore[arg-type]
+        (lambda: BlockMask(SQUARE, 65, 64, 32), ValueError, r"\(heads, 3, 2\).*got \(1, 2, 2\)"),
+        (lambda: BlockMask(SQUARE[:0], 64, 64, 32), ValueError, r"got \(0, 2, 2\)"),
+        (lambda: BlockMask(SQUARE[None], 64, 64, 32), ValueError, r"got \(1, 1, 2, 2\)"),
+        (lambda: BlockMask(SQUARE * 0.5, 64, 64, 32), TypeError, "whole numbers.*float64"),
+        (lambda: BlockMask(SQUARE * 2, 64, 64, 32), ValueError, "from 0 to 1: .*0 patterns.*to 2"),
+        (lambda: BlockMask(SQUARE * 3, 64, 64, 32, NOISE), ValueError, "from 0 to 2: .*1 patterns"),
+        (lambda: BlockMask(-SQUARE, 64, 64, 32), ValueError, "got from -1"),
+        (lambda: BlockMask(SQUARE, 64, 64, 32, NOISE * 1), TypeError, "patterns must be boolean"),
+        (lambda: BlockMask(SQUARE, 64, 64, 32, NOISE[0]), ValueError, r"\(count, 32, 32\)"),
+        (lambda: BlockMask.from_dense(np.ones((4, 4))), TypeError, "boolean.*float64.*mask != 0"),
+        (lambda: BlockMask.from_dense(np.ones((1, 1, 4, 4), bool)), ValueError, "batch.*attn_mask"),
+        (lambda: BlockMask.from_dense(np.ones(4, bool)), ValueError, r"\(seq_q, seq_k\).*got \(4,\)"),
+        (lambda: BlockMask.from_dense(np.ones((0, 4, 4), bool)), ValueError, r"got \(0, 4, 4\)"),
+        (lambda: BlockMask.from_mask_mod(3, 4, 4), TypeError, "must be a function.*got int"),  # type: ignore[arg-type]
+        (lambda: BlockMask.from_mask_mod(lambda r, c: True, 4, 4), TypeError, "batch, head, row, col"),
+        (lambda: BlockMask.from_mask_mod(lambda *_: True, 4, 4, heads=0), ValueError, "heads must be 1"),
+        (lambda: BlockMask.local(64, 64, -2), ValueError, "left must be -1 or more, got -2"),
+        (lambda: BlockMask.local(64, 64, 2, 2.5), TypeError, "right must be a whole"),  # type: ignore[arg-type]
+        (lambda: BlockMask.causal(64, 64, 16, 0.5), TypeError, "causal_offset"),  # type: ignore[arg-type]
+        (lambda: BlockMask.local_global(64, 64, 2, global_tokens=[64]), ValueError, "from 0 to 63.*64"),
+        (lambda: BlockMask.local_global(64, 64, 2, global_tokens=-1), ValueError, "global_tokens.*-1"),
+        (lambda: BlockMask.local_global(64, 64, 2, global_tokens=[0.5]), TypeError, "whole numbers"),  # type: ignore[list-item]
+        (lambda: BlockMask.strided(64, 64, 0), ValueError, "stride must be 1 or more"),
+        (lambda: BlockMask.bigbird(64, 64, window=2), ValueError, "odd.*got 2; take 3"),
+        (lambda: BlockMask.bigbird(64, 64, heads=0), ValueError, "heads must be 1"),
+        (lambda: BlockMask.bigbird(64, 64, seed=-1), ValueError, "seed must be 0"),
+        (lambda: BlockMask.bigbird(64, 64, random_blocks=-1), ValueError, "random_blocks"),
+        (lambda: BlockMask.causal(64, 64) & BlockMask.causal(64, 65), ValueError, "& needs.*seq_k=65"),
+        (lambda: BlockMask.causal(64, 64) | BlockMask.causal(64, 64, 32), ValueError, r"\| needs.*same"),
+        (
+            lambda: BlockMask.bigbird(64, 64, heads=2) | BlockMask.bigbird(64, 64, heads=3),
+            ValueError, "2 and 3 heads",
+        ),
+        (lambda: BlockMask.causal(64, 64) & True, TypeError, "unsupported operand"),  # type: ignore[operator]
+        (lambda: BlockMask.stack([]), ValueError, "got none"),
+        (
+            lambda: BlockMask.stack([BlockMask.causal(64, 64), BlockMask.causal(32, 64)]),
+            ValueError, "stack needs masks of the same lengths.*seq_q=32",
+        ),
+        (lambda: BlockMask.causal(64, 64).picture(head=1), ValueError, "head must be from 0 to 0, got 1"),
+        (lambda: BlockMask.causal(64, 64).picture(width=0), ValueError, "width must be 1"),
+        (lambda: BlockMask.causal(64, 64).tile_list(0, 16), ValueError, "block_q must be 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_mask_is_refused_with_the_reason(
+    build: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        build()

@@ -1,0 +1,433 @@
+"""The doctor answers wherever Python runs, and each thing that is wrong comes with what mends it."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import minitorch
+from minitorch.__main__ import main
+from minitorch.doctor.command import ranges, report
+from minitorch.doctor.probes import ask
+from minitorch.doctor.rules import Finding, cuda_of_ptx, diagnose, is_within, numbers, owner
+from minitorch.entrance import is_ours, naming_the_doctor
+
+ROOT = Path(minitorch.__file__).parent.parent
+COMMAND = ["-m", "minitorch", "doctor"]
+
+
+def python(*arguments: str, path: tuple[Path, ...] = (), **variables: str) -> Any:
+    """Run Python outside of the checkout, with folders before everything else that it imports from."""
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("NUMBA_")}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (*path, ROOT)))
+    return subprocess.run(
+        [sys.executable, *arguments], env={**environment, **variables}, cwd=Path(sys.prefix),
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+
+
+def package(folder: Path, name: str, source: str) -> Path:
+    """Write a package and return the folder from which it can be imported."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(source, encoding="utf-8")
+    return folder
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+
+def test_a_healthy_environment_has_no_problem() -> None:
+    done = python(*COMMAND, "--json")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0, answer["findings"]
+    assert not any(finding["is_problem"] for finding in answer["findings"])
+    facts = answer["facts"]
+    assert facts["packages"]["numpy"]["version"] == __import__("numpy").__version__
+    assert facts["parallel"]["threads"] >= 1
+    assert facts["blas"]["libraries"]
+    assert Path(facts["library"]["file"]).samefile(minitorch.__file__)
+    said = report(facts, [])
+    for name in ("Python", "numba.cuda", "simulator", "driver", "GPU", "BLAS", "cache"):
+        assert re.search(rf"^{name} +\S", said, re.MULTILINE), name
+
+
+#: What a broken NumPy does when it is imported → what is said of it.
+BROKEN = {
+    "raise ImportError('broken on purpose')": "ImportError: broken on purpose",
+    "raise ValueError('numpy.dtype size changed')": "ValueError: numpy.dtype size changed",
+    "raise SystemExit(3)": "SystemExit: 3",
+    "import os; os._exit(7)": "code 7",
+    "import os; os.abort()": "crashed (SIGABRT)",
+    "import time; time.sleep(60)": "no answer after 3 seconds",
+}
+
+
+@pytest.mark.parametrize("source", BROKEN)
+def test_a_numpy_that_cannot_be_imported_is_reported_and_not_fatal(
+    source: str, tmp_path: Path
+) -> None:
+    done = python(*COMMAND, "--seconds", "3", path=(package(tmp_path, "numpy", source),))
+    assert done.returncode == 1, done.stderr
+    assert BROKEN[source] in done.stdout
+    assert f"rename or move {tmp_path / 'numpy'}" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_it_runs_where_nothing_is_installed() -> None:
+    done = python("-S", *COMMAND)
+    assert done.returncode == 1, done.stderr
+    assert "not installed: numpy, numba" in done.stdout
+    assert f'python -m pip install "numpy{ranges()["numpy"]}"' in done.stdout
+
+
+def test_a_numba_without_cuda_and_another_kernels_are_named(tmp_path: Path) -> None:
+    folder = package(tmp_path, "numba", "__version__ = '0.68.1'")
+    package(tmp_path, "kernels", "def get_kernel(name): ...")
+    done = python(*COMMAND, path=(folder,))
+    assert done.returncode == 1
+    assert "in place of the package numba" in done.stdout
+    assert "in place of the project's package kernels" in done.stdout
+    for name in ("numba", "kernels"):
+        assert f"rename or move {tmp_path / name}" in done.stdout
+
+
+def test_a_library_that_cannot_be_imported_names_the_doctor(tmp_path: Path) -> None:
+    folder = package(tmp_path, "numpy", "raise RuntimeError('no such luck')")
+    done = python("-c", "import minitorch", path=(folder,))
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: minitorch cannot be imported")
+    assert "RuntimeError: no such luck" in last
+    assert "python -m minitorch doctor" in last
+
+
+@pytest.mark.parametrize("script", ["script", "kernels"])
+def test_a_file_in_place_of_our_kernels_is_named(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "kernels.py"
+    file.write_text("print('it runs')\nimport minitorch\nminitorch.tensor([1.0])", encoding="utf-8")
+    (tmp_path / "script.py").write_text("import minitorch", encoding="utf-8")
+    done = python(str(tmp_path / f"{script}.py"))
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: minitorch needs its own package kernels"), done.stderr
+    assert f"Rename or move {file}" in last and "python -m minitorch doctor" in last
+    assert done.stdout.count("it runs") == (script == "kernels"), "no import runs the file"
+
+
+def test_a_package_in_place_of_our_kernels_is_named(tmp_path: Path) -> None:
+    folder = package(tmp_path, "kernels", "def get_kernel(name): ...")
+    done = python("-c", "import minitorch", path=(folder,))
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"finds {folder / 'kernels' / '__init__.py'} instead" in last, done.stderr
+
+
+def test_the_command_wants_to_know_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([])
+    assert left.value.code == 2
+    assert "doctor" in capsys.readouterr().err
+
+
+# -- the parts --------------------------------------------------------------------------------------
+
+
+def test_a_probe_that_prints_and_then_crashes_is_quoted(tmp_path: Path) -> None:
+    source = "import sys; print('minitorch'); sys.stderr.write('last words\\n'); sys.exit(0)"
+    folder = package(tmp_path, "talkative", source)
+    path = [str(folder), *sys.path]
+    assert "SystemExit" in ask("package", "talkative", seconds=60, path=path)["error"]
+    folder = package(
+        tmp_path / "b", "curt", source.replace("sys.exit(0)", "__import__('os')._exit(9)")
+    )
+    path = [str(folder), *sys.path]
+    answer = ask("package", "curt", seconds=60, path=path)
+    assert answer["error"] == "the process ended with code 9 and no answer: last words"
+
+
+def test_an_error_of_our_own_code_stays_what_it_is() -> None:
+    file = str(ROOT / "minitorch" / "operators.py")
+    for source, kind in (("1 / 0", ZeroDivisionError), ("def f(:", SyntaxError)):
+        with pytest.raises(kind), naming_the_doctor():
+            exec(compile(source, file, "exec"))
+    with pytest.raises(ImportError, match="doctor") as raised, naming_the_doctor():
+        json.loads("{")
+    assert isinstance(raised.value.__cause__, json.JSONDecodeError)
+    assert is_ours(ImportError("no such name", name="minitorch.operators"))
+    assert not is_ours(ModuleNotFoundError("gone", name="a_package_that_is_not_there"))
+
+
+@pytest.mark.parametrize(
+    "name", ["__main__", "doctor/command", "doctor/probes", "doctor/rules", "entrance"]
+)
+def test_the_doctors_files_are_read_by_an_old_python_and_import_nothing_else(name: str) -> None:
+    source = (ROOT / "minitorch" / f"{name}.py").read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source, feature_version=(3, 8))):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        else:
+            continue
+        tops = {module.split(".")[0] for module in modules}
+        assert tops <= {*sys.stdlib_module_names, "minitorch"}
+
+
+releases = st.lists(st.integers(0, 30), min_size=1, max_size=3).map(lambda x: ".".join(map(str, x)))
+
+
+@given(releases, releases, releases)
+def test_ranges_are_read_as_pip_reads_them(version: str, low: str, high: str) -> None:
+    def compared(a: str, b: str) -> int:
+        left, right = ((*numbers(each), 0, 0, 0)[:3] for each in (a, b))
+        return (left > right) - (left < right)
+
+    expected = compared(version, low) >= 0 and compared(version, high) < 0
+    assert is_within(version, f">={low},<{high}") == expected
+    assert is_within(version, f"<{high}, >={low}") == expected
+
+
+def test_the_ranges_are_those_of_the_project() -> None:
+    found = ranges()
+    assert set(found) == {
+        "python", "numpy", "numba", "ml_dtypes", "scipy", "safetensors", "threadpoolctl", "tqdm",
+        "numba-cuda",
+    }  # fmt: skip
+    assert all(re.fullmatch(r">=[\d.]+,<[\d.]+", bounds) for bounds in found.values())
+
+
+def test_who_owns_numba_cuda_is_read_off_its_file() -> None:
+    site = "/home/numba_cuda/lib/python3.11/site-packages"
+    assert owner(f"{site}/numba/cuda/__init__.py") == "numba's own deprecated target"
+    assert owner(f"{site}/numba_cuda/numba/cuda/__init__.py") == "numba-cuda"
+    assert owner("C:\\site-packages\\numba_cuda\\numba\\cuda\\__init__.py") == "numba-cuda"
+    assert "unknown" in owner("/elsewhere/cuda.py")
+
+
+@pytest.mark.parametrize(
+    ("ptx", "cuda"), [("7.8", (11, 8)), ("8.4", (12, 4)), ("8.7", (12, 8)), ("9.0", (13, 0))]
+)
+def test_a_version_of_ptx_belongs_to_a_version_of_cuda(ptx: str, cuda: tuple[int, int]) -> None:
+    assert cuda_of_ptx(ptx) == cuda
+
+
+# -- machines that are not here -----------------------------------------------------------------------
+
+GPU = {"name": "NVIDIA H200", "major": 9, "minor": 0, "shared": 49152, "shared_optin": 232448}
+#: A machine with a GPU on which everything works.
+WELL: dict[str, Any] = {
+    "python": {"version": "3.11.7", "executable": "/v/bin/python", "platform": "Linux x86_64"},
+    "minitorch": "/p/minitorch",
+    "ranges": ranges(),
+    "installed": {"numba-cuda": "0.30.4"},
+    "environment": {},
+    "kernels": {
+        "file": "/p/kernels/__init__.py", "is_ours": True, "other_installed": None, "root": "/p",
+        "expected": "/p/kernels/__init__.py",
+    },
+    "cache": {"folder": "/p/kernels/__pycache__", "why_not": None},
+    "packages": {
+        name: {"installed": version, "version": version, "file": f"/s/{name}.py", "shadowed": False}
+        for name, version in {
+            "numpy": "2.4.6", "numba": "0.68.1", "ml_dtypes": "0.6.0", "scipy": "1.17.1",
+            "safetensors": "0.8.0", "threadpoolctl": "3.8.0", "tqdm": "4.70.1",
+        }.items()
+    },
+    "driver": {"driver": "13.0", "release": "580.65.06", "devices": [GPU]},
+    "cuda": {
+        "file": "/s/numba_cuda/numba/cuda/__init__.py", "simulator": False, "ptx": "9.0",
+        "toolkit": "13.0",
+    },
+    "launch": {},
+    "blas": {"libraries": [{"internal_api": "openblas", "version": "0.3.31"}]},
+    "parallel": {"layer": "omp", "threads": 2},
+    "layers": {"tbb": {"error": "ImportError"}, "omp": {}, "workqueue": {}},
+    "library": {"file": "/p/minitorch/__init__.py", "seconds": 1.0, "rungs": ["flash2", "naive"]},
+}  # fmt: skip
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def _set(*path: str, **values: Any) -> Change:
+    def change(facts: dict[str, Any]) -> None:
+        for key in path:
+            facts = facts[key]
+        facts.update(values)
+
+    return change
+
+
+def _numpy(version: str) -> Change:
+    return _set("packages", "numpy", installed=version)
+
+
+def _both(*changes: Change) -> Change:
+    return lambda facts: [change(facts) for change in changes]
+
+
+OLD_DRIVER = _both(
+    _set("driver", driver="12.2"), _set("launch", error="CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+)
+NO_DRIVER = _set(driver={"driver": None, "reason": "no libcuda.so.1", "devices": []})
+#: What is wrong → what is said, and what to do about it.
+SICK: dict[str, tuple[Change, str, str]] = {
+    "wrong Python": (_set("python", version="3.9.18"), "Python 3.9.18", "PYTHON=python3.12"),
+    "Python too new": (_set("python", version="3.14.0"), "Python 3.14.0", "PYTHON=python3.12"),
+    "NumPy too new for numba-cuda": (
+        _both(_numpy("2.5.0"), _set(cuda={"error": "AttributeError: no attribute 'row_stack'"})),
+        "NumPy 2.5.0 is too new for numba-cuda 0.30.4", 'pip install "numpy>=2.1.2,<2.5"',
+    ),
+    "NumPy too old": (_numpy("1.26.4"), "numpy is 1.26.4", 'pip install "numpy>=2.1.2,<2.5"'),
+    "a dependency is missing": (
+        _set("packages", "tqdm", installed=None, file=None), "not installed: tqdm",
+        'pip install "tqdm>=4.60,<5"',
+    ),
+    "numba is broken": (
+        _set("packages", "numba", error="OSError: libllvmlite.so: not found"),
+        "numba 0.68.1 cannot be imported: OSError", 'pip install --force-reinstall "numba>=0.61,<0.70"',
+    ),
+    "numba is too old for NumPy": (
+        _set("packages", "numba", installed="0.61.0", error="Numba needs NumPy 2.1 or less. Got"),
+        "numba 0.61.0 is too old for NumPy 2.4.6", 'pip install --upgrade "numba>=0.61,<0.70"',
+    ),
+    "PTX newer than the driver": (
+        OLD_DRIVER, "reads CUDA 12.2, and kernels are compiled to PTX 9.0 of CUDA 13.0",
+        "update the driver to one of CUDA 13.0 or newer, or python -m pip install \"numba-cuda[cu12]",
+    ),
+    "PTX newer by a minor version": (
+        _both(OLD_DRIVER, _set("driver", driver="13.0"), _set("cuda", ptx="9.5")),
+        "PTX 9.5 of CUDA 13.5", '"cuda-toolkit==13.0.*"',
+    ),
+    "a driver of long ago": (
+        _both(OLD_DRIVER, _set("driver", driver="11.4")), "reads CUDA 11.4", "update the driver",
+    ),
+    "no NVVM": (
+        _set(cuda={
+            "file": "/s/numba_cuda/numba/cuda/__init__.py", "simulator": False,
+            "ptx_error": "NvvmSupportError: libNVVM cannot be found",
+        }),
+        "NVVM, their compiler, was not found", 'pip install "numba-cuda[cu13]',
+    ),
+    "no numba.cuda": (
+        _set(cuda={"error": "ModuleNotFoundError: No module named 'numba.cuda'"}, installed={}),
+        "numba.cuda cannot be imported", 'pip install --force-reinstall "numba>=0.61,<0.70"',
+    ),
+    "a GPU of long ago": (
+        _set("driver", devices=[{**GPU, "name": "Tesla V100", "major": 7}]),
+        "Tesla V100 has compute capability 7.0", "numba-cuda[cu12]",
+    ),
+    "a kernel fails": (
+        _set("launch", error="the process crashed (SIGSEGV)"),
+        "cannot run on the GPU: the process crashed (SIGSEGV)", "nvidia-smi",
+    ),
+    "the driver hangs": (
+        _set(driver={"error": "no answer after 60 seconds"}),
+        "the CUDA driver cannot be asked: no answer", "busy, ask again with --seconds 600",
+    ),
+    "Hugging Face's kernels in place of ours": (
+        _set("kernels", is_ours=False, file="/s/kernels/__init__.py", other_installed="0.5.0"),
+        "Hugging Face's package kernels 0.5.0 is imported in place of ours", "pip uninstall kernels",
+    ),
+    "Hugging Face's kernels beside ours": (
+        _set("kernels", other_installed="0.5.0"), "kernels 0.5.0 is installed too", "pip uninstall kernels",
+    ),
+    "any other kernels": (
+        _set("kernels", is_ours=False, file="/x/kernels.py"), "/x/kernels.py is imported in place of",
+        "rename or move /x/kernels.py",
+    ),
+    "no kernels": (
+        _set("kernels", is_ours=False, file=None), "kernels is missing", "python -m pip install -e .",
+    ),
+    "kernels of another copy": (
+        _set("kernels", file="/q/kernels/__init__.py"),
+        "one copy of the project and kernels from another", "start Python in /p",
+    ),
+    "no BLAS": (
+        _set("blas", error="ImportError: scipy is required"), "numba finds no BLAS in SciPy",
+        'pip install --force-reinstall "scipy>=1.14,<2"',
+    ),
+    "no threading layer": (
+        _set("parallel", error="ValueError: No threading layer could be loaded"),
+        "no parallel loop can run", 'pip install "tbb"',
+    ),
+    "a threading layer that is not there": (
+        _both(
+            _set("parallel", error="ValueError: No threading layer could be loaded"),
+            _set("environment", NUMBA_THREADING_LAYER="tbb"),
+        ),
+        "no parallel loop can run", "unset NUMBA_THREADING_LAYER, which asks for tbb",
+    ),
+    "the cache cannot be written": (
+        _set("cache", why_not="[Errno 13] Permission denied"), "Permission denied", "NUMBA_CACHE_DIR",
+    ),
+    "JIT is off": (
+        _set("environment", NUMBA_DISABLE_JIT="1"), "NUMBA_DISABLE_JIT", "unset NUMBA_DISABLE_JIT",
+    ),
+    "no rung is named so": (
+        _set("environment", MINITORCH_RUNG="flash9"), "MINITORCH_RUNG is 'flash9'",
+        "set it to one of flash2, naive",
+    ),
+    "a variable names no file": (
+        _set("cuda", error="ValueError: NUMBA_CUDA_DRIVER /nope is not a valid file path"),
+        "numba.cuda cannot be imported", "unset NUMBA_CUDA_DRIVER, or set it right",
+    ),
+    "our own code is broken": (
+        _set("library", error="NameError: name 'x'", place="/p/minitorch/operators.py:7"),
+        "import minitorch fails: NameError", "/p/minitorch/operators.py:7",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_each_problem_is_named_with_what_mends_it(name: str) -> None:
+    change, what, remedy = SICK[name]
+    facts = copy.deepcopy(WELL)
+    change(facts)
+    found = [finding for finding in diagnose(facts) if finding.is_problem]
+    assert len(found) == 1, found
+    assert what in found[0].what
+    assert remedy in found[0].remedy
+    said = report(facts, found)
+    assert f"PROBLEM: {found[0].what}\n  what to do: {found[0].remedy}" in said
+    assert said.endswith("\n1 problem")
+
+
+#: What is worth a word, and no problem.
+FINE: dict[str, tuple[Change, str]] = {
+    "nothing": (lambda facts: None, ""),
+    "no GPU": (_both(NO_DRIVER, lambda facts: facts.pop("launch")), ""),
+    "no GPU, and no compiler": (
+        _both(NO_DRIVER, _set(installed={}, cuda={
+            "file": "/s/numba/cuda/__init__.py", "simulator": False, "ptx_error": "no libnvvm",
+        })),
+        "CUDA kernels cannot be compiled",
+    ),
+    "PTX newer than the driver, and kernels run": (_set("cuda", ptx="9.5"), ""),
+    "a hidden GPU": (
+        _both(_set("driver", devices=[]), lambda facts: facts.pop("launch")), "shows no GPU",
+    ),
+    "a GPU and numba's own target": (
+        _both(_set("cuda", file="/s/numba/cuda/__init__.py"), _set(installed={})), "no numba-cuda",
+    ),
+    "a BLAS that is not known": (_set("blas", libraries=[]), "none that threadpoolctl knows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_what_is_no_problem_is_at_most_said(name: str) -> None:
+    change, said = FINE[name]
+    facts = copy.deepcopy(WELL)
+    change(facts)
+    found: list[Finding] = diagnose(facts)
+    assert not any(finding.is_problem for finding in found)
+    assert [said in finding.what for finding in found] == [True] * bool(said)
+    assert report(facts, found).endswith("no problems")

@@ -1,0 +1,461 @@
+"""Tensor.flash_attention against the composed baseline, and what both refuse."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernels
+import minitorch
+from kernels.common.philox import keep_scale
+from minitorch import CudaBackend, FastBackend, SimpleBackend, Tensor, naive_attention
+
+from ...support.attention_strategies import FEATURES, SCORE_MODS, Case, cases, neighbours
+from ...support.tolerances import assert_close_arrays
+
+BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_key_that_a_floating_mask_hides_from_all_may_be_anything(backend: Any) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, 2, 70, 8)) for _ in range(4))
+    mask = rng.standard_normal((70, 70))
+    mask[:, [3, 50]] = -np.inf
+    results = []
+    for planted in (0.0, np.nan, np.inf):
+        k[:, :, 3], v[:, :, 50] = planted, planted
+        tensors = [minitorch.from_numpy(x, backend, requires_grad=True) for x in (q, k, v)]
+        bias = minitorch.from_numpy(mask, backend)
+        out = tensors[0].flash_attention(*tensors[1:], attn_mask=bias)
+        out.backward(minitorch.from_numpy(dout, backend))
+        found = [out.to_numpy(), *(t.grad.to_numpy() for t in tensors)]  # type: ignore[union-attr]
+        results.append(np.concatenate([x.reshape(-1) for x in found]))
+    assert np.isfinite(results[0]).all()
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], 1e-12, 1e-12)
+
+
+def attend(attention: Any, case: Case, backend: Any, **more: Any) -> dict[str, Any]:
+    """Run one attention on tensors, forward and backward; floating masks get their gradient too."""
+    tensors = [minitorch.from_numpy(x, backend, requires_grad=True) for x in case.operands]
+    options = {**case.options, **more}
+    names = ["dq", "dk", "dv"]
+    if case.has_mask_gradient:
+        options["attn_mask"] = minitorch.from_numpy(options["attn_mask"], backend, True)
+        tensors.append(options["attn_mask"])
+        names.append("dmask")
+    out, lse = attention(*tensors[:3], return_lse=True, **options)
+    out.backward(minitorch.from_numpy(case.dout, backend))
+    if case.dlse is not None:
+        lse.backward(minitorch.from_numpy(case.dlse, backend))
+    gradients = [t.grad.to_numpy() for t in tensors if t.grad is not None]
+    results = {"out": out.to_numpy(), "lse": lse.to_numpy()}
+    return {**results, **dict(zip(names, gradients, strict=True))}
+
+
+ON = [
+    pytest.param(attention, backend, id=f"{attention.__name__} {name}")
+    for attention in (Tensor.flash_attention, naive_attention)
+    for name, backend in BACKENDS.items()
+]
+SMALL = {"lengths": st.integers(1, 7), "dims": st.integers(1, 4)}
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("attention", "backend"), ON)
+@given(case=cases(features=FEATURES, leads=st.lists(st.integers(1, 2), max_size=2), **SMALL))
+def test_every_option_is_the_textbook(attention: Any, backend: Any, case: Case) -> None:
+    case.check(attend(attention, case, backend), f"by {attention.__name__}")
+
+
+@given(case=cases())
+@settings(max_examples=20)
+def test_long_rows_are_the_textbook(case: Case) -> None:
+    for attention in (Tensor.flash_attention, naive_attention):
+        case.check(attend(attention, case, FastBackend), f"by {attention.__name__}")
+
+
+#: Options that together touch every step of a score, and bits that drop some probabilities.
+EVERYTHING: dict[str, Any] = {
+    "is_causal": True, "causal_offset": 1, "window_size": (3, -1), "softcap": 2.0, "scale": 0.8,
+    "alibi_slopes": [0.1, 0.3], "enable_gqa": True, "dropout_p": 0.3, "seed": 7,
+    "mask_mod": neighbours, "score_mod": SCORE_MODS[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+@pytest.mark.parametrize("options", [{"is_causal": True, "enable_gqa": True}, EVERYTHING])
+def test_gradients_are_finite_differences(
+    attention: Any, backend: Any, options: dict[str, Any]
+) -> None:
+    shapes = [(2, 2, 5, 3), (2, 1, 4, 3), (1, 1, 4, 2), (2, 1, 4)]
+    *operands, mask = (minitorch.rand(shape, backend) for shape in shapes)
+
+    def both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Depend on out and on lse, so that one backward pass gets both gradients."""
+        out, lse = attention(q, k, v, mask, return_lse=True, **options)
+        return (out * out).sum() + (lse * lse).sum()
+
+    minitorch.grad_check(both, *operands, mask, tol=1e-5)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("attention", [Tensor.flash_attention, naive_attention])
+@pytest.mark.parametrize("kind", [bool, np.float64])
+def test_a_device_does_what_the_host_does(attention: Any, kind: Any) -> None:
+    rng = np.random.default_rng(0)
+    shapes = (2, 2, 5, 3), (2, 1, 4, 3), (1, 1, 4, 2), (2, 2, 5, 2)
+    q, k, v, dout = (rng.standard_normal(shape) for shape in shapes)
+    slopes = minitorch.tensor(EVERYTHING["alibi_slopes"], FastBackend)
+    mask = rng.standard_normal((2, 1, 4))
+    options = {
+        **EVERYTHING,
+        "alibi_slopes": slopes,
+        "attn_mask": mask > -0.5 if kind is bool else mask,
+    }
+    case = Case(q, k, v, dout, options, (4, 4), rng.standard_normal((2, 2, 5)))
+    expected = attend(naive_attention, case, FastBackend)
+    for name, got in attend(attention, case, CudaBackend).items():
+        assert_close_arrays(
+            got, expected[name], np.float64, f"{name} by {attention.__name__}", 10.0
+        )
+
+
+def test_no_history_without_a_gradient() -> None:
+    q = minitorch.rand((1, 3, 2))
+    assert q.flash_attention(q, q).history is None
+    assert [t.history for t in q.flash_attention(q, q, return_lse=True)] == [None, None]
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+def test_each_of_two_results_may_be_used_alone(attention: Any, backend: Any) -> None:
+    q, k = (minitorch.rand(shape, backend) for shape in ((2, 3, 2), (2, 4, 2)))
+    minitorch.grad_check(lambda q, k: attention(q, k, k, return_lse=True)[0], q, k, tol=1e-5)
+    minitorch.grad_check(lambda q, k: attention(q, k, k, return_lse=True)[1], q, k, tol=1e-5)
+
+
+def test_one_tensor_as_query_key_and_value_gets_the_sum_of_gradients() -> None:
+    x = minitorch.rand((2, 4, 3), FastBackend)
+    minitorch.grad_check(lambda x: x.flash_attention(x, x, is_causal=True), x, tol=1e-5)
+
+
+def test_signatures_show_the_options_in_pytorch_order() -> None:
+    names = list(inspect.signature(Tensor.flash_attention).parameters)
+    assert names[:8] == [
+        "self", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa",
+    ]  # fmt: skip
+    options = names[3:]
+    assert list(inspect.signature(naive_attention).parameters)[3:] == options
+    assert list(inspect.signature(kernels.flash_attention_forward).parameters)[3:-1] == options
+    assert list(inspect.signature(kernels.make_problem).parameters)[3:] == options
+
+
+def ones(*shape: int, dtype: Any = np.float32, backend: Any = FastBackend) -> Tensor:
+    return minitorch.from_numpy(np.ones(shape, dtype), backend)
+
+
+WRONG = {
+    "rank": (lambda a: a(ones(4), ones(4), ones(4)), ValueError, "two dimensions"),
+    "head_dim": (lambda a: a(ones(2, 3), ones(2, 4), ones(2, 4)), ValueError, "3 and 4"),
+    "seq_k": (lambda a: a(ones(2, 3), ones(4, 3), ones(5, 3)), ValueError, "4 and 5"),
+    "batch": (
+        lambda a: a(ones(2, 1, 3, 4), ones(3, 1, 3, 4), ones(3, 1, 3, 4)), ValueError, "broadcast",
+    ),
+    "empty": (lambda a: a(ones(2, 3), ones(0, 3), ones(0, 3)), ValueError, "at least one row"),
+    "wide": (lambda a: a(ones(2, 257), ones(2, 257), ones(2, 257)), ValueError, "from 1 to 256"),
+    "dtype": (
+        lambda a: a(ones(2, 3), ones(2, 3, dtype=np.float64), ones(2, 3)), TypeError, "float64",
+    ),
+    "integer": (
+        lambda a: a(*(ones(2, 3, dtype=np.int64) for _ in range(3))), TypeError, "int64",
+    ),
+    "backend": (
+        lambda a: a(ones(2, 3), ones(2, 3, backend=SimpleBackend), ones(2, 3)), TypeError, "SimpleOps",
+    ),
+    "array": (lambda a: a(ones(2, 3), np.ones((2, 3), np.float32), ones(2, 3)), TypeError, "ndarray"),
+    "mask shape": (
+        lambda a: a(ones(2, 3), ones(4, 3), ones(4, 3), np.ones((3, 4), bool)), ValueError, "(3, 4)",
+    ),
+    "mask dtype": (
+        lambda a: a(ones(2, 3), ones(4, 3), ones(4, 3), np.ones((2, 4), int)), TypeError, "int64",
+    ),
+    "mask type": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), "causal"), TypeError, "str"),
+    "p = 1": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), dropout_p=1.0), ValueError, "[0, 1)"),
+    "p < 0": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), None, -0.1), ValueError, "-0.1"),
+    "scale 0": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), scale=0), ValueError, "not zero"),
+    "scale nan": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), scale=float("nan")), ValueError, "finite",
+    ),
+    "scale str": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), scale="1"), TypeError, "str"),
+    "causal": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), is_causal=3), TypeError, "True or"),
+    "rung": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), rung=7), TypeError, "rung"),
+    "flag": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), deterministic="no"), TypeError,
+        "deterministic must be True or False, got 'no' (str)",
+    ),
+    "half an offset": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), causal_offset=0.5), TypeError, "0.5 (float)",
+    ),
+    "window": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), window_size=3), TypeError, "(left, right)",
+    ),
+    "cap": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), softcap="5"), TypeError, "'5' (str)"),
+    "seed": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), seed="x"), TypeError, "or None"),
+    "p str": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), dropout_p="0"), TypeError, "a number"),
+    "close option": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), causal=True), TypeError,
+        "attention has no option 'causal' (did you mean is_causal?); its options are attn_mask, ",
+    ),
+    "too many": (
+        lambda a: a(*(ones(2, 3) for _ in range(3)), None, 0.0, False, None, False, 1), TypeError,
+        "scale, enable_gqa), got ",
+    ),
+    "twice": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), None, attn_mask=None), TypeError,
+        "attn_mask twice",
+    ),
+    "grouped heads": (
+        lambda a: a(ones(1, 4, 3, 2), ones(1, 3, 3, 2), ones(1, 3, 3, 2), enable_gqa=True),
+        ValueError, "q a multiple of it; got 4, 3 and 3 heads",
+    ),
+    "no heads": (
+        lambda a: a(ones(3, 2), ones(3, 2), ones(3, 2), enable_gqa=True), ValueError, "needs heads",
+    ),
+    "offset": (
+        lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), causal_offset=1), ValueError, "is_causal",
+    ),
+    "option": (lambda a: a(ones(2, 3), ones(2, 3), ones(2, 3), causal=True), TypeError, "causal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", [Tensor.flash_attention, naive_attention])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_says_what_is_wrong(name: str, attention: Any) -> None:
+    call, error, text = WRONG[name]
+    with pytest.raises(error) as caught:
+        call(attention)
+    assert text in str(caught.value)
+
+
+def test_an_unknown_rung_names_those_that_run() -> None:
+    x = ones(2, 3)
+    with pytest.raises(ValueError, match=r"'flash9'.*flash2"):
+        x.flash_attention(x, x, rung="flash9")
+
+
+def boolean(shape: tuple[int, ...], backend: Any = None) -> Any:
+    array = np.random.default_rng(3).random(shape) > 0.3
+    return array if backend is None else minitorch.from_numpy(array, backend)
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+def test_a_boolean_mask_may_be_an_array_or_a_tensor_of_any_host_backend(
+    attention: Any, backend: Any
+) -> None:
+    q = minitorch.rand((2, 3, 4, 2), backend)
+    expected = attention(q, q, q, boolean((3, 4, 4))).to_numpy()
+    for kind in BACKENDS.values():
+        given = attention(q, q, q, boolean((3, 4, 4), kind)).to_numpy()
+        np.testing.assert_array_equal(given, expected)
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+def test_slopes_may_be_a_list_an_array_or_a_tensor(attention: Any, backend: Any) -> None:
+    q = minitorch.rand((2, 3, 4, 2), backend)
+    slopes = [0.5, 0.25, 0.125]
+    kinds = [slopes, np.array(slopes), *(minitorch.tensor(slopes, b) for b in BACKENDS.values())]
+    first, *others = [attention(q, q, q, alibi_slopes=kind).to_numpy() for kind in kinds]
+    for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
+#: A score_mod without its derivative.
+HALF = {"score_mod": lambda s, b, h, r, c: s / 2}
+PLACES = {
+    "a floating array": (lambda a, x: a(x, x, x, np.zeros((2, 2))), TypeError, "got ndarray; make one"),
+    "another backend": (
+        lambda a, x: a(x, x, x, minitorch.zeros((2, 2), SimpleBackend)), TypeError, "got SimpleOps",
+    ),
+    "learnt slopes": (
+        lambda a, x: a(x, x, x, alibi_slopes=minitorch.tensor([1.0], FastBackend, True)), ValueError,
+        "floating attn_mask",
+    ),
+    "no derivative": (lambda a, x: a(x, x, x, **HALF), ValueError, "needs its derivative"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", [Tensor.flash_attention, naive_attention])
+@pytest.mark.parametrize("name", PLACES)
+def test_what_cannot_be_read_or_learnt_says_so(name: str, attention: Any) -> None:
+    call, error, text = PLACES[name]
+    x = minitorch.rand((2, 2), FastBackend, requires_grad=True)
+    with pytest.raises(error, match=text):
+        call(attention, x)
+
+
+def test_a_score_mod_alone_is_enough_without_a_gradient() -> None:
+    x = minitorch.rand((2, 2), FastBackend)
+    np.testing.assert_allclose(
+        x.flash_attention(x, x, **HALF).to_numpy(), naive_attention(x, x, x, **HALF).to_numpy()
+    )
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+def test_dropout_is_decided_by_the_seed(attention: Any, backend: Any) -> None:
+    x = minitorch.rand((2, 4, 4), backend)
+
+    def out(**options: Any) -> Any:
+        return attention(x, x, x, dropout_p=0.5, **options).to_numpy()
+
+    np.testing.assert_array_equal(out(seed=3), out(seed=3))
+    assert (out(seed=3) != out(seed=4)).any()
+    minitorch.manual_seed(1)
+    first, second = out(), out()
+    minitorch.manual_seed(1)
+    np.testing.assert_array_equal(out(), first)
+    np.testing.assert_array_equal(out(), second)
+    assert (first != second).any()
+    before = random.getstate()
+    out(seed=3)
+    attention(x, x, x, dropout_p=0.0)
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_dropout_shows_its_mask(p: float) -> None:
+    # With keys of zeros every probability is 1 / seq_k, and values that are unit vectors show each.
+    q, v = np.zeros((2, 3, 5, 4)), np.broadcast_to(np.eye(8), (2, 3, 8, 8))
+    tensors = [minitorch.from_numpy(x) for x in (q, np.zeros((2, 3, 8, 4)), v)]
+    out = tensors[0].flash_attention(*tensors[1:], dropout_p=p, seed=11).to_numpy()
+    expected = kernels.dropout_mask((2, 3, 5, 8), p, 11) * keep_scale(p) / 8
+    assert_close_arrays(out, expected, np.float64)
+
+
+@pytest.mark.parametrize(("attention", "backend"), ON)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_nobody_sees_changes_nothing(attention: Any, backend: Any, bad: float) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal(s) for s in ((2, 4, 3), (2, 5, 3), (2, 5, 2), (2, 4, 2)))
+    mask = np.ones((2, 4, 5), bool)
+    mask[0, :, 2] = mask[1, :, 4] = mask[:, 1] = (
+        False  # keys that no row sees; a row that sees none
+    )
+    results = []
+    for fill in (0.0, bad):
+        q[:, 1] = k[0, 2] = k[1, 4] = v[0, 2] = v[1, 4] = dout[:, 1] = fill
+        case = Case(q, k, v, dout, {"attn_mask": mask}, (4, 4))
+        with np.errstate(invalid="ignore"):  # NumPy's tiles do multiply what is then hidden
+            results.append(attend(attention, case, backend))
+    for name, expected in results[0].items():
+        np.testing.assert_array_equal(results[1][name], expected, name)
+    assert (results[0]["out"][:, 1] == 0).all() and (results[0]["lse"][:, 1] == -np.inf).all()
+    assert (results[0]["dq"][:, 1] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.5}, {"dropout_p": 0.3, "seed": 2}], ids=str)
+@pytest.mark.parametrize("backend", [minitorch.SimpleBackend, minitorch.FastBackend])
+def test_a_diagonal_may_lie_as_far_off_as_a_number_says(backend: Any, options: Any) -> None:
+    q = minitorch.rand((1, 2, 3, 4), backend)
+    found = q.flash_attention(q, q, is_causal=True, causal_offset=10**400, **options)
+    assert (found.to_numpy() == q.flash_attention(q, q, **options).to_numpy()).all()
+    nothing = q.flash_attention(q, q, is_causal=True, causal_offset=-(10**400), **options)
+    assert not nothing.to_numpy().any()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = minitorch.rand((2, 3), FastBackend, requires_grad=True)
+    x.flash_attention(x, x).sum().backward()
+    assert x.grad is not None
+    for gradient in (x.grad, (x.grad * x.grad).sum()):
+        with pytest.raises(RuntimeError, match="first order"):
+            gradient.backward()
+    # Nor does one come about by the way: a gradient to start from that has a history loses it.
+    y = minitorch.rand((2, 3), FastBackend, requires_grad=True)
+    x.tanh().backward(y * 2.0)
+    assert x.grad.history is None and y.grad is None
+
+
+def test_a_gradient_of_another_dtype_is_converted() -> None:
+    x = minitorch.rand((2, 3), FastBackend, requires_grad=True, dtype=np.float32)
+    weights = minitorch.rand((2, 3), FastBackend, dtype=np.float64)
+    (x.flash_attention(x, x) * weights).sum().backward()
+    assert x.grad is not None and x.grad.dtype == np.float32
+
+
+def test_backward_checks_what_it_is_given() -> None:
+    x = np.ones((2, 3), np.float32)
+    out, lse = kernels.flash_attention_forward(x, x, x)
+    with pytest.raises(ValueError, match="dout must have the shape"):
+        kernels.flash_attention_backward(out[:1], x, x, x, out, lse)
+    with pytest.raises(TypeError, match="float64"):
+        kernels.flash_attention_backward(out.astype(np.float64), x, x, x, out, lse)
+    for wrong in (None, [1.0]):
+        with pytest.raises(TypeError, match="dout must be an array or a tensor, got"):
+            kernels.flash_attention_backward(wrong, x, x, x, out, lse)
+        with pytest.raises(TypeError, match="lse must be an array or a tensor, got"):
+            kernels.flash_attention_backward(out, x, x, x, out, wrong)
+
+
+@pytest.mark.parametrize("rung", ["flash2", "naive"])
+def test_a_tile_is_two_ints_within_limits(rung: str) -> None:
+    x = np.ones((2, 3), np.float32)
+    for tile in ((0, 4), (10**6, 10**6), (4, -1)):
+        with pytest.raises(ValueError, match=r"each from 1 to 4096, got \("):
+            kernels.flash_attention_forward(x, x, x, tile=tile, rung=rung)
+    for tile in (3, "ab", (4,), (4, 4, 4), (4.0, 4)):
+        with pytest.raises(TypeError, match=r"\(block_q, block_k\), two whole numbers"):
+            kernels.flash_attention_forward(x, x, x, tile=tile, rung=rung)
+    for tile in ([4, 4], (np.int64(4), 4), (4096, 4096)):
+        out, _ = kernels.flash_attention_forward(x, x, x, tile=tile, rung=rung)
+        np.testing.assert_allclose(out, x, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rung", ["flash2", "naive"])
+def test_a_matrix_is_taken_as_an_array(rung: str) -> None:
+    arrays = [np.random.default_rng(i).standard_normal((4, 3)) for i in range(4)]
+    matrices = [x.view(np.matrix) for x in arrays]
+    results = []
+    for dout, *operands in (arrays, matrices):
+        forward = kernels.flash_attention_forward(*operands, rung=rung)
+        results.append((*forward, *kernels.flash_attention_backward(dout, *operands, *forward)))
+    for expected, got in zip(*results, strict=True):
+        assert type(got) is np.ndarray
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        Tensor.flash_attention,
+        Tensor.flash_attention_varlen,
+        naive_attention,
+        kernels.flash_attention_forward,
+        kernels.flash_attention_backward,
+        kernels.flash_attention_varlen_forward,
+        kernels.flash_attention_varlen_backward,
+    ],
+)
+def test_help_describes_what_the_signature_shows(function: Any) -> None:
+    described = inspect.getdoc(function) or ""
+    section = described.split("Args:\n")[1].split("\n\n")[0]
+    entries = [line.split(":")[0].strip() for line in section.split("\n") if line[4] != " "]
+    shown = [name for name in inspect.signature(function).parameters if name != "self"]
+    assert entries == shown
+
+
+@given(case=cases())
+@settings(max_examples=10)
+def test_gradients_in_any_order_are_the_deterministic_ones_to_rounding(case: Case) -> None:
+    one = attend(Tensor.flash_attention, case, FastBackend)
+    case.options["deterministic"] = False
+    for name, got in attend(Tensor.flash_attention, case, FastBackend).items():
+        size = max(1.0, float(np.abs(one[name]).max()))
+        assert_close_arrays(got, one[name], case.q.dtype, what=name, size=size)

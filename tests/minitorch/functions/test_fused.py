@@ -1,0 +1,401 @@
+"""The fused layers: kernel, composed form and float64 NumPy give the same values and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import DataObject, DrawFn, composite, data, integers
+
+from kernels.cpu.layers import fused
+from minitorch import (
+    Adam,
+    Embedding,
+    FastBackend,
+    LayerNorm1d,
+    Parameter,
+    SimpleBackend,
+    Tensor,
+    TensorBackend,
+    from_numpy,
+)
+from minitorch.functions.fused import CrossEntropy, Gelu, LayerNorm, Lookup, Softmax
+from minitorch.modules_basic import composed_layer_norm
+from minitorch.nn import composed_gelu, composed_softmax, composed_softmax_loss
+
+from ...support.tolerances import assert_close_arrays
+from ...tensor_strategies import Array, laid_out, lattice, on_backends, on_dtypes
+
+EPS = 1e-5
+GELU_SCALE = math.sqrt(2.0 / math.pi)
+few = settings(max_examples=15)
+
+# -- the oracles: values and gradients in float64 ----------------------------------------------
+
+
+def softmax_of(x: Array) -> Array:
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def softmax_gradient(dout: Array, x: Array) -> tuple[Array]:
+    probs = softmax_of(x)
+    return (probs * (dout - (probs * dout).sum(-1, keepdims=True)),)
+
+
+def normalised(x: Array) -> tuple[Array, Array]:
+    """Return x with mean 0 and variance 1, and the reciprocal of its standard deviation."""
+    rstd = 1.0 / np.sqrt(x.var(-1, keepdims=True) + EPS)
+    return (x - x.mean(-1, keepdims=True)) * rstd, rstd
+
+
+def layer_norm_of(x: Array, gamma: Array, beta: Array) -> Array:
+    return normalised(x)[0] * gamma + beta
+
+
+def layer_norm_gradient(dout: Array, x: Array, gamma: Array, beta: Array) -> tuple[Array, ...]:
+    x_hat, rstd = normalised(x)
+    d_hat = dout * gamma
+    mean = d_hat.mean(-1, keepdims=True)
+    along = (d_hat * x_hat).mean(-1, keepdims=True)
+    rows = tuple(range(x.ndim - 1))
+    return (d_hat - mean - x_hat * along) * rstd, (dout * x_hat).sum(rows), dout.sum(rows)
+
+
+def gelu_of(x: Array) -> Array:
+    return 0.5 * x * (1.0 + np.tanh(GELU_SCALE * (x + 0.044715 * x**3)))
+
+
+def gelu_gradient(dout: Array, x: Array) -> tuple[Array]:
+    t = np.tanh(GELU_SCALE * (x + 0.044715 * x**3))
+    slope = GELU_SCALE * (1.0 + 3.0 * 0.044715 * x**2)
+    return (dout * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t**2) * slope),)
+
+
+def targets_for(logits: Any) -> npt.NDArray[np.int64]:
+    rows, classes = logits.shape
+    return (np.arange(rows) * 7 + 1) % classes
+
+
+def cross_entropy_of(x: Array) -> Array:
+    largest = x.max(-1)
+    total = np.exp(x - largest[:, None]).sum(-1)
+    return np.log(total) + (largest - x[np.arange(len(x)), targets_for(x)])
+
+
+def cross_entropy_gradient(dout: Array, x: Array) -> tuple[Array]:
+    return (dout[:, None] * (softmax_of(x) - np.eye(x.shape[1])[targets_for(x)]),)
+
+
+class Layer(NamedTuple):
+    """A layer in its three forms."""
+
+    fused: Callable[..., Tensor]
+    composed: Callable[..., Tensor]
+    value: Callable[..., Array]
+    gradient: Callable[..., tuple[Array, ...]]
+
+
+LAYERS = {
+    "softmax": Layer(
+        Softmax.apply, lambda x: composed_softmax(x, x.dims - 1), softmax_of, softmax_gradient
+    ),
+    "layer norm": Layer(
+        lambda x, gamma, beta: LayerNorm.apply(x, gamma, beta, EPS),
+        lambda x, gamma, beta: composed_layer_norm(x, gamma, beta, EPS),
+        layer_norm_of,
+        layer_norm_gradient,
+    ),
+    "gelu": Layer(Gelu.apply, composed_gelu, gelu_of, gelu_gradient),
+    "cross entropy": Layer(
+        lambda x: CrossEntropy.apply(x, targets_for(x)),
+        lambda x: composed_softmax_loss(x, targets_for(x)),
+        cross_entropy_of,
+        cross_entropy_gradient,
+    ),
+}
+in_every_form = pytest.mark.parametrize("form", ["fused", "composed"])
+layers = pytest.mark.parametrize("name", list(LAYERS))
+
+
+def check(
+    name: str,
+    form: str,
+    dtype: npt.DTypeLike,
+    data: DataObject,
+    x: Array,
+    backend: TensorBackend = FastBackend,
+) -> None:
+    """Compare one form of a layer, value and gradients, with NumPy; the layout in memory is drawn."""
+    layer = LAYERS[name]
+    arrays = [x.astype(dtype)]
+    if name == "layer norm":
+        n = x.shape[-1]
+        arrays += [np.linspace(0.5, 1.5, n).astype(dtype), np.linspace(-1, 1, n).astype(dtype)]
+    wide = [array.astype(np.float64) for array in arrays]
+    operands = [data.draw(laid_out(array, backend)) for array in arrays]
+    for operand in operands:
+        operand.requires_grad_(True)
+    out = getattr(layer, form)(*operands)
+    expected = layer.value(*wide)
+    assert_close_arrays(out, expected, dtype, f"{form} {name}", 5.0)
+    dout = np.linspace(-1.0, 2.0, out.size).reshape(out.shape).astype(dtype)
+    out.backward(data.draw(laid_out(dout, backend)))
+    # A row of nearly equal numbers, which the norm stretches a hundredfold, has large gradients.
+    size = 5.0 + (normalised(wide[0])[1].max() * len(x) if name == "layer norm" else 0.0)
+    gradients = layer.gradient(dout.astype(np.float64), *wide)
+    for i, (operand, gradient) in enumerate(zip(operands, gradients, strict=True)):
+        assert_close_arrays(operand.grad, gradient, dtype, f"gradient {i} of {form} {name}", size)
+
+
+@composite
+def small_inputs(draw: DrawFn, name: str, most: int = 5) -> Array:
+    """Draw an input for a layer: one to four dimensions of up to ``most`` elements."""
+    dims = 2 if name == "cross entropy" else draw(integers(1, 4))
+    shape = tuple(draw(integers(1, most)) for _ in range(dims))
+    x = draw(lattice(shape))
+    # No row of equal numbers for layer norm: its variance would be rounding.
+    return x + np.arange(shape[-1]) if name == "layer norm" else x
+
+
+# -- softmax, layer norm, GELU, cross entropy --------------------------------------------------
+
+
+@layers
+@in_every_form
+@on_dtypes
+@few
+@given(data())
+def test_small_tensors_in_any_layout(
+    dtype: npt.DTypeLike, form: str, name: str, data: DataObject
+) -> None:
+    check(name, form, dtype, data, data.draw(small_inputs(name)))
+
+
+@layers
+@in_every_form
+@on_dtypes
+@pytest.mark.parametrize("shape", [(1, 1), (65, 33), (129, 7), (3, 4099)], ids=str)
+@settings(max_examples=1)
+@given(data())
+def test_sizes_that_no_block_or_vector_divides(
+    shape: tuple[int, int], dtype: npt.DTypeLike, form: str, name: str, data: DataObject
+) -> None:
+    check(name, form, dtype, data, np.random.default_rng(0).standard_normal(shape))
+
+
+@on_dtypes
+def test_arrays_with_gaps(dtype: npt.DTypeLike) -> None:
+    # The kernels take any NumPy array; a tensor never holds one like these.
+    big = np.random.default_rng(1).standard_normal((14, 30)).astype(dtype)
+    x, dout = big[::2, ::3], big[::-2, ::-3]
+    gamma, beta = big[0, :10], big[::-1, 1][:10]
+    wide = [array.astype(np.float64) for array in (x, dout, gamma, beta)]
+    probs = fused.softmax(x)
+    assert_close_arrays(probs, softmax_of(wide[0]), dtype, "softmax")
+    dx = fused.softmax_backward(dout, probs)
+    assert_close_arrays(dx, softmax_gradient(wide[1], wide[0])[0], dtype, "its gradient")
+    out, mean, rstd = fused.layer_norm(x, gamma, beta, EPS)
+    assert_close_arrays(out, layer_norm_of(wide[0], *wide[2:]), dtype, "layer norm", 5.0)
+    gradients = fused.layer_norm_backward(dout, x, gamma, mean, rstd)
+    expected = layer_norm_gradient(wide[1], wide[0], *wide[2:])
+    for actual, gradient in zip(gradients, expected, strict=True):
+        assert_close_arrays(actual, gradient, dtype, "its gradient", 20.0)
+    assert_close_arrays(fused.gelu(x), gelu_of(wide[0]), dtype, "gelu")
+    assert_close_arrays(
+        fused.gelu_backward(dout, x), gelu_gradient(wide[1], wide[0])[0], dtype, "its gradient"
+    )
+    losses, probs = fused.cross_entropy(x, targets_for(x))
+    assert_close_arrays(losses, cross_entropy_of(wide[0]), dtype, "loss", 5.0)
+    assert_close_arrays(
+        fused.cross_entropy_backward(dout[:, 0], targets_for(x), probs),
+        cross_entropy_gradient(wide[1][:, 0], wide[0])[0],
+        dtype,
+        "its gradient",
+    )
+
+
+@layers
+@in_every_form
+@on_dtypes
+def test_extreme_numbers_do_not_overflow(dtype: npt.DTypeLike, form: str, name: str) -> None:
+    check_extremes(dtype, form, name)
+
+
+def check_extremes(
+    dtype: npt.DTypeLike, form: str, name: str, backend: TensorBackend = FastBackend
+) -> None:
+    x = np.array(
+        [[1e4, 0.0, -1e4, 3.0], [-1e9, -1e9, -1e9, -1e9 - 1e3], [80.0, 90.0, -88.0, 1e-30]]
+    )
+    if name == "layer norm":
+        x = np.array([[1e15, -1e15, 0.0, 1.0], [1e-20, 0.0, 0.0, 0.0]])
+    x = x.astype(dtype)
+    layer = LAYERS[name]
+    operands = [from_numpy(x, backend, requires_grad=True)]
+    if name == "layer norm":
+        operands += [from_numpy(y.astype(dtype), backend) for y in (np.ones(4), np.zeros(4))]
+    wide = [np.asarray(operand).astype(np.float64) for operand in operands]
+    out = getattr(layer, form)(*operands)
+    assert_close_arrays(out, layer.value(*wide), dtype, name)
+    dout = np.linspace(-1.0, 1.0, out.size).reshape(out.shape)
+    out.backward(from_numpy(dout.astype(dtype), backend))
+    expected = layer.gradient(dout, *wide)[0]
+    assert_close_arrays(operands[0].grad, expected, dtype, "gradient", np.abs(expected).max())
+
+
+@in_every_form
+@on_dtypes
+def test_scores_of_minus_infinity_weigh_nothing(dtype: npt.DTypeLike, form: str) -> None:
+    check_masked_scores(dtype, form)
+
+
+def check_masked_scores(
+    dtype: npt.DTypeLike, form: str, backend: TensorBackend = FastBackend
+) -> None:
+    inf = np.inf
+    x = np.array([[0.0, -inf, np.log(3.0)], [-inf, 5.0, -inf], [-inf, -inf, -inf]], dtype)
+    operand = from_numpy(x, backend, requires_grad=True)
+    probs = getattr(LAYERS["softmax"], form)(operand)
+    expected = np.array([[0.25, 0.0, 0.75], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    assert_close_arrays(probs, expected, dtype)
+    probs.backward(from_numpy(np.arange(9.0).reshape(3, 3).astype(dtype), backend))
+    d = 0.25 * 0.75 * 2.0
+    gradient = np.array([[-d, 0.0, d], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    assert_close_arrays(operand.grad, gradient, dtype, "gradient")
+
+
+@in_every_form
+@on_dtypes
+def test_a_class_of_minus_infinity_is_no_class(dtype: npt.DTypeLike, form: str) -> None:
+    check_impossible_class(dtype, form)
+
+
+def check_impossible_class(
+    dtype: npt.DTypeLike, form: str, backend: TensorBackend = FastBackend
+) -> None:
+    operand = from_numpy(np.array([[0.0, -np.inf, 0.0]], dtype), backend, requires_grad=True)
+    # Its target is class 1 % 3, the impossible one; the loss of another is log 2.
+    layer = {"fused": CrossEntropy.apply, "composed": composed_softmax_loss}[form]
+    losses = layer(operand, np.array([2]))
+    assert_close_arrays(losses, np.array([np.log(2.0)]), dtype)
+    losses.sum().backward()
+    assert_close_arrays(operand.grad, np.array([[0.5, 0.0, -0.5]]), dtype, "gradient")
+
+
+@on_dtypes
+def test_fused_layers_give_the_same_bits_every_time(dtype: npt.DTypeLike) -> None:
+    x = np.random.default_rng(2).standard_normal((200, 37)).astype(dtype)
+    gamma = x[0].copy()
+
+    def gradients() -> list[bytes]:
+        operands = [from_numpy(array, requires_grad=True) for array in (x, gamma, gamma)]
+        (LayerNorm.apply(*operands, EPS) * from_numpy(x)).sum().backward()
+        return [np.asarray(operand.grad).tobytes() for operand in operands]
+
+    assert gradients() == gradients()
+
+
+# -- embedding ---------------------------------------------------------------------------------
+
+
+@on_backends()
+@on_dtypes
+@few
+@given(data())
+def test_embedding(dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject) -> None:
+    check_embedding(dtype, backend, data)
+
+
+def check_embedding(dtype: npt.DTypeLike, backend: TensorBackend, data: DataObject) -> None:
+    rows, dim = data.draw(integers(1, 5)), data.draw(integers(1, 4))
+    table = data.draw(lattice((rows, dim))).astype(dtype)
+    shape = tuple(data.draw(integers(1, 3)) for _ in range(data.draw(integers(1, 3))))
+    ids = data.draw(lattice(shape, 0.0, 0, rows - 1)) * 10.0
+    layer = Embedding(rows, dim, backend, dtype)
+    layer.weights.update(data.draw(laid_out(table, backend)))
+    ids = ids.round().astype(np.int64)
+    for as_given in (ids, from_numpy(ids, backend), from_numpy(ids.astype(dtype), backend)):
+        out = layer(as_given)
+        assert_close_arrays(out, table[ids], dtype)
+    dout = np.linspace(-1.0, 2.0, out.size).reshape(out.shape).astype(dtype)
+    out.backward(data.draw(laid_out(dout, backend)))
+    expected = np.zeros((rows, dim))
+    np.add.at(expected, ids, dout.astype(np.float64))  # a row that was looked up twice adds up
+    assert_close_arrays(layer.weights.value.grad, expected, dtype, "gradient", 20.0)
+
+
+def test_a_lookup_is_a_copy() -> None:
+    table = from_numpy(np.arange(6.0).reshape(3, 2))
+    found = Lookup.apply(table, np.array([1]))
+    found[0, 0] = 99.0
+    assert table[1, 0] == 2.0
+
+
+# -- Adam --------------------------------------------------------------------------------------
+
+
+@on_dtypes
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(3,), (5, 7), (2, 4099)], ids=str)
+def test_adam(shape: tuple[int, ...], weight_decay: float, dtype: npt.DTypeLike) -> None:
+    small = int(np.prod(shape)) < 100
+    check_adam(shape, weight_decay, dtype, (FastBackend, SimpleBackend)[: 1 + small])
+
+
+def check_adam(
+    shape: tuple[int, ...],
+    weight_decay: float,
+    dtype: npt.DTypeLike,
+    backends: tuple[TensorBackend, ...],
+) -> None:
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal(shape).astype(dtype)
+    gradients = [(rng.standard_normal(shape) * 10.0 ** (i - 2)).astype(dtype) for i in range(5)]
+    lr, beta1, beta2, eps = 0.01, 0.8, 0.95, 1e-8
+
+    value, m, v = start.astype(np.float64), np.zeros(shape), np.zeros(shape)
+    decay = weight_decay if len(shape) > 1 else 0.0
+    for step, gradient in enumerate((g.astype(np.float64) for g in gradients), 1):
+        m = beta1 * m + (1 - beta1) * gradient
+        v = beta2 * v + (1 - beta2) * gradient**2
+        m_hat, v_hat = m / (1 - beta1**step), v / (1 - beta2**step)
+        value = value - lr * decay * value - lr * m_hat / (np.sqrt(v_hat) + eps)
+
+    for backend in backends:
+        parameter = Parameter(from_numpy(start.copy(), backend))
+        optimiser = Adam([parameter], lr, beta1, beta2, eps, weight_decay)
+        for gradient in gradients:
+            parameter.value.grad = from_numpy(gradient, backend)
+            optimiser.step()
+        assert_close_arrays(parameter.value, value, dtype)
+
+
+@on_dtypes
+def test_adam_takes_gradients_in_any_layout_and_of_any_size(dtype: npt.DTypeLike) -> None:
+    start = np.zeros((2, 3), dtype)
+    gradient = np.array([[0.0, 1e-12, -1.0], [1e9, -1e9, 1e-3]], dtype)
+    for backend in (FastBackend, SimpleBackend):
+        parameter = Parameter(from_numpy(start.copy(), backend))
+        parameter.value.grad = from_numpy(np.asfortranarray(gradient), backend)
+        Adam([parameter], 0.5, eps=1e-8).step()
+        expected = -0.5 * gradient / (np.abs(gradient.astype(np.float64)) + 1e-8)
+        assert_close_arrays(parameter.value, expected, dtype)
+
+
+# -- which form runs ---------------------------------------------------------------------------
+
+
+def test_the_fast_backend_takes_the_fused_form() -> None:
+    x = from_numpy(np.ones((2, 3)), FastBackend, requires_grad=True)
+    out = LayerNorm1d(3, EPS, FastBackend)(x)
+    assert out.history is not None
+    assert out.history.last_fn is LayerNorm
+    simple = LayerNorm1d(3, EPS, SimpleBackend)(from_numpy(np.ones((2, 3)), SimpleBackend))
+    assert simple.history is not None
+    assert simple.history.last_fn is not LayerNorm

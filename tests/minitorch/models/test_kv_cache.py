@@ -1,0 +1,263 @@
+"""A cache of keys and values: writing with it is recomputing everything, and costs a step a token."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minitorch
+from minitorch import (
+    CudaBackend,
+    DecoderLM,
+    FastBackend,
+    KVCache,
+    MultiHeadAttention,
+    SimpleBackend,
+    TransformerLayer,
+    from_numpy,
+)
+from minitorch.models.kv_cache import LayerCache
+
+from ...support.tolerances import assert_close_arrays
+
+BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
+EVERYWHERE = [
+    *(pytest.param(backend, id=name) for name, backend in BACKENDS.items()),
+    pytest.param(CudaBackend, id="cuda", marks=pytest.mark.simulator),
+]
+CHUNKS = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+def model_of(backend: Any = FastBackend, **options: Any) -> DecoderLM:
+    minitorch.manual_seed(1)
+    settings = {"n_layer": 2, "middle_dim": 16, "dtype": np.float64, **options}
+    return DecoderLM(11, 12, 3, 9, 0.0, backend=backend, **settings)
+
+
+# -- the cache itself --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_what_is_appended_is_all_there(backend: Any, dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    cache = LayerCache(2, 3, 9, 4, backend, dtype)
+    parts = [rng.standard_normal((2, 2, 3, n, 4)).astype(dtype) for n in (1, 4, 0, 2)]
+    for number, part in enumerate(parts):
+        # Keys come as they leave the heads of a layer: permuted.
+        turned = [x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in part]
+        filled = cache.append(*(from_numpy(x, backend) for x in turned))
+        for got, *sofar in zip(filled, *parts[: number + 1], strict=True):
+            assert got.history is None and got.dtype == dtype
+            np.testing.assert_array_equal(got.to_numpy(), np.concatenate(sofar, axis=2))
+    assert cache.length == 7
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_nothing_is_copied_but_what_is_new(backend: Any) -> None:
+    cache = LayerCache(2, 3, 5, 4, backend, np.float64)
+    x = minitorch.rand((2, 3, 2, 4), backend)
+    first, _ = cache.append(x, x)
+    before = first.to_numpy()
+    before[:] = -1.0  # written through: the tensor is a view, and the next append leaves it alone
+    second, _ = cache.append(x, x)
+    assert np.shares_memory(second.to_numpy(), before)
+    assert (second.to_numpy()[:, :, :2] == -1.0).all()
+    np.testing.assert_array_equal(second.to_numpy()[:, :, 2:], x.to_numpy())
+
+
+# -- in a model --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["flash", "naive"])
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+@given(chunks=CHUNKS)
+@settings(max_examples=5)
+def test_logits_of_chunks_are_those_of_the_whole(
+    backend: Any, attention: str, chunks: list[int]
+) -> None:
+    model = model_of(backend, attention=attention, n_layer=1)
+    ids = np.random.default_rng(3).integers(0, 11, (2, sum(chunks)))[:, :9]
+    cache = model.make_cache(batch=2)
+    expected = model(ids).to_numpy()
+    pieces = np.split(ids, np.cumsum(chunks)[:-1], axis=1)
+    parts = [model(piece, cache) for piece in pieces if piece.size]
+    assert all(part.history is None for part in parts)
+    got = np.concatenate([part.to_numpy() for part in parts], axis=1)
+    assert_close_arrays(got, expected, np.float64, size=10.0)
+    assert cache.length == ids.shape[1]
+
+
+def recomputed(model: DecoderLM, ids: list[int], count: int, temperature: float, seed: int) -> Any:
+    """Write as the model did before it had a cache."""
+    rng = np.random.default_rng(seed)
+    model.eval()
+    for _ in range(count):
+        logits = model(np.array([ids[-9:]])).to_numpy()[0, -1]
+        scaled = (logits - logits.max()) / (temperature or 1.0)
+        probs = np.exp(scaled) / np.exp(scaled).sum()
+        ids = [*ids, int(rng.choice(11, p=probs) if temperature else logits.argmax())]
+    return ids
+
+
+@pytest.mark.parametrize("attention", ["flash", "naive"])
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_the_text_is_that_of_recomputing(backend: Any, attention: str, temperature: float) -> None:
+    model = model_of(backend, attention=attention, n_layer=1)
+    for length, count in [(4, 3), (1, 14), (11, 2)]:  # within the context, beyond it
+        prompt = np.random.default_rng(length).integers(0, 11, length).tolist()
+        expected = recomputed(model, prompt, count, temperature, seed=4)
+        assert model.generate(prompt, count, temperature, seed=4) == expected
+
+
+@pytest.mark.simulator
+def test_the_text_on_a_device_is_that_of_the_host() -> None:
+    host, device = (
+        DecoderLM(5, 4, 2, 4, 0.0, backend=backend, n_layer=1, middle_dim=4)
+        for backend in (FastBackend, CudaBackend)
+    )
+    for p, own in zip(host.parameters(), device.parameters(), strict=True):
+        own.update(p.value.detach().cuda())
+    assert device.generate([1, 2], 2, 0.0) == host.generate([1, 2], 2, 0.0)
+
+
+def test_a_token_costs_one_position_until_the_context_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seen = model_of(), []
+    layer = model.t_layer_1.attention
+    forward = layer.forward
+    monkeypatch.setattr(
+        layer, "forward", lambda x, cache: (seen.append(x.shape[1]), forward(x, cache))[1]
+    )
+    model.generate([1, 2, 3], 8, seed=1)
+    assert seen == [3, 1, 1, 1, 1, 1, 1, 9]
+
+
+def test_tokens_come_one_by_one_and_leave_the_mode() -> None:
+    model = model_of()
+    tokens = model.continuation([1], 5, seed=2)
+    first = next(tokens)
+    assert model.training
+    assert [1, first, *tokens] == model.generate([1], 5, seed=2)
+
+
+def test_a_cache_can_be_rewound() -> None:
+    model = model_of()
+    cache = model.make_cache()
+    first = model(np.array([[1, 2, 3]]), cache).to_numpy()
+    model(np.array([[4, 5]]), cache)
+    cache.truncate(1)
+    again = model(np.array([[2, 3]]), cache).to_numpy()
+    assert_close_arrays(again, first[:, 1:], np.float64)
+    cache.truncate(0)
+    np.testing.assert_array_equal(model(np.array([[1, 2, 3]]), cache).to_numpy(), first)
+
+
+def test_a_step_that_fails_halfway_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    cache = model.make_cache()
+    model(np.array([[1, 2]]), cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.t_layer_2, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(np.array([[3]]), cache)
+    assert cache.length == 2
+    got = model(np.array([[3]]), cache).to_numpy()
+    assert_close_arrays(got, model(np.array([[1, 2, 3]])).to_numpy()[:, 2:], np.float64)
+
+
+MODEL = model_of()
+X = minitorch.rand((1, 2, 12), FastBackend)
+
+
+def filled(length: int, **sizes: int) -> KVCache:
+    cache = MODEL.make_cache(**sizes)
+    MODEL(np.ones((1, length), int), cache)
+    return cache
+
+
+WRONG = {
+    "full": (
+        lambda: MODEL(np.ones((1, 2), int), filled(3, capacity=4)), ValueError,
+        r"3 of 4 positions are filled, 2 more do not fit",
+    ),
+    "context": (
+        lambda: MODEL(np.ones((1, 2), int), filled(8)), ValueError,
+        "holds 9 tokens, got 2 after the 8 in the cache",
+    ),
+    "batch": (
+        lambda: MODEL(np.ones((2, 1), int), filled(1)), ValueError, "for batch 1, 3 heads and head_dim 4",
+    ),
+    "layers": (
+        lambda: MODEL(np.ones((1, 1), int), KVCache(1, 1, 3, 9, 4, FastBackend)), ValueError,
+        "for 1 layers, the model has 2",
+    ),
+    "dtype": (
+        lambda: MODEL(np.ones((1, 1), int), KVCache(2, 1, 3, 9, 4, FastBackend, np.float32)), TypeError,
+        "holds float32 on FastOps, got float64",
+    ),
+    "not causal": (
+        lambda: MultiHeadAttention(12, 3, False, backend=FastBackend)(X, filled(1).layers[0]),
+        ValueError, "causal=True",
+    ),
+    "sizes": (lambda: MODEL.make_cache(batch=0), ValueError, "batch of a cache must be 1 or more"),
+    "rewind": (lambda: filled(2).truncate(3), ValueError, "holds 2 positions and cannot keep 3"),
+    "dropout": (
+        lambda: TransformerLayer(4, 2, attention_dropout=1.0), ValueError, r"attention_dropout must be in",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_says_what_is_wrong(name: str) -> None:
+    call, error, text = WRONG[name]
+    with pytest.raises(error, match=text):
+        call()
+
+
+# -- dropout of attention ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["flash", "naive"])
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+def test_a_layer_drops_in_training_alone(backend: Any, attention: str) -> None:
+    layers = []
+    for p in (0.0, 0.5):
+        minitorch.manual_seed(1)
+        layer = MultiHeadAttention(
+            6, 3, True, 0.0, backend=backend, attention=attention, attention_dropout=p
+        )
+        layers.append(layer)
+    plain, dropping = layers
+    x = minitorch.rand((2, 4, 6), backend)
+    expected = plain(x).to_numpy()
+    minitorch.manual_seed(2)
+    dropped = dropping(x).to_numpy()
+    assert (dropped != expected).any() and (dropping(x).to_numpy() != dropped).any()
+    minitorch.manual_seed(2)
+    np.testing.assert_array_equal(dropping(x).to_numpy(), dropped)
+    dropping.eval()
+    state = random.getstate()
+    np.testing.assert_array_equal(dropping(x).to_numpy(), expected)
+    assert random.getstate() == state
+
+
+def test_every_layer_of_a_model_gets_the_rate() -> None:
+    model = model_of(attention_dropout=0.25)
+    assert [getattr(model, name).attention.attention_dropout for name in model.layer_names] == [
+        0.25
+    ] * 2
+    minitorch.manual_seed(3)
+    ids = np.arange(8).reshape(1, 8)
+    losses = []
+    for _ in range(2):
+        minitorch.manual_seed(3)
+        losses.append(model.loss(ids, ids).item())
+    assert losses[0] == losses[1]

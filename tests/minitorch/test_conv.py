@@ -1,0 +1,188 @@
+"""Module 4: convolution in one and two dimensions, against sums over a padded NumPy array."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import DataObject, data, integers
+
+from minitorch import (
+    Conv1dFun,
+    Conv2dFun,
+    FastBackend,
+    SimpleBackend,
+    TensorBackend,
+    conv1d,
+    conv2d,
+    from_numpy,
+    grad_check,
+    tensor,
+)
+from minitorch.fast_conv import tensor_conv1d, tensor_conv2d
+
+from ..support.tolerances import assert_close_arrays
+from ..tensor_strategies import Array, laid_out, lattice, on_backends, on_dtypes
+
+few = settings(max_examples=15)
+
+
+class Convolution(NamedTuple):
+    """A convolution, and how many dimensions an image has."""
+
+    function: Any
+    loop: Any
+    spatial: int
+
+
+ONE_D = Convolution(Conv1dFun, tensor_conv1d, 1)
+TWO_D = Convolution(Conv2dFun, tensor_conv2d, 2)
+in_one_and_two_dimensions = pytest.mark.parametrize(
+    "conv",
+    [
+        pytest.param(ONE_D, id="1d", marks=pytest.mark.task4_1),
+        pytest.param(TWO_D, id="2d", marks=pytest.mark.task4_2),
+    ],
+)
+
+
+def convolved(image: Array, weight: Array, reverse: bool = False) -> Array:
+    """Convolve by definition: for each offset of the kernel, a product of channels.
+
+    Args:
+        image: (batch, in_channels, ...).
+        weight: (out_channels, in_channels, ...).
+        reverse: Anchor the kernel at its end.
+    """
+    kernel, size = weight.shape[2:], image.shape[2:]
+    margins = [(k - 1, 0) if reverse else (0, k - 1) for k in kernel]
+    padded = np.pad(image, [(0, 0), (0, 0), *margins])
+    out = np.zeros((len(image), len(weight), *size))
+    for offset in np.ndindex(*kernel):
+        begin = [k - 1 - o if reverse else o for k, o in zip(kernel, offset, strict=True)]
+        window = tuple(slice(b, b + s) for b, s in zip(begin, size, strict=True))
+        out += np.einsum("bi...,oi->bo...", padded[(..., *window)], weight[(..., *offset)])
+    return out
+
+
+def drawn_arrays(data: DataObject, spatial: int, most: int = 5) -> tuple[Array, Array]:
+    """Draw an image of ``most`` pixels at the most along each side, and a weight.
+
+    The kernel may be larger than the image.
+    """
+    batch, channels, out_channels = (data.draw(integers(1, 3)) for _ in range(3))
+    size = tuple(data.draw(integers(1, most)) for _ in range(spatial))
+    kernel = tuple(data.draw(integers(1, 4)) for _ in range(spatial))
+    image = data.draw(lattice((batch, channels, *size)))
+    return image, data.draw(lattice((out_channels, channels, *kernel)))
+
+
+@pytest.mark.task4_1
+def test_one_dimension_by_hand() -> None:
+    image = tensor([0.0, 1.0, 2.0, 3.0]).view(1, 1, 4)
+    weight = tensor([[1.0, 2.0, 3.0]]).view(1, 1, 3)
+    assert conv1d(image, weight).to_numpy().tolist() == [[[8.0, 14.0, 8.0, 3.0]]]
+
+
+@pytest.mark.task4_1
+def test_channels_are_added_up() -> None:
+    image = tensor([[[0.0, 1.0], [2.0, 3.0]]])
+    weight = tensor([[[1.0], [10.0]], [[0.0], [-1.0]], [[2.0], [0.0]]])
+    assert conv1d(image, weight).to_numpy().tolist() == [[[20.0, 31.0], [-2.0, -3.0], [0.0, 2.0]]]
+
+
+@pytest.mark.task4_2
+def test_two_dimensions_by_hand() -> None:
+    image = tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).view(1, 1, 2, 3)
+    weight = tensor([[1.0, 10.0], [100.0, 1000.0]]).view(1, 1, 2, 2)
+    expected = [[5421.0, 6532.0, 603.0], [54.0, 65.0, 6.0]]
+    assert conv2d(image, weight).to_numpy()[0, 0].tolist() == expected
+
+
+@in_one_and_two_dimensions
+@on_backends()
+@on_dtypes
+@few
+@given(data())
+def test_convolution(
+    dtype: npt.DTypeLike, backend: TensorBackend, conv: Convolution, data: DataObject
+) -> None:
+    image, weight = (x.astype(dtype) for x in drawn_arrays(data, conv.spatial))
+    out = conv.function.apply(
+        data.draw(laid_out(image, backend)), data.draw(laid_out(weight, backend))
+    )
+    assert out.backend is backend
+    assert_close_arrays(out, convolved(image, weight), dtype, "convolution", 1000.0)
+
+
+@in_one_and_two_dimensions
+@on_dtypes
+@few
+@given(data())
+def test_gradients(dtype: npt.DTypeLike, conv: Convolution, data: DataObject) -> None:
+    check_gradients(dtype, conv, data, FastBackend)
+
+
+def check_gradients(
+    dtype: npt.DTypeLike, conv: Convolution, data: DataObject, backend: TensorBackend, most: int = 5
+) -> None:
+    image, weight = (x.astype(dtype) for x in drawn_arrays(data, conv.spatial, most))
+    on_tensors = [data.draw(laid_out(x, backend)) for x in (image, weight)]
+    for operand in on_tensors:
+        operand.requires_grad_(True)
+    out = conv.function.apply(*on_tensors)
+    dout = np.linspace(-1.0, 2.0, out.size).reshape(out.shape)
+    out.backward(data.draw(laid_out(dout.astype(dtype), backend)))
+    # Convolution is linear in each operand: the slope in an element is what becomes of a unit there.
+    units = np.eye(image.size).reshape(image.size, *image.shape)
+    d_image = [(convolved(unit, weight) * dout).sum() for unit in units]
+    units = np.eye(weight.size).reshape(weight.size, *weight.shape)
+    d_weight = [(convolved(image, unit) * dout).sum() for unit in units]
+    for operand, expected in zip(on_tensors, (d_image, d_weight), strict=True):
+        expected = np.array(expected).reshape(operand.shape)
+        assert_close_arrays(operand.grad, expected, dtype, "gradient", 1000.0)
+
+
+@in_one_and_two_dimensions
+@few
+@given(data())
+def test_gradients_by_central_difference(conv: Convolution, data: DataObject) -> None:
+    image, weight = drawn_arrays(data, conv.spatial)
+    grad_check(
+        conv.function.apply,
+        data.draw(laid_out(image, SimpleBackend)),
+        data.draw(laid_out(weight, SimpleBackend)),
+    )
+
+
+@in_one_and_two_dimensions
+@few
+@given(data())
+def test_a_reversed_kernel_is_anchored_at_its_end(conv: Convolution, data: DataObject) -> None:
+    image, weight = drawn_arrays(data, conv.spatial)
+    x, w = data.draw(laid_out(image, FastBackend)), data.draw(laid_out(weight, FastBackend))
+    out = x.zeros((len(image), len(weight), *image.shape[2:]))
+    conv.loop(*out.tuple(), out.size, *x.tuple(), *w.tuple(), True)
+    assert_close_arrays(out, convolved(image, weight, reverse=True), np.float64, "out", 1000.0)
+
+
+@in_one_and_two_dimensions
+def test_sizes_beyond_one_block(conv: Convolution) -> None:
+    rng = np.random.default_rng(3)
+    image = rng.standard_normal((3, 5, *(37,) * conv.spatial))
+    weight = rng.standard_normal((7, 5, *(3,) * conv.spatial))
+    out = conv.function.apply(from_numpy(image), from_numpy(weight))
+    assert_close_arrays(out, convolved(image, weight), np.float64, "convolution", 50.0)
+
+
+@in_one_and_two_dimensions
+def test_operands_must_fit(conv: Convolution) -> None:
+    image = from_numpy(np.ones((2, 3, *(4,) * conv.spatial)))
+    weight = from_numpy(np.ones((5, 2, *(3,) * conv.spatial)))
+    with pytest.raises(AssertionError, match="the input has 3 channels, the weight 2"):
+        conv.function.apply(image, weight)
+    with pytest.raises(AssertionError, match=f"needs {conv.spatial + 2} dimensions"):
+        conv.function.apply(image.view(image.size), weight)

@@ -1,0 +1,615 @@
+"""The CUDA backend against NumPy and the simple backend, in the simulator or on a GPU.
+
+In the simulator a thread of a block is a Python thread: shapes are tiny, and chosen so that they
+divide no block and no tile. A test has a task's mark if a kernel of the course runs in it: the backend
+multiplies, and folds what lies in order, with kernels of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minitorch
+from kernels.common.geometry import ceil_div
+from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.runtime.arrays import device_view, to_host
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.runtime.memory import join_dims
+from kernels.runtime.targets import IS_SIMULATOR, cuda
+from minitorch import (
+    CudaBackend,
+    SimpleBackend,
+    SimpleOps,
+    Tensor,
+    TensorData,
+    cuda_ops,
+    operators,
+)
+from minitorch.tensor_data import is_device_storage
+
+from ..support.tolerances import assert_close_arrays
+
+pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+
+DTYPES = [np.float32, np.float64]
+
+#: A function of one number, and a NumPy function that it must agree with.
+MAPS: list[tuple[Any, Any]] = [
+    (operators.neg, np.negative),
+    (operators.sigmoid, lambda x: 1.0 / (1.0 + np.exp(-x))),
+    (operators.relu, lambda x: np.maximum(x, 0.0)),
+    (operators.exp, np.exp),
+    (operators.tanh, np.tanh),
+    (operators.inv, lambda x: 1.0 / x),
+    (operators.log, lambda x: np.log(x + operators.EPS)),
+]
+ZIPS: list[tuple[Any, Any]] = [
+    (operators.add, np.add),
+    (operators.mul, np.multiply),
+    (operators.lt, np.less),
+    (operators.eq, np.equal),
+    (operators.relu_back, lambda x, d: np.where(x > 0.0, d, 0.0)),
+    (operators.inv_back, lambda x, d: -d / (x * x)),
+]
+REDUCTIONS: list[tuple[Any, float, Any]] = [
+    (operators.add, 0.0, np.sum),
+    (operators.mul, 1.0, np.prod),
+    (operators.max, -np.inf, np.max),
+]
+
+
+def draw(shape: tuple[int, ...], dtype: Any = np.float64, seed: int = 0) -> Any:
+    """Draw an array of numbers from 0.5 to 2, where every operator is defined and smooth."""
+    return np.random.default_rng(seed).uniform(0.5, 2.0, shape).astype(dtype)
+
+
+def on_cuda(array: Any) -> Tensor:
+    """Put an array on the CUDA backend, in the layout that it has."""
+    return minitorch.from_numpy(array, backend=CudaBackend)
+
+
+def permuted(array: Any) -> Any:
+    """Return an array of the same shape and values whose dimensions lie in reverse in memory."""
+    return np.asfortranarray(array)
+
+
+def assert_equal(result: Tensor | TensorData, expected: Any, what: str = "result") -> None:
+    """Assert that a result is on the device and close to what NumPy computed."""
+    data = result._tensor if isinstance(result, Tensor) else result
+    assert is_device_storage(data._storage), f"{what} left the device"
+    assert_close_arrays(data.to_array(), expected, data.dtype, what)
+
+
+# -- map, zip and reduce ----------------------------------------------------------------------
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("fn", "expected"), MAPS, ids=lambda f: getattr(f, "__name__", ""))
+def test_map_agrees_with_numpy_and_the_simple_backend(fn: Any, expected: Any, dtype: Any) -> None:
+    mapped = cuda_ops.CudaOps.map(fn)
+    for x in (draw((33,), dtype), permuted(draw((3, 5, 2), dtype)), draw((), dtype)):
+        result = mapped(on_cuda(x))
+        assert result.dtype == dtype
+        assert_equal(result, expected(x), f"{fn.__name__} of shape {x.shape}")
+        simple = SimpleOps.map(fn)(minitorch.from_numpy(x, backend=SimpleBackend))
+        assert_equal(result, simple.to_numpy(), f"{fn.__name__} against SimpleOps")
+
+
+@pytest.mark.task3_3
+def test_map_fills_a_given_tensor_and_broadcasts_to_it() -> None:
+    for shape in [(), (1,), (3,), (2, 1), (2, 3)]:
+        x, out = draw(shape), on_cuda(permuted(draw((2, 3))))
+        assert CudaBackend.id_map(on_cuda(x), out) is out
+        assert_equal(out, np.broadcast_to(x, (2, 3)), f"shape {shape}")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("fn", "expected"), ZIPS, ids=lambda f: getattr(f, "__name__", ""))
+def test_zip_agrees_with_numpy_and_the_simple_backend(fn: Any, expected: Any, dtype: Any) -> None:
+    zipped = cuda_ops.CudaOps.zip(fn)
+    x, y = draw((3, 5), dtype), draw((3, 5), dtype, seed=1)
+    pairs = [(x, y), (x, x), (permuted(x), y), (permuted(x), permuted(y)), (x, y[:1, :1])]
+    for a, b in pairs:
+        result = zipped(on_cuda(a), on_cuda(b))
+        assert result.dtype == dtype
+        assert_equal(result, expected(a, b), f"{fn.__name__} of {a.strides} and {b.strides}")
+        simple = SimpleOps.zip(fn)(
+            *(minitorch.from_numpy(t, backend=SimpleBackend) for t in (a, b))
+        )
+        assert_equal(result, simple.to_numpy(), f"{fn.__name__} against SimpleOps")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [((3, 1, 4), (5, 1)), ((), (3,)), ((33,), (1,)), ((2, 1), (1, 3)), ((1, 1, 1), (2,))],
+)
+def test_zip_broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    x, y = draw(a), draw(b, seed=1)
+    assert_equal(on_cuda(x) + on_cuda(y), x + y, f"shapes {a} and {b}")
+    assert_equal(on_cuda(y) * on_cuda(x), x * y, f"shapes {b} and {a}")
+
+
+@st.composite
+def broadcast_pairs(draw_from: st.DrawFn) -> tuple[Any, Any]:
+    """Draw two arrays in any layout whose shapes broadcast to one of up to four dimensions."""
+    shape = draw_from(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    arrays = []
+    for seed in (0, 1):
+        ones = draw_from(st.lists(st.booleans(), min_size=len(shape), max_size=len(shape)))
+        own = [1 if one else size for one, size in zip(ones, shape, strict=True)]
+        own = own[draw_from(st.integers(0, len(own))) :]
+        order = draw_from(st.permutations(range(len(own))))
+        array = draw(tuple(own[dim] for dim in order), seed=seed)
+        arrays.append(array.transpose(np.argsort(order).astype(int)))
+    return arrays[0], arrays[1]
+
+
+@pytest.mark.task3_3
+@settings(max_examples=15)
+@given(pair=broadcast_pairs())
+def test_any_two_layouts_that_broadcast_multiply_as_in_numpy(pair: tuple[Any, Any]) -> None:
+    x, y = pair
+    assert_equal(on_cuda(x) * on_cuda(y), x * y, f"{x.shape} by {y.shape}")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("excess", [-1, 0, 1])
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_vectors_of_any_length_around_a_block_are_mapped_whole(blocks: int, excess: int) -> None:
+    x = draw((blocks * SIZES.flat_threads * SIZES.flat_items + excess,), np.float32)
+    assert_equal(on_cuda(x) * 2.0, x * 2.0, f"{x.size} elements and one")
+    assert_equal(2.0 * on_cuda(x), x * 2.0, f"one element and {x.size}")
+    assert_equal(on_cuda(x) + on_cuda(x[::-1].copy()), x + x[::-1], f"{x.size} elements")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((5, 3), (3,)),  # a row
+        ((5, 3), (5, 1)),  # a column
+        ((5, 1), (3,)),  # a column and a row
+        ((4, 2, 3), (2, 3)),  # two dimensions that join
+        ((4, 2, 3), (4, 1, 1)),
+        ((2, 3, 2), (2, 1, 2)),  # three that do not
+        ((2, 2, 2, 2, 2), (2, 1, 2, 1, 2)),
+    ],
+)
+def test_rows_columns_and_what_lies_between_them_broadcast(
+    a: tuple[int, ...], b: tuple[int, ...]
+) -> None:
+    x, y = draw(a, np.float32), draw(b, np.float32, seed=1)
+    assert_equal(on_cuda(x) * on_cuda(y), x * y, f"{a} by {b}")
+    assert_equal(on_cuda(permuted(x)) * on_cuda(y), x * y, f"{a} in reverse by {b}")
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("value", [0.0, 1.5, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_filled_tensors_are_made_on_the_device(value: float, dtype: Any) -> None:
+    for shape in [(), (1,), (33,), (2, 3), (0, 3)]:
+        result = on_cuda(draw((2,), dtype)).full(shape, value)
+        assert result.dtype == dtype
+        assert_equal(result, np.full(shape, value), f"{shape} of {value}")
+
+
+@pytest.mark.task3_3
+def test_integers_and_booleans_are_filled_too() -> None:
+    for dtype in (np.int64, np.uint8, np.bool_):
+        storage = cuda_ops.CudaOps.filled(5, 1.0, np.dtype(dtype))
+        assert to_host(storage).tolist() == [1] * 5, dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("fn", "start", "expected"), REDUCTIONS, ids=["add", "mul", "max"])
+def test_reduce_agrees_with_numpy(fn: Any, start: float, expected: Any, dtype: Any) -> None:
+    reduced = cuda_ops.CudaOps.reduce(fn, start)
+    for x in (draw((5,), dtype), permuted(draw((3, 7, 2), dtype)), draw((2, 33), dtype)):
+        for dim in range(x.ndim):
+            result = reduced(on_cuda(x), dim)
+            assert result.dtype == dtype
+            assert_equal(result, expected(x, axis=dim, keepdims=True), f"{x.shape}, dim {dim}")
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 1023, 1024, 1025, 2049])
+def test_reduce_folds_every_element_of_a_dimension_of_any_length(length: int) -> None:
+    x = draw((2, length))
+    assert_equal(on_cuda(x).sum(1), x.sum(1, keepdims=True), f"{length}, innermost")
+    if length > 1024:
+        assert_equal(on_cuda(permuted(x)).sum(1), x.sum(1, keepdims=True), f"{length}, strided")
+
+
+@pytest.mark.parametrize("excess", [-1, 0, 1])
+@pytest.mark.parametrize("name", ["fold_short", "fold_long", "fold_across"])
+def test_reduce_folds_lengths_around_what_a_block_and_a_part_of_it_hold(
+    name: str, excess: int
+) -> None:
+    shape = getattr(SIZES, name)
+    for length in {shape.lanes + excess, shape.lanes * SIZES.fold_items * 2 + excess}:
+        for others in (1, shape.outputs + 1):
+            x = draw((others, length), np.float32)
+            x = permuted(x) if name == "fold_across" else x
+            exact = x.sum(1, keepdims=True, dtype=np.float64)
+            assert_equal(on_cuda(x).sum(1), exact, f"{others} sums of {length}, {name}")
+
+
+@st.composite
+def layouts(draw_from: st.DrawFn) -> tuple[Any, int]:
+    """Draw an array of up to four dimensions in any layout, and one of the dimensions."""
+    shape = draw_from(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    order = draw_from(st.permutations(range(len(shape))))
+    array = draw(tuple(shape[dim] for dim in order)).transpose(np.argsort(order).astype(int))
+    return array, draw_from(st.integers(0, len(shape) - 1))
+
+
+@pytest.mark.task3_3
+@settings(max_examples=15)
+@given(layout=layouts())
+def test_any_dimension_of_any_layout_is_folded_as_in_numpy(layout: tuple[Any, int]) -> None:
+    x, dim = layout
+    assert_equal(on_cuda(x).sum(dim), x.sum(dim, keepdims=True), f"{x.shape}, dim {dim}")
+    largest = CudaBackend.max_reduce(on_cuda(x), dim)
+    assert_equal(largest, x.max(dim, keepdims=True), f"{x.shape}, largest over {dim}")
+
+
+@pytest.mark.task3_3
+def test_reduce_starts_from_its_start() -> None:
+    ten = cuda_ops.CudaOps.reduce(operators.add, 10.0)
+    for length in (0, 1, 5, 70):  # the last is folded in two passes where blocks are small
+        x = draw((3, length))
+        assert_equal(ten(on_cuda(x), 1), x.sum(1, keepdims=True) + 10.0, f"{length} elements")
+
+
+@pytest.mark.task3_3
+def test_a_function_compiled_for_the_device_can_be_lifted_too() -> None:
+    triple = cuda_ops.device_jit(_triple)
+    x = draw((5,))
+    assert_equal(cuda_ops.CudaOps.map(triple)(on_cuda(x)), 3.0 * x)
+
+
+def _triple(x: float) -> float:
+    return 3.0 * x
+
+
+@pytest.mark.task3_3
+def test_operands_that_lie_alike_are_indexed_as_vectors() -> None:
+    joined = join_dims
+    assert joined((2, 3, 4), (12, 4, 1), (12, 4, 1)) == [(24,), (1,), (1,)]
+    assert joined((3, 2), (1, 3), (1, 3)) == [(6,), (1,), (1,)]  # both permuted
+    assert joined((2, 3, 4), (12, 4, 1), (0, 0, 1)) == [(6, 4), (4, 1), (0, 1)]  # a row, broadcast
+    assert joined((1, 1), (1, 1), (0, 0)) == [(1,), (0,), (0,)]
+    assert joined((), (), ()) == [(1,), (0,), (0,)]
+
+
+# -- the published launch protocol ------------------------------------------------------------
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("arrays", [True, False], ids=["arrays", "tuples"])
+def test_raw_map_and_zip_take_the_published_arguments(arrays: bool) -> None:
+    x, y = on_cuda(draw((7, 5))), on_cuda(permuted(draw((7, 5), seed=1)))
+    shapes = [(t._tensor._storage, t._tensor.shape, t._tensor.strides) for t in (x, y)]
+    triples = [x.tuple(), y.tuple()] if arrays else shapes
+    threads = cuda_ops.THREADS_PER_BLOCK
+    blocks = ceil_div(x.size, threads)
+
+    out = x.zeros()
+    cuda_ops.tensor_map(operators.exp)[blocks, threads](*out.tuple(), out.size, *triples[1])
+    assert_equal(out, np.exp(y.to_numpy()))
+    cuda_ops.tensor_zip(operators.mul)[blocks, threads](
+        *out.tuple(), out.size, *triples[0], *triples[1]
+    )
+    assert_equal(out, x.to_numpy() * y.to_numpy())
+
+
+@pytest.mark.task3_3
+def test_raw_reduce_writes_one_partial_fold_for_each_1024_elements() -> None:
+    length = 1025
+    x = on_cuda(draw((1, length)))
+    out = x.full((1, ceil_div(length, 1024)), 7.0)  # what out held does not count
+    kernel = cuda_ops.tensor_reduce(operators.add)
+    kernel[out.size, 1024](*out.tuple(), out.size, *x.tuple(), 1, 0.0)
+    values = x.to_numpy()
+    assert_equal(out, [[values[0, :1024].sum(), values[0, 1024:].sum()]])
+
+
+@pytest.mark.task3_4
+def test_raw_matrix_multiply_takes_the_published_launch() -> None:
+    rows, depth, cols, tile = 33, 5, 3, cuda_ops.THREADS_PER_BLOCK
+    x, y = on_cuda(draw((1, rows, depth))), on_cuda(draw((1, depth, cols), seed=1))
+    out = x.zeros((1, rows, cols))
+    grid = (ceil_div(rows, tile), ceil_div(cols, tile), 1)
+    cuda_ops.tensor_matrix_multiply[grid, (tile, tile, 1)](
+        *out.tuple(), out.size, *x.tuple(), *y.tuple()
+    )
+    assert_equal(out, x.to_numpy() @ y.to_numpy())
+
+
+# -- practice kernels ---------------------------------------------------------------------------
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 65])
+def test_sum_practice_sums_each_run_of_32_elements(size: int) -> None:
+    x = draw((size,))
+    result = minitorch.sum_practice(on_cuda(x))
+    runs = [x[start : start + 32].sum() for start in range(0, size, 32)]
+    assert_equal(result, runs + [0.0] * (2 - len(runs)))
+    assert float(result._storage[0]) == pytest.approx(runs[0])
+
+
+@pytest.mark.task3_4
+@pytest.mark.parametrize(
+    "size", [*range(1, 10), 15, 16, 17, 31, 32] if IS_SIMULATOR else range(1, 33)
+)
+def test_mm_practice_multiplies_square_matrices_of_one_block(size: int) -> None:
+    x, y = draw((size, size), DTYPES[size % 2]), draw((size, size), DTYPES[size % 2], seed=1)
+    result = minitorch.mm_practice(on_cuda(x), on_cuda(permuted(y)))
+    assert_equal(result, x @ y)
+
+
+@pytest.mark.task3_4
+def test_mm_practice_refuses_more_than_one_block() -> None:
+    x = on_cuda(draw((33, 33)))
+    with pytest.raises(AssertionError, match="32 rows at most"):
+        minitorch.mm_practice(x, x)
+
+
+# -- matrix products ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((1, 1), (1, 1)),
+        ((9, 17), (17, 10)),
+        ((3, 0), (0, 2)),
+        ((2, 3, 5), (2, 5, 4)),
+        ((1, 3, 5), (4, 5, 2)),
+        ((3, 5), (4, 5, 2)),
+        ((2, 1, 3, 2), (3, 2, 4)),
+        ((2, 3, 2, 4), (2, 3, 4, 1)),
+    ],
+)
+def test_matrix_multiply_agrees_with_numpy(
+    a: tuple[int, ...], b: tuple[int, ...], dtype: Any
+) -> None:
+    x, y = draw(a, dtype), draw(b, dtype, seed=1)
+    result = on_cuda(x) @ on_cuda(y)
+    assert result.dtype == dtype
+    assert_equal(result, x @ y, f"{a} @ {b}")
+
+
+@pytest.mark.parametrize("layouts", [(permuted, np.array), (np.array, permuted), (permuted,) * 2])
+def test_matrix_multiply_reads_operands_as_they_lie(layouts: tuple[Any, Any]) -> None:
+    x, y = layouts[0](draw((2, 9, 3))), layouts[1](draw((2, 3, 5), seed=1))
+    assert_equal(on_cuda(x) @ on_cuda(y), x @ y)
+
+
+@st.composite
+def products(draw_from: st.DrawFn) -> tuple[Any, Any]:
+    """Draw two batches of matrices in any layout that multiply, broadcast in up to three dimensions."""
+    rows, depth, cols = (draw_from(st.integers(1, 20)) for _ in range(3))
+    batch = draw_from(st.lists(st.integers(1, 2), max_size=3))
+    operands = []
+    for seed, matrix in enumerate([(rows, depth), (depth, cols)]):
+        ones = draw_from(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch)))
+        own = [1 if one else size for one, size in zip(ones, batch, strict=True)]
+        shape = (*own[draw_from(st.integers(0, len(own))) :], *matrix)
+        order = draw_from(st.permutations(range(len(shape))))
+        array = draw(tuple(shape[dim] for dim in order), seed=seed)
+        operands.append(array.transpose(np.argsort(order).astype(int)))
+    return operands[0], operands[1]
+
+
+@settings(max_examples=12)
+@given(operands=products())
+def test_any_layouts_and_batches_multiply_as_in_numpy(operands: tuple[Any, Any]) -> None:
+    x, y = operands
+    assert_equal(on_cuda(x) @ on_cuda(y), x @ y, f"{x.shape} @ {y.shape}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_sum_is_divided_among_blocks(dtype: Any) -> None:
+    depth = 3 * SIZES.product_depth + 5
+    x, y = draw((2, depth), dtype), draw((depth, 3), dtype, seed=1)
+    for left in (x, permuted(x)):
+        result = on_cuda(left) @ on_cuda(y)
+        assert_equal(result, x.astype(np.float64) @ y, f"depth {depth}")
+    once = (on_cuda(x) @ on_cuda(y)).to_numpy()
+    assert np.array_equal(once, result.to_numpy()), "the order of a sum depends on the layout"
+
+
+def test_heads_that_were_permuted_multiply_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = draw((2, 5, 3, 4)), draw((2, 5, 3, 4), seed=1)  # (batch, seq, heads, dim)
+    q, k = on_cuda(x).permute(0, 2, 1, 3), on_cuda(y).permute(0, 2, 3, 1)
+    monkeypatch.setattr(CudaBackend.ops, "map_loop", None)
+    assert_equal(q @ k, x.transpose(0, 2, 1, 3) @ y.transpose(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tile", SIZES.product_tiles[8], ids=str)
+def test_a_product_reads_and_writes_nothing_beyond_the_matrices(
+    tile: Any, transposed: bool
+) -> None:
+    """Operands and result lie in larger matrices of NaN: one row more, one column more."""
+    rows, cols, depth = tile.rows + 3, tile.cols - 3, 2 * tile.depth + 1
+
+    def framed(array: Any) -> tuple[Any, Any]:
+        stored = np.full([size + 1 for size in array.shape], np.nan)
+        stored[tuple(slice(size) for size in array.shape)] = array
+        steps = [stored.strides[-2] // 8, stored.strides[-1] // 8]
+        return cuda.to_device(stored), (0, 0, *steps)
+
+    def flat(array: Any) -> Any:
+        return device_view(array, (int(np.prod(array.shape)),), (1,))
+
+    x, y = draw((rows, depth)), draw((depth, cols), seed=1)
+    (a, a_steps), (b, b_steps) = (framed(t.T if transposed else t) for t in (x, y))
+    if transposed:
+        a_steps, b_steps = ((0, 0, step, row) for _, _, row, step in (a_steps, b_steps))
+    out, out_steps = framed(np.full((rows, cols), np.nan))
+    product.multiply(
+        flat(out),
+        out_steps,
+        flat(a),
+        a_steps,
+        flat(b),
+        b_steps,
+        (1, 1, rows, cols, depth),
+        2.0,
+        tile,
+    )
+    result = to_host(out)
+    assert_close_arrays(result[:-1, :-1], 2.0 * (x @ y), np.float64)
+    assert np.isnan(result[-1]).all() and np.isnan(result[:, -1]).all(), "written beyond the end"
+
+
+def test_operands_of_two_dtypes_multiply_in_the_wider() -> None:
+    x, y = draw((2, 3), np.float32), draw((3, 2), np.float64, seed=1)
+    result = on_cuda(x) @ on_cuda(y)
+    assert result.dtype == np.float64
+    assert_equal(result, x @ y)
+
+
+# -- tensors on the device ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda a, b: (a * b).sigmoid() + a.exp(),
+        lambda a, b: (a @ b.permute(1, 0)).log().sum(1),
+        lambda a, b: (a / b.sum(0)).tanh().mean(1) * 2.0,
+        lambda a, b: (a - b.mean()).permute(1, 0).contiguous().view(6).relu(),
+    ],
+    ids=["element-wise", "product", "broadcast", "layout"],
+)
+def test_gradients_agree_with_central_differences(f: Any) -> None:
+    random.seed(0)
+    minitorch.grad_check(f, on_cuda(draw((2, 3))), on_cuda(draw((2, 3), seed=1)))
+
+
+@pytest.mark.task3_3
+def test_gradients_of_float32_are_float32_and_on_the_device() -> None:
+    x = on_cuda(draw((2, 3), np.float32))
+    x.requires_grad_(True)
+    (x * x).sum().backward()
+    assert x.grad is not None and x.grad.dtype == np.float32
+    assert_equal(x.grad, 2.0 * x.to_numpy())
+
+
+@pytest.mark.task3_3
+def test_elements_can_be_read_written_and_printed() -> None:
+    x = on_cuda(draw((2, 3)))
+    assert x[1, 2] == x.to_numpy()[1, 2]
+    x[1, 2] = 5.0
+    assert x[1, 2] == 5.0
+    assert x.sum().item() == pytest.approx(x.to_numpy().sum())
+    assert repr(x) == repr(x.cpu())
+
+
+@pytest.mark.task3_3
+def test_moving_to_the_device_and_back_keeps_values_and_dtype() -> None:
+    host = minitorch.from_numpy(draw((2, 3), np.float32))
+    device = host.cuda()
+    assert_equal(device, host.to_numpy())
+    assert device.dtype == device.cpu().dtype == np.float32
+    assert not is_device_storage(device.cpu()._tensor._storage)
+
+
+@pytest.mark.task3_3
+def test_operands_in_two_places_do_not_combine() -> None:
+    x, y = draw((2, 3)), draw((3,), seed=1)
+    with pytest.raises(TypeError, match=r"move one of them with cuda\(\) or cpu\(\)"):
+        _ = on_cuda(x) + minitorch.from_numpy(y, backend=SimpleBackend)
+
+
+@pytest.mark.task3_3
+def test_tensors_without_elements_launch_nothing() -> None:
+    x = on_cuda(np.zeros((0, 3)))
+    assert (x + x).exp().shape == (0, 3)
+    assert x.sum(1).shape == (0, 1)
+    assert_equal(x.sum(0), [[0.0, 0.0, 0.0]])
+
+
+# -- what only a GPU runs -----------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_3
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_maps_and_reductions(dtype: Any) -> None:
+    x = draw((3, 100_003), dtype)
+    device = on_cuda(x)
+    assert_equal((device * 2.0).exp(), np.exp(x * 2))
+    for dim in (0, 1):
+        exact = x.sum(dim, keepdims=True, dtype=np.float64)
+        assert_equal(device.sum(dim), exact, f"sum over {dim}")
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_3
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_of_everything_is_equal_from_run_to_run(dtype: Any) -> None:
+    x = np.random.default_rng(0).standard_normal(3_000_001).astype(dtype)
+    device = on_cuda(x)
+    first = device.sum(0).to_numpy()
+    scale = np.abs(x).sum(dtype=np.float64)
+    assert abs(first[0] - x.sum(dtype=np.float64)) < 1e-7 * scale
+    for _ in range(20):
+        assert np.array_equal(first, device.sum(0).to_numpy())
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_3
+@pytest.mark.parametrize("shape", [(7, 300, 65), (300, 1, 1027), (2, 70_001, 3)])
+def test_every_dimension_of_a_large_tensor_is_folded(shape: tuple[int, ...]) -> None:
+    x = draw(shape, np.float32)
+    for dim in range(3):
+        exact = x.sum(dim, keepdims=True, dtype=np.float64)
+        assert_equal(on_cuda(x).sum(dim), exact, f"sum of {shape} over {dim}")
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_3
+def test_more_elements_than_32_bits_count_in_bytes_are_mapped() -> None:
+    if cuda.current_context().get_memory_info().free < 16 << 30:
+        pytest.skip("needs 16 GiB of free device memory")
+    ones = on_cuda(np.zeros(1, np.float32)).full(((1 << 30) + 3,), 1.0)
+    assert (ones + ones).sum(0).item() == pytest.approx(2.0 * ones.size, rel=1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_4
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((257, 129), (129, 65)),
+        ((70_000, 1, 3), (3, 2)),
+        ((3, 33, 65), (3, 65, 31)),
+        ((1500, 300), (300, 1700)),
+        ((96, 5000), (5000, 80)),
+        ((2, 3, 300, 70), (3, 70, 130)),
+    ],
+)
+def test_large_products(a: tuple[int, ...], b: tuple[int, ...], dtype: Any) -> None:
+    x, y = draw(a, dtype), draw(b, dtype, seed=1)
+    assert_equal(on_cuda(x) @ on_cuda(y), x.astype(np.float64) @ y, f"{a} @ {b}")
+
+
+@pytest.mark.cuda
+@pytest.mark.task3_3
+def test_a_division_by_zero_is_infinite() -> None:
+    assert CudaBackend.inv_map(on_cuda(np.zeros(1))).item() == np.inf

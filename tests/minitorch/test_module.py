@@ -1,0 +1,228 @@
+"""Module 0: the tree of modules and its parameters."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis.strategies import integers
+
+from minitorch import Module, Parameter, Scalar
+
+from ..strategies import med_ints, small_floats
+
+
+class Leaf(Module):
+    """Two parameters and a plain attribute."""
+
+    def __init__(self, start: float = 1.0) -> None:
+        super().__init__()
+        self.weight = Parameter(start)
+        self.label = "leaf"
+        self.bias = Parameter(start + 1.0)
+
+    def forward(self, x: float, shift: float = 0.0) -> float:
+        return self.weight.value * x + self.bias.value + shift
+
+
+class Tree(Module):
+    """A parameter of its own between two children, one of which has a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Leaf(1.0)
+        self.scale = Parameter(10.0)
+        self.second = Leaf(3.0)
+        self.second.inner = Leaf(5.0)
+
+
+NAMES = [
+    "scale",
+    *("first.weight", "first.bias"),
+    *("second.weight", "second.bias", "second.inner.weight", "second.inner.bias"),
+]
+
+
+class Chain(Module):
+    """As many children below each other as asked for, with one parameter each."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.p = Parameter(depth)
+        if depth > 1:
+            self.child = Chain(depth - 1)
+
+
+# --- task 0.4: modules and parameters --------------------------------------------------------
+
+
+@pytest.mark.task0_4
+def test_named_parameters_give_own_ones_first_then_dotted_paths() -> None:
+    named = Tree().named_parameters()
+    assert [name for name, _ in named] == NAMES
+    assert [p.value for _, p in named] == [10.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.task0_4
+def test_parameters_come_in_the_order_of_their_names() -> None:
+    tree = Tree()
+    assert len(tree.parameters()) == len(NAMES)
+    for p, (_, q) in zip(tree.parameters(), tree.named_parameters(), strict=True):
+        assert p is q
+
+
+@pytest.mark.task0_4
+@given(med_ints)
+def test_a_chain_of_modules_is_collected_to_its_end(depth: int) -> None:
+    names = [name for name, _ in Chain(depth).named_parameters()]
+    assert names == ["child." * level + "p" for level in range(depth)]
+
+
+@pytest.mark.task0_4
+@given(med_ints)
+def test_train_and_eval_reach_every_module(depth: int) -> None:
+    def modes(module: Module) -> list[bool]:
+        return [module.training] + [mode for child in module.modules() for mode in modes(child)]
+
+    chain = Chain(depth)
+    assert modes(chain) == [True] * depth
+    assert chain.eval() is None
+    assert modes(chain) == [False] * depth
+    assert chain.train() is None
+    assert modes(chain) == [True] * depth
+
+
+@pytest.mark.task0_4
+def test_calling_a_module_without_forward_says_so() -> None:
+    with pytest.raises(TypeError, match="no forward"):
+        Module()()
+
+
+# --- the rest of the contract ----------------------------------------------------------------
+
+
+@given(small_floats, small_floats)
+def test_calling_a_module_runs_forward(x: float, shift: float) -> None:
+    assert Leaf()(x, shift=shift) == Leaf().forward(x, shift)
+
+
+def test_modules_are_the_direct_children() -> None:
+    tree = Tree()
+    assert tree.modules() == [tree.first, tree.second]
+
+
+def test_an_unknown_name_is_none() -> None:
+    module = Leaf()
+    assert module.mode is None
+    assert module.label == "leaf"
+
+
+def test_an_unknown_dunder_name_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="__deepcopy__"):
+        Leaf().__deepcopy__  # noqa: B018
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_module_can_be_copied_and_pickled(duplicate) -> None:
+    tree = Tree()
+    twin = duplicate(tree)
+    tree.scale.update(-1.0)
+    assert [name for name, _ in twin.named_parameters()] == NAMES
+    assert twin.scale.value == 10.0
+
+
+def test_a_missing_super_init_is_explained() -> None:
+    class Hasty(Module):
+        def __init__(self) -> None:
+            self.p = Parameter(1.0)
+
+    with pytest.raises(AttributeError, match=r"super\(\).__init__\(\)"):
+        Hasty()
+
+
+def test_a_name_holds_only_what_was_assigned_last() -> None:
+    """Else an optimizer goes on training a parameter that the model no longer has."""
+    leaf: Any = Leaf()
+    leaf.bias = None
+    assert leaf.bias is None
+    assert [name for name, _ in leaf.named_parameters()] == ["weight"]
+    leaf.bias = Parameter(7.0)
+    assert leaf.bias.value == 7.0
+    leaf.weight = Leaf()
+    assert leaf.weight.label == "leaf"
+    assert [name for name, _ in leaf.named_parameters()] == ["bias", "weight.weight", "weight.bias"]
+
+
+def test_replacing_a_parameter_keeps_its_place() -> None:
+    leaf = Leaf()
+    leaf.weight = Parameter(9.0)
+    assert [(name, p.value) for name, p in leaf.named_parameters()] == [
+        ("weight", 9.0),
+        ("bias", 2.0),
+    ]
+
+
+def test_parameters_in_a_list_are_not_seen_but_added_ones_are() -> None:
+    module = Module()
+    module.hidden = [Parameter(1.0), Leaf()]
+    assert module.parameters() == []
+    added = module.add_parameter("weight_0", 2.5)
+    assert isinstance(added, Parameter)
+    assert module.weight_0 is added
+    assert (added.name, added.value) == ("weight_0", 2.5)
+    assert [name for name, _ in module.named_parameters()] == ["weight_0"]
+
+
+def test_repr_shows_the_tree_of_modules() -> None:
+    assert repr(Leaf()) == "Leaf()"
+    assert repr(Tree()) == "\n".join(
+        [
+            "Tree(",
+            "  (first): Leaf()",
+            "  (second): Leaf(",
+            "    (inner): Leaf()",
+            "  )",
+            ")",
+        ]
+    )
+
+
+class Tracked:
+    """Stands in for a tensor: all that a parameter asks of its value is this one method."""
+
+    def __init__(self) -> None:
+        self.calls: list[bool] = []
+
+    def requires_grad_(self, x: bool) -> None:
+        self.calls.append(x)
+
+
+def test_parameter() -> None:
+    first, second = Tracked(), Tracked()
+    q = Parameter(first)
+    assert first.calls == [True]
+    assert not hasattr(first, "name"), "a parameter without a name has none to hand on"
+    q.update(second)
+    assert q.value is second
+    assert second.calls == [True]
+
+    named = Tracked()
+    Parameter(named, "weight")
+    assert getattr(named, "name", None) == "weight"
+
+
+@given(integers())
+def test_a_parameter_shows_as_its_value(value: int) -> None:
+    assert repr(Parameter(value)) == repr(value)
+    assert str(Parameter(value)) == str(value)
+
+
+def test_a_parameter_makes_a_computed_scalar_a_leaf() -> None:
+    """Else the gradient of `Parameter(2 * x)` would be collected by x."""
+    x = Scalar(2.0)
+    p = Parameter(2.0 * x, name="w")
+    (p.value * 3.0).backward()
+    assert p.value.derivative == 3.0
+    assert x.derivative is None
+    assert p.value.name == "w"

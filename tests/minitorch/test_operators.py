@@ -1,0 +1,324 @@
+"""Module 0: the functions of numbers, and the functions of functions."""
+
+import math
+from collections.abc import Callable
+
+import numba
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis.strategies import floats, lists
+
+from minitorch import MathTest, operators
+from minitorch.operators import (
+    add,
+    addLists,
+    eq,
+    exp,
+    id,
+    inv,
+    inv_back,
+    is_close,
+    log,
+    log_back,
+    lt,
+    max,
+    mul,
+    neg,
+    negList,
+    prod,
+    reduce,
+    relu,
+    relu_back,
+    sigmoid,
+    sum,
+    zipWith,
+)
+
+from ..strategies import assert_close, small_floats
+
+# --- task 0.1: operators ---------------------------------------------------------------------
+
+
+@pytest.mark.task0_1
+@given(small_floats, small_floats)
+def test_arithmetic_is_pythons(x: float, y: float) -> None:
+    assert mul(x, y) == x * y
+    assert add(x, y) == x + y
+    assert neg(x) == -x
+    if abs(x) > 1e-3:
+        assert inv(x) == pytest.approx(1 / x)
+
+
+@pytest.mark.task0_1
+@given(small_floats)
+@example(0.0)
+def test_relu_keeps_the_positive_part(x: float) -> None:
+    assert relu(x) == (x if x > 0 else 0.0)
+    assert relu(x) - relu(-x) == x
+    # Not the int 0: a scalar function must return a float.
+    assert isinstance(relu(x), float)
+    assert isinstance(relu(int(x)), float)
+
+
+@pytest.mark.task0_1
+@given(small_floats, small_floats)
+@example(0.0, 3.0)
+def test_relu_back_passes_d_only_where_x_is_positive(x: float, d: float) -> None:
+    assert relu_back(x, d) == (d if x > 0 else 0.0)
+
+
+@pytest.mark.task0_1
+@given(small_floats)
+def test_id_changes_nothing(x: float) -> None:
+    assert id(x) == x
+
+
+@pytest.mark.task0_1
+@given(small_floats, small_floats)
+@example(1.5, 1.5)
+def test_lt_is_one_or_zero(x: float, y: float) -> None:
+    assert lt(x, y) == (1.0 if x < y else 0.0)
+    assert isinstance(lt(x, y), float)
+    assert lt(x, y) + lt(y, x) + eq(x, y) == 1.0  # one of the three holds
+
+
+@pytest.mark.task0_1
+@given(small_floats, small_floats)
+def test_max_is_the_larger_one(x: float, y: float) -> None:
+    assert max(x, y) in (x, y)
+    assert max(x, y) >= x
+    assert max(x, y) >= y
+
+
+@pytest.mark.task0_1
+@given(small_floats, small_floats)
+def test_eq_is_exact(x: float, y: float) -> None:
+    assert eq(x, x) == 1.0
+    assert eq(x, y) == (1.0 if x == y else 0.0)
+    assert isinstance(eq(x, y), float)
+
+
+# --- task 0.2: properties --------------------------------------------------------------------
+
+
+@pytest.mark.task0_2
+@given(small_floats, small_floats)
+def test_sigmoid(a: float, b: float) -> None:
+    """It lies in [0, 1], 1 - sigmoid(a) = sigmoid(-a), it crosses one half at 0 and rises."""
+    # TASK 0.2: Assert the range, 1 - sigmoid(a) = sigmoid(-a), the value at 0, and that it rises.
+    assert 0.0 <= sigmoid(a) <= 1.0
+    assert 1.0 - sigmoid(a) == pytest.approx(sigmoid(-a))
+    assert sigmoid(0.0) == 0.5
+    # Within 25 of zero: further out a step is smaller than a float64 near 1 can show.
+    low, high = sorted((a / 4.0, b / 4.0))
+    assert sigmoid(low) <= sigmoid(high)
+    assert sigmoid(low) < sigmoid(high + 1e-3)
+    # END TASK 0.2
+
+
+@pytest.mark.task0_2
+@given(small_floats, small_floats, small_floats)
+def test_transitive(a: float, b: float, c: float) -> None:
+    """If a < b and b < c, then a < c."""
+    # TASK 0.2: Assert that a < b and b < c imply a < c, with lt.
+    assert lt(a, c) >= lt(a, b) * lt(b, c)
+    # END TASK 0.2
+
+
+@pytest.mark.task0_2
+@given(small_floats, small_floats)
+def test_symmetric(a: float, b: float) -> None:
+    """A product does not depend on the order of its factors."""
+    # TASK 0.2: Assert that the order of two factors does not matter.
+    assert mul(a, b) == mul(b, a)
+    # END TASK 0.2
+
+
+@pytest.mark.task0_2
+@given(small_floats, small_floats, small_floats)
+def test_distribute(a: float, b: float, c: float) -> None:
+    """Multiplication distributes over addition."""
+    # TASK 0.2: Assert x (y + z) = x y + x z, with assert_close.
+    assert_close(mul(a, add(b, c)), add(mul(a, b), mul(a, c)))
+    # END TASK 0.2
+
+
+@pytest.mark.task0_2
+@given(small_floats)
+def test_other(x: float) -> None:
+    """The logarithm undoes the exponential, as long as EPS does not show."""
+    # TASK 0.2: A property of your own choice: which pair of operators belongs together?
+    assume(x > -4.0)
+    assert_close(log(exp(x)), x)
+    # END TASK 0.2
+
+
+# --- task 0.3: functions of functions --------------------------------------------------------
+
+number_lists = lists(small_floats, min_size=5, max_size=5)
+
+
+@pytest.mark.task0_3
+@given(small_floats, small_floats, small_floats, small_floats)
+def test_add_lists_adds_pairs(a: float, b: float, c: float, d: float) -> None:
+    first, second = addLists([a, b], [c, d])
+    assert first == a + c
+    assert second == b + d
+
+
+@pytest.mark.task0_3
+@given(number_lists, number_lists)
+def test_sum_distribute(xs: list[float], ys: list[float]) -> None:
+    """The sum of two lists' sums is the sum of the lists' sum."""
+    # TASK 0.3: Assert that sum(xs) + sum(ys) is the sum of addLists(xs, ys).
+    assert_close(add(sum(xs), sum(ys)), sum(addLists(xs, ys)))
+    # END TASK 0.3
+
+
+@pytest.mark.task0_3
+@given(lists(small_floats))
+def test_sum_adds_up_any_list(xs: list[float]) -> None:
+    assert sum(xs) == pytest.approx(math.fsum(xs), abs=1e-9)
+    assert isinstance(sum([]), float)
+
+
+@pytest.mark.task0_3
+@given(small_floats, small_floats, small_floats)
+def test_prod_multiplies_up(x: float, y: float, z: float) -> None:
+    assert prod([x, y, z]) == pytest.approx(x * y * z)
+    assert prod([]) == 1.0
+
+
+@pytest.mark.task0_3
+@given(lists(small_floats))
+def test_neg_list_changes_every_sign(xs: list[float]) -> None:
+    negated = negList(xs)
+    assert list(negated) == [-x for x in xs]
+    assert list(negated) == [-x for x in xs], "the result can be read only once"
+
+
+# --- the rest of the contract ----------------------------------------------------------------
+
+
+@pytest.mark.task0_3
+def test_reduce_starts_at_start_and_goes_from_the_left() -> None:
+    assert reduce(operators.max, -1e9)([]) == -1e9
+    assert reduce(lambda total, x: 10 * total + x, 0.0)([1.0, 2.0, 3.0]) == 123.0
+
+
+@pytest.mark.task0_3
+def test_lists_of_different_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        zipWith(add)([1.0, 2.0], [1.0])
+
+
+@pytest.mark.task0_1
+def test_sigmoid_does_not_overflow_far_from_zero() -> None:
+    assert sigmoid(-1e6) == 0.0
+    assert sigmoid(1e6) == 1.0
+
+
+@pytest.mark.task0_1
+def test_log_of_zero_is_finite() -> None:
+    assert log(0.0) == pytest.approx(math.log(operators.EPS))
+    assert log_back(0.0, 1.0) == pytest.approx(1.0 / operators.EPS)
+
+
+@pytest.mark.task0_1
+def test_is_close_is_an_absolute_hundredth() -> None:
+    assert is_close(1.0, 1.009) and is_close(1.009, 1.0)
+    assert not is_close(1.0, 1.011) and not is_close(1.011, 1.0)
+    assert not is_close(1e9, 1e9 + 1.0)
+
+
+@given(floats(min_value=0.1, max_value=100), small_floats)
+def test_pow_and_tanh_are_those_of_math(x: float, y: float) -> None:
+    assert operators.pow(x, y) == pytest.approx(x**y)
+    assert operators.pow(-x, 3.0) == pytest.approx(-(x**3))
+    assert operators.tanh(y) == pytest.approx(2.0 * sigmoid(2.0 * y) - 1.0, abs=1e-12)
+
+
+@pytest.mark.task0_1
+@given(small_floats, small_floats)
+def test_backs(x: float, d: float) -> None:
+    """Each `_back` is d times the slope of its function."""
+    near, h = abs(x) + 1.0, 1e-5
+    for f, back in ((log, log_back), (inv, inv_back), (relu, relu_back)):
+        slope = (f(near + h) - f(near - h)) / (2 * h)
+        assert back(near, d) == pytest.approx(d * slope, rel=1e-4, abs=1e-6)
+
+
+ONE_NUMBER: tuple[Callable[[float], float], ...] = (
+    exp,
+    id,
+    inv,
+    log,
+    neg,
+    relu,
+    sigmoid,
+    operators.tanh,
+)
+TWO_NUMBERS: tuple[Callable[[float, float], float], ...] = (
+    add,
+    eq,
+    inv_back,
+    is_close,
+    log_back,
+    lt,
+    max,
+    mul,
+    operators.pow,
+    relu_back,
+)
+
+
+def test_every_operator_compiles() -> None:
+    """The backends compile these very functions."""
+    for f in ONE_NUMBER:
+        compiled = numba.njit("float64(float64)")(f)
+        assert compiled(1.75) == pytest.approx(f(1.75)), f.__name__
+    for f in TWO_NUMBERS:
+        compiled = numba.njit("float64(float64, float64)")(f)
+        assert compiled(1.75, -2.0) == pytest.approx(f(1.75, -2.0)), f.__name__
+
+
+def test_operators_with_branches_compile_for_float32() -> None:
+    """There the branches have different types, a float32 and a literal."""
+    for f in (relu, sigmoid):
+        compiled = numba.njit("float32(float32)")(f)
+        for x in (-1.75, 1.75):
+            assert compiled(x) == pytest.approx(f(x), rel=1e-6), f.__name__
+
+
+one_arg, two_arg, red_arg = MathTest._tests()
+
+
+@pytest.mark.task0_1
+@pytest.mark.parametrize("fn", one_arg)
+@settings(max_examples=30)
+@given(small_floats)
+def test_one_args(fn: tuple[str, Callable[[float], float]], x: float) -> None:
+    name, f = fn
+    assume(name != "inv" or x != -3.5)
+    assert isinstance(f(x), float)
+
+
+@pytest.mark.task0_1
+@pytest.mark.parametrize("fn", two_arg)
+@settings(max_examples=30)
+@given(small_floats, small_floats)
+def test_two_args(fn: tuple[str, Callable[[float, float], float]], x: float, y: float) -> None:
+    name, f = fn
+    assume(name != "div2" or y != -5.5)
+    assert isinstance(f(x, y), float)
+
+
+def test_the_list_of_test_functions_is_the_published_one() -> None:
+    """Test ids are made from the place in this list."""
+    assert [name for name, _ in one_arg] == [
+        *("addConstant", "complex", "cube", "div", "exp", "explog", "inv", "log", "multConstant"),
+        *("neg", "relu", "sig", "square", "subConstant"),
+    ]
+    assert [name for name, _ in two_arg] == ["add2", "div2", "eq2", "gt2", "lt2", "mul2"]
+    assert [name for name, _ in red_arg] == ["mean_full_red", "mean_red", "sum_red"]
+    assert [f([1.0, 2.0, 6.0]) for _, f in red_arg] == [3.0, 3.0, 9.0]

@@ -1,0 +1,276 @@
+"""Module 2: storage, shape and strides; indexing and broadcasting."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.extra.numpy import mutually_broadcastable_shapes
+from hypothesis.strategies import DataObject, data, permutations
+
+from minitorch import (
+    MAX_DIMS,
+    IndexingError,
+    TensorData,
+    broadcast_index,
+    index_to_position,
+    shape_broadcast,
+    strides_from_shape,
+    to_index,
+)
+
+from ..tensor_strategies import indices, shapes, small_floats, small_ints, tensor_data
+
+numbered = tensor_data(small_floats)
+
+
+# --- task 2.1: storage and indexing ----------------------------------------------------------
+
+
+@pytest.mark.task2_1
+def test_strides_are_row_major_unless_given() -> None:
+    assert TensorData([0.0] * 15, (3, 5)).strides == (5, 1)
+    assert TensorData([0.0] * 15, (5, 3), (1, 5)).strides == (1, 5)
+    assert strides_from_shape((2, 3, 4)) == (12, 4, 1)
+    assert strides_from_shape(()) == ()
+
+
+@pytest.mark.task2_1
+@given(numbered)
+def test_indices_run_through_the_tensor_in_row_major_order(layout: TensorData) -> None:
+    assert [tuple(map(int, i)) for i in layout.indices()] == list(np.ndindex(*layout.shape))
+
+
+@pytest.mark.task2_1
+@given(shapes())
+def test_to_index_gives_each_index_once(shape: tuple[int, ...]) -> None:
+    index = np.full(len(shape) + 2, -7)  # a scratch buffer, longer than the shape
+    seen = set()
+    for ordinal in range(int(np.prod(shape))):
+        to_index(ordinal, np.array(shape), index)
+        seen.add(tuple(index[: len(shape)].tolist()))
+        assert index[len(shape) :].tolist() == [-7, -7], "it wrote beyond the shape"
+    assert seen == set(np.ndindex(*shape))
+
+
+@pytest.mark.task2_1
+@given(numbered)
+def test_each_index_has_a_position_of_its_own(layout: TensorData) -> None:
+    positions = [layout.index(index) for index in layout.indices()]
+    assert sorted(positions) == list(range(layout.size))
+    assert positions == [
+        index_to_position(np.array(index), layout._strides) for index in layout.indices()
+    ]
+
+
+@pytest.mark.task2_1
+@given(data())
+def test_permute_is_a_view_with_the_dimensions_in_another_order(data: DataObject) -> None:
+    layout = data.draw(numbered)
+    order = data.draw(permutations(range(layout.dims)))
+    permuted = layout.permute(*order)
+    assert permuted._storage is layout._storage
+    np.testing.assert_array_equal(permuted.to_array(), layout.to_array().transpose(order))
+
+
+@pytest.mark.task2_1
+@given(data())
+def test_permute_and_its_inverse_give_the_same_positions(data: DataObject) -> None:
+    layout = data.draw(numbered)
+    order = data.draw(permutations(range(layout.dims)))
+    back = layout.permute(*order).permute(*np.argsort(order).tolist())
+    index = data.draw(indices(layout))
+    assert (back.shape, back.index(index)) == (layout.shape, layout.index(index))
+
+
+@pytest.mark.task2_1
+@given(data())
+def test_set_changes_one_element(data: DataObject) -> None:
+    layout = data.draw(numbered)
+    index = data.draw(indices(layout))
+    expected = layout.to_array().copy()
+    expected[tuple(index)] = 0.5
+    layout.set(index, 0.5)
+    assert layout.get(index) == 0.5
+    np.testing.assert_array_equal(layout.to_array(), expected)
+
+
+# --- task 2.2: broadcasting ------------------------------------------------------------------
+
+
+@pytest.mark.task2_2
+@pytest.mark.parametrize(
+    ("shape1", "shape2", "result"),
+    [
+        ((1,), (5, 5), (5, 5)),
+        ((5, 5), (1,), (5, 5)),
+        ((1, 5, 5), (5, 5), (1, 5, 5)),
+        ((5, 1, 5, 1), (1, 5, 1, 5), (5, 5, 5, 5)),
+        ((2, 1), (3,), (2, 3)),
+        ((), (2, 3), (2, 3)),
+        ((), (), ()),
+    ],
+)
+def test_shapes_that_broadcast(
+    shape1: tuple[int, ...], shape2: tuple[int, ...], result: tuple[int, ...]
+) -> None:
+    assert shape_broadcast(shape1, shape2) == TensorData.shape_broadcast(shape1, shape2) == result
+
+
+@pytest.mark.task2_2
+@pytest.mark.parametrize(
+    ("shape1", "shape2"), [((5, 7, 5, 1), (1, 5, 1, 5)), ((5, 2), (5,)), ((2,), (3,))]
+)
+def test_shapes_that_do_not_broadcast(shape1: tuple[int, ...], shape2: tuple[int, ...]) -> None:
+    with pytest.raises(IndexingError) as error:
+        shape_broadcast(shape1, shape2)
+    assert str(shape1) in str(error.value)
+    assert str(shape2) in str(error.value)
+
+
+@pytest.mark.task2_2
+@given(shapes(), shapes())
+def test_shapes_broadcast_as_in_numpy(shape1: tuple[int, ...], shape2: tuple[int, ...]) -> None:
+    try:
+        expected = np.broadcast_shapes(shape1, shape2)
+    except ValueError:
+        with pytest.raises(IndexingError):
+            shape_broadcast(shape1, shape2)
+    else:
+        assert shape_broadcast(shape1, shape2) == expected
+
+
+@pytest.mark.task2_2
+@given(mutually_broadcastable_shapes(num_shapes=2, min_dims=1, max_dims=4, max_side=3))
+def test_broadcast_index_finds_the_element_that_numpy_finds(drawn) -> None:
+    shape, big_shape = drawn.input_shapes[0], drawn.result_shape
+    ordinals = np.arange(int(np.prod(shape))).reshape(shape)
+    expected = np.broadcast_to(ordinals, big_shape)
+    index = np.full(len(shape) + 2, -7)  # a scratch buffer, longer than the shape
+    for big_index in np.ndindex(*big_shape):
+        broadcast_index(np.array(big_index), np.array(big_shape), np.array(shape), index)
+        assert ordinals[tuple(index[: len(shape)])] == expected[big_index]
+        assert index[len(shape) :].tolist() == [-7, -7], "it wrote beyond the shape"
+
+
+# --- the rest of the contract ----------------------------------------------------------------
+
+
+@given(numbered)
+def test_a_tensor_is_contiguous_if_its_elements_lie_in_order(layout: TensorData) -> None:
+    positions = [layout.index(index) for index in layout.indices()]
+    assert layout.is_contiguous() == (positions == sorted(positions))
+
+
+@given(numbered)
+def test_to_array_shares_the_storage(layout: TensorData) -> None:
+    view = layout.to_array()
+    assert np.shares_memory(view, layout._storage)
+    assert [layout.get(index) for index in layout.indices()] == view.reshape(-1).tolist()
+
+
+def test_an_array_is_shared_and_a_list_is_copied() -> None:
+    array, numbers = np.array([1.0, 2.0]), [1.0, 2.0]
+    shared, copied = TensorData(array, (2,)), TensorData(numbers, (2,))
+    array[0] = numbers[0] = 5.0
+    assert (shared.get(0), copied.get(0)) == (5.0, 1.0)
+
+
+@given(numbered)
+def test_sample_draws_an_index_with_pythons_random(layout: TensorData) -> None:
+    random.seed(3)
+    first = [layout.sample() for _ in range(20)]
+    random.seed(3)
+    assert first == [layout.sample() for _ in range(20)]
+    assert set(first) <= set(np.ndindex(*layout.shape))
+
+
+def test_a_number_is_a_tensor_without_dimensions() -> None:
+    layout = TensorData([4.0], ())
+    assert (layout.size, layout.dims, layout.shape) == (1, 0, ())
+    assert (layout.get(0), list(layout.indices())) == (4.0, [()])
+
+
+def test_attributes_hold_plain_ints() -> None:
+    layout = TensorData(np.zeros(6), (2, 3)).permute(1, 0)
+    assert all(type(n) is int for n in (*layout.shape, *layout.strides, layout.size, layout.dims))
+    assert layout._shape.dtype == layout._strides.dtype == np.int64
+    of_numpy: Any = (np.int64(2), 1)
+    assert shape_broadcast(of_numpy, (1, 3)) == (2, 3)
+    assert type(shape_broadcast(of_numpy, (1, 3))[0]) is int
+
+
+def test_tuple_is_what_a_kernel_takes() -> None:
+    layout = TensorData(np.zeros(6), (2, 3))
+    storage, shape, strides = layout.tuple()
+    assert storage is layout._storage
+    assert (shape.tolist(), strides.tolist()) == ([2, 3], [3, 1])
+
+
+@pytest.mark.parametrize("index", [(5, 2), (0, -1), (0,), (0, 0, 0), 0], ids=str)
+def test_an_index_outside_is_refused(index: tuple[int, ...] | int) -> None:
+    layout = TensorData([0.0] * 15, (3, 5))
+    with pytest.raises(IndexingError, match=r"\(3, 5\)"):
+        layout.get(index)
+    with pytest.raises(IndexingError, match=r"\(3, 5\)"):
+        layout.set(index, 1.0)
+
+
+def test_shape_and_strides_must_fit() -> None:
+    with pytest.raises(IndexingError, match="different lengths"):
+        TensorData([0.0] * 6, (2, 3), (1,))
+    with pytest.raises(AssertionError, match="holds 6 elements, the storage has 5"):
+        TensorData([0.0] * 5, (2, 3))
+    with pytest.raises(AssertionError, match="must be a tuple"):
+        TensorData([0.0] * 6, [2, 3])
+    with pytest.raises(AssertionError, match="must be a tuple"):
+        TensorData([0.0] * 6, (2, 3), [3, 1])
+
+
+@pytest.mark.parametrize("strides", [(100, 1), (-3, 1)])
+def test_strides_that_leave_the_storage_are_refused(strides: tuple[int, int]) -> None:
+    # Compiled loops check nothing: they would read somebody else's memory.
+    with pytest.raises(IndexingError, match=r"strides \(-?\d+, 1\)"):
+        TensorData([0.0] * 6, (2, 3), strides)
+
+
+def test_a_storage_must_be_flat() -> None:
+    with pytest.raises(AssertionError, match=r"flat.*\(2, 3\)"):
+        TensorData(np.zeros((2, 3)), (2,))
+
+
+def test_there_is_a_limit_to_the_number_of_dimensions() -> None:
+    TensorData([1.0], (1,) * MAX_DIMS)
+    with pytest.raises(AssertionError, match=f"at most {MAX_DIMS} dimensions"):
+        TensorData([1.0], (1,) * (MAX_DIMS + 1))
+
+
+@pytest.mark.parametrize("order", [(0, 0), (0,), (0, 2), (-1, 0)])
+def test_an_order_that_is_no_permutation_is_refused(order: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError, match="permute needs each of the dimensions 0 to 1 once"):
+        TensorData([0.0] * 6, (2, 3)).permute(*order)
+
+
+@given(numbered)
+def test_to_string_shows_each_number(layout: TensorData) -> None:
+    text = layout.to_string()
+    numbers = text.replace("[", " ").replace("]", " ").split()
+    assert numbers == [f"{layout.get(index):3.2f}".strip() for index in layout.indices()]
+
+
+def test_to_string_starts_a_line_at_each_bracket() -> None:
+    assert (
+        TensorData([1.0, 2.0, 3.0, 4.0], (2, 2)).to_string() == "[\n\t[1.00 2.00]\n\t[3.00 4.00]]"
+    )
+    assert TensorData([1.0], ()).to_string() == "1.00"
+    assert TensorData(np.array([True, False]), (2,)).to_string() == "[1.00 0.00]"
+
+
+@given(small_ints, small_ints)
+def test_an_empty_tensor_has_no_indices(rows: int, cols: int) -> None:
+    layout = TensorData([], (rows, 0, cols))
+    assert (layout.size, list(layout.indices())) == (0, [])
+    assert layout.is_contiguous()

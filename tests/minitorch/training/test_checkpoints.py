@@ -1,0 +1,434 @@
+"""Checkpoints: what is saved comes back bit for bit, a changed file is refused, no kill harms one."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+import minitorch
+from minitorch import SGD, Adam, FastBackend, SimpleBackend
+from minitorch.training.checkpoints import (
+    Checkpoints,
+    TrainingState,
+    random_state,
+    read_training,
+    remove_partials,
+    save_training,
+    set_random_state,
+)
+from minitorch.training.model_files import (
+    CheckpointError,
+    load_parameters,
+    read_checkpoint,
+    save_checkpoint,
+)
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "project" / "reliability"))  # as for a script that runs there
+import kills  # noqa: E402
+
+BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def tiny_model(width: int = 8) -> minitorch.DecoderLM:
+    return minitorch.DecoderLM(5, width, 2, 6, n_layer=1, middle_dim=16)
+
+
+def test_a_checkpoint_restores_every_parameter(tmp_path: Path) -> None:
+    model, other, path = tiny_model(), tiny_model(), tmp_path / "m.safetensors"
+    save_checkpoint(path, model, {"width": 8})
+    arrays, config = read_checkpoint(path)
+    load_parameters(other, arrays)
+    assert config == {"width": 8}
+    for (name, p), (_, q) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert np.array_equal(p.value.to_numpy(), q.value.to_numpy()), name
+        assert q.value.requires_grad() and q.value.dtype == p.value.dtype
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    path, model = tmp_path / "m.safetensors", tiny_model()
+    save_checkpoint(path, tiny_model(width=4), {})
+    before = [p.value.to_numpy().copy() for p in model.parameters()]
+    with pytest.raises(CheckpointError, match="shape"):
+        load_parameters(model, read_checkpoint(path)[0])
+    after = [p.value.to_numpy() for p in model.parameters()]
+    assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+def test_weights_of_another_dtype_or_not_finite_change_nothing(tmp_path: Path) -> None:
+    model, path = tiny_model(), tmp_path / "m.safetensors"
+    save_checkpoint(path, model, {})
+    arrays, _ = read_checkpoint(path)
+    name = next(iter(arrays))
+    before = {name: p.value.to_numpy().copy() for name, p in model.named_parameters()}
+    for wrong in (
+        arrays[name].astype(np.float16),
+        np.zeros(arrays[name].shape, np.int64),
+        np.full_like(arrays[name], np.nan),
+    ):
+        with pytest.raises(CheckpointError, match=f"{name} .*(float16|int64|NaN)"):
+            load_parameters(model, {**arrays, name: wrong}, str(path))
+    for key, p in model.named_parameters():
+        assert np.array_equal(p.value.to_numpy(), before[key]), key
+    p = model.parameters()[0]
+    p.update(minitorch.from_numpy(np.full_like(p.value.to_numpy(), np.inf)))
+    with pytest.raises(CheckpointError, match="not saved"):
+        save_checkpoint(path, model, {})
+    assert np.array_equal(read_checkpoint(path)[0][name], arrays[name])
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = tmp_path / "m.safetensors", tiny_model()
+    save_checkpoint(path, model, {"step": 1})
+
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(path, model, {"step": 2})
+    assert read_checkpoint(path)[1] == {"step": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_killed_write_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """Kill a process that does nothing but write checkpoints; the file is always one of them."""
+    path = tmp_path / "m.safetensors"
+    script = f"""
+import minitorch
+from minitorch.training.model_files import save_checkpoint
+model = minitorch.DecoderLM(50, 32, 2, 6, n_layer=2)
+step = 0
+while True:
+    save_checkpoint({str(path)!r}, model, {{"step": step}})
+    step += 1
+    print(step, flush=True)
+"""
+    seen = -1
+    for count in (1, 8):
+        writer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        for _ in range(count):
+            writer.stdout.readline()
+        writer.kill()
+        writer.wait()
+        step = read_checkpoint(path)[1]["step"]
+        assert step >= count - 1
+        seen = max(seen, step)
+    assert seen >= 7
+
+
+def test_the_file_is_on_the_disk_before_its_name_and_the_name_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    flush, rename = os.fsync, os.replace
+
+    def flushed(number: int) -> None:
+        done.append("folder" if os.path.samestat(os.fstat(number), tmp_path.stat()) else "file")
+        flush(number)
+
+    def renamed(*args: Any) -> None:
+        done.append("rename")
+        rename(*args)
+
+    monkeypatch.setattr("os.fsync", flushed)
+    monkeypatch.setattr("os.replace", renamed)
+    save_checkpoint(tmp_path / "m.safetensors", tiny_model(), {})
+    assert done == ["file", "rename", "folder"]
+
+
+def test_files_of_the_first_format_can_still_be_read(tmp_path: Path) -> None:
+    path, arrays = tmp_path / "old.safetensors", {"w": np.arange(3.0)}
+    path.write_bytes(save(arrays, {"format": "minitorch-1", "config": '{"width": 8}'}))
+    found, config = read_checkpoint(path)
+    assert found.keys() == {"w"} and np.array_equal(found["w"], arrays["w"])
+    assert config == {"width": 8}
+    path.write_bytes(save(arrays, {"format": "pt", "config": "{}"}))
+    with pytest.raises(CheckpointError, match=r"old\.safetensors.*no checkpoint of minitorch"):
+        read_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("folder")
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+class Run:
+    """A training of a tiny model with dropout, on drawn numbers."""
+
+    def __init__(self, backend: str = "fast", kind: str = "Adam", seed: int = 0):
+        minitorch.manual_seed(seed)
+        self.model = minitorch.DecoderLM(
+            5, 4, 2, 3, 0.2, n_layer=1, middle_dim=4, backend=BACKENDS[backend], dtype=np.float32
+        )
+        parameters = self.model.parameters()
+        self.optimizer = SGD(parameters, 0.1) if kind == "SGD" else Adam(parameters, 0.01)
+        self.rng = np.random.default_rng(seed)
+        self.losses: list[float] = []
+
+    def go(self, steps: int) -> Run:
+        for _ in range(steps):
+            tokens = self.rng.integers(0, 5, (2, 4))
+            self.optimizer.zero_grad()
+            # Dropout draws from one of the two, depending on the backend.
+            noise = random.random() + np.random.rand()
+            loss = self.model.loss(tokens[:, :-1], tokens[:, 1:]) * (1.0 + noise)
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss.item())
+        return self
+
+    def save(self, path: Path) -> None:
+        save_training(path, self.model, self.optimizer, {}, len(self.losses), {"data": self.rng})
+
+    def save_in(self, checkpoints: Checkpoints) -> Path:
+        return checkpoints.save(self.model, self.optimizer, {}, len(self.losses))
+
+    def restore(self, state: TrainingState) -> Run:
+        state.restore(self.model, self.optimizer, {"data": self.rng})
+        return self
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_training_goes_on_bit_for_bit(backend: str, kind: str, tmp_path: Path) -> None:
+    first = Run(backend, kind).go(2)
+    first.save(tmp_path / "t.safetensors")
+    first.go(3)
+    state = read_training(tmp_path / "t.safetensors")
+    other = Run(backend, kind, seed=1).go(1).restore(state)
+    assert state.step == 2
+    assert other.go(3).losses[1:] == first.losses[2:]
+    for p, q in zip(first.model.parameters(), other.model.parameters(), strict=True):
+        assert p.value.to_numpy().tobytes() == q.value.to_numpy().tobytes()
+
+
+@given(st.lists(st.integers(0, 3), max_size=3), st.booleans())
+def test_parameters_of_any_shape_and_layout_come_back(
+    folder: Path, shape: list[int], turned: bool
+) -> None:
+    model = minitorch.Module()
+    array = np.arange(float(np.prod(shape))).reshape(shape)
+    value = minitorch.from_numpy(array)
+    model.add_parameter(
+        "w", value.permute(*reversed(range(len(shape)))) if turned and shape else value
+    )
+    optimizer = Adam(model.parameters())
+    optimizer.moments[model.w] = model.w.value.detach(), model.w.value.detach()
+    save_training(folder / "t", model, optimizer, {}, 0, arrays={"more": array.T})
+    state = read_training(folder / "t")
+    state.restore(model, optimizer)
+    wanted = array.T if turned else array
+    for found in (model.w.value, optimizer.moments[model.w][0]):
+        assert found.shape == wanted.shape and np.array_equal(found.to_numpy(), wanted)
+    assert np.array_equal(state.arrays["more"], array.T)
+
+
+def test_the_model_alone_can_be_read_from_a_training(tmp_path: Path) -> None:
+    run, path = Run().go(1), tmp_path / "t.safetensors"
+    save_training(path, run.model, run.optimizer, {"width": 4}, 1)
+    arrays, config = read_checkpoint(path)
+    load_parameters(run.model, arrays)
+    assert config == {"width": 4}
+    save_checkpoint(path, run.model, {})
+    with pytest.raises(CheckpointError, match="not the state of its training"):
+        read_training(path)
+
+
+def test_a_state_of_another_training_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    Run(kind="SGD").go(1).save(path)
+    with pytest.raises(CheckpointError, match=r"t\.safetensors: a state of SGD .* none of Adam"):
+        Run(kind="Adam").restore(read_training(path))
+    state = read_training(path)
+    state.random["generators"].clear()
+    with pytest.raises(CheckpointError, match=r"t\.safetensors: .*random numbers.*data"):
+        Run(kind="SGD").restore(state)
+
+
+def test_moments_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
+    run, path = Run().go(1), tmp_path / "t.safetensors"
+    run.save(path)
+    before = path.read_bytes()
+    m, v = run.optimizer.moments[run.model.parameters()[2]]  # type: ignore[union-attr]
+    run.optimizer.moments[run.model.parameters()[2]] = m, v * np.inf  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match=r"not saved: .*v\.2 holds NaN or infinity"):
+        run.save(path)
+    assert path.read_bytes() == before
+
+
+@given(
+    st.sampled_from(["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"]),
+    st.integers(0, 2**32),
+    st.integers(0, 5),
+)
+def test_random_numbers_go_on_where_they_were(kind: str, seed: int, drawn: int) -> None:
+    rng = np.random.Generator(getattr(np.random, kind)(seed))
+    minitorch.manual_seed(seed)
+
+    def draw() -> list[float]:
+        # Small integers and normal numbers leave a half-used word, or a second number, behind.
+        return [
+            *rng.integers(0, 9, 3, dtype=np.int32), rng.standard_normal(), random.gauss(0.0, 1.0),
+            random.getrandbits(63), np.random.standard_normal(), np.random.rand(),
+        ]  # fmt: skip
+
+    for _ in range(drawn):
+        draw()
+    state = json.loads(json.dumps(random_state({"mine": rng})))
+    expected = draw()
+    set_random_state(state, {"mine": rng})
+    assert draw() == expected
+    with pytest.raises(ValueError, match="random numbers cannot be restored"):
+        set_random_state(state, {"other": rng})
+
+
+# -- changed files -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder, run = tmp_path_factory.mktemp("files"), Run().go(1)
+    save_checkpoint(folder / "model", run.model, {"text": '"digest":"' + 64 * "0", "n": 1})
+    run.save(folder / "training")
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("changed") / "changed.safetensors"
+
+
+READERS = {"model": read_checkpoint, "training": read_training}
+
+
+@pytest.mark.parametrize("kind", READERS)
+@given(place=st.floats(0.0, 1.0, exclude_max=True), header=st.booleans(), value=st.integers(1, 255))
+def test_a_change_of_any_byte_is_refused(
+    kind: str, files: dict[str, bytes], changed: Path, place: float, header: bool, value: int
+) -> None:
+    payload = bytearray(files[kind])
+    end = 8 + int.from_bytes(payload[:8], "little") if header else len(payload)
+    payload[int(place * end)] ^= value
+    changed.write_bytes(payload)
+    with pytest.raises(CheckpointError, match=r"changed\.safetensors"):
+        READERS[kind](changed)
+
+
+def test_a_change_of_the_digest_itself_or_of_its_name_is_refused(
+    files: dict[str, bytes], changed: Path
+) -> None:
+    payload = files["model"]
+    name = payload.index(b'"digest":"')
+    for place in range(name, name + len('"digest":"') + 64 + 1):
+        for value in (1, 32):  # a letter of the other case
+            odd = bytearray(payload)
+            odd[place] ^= value
+            changed.write_bytes(odd)
+            with pytest.raises(CheckpointError, match=r"changed\.safetensors"):
+                read_checkpoint(changed)
+
+
+@pytest.mark.parametrize("kind", READERS)
+@given(share=st.floats(0.0, 1.0), more=st.binary(max_size=3))
+def test_a_file_of_another_length_is_refused(
+    kind: str, files: dict[str, bytes], changed: Path, share: float, more: bytes
+) -> None:
+    payload = files[kind][: int(share * len(files[kind]))] + more
+    changed.write_bytes(payload)
+    if payload == files[kind]:
+        READERS[kind](changed)
+    else:
+        with pytest.raises(CheckpointError, match=r"changed\.safetensors"):
+            READERS[kind](changed)
+
+
+def test_nothing_is_pickled() -> None:
+    for path in (ROOT / "minitorch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {"pickle", "marshal", "shelve", "joblib", "dill"} & {*names}, path
+
+
+# -- the last few --------------------------------------------------------------------------------
+
+
+def steps(checkpoints: Checkpoints) -> list[int]:
+    return [checkpoints.read(file).step for file in checkpoints.files()]
+
+
+def test_the_last_few_stay_and_the_one_before_a_broken_one_is_offered(tmp_path: Path) -> None:
+    checkpoints, run = Checkpoints(tmp_path / "c", keep=3), Run()
+    with pytest.raises(CheckpointError, match="c: holds no checkpoint"):
+        checkpoints.read()
+    for _ in range(5):
+        run.go(1).save_in(checkpoints)
+    assert steps(checkpoints) == [3, 4, 5] and checkpoints.read().step == 5
+    three, four, five = checkpoints.files()
+    five.write_bytes(five.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{five.name}: .*before it is whole: .*{four.name}"):
+        checkpoints.read()
+    four.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{five.name}: .*before it is whole: .*{three.name}"):
+        checkpoints.read(five)
+    three.unlink()
+    with pytest.raises(CheckpointError, match=f"{five.name}: (?!.*is whole)"):
+        checkpoints.read()
+
+
+def test_who_goes_on_from_an_earlier_one_keeps_the_later_ones_until_he_comes_to_them(
+    tmp_path: Path,
+) -> None:
+    checkpoints, run = Checkpoints(tmp_path, keep=2), Run()
+    for _ in range(4):
+        run.go(1).save_in(Checkpoints(tmp_path, keep=9))
+    early = Run().go(2)
+    early.save_in(checkpoints)
+    assert steps(checkpoints) == [1, 2, 3, 4]
+    early.go(1).save_in(checkpoints)
+    assert steps(checkpoints) == [2, 3, 4]
+
+
+def test_a_new_training_sets_the_last_one_aside(tmp_path: Path) -> None:
+    checkpoints, run = Checkpoints(tmp_path / "c"), Run()
+    assert checkpoints.set_aside() is None
+    for number in (1, 2):
+        path = run.go(1).save_in(checkpoints)
+        (path.parent / f"{path.name}.123.partial").touch()
+        remove_partials(path.parent)
+        place = checkpoints.set_aside()
+        assert place is not None and steps(Checkpoints(place)) == [number]
+        assert checkpoints.files() == [] and len([*place.iterdir()]) == 1
+        with pytest.raises(CheckpointError, match=f"the training before it got to .*{path.name}"):
+            checkpoints.read()
+    with pytest.raises(ValueError, match="keep"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_a_killed_training_goes_on_as_if_nothing_had_happened() -> None:
+    """The short form of ``project/reliability/kills.py``, which kills fifty times."""
+    figures = kills.survive(4, seed=1)
+    assert figures["kills"] == 4 and figures["losses_equal"] >= kills.STEPS
+    assert figures["most_steps_lost"] < kills.EVERY + 1

@@ -1,0 +1,299 @@
+"""The app: every page shows, answers to its widgets, and tells of a call what the kernels did."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minitorch
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+streamlit = pytest.importorskip(
+    "streamlit", reason='the app is not installed: pip install -e ".[app]"'
+)
+from app_pages import attention_page, graph_page, ladder_page  # noqa: E402
+from streamlit.testing.v1 import AppTest  # noqa: E402
+
+PAGES = (
+    "math", "manual", "autodiff", "scalar", "tensor", "gradients", "train", "fast", "convolution",
+    "attention", "ladder",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show the app what ``streamlit run project/app.py`` does, not the arguments of pytest."""
+    monkeypatch.setattr(sys, "argv", ["app.py"])
+
+
+def opened(page: str, **state: Any) -> AppTest:
+    """Open a page, with some widgets set already."""
+    app = AppTest.from_file(str(ROOT / "project" / "app.py"), default_timeout=60)
+    app.query_params["page"] = page
+    for key, value in state.items():
+        app.session_state[key] = value
+    return ran(app)
+
+
+def ran(app: AppTest) -> AppTest:
+    """Run a page once more; it must not fail."""
+    app.run()
+    assert not app.exception, [error.stack_trace for error in app.exception]
+    return app
+
+
+def pictures(app: AppTest) -> list[str]:
+    """Return an address for each picture of a page, which its content decides."""
+    found = [*app.get("image"), *app.get("imgs")]  # the name is newer, or older
+    return [image.url for element in found for image in element.proto.imgs]  # type: ignore[attr-defined]
+
+
+def metrics(app: AppTest) -> dict[str, str]:
+    return {metric.label: metric.value for metric in app.metric}
+
+
+def dot(app: AppTest) -> str:
+    return app.get("graphviz_chart")[0].proto.spec  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_shows(page: str) -> None:
+    app = opened(page)
+    assert app.title and not app.error and not app.warning
+    assert pictures(app) or app.get("graphviz_chart")
+
+
+def test_a_module_has_its_own_pages_and_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pages(*argv: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["app.py", *argv])
+        return [option.split(" ")[0] for option in opened("math").sidebar.radio[0].options]
+
+    assert set(pages("0")) == {"0"}
+    assert set(pages("2", "--hide_function_defs")) == {"0", "1", "2"}
+    assert len(pages()) == len(PAGES)
+
+
+def test_a_slider_moves_the_point_on_the_curve() -> None:
+    app = opened("math")
+    before = pictures(app)
+    app.slider(key="x").set_value(0.0)
+    assert metrics(ran(app))["sigmoid at x = 0"] == "0.5"
+    assert pictures(app) != before
+    app.selectbox(key="function").set_value("lt")
+    app.slider(key="x").set_value(1.0)
+    assert metrics(ran(app))["lt at x = 1"] == "1", "1 is less than 2, the second argument"
+
+
+def test_weights_by_hand_move_the_line() -> None:
+    app = opened("manual")
+    assert metrics(app)["right"] == "50 of 50"
+    before = pictures(app)
+    app.slider(key="w1").set_value(10.0)
+    assert metrics(ran(app))["right"] != "50 of 50"
+    assert pictures(app) != before
+
+
+@pytest.mark.parametrize("text", graph_page.EXAMPLES)
+def test_the_graph_shows_the_derivatives_of_backward(text: str) -> None:
+    app = opened("autodiff", example=text)
+    bare = dot(app)
+    app.slider(key="done").set_value(app.slider(key="done").max)
+    assert dot(ran(app)) != bare
+    values = {"x": 2.0, "y": 3.0, "z": -1.0}
+    variables = {name: minitorch.Scalar(value, name=name) for name, value in values.items()}
+    graph_page.evaluate(text, variables).backward()
+    for name, variable in variables.items():
+        shown = metrics(app)[f"derivative by {name}"]
+        if variable.derivative is None:
+            assert shown == "–"
+        else:
+            assert float(shown) == pytest.approx(variable.derivative)
+
+
+def test_a_step_of_backpropagation_colours_one_more_node() -> None:
+    app = opened("gradients")
+    for done in (0, 1, 2):
+        app.slider(key="done").set_value(done)
+        assert dot(ran(app)).count("d = (") == done
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("x +", "no expression"),
+        ("x.__class__", "not known here"),
+        ("open('a')", "methods here"),
+        ("w + 1", "w is not known here"),
+        ("x if y else z", "not known here"),
+        ("2 + 3", "no variable"),
+        ("x / 0", "zero"),
+    ],
+)
+def test_an_expression_that_is_none_is_one_sentence(text: str, reason: str) -> None:
+    app = opened("autodiff", example="my own", text=text)
+    assert reason in app.error[0].value
+
+
+#: Text that makes a file where it is run, as Python, as an expression of the app, or by a shell.
+CODE = "__import__('pathlib').Path({!r}).touch()"
+
+
+@pytest.mark.parametrize(
+    "around", ["{}", "x * {}", "x.exp({})", "[{} for x in (1,)]", "f'{{{}}}'", "(lambda: {})()"]
+)
+def test_an_expression_runs_no_code(around: str, tmp_path: Path) -> None:
+    text = around.format(CODE.format(str(tmp_path / "canary")))
+    app = opened("autodiff", example="my own", text=text)
+    assert app.error
+    assert not (tmp_path / "canary").exists()
+
+
+class _Canary:
+    """What a pickle runs when it is loaded."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_files_that_are_looked_at_run_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record full of code is shown as text, and a pickle is no record."""
+    folder, canary = tmp_path / "device", tmp_path / "canary"
+    folder.mkdir()
+    code = CODE.format(str(canary))
+    text = f"<script>alert(1)</script><img src=x onerror=alert(1)> {code} $(touch {canary})"
+    numbers = {"forward_ms": 1.0, "backward_ms": 2.0, "peak_mb": 3.0}
+    record = {
+        "device": text, "date": text, "command": text, "note": text, "batch": text, "heads": 1,
+        "head_dim": 1, "causal": True, "rows": [{"length": n, "<b>flash2</b>": numbers} for n in (16, 32)],
+    }  # fmt: skip
+    (folder / "bench_attention.json").write_text(json.dumps(record))
+    (folder / "bench_attention_more.json").write_bytes(pickle.dumps(_Canary(canary)))
+    (folder / "conftest.py").write_text(code)
+    monkeypatch.setattr(ladder_page, "RESULTS", tmp_path)
+    ladder_page.measurements.clear()
+    try:
+        app = opened("ladder")
+    finally:
+        ladder_page.measurements.clear()
+    assert text in app.caption[-1].value
+    assert not any(element.proto.allow_html for element in (*app.markdown, *app.caption))
+    assert app.warning[0].value.endswith("bench_attention_more")
+    assert not canary.exists()
+
+
+def test_an_app_that_every_machine_can_reach_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamlit, "get_option", lambda name: None)
+    app = opened("math")
+    assert "localhost" in app.error[0].value
+    assert not app.title
+
+
+def test_an_index_says_where_in_the_storage() -> None:
+    app = opened("tensor")
+    before = pictures(app)
+    for dim, index in enumerate((1, 2, 3)):
+        app.slider(key=f"index{dim}").set_value(index)
+    assert metrics(ran(app))["position in the storage"] == "23"
+    assert pictures(app) != before
+    app = opened("tensor", order=(2, 0, 1))
+    assert (metrics(app)["shape"], metrics(app)["strides"]) == ("(4, 2, 3)", "(1, 12, 4)")
+    assert metrics(app)["shape of a + b"] == "(2, 3, 4)"
+    assert opened("tensor", shape_a="2, 3", shape_b="4").error
+
+
+def test_the_window_of_a_convolution_moves() -> None:
+    app = opened("convolution", kernel="shift")
+    before = pictures(app)
+    app.slider(key="row").set_value(1)
+    assert metrics(ran(app))["output[1, 3]"] == "1", "the ring's pixel two rows and columns on"
+    assert pictures(app) != before
+    app.slider(key="row").set_value(7)
+    assert metrics(ran(app))["output[7, 3]"] == "0", "beyond the edge"
+
+
+@pytest.mark.parametrize(
+    ("page", "hidden", "least"),
+    [
+        ("scalar", 1, 5),
+        ("train", 6, 15),
+        ("fast", 6, 15),
+    ],  # scalars are slow: one unit learns little
+)
+def test_a_training_learns_and_draws(page: str, hidden: int, least: int) -> None:
+    app = opened(page, points=20, epochs=30, hidden=hidden, rate=0.5)
+    before = pictures(app)
+    app.button(key="train").click()
+    assert int(metrics(ran(app))["right"].split()[0]) > least
+    assert pictures(app) != before
+
+
+def test_the_ladder_shows_what_was_measured() -> None:
+    app = opened("ladder")
+    before = pictures(app)
+    app.selectbox(key="quantity").set_value("peak_mb")
+    app.selectbox(key="device").set_value("cpu-2-cores: bench_attention")
+    ran(app)
+    assert pictures(app) != before
+    path = ROOT / "docs" / "results" / "cpu-2-cores" / "bench_attention.json"
+    row = json.loads(path.read_text(encoding="utf-8"))["rows"][0]
+    app.select_slider(key="length").set_value(row["length"])
+    table = ran(app).dataframe[0].value
+    shown = dict(zip(table[""], table["peak memory, MiB"], strict=True))
+    assert shown["flash"] == row["flash"]["peak_mb"]
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+def counted(app: AppTest) -> tuple[int, int]:
+    reads, writes = (metrics(app)[f"elements {word}"] for word in ("read", "written"))
+    return int(reads.replace(",", "")), int(writes.replace(",", ""))
+
+
+@pytest.mark.parametrize("rung", attention_page.RUNGS)
+def test_a_step_changes_the_counters(rung: str) -> None:
+    app = opened("attention", rung=rung, N=8, mask="none")
+    app.button(key="first").click()
+    seen, shown = [counted(ran(app))], [pictures(app)]
+    for _ in range(3):
+        app.button(key="next").click()
+        seen.append(counted(ran(app)))
+        shown.append(pictures(app))
+    assert seen == sorted(seen) and len(set(seen)) > 1
+    assert all(now != before for now, before in zip(shown[1:], shown, strict=False))
+    app.button(key="last").click()
+    assert counted(ran(app)) > seen[-1]
+    assert " = " in app.caption[-1].value, "the count is not what the formula says"
+
+
+def test_the_tile_buttons_go_from_visit_to_visit() -> None:
+    app = opened("attention", rung="flash1")
+    step: Any = app.slider(key="step").value
+    app.button(key="tile_next").click()
+    assert ran(app).slider(key="step").value == step + 6  # its barriers
+    app.button(key="tile_back").click()
+    assert ran(app).slider(key="step").value == step
+
+
+def test_sliders_of_the_call_change_picture_and_counters() -> None:
+    app = opened("attention", mask="none")
+    app.button(key="last").click()
+    small, before = counted(ran(app)), pictures(app)
+    app.select_slider(key="block_q").set_value(8)
+    app.button(key="last").click()
+    assert counted(ran(app)) < small, "larger query tiles read the keys less often"
+    assert pictures(app) != before
+    app.selectbox(key="mask").set_value("causal")
+    app.button(key="last").click()
+    assert counted(ran(app))[0] < small[0]

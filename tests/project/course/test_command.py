@@ -1,0 +1,81 @@
+"""The command that hands out and grades: what it prints, refuses and returns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "project"))
+
+from course import grader as course_grader  # noqa: E402
+from course.command import main  # noqa: E402
+from course.grader import Expected  # noqa: E402
+from course.starter_trees import start  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    (ROOT / "course.json").exists(), reason="a starter tree has no solutions"
+)
+
+
+def test_what_needs_a_gpu_is_blocked_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_gpu = Expected({"3.3": ["a"]}, {}, "there is none")
+    monkeypatch.setattr(course_grader, "expected_tests", lambda *args: no_gpu)
+    start(3, tmp_path / "three")
+    assert main(["grade", str(tmp_path / "three"), "--task", "3.3", "--gpu"]) == 2
+    out = capsys.readouterr().out
+    assert "blocked" in out and "needs a GPU: there is none" in out
+    assert "points 0 of 0" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["grade", "nowhere"], "has no folder minitorch"),
+        (["grade", str(ROOT), "--task", "3.9"], "there is no task '3.9'; there are 3.1, 3.2"),
+    ],
+)
+def test_what_cannot_be_graded_ends_with_two(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_a_task_of_a_later_module_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(0, tmp_path / "zero")
+    assert main(["grade", str(tmp_path / "zero"), "--task", "2.1"]) == 2
+    assert "is the tree of module 0" in capsys.readouterr().err
+
+
+def test_a_place_for_the_result_is_refused_before_anything_is_graded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(course_grader, "expected_tests", None)  # would be called
+    grade = ["grade", str(ROOT), "--task", "0.4", "--json"]
+    assert main([*grade, str(tmp_path / "missing" / "result.json")]) == 2
+    assert f"{tmp_path / 'missing'}, where --json" in (error := capsys.readouterr().err)
+    assert "is no folder; make it" in error
+    assert main([*grade, str(tmp_path)]) == 2
+    assert "is a folder; name a file" in capsys.readouterr().err
+
+
+def test_the_command_runs_inside_the_tree(tmp_path: Path) -> None:
+    start(0, tmp_path / "tree")
+    command = [sys.executable, "project/course.py", "grade", ".", "--task", "0.4"]
+    done = subprocess.run(command, cwd=tmp_path / "tree", capture_output=True, text=True)
+    assert done.returncode == 1 and "0/10" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_command_runs(tmp_path: Path) -> None:
+    script = ROOT / "project" / "course.py"
+    run = [sys.executable, str(script), "start", "1", str(tmp_path / "one")]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert "README.md lists the tasks" in done.stdout

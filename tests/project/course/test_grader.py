@@ -1,0 +1,422 @@
+"""The grader gives points for what is right, and a submission cannot take them otherwise."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "project"))
+
+from course import workplace as course_place  # noqa: E402
+from course.child import landlock_version  # noqa: E402
+from course.command import main  # noqa: E402
+from course.grader import expected_tests, grade_task  # noqa: E402
+from course.markers import fill, read_bodies, replaced  # noqa: E402
+from course.starter_trees import start  # noqa: E402
+from course.tasks import find_task, tasks_of, tasks_until  # noqa: E402
+from course.verdict import Result, judge  # noqa: E402
+from course.workplace import Ending, Workplace, assemble  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    (ROOT / "course.json").exists(), reason="a starter tree has no solutions"
+)
+
+
+# -- the grader ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return expected_tests(Workplace(tmp_path_factory.mktemp("counts"), False), tasks_of(0)).tests
+
+
+@pytest.fixture
+def student(tmp_path: Path) -> Path:
+    """Module 0, solved."""
+    start(0, tmp_path / "student")
+    fill(tmp_path / "student", [task.id for task in tasks_of(0)], read_bodies(ROOT))
+    return tmp_path / "student"
+
+
+def graded(
+    student: Path, counts: dict[str, list[str]], task: str = "0.4", gpu: bool = False, **limits: int
+) -> Result:
+    folder = student.parent / "place"
+    folder.mkdir()
+    place = Workplace(folder, gpu)
+    assemble(student, place.tree, 0)
+    return grade_task(place, replace(find_task(task), **limits), counts[task])
+
+
+def at_import(student: Path, code: str) -> None:
+    file = student / "minitorch" / "module.py"
+    text = file.read_text(encoding="utf-8")
+    mark = "from typing import Any\n"
+    assert mark in text
+    file.write_text(text.replace(mark, mark + code), encoding="utf-8")
+
+
+def in_train(student: Path, code: str) -> None:
+    file = student / "minitorch" / "module.py"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("        self.training = True\n        for", f"{code}        for"),
+                    encoding="utf-8")  # fmt: skip
+
+
+def test_a_solved_tree_gets_full_points(
+    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tmp_path / "result.json"
+    assert main(["grade", str(student), "--json", str(result)]) == 0
+    summary = json.loads(result.read_text(encoding="utf-8"))
+    assert summary["points"] == summary["possible"] == sum(task.points for task in tasks_until(0))
+    assert summary["all_passed"] is True
+    assert [task["status"] for task in summary["tasks"]] == ["passed"] * len(tasks_of(0))
+    assert "points 40 of 40" in capsys.readouterr().out
+
+
+def test_a_starter_tree_gets_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(0, tmp_path / "new")
+    assert main(["grade", str(tmp_path / "new"), "--task", "0.4"]) == 1
+    out = capsys.readouterr().out
+    assert "NotImplementedError: Task 0.4: " in out
+    assert "points 0 of 10" in out
+
+
+def test_the_first_assertion_that_fails_is_shown(student: Path, counts: Any) -> None:
+    in_train(student, "        self.training = None\n")
+    result = graded(student, counts)
+    assert (result.status, result.points) == ("failed", 0)
+    assert result.message.startswith("test_train_and_eval_reach_every_module: assert")
+    assert "\n" not in result.message
+    assert 0 < result.passed < result.tests
+
+
+def test_an_endless_loop_is_stopped(student: Path, counts: Any) -> None:
+    in_train(student, "        while True: pass\n")
+    result = graded(student, counts, seconds=6)
+    assert result.status == "failed"
+    assert result.message == "stopped after 6 s, in test_train_and_eval_reach_every_module"
+
+
+def test_what_goes_on_when_the_tests_are_over_is_stopped_and_no_hidden_test_named(
+    student: Path, counts: Any
+) -> None:
+    at_import(
+        student,
+        "import sys, threading\n"
+        "def forever():\n"
+        "    while True:\n"
+        "        try:\n"
+        "            print('more', flush=True)\n"
+        "        except (OSError, ValueError):\n"
+        "            pass\n"
+        "threading.Thread(target=forever).start()\n",
+    )
+    result = graded(student, counts, seconds=15)
+    assert (result.status, result.points) == ("failed", 0)
+    assert result.message == "stopped after 15 s, when the tests of the task had run"
+
+
+def test_endless_printing_is_stopped(student: Path, counts: Any) -> None:
+    in_train(student, "        while True: print('more' * 1000)\n")
+    message = graded(student, counts).message
+    assert message == "test_train_and_eval_reach_every_module: OSError: [Errno 27] File too large"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there the limit of memory holds")
+def test_an_eater_of_memory_is_stopped(student: Path, counts: Any) -> None:
+    in_train(student, "        eaten = []\n        while True: eaten.append(bytearray(1 << 24))\n")
+    result = graded(student, counts, memory_mb=2048)
+    assert result.status == "failed"
+    assert "the limit is 2048 MB" in result.message
+
+
+@pytest.mark.parametrize("end", ["import os; os._exit(0)", "import sys; sys.exit(0)"])
+def test_ending_the_process_early_is_no_pass(student: Path, counts: Any, end: str) -> None:
+    at_import(student, end + "\n")
+    result = graded(student, counts)
+    assert (result.status, result.passed) == ("failed", 0)
+
+
+def test_ending_the_process_in_the_middle_is_no_pass(student: Path, counts: Any) -> None:
+    in_train(student, "        import os; os._exit(0)\n")
+    result = graded(student, counts)
+    assert result.status == "failed"
+    assert "ended early (exit code 0)" in result.message
+    assert "in test_train_and_eval_reach_every_module" in result.message
+
+
+TRICKS = {
+    "no test runs": "import _pytest.python as p; p.Function.runtest = lambda self: None\n",
+    "nothing is unequal": "import numpy; numpy.testing.assert_array_equal = lambda *a, **k: None\n",
+    "all that is raised is forgotten": "import pytest\n"
+    "class R:\n"
+    "    def __init__(self, *a, **k): pass\n"
+    "    def __enter__(self): return self\n"
+    "    def __exit__(self, *a): return True\n"
+    "pytest.raises = R\n",
+    "all tests are skipped": "import pytest; pytest.skip('x', allow_module_level=True)\n",
+}
+
+
+@pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
+def test_changing_what_judges_is_no_pass(student: Path, counts: Any, trick: str) -> None:
+    at_import(student, trick)
+    result = graded(student, counts)
+    assert (result.status, result.points) == ("failed", 0), result
+
+
+def test_the_tests_of_the_course_count_and_not_the_students(student: Path, counts: Any) -> None:
+    in_train(student, "        self.training = None\n")
+    (student / "tests" / "minitorch" / "test_module.py").write_text("", encoding="utf-8")
+    (student / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '-k no'\n")
+    (student / "conftest.py").write_text("import os; os._exit(0)\n", encoding="utf-8")
+    assert graded(student, counts).message.startswith("test_train_and_eval_reach_every_module")
+
+
+def test_a_file_of_the_students_own_is_taken_along(student: Path, counts: Any) -> None:
+    (student / "minitorch" / "mine.py").write_text("YES = True\n", encoding="utf-8")
+    in_train(student, "        from .mine import YES\n        self.training = YES\n")
+    assert graded(student, counts).status == "passed"
+
+
+def test_a_submission_cannot_write_outside(student: Path, counts: Any, tmp_path: Path) -> None:
+    target, moved = tmp_path / "outside.txt", tmp_path / "kept.txt"
+    moved.write_text("kept", encoding="utf-8")
+    attempts = [
+        f"open({str(target)!r}, 'w').write('x')",
+        f"__import__('os').remove({str(moved)!r})",
+        f"__import__('os').system('touch {target}')",
+        f"__import__('subprocess').run(['touch', {str(target)!r}])",
+        f"__import__('pathlib').Path({str(tmp_path / 'folder')!r}).mkdir()",
+    ]
+    up, link = "../" * 3 + target.name, "__import__('os').environ['TMPDIR'] + '/link'"
+    attempts += [
+        f"open({up!r}, 'w').write('x')",
+        f"__import__('os').symlink({str(tmp_path)!r}, {link}); open({link} + '/outside.txt', 'w')",
+        f"__import__('os').link({str(moved)!r}, {link} + '2'); open({link} + '2', 'w')",
+        f"__import__('os').rename({str(moved)!r}, {str(target)!r})",
+        f"__import__('os').chmod({str(moved)!r}, 0)",
+        f"__import__('os').execv('/bin/touch', ['touch', {str(target)!r}])",
+    ]
+    if landlock_version():  # past Python: the kernel says no
+        attempts.append(f"__import__('ctypes').CDLL(None).creat({str(target).encode()!r}, 0o600)")
+        attempts.append(f"__import__('ctypes').CDLL(None).system({f'touch {target}'.encode()!r})")
+    code = "".join(f"try:\n    {a}\nexcept OSError:\n    pass\n" for a in attempts)
+    at_import(student, code)
+    result = graded(student, counts)
+    assert result.status == "passed", result.message  # it does no harm, and the rest is right
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept.txt", "place", "student"]
+    assert moved.read_text(encoding="utf-8") == "kept"
+
+
+FORK = """import ctypes, os, time
+libc = ctypes.CDLL(None)
+for _ in range(2):
+    if libc.fork() == 0:
+        libc.setsid()
+        while True:
+            open(os.environ['TMPDIR'] + '/alive', 'w').close()
+            time.sleep(0.05)
+"""
+IN_KERNEL = pytest.mark.skipif(not landlock_version(), reason="the kernel has to help")
+
+
+@IN_KERNEL
+def test_what_a_submission_leaves_running_is_ended(student: Path, counts: Any) -> None:
+    at_import(student, FORK)
+    # Only where a GPU's driver may need it, a submission can start processes at all.
+    assert graded(student, counts, gpu=True).status == "passed"
+    alive = student.parent / "place" / "tmp" / "alive"
+    alive.unlink()
+    time.sleep(0.5)
+    assert not alive.exists()
+
+
+@IN_KERNEL
+def test_a_submission_starts_no_process_and_asks_no_other(student: Path, counts: Any) -> None:
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(student.parent / "door"))
+    server.listen()
+    # A signal to another process is refused from the sixth version of Landlock on.
+    signals = "try:\n    opened.append(os.kill(os.getppid(), 0))\nexcept OSError:\n    pass\n"
+    signals = signals if landlock_version() >= 6 else ""
+    sockets = "(socket.AF_INET, 1), (socket.AF_INET, 2), (socket.AF_INET6, 2), (socket.AF_UNIX, 1)"
+    at_import(
+        student,
+        f"{FORK}import os, signal, socket\nopened = []\n"
+        f"for kind in [{sockets}]:\n    try:\n        opened.append(socket.socket(*kind))\n"
+        "    except OSError:\n        pass\n"
+        f"{signals}assert not opened, opened\n",
+    )
+    result = graded(student, counts)
+    assert result.status == "passed", result.message
+    assert not (student.parent / "place" / "tmp" / "alive").exists()
+    server.close()
+
+
+def test_a_disk_is_not_filled(student: Path, counts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(course_place, "MOST_WRITTEN", 16 << 20)
+    in_train(
+        student,
+        "        import os, time\n        for i in range(4000):\n"
+        "            open(os.environ['TMPDIR'] + f'/{i}', 'wb').write(bytes(1 << 20))\n"
+        "            time.sleep(0.02)\n",
+    )
+    result = graded(student, counts)
+    assert result.message.startswith("stopped when its files had more than"), result.message
+    assert list((student.parent / "place" / "tmp").iterdir()) == []
+
+
+def test_a_link_in_the_tree_is_not_followed(
+    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept.txt"
+    kept.write_text("kept", encoding="utf-8")
+    (student / "result.json").symlink_to(kept)
+    (student / "minitorch" / "taken.py").symlink_to(ROOT / "minitorch" / "module.py")
+    result = student / "result.json"
+    assert main(["grade", str(student), "--task", "0.4", "--json", str(result)]) == 0
+    assert kept.read_text(encoding="utf-8") == "kept"
+    assert json.loads(result.read_text(encoding="utf-8"))["points"] == 10
+    at_import(student, "from . import taken\n")
+    assert main(["grade", str(student), "--task", "0.4"]) == 1
+    assert "cannot import name 'taken'" in capsys.readouterr().out
+
+
+def test_the_attempt_to_write_outside_is_named(student: Path, counts: Any, tmp_path: Path) -> None:
+    in_train(student, f"        open({str(tmp_path / 'outside.txt')!r}, 'w')\n")
+    message = graded(student, counts).message
+    assert "a submission may not change" in message and "outside.txt" in message
+
+
+def test_the_solutions_of_the_course_cannot_be_read(student: Path, counts: Any) -> None:
+    file = ROOT / "minitorch" / "module.py"
+    at_import(student, f"exec(open({str(file)!r}).read())\n")
+    assert "a submission may not read" in graded(student, counts).message
+
+
+# -- tasks in which tests are written ------------------------------------------------------------
+
+
+def rewritten(student: Path, name: str, body: str) -> None:
+    file = student / "tests" / "minitorch" / "test_operators.py"
+    text = file.read_text(encoding="utf-8")
+    new = replaced(
+        text, "tests/minitorch/test_operators.py", lambda r: [body] if r.key.name == name else None
+    )
+    assert new != text
+    file.write_text(new, encoding="utf-8")
+
+
+#: Bodies that hold and notice nothing, and how many broken operators each lets pass.
+EMPTY = {
+    "test_sigmoid": ("    pass", 4),
+    "test_symmetric": ("    assert mul(a, b) == mul(a, b)", 2),
+    "test_transitive": ("    assert lt(a, c) in (0.0, 1.0)", 2),
+    "test_other": ("    assert x == x", 1),
+}
+
+
+def test_a_property_test_that_notices_nothing_is_no_pass(student: Path, counts: Any) -> None:
+    for name, (body, _) in EMPTY.items():
+        rewritten(student, name, body)
+    result = graded(student, counts, "0.2")
+    assert result.status == "failed"
+    assert "test_sigmoid passes with a broken sigmoid" in result.message
+    assert result.tests - result.passed == sum(missed for _, missed in EMPTY.values())
+
+
+def test_property_tests_are_judged_by_the_courses_operators(student: Path, counts: Any) -> None:
+    file = student / "minitorch" / "operators.py"
+    text = file.read_text(encoding="utf-8").replace("return x * y", "return x * y + 1.0")
+    file.write_text(text, encoding="utf-8")
+    assert graded(student, counts, "0.2").status == "passed"
+
+
+def test_markers_that_are_gone_are_named(student: Path, counts: Any) -> None:
+    file = student / "tests" / "minitorch" / "test_operators.py"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("    # END TASK 0.2\n", "", 1), encoding="utf-8")
+    assert "tests/minitorch/test_operators.py, line" in graded(student, counts, "0.2").message
+
+
+# -- tasks that wait, and speed --------------------------------------------------------------------
+
+STUBS = {"5.4": "NotImplementedError: tid=[0, 0, 0] ctaid=[1, 0, 0]: Task 5.4: Lines 10 to 13",
+         "5.5": "NotImplementedError: Task 5.5: Line 19"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("errors", "waits_for", "message"),
+    [
+        ([STUBS["5.4"], STUBS["5.4"], ""], "5.4", "waits for task 5.4, which is not written yet"),
+        ([STUBS["5.5"], STUBS["5.4"]], "", f"t0: {STUBS['5.5']}"),
+        ([STUBS["5.4"], STUBS["5.5"]], "", f"t1: {STUBS['5.5']}"),
+        ([STUBS["5.4"], "assert 1 == 2"], "", "t1: assert 1 == 2"),
+        (["", ""], "", ""),
+    ],
+)
+def test_a_task_waits_if_only_other_tasks_are_missing(
+    errors: list[str], waits_for: str, message: str
+) -> None:
+    records: list[Any] = [
+        {"id": f"a.py::t{i}", "when": when, "message": error,
+         "outcome": "failed" if error and when == "call" else "passed"}
+        for i, error in enumerate(errors) for when in ("setup", "call", "teardown")
+    ]  # fmt: skip
+    tests = [f"a.py::t{i}" for i in range(len(errors))]
+    end = Ending(0, False)
+    verdict = judge(find_task("5.5"), tests, {}, [*records, {"finished": 0}], end)
+    assert (verdict.waits_for, verdict.message) == (waits_for, message)
+
+
+def test_what_waits_and_what_it_waits_for_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(1, tmp_path / "one")
+    text = (tmp_path / "one" / "minitorch" / "operators.py").read_text(encoding="utf-8")
+    late = text.replace("    return x + y", '    raise NotImplementedError("Task 0.1: Add.")')
+    assert late != text
+    (tmp_path / "one" / "minitorch" / "operators.py").write_text(late, encoding="utf-8")
+    result = tmp_path / "result.json"
+    assert main(["grade", str(tmp_path / "one"), "--task", "0.3", "--json", str(result)]) == 1
+    out = capsys.readouterr().out
+    assert "waits for task 0.1" in out and "waiting" in out
+    (task,) = json.loads(result.read_text(encoding="utf-8"))["tasks"]
+    assert (task["status"], task["waits_for"], task["points"]) == ("waiting", "0.1", 0)
+
+
+def test_what_is_right_and_slow_loses_the_points_of_speed(tmp_path: Path) -> None:
+    """A tile whose exponentials a Python loop computes one by one."""
+    task, tree = find_task("5.3"), tmp_path / "five"
+    start(5, tree)
+    fill(tree, ["5.2", "5.3"], read_bodies(ROOT))
+    file = tree / "kernels" / "reference" / "attention.py"
+    right = file.read_text(encoding="utf-8")
+    one_by_one = """        p = np.zeros_like(s)
+        for place in np.ndindex(*s.shape):
+            p[place] = np.exp(s[place] - shift[place[:-1]])"""
+    line = "        p = np.exp(s - shift[..., None])"
+    head, found, tile = right.rpartition(line)
+    slow = head + one_by_one + tile
+    assert found
+    file.write_text(slow, encoding="utf-8")
+    (tmp_path / "place").mkdir()
+    place = Workplace(tmp_path / "place", gpu=False)
+    own = expected_tests(place, [task])
+    assemble(tree, place.tree, 5)
+    result = grade_task(place, task, own.tests["5.3"], own.speed["5.3"])
+    assert (result.status, result.points) == ("failed", task.points - task.speed)
+    assert (result.speed_points, result.speed_possible) == (0, task.speed)
+    assert result.message.startswith("right, but too slow: test_a_tile_is_a_few_products")
+    assert "0.05 times is asked for" in result.speed

@@ -1,0 +1,303 @@
+"""The course can be handed out and graded: starter trees fail where they should, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "project"))
+
+from course import grader as course_grader  # noqa: E402
+from course.command import main  # noqa: E402
+from course.grader import Expected, expected_tests, grade_task  # noqa: E402
+from course.markers import (  # noqa: E402
+    CourseError,
+    Key,
+    fill,
+    find_regions,
+    is_solved,
+    marked_regions,
+    read_bodies,
+    replaced,
+    sources,
+    stub,
+)
+from course.starter_trees import left_behind, start  # noqa: E402
+from course.tasks import MODULES, TASKS, Task, find_task, tasks_of  # noqa: E402
+from course.workplace import Workplace  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    (ROOT / "course.json").exists(), reason="a starter tree has no solutions"
+)
+
+
+# -- the table and the markers -------------------------------------------------------------------
+
+
+def test_every_task_has_a_place_to_write_and_every_place_a_task() -> None:
+    assert {r.key.task for r in marked_regions(ROOT)} == {task.id for task in TASKS}
+    assert [task.id for task in TASKS] == sorted((t.id for t in TASKS), key=_order)
+    places = {r.key.file for r in marked_regions(ROOT) if r.key.file.startswith("tests/")}
+    assert places == {"tests/minitorch/test_operators.py"}
+    assert {task.module for task in TASKS} == {module.number for module in MODULES}
+
+
+def _order(task: str) -> tuple[int, ...]:
+    return tuple(map(int, task.split(".")))
+
+
+def test_the_files_of_a_task_exist() -> None:
+    for task in TASKS:
+        assert all((ROOT / file).is_file() for file in task.tests), task.id
+
+
+# Written with an @, so that this file itself has no markers.
+SOURCE = """
+class A:
+    def f(self):
+        \"\"\"Docstring.\"\"\"
+        # @TASK 1.1: Do it, "so".
+        return 1
+        # @END TASK 1.1
+
+    def g(self):
+        def inner():
+            # @TASK 1.2: Then this.
+            return 2
+            # @END TASK 1.2
+
+        return inner
+""".replace("@", "")
+
+
+def test_a_body_is_replaced_and_put_back() -> None:
+    regions = find_regions(SOURCE, "a.py")
+    assert [r.key for r in regions] == [Key("a.py", "1.1", "A.f"), Key("a.py", "1.2", "A.g.inner")]
+    from_stub = replaced(SOURCE, "a.py", stub)
+    assert "        raise NotImplementedError(\"Task 1.1: Do it, 'so'.\")" in from_stub
+    assert "return 1" not in from_stub
+    bodies = {Key("a.py", "1.1", "A.f"): ["        return 1"]}
+    assert (
+        replaced(from_stub, "a.py", lambda r: bodies.get(r.key, ["            return 2"])) == SOURCE
+    )
+    compile(from_stub, "a.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("# TASK 1.1: a\nx = 1\n", "never ended"),
+        ("x = 1\n# END TASK 1.1\n", "line 2: .* no partner"),
+        ("# TASK 1.1: a\n# TASK 1.2: b\n", "line 1: '# TASK 1.1: .* '# END TASK 1.1' .* in line 2"),
+        (
+            "# TASK 1.1: a\n# END TASK 1.2\n",
+            "line 1: '# TASK 1.1: .* '# END TASK 1.1' .* in line 2",
+        ),
+    ],
+)
+def test_a_marker_without_its_partner_is_named(text: str, match: str) -> None:
+    with pytest.raises(CourseError, match=match):
+        find_regions(text, "a.py")
+
+
+# -- starter trees -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """Return one place for all trees: what is compiled in one is not compiled in the next."""
+    return Workplace(tmp_path_factory.mktemp("place"), gpu=False)
+
+
+@pytest.fixture(scope="module")
+def expected(workplace: Workplace) -> Expected:
+    """Return the tests of every task."""
+    return expected_tests(workplace, list(TASKS))
+
+
+#: Of the tests of a task that is solved, so many run: its tree is the course's then, byte for byte.
+SAMPLE = 4
+#: Compiles a model and trains it; of the tests of its task two others are left.
+LONG = "test_a_transformer_learns_to_copy"
+
+
+def without_twins(tests: list[str]) -> list[str]:
+    """Return tests on one dtype and one backend where there are two: each is compiled by itself."""
+    one_dtype = [test for test in tests if "float32" not in test or "float64" in test]
+    return [test for test in one_dtype if test.replace("fast", "simple") not in {*tests} - {test}]
+
+
+def a_sample(tests: list[str]) -> list[str]:
+    """Return some tests, from all over the list."""
+    few = [test for test in without_twins(tests) if LONG not in test]
+    return few[:: -(-len(few) // SAMPLE)]
+
+
+def outcomes(place: Workplace, simulated: bool, tests: list[str]) -> dict[str, str]:
+    """Run tests in a tree, all in the simulator or none: test → its error, or ''."""
+    job = {
+        "trusted": False, "tree": str(place.tree), "hidden": str(ROOT / ".git"),
+        "writable": [str(path) for path in place.writable.values()],
+        "memory_mb": 4096, "seconds": 300,
+        "arguments": course_grader._arguments(place.tree, tests, ""),
+    }  # fmt: skip
+    records, end = place.run(job, simulated, 300.0)
+    assert any("finished" in record for record in records), (tests[0], end, records[-3:])
+    found: dict[str, str] = {}
+    for record in records:
+        assert "broken" not in record, record
+        if "id" in record:
+            wrong = record["outcome"] != "passed"
+            found[record["id"]] = found.get(record["id"]) or (record["message"] if wrong else "")
+    return found
+
+
+@pytest.mark.parametrize("module", range(len(MODULES)))
+def test_a_starter_tree_fails_task_by_task_until_it_is_solved(
+    module: int,
+    workplace: Workplace,
+    expected: Expected,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each task fails with its own message while the ones before it are solved, then passes.
+
+    In the end the tree is that of the next module: what passes here passes there.
+    """
+    monkeypatch.setenv("MINITORCH_EXAMPLES", "2")
+    bodies, tree, tasks, tests = (
+        read_bodies(ROOT), workplace.tree, tasks_of(module), expected.tests
+    )  # fmt: skip
+    shutil.rmtree(tree)
+    start(module, tree)
+    start(min(module + 1, len(MODULES) - 1), tmp_path / "next")
+    whole = {file: (ROOT / file).read_bytes() for file in sources(ROOT) if (tree / file).exists()}
+    packages = {file for file in sources(ROOT) if not file.startswith("tests/")}
+    assert packages <= set(whole) == set(sources(tree))
+    solved: Task | None = None
+    for task in tasks:
+        few = a_sample(tests[solved.id]) if solved is not None else []
+        own = without_twins(tests[task.id])
+        # Both at once where they run alike, to start fewer processes.
+        if solved is not None and solved.simulator == task.simulator:
+            found = outcomes(workplace, task.simulator, few + own)
+        else:
+            found = outcomes(workplace, task.simulator, own)
+            found |= outcomes(workplace, not task.simulator, few) if solved is not None else {}
+        for test in few:
+            assert found[test] == "", f"{test}, whose task is solved: {found[test]}"
+        failed = {test: found[test] for test in own if found[test]}
+        assert failed, f"task {task.id} passes without a solution"
+        for test, message in failed.items():
+            assert f"Task {task.id}: " in message, f"{test}: {message}"
+        fill(tree, [task.id], bodies)
+        solved = task
+    assert solved is not None
+    assert not any(outcomes(workplace, solved.simulator, a_sample(tests[solved.id])).values())
+    missing = {r.key.task for r in marked_regions(tree)} - {r.key.task for r in _solved(tree)}
+    assert missing == {task.id for task in TASKS if task.module > module} & {
+        key.task for key in read_bodies(tree)
+    }
+    if module + 1 < len(MODULES):
+        for file in sources(tree):
+            assert (tree / file).read_bytes() == (tmp_path / "next" / file).read_bytes(), file
+    fill(tree, [task.id for task in TASKS], bodies)
+    for file in sources(tree):
+        assert (tree / file).read_bytes() == whole[file], file
+
+
+def test_points_grow_task_by_task(
+    workplace: Workplace, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a student goes through a module: grade, write a task, grade."""
+    monkeypatch.setenv("MINITORCH_EXAMPLES", "2")
+    bodies, tree = read_bodies(ROOT), workplace.tree
+    shutil.rmtree(tree)
+    start(5, tree)
+    for task in (find_task("5.3"), find_task("5.4")):
+        own = expected.tests[task.id], expected.speed[task.id]
+        before = grade_task(workplace, task, *own)
+        assert (before.status, before.points) == ("failed", 0)
+        assert f"NotImplementedError: Task {task.id}: " in before.message or task.simulator
+        if task.id == "5.4":  # 5.5 cannot be tried before it
+            later = grade_task(workplace, find_task("5.5"), expected.tests["5.5"])
+            assert (later.status, later.points, later.waits_for) == ("waiting", 0, "5.4")
+            assert later.message == "waits for task 5.4, which is not written yet"
+        fill(tree, [task.id], bodies)
+        after = grade_task(workplace, task, *own)
+        assert (after.status, after.points) == ("passed", task.points), after.message
+
+
+def _solved(tree: Path) -> list[Any]:
+    bodies = read_bodies(tree)
+    return [r for r in marked_regions(tree) if is_solved(bodies[r.key])]
+
+
+def test_a_starter_tree_has_what_its_module_needs_and_no_more(tmp_path: Path) -> None:
+    start(2, tmp_path / "two")
+    two = tmp_path / "two"
+    names = {path.name for path in (two / "tests").rglob("test_*.py")}
+    assert {"test_operators.py", "test_tensor.py", "test_tensor_data.py"} <= names
+    assert not names & {"test_tensor_general.py", "test_conv.py", "test_starter_trees.py"}
+    readme = (two / "README.md").read_text(encoding="utf-8")
+    assert readme.index("Task 2.1") < readme.index("Task 2.4")
+    assert "python -m pytest -m task2_1 tests/minitorch/test_tensor_data.py" in readme
+    assert "task2_4" in (two / "pyproject.toml").read_text(encoding="utf-8")
+    assert json.loads((two / "course.json").read_text(encoding="utf-8")) == {"module": 2}
+    text = (two / "minitorch" / "fast_ops.py").read_text(encoding="utf-8")
+    assert 'raise NotImplementedError("Task 3.1: ' in text
+
+
+def test_earlier_modules_may_come_from_the_student(tmp_path: Path) -> None:
+    zero, one = tmp_path / "zero", tmp_path / "one"
+    start(0, zero)
+    fill(zero, [task.id for task in tasks_of(0)], read_bodies(ROOT))
+    file = zero / "minitorch" / "operators.py"
+    own = file.read_text(encoding="utf-8").replace("    return x * y\n", "    return y * x\n")
+    file.write_text(own, encoding="utf-8")
+    start(1, one, zero)
+    assert "return y * x" in (one / "minitorch" / "operators.py").read_text(encoding="utf-8")
+    two = tmp_path / "two"
+    start(2, two, one)
+    assert "return y * x" in (two / "minitorch" / "operators.py").read_text(encoding="utf-8")
+    text = (two / "minitorch" / "autodiff.py").read_text(encoding="utf-8")
+    assert 'raise NotImplementedError("Task 1.1' in text, "what the student has not solved stays so"
+    file.write_text(own.replace("    # TASK 0.1: Multiply x by y.\n", ""), encoding="utf-8")
+    with pytest.raises(CourseError, match=r"minitorch/operators.py, line \d+: '# END TASK 0.1'"):
+        start(1, tmp_path / "other", zero)
+    file.write_text(own.split("def zipWith")[0], encoding="utf-8")
+    with pytest.raises(CourseError, match=r"task 0.3: minitorch/operators.py, zipWith"):
+        start(1, tmp_path / "other", zero)
+
+
+def test_what_a_student_wrote_around_the_bodies_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = tmp_path / "zero"
+    start(0, zero)
+    assert left_behind(zero) == []
+    fill(zero, [task.id for task in tasks_of(0)], read_bodies(ROOT))
+    assert left_behind(zero) == []
+    file = zero / "minitorch" / "operators.py"
+    file.write_text(file.read_text(encoding="utf-8") + "\n\ndef helper(): ...\n", encoding="utf-8")
+    (zero / "minitorch" / "own.py").touch()
+    assert main(["start", "1", str(tmp_path / "one"), "--from", str(zero)]) == 0
+    shown = capsys.readouterr().out
+    assert "minitorch/operators.py: changed outside of the marked bodies" in shown
+    assert "minitorch/own.py: a file of your own" in shown
+    assert main(["start", "1", str(tmp_path / "two"), "--from", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no folder" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["start", "0", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["start", "9", str(tmp_path / "new")]) == 2
+    assert "there are 0 to 5" in capsys.readouterr().err

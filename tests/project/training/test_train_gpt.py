@@ -1,0 +1,353 @@
+"""The training script as a user runs it: what it prints and writes, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+from kernels.runtime.targets import why_no_cuda
+from minitorch.training.model_files import read_checkpoint
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+import train_gpt  # noqa: E402
+from data import text as text_data  # noqa: E402
+from training import gpt_loop as gpt_training  # noqa: E402
+
+SMALL = ["--steps", "12", "--batch", "4", "--context", "16", "--width", "16", "--heads", "2",
+         "--layers", "1", "--sample", "20"]  # fmt: skip
+
+
+def run(script: str, *args: Any, encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "project" / script), *map(str, args)]
+    # The path, for where the package is not installed.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, encoding="utf-8"
+    )
+
+
+def fails_in_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+    """Run the training script in this process; return the one line with which it ends."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.main([str(arg) for arg in args])
+    if isinstance(ended.value.code, str):  # Python prints it, and the exit code is 1
+        print(ended.value.code, file=sys.stderr)
+    else:
+        assert ended.value.code == 2
+    error = capsys.readouterr().err.rpartition("\r")[2]  # what follows a progress bar
+    assert error.strip().count("\n") <= error.count("step/s"), error
+    return error.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Train a tiny model on a file and return its folder and what was printed."""
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
+    done = run("train_gpt.py", "--text", text, "--out", folder / "out", *SMALL)
+    assert done.returncode == 0, done.stderr
+    return folder / "out", done.stdout
+
+
+def test_training_reports_and_saves(trained: tuple[Path, str]) -> None:
+    out, printed = trained
+    for word in ("train loss", "held-out loss", "nats per character", "tokens/s", "The "):
+        assert word in printed
+    assert (out / "loss.png").stat().st_size > 1000
+    result = json.loads((out / "result.json").read_text())
+    curve = result["curve"]["train"]
+    assert len(curve) == 12 and curve[-1] < curve[0]
+    assert np.isfinite(result["held_out_loss"])
+
+
+def test_a_checkpoint_writes_again(trained: tuple[Path, str]) -> None:
+    out, printed = trained
+    model = out / "model.safetensors"
+    done = run("train_gpt.py", "--load", model, "--prompt", "The ", "--sample", 20)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in printed  # the same seed, the same text
+
+
+def test_a_truncated_checkpoint_is_one_line(trained: tuple[Path, str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes((trained[0] / "model.safetensors").read_bytes()[:-100])
+    fails_in_one_line(run("train_gpt.py", "--load", broken), "broken.safetensors", "not a readable")
+
+
+def test_missing_files_and_wrong_text_are_one_line(tmp_path: Path) -> None:
+    fails_in_one_line(
+        run("train_gpt.py", "--load", tmp_path / "none"), "none", "no such checkpoint"
+    )
+    fails_in_one_line(run("train_gpt.py", "--text", tmp_path / "none"), "none", "No such file")
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    fails_in_one_line(run("train_gpt.py", "--text", short), "9 characters", "longer text")
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x00abc" * 100)
+    fails_in_one_line(run("train_gpt.py", "--text", binary), "UTF-8")
+
+
+def test_flash_and_naive_give_the_same_curve(tmp_path: Path) -> None:
+    curves = []
+    for attention in ("flash", "naive"):
+        done = run("train_gpt.py", "--attention", attention, "--out", tmp_path / attention, *SMALL)
+        assert done.returncode == 0, done.stderr
+        curves.append(json.loads((tmp_path / attention / "result.json").read_text())["curve"])
+    np.testing.assert_allclose(curves[0]["train"], curves[1]["train"], rtol=1e-4)
+    np.testing.assert_allclose(curves[0]["held_out"], curves[1]["held_out"], rtol=1e-4)
+
+
+def test_the_default_is_to_learn_without_repeats_and_to_judge_by_unseen_text() -> None:
+    corpus = text_data.Corpus.from_text(text_data.manual_text(), 128)
+    assert len(corpus.train) + len(corpus.held_out) > 300_000
+    seen = text_data.decode(list(corpus.train), corpus.characters)
+    windows = corpus.held_out_windows(128)[0]
+    texts = [text_data.decode(list(window), corpus.characters) for window in windows]
+    assert sum(text in seen for text in texts) == 0
+
+
+@given(st.lists(st.sampled_from(["one", "two words", "two\n words", "three"]), max_size=12))
+def test_each_paragraph_stays_where_it_first_appears(paragraphs: list[str]) -> None:
+    kept = text_data.without_repeats("\n \n".join(paragraphs)).split("\n\n")
+    words = [" ".join(paragraph.split()) for paragraph in paragraphs]
+    assert [" ".join(paragraph.split()) for paragraph in kept] == list(dict.fromkeys(words or [""]))
+
+
+@given(st.integers(2, 3000), st.floats(0.01, 1.0))
+def test_the_first_held_out_windows_are_evenly_spread(count: int, share: float) -> None:
+    held_out = np.arange(count * 2 + 1)
+    corpus = text_data.Corpus("", held_out, held_out, "")
+    starts = corpus.held_out_windows(2)[0][:, 0] // 2
+    assert sorted(starts) == list(range(count))
+    first = np.sort(starts[: max(1, int(share * count))])
+    gaps = np.diff([-1, *first, count])
+    assert gaps.max() <= 3 * count / len(first) + 1
+
+
+def test_the_prompt_is_of_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "it's Żółw.txt"
+    text.write_text("żółć " * 100, encoding="utf-8")
+    done = run("train_gpt.py", "--text", text, "--out", tmp_path, *SMALL, encoding="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "\n????" in done.stdout and "(last 12 steps)" in done.stdout
+    assert read_checkpoint(tmp_path / "model.safetensors")[1]["prompt"] == "żółć"
+    line = refused(capsys, "--text", text, "--out", tmp_path, "--prompt", "The ", *SMALL)
+    assert "--prompt" in line and "never seen" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--temperature nan", "--temperature must 0"),
+        ("--temperature -1", "--temperature must 0"),
+        ("--seed -1", "--seed whole 0"),
+        ("--sample -1", "--sample whole 0"),
+        ("--steps many", "--steps whole 1"),
+        ("--heads 1 --width 512", "--heads --width 256 naive"),
+        ("--heads 3 --width 16", "--heads --width multiple"),
+        ("--out /dev/null/out", "--out /dev/null/out another"),
+        ("--lr 1000", "loss nan --lr"),
+        ("--lr 1000 --steps 5", "nan --lr"),  # in the last step, or in the evaluation after it
+    ],
+)
+def test_options_that_cannot_work_are_one_line(
+    options: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(capsys, *SMALL, "--out", tmp_path, *options.split())
+    assert all(word in line for word in words.split()), line
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_ctrl_c_keeps_what_is_learnt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step: Callable[..., Any] = gpt_training.train_step
+    calls: list[int] = []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(1)  # the first of a run is its warm-up
+        if len(calls) == 8:
+            signal.raise_signal(signal.SIGINT)
+        if len(calls) == 15:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return step(*args)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(gpt_training, "train_step", interrupted)
+    try:
+        line = refused(capsys, *SMALL, "--out", tmp_path)
+        assert "Ctrl-C after 7 of 12 steps" in line
+        assert json.loads((tmp_path / "result.json").read_text())["steps"] == 7
+        read_checkpoint(tmp_path / "model.safetensors")
+        assert refused(capsys, *SMALL, "--out", tmp_path) == "stopped by Ctrl-C"
+        assert len(calls) == 15
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_that_the_clock_shortens_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the slow backend too, where judging the whole held-out text would take hours."""
+    train_gpt.main([*SMALL, "--steps", "1000", "--max-seconds", "0.8", "--backend", "simple",
+                    "--batch", "1", "--context", "8", "--width", "4", "--out", str(tmp_path)])  # fmt: skip
+    printed, result = capsys.readouterr().out, json.loads((tmp_path / "result.json").read_text())
+    assert result["by_clock"] and 0 < result["steps"] < 1000
+    assert f"{result['steps']} of 1000 steps" in printed and "--max-seconds" in printed
+    assert "windows, evenly spread: time was up" in printed
+    assert (tmp_path / "checkpoints" / f"step-{result['steps']:08d}.safetensors").exists()
+
+
+def test_every_point_of_the_held_out_curve_is_of_the_same_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, judged = train_gpt.judge, []
+
+    def noted(model: Any, inputs: Any, *args: Any) -> list[float]:
+        judged.append(inputs)
+        return judge(model, inputs, *args)
+
+    for place in (train_gpt, gpt_training):
+        monkeypatch.setattr(place, "judge", noted)
+    monkeypatch.setattr(gpt_training, "JUDGE_EVERY", 5)
+    train_gpt.main([*SMALL, "--out", str(tmp_path), "--max-seconds", "1000"])
+    curve = json.loads((tmp_path / "result.json").read_text())["curve"]
+    assert curve["held_out_step"] == [4, 9, 11] and len(curve["held_out"]) == 3
+    *points, final = judged
+    assert len(points) == 3 and len(points[0]) == 48 < len(final)
+    assert all(np.array_equal(point, points[0]) for point in points)
+
+
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU, or the simulator")
+def test_a_missing_gpu_is_one_line(tmp_path: Path) -> None:
+    for extra in ((), ("--load", tmp_path / "none")):
+        done = run("train_gpt.py", "--backend", "cuda", *extra)
+        fails_in_one_line(done, "--backend cuda cannot run", "fast backend")
+
+
+@pytest.mark.cuda
+def test_the_losses_on_a_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+    curves = []
+    for backend in ("fast", "cuda"):
+        done = run("train_gpt.py", "--backend", backend, "--out", tmp_path / backend,
+                   "--max-seconds", 1000, *SMALL)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        curves.append(json.loads((tmp_path / backend / "result.json").read_text())["curve"])
+    np.testing.assert_allclose(curves[1]["train"], curves[0]["train"], rtol=1e-3)
+    np.testing.assert_allclose(curves[1]["held_out"], curves[0]["held_out"], rtol=1e-3)
+
+
+def test_the_benchmark_prints_and_writes_its_rows(tmp_path: Path) -> None:
+    record = tmp_path / "rows.json"
+    done = run("bench_attention.py", "--lengths", 32, 48, "--heads", 1, "--head-dim", 8,
+               "--seconds", 0.01, "--json", record)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(record.read_text())["rows"]
+    assert [row["length"] for row in rows] == [32, 48]
+    assert all(row["flash"]["forward_ms"] > 0 and row["naive"]["backward_ms"] > 0 for row in rows)
+    assert "| 48 |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ([], "expected an object"),
+        (None, "expected an object"),
+        ({}, "characters is missing"),
+        ({"heads": 0}, "heads must be"),
+        ({"heads": 3}, "multiple"),
+        ({"width": "x"}, "width must be"),
+        ({"width": 512}, "larger model"),
+        ({"layers": 10**9}, "larger model"),
+        ({"attention": "flush"}, "attention must be"),
+        ({"attention": ["flash"]}, "attention must be"),
+        ({"characters": "aa"}, "characters must be"),
+        ({"dropout": None}, "dropout must be"),
+    ],
+)
+def test_a_configuration_of_no_model_is_one_line(
+    change: Any, word: str, trained: tuple[Path, str], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    arrays, config = read_checkpoint(trained[0] / "model.safetensors")
+    config = {**config, **change} if change else change
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(save(arrays, {"format": "minitorch-1", "config": json.dumps(config)}))
+    line = refused(capsys, "--load", path)
+    assert "odd.safetensors" in line and word in line
+
+
+def test_a_checkpoint_writes_with_either_attention(
+    trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for attention in ("flash", "naive"):
+        train_gpt.main(["--load", str(trained[0] / "model.safetensors"), "--attention", attention,
+                        "--sample", "20"])  # fmt: skip
+        assert capsys.readouterr().out.strip() in trained[1]
+
+
+#: A Python that knows its version, makes environments of itself, and prints what it should run.
+FAKE_PYTHON = """#!/bin/sh
+case "$1$2" in
+    -c*) echo {version} ;;
+    -mvenv) rm -rf "$4"; mkdir -p "$4/bin"; touch "$4/pyvenv.cfg"; cp "$0" "$4/bin/python" ;;
+    -mpip) ;;
+    *) printf '[%s]' "$@" ;;
+esac
+"""
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_make_train_passes_the_text_and_minds_the_version(tmp_path: Path) -> None:
+    environment = tmp_path / "venv"
+
+    def make(version: str, *options: str, code: str = FAKE_PYTHON) -> subprocess.CompletedProcess:
+        python = tmp_path / f"python{version}"
+        python.write_text(code.format(version=version))
+        python.chmod(0o755)
+        command = ["make", "train", f"VENV={environment}", f"PYTHON={python}", *options]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    def version() -> str:
+        return subprocess.run(
+            [environment / "bin" / "python", "-c", ""], capture_output=True, text=True
+        ).stdout.strip()
+
+    for old in ("2.7", "3.9", "3.14"):
+        done = make(old)
+        assert done.returncode != 0 and not environment.exists()
+        assert done.stderr.startswith(
+            f"{tmp_path}/python{old} is Python {old}; needed is 3.10 to 3.13"
+        )
+    assert make("3.10").returncode == 0 and version() == "3.10"
+    done = make("3.12", "TEXT=it's my $file (1).txt")
+    assert done.returncode == 0 and version() == "3.12"
+    assert "[project/train_gpt.py][--text=it's my $file (1).txt]" in done.stdout
+    assert "venv" not in make("3.12").stdout.splitlines()[0].split()  # it stays
+    failed = make("3.13", code=FAKE_PYTHON.replace('cp "$0"', 'exit 1; cp "$0"'))
+    assert failed.returncode != 0 and not environment.exists()

@@ -1,0 +1,167 @@
+"""Drawn nonsense: every call raises what is documented or returns what is right, and changes nothing.
+
+A few seconds of it; ``make fuzz`` draws for minutes, also with numba's bounds checking
+(``project/reliability/fuzz.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernels
+from kernels.cpu.runtime.function_pointers import array_at
+from kernels.runtime.jit import njit_cached
+
+from ..kernels.test_varlen import Packed, packed
+from ..support import fuzz_draws
+from ..support.attention_strategies import Case
+from ..support.fuzz_buffers import MARGIN, POISON, Untouched, guarded_results, placed, whole_buffer
+from ..support.fuzz_draws import DOCUMENTED, NONSENSE, SAYS, Draw, Notes, attempt, draws
+
+#: Draws of each test; MINITORCH_EXAMPLES asks for more.
+SHORT = settings(max_examples=int(os.environ.get("MINITORCH_EXAMPLES", "60")))
+
+
+@pytest.fixture(scope="module")
+def notes() -> Iterator[Notes]:
+    found = Notes()
+    yield found
+    path = os.environ.get("MINITORCH_FUZZ_COUNTS")
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(found.counts, file)
+
+
+@pytest.mark.fuzz
+@given(drawn=draws())
+@SHORT
+def test_nonsense_is_refused_or_right(notes: Notes, drawn: Draw) -> None:
+    notes.begin(drawn)
+    notes.count(attempt(drawn))
+
+
+@pytest.mark.fuzz
+@given(
+    case=packed(),
+    option=st.sampled_from(
+        ["cu_q", "cu_k", "q", "k", "v", "dout", "tile", "softcap", "window_size"]
+    ),
+    value=st.just("keep")
+    | st.sampled_from([*NONSENSE, np.array([0, 5]), np.array([[0, 3]]), [0, 3, 2]]),
+)
+@SHORT
+def test_packed_nonsense_is_refused_or_right(
+    notes: Notes, case: Packed, option: str, value: Any
+) -> None:
+    drawn = f"{option}={value!r:.60} for {case}"
+    notes.begin(drawn)
+    arrays = {name: placed(getattr(case, name)) for name in ("q", "k", "v", "dout", "dlse")}
+    for name, array in arrays.items():
+        setattr(case, name, array)
+    untouched = Untouched(arrays)
+    keeps = isinstance(value, str) and value == "keep"
+    cu = {"cu_q": case.cu_q, "cu_k": case.cu_k}
+    given_ = {**arrays, **cu, **({} if keeps or option not in {*arrays, *cu} else {option: value})}
+    more = {} if keeps or option in given_ else {option: value}
+    sums = given_["cu_q"], given_["cu_k"]
+    operands = [given_[name] for name in "qkv"]
+    options = {**case.options, **more}
+    try:
+        out, lse = kernels.flash_attention_varlen_forward(*operands, *sums, **options)
+        gradients = kernels.flash_attention_varlen_backward(
+            given_["dout"], *operands, out, lse, *sums, dlse=case.dlse, **options
+        )
+    except DOCUMENTED as error:
+        assert not keeps, f"{error!r} for {drawn}"
+        assert len(str(error)) > 20 and any(word in str(error) for word in SAYS), (
+            f"{error!r} {drawn}"
+        )
+        notes.count("refused")
+        return
+    finally:
+        untouched.check(drawn)
+    if all(given_[name] is (arrays | cu)[name] for name in given_):
+        case.options = {name: x for name, x in options.items() if name != "tile"}
+        results: dict[str, Any] = dict(
+            zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
+        )
+        case.check(results, "by fuzzing")
+        notes.count("right")
+
+
+# -- what the judge itself can see -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["out", "dk"])
+def test_the_judge_sees_a_wrong_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = (np.random.default_rng(i).standard_normal((2, 5, 4)) for i in range(2))
+    case = Case(x, y, x, y, {"is_causal": True}, (4, 4))
+    assert attempt(Draw(replace(case))) == "right"
+    honest = fuzz_draws._results
+
+    def wrong(case: Case) -> dict[str, Any]:
+        results = honest(case)
+        results[name][1, 2, 3] += 1e-3
+        return results
+
+    monkeypatch.setattr(fuzz_draws, "_results", wrong)
+    with pytest.raises(AssertionError, match=f"{name} of Draw.*worst at \\(1, 2, 3\\)"):
+        attempt(Draw(replace(case)))
+
+
+def test_the_judge_sees_a_message_that_helps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cryptic(case: Case) -> dict[str, Any]:
+        raise ValueError("Failed in nopython mode pipeline (step: nopython frontend)")
+
+    x = np.ones((2, 5, 4))
+    monkeypatch.setattr(fuzz_draws, "_results", cryptic)
+    for valid in (True, False):
+        with pytest.raises(AssertionError, match="nopython"):
+            attempt(Draw(Case(x, x, x, x, {}, (4, 4)), valid))
+
+
+def test_canaries_see_what_is_written_beside_an_array() -> None:
+    array = placed(np.arange(6.0).reshape(2, 3)[:, ::2])
+    untouched = Untouched({"x": array})
+    untouched.check("nothing")
+    whole = whole_buffer(array)
+    assert (whole[:MARGIN] == POISON).all() and len(whole) > MARGIN + array.nbytes
+    whole[0] = 1
+    with pytest.raises(AssertionError, match="changed"):
+        untouched.check("a write")
+
+
+def test_results_lie_between_canaries() -> None:
+    x = np.ones((2, 5, 4), np.float32)
+    with guarded_results() as made:
+        out, _ = kernels.flash_attention_forward(x, x, x)
+    assert len(made) >= 2 and whole_buffer(out) is made[0][0]
+
+
+@pytest.mark.skipif(not numba.config.BOUNDSCHECK, reason="needs NUMBA_BOUNDSCHECK=1")  # type: ignore[attr-defined]
+def test_bounds_are_checked_in_cached_code_and_in_arrays_made_of_an_address() -> None:
+    # Not in parallel loops: there an error may stay with the thread.  Attention's only one reads no
+    # array; it calls work items by address, and an error of theirs reaches sys.unraisablehook.
+    x = np.arange(3.0)
+
+    @njit_cached
+    def reads(x: Any, i: int) -> Any:
+        return x[i]
+
+    @njit_cached
+    def reads_at(address: int, i: int) -> Any:
+        return array_at(address, (3,), (8,), np.float64)[i]
+
+    for call in (lambda: reads(x, 5), lambda: reads_at(x.ctypes.data, 5)):
+        with pytest.raises(IndexError):
+            call()

@@ -1,0 +1,207 @@
+"""The documentation: its code runs, its links lead somewhere, its site builds without a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from inspect import ismethod
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import kernels
+import minitorch
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(ROOT / "project"))
+from course.tasks import TASKS  # noqa: E402
+
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+#: A page whose blocks launch CUDA kernels says so in a comment.
+SIMULATED = "<!-- blocks: simulator -->"
+FENCE = re.compile(r"^( *)(`{3,}|:{3,})(.*)$")
+LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(<?([^)\s>]+)>?\)")
+PACKAGES = ("minitorch", "kernels")
+HEADING = re.compile(r"^#{1,6} +(.+?) *#*$")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def split(page: Path) -> tuple[list[str], list[tuple[int, str, str]]]:
+    """Return the lines of a page outside of fences, and (first line, language, text) of each fence."""
+    prose: list[str] = []
+    fences: list[tuple[int, str, str]] = []
+    opened: tuple[int, str, str, str] | None = None
+    body: list[str] = []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        match = FENCE.match(line)
+        if opened is None and match:
+            opened, body = (number + 1, match[1], match[2], match[3]), []
+        elif opened is not None and line.strip() == opened[2]:
+            fences.append((opened[0], opened[3].strip(), "\n".join(body)))
+            opened = None
+        elif opened is not None:
+            body.append(line.removeprefix(opened[1]))
+        else:
+            prose.append(line)
+    assert opened is None, f"{name_of(page)}: the fence before line {opened[0]} is never closed"
+    return prose, fences
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub and MyST give a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    found: set[str] = set()
+    for line in split(page)[0]:
+        if match := HEADING.match(line):
+            base = slug(match[1])
+            anchor, count = base, 0
+            while anchor in found:
+                count += 1
+                anchor = f"{base}-{count}"
+            found.add(anchor)
+    return found
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    return [(line, text) for line, language, text in split(page)[1] if language == "python"]
+
+
+def is_simulated(page: Path) -> bool:
+    return SIMULATED in page.read_text(encoding="utf-8")
+
+
+PROGRAMS = [
+    pytest.param(
+        page, id=name_of(page), marks=[pytest.mark.simulator] if is_simulated(page) else []
+    )
+    for page in PAGES
+    if blocks(page)
+]
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_every_python_block_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One namespace a page; an error is at the page's own line."""
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # classes of a page belong to a module
+    minitorch.manual_seed(0)
+    before = minitorch.get_default_dtype()
+    for line, text in blocks(page):
+        exec(compile("\n" * (line - 1) + text, str(page), "exec"), module.__dict__)
+    assert minitorch.get_default_dtype() == before, "a page leaves the default dtype as it was"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_relative_link_and_image_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target in LINK.findall("\n".join(split(page)[0])):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists():
+            broken.append(f"{target}: there is no such file")
+        elif anchor and (there.suffix != ".md" or anchor not in anchors(there)):
+            broken.append(f"{target}: there is no such heading")
+    assert not broken, f"{name_of(page)}: " + "; ".join(broken)
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_diagrams_are_what_the_script_draws_and_all_are_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    drawn = load(DOCS / "draw_diagrams.py").PICTURES
+    committed = {
+        path.stem: path.read_text(encoding="utf-8") for path in DOCS.glob("diagrams/*.svg")
+    }
+    assert committed == {name: draw().svg() for name, draw in drawn.items()}, (
+        "run python docs/draw_diagrams.py"
+    )
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [name for name in drawn if f"diagrams/{name}.svg" not in text] == []
+
+
+def test_every_task_of_the_course_has_a_section_in_its_guide() -> None:
+    missing = []
+    for task in TASKS:
+        guides = DOCS.glob(f"guides/module{task.module}*.md")
+        headings = [line for page in guides for line in split(page)[0] if HEADING.match(line)]
+        if not any(f"Task {task.id}:" in line for line in headings):
+            missing.append(task.id)
+    assert missing == []
+
+
+def public_names() -> list[tuple[str, str]]:
+    """Return (name to look for, name where it is defined) of each public class and function."""
+    found = []
+    for package, names in ((kernels, kernels.__all__), (minitorch, vars(minitorch))):
+        for name in names:
+            thing = getattr(package, name)
+            home = getattr(thing, "__module__", "")
+            is_own = callable(thing) and home.startswith(PACKAGES)
+            if is_own and not name.startswith("_") and not ismethod(thing):  # conv1d is a class's
+                qualified = f"{home}.{getattr(thing, '__qualname__', name)}"
+                found.append((f"{package.__name__}.{name}", qualified))
+    return found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    missing = [
+        name for name in ("sphinx", "furo", "myst_parser") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: pip install -e '.[docs]', or make docs")
+    folder = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    done = subprocess.run(
+        [*command, "-d", str(folder / "trees"), str(DOCS), str(folder / "site")],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
+
+
+def test_the_site_builds_without_a_warning_and_asks_no_network(site: Path) -> None:
+    """Formulas are MathML, and whatever a page loads lies beside it."""
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    assert "<math" in pages[site / "guides" / "module5.html"]
+    loads = re.compile(r'<(?:script|img|link)\b[^>]*?(?:src|href)="(https?:[^"]+)')
+    assert [
+        (page.name, loads.findall(text)) for page, text in pages.items() if loads.search(text)
+    ] == []
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    inventory = importlib.import_module("sphinx.util.inventory").InventoryFile
+    with (site / "objects.inv").open("rb") as file:
+        entries = inventory.load(file, "", lambda base, path: path)
+    documented = {
+        name for group, names in entries.items() if group.startswith("py:") for name in names
+    }
+    missing = [shown for shown, home in public_names() if not documented & {shown, home}]
+    assert missing == []

@@ -1,0 +1,118 @@
+"""CI installs exact versions, all of them within the ranges, and names each part that fails."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from minitorch.doctor.rules import is_within
+
+ROOT = Path(__file__).parents[2]
+#: What CI has no use for: making and uploading releases, and a peer of benchmarks.
+NOT_IN_CI = {"build", "torch", "twine"}
+
+
+def requirements() -> dict[str, str]:
+    """Return the range of each package that requirements.txt or setup.py names."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            lines.append(node.value)
+    found = (re.match(r"([\w-]+)(?:\[\w+\])?((?:[<>]=?[\d.]+,?)+)(;|$)", line) for line in lines)
+    return {match.group(1): match.group(2) for match in found if match}
+
+
+def test_every_range_has_an_oldest_version() -> None:
+    found = requirements()
+    assert {"numpy", "numba", "numba-cuda", "hypothesis", "ruff", "sphinx"} <= set(found)
+    assert all(bounds.count(">=") == 1 for bounds in found.values())
+
+
+def test_what_ci_installs_lies_within_the_ranges_and_names_no_place() -> None:
+    lines = (ROOT / "requirements-ci.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pinned)
+    version = {name.lower(): v for name, _, v in (line.partition("==") for line in pinned)}
+    for name, bounds in requirements().items():
+        if name not in NOT_IN_CI:
+            assert is_within(version[name.lower()], bounds), f"{name}: run make lock"
+
+
+#: What make tells the commands that it runs of its own command line.
+OF_MAKE = ("LOCK", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS")
+
+
+def test_a_lock_file_reaches_pip_and_no_one_else_gets_one(tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+
+    def installs(*options: str) -> list[str]:
+        command = ["make", "-n", "install-ci", f"VENV={tmp_path / 'env'}", *options]
+        known = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
+        done = subprocess.run(
+            command, cwd=ROOT, env=known, capture_output=True, text=True, check=True
+        )
+        return [line for line in done.stdout.splitlines() if " install " in line]
+
+    locked, free = installs("LOCK=requirements-ci.txt"), installs()
+    assert len(locked) == len(free) >= 3
+    assert all(line.startswith("PIP_CONSTRAINT=requirements-ci.txt ") for line in locked)
+    assert not any("CONSTRAINT" in line for line in free)
+
+
+#: In place of make: fails where it is told to, and leaves the report that pytest would.
+MAKE = """#!/usr/bin/env bash
+case "$*" in
+  *"$FAILS"*) exit 2 ;;
+  *junitxml*) mkdir -p build; printf '%s' "$REPORT" >build/tests.xml ;;
+esac
+"""
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.project.app.test_app_browser" name="test_app" time="9">{}</testcase>
+<testcase classname="tests.project.course.test_starter_trees" name="test_tree" time="60"/>
+<testcase classname="tests.minitorch.test_tensor" name="test_one" time="1"/>
+<testcase classname="tests.minitorch.test_tensor" name="test_gpu" time="0"><skipped/></testcase>
+</testsuite></testsuites>"""
+NAMES = [
+    "install", "lint", "docs", "tests", "browser", "starter trees", "all other tests", "simulator",
+    "compile-only",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize(
+    ("fails", "inside", "named"),
+    [
+        ("make nothing fail", "", []),
+        ("docs", "", ["docs"]),
+        ("ptx", "", ["compile-only"]),
+        ("make nothing fail", "<failure/>", ["browser"]),
+        ("ONLY=cpu", "", ["tests", "browser", "starter trees", "all other tests"]),
+    ],
+)
+def test_a_part_that_fails_is_named_and_the_others_run(
+    fails: str, inside: str, named: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    (tmp_path / "bin").mkdir()
+    for name in ("make", "chromium"):  # so that none is installed
+        (tmp_path / "bin" / name).write_text(MAKE, encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    variables = {
+        **os.environ, "FAILS": fails, "REPORT": REPORT.format(inside),
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+    }  # fmt: skip
+    done = subprocess.run(
+        [str(tmp_path / ".ci" / "run")], env=variables, capture_output=True, text=True, check=False
+    )
+    summary = done.stdout.rpartition(" in all\n")[2]
+    ended = {name: state for state, name in re.findall(r"(\w+) +\d+ s  ([\w -]+)", summary)}
+    assert sorted(ended) == sorted(NAMES), done.stdout + done.stderr
+    assert [name for name in NAMES if ended[name] == "FAILED"] == named
+    assert done.returncode == bool(named)

@@ -1,0 +1,85 @@
+"""Numbers in the documentation are looked up in the records when the site is built."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "project" / "experiments"), str(ROOT / "docs" / "extensions")]
+if importlib.util.find_spec("sphinx") is None:
+    pytest.skip("sphinx is not installed: pip install -e '.[docs]'", allow_module_level=True)
+harness: Any = importlib.import_module("harness")
+recorded: Any = importlib.import_module("recorded")
+
+RECORD = {
+    "rows": [
+        {"length": 128, "flash": {"median": 0.5}},
+        {"length": 2048, "flash": {"median": 2.0}, "mask": "a b"},
+    ],
+    "largest": [[1, 7], [2, 8]],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("rows/length=2048/flash/median", 2.0),
+        ("rows/mask=a b/length", 2048),
+        ("rows/mask=a b&length=2048/flash/median", 2.0),
+        ("rows/0/length", 128),
+        ("largest/-1/1", 8),
+    ],
+)
+def test_a_path_leads_to_a_number(path: str, expected: float) -> None:
+    assert recorded.look_up(RECORD, path) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [
+        ("rows/length=64/flash", "length=64"),
+        ("rows/7", "7"),
+        ("columns/0", "columns"),
+        ("rows/0/flash/median/low", "low"),
+        ("rows/first", "first"),
+        ("rows/0/length/x=1", "x=1"),
+        ("rows/length=128&mask=a b/flash", "length=128&mask=a b"),
+    ],
+)
+def test_a_path_that_leads_nowhere_says_where_it_ends(path: str, step: str) -> None:
+    with pytest.raises(ValueError, match=f"leads nowhere at '{re.escape(step)}'; there is"):
+        recorded.look_up(RECORD, path)
+
+
+def test_a_number_is_formatted_and_a_device_without_a_file_is_not_measured(tmp_path: Path) -> None:
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "speedup.json").write_text(json.dumps(RECORD))
+    text = "speedup {} rows/mask=a b/flash/median .1f"
+    assert recorded.number(text.format("gpu"), tmp_path) == "2.0"
+    assert recorded.number(text.format("cpu"), tmp_path) == recorded.MISSING
+    with pytest.raises(ValueError, match="got 'speedup gpu rows'"):
+        recorded.number("speedup gpu rows", tmp_path)
+
+
+def test_the_page_of_results_shows_every_experiment() -> None:
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```\{experiment\} (\w+)$", page, re.MULTILINE)
+    assert sorted(shown) == sorted(harness.names())
+
+
+def test_every_number_asked_for_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what has been measured; a record that lacks one would stop the site from being built."""
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    asked = re.findall(r"\{result\}`([^`]+)`", page)
+    assert len(asked) > 20
+    for text in asked:
+        assert re.search(r"\d", recorded.number(text)) or recorded.number(text) == (
+            recorded.MISSING
+        )

@@ -1,0 +1,163 @@
+"""The page of promises: its tests exist, every record is shown, and one that is missing is said to be."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
+RECORDS = ROOT / "docs" / "results" / "reliability"
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for folder in ("project/experiments", "project", "docs/extensions"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    pytest.importorskip("sphinx", reason="pip install -e '.[docs]'")
+    monkeypatch.delitem(sys.modules, "reliability", raising=False)
+    return importlib.import_module("reliability")
+
+
+def functions_of(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE.read_text(encoding="utf-8"))
+    assert len(named) > 30
+    files = {file: ROOT / file for file, _ in named}
+    assert [file for file, path in files.items() if not path.exists()] == []
+    known = {file: functions_of(path) for file, path in files.items()}
+    assert [f"{file}::{name}" for file, name in named if name not in known[file]] == []
+
+
+def test_every_promise_names_a_test() -> None:
+    promises = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
+    assert len(promises) > 10
+    assert [text.splitlines()[0] for text in promises if "\nHeld by `tests/" not in text] == []
+
+
+def test_every_record_is_shown_and_is_one(extension: ModuleType) -> None:
+    shown = re.findall(r"^```\{reliability\} (\w+)", PAGE.read_text(encoding="utf-8"), re.M)
+    there = sorted(path.stem for path in RECORDS.glob("*.json"))
+    assert set(there) <= set(shown)
+    for name in there:
+        assert extension.read(extension.file_of(name))["command"] in extension.as_markdown(name)
+
+
+def written(folder: Path, **figures: Any) -> Path:
+    origin = {"device": "A processor", "date": "2030-01-02", "command": "python a.py", "cores": 2,
+              "threads": 2, "versions": {"numpy": "9"}}  # fmt: skip
+    (folder / "a.json").write_text(json.dumps({**origin, **figures}))
+    return folder
+
+
+def test_figures_and_rows_are_tables(extension: ModuleType, tmp_path: Path) -> None:
+    rows = [{"what": "x", "growth_percent": 0.25, "more": [1]}]
+    text = extension.as_markdown(
+        "a",
+        folder=written(
+            tmp_path,
+            kills=50,
+            all_equal=True,
+            large=12345,
+            rows=rows,
+            ends={"oldest": {"versions": {"numpy": "1", "pip": "2"}, "passed": 7}},
+        ),
+    )
+    assert "2030-01-02, A processor, 2 cores, `python a.py`" in text
+    for line in (
+        "| kills | 50 |",
+        "| all equal | yes |",
+        "| large | 12,345 |",
+        "| x | 0.25 |",
+        "| ends, oldest, versions, numpy | 1 |",
+        "| ends, oldest, passed | 7 |",
+    ):
+        assert line in text
+    assert "pip" not in text
+
+
+def test_a_run_that_is_not_on_record_is_told_with_its_command(
+    extension: ModuleType, tmp_path: Path
+) -> None:
+    assert "`make a`" in extension.as_markdown("a", "make a", tmp_path)
+    text = extension.as_markdown("a", folder=tmp_path)
+    assert "No run is on record" in text and "`python project/reliability/a.py`" in text
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "no JSON"])
+def test_a_file_that_is_no_record_is_an_error(
+    extension: ModuleType, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError):
+        extension.as_markdown("a", folder=tmp_path)
+
+
+def test_all_copes_with_a_script_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("project", "project/experiments"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    runner = importlib.import_module("common.one_by_one")
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    (tmp_path / "works.py").write_text("open(__file__ + '.done', 'w').close()")
+    commands = {name: [sys.executable, str(tmp_path / f"{name}.py")] for name in ("fails", "works")}
+    lines, code = runner.run_one_by_one({"missing": "there is no missing.py", **commands})
+    assert [line[:2] for line in lines] == [
+        ["missing", "there is no missing.py"], ["fails", "failed with exit code 3"], ["works", "done"],
+    ]  # fmt: skip
+    assert code == 3 and (tmp_path / "works.py.done").exists()
+    assert "## fails" in capsys.readouterr().out
+
+
+RUN = """[tests] 12 passed in 3 s
+passed     12 s  tests
+passed      3 s  browser, on one core: 1 passed, 0 skipped, 0 failed
+
+1 minutes 30 seconds in all
+passed      2 s  lint
+passed     12 s  tests
+skipped     0 s  browser, on one core: 0 passed, 1 skipped, 0 failed
+"""
+
+
+@pytest.mark.parametrize(("change", "code"), [(("", ""), 0), (("passed     12", "FAILED     12"), 1),
+                                              (("1 minutes", "25 minutes"), 1)])  # fmt: skip
+def test_a_run_of_ci_is_a_row_for_each_part(
+    change: tuple[str, str], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "project" / "reliability"))
+    ci = importlib.import_module("ci")
+    monkeypatch.setattr(ci, "RECORD", tmp_path / "ci.json")
+    log = tmp_path / "log.txt"
+    log.write_text(RUN.replace(*change), encoding="utf-8")
+    assert ci.main(["--log", str(log)]) == code
+    record = json.loads((tmp_path / "ci.json").read_text(encoding="utf-8"))
+    assert [row["part"].split(",")[0] for row in record["rows"]] == ["lint", "tests", "browser"]
+    assert [row["seconds"] for row in record["rows"]] == [2, 12, 0]
+    assert record["minutes"] == (25.5 if "25" in change[1] else 1.5)
+
+
+def test_what_is_no_whole_run_of_ci_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "project" / "reliability"))
+    ci = importlib.import_module("ci")
+    monkeypatch.setattr(ci, "RECORD", tmp_path / "ci.json")
+    log = tmp_path / "log.txt"
+    log.write_text(RUN.split("1 minutes")[0], encoding="utf-8")
+    with pytest.raises(SystemExit, match="no output of a whole run"):
+        ci.main(["--log", str(log)])
+    assert not (tmp_path / "ci.json").exists()

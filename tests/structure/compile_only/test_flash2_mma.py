@@ -1,0 +1,105 @@
+"""The kernels of ``flash2_mma`` without a GPU: fragments stay in registers, all products are there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from kernels.cuda.attention.flash2_mma import launch as rung
+from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel
+from kernels.cuda.attention.flash2_mma.dkdv_wide_heads import roles_kernel
+from kernels.cuda.attention.flash2_mma.dq import dq_kernel
+from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, dq_sums
+from kernels.cuda.attention.flash2_mma.float32_terms import LEFT_TERMS, NUMBERS
+from kernels.cuda.attention.flash2_mma.forward import forward_kernel
+from kernels.cuda.attention.flash2_mma.tiles import MmaLayout, MmaRoleLayout
+from kernels.cuda.device.shared_tiles import round_up
+from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
+from kernels.cuda.runtime.kernel import Kernel
+
+from ...support.compiling import REGISTERS, needs_nvvm, needs_ptxas
+from ...support.tensor_cores.attention import OPTIONS, layouts_for
+
+AMPERE, HOPPER = (8, 0), (9, 0, "a")
+PRODUCT = r"mma\.sync\.aligned\.m16n8k16"
+
+
+def _ptx(kernel: Kernel, cc: tuple[Any, ...] = HOPPER) -> str:
+    ptx = compile_ptx(kernel.source, kernel.signature, cc, kernel.launch_bounds)
+    assert not re.search(r"\b(ld|st)\.local", ptx)
+    return ptx
+
+
+def _assert_fits(kernel: Kernel, spilled: int, cc: tuple[Any, ...] = HOPPER) -> None:
+    found = launched_resources(kernel.source, kernel.signature, cc, kernel.launch_bounds)
+    assert found.spilled <= spilled
+    assert found.registers * kernel.threads * kernel.resident <= REGISTERS
+
+
+#: (compute capability, head width, layout, bytes that are spilled at most): what a rung would take.
+FORWARD: list[tuple[tuple[Any, ...], int, MmaLayout, int]] = [
+    (AMPERE, 128, MmaLayout(128, 32, 4, resident=2), 0),
+    # At width 128 where the next tile is copied from and to, read once a tile: 5 % faster than without.
+    *((HOPPER, w, layouts_for(rung._FORWARD, w)[0], 40 * (w == 128)) for w in (64, 128, 256)),
+    (HOPPER, 256, MmaLayout(64, 32, 4), 0),
+]
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_leave_fragments_in_registers(name: str) -> None:
+    layout = MmaLayout(64, 64, 4, resident=2)
+    _ptx(forward_kernel(layout, 64, 64, "bfloat16", True, OPTIONS[name].features))
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("cc", "width", "layout", "spilled"), FORWARD, ids=str)
+def test_fragments_stay_in_registers(
+    cc: tuple[Any, ...], width: int, layout: MmaLayout, spilled: int
+) -> None:
+    kernel = forward_kernel(layout, width, width, "bfloat16", True)
+    ptx = _ptx(kernel, cc)
+    # Of each product at least one step of its depth.
+    assert len(re.findall(PRODUCT, ptx)) >= layout.row_tiles * (layout.block_k + width) // 8
+    assert "cp.async.cg.shared.global" in ptx
+    _assert_fits(kernel, spilled, cc)
+
+
+def _backward_kernel(width: int, name: str, dtype: str) -> Kernel:
+    """Return a backward kernel of the rung without options, where shared memory is large."""
+    is_split = NUMBERS[dtype].terms > 1
+    if name == "by rows":
+        table = rung._BY_ROWS_OF_TERMS if is_split else rung._BY_ROWS
+        return dq_kernel(layouts_for(table, width)[0], width, width, dtype, True)
+    layout, step, parts = layouts_for(rung._BY_KEYS_OF_TERMS if is_split else rung._BY_KEYS, width)[
+        0
+    ]
+    head = round_up(width, step)
+    sums: DqSums = dq_sums(layout, head // parts, is_wide=True)
+    if isinstance(layout, MmaRoleLayout):
+        return roles_kernel(layout, head, dtype, True, sums)
+    return dkdv_kernel(layout, head, head, dtype, True, sums, parts=parts)
+
+
+@needs_ptxas
+@pytest.mark.parametrize("name", ["by atomics", "by rows"])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(64, "float16"), (128, "float16"), (256, "float16"), (64, "float32")]
+)
+def test_gradients_stay_in_registers(width: int, dtype: str, name: str) -> None:
+    kernel = _backward_kernel(width, name, dtype)
+    assert ("red.global.add.v4.f32" in _ptx(kernel)) == (name == "by atomics")
+    _assert_fits(kernel, 64)  # addresses of copies, written once; no fragment
+
+
+@needs_nvvm
+@pytest.mark.parametrize(("width", "dtype"), [(64, "float32"), (128, "float32"), (128, "tf32")])
+def test_products_of_terms_stay_in_registers(width: int, dtype: str) -> None:
+    terms = NUMBERS[dtype].terms
+    layout = layouts_for(rung._FORWARD_OF_TERMS if terms > 1 else rung._FORWARD, width)[0]
+    ptx = _ptx(forward_kernel(layout, width, width, dtype, True))
+    tiles = layout.row_tiles * (layout.block_k + width) // 8
+    products = len(LEFT_TERMS[terms])  # each with each, but for the smallest
+    assert len(re.findall(PRODUCT + r"\S*\.f16\.f16", ptx)) >= products * tiles

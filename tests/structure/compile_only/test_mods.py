@@ -1,0 +1,137 @@
+"""A user's function of a score in a kernel of float32: what numba would make float64 there, and is not."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import float32, float64, int64, void
+
+from kernels import make_problem
+from kernels.cuda.attention.options.extras import make_extras
+from kernels.cuda.attention.options.mods import MOST_PLACES, mask_function, score_function
+from kernels.cuda.runtime.compiling import compile_ptx
+from kernels.problem.operands import Operands
+from kernels.runtime.targets import cuda
+
+from ...support.compiling import FLOAT32, FLOAT64, needs_nvvm
+
+SLOPES = np.array([0.5, 0.25, 0.125], np.float32)
+RATES = (0.5, 0.25, 0.1)
+WIDE_SLOPES = SLOPES.astype(np.float64)
+DOCUMENTS = np.arange(100, dtype=np.int32) // 7
+
+
+def literals(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    return score - 0.02 * (head + 1) * abs(row - col)
+
+
+def captured_array(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    return score + SLOPES[head] * (col - row)
+
+
+def captured_tuple(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    return score + RATES[head] * (col - row)
+
+
+def whole_factor(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    return 2 * score if row <= col else -math.inf
+
+
+def division_of_places(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    return score + row / (col + 1) + math.pi * float(row)
+
+
+def functions_of_math(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    return 30 * math.tanh(score / 30) * math.exp(-0.1 * abs(row - col)) + math.log(row + 1)
+
+
+def either_in_a_branch(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    bias = 0
+    if row > col:
+        bias = -0.5 * (row - col)
+    return score + bias
+
+
+def early_return(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    if row == col:
+        return 0
+    x = 1
+    for i in range(3):
+        x = x * score + i
+    return x
+
+
+def powers(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    return min(score, 1.0) + max(0, score) + score**2 + score**0.5 + 2.0 ** (-head / 2)
+
+
+def in_float64(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    return score + WIDE_SLOPES[head] * (col - row)
+
+
+def large_product(score: Any, batch: int, head: int, row: int, col: int) -> Any:
+    return score + 1e-6 * (row * 1_000_003 + col)
+
+
+def same_document(batch: int, head: int, row: int, col: int) -> Any:
+    return DOCUMENTS[row] == DOCUMENTS[col] and 0.5 * (row - col) < 8
+
+
+MODS = [
+    literals, captured_array, captured_tuple, whole_factor, division_of_places,
+    functions_of_math, either_in_a_branch, early_return, powers,
+]  # fmt: skip
+
+
+def ptx_of(mod: Any, dtype: Any = FLOAT32) -> str:
+    """Return what a small kernel compiles to that calls a function of a score."""
+    function = score_function(mod, dtype)
+
+    def kernel(scores, batch, head, row, col):
+        i = cuda.threadIdx.x
+        scores[i] = function(scores[i], batch, head, row, col, None)
+
+    kind = float32 if dtype == FLOAT32 else float64
+    return compile_ptx(kernel, void(kind[::1], int64, int64, int64, int64))
+
+
+@needs_nvvm
+@pytest.mark.parametrize("mod", MODS, ids=lambda mod: mod.__name__)
+def test_a_mod_without_float64_operands_computes_in_float32(mod: Any) -> None:
+    ptx = ptx_of(mod)
+    assert not re.findall(r"\w\S*\.f64\S*", ptx)
+    assert "cvt.rn.f32.s64" not in ptx  # of 64 bits a conversion takes several times as long
+
+
+@needs_nvvm
+def test_float64_that_a_mod_brings_stays_float64() -> None:
+    assert "fma.rn.f64" in (ptx := ptx_of(in_float64)) or "mul.f64" in ptx
+    assert "f64" in ptx_of(literals, FLOAT64)
+
+
+@needs_nvvm
+def test_a_product_of_places_has_64_bits() -> None:
+    assert "cvt.rn.f32.s64" in ptx_of(large_product)
+
+
+@needs_nvvm
+def test_a_mask_mod_computes_in_float32() -> None:
+    function = mask_function(same_document, FLOAT32)
+
+    def kernel(seen, batch, head, row, col):
+        seen[0] = function(batch, head, row, col)
+
+    ptx = compile_ptx(kernel, void(int64[::1], int64, int64, int64, int64))
+    assert ".f64" not in ptx
+
+
+def test_more_places_than_a_mod_is_told_of_are_refused() -> None:
+    q = np.broadcast_to(np.zeros((1, 1, 1, 1), np.float32), (1, 1, 1, 8))
+    k = np.broadcast_to(q, (1, 1, MOST_PLACES + 1, 8))
+    problem = make_problem(q, k, k, mask_mod=same_document)
+    with pytest.raises(ValueError, match=r"at most 67,108,864 rows and columns, got 67,108,865"):
+        make_extras(problem, Operands(None, None, None), 16, 16)

@@ -1,0 +1,250 @@
+"""Every CUDA kernel of the tensors compiles to PTX on a machine without a GPU, for each generation."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import pytest
+
+import minitorch
+from kernels.cuda.attention.flash2_mma.forward import forward_kernel
+from kernels.cuda.attention.flash2_mma.tiles import MmaLayout
+from kernels.cuda.device import memory
+from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.runtime.compiling import compile_ptx
+from kernels.cuda.runtime.kernel import Kernel
+from kernels.cuda.runtime.numba_inlining import Copies
+from kernels.cuda.runtime.sizes import GPU, ProductTile
+from kernels.runtime.targets import cuda
+from minitorch import cuda_kernel_ops, operators
+from minitorch.backends import course_kernels as cuda_kernels
+from minitorch.backends import cuda_loops
+
+from ...support.compiling import (
+    FLOAT32,
+    FLOAT64,
+    assert_fits,
+    assert_is_kernel,
+    assert_no_float64,
+    needs_nvvm,
+    needs_ptxas,
+    on_every_generation,
+    ptx_of,
+)
+
+
+class _Block:
+    def __init__(self, scope: list[Any], body: Any):
+        self.scope, self.body = scope, body
+
+
+def test_copies_of_a_functions_blocks_share_its_scope() -> None:
+    copies, scope = Copies(_Block), [{"x": 1}]
+    blocks = [_Block(scope, scope[0]), _Block(scope, scope[0])]
+    first, again = ([copies.deepcopy(block) for block in blocks] for _ in range(2))
+    for one, other in (first, again):
+        assert one.scope is other.scope and one.scope is not scope and one.scope == scope
+        assert one.body is other.body is one.scope[0]
+    assert first[0].scope is not again[0].scope
+    assert copies.copy(scope) == scope and copies.deepcopy(scope) is not scope
+
+
+@needs_nvvm
+def test_sharing_copies_changes_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    inliner = cuda.core.inline_closurecall
+    assert isinstance(inliner.copy, Copies)
+    layout, widths = MmaLayout(32, 32, 2, skips=True), (32, 32)
+    own = forward_kernel(layout, *widths, "float16", True)
+    shared = compile_ptx(own.source, own.signature, (8, 0), own.launch_bounds)
+    monkeypatch.setattr(inliner, "copy", copy)
+    assert compile_ptx(own.source, own.signature, (8, 0), own.launch_bounds) == shared
+
+
+MAPS = ["sigmoid", "neg", "relu", "log", "exp", "tanh", "id", "inv"]
+ZIPS = ["add", "mul", "lt", "eq", "is_close", "relu_back", "log_back", "inv_back", "pow"]
+FOLDS = ["add", "mul", "max"]
+
+# -- the course ---------------------------------------------------------------------------------
+
+SIZE = numba.int64
+#: Shapes and strides as the backend passes them, and as the published launch protocol does.
+TUPLE = numba.types.UniTuple(numba.int64, 3)
+ARRAY = numba.int64[::1]
+
+#: How to make each kernel, by name.
+KERNELS: dict[str, Callable[[], Any]] = {
+    "map sigmoid": lambda: cuda_kernels.tensor_map(operators.sigmoid),
+    "zip add": lambda: cuda_kernels.tensor_zip(operators.add),
+    "reduce add": lambda: cuda_kernels.tensor_reduce(operators.add),
+    "matmul": lambda: cuda_kernels.tensor_matrix_multiply,
+    "sum_practice": lambda: cuda_kernels.jit_sum_practice,
+    "mm_practice": lambda: cuda_kernels.jit_mm_practice,
+}
+
+
+def _ptx(name: str, dtype: Any, cc: tuple[int, int], shape: Any = TUPLE) -> str:
+    storage = numba.from_dtype(dtype)[::1]
+    triple = (storage, shape, shape)
+    arguments = {
+        "map": (*triple, SIZE, *triple),
+        "zip": (*triple, SIZE, *triple, *triple),
+        "reduce": (*triple, SIZE, *triple, SIZE, numba.float64),
+        "matmul": (*triple, SIZE, *triple, *triple),
+        "sum_practice": (storage, storage, SIZE),
+        "mm_practice": (storage, storage, storage, SIZE),
+    }
+    return compile_ptx(KERNELS[name](), numba.void(*arguments[name.split()[0]]), cc)
+
+
+@needs_nvvm
+@on_every_generation
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_of_the_course_compiles_for_every_generation(
+    name: str, dtype: Any, cc: tuple[int, int]
+) -> None:
+    ptx = _ptx(name, dtype, cc)
+    assert_is_kernel(ptx, cc)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", list(KERNELS)[:4])
+def test_every_kernel_takes_shapes_as_arrays(name: str) -> None:
+    assert ".visible .entry" in _ptx(name, FLOAT32, (8, 0), ARRAY)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", ["map sigmoid", "zip add"])
+def test_shapes_as_tuples_keep_indices_in_registers(name: str) -> None:
+    assert ".local" not in _ptx(name, FLOAT32, (8, 0))
+
+
+@needs_nvvm
+def test_the_product_of_the_course_does_no_float64_arithmetic() -> None:
+    ptx = _ptx("matmul", FLOAT32, (8, 0))
+    assert "fma.rn.f32" in ptx
+    assert_no_float64(ptx)
+
+
+# -- what the backend launches --------------------------------------------------------------------
+
+#: How to make each kernel for a dtype, by name.
+LOOPS: dict[str, Callable[[Any], Kernel]] = {
+    "map": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, True, dtype, dtype),
+    "map of rows": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, False, dtype, dtype),
+    "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, True, dtype, dtype, dtype),
+    "zip of rows": lambda dtype: cuda_loops.zip_kernel(operators.add, False, dtype, dtype, dtype),
+    "fold short": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, dtype, GPU.fold_short),
+    "fold long": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, dtype, GPU.fold_long),
+    "fold across": lambda dtype: cuda_loops.fold_kernel(
+        operators.add, dtype, dtype, GPU.fold_across
+    ),
+    "product": lambda dtype: product.product_kernel(_tiles(dtype)[0], dtype),
+    "copy": memory.copy_kernel,
+    "sum": memory.sum_kernel,
+    "fill": memory.fill_kernel,
+}
+
+
+def _tiles(dtype: Any) -> tuple[ProductTile, ...]:
+    return GPU.product_tiles[dtype.itemsize]
+
+
+@needs_nvvm
+@on_every_generation
+@pytest.mark.parametrize("name", LOOPS)
+def test_every_kernel_compiles_for_every_generation_and_stays_in_registers(
+    name: str, dtype: Any, cc: tuple[int, int]
+) -> None:
+    ptx = ptx_of(LOOPS[name](dtype), cc)
+    assert_is_kernel(ptx, cc)
+    assert ".local" not in ptx
+    if dtype == FLOAT32:
+        assert_no_float64(ptx)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", MAPS)
+def test_every_function_of_one_number_stays_in_float32(name: str) -> None:
+    fn = getattr(operators, name)
+    assert_no_float64(ptx_of(cuda_loops.map_kernel(fn, True, FLOAT32, FLOAT32), (8, 0)))
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", ZIPS)
+def test_every_function_of_two_numbers_stays_in_float32(name: str) -> None:
+    fn = getattr(operators, name)
+    assert_no_float64(ptx_of(cuda_loops.zip_kernel(fn, True, FLOAT32, FLOAT32, FLOAT32), (8, 0)))
+
+
+@needs_nvvm
+@pytest.mark.parametrize("name", FOLDS)
+def test_neighbours_fold_by_warp_shuffles(name: str) -> None:
+    fn = getattr(operators, name)
+    short, long, across = (
+        ptx_of(cuda_loops.fold_kernel(fn, FLOAT32, FLOAT32, shape), (8, 0))
+        for shape in (GPU.fold_short, GPU.fold_long, GPU.fold_across)
+    )
+    assert "shfl.sync.down" in short and "bar.sync" not in short
+    assert "shfl.sync.down" in long and len(re.findall(r"bar\.sync", long)) == 1
+    assert "shfl" not in across
+    assert not any("atom" in ptx for ptx in (short, long, across))
+
+
+@needs_nvvm
+def test_an_element_wise_kernel_reads_all_its_elements_before_it_writes_one() -> None:
+    ptx = ptx_of(LOOPS["zip"](FLOAT32), (8, 0))
+    before, _, after = ptx.partition("st.global")
+    assert len(re.findall(r"ld\.global\.f32", before)) == 2 * GPU.flat_items
+    assert not re.search(r"ld\.global\.f32", after)
+
+
+@needs_nvvm
+@pytest.mark.parametrize("tile", [*_tiles(FLOAT32)], ids=str)
+def test_the_product_multiplies_in_registers_what_it_loads_as_vectors(tile: ProductTile) -> None:
+    ptx = ptx_of(product.product_kernel(tile, FLOAT32), (9, 0))
+    steps = product.UNROLL
+    assert (
+        len(re.findall(r"ld\.shared\.v4\.f32", ptx)) == steps * (tile.own_rows + tile.own_cols) // 4
+    )
+    assert len(re.findall(r"fma\.rn\.f32", ptx)) == steps * tile.own_rows * tile.own_cols
+    # Each barrier of a kernel stands once: one tile is multiplied while the next one arrives.
+    assert len(re.findall(r"bar\.sync", ptx)) == 1
+
+
+@needs_ptxas
+@pytest.mark.parametrize("name", [name for name in LOOPS if name != "product"])
+def test_every_other_kernel_fits_the_registers(name: str) -> None:
+    assert_fits(LOOPS[name](FLOAT32), GPU.flat_threads, (9, 0))
+
+
+#: Bytes a thread that ptxas puts aside at the most: the blocks that share a multiprocessor leave a
+#: thread of the product just the registers for its sums, its factors and the elements on their way.
+PRODUCT_SPILLS = 192
+
+
+@needs_ptxas
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT64], ids=str)
+def test_a_multiprocessor_holds_the_blocks_of_the_product_that_the_table_says(dtype: Any) -> None:
+    for tile in _tiles(dtype):
+        for is_guarded in (False, True):
+            kernel = product.product_kernel(tile, dtype, is_guarded)
+            assert_fits(kernel, tile.threads, (9, 0), PRODUCT_SPILLS)
+
+
+@needs_nvvm
+def test_a_product_of_float32_computes_nothing_in_float64_after_one_of_float64() -> None:
+    product.product_kernel.cache_clear()
+    product._make_copy.cache_clear()
+    for tile in _tiles(FLOAT64):
+        product.product_kernel(tile, FLOAT64)
+    for tile in _tiles(FLOAT32):
+        assert_no_float64(ptx_of(product.product_kernel(tile, FLOAT32), (9, 0)))
+
+
+def test_the_cuda_backend_is_there_without_a_gpu() -> None:
+    assert minitorch.CudaBackend.cuda
+    assert cuda_kernel_ops.CudaKernelOps is minitorch.CudaOps

@@ -1,0 +1,302 @@
+"""The pool of device memory, and what errors of CUDA are turned into, on a driver of our own."""
+
+from __future__ import annotations
+
+import enum
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.strategies import integers, lists, tuples
+
+from kernels.cuda.runtime import arrays
+from kernels.cuda.runtime.memory_pool import Pool
+from kernels.runtime import cuda_errors as errors
+from kernels.runtime import targets
+
+CAPACITY = 1 << 20
+
+
+class Result(enum.IntEnum):
+    """What a driver's function returns first."""
+
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+
+
+class Driver:
+    """A driver of one device of ``CAPACITY`` bytes, or of several, that counts what is allocated."""
+
+    CUresult = Result
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED=115)
+    CUmemPool_attribute = SimpleNamespace(
+        CU_MEMPOOL_ATTR_RELEASE_THRESHOLD=4, CU_MEMPOOL_ATTR_USED_MEM_CURRENT=7
+    )
+    CUstream = staticmethod(int)
+    cuuint64_t = staticmethod(int)
+
+    def __init__(self, devices: int = 1, threshold: int = 0):
+        self.blocks: dict[int, tuple[int, int]] = {}  # address → device, size
+        self.thresholds = [threshold] * devices
+        self.current: int | None = None
+        self.waste = 0  # bytes that the pool holds in pieces of no use
+        self.fault: Result | None = None
+        self.next_address = 256
+
+    def enter(self) -> None:
+        self.current = self.current or 0
+
+    def cuDeviceGetCount(self) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, len(self.thresholds)
+
+    def cuDeviceGetAttribute(self, attribute: int, device: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, 1
+
+    def cuDeviceGetMemPool(self, device: int) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, device
+
+    def cuMemPoolGetAttribute(self, pool: int, attribute: int) -> tuple[Any, ...]:
+        used = sum(size for device, size in self.blocks.values() if device == pool)
+        return Result.CUDA_SUCCESS, self.thresholds[pool] if attribute == 4 else used
+
+    def cuMemPoolSetAttribute(self, pool: int, attribute: int, value: int) -> tuple[Any, ...]:
+        self.thresholds[pool] = value
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemPoolTrimTo(self, pool: int, keep: int) -> tuple[Any, ...]:
+        self.waste = 0
+        return (Result.CUDA_SUCCESS,)
+
+    def cuCtxGetDevice(self) -> tuple[Any, ...]:
+        if self.current is None:
+            return Result.CUDA_ERROR_INVALID_CONTEXT, None
+        return Result.CUDA_SUCCESS, self.current
+
+    def cuCtxSynchronize(self) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
+    def cuMemGetInfo(self) -> tuple[Any, ...]:
+        used = sum(size for _, size in self.blocks.values())
+        return Result.CUDA_SUCCESS, CAPACITY - used, CAPACITY
+
+    def cuMemAllocAsync(self, size: int, stream: int) -> tuple[Any, ...]:
+        if self.fault is not None:
+            return self.fault, None
+        if self.current is None:
+            return Result.CUDA_ERROR_INVALID_CONTEXT, None
+        if sum(size for _, size in self.blocks.values()) + self.waste + size > CAPACITY:
+            return Result.CUDA_ERROR_OUT_OF_MEMORY, None
+        self.next_address += 256
+        self.blocks[self.next_address] = (self.current, size)
+        return Result.CUDA_SUCCESS, self.next_address
+
+    def cuMemFreeAsync(self, address: int, stream: int) -> tuple[Any, ...]:
+        if self.current is None:
+            return (Result.CUDA_ERROR_INVALID_CONTEXT,)
+        assert self.blocks.pop(address)[0] == self.current, "freed in the order of another device"
+        return (Result.CUDA_SUCCESS,)
+
+
+def pool_of(driver: Driver) -> Pool:
+    pool = Pool(driver, driver.enter)
+    assert pool.prepare()
+    return pool
+
+
+@given(lists(tuples(integers(1, CAPACITY // 32), integers(0, 3)), max_size=30))
+def test_each_block_is_freed_once_whichever_thread_drops_it(steps: list[tuple[int, int]]) -> None:
+    driver = Driver(devices=2)
+    pool = pool_of(driver)
+    held = []
+    for size, action in steps:
+        driver.current = (0, 1, None, 0)[action]
+        if action < 2:
+            held.append(pool.allocate(size))
+            assert driver.blocks[held[-1][0]] == (action, size) and held[-1][1] == action
+        elif held:
+            pool.free(held.pop(0))  # on no device, or perhaps on the other one
+    for device in (0, 1, 0):
+        driver.current = device
+        while held:
+            pool.free(held.pop())
+        pool.free(pool.allocate(1))
+    assert driver.blocks == {}
+
+
+def test_memory_is_kept_unless_someone_chose_otherwise() -> None:
+    for before, after in ((0, 2**64 - 1), (4096, 4096)):
+        driver = Driver(devices=2, threshold=before)
+        pool_of(driver)
+        assert driver.thresholds == [after, after]
+
+
+def test_a_thread_without_a_context_gets_one() -> None:
+    driver = Driver()
+    pool = pool_of(driver)
+    driver.current = None
+    block = pool.allocate(8)
+    assert pool.in_use() == 8
+    pool.free(block)
+    assert pool.in_use() == 0
+
+
+def test_memory_in_pieces_is_put_together() -> None:
+    driver = Driver()
+    pool = pool_of(driver)
+    driver.waste = CAPACITY
+    pool.allocate(CAPACITY)
+    assert pool.in_use() == CAPACITY
+
+
+def test_too_little_memory_says_how_much_there_is() -> None:
+    driver = Driver()
+    pool = pool_of(driver)
+    kept = pool.allocate(CAPACITY // 2)
+    with pytest.raises(
+        MemoryError, match=r"1\.00 MiB were asked for, 512\.00 KiB of 1\.00 MiB"
+    ) as e:
+        pool.allocate(CAPACITY)
+    assert "smaller batch" in str(e.value)
+    pool.free(kept)
+    pool.allocate(CAPACITY)
+    assert pool.in_use() == CAPACITY
+
+
+def test_an_allocation_after_a_fault_names_the_kernels() -> None:
+    driver = Driver()
+    pool = pool_of(driver)
+    driver.fault = Result.CUDA_ERROR_ILLEGAL_ADDRESS
+    errors.LAUNCHED.extend(["first", "second"])
+    with pytest.raises(
+        RuntimeError, match=r"launched earlier read or wrote outside.*first, second;"
+    ):
+        pool.allocate(8)
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def error_of(name: str, text: str, module: str = "numba.cuda.cudadrv.driver") -> Exception:
+    """Return an error that looks like numba's or CUDA's."""
+    kind: Any = type(name, (Exception,), {"__module__": module})
+    return kind(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (
+            error_of("LinkerError", "[222] Call to cuLinkAddData results in "
+                     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION\nptxas application: ..."),
+            RuntimeError, ("the kernel k failed", "driver is older than the CUDA toolkit", "update"),
+        ),
+        (
+            error_of("CUDAError", "CUDA_ERROR_OUT_OF_MEMORY: The API call failed", "cuda.core._utils"),
+            MemoryError, ("the kernel k needs more than is free", "smaller batch"),
+        ),
+        (
+            error_of("NvvmSupportError", "libNVVM cannot be found. Do `conda install`"),
+            RuntimeError, ("NVVM", 'pip install "numba-cuda[cu13]"'),
+        ),
+        (
+            error_of("CudaSupportError", "\nError at driver init: \nno luck:\n"),
+            RuntimeError, ("Error at driver init", "nvidia-smi"),
+        ),
+        (
+            error_of("CUDAError", "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: too many", "cuda.core"),
+            RuntimeError, ("registers or shared memory", "smaller tile"),
+        ),
+        (
+            error_of("CudaAPIError", "[999] Call to cuX results in CUDA_ERROR_UNKNOWN"),
+            RuntimeError, ("the driver refused it", "CUDA_ERROR_UNKNOWN"),
+        ),
+        (
+            error_of("CudaAPIError", "[700] Call to cuX results in CUDA_ERROR_ILLEGAL_ADDRESS"),
+            RuntimeError, ("a kernel launched earlier", "restart", "before, last", "SYNC=1"),
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)  # fmt: skip
+def test_an_error_of_cuda_is_one_sentence(
+    error: Exception, kind: type[Exception], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets, "BLOCKING", False)
+    errors.LAUNCHED.clear()
+    for name in ("before", "last"):
+        with targets.launching(name):
+            pass
+    with pytest.raises(kind) as raised, targets.launching("k"):
+        raise error
+    message = str(raised.value)
+    assert not [word for word in words if word not in message], message
+    assert "\n" not in message and raised.value.__suppress_context__
+    assert list(errors.LAUNCHED) == ["before", "last"]
+
+
+def test_errors_of_others_pass() -> None:
+    for manager in (targets.launching("k"), targets.explained("work")):
+        with pytest.raises(IndexError, match="mine CUDA_ERROR_ILLEGAL_ADDRESS"), manager:
+            raise IndexError("mine CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+def test_a_launch_that_waits_names_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize() -> None:
+        raise error_of("CudaAPIError", "[716] ... CUDA_ERROR_MISALIGNED_ADDRESS")
+
+    monkeypatch.setattr(targets, "BLOCKING", True)
+    monkeypatch.setattr(targets, "cuda", SimpleNamespace(synchronize=synchronize))
+    expected = r"the kernel flash9 failed: it read or wrote at an address"
+    with pytest.raises(RuntimeError, match=expected), targets.launching("flash9"):
+        pass
+
+
+def test_what_keeps_cuda_from_running_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_devices() -> bool:
+        raise error_of("CudaSupportError", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH")
+
+    for available, reason, words in (
+        (lambda: True, None, None),
+        (lambda: False, None, "pip install"),  # a driver and no NVVM
+        (lambda: False, "CUDA_ERROR_NO_DEVICE (100)", "CUDA_VISIBLE_DEVICES"),
+        (
+            lambda: False,
+            "\nCUDA driver library cannot be found.\n",
+            "cannot be found; check nvidia",
+        ),
+        (no_devices, None, "restart the machine"),
+    ):
+        fake = SimpleNamespace(is_available=available, cuda_error=lambda reason=reason: reason)
+        monkeypatch.setattr(targets, "cuda", fake)
+        why = targets._why_no_cuda.__wrapped__()
+        assert (why is None) == (words is None)
+        assert words is None or (why is not None and words in why and "fast backend" in why)
+
+
+@pytest.mark.cuda
+def test_memory_comes_from_the_pool_and_goes_back() -> None:
+    pool = arrays.pool()
+    if pool is None:
+        pytest.skip("another memory manager is in charge")
+    gc.collect()
+    before, size = pool.in_use(), 4 << 20
+    for _ in range(100):  # each array takes the place of the one before
+        arrays.empty_device((1 << 20,), np.dtype("f4"))
+    assert pool.in_use() == before
+    array = arrays.empty_device((1 << 20,), np.dtype("f4"))
+    view = arrays.device_view(array, (1 << 10, 1 << 10), (1, 1 << 10))
+    assert view.strides == (4, 4 << 10) and view.size == array.size
+    del array
+    assert pool.in_use() >= before + size, "a view holds the memory"
+    del view
+    assert pool.in_use() == before
+
+
+@pytest.mark.cuda
+def test_more_memory_than_there_is() -> None:
+    with pytest.raises(MemoryError, match="were asked for"):
+        arrays.empty_device((1 << 44,), np.dtype("f4"))

@@ -1,0 +1,229 @@
+"""FlashAttention-2 on tensor cores without a GPU: its source on an emulated one, its machine code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+import kernels
+from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel
+from kernels.cuda.attention.flash2_mma.dq import dq_kernel
+from kernels.cuda.attention.flash2_mma.dq_atomics import dq_sums
+from kernels.cuda.attention.flash2_mma.forward import forward_kernel
+from kernels.cuda.attention.flash2_mma.launch import (
+    _BY_KEYS,
+    _BY_KEYS_WITH_OPTIONS,
+    _BY_ROWS,
+    _BY_ROWS_WITH_OPTIONS,
+    _FORWARD,
+    _FORWARD_OF_FEW_ROWS,
+    _FORWARD_WITH_OPTIONS,
+    ByKeys,
+)
+from kernels.cuda.attention.flash2_mma.tiles import MmaRoleLayout
+from kernels.cuda.attention.options.score_functions import Features
+from kernels.cuda.device.shared_tiles import round_up
+from kernels.problem.packed_sequences import Sequences
+from kernels.runtime.dtypes import FLOAT16, FLOAT32
+
+from ...support import option_table
+from ...support.attention_strategies import MASK_MODS, SCORE_MODS, Case
+from ...support.emulated.gpu import held_back, launch
+from ...support.emulated.instructions import WARP
+from ...support.emulated.target import EMULATED, emulated_device
+from ...support.tensor_cores.attention import (
+    LARGE,
+    OPTIONS,
+    TINY,
+    check,
+    layouts_for,
+    operands,
+    run,
+)
+from ...support.tensor_cores.backward import (
+    GRADIENTS,
+    LARGE_GRADIENTS,
+    OF_OPTIONS,
+    Gradients,
+    backward_operands,
+    gradients,
+    run_on_gpu,
+)
+from ...support.tensor_cores.backward import check as check_gradients
+
+
+@pytest.mark.parametrize("name", [*TINY, *OPTIONS])
+def test_the_kernels_own_source_computes_attention(name: str) -> None:
+    call = {**TINY, **OPTIONS}[name]
+    arrays = operands(call, np.random.default_rng(0))
+    launch(call.kernel, call.grid, *arrays, call.scale, call.flag(), call.extras)
+    check(call, *arrays)
+
+
+@pytest.mark.parametrize("atomics", [False, True], ids=["deterministic", "by atomics"])
+@pytest.mark.parametrize("name", [*GRADIENTS, *OF_OPTIONS])
+def test_the_kernels_own_source_computes_gradients(name: str, atomics: bool) -> None:
+    case = {**GRADIENTS, **OF_OPTIONS}[name]
+    arrays = backward_operands(case, np.random.default_rng(0))
+    check_gradients(case, arrays, gradients(case, arrays, atomics, launch, np.asarray), name)
+
+
+def _with_unseen_places() -> Gradients:
+    """Return a call in which a mask hides some keys from all rows, and all keys from some rows.
+
+    Two keys are seen by rows of the first step alone, and a row sees none of the first warp's keys.
+    """
+    call = OPTIONS["a mask"]
+    mask = call.options["mask"].copy()
+    mask[..., 3:7] = mask[..., 20:33] = mask[..., 9:12, :] = False
+    mask[..., 16:, 8:10] = mask[..., 2, :16] = False
+    call = call._replace(options={**call.options, "mask": mask})
+    return OF_OPTIONS["a mask"]._replace(call=call)
+
+
+def test_what_nobody_sees_may_be_nan_or_infinite_forward() -> None:
+    case = _with_unseen_places()
+    arrays = backward_operands(case, np.random.default_rng(0), poison=True)
+    call, (_, q, k, v, *_) = case.call, arrays
+    unseeing = ~call.options["mask"].any(axis=-1)
+    q[unseeing] = 0  # the textbook's row of nothing but NaN
+    out = np.full((*q.shape[:3], v.shape[3]), 0xFFFF, np.uint16)
+    lse = np.full(q.shape[:3], np.nan, np.float32)
+    launch(call.kernel, call.grid, q, k, v, out, lse, call.scale, call.flag(), call.extras)
+    hidden = ~call.options["mask"].any(axis=-2)
+    k[hidden] = v[hidden] = 0
+    check(call, q, k, v, out, lse)
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["the first warp late", "the second warp late"])
+@pytest.mark.parametrize("atomics", [False, True], ids=["deterministic", "by atomics"])
+def test_what_nobody_sees_may_be_nan_or_infinite_backward(atomics: bool, late: int) -> None:
+    case = _with_unseen_places()
+    arrays = backward_operands(case, np.random.default_rng(0), poison=True)
+    with held_back(*range(WARP * late, WARP * late + WARP)):
+        results = gradients(case, arrays, atomics, launch, np.asarray)
+    check_gradients(case, arrays, results, "unseen places")
+
+
+@pytest.mark.parametrize("option", option_table.OPTIONS)
+def test_every_option_is_the_textbooks_through_the_launch(option: str) -> None:
+    with emulated_device():
+        assert option_table.cell(option, EMULATED, "flash2_mma") == "yes"
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, FLOAT32], ids=["float16", "TF32"])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
+def test_two_halves_of_a_block_are_the_textbooks_through_the_launch(
+    deterministic: bool, dtype: Any
+) -> None:
+    rng = np.random.default_rng(3)
+    shapes = (1, 2, 21, 24), (1, 1, 35, 24), (1, 1, 35, 27), (1, 2, 21, 27)
+    options = {"is_causal": True, "causal_offset": 14, "enable_gqa": True}
+    case = Case(*(rng.standard_normal(shape) for shape in shapes), options, (4, 4))  # type: ignore[arg-type]
+    case = replace(case, dlse=rng.standard_normal((1, 2, 21))).in_dtype(dtype)
+    own: dict[str, Any] = {"precision": "tf32"} if dtype == FLOAT32 else {}
+    halves = {256: (ByKeys(MmaRoleLayout(16, 16, 2, 16), 32),)}
+    with emulated_device(), patch("kernels.cuda.attention.flash2_mma.launch._BY_KEYS", halves):
+        found = case.run(EMULATED, "flash2_mma", deterministic=deterministic, **own)
+    wanted = case.oracle()
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        np.testing.assert_allclose(found[name], wanted[name], 0.01, 0.02, err_msg=name)
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
+def test_packed_sequences_end_where_tiles_do_not(deterministic: bool) -> None:
+    rng = np.random.default_rng(0)
+    ends = (0, 17, 17, 20, 37), (0, 21, 30, 31, 45)
+    shapes = (2, 37, 16), (2, 45, 16), (2, 45, 24), (2, 37, 24)
+    case = Case(*(rng.standard_normal(shape) for shape in shapes), {}, (4, 4)).in_dtype(FLOAT16)  # type: ignore[arg-type]
+    sequences = Sequences(np.array(ends[0]), np.array(ends[1]), 37, 45)
+    with emulated_device((9, 0) if deterministic else (8, 0)):
+        found = case.run(EMULATED, "flash2_mma", sequences=sequences, deterministic=deterministic)
+    for i in range(4):
+        rows, cols = (slice(*sums[i : i + 2]) for sums in ends)
+        if rows.start == rows.stop:  # keys that no row sees
+            assert not found["dk"][:, cols].any()
+            assert not found["dv"][:, cols].any()
+            continue
+        own = Case(
+            case.q[:, rows], case.k[:, cols], case.v[:, cols], case.dout[:, rows], {}, (4, 4)
+        )
+        wanted = own.oracle()
+        for name, part in (("out", rows), ("dq", rows), ("dk", cols), ("dv", cols)):
+            np.testing.assert_allclose(found[name][:, part], wanted[name], 0.01, 0.01, err_msg=name)
+
+
+def test_all_options_together_are_the_textbooks_through_the_launch() -> None:
+    rng = np.random.default_rng(5)
+    shapes = (1, 4, 37, 16), (1, 2, 45, 16), (1, 2, 45, 24), (1, 4, 37, 24)
+    blocks = kernels.BlockMask(
+        rng.integers(0, 4, (4, 3, 3)), 37, 45, 16, rng.random((2, 16, 16)) < 0.7
+    )
+    options = {
+        "softcap": 2.0,
+        "alibi_slopes": np.array([0.5, 0.1, 0.2, 0.3]),
+        "attn_mask": rng.standard_normal((4, 1, 45)),
+        "dropout_p": 0.3,
+        "seed": 7,
+        "block_mask": blocks,
+        "mask_mod": MASK_MODS[0],
+        "score_mod": SCORE_MODS[0],
+        "is_causal": True,
+        "causal_offset": 5,
+        "enable_gqa": True,
+        "deterministic": False,
+    }
+    case = Case(*(rng.standard_normal(shape) for shape in shapes), options, (4, 4))  # type: ignore[arg-type]
+    case = replace(case, dlse=rng.standard_normal((1, 4, 37))).in_dtype(FLOAT16)
+    with emulated_device():
+        case.check(case.run(EMULATED, "flash2_mma"), "all options")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("atomics", [False, True], ids=["deterministic", "by atomics"])
+@pytest.mark.parametrize("name", [*GRADIENTS, *OF_OPTIONS, *LARGE_GRADIENTS])
+def test_the_kernels_compute_gradients_on_a_gpu(name: str, atomics: bool) -> None:
+    case = {**GRADIENTS, **OF_OPTIONS, **LARGE_GRADIENTS}[name]
+    run_on_gpu(case, atomics, np.random.default_rng())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [*TINY, *OPTIONS, *LARGE])
+def test_the_kernel_computes_attention_on_a_gpu(name: str) -> None:
+    run({**TINY, **OPTIONS, **LARGE}[name], np.random.default_rng())
+
+
+# -- shared memory ---------------------------------------------------------------------------------
+
+
+#: Of a block, where the device has least: compute capability 8.6.
+LEAST_SHARED_MEMORY = 99 * 1024
+WITH_BITS = Features(dropout=True, block_mask=True)
+
+
+@pytest.mark.parametrize("features", [Features(), WITH_BITS], ids=["plain", "with bits"])
+def test_every_device_has_the_shared_memory_for_every_width(features: Features) -> None:
+    by_rows = _BY_ROWS_WITH_OPTIONS if features.dropout else _BY_ROWS
+    by_keys = _BY_KEYS_WITH_OPTIONS if features.dropout else _BY_KEYS
+    forward = _FORWARD_WITH_OPTIONS if features.dropout else _FORWARD
+    for width in range(16, 257, 16):
+        kind = "float16", True
+        layout, step, parts = layouts_for(by_keys, width)[-1]
+        head = round_up(width, step)
+        for other, _, columns in layouts_for(by_keys, width):
+            dq_sums(other, round_up(width, step) // columns, is_wide=True)  # the warps can share it
+        sums = dq_sums(layout, head // parts, is_wide=True)
+        kernels = [
+            forward_kernel(layouts_for(table, width)[-1], width, width, *kind, features)
+            for table in (forward, _FORWARD_OF_FEW_ROWS)
+        ]
+        kernels += [
+            dkdv_kernel(layout, head, head, *kind, sums, features, parts),
+            dq_kernel(layouts_for(by_rows, width)[-1], width, width, *kind, features),
+        ]
+        for kernel in kernels:
+            assert kernel.shared_bytes <= LEAST_SHARED_MEMORY, (kernel.name, width)

@@ -1,0 +1,250 @@
+"""Every option on the Hopper rung's forward kernel, its own source on the emulated GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import float32, types, void
+
+import kernels
+from kernels import launch
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
+from kernels.cuda.attention.flash3_wgmma.forward.kernel import DEALER
+from kernels.cuda.attention.flash3_wgmma.forward.score_options import tanh
+from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout
+from kernels.cuda.device.warpgroups import WARPGROUP
+from kernels.cuda.runtime.kernel import Kernel
+from kernels.problem.operands import make_operands
+from kernels.problem.packed_sequences import Sequences
+from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from kernels.runtime.targets import cuda
+
+from ...support.attention_strategies import MASK_MODS, SCORE_MODS, Case
+from ...support.emulated.gpu import held_back
+from ...support.emulated.gpu import launch as emulate
+from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
+from ...support.emulated.target import EMULATED
+from ...support.tolerances import assert_close_arrays
+
+#: What is emulated: two consumers in turns, and small tiles.
+SMALL = ForwardLayout(2, 32, 2, 2, True)
+SEQ_Q, SEQ_K = 75, 90
+
+
+def _blocks(rng: np.random.Generator) -> kernels.BlockMask:
+    states = rng.integers(0, 4, (2, 5, 3))
+    return kernels.BlockMask(states, SEQ_Q, SEQ_K, (16, 32), rng.random((2, 16, 32)) < 0.7)
+
+
+def _additive(rng: np.random.Generator, *shape: int) -> Any:
+    return np.where(rng.random(shape) < 0.1, -np.inf, rng.standard_normal(shape)).astype(FLOAT16)
+
+
+#: Option → what a call of two heads has of it.
+OPTIONS: dict[str, Any] = {
+    "boolean mask": lambda rng: {"attn_mask": rng.random((2, SEQ_Q, SEQ_K)) < 0.7},
+    "boolean mask that heads share": lambda rng: {"attn_mask": rng.random((SEQ_Q, SEQ_K)) < 0.7},
+    "boolean mask of keys": lambda rng: {"attn_mask": rng.random((1, 2, 1, SEQ_K)) < 0.7},
+    "floating mask": lambda rng: {"attn_mask": _additive(rng, 2, SEQ_Q, SEQ_K)},
+    "floating mask of keys": lambda rng: {"attn_mask": _additive(rng, 1, 2, 1, SEQ_K)},
+    "floating mask of rows": lambda rng: {"attn_mask": rng.standard_normal((2, SEQ_Q, 1)).astype(FLOAT16)},
+    "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
+    "softcap": lambda rng: {"softcap": 2.0},
+    "alibi": lambda rng: {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
+    "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},
+    "score_mod": lambda rng: {"score_mod": SCORE_MODS[0]},
+    "block mask": lambda rng: {"block_mask": _blocks(rng)},
+    "block mask and dropout": lambda rng: {"block_mask": _blocks(rng), "dropout_p": 0.3, "seed": 9},
+    "boolean mask and dropout": lambda rng: {
+        "attn_mask": rng.random((SEQ_Q, SEQ_K)) < 0.7, "dropout_p": 0.3, "seed": 9
+    },
+}  # fmt: skip
+
+
+def _case(options: dict[str, Any], dtype: Any = FLOAT16, heads: int = 2) -> Case:
+    rng = np.random.default_rng(0)
+    shapes = (1, heads, SEQ_Q, 64), (1, heads, SEQ_K, 64), (1, heads, SEQ_K, 40)
+    q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return Case(q, k, v, np.zeros((1, heads, SEQ_Q, 40), dtype), options, (16, 16))
+
+
+def _forward(
+    case: Case, layout: ForwardLayout | None = SMALL, sequences: Any = None, blocks: int = 2
+) -> tuple[Any, Any]:
+    problem = replace(case.problem(rung="flash3_wgmma"), sequences=sequences)
+    mask, slopes = (case.options.get(name) for name in ("attn_mask", "alibi_slopes"))
+    with emulated_hopper(layout, blocks):
+        operands = make_operands(EMULATED.memory, problem, *case.operands, mask, slopes)
+        return launch.forward(EMULATED, problem, operands)
+
+
+def _check(case: Case, found: tuple[Any, Any]) -> None:
+    wide = case.plain()
+    problem = wide.problem(rung="naive")
+    mask, slopes = (wide.options.get(name) for name in ("attn_mask", "alibi_slopes"))
+    memory = launch.NUMPY.memory
+    operands = make_operands(memory, problem, *wide.operands, mask, slopes)
+    out, lse = launch.forward(launch.NUMPY, problem, operands)
+    assert_close_arrays(found[0], out, case.q.dtype, "out")
+    assert_close_arrays(found[1], lse, FLOAT32, "lse")
+
+
+#: A call takes seconds: the others are left to ``make fuzz-options``; all are compiled, and run on a GPU.
+ALWAYS = ("boolean mask", "floating mask", "dropout", "softcap", "block mask")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [pytest.param(option, marks=[] if option in ALWAYS else FUZZ_ONLY) for option in OPTIONS],
+)
+@pytest.mark.parametrize(
+    "is_causal", [True, pytest.param(False, marks=FUZZ_ONLY)], ids=["causal", "all"]
+)
+def test_an_option_is_the_textbooks(option: str, is_causal: bool) -> None:
+    options = OPTIONS[option](np.random.default_rng(1))
+    if is_causal:
+        options |= {"is_causal": True, "causal_offset": -10}
+    # Rounding to bfloat16 takes the emulation several times as long.
+    case = _case(options, BFLOAT16 if option == "softcap" else FLOAT16)
+    _check(case, _forward(case))
+
+
+def test_what_nobody_sees_may_be_nan_or_infinite() -> None:
+    rng = np.random.default_rng(2)
+    mask = rng.random((SEQ_Q, SEQ_K)) < 0.6
+    mask[:, 3:7] = mask[:, 20:33] = mask[:, 70:90] = mask[9:12] = False
+    case = _case({"attn_mask": mask})
+    hidden = ~mask.any(axis=0)
+    k, v = case.k.copy(), case.v.copy()
+    k[:, :, hidden], v[:, :, hidden] = np.nan, np.inf
+    found = _forward(replace(case, k=k, v=v))
+    k[:, :, hidden], v[:, :, hidden] = 0, 0
+    _check(replace(case, k=k, v=v), found)
+
+
+def _mask_of_a_row_that_bounds_hide() -> dict[str, Any]:
+    mask = np.ones((SEQ_Q, SEQ_K), bool)
+    mask[65:, 70] = False  # row 64 keeps it, and does not see it
+    return {"attn_mask": mask, "is_causal": True}
+
+
+def _block_of_a_row_that_bounds_hide() -> dict[str, Any]:
+    states, pattern = np.ones((1, 5, 3), int), np.ones((1, 16, 32), bool)
+    states[0, 4, 2], pattern[0, 1:, 6] = 2, False
+    mask = kernels.BlockMask(states, SEQ_Q, SEQ_K, (16, 32), pattern)
+    return {"block_mask": mask, "is_causal": True}
+
+
+@pytest.mark.parametrize(
+    "options", [_mask_of_a_row_that_bounds_hide(), _block_of_a_row_that_bounds_hide()],
+    ids=["mask", "block mask"],
+)  # fmt: skip
+def test_a_key_that_only_a_row_beyond_the_end_would_see_may_be_infinite(
+    options: dict[str, Any],
+) -> None:
+    case = _case(options, heads=1)
+    v = case.v.copy()
+    v[:, :, 70] = np.inf
+    _check(case, _forward(replace(case, v=v)))
+
+
+def test_a_key_that_only_the_next_sequences_rows_would_see_may_be_infinite() -> None:
+    case = _case({"is_causal": True}, heads=1)
+    case = replace(case, **{name: getattr(case, name)[0] for name in ("q", "k", "v", "dout")})
+    rows, keys = slice(0, 20), slice(0, 40)
+    own = replace(case, q=case.q[:, rows], k=case.k[:, keys], v=case.v[:, keys].copy())
+    case.v[0, 30] = np.inf
+    sequences = Sequences(np.array([0, 20, SEQ_Q]), np.array([0, 40, SEQ_K]), SEQ_Q, SEQ_K)
+    out, lse = _forward(case, sequences=sequences)
+    _check(replace(own, dout=case.dout[:, rows]), (out[:, rows], lse[:, rows]))
+
+
+#: Threads of a block of two consumers: who copies keys and values, who deals, and lanes of the consumers.
+LATE = {
+    "copier": 0, "dealer": DEALER, "lane": WARPGROUP + 1, "other consumer": 2 * WARPGROUP
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_no_thread_is_too_late(late: str) -> None:
+    states = np.zeros((1, 6, 2), int)
+    states[0, 0, 0] = states[0, 3, 1] = 1  # other tiles of rows see nothing
+    rng, block = np.random.default_rng(3), (SMALL.block_q, SMALL.block_k)
+    mask = kernels.BlockMask(states, 6 * block[0] - 20, 2 * block[1], block)
+    shapes = (1, 1, mask.seq_q, 16), (1, 1, mask.seq_k, 16), (1, 1, mask.seq_k, 16)
+    q, k, v = (rng.standard_normal(shape).astype(FLOAT16) for shape in shapes)
+    case = Case(q, k, v, np.zeros_like(q), {"block_mask": mask}, (16, 16))
+    with held_back(LATE[late]):
+        _check(case, _forward(case, blocks=1))
+
+
+def test_lists_of_whole_tiles_take_a_kernel_that_hides_nothing() -> None:
+    block = SMALL.block_q, SMALL.block_k
+    mask = kernels.BlockMask(np.array([[[1, 0, 1]], [[0, 1, 0]]]), SEQ_Q, SEQ_K, block)
+    case = _case({"block_mask": mask})
+    k, v = case.k.copy(), case.v.copy()
+    for head, hidden in enumerate(~mask.dense()[:, 0]):
+        k[:, head, hidden], v[:, head, hidden] = np.nan, np.inf
+    with emulated_hopper(SMALL):
+        assert flash3_launch.features_for(case.problem(rung="flash3_wgmma")).whole_tiles
+    _check(case, _forward(replace(case, k=k, v=v)))
+
+
+def test_keys_before_every_window_may_be_nan() -> None:
+    case = _case({"window_size": (0, 9), "causal_offset": 40, "softcap": 2.0})
+    k, v = case.k.copy(), case.v.copy()
+    k[:, :, :40] = v[:, :, :40] = np.nan
+    found = _forward(replace(case, k=k, v=v))
+    k[:, :, :40] = v[:, :, :40] = 0
+    _check(replace(case, k=k, v=v), found)
+
+
+@pytest.mark.parametrize("items", [1, 2])
+def test_packed_sequences_end_where_tiles_do_not_and_know_nothing_of_each_other(items: int) -> None:
+    ends = (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)
+    case = _case({"is_causal": True, "causal_offset": 5})
+    case = replace(case, **{name: getattr(case, name)[0] for name in ("q", "k", "v", "dout")})
+    case.v[0, 30] = np.inf  # the third sequence's only key
+    sequences = Sequences(np.array(ends[0]), np.array(ends[1]), SEQ_Q, SEQ_K)
+    out, lse = _forward(case, replace(SMALL, items=items), sequences, blocks=1)
+    for i in (0, 3):
+        rows, cols = (slice(*sums[i : i + 2]) for sums in ends)
+        own = replace(case, q=case.q[:, rows], k=case.k[:, cols], v=case.v[:, cols])
+        _check(replace(own, dout=case.dout[:, rows]), (out[:, rows], lse[:, rows]))
+
+
+def test_all_options_together_are_the_textbooks() -> None:
+    rng = np.random.default_rng(5)
+    options = {
+        "softcap": 2.0,
+        "alibi_slopes": np.array([0.5, 0.1], np.float32),
+        "attn_mask": rng.standard_normal((2, 1, SEQ_K)).astype(FLOAT16),
+        "dropout_p": 0.3,
+        "seed": 7,
+        "block_mask": _blocks(rng),
+        "mask_mod": MASK_MODS[0],
+        "score_mod": SCORE_MODS[0],
+        "is_causal": True,
+        "causal_offset": 5,
+    }
+    case = _case(options)
+    _check(case, _forward(case))
+
+
+def _tanh_kernel(x, out):
+    lane = cuda.threadIdx.x
+    out[lane] = tanh(x[lane])
+
+
+def test_tanh_is_exact_to_some_units_in_the_last_place() -> None:
+    sizes = np.geomspace(1e-6, 90, 30)
+    x = np.array([0.0, np.nan, *sizes], np.float32)
+    vector = types.Array(float32, 1, "C")
+    kernel = Kernel(_tanh_kernel, void(vector, vector), 32)
+    for sign in (1, -1):
+        out = np.zeros(32, np.float32)
+        emulate(kernel, (1, 1), sign * x, out)
+        np.testing.assert_allclose(out, np.tanh(sign * x.astype(np.float64)), 2e-6)

@@ -1,0 +1,165 @@
+"""The emulated GPU is strict: what has not arrived is garbage, and who does not come is missed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import float32, uint32, void
+
+from kernels.cuda.ptx import barriers, bulk, copies, inline, wgmma
+from kernels.cuda.runtime.kernel import Kernel
+from kernels.runtime.targets import cuda
+
+from ...support.emulated.engines import TensorMap
+from ...support.emulated.gpu import launch
+from ...support.tensor_cores.ptx_cases import WORDS, Case, worst_error
+from ...support.tensor_cores.ptx_kernels import CASES as OF_A_WARP
+from ...support.tensor_cores.ptx_kernels_hopper import CASES as OF_A_BLOCK
+
+WAIT = copies.make_cp_async_wait_group(0)
+STORED = bulk.make_cp_async_bulk_wait_group(0)
+
+
+def _run(source: Any, *arrays: Any, threads: int = 32) -> None:
+    launch(Kernel(source, void(*[WORDS] * len(arrays)), threads, shared_bytes=512), (1, 1), *arrays)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_copy_has_arrived_once_it_was_waited_for(waits: bool) -> None:
+    def kernel(x, out):
+        shared = cuda.shared.array(0, uint32)
+        thread = cuda.threadIdx.x
+        target = copies.shared_address(shared) + 16 * thread
+        copies.cp_async_16(target, copies.global_address(x) + 16 * thread, 16)
+        copies.cp_async_commit_group()
+        if waits:
+            WAIT()
+        out[0, thread] = shared[4 * thread]
+        if ends:
+            WAIT()
+
+    x, out = np.arange(128, dtype=np.uint32).reshape(32, 4), np.zeros((1, 32), np.uint32)
+    ends = True
+    _run(kernel, x, out)
+    np.testing.assert_array_equal(out[0], x[:, 0] if waits else np.full(32, 0xFFFFFFFF))
+    if not waits:
+        ends = False
+        with pytest.raises(RuntimeError, match="has ended before the copies"):
+            _run(kernel, x, out)
+
+
+def test_a_barrier_that_not_all_threads_reach_is_an_error() -> None:
+    def kernel(out):
+        if cuda.threadIdx.x:
+            cuda.syncthreads()  # the first thread does not come
+
+    with pytest.raises(RuntimeError, match="wait for others"):
+        _run(kernel, np.zeros((1, 32), np.uint32))
+
+
+@pytest.mark.parametrize("fences", [False, True])
+def test_the_copy_engine_sees_what_was_stored_before_a_fence(fences: bool) -> None:
+    def kernel(out):
+        shared = cuda.shared.array(0, uint32)
+        thread = cuda.threadIdx.x
+        copies.st_shared(copies.shared_address(shared) + 4 * thread, uint32(thread))
+        if fences:
+            barriers.fence_proxy_async()
+        cuda.syncthreads()
+        if thread == 0:
+            bulk.cp_async_bulk_store(copies.global_address(out), copies.shared_address(shared), 128)
+            bulk.cp_async_bulk_commit_group()
+            STORED()
+
+    out = np.zeros((1, 32), np.uint32)
+    _run(kernel, out)
+    np.testing.assert_array_equal(out[0], np.arange(32) if fences else np.full(32, 0xFFFFFFFF))
+
+
+def test_what_a_barrier_is_missing_for_is_wrong_in_some_block() -> None:
+    def kernel(out):
+        shared = cuda.shared.array(0, uint32)
+        thread, block = cuda.threadIdx.x, cuda.blockIdx.x
+        copies.st_shared(copies.shared_address(shared) + 4 * thread, uint32(thread))
+        barriers.fence_proxy_async()
+        if thread == 0:  # and the others?
+            row = copies.global_address(out) + 128 * block
+            bulk.cp_async_bulk_store(row, copies.shared_address(shared), 128)
+            bulk.cp_async_bulk_commit_group()
+            STORED()
+
+    tries = []
+    for _ in range(2):
+        out = np.zeros((8, 32), np.uint32)
+        launch(Kernel(kernel, void(WORDS), 32, shared_bytes=512), (8, 1), out)
+        tries.append(out)
+    assert np.any(tries[0] == 0xFFFFFFFF)
+    assert len({row.tobytes() for row in tries[0]}) > 1, "each block has its own order"
+    np.testing.assert_array_equal(*tries)
+
+
+@pytest.mark.parametrize("stores", ["before", "too late", "too early"])
+def test_a_product_reads_at_once_or_at_last(stores: str) -> None:
+    lines, words = wgmma.descriptor_layout(128, 16, 1024), 72 * 128 // 4
+    multiply, wait = wgmma.make_wgmma(8, "float16"), wgmma.make_wgmma_wait_group(0)
+
+    def put(tile, word):
+        for i in range(cuda.threadIdx.x, words, 128):
+            copies.st_shared(tile + 4 * i, uint32(word))
+        barriers.fence_proxy_async()
+        cuda.syncthreads()
+
+    def kernel(out):
+        shared = cuda.shared.array(0, uint32)
+        acc = cuda.local.array(4, float32)
+        thread, tile = cuda.threadIdx.x, copies.align_up(copies.shared_address(shared), 1024)
+        if stores != "too late":
+            put(tile, 0)
+        wgmma.wgmma_fence()
+        multiply(acc, wgmma.descriptor(lines, tile), wgmma.descriptor(lines, tile + 64 * 128), 0)
+        wgmma.wgmma_commit_group()
+        if stores == "too late":
+            put(tile, 0)
+        if stores == "too early":
+            put(tile, 0x7E007E00)  # what comes next
+        wait()
+        for i in range(4):
+            out[cuda.blockIdx.x, 4 * thread + i] = uint32(acc[i] != 0)
+
+    out = np.zeros((16, 512), np.uint32)
+    launch(Kernel(kernel, void(WORDS), 128, shared_bytes=4 * words + 1024), (16, 1), out)
+    assert out.any() == (stores != "before"), "of products that may read what is not there some do"
+
+
+def test_an_error_of_one_thread_ends_the_kernel() -> None:
+    def kernel(out):
+        out[0, cuda.threadIdx.x] = 1  # there are but 32
+        cuda.syncthreads()  # so that the others wait
+
+    with pytest.raises(IndexError):
+        _run(kernel, np.zeros((1, 32), np.uint32), threads=64)
+
+
+@inline.instruction("mov.u32 $result, %laneid;", inline.U32)
+def _unknown():
+    """Return the lane."""
+
+
+def test_an_instruction_that_it_does_not_know_is_named() -> None:
+    def kernel(out):
+        _unknown()
+
+    with pytest.raises(NotImplementedError, match="laneid"):
+        _run(kernel, np.zeros((1, 32), np.uint32))
+
+
+@pytest.mark.parametrize("case", OF_A_WARP + OF_A_BLOCK, ids=lambda case: case.name)
+def test_every_kernel_of_one_instruction_does_what_is_expected_of_it(case: Case) -> None:
+    inputs, out, expected, allowed = case.make(np.random.default_rng(0))
+    maps = [TensorMap(inputs[i], box, swizzle) for i, box, _, swizzle in case.maps]
+    places = {len(inputs) + n: one for n, one in enumerate(maps)}
+    encoded = [np.zeros(128, np.uint8) for _ in maps]
+    launch(case.kernel, (1, 1), *inputs, *encoded, out, maps=places)
+    assert worst_error(out, expected, allowed) <= 1

@@ -1,0 +1,379 @@
+"""Products on tensor cores: what the kernels' own source computes, who works on what, layers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import integers, sampled_from
+
+import minitorch
+from kernels.cuda.layers import fused
+from kernels.cuda.matmul import dispatch as product_rungs
+from kernels.cuda.matmul.dispatch import Epilogue
+from kernels.cuda.matmul.layout import Form, Order, WarpLayout, place_of, shared_bytes
+from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
+from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPES
+from kernels.runtime.targets import IS_SIMULATOR, compute_capability
+from minitorch import CudaBackend, CudaOps, FastOps, TensorBackend, TensorData, from_numpy
+from minitorch.layers.linear import Linear, composed_linear
+
+from ...support.emulated.arrays import empty
+from ...support.emulated.products import emulated_products
+from ...support.tensor_cores.products import (
+    CALLS,
+    KINDS,
+    TINY,
+    Product,
+    operands,
+    run,
+    run_on_gpu,
+    steps_of,
+)
+from ...support.tolerances import assert_close_arrays
+
+#: Shared memory that a block can have, in bytes, by compute capability.
+MOST_SHARED = {(9, 0): 227 * 1024, (8, 6): 99 * 1024}
+plain = place_of if IS_SIMULATOR else place_of.py_func  # type: ignore[attr-defined]
+no_simulator = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator's own kernels are others")
+
+
+@given(
+    integers(1, 9), integers(1, 9), integers(1, 5), integers(1, 4), integers(1, 5)
+)  # fmt: skip
+def test_every_tile_of_every_matrix_is_one_item_and_bands_come_one_after_the_other(
+    row_tiles: int, col_tiles: int, matrices: int, band: int, _: int
+) -> None:
+    order = Order(row_tiles, col_tiles, min(band, row_tiles), matrices)
+    items = [tuple(map(int, plain(np.int64(item), order))) for item in range(order.items)]
+    assert len(set(items)) == order.items == row_tiles * col_tiles * matrices
+    assert all(row < row_tiles and col < col_tiles for row, col, _ in items)
+    bands = [(matrix, row // order.band) for row, _, matrix in items]
+    assert bands == sorted(bands)
+
+
+@given(
+    integers(1, 3), integers(1, 20000), integers(1, 60000), integers(1, 2000),
+    sampled_from([(True, 1), (True, 3), (False, 1)]), sampled_from([True, False]),
+)  # fmt: skip
+def test_no_part_of_a_sum_is_empty_and_tiles_fit_in_shared_memory(
+    matrices: int, rows: int, cols: int, steps: int, device: tuple[bool, int], is_whole: bool
+) -> None:
+    is_hopper, planes = device
+    with patch.object(product_rungs, "multiprocessors", lambda: 132):
+        choose = product_rungs._layout.__wrapped__
+        layout, parts = choose(matrices, rows, cols, steps, is_hopper, planes, is_whole)
+    assert 1 <= parts <= (1 if is_whole else min(steps, 16))
+    assert (parts - 1) * -(-steps // parts) < steps
+    if isinstance(layout, WarpLayout):
+        assert not is_hopper and layout.shared_bytes <= MOST_SHARED[8, 6]
+        return
+    for out in ("bfloat16", "float32") if planes == 1 else ("float32",):
+        form = Form("bfloat16", out, planes=planes)
+        assert shared_bytes(layout, form) <= MOST_SHARED[9, 0]
+
+
+@no_simulator
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("cc", [(9, 0), (8, 0)], ids=["wgmma", "mma"])
+def test_the_kernels_own_source_multiplies(cc: tuple[int, int], name: str) -> None:
+    call = TINY[name]
+    if call.kind == "split" and cc < (9, 0):
+        pytest.skip("numbers of three planes are Hopper's")
+    with emulated_products(cc):
+        error = run(call, np.random.default_rng(0), lambda x: x, empty, lambda x: x)
+    assert error <= 1, f"{error:.3g} of what is allowed"
+
+
+@no_simulator
+@settings(max_examples=6)
+@given(
+    sampled_from(["float16", "bfloat16", "tf32"]),
+    st.tuples(integers(1, 70), integers(1, 70), integers(1, 70)),
+    sampled_from([True, False]), sampled_from([True, False]), sampled_from([(9, 0), (8, 0)]),
+)  # fmt: skip
+def test_any_sizes_and_layouts_multiply(
+    kind: str, sizes: tuple[int, int, int], a_turned: bool, b_turned: bool, cc: tuple[int, int]
+) -> None:
+    call = Product(kind, sizes, (1, 1), a_turned, b_turned)
+    with emulated_products(cc):
+        error = run(call, np.random.default_rng(0), lambda x: x, empty, lambda x: x)
+    assert error <= 1, f"{call} is off by {error:.3g} of what is allowed"
+
+
+@no_simulator
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "tf32"])
+@pytest.mark.parametrize("cc", [(9, 0), (8, 0)], ids=["wgmma", "mma"])
+def test_bias_and_gelu_are_applied_before_a_number_is_stored(
+    cc: tuple[int, int], kind: str
+) -> None:
+    dtype, unit = KINDS[kind]
+    rng = np.random.default_rng(0)
+    a, b, bias = (
+        rng.standard_normal(shape, dtype=np.float32).astype(dtype)
+        for shape in ((40, 24), (24, 72), (72,))
+    )
+    out, before = empty((40 * 72,), dtype), empty((40 * 72,), dtype)
+    with emulated_products(cc):
+        product_rungs.multiply(
+            out, (0, 0, 72, 1), a.reshape(-1), (0, 0, 24, 1), b.reshape(-1), (0, 0, 72, 1),
+            (1, 1, 40, 72, 24), kind, Epilogue(bias, True, before),
+        )  # fmt: skip
+    expected = a.astype(np.float64) @ b.astype(np.float64) + bias.astype(np.float64)
+    allowed = 8 * unit
+    assert_near(before.reshape(40, 72), expected, allowed)
+    assert_near(out.reshape(40, 72), gelu(expected), allowed)
+
+
+def gelu(x: Any) -> Any:
+    """Return GELU in its tanh form, in float64."""
+    return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_gradient(x: Any) -> Any:
+    """Return its derivative."""
+    scale = np.sqrt(2.0 / np.pi)
+    t = np.tanh(scale * (x + 0.044715 * x**3))
+    slope = scale * (1.0 + 3.0 * 0.044715 * x**2)
+    return 0.5 * (1.0 + t + x * (1.0 - t * t) * slope)
+
+
+def assert_near(found: Any, expected: Any, allowed: float) -> None:
+    """Assert that numbers are off by no more than a part of 1 and of themselves."""
+    error = np.abs(found.astype(np.float64) - expected) / (1.0 + np.abs(expected))
+    worst = np.unravel_index(np.argmax(error), error.shape)
+    assert error[worst] <= allowed, f"{found[worst]} at {worst} should be {expected[worst]}"
+
+
+@no_simulator
+def test_infinities_and_the_largest_numbers_are_multiplied_as_float32_does() -> None:
+    rng = np.random.default_rng(0)
+    call = Product("split", (33, 40, 36))
+    (a, _), (b, _) = operands(call, rng)
+    largest = np.float32(np.finfo(np.float32).max)
+    for special in (largest, -largest, np.float32(1e-38), np.float32(np.inf), np.float32(np.nan)):
+        a[0, 0, 3, 5] = special
+        b[0, 0, 5, :] = np.float32(0.25)
+        with np.errstate(all="ignore"):
+            expected = a.astype(np.float64) @ b.astype(np.float64)
+        out = empty((33 * 40,), FLOAT32)
+        with emulated_products((9, 0)), np.errstate(all="ignore"):
+            product_rungs.multiply(
+                out, (0, 0, 40, 1), a.reshape(-1), steps_of(a), b.reshape(-1), steps_of(b),
+                (1, 1, *call.sizes), "split",
+            )  # fmt: skip
+        np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
+
+
+def _data(array: Any) -> TensorData:
+    """Return storage, shape and strides of an array that is a view of flat memory."""
+    memory = array if array.base is None else array.base
+    steps = tuple(step // array.itemsize for step in array.strides)
+    return TensorData(memory.reshape(-1), array.shape, steps)
+
+
+@no_simulator
+def test_the_backend_hands_views_and_batches_on_as_they_lie() -> None:
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((2, 3, 24, 16)).astype(FLOAT16).swapaxes(-1, -2)  # (2, 3, 16, 24)
+    b = rng.standard_normal((24, 40)).astype(FLOAT16)
+    out = TensorData(empty((2 * 3 * 16 * 40,), FLOAT16), (2, 3, 16, 40))
+    with emulated_products((9, 0)):
+        CudaOps.multiply_into(out, _data(a), _data(b))
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    assert_near(out.to_array(), expected, 2.0**-10)
+
+
+@no_simulator
+def test_the_backends_linear_layer_keeps_what_gelu_is_applied_to() -> None:
+    rng = np.random.default_rng(0)
+    rows, weights, bias = (
+        rng.standard_normal(shape).astype(BFLOAT16) for shape in ((20, 16), (16, 72), (72,))
+    )
+    out, before = (TensorData(empty((20 * 72,), BFLOAT16), (20, 72)) for _ in range(2))
+    with emulated_products((8, 0)):
+        assert CudaOps.fuses_linear(BFLOAT16, (20, 72, 16))
+        assert not CudaOps.fuses_linear(BFLOAT16, (20, 71, 16))
+        CudaOps.linear_into(out, _data(rows), _data(weights), _data(bias), before)
+    expected = rows.astype(np.float64) @ weights.astype(np.float64) + bias.astype(np.float64)
+    assert_near(before.to_array(), expected, 2.0**-7)
+    assert_near(out.to_array(), gelu(expected), 2.0**-7)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
+def test_the_gradient_of_gelu_reads_and_writes_16_bits(dtype: Any) -> None:
+    x, grad = np.random.default_rng(0).standard_normal((2, 7)).astype(dtype)
+    out = empty_device((7,), dtype)
+    fused.gelu_backward_into(to_device(grad), to_device(x), out)
+    expected = gelu_gradient(x.astype(np.float64)) * grad.astype(np.float64)
+    assert_near(to_host(out), expected, KINDS[str(dtype)][1])
+
+
+# -- layers -----------------------------------------------------------------------------------------
+
+
+class _Ops(FastOps):
+    """A backend whose linear layers are one call, by NumPy."""
+
+    @classmethod
+    def fuses_linear(cls, dtype: Any, shape: Any) -> bool:
+        return True
+
+    @classmethod
+    def linear_into(cls, out: Any, rows: Any, weights: Any, bias: Any, before_gelu: Any) -> None:
+        found = rows.to_array() @ weights.to_array()
+        if bias is not None:
+            found = found + bias.to_array()
+        if before_gelu is not None:
+            before_gelu.to_array()[...] = found
+            found = gelu(found)
+        out.to_array()[...] = found
+
+    @staticmethod
+    def gelu_backward_into(out: Any, grad: Any, before: Any) -> None:
+        out.to_array()[...] = grad.to_array() * gelu_gradient(before.to_array())
+
+
+@pytest.mark.parametrize("has_gelu", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_linear_layer_in_one_call_has_the_gradients_of_its_composed_form(
+    has_gelu: bool, has_bias: bool
+) -> None:
+    compare_layers(TensorBackend(_Ops), np.dtype(np.float64), has_gelu, has_bias, 1e-10)
+
+
+def compare_layers(
+    backend: TensorBackend, dtype: Any, has_gelu: bool, has_bias: bool, allowed: float
+) -> None:
+    """Assert that a layer and its gradients agree with those of the composed form in float64."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in ((21, 40), (40, 24), (24,))]
+    slope = rng.standard_normal((21, 24)).astype(dtype)
+    results = []
+    for own, kind, function in (
+        (backend, dtype, lambda *t: Linear.apply(*t, has_gelu)),
+        (minitorch.FastBackend, np.float64, partial(composed_linear, has_gelu=has_gelu)),
+    ):
+        tensors: list[Any] = [from_numpy(x.astype(kind), own) for x in arrays]
+        for t in tensors:
+            t.requires_grad_(True)
+        x, w, bias = tensors
+        out = function(x, w, bias if has_bias else None)
+        (out * from_numpy(slope.astype(kind), own)).sum().backward()
+        grads = [t.grad.to_numpy() for t in tensors[: 2 + has_bias]]
+        results.append([out.to_numpy(), *grads])
+    for found, expected in zip(*results, strict=True):
+        size = np.abs(expected).max()
+        assert_near(found.astype(np.float64) / size, expected / size, allowed)
+
+
+def test_linear_says_which_shapes_do_not_fit() -> None:
+    rows, weights = minitorch.zeros((2, 3)), minitorch.zeros((4, 5))
+    with pytest.raises(AssertionError, match="3"):
+        minitorch.linear(rows, weights)  # as rows @ weights
+    with pytest.raises(ValueError, match="need a bias"):
+        minitorch.linear(minitorch.zeros((2, 4)), weights, minitorch.zeros((4,)))
+
+
+# -- precision --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _float32_products() -> Iterator[None]:
+    yield
+    minitorch.set_matmul_precision("float32")
+
+
+def test_precision_is_set_for_a_block_and_then_what_it_was() -> None:
+    assert minitorch.get_matmul_precision() == "float32"
+    with minitorch.matmul_precision("tf32"):
+        assert minitorch.get_matmul_precision() == "tf32"
+        with pytest.raises(ValueError, match="must be one of 'float32', 'tf32'"):
+            minitorch.set_matmul_precision("tf33")
+        minitorch.set_matmul_precision("bfloat16")
+    assert minitorch.get_matmul_precision() == "float32"
+
+
+def test_a_backend_without_tensor_cores_takes_no_notice_of_it() -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((5, 5)).astype(np.float32) for _ in range(2))
+    tensors = [from_numpy(x, minitorch.FastBackend) for x in (a, b)]
+    with minitorch.matmul_precision("bfloat16"):
+        rounded = (tensors[0] @ tensors[1]).to_numpy()
+    assert np.array_equal(rounded, (tensors[0] @ tensors[1]).to_numpy())
+
+
+@pytest.mark.parametrize("cc", [(7, 5), (8, 0), (9, 0)])
+def test_what_multiplies_follows_from_device_dtype_and_precision(
+    cc: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product_rungs, "compute_capability", lambda: cc)
+    monkeypatch.setattr(
+        product_rungs, "why_no_device", lambda least: None if cc >= least else "too old"
+    )
+    has_tensor_cores, large = cc >= (8, 0), (1, 1, 2048, 2048, 2048)
+    kind_of = product_rungs.kind_of
+    for shape in (large, (1, 1, 5, 5, 5)):
+        for dtype in HALF_DTYPES:
+            assert kind_of(dtype, "float32", shape) == (str(dtype) if has_tensor_cores else None)
+        for precision in ("tf32", "bfloat16", "float16"):
+            assert kind_of(FLOAT32, precision, shape) == (precision if has_tensor_cores else None)
+        assert kind_of(np.dtype(np.float64), "tf32", shape) is None
+    assert kind_of(FLOAT32, "float32", large) == ("split" if cc >= (9, 0) else None)
+    assert kind_of(FLOAT32, "float32", (1, 1, 64, 2048, 2048)) is None
+    assert kind_of(FLOAT16, "float32", (1, 1, 2, 2, 0)) is None
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gpu_multiplies(name: str) -> None:
+    if CALLS[name].kind == "split" and compute_capability() < (9, 0):
+        pytest.skip("numbers of three planes are Hopper's")
+    error = run_on_gpu(CALLS[name], np.random.default_rng(0))
+    assert error <= 1, f"{error:.3g} of what is allowed"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("has_gelu", [True, False])
+def test_a_gpus_linear_layer_has_the_gradients_of_its_composed_form(
+    dtype: Any, has_gelu: bool
+) -> None:
+    compare_layers(CudaBackend, dtype, has_gelu, True, 6 * KINDS[str(dtype)][1])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["tf32", "bfloat16", "float16"])
+def test_a_gpu_rounds_only_what_it_may(precision: str) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
+    tensors = [from_numpy(x, CudaBackend) for x in (a, b)]
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    assert_close_arrays((tensors[0] @ tensors[1]).to_numpy(), exact, np.float32, size=64.0)
+    with minitorch.matmul_precision(precision):
+        assert_near((tensors[0] @ tensors[1]).to_numpy(), exact, 16 * KINDS[precision][1])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("special", [0.0, np.inf, np.nan, 3e38])
+def test_a_gpus_large_products_of_float32_are_exact_and_know_infinities(special: float) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((1024, 1024)).astype(np.float32) for _ in range(2))
+    a[3, 5], b[5] = special, np.abs(b[5]) / 8
+    tensors = [from_numpy(x, CudaBackend) for x in (a, b.T.copy())]
+    with np.errstate(all="ignore"):
+        exact = a.astype(np.float64) @ b.astype(np.float64)
+        found = (tensors[0] @ tensors[1].permute(1, 0)).to_numpy()
+    # Of the sum of absolute values, which float32 is held to: an infinity ends on CUDA cores.
+    sizes = np.abs(np.where(np.isfinite(a), a, 0.0)).astype(np.float64) @ np.abs(b)
+    np.testing.assert_allclose(found / sizes, exact / sizes, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,250 @@
+"""Float32 on tensor cores without a GPU: what splitting keeps of a number, and attention with that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import launch
+from kernels.cuda.attention.flash2_mma import launch as rung
+from kernels.cuda.attention.flash2_mma.dkdv import dkdv_kernel
+from kernels.cuda.attention.flash2_mma.dq import dq_kernel
+from kernels.cuda.attention.flash2_mma.dq_atomics import dq_sums
+from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS
+from kernels.cuda.attention.flash2_mma.forward import forward_kernel
+from kernels.cuda.attention.flash2_mma.split_operands import split_operands
+from kernels.cuda.attention.options.score_functions import PLAIN, Features
+from kernels.cuda.device.shared_tiles import round_up
+from kernels.cuda.ptx.emulated.numbers import from_bits
+from kernels.problem.operands import make_operands
+from kernels.runtime.dtypes import FLOAT32
+
+from ...support.attention_strategies import Case
+from ...support.cuda_attention import run as run_on_gpu
+from ...support.emulated.target import EMULATED, emulated_device
+from ...support.tensor_cores.attention import layouts_for
+from ...support.tensor_cores.sums import cut_sum, sums_cut_off
+from ...support.tolerances import assert_close_arrays
+
+BOTH = ("float32", "tf32")
+#: Of a block, where the device has least: compute capability 8.6.
+LEAST_SHARED_MEMORY = 99 * 1024
+
+
+def _split(array: Any, width: int, precision: str) -> tuple[Any, Any, Any]:
+    """Return the terms as float64, (batch, heads, terms, seq, width), the units, and the flag."""
+    batch, heads, seq, _ = array.shape
+    with emulated_device():
+        (one,), flag = split_operands((array,), (width,), NUMBERS[precision])
+    terms = from_bits(one.bits, "float16").astype(np.float64)
+    return terms.reshape(batch, heads, -1, seq, width), one, int(flag[0])
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([(1, 3, 5), (2, 7, 16), (1, 40, 24)]),
+    st.floats(-30, 30),
+    st.sampled_from(BOTH),
+)
+def test_terms_add_up_to_the_number(
+    seed: int, shape: tuple[int, int, int], magnitude: float, precision: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    # Of any size, and of sizes far apart.
+    array = rng.standard_normal((1, *shape)) * 10.0 ** (magnitude + rng.uniform(-6, 0, (1, *shape)))
+    array = array.astype(np.float32)
+    width = 16 * -(-shape[-1] // 16)
+    terms, one, flag = _split(array, width, precision)
+    assert flag == 0
+    assert not terms[..., shape[-1] :].any()
+    unit = one.unit.astype(np.float64)[..., None, None]
+    assert (np.frexp(unit)[0] == 0.5).all()  # a power of two
+    largest = np.abs(array).max(axis=(-1, -2), keepdims=True)
+    assert (np.frexp(largest / unit)[1] == 15).all()  # from 2**14 up to 2**15
+    off = np.abs(unit * terms.sum(axis=2)[..., : shape[-1]] - array)
+    bits, floor = (22, 39) if precision == "float32" else (11, 38)
+    assert (off <= 2.0**-bits * np.abs(array) + 2.0**-floor * largest).all()
+    norm = np.linalg.norm(array.astype(np.float64), axis=-1).max(axis=-1)
+    np.testing.assert_allclose(one.norm * one.unit, norm, 1e-3 if precision == "tf32" else 1e-5)
+
+
+def test_what_is_not_finite_is_in_the_first_term_and_flagged() -> None:
+    array = np.array([[[[np.inf, 1.5, -np.inf, np.nan, -3e38]]]], np.float32)
+    terms, one, flag = _split(array, 16, "float32")
+    assert flag == 1
+    np.testing.assert_array_equal(
+        terms[0, 0, 0, 0, :4] * one.unit[0, 0], [np.inf, 0, -np.inf, np.nan]
+    )
+    assert not terms[0, 0, 1, 0, [0, 2, 3]].any()
+    assert np.isfinite(one.norm).all()
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32), st.floats(0, 24))
+def test_a_sum_of_tensor_cores_is_cut_off_towards_zero(seed: int, apart: float) -> None:
+    rng = np.random.default_rng(seed)
+    left, right = (rng.uniform(-8, 8, shape).astype(np.float16) for shape in ((4, 16), (16, 3)))
+    acc = (rng.standard_normal((4, 3)) * 2.0**apart).astype(np.float32)
+    exact = acc + left.astype(np.float64) @ right.astype(np.float64)
+    sizes = np.abs(acc) + np.abs(left.astype(np.float64)) @ np.abs(right.astype(np.float64))
+    found = cut_sum(acc, left, right).astype(np.float64)
+    assert (np.abs(found - exact) <= (17 * 2.0**-24 + 2.0**-23) * sizes).all()
+    # Of one sign nothing can grow by being cut off, and rounding to nearest would let half of it grow.
+    found = cut_sum(np.abs(acc), np.abs(left), np.abs(right)).astype(np.float64)
+    exact = np.abs(acc) + np.abs(left.astype(np.float64)) @ np.abs(right.astype(np.float64))
+    assert (found <= exact).all()
+
+
+def test_what_tensor_cores_cut_off_costs_a_score_no_more_than_rounding() -> None:
+    width, scale = 128, 128**-0.5
+    rng = np.random.default_rng(0)
+    # Of one sign: whatever is cut off is lost on the same side.
+    q, k, v = (rng.uniform(0.5, 1, (1, 1, rows, width)) for rows in (16, 1, 1))
+    case = Case(q, k, v, q, {}, (4, 4)).in_dtype(FLOAT32)
+    q, k = (x[0, 0].astype(np.float64) for x in case.operands[:2])
+    problem = case.problem(rung="flash2_mma", precision="float32")
+    operands = make_operands(EMULATED.memory, problem, *case.operands)
+    with emulated_device(), sums_cut_off():
+        _, lse = launch.forward(EMULATED, problem, operands, None)
+    exact = (q @ k.T)[:, 0] * scale  # of one key
+    unit = 2.0**-23 * exact.max()
+    assert np.abs(lse[0, 0] - exact).max() <= 3 * unit
+    # The same products, all in one sum.
+    (q_high, q_low), (k_high, k_low) = (
+        (high, (x - high).astype(np.float16)) for x in (q, k) for high in [x.astype(np.float16)]
+    )
+    chain = np.zeros((16, 1), np.float32)
+    for i in range(0, width, 16):
+        for x, y in ((q_low, k_high), (q_high, k_low), (q_high, k_high)):
+            chain = cut_sum(chain, x[:, i : i + 16], y[:, i : i + 16].T)
+    assert np.abs(chain[:, 0] * scale - exact).max() >= 6 * unit
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_what_was_summed_weighs_the_same_after_each_new_maximum(width: int) -> None:
+    """What the compiler makes of a product and a difference, one rounding or two, only a GPU shows."""
+    rng = np.random.default_rng(width)
+    q, k, v = (rng.standard_normal((1, 2, 1024, width)) for _ in range(3))
+    case = Case(q, k, v, q, {}, (4, 4)).in_dtype(FLOAT32)
+    lse = run_on_gpu(case, "flash2_mma")["lse"]
+    wanted = case.oracle()["lse"]
+    assert np.abs(lse - wanted).max() <= 2.0**-22 * np.abs(wanted).max()
+
+
+def test_a_head_that_is_repeated_is_split_once() -> None:
+    array = np.ones((2, 1, 3, 8), np.float32)
+    repeated = np.ndarray((2, 4, 3, 8), np.float32, array, 0, (96, 0, 32, 4))
+    with emulated_device():
+        (one,), _ = split_operands((repeated,), (16,), NUMBERS["float32"])
+    assert one.bits.shape == (2, 4, 6, 16)
+    assert one.bits.strides[1] == one.unit.strides[1] == 0
+
+
+def _case(options: dict[str, Any], scales: tuple[float, ...] = (1, 1, 1, 1)) -> Case:
+    """Return a call whose lengths and widths no tile divides."""
+    rng = np.random.default_rng(0)
+    shapes = (1, 2, 21, 13), (1, 2, 35, 13), (1, 2, 35, 24), (1, 2, 21, 24)
+    arrays = [
+        rng.standard_normal(shape) * scale for shape, scale in zip(shapes, scales, strict=True)
+    ]
+    return Case(*arrays, options, (4, 4)).in_dtype(FLOAT32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
+@pytest.mark.parametrize("precision", BOTH)
+def test_attention_of_float32_is_the_textbooks(precision: str, deterministic: bool) -> None:
+    case = _case({"is_causal": True, "causal_offset": 14})
+    with emulated_device():
+        found = case.run(EMULATED, "flash2_mma", precision=precision, deterministic=deterministic)
+    if precision == "float32":
+        case.check(found, "float32")
+        return
+    for name, wanted in case.oracle().items():  # as close as TF32: eight roundings to 11 bits
+        size = np.abs(wanted).max()
+        np.testing.assert_allclose(found[name] / size, wanted / size, 0, 8 * 2.0**-11, err_msg=name)
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
+def test_numbers_of_any_size_are_the_textbooks(deterministic: bool) -> None:
+    case = _case({"deterministic": deterministic}, (1e-11, 1e12, 1e-16, 1e20))
+    with emulated_device():
+        found = case.run(EMULATED, "flash2_mma")
+    for name, wanted in case.oracle().items():
+        size = np.abs(wanted).max()
+        np.testing.assert_allclose(found[name] / size, wanted / size, 0, 1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "by atomics"])
+def test_options_bend_hide_and_drop_in_float32(deterministic: bool) -> None:
+    rng = np.random.default_rng(3)
+    options = {
+        "softcap": 2.0,
+        "alibi_slopes": np.array([0.5, 0.1]),
+        "attn_mask": rng.standard_normal((2, 1, 35)),
+        "dropout_p": 0.6,
+        "seed": 7,
+        "mask_mod": lambda batch, head, row, col: (row + 2 * col + head) % 5 != 0,
+        "deterministic": deterministic,
+    }
+    case = replace(_case(options), dlse=rng.standard_normal((1, 2, 21)).astype(np.float32))
+    with emulated_device():
+        case.check(case.run(EMULATED, "flash2_mma"), "options")
+
+
+def test_keys_that_nobody_sees_may_be_anything_in_float32() -> None:
+    mask = np.random.default_rng(1).random((1, 2, 21, 35)) < 0.6
+    mask[..., 3:7] = mask[..., 20:33] = False
+    case = _case({"attn_mask": mask})
+    clean = case.oracle()
+    for array in (case.k, case.v):
+        array[..., 3:7, :], array[..., 20:33, :] = np.nan, np.inf
+    with emulated_device():
+        found = case.run(EMULATED, "flash2_mma")
+    for name, wanted in clean.items():
+        assert_close_arrays(found[name], wanted, FLOAT32, what=name, size=8.0)
+
+
+def test_keys_beyond_the_bounds_do_not_set_the_scale() -> None:
+    case = _case({"is_causal": True, "causal_offset": 4, "window_size": (7, 0)})
+    clean = case.oracle()
+    for array in (case.k, case.v):  # such as a cache's room for what is to come
+        array[..., 25:, :] = 1e30
+    with emulated_device():
+        found = case.run(EMULATED, "flash2_mma")
+    for name, wanted in clean.items():
+        assert_close_arrays(found[name], wanted, FLOAT32, what=name, size=8.0)
+
+
+# -- shared memory --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_options", [False, True], ids=["plain", "with bits"])
+def test_every_device_has_the_shared_memory_for_terms_of_every_width(has_options: bool) -> None:
+    forward, by_keys = rung._FORWARD_OF_TERMS, rung._BY_KEYS_OF_TERMS
+    features = PLAIN
+    if has_options:
+        forward, by_keys = rung._FORWARD_OF_TERMS_WITH_OPTIONS, rung._BY_KEYS_OF_TERMS_WITH_OPTIONS
+        features = Features(dropout=True, block_mask=True)
+    for width in range(16, 257, 16):
+        kind = "float32", True
+        for layout, step, parts in layouts_for(by_keys, width):
+            dq_sums(layout, round_up(width, step) // parts, is_wide=True)  # the warps can share it
+        layout, step, parts = layouts_for(by_keys, width)[-1]
+        head = round_up(width, step)
+        sums = dq_sums(layout, head // parts, is_wide=True)
+        kernels = [
+            forward_kernel(layouts_for(forward, width)[-1], width, width, *kind, features),
+            dkdv_kernel(layout, head, head, *kind, sums, features, parts),
+            dq_kernel(
+                layouts_for(rung._BY_ROWS_OF_TERMS, width)[-1], width, width, *kind, features
+            ),
+        ]
+        for kernel in kernels:
+            assert kernel.shared_bytes <= LEAST_SHARED_MEMORY, (kernel.name, width)

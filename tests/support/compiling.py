@@ -1,0 +1,121 @@
+"""What the compile-only tests share: generations of GPUs, and a kernel's PTX, compiled once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.cuda.runtime.compiling import (
+    compile_ptx,
+    ptx_resources,
+    why_no_ptx,
+    why_no_ptx_resources,
+)
+from kernels.cuda.runtime.kernel import Kernel
+from kernels.runtime.targets import cuda
+
+needs_nvvm = pytest.mark.skipif(why_no_ptx() is not None, reason=why_no_ptx() or "")
+needs_ptxas = pytest.mark.skipif(
+    why_no_ptx_resources() is not None, reason=why_no_ptx_resources() or ""
+)
+
+GENERATIONS = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0)]
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+def _name(x: Any) -> str:
+    return "cc{}{}".format(*x) if isinstance(x, tuple) else str(x)
+
+
+#: Every generation in float32, and float64 once.
+on_every_generation = pytest.mark.parametrize(
+    ("dtype", "cc"), [(FLOAT32, cc) for cc in GENERATIONS] + [(FLOAT64, (8, 0))], ids=_name
+)
+
+#: 32-bit registers of a multiprocessor, on each of the generations.
+REGISTERS = 65536
+
+
+#: Kernels whose LLVM code is kept: a file's tests ask for one kernel on several generations, or for its PTX
+#: and then for its machine code.
+KEPT = 48
+
+_compiler: Any = sys.modules[cuda.compile.__module__] if getattr(cuda, "compile", None) else None
+_from_python: Callable[..., Any] | None = getattr(_compiler, "_compile_pyfunc_with_fixup", None)
+
+
+@lru_cache(KEPT)
+def _once(function: Any, signature: Any, bounds: Any, options: tuple[tuple[str, Any], ...]) -> Any:
+    assert _from_python is not None
+    # Which generation is asked for does not show in LLVM's code, only in what NVVM makes of it.
+    return _from_python(function, signature, launch_bounds=bounds, cc=(8, 0), **dict(options))
+
+
+def _shared(function: Any, signature: Any, launch_bounds: Any, **options: Any) -> Any:
+    asked = {name: value for name, value in options.items() if name not in ("cc", "lto")}
+    return _once(function, signature, launch_bounds, tuple(sorted(asked.items(), key=repr)))
+
+
+def share_llvm_code(is_shared: bool) -> None:
+    """Let the generations of a kernel share the way from Python to LLVM's code, or let each go it alone.
+
+    That way is four fifths of the time that a kernel takes; NVVM and ptxas, which differ from generation to
+    generation, run for each.  ``tests/structure/compile_only/test_ptx.py`` holds that the outcome
+    is the same.
+    """
+    if _from_python is not None:
+        _compiler._compile_pyfunc_with_fixup = _shared if is_shared else _from_python
+
+
+@contextmanager
+def nothing_shared() -> Iterator[None]:
+    """Compile from Python on, each time, inside the ``with``."""
+    share_llvm_code(False)
+    try:
+        yield
+    finally:
+        share_llvm_code(True)
+
+
+share_llvm_code(True)
+
+
+@cache
+def ptx_of(kernel: Kernel, cc: tuple[int, int]) -> str:
+    """Return what the kernel compiles to under its launch bounds; each factory makes it once."""
+    return compile_ptx(kernel.source, kernel.signature, cc, kernel.launch_bounds)
+
+
+def assert_is_kernel(ptx: str, cc: tuple[int, int]) -> None:
+    """Assert that one kernel was compiled for one generation."""
+    assert ".visible .entry" in ptx
+    assert f".target sm_{cc[0]}{cc[1]}" in ptx
+
+
+def assert_no_float64(ptx: str, operations: str = "fma|mul|add|sub|div|cvt") -> None:
+    """Assert that a kernel of float32 does none of some operations in float64."""
+    found = re.search(rf"\b({operations})\S*\.f64", ptx)
+    assert not found, f"float32 computes in float64: {found}"
+
+
+def assert_fits(kernel: Kernel, threads: int, cc: tuple[int, int], most_spilled: int = 0) -> None:
+    """Assert that a multiprocessor holds as many blocks as the kernel says, and that little spills.
+
+    Args:
+        kernel: Any.
+        threads: Of a block.
+        cc: Compute capability.
+        most_spilled: Bytes a thread that may go to local memory.
+    """
+    registers, spilled = ptx_resources(ptx_of(kernel, cc), cc)
+    # Registers are handed out to a warp in groups of eight a thread.
+    held = -(-registers // 8) * 8 * threads * kernel.resident
+    assert held <= REGISTERS, f"{registers} registers x {threads} threads x {kernel.resident}"
+    assert spilled <= most_spilled, f"{spilled} bytes spilled, {registers} registers"

@@ -1,0 +1,128 @@
+"""What the tests of attention on the device share: operands there, small draws, one run of a rung."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+import kernels
+from kernels import launch
+from kernels.array_call import heads_first
+from kernels.cuda.runtime.arrays import is_device_array
+from kernels.problem.packed_sequences import Sequences
+from kernels.runtime.dtypes import FLOAT64
+from kernels.runtime.targets import IS_SIMULATOR
+
+from .attention_strategies import Case, cases
+from .layouts import on_device
+from .tolerances import assert_close_arrays
+
+#: Those that compute in the dtype of their operands, float32 or float64.
+RUNGS = [rung.name for rung in launch.CUDA.rungs if FLOAT64 in rung.dtypes]
+TILED_RUNGS = [rung for rung in RUNGS if rung != "naive"]
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+# On a GPU flash1 is compiled for each tile and each pair of dims: there are few of them.
+TILES = ((1, 2), (3, 5), (4, 4), (5, 2)) if IS_SIMULATOR else ((3, 5), (5, 2))
+DIMS = st.integers(1, 5) if IS_SIMULATOR else st.sampled_from([3, 4])
+
+
+def tiny(*dtypes: Any, features: Any = ()) -> st.SearchStrategy[Case]:
+    """Draw what the simulator, a Python thread for each of a GPU, finishes in a second."""
+    leads = st.sampled_from([[], [2], [1, 2], [2, 1]])
+    sizes = {"lengths": st.integers(1, 9), "dims": DIMS, "leads": leads}
+    return cases(dtypes or (np.float32, np.float64), **sizes, tiles=TILES, features=features)
+
+
+def run(case: Case, rung: str = "auto", tile: Any = None, **more: Any) -> dict[str, Any]:
+    """Run one rung forward and backward; the results come back to the host."""
+    results = case.call(on_device, rung=rung, tile=tile, **more)
+    assert all(is_device_array(x) for x in results.values()), "a result left the device"
+    return {name: x.copy_to_host() for name, x in results.items()}
+
+
+def fitting(rung: str, tile: tuple[int, int]) -> tuple[int, int]:
+    """Return a tile that a rung takes: flash2 reads whole vectors of four elements."""
+    block_q, block_k = tile
+    if rung not in ("auto", "flash2"):
+        return tile
+    return 4 * ((block_q + 3) // 4), 4 * ((block_k + 3) // 4)
+
+
+def check(actual: Any, expected: Any, case: Case, what: str) -> None:
+    """Compare; a gradient is a sum of products, so its rounding grows with the largest element."""
+    finite = np.abs(expected[np.isfinite(expected)])
+    size = max(1.0, float(finite.max(initial=0.0)))
+    assert_close_arrays(actual, expected, case.q.dtype, what=f"{what} of {case}", size=size)
+
+
+def draw(seed: int, *shapes: tuple[int, ...], dtype: Any = np.float64) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def poisoned(case: Case, hidden: Any, rung: str, tile: Any = None) -> None:
+    """Check that keys and values that nobody sees may be anything: bit for bit.
+
+    Args:
+        case: Without groups or broadcasting.
+        hidden: (…, seq_k), where nobody sees a key.
+        rung: To run.
+        tile: For it.
+    """
+    results = []
+    for value in (0.0, np.nan, np.inf):
+        k, v = (np.where(hidden[..., None], x.dtype.type(value), x) for x in (case.k, case.v))
+        results.append(run(replace(case, k=k, v=v), rung, tile))
+    clean, *spoilt = results
+    for name, expected in clean.items():
+        for other in spoilt:
+            np.testing.assert_array_equal(other[name], expected, err_msg=f"{name} of {case}")
+
+
+@dataclass
+class Packed(Case):
+    """A call on packed sequences: q, k, v and dout have no leading dimension but heads."""
+
+    sums: tuple[Any, Any] = ([0], [0])
+
+    def run(self, *args: Any, **more: Any) -> dict[str, Any]:
+        lengths = self.q.shape[-2], self.k.shape[-2]
+        return super().run(*args, sequences=Sequences(*self.sums, *lengths), **more)
+
+    def call(self, place: Any = None, out: Any = None, **more: Any) -> dict[str, Any]:
+        assert out is None, "packed sequences take the out of their forward pass"
+        put, options = place or (lambda array: array), {**self.options, **more}
+        q, k, v, dout = (put(x.swapaxes(0, 1)) for x in (*self.operands, self.dout))
+        out, lse = kernels.flash_attention_varlen_forward(q, k, v, *self.sums, **options)
+        gradients = kernels.flash_attention_varlen_backward(
+            dout, q, k, v, out, lse, *self.sums, dlse=put(self.dlse), **options
+        )
+        results = dict(zip(RESULTS, (out, lse, *gradients), strict=True))
+        return {name: x if name == "lse" else heads_first(x) for name, x in results.items()}
+
+    def plain(self) -> Case:
+        return Packed(**vars(super().plain()), sums=self.sums)
+
+
+def packed(
+    seed: int, lengths_q: Any, lengths_k: Any, dims: Any, options: Any, **more: Any
+) -> Packed:
+    """Return sequences of some lengths; two heads of keys, and twice as many of queries in groups."""
+    sums = np.cumsum([0, *lengths_q]), np.cumsum([0, *lengths_k])
+    heads = 4 if options.get("enable_gqa") else 2
+    (total_q, total_k), (head_dim, value_dim) = (int(s[-1]) for s in sums), dims
+    shapes = (heads, total_q, head_dim), (2, total_k, head_dim), (2, total_k, value_dim)
+    q, k, v, dout, dlse = draw(seed, *shapes, (heads, total_q, value_dim), (heads, total_q), **more)
+    return Packed(q, k, v, dout, options, (3, 5), dlse, sums)
+
+
+def blind(case: Case, rung: str, rows: int) -> None:
+    """Check a case whose first rows see nothing."""
+    actual = run(case, rung, fitting(rung, case.tile))
+    assert (actual["out"][:, :rows] == 0).all() and (actual["dq"][:, :rows] == 0).all()
+    assert (actual["lse"][:, :rows] == -np.inf).all() and (actual["lse"][:, rows:] > -9).all()
+    assert all(np.isfinite(x).all() for name, x in actual.items() if name != "lse")
+    case.check(actual, f"by {rung}")

@@ -1,0 +1,1 @@
+"""A GPU emulated in Python, for kernels of tensor-core instructions."""

@@ -1,0 +1,118 @@
+"""Hopper's forward rung on the emulated GPU: its launch, with tensor maps of NumPy arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_backward_launch
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
+from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout
+from kernels.cuda.device.warpgroups import LINE, PANEL
+from kernels.cuda.runtime.kernel import Kernel
+
+from .arrays import as_bits, empty
+from .engines import TensorMap
+from .gpu import launch as emulate
+from .target import emulated_device
+
+#: Marks of a call that takes seconds and is like others that always run.
+FUZZ_ONLY = [
+    pytest.mark.fuzz,
+    pytest.mark.skipif("MINITORCH_EXAMPLES" not in os.environ, reason="make fuzz-options runs it"),
+]
+
+
+@contextmanager
+def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Iterator[None]:
+    """Let the forward rung run on the emulated GPU.
+
+    Args:
+        layout: Of its kernels; their own when None.
+        blocks: Multiprocessors.
+    """
+    maps: dict[int, tuple[Any, TensorMap]] = {}
+
+    def tensor_map(
+        array: Any, seq: int, rows: int, dtype: str, first: int = 0
+    ) -> tuple[Any, int, int]:
+        array = as_bits(array)[:, :, first : first + seq]
+        for axis in (0, 1):
+            if array.strides[axis] == 0:
+                array = array[(slice(None),) * axis + (slice(1),)]
+        token = np.zeros(128, np.uint8)
+        maps[id(token)] = token, TensorMap(array, (1, 1, rows, PANEL), LINE)
+        return token, int(array.shape[1] > 1), int(array.shape[0] > 1)
+
+    def launched(kernel: Kernel, where: Any) -> Any:
+        grid, _ = where
+
+        def run(*args: Any) -> None:
+            arrays = [array for array in args if isinstance(array, np.ndarray)]
+            found = {i: maps[id(one)][1] for i, one in enumerate(arrays) if id(one) in maps}
+            emulate(kernel, grid if isinstance(grid, tuple) else (grid, 1), *args, maps=found)
+
+        return run
+
+    of_launch = {
+        "tensor_map": tensor_map,
+        "maps_of": flash3_launch.read_maps,
+        "multiprocessors": lambda: blocks,
+        "counters": lambda: np.zeros(2, np.int32),
+        "reshaped": np.reshape,
+        "row_major_copy": np.ascontiguousarray,
+        "as_bits": as_bits,
+    }
+    if layout is not None:
+        of_launch["layout_of"] = lambda widths, has_options=False: layout
+    with ExitStack() as stack:
+        stack.enter_context(emulated_device())
+        for name, value in of_launch.items():
+            stack.enter_context(
+                patch(f"kernels.cuda.attention.flash3_wgmma.forward.launch.{name}", value)
+            )
+        stack.enter_context(
+            patch("kernels.cuda.attention.flash3_wgmma.packed_mask.empty_device", empty)
+        )
+        stack.enter_context(patch.object(Kernel, "__getitem__", launched))
+        forget_launches()
+        try:
+            yield
+        finally:
+            forget_launches()
+
+
+@contextmanager
+def emulated_hopper_backward() -> Iterator[None]:
+    """Let the backward rung run on the emulated GPU, too; it leaves its counters at 0."""
+    counters = np.zeros(2, np.int32)
+    with emulated_hopper():
+        names = ("tensor_map", "multiprocessors", "as_bits")
+        found = {name: getattr(flash3_launch, name) for name in names}
+
+        def empty(shape: Any, dtype: Any) -> Any:
+            return np.full(shape, np.nan, dtype)
+
+        def one(array: Any, shape: Any, strides: Any) -> Any:
+            return array.reshape(-1)[:1]
+
+        with patch.multiple(
+            "kernels.cuda.attention.flash3_wgmma.backward.launch",
+            counters=lambda: counters, device_view=one, empty_device=empty,
+            no_flag=lambda: np.zeros(1, np.int32), **found,
+        ):  # fmt: skip
+            yield
+    assert not counters.any()
+
+
+def forget_launches() -> None:
+    """Let go of launches, layouts and tensor maps: those of other calls are for other devices, or tiles."""
+    flash3_launch._kept_maps.clear()
+    for kept in (*flash3_launch.KEPT, *flash3_backward_launch.KEPT):
+        kept.cache_clear()

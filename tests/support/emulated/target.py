@@ -1,0 +1,125 @@
+"""A target whose rungs are those of tensor cores and whose device is the emulated GPU.
+
+Operands are NumPy arrays; what a launch asks of a device is answered here, and every launch is emulated.
+Tiles are the least that the kernels know, for each thread is one of Python's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from kernels import launch
+from kernels.cuda.attention.flash2_mma import launch as flash2_mma_launch
+from kernels.cuda.attention.flash2_mma import nonfinite as mma_guard
+from kernels.cuda.attention.flash2_mma import split_operands as mma_split
+from kernels.cuda.attention.flash2_mma.launch import ByKeys
+from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout
+from kernels.cuda.attention.options import extras
+from kernels.cuda.device import memory
+from kernels.cuda.runtime.kernel import Kernel
+from kernels.cuda.runtime.launcher import filled
+from kernels.runtime.dtypes import FLOAT16
+from kernels.runtime.memory import HostMemory
+
+from .arrays import as_bits, empty
+from .gpu import launch as emulate
+
+#: The rungs of tensor cores, on the host.
+EMULATED = replace(
+    launch.CUDA,
+    memory=HostMemory(),
+    rungs=tuple(rung for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes),
+    mask_gradient=launch.NUMPY.mask_gradient,
+)
+_ROWS, _KEYS = (MmaLayout(32, 16, 2, patience=8),), (ByKeys(MmaKeyLayout(32, 32, 2, 16), 16),)
+
+
+def _view(array: Any, shape: Any, strides: Any, offset: int = 0, dtype: Any = None) -> Any:
+    steps, whole = tuple(step * array.itemsize for step in strides), array
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    start = array.ctypes.data - whole.ctypes.data + offset * array.itemsize
+    return np.ndarray(shape, array.dtype, whole, start, steps)
+
+
+def _launched(kernel: Kernel, where: Any) -> Any:
+    grid, _ = where
+    x, y = grid if isinstance(grid, tuple) else (grid, 1)
+    return lambda *args: emulate(kernel, (x, y), *args)
+
+
+def prepared(kernel: Kernel, where: Any, *rest: Any) -> Any:
+    """Return what ``Kernel.prepared`` does where no driver is: each launch is one of its own."""
+    return lambda *arrays: kernel[where](*filled(rest, arrays))
+
+
+def _merge(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
+    parts = len(part_lse) // len(lse)
+    split = part_lse.reshape(parts, *lse.shape).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        lse[...] = np.logaddexp.reduce(split, axis=0)
+    weights = np.exp(split - np.where(np.isfinite(lse), lse, 0.0))[..., None]
+    out[...] = (weights * part_out.reshape(parts, *out.shape)).sum(axis=0).astype(out.dtype)
+
+
+def _forget() -> None:
+    """Let go of what calls keep on their device: arrays of the host are none."""
+    kernels = mma_split.measure_kernel, mma_split.split_kernel  # of few threads
+    layout = flash2_mma_launch._forward_layout
+    arrays = extras._block_arrays, extras._list_arrays, extras._tiles, memory.device_constant
+    for kept in (*arrays, extras._lasting, layout, *kernels):
+        kept.cache_clear()
+    mma_guard._flags.clear()
+    vars(EMULATED).pop("_usable", None)  # what its rungs can was asked of another device
+
+
+@contextmanager
+def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """Let launches run on the emulated GPU.
+
+    Args:
+        cc: Its compute capability.
+    """
+    tables = {
+        name: dict.fromkeys((256,), _KEYS if "KEYS" in name else _ROWS)
+        for name in vars(flash2_mma_launch)
+        if name.startswith(("_FORWARD", "_BY_"))
+    }
+    of_launch = {
+        **tables,
+        "compute_capability": lambda: cc,
+        "dynamic_shared_memory_bytes": lambda: 227 * 1024,
+        "empty_device": empty,
+        "fill": np.ndarray.fill,
+        "as_bits": as_bits,
+        "merge_parts": _merge,
+        "reshaped": np.reshape,
+    }
+    pool = {"empty_device": empty}
+    modules = {
+        "attention.flash2_mma.launch": of_launch,
+        "attention.delta": {**pool, "as_bits": as_bits},
+        "attention.flash2_mma.split_operands": {**pool, "device_view": _view, "THREADS": 64},
+        "attention.flash2_mma.nonfinite": {**pool, "fill": np.ndarray.fill, "device_view": _view},
+        "attention.options.extras": {"to_device": lambda array: array},
+        "device.memory": {"to_device": lambda array: array},
+        "device.per_device": {"why_no_device": lambda needed: None},
+        "device.vector": {"device_pointer": lambda array: array.ctypes.data},
+    }
+    with ExitStack() as stack:
+        for module, names in modules.items():
+            for name, value in names.items():
+                stack.enter_context(patch(f"kernels.cuda.{module}.{name}", value))
+        stack.enter_context(patch.object(Kernel, "__getitem__", _launched))
+        stack.enter_context(patch.object(Kernel, "prepared", prepared))
+        _forget()
+        try:
+            yield
+        finally:
+            _forget()

@@ -1,0 +1,227 @@
+"""The table of docs/options.md: every option on every rung, tried and compared with the textbook.
+
+    python -m tests.support.option_table            prints the part that this process can try
+    python -m tests.support.option_table --write    writes docs/options.md; runs itself in the simulator too
+
+A cell says "yes" when forward and gradients agree with the textbook in float64, else why the rung refuses.
+Of tensor cores, which the simulator has not, it is what the rung says it can; a run on a GPU tries it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+import kernels
+from kernels import launch
+from kernels.cuda.runtime.arrays import to_device, to_host
+from kernels.problem.packed_sequences import Sequences
+from kernels.runtime.dtypes import FLOAT16
+from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda
+
+from .attention_strategies import MASK_MODS, SCORE_MODS, Case
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+ROWS, COLS, HEADS = 7, 18, 2
+
+
+def _case(**options: Any) -> Case:
+    """Return a small problem of two batches and two heads that divides no tile."""
+    rng = np.random.default_rng(0)
+    key_heads = 1 if options.get("enable_gqa") else HEADS
+    shapes = (
+        (2, HEADS, ROWS, 3), (2, key_heads, COLS, 3), (2, key_heads, COLS, 2), (2, HEADS, ROWS, 2),
+    )  # fmt: skip
+    q, k, v, dout = (rng.standard_normal(shape) for shape in shapes)
+    return Case(q, k, v, dout, options, (4, 4))
+
+
+def _block_mask() -> kernels.BlockMask:
+    rng = np.random.default_rng(1)
+    patterns = rng.random((1, 16, 16)) < 0.5
+    return kernels.BlockMask(np.array([[[1, 0]], [[0, 2]]]), ROWS, COLS, 16, patterns)
+
+
+def _float_mask() -> Any:
+    return np.random.default_rng(2).standard_normal((2, 1, ROWS, COLS))
+
+
+def _with_dlse() -> Case:
+    case = _case()
+    return replace(case, dlse=np.random.default_rng(3).standard_normal((2, HEADS, ROWS)))
+
+
+def _decoding() -> Case:
+    rng = np.random.default_rng(4)
+    shapes = (1, 1, 3), (1, 200, 3), (1, 200, 2), (1, 1, 2)
+    q, k, v, dout = (rng.standard_normal(shape) for shape in shapes)
+    return Case(q, k, v, dout, {"is_causal": True, "causal_offset": 190}, (4, 4))
+
+
+#: Option → a case that has it.
+OPTIONS: dict[str, Callable[[], Case]] = {
+    "no option; unequal lengths, value dim ≠ head dim": _case,
+    "`scale`": lambda: _case(scale=0.3),
+    "`is_causal`": lambda: _case(is_causal=True),
+    "`is_causal`, `causal_offset`": lambda: _case(is_causal=True, causal_offset=COLS - ROWS),
+    "`window_size`": lambda: _case(window_size=(3, 2), causal_offset=4),
+    "`attn_mask`, boolean": lambda: _case(attn_mask=_float_mask() > 0),
+    "`attn_mask`, floating, and its gradient": lambda: _case(attn_mask=_float_mask()),
+    "`softcap`": lambda: _case(softcap=1.5),
+    "`alibi_slopes`": lambda: _case(alibi_slopes=np.array([0.5, 0.25])),
+    "`dropout_p`, `seed`": lambda: _case(dropout_p=0.4, seed=11),
+    "`block_mask`": lambda: _case(block_mask=_block_mask()),
+    "`mask_mod`": lambda: _case(mask_mod=MASK_MODS[0]),
+    "`score_mod`": lambda: _case(score_mod=SCORE_MODS[0]),
+    "`enable_gqa`": lambda: _case(enable_gqa=True),
+    "`return_lse` and its gradient": _with_dlse,
+    "`deterministic=False`": lambda: _case(deterministic=False),
+    "one row, many keys (decoding)": _decoding,
+    "packed sequences": _case,
+}
+
+
+def _of_whole_pieces(case: Case) -> Case:
+    """Return a case of wider heads: rows of 16-bit numbers that are whole pieces of 16 bytes."""
+    q, k = (np.tile(x, 8) for x in (case.q, case.k))
+    v, dout = (np.tile(x, 4) for x in (case.v, case.dout))
+    return replace(case, q=q, k=k, v=v, dout=dout)
+
+
+#: Rungs of tensor cores, which only a GPU can try.
+TENSOR_CORES = [rung.name for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes]
+COLUMNS = [
+    (target, rung.name)
+    for target in (launch.NUMPY, launch.CPU, launch.CUDA)
+    for rung in target.rungs
+]
+
+
+def can_try(target: launch.Target) -> bool:
+    """Tell whether this process can run a target; the simulator is for CUDA alone."""
+    return why_no_cuda() is None if target is launch.CUDA else not IS_SIMULATOR
+
+
+def cell(option: str, target: launch.Target, rung: str) -> str:
+    """Try one option on one rung.
+
+    Returns:
+        "yes", or the reason why the rung refuses.
+
+    Raises:
+        AssertionError: If it runs and is not the textbook.
+    """
+    case = OPTIONS[option]()
+    on_device = target is launch.CUDA
+    place = to_device if on_device else None
+    closeness = 1e-9
+    try:
+        if rung in TENSOR_CORES:
+            case, closeness = _of_whole_pieces(case).in_dtype(FLOAT16), 0.02
+            if IS_SIMULATOR:
+                return _claimed(case, rung, option == "packed sequences")
+        if option == "packed sequences":
+            actual, expected = _packed(case, target, rung, place)
+        else:
+            actual, expected = case.run(target, rung, place=place), case.oracle()
+    except ValueError as error:
+        return str(error).split("cannot run this call: ")[1].split("; use ")[0]
+    for name, wanted in expected.items():
+        got = to_host(actual[name]) if on_device else actual[name]
+        np.testing.assert_allclose(got, wanted, closeness, closeness, err_msg=f"{name}, {option}")
+    return "yes"
+
+
+def _claimed(case: Case, rung: str, is_packed: bool) -> str:
+    """Return what a rung of tensor cores says of a case on a device that has them."""
+    problem = case.problem(rung=rung)
+    if is_packed:
+        places = np.array([0, problem.seq_q]), np.array([0, problem.seq_k])
+        sequences = Sequences(*places, problem.seq_q, problem.seq_k)
+        problem = replace(problem, sequences=sequences)
+    (found,) = (one for one in launch.CUDA.rungs if one.name == rung)
+    with patch("kernels.cuda.device.per_device.why_no_device", lambda needed: None):
+        return found.reason(problem, None) or "yes"
+
+
+def _packed(case: Case, target: launch.Target, rung: str, place: Any) -> tuple[Any, Any]:
+    """Return the results of a call of three packed sequences, and those of three calls."""
+    first = Case(case.q[0], case.k[0], case.v[0], case.dout[0], {}, case.tile)
+    ends = (0, 2, 2, ROWS), (0, 5, 9, COLS)
+    sequences = Sequences(np.array(ends[0]), np.array(ends[1]), ROWS, COLS)
+    actual = first.run(target, rung, place=place, sequences=sequences)
+    parts = []
+    for number in range(3):
+        rows, cols = (slice(*sums[number : number + 2]) for sums in ends)
+        if rows.start == rows.stop:  # keys that no row sees
+            empty = [
+                np.zeros((HEADS, cols.stop - cols.start, x.shape[-1])) for x in (first.k, first.v)
+            ]
+            parts.append({"dk": empty[0], "dv": empty[1]})
+            continue
+        q, dout = first.q[:, rows], first.dout[:, rows]
+        parts.append(Case(q, first.k[:, cols], first.v[:, cols], dout, {}, first.tile).oracle())
+    names = ("out", "lse", "dq", "dk", "dv")
+    expected = {n: np.concatenate([p[n] for p in parts if n in p], axis=1) for n in names}
+    return actual, expected
+
+
+def tried() -> dict[str, dict[str, str]]:
+    """Try all that this process can: option → column → cell."""
+    return {
+        option: {
+            f"{target.name} {rung}": cell(option, target, rung)
+            for target, rung in COLUMNS
+            if can_try(target)
+        }
+        for option in OPTIONS
+    }
+
+
+def page(cells: dict[str, dict[str, str]]) -> str:
+    """Return the page: a table with numbers for reasons, and the reasons."""
+    reasons: list[str] = []
+    names = [f"{target.name} {rung}" for target, rung in COLUMNS]
+    lines = [f"| option | {' | '.join(names)} |", "|---|" + ":-:|" * len(names)]
+    for option, row in cells.items():
+        marks = []
+        for name in names:
+            value = row[name]
+            if value != "yes" and value not in reasons:
+                reasons.append(value)
+            marks.append("yes" if value == "yes" else f"no ({reasons.index(value) + 1})")
+        lines.append(f"| {option} | {' | '.join(marks)} |")
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*lines, "", *notes]).rstrip() + "\n"
+
+
+def main() -> None:
+    if IS_SIMULATOR:
+        sys.setswitchinterval(1e-4)  # a barrier waits for every thread
+    cells = tried()
+    if "--write" not in sys.argv:
+        print(json.dumps(cells))
+        return
+    command = [sys.executable, "-m", "tests.support.option_table"]
+    simulator = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
+    done = subprocess.run(command, env=simulator, capture_output=True, text=True, check=True)
+    for option, row in json.loads(done.stdout.splitlines()[-1]).items():
+        cells[option] |= row
+    text = PAGE.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{page(cells)}{END}{after}")
+
+
+BEGIN, END = "<!-- python -m tests.support.option_table --write -->", "<!-- end of the table -->"
+
+if __name__ == "__main__":
+    main()

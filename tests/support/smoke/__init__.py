@@ -1,0 +1,1 @@
+"""Programs to be run under compute-sanitizer."""

@@ -1,0 +1,1 @@
+"""Calls of tensor-core kernels, and what must come out."""

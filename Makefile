@@ -1,4 +1,5 @@
 # make train [TEXT=file.txt]   train a small GPT with flash_attention, on the CPU, in under three minutes
+# make quick [BASE=HEAD]       lint, types and the tests of the rooms that a change touches, in about a minute
 # make test [ONLY=cpu]         every test; or those of one half: cpu, simulator
 # make fuzz [MINUTES=10]       drawn calls of attention, many of them nonsense: refused in words, or right
 # make fuzz GPU=1 [MINUTES=6]  drawn calls on a GPU, with PyTorch's, CuPy's and numba's arrays in any layout
@@ -34,7 +35,7 @@ PIP := $(if $(LOCK),PIP_CONSTRAINT=$(LOCK)) $(BIN)/python -m pip --disable-pip-v
 override TEXT := $(value TEXT)
 export TEXT
 
-.PHONY: train test test-cpu test-simulator ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
+.PHONY: train quick test test-cpu test-simulator ptx compile-ptx fuzz fuzz-options lint docs bench experiments reliability app \
   install-ci lock ends clean FORCE
 
 # Not empty when the user says which Python.
@@ -85,6 +86,9 @@ $(VENV)/.app: $(VENV)/.python setup.py requirements.txt $(LOCK)
 
 train: $(VENV)/.train
 	$(BIN)/python project/train_gpt.py $${TEXT:+--text="$$TEXT"} $(ARGS)
+
+quick: $(VENV)/.lint
+	$(BIN)/python -m tests.support.quick $(or $(BASE),HEAD)
 
 test: $(addprefix test-,$(or $(ONLY),cpu simulator))
 

@@ -1,176 +1,101 @@
-"""The house: arrows point down only, and each thing that must exist once exists once."""
+"""The house: imports point down only, as docs/architecture.md declares, and run in no circle."""
 
 from __future__ import annotations
 
 import ast
-import re
 from graphlib import TopologicalSorter
-from pathlib import Path
+from typing import Any
 
-import pytest
+from ..support.rooms import ROOT, declared, imported_names, imports, room_of, sources
 
-ROOT = Path(__file__).parents[2]
-SOURCES = sorted(
-    path
-    for folder in ("kernels", "minitorch", "project")
-    for path in (ROOT / folder).rglob("*.py")
-    if "__pycache__" not in path.parts
-)
-
-# From the ground up; a file imports files of lower floors, or earlier ones of its own floor.
-MINITORCH_FLOORS = [
-    ["entrance", "doctor_probes", "doctor_rules", "doctor", "__main__"],
-    ["operators", "module", "datasets"],
-    ["autodiff", "anomaly", "scalar_functions", "scalar", "scalar_modules", "testing"],
-    [
-        "elements",
-        "tensor_data",
-        "matmul_precision",
-        "widening",
-        "plain_math",
-        "tensor_ops",
-        "fast_loops",
-        "fast_ops",
-        "cuda_kernels",
-        "cuda_loops",
-        "cuda_ops",
-        "cuda_kernel_ops",
-    ],
-    [
-        "dropout_seeds",
-        "function",
-        "shape_functions",
-        "attention_functions",
-        "tensor_functions",
-        "fused_functions",
-        "tensor_operators",
-        "tensor_lending",
-        "tensor",
-        "factories",
-        "recompute",
-        "gradient_check",
-        "fast_conv",
-        "cuda_conv",
-    ],
-    [
-        "attention_scores",
-        "nn",
-        "linear_functions",
-        "head_functions",
-        "modules_basic",
-        "modules",
-        "residual_functions",
-        "optim",
-        "adamw",
-        "graph_step",
-    ],
-    [
-        "kv_cache",
-        "decoding",
-        "transformer_layers",
-        "transformer",
-        "modules_transfomer",
-        "saved_models",
-        "training_state",
-        "published",
-        "compat",
-    ],
-]
-#: The page that draws the floors, from the top down.
-DRAWN = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("```")[1]
-ORDER = {name: i for i, name in enumerate(name for floor in MINITORCH_FLOORS for name in floor)}
+#: Modules of optional extras, which a function may import.
+EXTRAS = {"matplotlib", "torch", "streamlit", "plotly", "networkx", "pydoc_data", "sklearn"}
+#: What minitorch may import of kernels.
+OPEN_ROOMS = {"interop", "common", "runtime", "problem", "scores"}
+OPEN_FILES = {
+    "kernels/__init__.py", "kernels/launch.py", "kernels/varlen.py", "kernels/array_call.py",
+    "kernels/cpu/backend.py", "kernels/cuda/backend.py",
+}  # fmt: skip
 
 
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+def nodes(path: str, *kinds: type[ast.AST]) -> list[Any]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
-def imported(path: Path) -> set[str]:
-    """Absolute names of the modules that a file imports when it runs (not for its types)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    hidden = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
-        for node in ast.walk(block)
-    }
-    names: set[str] = set()
-    package = (
-        module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
-    )
-    for node in ast.walk(tree):
-        if id(node) in hidden:
-            continue
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parent = package.rsplit(".", node.level - 1)[0]
-                base = ".".join(filter(None, [parent, base]))
-            names |= {f"{base}.{alias.name}" for alias in node.names} | {base}
-    return names
+def test_every_file_has_a_room_and_every_room_files() -> None:
+    rooms = declared()
+    found = {path: room_of(path, rooms) for path in sources()}
+    homeless = [
+        path for path, room in found.items()
+        if room is None and (ROOT / path).read_text(encoding="utf-8").strip()
+    ]  # fmt: skip
+    assert not homeless, f"not in the table of docs/architecture.md: {homeless}"
+    empty = [room.folder for room in rooms if room not in found.values()]
+    assert not empty, f"docs/architecture.md has rooms without files: {empty}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_kernels_know_nothing_of_tensors(path: Path) -> None:
-    if path.is_relative_to(ROOT / "kernels"):
-        assert not {n for n in imported(path) if n.split(".")[0] in ("minitorch", "project")}
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_nothing_imports_the_top_floor(path: Path) -> None:
-    if not path.is_relative_to(ROOT / "project"):
-        assert not {n for n in imported(path) if n.split(".")[0] in ("project", "tests", "docs")}
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_minitorch_imports_lower_floors_only(path: Path) -> None:
-    # A folder has one place, which is that of each file in it.
-    package, _, rest = module_name(path).partition(".")
-    own = rest.split(".")[0]
-    if package != "minitorch" or not own:
-        return
-    assert own in ORDER, f"{own} has no floor yet: give it one in this test"
-    for name in imported(path):
-        parts = name.split(".")
-        if parts[0] == "minitorch" and len(parts) > 1 and parts[1] in ORDER and parts[1] != own:
-            assert ORDER[parts[1]] < ORDER[own], f"{own} imports {parts[1]}, above it"
-
-
-def test_architecture_draws_these_floors() -> None:
-    ours, *_ = re.split(r"^kernels", DRAWN, flags=re.MULTILINE)
-    names = re.findall(r"\w+", re.sub(r"modules? \d", "", ours))
-    drawn = [name for name in names if name in ORDER]
-    assert drawn == [name for floor in reversed(MINITORCH_FLOORS) for name in floor]
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_only_targets_imports_numba_cuda(path: Path) -> None:
-    uses = {n for n in imported(path) if n.startswith(("numba.cuda", "cuda."))}
-    assert not uses or module_name(path) == "kernels.runtime.targets"
+def test_imports_point_down() -> None:
+    rooms, wrong = declared(), []
+    for path, files in imports().items():
+        own = room_of(path, rooms)
+        for other in files:
+            room = room_of(other, rooms)
+            if own and room and room.height > own.height:
+                wrong.append(f"{path} imports {other}, and {room.folder} lies above {own.folder}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_imports_run_in_no_circle() -> None:
     # A package's own file imports what lies in it; that its parts name the package is no import of it.
-    modules = {module_name(path) for path in SOURCES if path.name != "__init__.py"}
-    graph = {module_name(path): imported(path) & modules for path in SOURCES}
+    graph = {
+        path: {other for other in files if not other.endswith("__init__.py")}
+        for path, files in imports().items()
+    }
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_there_are_no_star_imports(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    stars = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.names[0].name == "*"]
-    assert not stars
+def test_minitorch_enters_kernels_by_its_doors() -> None:
+    wrong = [
+        f"{path} imports {other}"
+        for path, files in imports().items()
+        if path.startswith("minitorch/")
+        for other in files
+        if other.startswith("kernels/") and other not in OPEN_FILES
+        if other.split("/")[1] not in OPEN_ROOMS
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_no_import_hides_in_a_function_but_that_of_an_extra(path: Path) -> None:
-    extras = {"matplotlib", "torch", "streamlit", "plotly", "networkx", "pydoc_data", "sklearn"}
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for function in ast.walk(tree):
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+def test_module_1_imports_modules_0_and_1_only() -> None:
+    graph, seen = imports(), set()
+    waiting = ["minitorch/scalar.py"]
+    while waiting:
+        path = waiting.pop()
+        if path not in seen:
+            seen.add(path)
+            waiting += graph[path]
+    rooms = declared()
+    folders = {room.folder for path in seen if (room := room_of(path, rooms))}
+    assert folders == {"minitorch/scalars"}, sorted(seen)
+
+
+def test_only_targets_imports_numba_cuda() -> None:
+    users = {
+        path for path in sources() for name in imported_names(path)
+        if name.startswith(("numba.cuda", "cuda."))
+    }  # fmt: skip
+    assert users == {"kernels/runtime/targets.py"}
+
+
+def test_there_are_no_star_imports() -> None:
+    assert not [path for path in sources() for name in imported_names(path) if name.endswith("*")]
+
+
+def test_no_import_hides_in_a_function_but_that_of_an_extra() -> None:
+    hidden = []
+    for path in sources():
+        for function in nodes(path, ast.FunctionDef, ast.AsyncFunctionDef):
             for node in ast.walk(function):
                 if isinstance(node, ast.Import):
                     names = {alias.name.split(".")[0] for alias in node.names}
@@ -178,9 +103,13 @@ def test_no_import_hides_in_a_function_but_that_of_an_extra(path: Path) -> None:
                     names = {(node.module or "").split(".")[0]}
                 else:
                     continue
-                assert names <= extras, f"{function.name} imports {names}"
+                if not names <= EXTRAS:
+                    hidden.append(f"{path}: {function.name} imports {names}")
+    assert not hidden, "\n".join(hidden)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_files_stay_short(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 450
+def test_files_stay_short() -> None:
+    lengths = {
+        path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in sources()
+    }
+    assert not {path: length for path, length in lengths.items() if length > 450}

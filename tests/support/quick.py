@@ -1,0 +1,93 @@
+"""Lint, types and the tests of the rooms that a change touches, in about a minute: ``make quick``.
+
+    python -m tests.support.quick [BASE]
+
+A change is every difference from the commit BASE (HEAD by default), and every untracked file.  The tests of
+a file are those in the folder of tests/ nearest to its room, and those named after its module.  Property
+tests draw five examples.  ``make test`` runs everything.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from .rooms import FLOORS, ROOT, declared, room_of
+
+#: Rooms whose kernels the simulator runs.
+SIMULATED = ("kernels/cuda", "minitorch/backends")
+#: Folders of tests that take minutes; ``make test`` runs them.
+SLOW = (
+    "tests/structure/emulated",
+    "tests/structure/compile_only",
+    "tests/reliability",
+    "tests/course",
+)
+
+
+def changed(base: str) -> list[str]:
+    """Return the Python files that differ from a commit or are new."""
+    commands = (
+        ["git", "diff", "--name-only", "--diff-filter=d", base],
+        ["git", "ls-files", "--others", "--exclude-standard"],
+    )
+    output = [subprocess.check_output(command, cwd=ROOT, text=True) for command in commands]
+    return sorted({name for text in output for name in text.split() if name.endswith(".py")})
+
+
+def tests_of(path: str) -> set[str]:
+    """Return the test files and folders of a source file, or of a test that has changed."""
+    if path.startswith("tests/"):
+        is_test = Path(path).name.startswith("test_")
+        return {path} if is_test else set()
+    if path.split("/")[0] not in FLOORS:
+        return set()
+    room = room_of(path, declared())
+    named = {
+        file.relative_to(ROOT).as_posix()
+        for file in ROOT.glob(f"tests/**/test_{Path(path).stem}.py")
+    }
+    place = Path("tests") / (room.folder if room else Path(path).parent)
+    while not any((ROOT / place).glob("test_*.py")) and place != Path("tests"):
+        place = place.parent
+    near = {file.relative_to(ROOT).as_posix() for file in (ROOT / place).glob("test_*.py")}
+    # At the root of a floor there are tests of every module: the one that is named after it will do.
+    return (named or near) if len(place.parts) < 3 else named | near
+
+
+def run(*command: str, **environment: str) -> bool:
+    """Run a command; return whether it succeeded."""
+    print("+", *command, flush=True)
+    env = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=env).returncode in (
+        0,
+        5,
+    )  # 5: no test was collected
+
+
+def main() -> int:
+    files = changed(*(sys.argv[1:] or ["HEAD"]))
+    if not files:
+        print("no Python file has changed")
+        return 0
+    python = sys.executable
+    tests = {"tests/repository/test_floors.py"}.union(*map(tests_of, files))
+    tests = {test for test in tests if test in files or not test.startswith(SLOW)}
+    pytest = [python, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "worksteal"]
+    bin_ = Path(python).parent
+    passed = [
+        run(str(bin_ / "ruff"), "check", *files),
+        run(str(bin_ / "ruff"), "format", "--check", *files),
+        run(str(bin_ / "pyright"), "--pythonpath", python, *files),
+        run(*pytest, *sorted(tests), MINITORCH_EXAMPLES="5"),
+    ]
+    if any(path.startswith(SIMULATED) for path in files):
+        command = [*pytest, "-m", "simulator", *sorted(tests)]
+        passed.append(run(*command, MINITORCH_EXAMPLES="2", NUMBA_ENABLE_CUDASIM="1"))
+    return int(not all(passed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -17,10 +17,10 @@ from kernels.cuda.attention.flash1 import backward as flash1_backward
 from kernels.cuda.attention.flash1 import forward as flash1
 from kernels.cuda.attention.flash2 import backward as flash2_backward
 from kernels.cuda.attention.flash2 import forward as cuda_flash2
-from kernels.cuda.attention.flash2 import mask_gradient as flash2_dmask
-from kernels.cuda.attention.flash2_mma import launch as flash2_mma_launch
-from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_backward_launch
-from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
+from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
+from kernels.cuda.attention.flash2_mma import launch as flash2_mma
+from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.device import per_device
 from kernels.cuda.device.memory import DeviceMemory
 from kernels.cuda.runtime.sizes import SIZES
@@ -188,12 +188,12 @@ CUDA = Target(
                 gradients.backward_tile,
                 module.why_not,
                 dtypes,
-                module is flash3_launch,
+                module is flash3_wgmma,
                 partial(per_device.why_no_device, module.CAPABILITY),
             )
             for name, module, gradients, dtypes in (
-                ("flash3_wgmma", flash3_launch, flash3_backward_launch, HALF_DTYPES),
-                ("flash2_mma", flash2_mma_launch, flash2_mma_launch, (*HALF_DTYPES, FLOAT32)),
+                ("flash3_wgmma", flash3_wgmma, flash3_wgmma_backward, HALF_DTYPES),
+                ("flash2_mma", flash2_mma, flash2_mma, (*HALF_DTYPES, FLOAT32)),
             )
         ),
         Rung(
@@ -216,7 +216,7 @@ CUDA = Target(
             "naive", cuda_naive.forward, cuda_naive.backward, SIZES.product_tile, cuda_naive.why_not
         ),
     ),
-    flash2_dmask.mask_gradient,
+    flash2_mask_gradient.mask_gradient,
 )
 
 #: Every name that a rung has on some target, the fastest first.

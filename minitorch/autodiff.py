@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -129,18 +128,36 @@ def backpropagate(variable: Variable, deriv: Any) -> None:
     # END TASK 1.4
 
 
+class AnomalyChecks(Protocol):
+    """Checks of results and gradients; :class:`minitorch.detect_anomaly` provides them."""
+
+    def checked_forward(self, function: Any, ctx: Context, args: Sequence[Any]) -> Any:
+        """Run the ``forward`` of a function class and check its results."""
+        ...
+
+    def check_gradients(
+        self,
+        function: Any,
+        ctx: Context,
+        gradients: Iterable[tuple[int, Any]],
+        given: Sequence[Any],
+    ) -> None:
+        """Check the gradients that the ``backward`` of a function class returned."""
+        ...
+
+
 class _Modes(threading.local):
     """What is switched on, in each thread.
 
     Attributes:
         recording: Functions of tensors record how they were applied; see :class:`no_grad`.
         dropping: Dropout layers drop; see :class:`without_dropout`.
-        anomaly: Results and gradients are checked; see :class:`minitorch.detect_anomaly`.
+        anomaly: Checks of results and gradients, or None; see :class:`minitorch.detect_anomaly`.
     """
 
     recording = True
     dropping = True
-    anomaly = os.environ.get("MINITORCH_DETECT_ANOMALY", "0") not in ("", "0")
+    anomaly: AnomalyChecks | None = None
 
 
 modes = _Modes()
@@ -155,10 +172,10 @@ class Switch(ContextDecorator):
     """
 
     mode: str
-    value: bool
+    value: Any
 
     def __init__(self) -> None:
-        self._before: list[bool] = []  # one for each time that the context is entered
+        self._before: list[Any] = []  # one for each time that the context is entered
 
     def _recreate_cm(self) -> Switch:  # a decorated function may run in several threads
         return type(self)()

@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kernels import launch
 from kernels.common.geometry import ceil_div
-from kernels.cuda.device.half import as_bits
-from kernels.cuda.device.memory import fill
-from kernels.cuda.layers import fused
-from kernels.cuda.matmul import cuda_cores as product
-from kernels.cuda.matmul import dispatch as product_rungs
-from kernels.cuda.runtime.arrays import empty_device
-from kernels.cuda.runtime.kernel import Adopted
-from kernels.cuda.runtime.sizes import SIZES
+from kernels.cuda.backend import (
+    SIZES,
+    Adopted,
+    as_bits,
+    cuda_core_matmul,
+    empty_device,
+    fill,
+    fused,
+    matmul_dispatch,
+)
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.memory import join_dims, joined
 from kernels.runtime.targets import IS_SIMULATOR
@@ -44,11 +46,9 @@ from .backends.course_kernels import (
 )
 from .backends.cuda_loops import fold_kernel, map_kernel, zip_kernel
 from .backends.matmul_precision import get_matmul_precision
+from .backends.tensor_protocol import TensorLike as Tensor
 from .tensor_data import Ints, Storage, TensorData
 from .tensor_ops import Loop, TensorBackend, TensorOps
-
-if TYPE_CHECKING:
-    from .tensor import Tensor
 
 # The published course finds the kernels here too.
 __all__ = [
@@ -183,16 +183,16 @@ class CudaOps(TensorOps):
         operands = _matrices(out, a, b) if a.dtype == b.dtype == out.dtype else None
         kind = None
         if operands is not None:
-            kind = product_rungs.kind_of(out.dtype, get_matmul_precision(), operands.shape)
+            kind = matmul_dispatch.kind_of(out.dtype, get_matmul_precision(), operands.shape)
         if operands is None or kind is None:
             super().multiply_into(out, a, b)
         else:
-            product_rungs.multiply(*operands, kind)
+            matmul_dispatch.multiply(*operands, kind)
 
     @classmethod
     def fuses_linear(cls, dtype: np.dtype[Any], shape: Ints) -> bool:
         """Tell whether tensor cores multiply a dtype, and store so many columns in whole pieces."""
-        kind = product_rungs.kind_of(dtype, get_matmul_precision(), (1, 1, *shape))
+        kind = matmul_dispatch.kind_of(dtype, get_matmul_precision(), (1, 1, *shape))
         return kind not in (None, "split") and shape[1] % 8 == 0
 
     @classmethod
@@ -203,11 +203,11 @@ class CudaOps(TensorOps):
         """Fill ``out`` with a linear layer, and GELU of it; see :meth:`TensorOps.linear_into`."""
         operands = _matrices(out, rows, weights)
         assert operands is not None, "two matrices"
-        kind = product_rungs.kind_of(out.dtype, get_matmul_precision(), operands.shape)
+        kind = matmul_dispatch.kind_of(out.dtype, get_matmul_precision(), operands.shape)
         assert kind is not None, "fuses_linear allowed it"
         numbers, before = (None if t is None else t._storage for t in (bias, before_gelu))
-        epilogue = product_rungs.Epilogue(numbers, before is not None, before)
-        product_rungs.multiply(*operands, kind, epilogue)
+        epilogue = matmul_dispatch.Epilogue(numbers, before is not None, before)
+        matmul_dispatch.multiply(*operands, kind, epilogue)
 
     @staticmethod
     def gelu_backward_into(out: TensorData, grad: TensorData, before: TensorData) -> None:
@@ -223,7 +223,7 @@ class CudaOps(TensorOps):
         if (operands := _matrices(out, a, b)) is None:
             super().matmul_into(out, a, b)
         else:
-            product.multiply(*operands)
+            cuda_core_matmul.multiply(*operands)
 
     @classmethod
     def _in_dtype(cls, t: TensorData, dtype: np.dtype[Any]) -> TensorData:

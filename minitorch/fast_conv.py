@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from numba import njit, prange
 
 from kernels.common.geometry import ceil_div
-from kernels.cuda.runtime.kernel import device_function
-from kernels.cuda.runtime.sizes import SIZES
+from kernels.cuda.backend import SIZES, device_function
 from kernels.runtime.targets import cuda
 
 from .autodiff import Context
 from .backends.course_kernels import jit
 from .backends.dtype_promotion import result_dtype
 from .backends.fast_loops import parallel_loop
+from .backends.tensor_protocol import TensorLike as Tensor
 from .functions.base import Function, check_tensor
 
 if TYPE_CHECKING:
-    from .tensor import Tensor
     from .tensor_data import TensorData
 
 

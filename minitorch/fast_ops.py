@@ -11,9 +11,7 @@ from numba import prange
 from numba.extending import register_jitable
 
 from kernels import launch
-from kernels.cpu.layers import fused
-from kernels.cpu.matmul import blas
-from kernels.cpu.runtime import memory_pool as pool
+from kernels.cpu.backend import blas, fused, memory_pool
 
 from .backends.fast_loops import (
     FOLDS,
@@ -254,7 +252,7 @@ class FastOps(TensorOps):
     @staticmethod
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
         """Return an uninitialised flat storage."""
-        return pool.empty(size, dtype)
+        return memory_pool.empty(size, dtype)
 
     @classmethod
     def zip_loop(cls, fn: Callable[[float, float], float]) -> Loop:

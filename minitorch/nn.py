@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kernels.common.arguments import as_host_array, shown, whole
-from kernels.cuda.runtime.recorder import computed
+from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import is_floating
 
 from . import operators

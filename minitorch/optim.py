@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kernels.common.arguments import shown
-from kernels.cuda.runtime.recorder import refuse
+from kernels.cuda.backend import refuse
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
 from .autodiff import modes, no_grad

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from . import operators
 from .autodiff import Context, History, modes
-from .training.anomaly import check_gradients, checked_forward
 
 
 def wrap_tuple(x: Any) -> tuple[Any, ...]:
@@ -41,13 +40,15 @@ class ScalarFunction:
 
     @classmethod
     def _forward(cls, ctx: Context, *inputs: float) -> float:
-        return checked_forward(cls, ctx, inputs) if modes.anomaly else cls.forward(ctx, *inputs)
+        checks = modes.anomaly
+        return checks.checked_forward(cls, ctx, inputs) if checks else cls.forward(ctx, *inputs)
 
     @classmethod
     def _backward(cls, ctx: Context, d_output: float) -> tuple[float, ...]:
         derivatives = wrap_tuple(cls.backward(ctx, d_output))
-        if modes.anomaly:
-            check_gradients(cls, ctx, enumerate(derivatives), (d_output, *ctx.saved_values))
+        if checks := modes.anomaly:
+            given = d_output, *ctx.saved_values
+            checks.check_gradients(cls, ctx, enumerate(derivatives), given)
         return derivatives
 
     @classmethod

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kernels.cuda.device.half import as_bits
-from kernels.cuda.runtime.arrays import is_device_array, to_device, to_host
+from kernels.cuda.backend import as_bits, is_device_array, to_device, to_host
 from kernels.runtime.dtypes import BITS, rounded
 from kernels.runtime.targets import explained
 

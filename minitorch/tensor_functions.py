@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .autodiff import Context
+from .backends.tensor_protocol import TensorLike as Tensor
 from .functions.base import Function, as_int
 from .functions.flash_attention import FlashAttention as FlashAttention
-from .functions.shape import Copy as Copy
-from .functions.shape import Permute as Permute
-from .functions.shape import To as To
-from .functions.shape import View as View
-from .functions.shape import swap_last
-
-if TYPE_CHECKING:
-    from .tensor import Tensor
+from .functions.views import Copy as Copy
+from .functions.views import Permute as Permute
+from .functions.views import To as To
+from .functions.views import View as View
+from .functions.views import swap_last
 
 
 class Neg(Function):

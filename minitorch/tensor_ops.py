@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from kernels.runtime.memory import joined_step
 from . import operators
 from .backends.dtype_promotion import Widening, floating, result_dtype
 from .backends.plain_math import unraising
+from .backends.tensor_protocol import AnyTensor
 from .tensor_data import (
     IndexingError,
     Ints,
@@ -33,16 +34,13 @@ from .tensor_data import (
     to_index,
 )
 
-if TYPE_CHECKING:
-    from .tensor import Tensor
-
 Loop = Callable[..., None]
 
 
 class MapProto(Protocol):
     """The type of what ``TensorOps.map`` returns."""
 
-    def __call__(self, x: Tensor, out: Tensor | None = ..., /) -> Tensor:
+    def __call__(self, x: AnyTensor, out: AnyTensor | None = ..., /) -> AnyTensor:
         """Apply the function to each element of ``x``."""
         ...
 
@@ -122,7 +120,7 @@ class TensorOps(Widening):
         """
         run = partial(cls.move if fn is operators.id else cls.run_elements, cls.map_loop(fn))
 
-        def mapped(a: Tensor, out: Tensor | None = None, /) -> Tensor:
+        def mapped(a: AnyTensor, out: AnyTensor | None = None, /) -> AnyTensor:
             if out is None:
                 out = a.empty(a.shape, result_dtype(a))
                 a = floating(a, out.dtype)
@@ -134,7 +132,9 @@ class TensorOps(Widening):
         return mapped
 
     @classmethod
-    def zip(cls, fn: Callable[[float, float], float]) -> Callable[[Tensor, Tensor], Tensor]:
+    def zip(
+        cls, fn: Callable[[float, float], float]
+    ) -> Callable[[AnyTensor, AnyTensor], AnyTensor]:
         """Lift a function of two numbers to tensors that broadcast.
 
         Returns:
@@ -142,7 +142,7 @@ class TensorOps(Widening):
         """
         loop = cls.zip_loop(fn)
 
-        def zipped(a: Tensor, b: Tensor) -> Tensor:
+        def zipped(a: AnyTensor, b: AnyTensor) -> AnyTensor:
             shape = a.shape if a.shape == b.shape else shape_broadcast(a.shape, b.shape)
             dtype = result_dtype(a, b)
             out = a.empty(shape, dtype)
@@ -155,7 +155,7 @@ class TensorOps(Widening):
     @classmethod
     def reduce(
         cls, fn: Callable[[float, float], float], start: float = 0.0
-    ) -> Callable[[Tensor, int], Tensor]:
+    ) -> Callable[[AnyTensor, int], AnyTensor]:
         """Lift a function of two numbers to a fold over one dimension.
 
         Args:
@@ -167,7 +167,7 @@ class TensorOps(Widening):
         """
         loop = cls.fold_loop(fn, start)
 
-        def reduced(a: Tensor, dim: int) -> Tensor:
+        def reduced(a: AnyTensor, dim: int) -> AnyTensor:
             dim = normalize_dim(dim, a.shape)
             out = a.empty((*a.shape[:dim], 1, *a.shape[dim + 1 :]), result_dtype(a))
             cls.run_elements(loop, out._tensor, floating(a, out.dtype)._tensor, options=(dim,))
@@ -176,7 +176,7 @@ class TensorOps(Widening):
         return reduced
 
     @classmethod
-    def matrix_multiply(cls, a: Tensor, b: Tensor) -> Tensor:
+    def matrix_multiply(cls, a: AnyTensor, b: AnyTensor) -> AnyTensor:
         """Multiply matrices, with any number of leading batch dimensions that broadcast.
 
         Args:
@@ -330,7 +330,7 @@ class TensorBackend:
         self.fuses_linear, self.linear_into = ops.fuses_linear, ops.linear_into
         self.gelu_backward_into = ops.gelu_backward_into
 
-    def shift_reduce(self, a: Tensor, dim: int) -> Tensor:
+    def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:
         """Return the maximum over a dimension, a finite number even of minus infinities; see ``nn``."""
         largest = self._finite_reduce(a, dim)
         if not is_half(largest.dtype):

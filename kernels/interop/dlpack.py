@@ -190,8 +190,8 @@ def as_array(array: Any) -> Any:
             f"{type(array).__name__} lies in memory of DLPack's kind {int(kind)}, which neither NumPy "
             "nor CUDA reaches; move it to the host or to a CUDA device"
         )
-    lent = Imported(array.__dlpack__(stream=LEGACY_STREAM))  # its owner makes that stream wait
-    return _wrapped(lent.__cuda_array_interface__, lent)
+    imported = Imported(array.__dlpack__(stream=LEGACY_STREAM))  # its owner makes that stream wait
+    return _wrapped(imported.__cuda_array_interface__, imported)
 
 
 def _from_host(array: Any) -> Any:
@@ -205,15 +205,15 @@ def _from_host(array: Any) -> Any:
         ) from None
     except (BufferError, RuntimeError) as error:  # of what NumPy does not know bfloat16 is ours
         try:
-            lent = Imported(array.__dlpack__())
+            imported = Imported(array.__dlpack__())
         except BufferError:
             raise BufferError(
                 f"{type(array).__name__} does not lend its memory ({error}); pass a copy, numpy.array(x)"
             ) from None
-        if lent.dtype == BFLOAT16:
-            return np.asarray(lent).view(BFLOAT16)
-        if lent.device_type == PINNED:
-            return np.asarray(lent)
+        if imported.dtype == BFLOAT16:
+            return np.asarray(imported).view(BFLOAT16)
+        if imported.device_type == PINNED:
+            return np.asarray(imported)
         raise
 
 
@@ -235,7 +235,7 @@ def _wrapped(described: dict[str, Any], owner: Any) -> Any:
         )
     stream = described.get("stream")
     if stream not in (None, LEGACY_STREAM):
-        _let_wait(cuda.default_stream(), cuda.external_stream(stream))
+        _make_wait(cuda.default_stream(), cuda.external_stream(stream))
     is_bfloat16 = described["typestr"] == BFLOAT16.str
     known = {"stream": None, **({"typestr": BITS.str} if is_bfloat16 else {})}
     found = cuda.from_cuda_array_interface({**described, **known}, owner=owner, sync=False)
@@ -254,8 +254,8 @@ def device_of(address: int) -> int:
     return int(cuda.get_current_device().id)
 
 
-def _let_wait(waiting: Any, working: Any) -> None:
-    """Let one stream wait for what another has been given so far; the host does not wait."""
+def _make_wait(waiting: Any, working: Any) -> None:
+    """Make one stream wait for the work that another has so far; the host does not wait."""
     event = cuda.event(timing=False)
     event.record(working)
     event.wait(waiting)
@@ -295,7 +295,7 @@ def to_dlpack(array: Any, stream: int | None = None) -> Any:
             "of the thread"
         )
     if stream not in (None, -1, LEGACY_STREAM):
-        _let_wait(cuda.external_stream(stream), cuda.default_stream())
+        _make_wait(cuda.external_stream(stream), cuda.default_stream())
     pointer, device = device_pointer(array), dlpack_device(array)
     return _capsule(pointer, device, array.shape, array.strides, array.dtype, array)
 
@@ -316,12 +316,12 @@ def _capsule(
     place = ctypes.addressof(managed)
     capsule = _new_capsule(place, ctypes.addressof(_FRESH), None)
     _drop_returned()
-    _LENT.append(_Loan(capsule, managed, (sizes, strides, owner)))
+    _EXPORTS.append(_Export(capsule, managed, (sizes, strides, owner)))
     return capsule
 
 
-class _Loan:
-    """What is lent: its capsule, its description, and all else that must live as long."""
+class _Export:
+    """An exported array: its capsule, its description, and all else that must live as long."""
 
     __slots__ = ("capsule", "kept", "managed")
 
@@ -331,7 +331,7 @@ class _Loan:
         self.kept = kept
 
     def is_over(self) -> bool:
-        """Tell whether the reader has returned it, or nobody is left who could read it."""
+        """Tell whether the reader has returned it, or no reader can be left."""
         unread = _is_named(self.capsule, ctypes.addressof(_FRESH))
         return bool(self.managed.context) or (bool(unread) and self.references() == _ALONE)
 
@@ -340,8 +340,8 @@ class _Loan:
         return sys.getrefcount(self.capsule)
 
 
-_ALONE = _Loan(object(), _Managed(), None).references()
-_LENT: list[_Loan] = []
+_ALONE = _Export(object(), _Managed(), None).references()
+_EXPORTS: list[_Export] = []
 
 
 @cache
@@ -362,9 +362,9 @@ def _marks_as_returned() -> Any:
 
 
 def _drop_returned(phase: str = "start", info: Any = None) -> None:
-    """Let go of the loans that are over."""
-    if phase == "start" and _LENT:
-        _LENT[:] = [loan for loan in _LENT if not loan.is_over()]
+    """Drop the exports that are over."""
+    if phase == "start" and _EXPORTS:
+        _EXPORTS[:] = [export for export in _EXPORTS if not export.is_over()]
 
 
 gc.callbacks.append(_drop_returned)  # often, and before device memory is said to be used up

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels import launch
-from kernels.cuda.attention import split_keys as flash2_merge
-from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.attention import split_keys
+from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.runtime.arrays import is_device_array, to_device
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.metering.rung_traffic import RUNGS, PassTraffic, Tile, call_traffic
@@ -264,14 +264,14 @@ def one_of_many_heads() -> Iterator[None]:
 
     Barriers wait for every thread of a block, so the simulator's threads also hand over often.
     """
-    sizes, merged, interval = product.SIZES, flash2_merge.SIZES, sys.getswitchinterval()
-    product.SIZES = replace(sizes, product_blocks=0)
-    flash2_merge.SIZES = replace(merged, split_blocks=0)
+    sizes, merged, interval = cuda_cores.SIZES, split_keys.SIZES, sys.getswitchinterval()
+    cuda_cores.SIZES = replace(sizes, product_blocks=0)
+    split_keys.SIZES = replace(merged, split_blocks=0)
     sys.setswitchinterval(1e-4)
     try:
         yield
     finally:
-        product.SIZES, flash2_merge.SIZES = sizes, merged
+        cuda_cores.SIZES, split_keys.SIZES = sizes, merged
         sys.setswitchinterval(interval)
 
 

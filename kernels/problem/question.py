@@ -252,7 +252,7 @@ def make_problem(
             than float32.
     """
     dtype = check_dtypes(q, k, v)
-    asked = (
+    requested = (
         (tuple(q.shape), tuple(k.shape), tuple(v.shape)), dtype, dropout_p, is_causal, scale, enable_gqa,
         causal_offset, window_size, softcap, seed, precision, deterministic, return_lse,
         _rung_of_run() if isinstance(rung, str) and rung == "auto" else rung,
@@ -260,12 +260,12 @@ def make_problem(
     if mask_mod is None and score_mod is None and _is_known(window_size):
         try:
             arrays = _described(attn_mask), _described(alibi_slopes)
-            problem = _remembered(*asked, *arrays, block_mask)
+            problem = _remembered(*requested, *arrays, block_mask)
             check_slopes(alibi_slopes, problem.lead)
             return problem
         except (TypeError, AttributeError):  # of what is wrong, or cannot be remembered
             pass
-    return _checked(*asked, attn_mask, alibi_slopes, block_mask, mask_mod, score_mod)
+    return _checked(*requested, attn_mask, alibi_slopes, block_mask, mask_mod, score_mod)
 
 
 class _Described(NamedTuple):

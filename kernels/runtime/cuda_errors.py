@@ -67,10 +67,10 @@ NO_COMPILER = (
 )
 
 
-def out_of_memory(asked: int, free: int, total: int) -> MemoryError:
+def out_of_memory(requested: int, free: int, total: int) -> MemoryError:
     """Return the error for an allocation that failed; all arguments in bytes."""
     return _out_of_memory(
-        f"{_size(asked)} were asked for, {_size(free)} of {_size(total)} are free"
+        f"{_size(requested)} were asked for, {_size(free)} of {_size(total)} are free"
     )
 
 

@@ -107,6 +107,8 @@ def fingerprint(function: Callable[..., Any], *arguments: Type) -> str:
             if id(item) in seen or not _ours(item.__module__):
                 continue
             seen.add(id(item))
+            # Machine code names the modules of what it calls: code cached before a move would not load.
+            parts.append(item.__module__)
             parts.extend(_code_parts(item.__code__))
             stack.extend(_named(item))
             stack.extend(cell.cell_contents for cell in item.__closure__ or ())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterable
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import shown, whole
-from kernels.sparsity import elements as block_elements
-from kernels.sparsity import patterns as block_patterns
+from kernels.sparsity import builders, elements
 from kernels.sparsity.picture import as_text, save_png
 from kernels.sparsity.states import (
     FULL,
@@ -20,6 +20,7 @@ from kernels.sparsity.states import (
     PARTIAL,
     Blocks,
     Grid,
+    Layout,
     States,
     canonical,
     check_blocks,
@@ -33,6 +34,23 @@ __all__ = ["FULL", "HIDDEN", "PARTIAL", "BlockMask", "TileList"]
 
 #: Lists that a mask keeps: forward and backward, for the tiles of a few kernels.
 KEPT_LISTS = 8
+
+P = ParamSpec("P")
+
+
+def _builder(build: Callable[P, Layout]) -> Callable[Concatenate[type[BlockMask], P], BlockMask]:
+    """Return the function of a class method that builds a mask, with the signature of ``build``."""
+
+    @wraps(build)
+    def built(_cls: type[BlockMask], *args: P.args, **kwargs: P.kwargs) -> BlockMask:
+        return _cls._of(*build(*args, **kwargs))
+
+    parameters = inspect.signature(build).parameters.values()
+    first = inspect.Parameter("_cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([first, *parameters], return_annotation="BlockMask")
+    built.__signature__ = signature  # type: ignore[attr-defined]
+    built.__annotations__ = build.__annotations__ | {"return": "BlockMask"}
+    return built
 
 
 class BlockMask:
@@ -58,15 +76,15 @@ class BlockMask:
             state has no pattern.
     """
 
-    butterfly = classmethod(block_patterns.butterfly)
-    strided = classmethod(block_patterns.strided)
-    bigbird = classmethod(block_patterns.bigbird)
-    band = classmethod(block_patterns.band)
-    causal = classmethod(block_patterns.causal)
-    local = classmethod(block_patterns.local)
-    local_global = classmethod(block_patterns.local_global)
-    from_dense = classmethod(block_elements.from_dense)
-    from_mask_mod = classmethod(block_elements.from_mask_mod)
+    butterfly = classmethod(_builder(builders.butterfly))
+    strided = classmethod(_builder(builders.strided))
+    bigbird = classmethod(_builder(builders.bigbird))
+    band = classmethod(_builder(builders.band))
+    causal = classmethod(_builder(builders.causal))
+    local = classmethod(_builder(builders.local))
+    local_global = classmethod(_builder(builders.local_global))
+    from_dense = classmethod(_builder(elements.from_dense))
+    from_mask_mod = classmethod(_builder(elements.from_mask_mod))
 
     def __init__(
         self, states: Any, seq_q: int, seq_k: int, block_size: Any = 64, patterns: Any = None

@@ -1,28 +1,34 @@
-"""Builders of block-sparse patterns: class methods of ``BlockMask``, each with its source.
+"""Builders of block-sparse patterns, each with its source; ``BlockMask`` has them as class methods.
 
-They return states and patterns as simple as they come, with a pattern twice or a partial block that is
-full after all; ``BlockMask`` puts that right, once for all of them.
+A layout may still contain a pattern twice, or a partial block in which every element is visible.
+``BlockMask`` brings the layouts of all builders into canonical form.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kernels.common.arguments import as_host_array, shown, whole
 from kernels.scores.visibility import is_visible
-from kernels.sparsity.states import FULL, PARTIAL, Bools, Grid, check_grid
+from kernels.sparsity.states import (
+    FULL,
+    HIDDEN,
+    PARTIAL,
+    Bools,
+    Grid,
+    Layout,
+    canonical,
+    check_blocks,
+    check_grid,
+    combine,
+)
 
-if TYPE_CHECKING:
-    from kernels.sparsity.block_mask import BlockMask
 
-Mask = type["BlockMask"]
-
-
-def butterfly(_cls: Mask, seq_q: int, seq_k: int, block_size: Any = 64) -> BlockMask:
+def butterfly(seq_q: int, seq_k: int, block_size: Any = 64) -> Layout:
     """Let block i see block j if i = j or their numbers differ in one bit.
 
     These are the nonzero blocks of the sum of all butterfly factors, one for each bit: of n blocks a row
@@ -42,17 +48,16 @@ def butterfly(_cls: Mask, seq_q: int, seq_k: int, block_size: Any = 64) -> Block
     counts = _squares(grid)
     i, j = (np.arange(count) * min(counts) // max(count, 1) for count in counts)
     bits = i[:, None] ^ j  # (query squares, key squares)
-    return _of_squares(_cls, grid, bits & (bits - 1) == 0)  # no bit, or one
+    return _of_squares(grid, bits & (bits - 1) == 0)  # no bit, or one
 
 
 def strided(
-    _cls: Mask,
     seq_q: int,
     seq_k: int,
     stride: int | None = None,
     block_size: Any = 64,
     is_causal: bool = True,
-) -> BlockMask:
+) -> Layout:
     """Let a block see the ``stride`` ones before it, and every one at a multiple of the stride.
 
     Args:
@@ -71,12 +76,13 @@ def strided(
     distance = np.arange(rows)[:, None] - np.arange(cols)  # (query squares, key squares)
     if not isinstance(is_causal, (bool, np.bool_)):
         raise TypeError(f"is_causal must be True or False, got {shown(is_causal)}")
-    mask = _of_squares(_cls, grid, (np.abs(distance) <= step) | (distance % step == 0))
-    return mask & causal(_cls, seq_q, seq_k, block_size) if is_causal else mask
+    near_or_at_stride = _of_squares(grid, (np.abs(distance) <= step) | (distance % step == 0))
+    if not is_causal:
+        return near_or_at_stride
+    return _combined(near_or_at_stride, causal(seq_q, seq_k, block_size), FULL, np.logical_and)
 
 
 def bigbird(
-    _cls: Mask,
     seq_q: int,
     seq_k: int,
     block_size: Any = 64,
@@ -86,7 +92,7 @@ def bigbird(
     random_blocks: int = 3,
     heads: int = 1,
     seed: int = 0,
-) -> BlockMask:
+) -> Layout:
     """Let a block see its neighbours, the first ones, and some drawn at random; the first see all.
 
     Args:
@@ -122,12 +128,10 @@ def bigbird(
         words[kept] = np.iinfo(np.uint64).max  # what is kept already comes last
         least = np.argpartition(words, drawn - 1, axis=2)[:, :, :drawn]
         np.put_along_axis(kept, least, True, axis=2)
-    return _of_squares(_cls, grid, kept)
+    return _of_squares(grid, kept)
 
 
-def band(
-    _cls: Mask, seq_q: int, seq_k: int, lower: int, upper: int, block_size: Any = 64
-) -> BlockMask:
+def band(seq_q: int, seq_k: int, lower: int, upper: int, block_size: Any = 64) -> Layout:
     """Let row ``row`` see the columns from ``row + lower`` to ``row + upper``, both inclusive.
 
     Causal masks and windows are bands; only blocks on an edge of the band are partial.
@@ -153,12 +157,10 @@ def band(
     distances, number = np.unique((col - row)[partial], return_inverse=True)
     states[partial] = PARTIAL + number
     r, c = np.arange(grid.block_q)[:, None], np.arange(grid.block_k)
-    return _made(_cls, grid, states, is_visible(r, c + distances[:, None, None], lower, upper))
+    return _made(grid, states, is_visible(r, c + distances[:, None, None], lower, upper))
 
 
-def causal(
-    _cls: Mask, seq_q: int, seq_k: int, block_size: Any = 64, causal_offset: int = 0
-) -> BlockMask:
+def causal(seq_q: int, seq_k: int, block_size: Any = 64, causal_offset: int = 0) -> Layout:
     """Let row ``row`` see the columns up to ``row + causal_offset``, element by element.
 
     Args:
@@ -167,11 +169,10 @@ def causal(
         block_size: Rows and columns of a block, or one number for both.
         causal_offset: seq_k - seq_q aligns the diagonal bottom-right.
     """
-    return local(_cls, seq_q, seq_k, -1, 0, block_size, causal_offset=causal_offset)
+    return local(seq_q, seq_k, -1, 0, block_size, causal_offset=causal_offset)
 
 
 def local(
-    _cls: Mask,
     seq_q: int,
     seq_k: int,
     left: int,
@@ -179,7 +180,7 @@ def local(
     block_size: Any = 64,
     *,
     causal_offset: int = 0,
-) -> BlockMask:
+) -> Layout:
     """Let a row see a window of columns, element by element: attention's ``window_size``.
 
     Args:
@@ -195,11 +196,10 @@ def local(
     offset = whole("causal_offset", causal_offset)
     lower = offset - left if left >= 0 else -whole("seq_q", seq_q)
     upper = offset + right if right >= 0 else whole("seq_k", seq_k)
-    return band(_cls, seq_q, seq_k, lower, upper, block_size)
+    return band(seq_q, seq_k, lower, upper, block_size)
 
 
 def local_global(
-    _cls: Mask,
     seq_q: int,
     seq_k: int,
     left: int,
@@ -208,7 +208,7 @@ def local_global(
     block_size: Any = 64,
     *,
     causal_offset: int = 0,
-) -> BlockMask:
+) -> Layout:
     """Let a row see a window, and the global tokens; these see everything.
 
     Args:
@@ -236,13 +236,21 @@ def local_global(
             f"global_tokens must be positions from 0 to {max(grid.seq) - 1}, got from "
             f"{positions.min()} to {positions.max()}"
         )
-    mask = local(_cls, seq_q, seq_k, left, right, block_size, causal_offset=causal_offset)
+    layout = local(seq_q, seq_k, left, right, block_size, causal_offset=causal_offset)
     chosen = np.isin(np.arange(max(grid.seq)), positions)
-    return mask | _lines(_cls, grid, chosen, 0) | _lines(_cls, grid, chosen, 1)
+    for axis in (0, 1):
+        layout = _combined(layout, _lines(grid, chosen, axis), HIDDEN, np.logical_or)
+    return layout
 
 
-def _made(_cls: Mask, grid: Grid, states: Any, patterns: Any = None) -> BlockMask:
-    return _cls(states, *grid.seq, grid.block, patterns)
+def _made(grid: Grid, states: Any, patterns: Any = None) -> Layout:
+    return Layout(grid, check_blocks(states, patterns, grid))
+
+
+def _combined(a: Layout, b: Layout, neutral: int, operation: Any) -> Layout:
+    """Return ``&`` or ``|`` of two layouts of one grid; see ``combine``."""
+    one, other = canonical(a.blocks, a.grid), canonical(b.blocks, b.grid)
+    return Layout(a.grid, combine(one, other, neutral, operation))
 
 
 def _squares(grid: Grid) -> tuple[int, int]:
@@ -251,19 +259,19 @@ def _squares(grid: Grid) -> tuple[int, int]:
     return -(-grid.seq_q // side), -(-grid.seq_k // side)
 
 
-def _of_squares(_cls: Mask, grid: Grid, kept: Bools) -> BlockMask:
-    """Return the mask of (…, squares, squares), True keeps; no block lies in two squares."""
+def _of_squares(grid: Grid, kept: Bools) -> Layout:
+    """Return the layout of (…, squares, squares), True keeps; no block lies in two squares."""
     side = math.lcm(*grid.block)
     row, col = (start // side for start in grid.starts)
-    return _made(_cls, grid, kept[..., row, col])
+    return _made(grid, kept[..., row, col])
 
 
-def _lines(_cls: Mask, grid: Grid, chosen: Bools, axis: int) -> BlockMask:
-    """Return the mask of whole rows (axis 0) or columns (axis 1), those chosen."""
+def _lines(grid: Grid, chosen: Bools, axis: int) -> Layout:
+    """Return the layout in which the chosen rows (axis 0) or columns (axis 1) are visible."""
     padded = np.zeros(grid.counts[axis] * grid.block[axis], bool)
     chosen = chosen[: grid.seq[axis]]
     padded[: len(chosen)] = chosen
     kinds, number = np.unique(padded.reshape(-1, grid.block[axis]), axis=0, return_inverse=True)
     states = np.expand_dims(PARTIAL + number.reshape(-1), 1 - axis)
     patterns = np.broadcast_to(np.expand_dims(kinds, 2 - axis), (len(kinds), *grid.block))
-    return _made(_cls, grid, np.broadcast_to(states, grid.counts), patterns)
+    return _made(grid, np.broadcast_to(states, grid.counts), patterns)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numba
 import numpy as np
@@ -15,15 +15,20 @@ from numba.core.dispatcher import Dispatcher
 
 from kernels.common.arguments import as_host_array, whole
 from kernels.scores.mods import check_mod
-from kernels.sparsity.states import FULL, PARTIAL, Bools, Grid, check_grid, pack, unpack
+from kernels.sparsity.states import (
+    FULL,
+    PARTIAL,
+    Blocks,
+    Bools,
+    Grid,
+    Layout,
+    check_grid,
+    pack,
+    unpack,
+)
 
-if TYPE_CHECKING:
-    from kernels.sparsity.block_mask import BlockMask
 
-Mask = type["BlockMask"]
-
-
-def from_dense(_cls: Mask, mask: Any, block_size: Any = 64) -> BlockMask:
+def from_dense(mask: Any, block_size: Any = 64) -> Layout:
     """Return the mask of an array of elements.
 
     Args:
@@ -48,17 +53,16 @@ def from_dense(_cls: Mask, mask: Any, block_size: Any = 64) -> BlockMask:
     def fill(head: int, row: int, rows: int, out: Bools) -> None:
         out[:rows, : grid.seq_k] = by_head[head, row : row + rows]
 
-    return _from_strips(_cls, grid, len(by_head), fill)
+    return _from_strips(grid, len(by_head), fill)
 
 
 def from_mask_mod(
-    _cls: Mask,
     mask_mod: Callable[..., Any],
     seq_q: int,
     seq_k: int,
     block_size: Any = 64,
     heads: int = 1,
-) -> BlockMask:
+) -> Layout:
     """Return the mask of a function, which is asked once for every element.
 
     It is compiled with numba where that is possible, else run as Python, a thousand times slower.
@@ -85,13 +89,11 @@ def from_mask_mod(
     def fill(head: int, row: int, rows: int, out: Bools) -> None:
         evaluate(mod, head, row, rows, grid.seq_k, out)
 
-    return _from_strips(_cls, grid, whole("heads", heads, 1), fill)
+    return _from_strips(grid, whole("heads", heads, 1), fill)
 
 
-def _from_strips(
-    _cls: Mask, grid: Grid, heads: int, fill: Callable[[int, int, int, Bools], None]
-) -> BlockMask:
-    """Return the mask of elements that are known one row of blocks at a time.
+def _from_strips(grid: Grid, heads: int, fill: Callable[[int, int, int, Bools], None]) -> Layout:
+    """Return the layout of elements that are known one row of blocks at a time.
 
     Args:
         grid: The blocks.
@@ -116,7 +118,7 @@ def _from_strips(
             0, 1
         )
         line[partial] = [numbers.setdefault(key, PARTIAL + len(numbers)) for key in pack(blocks)]
-    return _cls(states, *grid.seq, grid.block, unpack(numbers, grid))
+    return Layout(grid, Blocks(states, unpack(numbers, grid)))
 
 
 def _evaluate(mod: Any, head: int, row: int, rows: int, cols: int, out: Bools) -> None:

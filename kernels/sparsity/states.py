@@ -66,6 +66,13 @@ class Blocks(NamedTuple):
     patterns: Any
 
 
+class Layout(NamedTuple):
+    """A grid and the state of each of its blocks, as the builders of patterns return them."""
+
+    grid: Grid
+    blocks: Blocks
+
+
 def check_grid(seq_q: Any, seq_k: Any, block_size: Any) -> Grid:
     """Return lengths and a block size, one number or (rows, columns), as a grid.
 

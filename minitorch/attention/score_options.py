@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kernels import Problem, dropout_mask
 from kernels.common.philox import keep_scale
-from kernels.cuda.runtime.arrays import is_device_array, to_host
+from kernels.cuda.backend import is_device_array, to_host
 from kernels.problem.option_values import SEEDS
 from kernels.runtime.dtypes import acc_dtype, rounded
 from kernels.scores.mods import ScoreMod, check_derivative, evaluate

@@ -18,9 +18,16 @@ from typing import Any
 import numpy as np
 from numba import int64, types, uint32, uint64, void
 
-from kernels.cuda.device.half import form
-from kernels.cuda.runtime.kernel import WARP, Kernel, device_callable, device_function, scalar_type
-from kernels.cuda.runtime.sizes import SIZES, FoldShape
+from kernels.cuda.backend import (
+    SIZES,
+    WARP,
+    FoldShape,
+    Kernel,
+    device_callable,
+    device_function,
+    form,
+    scalar_type,
+)
 from kernels.runtime.dtypes import FLOAT32, FLOAT64, acc_dtype, is_half
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 

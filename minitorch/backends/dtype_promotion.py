@@ -11,12 +11,10 @@ from kernels.launch import Target
 from kernels.runtime.dtypes import FLOAT32, acc_dtype, is_floating, is_half
 
 from ..tensor_data import Ints, Storage, TensorData, get_default_dtype
-
-if TYPE_CHECKING:
-    from ..tensor import Tensor
+from .tensor_protocol import AnyTensor, TensorLike
 
 
-def result_dtype(*tensors: Tensor) -> np.dtype[Any]:
+def result_dtype(*tensors: TensorLike) -> np.dtype[Any]:
     """Return the dtype of a result: the widest floating dtype, or the default for integers.
 
     Raises:
@@ -37,7 +35,7 @@ def result_dtype(*tensors: Tensor) -> np.dtype[Any]:
     return np.result_type(*floating)
 
 
-def floating(t: Tensor, dtype: np.dtype[Any]) -> Tensor:
+def floating(t: AnyTensor, dtype: np.dtype[Any]) -> AnyTensor:
     """Return an integer or boolean tensor in a floating dtype; a floating one as it is."""
     return t if is_floating(t.dtype) else t._converted(t.backend, acc_dtype(dtype))
 

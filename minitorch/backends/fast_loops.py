@@ -18,8 +18,7 @@ import numpy as np
 from numba import get_num_threads, prange
 from numba.extending import overload, register_jitable
 
-from kernels.cpu.runtime import vector_math as elementary
-from kernels.cpu.runtime.function_pointers import take
+from kernels.cpu.backend import take, vector_math
 from kernels.runtime.jit import njit_cached
 from kernels.runtime.memory import join_dims, joined, row_major_strides
 
@@ -50,14 +49,14 @@ ROWS, COLUMNS = 128, 2048
 def callable_(fn: Callable[..., float]) -> Callable[..., float]:
     """Let compiled code call a plain function; a dispatcher it can call already.
 
-    Where one of ``operators`` calls ``math``, compiled code calls ``elementary``: the same function in a
+    Where one of ``operators`` calls ``math``, compiled code calls ``vector_math``: the same function in a
     form that vectorises with the loop around it.
     """
     if not isinstance(fn, FunctionType):
         return fn
     if not is_ours(fn) or fn.__globals__.get("math") is not math:
         return register_jitable(fn)
-    names = {**fn.__globals__, "math": elementary}
+    names = {**fn.__globals__, "math": vector_math}
     vectorised = FunctionType(fn.__code__, names, fn.__name__, fn.__defaults__, fn.__closure__)
     #: A kernel's fingerprint looks here.
     fn.implementations = (vectorised,)  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from ..attention.score_options import visibility
 from ..autodiff import Context
 from ..functions.base import Function, as_int, is_tensor
 from ..functions.flash_attention import FlashAttention, attention_call
-from ..functions.shape import swap_last
+from ..functions.views import swap_last
 from ..modules_basic import LayerNorm1d, layer_norm
 from ..nn import softmax
 from ..tensor import Tensor

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..autodiff import Context, History, Variable, modes
+from ..backends.tensor_protocol import TensorLike as Tensor
 from ..scalar_functions import wrap_tuple
-from ..training.anomaly import check_gradients, checked_forward
-
-if TYPE_CHECKING:
-    from ..tensor import Tensor
 
 
 def is_tensor(x: Any) -> bool:
@@ -91,7 +88,8 @@ class Function:
 
     @classmethod
     def _forward(cls, ctx: Context, *args: Any) -> Any:
-        return checked_forward(cls, ctx, args) if modes.anomaly else cls.forward(ctx, *args)
+        checks = modes.anomaly
+        return checks.checked_forward(cls, ctx, args) if checks else cls.forward(ctx, *args)
 
     @classmethod
     def _backward(cls, ctx: Context, *grad_outputs: Any) -> tuple[Any, ...]:
@@ -117,7 +115,7 @@ class Function:
         return ctx, cls._forward(ctx, *[arg.detach() if is_tensor(arg) else arg for arg in args])
 
     @classmethod
-    def apply(cls, *args: Any) -> Tensor:
+    def apply(cls, *args: Any) -> Any:
         """Compute the function and record in the result how it was computed.
 
         Args:
@@ -139,7 +137,7 @@ class Function:
         return result
 
     @classmethod
-    def apply_several(cls, *args: Any) -> tuple[Tensor, ...]:
+    def apply_several(cls, *args: Any) -> tuple[Any, ...]:
         """Compute a function of several results; as :meth:`apply`, but ``forward`` returns a tuple.
 
         ``backward(ctx, *grad_outputs)`` is called once, with the gradient of each result, None for one
@@ -239,10 +237,12 @@ def chain_rule(history: History, *d_outputs: Any) -> list[tuple[Variable, Any]]:
         for arg, gradient in zip(history.inputs, gradients, strict=True)
         if is_tensor(arg) and arg.requires_grad()
     ]
-    if modes.anomaly and not history.last_fn.checks_itself:
+    checks = modes.anomaly
+    if checks is not None and not history.last_fn.checks_itself:
         wanted = [i for i, x in enumerate(history.inputs) if is_tensor(x) and x.requires_grad()]
         found = zip(wanted, (gradient for _, gradient in pairs), strict=True)
-        check_gradients(history.last_fn, history.ctx, found, (*d_outputs, *history.inputs))
+        given = *d_outputs, *history.inputs
+        checks.check_gradients(history.last_fn, history.ctx, found, given)
     return pairs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from kernels.cuda.runtime.recorder import drawn
+from kernels.cuda.backend import drawn
 
 #: Of a seed, without a sign.
 BITS = 63

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kernels import Problem, launch, make_problem
 from kernels.array_call import check_on_host, mask_and_slopes
 from kernels.problem.operands import make_operands
+from kernels.problem.packed_problem import check_packed, make_packed_problem
 from kernels.scores.mods import check_derivative
-from kernels.varlen import check_packed, make_packed_problem
 
 from ..autodiff import Context
+from ..backends.tensor_protocol import TensorLike as Tensor
 from .base import Function, check_tensor, is_tensor
 from .dropout_seeds import dropout_seed
-from .shape import Permute
-
-if TYPE_CHECKING:
-    from ..tensor import Tensor
+from .views import Permute
 
 
 class AttentionCall(NamedTuple):

@@ -6,15 +6,14 @@ the tests compare these with.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kernels.runtime.dtypes import acc_dtype
 
 from ..autodiff import Context
+from ..backends.tensor_protocol import AnyTensor
+from ..backends.tensor_protocol import TensorLike as Tensor
 from .base import Function
-
-if TYPE_CHECKING:
-    from ..tensor import Tensor
 
 
 def dense(t: Tensor, dtype: Any = None) -> Any:
@@ -58,7 +57,7 @@ def stored_weights(x: Tensor, layer: str, *weights: Tensor) -> list[Any]:
     return [stored(w, layer, own if own == x.dtype else acc_dtype(x.dtype)) for w in weights]
 
 
-def rounded(like: Tensor, array: Any, dtype: Any = None) -> Tensor:
+def rounded(like: AnyTensor, array: Any, dtype: Any = None) -> AnyTensor:
     """Return what a kernel computed as a tensor of 16 bits where ``dense`` widened such.
 
     Args:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..autodiff import Context
+from ..backends.tensor_protocol import AnyTensor
+from ..backends.tensor_protocol import TensorLike as Tensor
 from ..tensor_data import UserShape
 from .base import Function, as_ints
-
-if TYPE_CHECKING:
-    from ..tensor import Tensor
 
 
 class Permute(Function):
@@ -95,7 +94,7 @@ class To(Function):
         return grad_output._converted(*ctx.saved_values), None, None
 
 
-def swap_last(a: Tensor) -> Tensor:
+def swap_last(a: AnyTensor) -> AnyTensor:
     """Return a view with the last two dimensions exchanged, without history."""
     order = (*range(a.dims - 2), a.dims - 1, a.dims - 2)
     return a._new(a._tensor.permute(*order))

@@ -13,7 +13,7 @@ from kernels.runtime.dtypes import COMPUTE_DTYPES
 from ..autodiff import Context
 from ..functions.base import Function, check_tensor
 from ..functions.fused import dense
-from ..functions.shape import swap_last
+from ..functions.views import swap_last
 from ..nn import GELU
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kernels.runtime.dtypes import acc_dtype, is_floating
 from ..autodiff import Context
 from ..functions.base import Function, check_tensor
 from ..functions.fused import dense, rounded, stored
-from ..functions.shape import swap_last
+from ..functions.views import swap_last
 from ..nn import integer_array, softmax_loss
 from ..tensors.factories import ones
 from .linear import composed_linear

@@ -7,7 +7,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kernels.common.arguments import shown, whole
-from kernels.cuda.runtime.arrays import device_view
+from kernels.cuda.backend import device_view
 from kernels.runtime.dtypes import is_floating
 
 from ..backends.elements import as_dtype
@@ -82,7 +82,7 @@ class LayerCache:
         self.batch, self.heads, self.head_dim = batch, heads, head_dim
         self.capacity, self.length = capacity, 0
         self.backend = backend
-        self.known: Any = None  # what ``decoding`` has found out about the layer
+        self.known: Any = None  # the layer's ``StepWeights``
         self._step = batch * heads * head_dim  # elements of one position
         self.dtype = as_dtype(dtype or get_default_dtype())
         if not is_floating(self.dtype):

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import as_host_array, as_plain, shown, whole
-from kernels.cuda.device.memory import row_major_copy
-from kernels.cuda.runtime.arrays import element_strides, flattened
+from kernels.cuda.backend import element_strides, flattened, row_major_copy
 from kernels.interop.dlpack import as_array
 from kernels.runtime.dtypes import BFLOAT16, is_floating, rounded
 from kernels.runtime.memory import is_dense

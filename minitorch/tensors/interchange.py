@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from kernels.interop.dlpack import HOST, cuda_array_interface, dlpack_device, to_dlpack
 from kernels.runtime.dtypes import BFLOAT16
 from kernels.runtime.targets import IS_SIMULATOR
 
-from ..tensor_ops import TensorBackend
-
 if TYPE_CHECKING:
-    from ..tensor import Tensor
+    from ..backends.tensor_protocol import TensorLike as _Tensor
+else:
+    _Tensor = object
 
 
-class Lending:
+class Lending(_Tensor):
     """What :class:`minitorch.tensor.Tensor` has of the protocols; nothing is copied."""
-
-    if TYPE_CHECKING:  # what the methods below need of the tensor
-        _tensor: Any
-        backend: TensorBackend
-
-        @property
-        def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-        @property
-        def dtype(self) -> Any: ...  # noqa: D102
-        def to_numpy(self) -> Any: ...  # noqa: D102
-        def array(self) -> Any: ...  # noqa: D102
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -78,8 +67,7 @@ class Lending:
                 f"the tensor lies on DLPack's device {here} and is wanted on {tuple(dl_device)}; move "
                 "it with cpu() first"
             )
-        tensor = cast("Tensor", self)
-        lent = tensor.f.id_map(tensor, tensor.empty(self.shape)) if copy else tensor
+        lent = self.f.id_map(self, self.empty(self.shape)) if copy else self
         return to_dlpack(lent.array(), stream)
 
     def __dlpack_device__(self) -> tuple[int, int]:

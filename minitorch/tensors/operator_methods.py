@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any
 
 from kernels import takes_attention_options
 from kernels.problem.signature import by_name
@@ -36,9 +36,11 @@ from ..tensor_functions import (
 from ..tensor_ops import normalize_dim
 
 if TYPE_CHECKING:
-    from ..tensor import Tensor
+    from typing_extensions import Self
 
-TensorLike: TypeAlias = "float | int | Tensor"
+    from ..backends.tensor_protocol import TensorLike as _Tensor
+else:
+    _Tensor = object
 
 
 def _inverse(b: float) -> float:
@@ -50,131 +52,122 @@ def _is_operand(b: Any) -> bool:
     return is_tensor(b) or isinstance(b, NUMBERS)
 
 
-class TensorOperators:
+class TensorOperators(_Tensor):
     """The operators and methods of :class:`minitorch.tensor.Tensor`, which inherits them."""
 
-    if TYPE_CHECKING:  # what the methods below need of the tensor
-        _tensor: Any
-
-        @property
-        def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-        @property
-        def size(self) -> int: ...  # noqa: D102
-        def _ensure_tensor(self, b: Any) -> Tensor: ...
-
-    def __add__(self, b: TensorLike) -> Tensor:
+    def __add__(self, b: float | Self) -> Self:
         return Add.apply(self, self._ensure_tensor(b))
 
-    def __sub__(self, b: TensorLike) -> Tensor:
+    def __sub__(self, b: float | Self) -> Self:
         if isinstance(b, NUMBERS):
             return self + -as_float(b)
         return Add.apply(self, Neg.apply(self._ensure_tensor(b)))
 
-    def __mul__(self, b: TensorLike) -> Tensor:
+    def __mul__(self, b: float | Self) -> Self:
         return Mul.apply(self, self._ensure_tensor(b))
 
-    def __truediv__(self, b: TensorLike) -> Tensor:
+    def __truediv__(self, b: float | Self) -> Self:
         if isinstance(b, NUMBERS):
             return self * _inverse(as_float(b))
         return Mul.apply(self, Inv.apply(self._ensure_tensor(b)))
 
-    def __pow__(self, exponent: TensorLike) -> Tensor:
+    def __pow__(self, exponent: float | Self) -> Self:
         return PowerScalar.apply(self, self._ensure_tensor(exponent))
 
-    def __radd__(self, b: TensorLike) -> Tensor:
+    def __radd__(self, b: float | Self) -> Self:
         return self + b
 
-    def __rsub__(self, b: TensorLike) -> Tensor:
+    def __rsub__(self, b: float | Self) -> Self:
         return Add.apply(self._ensure_tensor(b), Neg.apply(self))
 
-    def __rmul__(self, b: TensorLike) -> Tensor:
+    def __rmul__(self, b: float | Self) -> Self:
         return self * b
 
-    def __rtruediv__(self, b: TensorLike) -> Tensor:
+    def __rtruediv__(self, b: float | Self) -> Self:
         return Mul.apply(self._ensure_tensor(b), Inv.apply(self))
 
-    def __matmul__(self, b: Tensor) -> Tensor:
+    def __matmul__(self, b: Self) -> Self:
         """Multiply matrices; see ``TensorOps.matrix_multiply``."""
         return MatMul.apply(self, self._ensure_tensor(b))
 
-    def __neg__(self) -> Tensor:
+    def __neg__(self) -> Self:
         return Neg.apply(self)
 
-    def __lt__(self, b: TensorLike) -> Tensor:
+    def __lt__(self, b: float | Self) -> Self:
         return LT.apply(self, self._ensure_tensor(b))
 
-    def __gt__(self, b: TensorLike) -> Tensor:
+    def __gt__(self, b: float | Self) -> Self:
         return LT.apply(self._ensure_tensor(b), self)
 
-    def __eq__(self, b: TensorLike) -> Tensor:  # type: ignore[override]
+    def __eq__(self, b: float | Self) -> Self:  # type: ignore[override]
         if not _is_operand(b):
             return NotImplemented  # Python then says that they differ
         return EQ.apply(self, self._ensure_tensor(b))
 
-    def __ne__(self, b: TensorLike) -> Tensor:  # type: ignore[override]
+    def __ne__(self, b: float | Self) -> Self:  # type: ignore[override]
         # Python's own would be `not (self == b)`, and every tensor counts as true.
         if not _is_operand(b):
             return NotImplemented
         return 1.0 - EQ.apply(self, self._ensure_tensor(b))
 
-    def all(self, dim: int | None = None) -> Tensor:
+    def all(self, dim: int | None = None) -> Self:
         """Return 1 where every element along ``dim`` is 1; over everything, of shape (1,)."""
         if dim is None:
             return All.apply(self.view(self.size), 0)
         return All.apply(self, normalize_dim(dim, self.shape))
 
-    def is_close(self, y: Tensor) -> Tensor:
+    def is_close(self, y: Self) -> Self:
         """Return 1 where the two differ by less than 0.01."""
         return IsClose.apply(self, self._ensure_tensor(y))
 
-    def sigmoid(self) -> Tensor:
+    def sigmoid(self) -> Self:
         """Return 1 / (1 + e^-x)."""
         return Sigmoid.apply(self)
 
-    def relu(self) -> Tensor:
+    def relu(self) -> Self:
         """Return x where it is positive, else 0."""
         return ReLU.apply(self)
 
-    def log(self) -> Tensor:
+    def log(self) -> Self:
         """Return the natural logarithm of x + EPS."""
         return Log.apply(self)
 
-    def exp(self) -> Tensor:
+    def exp(self) -> Self:
         """Return e^x."""
         return Exp.apply(self)
 
-    def tanh(self) -> Tensor:
+    def tanh(self) -> Self:
         """Return the hyperbolic tangent."""
         return Tanh.apply(self)
 
-    def sum(self, dim: int | None = None) -> Tensor:
+    def sum(self, dim: int | None = None) -> Self:
         """Sum over ``dim``, which stays with size 1; over everything, to shape (1,)."""
         if dim is None:
             return Sum.apply(self.contiguous().view(self.size), 0)
         return Sum.apply(self, normalize_dim(dim, self.shape))
 
-    def mean(self, dim: int | None = None) -> Tensor:
+    def mean(self, dim: int | None = None) -> Self:
         """Average over ``dim``, which stays with size 1; over everything, to shape (1,)."""
         count = self.size if dim is None else self.shape[normalize_dim(dim, self.shape)]
         return self.sum(dim) / count
 
-    def var(self, dim: int | None = None) -> Tensor:
+    def var(self, dim: int | None = None) -> Self:
         """Return the variance (divided by the count) over ``dim``, or over everything."""
         deviation = self - self.mean(dim)
         return (deviation * deviation).mean(dim)
 
-    def permute(self, *order: int) -> Tensor:
+    def permute(self, *order: int) -> Self:
         """Return a view with the dimensions in another order."""
         return Permute.apply(self, order)
 
-    def view(self, *shape: int) -> Tensor:
+    def view(self, *shape: int) -> Self:
         """Return a view of another shape; the tensor must be contiguous."""
         return View.apply(self, shape)
 
     @takes_attention_options
     def flash_attention(
-        self, k: Tensor, v: Tensor, *args: Any, **options: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, k: Self, v: Self, *args: Any, **options: Any
+    ) -> Self | tuple[Self, Self]:
         """Attend with these queries to keys and values, in one fused kernel.
 
         ``attn_mask`` may be an array of booleans of any library or a tensor; a floating one is a tensor
@@ -194,11 +187,11 @@ class TensorOperators:
             TypeError: For operands of different dtype or backend, or an option of the wrong type.
             ValueError: For shapes or values that do not fit.
         """
-        return attend(cast("Tensor", self), k, v, by_name(args, options))
+        return attend(self, k, v, by_name(args, options))
 
     @takes_attention_options
     def flash_attention_varlen(
-        self, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, *args: Any, **options: Any
+        self, k: Self, v: Self, cu_seqlens_q: Any, cu_seqlens_k: Any, *args: Any, **options: Any
     ) -> Any:
         """Attend within each of several sequences that lie one after the other; nothing is padded.
 
@@ -223,8 +216,8 @@ class TensorOperators:
             ValueError: Likewise, or if they do not fit, or for a mask.
         """
         sums = cu_seqlens_q, cu_seqlens_k
-        return attend_packed(cast("Tensor", self), k, v, *sums, by_name(args, options))
+        return attend_packed(self, k, v, *sums, by_name(args, options))
 
-    def contiguous(self) -> Tensor:
+    def contiguous(self) -> Self:
         """Return the tensor in row-major order: itself if it is, else a copy."""
-        return cast("Tensor", self) if self._tensor.is_contiguous() else Copy.apply(self)
+        return self if self._tensor.is_contiguous() else Copy.apply(self)

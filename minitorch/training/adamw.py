@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
-from kernels.cuda.runtime.recorder import active
+from kernels.cuda.backend import active
 from kernels.runtime.dtypes import FLOAT32, is_floating, is_half
 
 from ..module import Parameter

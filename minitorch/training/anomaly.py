@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 import kernels
 
-from ..autodiff import Context, Switch
+from ..autodiff import Context, Switch, modes
 
 Index = tuple[int, ...]
 #: A frame within these is the library's and not the user's; ``contextlib`` stands between the two.
@@ -30,32 +30,6 @@ _EVERY_CALL = {
     "anomaly.py", "autodiff.py", "base.py", "contextlib.py", "matmul_precision.py", "module.py",
     "operator_methods.py", "scalar.py", "scalar_functions.py",
 }  # fmt: skip
-
-
-class detect_anomaly(Switch):
-    """Within the context, or the function that it decorates, look at every number that is computed.
-
-    Every function of scalars and tensors, the fused ones too, has its results and its gradients checked,
-    and every optimiser the parameters that it moves, in this thread.  The first fault raises
-    :class:`AnomalyError`, which names the operation and the line that called it.  Put the forward pass
-    into the context too: only then does a fault in the backward pass know that line.
-
-    A fault is
-
-    - NaN, always;
-    - an infinity, where nothing that the operation was given is infinite: a division by zero, an overflow.
-      A mask of minus infinities is no fault, nor is the lse of a row that sees no key.
-
-    Only results are looked at: what overflows within an operation and ends as a number is not seen.
-    Each result is read on the host, so that a GPU is waited for: it is made for finding a fault, not for
-    every day.  The environment variable ``MINITORCH_DETECT_ANOMALY=1`` switches it on for a whole run.
-
-    Example:
-        >>> with minitorch.detect_anomaly():
-        ...     model.loss(inputs, targets).backward()
-    """
-
-    mode, value = "anomaly", True
 
 
 class Site(NamedTuple):
@@ -107,46 +81,52 @@ class AnomalyError(FloatingPointError):
 # -- what the functions and optimisers call ------------------------------------------------------
 
 
-def checked_forward(function: Any, ctx: Context, args: Sequence[Any]) -> Any:
-    """Run the ``forward`` of a function and check what it returns.
+class _Checks:
+    """The checks that functions call within :class:`detect_anomaly`; see ``autodiff.AnomalyChecks``."""
 
-    Args:
-        function: Its class.
-        ctx: Learns where the function was called.
-        args: Of ``forward``.
+    def checked_forward(self, function: Any, ctx: Context, args: Sequence[Any]) -> Any:
+        """Run the ``forward`` of a function and check what it returns.
 
-    Raises:
-        AnomalyError: If a result is at fault.
-    """
-    ctx.site = _site()
-    results = function.forward(ctx, *args)
-    several = isinstance(results, tuple)
-    for place, result in enumerate(results if several else (results,)):
-        answers = (-np.inf,) if several and place in function.minus_infinity_in else ()
-        if bad := _first_bad(result, args, answers):
-            what = f"its result {place}" if several else "its result"
-            raise _error(function.__name__, "forward", bad, what, args, ctx.site)
-    return results
+        Args:
+            function: Its class.
+            ctx: Learns where the function was called.
+            args: Of ``forward``.
 
+        Raises:
+            AnomalyError: If a result is at fault.
+        """
+        ctx.site = _site()
+        results = function.forward(ctx, *args)
+        several = isinstance(results, tuple)
+        for place, result in enumerate(results if several else (results,)):
+            answers = (-np.inf,) if several and place in function.minus_infinity_in else ()
+            if bad := _first_bad(result, args, answers):
+                what = f"its result {place}" if several else "its result"
+                raise _error(function.__name__, "forward", bad, what, args, ctx.site)
+        return results
 
-def check_gradients(
-    function: Any, ctx: Context, gradients: Iterable[tuple[int, Any]], given: Sequence[Any]
-) -> None:
-    """Check what the ``backward`` of a function has returned.
+    def check_gradients(
+        self,
+        function: Any,
+        ctx: Context,
+        gradients: Iterable[tuple[int, Any]],
+        given: Sequence[Any],
+    ) -> None:
+        """Check what the ``backward`` of a function has returned.
 
-    Args:
-        function: Its class.
-        ctx: Of the call.
-        gradients: With the place of the argument that each belongs to.
-        given: The gradients of the results, and what else went into it.
+        Args:
+            function: Its class.
+            ctx: Of the call.
+            gradients: With the place of the argument that each belongs to.
+            given: The gradients of the results, and what else went into it.
 
-    Raises:
-        AnomalyError: If a gradient is at fault.
-    """
-    for place, gradient in gradients:
-        if bad := _first_bad(gradient, given):
-            what = f"the gradient of its argument {place}"
-            raise _error(function.__name__, "backward", bad, what, given, ctx.site)
+        Raises:
+            AnomalyError: If a gradient is at fault.
+        """
+        for place, gradient in gradients:
+            if bad := _first_bad(gradient, given):
+                what = f"the gradient of its argument {place}"
+                raise _error(function.__name__, "backward", bad, what, given, ctx.site)
 
 
 def check_step(optimizer: str, what: str, moved: Any, before: Any, gradient: Any) -> None:
@@ -165,6 +145,39 @@ def check_step(optimizer: str, what: str, moved: Any, before: Any, gradient: Any
     given = (before, gradient)
     if bad := _first_bad(moved, given):
         raise _error(optimizer, "step", bad, what, given, _site())
+
+
+# -- how they are switched on --------------------------------------------------------------------
+
+
+class detect_anomaly(Switch):
+    """Within the context, or the function that it decorates, look at every number that is computed.
+
+    Every function of scalars and tensors, the fused ones too, has its results and its gradients checked,
+    and every optimiser the parameters that it moves, in this thread.  The first fault raises
+    :class:`AnomalyError`, which names the operation and the line that called it.  Put the forward pass
+    into the context too: only then does a fault in the backward pass know that line.
+
+    A fault is
+
+    - NaN, always;
+    - an infinity, where nothing that the operation was given is infinite: a division by zero, an overflow.
+      A mask of minus infinities is no fault, nor is the lse of a row that sees no key.
+
+    Only results are looked at: what overflows within an operation and ends as a number is not seen.
+    Each result is read on the host, so that a GPU is waited for: it is made for finding a fault, not for
+    every day.  The environment variable ``MINITORCH_DETECT_ANOMALY=1`` switches it on for a whole run.
+
+    Example:
+        >>> with minitorch.detect_anomaly():
+        ...     model.loss(inputs, targets).backward()
+    """
+
+    mode, value = "anomaly", _Checks()
+
+
+if os.environ.get("MINITORCH_DETECT_ANOMALY", "0") not in ("", "0"):
+    type(modes).anomaly = detect_anomaly.value  # of the class: it holds in every thread
 
 
 # -- how they check ------------------------------------------------------------------------------

@@ -11,11 +11,7 @@ from typing import Any
 import numpy as np
 
 from kernels.common.arguments import whole
-from kernels.cuda.runtime.arena import Arena
-from kernels.cuda.runtime.arrays import pool
-from kernels.cuda.runtime.graphs import Graph
-from kernels.cuda.runtime.numba_watch import watching_numba
-from kernels.cuda.runtime.recorder import Recording, active, refuse
+from kernels.cuda.backend import Arena, Graph, Recording, active, pool, refuse, watching_numba
 from kernels.runtime.cuda_errors import CaptureError as CaptureError
 from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, current_device, driver, why_no_cuda
 

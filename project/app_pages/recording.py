@@ -28,8 +28,8 @@ import numpy.typing as npt
 
 import kernels
 from kernels import launch
-from kernels.cuda.attention import split_keys as flash2_merge
-from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.attention import split_keys
+from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.launcher import three
@@ -308,8 +308,8 @@ def main() -> None:
     # Barriers wait for each thread of a block, so that they should hand over often.
     sys.setswitchinterval(1e-4)
     # One head of a large call: on a busy device no sum is divided among blocks.
-    product.SIZES = replace(product.SIZES, product_blocks=0)
-    flash2_merge.SIZES = replace(flash2_merge.SIZES, split_blocks=0)
+    cuda_cores.SIZES = replace(cuda_cores.SIZES, product_blocks=0)
+    split_keys.SIZES = replace(split_keys.SIZES, split_blocks=0)
     settings = pickle.loads(sys.stdin.buffer.read())
     sys.stdout.buffer.write(pickle.dumps([run(each) for each in settings]))
 

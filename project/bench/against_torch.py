@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -28,6 +27,8 @@ import numpy as np
 from common.command_line import COUNT
 from tqdm import tqdm
 
+import kernels
+import minitorch
 from bench.measuring import (
     command_line,
     interleaved,
@@ -37,13 +38,7 @@ from bench.measuring import (
     timing_note,
     write_record,
 )
-
-sys.path.append(str(Path(__file__).parent.parent / "experiments"))
-
-from peers import OurCall, errors, reference, why_failed
-
-import kernels
-import minitorch
+from bench.our_attention import OurCall, errors, reference, why_failed
 from bench.peer_cases import Case, cases
 from bench.peer_figures import DIRECTIONS, GROUPS, OPTIONS, SDPA, Row, details, table
 from bench.torch_attention import FLEX, TorchCall, load_torch, prepare

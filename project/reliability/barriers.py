@@ -34,7 +34,7 @@ KERNELS = Path("kernels/cuda")
 TESTED_BY = {
     (
         "attention/flash3_wgmma/forward/kernel", "attention/flash3_wgmma/forward/scheduler",
-        "attention/flash3_wgmma/forward/score_options",
+        "attention/flash3_wgmma/nonfinite",
     ): ("tests/structure/emulated/test_flash3", "tests/structure/emulated/test_flash3_options"),
     (
         "attention/flash3_wgmma/backward/dkdv", "attention/flash3_wgmma/backward/dq",

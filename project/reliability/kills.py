@@ -41,9 +41,9 @@ import train_gpt  # noqa: E402
 from bench import measuring  # noqa: E402
 from common.command_line import COUNT, FROM_ZERO, OneLineParser  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from training import gpt_loop as gpt_training  # noqa: E402
+from training import gpt_loop  # noqa: E402
 
-from minitorch.training import model_files as saved_models  # noqa: E402
+from minitorch.training import model_files  # noqa: E402
 from minitorch.training.checkpoints import Checkpoints  # noqa: E402
 from minitorch.training.model_files import read_checkpoint  # noqa: E402
 
@@ -89,13 +89,13 @@ def child(progress: str, plan: Plan, argv: list[str]) -> None:
         argv: Of the training.
     """
     begun = os.open(progress, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    step = gpt_training.Trainer._step  # not the warm-up's, which is no step of the training
+    step = gpt_loop.Trainer._step  # not the warm-up's, which is no step of the training
 
-    def noted(trainer: gpt_training.Trainer) -> Any:
+    def noted(trainer: gpt_loop.Trainer) -> Any:
         os.write(begun, b".")
         return step(trainer)
 
-    gpt_training.Trainer._step = noted  # type: ignore[method-assign]
+    gpt_loop.Trainer._step = noted  # type: ignore[method-assign]
     if plan["stage"]:
         _die_in_write(**plan)
     train_gpt.main(argv)
@@ -150,7 +150,7 @@ def _die_in_write(stage: str, write: int, share: float) -> None:
             before("before a removal", lambda: None)()
         remove(path, missing_ok)
 
-    saved_models.open = Written  # type: ignore[attr-defined]  # in place of Python's, in that file only
+    model_files.open = Written  # type: ignore[attr-defined]  # in place of Python's, in that file only
     os.fsync = before("before the flush", flush)
     os.replace = renamed
     Path.unlink = removed  # type: ignore[method-assign]

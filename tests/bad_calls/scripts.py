@@ -34,7 +34,7 @@ import train_tasks  # noqa: E402
 from data import digits as digits_data  # noqa: E402
 from data import sentiment as sentiment_data  # noqa: E402
 from data import text as text_data  # noqa: E402
-from training import gpt_options as train_options  # noqa: E402
+from training import gpt_options  # noqa: E402
 
 # Wrong types are what is tested.
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false, reportReturnType=false
@@ -57,7 +57,7 @@ def given(script: ModuleType, *args: str) -> Any:
 
 def options(*args: str) -> Any:
     """Return a call that reads the arguments of the GPT's training script."""
-    return lambda _: run(lambda argv: train_options.parse_args("", argv), *args)
+    return lambda _: run(lambda argv: gpt_options.parse_args("", argv), *args)
 
 
 def experiment(module: ModuleType, *args: str) -> Any:
@@ -152,7 +152,7 @@ ARGUMENTS = {
         options("--nonsense"), SystemExit, "--nonsense", "--help"
     ),
     "train_gpt: a shape of a model": wrong(
-        lambda o: train_options.check_config({**CONFIG, "width": 5}),
+        lambda o: gpt_options.check_config({**CONFIG, "width": 5}),
         ValueError, "--width", "5 and 2", "equal share",
     ),
     "run_scalar: no points": wrong(

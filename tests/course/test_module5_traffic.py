@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import launch, make_problem
-from kernels.cuda.attention import split_keys as flash2_merge
+from kernels.cuda.attention import split_keys
 from kernels.metering.io_meter import IOMeter
 from kernels.problem.operands import make_operands
 from kernels.runtime.targets import IS_SIMULATOR, cuda
@@ -41,10 +41,10 @@ BOUNDS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def undivided() -> Iterator[None]:
     """Let one block do all keys of a query tile, as it does where there are many heads."""
-    before = flash2_merge.SIZES
-    flash2_merge.SIZES = replace(before, split_blocks=0)
+    before = split_keys.SIZES
+    split_keys.SIZES = replace(before, split_blocks=0)
     yield
-    flash2_merge.SIZES = before
+    split_keys.SIZES = before
 
 
 def metered(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from kernels.common.geometry import ceil_div
-from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.runtime.arrays import device_view, to_host
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.memory import join_dims
@@ -459,7 +459,7 @@ def test_a_product_reads_and_writes_nothing_beyond_the_matrices(
     if transposed:
         a_steps, b_steps = ((0, 0, step, row) for _, _, row, step in (a_steps, b_steps))
     out, out_steps = framed(np.full((rows, cols), np.nan))
-    product.multiply(
+    cuda_cores.multiply(
         flat(out),
         out_steps,
         flat(a),

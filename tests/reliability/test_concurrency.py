@@ -126,7 +126,7 @@ SCRIPT = """
 import json, multiprocessing, os, sys, threading, time
 sys.path.insert(0, {root!r})
 import numpy as np
-import minitorch
+from kernels.runtime.jit import njit_cached
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc.parallel import threading_layer
 from tests.reliability.test_concurrency import asked, at_once, trained
@@ -157,7 +157,7 @@ def holding(begun):
         time.sleep(0.3)
 
 def compiled():
-    return minitorch.fast_ops.njit_cached(lambda x: x + 1, cache=False)(1)
+    return njit_cached(lambda x: x + 1, cache=False)(1)
 
 if __name__ == "__main__":
     found = at_once(everything, range(3))

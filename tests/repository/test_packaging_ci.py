@@ -74,7 +74,7 @@ case "$*" in
 esac
 """
 REPORT = """<testsuites><testsuite>
-<testcase classname="tests.project.app.test_app_browser" name="test_app" time="9">{}</testcase>
+<testcase classname="tests.project.app_pages.test_app_browser" name="test_app" time="9">{}</testcase>
 <testcase classname="tests.project.course.test_starter_trees" name="test_tree" time="60"/>
 <testcase classname="tests.minitorch.test_tensor" name="test_one" time="1"/>
 <testcase classname="tests.minitorch.test_tensor" name="test_gpu" time="0"><skipped/></testcase>

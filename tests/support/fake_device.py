@@ -22,11 +22,11 @@ import numpy as np
 
 import minitorch  # noqa: F401
 from kernels import launch
-from kernels.cuda.attention.flash2_mma import nonfinite as mma_guard
-from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
+from kernels.cuda.attention.flash2_mma import nonfinite
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.device import per_device
 from kernels.cuda.runtime import arrays, graphs, launcher
-from kernels.cuda.runtime import kernel as device
+from kernels.cuda.runtime import kernel as runtime_kernel
 from kernels.runtime import targets
 
 graph_step_module = sys.modules["minitorch.training.captured_step"]
@@ -195,7 +195,7 @@ class FakeDriver:
 def _compiled(own: FakeDriver) -> Any:
     """Return what stands for ``Kernel._compiled``: a handle, and no machine code."""
 
-    def compiled(kernel: device.Kernel) -> Any:
+    def compiled(kernel: runtime_kernel.Kernel) -> Any:
         layout = "=" + "".join(map(launcher._layout, kernel.signature.args))
         handle = own.kernel(kernel.name, struct.calcsize(layout) // 8)
         library = SimpleNamespace(get_cufunc=lambda: SimpleNamespace(handle=handle))
@@ -235,8 +235,8 @@ def _caches() -> Iterator[Any]:
 def _forget() -> None:
     for cache in _caches():
         cache.cache_clear()
-    mma_guard._flags.clear()
-    flash3_launch._kept_maps.clear()
+    nonfinite._flags.clear()
+    flash3_wgmma._kept_maps.clear()
     vars(launch.CUDA).pop("_usable", None)
 
 
@@ -246,14 +246,14 @@ def fake_device() -> Iterator[FakeDriver]:
     own, cuda = FakeDriver(), targets.cuda
     context = SimpleNamespace(memory_manager=type("NumbaCUDAMemoryManager", (), {})())
     compiled = cached_property(_compiled(own))
-    compiled.__set_name__(device.Kernel, "_compiled")
+    compiled.__set_name__(runtime_kernel.Kernel, "_compiled")
     _forget()
     with ExitStack() as stack:
 
         def put(holder: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(holder, name, value))
 
-        for module in (targets, launcher, arrays, device, graphs, graph_step_module):
+        for module in (targets, launcher, arrays, runtime_kernel, graphs, graph_step_module):
             put(module, "driver", own)
         put(targets, "_why_no_cuda", lambda: None)
         put(targets, "_has_several_devices", lambda: False)
@@ -266,8 +266,8 @@ def fake_device() -> Iterator[FakeDriver]:
         put(cuda.cudadrv.driver, "driver", numbas)
         put(cuda, "synchronize", lambda: numbas.cuCtxSynchronize())
         put(cuda.cudadrv.devicearray.DeviceNDArray, "copy_to_host", _zeros)
-        put(device.Kernel, "_compiled", compiled)
-        put(device.Kernel, "_allow_shared_memory", lambda kernel: None)
+        put(runtime_kernel.Kernel, "_compiled", compiled)
+        put(runtime_kernel.Kernel, "_allow_shared_memory", lambda kernel: None)
         put(per_device, "encode_tensor_map", lambda *encoded: _encoded(encoded))
         yield own
     _forget()

@@ -1,4 +1,4 @@
-"""A call as the kernels on the host are handed it: its numbers, arrays and options in one record."""
+"""The record through which kernels on the host receive a call: its numbers, arrays and options."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ class CallOptions:
                 self.name(**columns)
                 self._work = np.diff(tiles.tile_ptr)
 
-    def tile_table(self, of_keys: bool, deal: int = 1) -> int:
+    def tile_table(self, of_keys: bool, parts: int = 1) -> int:
         """Put the tiles of query rows, or of keys, into the record, those with the most work first.
 
         Args:
             of_keys: Tiles of key columns.
-            deal: For so many hands: the tiles ``i``, ``i + deal``, … make up hand ``i``.
+            parts: Among which the tiles are divided: ``i``, ``i + parts``, … are part ``i``.
 
         Returns:
             How many there are.
@@ -144,12 +144,12 @@ class CallOptions:
             whole = problem.sequences.tiles(block, of_keys)
         if self._work is not None:
             work = self._work.reshape(-1, len(whole)).sum(axis=0)
-            order = _order(work, deal)
+            order = _order(work, parts)
         elif problem.sequences is None:
             bounds = problem.lower, problem.upper
-            order = _order_in_bounds(problem.seq_q, problem.seq_k, block, of_keys, bounds, deal)
+            order = _order_in_bounds(problem.seq_q, problem.seq_k, block, of_keys, bounds, parts)
         else:
-            order = _order(_visible(whole, block, of_keys, problem.lower, problem.upper), deal)
+            order = _order(_visible(whole, block, of_keys, problem.lower, problem.upper), parts)
         self.name(table=whole[order][:, :, None, None])
         self._record["tiles"] = len(whole)
         return len(whole)
@@ -178,13 +178,13 @@ def _visible(
     return np.minimum(stop + upper, seq) - np.maximum(start + lower, 0)
 
 
-def _order(work: Any, deal: int) -> Any:
+def _order(work: Any, parts: int) -> Any:
     """Return the numbers of the tiles, those with the most work first; see ``tile_table``."""
     order = np.argsort(-work, kind="stable")
-    # To and fro: the hand that gets the larger tile of one round gets the smaller one of the next.
-    rounds = len(order) // (2 * deal)
-    if deal > 1 and rounds:
-        pairs = order[: rounds * 2 * deal].reshape(rounds, 2, deal)
+    # To and fro: the part that gets the larger tile of one round gets the smaller one of the next.
+    rounds = len(order) // (2 * parts)
+    if parts > 1 and rounds:
+        pairs = order[: rounds * 2 * parts].reshape(rounds, 2, parts)
         pairs[:, 1] = pairs[:, 1, ::-1].copy()
     return order
 
@@ -200,8 +200,8 @@ def _whole_table(seq_q: int, seq_k: int, block: int, of_keys: bool) -> Any:
 
 @lru_cache(maxsize=64)
 def _order_in_bounds(
-    seq_q: int, seq_k: int, block: int, of_keys: bool, bounds: tuple[int, int], deal: int
+    seq_q: int, seq_k: int, block: int, of_keys: bool, bounds: tuple[int, int], parts: int
 ) -> Any:
     return _order(
-        _visible(_whole_table(seq_q, seq_k, block, of_keys), block, of_keys, *bounds), deal
+        _visible(_whole_table(seq_q, seq_k, block, of_keys), block, of_keys, *bounds), parts
     )

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kernels.common.online_softmax import LN_2
-from kernels.cpu.attention import flash_decoding as short_queries
+from kernels.cpu.attention import flash_decoding
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.mods import why_not_compiled
 from kernels.cpu.attention.tile_scores import Place, rows_of
@@ -198,8 +198,8 @@ def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> None
         operands: As kernels take them, any strides; out and lse written.
     """
     o = operands
-    if size == tile(problem) and short_queries.pays(problem, o):
-        short_queries.forward(problem, o)
+    if size == tile(problem) and flash_decoding.pays(problem, o):
+        flash_decoding.forward(problem, o)
         return
     options = CallOptions(problem, o, size, by_keys=False)
     options.name(q=o.q, k=o.k, v=o.v, out=o.out, lse=o.lse[..., None])

@@ -29,7 +29,7 @@ from kernels.cuda.attention.options.score_functions import (
 from kernels.cuda.device.one_source import inverse_sum, log_sum_exp, shift_of
 from kernels.cuda.device.row_folds import RowBlock, make_row_folds
 from kernels.cuda.device.shared_tiles import round_up
-from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.runtime.arrays import device_view, element_strides, empty_device
 from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type, why_too_large
 from kernels.cuda.runtime.sizes import SIZES, ProductTile
@@ -201,9 +201,9 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
     own = _product_tile(tile or SIZES.product_tile)
     tiles = SIZES.product_tiles[problem.dtype.itemsize] if own is None else (own,)
     threads = max(each.threads for each in tiles)
-    if threads > product.MAX_THREADS:
-        return f"tile {tile} needs {threads} threads a block, the most is {product.MAX_THREADS}"
-    needed = problem.dtype.itemsize * max(product.shared_elements(each) for each in tiles)
+    if threads > cuda_cores.MAX_THREADS:
+        return f"tile {tile} needs {threads} threads a block, the most is {cuda_cores.MAX_THREADS}"
+    needed = problem.dtype.itemsize * max(cuda_cores.shared_elements(each) for each in tiles)
     return why_too_large(tile, needed, dynamic_shared_memory_bytes())
 
 
@@ -227,7 +227,7 @@ def product_blocks(tile: tuple[int, int] | None) -> tuple[int, int]:
 
 def _multiply(tile: tuple[int, int], a: Any, b: Any, out: Any, factor: float) -> None:
     """Launch the product of two batches of matrices."""
-    product.multiply(
+    cuda_cores.multiply(
         _flat(out), element_strides(out), _flat(a), element_strides(a), _flat(b), element_strides(b),
         (*out.shape, a.shape[3]), factor, _product_tile(tile),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Hopper's blocks: warpgroups that copy and warpgroups that multiply, and how tiles lie."""
+"""Hopper's blocks: a producer warpgroup, consumer warpgroups, and the layout of tiles in shared memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ALIGNMENT = 1024
 WARPGROUP = 128
 
 
-class Staff:
-    """A warpgroup that copies, and consumers, warpgroups that multiply, each with 64 rows of a tile."""
+class WarpRoles:
+    """A producer warpgroup, which copies, and consumers, which multiply, each with 64 rows of a tile."""
 
     consumers: int
 
@@ -40,7 +40,7 @@ class Staff:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a copying and of a multiplying thread: together no more than there are."""
+        """Registers of a producer thread and of a consumer thread: together no more than there are."""
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
 
 
@@ -61,6 +61,6 @@ def own_warpgroup():
     """Return the number of a thread's warpgroup in its block.
 
     It is taken from one lane: so the compiler sees that a warp goes one way.  Where it does not, a product
-    asked for under a condition waits for those before it.
+    issued under a condition waits for those before it.
     """
     return int32(cuda.shfl_sync(0xFFFFFFFF, int32(cuda.threadIdx.x // WARPGROUP), 0))

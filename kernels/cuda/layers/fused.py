@@ -20,8 +20,8 @@ from kernels.common.pointwise import adam_constants
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.memory import device_constant
 from kernels.cuda.device.row_folds import RowBlock, row_block
-from kernels.cuda.layers import elementwise as elements
-from kernels.cuda.layers import softmax as row_kernels
+from kernels.cuda.layers import elementwise
+from kernels.cuda.layers import softmax as softmax_kernels
 from kernels.cuda.layers.adamw import Moved as Moved
 from kernels.cuda.layers.adamw import adam_many as adam_many
 from kernels.cuda.layers.adamw import clip_of as clip_of
@@ -99,7 +99,7 @@ def softmax(x: Any) -> Any:
     """
     out, rows = _empty_like(x), _rows(x)
     block = row_block(rows.shape[1])
-    _launch_rows(row_kernels.softmax_kernel(block, x.dtype), block, rows, _rows(out))
+    _launch_rows(softmax_kernels.softmax_kernel(block, x.dtype), block, rows, _rows(out))
     return out
 
 
@@ -115,7 +115,7 @@ def softmax_backward(dout: Any, out: Any) -> Any:
     """
     dx, rows = _empty_like(out), _rows(dout)
     block = row_block(rows.shape[1])
-    kernel = row_kernels.softmax_backward_kernel(block, out.dtype)
+    kernel = softmax_kernels.softmax_backward_kernel(block, out.dtype)
     _launch_rows(kernel, block, rows, _rows(out), _rows(dx))
     return dx
 
@@ -127,7 +127,7 @@ def gelu(x: Any) -> Any:
     """Return GELU in its tanh form, element by element."""
     out = _empty_like(x)
     flat = [as_bits(_flat(array)) for array in (x, out)]
-    _launch_elements(elements.gelu_kernel(x.dtype), flat[0].shape[0], *flat)
+    _launch_elements(elementwise.gelu_kernel(x.dtype), flat[0].shape[0], *flat)
     return out
 
 
@@ -141,7 +141,7 @@ def gelu_backward(dout: Any, x: Any) -> Any:
 def gelu_backward_into(dout: Any, x: Any, dx: Any) -> None:
     """Fill dx with the gradient of GELU's input; all of one dtype, of 16 bits too."""
     flat = [as_bits(_flat(array)) for array in (dout, x, dx)]
-    _launch_elements(elements.gelu_backward_kernel(x.dtype), flat[0].shape[0], *flat)
+    _launch_elements(elementwise.gelu_backward_kernel(x.dtype), flat[0].shape[0], *flat)
 
 
 # -- cross entropy -----------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def embedding(table: Any, ids: Any) -> Any:
         (*ids.shape, dim).
     """
     out = empty_device((*ids.shape, table.shape[1]), table.dtype)
-    kernel = elements.embedding_kernel(table.dtype)
+    kernel = elementwise.embedding_kernel(table.dtype)
     rows = as_bits(_rows(out))
     _launch_elements(kernel, math.prod(out.shape), as_bits(table), place_ids(ids), rows)
     return out
@@ -201,7 +201,7 @@ def embedding_backward(dout: Any, ids: Any, num_rows: int) -> Any:
     dtable = empty_device((num_rows, rows.shape[1]), dout.dtype)
     ids = np.asarray(ids).reshape(-1)
     uses = computed(lambda: _uses(ids, num_rows), ids)
-    kernel = elements.embedding_backward_kernel(dout.dtype)
+    kernel = elementwise.embedding_backward_kernel(dout.dtype)
     _launch_elements(kernel, math.prod(dtable.shape), as_bits(rows), _placed(uses), as_bits(dtable))
     return dtable
 
@@ -233,7 +233,7 @@ def dropout(x: Any, seed: int, rate: float, scale: float) -> Any:
     out = _empty_like(x)
     flat = [as_bits(_flat(array)) for array in (x, out)]
     _launch_elements(
-        elements.dropout_kernel(x.dtype), ceil_div(flat[0].shape[0], WORDS),
+        elementwise.dropout_kernel(x.dtype), ceil_div(flat[0].shape[0], WORDS),
         *flat, seed, drop_threshold(rate), acc_dtype(x.dtype).type(scale),
     )  # fmt: skip
     return out
@@ -245,7 +245,7 @@ def dropout(x: Any, seed: int, rate: float, scale: float) -> Any:
 def sgd_step(value: Any, grad: Any, lr: float) -> Any:
     """Return value - lr * grad."""
     out, flat = _empty_like(value), _flat(value)
-    kernel = elements.sgd_kernel(value.dtype)
+    kernel = elementwise.sgd_kernel(value.dtype)
     _launch_elements(kernel, flat.shape[0], flat, _flat(grad), _flat(out), value.dtype.type(lr))
     return out
 
@@ -280,7 +280,7 @@ def adam_step(
     out, flat = _empty_like(value), _flat(value)
     constants = adam_constants(lr, beta1, beta2, eps, step, weight_decay)
     _launch_elements(
-        elements.adam_kernel(value.dtype), flat.shape[0],
+        elementwise.adam_kernel(value.dtype), flat.shape[0],
         flat, _flat(grad), _flat(m), _flat(v), _flat(out),
         tuple(value.dtype.type(number) for number in constants),
     )  # fmt: skip

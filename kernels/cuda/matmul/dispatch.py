@@ -1,11 +1,11 @@
-"""Which product kernel serves what: tensor cores where they are as exact as asked, else CUDA cores.
+"""Dispatch matrix products: to tensor cores where they are as exact as requested, else to CUDA cores.
 
 ==================  ====================  ===========================================================
 kernel              device                operands
 ==================  ====================  ===========================================================
-``matmul.wgmma``   cc 9.0                16 bits; float32 as TF32, as 16 bits, or split in three
-``matmul.mma``     cc 8.0 and newer      16 bits; float32 as TF32 or as 16 bits
-``product``         every one             float32 and float64, of any strides; numbers that are not finite
+``wgmma``           cc 9.0                16 bits; float32 as TF32, as 16 bits, or split in three
+``mma``             cc 8.0 and newer      16 bits; float32 as TF32 or as 16 bits
+``cuda_cores``      every one             float32 and float64, of any strides; numbers that are not finite
 ==================  ====================  ===========================================================
 """
 
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import cache, lru_cache, partial
-from itertools import count
-from itertools import product as product_of
+from itertools import count, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from kernels.common.geometry import ceil_div
 from kernels.cuda.device import half
 from kernels.cuda.device.per_device import multiprocessors, why_no_device
 from kernels.cuda.device.shared_tiles import round_up
-from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.matmul.launch import Target, multiply_by_warps, multiply_on_hopper
 from kernels.cuda.matmul.layout import Form, ProductLayout, WarpLayout
 from kernels.cuda.matmul.operands import Ints, Operand, copy, flag, placed, split
@@ -142,7 +141,7 @@ def multiply(
         ticket = drawn(partial(next, _TICKETS))
         _multiply_split(out, out_steps, left, right, ticket)
         # An infinity has no parts that add up to it: such operands are multiplied as they are.
-        product.multiply(
+        cuda_cores.multiply(
             out, out_steps, a, a_steps, b, b_steps, shape, only_if=(flag(), ticket)
         )  # fmt: skip
         return
@@ -229,7 +228,7 @@ def _layout(
         summed = _SUM_STEPS + matrices * rows * cols * parts / _SUMMED if parts > 1 else 0.0
         return rounds * (ceil_div(steps, parts) * step + tile) + summed
 
-    (layout, _, _), parts = min(product_of(layouts, range(1, most + 1)), key=cost)
+    (layout, _, _), parts = min(product(layouts, range(1, most + 1)), key=cost)
     # Rounding may leave none for the last.
     return layout, ceil_div(steps, ceil_div(steps, parts))
 

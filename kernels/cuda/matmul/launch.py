@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.per_device import device_map, multiprocessors
-from kernels.cuda.matmul import mma as product_mma
-from kernels.cuda.matmul import wgmma as product_wgmma
+from kernels.cuda.matmul import mma, wgmma
 from kernels.cuda.matmul.layout import LINE, PANEL, Form, Order, ProductLayout, WarpLayout
 from kernels.cuda.matmul.operands import Ints, Operand
 from kernels.cuda.ptx.wgmma import ROWS
@@ -138,7 +137,7 @@ def multiply_on_hopper(
         if form.keeps_input:
             before = _map_of(before, shape, target.steps, _OUT_BOX, form.out)
     blocks = min(multiprocessors(), plan.order.items)
-    product_wgmma.product_kernel(layout, form)[blocks, layout.threads](
+    wgmma.product_kernel(layout, form)[blocks, layout.threads](
         *maps, out, before, target.bias, plan.steps, (*plan.sizes, *differs, plane), plan.order
     )
 
@@ -150,7 +149,7 @@ def multiply_by_warps(
     plan = _plan(a.shape, b.shape[2], form.depth, layout, target.steps, target.parts, band)
     rows, cols, _, part_steps, parts, heads = plan.sizes
     sizes = (rows, cols, a.shape[3], part_steps, parts, heads)
-    product_mma.product_kernel(layout, form)[plan.order.items, layout.threads](
+    mma.product_kernel(layout, form)[plan.order.items, layout.threads](
         as_bits(a.array), as_bits(b.array), as_bits(target.array),
         as_bits(target.before_gelu) if form.keeps_input else 0, target.bias,
         a.stored[1][:3], b.stored[1][:3], plan.steps, sizes, plan.order,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from numba import int32, uint32
 
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, Staff
+from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
 from kernels.cuda.ptx.wgmma import KINDS, ROWS
 from kernels.cuda.runtime.kernel import device_function
 
@@ -49,8 +49,8 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ProductLayout(Staff):
-    """Who works on a tile of the result, and how many tiles of the operands are in flight.
+class ProductLayout(WarpRoles):
+    """The warpgroups that share a tile of the result, and the number of operand tiles in flight.
 
     Attributes:
         consumers: Warpgroups that multiply, each 64 rows; a further one copies.

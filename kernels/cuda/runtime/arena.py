@@ -22,7 +22,7 @@ class ArenaBlock(NamedTuple):
 
     Attributes:
         address: As the driver has it.
-        call: The call that it was given to.
+        call: The call that it was allocated in.
         start: Where it begins in the arena.
         size: Bytes.
         block: Of the pool, in the first call; None later.
@@ -48,7 +48,7 @@ class _Places:
     def __init__(self, size: int):
         self._free, self.extent = [(0, size)], 0  # (start, bytes), in order; none beside another
 
-    def take(self, size: int) -> int | None:
+    def reserve(self, size: int) -> int | None:
         """Return the first place for so many bytes: the same one in every stretch that is long enough."""
         for at, (start, room) in enumerate(self._free):
             if room >= size:
@@ -57,8 +57,8 @@ class _Places:
                 return start
         return None
 
-    def give(self, start: int, size: int) -> None:
-        """Take a place back."""
+    def release(self, start: int, size: int) -> None:
+        """Free a place again."""
         stop = start + size
         for place in [*self._free]:
             if sum(place) == start:
@@ -124,7 +124,7 @@ class Arena:
             CaptureError: If the first call did not ask for that.
         """
         size = PLAIN.ceil_div(size, ALIGNMENT) * ALIGNMENT
-        start = self._places.take(size)
+        start = self._places.reserve(size)
         if start is None:
             raise CaptureError(
                 f"the function asks for {size:,} bytes on the device that a call before did not ask for; "
@@ -141,7 +141,7 @@ class Arena:
         if block.block is not None:
             self._source.free(block.block)
         if block.call == self._call and threading.get_ident() == self._thread:
-            self._places.give(block.start, block.size)
+            self._places.release(block.start, block.size)
 
     def owns(self, memory: Any) -> bool:
         """Tell whether memory of an array is a piece of this arena."""

@@ -113,19 +113,19 @@ class Graph:
         self._nodes: list[Node] = []
         self._driver, self._stream = driver, driver.CUstream(0)
         cuda.current_context()
-        self._graph = _ask(driver.cuGraphCreate, 0)
+        self._graph = _call(driver.cuGraphCreate, 0)
         last: list[Any] = []
         for launch, places in zip(second.launches, drawn, strict=True):
             buffer = Buffer(launch.words.nbytes)
             buffer.slots[:] = launch.words.view(np.uint8)
             params = _params(launch, buffer)
-            handle = _ask(driver.cuGraphAddKernelNode, self._graph, last, len(last), params)
+            handle = _call(driver.cuGraphAddKernelNode, self._graph, last, len(last), params)
             last = [handle]
             renewed = [(launch.launcher.packer(first), own) for first, own in launch.renewed]
             if places or renewed:
                 self._nodes.append(Node(handle, params, buffer, places, renewed))
-        self._exec = _ask(driver.cuGraphInstantiate, self._graph, 0)
-        _ask(driver.cuGraphUpload, self._exec, self._stream)
+        self._exec = _call(driver.cuGraphInstantiate, self._graph, 0)
+        _call(driver.cuGraphUpload, self._exec, self._stream)
 
     @property
     def size(self) -> int:
@@ -158,11 +158,11 @@ class Graph:
                 node.buffer.words[slot] = numbers[place]
             for pack, renewed in node.renewed:
                 pack(node.buffer.slots, *renewed.again())
-            _ask(driver.cuGraphExecKernelNodeSetParams, self._exec, node.handle, node.params)
+            _call(driver.cuGraphExecKernelNodeSetParams, self._exec, node.handle, node.params)
         # Last, for a large one waits until the device comes to it.
         for address, source in self._uploads:
             self._pool.upload(address, source)
-        _ask(driver.cuGraphLaunch, self._exec, self._stream)
+        _call(driver.cuGraphLaunch, self._exec, self._stream)
         LAUNCHED.append("a captured graph")
 
     def __del__(self) -> None:
@@ -182,7 +182,7 @@ def _params(launch: Launch, buffer: Buffer) -> Any:
     return params
 
 
-def _ask(function: Callable[..., Any], *args: Any) -> Any:
+def _call(function: Callable[..., Any], *args: Any) -> Any:
     """Call the driver and return its answer, or raise what went wrong."""
     error, *answer = function(*args)
     if error.name == "CUDA_ERROR_INVALID_CONTEXT":

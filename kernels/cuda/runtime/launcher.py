@@ -215,8 +215,8 @@ class Launcher:
                 if not places:
                     args = filled(rest, given)
                     self._packer.pack_into(buffer.slots, 0, *self._numbers(args))
-                    asked = (LATER,) * (len(args) - len(rest)) + rest
-                    places.extend(_later_places(self._kinds, asked))
+                    pattern = (LATER,) * (len(args) - len(rest)) + rest
+                    places.extend(_later_places(self._kinds, pattern))
                 for place, x in zip(places, given, strict=True):
                     words[place] = (
                         x & _WORD if type(x) is int else x.device_ctypes_pointer.value or 0

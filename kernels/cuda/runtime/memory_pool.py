@@ -47,18 +47,18 @@ class Pool:
         """Let the pools keep their memory; tell whether every device has one."""
         driver, attributes = self._driver, self._driver.CUdevice_attribute
         self._enter()
-        count = self._ask(driver.cuDeviceGetCount)
+        count = self._call(driver.cuDeviceGetCount)
         self._several = count > 1
         supported = attributes.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
-        if not all(self._ask(driver.cuDeviceGetAttribute, supported, i) for i in range(count)):
+        if not all(self._call(driver.cuDeviceGetAttribute, supported, i) for i in range(count)):
             return False
         threshold = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
         for device in range(count):
-            pool = self._ask(driver.cuDeviceGetMemPool, device)
+            pool = self._call(driver.cuDeviceGetMemPool, device)
             # 0, what it is unless someone chose, gives all back at each synchronisation.
-            if int(self._ask(driver.cuMemPoolGetAttribute, pool, threshold)) == 0:
+            if int(self._call(driver.cuMemPoolGetAttribute, pool, threshold)) == 0:
                 keep_all = driver.cuuint64_t(2**64 - 1)
-                self._ask(driver.cuMemPoolSetAttribute, pool, threshold, keep_all)
+                self._call(driver.cuMemPoolSetAttribute, pool, threshold, keep_all)
         return True
 
     def allocate(self, size: int) -> Block:
@@ -115,8 +115,8 @@ class Pool:
         """Give what is free back to the device, for others or for one large piece; waits for its work."""
         self._enter()
         self._free_left()
-        self._ask(self._driver.cuCtxSynchronize)
-        self._ask(self._driver.cuMemPoolTrimTo, self._pool(), 0)
+        self._call(self._driver.cuCtxSynchronize)
+        self._call(self._driver.cuMemPoolTrimTo, self._pool(), 0)
 
     def in_use(self) -> int:
         """Return how many bytes of the current device are allocated, once its work is done."""
@@ -127,7 +127,7 @@ class Pool:
         high = self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH
         self._enter()
         zero = self._driver.cuuint64_t(0)  # the one value that the driver takes
-        self._ask(self._driver.cuMemPoolSetAttribute, self._pool(), high, zero)
+        self._call(self._driver.cuMemPoolSetAttribute, self._pool(), high, zero)
         return self.in_use()
 
     def peak(self) -> int:
@@ -136,8 +136,8 @@ class Pool:
 
     def _read(self, attribute: Any) -> int:
         self._enter()
-        self._ask(self._driver.cuCtxSynchronize)
-        return int(self._ask(self._driver.cuMemPoolGetAttribute, self._pool(), attribute))
+        self._call(self._driver.cuCtxSynchronize)
+        return int(self._call(self._driver.cuMemPoolGetAttribute, self._pool(), attribute))
 
     def _allocate_again(self, error: Any, address: Any, size: int) -> Any:
         """Allocate after a failure, once what can be mended is."""
@@ -152,7 +152,7 @@ class Pool:
             self.trim()
             error, address = self._allocate(size, self._stream)
         if error == no_memory:
-            free, total = self._ask(driver.cuMemGetInfo)
+            free, total = self._call(driver.cuMemGetInfo)
             raise out_of_memory(size, int(free), int(total))
         if error != self._success:
             raise explain_code(error.name, "allocating device memory")
@@ -164,13 +164,13 @@ class Pool:
             self.free(self._left.popleft())
 
     def _pool(self) -> Any:
-        return self._ask(self._driver.cuDeviceGetMemPool, self._device())
+        return self._call(self._driver.cuDeviceGetMemPool, self._device())
 
     def _device(self) -> int:
         error, device = self._driver.cuCtxGetDevice()
         return int(device) if error == self._success else -1
 
-    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the driver and return its answer, or raise what went wrong."""
         error, *answer = function(*args)
         if error != self._success:

@@ -114,12 +114,12 @@ class Recording:
             self.touched(arg, f"the kernel {launch.launcher.name}")
         self.launches.append(launch)
 
-    def touched(self, array: Any, who: str = "a kernel") -> None:
+    def touched(self, array: Any, reader: str = "a kernel") -> None:
         """Note that a launch reads or writes an array; what is no array is passed over.
 
         Args:
             array: On the device.
-            who: For the error text.
+            reader: For the error text.
 
         Raises:
             CaptureError: If it is of an earlier recorded call, whose memory is used again.
@@ -132,10 +132,10 @@ class Recording:
             self.kept[id(memory)] = memory
         elif not self.arena.is_current(memory):
             raise CaptureError(
-                f"{who} reads what an earlier call of the function left behind (of shape {array.shape}), "
-                "and a graph computes every call in the same memory; drop gradients at the beginning of "
-                "the function (zero_grad), write to what lasts in place as minitorch.AdamW does, and pass "
-                "what it needs of a call before as an input"
+                f"{reader} reads what an earlier call of the function left behind (of shape "
+                f"{array.shape}), and a graph computes every call in the same memory; drop gradients at "
+                "the beginning of the function (zero_grad), write to what lasts in place as "
+                "minitorch.AdamW does, and pass what it needs of a call before as an input"
             )
 
     def drew(self, number: int, again: Callable[[], int]) -> None:

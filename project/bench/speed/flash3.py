@@ -22,8 +22,8 @@ import numpy as np
 
 import kernels
 from kernels import make_problem
-from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_backward_launch
-from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
+from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
 from kernels.problem.operands import Operands
 from kernels.reference import attention as reference
@@ -72,11 +72,11 @@ def check(widths: list[int]) -> None:
         textbook = replace(make_problem(*wide[:3]), lower=lower, upper=upper)
         expected = _textbook(textbook, wide)
         call = _call(problem, [to_device(x) for x in host])
-        flash3_launch.forward(problem, (0, 0), call)
+        flash3_wgmma.forward(problem, (0, 0), call)
         for deterministic in (True, False):
             asked, runs = replace(problem, deterministic=deterministic), []
             for _ in range(3):
-                flash3_backward_launch.backward(asked, (0, 0), call)
+                flash3_wgmma_backward.backward(asked, (0, 0), call)
                 runs.append([to_host(getattr(call, name)) for name in ("dq", "dk", "dv")])
             errors = [
                 np.abs(x.astype(np.float64) - y).max() / max(1.0, np.abs(y).max())
@@ -132,7 +132,7 @@ def _ours(host: list[Any], is_causal: bool) -> dict[str, Callable[[], Any]]:
     atomic, ordered = (replace(problem, deterministic=flag) for flag in (False, True))
 
     def forward() -> None:
-        flash3_launch.forward(problem, (0, 0), call)
+        flash3_wgmma.forward(problem, (0, 0), call)
 
     forward()
 
@@ -143,8 +143,8 @@ def _ours(host: list[Any], is_causal: bool) -> dict[str, Callable[[], Any]]:
 
     return {
         "forward": forward,
-        "atomic": lambda: flash3_backward_launch.backward(atomic, (0, 0), call),
-        "determ.": lambda: flash3_backward_launch.backward(ordered, (0, 0), call),
+        "atomic": lambda: flash3_wgmma_backward.backward(atomic, (0, 0), call),
+        "determ.": lambda: flash3_wgmma_backward.backward(ordered, (0, 0), call),
         "call": public,
     }
 

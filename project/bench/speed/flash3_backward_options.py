@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from kernels import launch, make_problem
-from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_backward_launch
-from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
+from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
 from kernels.problem.operands import make_operands
 from kernels.problem.packed_sequences import Sequences
@@ -141,11 +141,11 @@ def ours(arrays: list[Any], options: dict[str, Any], name: str) -> dict[str, Cal
         out=empty_device(problem.out_shape, BFLOAT16), lse=empty_device(problem.lse_shape, FLOAT32),
         dout=dout, **gradients,
     ).viewed(memory, problem)  # fmt: skip
-    flash3_launch.forward(problem, (0, 0), call)
+    flash3_wgmma.forward(problem, (0, 0), call)
 
     def timed(deterministic: bool) -> Callable[[], None]:
         asked = replace(problem, deterministic=deterministic)
-        return lambda: flash3_backward_launch.backward(asked, (0, 0), call)
+        return lambda: flash3_wgmma_backward.backward(asked, (0, 0), call)
 
     return {"atomic": timed(False), "determ.": timed(True)}
 

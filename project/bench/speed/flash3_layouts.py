@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 from kernels import make_problem
-from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, Widths, layout_of
 from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
 from kernels.problem.operands import Operands
@@ -33,7 +33,7 @@ CHANGES: tuple[dict[str, Any], ...] = ({}, {"patience": 0}, {"patience": 8})
 
 def launch_of(problem: Any, operands: Operands, layout: ForwardLayout) -> Callable[[], None]:
     """Return the launch of a forward pass with a layout, which has run once."""
-    found, real = [], flash3_launch._launch
+    found, real = [], flash3_wgmma._launch
 
     def keep(*args: Any) -> Callable[..., None]:
         made = real(*args)
@@ -46,8 +46,8 @@ def launch_of(problem: Any, operands: Operands, layout: ForwardLayout) -> Callab
 
     own = {"_launch": keep, "layout_of": lambda widths, has_options=False: layout}
     forget_launches()
-    with patch.multiple(flash3_launch, **own):
-        flash3_launch.forward(problem, (0, 0), operands)
+    with patch.multiple(flash3_wgmma, **own):
+        flash3_wgmma.forward(problem, (0, 0), operands)
     forget_launches()
     ((made, given),) = found
     return lambda: made(*given)

@@ -18,7 +18,7 @@ import numpy as np
 
 import kernels
 from kernels import launch, make_problem
-from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
 from kernels.problem.operands import make_operands
 from kernels.problem.packed_sequences import Sequences
@@ -151,7 +151,7 @@ def _ours(arrays: list[Any], options: dict[str, Any], name: str) -> Callable[[],
     out = empty_device(problem.out_shape, BFLOAT16)
     lse = empty_device(problem.lse_shape, FLOAT32)
     call = operands.having(out=out, lse=lse).viewed(memory, problem)
-    return lambda: flash3_launch.forward(problem, (0, 0), call)
+    return lambda: flash3_wgmma.forward(problem, (0, 0), call)
 
 
 def _theirs(arrays: list[Any], options: dict[str, Any], name: str) -> Any:

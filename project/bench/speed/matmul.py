@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cuda.matmul import cuda_cores as product
-from kernels.cuda.matmul import dispatch as product_rungs
+from kernels.cuda.matmul import cuda_cores, dispatch
 from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.runtime.targets import EventTimer, compute_capability, cuda, why_no_cuda
@@ -94,8 +93,8 @@ def _line(kind: str, dtype: Any, shape: Shape, ours: dict[str, str | None]) -> N
 
     def own(name: str | None) -> Callable[[], Any]:
         if name is None:
-            return lambda: product.multiply(*operands)
-        return lambda: product_rungs.multiply(*operands, name)
+            return lambda: cuda_cores.multiply(*operands)
+        return lambda: dispatch.multiply(*operands, name)
 
     timed = {name: own(each) for name, each in ours.items()}
     picked = np.linspace(0, rows - 1, min(SAMPLES, rows)).astype(int)

@@ -171,7 +171,7 @@ def test_simulated_device_memory_is_lent(array: np.ndarray[Any, Any]) -> None:
 @simulated
 def test_what_is_lent_lives_until_it_is_given_back() -> None:
     gc.collect()
-    before = len(dlpack._LENT)
+    before = len(dlpack._EXPORTS)
     made = mt.from_numpy(np.arange(6.0), CudaBackend)
     watched = weakref.ref(made._tensor._storage._ary)  # type: ignore[attr-defined]
     read = np.from_dlpack(made)
@@ -180,14 +180,14 @@ def test_what_is_lent_lives_until_it_is_given_back() -> None:
     assert watched() is not None and read.tolist() == [0, 1, 2, 3, 4, 5]
     del read
     gc.collect()
-    assert watched() is None and len(dlpack._LENT) == before
+    assert watched() is None and len(dlpack._EXPORTS) == before
 
     unread = mt.from_numpy(np.arange(6.0), CudaBackend).__dlpack__()
     gc.collect()
-    assert len(dlpack._LENT) == before + 1, "whoever holds the capsule may still read it"
+    assert len(dlpack._EXPORTS) == before + 1, "whoever holds the capsule may still read it"
     del unread
     gc.collect()
-    assert len(dlpack._LENT) == before, "nobody can read it any more"
+    assert len(dlpack._EXPORTS) == before, "nobody can read it any more"
 
 
 @simulated

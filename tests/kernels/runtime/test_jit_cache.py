@@ -17,7 +17,7 @@ import pytest
 from numba import types
 
 from kernels.cpu.layers import fused
-from kernels.cpu.runtime import vector_math as elementary
+from kernels.cpu.runtime import vector_math
 from kernels.runtime.jit import fingerprint
 
 ROOT = Path(__file__).parents[3]
@@ -213,8 +213,8 @@ def test_the_fingerprint_covers_the_order_of_names_in_a_tuple() -> None:
 def test_the_fingerprint_covers_exp2(monkeypatch: pytest.MonkeyPatch) -> None:
     # exp2 stands for one function of each dtype, which no kernel names.
     before = fingerprint(fused._softmax)
-    single, _ = elementary.exp2.implementations  # type: ignore[attr-defined]
-    monkeypatch.setattr(elementary.exp2, "implementations", (lambda x: x * 2.0, single))
+    single, _ = vector_math.exp2.implementations  # type: ignore[attr-defined]
+    monkeypatch.setattr(vector_math.exp2, "implementations", (lambda x: x * 2.0, single))
     assert fingerprint(fused._softmax) != before
 
 

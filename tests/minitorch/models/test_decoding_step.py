@@ -13,8 +13,8 @@ import minitorch
 from kernels.cpu.layers import decoding_step as kernel
 from kernels.problem.question import RUNG_VARIABLE
 from minitorch import FastBackend, Linear, Tensor, TransformerLayer, from_numpy
-from minitorch.models.decoding_step import step
 from minitorch.models.kv_cache import LayerCache
+from minitorch.models.transformer_layers import step
 
 from ...support.tolerances import assert_close_arrays
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "project"))
 
-from course import workplace as course_place  # noqa: E402
+from course import workplace as course_workplace  # noqa: E402
 from course.child import landlock_version  # noqa: E402
 from course.command import main  # noqa: E402
 from course.grader import expected_tests, grade_task  # noqa: E402
@@ -265,7 +265,7 @@ def test_a_submission_starts_no_process_and_asks_no_other(student: Path, counts:
 
 
 def test_a_disk_is_not_filled(student: Path, counts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(course_place, "MOST_WRITTEN", 16 << 20)
+    monkeypatch.setattr(course_workplace, "MOST_WRITTEN", 16 << 20)
     in_train(
         student,
         "        import os, time\n        for i in range(4000):\n"

@@ -123,7 +123,7 @@ def test_speedup_leaves_out_who_takes_too_long(
 
 def test_inference_records_no_graph() -> None:
     module = load("speedup")
-    contestants = sys.modules["contestants"]
+    contestants = sys.modules["bench.contestants"]
     flash = contestants.contestants("cpu", causal=False)["flash"]
     arrays = contestants.random_arrays((1, 8, 4))
     constant, recording = module.Constant(flash, arrays), module.Recording(flash, arrays)
@@ -227,7 +227,7 @@ def test_memory_tries_nothing_that_might_not_fit(
 )
 def test_the_peak_of_naive_attention_is_a_few_matrices() -> None:
     module = load("memory")
-    measuring = sys.modules["measuring"]
+    measuring = sys.modules["bench.measuring"]
     length, heads = 1024, 2
     peaks = measuring.in_child(module.peaks_of_process, "naive", heads, length)
     matrix = heads * length * length * 4

@@ -21,12 +21,12 @@ from minitorch import FastBackend
 from minitorch.training.model_files import read_checkpoint
 
 from ...support.fake_device import fake_device
-from .test_train_gpt import SMALL, gpt_training, refused, train_gpt
+from .test_train_gpt import SMALL, gpt_loop, refused, train_gpt
 
 from training import gpt_presets  # isort: skip  # found in the folder that test_training puts on the path
 from data import text as text_data  # isort: skip
-from training import gpt_options as train_options  # isort: skip
-from training import script_helpers as training  # isort: skip
+from training import gpt_options  # isort: skip
+from training import script_helpers  # isort: skip
 
 # -- bytes ---------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ def test_parts_of_a_batch_have_its_loss_and_gradients(parts: int) -> None:
     for accumulate in (1, parts):
         model = model_of("float32")
         optimizer = minitorch.AdamW(model.parameters(), lr=0.0)
-        loss = gpt_training.train_step(model, optimizer, ids[:, :-1], ids[:, 1:], accumulate)
+        loss = gpt_loop.train_step(model, optimizer, ids[:, :-1], ids[:, 1:], accumulate)
         found.append([loss.item(), *(m.to_numpy() for m, _ in optimizer.moments.values())])
     for whole, summed in zip(*found, strict=True):
         np.testing.assert_allclose(summed, whole, rtol=1e-4, atol=1e-7)
@@ -88,7 +88,7 @@ def test_gradients_of_16_bits_are_summed_in_float32() -> None:
             super().step()
 
     optimizer = Noted(model.parameters(), lr=1e-3)
-    loss = gpt_training.train_step(model, optimizer, ids[:, :-1], ids[:, 1:], 4)
+    loss = gpt_loop.train_step(model, optimizer, ids[:, :-1], ids[:, 1:], 4)
     assert {*optimizer.seen} == {np.dtype(np.float32)} and loss.dtype == np.float32
 
 
@@ -111,7 +111,7 @@ def test_warming_up_takes_a_step_of_full_size_and_leaves_the_model(
     args = SimpleNamespace(
         backend="fast", seed=3, batch=3, context=model.n_positions, accumulate=accumulate, clip=1.0
     )
-    gpt_training.warm_up(model, corpus, args)  # type: ignore[arg-type]
+    gpt_loop.warm_up(model, corpus, args)  # type: ignore[arg-type]
     assert seen == min(accumulate, 2) * [(3, model.n_positions)]
     for name, p in model.named_parameters():
         assert p.value.to_numpy().tobytes() == before[name].tobytes(), name
@@ -121,14 +121,14 @@ def test_warming_up_takes_a_step_of_full_size_and_leaves_the_model(
 # -- the schedule --------------------------------------------------------------------------------------
 
 
-@given(st.floats(0.0, 1.0), st.floats(0.0, 0.9), st.sampled_from(training.SCHEDULES))
+@given(st.floats(0.0, 1.0), st.floats(0.0, 0.9), st.sampled_from(script_helpers.SCHEDULES))
 def test_the_learning_rate_rises_then_falls_or_stays(
     progress: float, warm_up: float, schedule: str
 ) -> None:
-    rate = training.learning_rate(progress, 2.0, schedule, warm_up)
+    rate = script_helpers.learning_rate(progress, 2.0, schedule, warm_up)
     assert 0.0 < rate <= 2.0
     if progress >= warm_up:
-        later = training.learning_rate(min(progress + 0.05, 1.0), 2.0, schedule, warm_up)
+        later = script_helpers.learning_rate(min(progress + 0.05, 1.0), 2.0, schedule, warm_up)
         assert later <= rate and (schedule == "cosine" or rate == 2.0)
     if schedule == "cosine" and warm_up == 0.0:
         expected = 0.2 + 0.9 * (1.0 + math.cos(math.pi * progress))
@@ -174,12 +174,10 @@ TINY = [*SMALL, "--preset", "toy", "--max-seconds", "1e6"]
 
 
 def test_a_preset_gives_way_to_what_the_command_line_names() -> None:
-    args = train_options.parse_args(
-        None, ["--preset", "gpt2-small", "--layers", "2", "--lr", "0.1"]
-    )
+    args = gpt_options.parse_args(None, ["--preset", "gpt2-small", "--layers", "2", "--lr", "0.1"])
     assert (args.layers, args.lr, args.width, args.vocabulary) == (2, 0.1, 768, 50_304)
     assert args.tie_weights and args.context == 1024
-    plain = train_options.parse_args(None, [])
+    plain = gpt_options.parse_args(None, [])
     assert (plain.vocabulary, plain.precision, plain.layers) == (None, "float32", 2)
 
 

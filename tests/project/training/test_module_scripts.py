@@ -34,7 +34,7 @@ import run_tensor  # noqa: E402
 import train_tasks  # noqa: E402
 from data import digits as digits_data  # noqa: E402
 from data import sentiment as sentiment_data  # noqa: E402
-from training import points as point_training  # noqa: E402
+from training import points  # noqa: E402
 
 POINT_SCRIPTS = [run_scalar, run_tensor, run_fast_tensor]
 TINY_TASK = ["--width", "8", "--heads", "2", "--layers", "1", "--batch", "4", "--judge", "5"]
@@ -180,7 +180,7 @@ def test_a_trainer_learns_and_reports_as_the_protocol_says(
     assert all(count == epoch for epoch, _, _, count in logged)
     assert logged[-1][1] < 0.5 * logged[0][1]
     assert logged[-1][2] >= 0.9 * pts
-    probability = point_training.probabilities(it, data.X[:1])
+    probability = points.probabilities(it, data.X[:1])
     assert probability.shape == (1,) and 0.0 < probability[0] < 1.0
     assert it.model.named_parameters()
 

@@ -16,7 +16,7 @@ from minitorch.autodiff import modes
 from minitorch.functions import fused as fused_functions
 from minitorch.training.model_files import read_checkpoint
 
-from .test_train_gpt import SMALL, gpt_training, refused, train_gpt
+from .test_train_gpt import SMALL, gpt_loop, refused, train_gpt
 
 
 def curve_of(out: Path) -> dict[str, list[float]]:
@@ -33,7 +33,7 @@ RANDOM = ["--dropout", "0.2", "--clip", "0.5", "--max-seconds", "1e6", "--checkp
 
 @pytest.fixture(autouse=True)
 def more_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt_training, "JUDGE_EVERY", 5)
+    monkeypatch.setattr(gpt_loop, "JUDGE_EVERY", 5)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with dropout and clipping, and with all of its checkpoints."""
     out = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt_training, "JUDGE_EVERY", 5)
+        patch.setattr(gpt_loop, "JUDGE_EVERY", 5)
         train_gpt.main([*SMALL, *RANDOM, "--out", str(out)])
     return out
 
@@ -140,7 +140,7 @@ def test_a_weight_that_is_no_number_is_found_before_the_loss_shows_it(
 
     step = minitorch.Adam.step
     monkeypatch.setattr(minitorch.Adam, "step", thrown)
-    monkeypatch.setattr(gpt_training, "JUDGE_EVERY", 100)
+    monkeypatch.setattr(gpt_loop, "JUDGE_EVERY", 100)
     line = refused(capsys, *SMALL, "--out", tmp_path)
     assert line.startswith("a parameter is no number after 10 steps; at step 9 AdamW (step) made")
     assert "of parameters[0], shape" in line
@@ -149,6 +149,6 @@ def test_a_weight_that_is_no_number_is_found_before_the_loss_shows_it(
 def test_the_environment_may_ask_for_every_number_to_be_looked_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modes, "anomaly", True)
+    monkeypatch.setattr(modes, "anomaly", minitorch.detect_anomaly.value)
     line = refused(capsys, *SMALL, "--out", tmp_path, "--lr", "1000", "--steps", "30")
     assert re.match(r"at step \d+ \w+ \(\w+\) made", line), line

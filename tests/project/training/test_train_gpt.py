@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
 import train_gpt  # noqa: E402
 from data import text as text_data  # noqa: E402
-from training import gpt_loop as gpt_training  # noqa: E402
+from training import gpt_loop  # noqa: E402
 
 SMALL = ["--steps", "12", "--batch", "4", "--context", "16", "--width", "16", "--heads", "2",
          "--layers", "1", "--sample", "20"]  # fmt: skip
@@ -185,7 +185,7 @@ def test_options_that_cannot_work_are_one_line(
 def test_ctrl_c_keeps_what_is_learnt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step: Callable[..., Any] = gpt_training.train_step
+    step: Callable[..., Any] = gpt_loop.train_step
     calls: list[int] = []
 
     def interrupted(*args: Any) -> Any:
@@ -198,7 +198,7 @@ def test_ctrl_c_keeps_what_is_learnt(
         return step(*args)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(gpt_training, "train_step", interrupted)
+    monkeypatch.setattr(gpt_loop, "train_step", interrupted)
     try:
         line = refused(capsys, *SMALL, "--out", tmp_path)
         assert "Ctrl-C after 7 of 12 steps" in line
@@ -232,9 +232,9 @@ def test_every_point_of_the_held_out_curve_is_of_the_same_windows(
         judged.append(inputs)
         return judge(model, inputs, *args)
 
-    for place in (train_gpt, gpt_training):
+    for place in (train_gpt, gpt_loop):
         monkeypatch.setattr(place, "judge", noted)
-    monkeypatch.setattr(gpt_training, "JUDGE_EVERY", 5)
+    monkeypatch.setattr(gpt_loop, "JUDGE_EVERY", 5)
     train_gpt.main([*SMALL, "--out", str(tmp_path), "--max-seconds", "1000"])
     curve = json.loads((tmp_path / "result.json").read_text())["curve"]
     assert curve["held_out_step"] == [4, 9, 11] and len(curve["held_out"]) == 3

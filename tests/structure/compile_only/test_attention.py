@@ -13,15 +13,14 @@ import pytest
 
 from kernels import Problem, make_problem
 from kernels.common.philox import MULTIPLIER_0, MULTIPLIER_1
-from kernels.cuda.attention import naive
-from kernels.cuda.attention import split_keys as flash2_merge
+from kernels.cuda.attention import naive, split_keys
 from kernels.cuda.attention.flash1 import backward as flash1_backward
 from kernels.cuda.attention.flash1 import forward as flash1
 from kernels.cuda.attention.flash2 import backward as flash2_backward
 from kernels.cuda.attention.flash2 import dkdv as flash2_dkdv
 from kernels.cuda.attention.flash2 import dq as flash2_dq
 from kernels.cuda.attention.flash2 import forward as flash2
-from kernels.cuda.attention.flash2 import mask_gradient as flash2_dmask
+from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
 from kernels.cuda.attention.options.score_functions import PLAIN, Features
 from kernels.cuda.attention.register_tiles import pick_layout, widths
 from kernels.cuda.runtime.kernel import Kernel
@@ -70,7 +69,7 @@ ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
     "flash2 few rows": lambda dtype, *dims: flash2.forward_kernel(
         *_layout_and_widths("few", dtype, *dims), dtype, True, PLAIN, True
     ),
-    "flash2 merge": lambda dtype, *dims: flash2_merge.merge_kernel(dtype, dtype),
+    "flash2 merge": lambda dtype, *dims: split_keys.merge_kernel(dtype, dtype),
 }  # fmt: skip
 
 
@@ -103,7 +102,7 @@ WITH_OPTIONS: dict[str, Callable[[Any, Features], Kernel]] = {
     "atomic": lambda dtype, features: flash2_dkdv.dkdv_kernel(
         *_layout_for("atomic", dtype, features), dtype, True, True, features
     ),
-    "dmask": lambda dtype, features: flash2_dmask.dmask_kernel(
+    "dmask": lambda dtype, features: flash2_mask_gradient.dmask_kernel(
         *_layout_for("dq", dtype, features), dtype, True, features
     ),
 }

@@ -58,7 +58,7 @@ def test_nothing_of_the_loop_spills_and_no_product_waits_for_the_last(widths: Wi
     kernel = _kernel(widths, "float16")
     found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
     assert not found.warnings
-    assert found.spilled <= 96  # of the thread that deals items and has 24 registers; nothing else
+    assert found.spilled <= 96  # of the scheduler thread, which has 24 registers; nothing else
     assert kernel.threads * found.registers <= REGISTERS
 
 

@@ -11,8 +11,8 @@ import numba
 import pytest
 
 from kernels.cuda.device.row_folds import RowBlock
-from kernels.cuda.layers import elementwise as element_kernels
-from kernels.cuda.layers import softmax as row_kernels
+from kernels.cuda.layers import elementwise
+from kernels.cuda.layers import softmax as softmax_kernels
 from kernels.cuda.runtime.compiling import compile_ptx
 from kernels.cuda.runtime.kernel import Kernel
 from minitorch import fast_conv
@@ -26,17 +26,17 @@ on_generations = pytest.mark.parametrize("cc", GENERATIONS, ids=lambda cc: f"cc{
 #: A row for each warp, and a row for a whole block.
 BLOCKS = {"warp": RowBlock(32, 4), "block": RowBlock(256, 1)}
 ROW_KERNELS = {
-    "softmax": row_kernels.softmax_kernel,
-    "softmax backward": row_kernels.softmax_backward_kernel,
+    "softmax": softmax_kernels.softmax_kernel,
+    "softmax backward": softmax_kernels.softmax_backward_kernel,
 }
 KERNELS: dict[str, Callable[[Any], Kernel]] = {
-    "gelu": element_kernels.gelu_kernel,
-    "gelu backward": element_kernels.gelu_backward_kernel,
-    "embedding": element_kernels.embedding_kernel,
-    "embedding backward": element_kernels.embedding_backward_kernel,
-    "dropout": element_kernels.dropout_kernel,
-    "adam": element_kernels.adam_kernel,
-    "sgd": element_kernels.sgd_kernel,
+    "gelu": elementwise.gelu_kernel,
+    "gelu backward": elementwise.gelu_backward_kernel,
+    "embedding": elementwise.embedding_kernel,
+    "embedding backward": elementwise.embedding_backward_kernel,
+    "dropout": elementwise.dropout_kernel,
+    "adam": elementwise.adam_kernel,
+    "sgd": elementwise.sgd_kernel,
 }
 for _name, _make in ROW_KERNELS.items():
     for _share, _block in BLOCKS.items():

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.cuda.matmul import dispatch as product_rungs
-from kernels.cuda.matmul import mma as product_mma
-from kernels.cuda.matmul import wgmma as product_wgmma
+from kernels.cuda.matmul import dispatch, mma, wgmma
 from kernels.cuda.matmul.layout import STEPS, TERMS, Form, ProductLayout
 from kernels.cuda.matmul.operands import copy_kernel
 from kernels.cuda.ptx.wgmma import KINDS
@@ -18,8 +16,8 @@ from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
 from ...support.compiling import REGISTERS, needs_nvvm, needs_ptxas, ptx_of
 
 HOPPER = (9, 0, "a")
-(LARGE, *_), (SMALL, *_) = product_rungs._HOPPER[1]
-((SPLIT, *_),), ((WARPS, *_),) = product_rungs._HOPPER[3], product_rungs._WARPS
+(LARGE, *_), (SMALL, *_) = dispatch._HOPPER[1]
+((SPLIT, *_),), ((WARPS, *_),) = dispatch._HOPPER[3], dispatch._WARPS
 WHOLE = Form("bfloat16", "bfloat16", False, True, 1, True, True, True)
 HOPPER_KERNELS = {
     "bfloat16": (LARGE, Form("bfloat16", "bfloat16", False, True)),
@@ -40,7 +38,7 @@ WARP_KERNELS = {
 @pytest.mark.parametrize("name", HOPPER_KERNELS)
 def test_hoppers_products_are_as_many_as_the_tiles_say(name: str) -> None:
     layout, form = HOPPER_KERNELS[name]
-    kernel = product_wgmma.product_kernel(layout, form)
+    kernel = wgmma.product_kernel(layout, form)
     ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
     kind = {"float16": "f16", "bfloat16": "bf16", "tf32": "tf32"}[form.dtype]
     instruction = (
@@ -57,7 +55,7 @@ def test_hoppers_products_are_as_many_as_the_tiles_say(name: str) -> None:
 @pytest.mark.parametrize("name", HOPPER_KERNELS)
 def test_nothing_spills_and_no_product_waits_for_the_last(name: str) -> None:
     layout, form = HOPPER_KERNELS[name]
-    kernel = product_wgmma.product_kernel(layout, form)
+    kernel = wgmma.product_kernel(layout, form)
     found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
     assert not found.warnings
     assert found.spilled == 0
@@ -69,7 +67,7 @@ def test_nothing_spills_and_no_product_waits_for_the_last(name: str) -> None:
 @pytest.mark.parametrize("name", WARP_KERNELS)
 def test_a_warps_products_are_as_many_as_the_tiles_say(name: str) -> None:
     layout, form = WARPS, WARP_KERNELS[name]
-    ptx = ptx_of(product_mma.product_kernel(layout, form), (8, 0))
+    ptx = ptx_of(mma.product_kernel(layout, form), (8, 0))
     warps = layout.row_warps * layout.col_warps
     tiles = layout.rows // 16 * layout.cols // 8 // warps
     assert ptx.count("mma.sync.aligned") == tiles * STEPS
@@ -83,7 +81,7 @@ def test_a_warps_products_are_as_many_as_the_tiles_say(name: str) -> None:
 @pytest.mark.parametrize("name", WARP_KERNELS)
 def test_a_multiprocessor_holds_the_blocks_of_warps(name: str, cc: Any) -> None:
     layout = WARPS
-    kernel = product_mma.product_kernel(layout, WARP_KERNELS[name])
+    kernel = mma.product_kernel(layout, WARP_KERNELS[name])
     found = launched_resources(kernel.source, kernel.signature, cc, kernel.launch_bounds)
     assert found.spilled == 0
     assert layout.resident * layout.threads * -(-found.registers // 8) * 8 <= REGISTERS

@@ -14,15 +14,14 @@ import minitorch
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel
 from kernels.cuda.attention.flash2_mma.tiles import MmaLayout
 from kernels.cuda.device import memory
-from kernels.cuda.matmul import cuda_cores as product
+from kernels.cuda.matmul import cuda_cores
 from kernels.cuda.runtime.compiling import compile_ptx
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.numba_inlining import Copies
 from kernels.cuda.runtime.sizes import GPU, ProductTile
 from kernels.runtime.targets import cuda
 from minitorch import cuda_kernel_ops, operators
-from minitorch.backends import course_kernels as cuda_kernels
-from minitorch.backends import cuda_loops
+from minitorch.backends import course_kernels, cuda_loops
 
 from ...support.compiling import (
     FLOAT32,
@@ -77,12 +76,12 @@ ARRAY = numba.int64[::1]
 
 #: How to make each kernel, by name.
 KERNELS: dict[str, Callable[[], Any]] = {
-    "map sigmoid": lambda: cuda_kernels.tensor_map(operators.sigmoid),
-    "zip add": lambda: cuda_kernels.tensor_zip(operators.add),
-    "reduce add": lambda: cuda_kernels.tensor_reduce(operators.add),
-    "matmul": lambda: cuda_kernels.tensor_matrix_multiply,
-    "sum_practice": lambda: cuda_kernels.jit_sum_practice,
-    "mm_practice": lambda: cuda_kernels.jit_mm_practice,
+    "map sigmoid": lambda: course_kernels.tensor_map(operators.sigmoid),
+    "zip add": lambda: course_kernels.tensor_zip(operators.add),
+    "reduce add": lambda: course_kernels.tensor_reduce(operators.add),
+    "matmul": lambda: course_kernels.tensor_matrix_multiply,
+    "sum_practice": lambda: course_kernels.jit_sum_practice,
+    "mm_practice": lambda: course_kernels.jit_mm_practice,
 }
 
 
@@ -142,7 +141,7 @@ LOOPS: dict[str, Callable[[Any], Kernel]] = {
     "fold across": lambda dtype: cuda_loops.fold_kernel(
         operators.add, dtype, dtype, GPU.fold_across
     ),
-    "product": lambda dtype: product.product_kernel(_tiles(dtype)[0], dtype),
+    "product": lambda dtype: cuda_cores.product_kernel(_tiles(dtype)[0], dtype),
     "copy": memory.copy_kernel,
     "sum": memory.sum_kernel,
     "fill": memory.fill_kernel,
@@ -205,8 +204,8 @@ def test_an_element_wise_kernel_reads_all_its_elements_before_it_writes_one() ->
 @needs_nvvm
 @pytest.mark.parametrize("tile", [*_tiles(FLOAT32)], ids=str)
 def test_the_product_multiplies_in_registers_what_it_loads_as_vectors(tile: ProductTile) -> None:
-    ptx = ptx_of(product.product_kernel(tile, FLOAT32), (9, 0))
-    steps = product.UNROLL
+    ptx = ptx_of(cuda_cores.product_kernel(tile, FLOAT32), (9, 0))
+    steps = cuda_cores.UNROLL
     assert (
         len(re.findall(r"ld\.shared\.v4\.f32", ptx)) == steps * (tile.own_rows + tile.own_cols) // 4
     )
@@ -231,18 +230,18 @@ PRODUCT_SPILLS = 192
 def test_a_multiprocessor_holds_the_blocks_of_the_product_that_the_table_says(dtype: Any) -> None:
     for tile in _tiles(dtype):
         for is_guarded in (False, True):
-            kernel = product.product_kernel(tile, dtype, is_guarded)
+            kernel = cuda_cores.product_kernel(tile, dtype, is_guarded)
             assert_fits(kernel, tile.threads, (9, 0), PRODUCT_SPILLS)
 
 
 @needs_nvvm
 def test_a_product_of_float32_computes_nothing_in_float64_after_one_of_float64() -> None:
-    product.product_kernel.cache_clear()
-    product._make_copy.cache_clear()
+    cuda_cores.product_kernel.cache_clear()
+    cuda_cores._make_copy.cache_clear()
     for tile in _tiles(FLOAT64):
-        product.product_kernel(tile, FLOAT64)
+        cuda_cores.product_kernel(tile, FLOAT64)
     for tile in _tiles(FLOAT32):
-        assert_no_float64(ptx_of(product.product_kernel(tile, FLOAT32), (9, 0)))
+        assert_no_float64(ptx_of(cuda_cores.product_kernel(tile, FLOAT32), (9, 0)))
 
 
 def test_the_cuda_backend_is_there_without_a_gpu() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import floats
 from numba import njit
 
-from kernels.cpu.runtime import vector_math as elementary
+from kernels.cpu.runtime import vector_math
 from kernels.runtime.jit import FASTMATH, fingerprint
 from minitorch import fast_ops, operators
 from minitorch.backends import fast_loops
@@ -38,7 +38,7 @@ def loop_of(function: Callable[..., Any], **options: Any) -> Any:
     return loop
 
 
-LOOPS = {name: loop_of(getattr(elementary, name)) for name in NAMES}
+LOOPS = {name: loop_of(getattr(vector_math, name)) for name in NAMES}
 
 
 def applied(name: str, x: Array) -> Array:
@@ -120,7 +120,7 @@ def test_a_caller_may_reorder_its_own_sums(name: str) -> None:
     # x - n ln2 in two steps, or 2^n in two factors, would not survive it.
     x = np.linspace(-104.0, 89.0, 200001, dtype=np.float32)
     fast = np.empty_like(x)
-    loop_of(getattr(elementary, name), fastmath=FASTMATH)(x, fast)
+    loop_of(getattr(vector_math, name), fastmath=FASTMATH)(x, fast)
     assert units_off(fast, exact(name, x)).max() <= BOUNDS[name]
 
 
@@ -163,11 +163,11 @@ def test_the_fingerprint_of_a_loop_covers_what_stands_in_for_math(
 ) -> None:
     loop = fast_ops.tensor_map(operators.exp)
     before = fingerprint(loop)
-    monkeypatch.setattr(elementary.exp, "implementations", (lambda x: x * 2.0,))
+    monkeypatch.setattr(vector_math.exp, "implementations", (lambda x: x * 2.0,))
     assert fingerprint(loop) != before
 
 
 def test_what_it_does_not_have_is_math() -> None:
-    assert elementary.sqrt is math.sqrt
+    assert vector_math.sqrt is math.sqrt
     with pytest.raises(AttributeError, match="cube"):
-        _ = elementary.cube
+        _ = vector_math.cube

@@ -14,8 +14,7 @@ from hypothesis.strategies import integers, lists, tuples
 
 from kernels.cuda.runtime import arrays
 from kernels.cuda.runtime.memory_pool import Pool
-from kernels.runtime import cuda_errors as errors
-from kernels.runtime import targets
+from kernels.runtime import cuda_errors, targets
 
 CAPACITY = 1 << 20
 
@@ -171,7 +170,7 @@ def test_an_allocation_after_a_fault_names_the_kernels() -> None:
     driver = Driver()
     pool = pool_of(driver)
     driver.fault = Result.CUDA_ERROR_ILLEGAL_ADDRESS
-    errors.LAUNCHED.extend(["first", "second"])
+    cuda_errors.LAUNCHED.extend(["first", "second"])
     with pytest.raises(
         RuntimeError, match=r"launched earlier read or wrote outside.*first, second;"
     ):
@@ -226,7 +225,7 @@ def test_an_error_of_cuda_is_one_sentence(
     error: Exception, kind: type[Exception], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets, "BLOCKING", False)
-    errors.LAUNCHED.clear()
+    cuda_errors.LAUNCHED.clear()
     for name in ("before", "last"):
         with targets.launching(name):
             pass
@@ -235,7 +234,7 @@ def test_an_error_of_cuda_is_one_sentence(
     message = str(raised.value)
     assert not [word for word in words if word not in message], message
     assert "\n" not in message and raised.value.__suppress_context__
-    assert list(errors.LAUNCHED) == ["before", "last"]
+    assert list(cuda_errors.LAUNCHED) == ["before", "last"]
 
 
 def test_errors_of_others_pass() -> None:

@@ -16,10 +16,10 @@ from kernels import BlockMask, launch
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.problem.operands import make_operands
+from kernels.problem.packed_problem import make_packed_problem
 from kernels.problem.packed_sequences import Sequences, sequences_of
 from kernels.problem.question import Problem, make_problem
 from kernels.runtime.dtypes import FLOAT16
-from kernels.varlen import make_packed_problem
 
 from ...support.emulated.hopper import emulated_hopper_backward
 from ...support.emulated.target import EMULATED

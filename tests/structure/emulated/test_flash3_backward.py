@@ -14,8 +14,8 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from kernels import make_problem
-from kernels.cuda.attention import delta as half_delta
-from kernels.cuda.attention.flash3_wgmma.backward import launch as launched
+from kernels.cuda.attention import delta as delta_kernels
+from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     PADDING,
     Parts,
@@ -130,7 +130,7 @@ def _gradients(call: Call, deterministic: bool, rng: np.random.Generator) -> Any
         dlse=dlse.astype(np.float32) if call.has_dlse else None, **results,
     )  # fmt: skip
     with _emulated():
-        launched.backward(problem, (0, 0), given)
+        flash3_wgmma_backward.backward(problem, (0, 0), given)
     return results, dict(zip(results, expected, strict=True))
 
 
@@ -168,13 +168,13 @@ def _emulated() -> Iterator[None]:
 
     with (
         patch.multiple(
-            launched, tensor_map=tensor_map, empty_device=empty,
+            flash3_wgmma_backward, tensor_map=tensor_map, empty_device=empty,
             as_bits=lambda array: array, counters=lambda: counters, multiprocessors=lambda: 2,
             device_view=lambda array, shape, steps: array.reshape(-1)[:1],
             readable=lambda *arrays: arrays,
         ),
         patch.multiple(
-            half_delta, empty_device=empty, as_bits=lambda array: array, are_vectors=aligned
+            delta_kernels, empty_device=empty, as_bits=lambda array: array, are_vectors=aligned
         ),
         patch.object(Kernel, "__getitem__", launcher),
         patch.object(Kernel, "prepared", prepared),

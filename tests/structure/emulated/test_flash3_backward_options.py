@@ -10,7 +10,7 @@ import pytest
 
 import kernels
 from kernels import launch
-from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_backward_launch
+from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
 from kernels.problem.operands import make_operands
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT16
@@ -142,7 +142,7 @@ def test_lists_of_whole_tiles_take_kernels_that_hide_nothing(deterministic: bool
     case = _case({"block_mask": mask}, lead=(1, 2), seq_q=seq_q)
     problem = case.problem(rung="flash3_wgmma", deterministic=deterministic).unseeded
     with emulated_hopper_backward():
-        assert flash3_backward_launch._plan(problem, 0).features.whole_tiles
+        assert flash3_wgmma_backward._plan(problem, 0).features.whole_tiles
     expected = case.oracle()
     q, k, v, dout = (x.copy() for x in (*case.operands, case.dout))
     # No tile has these.

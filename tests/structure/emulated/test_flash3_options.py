@@ -11,8 +11,8 @@ from numba import float32, types, void
 
 import kernels
 from kernels import launch
-from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
-from kernels.cuda.attention.flash3_wgmma.forward.kernel import DEALER
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
+from kernels.cuda.attention.flash3_wgmma.forward.kernel import SCHEDULER_THREAD
 from kernels.cuda.attention.flash3_wgmma.forward.score_options import tanh
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout
 from kernels.cuda.device.warpgroups import WARPGROUP
@@ -162,9 +162,9 @@ def test_a_key_that_only_the_next_sequences_rows_would_see_may_be_infinite() -> 
     _check(replace(own, dout=case.dout[:, rows]), (out[:, rows], lse[:, rows]))
 
 
-#: Threads of a block of two consumers: who copies keys and values, who deals, and lanes of the consumers.
+#: Threads of a block of two consumers: the producer of keys and values, the scheduler, and consumer lanes.
 LATE = {
-    "copier": 0, "dealer": DEALER, "lane": WARPGROUP + 1, "other consumer": 2 * WARPGROUP
+    "copier": 0, "scheduler": SCHEDULER_THREAD, "lane": WARPGROUP + 1, "other consumer": 2 * WARPGROUP
 }  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_lists_of_whole_tiles_take_a_kernel_that_hides_nothing() -> None:
     for head, hidden in enumerate(~mask.dense()[:, 0]):
         k[:, head, hidden], v[:, head, hidden] = np.nan, np.inf
     with emulated_hopper(SMALL):
-        assert flash3_launch.features_for(case.problem(rung="flash3_wgmma")).whole_tiles
+        assert flash3_wgmma.features_for(case.problem(rung="flash3_wgmma")).whole_tiles
     _check(case, _forward(replace(case, k=k, v=v)))
 
 

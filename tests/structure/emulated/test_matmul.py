@@ -15,7 +15,7 @@ from hypothesis.strategies import integers, sampled_from
 
 import minitorch
 from kernels.cuda.layers import fused
-from kernels.cuda.matmul import dispatch as product_rungs
+from kernels.cuda.matmul import dispatch
 from kernels.cuda.matmul.dispatch import Epilogue
 from kernels.cuda.matmul.layout import Form, Order, WarpLayout, place_of, shared_bytes
 from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
@@ -66,8 +66,8 @@ def test_no_part_of_a_sum_is_empty_and_tiles_fit_in_shared_memory(
     matrices: int, rows: int, cols: int, steps: int, device: tuple[bool, int], is_whole: bool
 ) -> None:
     is_hopper, planes = device
-    with patch.object(product_rungs, "multiprocessors", lambda: 132):
-        choose = product_rungs._layout.__wrapped__
+    with patch.object(dispatch, "multiprocessors", lambda: 132):
+        choose = dispatch._layout.__wrapped__
         layout, parts = choose(matrices, rows, cols, steps, is_hopper, planes, is_whole)
     assert 1 <= parts <= (1 if is_whole else min(steps, 16))
     assert (parts - 1) * -(-steps // parts) < steps
@@ -121,7 +121,7 @@ def test_bias_and_gelu_are_applied_before_a_number_is_stored(
     )
     out, before = empty((40 * 72,), dtype), empty((40 * 72,), dtype)
     with emulated_products(cc):
-        product_rungs.multiply(
+        dispatch.multiply(
             out, (0, 0, 72, 1), a.reshape(-1), (0, 0, 24, 1), b.reshape(-1), (0, 0, 72, 1),
             (1, 1, 40, 72, 24), kind, Epilogue(bias, True, before),
         )  # fmt: skip
@@ -164,7 +164,7 @@ def test_infinities_and_the_largest_numbers_are_multiplied_as_float32_does() -> 
             expected = a.astype(np.float64) @ b.astype(np.float64)
         out = empty((33 * 40,), FLOAT32)
         with emulated_products((9, 0)), np.errstate(all="ignore"):
-            product_rungs.multiply(
+            dispatch.multiply(
                 out, (0, 0, 40, 1), a.reshape(-1), steps_of(a), b.reshape(-1), steps_of(b),
                 (1, 1, *call.sizes), "split",
             )  # fmt: skip
@@ -314,12 +314,10 @@ def test_a_backend_without_tensor_cores_takes_no_notice_of_it() -> None:
 def test_what_multiplies_follows_from_device_dtype_and_precision(
     cc: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(product_rungs, "compute_capability", lambda: cc)
-    monkeypatch.setattr(
-        product_rungs, "why_no_device", lambda least: None if cc >= least else "too old"
-    )
+    monkeypatch.setattr(dispatch, "compute_capability", lambda: cc)
+    monkeypatch.setattr(dispatch, "why_no_device", lambda least: None if cc >= least else "too old")
     has_tensor_cores, large = cc >= (8, 0), (1, 1, 2048, 2048, 2048)
-    kind_of = product_rungs.kind_of
+    kind_of = dispatch.kind_of
     for shape in (large, (1, 1, 5, 5, 5)):
         for dtype in HALF_DTYPES:
             assert kind_of(dtype, "float32", shape) == (str(dtype) if has_tensor_cores else None)

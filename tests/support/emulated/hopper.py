@@ -11,8 +11,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_backward_launch
-from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_launch
+from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
+from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout
 from kernels.cuda.device.warpgroups import LINE, PANEL
 from kernels.cuda.runtime.kernel import Kernel
@@ -62,13 +62,13 @@ def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Ite
 
     of_launch = {
         "tensor_map": tensor_map,
-        "maps_of": flash3_launch.read_maps,
+        "maps_of": flash3_wgmma.read_maps,
         "multiprocessors": lambda: blocks,
         "counters": lambda: np.zeros(2, np.int32),
         "reshaped": np.reshape,
-        "row_major_copy": np.ascontiguousarray,
         "as_bits": as_bits,
     }
+    common = {"row_major_copy": np.ascontiguousarray, "as_bits": as_bits}
     if layout is not None:
         of_launch["layout_of"] = lambda widths, has_options=False: layout
     with ExitStack() as stack:
@@ -76,6 +76,10 @@ def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Ite
         for name, value in of_launch.items():
             stack.enter_context(
                 patch(f"kernels.cuda.attention.flash3_wgmma.forward.launch.{name}", value)
+            )
+        for name, value in common.items():
+            stack.enter_context(
+                patch(f"kernels.cuda.attention.flash3_wgmma.launch_common.{name}", value)
             )
         stack.enter_context(
             patch("kernels.cuda.attention.flash3_wgmma.packed_mask.empty_device", empty)
@@ -94,7 +98,7 @@ def emulated_hopper_backward() -> Iterator[None]:
     counters = np.zeros(2, np.int32)
     with emulated_hopper():
         names = ("tensor_map", "multiprocessors", "as_bits")
-        found = {name: getattr(flash3_launch, name) for name in names}
+        found = {name: getattr(flash3_wgmma, name) for name in names}
 
         def empty(shape: Any, dtype: Any) -> Any:
             return np.full(shape, np.nan, dtype)
@@ -113,6 +117,6 @@ def emulated_hopper_backward() -> Iterator[None]:
 
 def forget_launches() -> None:
     """Let go of launches, layouts and tensor maps: those of other calls are for other devices, or tiles."""
-    flash3_launch._kept_maps.clear()
-    for kept in (*flash3_launch.KEPT, *flash3_backward_launch.KEPT):
+    flash3_wgmma._kept_maps.clear()
+    for kept in (*flash3_wgmma.KEPT, *flash3_wgmma_backward.KEPT):
         kept.cache_clear()

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kernels.cuda.matmul import dispatch as product_rungs
+from kernels.cuda.matmul import dispatch
 from kernels.cuda.matmul.layout import LINE, ProductLayout, WarpLayout
 from kernels.cuda.runtime.kernel import Kernel
 
@@ -88,7 +88,7 @@ def emulated_products(cc: tuple[int, int]) -> Iterator[None]:
         "matmul.dispatch._WARPS": ((WarpLayout(32, 32, 2, 2, 2), 1.0, 8.0),),
         "matmul.dispatch.flag": lambda: _FLAG,
         "matmul.operands.flag": lambda: _FLAG,
-        "matmul.dispatch.product.multiply": _multiply_if,
+        "matmul.dispatch.cuda_cores.multiply": _multiply_if,
     }
     bits = {"matmul.launch.as_bits", "matmul.operands.as_bits", "device.half.as_bits"}
     with ExitStack() as stack:
@@ -105,6 +105,6 @@ def emulated_products(cc: tuple[int, int]) -> Iterator[None]:
 
 
 def _forget() -> None:
-    product_rungs._layout.cache_clear()
+    dispatch._layout.cache_clear()
     _MAPS.clear()
     _KEPT.clear()

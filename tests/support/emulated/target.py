@@ -15,9 +15,8 @@ from unittest.mock import patch
 import numpy as np
 
 from kernels import launch
-from kernels.cuda.attention.flash2_mma import launch as flash2_mma_launch
-from kernels.cuda.attention.flash2_mma import nonfinite as mma_guard
-from kernels.cuda.attention.flash2_mma import split_operands as mma_split
+from kernels.cuda.attention.flash2_mma import launch as flash2_mma
+from kernels.cuda.attention.flash2_mma import nonfinite, split_operands
 from kernels.cuda.attention.flash2_mma.launch import ByKeys
 from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout
 from kernels.cuda.attention.options import extras
@@ -70,12 +69,12 @@ def _merge(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
 
 def _forget() -> None:
     """Let go of what calls keep on their device: arrays of the host are none."""
-    kernels = mma_split.measure_kernel, mma_split.split_kernel  # of few threads
-    layout = flash2_mma_launch._forward_layout
+    kernels = split_operands.measure_kernel, split_operands.split_kernel  # of few threads
+    layout = flash2_mma._forward_layout
     arrays = extras._block_arrays, extras._list_arrays, extras._tiles, memory.device_constant
     for kept in (*arrays, extras._lasting, layout, *kernels):
         kept.cache_clear()
-    mma_guard._flags.clear()
+    nonfinite._flags.clear()
     vars(EMULATED).pop("_usable", None)  # what its rungs can was asked of another device
 
 
@@ -88,7 +87,7 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """
     tables = {
         name: dict.fromkeys((256,), _KEYS if "KEYS" in name else _ROWS)
-        for name in vars(flash2_mma_launch)
+        for name in vars(flash2_mma)
         if name.startswith(("_FORWARD", "_BY_"))
     }
     of_launch = {

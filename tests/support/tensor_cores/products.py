@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cuda.matmul import dispatch as product_rungs
+from kernels.cuda.matmul import dispatch
 from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
@@ -102,7 +102,7 @@ def run(call: Product, rng: np.random.Generator, place: Any, empty: Any, fetch: 
     out = empty((batch * heads * rows * cols,), call.stored)
     flat = [place(x.reshape(-1)) for x in (a_memory, b_memory)]
     steps = (heads * rows * cols, rows * cols, cols, 1)
-    product_rungs.multiply(
+    dispatch.multiply(
         out, steps, flat[0], steps_of(a), flat[1], steps_of(b),
         (batch, heads, rows, cols, depth), call.kind,
     )  # fmt: skip

@@ -89,12 +89,12 @@ def forward_elements(tile: Tile, head_dim: int, value_dim: int) -> int:
     return tiles + block_q * (block_k + 1) + 4 * block_q
 
 
-def why_not(problem: Problem, tile_asked: Tile | None) -> str | None:
+def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
     """Return why this rung cannot run a problem with a tile (None: its own), or None."""
     dims = problem.head_dim, problem.value_dim
     passes = (forward_elements, tile), (backward_elements, backward_tile)
     for elements, own_tile in passes:
-        block = tile_asked or own_tile(problem)
+        block = requested_tile or own_tile(problem)
         reason = why_too_large(block, elements(block, *dims) * problem.dtype.itemsize)
         if reason:
             return reason

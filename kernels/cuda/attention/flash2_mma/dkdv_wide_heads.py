@@ -74,7 +74,7 @@ def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
         dout=2 * queries,
         p=HALF * scores,
         ds=HALF * scores,
-        handed=FLOAT32.itemsize * scores,
+        exchange=FLOAT32.itemsize * scores,
         lse=rows,
         delta=rows,
     )
@@ -111,7 +111,7 @@ def roles_kernel(
     unit_of_dk, unit_of_dv, top_of = units.dk, units.dv, units.top
     tiles = role_tiles(layout, width)
     k_offset, v_offset, q_offset, dout_offset = (tiles[name] for name in ("k", "v", "q", "dout"))
-    p_offset, ds_offset, handed_offset = tiles["p"], tiles["ds"], tiles["handed"]
+    p_offset, ds_offset, exchange_offset = tiles["p"], tiles["ds"], tiles["exchange"]
     lse_offset, delta_offset = tiles["lse"], tiles["delta"]
     lse_index, delta_index = lse_offset // WORD, delta_offset // WORD
     stage_bytes, has_sums = HALF * block_q * width, sums is not None
@@ -175,7 +175,7 @@ def roles_kernel(
         right = (q_tile if of_scores else dout_tile) + HALF * width * first_row
         own_scores = memory + p_offset if of_scores else ds_tile
         own_rows = dout_tile if of_scores else q_tile
-        handed = memory + handed_offset + CHUNK * (number * s_tiles * WARP + lane)
+        exchange = memory + exchange_offset + CHUNK * (number * s_tiles * WARP + lane)
         # Of 16 x 8 sums a lane has keys lane / 4 and eight below, columns 2 (lane % 4) and the next.
         # Fragments are pairs of 16 bits.
         acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_keys, own) / 32: dV, or dK
@@ -256,7 +256,7 @@ def roles_kernel(
                                 prob = ex2(score - (high if i % 2 else low))
                                 s[at, i] = prob if score != minus_inf else zero
                 for n in range(s_tiles):
-                    st_shared_v4_f32(handed + CHUNK * WARP * n, s[n])
+                    st_shared_v4_f32(exchange + CHUNK * WARP * n, s[n])
                 keep_scores(s, own_scores, lane, first_key, first_row // COLS)
                 bar_arrive(P_READY, threads)  # its P is there for the other half
                 bar_sync(P_WHOLE, role_threads)  # all of the half have stored their P
@@ -267,7 +267,7 @@ def roles_kernel(
                     low, high = ld_shared_v2(memory + delta_offset + WORD * (at_row + n * COLS))
                     for m in range(key_tiles):
                         at = m * col_tiles + n
-                        ld_shared_v4(p, handed + CHUNK * WARP * at)
+                        ld_shared_v4(p, exchange + CHUNK * WARP * at)
                         for i in range(4):
                             prob, ds = float_of(p[i]), s[at, i] * dp_unit - (high if i % 2 else low)
                             # What is hidden has no gradient, whatever dP and D are.

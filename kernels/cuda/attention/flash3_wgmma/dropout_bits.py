@@ -2,7 +2,7 @@
 
 flash2_mma draws bits together, into shared memory, behind a barrier of its block.  Warpgroups that run
 apart from each other have no such barrier.  Here each lane draws its part of the bits of its warp's 16
-rows, and hands on by two or three shuffles what belongs to its neighbours, while products are under way.
+rows, and exchanges them with its neighbours in two or three shuffles, while products are under way.
 
 An element of a lane is (t, i), as in the accumulators of ``wgmma``: tile t of eight columns, and
 i = 2 · half + e for the lower of its two rows (half) and the later of its two columns (e).
@@ -28,7 +28,7 @@ from kernels.runtime.targets import cuda
 TILES = 8
 #: Tiles of the widest tile of scores.
 MOST_TILES = 2 * TILES
-EVERYONE = 0xFFFFFFFF
+ALL_LANES = 0xFFFFFFFF
 SIGN = 0x80000000
 #: Bits of the upper four of each byte.
 UPPER = 0xF0F0F0F0
@@ -69,7 +69,7 @@ def permuted(x, y, selector):
 @device_function
 def other(word, distance):
     """Return the word of the lane so far away."""
-    return uint32(cuda.shfl_xor_sync(EVERYONE, int32(word), distance))
+    return uint32(cuda.shfl_xor_sync(ALL_LANES, int32(word), distance))
 
 
 class Kept(NamedTuple):

@@ -1,4 +1,4 @@
-"""Hopper's forward rung: how its block is staffed, where its tiles lie, and in which order work is done."""
+"""Hopper's forward rung: roles of a block's warpgroups, shared memory, and the order of work items."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from kernels.common.geometry import ceil_div
 from kernels.common.online_softmax import PATIENCE
 from kernels.cuda.attention.options.score_functions import PLAIN, Features
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, Staff
+from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
 from kernels.cuda.runtime.kernel import WORD, device_function
 
-#: Named barriers of the forward kernel, the first consumer's; those of the others follow: of its turn to
-#: multiply, and of its own threads.  0 is that of ``cuda.syncthreads``, and EVERYONE is in flash3_options.
-TURN, OWN_OUT = 1, 4
-#: Of the backward kernels: of all consumers' threads, and of the first consumer's own, likewise.
-ALL_MEET, OWN_MEET = 1, 2
-#: That tell what an item is.
+#: Named barriers of the forward kernel: the order in which consumers multiply, and the output tile of one
+#: consumer.  Each consumer has its own, numbered from these on.  0 belongs to ``cuda.syncthreads``.
+PING_PONG, OUT_BARRIER = 1, 4
+#: Of the backward kernels: all consumers' threads, and the threads of one consumer, numbered likewise.
+CONSUMERS_BARRIER, WARPGROUP_BARRIER = 1, 2
+#: The barrier of all consumers' threads for ``clear_unseen``, forward and backward.
+CLEAR_BARRIER = 7
+#: Numbers that describe a work item.
 ITEM_NUMBERS = 13
 
 
 @dataclass(frozen=True)
-class ForwardLayout(Staff):
-    """Who works on a query tile, and how many key tiles are in flight.
+class ForwardLayout(WarpRoles):
+    """The warpgroups that share a query tile, and the number of key tiles in flight.
 
     Attributes:
-        consumers: Warpgroups that multiply, each with 64 query rows; a further one copies.
+        consumers: Warpgroups that multiply, each with 64 query rows; a further one is the producer.
         block_k: Key columns of a tile, a multiple of 16.
         stages: Tiles of keys, and of values, that shared memory holds at a time.
         items: Query tiles that it holds: with two the next one is there when the last one is done.
-        takes_turns: The softmax of one consumer shall fall into the products of the others.
+        ping_pong: One consumer computes its softmax while another multiplies.
         patience: By how many powers of two a maximum may grow before rows are scaled to it; at most 8, so
             that 16 bits hold all exponentials.  0 scales them for each tile.
             See ``online_softmax.PATIENCE``.
@@ -43,7 +45,7 @@ class ForwardLayout(Staff):
     block_k: int
     stages: int
     items: int
-    takes_turns: bool
+    ping_pong: bool
     patience: int = 0
 
     @property
@@ -103,7 +105,7 @@ def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLA
     The tile of out takes the place of that of q, which no one needs any more by then.
 
     Args:
-        layout: Who works.
+        layout: Of the block.
         widths: Of the kernel.
         features: Options of the kernel: with a list of tiles there are the numbers of those in flight, and
             where options may hide elements a byte for each key of a tile, whether anybody sees it.
@@ -183,7 +185,7 @@ SHAPE = types.NamedUniTuple(int32, len(Shape._fields), Shape)
 class Schedule(NamedTuple):
     """In which order the query tiles of all heads are worked on.
 
-    Whoever of the blocks is done takes the next item.  Heads come in groups whose keys and values the
+    A block that is done takes the next item.  Heads come in groups whose keys and values the
     L2 cache holds together, and within a group the longest tiles come first: under a causal mask the
     last ones, so that all blocks end at about the same time.
 

@@ -1,8 +1,8 @@
-"""Which tiles Hopper's kernels visit: who copies and who multiplies must walk the same ones.
+"""The tiles that Hopper's kernels visit: producer and consumers must visit the same ones.
 
 Causal, window, block-sparse and packed calls are the same loop over other tiles; see ``visits``.  What
 bounds leave of a list is a piece of it, for tiles of a line ascend, and its length is known before the walk
-begins: only so whoever multiplies can ask for the next product before it waits for the last one.
+begins, so that a consumer can issue the next product before it waits for the last one.
 """
 
 from __future__ import annotations

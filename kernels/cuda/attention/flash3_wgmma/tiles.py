@@ -1,4 +1,4 @@
-"""What kernels on Hopper, of the backward pass and the forward one, do with a tile."""
+"""Steps on a tile that Hopper's forward and backward kernels share."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def make_load_tile(panels: int, panel_bytes: int) -> Any:
 
 @device_function
 def init_stages(first, count, filled_by, emptied_by):
-    """Initialize barriers of stages: as many that tell of bytes, from the first on, as that tell of room.
+    """Initialize the barriers of stages: one for each full stage, and then one for each empty stage.
 
     Args:
         first: Its address.
         count: Of stages.
-        filled_by: Who arrives at one of the former.
-        emptied_by: Who arrives at one of the latter.
+        filled_by: Arrivals at the barrier of a full stage.
+        emptied_by: Arrivals at the barrier of an empty stage.
     """
     for i in range(count):
         mbarrier_init(first + BARRIER * i, filled_by)
@@ -58,8 +58,8 @@ def init_stages(first, count, filled_by, emptied_by):
 def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int, stages: int) -> Any:
     """Return what fetches a tile of a tensor, and as many float32 of a vector.
 
-    ``fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b)``: when there is room, to where
-    ``full``, a stage's barrier of :func:`init_stages`, tells of them.
+    ``fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b)`` waits for an empty stage;
+    ``full``, the stage's barrier of :func:`init_stages`, counts the bytes.
 
     Args:
         panels: Of the tile.
@@ -240,7 +240,7 @@ def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
         panel_bytes: Of each.
         is_packed: Rows beyond those that are left belong to the next sequence: the target is an array
             (batch, heads, seq, dim), to which all threads copy.  Else it is a tensor map, and the one
-            thread that calls asks the copy engine, which leaves out what is beyond the end.
+            thread that calls issues a copy, which leaves out what is beyond the end.
     """
     store_tile = make_store_tile(panels, panel_bytes)
 
@@ -263,8 +263,8 @@ def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
 
 
 @device_function
-def number_told(place, lane):
-    """Return a number in shared memory to every lane of a warp; lane 0 reads it, and may arrive for all."""
+def broadcast_number(place, lane):
+    """Broadcast a number in shared memory to a warp; lane 0 reads it, and may arrive for all lanes."""
     number = int32(0)
     if lane == 0:
         number = ld_shared(place)

@@ -81,7 +81,7 @@ def score_function(
 
     def within(score, batch, head, row, col, distance):
         row, col = row & _PLACE, col & _PLACE
-        _tell_distance(row, col, distance)
+        _record_distance(row, col, distance)
         return real(inner(score, batch & _PLACE, head & _PLACE, row, col))
 
     emitted = Emitted(within, _FLOAT(_FLOAT, *[_WHOLE] * 4, distance), _with_rules)
@@ -114,8 +114,8 @@ def mask_function(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
 
 
 @intrinsic
-def _tell_distance(context, row, col, distance):
-    """Let the rules know how far two places are apart, or that it is not known."""
+def _record_distance(context, row, col, distance):
+    """Record the distance of two places for the rules, if it is known."""
 
     def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
         if signature.args[2] == _FLOAT:
@@ -131,7 +131,7 @@ def _nothing(row, col, distance):
     pass
 
 
-_tell_distance.py_func = _nothing
+_record_distance.py_func = _nothing
 
 
 def _has_rules(function: Callable[..., Any], dtype: np.dtype[Any]) -> bool:

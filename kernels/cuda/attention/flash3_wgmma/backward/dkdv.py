@@ -1,6 +1,6 @@
 """FlashAttention-3 backward by key tiles: dK and dV, and by choice what they add to dQ.
 
-What the forward kernel does with two products, a copying warpgroup and registers handed over, this one
+What the forward kernel does with two products, a producer warpgroup and reallocated registers, this one
 does with five.  Sᵀ and dPᵀ are computed rather than S and dP: a warpgroup then has 64 keys of its own,
 and Pᵀ and dSᵀ are where the next products want their left operands, in its registers.  Only dQ needs
 the keys of all warpgroups, and therefore dS in shared memory; what it adds is left to the copy engine.
@@ -17,20 +17,23 @@ from numba import float32, float64, int32, int64, types, uint8, uint32, void
 from kernels.cuda.attention.flash2_mma.nonfinite import flag_type, is_flagged, never_flagged
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
+    MAPS,
+    ROW_NUMBERS,
     KeyLayout,
     Parts,
     block_bytes,
     dq_bytes,
     dq_share,
     key_tiles,
+    square_place,
 )
 from kernels.cuda.attention.flash3_wgmma.backward.nonfinite import Guarded, clear_unseen_of
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.backward.tile_walk import make_row_base, make_visits_of
 from kernels.cuda.attention.flash3_wgmma.layout import (
-    ALL_MEET,
-    OWN_MEET,
+    CONSUMERS_BARRIER,
     SHAPE,
+    WARPGROUP_BARRIER,
     Schedule,
     Widths,
     is_guarded,
@@ -74,7 +77,6 @@ from kernels.cuda.ptx.copies import (
     st_shared,
     st_shared_v4_f32,
 )
-from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.wgmma import (
     ROWS,
     descriptor,
@@ -87,10 +89,6 @@ from kernels.cuda.runtime.kernel import WORD, Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 
-MAPS = types.Array(uint8, 1, "C")
-ROW_NUMBERS = types.Array(float32, 2, "C")
-square_place = DEVICE.square_place
-
 
 @cache
 def dkdv_kernel(
@@ -99,7 +97,7 @@ def dkdv_kernel(
     """Return the kernel by key tiles for one layout, two widths, one dtype and some gradients.
 
     Args:
-        layout: Who works.
+        layout: Of the block.
         widths: Columns that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v, dout, dk and dv.
         parts: Which gradients it computes.
@@ -127,7 +125,7 @@ def dkdv_kernel(
     q_empty = q_full + 8 * q_stages
     dout_full = q_empty + 8 * q_stages
     dout_empty = dout_full + 8 * dout_stages
-    consumer_warps, everyone = 4 * consumers, layout.threads - WARPGROUP
+    consumer_warps, consumer_threads = 4 * consumers, layout.threads - WARPGROUP
     share = dq_share(layout, widths)
     dq_tiles, share_size = share.cols // 8, dq_bytes(layout, widths)
     ds_step, k_step = (k_panel, 0) if share.by_rows else (0, share.step)
@@ -164,7 +162,7 @@ def dkdv_kernel(
     is_found = is_flagged if guards else never_flagged
     seen_offset, copy_offset = tiles["seen"], tiles["copy"]
     clear_unseen = clear_unseen_of(
-        Guarded(everyone, block_q, block_k, head_panels, value_panels, adds_dq), guards
+        Guarded(consumer_threads, block_q, block_k, head_panels, value_panels, adds_dq), guards
     )
 
     def flash3_dkdv(
@@ -199,7 +197,7 @@ def dkdv_kernel(
         items = int32(schedule.tiles * schedule.heads)
         if cuda.threadIdx.x == 0:
             mbarrier_init(barriers, 1)
-            mbarrier_init(barriers + keys_empty, everyone)
+            mbarrier_init(barriers + keys_empty, consumer_threads)
             init_stages(barriers + q_full, q_stages, 1, consumer_warps)
             init_stages(barriers + dout_full, dout_stages, 1, consumer_warps)
             fence_mbarrier_init()  # for the copy engine
@@ -357,7 +355,7 @@ def dkdv_kernel(
                         fence_proxy_async()  # products see what was stored
                         if thread == 0:
                             wait_for_reads()  # the tile of dq is free again
-                        bar_sync(ALL_MEET, everyone)  # dS is whole
+                        bar_sync(CONSUMERS_BARRIER, consumer_threads)  # dS is whole
                     wgmma_fence()
                     if adds_dq:
                         # 15: dQ_i += dS K_j, this consumer's share
@@ -389,7 +387,7 @@ def dkdv_kernel(
                         for t in range(dq_tiles):
                             st_shared_v4_f32(own_share + 16 * (t * WARPGROUP + thread), dq_acc[t])
                         fence_proxy_async()  # the copy engine sees what was stored
-                        bar_sync(OWN_MEET + me, WARPGROUP)  # the share is whole
+                        bar_sync(WARPGROUP_BARRIER + me, WARPGROUP)  # the share is whole
                         if thread == 0:
                             slot = int64(y) * (lse.shape[1] // block_q) + (base + row) // block_q
                             number = slot * consumers + me
@@ -403,7 +401,7 @@ def dkdv_kernel(
                         if has_dv and not adds_dq:
                             mbarrier_arrive(barriers + dout_empty + 8 * dout_now)
                 if adds_dq:
-                    bar_sync(ALL_MEET, everyone)  # no one reads the keys any more
+                    bar_sync(CONSUMERS_BARRIER, consumer_threads)  # no one reads the keys any more
                 # 18: write dK_j, dV_j, by way of the tiles of K and V
                 if has_dk:
                     factor_of_dk = float32(scale) * slope_scale_of(extras)
@@ -411,7 +409,7 @@ def dkdv_kernel(
                 if has_dv:
                     write_dv(tile + dv_offset, line, c, dv_acc, scale_of(extras), first < stop, p)
                 fence_proxy_async()  # the copy engine sees them
-                bar_sync(OWN_MEET + me, WARPGROUP)  # all keys of the warpgroup are there
+                bar_sync(WARPGROUP_BARRIER + me, WARPGROUP)  # all keys of the warpgroup are there
                 b, h = int32(y // heads), int32(y % heads)
                 key, left = first_k + col + me * ROWS, cols - col - me * ROWS
                 if is_packed or thread == 0:
@@ -421,7 +419,7 @@ def dkdv_kernel(
                         put_dv(dv_map, own_keys + dv_offset, thread, b, h, key, left)
                     cp_async_bulk_commit_group()
                     wait_for_reads()  # the copies have read the tiles
-                bar_sync(OWN_MEET + me, WARPGROUP)  # and copied: other keys may come
+                bar_sync(WARPGROUP_BARRIER + me, WARPGROUP)  # and copied: other keys may come
                 mbarrier_arrive(barriers + keys_empty)  # each for itself: it has read the number
                 mbarrier_wait(barriers, phase)  # the next keys are there, and the item's number
                 item = ld_shared(tile + number_offset)

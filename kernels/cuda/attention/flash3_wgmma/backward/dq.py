@@ -13,19 +13,28 @@ from functools import cache
 from numba import float32, float64, int32, types, uint8, uint32, void
 
 from kernels.cuda.attention.flash2_mma.nonfinite import flag_type, is_flagged, never_flagged
-from kernels.cuda.attention.flash3_wgmma.backward.dkdv import MAPS, ROW_NUMBERS, square_place
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
+    MAPS,
+    ROW_NUMBERS,
     QueryLayout,
     block_bytes,
     query_tiles,
+    square_place,
 )
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.backward.tile_walk import make_row_base, make_visits_of
-from kernels.cuda.attention.flash3_wgmma.forward.score_options import make_clear_unseen
-from kernels.cuda.attention.flash3_wgmma.layout import OWN_MEET, SHAPE, Schedule, Widths, is_guarded
+from kernels.cuda.attention.flash3_wgmma.layout import (
+    SHAPE,
+    WARPGROUP_BARRIER,
+    Schedule,
+    Widths,
+    is_guarded,
+)
+from kernels.cuda.attention.flash3_wgmma.nonfinite import make_clear_unseen
 from kernels.cuda.attention.flash3_wgmma.packed_mask import words_type
 from kernels.cuda.attention.flash3_wgmma.tiles import (
+    broadcast_number,
     init_stages,
     make_accumulate,
     make_load_tile,
@@ -33,7 +42,6 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_pack,
     make_put_tile,
     make_write_tile,
-    number_told,
 )
 from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
 from kernels.cuda.device.one_source import first_full_tile, full_tiles_stop
@@ -73,7 +81,7 @@ def dq_kernel(
     """Return the kernel by query tiles for one layout, two widths and one dtype.
 
     Args:
-        layout: Who works.
+        layout: Of the block.
         widths: Columns that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v, dout and dq.
         features: Options of the call.
@@ -227,7 +235,7 @@ def dq_kernel(
             r, c = square_place(lane)
             line = me * ROWS + warp * 16 + r
             mbarrier_wait(barriers, phase)  # Q_i and dO_i are there, and the item's number
-            item = number_told(tile + number_offset, lane)
+            item = broadcast_number(tile + number_offset, lane)
             while item < items:
                 phase = phase ^ 1
                 y, flat, row, first_q, rows, first_k, cols, first, stop = visits_of(
@@ -306,18 +314,18 @@ def dq_kernel(
                 factor_of_dq = float32(scale) * slope_scale_of(extras)
                 write_dq(tile, line, c, dq_acc, factor_of_dq, first < stop, ds)
                 fence_proxy_async()  # the copy engine sees them
-                bar_sync(OWN_MEET + me, WARPGROUP)  # all rows of the warpgroup are there
+                bar_sync(WARPGROUP_BARRIER + me, WARPGROUP)  # all rows of the warpgroup are there
                 b, h = int32(y // heads), int32(y % heads)
                 own_first, left = first_q + row + me * ROWS, rows - row - me * ROWS
                 if is_packed or thread == 0:
                     put_dq(dq_map, own_tile, thread, b, h, own_first, left)
                     cp_async_bulk_commit_group()
                     wait_for_reads()  # the copy has read the tile
-                bar_sync(OWN_MEET + me, WARPGROUP)  # and copied: another q may come
+                bar_sync(WARPGROUP_BARRIER + me, WARPGROUP)  # and copied: another q may come
                 if lane == 0:  # which has read the number for its warp
                     mbarrier_arrive(barriers + rows_empty)
                 mbarrier_wait(barriers, phase)  # the next rows are there, and the item's number
-                item = number_told(tile + number_offset, lane)
+                item = broadcast_number(tile + number_offset, lane)
 
     schedule = types.NamedUniTuple(int32, 3, Schedule)
     counters = types.Array(int32, 1, "C")

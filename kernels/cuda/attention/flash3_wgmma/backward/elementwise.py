@@ -15,7 +15,7 @@ from numba import float32, int32
 
 from kernels.cuda.attention.flash3_wgmma.backward.layout import makes_elements
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
-from kernels.cuda.attention.flash3_wgmma.forward.score_options import distance_of
+from kernels.cuda.attention.flash3_wgmma.score_terms import distance_of
 from kernels.cuda.attention.flash3_wgmma.tiles import make_hide, make_hide_pairs, make_pack
 from kernels.cuda.attention.options.score_functions import PLAIN, Features
 from kernels.cuda.attention.options.tile_scores import make_tile_scores
@@ -65,7 +65,12 @@ def make_passes(
     hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)
     pack_tile, elements = make_pack(dtype, cols), make_elements(features, cols, by_keys)
     pack = elements.pack[dtype]
-    see, weigh_one, drop, slope_one = elements.see, elements.weigh, elements.drop, elements.slope
+    set_visible, weigh_one, drop, slope_one = (
+        elements.set_visible,
+        elements.weigh,
+        elements.drop,
+        elements.slope,
+    )
     draw, hides, has_seen = elements.draw, elements.hides, elements.has_seen
     is_plain, distance_from = not makes_elements(features), distance_of(features)
     has_lists_alone = not is_plain and features.of_elements == PLAIN
@@ -102,7 +107,9 @@ def make_passes(
         else:
             draw(kept, lane, flat, int32(row - across), int32(col - along), extras)
         if has_seen:
-            see(seen, mask_words, lane, listed, flat, own, b, h, row, col, seq_q, seq_k, extras)
+            set_visible(
+                seen, mask_words, lane, listed, flat, own, b, h, row, col, seq_q, seq_k, extras
+            )
         w = cuda.local.array(4, float32)  # (4,)
         for t in range(tiles):
             low, high = pair_of(numbers, t)

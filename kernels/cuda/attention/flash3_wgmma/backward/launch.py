@@ -27,10 +27,10 @@ from kernels.cuda.attention.flash3_wgmma.backward.row_statistics import (
     zero_kernel,
 )
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import delta_factor, slope_factor
-from kernels.cuda.attention.flash3_wgmma.forward.launch import (
+from kernels.cuda.attention.flash3_wgmma.launch_common import (
     CACHE_BYTES,
     kept_launches,
-    lies,
+    memory_layouts,
     readable,
     tensor_map,
     widths_of,
@@ -208,7 +208,7 @@ class _Call(NamedTuple):
     def prepared(self, prepare: Any, arrays: tuple[Any, ...], *more: Any) -> Any:
         """Return the launch of a kernel, but for where the arrays are that the call brings."""
         problem, lead = self.problem.unseeded, self.operands.q.shape[:2]
-        return prepare(problem, lead, current_device(), lies(*arrays), *more)
+        return prepare(problem, lead, current_device(), memory_layouts(*arrays), *more)
 
 
 def backward_tile(problem: Problem) -> tuple[int, int]:

@@ -1,16 +1,17 @@
-"""Hopper's backward rung: which kernels a call takes, how their blocks are staffed, where tiles lie."""
+"""Hopper's backward rung: the kernels of a call, the roles of their warpgroups, their shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from numba import int32
+from numba import float32, int32, types, uint8
 
 from kernels.cuda.attention.flash3_wgmma.layout import Widths, is_guarded, item_of
 from kernels.cuda.attention.options.score_functions import PLAIN, Features
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, Staff
+from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
+from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, device_function
 
@@ -48,14 +49,14 @@ def parts_of(widths: Widths, adds_dq: bool) -> tuple[Parts, ...]:
 
 
 @dataclass(frozen=True)
-class KeyLayout(Staff):
-    """Who works on a key tile, and how many query tiles are in flight.
+class KeyLayout(WarpRoles):
+    """The warpgroups that share a key tile, and the number of query tiles in flight.
 
     Attributes:
         block_q: Rows of a query tile: one or two times 64.
         q_stages: Tiles of q, with their rows of lse, that shared memory holds at a time.
         dout_stages: Tiles of dout, with their rows of delta, likewise.
-        consumers: Warpgroups that multiply, each with 64 keys; a further one copies.
+        consumers: Warpgroups that multiply, each with 64 keys; a further one is the producer.
     """
 
     block_q: int
@@ -156,14 +157,14 @@ def key_tiles(
 
 
 @dataclass(frozen=True)
-class QueryLayout(Staff):
-    """Who works on a query tile of dQ, and how many key tiles are in flight.
+class QueryLayout(WarpRoles):
+    """The warpgroups that share a query tile of dQ, and the number of key tiles in flight.
 
     Attributes:
         block_k: Keys of a tile, a multiple of 16.
         k_stages: Tiles of keys that shared memory holds at a time.
         v_stages: Tiles of values.
-        consumers: Warpgroups that multiply, each with 64 query rows; a further one copies.
+        consumers: Warpgroups that multiply, each with 64 query rows; a further one is the producer.
     """
 
     block_k: int
@@ -225,3 +226,10 @@ def key_item_of(item, schedule):
     """
     last, flat = item_of(item, schedule)
     return int32(schedule.tiles - 1 - last), flat
+
+
+MAPS = types.Array(uint8, 1, "C")
+
+ROW_NUMBERS = types.Array(float32, 2, "C")
+
+square_place = DEVICE.square_place

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from numba import uint32
 
-from kernels.cuda.attention.flash3_wgmma.forward.score_options import EVERYONE
+from kernels.cuda.attention.flash3_wgmma.layout import CLEAR_BARRIER
 from kernels.cuda.device.warpgroups import LINE
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.copies import ld_shared_v4, st_shared_v4
@@ -75,14 +75,16 @@ def make_clear_unseen(sizes: Guarded) -> Callable[..., None]:
             zeros[i] = 0
         for n in range(thread, block_q + block_k, threads):
             bytes_[seen + n] = 0
-        bar_sync(EVERYONE, threads)  # nothing has been seen yet
+        bar_sync(CLEAR_BARRIER, threads)  # nothing is marked yet
         for t in range(row_tiles):
             for i in range(4):
                 pair = p[t // 2, 2 * (t % 2) + i // 2] & (_HIGH if i % 2 else _LOW)
                 if pair != 0 or s[t, i] != 0:
                     bytes_[seen + 8 * t + 2 * (lane % 4) + i % 2] = 1
                     bytes_[seen_keys + own_key + 8 * (i // 2)] = 1
-        bar_sync(EVERYONE, threads)  # everybody has said what it sees, and is done with the tiles
+        bar_sync(
+            CLEAR_BARRIER, threads
+        )  # every thread has marked its rows and keys, and read the tiles
         clear_rows(thread, bytes_, seen, q, q_panels, zeros)
         clear_rows(thread, bytes_, seen, dout, dout_panels, zeros)
         if adds_dq:
@@ -93,7 +95,7 @@ def make_clear_unseen(sizes: Guarded) -> Callable[..., None]:
                 else:
                     st_shared_v4(copy + n * CHUNK, zeros)
         fence_proxy_async()  # products see the zeros
-        bar_sync(EVERYONE, threads)  # what nobody sees is zeros
+        bar_sync(CLEAR_BARRIER, threads)  # the unseen rows are zeros
 
     return clear_unseen
 

@@ -29,19 +29,19 @@ from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
     make_kept_by_keys,
     with_bit,
 )
-from kernels.cuda.attention.flash3_wgmma.forward.score_options import (
-    difference_of,
-    has_mods,
-    numbers_of,
-    pairs_of,
-    seen_words,
-)
 from kernels.cuda.attention.flash3_wgmma.packed_mask import (
     ALL,
     STEP,
     all_seen,
     make_block_bits,
     make_words_place,
+)
+from kernels.cuda.attention.flash3_wgmma.score_terms import (
+    difference_of,
+    has_mods,
+    numbers_of,
+    pairs_of,
+    seen_words,
 )
 from kernels.cuda.attention.options.mods import FIRST_PLACE, mask_function, score_function
 from kernels.cuda.attention.options.score_functions import Features, mask_at
@@ -56,13 +56,13 @@ class Elements(NamedTuple):
     Attributes:
         factor: ``(extras)``: what products are multiplied by, beside scale, for ``weigh``.
         words: Of bits of a lane's elements, and behind them of a floating mask of 16 bits.
-        has_seen: There are words that ``see`` sets.
+        has_seen: There are words that ``set_visible`` sets.
         hides: Elements may be hidden beside others that are seen.
         draw: ``(kept, lane, flat, row, col, extras)``: set the bits of what dropout keeps, of the warp's 16
             rows or keys.
         see: ``(seen, mask_words, lane, whole, flat, own, b, h, row, col, seq_q, seq_k, extras)``: set those
             of what is seen; (row, col) is the lane's first element, ``whole`` tells that the block mask
-            hides none.  And bring a floating mask of 16 bits.
+            hides none.  And load the words of a floating mask of 16 bits.
         steepness: ``(b, h, extras)``: ALiBi's slope of a head.
         own: ``(flat, extras)``: batch and head as mods get them, the same for all tiles of a line.
         weigh: ``(product, shift, seen, t, i, own, b, h, row, col, distance, steepness, seq_q, seq_k,
@@ -80,7 +80,7 @@ class Elements(NamedTuple):
     has_seen: bool
     hides: bool
     draw: Callable[..., None]
-    see: Callable[..., None]
+    set_visible: Callable[..., None]
     steepness: Callable[..., Any]
     own: Callable[..., Any]
     weigh: Callable[..., Any]
@@ -225,7 +225,7 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
         own_drop, slope, pack, slope_scale = mark, marked_slope, PACK_POSITIVE, half_scale
     return Elements(
         over_cap if features.softcap else constant_factor, seen_words(features, cols),
-        has_bits or has_pairs, features.hides, draw, _make_see(features, cols, by_keys, place_of),
+        has_bits or has_pairs, features.hides, draw, _make_set_visible(features, cols, by_keys, place_of),
         steepness if features.slopes else not_steep, numbers_of(features), weigh,
         own_drop, slope, pack, scale, slope_scale,
     )  # fmt: skip
@@ -295,11 +295,13 @@ def _one(score, batch, head, row, col):
     return 1.0
 
 
-def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Callable[..., None]:
+def _make_set_visible(
+    features: Features, cols: int, by_keys: bool, place_of: Any
+) -> Callable[..., None]:
     words = bit_words(cols)
     mask_mod: Any = features.mask_mod and mask_function(features.mask_mod, FLOAT32)
     pairs: Any = pairs_of(features, cols)
-    has_pairs, bring, steps = pairs is not None, pairs and pairs[0], cols // STEP
+    has_pairs, load_words, steps = pairs is not None, pairs and pairs[0], cols // STEP
     line_place, tile_place = make_words_place(cols, by_keys, has_pairs)
     has_blocks, has_mod = features.block_mask, features.mask_mod is not None
     has_bits, within = features.mask == "bool" or has_blocks or has_mod, _make_within(features)
@@ -344,7 +346,7 @@ def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Ca
         return word
 
     @device_function
-    def see(seen, mask_words, lane, whole, flat, own, b, h, row, col, seq_q, seq_k, extras):
+    def set_visible(seen, mask_words, lane, whole, flat, own, b, h, row, col, seq_q, seq_k, extras):
         given = lane, whole, flat, own, b, h, row, col, seq_q, seq_k, extras
         # One by one: a loop that is not unrolled would put them into local memory.
         if has_bits:
@@ -354,6 +356,6 @@ def _make_see(features: Features, cols: int, by_keys: bool, place_of: Any) -> Ca
         if has_pairs:
             place = own_place(lane, b, h, row, col, extras)
             for step in range(steps):
-                bring(seen, mask_words, place, step)
+                load_words(seen, mask_words, place, step)
 
-    return see
+    return set_visible

@@ -38,7 +38,7 @@ def make_row_base(is_packed: bool) -> Callable[..., Any]:
 
 
 class ItemVisits(NamedTuple):
-    """What whoever copies, draws or multiplies walks by.
+    """The functions by which producer and consumers visit the same tiles.
 
     Attributes:
         of_item: ``(item, schedule, seq_q, seq_k, extras)``: of an item's tile (batch, head), the flat

@@ -2,7 +2,7 @@
 
 What flash2_mma left on the table: a warp that loads cannot multiply, and one that multiplies cannot
 take exponentials; and ``mma.sync`` reaches little more than half of what Hopper's tensor cores can.
-Here one warpgroup does nothing but ask the copy engine for tiles, which come while the others compute,
+Here one warpgroup does nothing but issue copies of tiles, which arrive while the others compute,
 and ``wgmma`` multiplies 64 rows at a time out of shared memory while its warpgroup goes on: the next
 scores are computed during the last product with the values, and the softmax of one warpgroup falls into
 the products of another.  Measured on an H200 at N = 16,384 in bfloat16: 571 TFLOP/s at d = 64 and 721
@@ -21,28 +21,24 @@ from kernels.common.online_softmax import LN_2, LOG2_E
 from kernels.cuda.attention.flash2_mma.nonfinite import flag_type, is_flagged, never_flagged
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words
 from kernels.cuda.attention.flash3_wgmma.forward.scheduler import (
-    give_back,
-    make_deal,
-    skipped_of,
-    told,
+    make_produce_items,
+    read_item,
+    read_skip_count,
+    release_slot,
     wait_for_reads,
 )
-from kernels.cuda.attention.flash3_wgmma.forward.score_options import (
-    make_clear_unseen,
-    make_elements,
-    seen_words,
-)
+from kernels.cuda.attention.flash3_wgmma.forward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
-    make_ask_for_scores,
     make_drop,
     make_fetch,
-    make_soften,
+    make_issue_score_products,
+    make_softmax_step,
     make_write_out,
 )
 from kernels.cuda.attention.flash3_wgmma.layout import (
-    OWN_OUT,
+    OUT_BARRIER,
+    PING_PONG,
     SHAPE,
-    TURN,
     ForwardLayout,
     Schedule,
     Widths,
@@ -53,7 +49,9 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     shared_tiles,
     v_bytes,
 )
+from kernels.cuda.attention.flash3_wgmma.nonfinite import make_clear_unseen
 from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, words_type
+from kernels.cuda.attention.flash3_wgmma.score_terms import seen_words
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_accumulate,
@@ -96,8 +94,8 @@ from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 
 MAPS = types.Array(uint8, 1, "C")
-#: The thread of the copying warpgroup that deals items; the first one copies keys and values.
-DEALER = 32
+#: The producer warpgroup's thread that schedules items; its first thread copies keys and values.
+SCHEDULER_THREAD = 32
 
 
 @cache
@@ -107,14 +105,14 @@ def forward_kernel(
     """Return the forward kernel for one layout, two widths, one dtype and some options.
 
     Args:
-        layout: Who works.
+        layout: Of the block.
         widths: Columns that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v and out.
         features: Options of the call.
     """
     # Out is a tensor map, or the array where sequences are packed; flag and mask_words are 0 if not needed.
     consumers, block_k, stages = layout.consumers, layout.block_k, layout.stages
-    block_q, takes_turns = layout.block_q, layout.takes_turns
+    block_q, ping_pong = layout.block_q, layout.ping_pong
     head_panels, value_panels = widths.head_panels, widths.value_panels
     key_tiles, value_tiles, depth_steps = block_k // 8, widths.value // 8, block_k // 16
     q_panel, k_panel = block_q * LINE, block_k * LINE
@@ -124,17 +122,17 @@ def forward_kernel(
     k_offset, v_offset, barrier_offset = tiles["k"], tiles["v"], tiles["barriers"]
     number_offset, q_size = tiles["numbers"], tiles["k"] // layout.items
     slots, number_bytes = layout.items, item_bytes(layout)
-    # The next item's first scores are asked for before this one's output is written.
-    asks_ahead, is_packed = slots > 1, features.packed
+    # The next item's first scores are issued before this one's output is written.
+    issues_ahead, is_packed = slots > 1, features.packed
     # Barriers of eight bytes, one of each kind for an item or a stage; those of q_full come first.
-    q_empty, is_told, k_full = 8 * slots, 16 * slots, 24 * slots
+    q_empty, item_ready, k_full = 8 * slots, 16 * slots, 24 * slots
     k_empty, v_full, v_empty = (k_full + 8 * stages * i for i in (1, 2, 3))
     consumer_warps = 4 * consumers
 
     load_k, load_v = (make_load_tile(panels, k_panel) for panels in (head_panels, value_panels))
     put_out = make_put_tile(value_panels, q_panel, features.packed)
-    ask_for_scores = make_ask_for_scores(block_k, dtype, widths.head, q_panel, k_panel)
-    soften, pack = make_soften(block_k, layout.patience), make_pack(dtype, block_k)
+    issue_score_products = make_issue_score_products(block_k, dtype, widths.head, q_panel, k_panel)
+    softmax_step, pack = make_softmax_step(block_k, layout.patience), make_pack(dtype, block_k)
     accumulate = make_accumulate(widths.value, dtype, block_k)
     write_out = make_write_out(widths.value, dtype, q_panel)
     # Rows of q and k run along the depth; those of v across it, from panel to panel.
@@ -144,7 +142,7 @@ def forward_kernel(
     few_registers, more_registers = layout.registers
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
     _, _, tile_of, is_listed_whole = make_walk(features, block_q)
-    deal = make_deal(layout, features, head_panels, q_panel, q_size)
+    produce_items = make_produce_items(layout, features, head_panels, q_panel, q_size)
     bends, of_all, own_of, score_whole, score_edge = make_elements(features, block_k)
     (first_bits, fetch), drop = make_fetch(features, block_k), make_drop(features, block_k)
     words, has_kept = bit_words(block_k), features.dropout
@@ -154,7 +152,7 @@ def forward_kernel(
     # Of a stage which tile, and whether the block mask hides nothing of it.
     list_offset, is_listed = tiles["listed"], features.block_mask
     zero, minus_inf, log2_e, ln_2 = (np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2))
-    turns = 2 * WARPGROUP
+    pair = 2 * WARPGROUP  # threads of two consumers
     next_stage, next_slot = make_next(stages), make_next(slots)
 
     def flash3_forward(
@@ -183,8 +181,8 @@ def forward_kernel(
         if cuda.threadIdx.x == 0:
             for i in range(slots):
                 mbarrier_init(barriers + 8 * i, 1)
-                mbarrier_init(barriers + q_empty + 8 * i, consumers + 1)  # and who copies k and v
-                mbarrier_init(barriers + is_told + 8 * i, 1)
+                mbarrier_init(barriers + q_empty + 8 * i, consumers + 1)  # and k and v's producer
+                mbarrier_init(barriers + item_ready + 8 * i, 1)
             for i in range(stages):
                 mbarrier_init(barriers + k_full + 8 * i, 1)
                 mbarrier_init(barriers + v_full + 8 * i, 1)
@@ -194,13 +192,13 @@ def forward_kernel(
         cuda.syncthreads()  # the barriers are there
         if warpgroup == 0:
             release()
-            if cuda.threadIdx.x == DEALER:
-                deal(tile, numbers, barriers, q_map, next_item, shape, schedule, extras)
+            if cuda.threadIdx.x == SCHEDULER_THREAD:
+                produce_items(tile, numbers, barriers, q_map, next_item, shape, schedule, extras)
             if cuda.threadIdx.x == 0:
                 k_tensor, v_tensor = global_address(k_map), global_address(v_map)
                 stage, phase, slot, q_phase = int32(0), int32(0), int32(0), int32(0)
-                mbarrier_wait(barriers + is_told, q_phase)  # the first item is told
-                item = told(numbers)
+                mbarrier_wait(barriers + item_ready, q_phase)  # the first item is published
+                item = read_item(numbers)
                 while item.tiles >= 0:
                     # Read: an item without tiles may otherwise be followed by another in its place before.
                     mbarrier_arrive(barriers + q_empty + 8 * slot)
@@ -225,8 +223,8 @@ def forward_kernel(
                         load_v(at, v_tensor, full, col, h * shape.v_by_head, b * shape.v_by_batch)
                         stage, phase = next_stage(stage, phase)
                     slot, q_phase = next_slot(slot, q_phase)
-                    mbarrier_wait(barriers + is_told + 8 * slot, q_phase)  # the next item is told
-                    item = told(numbers + number_bytes * slot)
+                    mbarrier_wait(barriers + item_ready + 8 * slot, q_phase)  # the next one is, too
+                    item = read_item(numbers + number_bytes * slot)
         else:
             claim()
             me, warp = int32(warpgroup - 1), int32(cuda.threadIdx.x // 32 % 4)
@@ -240,13 +238,13 @@ def forward_kernel(
             kept = cuda.local.array(words, uint32)  # (words,), bits: what of P dropout keeps
             seen = cuda.local.array(seen_count, uint32)  # (seen_count,), bits, then pairs of a mask
             stage, phase, slot, q_phase = int32(0), int32(0), int32(0), int32(0)
-            # Whose turn it is to multiply: the first one's.
-            if takes_turns and me == consumers - 1:
-                bar_arrive(TURN, turns)
-            mbarrier_wait(barriers, q_phase)  # the first item is told, and its Q is there
-            item, thread = told(numbers), int32(cuda.threadIdx.x % WARPGROUP)
-            skipped = skipped_of(numbers, me, found)
-            is_asked, copied = False, int32(-1)  # the slot whose output is on its way
+            # The first consumer multiplies first.
+            if ping_pong and me == consumers - 1:
+                bar_arrive(PING_PONG, pair)
+            mbarrier_wait(barriers, q_phase)  # the first item is published, and its Q is there
+            item, thread = read_item(numbers), int32(cuda.threadIdx.x % WARPGROUP)
+            skipped = read_skip_count(numbers, me, found)
+            is_issued, copied = False, int32(-1)  # the slot whose output is on its way
             listed = int32(1)
             while item.tiles >= 0:
                 own_tile = tile + slot * q_size + me * (ROWS * LINE)  # of q, and then of out
@@ -256,17 +254,19 @@ def forward_kernel(
                 warp_row = int32(row + me * ROWS + warp * 16)
                 own_row = int32(warp_row + lane // 4)
                 bits = first_bits(lane, b, h, warp_row, extras)
-                if is_listed:  # whoever copies has read the list
+                if is_listed:  # the producer has read the list
                     first, stop = int32(0), item.tiles
                 else:
                     first, stop = int32(item.stop - item.tiles), item.stop
                 if skipped > 0:  # before any turn: others wait for the next q in theirs
-                    give_back(barriers + q_empty, thread, copied)
+                    release_slot(barriers + q_empty, thread, copied)
                     copied = int32(-1)
                 for _ in range(skipped):  # bounds hide all of it from my rows
-                    if takes_turns:
-                        bar_sync(TURN + me, turns)  # the one before has had its turn
-                        bar_arrive(TURN + (me + 1) % consumers, turns)  # and the next one has it
+                    if ping_pong:
+                        bar_sync(PING_PONG + me, pair)  # the one before has had its turn
+                        bar_arrive(
+                            PING_PONG + (me + 1) % consumers, pair
+                        )  # and the next one has it
                     # Not before they are there: too early, it would count for what was there before.
                     mbarrier_wait(barriers + k_full + 8 * stage, phase)
                     mbarrier_wait(barriers + v_full + 8 * stage, phase)
@@ -279,12 +279,12 @@ def forward_kernel(
                 # 5: l = 0, m = -inf; O = 0 is what the first P V begins with
                 max_0, max_1, sum_0, sum_1 = minus_inf, minus_inf, zero, zero
                 if first < stop:
-                    if not is_asked:
+                    if not is_issued:
                         # 8: S = Q_i K_jᵀ, the first
                         mbarrier_wait(barriers + k_full + 8 * stage, phase)  # K_j is there
                         k_desc = descriptor(along, tile + k_offset + stage * k_size)
                         wgmma_fence()
-                        ask_for_scores(s, q_desc, k_desc)
+                        issue_score_products(s, q_desc, k_desc)
                         wgmma_commit_group()
                     if is_listed:
                         listed = ld_shared(tile + list_offset + WORD * stage)
@@ -304,7 +304,7 @@ def forward_kernel(
                     elif of_all:
                         score_whole(s, seen, lane, place, scale, extras)
                     # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                    max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = soften(
+                    max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = softmax_step(
                         s, factor, max_0, max_1, sum_0, sum_1
                     )
                     # The last P V is done: its values may be overwritten, and O is ours.
@@ -335,25 +335,25 @@ def forward_kernel(
                         mbarrier_wait(barriers + k_full + 8 * stage, phase)  # the next K is there
                         if is_listed:
                             listed = ld_shared(tile + list_offset + WORD * stage)
-                    if takes_turns:
-                        bar_sync(TURN + me, turns)  # the other's products are all asked for
+                    if ping_pong:
+                        bar_sync(PING_PONG + me, pair)  # the other's products are issued
                     wgmma_fence()
                     if has_next:
                         # 8: the next S = Q_i K_jᵀ, computed while P V is waited for
                         k_desc = descriptor(along, tile + k_offset + stage * k_size)
-                        ask_for_scores(s, q_desc, k_desc)
+                        issue_score_products(s, q_desc, k_desc)
                     wgmma_commit_group()
                     # 10, second half: O = O + P V_j
                     mbarrier_wait(barriers + v_full + 8 * before, v_phase)  # V_j is there
                     v_desc = descriptor(across, tile + v_offset + before * v_size)
                     accumulate(acc, p, v_desc, n)
                     wgmma_commit_group()
-                    if takes_turns:
-                        bar_arrive(TURN + (me + 1) % consumers, turns)  # the next one's turn
+                    if ping_pong:
+                        bar_arrive(PING_PONG + (me + 1) % consumers, pair)  # the next one's turn
                     if (
-                        asks_ahead and n == 0
+                        issues_ahead and n == 0
                     ):  # not before the products: a branch there holds them up
-                        give_back(barriers + q_empty, thread, copied)
+                        release_slot(barriers + q_empty, thread, copied)
                         copied = int32(-1)
                     if has_bits and has_next:  # while it is computed
                         col = (listed >> 1 if is_listed else stop - 2 - n) * block_k
@@ -361,29 +361,29 @@ def forward_kernel(
                     wait_for_scores()  # the next S is there, and its K was read; P V may go on
                     if has_next and lane == 0:
                         mbarrier_arrive(barriers + k_empty + 8 * stage)
-                is_asked = False
-                if asks_ahead:
+                is_issued = False
+                if issues_ahead:
                     # 8: S = Q_i K_jᵀ, the next item's first, computed while this one's O is written
-                    give_back(barriers + q_empty, thread, copied)  # if this item has no tiles
+                    release_slot(barriers + q_empty, thread, copied)  # if this item has no tiles
                     copied = int32(-1)
                     following, q_phase_then = next_slot(slot, q_phase)
                     mbarrier_wait(barriers + 8 * following, q_phase_then)  # the next Q is there
                     ahead = numbers + number_bytes * following
-                    is_asked = ld_shared(ahead) > 0 and skipped_of(ahead, me, found) == 0
-                    if is_asked:
+                    is_issued = ld_shared(ahead) > 0 and read_skip_count(ahead, me, found) == 0
+                    if is_issued:
                         mbarrier_wait(barriers + k_full + 8 * stage, phase)  # its first K is there
                         q_desc = descriptor(along, tile + following * q_size + me * (ROWS * LINE))
                         k_desc = descriptor(along, tile + k_offset + stage * k_size)
                         wgmma_fence()
-                        ask_for_scores(s, q_desc, k_desc)
+                        issue_score_products(s, q_desc, k_desc)
                     wgmma_commit_group()
                     wait_for_scores()  # the last P V is done: V was read; the next S may go on
                 else:
                     wait_for_all()  # the last P V is done: V was read
                 if first < stop and lane == 0:
                     mbarrier_arrive(barriers + v_empty + 8 * before)
-                # Told again: numbers need no registers meanwhile.
-                item = told(numbers + number_bytes * slot)
+                # Read again: the numbers took no registers meanwhile.
+                item = read_item(numbers + number_bytes * slot)
                 b, h, row, rows = item.b, item.h, item.row, item.rows
                 own_row = int32(row + me * ROWS + warp * 16 + lane // 4)
                 for step in range(2):
@@ -410,21 +410,21 @@ def forward_kernel(
                 write_out(own_tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, p)
                 fence_proxy_async()  # the copy engine sees them
                 copied = slot
-                bar_sync(OWN_OUT + me, WARPGROUP)  # all rows of the warpgroup are there
+                bar_sync(OUT_BARRIER + me, WARPGROUP)  # all rows of the warpgroup are there
                 top = row + me * ROWS
                 if is_packed or thread == 0:
                     put_out(out, own_tile, thread, b, h, item.first_q + top, rows - top)
                     cp_async_bulk_commit_group()
                 if is_packed:
-                    bar_sync(OWN_OUT + me, WARPGROUP)  # all threads have copied: another q may come
-                if not asks_ahead:
-                    give_back(barriers + q_empty, thread, copied)
+                    bar_sync(OUT_BARRIER + me, WARPGROUP)  # all have copied: another q may come
+                if not issues_ahead:
+                    release_slot(barriers + q_empty, thread, copied)
                     copied = int32(-1)
                 slot, q_phase = next_slot(slot, q_phase)
                 mbarrier_wait(barriers + 8 * slot, q_phase)  # the next item, and its Q, are there
-                item = told(numbers + number_bytes * slot)
-                skipped = skipped_of(numbers + number_bytes * slot, me, found)
-            wait_for_reads()  # of the last output, by whoever asked for copies of it
+                item = read_item(numbers + number_bytes * slot)
+                skipped = read_skip_count(numbers + number_bytes * slot, me, found)
+            wait_for_reads()  # of the last output, in the thread that issued its copies
             wait_for_all()  # S of an item that there is not
 
     rows = types.Array(float32, 2, "C")

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kernels.cuda.attention import tensor_cores
 from kernels.cuda.attention.flash2_mma.nonfinite import flag_of
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
+from kernels.cuda.attention.flash3_wgmma.launch_common import (
+    CACHE_BYTES,
+    KEPT_LAUNCHES,
+    kept_launches,
+    memory_layouts,
+    readable,
+    tensor_map,
+    widths_of,
+    with_mask_bits,
+)
 from kernels.cuda.attention.flash3_wgmma.layout import (
     ForwardLayout,
     Schedule,
@@ -24,74 +33,22 @@ from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, packed_ma
 from kernels.cuda.attention.options.extras import lasting_extras, own_extras
 from kernels.cuda.attention.options.score_functions import Extras, Features, features_of
 from kernels.cuda.attention.options.visits import tiles_of
-from kernels.cuda.attention.register_tiles import widths_in
 from kernels.cuda.attention.tensor_cores import lists_whole_tiles, seen_keys
 from kernels.cuda.device.half import as_bits
-from kernels.cuda.device.memory import row_major_copy
-from kernels.cuda.device.per_device import counters, device_map, multiprocessors
+from kernels.cuda.device.per_device import counters, multiprocessors
 from kernels.cuda.device.vector import are_vectors
-from kernels.cuda.device.warpgroups import LINE, PANEL
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.arrays import device_pointer, reshaped
 from kernels.cuda.runtime.launcher import LATER
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
-from kernels.runtime.dtypes import NAMES, is_half
+from kernels.runtime.dtypes import NAMES
 from kernels.runtime.targets import current_device
 
 CAPABILITY = (9, 0)
 
-#: Of the L2 cache: what keys and values of the heads in work may take.
-CACHE_BYTES = 24 << 20
-#: Launches of calls with options that are kept, each kernel's.
-KEPT_LAUNCHES = 64
 #: Calls whose tensor maps are kept together.
 KEPT_MAPS = 1024
-
-
-def tensor_map(array: Any, seq: int, rows: int, dtype: str, first: int = 0) -> tuple[Any, int, int]:
-    """Return what tells the copy engine of an array, and whether its heads and its batches differ.
-
-    Args:
-        array: (batch, heads, seq, dim) on the device; a stride of 0 repeats.
-        seq: How many of its rows there are for the engine; what is outside of them is zeros to it.
-        rows: Of a tile.
-        dtype: "float16" or "bfloat16".
-        first: The first of these rows; the engine counts from it.
-
-    Returns:
-        The tensor map on the device, 1 or 0 for the heads, 1 or 0 for the batches.
-    """
-    lies = device_pointer(array) + first * array.strides[2], array.shape, array.strides
-    return _tensor_map(current_device(), *lies, seq, rows, dtype)
-
-
-@lru_cache(maxsize=4096)
-def _tensor_map(
-    device: int,
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    seq: int,
-    rows: int,
-    dtype: str,
-) -> tuple[Any, int, int]:
-    sizes, steps = [*shape[:2], seq, *shape[3:]], list(strides)
-    for axis in (0, 1):
-        if steps[axis] == 0 or sizes[axis] == 1:
-            # One head that all share; the engine asks for a stride all the same.
-            sizes[axis], steps[axis] = 1, LINE
-    if shape[2] == 1:  # whatever its stride is
-        steps[2] = LINE
-    found = device_map(address, tuple(sizes), tuple(steps), (1, 1, rows, PANEL), dtype)
-    return found, int(sizes[1] > 1), int(sizes[0] > 1)
-
-
-def readable(*arrays: Any) -> tuple[Any, ...]:
-    """Return arrays as the copy engine can read them: where they lie, or copied once."""
-    if are_vectors(*arrays):
-        return arrays
-    return tuple(array if are_vectors(array) else row_major_copy(array) for array in arrays)
 
 
 class Maps(NamedTuple):
@@ -149,14 +106,9 @@ def read_maps(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
     return Maps(q_map, k_map, v_map, (*q_differs, *k_differs, *v_differs))
 
 
-def widths_of(problem: Problem) -> Widths:
-    """Return the widths that kernels for a problem are compiled for, forward and backward."""
-    return Widths(*widths_in(problem, 16))
-
-
 @lru_cache(maxsize=1024)
 def layout_for(problem: Problem) -> tuple[ForwardLayout, Widths]:
-    """Return who works on a problem, and the widths its kernel is compiled for."""
+    """Return the layout for a problem, and the widths its kernel is compiled for."""
     widths = widths_of(problem)
     return layout_of(widths, not problem.is_plain), widths
 
@@ -208,22 +160,9 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         out = as_bits(out)
     if not problem.is_plain:
         own = _own(problem, operands)
-        brought = lies(out, *own)
+        brought = memory_layouts(out, *own)
     launch = _launch(unseeded, lead, maps.differs, current_device(), brought)
     launch(maps.q, maps.k, maps.v, out, lse, counters(), *own)
-
-
-def with_mask_bits(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
-    """Return a call with a floating mask of 16 bits as its bits, and of which dtype it is as ``mask``."""
-    if problem.mask == "float" and is_half(operands.mask.dtype):
-        bits = as_bits(operands.mask)
-        return _of_mask(problem, NAMES[operands.mask.dtype]), operands.having(mask=bits)
-    return problem, operands
-
-
-@lru_cache(maxsize=1024)
-def _of_mask(problem: Problem, dtype: str) -> Problem:
-    return replace(problem, mask=dtype)
 
 
 def _own(problem: Problem, operands: Operands) -> tuple[Any, ...]:
@@ -235,31 +174,6 @@ def _own(problem: Problem, operands: Operands) -> tuple[Any, ...]:
     if not is_guarded(features):
         return own
     return flag_of(NAMES[problem.dtype], as_bits(operands.v)), *own
-
-
-def lies(*arrays: Any) -> tuple[Any, ...]:
-    """Return how arrays lie in memory; numbers among them do not."""
-    return tuple((x.shape, x.strides) for x in arrays if type(x) is not int)
-
-
-def kept_launches(prepare: Callable[..., Any]) -> Any:
-    """Return a function of a problem, and of what else there is, that prepares its launch once.
-
-    Where options bring arrays of their own along, these are kept too, and so not as many.
-    """
-    plain, others = lru_cache(maxsize=1024)(prepare), lru_cache(maxsize=KEPT_LAUNCHES)(prepare)
-
-    @wraps(prepare)
-    def find(problem: Problem, *rest: Any) -> Any:
-        return (plain if problem.is_plain else others)(problem, *rest)
-
-    def forget() -> None:
-        plain.cache_clear()
-        others.cache_clear()
-
-    launch_of: Any = find
-    launch_of.cache_clear = forget
-    return launch_of
 
 
 def _work(
@@ -284,7 +198,11 @@ def _work(
 
 @kept_launches
 def _launch(
-    problem: Problem, lead: tuple[int, int], differs: tuple[int, ...], device: int, lies: Any
+    problem: Problem,
+    lead: tuple[int, int],
+    differs: tuple[int, ...],
+    device: int,
+    memory_layouts: Any,
 ) -> Callable[..., None]:
     """Return the launch of a call, but for where its arrays begin, and for its seed.
 
@@ -293,7 +211,7 @@ def _launch(
         lead: Batches and heads of out.
         differs: Of q, k and v, see :func:`tensor_map`.
         device: That it is for.
-        lies: How the arrays lie that a call brings, see :func:`lies`.
+        memory_layouts: Of the arrays of a call, see :func:`memory_layouts`.
     """
     (layout, widths), features = layout_for(problem), features_for(problem)
     extras = lasting_extras(problem, layout.block_q, layout.block_k)

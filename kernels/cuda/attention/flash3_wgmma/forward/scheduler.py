@@ -1,7 +1,7 @@
-"""Who deals items in Hopper's forward kernel: one thread finds them, tells of them and loads their queries.
+"""The scheduler of Hopper's forward kernel: one thread finds work items, publishes them, loads Q.
 
-It is ahead of those who copy keys and values and of those who multiply: what an item is is worked out
-once for all of them, before the item before it ends.
+It runs ahead of the producer of keys and values and of the consumers.  An item's bounds are computed once
+for all of them, before the previous item ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 
 
 class Item(NamedTuple):
-    """What there is to know of an item; all numbers are int32.
+    """A work item; all numbers are int32.
 
     Attributes:
         tiles: That it visits; -1 where there are no more items.
@@ -68,7 +68,7 @@ class Item(NamedTuple):
 
 
 @device_function
-def tell(at, item):
+def publish_item(at, item):
     """Write an item to shared memory."""
     st_shared(at, item.tiles)
     st_shared(at + 4, item.stop)
@@ -86,7 +86,7 @@ def tell(at, item):
 
 
 @device_function
-def told(at):
+def read_item(at):
     """Return the item that was written to an address in shared memory."""
     return Item(
         ld_shared(at), ld_shared(at + 4), ld_shared(at + 8), ld_shared(at + 12),
@@ -97,22 +97,22 @@ def told(at):
 
 
 @device_function
-def skip_place(at, consumer):
-    """Return the address of how many tiles a consumer skips, the first ones: its rows see none of them."""
+def skip_count_address(at, consumer):
+    """Return the address of a consumer's skip count: its rows see no key of so many of the first tiles."""
     return at + WORD * (ITEM_NUMBERS + consumer)
 
 
 @device_function
-def skipped_of(at, consumer, found):
-    """Return how many tiles a consumer skips: none where all have to say which values they see."""
-    return int32(0 if found else ld_shared(skip_place(at, consumer)))
+def read_skip_count(at, consumer, found):
+    """Return how many tiles a consumer skips: 0 if all consumers must mark the values that they read."""
+    return int32(0 if found else ld_shared(skip_count_address(at, consumer)))
 
 
 @device_function
-def give_back(q_empty, thread, slot):
-    """Let another q come where out was, if it was anywhere: a warpgroup's thread 0 asked for the copy.
+def release_slot(q_empty, thread, slot):
+    """Free the slot from which out was copied, if any, for another q; thread 0 issued the copy.
 
-    All wait, most for nothing: in a branch of one thread that would make products wait for one another.
+    All threads wait, though most have issued nothing: a branch for one thread would serialize the products.
     """
     wait_for_reads()  # out was read: the slot is free
     if thread == 0 and slot >= 0:
@@ -120,16 +120,16 @@ def give_back(q_empty, thread, slot):
 
 
 @cache
-def make_deal(
+def make_produce_items(
     layout: ForwardLayout, features: Features, panels: int, panel_bytes: int, q_size: int
 ) -> Callable[..., None]:
-    """Return ``deal(tile, numbers, barriers, q_map, next_item, shape, schedule, extras)``.
+    """Return ``produce_items(tile, numbers, barriers, q_map, next_item, shape, schedule, extras)``.
 
-    One thread calls it.  ``barriers`` are those of the items, as many of each kind as there are slots: that
-    tell of q, of room, and of the numbers; the last is there when whoever copies keys may begin.
+    One thread calls it.  ``barriers`` are those of the items, one of each kind a slot: for a q that has
+    arrived, for a free slot, and for an item that is published, which the producer of keys waits for.
 
     Args:
-        layout: Who works.
+        layout: Of the block.
         features: Options of the call.
         panels: Of a tile of q.
         panel_bytes: Of each.
@@ -147,7 +147,7 @@ def make_deal(
     q_bytes = panels * panel_bytes
 
     @device_function
-    def skipped_by(consumer, row, row_stop, first, stop, cols, extras):
+    def count_skipped(consumer, row, row_stop, first, stop, cols, extras):
         own = row + consumer * ROWS
         if own >= row_stop:  # it has no rows
             return int32(stop - first)
@@ -155,7 +155,7 @@ def make_deal(
         return int32(min(stop - visible, stop - first))
 
     @device_function
-    def deal(tile, numbers, barriers, q_map, next_item, shape, schedule, extras):
+    def produce_items(tile, numbers, barriers, q_map, next_item, shape, schedule, extras):
         q_tensor, items = global_address(q_map), int32(schedule.tiles * schedule.heads)
         slot, phase, item = int32(0), int32(0), int32(cuda.blockIdx.x)
         while item < items:
@@ -172,7 +172,7 @@ def make_deal(
             begin, end = entries(flat, row, rows, first, stop, extras)
             at = numbers + number_bytes * slot
             mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)  # all have left the slot
-            tell(
+            publish_item(
                 at,
                 Item(
                     int32(end - begin), end, full, full_stop, line, b, h, flat, row, first_q, rows,
@@ -180,9 +180,9 @@ def make_deal(
                 ),
             )  # fmt: skip
             for c in range(consumers):
-                skipped = skipped_by(c, row, row_stop, first, stop, cols, extras)
-                st_shared(skip_place(at, c), int32(0) if is_listed else skipped)
-            mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # the item is told
+                skipped = count_skipped(c, row, row_stop, first, stop, cols, extras)
+                st_shared(skip_count_address(at, c), int32(0) if is_listed else skipped)
+            mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # the item is published
             # 4: load Q_i
             full_q = barriers + BARRIER * slot
             mbarrier_arrive_expect_tx(full_q, q_bytes)
@@ -194,10 +194,10 @@ def make_deal(
             item = int32(cuda.gridDim.x + following)
         mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)  # all have left the slot
         st_shared(numbers + number_bytes * slot, int32(-1))  # no more of them
-        mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # who copies keys may end
-        mbarrier_arrive(barriers + BARRIER * slot)  # and the consumers, who wait for q
+        mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # the producer of keys may end
+        mbarrier_arrive(barriers + BARRIER * slot)  # and the consumers, which wait for q
         # The last block to end sets the counters back for the next launch.
         if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
             next_item[0], next_item[1] = 0, 0
 
-    return deal
+    return produce_items

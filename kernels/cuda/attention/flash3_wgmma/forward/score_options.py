@@ -12,30 +12,30 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, int32, int64, uint32
+from numba import float32, int32, uint32
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, has_bit
-from kernels.cuda.attention.flash3_wgmma.packed_mask import QUAD, STEP, make_block_bits, make_pairs
+from kernels.cuda.attention.flash3_wgmma.packed_mask import make_block_bits
+from kernels.cuda.attention.flash3_wgmma.score_terms import (
+    difference_of,
+    distance_of,
+    has_mods,
+    numbers_of,
+    pairs_of,
+)
 from kernels.cuda.attention.options.mods import (
     FIRST_PLACE,
     mask_function,
-    numbers_of_mods,
     score_function,
 )
 from kernels.cuda.attention.options.score_functions import PLAIN, Features, mask_at
 from kernels.cuda.attention.options.tile_scores import make_tile_scores
 from kernels.cuda.device.emitted import unrolled
-from kernels.cuda.device.warpgroups import LINE, WARPGROUP
-from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
-from kernels.cuda.ptx.copies import st_shared_v4
 from kernels.cuda.ptx.numbers import UNPACK, ex2, rcp
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.dtypes import FLOAT32
-from kernels.runtime.targets import cuda
 
-#: The named barrier at which all consumers meet.
-EVERYONE = 7
 #: Of the Taylor series of tanh(x) / x in x², from the last to the first.
 _SERIES = tuple(np.float32(x) for x in (-17 / 315, 2 / 15, -1 / 3, 1.0))
 #: Below this the series is taken: the error of what is left out is as small there as a rounding.
@@ -76,49 +76,6 @@ class Elements(NamedTuple):
     edge: Callable[..., None]
 
 
-@device_function
-def _no_numbers(flat, extras):
-    return int64(0), int64(0)
-
-
-def has_mods(features: Features) -> bool:
-    """Tell whether a user's functions get the places of elements."""
-    return features.score_mod is not None or features.mask_mod is not None
-
-
-def numbers_of(features: Features) -> Callable[..., Any]:
-    """Return ``Elements.own``; without a mod nobody asks for the numbers."""
-    return numbers_of_mods if has_mods(features) else _no_numbers
-
-
-def distance_of(features: Features) -> Callable[..., Any]:
-    """Return ``distance(row, col, extras)``: how far ALiBi says that places are apart, else row - col."""
-
-    @device_function
-    def from_diagonal(row, col, extras):
-        return float32(row + extras.diagonal - col)
-
-    @device_function
-    def difference(row, col, extras):
-        return float32(int32(row - col))
-
-    return from_diagonal if features.slopes else difference
-
-
-def difference_of(features: Features) -> Callable[..., Any]:
-    """Return ``difference(distance, extras)``: row - col, of what ``distance_of`` gives."""
-
-    @device_function
-    def without_diagonal(distance, extras):
-        return distance - float32(extras.diagonal)
-
-    @device_function
-    def itself(distance, extras):
-        return distance
-
-    return without_diagonal if features.slopes else itself
-
-
 @cache
 def make_elements(features: Features, cols: int) -> Elements:
     """Return the functions for tiles of ``cols`` columns."""
@@ -130,21 +87,6 @@ def make_elements(features: Features, cols: int) -> Elements:
         _make_apply(features, cols, False),
         _make_apply(features, cols, True),
     )
-
-
-def seen_words(features: Features, cols: int) -> int:
-    """Return how many words a lane has in ``seen``."""
-    has_pairs = features.mask in UNPACK
-    return bit_words(cols) + (QUAD * (cols // STEP) if has_pairs else 0)
-
-
-def pairs_of(
-    features: Features, cols: int
-) -> tuple[Callable[..., None], Callable[..., Any]] | None:
-    """Return the functions of ``make_pairs`` for all words of a tile, or None without such a mask."""
-    if features.mask not in UNPACK:
-        return None
-    return make_pairs(features.mask, bit_words(cols))
 
 
 def _make_bend(features: Features) -> Callable[..., Any]:
@@ -218,7 +160,7 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     mask_mod: Any = features.mask_mod and mask_function(features.mask_mod, FLOAT32)
     has_places = has_mods(features)
     has_blocks = is_edge and features.block_mask and not features.whole_tiles
-    see_blocks = _make_see_blocks(cols, has_mask) if has_blocks else _see_all
+    apply_block_bits = _make_apply_block_bits(cols, has_mask) if has_blocks else _apply_nothing
     has_seen, has_pairs = has_mask or has_blocks, features.mask in UNPACK
     pairs: Any = pairs_of(features, cols)
     add_pair: Any = pairs and pairs[1]
@@ -250,7 +192,7 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
         flat, own, b, h, row, col, seq_q, seq_k = place
         edge = edge_of(row, col, seq_q, seq_k, extras)
         distance = distance_from(row, col, extras)
-        see_blocks(seen, lane, row, col, seq_q, seq_k, flat, extras)
+        apply_block_bits(seen, lane, row, col, seq_q, seq_k, flat, extras)
         if has_places:  # which says to the compiler how large they are
             row, col = int32(row & FIRST_PLACE), int32(col & FIRST_PLACE)
         given = edge, distance, row, col, seq_q, seq_k, flat, own, b, h, scale, extras
@@ -260,20 +202,20 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
 
 
 @device_function
-def _see_all(seen, lane, row, col, seq_q, seq_k, flat, extras):
+def _apply_nothing(seen, lane, row, col, seq_q, seq_k, flat, extras):
     pass
 
 
 @cache
-def _make_see_blocks(cols: int, has_mask: bool) -> Callable[..., None]:
-    """Return ``see_blocks(seen, lane, row, col, seq_q, seq_k, flat, extras)``.
+def _make_apply_block_bits(cols: int, has_mask: bool) -> Callable[..., None]:
+    """Return ``apply_block_bits(seen, lane, row, col, seq_q, seq_k, flat, extras)``.
 
-    It takes from a lane's bits what the block mask hides; without a boolean mask there are none before.
+    It clears a lane's bits of the elements that the block mask hides; without a boolean mask it sets them.
     """
     words, block_bits = bit_words(cols), make_block_bits(cols)
 
     @device_function
-    def see_blocks(seen, lane, row, col, seq_q, seq_k, flat, extras):
+    def apply_block_bits(seen, lane, row, col, seq_q, seq_k, flat, extras):
         # One by one: a loop that is not unrolled would put them into local memory.
         bits = block_bits(0, lane, flat, row, col, seq_q, seq_k, extras)
         seen[0] = uint32(seen[0] & bits) if has_mask else bits
@@ -281,42 +223,4 @@ def _make_see_blocks(cols: int, has_mask: bool) -> Callable[..., None]:
             bits = block_bits(1, lane, flat, row, col, seq_q, seq_k, extras)
             seen[1] = uint32(seen[1] & bits) if has_mask else bits
 
-    return see_blocks
-
-
-@cache
-def make_clear_unseen(consumers: int, block_k: int, panels: int) -> Callable[..., None]:
-    """Return ``clear_unseen(thread, lane, s, left, bytes_, seen, tile)``, for all threads of all consumers.
-
-    It makes zeros of the rows of a tile of values for which no row has a probability in ``s``: zero times
-    what is not finite would be NaN.  ``left`` is how many rows there are from the lane's first one on: one
-    beyond the end may see what no other does.  ``bytes_`` is shared memory as bytes, of which block_k, from
-    ``seen`` on, are its own; ``thread`` is the number among the consumers' threads.
-
-    Args:
-        consumers: Warpgroups that multiply.
-        block_k: Rows of the tile.
-        panels: Of the tile.
-    """
-    threads, tiles, chunks = WARPGROUP * consumers, block_k // 8, LINE // 16
-
-    @device_function
-    def clear_unseen(thread, lane, s, left, bytes_, seen, tile):
-        for n in range(thread, block_k, threads):
-            bytes_[seen + n] = 0
-        bar_sync(EVERYONE, threads)  # nothing has been seen yet
-        for t in range(tiles):
-            for i in range(4):
-                if s[t, i] != 0 and 8 * (i // 2) < left:
-                    bytes_[seen + 8 * t + 2 * (lane % 4) + i % 2] = 1
-        bar_sync(EVERYONE, threads)  # everybody has said what it sees
-        zeros = cuda.local.array(4, uint32)  # (4,)
-        for i in range(4):
-            zeros[i] = 0
-        for n in range(thread, panels * block_k * chunks, threads):
-            if bytes_[seen + n // chunks % block_k] == 0:  # a row of a panel is a line: any order
-                st_shared_v4(tile + n * 16, zeros)
-        fence_proxy_async()  # products see the zeros
-        bar_sync(EVERYONE, threads)  # what nobody sees is zeros
-
-    return clear_unseen
+    return apply_block_bits

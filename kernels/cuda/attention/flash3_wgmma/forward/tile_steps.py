@@ -1,4 +1,4 @@
-"""What Hopper's forward kernel does with a tile: ask for scores and for bits, soften, write the output."""
+"""Steps of Hopper's forward kernel on a tile: S = Q Kᵀ, mask bits, softmax, dropout, write out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from numba import float32, uint32
 
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, make_kept
-from kernels.cuda.attention.flash3_wgmma.forward.score_options import pairs_of
 from kernels.cuda.attention.flash3_wgmma.packed_mask import STEP, has_words, make_words_place
+from kernels.cuda.attention.flash3_wgmma.score_terms import pairs_of
 from kernels.cuda.attention.flash3_wgmma.tiles import store_pairs
 from kernels.cuda.attention.options.score_functions import Features
 from kernels.cuda.device.one_source import shift_of
@@ -21,15 +21,15 @@ from kernels.cuda.ptx.wgmma import make_wgmma
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
 
-EVERYONE = 0xFFFFFFFF
+ALL_LANES = 0xFFFFFFFF
 square_place = DEVICE.square_place
 
 
 @cache
-def make_ask_for_scores(
+def make_issue_score_products(
     cols: int, dtype: str, depth: int, q_panel: int, k_panel: int
 ) -> Callable[..., None]:
-    """Return ``ask(s, q_desc, k_desc)``: S = Q_i K_jᵀ, a group of products.
+    """Return ``issue_score_products(s, q_desc, k_desc)``: S = Q_i K_jᵀ, a group of products.
 
     Args:
         cols: Keys of a tile.
@@ -41,14 +41,14 @@ def make_ask_for_scores(
     multiply, steps = make_wgmma(cols, dtype), depth // 16
 
     @device_function
-    def ask_for_scores(s, q_desc, k_desc):
+    def issue_score_products(s, q_desc, k_desc):
         for t in range(steps):
             # A step of 16 is 32 bytes, or a panel.
             panel, step = t // 4, 2 * (t % 4)
             q_step, k_step = panel * (q_panel >> 4) + step, panel * (k_panel >> 4) + step
             multiply(s, q_desc + q_step, k_desc + k_step, t > 0)
 
-    return ask_for_scores
+    return issue_score_products
 
 
 @cache
@@ -66,7 +66,7 @@ def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Calla
     pairs, words, steps = pairs_of(features, cols), bit_words(cols), cols // STEP
     line_place, tile_place = make_words_place(cols, has_pairs=pairs is not None)
     has_kept, has_bits, has_pairs = features.dropout, features.mask == "bool", pairs is not None
-    bring: Any = pairs and pairs[0]
+    load_words: Any = pairs and pairs[0]
     # Without dropout nothing calls it.
     draw_kept: Any = make_kept(cols).draw if has_kept else None
 
@@ -83,7 +83,7 @@ def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Calla
         if has_pairs:
             place += tile_place(col, extras)
             for step in range(steps):
-                bring(seen, mask_words, place, step)
+                load_words(seen, mask_words, place, step)
         if has_kept:
             draw_kept(kept, lane, flat, row, col, extras)
 
@@ -91,11 +91,11 @@ def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Calla
 
 
 @cache
-def make_soften(cols: int, patience: int) -> Callable[..., Any]:
-    """Return ``soften(s, factor, max_0, max_1, sum_0, sum_1)``: scores become probabilities, in place.
+def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
+    """Return ``softmax_step(s, factor, max_0, max_1, sum_0, sum_1)``: scores to probabilities, in place.
 
-    It returns the maxima and sums of a lane's two rows anew, whether what was summed before is to be
-    multiplied, and by what.  A lane sums its own columns.
+    It returns the new maxima and sums of a lane's two rows, whether earlier sums must be rescaled, and by
+    which factors.  A lane sums its own columns.
 
     Args:
         cols: Of the tile.
@@ -104,18 +104,18 @@ def make_soften(cols: int, patience: int) -> Callable[..., Any]:
     tiles, one, is_patient, least = cols // 8, np.float32(1), patience > 0, np.float32(patience)
 
     @device_function
-    def soften(s, factor, max_0, max_1, sum_0, sum_1):
+    def softmax_step(s, factor, max_0, max_1, sum_0, sum_1):
         top_0, top_1 = max_0, max_1
         for t in range(tiles):
             top_0 = max(top_0, max(s[t, 0], s[t, 1]))
             top_1 = max(top_1, max(s[t, 2], s[t, 3]))
         for step in range(2):  # the four lanes of a row
-            top_0 = max(top_0, cuda.shfl_xor_sync(EVERYONE, top_0, 1 << step))
-            top_1 = max(top_1, cuda.shfl_xor_sync(EVERYONE, top_1, 1 << step))
+            top_0 = max(top_0, cuda.shfl_xor_sync(ALL_LANES, top_0, 1 << step))
+            top_1 = max(top_1, cuda.shfl_xor_sync(ALL_LANES, top_1, 1 << step))
         is_scaled = True
         if is_patient:
             grows = (top_0 - max_0) * factor > least or (top_1 - max_1) * factor > least
-            is_scaled = cuda.ballot_sync(EVERYONE, grows) != 0
+            is_scaled = cuda.ballot_sync(ALL_LANES, grows) != 0
         rescale_0 = rescale_1 = one
         if is_scaled:
             rescale_0 = ex2(max_0 * factor - float32(shift_of(top_0)) * factor)
@@ -133,7 +133,7 @@ def make_soften(cols: int, patience: int) -> Callable[..., Any]:
             sum_1 += s[t, 2] + s[t, 3]
         return max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1
 
-    return soften
+    return softmax_step
 
 
 @cache

@@ -1,0 +1,45 @@
+"""Export what a tensor library needs of the CUDA kernels and their runtime."""
+
+from __future__ import annotations
+
+from kernels.cuda.device.half import as_bits, form
+from kernels.cuda.device.memory import fill, row_major_copy
+from kernels.cuda.layers import fused
+from kernels.cuda.matmul import cuda_cores as cuda_core_matmul
+from kernels.cuda.matmul import dispatch as matmul_dispatch
+from kernels.cuda.runtime.arena import Arena
+from kernels.cuda.runtime.arrays import (
+    device_view,
+    element_strides,
+    empty_device,
+    flattened,
+    is_device_array,
+    pool,
+    to_device,
+    to_host,
+)
+from kernels.cuda.runtime.graphs import Graph
+from kernels.cuda.runtime.kernel import (
+    WARP,
+    Adopted,
+    Kernel,
+    device_callable,
+    device_function,
+    scalar_type,
+)
+from kernels.cuda.runtime.numba_watch import watching_numba
+from kernels.cuda.runtime.recorder import Recording, active, computed, drawn, refuse
+from kernels.cuda.runtime.sizes import SIZES, FoldShape
+
+__all__ = [  # noqa: RUF022  # grouped by use
+    # Arrays on the device.
+    "as_bits", "device_view", "element_strides", "empty_device", "fill", "flattened", "is_device_array",
+    "pool", "row_major_copy", "to_device", "to_host",
+    # Kernels of the library's own.
+    "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function", "form",
+    "scalar_type",
+    # Layers and matrix products.
+    "cuda_core_matmul", "fused", "matmul_dispatch",
+    # Recording a step as a graph.
+    "Arena", "Graph", "Recording", "active", "computed", "drawn", "refuse", "watching_numba",
+]  # fmt: skip

@@ -1,0 +1,63 @@
+"""Check calls on packed sequences and make their problem."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from kernels.problem.argument_types import check_array
+from kernels.problem.packed_sequences import Sequences, sequences_of
+from kernels.problem.question import Problem, make_problem
+
+
+def make_packed_problem(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Any
+) -> Problem:
+    """Check a call on packed sequences.
+
+    Args:
+        q: (heads, total_q, head_dim), a view.
+        k: (heads, total_k, head_dim).
+        v: (heads, total_k, value_dim).
+        cu_seqlens_q: See :func:`kernels.flash_attention_varlen_forward`.
+        cu_seqlens_k: Likewise.
+        options: Of :func:`kernels.problem.question.make_problem`.
+
+    Raises:
+        TypeError: See there, and :class:`kernels.problem.packed_sequences.Sequences`.
+        ValueError: Also for ``attn_mask`` or ``block_mask``.
+    """
+    for name in ("attn_mask", "block_mask"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"flash_attention_varlen takes no {name}: it has one shape, and each sequence would need "
+                "another; describe what is hidden by is_causal, window_size or "
+                "mask_mod(sequence, head, row, col)"
+            )
+    problem = make_problem(q, k, v, **options)
+    sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, problem.seq_q, problem.seq_k)
+    with suppress(TypeError):  # of a function that cannot be remembered
+        return _packed(problem, sequences)
+    return replace(problem, sequences=sequences)
+
+
+@lru_cache(maxsize=256)
+def _packed(problem: Problem, sequences: Sequences) -> Problem:
+    return replace(problem, sequences=sequences)
+
+
+def check_packed(name: str, operand: Any) -> None:
+    """Check that an operand has the three dimensions (total, heads, dim).
+
+    Raises:
+        TypeError: If it is no array.
+        ValueError: If it has others.
+    """
+    check_array(name, operand)
+    if len(operand.shape) != 3:
+        raise ValueError(
+            f"flash_attention_varlen needs {name} of shape (total, heads, dim), all sequences one after "
+            f"the other; got {tuple(operand.shape)}"
+        )

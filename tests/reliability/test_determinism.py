@@ -76,7 +76,7 @@ def test_another_seed_is_another_run() -> None:
 COMPILED_OR_LOADED = """
 import hashlib
 import numpy as np
-from kernels.cpu import fused, gelu
+from kernels.cpu.layers import fused, gelu
 
 x = np.random.default_rng(0).standard_normal((300, 160)).astype(np.float32)
 softmax = fused._softmax.serial

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import json
 import numpy as np
-from kernels.cpu import fused
+from kernels.cpu.layers import fused
 from minitorch import FastBackend, TensorData, fast_conv, fast_ops, from_numpy, operators, softmax
 
 a = from_numpy(np.arange(6.0).reshape(2, 3), requires_grad=True)
@@ -175,7 +175,7 @@ def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
     # A hash of ids or of a set's order would change, and nothing would ever be found on disk.
     script = (
         "import json, numpy; from kernels.runtime.jit import fingerprint;"
-        "from kernels.cpu import flash2, fused;"
+        "from kernels.cpu.attention import flash2; from kernels.cpu.layers import fused;"
         "print(json.dumps([fingerprint(f) for f in"
         " (fused._adam, fused._softmax, flash2.make_forward(numpy.float32))]))"
     )
@@ -221,12 +221,14 @@ def test_the_fingerprint_covers_exp2(monkeypatch: pytest.MonkeyPatch) -> None:
 KERNEL_PRINTS = """
 import json
 from kernels.runtime.jit import fingerprint
-from kernels.cuda import flash2_mma, flash3_layout, flash3_wgmma
+from kernels.cuda.attention.flash2_mma import forward as flash2_mma
 from kernels.cuda.attention.flash2_mma.tiles import MmaLayout
+from kernels.cuda.attention.flash3_wgmma import layout
+from kernels.cuda.attention.flash3_wgmma.forward import kernel as flash3_wgmma
 
-widths = flash3_layout.Widths(64, 64)
+widths = layout.Widths(64, 64)
 found = [
-    *(flash3_wgmma.forward_kernel(flash3_layout.layout_of(widths), widths, dtype)
+    *(flash3_wgmma.forward_kernel(layout.layout_of(widths), widths, dtype)
       for dtype in ("float16", "bfloat16")),
     *(flash2_mma.forward_kernel(MmaLayout(64, rows, 4), 64, width, "float16", vectors)
       for rows in (32, 64) for width in (64, 80) for vectors in (False, True)),

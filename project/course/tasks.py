@@ -86,7 +86,11 @@ OPERATORS = ("tests/minitorch/test_operators.py",)
 SCALARS = ("tests/minitorch/test_scalar.py", "tests/minitorch/test_autodiff.py")
 DATA, TENSORS = ("tests/minitorch/test_tensor_data.py",), ("tests/minitorch/test_tensor.py",)
 GENERAL = ("tests/minitorch/test_tensor_general.py",)
-KERNELS = ("tests/minitorch/test_cuda_ops.py", "tests/course/test_course_kernels.py")
+KERNELS = (
+    "tests/minitorch/test_cuda_ops.py",
+    "tests/structure/cuda/test_cuda_ops.py",
+    "tests/course/test_course_kernels.py",
+)
 CONV, LAYERS = ("tests/minitorch/test_conv.py",), ("tests/minitorch/test_nn.py",)
 FLASH, TRAFFIC = ("tests/course/test_module5.py",), ("tests/course/test_module5_traffic.py",)
 #: Measures how fast a right solution is, task by task.

@@ -17,27 +17,20 @@ from hypothesis import strategies as st
 
 import minitorch
 from kernels.common.geometry import ceil_div
-from kernels.cuda.matmul import cuda_cores
-from kernels.cuda.runtime.arrays import device_view, to_host
-from kernels.cuda.runtime.sizes import SIZES
-from kernels.runtime.memory import join_dims
+from kernels.cuda.runtime.arrays import to_host
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch import (
     CudaBackend,
     SimpleBackend,
     SimpleOps,
-    Tensor,
-    TensorData,
     cuda_ops,
     operators,
 )
 from minitorch.tensor_data import is_device_storage
 
-from ..support.tolerances import assert_close_arrays
+from ..support.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
-
-DTYPES = [np.float32, np.float64]
 
 #: A function of one number, and a NumPy function that it must agree with.
 MAPS: list[tuple[Any, Any]] = [
@@ -62,28 +55,6 @@ REDUCTIONS: list[tuple[Any, float, Any]] = [
     (operators.mul, 1.0, np.prod),
     (operators.max, -np.inf, np.max),
 ]
-
-
-def draw(shape: tuple[int, ...], dtype: Any = np.float64, seed: int = 0) -> Any:
-    """Draw an array of numbers from 0.5 to 2, where every operator is defined and smooth."""
-    return np.random.default_rng(seed).uniform(0.5, 2.0, shape).astype(dtype)
-
-
-def on_cuda(array: Any) -> Tensor:
-    """Put an array on the CUDA backend, in the layout that it has."""
-    return minitorch.from_numpy(array, backend=CudaBackend)
-
-
-def permuted(array: Any) -> Any:
-    """Return an array of the same shape and values whose dimensions lie in reverse in memory."""
-    return np.asfortranarray(array)
-
-
-def assert_equal(result: Tensor | TensorData, expected: Any, what: str = "result") -> None:
-    """Assert that a result is on the device and close to what NumPy computed."""
-    data = result._tensor if isinstance(result, Tensor) else result
-    assert is_device_storage(data._storage), f"{what} left the device"
-    assert_close_arrays(data.to_array(), expected, data.dtype, what)
 
 
 # -- map, zip and reduce ----------------------------------------------------------------------
@@ -162,16 +133,6 @@ def test_any_two_layouts_that_broadcast_multiply_as_in_numpy(pair: tuple[Any, An
 
 
 @pytest.mark.task3_3
-@pytest.mark.parametrize("excess", [-1, 0, 1])
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_vectors_of_any_length_around_a_block_are_mapped_whole(blocks: int, excess: int) -> None:
-    x = draw((blocks * SIZES.flat_threads * SIZES.flat_items + excess,), np.float32)
-    assert_equal(on_cuda(x) * 2.0, x * 2.0, f"{x.size} elements and one")
-    assert_equal(2.0 * on_cuda(x), x * 2.0, f"one element and {x.size}")
-    assert_equal(on_cuda(x) + on_cuda(x[::-1].copy()), x + x[::-1], f"{x.size} elements")
-
-
-@pytest.mark.task3_3
 @pytest.mark.parametrize(
     ("a", "b"),
     [
@@ -228,20 +189,6 @@ def test_reduce_folds_every_element_of_a_dimension_of_any_length(length: int) ->
         assert_equal(on_cuda(permuted(x)).sum(1), x.sum(1, keepdims=True), f"{length}, strided")
 
 
-@pytest.mark.parametrize("excess", [-1, 0, 1])
-@pytest.mark.parametrize("name", ["fold_short", "fold_long", "fold_across"])
-def test_reduce_folds_lengths_around_what_a_block_and_a_part_of_it_hold(
-    name: str, excess: int
-) -> None:
-    shape = getattr(SIZES, name)
-    for length in {shape.lanes + excess, shape.lanes * SIZES.fold_items * 2 + excess}:
-        for others in (1, shape.outputs + 1):
-            x = draw((others, length), np.float32)
-            x = permuted(x) if name == "fold_across" else x
-            exact = x.sum(1, keepdims=True, dtype=np.float64)
-            assert_equal(on_cuda(x).sum(1), exact, f"{others} sums of {length}, {name}")
-
-
 @st.composite
 def layouts(draw_from: st.DrawFn) -> tuple[Any, int]:
     """Draw an array of up to four dimensions in any layout, and one of the dimensions."""
@@ -278,16 +225,6 @@ def test_a_function_compiled_for_the_device_can_be_lifted_too() -> None:
 
 def _triple(x: float) -> float:
     return 3.0 * x
-
-
-@pytest.mark.task3_3
-def test_operands_that_lie_alike_are_indexed_as_vectors() -> None:
-    joined = join_dims
-    assert joined((2, 3, 4), (12, 4, 1), (12, 4, 1)) == [(24,), (1,), (1,)]
-    assert joined((3, 2), (1, 3), (1, 3)) == [(6,), (1,), (1,)]  # both permuted
-    assert joined((2, 3, 4), (12, 4, 1), (0, 0, 1)) == [(6, 4), (4, 1), (0, 1)]  # a row, broadcast
-    assert joined((1, 1), (1, 1), (0, 0)) == [(1,), (0,), (0,)]
-    assert joined((), (), ()) == [(1,), (0,), (0,)]
 
 
 # -- the published launch protocol ------------------------------------------------------------
@@ -417,62 +354,6 @@ def products(draw_from: st.DrawFn) -> tuple[Any, Any]:
 def test_any_layouts_and_batches_multiply_as_in_numpy(operands: tuple[Any, Any]) -> None:
     x, y = operands
     assert_equal(on_cuda(x) @ on_cuda(y), x @ y, f"{x.shape} @ {y.shape}")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_long_sum_is_divided_among_blocks(dtype: Any) -> None:
-    depth = 3 * SIZES.product_depth + 5
-    x, y = draw((2, depth), dtype), draw((depth, 3), dtype, seed=1)
-    for left in (x, permuted(x)):
-        result = on_cuda(left) @ on_cuda(y)
-        assert_equal(result, x.astype(np.float64) @ y, f"depth {depth}")
-    once = (on_cuda(x) @ on_cuda(y)).to_numpy()
-    assert np.array_equal(once, result.to_numpy()), "the order of a sum depends on the layout"
-
-
-def test_heads_that_were_permuted_multiply_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = draw((2, 5, 3, 4)), draw((2, 5, 3, 4), seed=1)  # (batch, seq, heads, dim)
-    q, k = on_cuda(x).permute(0, 2, 1, 3), on_cuda(y).permute(0, 2, 3, 1)
-    monkeypatch.setattr(CudaBackend.ops, "map_loop", None)
-    assert_equal(q @ k, x.transpose(0, 2, 1, 3) @ y.transpose(0, 2, 3, 1))
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("tile", SIZES.product_tiles[8], ids=str)
-def test_a_product_reads_and_writes_nothing_beyond_the_matrices(
-    tile: Any, transposed: bool
-) -> None:
-    """Operands and result lie in larger matrices of NaN: one row more, one column more."""
-    rows, cols, depth = tile.rows + 3, tile.cols - 3, 2 * tile.depth + 1
-
-    def framed(array: Any) -> tuple[Any, Any]:
-        stored = np.full([size + 1 for size in array.shape], np.nan)
-        stored[tuple(slice(size) for size in array.shape)] = array
-        steps = [stored.strides[-2] // 8, stored.strides[-1] // 8]
-        return cuda.to_device(stored), (0, 0, *steps)
-
-    def flat(array: Any) -> Any:
-        return device_view(array, (int(np.prod(array.shape)),), (1,))
-
-    x, y = draw((rows, depth)), draw((depth, cols), seed=1)
-    (a, a_steps), (b, b_steps) = (framed(t.T if transposed else t) for t in (x, y))
-    if transposed:
-        a_steps, b_steps = ((0, 0, step, row) for _, _, row, step in (a_steps, b_steps))
-    out, out_steps = framed(np.full((rows, cols), np.nan))
-    cuda_cores.multiply(
-        flat(out),
-        out_steps,
-        flat(a),
-        a_steps,
-        flat(b),
-        b_steps,
-        (1, 1, rows, cols, depth),
-        2.0,
-        tile,
-    )
-    result = to_host(out)
-    assert_close_arrays(result[:-1, :-1], 2.0 * (x @ y), np.float64)
-    assert np.isnan(result[-1]).all() and np.isnan(result[:, -1]).all(), "written beyond the end"
 
 
 def test_operands_of_two_dtypes_multiply_in_the_wider() -> None:

@@ -3,8 +3,9 @@
     python -m tests.support.quick [BASE]
 
 A change is every difference from the commit BASE (HEAD by default), and every untracked file.  The tests of
-a file are those in the folder of tests/ nearest to its room, and those named after its module.  Property
-tests draw five examples.  ``make test`` runs everything.
+a file are those in the folder of tests/ nearest to its room, those in the folder of tests/structure named
+after its room, and those named after its module.  Property tests draw five examples.  ``make test`` runs
+everything.
 """
 
 from __future__ import annotations
@@ -49,12 +50,18 @@ def tests_of(path: str) -> set[str]:
         file.relative_to(ROOT).as_posix()
         for file in ROOT.glob(f"tests/**/test_{Path(path).stem}.py")
     }
-    place = Path("tests") / (room.folder if room else Path(path).parent)
+    folder = Path(room.folder) if room else Path(path).parent
+    structure = {
+        file.relative_to(ROOT).as_posix()
+        for file in ROOT.joinpath("tests/structure", *folder.parts[1:]).glob("test_*.py")
+        if folder.parts[1:]
+    }
+    place = Path("tests") / folder
     while not any((ROOT / place).glob("test_*.py")) and place != Path("tests"):
         place = place.parent
     near = {file.relative_to(ROOT).as_posix() for file in (ROOT / place).glob("test_*.py")}
     # At the root of a floor there are tests of every module: the one that is named after it will do.
-    return (named or near) if len(place.parts) < 3 else named | near
+    return structure | ((named or near) if len(place.parts) < 3 else named | near)
 
 
 def run(*command: str, **environment: str) -> bool:

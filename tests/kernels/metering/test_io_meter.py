@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import launch, make_problem
-from kernels.cuda.runtime.kernel import Kernel
 from kernels.metering.io_meter import IOMeter, metered
 from kernels.metering.rung_traffic import RUNGS, PassTraffic, call_traffic, head_shape, problem_of
 from kernels.problem.operands import make_operands
@@ -19,10 +18,7 @@ from kernels.runtime.targets import IS_SIMULATOR
 from kernels.traffic.formulas import HeadShape, Traffic, total
 
 from ...support.cuda_attention import draw, on_device
-
-needs_simulator = pytest.mark.skipif(
-    not IS_SIMULATOR, reason="arrays count in the simulator only: NUMBA_ENABLE_CUDASIM=1"
-)
+from ...support.metering import needs_simulator
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,15 +102,6 @@ def test_elements_tell_how_often_each_was_read() -> None:
     assert reads.shape == (1, 8, 4) and not writes.any()
     assert (reads[0, :4] == 1).all()  # the second key tile is hidden from the first rows
     assert (reads[0, 4:] == 2).all()
-
-
-@pytest.mark.simulator
-@needs_simulator
-def test_a_meter_leaves_nothing_behind() -> None:
-    before = Kernel.__getitem__
-    with pytest.raises(ZeroDivisionError), IOMeter() as meter:
-        raise ZeroDivisionError
-    assert Kernel.__getitem__ is before and meter.counts() == {}
 
 
 @pytest.mark.skipif(IS_SIMULATOR, reason="this process is in the simulator")

@@ -1,4 +1,8 @@
-"""float16 and bfloat16: stored in 16 bits, computed in float32, rounded once."""
+"""float16 and bfloat16: stored in 16 bits, computed in float32, rounded once.
+
+``tests/structure/cuda/test_half.py`` tests the device's conversions.  ``tests/structure/cpu/test_half.py``
+tests the operands that a rung receives.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import DataObject, data, integers, sampled_from
@@ -16,25 +19,17 @@ from hypothesis.strategies import DataObject, data, integers, sampled_from
 import kernels
 import minitorch
 from kernels import launch
-from kernels.cuda.device import half
-from kernels.cuda.device.memory import DeviceMemory, fill
-from kernels.cuda.runtime.arrays import device_view, to_device, to_host
 from kernels.runtime.dtypes import (
     BFLOAT16,
-    BITS,
     COMPUTE_DTYPES,
     FLOAT16,
     FLOAT32,
     FLOAT64,
     FLOAT_DTYPES,
     HALF_DTYPES,
-    acc_dtype,
-    is_half,
     lowest,
     rounded,
 )
-from kernels.runtime.memory import HostMemory
-from kernels.runtime.targets import IS_SIMULATOR
 from minitorch import CudaBackend, FastBackend, SimpleBackend, Tensor, TensorBackend, from_numpy
 from minitorch.training.model_files import load_parameters, read_checkpoint, save_checkpoint
 
@@ -42,11 +37,10 @@ from ...support.attention_strategies import FEATURES, Case, cases
 from ...support.cuda_attention import RUNGS as CUDA_RUNGS
 from ...support.cuda_attention import fitting, tiny
 from ...support.cuda_attention import run as run_on_device
+from ...support.half_numbers import Array, beside_the_ties, every_number, on_halves, same_bits
 from ...support.tolerances import assert_close_arrays
 from ...tensor_strategies import laid_out, lattice, shapes
 
-Array = npt.NDArray[Any]
-on_halves = pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
 pytestmark = pytest.mark.usefixtures("quick_barriers")
 on_host = pytest.mark.parametrize(
     "backend",
@@ -60,39 +54,6 @@ on_every_backend = pytest.mark.parametrize(
         pytest.param(CudaBackend, id="cuda", marks=pytest.mark.simulator),
     ],
 )
-
-
-def every_number(dtype: np.dtype[Any]) -> Array:
-    """Return all numbers of 16 bits, (65536,): infinities and NaN too."""
-    return np.arange(1 << 16).astype(BITS).view(dtype)
-
-
-def beside_the_ties(dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Return float64 numbers in and right beside the middle between two neighbours of a dtype.
-
-    Returns:
-        The numbers, and what each is in the dtype.
-    """
-    # Positive ones count upwards with their bits; the last pair is the largest number and infinity.
-    count = int(np.array(np.inf, dtype).view(BITS))
-    bits = np.arange(count, dtype=BITS)
-    below, above = (x.view(dtype).astype(np.float64) for x in (bits, bits + 1))
-    above[-1] = 2 * below[-1] - below[-2]  # where it would be if there were one
-    middle = (below + above) / 2
-    even = bits + bits % 2
-    numbers = np.concatenate([middle, np.nextafter(middle, 0), np.nextafter(middle, np.inf)])
-    nearest = np.concatenate([even, bits, bits + 1]).view(dtype)
-    return np.concatenate([numbers, -numbers]), np.concatenate([nearest, -nearest])
-
-
-def same_bits(actual: Array, expected: Array) -> None:
-    """Assert that two arrays of one 16-bit dtype are equal bit for bit, any NaN like another."""
-    assert actual.dtype == expected.dtype
-    with np.errstate(invalid="ignore"):  # bfloat16 has NaNs that signal
-        both = np.isnan(actual) & np.isnan(expected)
-    differ = (actual.view(BITS) != expected.view(BITS)) & ~both
-    where = np.flatnonzero(differ)
-    assert not len(where), f"at {where[:5]}: {actual[where[:5]]}, not {expected[where[:5]]}"
 
 
 # --- conversions -----------------------------------------------------------------------------
@@ -122,66 +83,6 @@ def test_what_the_libraries_round_once_is_rounded_as_they_do() -> None:
         same_bits(rounded(numbers, FLOAT16), numbers.astype(np.float16))
         singles = numbers.astype(np.float32)
         same_bits(rounded(singles, BFLOAT16), singles.astype(ml_dtypes.bfloat16))
-
-
-def test_the_arithmetic_of_the_device_is_right_for_every_number() -> None:
-    plain = half.PLAIN
-    numbers = every_number(BFLOAT16)
-    widened = np.array([plain.widen_bfloat16(bits) for bits in numbers.view(BITS)])
-    np.testing.assert_array_equal(widened, numbers.astype(np.float32))
-    narrowed = np.array([plain.narrow_bfloat16(x) for x in widened], BITS)
-    same_bits(narrowed.view(BFLOAT16), numbers)
-
-
-@on_halves
-def test_the_arithmetic_of_the_device_is_right_for_every_tie(dtype: Any) -> None:
-    numbers, nearest = beside_the_ties(dtype)
-    chosen = np.s_[::1] if dtype == BFLOAT16 else np.s_[::7]
-    with np.errstate(over="ignore"):
-        odd = np.array([half.PLAIN.rounded_to_odd(x) for x in numbers[chosen]], np.float32)
-    same_bits(rounded(odd, dtype), nearest[chosen])
-    if dtype == BFLOAT16:
-        bits = np.array([half.PLAIN.narrow_bfloat16(x) for x in odd], BITS)
-        same_bits(bits.view(BFLOAT16), nearest)
-
-
-@pytest.mark.simulator
-@on_halves
-@pytest.mark.parametrize("source", FLOAT_DTYPES, ids=str)
-def test_the_device_converts_as_the_host_does(dtype: Any, source: Any) -> None:
-    if IS_SIMULATOR:
-        numbers = np.random.default_rng(1).standard_normal(2 * half.EIGHT + 3)
-        numbers[:4] = np.inf, -np.nan, 1e-6, -70000.0
-    else:
-        numbers = np.concatenate(
-            [beside_the_ties(dtype)[0], every_number(dtype).astype(np.float64)]
-        )
-    array, memory = rounded(numbers, source), DeviceMemory()
-    there = to_device(array)
-    same_bits(to_host(memory.convert(there, dtype)), rounded(array, dtype))
-    back = memory.convert(memory.convert(there, dtype), FLOAT32)
-    np.testing.assert_array_equal(to_host(back), rounded(array, dtype).astype(np.float32))
-    # A part of an array begins anywhere: no vector access is aligned there.
-    part = device_view(there, (len(array) - 3,), (1,), 3)
-    same_bits(to_host(memory.convert(part, dtype)), rounded(array[3:], dtype))
-
-
-@pytest.mark.simulator
-@on_halves
-def test_memory_of_the_device_holds_16_bits(dtype: Any) -> None:
-    memory, host = DeviceMemory(), HostMemory()
-    array = rounded(np.random.default_rng(2).standard_normal((2, 3, 4)), dtype)
-    there = to_device(array)
-    turned = device_view(there, (4, 3, 2), (1, 4, 12))
-    with_gaps = device_view(there, (2, 3, 2), (12, 4, 2))
-    for view, expected in ((turned, array.T), (with_gaps, array[..., ::2])):
-        wide = to_host(memory.convert(view, FLOAT32))
-        np.testing.assert_array_equal(wide, expected.astype(np.float32))
-    total = to_host(memory.sum_to(there, (3, 1)))
-    same_bits(total, host.sum_to(array, (3, 1)))
-    assert_close_arrays(total, array.astype(np.float64).sum(axis=(0, 2))[:, None], dtype)
-    fill(there, 0.1)
-    same_bits(to_host(there), np.full_like(array, 0.1))
 
 
 # --- tensors ---------------------------------------------------------------------------------
@@ -557,68 +458,3 @@ def test_a_precision_is_one_of_four_and_for_float32() -> None:
             ValueError, match=f"operands of float32, got precision='tf32' for {dtype}"
         ):
             kernels.flash_attention_forward(other, other, other, precision="tf32")
-
-
-def _recording(seen: list[Any], *dtypes: Any) -> launch.Target:
-    """Return a target with one rung, the textbook on what it is given, that takes some dtypes."""
-    naive = launch.NUMPY.rungs[-1]
-
-    def through(run: Callable[..., None]) -> Callable[..., None]:
-        def recorded(problem: Any, tile: Any, operands: Any) -> None:
-            mask = None if operands.mask is None else operands.mask.dtype
-            seen.append((problem.dtype, operands.q.dtype, operands.lse.dtype, mask))
-            wide = {
-                name: x.astype(np.float64)
-                if isinstance(x, np.ndarray) and name != "mask_batch"
-                else x
-                for name, x in operands._asdict().items()
-            }
-            own = operands.having(**wide)
-            run(problem, tile, own)
-            for name in ("out", "lse", "dq", "dk", "dv"):
-                if wide[name] is not None:
-                    getattr(operands, name)[...] = wide[name]
-
-        return recorded
-
-    rung = launch.Rung(
-        "naive", through(naive.forward), through(naive.backward), naive.tile, naive.backward_tile,
-        dtypes=dtypes,
-    )  # fmt: skip
-    return launch.Target("numpy", HostMemory(), (rung,), launch.NUMPY.mask_gradient)
-
-
-@pytest.mark.parametrize(
-    ("own", "precision", "taken"),
-    [
-        pytest.param(FLOAT16, None, FLOAT16, id="16 bits as they are"),
-        pytest.param(FLOAT32, "float16", FLOAT16, id="float32 narrowed by permission"),
-    ],
-)
-def test_a_rung_that_knows_16_bits_gets_them(own: Any, precision: Any, taken: Any) -> None:
-    rng = np.random.default_rng(9)
-    q, k, v, dout = (rng.standard_normal((2, 5, 4)).astype(own) for _ in range(4))
-    mask = rng.standard_normal((5, 5)).astype(own)
-    case = Case(q, k, v, dout, {"attn_mask": mask}, (1, 1))
-    seen: list[Any] = []
-    results = case.run(_recording(seen, FLOAT16), precision=precision)
-    assert seen == [(taken, taken, FLOAT32, FLOAT32)] * 2
-    assert {name: x.dtype for name, x in results.items()} == {
-        name: acc_dtype(own) if name == "lse" else own for name in results
-    }
-    for name, expected in case.oracle().items():
-        got = results[name].astype(np.float16) if name != "lse" else results[name]
-        if name == "lse":
-            np.testing.assert_allclose(got, expected, atol=4e-3)
-        else:
-            assert_close_arrays(got, expected, FLOAT16, what=name, size=3.0)
-
-
-def test_a_rung_that_does_not_know_a_dtype_says_which_it_knows() -> None:
-    q = np.zeros((2, 3), np.float32)
-    with pytest.raises(ValueError, match="takes operands of float16, or a precision that allows"):
-        _recording([], FLOAT16).pick(kernels.make_problem(q, q, q))
-    for dtype in FLOAT_DTYPES:  # what takes float32 and float64 takes 16 bits as float32
-        other = q.astype(dtype)
-        taken = launch.CPU.rungs[0].taken(kernels.make_problem(other, other, other))
-        assert taken is not None and taken.dtype == (FLOAT32 if is_half(dtype) else dtype)

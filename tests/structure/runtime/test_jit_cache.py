@@ -1,4 +1,4 @@
-"""Machine code is kept on disk: a second process compiles nothing, unless the code has changed."""
+"""How machine code is kept on disk: cache hits of a second process, and the fingerprint of a kernel."""
 
 from __future__ import annotations
 

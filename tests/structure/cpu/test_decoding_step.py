@@ -1,4 +1,4 @@
-"""A step of decoding in one kernel: it is what the layer's modules compute, or it is not taken."""
+"""The kernel of a layer's decoding step agrees with the layer's modules, or it is not used."""
 
 from __future__ import annotations
 
@@ -84,10 +84,6 @@ def test_a_step_takes_the_weights_of_the_moment() -> None:
     assert_close_arrays(
         layer(x, cache).to_numpy(), layer(x, cache_of()).to_numpy(), np.float64, "a new module"
     )
-
-
-def doubled(x: Tensor, has_gelu: bool = False) -> Tensor:
-    return x * 2.0
 
 
 def changed(name: str, layer: TransformerLayer, patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,215 @@
+"""The launches, copies and memory of a captured step on a fake driver, and the arena of its memory."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.strategies import integers, lists, tuples
+
+import minitorch
+from kernels.cuda.runtime.arena import ALIGNMENT, Arena
+from kernels.cuda.runtime.arrays import to_device
+from kernels.cuda.runtime.memory_pool import STAGED
+from kernels.cuda.runtime.numba_watch import watching_numba
+from kernels.runtime.targets import IS_SIMULATOR, cuda
+from minitorch.training.captured_step import WARM_UP
+
+from ...support.captured_training import FIRST, VOCABULARY, Training, idle_device, kinds
+from ...support.fake_device import FakeDriver, Launched, fake_device
+
+#: Where the fake device's memory lies, and what is no number of a kernel.
+ADDRESSES = range(1 << 32, 1 << 44)
+no_simulator = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver")
+device = pytest.fixture(idle_device)
+
+
+def _numbers(launches: list[Launched]) -> list[Any]:
+    """Return launches without the places of arrays."""
+    return [
+        (name, sizes, ["place" if word in ADDRESSES else word for word in words])
+        for name, sizes, words in launches
+    ]
+
+
+def _of_steps(kind: tuple[Any, ...], captured: bool, steps: int) -> tuple[list[Any], Any, int]:
+    """Return what each step launches, but for copies of its result, and where random numbers end."""
+    with fake_device() as device:
+        training, found = Training(*kind, captured=captured), []
+        for number in range(steps):
+            device.launches.clear()
+            training.take(number)
+            found.append(_numbers(device.launches))
+        return found, random.getstate(), training.optimizer.steps
+
+
+@no_simulator
+@kinds
+def test_a_replay_launches_what_an_eager_step_launches_with_its_numbers(kind: Any) -> None:
+    steps = FIRST + 3
+    eager, state, count = _of_steps(kind, False, steps)
+    captured, own_state, own_count = _of_steps(kind, True, steps)
+    assert (own_state, own_count) == (state, count)
+    for number in range(1, steps):
+        expected, found = eager[number], captured[number]
+        if number >= WARM_UP:
+            assert found.pop()[0] == "map_id"  # a copy of the loss, for the caller
+        assert [name for name, *_ in found] == [name for name, *_ in expected], number
+        assert found == expected, number
+
+
+@kinds
+def test_a_replay_is_a_launch_and_copies_of_the_inputs(device: FakeDriver, kind: Any) -> None:
+    training = Training(*kind, captured=True)
+    for number in range(FIRST):
+        assert not training.captured.is_captured
+        training.take(number)
+    assert training.captured.is_captured and training.captured.why_eager is None
+    device.calls.clear()
+    training.take(FIRST)
+    asked = Counter(call.name for call in device.calls)
+    assert asked.pop("cuGraphExecKernelNodeSetParams") <= training.captured.kernels // 4
+    # Ids, their uses in the table, and targets; one launch copies the loss for the caller.
+    assert asked == {"cuMemcpyHtoDAsync": 3, "cuGraphLaunch": 1, "cuLaunchKernel": 1}
+    copies = [call.about[1] for call in device.calls if call.name == "cuMemcpyHtoDAsync"]
+    ids, targets = (x.reshape(-1) for x in training.batches[FIRST])
+    assert ids.tobytes() in copies and targets.tobytes() in copies
+    order = np.argsort(ids, kind="stable").tobytes()
+    assert any(copy.endswith(order) for copy in copies), "of the table's gradient"
+
+
+@no_simulator
+def test_an_eager_step_neither_reads_nor_waits(device: FakeDriver) -> None:
+    training = Training("bfloat16", 0.1, 1.0, False, captured=False)
+    for number in range(3):
+        device.calls.clear()
+        training.take(number)
+    assert {call.name for call in device.calls} == {"cuLaunchKernel", "cuMemcpyHtoDAsync"}
+
+
+def test_a_kernel_that_numba_launches_is_noticed() -> None:
+    seen: list[str] = []
+    before = cuda.dispatcher._Kernel.launch if not IS_SIMULATOR else None
+    if before is None:
+        pytest.skip("the simulator launches nothing")
+    with fake_device(), watching_numba(seen.append), pytest.raises(AttributeError):
+        cuda.dispatcher._Kernel.launch(None, (), (1, 1, 1), (1, 1, 1))
+    assert seen == ["launches a kernel by numba (cuda.jit)"]
+    assert cuda.dispatcher._Kernel.launch is before
+
+
+def test_results_belong_to_the_caller(device: FakeDriver) -> None:
+    def fn(x: minitorch.Tensor, y: Any) -> Any:
+        return x + x, {"y": minitorch.from_numpy(y, minitorch.CudaBackend), "none": None}
+
+    step, found = minitorch.graph_step(fn), []
+    for number in range(FIRST + 2):
+        x = minitorch.full((2, 3), float(number), minitorch.CudaBackend)
+        found.append(step(x, np.full(4, number)))
+    assert step.is_captured
+    storages = [t._tensor._storage for x, rest in found for t in (x, rest["y"])]
+    places = {int(storage.gpu_data.device_pointer) for storage in storages}
+    assert len(places) == len(storages), "each its own"
+    assert all(rest["none"] is None and x.shape == (2, 3) for x, rest in found)
+
+
+def test_a_wrong_input_leaves_the_step_untaken(device: FakeDriver) -> None:
+    training = Training("bfloat16", 0.1, None, False, captured=True)
+    for number in range(FIRST + 1):
+        training.take(number)
+    state, device_calls = random.getstate(), len(device.calls)
+    with pytest.raises(ValueError, match=f"token ids must be from 0 to {VOCABULARY - 1}"):
+        training.captured(training.batches[0, 0] + VOCABULARY, training.batches[0, 1])
+    assert training.optimizer.steps == FIRST + 1
+    assert random.getstate() == state and len(device.calls) == device_calls
+
+
+@kinds
+def test_what_a_graph_reads_and_writes_stays_allocated(device: FakeDriver, kind: Any) -> None:
+    training = Training(*kind, captured=True)
+    for number in range(FIRST):
+        training.take(number)
+    gc.collect()
+    (nodes,) = device.nodes.values()
+    words = {word for launch in nodes.values() for word in launch.words if word in ADDRESSES}
+    assert len(words) > len(nodes)
+    for word in words:
+        assert any(at <= word < at + size for at, size in device.memory.items()), hex(word)
+
+
+def test_memory_goes_back_with_the_graph(device: FakeDriver) -> None:
+    training = Training("bfloat16", 0.0, None, False, captured=True)
+    for number in range(FIRST + 1):
+        training.take(number)
+    size = training.captured.memory
+    assert size in device.memory.values() and device.nodes
+    training.captured.reset()
+    training.optimizer.zero_grad()
+    gc.collect()
+    assert size not in device.memory.values() and not device.nodes
+    training.take(0)
+
+
+@pytest.mark.parametrize("size", [STAGED, STAGED + 1])
+def test_a_large_copy_is_read_before_the_call_returns(device: FakeDriver, size: int) -> None:
+    array = np.zeros(size, np.uint8)
+    for x in (array, array[:64], memoryview(bytearray(64))):
+        device.calls.clear()
+        to_device(np.asarray(x))
+        small = x is not array or size <= STAGED
+        asked = "cuMemcpyHtoDAsync" if small and isinstance(x, np.ndarray) else "cuMemcpyHtoD"
+        assert [call.name for call in device.calls] == [asked]
+
+
+# -- the arena ---------------------------------------------------------------------------------------
+
+
+class _Source:
+    """Memory without a device."""
+
+    def __init__(self) -> None:
+        self.next, self.given = 1 << 20, {}
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        self.next += size  # one beside the other
+        self.given[self.next - size] = size
+        return self.next - size, 0
+
+    def free(self, block: tuple[int, int]) -> None:
+        del self.given[block[0]]
+
+
+@given(lists(tuples(integers(1, 1 << 20), integers(0, 5)), max_size=20))
+def test_pieces_never_overlap_and_the_next_call_has_the_same(steps: list[tuple[int, int]]) -> None:
+    source: Any = _Source()
+    arena = Arena(source, int)
+    calls, leftover = [], []
+    for _ in range(3):
+        arena.begin()
+        held, places = [], []
+        for size, action in steps:
+            if action and held:
+                arena.free(held.pop(action % len(held))[0])
+            for block in leftover[:1]:
+                arena.free(block)  # of the call before: somebody held it until now
+                leftover.pop(0)
+            block = arena.allocate(size)
+            start, stop = block.address, block.address + size
+            assert start % ALIGNMENT == 0
+            assert any(at <= start and stop <= at + room for at, room in source.given.items())
+            assert not any(
+                start < other.address + room and other.address < stop for other, room in held
+            )
+            held.append((block, size))
+            places.append(start)
+        leftover = [block for block, _ in held]
+        calls.append(places)
+        arena.end()
+    assert calls[1] == calls[2], "what the first call made room for is there from the beginning"
+    del arena
+    assert source.given == {}

@@ -69,14 +69,20 @@ class Call:
             )
         operands = self.operands
         gradients = launch.backward(self.target, self.problem, operands, tile, with_mask)
-        memory = self.target.memory
         dq, dk, dv = (
-            memory.laid_as(memory.sum_to(gradient, tuple(operand.shape)), operand)
+            self._own(gradient, operand)
             for gradient, operand in zip(
                 gradients, (operands.q, operands.k, operands.v), strict=False
             )
         )
         return (dq, dk, dv, gradients.dmask) if with_mask else (dq, dk, dv)
+
+    def _own(self, gradient: Any, operand: Any) -> Any:
+        """Return the gradient of an operand from that of its broadcast shape."""
+        memory = self.target.memory
+        summed = memory.sum_to(gradient, tuple(operand.shape))
+        # Where nothing was summed, ``launch.backward`` has laid it out.
+        return gradient if summed is gradient else memory.laid_as(summed, operand)
 
 
 def as_operand(array: Any) -> Any:

@@ -96,11 +96,29 @@ def same_layout(shape: Ints, strides: Ints, other: Ints) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def reordered(shape: Ints, strides: Ints, other: Ints) -> Ints | None:
+    """Return the strides that order an array in memory as another one; see :meth:`Memory.laid_as`.
+
+    Args:
+        shape: Shape of the array.
+        strides: Its strides, in elements.
+        other: Strides of the other array.
+
+    Returns:
+        None if the array is ordered so, or the other one has another number of dimensions.
+    """
+    wanted = strides_as(other, shape)
+    if len(other) != len(shape) or same_layout(shape, strides, wanted):
+        return None
+    return wanted
+
+
+@lru_cache(maxsize=4096)
 def is_dense(shape: Ints, strides: Ints) -> bool:
     """Tell whether elements fill their memory in some order of the dimensions; strides in elements."""
-    expected = 1
     if 0 in shape:
         return True
+    expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1:
             if stride != expected:
@@ -265,10 +283,7 @@ class HostMemory(Memory):
 
     def laid_as(self, array: Any, operand: Any) -> Any:
         """Return an array ordered in memory as an operand; see :meth:`Memory.laid_as`."""
-        strides = strides_as(_element_strides(operand), array.shape)
-        if len(operand.shape) != array.ndim or same_layout(
-            array.shape, _element_strides(array), strides
-        ):
+        if reordered(array.shape, _element_strides(array), _element_strides(operand)) is None:
             return array
         out = self.empty_as(operand, array.shape, array.dtype)
         out[...] = array

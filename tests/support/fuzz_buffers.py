@@ -15,8 +15,8 @@ import pytest
 
 from kernels.runtime.memory import HostMemory, row_major_strides
 
-#: NaN in every floating dtype, True in booleans, -1 in whole numbers.
-POISON = 0xFF
+from .layouts import POISON, write_once
+
 #: Bytes of poison before and after an array, more than a vector and a line of the cache.
 MARGIN = 192
 
@@ -31,8 +31,7 @@ def placed(array: Any, misaligned: bool = False) -> Any:
     start = start if start + size + 64 <= len(buffer) else MARGIN
     start += (-(buffer.ctypes.data + start)) % array.itemsize + (1 if misaligned else 0)
     out = np.ndarray(array.shape, array.dtype, buffer, start - low, array.strides)
-    unique = out[tuple(slice(None) if step else slice(0, 1) for step in array.strides)]
-    unique[...] = array[tuple(slice(None) if step else slice(0, 1) for step in array.strides)]
+    write_once(out, array)
     out.flags.writeable = array.flags.writeable
     return out
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .rooms import FLOORS, ROOT, declared, room_of
+from .rooms import FLOORS, ROOT, Room, declared, room_of
 
 #: Rooms whose kernels the simulator runs.
 SIMULATED = ("kernels/cuda", "minitorch/backends")
@@ -38,40 +38,35 @@ def changed(base: str) -> list[str]:
     return sorted({name for text in output for name in text.split() if name.endswith(".py")})
 
 
-def tests_of(path: str) -> set[str]:
-    """Return the test files and folders of a source file, or of a test that has changed."""
+def tests_of(path: str, rooms: list[Room]) -> set[str]:
+    """Return the test files of a source file, or a test that has changed."""
     if path.startswith("tests/"):
-        is_test = Path(path).name.startswith("test_")
-        return {path} if is_test else set()
+        return {path} if Path(path).name.startswith("test_") else set()
     if path.split("/")[0] not in FLOORS:
         return set()
-    room = room_of(path, declared())
-    named = {
-        file.relative_to(ROOT).as_posix()
-        for file in ROOT.glob(f"tests/**/test_{Path(path).stem}.py")
-    }
+    room, named = room_of(path, rooms), _files("tests", f"**/test_{Path(path).stem}.py")
     folder = Path(room.folder) if room else Path(path).parent
-    structure = {
-        file.relative_to(ROOT).as_posix()
-        for file in ROOT.joinpath("tests/structure", *folder.parts[1:]).glob("test_*.py")
-        if folder.parts[1:]
-    }
-    place = Path("tests") / folder
-    while not any((ROOT / place).glob("test_*.py")) and place != Path("tests"):
+    inner = folder.parts[1:]
+    structure = _files(Path("tests/structure", *inner), "test_*.py") if inner else set()
+    place = "tests" / folder
+    while place != Path("tests") and not _files(place, "test_*.py"):
         place = place.parent
-    near = {file.relative_to(ROOT).as_posix() for file in (ROOT / place).glob("test_*.py")}
     # At the root of a floor there are tests of every module: the one that is named after it will do.
-    return structure | ((named or near) if len(place.parts) < 3 else named | near)
+    if named and len(place.parts) < 3:
+        return structure | named
+    return structure | named | _files(place, "test_*.py")
+
+
+def _files(folder: str | Path, pattern: str) -> set[str]:
+    return {file.relative_to(ROOT).as_posix() for file in (ROOT / folder).glob(pattern)}
 
 
 def run(*command: str, **environment: str) -> bool:
     """Run a command; return whether it succeeded."""
     print("+", *command, flush=True)
     env = {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, env=env).returncode in (
-        0,
-        5,
-    )  # 5: no test was collected
+    # 5: no test was collected
+    return subprocess.run(command, cwd=ROOT, env=env).returncode in (0, 5)
 
 
 def main() -> int:
@@ -80,7 +75,8 @@ def main() -> int:
         print("no Python file has changed")
         return 0
     python = sys.executable
-    tests = {"tests/repository/test_floors.py"}.union(*map(tests_of, files))
+    rooms = declared()
+    tests = {"tests/repository/test_floors.py"}.union(*(tests_of(path, rooms) for path in files))
     tests = {test for test in tests if test in files or not test.startswith(SLOW)}
     pytest = [python, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "worksteal"]
     bin_ = Path(python).parent

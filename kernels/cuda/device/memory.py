@@ -28,9 +28,9 @@ from kernels.runtime.memory import (
     is_dense,
     join_dims,
     joined_step,
+    reordered,
     repeated_axes,
     row_major_strides,
-    same_layout,
     strides_as,
 )
 from kernels.runtime.targets import cuda, current_device, why_no_cuda
@@ -126,7 +126,7 @@ def fill(array: Any, value: float) -> None:
         number = np.array(value, array.dtype)
         if is_half(array.dtype):
             number = number.view(BITS)
-        flat = device_view(flattened(array), (size,), (1,), dtype=number.dtype)
+        flat = as_bits(flattened(array))
         fill_kernel(number.dtype)[blocks, SIZES.flat_threads](flat, number.item())
 
 
@@ -172,11 +172,8 @@ class DeviceMemory(Memory):
 
     def laid_as(self, array: Any, operand: Any) -> Any:
         """Return an array ordered in memory as an operand; see :meth:`Memory.laid_as`."""
-        shape, own = tuple(array.shape), element_strides(array)
-        strides = strides_as(element_strides(operand), shape)
-        if len(operand.shape) != len(shape) or same_layout(shape, own, strides):
-            return array
-        return _copied(array, strides)
+        strides = reordered(tuple(array.shape), element_strides(array), element_strides(operand))
+        return array if strides is None else _copied(array, strides)
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         """See a flat storage through a shape and strides in elements; nothing is copied."""

@@ -28,7 +28,7 @@ from minitorch.attention.score_options import visible_by_bounds
 from minitorch.functions.fused import Gelu, Lookup, SeededDropout
 from minitorch.nn import composed_softmax
 
-from ...minitorch.functions.test_fused import (
+from ....minitorch.functions.test_fused import (
     check,
     check_adam,
     check_embedding,
@@ -40,15 +40,15 @@ from ...minitorch.functions.test_fused import (
     layers,
     small_inputs,
 )
-from ...minitorch.test_conv import (
+from ....minitorch.test_conv import (
     Convolution,
     check_gradients,
     convolved,
     drawn_arrays,
     in_one_and_two_dimensions,
 )
-from ...support.tolerances import assert_close_arrays
-from ...tensor_strategies import Array, laid_out, on_dtypes
+from ....support.tolerances import assert_close_arrays
+from ....tensor_strategies import Array, laid_out, on_dtypes
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 

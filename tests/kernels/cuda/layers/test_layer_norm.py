@@ -29,8 +29,8 @@ from minitorch import CudaBackend, FastBackend, from_numpy
 from minitorch.functions.fused import LayerNorm
 from minitorch.layers.residual_layer_norm import composed_residual_layer_norm, residual_layer_norm
 
-from ...support.tolerances import assert_close_arrays
-from ...tensor_strategies import Array, laid_out
+from ....support.tolerances import assert_close_arrays
+from ....tensor_strategies import Array, laid_out
 
 EPS = 1e-5
 in_every_storage = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

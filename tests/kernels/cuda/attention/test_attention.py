@@ -17,8 +17,8 @@ from kernels.problem.operands import Operands
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch import CudaBackend, Tensor, naive_attention
 
-from ...support.attention_strategies import FEATURES, Case, planted
-from ...support.cuda_attention import (
+from ....support.attention_strategies import FEATURES, Case, planted
+from ....support.cuda_attention import (
     RESULTS,
     RUNGS,
     TILES,
@@ -29,8 +29,8 @@ from ...support.cuda_attention import (
     run,
     tiny,
 )
-from ...support.layouts import on_device
-from ...support.tolerances import assert_close_arrays
+from ....support.layouts import on_device
+from ....support.tolerances import assert_close_arrays
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 

@@ -16,10 +16,10 @@ from kernels.problem.operands import make_operands
 from kernels.runtime.targets import cuda
 from minitorch import CudaBackend
 
-from ...support.attention_strategies import MASK_MODS, SCORE_MODS, Case
-from ...support.cuda_attention import RUNGS, TILED_RUNGS, draw, packed, poisoned, run
-from ...support.layouts import on_device
-from ...support.tolerances import assert_close_arrays
+from ....support.attention_strategies import MASK_MODS, SCORE_MODS, Case
+from ....support.cuda_attention import RUNGS, TILED_RUNGS, draw, packed, poisoned, run
+from ....support.layouts import on_device
+from ....support.tolerances import assert_close_arrays
 
 pytestmark = pytest.mark.cuda
 

@@ -17,8 +17,8 @@ import kernels
 from kernels.common.philox import keep_scale
 from kernels.runtime.targets import IS_SIMULATOR
 
-from ...support.attention_strategies import FEATURES, MASK_MODS, SCORE_MODS, Case
-from ...support.cuda_attention import (
+from ....support.attention_strategies import FEATURES, MASK_MODS, SCORE_MODS, Case
+from ....support.cuda_attention import (
     RUNGS,
     TILED_RUNGS,
     blind,

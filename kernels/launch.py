@@ -12,9 +12,8 @@ import numpy as np
 from kernels.cpu.attention import flash2 as cpu_flash2
 from kernels.cpu.attention import flash2_backward as cpu_flash2_backward
 from kernels.cpu.attention import mask_gradient as cpu_mask_gradient
+from kernels.cuda.attention import flash1
 from kernels.cuda.attention import naive as cuda_naive
-from kernels.cuda.attention.flash1 import backward as flash1_backward
-from kernels.cuda.attention.flash1 import forward as flash1
 from kernels.cuda.attention.flash2 import backward as flash2_backward
 from kernels.cuda.attention.flash2 import forward as cuda_flash2
 from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
@@ -207,7 +206,7 @@ CUDA = Target(
         Rung(
             "flash1",
             flash1.forward,
-            flash1_backward.backward,
+            flash1.backward,
             flash1.tile,
             flash1.backward_tile,
             flash1.why_not,

@@ -1,6 +1,6 @@
 r"""The directive ``{algorithm}``: a paper's lines on the left, and on the right the code that does each.
 
-    ```{algorithm} kernels/cuda/attention/flash1/forward.py flash1_forward
+    ```{algorithm} kernels/cuda/attention/flash1.py flash1_forward
     0: what stands before the first line
     6: **for** $1 \le j \le T_c$ **do**
     4*: a line without code of its own

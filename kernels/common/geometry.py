@@ -41,7 +41,8 @@ def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
     @compile_
     def first_tile(start, block, total, lower):
         """The first tile, of ``block`` places of ``total``, that lines from ``start`` on visit."""
-        return min(max(start + lower, 0), total) // block
+        place = max(start + lower, 0)
+        return (place if place < total else total + block - 1) // block
 
     @compile_
     def tiles_stop(stop, block, total, upper):

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cuda.attention import naive
-from kernels.cuda.attention.flash1 import forward as flash1
+from kernels.cuda.attention import flash1, naive
 from kernels.cuda.attention.register_tiles import RegisterLayout, pick_layout
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.question import Problem, make_problem

@@ -27,6 +27,7 @@ from kernels.problem.packed_sequences import Sequences
 from kernels.problem.shapes import check_dtypes, check_shapes
 from kernels.runtime.dtypes import acc_dtype
 from kernels.scores.mods import ScoreMod, as_mod, as_score_mod
+from kernels.scores.program import PLAIN, Features, features_of
 from kernels.sparsity.block_mask import BlockMask
 
 #: The environment variable that names the rung of a whole run, wherever a call says "auto".
@@ -127,12 +128,19 @@ class Problem:
         return self.lead[-1] if self.lead else 1
 
     @cached_property
+    def features(self) -> Features:
+        """Which options the call has, without their values."""
+        return features_of(self)
+
+    @cached_property
+    def over_cap(self) -> float:
+        """1 / softcap, or 0 without one."""
+        return 1.0 / self.softcap if self.softcap else 0.0
+
+    @cached_property
     def is_plain(self) -> bool:
         """Tell whether there is nothing but q, k, v, scale and bounds of what a row sees."""
-        return not (
-            self.softcap or self.mask or self.slopes or self.dropout_p or self.block_mask
-            or self.mask_mod or self.score_mod or self.sequences
-        )  # fmt: skip
+        return self.features == PLAIN
 
     @property
     def bend_count(self) -> int:

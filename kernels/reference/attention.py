@@ -51,20 +51,6 @@ def _times(x: Array, factor: Any) -> Array:
     return x if factor is None else x * factor
 
 
-def _cleared(x: Array, seen: Array, axis: int) -> Array:
-    """Return keys (or rows) with zeros for those that nobody sees (that see nothing).
-
-    Their probabilities are 0, but 0 · NaN is NaN: what nobody sees shall change nothing.
-
-    Args:
-        x: (…, lines, dim).
-        seen: (…, rows, cols), True where a row sees a column.
-        axis: Over which a line must be seen: rows for a key, columns for a row.
-    """
-    hidden: Array = np.logical_not(seen.any(axis=axis))  # (…, lines)
-    return np.where(hidden[..., None], x.dtype.type(0), x) if hidden.any() else x
-
-
 def attention(problem: Problem, tile: Any, operands: Operands) -> None:
     """Fill out and lse by the textbook: all scores at once.
 
@@ -77,51 +63,43 @@ def attention(problem: Problem, tile: Any, operands: Operands) -> None:
     """
     for scores, own in packed_parts(problem, operands):
         rows, cols = slice(0, own.q.shape[2]), slice(0, own.k.shape[2])
-        s, _, seen = scores.tile(rows, cols)  # (…, seq_q, seq_k)
+        s, _ = scores.tile(rows, cols)  # (…, seq_q, seq_k)
         # TASK 5.2: P = exp(S - m), O = (P ∘ Z) V over rowsum P, L = m + log rowsum P.
         shift = _shift_of(s.max(axis=-1, initial=-np.inf))  # (…, seq_q)
         p = np.exp(s - shift[..., None])  # (…, seq_q, seq_k)
         total = p.sum(axis=-1)  # (…, seq_q)
         p = _times(p, scores.kept(rows, cols))
-        own.out[...] = (p @ _cleared(own.v, seen, -2)) / _divisor(total)  # (…, seq_q, value_dim)
+        own.out[...] = (p @ own.v) / _divisor(total)  # (…, seq_q, value_dim)
         own.lse[...] = shift + _log(total)
         # END TASK 5.2
 
 
 class _Tile(NamedTuple):
-    """What the backward pass needs of one tile; all (…, rows, cols) or (…, rows or cols, dim).
+    """What the backward pass needs of one tile, each (…, rows, cols).
 
     Attributes:
         p: Probabilities, after dropout.
         ds: Gradient of the scores.
         dqk: Gradient of scale · q · k.
-        q: Rows, zeros for those that see nothing here; so dout.
-        k: Columns, zeros for those that nobody sees here.
-        dout: As q.
     """
 
     p: Array
     ds: Array
     dqk: Array
-    q: Array
-    k: Array
-    dout: Array
 
 
 def _backward_of(scores: Scores, own: Operands, rows: slice, cols: slice, delta: Array) -> _Tile:
     # S = τ Q Kᵀ     P = exp(S - L)
-    s, derivative, seen = scores.tile(rows, cols)  # (…, rows, cols)
+    s, derivative = scores.tile(rows, cols)  # (…, rows, cols)
     p = np.exp(s - _shift_of(own.lse[..., rows])[..., None])
-    q, dout = (_cleared(x[..., rows, :], seen, -1) for x in (own.q, own.dout))  # (…, rows, dim)
-    k, v = (_cleared(x[..., cols, :], seen, -2) for x in (own.k, own.v))  # (…, cols, dim)
     # O = (P ∘ Z) V
     kept = scores.kept(rows, cols)
-    dp = _times(dout @ _swap(v), kept)
-    # TASK 5.2: The gradient of softmax: dS = P ∘ (dP - D), and zero where nothing is seen.
-    # P = softmax(S); a score that nobody sees may have any derivative
-    ds = np.where(seen, p * (dp - delta[..., rows, None]), 0)
+    dp = _times(own.dout[..., rows, :] @ _swap(own.v[..., cols, :]), kept)
+    # TASK 5.2: The gradient of softmax: dS = P ∘ (dP - D).
+    # P = softmax(S)
+    ds = p * (dp - delta[..., rows, None])
     # END TASK 5.2
-    return _Tile(_times(p, kept), ds, ds * np.where(seen, derivative, 0), q, k, dout)
+    return _Tile(_times(p, kept), ds, ds * derivative)
 
 
 def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
@@ -139,10 +117,10 @@ def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
         whole = _backward_of(scores, own, rows, cols, _delta(own))
         # TASK 5.2: The forward line stands above; each product of two matrices has two gradients.
         # O = P V
-        own.dv[...] = _swap(whole.p) @ whole.dout  # (…, seq_k, value_dim)
+        own.dv[...] = _swap(whole.p) @ own.dout  # (…, seq_k, value_dim)
         # S = τ Q Kᵀ
-        own.dq[...] = (whole.dqk @ whole.k) * problem.scale  # (…, seq_q, head_dim)
-        own.dk[...] = (_swap(whole.dqk) @ whole.q) * problem.scale  # (…, seq_k, head_dim)
+        own.dq[...] = (whole.dqk @ own.k) * problem.scale  # (…, seq_q, head_dim)
+        own.dk[...] = (_swap(whole.dqk) @ own.q) * problem.scale  # (…, seq_k, head_dim)
         # END TASK 5.2
 
 
@@ -201,8 +179,8 @@ def _forward_tile(
         # 7: load K_j, V_j
         cols = slice(j * block_k, min((j + 1) * block_k, seq_k))
         # 8: S = Q_i K_jᵀ
-        # TASK 5.3: S of the tile and what sees it; the new maximum; rescale l and acc, then add.
-        s, _, seen = scores.tile(rows, cols)  # (…, block_q, block_k)
+        # TASK 5.3: S of the tile; the new maximum; rescale l and acc, then add.
+        s, _ = scores.tile(rows, cols)  # (…, block_q, block_k)
         # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
         row_max_new = np.maximum(row_max, s.max(axis=-1))  # (…, block_q)
         shift = _shift_of(row_max_new)
@@ -211,7 +189,7 @@ def _forward_tile(
         row_sum = rescale * row_sum + p.sum(axis=-1)
         # 10: O = diag(e^(m - m_new)) O + (P ∘ Z) V_j, Z the dropout
         p = _times(p, scores.kept(rows, cols))
-        acc = rescale[..., None] * acc + p @ _cleared(own.v[..., cols, :], seen, -2)
+        acc = rescale[..., None] * acc + p @ own.v[..., cols, :]
         row_max = row_max_new
         # END TASK 5.3
     # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
@@ -262,9 +240,9 @@ def _backward_tile(
         # 10, 11, 13, 14: S, P, dP and dS, as in the textbook
         one = _backward_of(scores, own, rows, cols, delta)  # (…, block_q, block_k)
         # 12: dV_j += Pᵀ dO_i
-        dv_acc += _swap(one.p) @ one.dout
+        dv_acc += _swap(one.p) @ own.dout[..., rows, :]
         # 15: dQ_i += dS K_j     16: dK_j += dSᵀ Q_i
-        own.dq[..., rows, :] += (one.dqk @ one.k) * problem.scale
-        dk_acc += (_swap(one.dqk) @ one.q) * problem.scale
+        own.dq[..., rows, :] += (one.dqk @ own.k[..., cols, :]) * problem.scale
+        dk_acc += (_swap(one.dqk) @ own.q[..., rows, :]) * problem.scale
     # 18: write dK_j, dV_j
     own.dk[..., cols, :], own.dv[..., cols, :] = dk_acc, dv_acc

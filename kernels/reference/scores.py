@@ -8,13 +8,42 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kernels.common.geometry import same
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK, PLAIN, attention_threshold, keep_scale
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.scores.mods import evaluate
-from kernels.scores.visibility import is_visible
+from kernels.scores.program import Place, ScoreTarget, make_score_program
+from kernels.scores.visibility import distance
 
 Array = npt.NDArray[Any]
+
+
+def _numpy_target(operands: Operands) -> ScoreTarget:
+    """Return the target of which a place has arrays of rows and columns that broadcast."""
+    dtype = operands.q.dtype
+
+    def score_function(function: Any) -> Any:
+        return lambda score, place, call: evaluate(function, dtype, score, *place[2:])
+
+    def mask_function(function: Any) -> Any:
+        return lambda place, call: evaluate(function, bool, *place[2:])
+
+    def mask_at(place: Place, call: Problem) -> Array:
+        return operands.mask[:, :, place.row, place.col][operands.mask_batch]
+
+    return ScoreTarget(
+        compile=same,
+        one=dtype.type(1),
+        tanh=np.tanh,
+        score_function=score_function,
+        mask_function=mask_function,
+        slope=lambda place, call: operands.slopes,
+        distance=lambda place, call: distance(place.row, place.col, call.diagonal).astype(dtype),
+        bias=mask_at,
+        in_mask=mask_at,
+        in_blocks=lambda place, call: call.block_mask.shows(place.head, place.row, place.col),
+    )
 
 
 class Scores:
@@ -34,45 +63,22 @@ class Scores:
         # Kernels count (batch, heads) in the same order, whatever they call a batch.
         self.head = flat % problem.heads
         self.batch = flat // problem.heads + sequence
+        self.program = make_score_program(problem.features, _numpy_target(operands))
 
-    def tile(self, rows: slice, cols: slice) -> tuple[Array, Array | float, Array]:
-        """Return scores (batch, heads, rows, cols), their derivative by scale · q · k, and what is seen.
+    def tile(self, rows: slice, cols: slice) -> tuple[Array, Array]:
+        """Return scores (batch, heads, rows, cols) and their derivative by scale · q · k.
 
-        The last tells a score that is hidden from one that overflows to minus infinity.
+        A masked score is minus infinity.
         """
-        problem, operands = self.problem, self.operands
+        problem, operands, program = self.problem, self.operands, self.program
         row, col = np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop)
+        place = Place(None, None, self.batch, self.head, row, col)
         q, k = operands.q[..., rows, :], operands.k[..., cols, :]  # (…, rows, dim), (…, cols, dim)
         s = (q @ np.swapaxes(k, -1, -2)) * problem.scale  # (…, rows, cols)
-        derivative: Array | float = 1.0
-        place = self.batch, self.head, row, col
-        if problem.softcap:
-            bent = np.tanh(s / problem.softcap)
-            s, derivative = problem.softcap * bent, 1.0 - bent * bent
-        if problem.score_mod is not None:
-            function, slope = problem.score_mod
-            if slope is not None:
-                derivative = derivative * evaluate(slope, s.dtype, s, *place)
-            s = evaluate(function, s.dtype, s, *place)
-        if problem.slopes:
-            distance = np.abs(row + problem.diagonal - col).astype(s.dtype)  # (rows, cols)
-            s = s - operands.slopes * distance
-        seen = is_visible(row, col, problem.lower, problem.upper)  # (rows, cols)
-        if problem.mask:
-            mask = operands.mask[..., rows, cols][operands.mask_batch]  # (batch, heads, rows, cols)
-            if problem.mask == "float":
-                s = s + mask
-                seen = seen & (mask != -np.inf)
-            else:
-                seen = seen & mask
-        if problem.block_mask is not None:
-            sizes = rows.start, rows.stop - rows.start, cols.start, cols.stop - cols.start
-            blocks = problem.block_mask.visible(*sizes)  # (1 or heads, rows, cols)
-            seen = seen & blocks[self.head[..., 0, 0] % len(blocks)]
-        if problem.mask_mod is not None:
-            seen = seen & evaluate(problem.mask_mod, bool, *place)
-        seen = np.broadcast_to(seen, s.shape)
-        return np.where(seen, s, s.dtype.type(-np.inf)), derivative, seen
+        s, derivative = program.modified(s, place, problem)
+        s = np.where(program.is_visible(place, problem), s, s.dtype.type(-np.inf))
+        # A user's derivative may be infinite at a masked score, whose gradient is 0.
+        return s, np.where(s == -np.inf, s.dtype.type(0), derivative)
 
     def kept(self, rows: slice, cols: slice) -> Array | None:
         """Return what dropout multiplies probabilities by, 0 or ``keep_scale``; None without dropout."""

@@ -30,6 +30,9 @@ if not any(name in os.environ for name in (*WAITING, "GOMP_SPINCOUNT")):
 #: NaNs keep their meaning: a masked score *is* minus infinity.
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
+#: ``NUMBA_DISABLE_JIT=1``: numba compiles nothing, so that a debugger stops in kernels.
+JIT_DISABLED = bool(numba.config.DISABLE_JIT)  # type: ignore[attr-defined]
+
 #: Elements for which a kernel of :class:`BySize` wakes no other thread: that takes 10 microseconds if they
 #: wait in vain already and 200 if they sleep, and so long is what these elements take.
 SERIAL_BELOW = 32768
@@ -140,11 +143,13 @@ def njit_cached(
         options: Passed on to ``numba.njit``.
 
     Returns:
-        A numba dispatcher, for ``parallel=True`` within :class:`Parallel`; without ``function``, a
-        decorator.
+        A numba dispatcher, for ``parallel=True`` within :class:`Parallel`; the function itself where
+        :data:`JIT_DISABLED`; without ``function``, a decorator.
     """
 
     def compile_(target: Callable[..., Any]) -> Any:
+        if JIT_DISABLED:
+            return target
         dispatcher: Any = numba.njit(cache=cache, error_model="numpy", **options)(target)
         cache_file = getattr(dispatcher._cache, "_cache_file", None)
         if cache_file is not None:  # None: no cache, or no folder for one is writable
@@ -250,7 +255,7 @@ class BySize:
     @cached_property
     def serial(self) -> Any:
         """The dispatcher for fewer."""
-        return self.parallel.serial
+        return self.parallel if JIT_DISABLED else self.parallel.serial
 
     def __call__(self, *args: Any) -> None:
         """Run the one or the other."""

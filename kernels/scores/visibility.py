@@ -12,6 +12,7 @@ class Masks(NamedTuple):
     """The functions that :func:`make_masks` returns."""
 
     is_visible: Callable[[Any, Any, Any, Any], Any]
+    distance: Callable[[Any, Any, Any], Any]
 
 
 def make_masks(compile_: Callable[[Any], Any]) -> Masks:
@@ -27,8 +28,13 @@ def make_masks(compile_: Callable[[Any], Any]) -> Masks:
         # Not "and": rows and columns may be arrays that broadcast.
         return (row + lower <= col) & (col <= row + upper)
 
-    return Masks(is_visible)
+    @compile_
+    def distance(row, col, diagonal):
+        """How far ALiBi says a column is from a row."""
+        return abs(row + diagonal - col)
+
+    return Masks(is_visible, distance)
 
 
 #: For plain Python; rows and columns may be arrays that broadcast.
-is_visible = make_masks(same).is_visible
+is_visible, distance = make_masks(same)

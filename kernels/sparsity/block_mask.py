@@ -144,14 +144,24 @@ class BlockMask:
                 raise ValueError(
                     f"{name} {first} and the {count} from there on lie beyond the mask's {seq}; take fewer"
                 )
-        r, c = np.arange(row, row + rows)[:, None], np.arange(col, col + cols)  # (rows, 1), (cols,)
-        states = self.states[:, r // self.block_q, c // self.block_k]  # (heads, rows, cols)
-        out = states == FULL
+        head = np.arange(len(self.states))[:, None, None]
+        return self.shows(head, np.arange(row, row + rows)[:, None], np.arange(col, col + cols))
+
+    def shows(self, head: Any, row: Any, col: Any) -> npt.NDArray[np.bool_]:
+        """Return whether rows see columns, for whole numbers or arrays of them that broadcast.
+
+        Args:
+            head: Query head.
+            row: Query row.
+            col: Key column.
+        """
+        states = self.states[head % len(self.states), row // self.block_q, col // self.block_k]
+        shown = states == FULL
         if len(self.patterns):
             number = np.maximum(states - PARTIAL, 0)
-            kept = self.patterns[number, r % self.block_q, c % self.block_k]
-            out |= (states >= PARTIAL) & kept
-        return out
+            kept = self.patterns[number, row % self.block_q, col % self.block_k]
+            shown = shown | ((states >= PARTIAL) & kept)
+        return shown
 
     def dense(self) -> npt.NDArray[np.bool_]:
         """Return (heads, seq_q, seq_k), True where a row sees a column; for small masks."""

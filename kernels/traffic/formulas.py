@@ -116,12 +116,6 @@ class HeadShape(NamedTuple):
         """Return how many keys any of the rows from ``start`` up to ``stop`` sees."""
         return max(min(stop + self.upper, self.seq_k) - max(start + self.lower, 0), 0)
 
-    def visits(self, block: int) -> int:
-        """Return the keys seen, summed over tiles of ``block`` rows."""
-        return sum(
-            self.seen(row, min(row + block, self.seq_q)) for row in range(0, self.seq_q, block)
-        )
-
     def tile_visits(self, block: int, other: int) -> int:
         """Return the keys in tiles of ``other`` of which any is seen, summed over tiles of rows."""
         visited = 0
@@ -155,54 +149,31 @@ def _product(
     """
     left = {a: Traffic(ceil_div(cols, tile[1]) * rows * depth, 0)}
     right = {b: Traffic(ceil_div(rows, tile[0]) * cols * depth, 0)}
-    return summed(
-        left, right, {out: Traffic(0, rows * cols)}
-    )  # the copies of q and k have one name
-
-
-def _seen_copies(shape: HeadShape, x: str, y: str) -> tuple[str, str, Counts]:
-    """Return the names of what the naive rung multiplies for x and y, (seq_q, …), and what copying moves.
-
-    It copies them where some rows may see nothing, and does not read those.  The names are the meter's: of
-    the parameter of the kernel that tells most.
-    """
-    rows, upper = shape.seq_q, shape.upper
-    if shape.lower <= upper and upper >= 0 and rows + shape.lower <= shape.seq_k:
-        return x, y, {}
-    read = sum(shape.seen(row, row + 1) > 0 for row in range(rows))
-    names = "x_seen", "dout copy" if y == "dout" else "y_seen"
-    copies: Counts = {}
-    for name, copy, width in zip((x, y), names, (shape.head_dim, shape.value_dim), strict=True):
-        copies |= {name: Traffic(read * width, 0), copy: Traffic(0, rows * width)}
-    return *names, copies
+    return summed(left, right, {out: Traffic(0, rows * cols)})
 
 
 def naive_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return what the forward pass of Algorithm 0 moves, array by array.
 
     The softmax reads S for its maximum, reads and writes it for P, and reads and writes that for the
-    division.  A causal call that hides no key from every row moves the same; keys that no row sees are
-    left out of copies of K and V.
+    division.  A causal call moves the same.
 
     Args:
         shape: Of the head.
         tile: Rows and columns of a block of the products.
     """
     seq_q, seq_k, dim, value_dim, *_ = shape
-    k, v, copies = _seen_copies(shape.transposed, "k", "v")
     return summed(
-        copies,
-        _product("q", k, "scores", seq_q, seq_k, dim, tile),
+        _product("q", "k", "scores", seq_q, seq_k, dim, tile),
         {"scores": Traffic(3 * seq_q * seq_k, 2 * seq_q * seq_k), "lse": Traffic(0, seq_q)},
-        _product("scores", v, "out", seq_q, value_dim, seq_k, tile),
+        _product("scores", "v", "out", seq_q, value_dim, seq_k, tile),
     )
 
 
 def naive_backward_traffic(shape: HeadShape, tile: tuple[int, int], readers: int = 1) -> Counts:
     """Return what the backward pass of Algorithm 0 moves; S and dP lie in global memory.
 
-    Five products, and one pass over S and dP that reads them where a row sees the key, and writes P and
-    dS in their places.
+    Five products, and one pass over S and dP that reads them and writes P and dS in their places.
 
     Args:
         shape: Of the head.
@@ -212,21 +183,17 @@ def naive_backward_traffic(shape: HeadShape, tile: tuple[int, int], readers: int
     Source: FlashAttention, appendix B.2.
     """
     seq_q, seq_k, dim, value_dim, *_ = shape
-    k, v, key_copies = _seen_copies(shape.transposed, "k", "v")
-    q, dout, query_copies = _seen_copies(shape, "q", "dout")
-    softmax = {name: Traffic(shape.pairs, seq_q * seq_k) for name in ("scores", "dp")}
-    rows = {name: Traffic(seq_q * value_dim, 0) for name in ("out", dout)}
+    softmax = {name: Traffic(seq_q * seq_k, seq_q * seq_k) for name in ("scores", "dp")}
+    rows = {name: Traffic(seq_q * value_dim, 0) for name in ("out", "dout")}
     return summed(
-        key_copies,
-        query_copies,
-        _product(q, k, "scores", seq_q, seq_k, dim, tile),
-        _product(dout, v, "dp", seq_q, seq_k, value_dim, tile),
+        _product("q", "k", "scores", seq_q, seq_k, dim, tile),
+        _product("dout", "v", "dp", seq_q, seq_k, value_dim, tile),
         softmax,
         rows,
         {"lse": Traffic(readers * seq_q, 0)},
-        _product("scores", dout, "dv", seq_k, value_dim, seq_q, tile),
-        _product("dp", k, "dq", seq_q, dim, seq_k, tile),
-        _product("dp", q, "dk", seq_k, dim, seq_q, tile),
+        _product("scores", "dout", "dv", seq_k, value_dim, seq_q, tile),
+        _product("dp", "k", "dq", seq_q, dim, seq_k, tile),
+        _product("dp", "q", "dk", seq_k, dim, seq_q, tile),
     )
 
 
@@ -259,8 +226,8 @@ def flash1_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return what the backward pass of FlashAttention, Algorithm 4, moves, array by array.
 
-    Every query row that a key tile visits is read with its output and dO, and its dQ is read and written.
-    L is read for each score.
+    Every query row that a key tile visits is read with its output, dO and L, and its dQ is read and
+    written.
 
     Args:
         shape: Of the head.
@@ -274,7 +241,7 @@ def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
         "v": Traffic(seq_k * value_dim, 0),
         "out": Traffic(visited * value_dim, 0),
         "dout": Traffic(visited * value_dim, 0),
-        "lse": Traffic(shape.pairs, 0),
+        "lse": Traffic(visited, 0),
         "dq": Traffic(visited * dim, (visited + seq_q) * dim),
         "dk": Traffic(0, seq_k * dim),
         "dv": Traffic(0, seq_k * value_dim),
@@ -284,15 +251,15 @@ def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 def flash2_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return what the forward pass of FlashAttention-2 moves, array by array.
 
-    A query tile reads the keys that any of its rows sees, and nothing is written before the end.
+    A query tile reads the key tiles of which any row sees a key, and nothing is written before the end.
 
     Args:
         shape: Of the head; its keys are not divided among blocks.
-        tile: (block_q, block_k); of the keys only those in reach are read, not whole tiles.
+        tile: (block_q, block_k).
     """
     # TASK 5.8: A query tile visits keys: K and V travel for each visit, all else once.
     seq_q, _, dim, value_dim, *_ = shape
-    visited = shape.visits(tile[0])  # keys, once for each query tile
+    visited = shape.tile_visits(*tile)  # keys, once for each query tile
     return {
         "q": Traffic(seq_q * dim, 0),
         "k": Traffic(visited * dim, 0),
@@ -326,7 +293,7 @@ def flash2_backward_traffic(
         key_tile: Of the second; the same when None.
     """
     seq_q, _, dim, value_dim, *_ = shape
-    visited = shape.visits(tile[0])
+    visited = shape.tile_visits(*tile)
     statistic = Traffic(readers * seq_q, 0)
     by_queries = {
         "q": Traffic(seq_q * dim, 0),
@@ -357,12 +324,11 @@ def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 
 def _by_keys(shape: HeadShape, tile: tuple[int, int]) -> Counts:
     """Return what the kernel moves that owns key tiles and writes dK and dV."""
-    _, seq_k, dim, value_dim, *_ = shape
-    visited = shape.transposed.visits(tile[1])  # rows, once for each key tile
-    keys = shape.seen(0, shape.seq_q)
+    (block_q, block_k), (_, seq_k, dim, value_dim, *_) = tile, shape
+    visited = shape.transposed.tile_visits(block_k, block_q)  # rows, once for each key tile
     return {
-        "k": Traffic(keys * dim, 0),
-        "v": Traffic(keys * value_dim, 0),
+        "k": Traffic(seq_k * dim, 0),
+        "v": Traffic(seq_k * value_dim, 0),
         "q": Traffic(visited * dim, 0),
         "dout": Traffic(visited * value_dim, 0),
         "lse": Traffic(visited, 0),

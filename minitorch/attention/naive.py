@@ -11,7 +11,7 @@ from kernels.problem.signature import by_name
 from ..functions.flash_attention import attention_call
 from ..nn import logsumexp, softmax
 from ..tensor import Tensor
-from .score_options import Keep, kept_probabilities, modified, visibility
+from .score_options import kept_probabilities, masking_penalty, modified
 
 
 @takes_attention_options
@@ -37,39 +37,39 @@ def naive_attention(
     """
     options = by_name(args, options)
     call = attention_call(q, k, v, options)
-    if q.dtype != call.problem.acc_dtype:
-        return _attend_widened((q, k, v), call.problem, options)
-    problem, shown = call.problem, visibility(q, call)
-    if shown.rows is not None:
-        q = Keep.apply(q, shown.rows)
-    if problem.groups > 1:  # (…, key heads, groups or 1, seq, dim)
-        q, k, v = (_split_heads(t, problem) for t in (q, k, v))
-    if shown.cols is not None:
-        cols = _split_heads(shown.cols, problem) if problem.groups > 1 else shown.cols
-        k, v = Keep.apply(k, cols), Keep.apply(v, cols)
-    order = (*range(k.dims - 2), k.dims - 1, k.dims - 2)
-    scores = (q @ k.permute(*order)) * problem.scale  # (…, seq_q, seq_k)
-    return_lse = bool(options.get("return_lse"))
-    is_whole = return_lse or not problem.is_plain  # else leading dimensions may still broadcast
-    grouped = *problem.grouped_lead, problem.seq_q, problem.seq_k
-    if is_whole:
-        whole = scores if scores.shape == grouped else scores + scores.zeros(grouped)
-        scores = whole.view(*problem.scores_shape)  # (…, heads, seq_q, seq_k)
-        scores = modified(scores, call, options.get("attn_mask"))
-    if shown.scores is not None:
-        scores = Keep.apply(scores, shown.scores)
-    if shown.penalty is not None:
-        scores = scores + shown.penalty
+    problem = call.problem
+    if q.dtype != problem.acc_dtype:
+        return _attend_widened((q, k, v), problem, options)
+    if problem.groups > 1:
+        k, v = (_repeat_heads(t, problem.groups) for t in (k, v))
+    scores = (q @ _transpose(k)) * problem.scale  # (…, seq_q, seq_k)
+    scores = modified(scores, call, options.get("attn_mask"))
+    penalty = masking_penalty(call, scores)
+    if penalty is not None:
+        scores = scores + penalty
     probs = softmax(scores, scores.dims - 1)  # (…, seq_q, seq_k)
     if problem.dropout_p:
         probs = probs * kept_probabilities(problem, probs)
-    out = (probs.view(*grouped) if is_whole else probs) @ v  # (…, seq_q, value_dim)
-    out = out.view(*problem.out_shape) if problem.groups > 1 else out
-    if shown.rows is not None:
-        out = Keep.apply(out, shown.rows)
-    if not return_lse:
-        return out
-    return out, logsumexp(scores, scores.dims - 1).view(*problem.lse_shape)
+    out = probs @ v  # (…, seq_q, value_dim)
+    return (out, _lse(scores, problem)) if options.get("return_lse") else out
+
+
+def _transpose(t: Tensor) -> Tensor:
+    """Return (…, dim, seq) for (…, seq, dim)."""
+    return t.permute(*range(t.dims - 2), t.dims - 1, t.dims - 2)
+
+
+def _repeat_heads(t: Tensor, groups: int) -> Tensor:
+    """Return keys or values with each head repeated for the query heads that share it."""
+    *lead, heads, seq, dim = t.shape
+    repeated = t.contiguous().view(*lead, heads, 1, seq, dim) + t.zeros((groups, 1, 1))
+    return repeated.view(*lead, heads * groups, seq, dim)
+
+
+def _lse(scores: Tensor, problem: Problem) -> Tensor:
+    """Return logsumexp of each row, (…, heads, seq_q), repeated where q and k both broadcast to v."""
+    lse = logsumexp(scores, scores.dims - 1).view(*scores.shape[:-1])
+    return lse if lse.shape == problem.lse_shape else lse + lse.zeros(problem.lse_shape)
 
 
 def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: dict[str, Any]) -> Any:
@@ -85,12 +85,3 @@ def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: dic
     if not isinstance(result, tuple):
         return result.to(problem.dtype)
     return result[0].to(problem.dtype), result[1]
-
-
-def _split_heads(t: Tensor, problem: Problem) -> Tensor:
-    """Return (…, heads, seq, dim) as (…, key heads, groups, seq, dim), sizes of 1 where heads broadcast."""
-    if t.dims < 3:
-        return t
-    *lead, heads, seq, dim = t.shape
-    count = min(heads, problem.key_lead[-1])
-    return t.contiguous().view(*lead, count, heads // count, seq, dim)

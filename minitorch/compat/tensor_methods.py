@@ -16,7 +16,7 @@ from typing import Any
 from kernels.problem.operands import make_operands
 
 from .. import operators, tensor_functions
-from ..attention.score_options import visibility
+from ..attention.score_options import masking_penalty
 from ..autodiff import Context
 from ..functions.base import Function, as_int, is_tensor
 from ..functions.flash_attention import FlashAttention, attention_call
@@ -148,7 +148,7 @@ def flash_attn2_fw(
     out, lse = q.flash_attention(k, v, return_lse=True, **options)
     call = attention_call(q, k, v, options)
     scores = q @ swap_last(k) * call.problem.scale
-    penalty = visibility(q, call).penalty
+    penalty = masking_penalty(call, scores)
     scores = scores if penalty is None else scores + penalty
     return out, lse, q.f.max_reduce(scores, scores.dims - 1).view(*lse.shape)
 

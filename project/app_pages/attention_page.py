@@ -18,6 +18,8 @@ from app_pages.widgets import choose
 from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
 RUNGS = ("naive", "flash1", "flash2")
+#: flash1 has the options of the paper of 2022, and of these masks no others.
+MASKS_OF_FLASH1 = ("none", "causal")
 TILE_SIZES = (4, 8, 16)
 #: What has become of a tile: colour and name, in the order of ``Story.progress``.
 STATES = (
@@ -28,10 +30,15 @@ STATES = (
 )
 
 
+def rungs_of(mask: str) -> tuple[str, ...]:
+    """Return the rungs that have a mask."""
+    return tuple(name for name in RUNGS if name != "flash1" or mask in MASKS_OF_FLASH1)
+
+
 @st.cache_data(show_spinner="the kernels run in the simulator …", max_entries=32)
 def recordings(seq: int, dim: int, block_q: int, block_k: int, mask: str) -> list[Recording]:
-    """Record one call with each of the rungs."""
-    return record(*(Settings(rung, seq, dim, block_q, block_k, mask) for rung in RUNGS))
+    """Record one call with each of the rungs that have the mask."""
+    return record(*(Settings(rung, seq, dim, block_q, block_k, mask) for rung in rungs_of(mask)))
 
 
 @st.cache_data(show_spinner=False, max_entries=32)
@@ -48,8 +55,9 @@ def running_totals(
 def controls() -> tuple[str, tuple[int, int, int, int, str]]:
     """Show the sliders; return the rung and the other settings."""
     side = st.sidebar
-    rung = choose("kernel", RUNGS, "rung", side, index=2)
     mask = choose("mask", MASKS, "mask", side, index=1)
+    rungs = rungs_of(mask)
+    rung = choose("kernel", rungs, "rung", side, index=len(rungs) - 1)
     seq = side.slider("N, rows and columns", 8, 48, 16, 4, key="N")
     dim = side.slider("d, head_dim", 4, 16, 8, 4, key="d")
     block_q = side.select_slider("B_r, query rows a tile", TILE_SIZES, 4, key="block_q")
@@ -226,7 +234,7 @@ def page(hide_source: bool = False) -> None:
     except RuntimeError as error:
         st.error(str(error))
         return
-    recording = found[RUNGS.index(rung)]
+    recording = next(each for each in found if each.settings.rung == rung)
     story = Story(recording)
     number = choose_step(len(recording.steps), story.last_steps())
     step = recording.steps[number]

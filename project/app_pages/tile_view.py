@@ -26,7 +26,7 @@ STAGES = {
     "flash1_forward": (
         "start", "loaded", "scores", "maximum", "probs", "sums", "dropped", "next keys",
     ),
-    "flash2_forward": ("start", "loaded", "loaded", "probs"),
+    "flash2_forward": ("start", "loaded", "probs"),
 }  # fmt: skip
 
 
@@ -144,8 +144,7 @@ class Story:
         if stage in ("scores", "maximum"):
             view["scores"] = s
         if done >= STAGES[step.kernel].index("probs"):
-            # What is hidden is marked by a negative number there.
-            view |= {"probs": np.maximum(s, 0), "scores": self._before(number, "scores", visit)}
+            view |= {"probs": s, "scores": self._before(number, "scores", visit)}
         if done >= STAGES[step.kernel].index("sums"):
             old_sum = self._before(number, "row_sum", visit)
             # The kernel has e^(m - m_new) l in one number.

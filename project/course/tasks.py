@@ -223,8 +223,8 @@ TASKS = (
         "Lines 10 to 15 of the paper, with s, m_tile, old_weight, new_weight and inverse in shared "
         "memory. Elements of S are dealt out to threads by e in range(thread, …, threads); a barrier "
         "stands wherever another thread reads what was written. score_of(τ q · k, flat, b, h, "
-        "row + r, col + c, extras) hides what element (r, c) of the tile does not see; hidden "
-        "elements of P~ are marked with hidden.",
+        "row + r, col + c, extras) returns minus infinity where row r of the tile does not see "
+        "column c. dot_rows and dot_row_column return elements of A Bᵀ and of A B.",
         FLASH, simulator=True,
     ),
     Task(

@@ -34,18 +34,17 @@ KERNELS = Path("kernels/cuda")
 TESTED_BY = {
     (
         "attention/flash3_wgmma/forward/kernel", "attention/flash3_wgmma/forward/scheduler",
-        "attention/flash3_wgmma/nonfinite",
     ): ("tests/structure/emulated/test_flash3", "tests/structure/emulated/test_flash3_options"),
     (
         "attention/flash3_wgmma/backward/dkdv", "attention/flash3_wgmma/backward/dq",
-        "attention/flash3_wgmma/backward/nonfinite", "attention/flash3_wgmma/tiles",
+        "attention/flash3_wgmma/tiles",
     ): (
         "tests/structure/emulated/test_flash3_backward",
         "tests/structure/emulated/test_flash3_backward_options",
     ),
     (
         "attention/flash2_mma/forward", "attention/flash2_mma/dkdv", "attention/flash2_mma/dq",
-        "attention/flash2_mma/dkdv_wide_heads", "attention/flash2_mma/nonfinite",
+        "attention/flash2_mma/dkdv_wide_heads",
         "attention/flash2_mma/tiles", "attention/flash2_mma/split_operands",
     ): ("tests/structure/emulated/test_flash2_mma", "tests/structure/emulated/test_split_operands"),
     (

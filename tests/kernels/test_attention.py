@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numba
@@ -214,89 +213,6 @@ def test_scores_that_overflow_are_nan_and_not_zero(target: str, rung: str) -> No
     x = np.random.default_rng(0).standard_normal((2, 9, 4), np.float32)
     case = Case(x, x, x, x, {"scale": 1e39}, (4, 4))  # a row's product with itself is positive
     assert all(np.isnan(result).all() for result in case.run(TARGETS[target], rung).values())
-
-
-@pytest.mark.parametrize(("target", "rung"), RUNGS)
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize(
-    ("bounds", "before", "behind"),
-    [
-        ({"window_size": (0, -1), "causal_offset": 3}, 3, 0),
-        ({"window_size": (2, 1), "causal_offset": 4}, 2, 0),
-        ({"is_causal": True, "causal_offset": -5}, 0, 8),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
-def test_a_key_outside_of_all_windows_may_be_anything(
-    target: str, rung: str, poison: float, bounds: dict[str, Any], before: int, behind: int
-) -> None:
-    q, k, v, dout = draw(0, (2, 7, 3), (2, 10, 3), (2, 10, 5), (2, 7, 5))
-    hidden = np.zeros((10, 1), bool)
-    hidden[:before], hidden[10 - behind :] = True, True
-    results = []
-    for value in (0.0, poison):
-        planted_k, planted_v = (np.where(hidden, value, x) for x in (k, v))
-        case = Case(q, planted_k, planted_v, dout, bounds, (4, 4))
-        results.append(case.run(TARGETS[target], rung, case.tile))
-    for name, expected in results[0].items():
-        np.testing.assert_array_equal(results[1][name], expected, err_msg=name)
-
-
-@pytest.mark.parametrize(("target", "rung"), RUNGS)
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@given(
-    case=cases([np.float64], features=["bool mask", "mask_mod", "block mask", "dropout", "alibi"])
-)
-@settings(max_examples=10)
-@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
-def test_a_key_that_no_row_sees_may_be_anything(
-    target: str, rung: str, poison: float, case: Case
-) -> None:
-    case = case.plain()
-    hidden = ~seen_by(case).any(axis=-2)  # (…, seq_k)
-    results = []
-    for value in (0.0, poison):  # both laid out alike: the order of a sum may depend on it
-        k, v = (
-            np.ascontiguousarray(np.where(hidden[..., None], value, x)) for x in (case.k, case.v)
-        )
-        results.append(replace(case, k=k, v=v).run(TARGETS[target], rung, case.tile))
-    clean, spoilt = results
-    for name in clean:
-        np.testing.assert_array_equal(spoilt[name], clean[name], err_msg=name)
-
-
-@pytest.mark.parametrize(("target", "rung"), RUNGS)
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
-def test_a_key_whose_rows_a_list_leaves_out_may_be_anything(
-    target: str, rung: str, poison: float
-) -> None:
-    q, k, v, dout = draw(0, (2, 32, 3), (2, 32, 3), (2, 32, 5), (2, 32, 5))
-    # The window lets rows 0 to 15 see keys 0 to 12, and no others; their block is not listed.
-    blocks = np.array([[[0, 1], [1, 1]]])
-    options = {
-        "window_size": (0, -1),
-        "causal_offset": -3,
-        "block_mask": kernels.BlockMask(blocks, 32, 32, 16),
-    }
-    results = []
-    for value in (0.0, poison):
-        planted_k, planted_v = k.copy(), v.copy()
-        planted_k[:, :13] = planted_v[:, :13] = value
-        case = Case(q, planted_k, planted_v, dout, options, (8, 16))
-        results.append(case.run(TARGETS[target], rung, case.tile))
-    for name, expected in results[0].items():
-        np.testing.assert_array_equal(results[1][name], expected, err_msg=name)
-
-
-def seen_by(case: Case) -> Any:
-    """Return (…, heads, seq_q, seq_k), True where a row sees a column: where a probability is not 0."""
-    problem = case.problem()
-    zeros = [np.zeros_like(x) for x in (case.q, case.k)]
-    identity = np.broadcast_to(np.eye(problem.seq_k), (*problem.lead, *[problem.seq_k] * 2))
-    options = {name: x for name, x in case.options.items() if name not in ("dropout_p", "seed")}
-    out, _ = kernels.flash_attention_forward(*zeros, identity, **options, rung="naive")
-    return out > 0
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

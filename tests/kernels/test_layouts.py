@@ -15,7 +15,7 @@ from kernels.runtime.targets import IS_SIMULATOR
 from minitorch import Tensor, naive_attention
 
 from ..support.attention_strategies import Case, cases
-from ..support.cuda_attention import RUNGS, Packed, fitting, packed, tiny
+from ..support.cuda_attention import RUNGS, Packed, fitting, packed, taken_by, tiny
 from ..support.layouts import Layout, in_order, laid, layouts, on_device
 from ..support.tolerances import assert_close_arrays
 
@@ -65,7 +65,7 @@ def test_arrays_on_the_host(rung: str, case: Case) -> None:
 @settings(max_examples=12)
 @given(case=tiny(features=ARRAYS if IS_SIMULATOR else ()))
 def test_arrays_on_the_device(rung: str, case: Case) -> None:
-    check_call(case, on_device, rung=rung, tile=fitting(rung, case.tile))
+    check_call(taken_by(rung, case), on_device, rung=rung, tile=fitting(rung, case.tile))
 
 
 @PLACES

@@ -19,6 +19,8 @@ from .rooms import FLOORS, ROOT, Room, declared, room_of
 
 #: Rooms whose kernels the simulator runs.
 SIMULATED = ("kernels/cuda", "minitorch/backends")
+#: Tests that need the simulator or a GPU.
+ON_DEVICE = "tests/kernels/cuda/"
 #: Folders of tests that take minutes; ``make test`` runs them.
 SLOW = (
     "tests/structure/emulated",
@@ -80,11 +82,12 @@ def main() -> int:
     tests = {test for test in tests if test in files or not test.startswith(SLOW)}
     pytest = [python, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "worksteal"]
     bin_ = Path(python).parent
+    on_host = sorted(test for test in tests if not test.startswith(ON_DEVICE))
     passed = [
         run(str(bin_ / "ruff"), "check", *files),
         run(str(bin_ / "ruff"), "format", "--check", *files),
         run(str(bin_ / "pyright"), "--pythonpath", python, *files),
-        run(*pytest, *sorted(tests), MINITORCH_EXAMPLES="5"),
+        run(*pytest, *on_host, MINITORCH_EXAMPLES="5"),
     ]
     if any(path.startswith(SIMULATED) for path in files):
         command = [*pytest, "-m", "simulator", *sorted(tests)]

@@ -23,7 +23,7 @@ from kernels.cpu.attention.tile_scores import (
     score_address,
 )
 from kernels.cpu.matmul.tile_product import product_address
-from kernels.cpu.runtime.function_pointers import run_alone, run_items
+from kernels.cpu.runtime.function_pointers import run_alone, run_items, settings_argument
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 
@@ -62,11 +62,12 @@ class CallOptions:
         self._arrays: list[Any] = []
         self._work: Any = None
         o = self._record
-        natural = bool(
+        # Options that compute with a score need it in base e; see ``flash2``.
+        base_e = bool(
             problem.softcap or problem.score_mod or problem.slopes or problem.mask == "float"
         )
-        o["factor"] = problem.scale * (1.0 if natural else LOG2_E)
-        o["unit"] = LOG2_E if natural else 1.0
+        o["factor"] = problem.scale * (1.0 if base_e else LOG2_E)
+        o["unit"] = LOG2_E if base_e else 1.0
         o["scale"], o["lower"], o["upper"] = problem.scale, problem.lower, problem.upper
         o["by_keys"], o["heads"] = by_keys, problem.heads
         o["block_q"], o["block_k"] = tile
@@ -74,9 +75,10 @@ class CallOptions:
         if problem.is_plain:
             return
         self._score_options(backward, operands)
-        if problem.mask or problem.block_mask is not None or problem.mask_mod is not None:
+        hides = problem.mask or problem.block_mask is not None or problem.mask_mod is not None
+        if hides:
             self._hiding_options(operands, by_keys, listed)
-        if natural or o["hides"] or problem.block_mask is not None:
+        if base_e or hides:
             o["score_pass"] = score_address(problem.dtype)
         if problem.dropout_p:
             o["keep_pass"] = keep_address(problem.dtype)
@@ -104,7 +106,6 @@ class CallOptions:
     def _hiding_options(self, operands: Operands, by_keys: bool, listed: bool) -> None:
         problem, o = self.problem, self._record
         block_mask = problem.block_mask
-        o["hides"] = bool(problem.mask or problem.mask_mod)
         o["mask_mod"] = mods.mod_address(problem.mask_mod, mods.HIDES, problem.dtype)
 
         def in_order(array: Any) -> Any:
@@ -157,8 +158,7 @@ class CallOptions:
     def run(self, address: int, items: int) -> None:
         """Run a kernel: call the function at an address for each work item, on all threads."""
         threads = min(numba.get_num_threads(), items)
-        # As bytes, which the kernel takes for the record: numba is slow to look up a record's type.
-        settings = self.settings.view(np.uint8)
+        settings = settings_argument(self.settings)
         before = mods.failures()
         if threads > 1:
             run_items(address, settings, np.zeros(1, np.int64), items, threads)

@@ -7,8 +7,11 @@ Work item  one query tile of one head, of one packed sequence where there are so
 One lane   keeps row_max, row_sum and acc for one query row.  Tiles are therefore stored with the lanes
            along the contiguous axis: S is (cols, lanes), and no maximum or sum runs across lanes.
 Buffers    per work item, in the first- and second-level cache; nothing of size seq_q x seq_k.
-Units      without options that compute with a score, scores are multiplied by scale * log2(e), so that
-           exp becomes exp2; lse is natural.
+Base 2     exp(x) = exp2(x · log2(e)), and exp2 is the cheaper function.  So that no score is multiplied
+           by log2(e) on its own, q is: it is scaled by scale · log2(e) when it is loaded, S comes out in
+           base 2, and P = exp2(S - m).  Options that compute with a score (softcap, score_mod, ALiBi, a
+           floating mask) need it in base e: then q is scaled by scale alone, and P = exp2(unit · (S - m))
+           with unit = log2(e).  lse is a natural logarithm either way.
 Options    bounds of what a row sees are here; all others are passes over the tile in ``tile_scores``,
            called by their address, so that this kernel is compiled once whatever is asked.
 """
@@ -16,9 +19,10 @@ Options    bounds of what a row sees are here; all others are passes over the ti
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit
 
 from kernels.common.online_softmax import LN_2
 from kernels.cpu.attention import flash_decoding
@@ -27,16 +31,16 @@ from kernels.cpu.attention.mods import why_not_compiled
 from kernels.cpu.attention.tile_scores import Place, rows_of
 from kernels.cpu.attention.tiles import (
     ceil_div,
-    copy_seen,
     empty_tile,
     entries,
     first_full_tile,
     first_tile,
     full_tiles_stop,
+    hide_out_of_bounds,
     inverse_sum,
-    is_visible,
     lanes_for,
     log_sum_exp,
+    multiply,
     pack_transposed,
     shift_of,
     tile_in_table,
@@ -62,6 +66,54 @@ def tile(problem: Problem) -> tuple[int, int]:
     """Return (block_q, block_k) for a problem."""
     mask = problem.block_mask
     return TILE if mask is None or mask.block_q % TILE[0] == 0 else NARROW_TILE
+
+
+class Running(NamedTuple):
+    """What line 9 carries from one key tile to the next; a lane is a query row, each array (lanes,).
+
+    Attributes:
+        row_max: m.
+        row_sum: l.
+        shift: m in base 2, 0 for a row that has seen no key.
+        rescale: e^(m_old - m), for O.
+    """
+
+    row_max: Any
+    row_sum: Any
+    shift: Any
+    rescale: Any
+
+
+@njit(fastmath=FASTMATH)
+def softmax_step(s, running, unit):
+    """Fold a tile of scores into the running maximum and sum, and overwrite it with P.
+
+    Args:
+        s: (cols, lanes), S on entry and P = exp(S - m) on return.
+        running: ``Running``, read and written.
+        unit: See "Base 2" above.
+    """
+    row_max, row_sum, shift, rescale = running
+    cols, lanes = s.shape
+    # m = max(m_old, rowmax S)
+    new_max = row_max.copy()  # (lanes,)
+    for c in range(cols):
+        s_row = s[c]  # (lanes,)
+        for lane in range(lanes):
+            new_max[lane] = max(new_max[lane], s_row[lane])
+    for lane in range(lanes):
+        shift[lane] = shift_of(new_max[lane]) * unit
+        rescale[lane] = exp2(multiply_add(row_max[lane], unit, -shift[lane]))
+        row_max[lane] = new_max[lane]
+    # P = exp(S - m), l = e^(m_old - m) l + rowsum P
+    for lane in range(lanes):
+        row_sum[lane] *= rescale[lane]
+    p = s
+    for c in range(cols):
+        s_row, p_row = s[c], p[c]  # (lanes,)
+        for lane in range(lanes):
+            p_row[lane] = exp2(multiply_add(s_row[lane], unit, -shift[lane]))
+            row_sum[lane] += p_row[lane]
 
 
 def make_forward(real):
@@ -90,18 +142,17 @@ def make_forward(real):
         lse = rows_of(o.lse, b, h, first_q + row, rows, real)  # (rows, 1)
         value_dim = v.shape[1]
         lanes = lanes_for(rows)
-        minus_inf, unit = real(-np.inf), real(o.unit)
+        unit = real(o.unit)
         # 4: load Q_i, transposed and scaled
         q_t = empty_tile(q.shape[1], lanes, real)  # (head_dim, lanes)
         pack_transposed(q, real(o.factor), q_t)
         # 5: O = 0, l = 0, m = -inf
         acc = zero_tile(value_dim, lanes, real)  # (value_dim, lanes)
-        row_sum = np.zeros(lanes, real)  # (lanes,)
-        row_max = np.full(lanes, -np.inf, real)  # (lanes,)
-        shift = np.zeros(lanes, real)  # (lanes,), m in units of the exponent
-        s = empty_tile(block_k, lanes, real)  # (block_k, lanes)
-        seen = np.empty(block_k, np.bool_)  # (block_k,)
-        v_seen = empty_tile(block_k, value_dim, real)  # (block_k, value_dim)
+        running = Running(
+            np.full(lanes, -np.inf, real), np.zeros(lanes, real),
+            np.zeros(lanes, real), np.empty(lanes, real),
+        )  # fmt: skip
+        s_tile = empty_tile(block_k, lanes, real)  # (block_k, lanes)
         no_slope = np.empty((0, lanes), real)  # (0, lanes)
         z_tile = zero_tile(block_k if o.keep_pass != 0 else 0, lanes, real)  # (block_k, lanes)
         first = first_tile(row, block_k, seq_k, lower)
@@ -112,73 +163,43 @@ def make_forward(real):
         # 6: for 1 <= j <= T_c
         for entry in range(begin, end):
             j, partial = tile_of(o, entry)
-            # 7: load K_j, V_j, but only the columns that a row may see: 0 · NaN of another is NaN
+            # 7: load K_j, V_j, but only the columns that a row may see
             col = max(j * block_k, row + lower)
             cols = min(min((j + 1) * block_k, seq_k), row + rows + upper) - col
             if cols <= 0:
                 continue
-            p = s[:cols]  # (cols, lanes)
+            k_tile = k[col : col + cols]  # (cols, head_dim)
             v_tile = v[col : col + cols]  # (cols, value_dim)
             here = Place(b, h, flat, sequence, col, row, rows, partial)
             # 8: S = Q_i K_jᵀ
-            set_product(o.product, p, k[col : col + cols], q_t)
+            s = s_tile[:cols]  # (cols, lanes)
+            set_product(o.product, s, k_tile, q_t)
             if o.score_pass != 0:
-                call(o.score_pass, (p, no_slope, settings, here))
-            bounded = j < first_full or j >= full_stop
-            if bounded:
-                for c in range(cols):
-                    s_row = p[c]  # (lanes,)
-                    for lane in range(lanes):
-                        visible = is_visible(row + lane, col + c, lower, upper)
-                        s_row[lane] = s_row[lane] if visible else minus_inf
-            if partial != 0 or o.hides != 0:
-                all_seen = True
-                for c in range(cols):
-                    s_row, some = p[c], False  # (lanes,)
-                    for lane in range(rows):
-                        some |= s_row[lane] != minus_inf
-                    seen[c] = some
-                    all_seen &= some
-                if not all_seen:
-                    copy_seen(v_tile, seen, v_seen, real(1))
-                    v_tile = v_seen[:cols]
+                call(o.score_pass, (s, no_slope, settings, here))
+            if j < first_full or j >= full_stop:
+                hide_out_of_bounds(s, col, row, -upper, -lower)
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-            new_max = row_max.copy()  # (lanes,)
-            for c in range(cols):
-                s_row = p[c]  # (lanes,)
-                for lane in range(lanes):
-                    new_max[lane] = max(new_max[lane], s_row[lane])
-            for lane in range(lanes):
-                shift[lane] = shift_of(new_max[lane]) * unit
-                row_max[lane] = exp2(multiply_add(row_max[lane], unit, -shift[lane]))
-            rescale, row_max = row_max, new_max  # (lanes,)
-            for lane in range(lanes):
-                row_sum[lane] *= rescale[lane]
-            for c in range(cols):
-                p_row = p[c]  # (lanes,)
-                for lane in range(lanes):
-                    p_row[lane] = exp2(multiply_add(p_row[lane], unit, -shift[lane]))
-                    row_sum[lane] += p_row[lane]
+            softmax_step(s, running, unit)
+            p = s  # the same memory
             if o.keep_pass != 0:
-                call(o.keep_pass, (z_tile[:cols], settings, here))
-                for c in range(cols):
-                    p_row, z_row = p[c], z_tile[c]  # (lanes,)
-                    for lane in range(lanes):
-                        p_row[lane] *= z_row[lane]
+                z = z_tile[:cols]  # (cols, lanes)
+                call(o.keep_pass, (z, settings, here))
+                multiply(p, z)
             # 10: O = diag(e^(m - m_new)) O + (P ∘ Z) V_j, Z the dropout
             for i in range(value_dim):
                 acc_row = acc[i]  # (lanes,)
                 for lane in range(lanes):
-                    acc_row[lane] *= rescale[lane]
+                    acc_row[lane] *= running.rescale[lane]
             add_product(o.product, acc, v_tile.T, p)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         acc_t = empty_tile(lanes, value_dim, real)  # (lanes, value_dim)
         transpose(acc, acc_t)
         for r in range(rows):
-            inverse, acc_row = inverse_sum(row_sum[r]), acc_t[r]  # (value_dim,)
+            row_sum, acc_row = running.row_sum[r], acc_t[r]  # (value_dim,)
+            inverse = inverse_sum(row_sum)
             for i in range(value_dim):
                 out[r, i] = acc_row[i] * inverse
-            lse[r, 0] = log_sum_exp(shift[r] * real(LN_2), row_sum[r])
+            lse[r, 0] = log_sum_exp(running.shift[r] * real(LN_2), row_sum)
 
     return forward_item
 

@@ -8,7 +8,7 @@ Work item  a hand of key tiles and a part of the query rows of one head; threads
            many threads there are, and there is one dq.
 One lane   keeps dk and dv for one key.  S, P, dP and dS are stored as (rows, lanes).
 Buffers    per work item, in the first- and second-level cache; nothing of size seq_q x seq_k.
-Units      as in the forward kernel.
+Base 2     as in the forward kernel.
 Options    likewise.
 """
 
@@ -25,12 +25,12 @@ from kernels.cpu.attention import flash2
 from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
 from kernels.cpu.attention.gradient_tiles import (
     Buffers,
-    KeyTile,
+    add_key_gradients,
     add_row_products,
     fill_gradient,
     fill_scores,
-    leave_hidden,
-    mark_in_bounds,
+    load_keys,
+    multiply_by_slope,
     piece_of,
 )
 from kernels.cpu.attention.tile_scores import Place, rows_of
@@ -38,16 +38,14 @@ from kernels.cpu.attention.tiles import (
     add_rows,
     as_tile,
     ceil_div,
-    copy_seen,
     empty_tile,
     entries,
     first_tile,
     lanes_for,
-    pack_transposed,
+    multiply,
     tile_in_table,
     tile_of,
     tiles_stop,
-    transpose,
     zero_tile,
 )
 from kernels.cpu.matmul.tile_product import add_product, set_product
@@ -82,7 +80,7 @@ def make_backward(real):
         batch_heads = o.q.shape[0] * o.q.shape[1]
         flat, part = item % batch_heads, o.parts - 1 - item // batch_heads
         b, h = flat // o.q.shape[1], flat % o.q.shape[1]
-        zero, one, tau = real(0), real(1), real(o.scale)
+        zero, tau = real(0), real(o.scale)
         part_start, part_stop = part * o.part_rows, min((part + 1) * o.part_rows, o.q.shape[2])
         if o.phase == 0:
             count = part_stop - part_start
@@ -106,9 +104,8 @@ def make_backward(real):
             dk = rows_of(o.dk, b, h, first_k + col, cols, real)  # (cols, head_dim)
             dv = rows_of(o.dv, b, h, first_k + col, cols, real)  # (cols, value_dim)
             dq = rows_of(o.dq, b, h, first_q, seq_q, real)  # (seq_q, head_dim)
-            head_dim, value_dim = q.shape[1], v.shape[1]
-            lanes, columns = lanes_for(cols), lanes_for(head_dim)
-            whole_vectors = columns == head_dim and dq.strides[1] == dq.itemsize
+            lanes, columns = lanes_for(cols), lanes_for(q.shape[1])
+            whole_vectors = columns == q.shape[1] and dq.strides[1] == dq.itemsize
             if o.phase == 0:
                 dk[:] = zero
                 dv[:] = zero
@@ -120,89 +117,55 @@ def make_backward(real):
             if begin >= end or start_row >= stop_row:
                 continue
             # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
-            tile = KeyTile(
-                k,
-                empty_tile(head_dim, lanes, real), empty_tile(value_dim, lanes, real),
-                zero_tile(cols, columns, real), np.ones(lanes, np.bool_),
-                zero_tile(head_dim, lanes, real), zero_tile(value_dim, lanes, real),
-            )  # fmt: skip
-            pack_transposed(k, real(o.factor), tile.k_t)
-            pack_transposed(v, one, tile.v_t)
-            mark_in_bounds(tile.seen, col, seq_q, lower, upper)
-            copy_seen(k, tile.seen, tile.rows, tau)
-            whole = True  # tile.rows has zeros for no keys but those
+            tile = load_keys(k, v, real(o.factor), tau)
             buffers = Buffers(
                 empty_tile(block_q, lanes, real), empty_tile(block_q, lanes, real),
                 zero_tile(block_q if o.bends != 0 else 0, lanes, real),
                 zero_tile(block_q if o.keep_pass != 0 else 0, lanes, real),
-                empty_tile(block_q, columns, real), np.empty(block_q, np.bool_),
-                empty_tile(block_q, head_dim, real), empty_tile(block_q, value_dim, real),
+                empty_tile(block_q, columns, real),
             )  # fmt: skip
             # 8: for 1 <= i <= T_r, but only those that see a column of the tile
             for entry in range(begin, end):
                 i, partial = tile_of(o, entry)
-                hides = partial != 0 or o.hides != 0
                 # only the rows that may see a column
                 row = max(max(i * block_q, start_row), col - upper)
                 last = min(min((i + 1) * block_q, stop_row), col + cols - lower)
-                if o.listed != 0 and (last - 1 + lower > col or col + cols - 1 > row + upper):
-                    hides = True  # the rows that the bounds let see a key may not be listed
                 while row < last:
-                    rows, left, right, bounded = piece_of(row, last, col, cols, hides, lower, upper)
+                    rows, left, right, bounded = piece_of(row, last, col, cols, lower, upper)
                     width, end_lane = right - left, left + lanes_for(right - left)
+                    here = Place(b, h, flat, sequence, row, col + left, width, partial)
+                    s = as_tile(buffers.s, rows, end_lane - left)  # (rows, lanes of the piece)
+                    dp = as_tile(buffers.dp, rows, end_lane - left)
+                    slope = as_tile(buffers.slope, rows, end_lane - left)  # or (0, lanes)
+                    z = as_tile(buffers.z, rows, end_lane - left)
                     # 9: load Q_i, dO_i, L_i, D_i
                     q_tile, dout_tile = q[row : row + rows], dout[row : row + rows]  # (rows, dim)
                     own_lse, own_delta = lse[row : row + rows, 0], delta[row : row + rows, 0]
-                    p = as_tile(buffers.p, rows, end_lane - left)  # (rows, lanes of the piece)
-                    ds = as_tile(buffers.ds, rows, end_lane - left)
-                    slope = as_tile(buffers.slope, rows, end_lane - left)  # or (0, lanes)
-                    z = as_tile(buffers.z, rows, end_lane - left)
-                    here = Place(b, h, flat, sequence, row, col + left, width, partial)
-                    fill_scores(
-                        p, slope, q_tile, tile.k_t[:, left:end_lane], settings, here, bounded
-                    )
-                    if hides:
-                        q_tile, dout_tile, whole = leave_hidden(
-                            p, q_tile, dout_tile, tile, buffers, tau, whole
-                        )
-                    elif not whole:
-                        mark_in_bounds(tile.seen, col, seq_q, lower, upper)
-                        copy_seen(k, tile.seen, tile.rows, tau)
-                        whole = True
-                    fill_gradient(
-                        p, ds, z, dout_tile, tile.v_t[:, left:end_lane], own_lse, own_delta,
-                        settings, here, bounded, hides,
-                    )  # fmt: skip
+                    # 10: S = Q_i K_jᵀ
+                    k_t = tile.k_t[:, left:end_lane]  # (head_dim, lanes)
+                    fill_scores(s, slope, q_tile, k_t, settings, here, bounded)
+                    # 11: P = exp(S - L_i)     13: dP = dO_i V_jᵀ     14: dS = P ∘ (dP - D_i)
+                    v_t = tile.v_t[:, left:end_lane]  # (value_dim, lanes)
+                    fill_gradient(s, dp, z, dout_tile, v_t, own_lse, own_delta, settings, here)
+                    p, ds = s, dp  # the same memory
                     if o.bends != 0:
-                        for r in range(rows):
-                            slope_row, ds_row = slope[r], ds[r]  # (lanes,)
-                            for lane in range(width):
-                                bent = ds_row[lane] * slope_row[lane]
-                                ds_row[lane] = zero if ds_row[lane] == zero else bent
+                        multiply_by_slope(ds, slope)
                     if o.keep_pass != 0:
-                        for r in range(rows):
-                            p_row, z_row = p[r], z[r]  # (lanes,)
-                            for lane in range(width):
-                                p_row[lane] *= z_row[lane]
+                        multiply(p, z)
                     # 12: dV_j += (P ∘ Z)ᵀ dO_i
                     add_product(o.product, tile.dv[:, left:end_lane], dout_tile.T, p)
                     # 15: dQ_i += dS K_j
-                    dq_own, k_rows = dq[row : row + rows], tile.rows[left:right]
+                    dq_own, k_rows = dq[row : row + rows], tile.k_rows[left:right]
                     if whole_vectors:
                         add_product(o.product, dq_own, ds[:, :width], k_rows)
                     else:
                         set_product(o.product, buffers.dq[:rows], ds[:, :width], k_rows)
-                        add_rows(buffers.dq, one, dq_own)
+                        add_rows(buffers.dq, real(1), dq_own)
                     # 16: dK_j += dSᵀ Q_i
                     add_product(o.product, tile.dk[:, left:end_lane], q_tile.T, ds)
                     row += rows
             # 18: write dK_j, dV_j
-            dk_t = empty_tile(lanes, head_dim, real)  # (lanes, head_dim)
-            dv_t = empty_tile(lanes, value_dim, real)  # (lanes, value_dim)
-            transpose(tile.dk, dk_t)
-            transpose(tile.dv, dv_t)
-            add_rows(dk_t, tau, dk)
-            add_rows(dv_t, one, dv)
+            add_key_gradients(tile, tau, dk, dv)
 
     return backward_item
 

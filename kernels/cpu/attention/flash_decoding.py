@@ -58,18 +58,15 @@ def scores_of_row(q_row, k, s_row):
 
 
 @njit(fastmath=FASTMATH)
-def add_values(weights, scores, v, acc):
-    """Add weights · v to acc; a hidden key adds nothing, not even 0 · NaN.
+def add_values(weights, v, acc):
+    """Add weights · v to acc.
 
     Args:
         weights: (cols,) or longer.
-        scores: Likewise; minus infinity where the key is hidden.
         v: (cols, value_dim), elements of a row side by side.
         acc: (value_dim,), read and written.
     """
     for c in range(v.shape[0]):
-        if scores[c] == -np.inf:
-            continue
         weight, value = weights[c], contiguous(v[c])  # (value_dim,)
         for i in range(len(acc)):
             acc[i] += weight * value[i]
@@ -147,7 +144,7 @@ def make_part(real):
                         p_row[c] *= z[r, c]
                 for i in range(value_dim):
                     acc[r, i] *= rescale
-                add_values(p_row, s_row, v, acc[r])
+                add_values(p_row, v, acc[r])
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         out = rows_of(o.out, own, h, first_q + row, rows, real)  # (rows, value_dim)
         lse = rows_of(o.lse, own, h, first_q + row, rows, real)  # (rows, 1)

@@ -1,7 +1,7 @@
-"""What the backward pass computes on a piece of a tile: S, P and dS, and what the bounds leave of it.
+"""What the backward pass computes on a piece of a tile: S, P and dS; and how a tile of keys is kept.
 
 Piece      (rows, lanes), in the cache; rows are query rows and lanes are keys.
-Source     FlashAttention-2, Algorithm 2, lines 10 to 14.
+Source     FlashAttention-2, Algorithm 2, lines 6 and 7, 10 to 14, 18.
 """
 
 from __future__ import annotations
@@ -12,7 +12,19 @@ import numpy as np
 from numba import njit
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cpu.attention.tiles import copy_seen, is_visible, shift_of
+from kernels.cpu.attention.tiles import (
+    add_rows,
+    empty_tile,
+    hide_out_of_bounds,
+    is_visible,
+    lanes_for,
+    multiply,
+    pack_rows,
+    pack_transposed,
+    shift_of,
+    transpose,
+    zero_tile,
+)
 from kernels.cpu.matmul.tile_product import exp2, set_product
 from kernels.cpu.matmul.vector_registers import LANES
 from kernels.cpu.runtime.function_pointers import call, contiguous
@@ -27,20 +39,16 @@ class KeyTile(NamedTuple):
     """A tile of keys, from its loading to its gradients; lanes are keys.
 
     Attributes:
-        k: (cols, head_dim), any strides.
-        k_t: (head_dim, lanes), scaled.
+        k_t: (head_dim, lanes), times ``factor``.
         v_t: (value_dim, lanes).
-        rows: (cols, columns), scale · k with its rows contiguous, and zeros for keys that are hidden.
-        seen: (lanes,), which keys those are not.
+        k_rows: (cols, columns), times the scale; rows contiguous.
         dk: (head_dim, lanes), a sum.
         dv: (value_dim, lanes), a sum.
     """
 
-    k: Any
     k_t: Any
     v_t: Any
-    rows: Any
-    seen: Any
+    k_rows: Any
     dk: Any
     dv: Any
 
@@ -49,24 +57,60 @@ class Buffers(NamedTuple):
     """Where a piece of S and what comes of it is stored; flat, for a piece has any number of lanes.
 
     Attributes:
-        p: (block_q · lanes,).
-        ds: Likewise.
+        s: (block_q · lanes,): S, then P.
+        dp: Likewise: dP, then dS.
         slope: Likewise, or empty.
         z: Likewise.
         dq: (block_q, columns).
-        seen: (block_q,), which rows see anything.
-        q: (block_q, head_dim), with zeros for those that do not.
-        dout: (block_q, value_dim), likewise.
     """
 
-    p: Any
-    ds: Any
+    s: Any
+    dp: Any
     slope: Any
     z: Any
     dq: Any
-    seen: Any
-    q: Any
-    dout: Any
+
+
+@njit(fastmath=FASTMATH)
+def load_keys(k, v, factor, scale):
+    """Return a ``KeyTile`` of rows of k and v, with gradients of zero.
+
+    Args:
+        k: (cols, head_dim), any strides.
+        v: (cols, value_dim), any strides.
+        factor: What k is multiplied by for the scores.
+        scale: Likewise for dQ.
+    """
+    real, (cols, head_dim), value_dim = k.dtype, k.shape, v.shape[1]
+    lanes = lanes_for(cols)
+    tile = KeyTile(
+        empty_tile(head_dim, lanes, real), empty_tile(value_dim, lanes, real),
+        empty_tile(cols, lanes_for(head_dim), real),
+        zero_tile(head_dim, lanes, real), zero_tile(value_dim, lanes, real),
+    )  # fmt: skip
+    pack_transposed(k, factor, tile.k_t)
+    pack_transposed(v, real.type(1), tile.v_t)
+    pack_rows(k, scale, tile.k_rows)
+    return tile
+
+
+@njit(fastmath=FASTMATH)
+def add_key_gradients(tile, scale, dk, dv):
+    """Add the gradients of a ``KeyTile`` to dk and dv.
+
+    Args:
+        tile: A ``KeyTile``.
+        scale: What dk is multiplied by.
+        dk: (cols, head_dim), any strides.
+        dv: (cols, value_dim), any strides.
+    """
+    real, lanes = dk.dtype, tile.dk.shape[1]
+    dk_t = empty_tile(lanes, dk.shape[1], real)  # (lanes, head_dim)
+    dv_t = empty_tile(lanes, dv.shape[1], real)  # (lanes, value_dim)
+    transpose(tile.dk, dk_t)
+    transpose(tile.dv, dv_t)
+    add_rows(dk_t, scale, dk)
+    add_rows(dv_t, real.type(1), dv)
 
 
 @njit(fastmath=FASTMATH)
@@ -77,7 +121,7 @@ def is_bounded(row, last_row, col, last_col, lower, upper):
 
 
 @njit(fastmath=FASTMATH)
-def piece_of(row, stop, col, cols, hides, lower, upper):
+def piece_of(row, stop, col, cols, lower, upper):
     """Return what of a tile to compute next: rows, lanes, and whether the bounds may hide anything there.
 
     Rows that the bounds cut through are taken a few at a time, each few with the lanes that one of them
@@ -88,7 +132,6 @@ def piece_of(row, stop, col, cols, hides, lower, upper):
         stop: Where the tile's rows end.
         col: First column of the tile.
         cols: Its columns.
-        hides: An option may hide anything in it: then it is one piece.
         lower: See ``Problem``.
         upper: Likewise.
 
@@ -97,7 +140,7 @@ def piece_of(row, stop, col, cols, hides, lower, upper):
         are bounded.
     """
     bounded = is_bounded(row, stop, col, col + cols, lower, upper)
-    if hides or not bounded:
+    if not bounded:
         return stop - row, 0, cols, bounded
     rows = min(stop - row, PIECE_ROWS)
     first = max(row + lower - col, 0) // LANES * LANES
@@ -105,11 +148,11 @@ def piece_of(row, stop, col, cols, hides, lower, upper):
 
 
 @njit(fastmath=FASTMATH)
-def fill_scores(p, slope, q_tile, k_t, settings, place, bounded):
+def fill_scores(s, slope, q_tile, k_t, settings, place, bounded):
     """Fill a piece of S.
 
     Args:
-        p: (rows, lanes), written.
+        s: (rows, lanes), written.
         slope: (rows, lanes), the derivative of S by scale · q · k, written; or (0, lanes).
         q_tile: (rows, head_dim).
         k_t: (head_dim, lanes), scaled.
@@ -118,26 +161,21 @@ def fill_scores(p, slope, q_tile, k_t, settings, place, bounded):
         bounded: The bounds may hide anything in it.
     """
     o = settings[0]
-    lower, upper, minus_inf = o.lower, o.upper, p.dtype.type(-np.inf)
     # 10: S = Q_i K_jᵀ
-    set_product(o.product, p, q_tile, k_t)
+    set_product(o.product, s, q_tile, k_t)
     if o.score_pass != 0:
-        call(o.score_pass, (p, slope, settings, place))
+        call(o.score_pass, (s, slope, settings, place))
     if bounded:
-        for r in range(p.shape[0]):
-            row, col, s_row = place.line + r, place.lane, p[r]  # (lanes,)
-            for lane in range(p.shape[1]):
-                visible = is_visible(row, col + lane, lower, upper)
-                s_row[lane] = s_row[lane] if visible else minus_inf
+        hide_out_of_bounds(s, place.line, place.lane, o.lower, o.upper)
 
 
 @njit(fastmath=FASTMATH)
-def fill_gradient(p, ds, z, dout_tile, v_t, lse, delta, settings, place, bounded, hides):
+def fill_gradient(s, dp, z, dout_tile, v_t, lse, delta, settings, place):
     """Turn a piece of S into P, and fill dS.
 
     Args:
-        p: (rows, lanes), read and written.
-        ds: (rows, lanes), written.
+        s: (rows, lanes), S on entry and P on return.
+        dp: (rows, lanes), dS on return.
         z: (rows, lanes), the factors of dropout, written; or (0, lanes) without it.
         dout_tile: (rows, value_dim).
         v_t: (value_dim, lanes).
@@ -145,42 +183,35 @@ def fill_gradient(p, ds, z, dout_tile, v_t, lse, delta, settings, place, bounded
         delta: (rows,).
         settings: (1,) of ``SETTINGS``.
         place: A ``Place``.
-        bounded: The bounds may hide anything in it.
-        hides: An option may.
     """
     o = settings[0]
-    real = p.dtype.type
-    lower, upper = o.lower, o.upper
-    lanes, unit = p.shape[1], real(o.unit)
-    zero, minus_inf = real(0), real(-np.inf)
+    real = s.dtype.type
+    unit = real(o.unit)
     # 13: dP = dO_i V_jᵀ
-    set_product(o.product, ds, dout_tile, v_t)
+    set_product(o.product, dp, dout_tile, v_t)
     if o.keep_pass != 0:
         # O = (P ∘ Z) V, Z the dropout
         call(o.keep_pass, (z, settings, place))
-        for r in range(p.shape[0]):
-            dp_row, z_row = ds[r], z[r]  # (lanes,)
-            for lane in range(lanes):
-                dp_row[lane] *= z_row[lane]
+        multiply(dp, z)
+    p, ds = s, dp
     # 11: P = exp(S - L_i)     14: dS = P ∘ (dP - D_i)
-    for r in range(p.shape[0]):
-        shift = real(shift_of(lse[r]) * LOG2_E)
-        delta_r, p_row, ds_row = delta[r], p[r], ds[r]
-        # dS is 0 where nothing is seen, whatever is there: 0 · NaN is no zero.
-        if hides:
-            for lane in range(lanes):
-                hidden = p_row[lane] == minus_inf
-                p_row[lane] = exp2(multiply_add(p_row[lane], unit, -shift))
-                ds_row[lane] = zero if hidden else p_row[lane] * (ds_row[lane] - delta_r)
-        else:
-            for lane in range(lanes):
-                p_row[lane] = exp2(multiply_add(p_row[lane], unit, -shift))
-                ds_row[lane] = p_row[lane] * (ds_row[lane] - delta_r)
-        if bounded:
-            row, col = place.line + r, place.lane
-            for lane in range(lanes):
-                visible = is_visible(row, col + lane, lower, upper)
-                ds_row[lane] = ds_row[lane] if visible else zero
+    for r in range(s.shape[0]):
+        shift, delta_r = real(shift_of(lse[r]) * LOG2_E), delta[r]
+        s_row, p_row, dp_row, ds_row = s[r], p[r], dp[r], ds[r]  # (lanes,)
+        for lane in range(s.shape[1]):
+            p_row[lane] = exp2(multiply_add(s_row[lane], unit, -shift))
+            ds_row[lane] = p_row[lane] * (dp_row[lane] - delta_r)
+
+
+@njit(fastmath=FASTMATH)
+def multiply_by_slope(ds, slope):
+    """Multiply dS by the derivative of S; where dS is 0 it stays 0, for a hidden slope may be infinite."""
+    zero = ds.dtype.type(0)
+    for r in range(ds.shape[0]):
+        ds_row, slope_row = ds[r], slope[r]  # (lanes,)
+        for lane in range(ds.shape[1]):
+            bent = ds_row[lane] * slope_row[lane]
+            ds_row[lane] = zero if ds_row[lane] == zero else bent
 
 
 @njit(fastmath=FASTMATH)
@@ -207,56 +238,3 @@ def add_row_products(a, b, total):
         for i in range(whole, dim):
             sum_ += a[r, i] * b[r, i]
         total[r, 0] = sum_
-
-
-@njit(fastmath=FASTMATH)
-def mark_in_bounds(seen, col, rows, lower, upper):
-    """Fill which keys some row sees, as far as the bounds decide: a window may begin after the first key.
-
-    Args:
-        seen: (lanes,), written.
-        col: Column of the first one.
-        rows: Of the sequence.
-        lower: See ``Problem``.
-        upper: Likewise.
-    """
-    for lane in range(seen.shape[0]):
-        seen[lane] = lower <= col + lane < rows + upper
-
-
-@njit(fastmath=FASTMATH)
-def leave_hidden(p, q_tile, dout_tile, tile, buffers, tau, whole):
-    """Put zeros for rows that see nothing and for keys that nobody sees: 0 · NaN is no zero.
-
-    Args:
-        p: (rows, lanes), S.
-        q_tile: (rows, head_dim).
-        dout_tile: (rows, value_dim).
-        tile: A ``KeyTile``; its keys in rows are written.
-        buffers: ``Buffers``.
-        tau: The scale, by which those keys are multiplied.
-        whole: ``tile.rows`` has no zeros for hidden keys yet.
-
-    Returns:
-        ``q_tile``, ``dout_tile`` and ``whole``, as they are now.
-    """
-    seen, all_rows, cols = tile.seen, True, tile.k.shape[0]
-    minus_inf, one = p.dtype.type(-np.inf), p.dtype.type(1)
-    seen[:] = False
-    for r in range(p.shape[0]):
-        s_row, some = p[r], False  # (lanes,)
-        for lane in range(cols):
-            some |= s_row[lane] != minus_inf
-            seen[lane] |= s_row[lane] != minus_inf
-        buffers.seen[r] = some
-        all_rows &= some
-    if not all_rows:
-        copy_seen(q_tile, buffers.seen, buffers.q, one)
-        copy_seen(dout_tile, buffers.seen, buffers.dout, one)
-        q_tile, dout_tile = buffers.q[: p.shape[0]], buffers.dout[: p.shape[0]]
-    all_cols = True
-    for c in range(cols):
-        all_cols &= seen[c]
-    if not (all_cols and whole):
-        copy_seen(tile.k, seen, tile.rows, tau)
-    return q_tile, dout_tile, all_cols

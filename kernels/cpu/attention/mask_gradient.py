@@ -87,7 +87,7 @@ def make_mask_gradient(real):
         lanes = lanes_for(col_stop - col_start)
         total = np.zeros((min(size[2], block_q), min(size[3], block_k)), real)
         k_t, v_t = np.empty((dim, lanes), real), np.empty((value_dim, lanes), real)
-        p_tile, ds_tile = np.empty((block_q, lanes), real), np.empty((block_q, lanes), real)
+        s_tile, dp_tile = np.empty((block_q, lanes), real), np.empty((block_q, lanes), real)
         slope = np.empty((0, lanes), real)
         z_tile = np.zeros((block_q if o.keep_pass != 0 else 0, lanes), real)  # (block_q, lanes)
         number = view(o.mask_batch, np.int64)
@@ -107,16 +107,15 @@ def make_mask_gradient(real):
                     place = Place(b, h, flat, np.int64(0), row, col, cols, np.int64(1))
                     if blocks_hide(o, place, rows):
                         continue
-                    p, ds, z = p_tile[:rows], ds_tile[:rows], z_tile[:rows]  # (rows, lanes)
+                    s, dp, z = s_tile[:rows], dp_tile[:rows], z_tile[:rows]  # (rows, lanes)
                     q = rows_of(o.q, b, h, row, rows, real)  # (rows, head_dim)
                     dout = rows_of(o.dout, b, h, row, rows, real)  # (rows, value_dim)
                     lse = rows_of(o.lse, b, h, row, rows, real)  # (rows, 1)
                     delta = rows_of(o.delta, b, h, row, rows, real)  # (rows, 1)
                     bounded = is_bounded(row, row + rows, col, col + cols, lower, upper)
-                    fill_scores(p, slope, q, k_t, settings, place, bounded)
-                    fill_gradient(
-                        p, ds, z, dout, v_t, lse[:, 0], delta[:, 0], settings, place, bounded, True
-                    )
+                    fill_scores(s, slope, q, k_t, settings, place, bounded)
+                    fill_gradient(s, dp, z, dout, v_t, lse[:, 0], delta[:, 0], settings, place)
+                    ds = dp  # the same memory
                     add_repeated(ds, cols, total)
         out = rows_of(o.out, batch_own, head_own, row_tile * block_q, total.shape[0], real)
         for r in range(min(total.shape[0], size[2] - row_tile * block_q)):

@@ -4,7 +4,7 @@ Computes   the scores of a tile from scale · q · k, with their derivative.
 Source     ``reference.scores``, in the same order.
 Tile       (lines, lanes), lanes contiguous: lanes are query rows and lines are key columns, or with
            ``by_keys`` the reverse.  The arrays of the options are viewed in the tile's order, too.
-Units      natural where an option computes with a score; else those of the kernel, for no option looks.
+Units      scores are in base e where an option computes with them, else in base 2; see ``flash2``.
 Compiled   apart from the kernels, which call a pass by its address, and only when a call needs it.
 """
 
@@ -30,7 +30,7 @@ HIDDEN, FULL, PARTIAL = 0, 1, 2
 #: An array by its address: of four dimensions, bytes to step through each.
 ARRAY = np.dtype([("address", "i8"), ("shape", "i8", (4,)), ("strides", "i8", (4,))])
 
-#: The options of a call, as one record that every pass is handed.
+#: The options of a call, as one record that every pass receives.
 SETTINGS = np.dtype(
     [
         ("q", ARRAY),  # (batch, heads, seq_q, head_dim), and so the other operands
@@ -51,12 +51,11 @@ SETTINGS = np.dtype(
         ("phase", "i8"),
         ("block_q", "i8"),
         ("block_k", "i8"),
-        ("factor", "f8"),  # multiplies q · k: the scale, times log2(e) unless units are natural
-        ("unit", "f8"),  # P = 2^(unit · (S - L)): log2(e) in natural units, else 1
+        ("factor", "f8"),  # multiplies q · k: the scale, times log2(e) where scores are in base 2
+        ("unit", "f8"),  # P = 2^(unit · (S - L)): 1 where scores are in base 2, else log2(e)
         ("scale", "f8"),
         ("lower", "i8"),
         ("upper", "i8"),
-        ("hides", "i8"),  # an option may hide any element of a tile
         ("bends", "i8"),  # the derivative of a score by scale · q · k is not 1
         ("score_pass", "i8"),  # addresses; 0 where there is nothing to do
         ("keep_pass", "i8"),
@@ -96,7 +95,7 @@ class Place(NamedTuple):
         sequence: Number of the packed sequence.
         line: First line.
         lane: First lane.
-        width: Lanes that are there; a tile may have more, which nobody reads.
+        width: Lanes that are there; a tile may have more, whose values are not used.
         partial: The block mask hides a part of the tile.
     """
 
@@ -238,7 +237,7 @@ def score_pass(tile, slope, settings, place):
 
     Args:
         tile: (lines, lanes), read and written.
-        slope: (lines, lanes), the derivative of a score, written; (0, lanes) where nobody asks.
+        slope: (lines, lanes), the derivative of a score, written; (0, lanes) where it is not needed.
         settings: (1,) of :data:`SETTINGS`.
         place: A :class:`Place`.
     """
@@ -267,12 +266,10 @@ def score_pass(tile, slope, settings, place):
         own = view(o.mask, tile.dtype)[batch, place.head]  # (all lines, all lanes)
         added = np.zeros((lines, lanes), tile.dtype)  # (lines, lanes)
         copy_tile(own[place.line : end_line, place.lane : end_lane], added)
-        minus_inf = tile.dtype.type(-np.inf)
         for i in range(lines):
             s, plus = tile[i], added[i]  # (lanes,)
             for lane in range(lanes):
-                # What the mask hides may be NaN, and would stay it.
-                s[lane] = plus[lane] if plus[lane] == minus_inf else s[lane] + plus[lane]
+                s[lane] += plus[lane]
     if o.mask_kind == BOOL_MASK:
         batch = view(o.mask_batch, np.int64)[place.batch, 0, 0, 0]
         shown = view(o.mask, np.uint8)[batch, place.head]  # (all lines, all lanes)

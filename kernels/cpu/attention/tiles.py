@@ -115,18 +115,48 @@ def add_rows(source, factor, target):
 
 
 @njit(fastmath=FASTMATH)
-def copy_seen(source, seen, target, factor):
-    """Copy factor * rows, with zeros for those that are not seen: 0 · NaN would be NaN in a product.
+def pack_rows(source, factor, target):
+    """Write factor * source to contiguous rows and zero the columns beyond the source's.
 
     Args:
         source: (rows, dim), any strides.
-        seen: (rows,) or longer.
-        target: (rows, dim) or longer.
         factor: Scalar of the same dtype.
+        target: (rows, columns), columns >= dim.
     """
-    for row in range(source.shape[0]):
-        for i in range(source.shape[1]):
-            target[row, i] = factor * source[row, i] if seen[row] else 0
+    dim = source.shape[1]
+    for r in range(source.shape[0]):
+        row = target[r]  # (columns,)
+        row[dim:] = 0
+        for i in range(dim):
+            row[i] = factor * source[r, i]
+
+
+@njit(fastmath=FASTMATH)
+def multiply(tile, factors):
+    """Multiply a tile by another of its shape, element by element."""
+    for i in range(tile.shape[0]):
+        own, other = tile[i], factors[i]  # (lanes,)
+        for lane in range(tile.shape[1]):
+            own[lane] *= other[lane]
+
+
+@njit(fastmath=FASTMATH)
+def hide_out_of_bounds(s, line, lane, lower, upper):
+    """Set the scores that the bounds hide to minus infinity; line i sees lanes i + lower to i + upper.
+
+    Args:
+        s: (lines, lanes), read and written.
+        line: First line.
+        lane: First lane.
+        lower: As in ``Problem`` where lines are query rows; else ``-upper``.
+        upper: Likewise; else ``-lower``.
+    """
+    minus_inf = s.dtype.type(-np.inf)
+    for i in range(s.shape[0]):
+        s_row = s[i]  # (lanes,)
+        for j in range(s.shape[1]):
+            visible = is_visible(line + i, lane + j, lower, upper)
+            s_row[j] = s_row[j] if visible else minus_inf
 
 
 @njit(fastmath=FASTMATH)

@@ -92,7 +92,7 @@ def attend(q, k, v, keys, values, factor, out):
                     total += p[c]
                 acc = out[b, i, h]  # (head_dim,)
                 acc[:] = 0
-                add_values(p, s, values[:seen, b, h], acc)
+                add_values(p, values[:seen, b, h], acc)
                 inverse = q.dtype.type(inverse_sum(total))
                 for d in range(dim):
                     acc[d] *= inverse

@@ -16,10 +16,11 @@ from kernels.cpu.matmul.vector_registers import (
     store_block,
     zero_block,
 )
+from kernels.cpu.runtime import plain_python
 from kernels.cpu.runtime.function_pointers import address_of, call
 from kernels.cpu.runtime.vector_math import exp2 as exp2
 from kernels.cpu.runtime.vector_math import tanh as tanh
-from kernels.runtime.jit import FASTMATH, njit_cached
+from kernels.runtime.jit import FASTMATH, JIT_DISABLED, njit_cached
 
 
 def _make_columns(vectors):
@@ -78,4 +79,5 @@ def product_address(dtype: np.dtype[Any]) -> int:
     """Return the address of :func:`product` for one dtype: compiled once, for all kernels."""
     scalar = from_dtype(dtype)
     rows = types.Array(scalar, 2, "C")
-    return address_of(product, types.void(rows, types.Array(scalar, 2, "A"), rows, types.int64))
+    function = plain_python.product if JIT_DISABLED else product
+    return address_of(function, types.void(rows, types.Array(scalar, 2, "A"), rows, types.int64))

@@ -19,6 +19,8 @@ from numba import extending, int64, types
 from numba.core import cgutils
 from numba.extending import models, register_model
 
+from kernels.cpu.runtime import plain_python
+
 intrinsic: Any = extending.intrinsic(prefer_literal=True)
 
 _FEATURES = binding.get_host_cpu_features()
@@ -183,7 +185,12 @@ def add_outer(_context, block, a, row, b, col, i):
     return block(block, a, int64, b, int64, int64), generate
 
 
-@intrinsic
+def _transpose_square(source: Any, row: int, col: int, target: Any) -> None:
+    side = VECTOR_BYTES // source.itemsize
+    target[col : col + side, row : row + side] = source[row : row + side, col : col + side].T
+
+
+@plain_python.intrinsic(_transpose_square)
 def transpose_square(_context, source, row, col, target):
     """Write a square of one array to another, transposed; its side is the elements of a vector.
 

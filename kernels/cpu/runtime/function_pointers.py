@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba import extending, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from numba.np.arrayobj import populate_array
 
-from kernels.runtime.jit import compile_signature, njit_cached
-
-#: Typed as what it makes of a function: one that is called without the compiler's context.
-intrinsic: Any = extending.intrinsic
+from kernels.cpu.runtime import plain_python
+from kernels.cpu.runtime.plain_python import intrinsic
+from kernels.runtime.jit import JIT_DISABLED, compile_signature, njit_cached
 
 
 def address_of(dispatcher: Any, signature: Any) -> int:
@@ -23,12 +23,22 @@ def address_of(dispatcher: Any, signature: Any) -> int:
 
     The address is good for as long as the dispatcher lives.
     """
+    if JIT_DISABLED:
+        return plain_python.address_of(dispatcher)
     compile_signature(dispatcher, signature)
     compiled = dispatcher.get_compile_result(signature)
     return compiled.library.get_pointer_to_function(compiled.fndesc.llvm_cfunc_wrapper_name)
 
 
-@intrinsic
+def settings_argument(record: Any) -> Any:
+    """Return a one-element array of records as kernels receive it.
+
+    Its bytes, which the kernel takes for the record: numba is slow to look up a record's type.
+    """
+    return [plain_python.Record(record[0])] if JIT_DISABLED else record.view(np.uint8)
+
+
+@intrinsic(plain_python.call)
 def call(_context, address, args):
     """Call the function at an address with a tuple of arguments; it returns nothing.
 
@@ -46,9 +56,9 @@ def call(_context, address, args):
     return types.void(address, args), generate
 
 
-@intrinsic
+@intrinsic(plain_python.take)
 def take(_context, counter):
-    """Return the number in a one-element int64 array and count it up, whoever else does so too."""
+    """Return the number in a one-element int64 array and count it up, in one step for all threads."""
 
     def generate(context, builder, signature, values):
         place = context.make_array(signature.args[0])(context, builder, values[0]).data
@@ -57,9 +67,9 @@ def take(_context, counter):
     return types.int64(counter), generate
 
 
-@intrinsic
+@intrinsic(plain_python.array_at)
 def array_at(_context, address, shape, strides, dtype):
-    """Return an array that lies at an address; whoever gives it keeps its memory.
+    """Return an array that lies at an address; the caller keeps the memory alive.
 
     Args:
         address: Of the first element.
@@ -85,7 +95,7 @@ def array_at(_context, address, shape, strides, dtype):
     return kind(address, shape, strides, dtype), generate
 
 
-@intrinsic
+@intrinsic(plain_python.contiguous)
 def contiguous(_context, array):
     """Return an array as one whose elements lie side by side, which the caller knows that they do.
 
@@ -105,7 +115,7 @@ def run_alone(address, settings, items):
 
     Args:
         address: Of a compiled function.
-        settings: Handed on; its bytes.
+        settings: Passed on; see :func:`settings_argument`.
         items: How many there are.
     """
     for item in range(items):
@@ -118,7 +128,7 @@ def run_items(address, settings, counter, items, threads):
 
     Args:
         address: Of a compiled function.
-        settings: Handed on; its bytes.
+        settings: Passed on; see :func:`settings_argument`.
         counter: (1,), zero: the next work item.
         items: How many there are; a thread takes the next one when it is done with its last.
         threads: How many take them.

@@ -20,6 +20,8 @@ from llvmlite import ir
 from numba import extending, types
 from numba.extending import overload, register_jitable
 
+from kernels.cpu.runtime import plain_python
+
 #: Typed as what it makes of a function: one that is called without the compiler's context.
 intrinsic: Any = extending.intrinsic
 
@@ -74,7 +76,7 @@ class Functions(NamedTuple):
     tanh: Callable[[Any], Any]
 
 
-@intrinsic
+@plain_python.intrinsic(plain_python.multiply_add)
 def multiply_add(_context, x, y, z):
     """Return x y + z, rounded once where the processor can do that."""
 

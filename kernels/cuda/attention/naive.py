@@ -3,9 +3,6 @@
 Forward three launches: S = τ Q Kᵀ, softmax in place, O = P V.  Backward the same product five times, and
 in between one kernel that turns S and dP into P and dS, in place.  The product is the one of the tensors'
 ``@``, tiled in shared memory: a baseline that is slow for its traffic alone.
-
-Hidden scores are zeros in P and dS, and zero times NaN is NaN.  Keys that no row sees, and rows that see
-no key, are therefore left out of the products; a NaN in a key that some rows see reaches the others too.
 """
 
 from __future__ import annotations
@@ -15,12 +12,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int64, void
+from numba import void
 
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.score_functions import (
     PLAIN,
-    Extras,
     Features,
     extras_type,
     features_of,
@@ -100,7 +96,7 @@ def softmax_backward_kernel(
     block = RowBlock(threads, rows=1)
     slots, (_, row_sum_of) = block.slots, make_row_folds(block)
     functions = make_score_functions(features, dtype)
-    score_and_slope, is_seen, kept = functions.score_and_slope, functions.is_seen, functions.kept
+    score_and_slope, kept = functions.score_and_slope, functions.kept
 
     def softmax_backward(dout, out, lse, dlse, scores, dp, extras):
         """Replace scores by probabilities with dropout, and their gradient dP by that of the scores.
@@ -131,67 +127,18 @@ def softmax_backward_kernel(
             delta -= dlse[b, h, row]
         shift = real(shift_of(lse[b, h, row]))
         for col in range(thread, seq_k, threads):
-            p, ds = zero, zero
-            if is_seen(item, b, h, row, col, extras):
-                # MASK(S), and before it what the other options make of a score
-                score, slope = score_and_slope(scores[b, h, row, col], item, b, h, row, col, extras)
-                # P = exp(S - L)
-                prob = real(math.exp(score - shift))
-                # O = (P ∘ Z) V: dP = dP ∘ Z     P = softmax(S): dS = P ∘ (dP - D)
-                z = kept(item, row, col, extras)
-                p, ds = prob * z, prob * (dp[b, h, row, col] * z - delta) * slope
-            scores[b, h, row, col] = p
-            dp[b, h, row, col] = ds
+            # MASK(S), and before it what the other options make of a score
+            score, slope = score_and_slope(scores[b, h, row, col], item, b, h, row, col, extras)
+            # P = exp(S - L)
+            p = real(math.exp(score - shift))
+            # O = (P ∘ Z) V: dP = dP ∘ Z     P = softmax(S): dS = P ∘ (dP - D)
+            z = kept(item, row, col, extras)
+            scores[b, h, row, col] = p * z
+            dp[b, h, row, col] = p * (dp[b, h, row, col] * z - delta) * slope
 
     four, three = array_type(dtype, 4), array_type(dtype, 3)
     extras = extras_type(features, dtype)
     return Kernel(softmax_backward, void(four, four, three, three, four, four, extras))
-
-
-@cache
-def seen_kernel(
-    threads: int, dtype: np.dtype[Any], features: Features = PLAIN, of_rows: bool = False
-) -> Kernel:
-    """Return the kernel that leaves out keys that nobody sees, or rows that see nothing."""
-    zero, one = dtype.type(0), dtype.type(1)
-    real, block = scalar_type(dtype), RowBlock(threads, rows=1)
-    slots, (largest_of, _) = block.slots, make_row_folds(block)
-    is_seen = make_score_functions(features, dtype).is_seen
-
-    def seen_lines(x, y, x_seen, y_seen, others, extras):
-        """Copy K and V with zeros for the keys that no row sees; or Q and dO for rows that see none.
-
-        Computes: operands of which no product with a probability of zero is NaN
-        Source: none
-        Grid: batch · heads · lines, keys or rows
-        Block: threads, whole warps
-        One thread does: every threads-th score of one line, then every threads-th element of its
-            operands
-        Shared: one element a warp
-        Registers: whether the line is seen
-        Global traffic: reads a mask once; reads and writes the operands once
-        Needs: warp shuffles, for which the simulator has a plain form
-        """
-        partial = cuda.shared.array(slots, real)  # (slots,)
-        thread = cuda.threadIdx.x
-        heads, lines = x.shape[1], x.shape[2]
-        line, item = cuda.blockIdx.x % lines, cuda.blockIdx.x // lines
-        b, h = item // heads, item % heads
-
-        seen = zero
-        for other in range(thread, others, threads):
-            row = line if of_rows else other
-            col = other if of_rows else line
-            if is_seen(item, b, h, row, col, extras):
-                seen = one
-        seen = largest_of(partial, seen)
-        for d in range(thread, x.shape[3], threads):
-            x_seen[b, h, line, d] = x[b, h, line, d] if seen == one else zero
-        for d in range(thread, y.shape[3], threads):
-            y_seen[b, h, line, d] = y[b, h, line, d] if seen == one else zero
-
-    four = array_type(dtype, 4)
-    return Kernel(seen_lines, void(four, four, four, four, int64, extras_type(features, dtype)))
 
 
 def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
@@ -247,27 +194,6 @@ def _swap(a: Any) -> Any:
     return device_view(a, (*lead, cols, rows), (*steps, col_step, row_step))
 
 
-def _seen(
-    problem: Problem, x: Any, y: Any, features: Features, extras: Extras, of_rows: bool = False
-) -> tuple[Any, Any]:
-    """Return k and v without keys that nobody sees, or q and dout without rows that see nothing.
-
-    They are copied only where there may be such lines.
-    """
-    lower, upper, others = problem.lower, problem.upper, problem.seq_k
-    if not of_rows:
-        lower, upper, others = -upper, -lower, problem.seq_q
-    batch, heads, lines, _ = x.shape
-    # Line i sees the others from i + lower to i + upper.
-    by_bounds = lower > upper or upper < 0 or lines + lower > others
-    if not (by_bounds or features.mask or features.block_mask or features.mask_mod):
-        return x, y
-    x_seen, y_seen = (empty_device(tuple(array.shape), problem.dtype) for array in (x, y))
-    kernel = seen_kernel(SIZES.row_threads, problem.dtype, features, of_rows)
-    kernel[batch * heads * lines, SIZES.row_threads](x, y, x_seen, y_seen, others, extras)
-    return x_seen, y_seen
-
-
 def _empty_scores(problem: Problem, operands: Operands) -> Any:
     return empty_device((*operands.lse.shape, problem.seq_k), problem.dtype)
 
@@ -281,16 +207,15 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         operands: On the device, q, k, v and what the options need, and out and lse to be written.
     """
     features, extras = features_of(problem), make_extras(problem, operands, *tile)
-    k, v = _seen(problem, operands.k, operands.v, features, extras)
     scores = _empty_scores(problem, operands)  # (batch, heads, seq_q, seq_k)
     # 1: S = τ Q Kᵀ
-    _multiply(tile, operands.q, _swap(k), scores, problem.scale)
+    _multiply(tile, operands.q, _swap(operands.k), scores, problem.scale)
     # 2: P = softmax(S)
     softmax = softmax_kernel(SIZES.row_threads, problem.dtype, features)
     rows = math.prod(operands.lse.shape)
     softmax[rows, SIZES.row_threads](scores, operands.lse, extras)
     # 3: O = P V
-    _multiply(tile, scores, v, operands.out, 1.0)
+    _multiply(tile, scores, operands.v, operands.out, 1.0)
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
@@ -304,21 +229,19 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     """
     o, has_dlse = operands, operands.dlse is not None
     features, extras = features_of(problem), make_extras(problem, operands, *tile)
-    k, v = _seen(problem, o.k, o.v, features, extras)
-    q, dout = _seen(problem, o.q, o.dout, features, extras, of_rows=True)
     scores, dp = _empty_scores(problem, o), _empty_scores(problem, o)
     # S = τ Q Kᵀ
-    _multiply(tile, q, _swap(k), scores, problem.scale)
+    _multiply(tile, o.q, _swap(o.k), scores, problem.scale)
     # O = P V: dP = dO Vᵀ
-    _multiply(tile, dout, _swap(v), dp, 1.0)
+    _multiply(tile, o.dout, _swap(o.v), dp, 1.0)
     # P = softmax(S): dS = P ∘ (dP - D)
     softmax_backward = softmax_backward_kernel(SIZES.row_threads, problem.dtype, features, has_dlse)
     softmax_backward[math.prod(o.lse.shape), SIZES.row_threads](
-        dout, o.out, o.lse, o.dlse if has_dlse else o.lse, scores, dp, extras
+        o.dout, o.out, o.lse, o.dlse if has_dlse else o.lse, scores, dp, extras
     )
     probs, ds = scores, dp  # (batch, heads, seq_q, seq_k)
     # O = P V: dV = Pᵀ dO
-    _multiply(tile, _swap(probs), dout, o.dv, 1.0)
+    _multiply(tile, _swap(probs), o.dout, o.dv, 1.0)
     # S = τ Q Kᵀ: dQ = τ dS K, dK = τ dSᵀ Q
-    _multiply(tile, ds, k, o.dq, problem.scale)
-    _multiply(tile, _swap(ds), q, o.dk, problem.scale)
+    _multiply(tile, ds, o.k, o.dq, problem.scale)
+    _multiply(tile, _swap(ds), o.q, o.dk, problem.scale)

@@ -193,18 +193,12 @@ def _why_not(
 
 @cache
 def make_load_tile(
-    layout: RegisterLayout,
-    rows: int,
-    width: int,
-    dtype: Any,
-    vectors: bool,
-    is_guarded: bool = False,
-) -> Callable[..., Any]:
-    """Return ``load_tile(thread, source, b, h, first, start, stop, factor, shared, offset)``.
+    layout: RegisterLayout, rows: int, width: int, dtype: Any, vectors: bool
+) -> Callable[..., None]:
+    """Return ``load_tile(thread, source, b, h, first, stop, factor, shared, offset)``.
 
-    It copies ``factor`` times the rows from ``first`` on of one head to shared memory, zeros for rows
-    outside of ``start`` to ``stop`` and for columns that the source does not have; what is out of range is
-    never read.  It returns 0, or if guarded 1 where this thread copied a number that is not finite.
+    It copies ``factor`` times the rows of one head from ``first`` on to shared memory, zeros for rows from
+    ``stop`` on and for columns that the source does not have, which are never read.
 
     Args:
         layout: Who copies.
@@ -212,7 +206,6 @@ def make_load_tile(
         width: Columns of the tile, as many as the source has or more.
         dtype: Of its elements, a numba type.
         vectors: The source is aligned for 128-bit loads and has a multiple of four columns.
-        is_guarded: Look for numbers that are not finite.
     """
     stride = layout.row_stride(width)
     vectors_a_row = (stride - VECTOR) // VECTOR
@@ -220,14 +213,13 @@ def make_load_tile(
     zero = dtype(0)
 
     @device_function
-    def load_tile(thread, source, b, h, first, start, stop, factor, shared, offset):
+    def load_tile(thread, source, b, h, first, stop, factor, shared, offset):
         dim = source.shape[3]
-        found = zero
         for n in range(thread, count, threads):
             r = n // vectors_a_row
             c = (n % vectors_a_row) * VECTOR
             w = x = y = z = zero
-            if start <= first + r < stop:
+            if first + r < stop:
                 if vectors:
                     if c < dim:
                         w, x, y, z = load_global(source, b, h, first + r, c)
@@ -240,11 +232,9 @@ def make_load_tile(
                         y = source[b, h, first + r, c + 2]
                     if c + 3 < dim:
                         z = source[b, h, first + r, c + 3]
-            w, x, y, z = w * factor, x * factor, y * factor, z * factor
-            if is_guarded:  # zero times what is not finite is NaN, and stays it
-                found += (w * zero + x * zero) + (y * zero + z * zero)
-            store_shared(shared, offset + r * stride + c, w, x, y, z)
-        return 1 if found != zero else 0
+            store_shared(
+                shared, offset + r * stride + c, w * factor, x * factor, y * factor, z * factor
+            )
 
     return load_tile
 
@@ -289,57 +279,38 @@ def make_multiply(
 
 @cache
 def make_accumulate(
-    layout: RegisterLayout, rows: int, depth: int, width: int, is_guarded: bool = False
+    layout: RegisterLayout, rows: int, depth: int, width: int
 ) -> Callable[..., None]:
-    """Return ``accumulate(tx, ty, acc, fragment, shared, p, b, found)``: acc += P·B, both in shared memory.
+    """Return ``accumulate(tx, ty, acc, fragment, shared, p, b)``: acc += P·B, both in shared memory.
 
     P is (rows, depth), its rows ``depth + VECTOR`` apart; B is (depth, width).  ``acc`` is the thread's
-    (rows / rows_of_threads, columns(width)) registers, in groups of four neighbouring columns.  If guarded
-    and ``found``, what P has no part in is left out: zero times infinity would be NaN.
+    (rows / rows_of_threads, columns(width)) registers, in groups of four neighbouring columns.
     """
     own_rows = rows // layout.rows_of_threads
     groups = layout.columns(width) // VECTOR
     p_stride, stride = depth + VECTOR, layout.row_stride(width)
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
 
-    def make(skips: bool) -> Callable[..., None]:
-        @device_function
-        def accumulate(tx, ty, acc, fragment, shared, p, b):
-            for c in range(0, depth, VECTOR):
-                for i in range(own_rows):
-                    w, x, y, z = load_shared(shared, p + (ty + i * rows_of_threads) * p_stride + c)
-                    fragment[i, 0] = w
-                    fragment[i, 1] = x
-                    fragment[i, 2] = y
-                    fragment[i, 3] = z
-                for g in range(groups):
-                    for u in range(VECTOR):
-                        w, x, y, z = load_shared(
-                            shared, b + (c + u) * stride + (g * lanes + tx) * VECTOR
-                        )
-                        for i in range(own_rows):
-                            if not skips or fragment[i, u] != 0:
-                                acc[i, g * VECTOR] += fragment[i, u] * w
-                                acc[i, g * VECTOR + 1] += fragment[i, u] * x
-                                acc[i, g * VECTOR + 2] += fragment[i, u] * y
-                                acc[i, g * VECTOR + 3] += fragment[i, u] * z
-
-        return accumulate
-
-    all_of, seen_of = make(False), make(True)
-
     @device_function
-    def unguarded(tx, ty, acc, fragment, shared, p, b, found):
-        all_of(tx, ty, acc, fragment, shared, p, b)
+    def accumulate(tx, ty, acc, fragment, shared, p, b):
+        for c in range(0, depth, VECTOR):
+            for i in range(own_rows):
+                w, x, y, z = load_shared(shared, p + (ty + i * rows_of_threads) * p_stride + c)
+                fragment[i, 0] = w
+                fragment[i, 1] = x
+                fragment[i, 2] = y
+                fragment[i, 3] = z
+            for g in range(groups):
+                for u in range(VECTOR):
+                    place = b + (c + u) * stride + (g * lanes + tx) * VECTOR
+                    w, x, y, z = load_shared(shared, place)
+                    for i in range(own_rows):
+                        acc[i, g * VECTOR] += fragment[i, u] * w
+                        acc[i, g * VECTOR + 1] += fragment[i, u] * x
+                        acc[i, g * VECTOR + 2] += fragment[i, u] * y
+                        acc[i, g * VECTOR + 3] += fragment[i, u] * z
 
-    @device_function
-    def guarded(tx, ty, acc, fragment, shared, p, b, found):
-        if found:
-            seen_of(tx, ty, acc, fragment, shared, p, b)
-        else:
-            all_of(tx, ty, acc, fragment, shared, p, b)
-
-    return guarded if is_guarded else unguarded
+    return accumulate
 
 
 @cache

@@ -21,29 +21,26 @@ def why_not_here(tile: tuple[int, int] | None, needed: tuple[int, int]) -> str |
     return None if tile is None else f"it takes its own tiles only, got {tile}"
 
 
-def seen_keys(problem: Problem) -> tuple[int, int]:
-    """Return the first key that the bounds let some row see, and the one behind the last.
-
-    What the others hold may be anything: kernels neither read it nor scale by it.
-    """
+def keys_in_bounds(problem: Problem) -> tuple[int, int]:
+    """Return the first key that is within the bounds of some row, and the one after the last."""
     if problem.sequences:  # whose bounds count from their own starts
         return 0, problem.seq_k
-    return _seen(problem.seq_k, problem.lower, problem.seq_q + problem.upper)
+    return _clipped(problem.lower, problem.seq_q + problem.upper, problem.seq_k)
 
 
-def seen_rows(problem: Problem) -> tuple[int, int]:
-    """Return the first query row that sees a key within the bounds, and the one behind the last."""
+def rows_in_bounds(problem: Problem) -> tuple[int, int]:
+    """Return the first query row that has a key within its bounds, and the one after the last."""
     if problem.sequences:
         return 0, problem.seq_q
-    return _seen(problem.seq_q, -problem.upper, problem.seq_k - problem.lower)
+    return _clipped(-problem.upper, problem.seq_k - problem.lower, problem.seq_q)
 
 
 def lists_whole_tiles(problem: Problem, *tiles: tuple[int, int, bool]) -> bool:
-    """Tell whether a block mask is all that hides, and hides nothing of a tile that is visited.
+    """Return whether the block mask is the only mask, and masks nothing in the tiles that it lists.
 
     Args:
         problem: The checked call.
-        tiles: Of each kernel block_q, block_k, and whether a line of its list is a tile of keys.
+        tiles: For each kernel: block_q, block_k, and whether its work items are tiles of keys.
     """
     mask, features = problem.block_mask, features_of(problem)
     is_bounded = problem.lower > 1 - problem.seq_q or problem.upper < problem.seq_k - 1
@@ -52,7 +49,6 @@ def lists_whole_tiles(problem: Problem, *tiles: tuple[int, int, bool]) -> bool:
     return all(bool(np.all(mask.tile_list(*one).tile_full)) for one in tiles)
 
 
-def _seen(count: int, first: int, stop: int) -> tuple[int, int]:
-    """Return what is within an array of so many places, one at the least: the copy engine needs it."""
-    first = min(max(first, 0), count - 1)
-    return first, max(min(stop, count), first + 1)
+def _clipped(first: int, stop: int, count: int) -> tuple[int, int]:
+    """Return the part of a range that lies within an array of ``count`` places."""
+    return max(first, 0), min(stop, count)

@@ -36,16 +36,6 @@ def _counters(device: int) -> Any:
     return to_device(np.zeros(2, np.int32))
 
 
-def no_flag() -> Any:
-    """Return (1,) int32 on the current device, 0: what nobody writes."""
-    return _no_flag(current_device())
-
-
-@cache
-def _no_flag(device: int) -> Any:
-    return to_device(np.zeros(1, np.int32))
-
-
 def no_clip() -> Any:
     """Return (2,) float64 on the current device, ones: a norm that nothing is clipped by."""
     return _no_clip(current_device())

@@ -194,7 +194,7 @@ SIMULATOR = Sizes(
     ),
     product_blocks=2,
     product_depth=8,
-    row_threads=4,
+    row_threads=2,
     flash1_bytes=400,
     flash1_threads=8,
     split_blocks=6,

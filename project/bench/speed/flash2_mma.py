@@ -140,8 +140,7 @@ def _seconds(run: Any) -> float:
 
 def _launch(call: Call, arrays: list[Any]) -> Any:
     launch = call.kernel[call.grid, call.layout.threads]
-    flag = call.flag()
-    return lambda: launch(*arrays, call.scale, flag, call.extras)
+    return lambda: launch(*arrays, call.scale, call.extras)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def test_tiles_are_those_whose_elements_are_seen(
             if col + block_k <= seq_k:
                 assert is_seen == part.any()
             assert tile in visited or not part.any()
+            assert tile not in visited or part.any() or lower > upper
             assert tile not in full or (part.all() and part.shape[1] == block_k)
             is_full = PLAIN.is_full_tile(start, block_q, seq_q, col, block_k, seq_k, lower, upper)
             assert is_full == (part.shape == (block_q, block_k) and bool(part.all()))

@@ -35,7 +35,7 @@ from minitorch.training.model_files import load_parameters, read_checkpoint, sav
 
 from ...support.attention_strategies import FEATURES, Case, cases
 from ...support.cuda_attention import RUNGS as CUDA_RUNGS
-from ...support.cuda_attention import fitting, tiny
+from ...support.cuda_attention import fitting, taken_by, tiny
 from ...support.cuda_attention import run as run_on_device
 from ...support.half_numbers import Array, beside_the_ties, every_number, on_halves, same_bits
 from ...support.tolerances import assert_close_arrays
@@ -325,6 +325,7 @@ def test_every_rung_on_the_host_is_the_textbook(target: str, rung: str, case: Ca
 @given(case=tiny(*HALF_DTYPES, features=("float mask", "alibi", "dlse")))
 @settings(max_examples=4)
 def test_every_rung_on_the_device_is_the_textbook(rung: str, case: Case) -> None:
+    case = taken_by(rung, case)
     case.check(run_on_device(case, rung, fitting(rung, case.tile)), f"by {rung}")
 
 

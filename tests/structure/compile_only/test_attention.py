@@ -13,9 +13,7 @@ import pytest
 
 from kernels import Problem, make_problem
 from kernels.common.philox import MULTIPLIER_0, MULTIPLIER_1
-from kernels.cuda.attention import naive, split_keys
-from kernels.cuda.attention.flash1 import backward as flash1_backward
-from kernels.cuda.attention.flash1 import forward as flash1
+from kernels.cuda.attention import flash1, naive, split_keys
 from kernels.cuda.attention.flash2 import backward as flash2_backward
 from kernels.cuda.attention.flash2 import dkdv as flash2_dkdv
 from kernels.cuda.attention.flash2 import dq as flash2_dq
@@ -49,7 +47,7 @@ ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
         *flash1.paper_tiles(GPU.flash1_bytes // dtype.itemsize, *dims)[0],
         *dims, GPU.flash1_threads, dtype,
     ),
-    "flash1 backward": lambda dtype, *dims: flash1_backward.backward_kernel(
+    "flash1 backward": lambda dtype, *dims: flash1.backward_kernel(
         *flash1.paper_tiles(GPU.flash1_bytes // dtype.itemsize, *dims)[1],
         *dims, GPU.flash1_threads, dtype,
     ),
@@ -255,7 +253,7 @@ def test_flash1_fits_the_shared_memory_with_every_width(itemsize: int) -> None:
             dims = head_dim, value_dim
             tile, backward_tile = flash1.paper_tiles(elements, *dims)
             assert flash1.forward_elements(tile, *dims) <= elements, dims
-            assert flash1_backward.backward_elements(backward_tile, *dims) <= elements, dims
+            assert flash1.backward_elements(backward_tile, *dims) <= elements, dims
 
 
 @pytest.mark.parametrize("dims", [(16, 16), (64, 64), (128, 128), (256, 256)], ids=str)

@@ -62,7 +62,6 @@ def counted() -> Iterator[Counts]:
         patch.object(Kernel, "__getitem__", launched),
         patch("kernels.cuda.attention.options.extras.to_device", to_device),
         patch("kernels.cuda.device.memory.to_device", to_device),
-        patch("kernels.cuda.attention.flash2_mma.nonfinite.fill", fill),
         patch("kernels.cuda.attention.flash2_mma.launch.fill", fill),
         patch("kernels.cuda.attention.flash2_mma.launch.merge_parts", lambda *arrays: None),
     ):

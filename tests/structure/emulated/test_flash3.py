@@ -142,12 +142,12 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
         for i, (array, count) in enumerate(zip((q, k, v, out), rows, strict=True))
     }
     shared = int(key_heads > 1)
-    shape = Shape(seq_q, seq_k, heads, 1, 0, shared, 0, shared, 0, first_key=0)
+    shape = Shape(seq_q, seq_k, heads, 1, 0, shared, 0, shared, 0)
     schedule = schedule_of(-(-seq_q // layout.block_q), heads, 1, 2)
     scale = head_dim**-0.5
     launch(
         forward_kernel(layout, widths, call.dtype), (call.blocks, 1),
-        *(np.zeros(128, np.uint8) for _ in maps), lse, counters, shape, scale, schedule, 0, 0,
+        *(np.zeros(128, np.uint8) for _ in maps), lse, counters, shape, scale, schedule, 0,
         Extras(*call.bounds, heads, 0, 0.0, 0, 0, 1.0), maps=maps,
     )  # fmt: skip
     wide = [from_bits(x, call.dtype)[0].astype(np.float64) for x in (q, k, v)]
@@ -185,12 +185,12 @@ def test_another_seed_is_another_question_and_all_that_does_not_depend_on_it_is_
 def test_what_lies_on_a_device_is_kept_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(per_device, "to_device", lambda array: array)
     monkeypatch.setattr(per_device, "encode_tensor_map", lambda *asked: [asked])
-    kept = (per_device._counters, per_device._no_flag, per_device._no_clip, per_device._device_map)
+    kept = (per_device._counters, per_device._no_clip, per_device._device_map)
     encoded = 256, (1, 1, 8, 64), (1024, 1024, 128, 2), (1, 1, 8, 64), "float16"
 
     def held(device: int) -> list[object]:
         monkeypatch.setattr(per_device, "current_device", lambda: device)
-        own = per_device.counters(), per_device.no_flag(), per_device.no_clip()
+        own = per_device.counters(), per_device.no_clip()
         return [*own, per_device.device_map(*encoded)]
 
     try:

@@ -119,10 +119,6 @@ def _gradients(call: Call, deterministic: bool, rng: np.random.Generator) -> Any
     results = {
         f"d{name}": np.full((1, heads, *size), 0xFFFF, np.uint16) for name, size in sizes.items()
     }
-    # Keys that nobody sees, and rows that see none, may be anything.
-    keys, rows = (lower, seq_q + upper), (-upper, seq_k - lower)
-    for name, (first, stop) in {"k": keys, "v": keys, "q": rows, "dout": rows}.items():
-        own[name][:, :, : max(first, 0)] = own[name][:, :, max(stop, 0) :] = 0xFFFF
     # Heads that share their keys do so by strides of 0, and get gradients of their own.
     shown = {name: np.broadcast_to(x, (1, heads, *x.shape[2:])) for name, x in own.items()}
     given = Operands(
@@ -140,12 +136,9 @@ def _emulated() -> Iterator[None]:
     maps: dict[int, TensorMap] = {}
     kept, counters = [], np.zeros(2, np.int32)
 
-    def tensor_map(
-        array: Any, seq: int, rows: int, dtype: str, first: int = 0
-    ) -> tuple[Any, int, int]:
+    def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
         differs = [int(array.strides[axis] != 0 and array.shape[axis] > 1) for axis in (1, 0)]
         tensor = array[: None if differs[1] else 1, : None if differs[0] else 1]
-        tensor = tensor[:, :, first : first + seq]
         kept.append(np.zeros(128, np.uint8))
         maps[id(kept[-1])] = TensorMap(tensor, (1, 1, rows, 64), 128)
         return kept[-1], differs[0], differs[1]

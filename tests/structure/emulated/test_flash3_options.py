@@ -64,11 +64,13 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _case(options: dict[str, Any], dtype: Any = FLOAT16, heads: int = 2) -> Case:
-    rng = np.random.default_rng(0)
-    shapes = (1, heads, SEQ_Q, 64), (1, heads, SEQ_K, 64), (1, heads, SEQ_K, 40)
+def _case(
+    options: dict[str, Any], dtype: Any = FLOAT16, lengths: tuple[int, int] = (SEQ_Q, SEQ_K)
+) -> Case:
+    rng, (seq_q, seq_k) = np.random.default_rng(0), lengths
+    shapes = (1, 2, seq_q, 64), (1, 2, seq_k, 64), (1, 2, seq_k, 40)
     q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
-    return Case(q, k, v, np.zeros((1, heads, SEQ_Q, 40), dtype), options, (16, 16))
+    return Case(q, k, v, np.zeros((1, 2, seq_q, 40), dtype), options, (16, 16))
 
 
 def _forward(
@@ -112,54 +114,15 @@ def test_an_option_is_the_textbooks(option: str, is_causal: bool) -> None:
     _check(case, _forward(case))
 
 
-def test_what_nobody_sees_may_be_nan_or_infinite() -> None:
-    rng = np.random.default_rng(2)
-    mask = rng.random((SEQ_Q, SEQ_K)) < 0.6
-    mask[:, 3:7] = mask[:, 20:33] = mask[:, 70:90] = mask[9:12] = False
-    case = _case({"attn_mask": mask})
-    hidden = ~mask.any(axis=0)
-    k, v = case.k.copy(), case.v.copy()
-    k[:, :, hidden], v[:, :, hidden] = np.nan, np.inf
-    found = _forward(replace(case, k=k, v=v))
-    k[:, :, hidden], v[:, :, hidden] = 0, 0
-    _check(replace(case, k=k, v=v), found)
-
-
-def _mask_of_a_row_that_bounds_hide() -> dict[str, Any]:
-    mask = np.ones((SEQ_Q, SEQ_K), bool)
-    mask[65:, 70] = False  # row 64 keeps it, and does not see it
-    return {"attn_mask": mask, "is_causal": True}
-
-
-def _block_of_a_row_that_bounds_hide() -> dict[str, Any]:
-    states, pattern = np.ones((1, 5, 3), int), np.ones((1, 16, 32), bool)
-    states[0, 4, 2], pattern[0, 1:, 6] = 2, False
-    mask = kernels.BlockMask(states, SEQ_Q, SEQ_K, (16, 32), pattern)
-    return {"block_mask": mask, "is_causal": True}
-
-
-@pytest.mark.parametrize(
-    "options", [_mask_of_a_row_that_bounds_hide(), _block_of_a_row_that_bounds_hide()],
-    ids=["mask", "block mask"],
-)  # fmt: skip
-def test_a_key_that_only_a_row_beyond_the_end_would_see_may_be_infinite(
-    options: dict[str, Any],
-) -> None:
-    case = _case(options, heads=1)
-    v = case.v.copy()
-    v[:, :, 70] = np.inf
-    _check(case, _forward(replace(case, v=v)))
-
-
-def test_a_key_that_only_the_next_sequences_rows_would_see_may_be_infinite() -> None:
-    case = _case({"is_causal": True}, heads=1)
-    case = replace(case, **{name: getattr(case, name)[0] for name in ("q", "k", "v", "dout")})
-    rows, keys = slice(0, 20), slice(0, 40)
-    own = replace(case, q=case.q[:, rows], k=case.k[:, keys], v=case.v[:, keys].copy())
-    case.v[0, 30] = np.inf
-    sequences = Sequences(np.array([0, 20, SEQ_Q]), np.array([0, 40, SEQ_K]), SEQ_Q, SEQ_K)
-    out, lse = _forward(case, sequences=sequences)
-    _check(replace(own, dout=case.dout[:, rows]), (out[:, rows], lse[:, rows]))
+def test_memory_beyond_the_sequences_is_never_read_into_a_result() -> None:
+    case = _case({"is_causal": True, "causal_offset": 20})
+    longer = {}
+    for name in ("q", "k", "v"):
+        array = getattr(case, name)
+        whole = np.full((*array.shape[:2], array.shape[2] + 40, array.shape[3]), np.nan, FLOAT16)
+        whole[:, :, : array.shape[2]] = array
+        longer[name] = whole[:, :, : array.shape[2]]
+    _check(case, _forward(replace(case, **longer)))
 
 
 #: Threads of a block of two consumers: the producer of keys and values, the scheduler, and consumer lanes.
@@ -193,24 +156,33 @@ def test_lists_of_whole_tiles_take_a_kernel_that_hides_nothing() -> None:
     _check(case, _forward(replace(case, k=k, v=v)))
 
 
-def test_keys_before_every_window_may_be_nan() -> None:
+def test_tiles_of_keys_before_every_window_are_never_read() -> None:
     case = _case({"window_size": (0, 9), "causal_offset": 40, "softcap": 2.0})
     k, v = case.k.copy(), case.v.copy()
-    k[:, :, :40] = v[:, :, :40] = np.nan
-    found = _forward(replace(case, k=k, v=v))
-    k[:, :, :40] = v[:, :, :40] = 0
-    _check(replace(case, k=k, v=v), found)
+    k[:, :, : SMALL.block_k] = v[:, :, : SMALL.block_k] = np.nan
+    _check(case, _forward(replace(case, k=k, v=v)))
 
 
-@pytest.mark.parametrize("items", [1, 2])
-def test_packed_sequences_end_where_tiles_do_not_and_know_nothing_of_each_other(items: int) -> None:
-    ends = (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)
-    case = _case({"is_causal": True, "causal_offset": 5})
+@pytest.mark.parametrize(
+    ("items", "row_ends", "key_ends"),
+    [
+        (1, (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)),
+        (2, (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)),
+        # Bounds leave the first consumer fewer tiles than the second.
+        (2, (0, 128, 128, 131), (0, 105, 110, 120)),
+    ],
+)
+def test_packed_sequences_end_where_tiles_do_not_and_do_not_affect_each_other(
+    items: int, row_ends: tuple[int, ...], key_ends: tuple[int, ...]
+) -> None:
+    ends, lengths = (row_ends, key_ends), (row_ends[-1], key_ends[-1])
+    case = _case({"is_causal": True, "causal_offset": 5}, lengths=lengths)
     case = replace(case, **{name: getattr(case, name)[0] for name in ("q", "k", "v", "dout")})
-    case.v[0, 30] = np.inf  # the third sequence's only key
-    sequences = Sequences(np.array(ends[0]), np.array(ends[1]), SEQ_Q, SEQ_K)
+    rows, keys = (slice(*sums[2:4]) for sums in ends)  # of the third sequence
+    case.q[:, rows], case.k[:, keys], case.v[:, keys] = np.nan, np.nan, np.inf
+    sequences = Sequences(np.array(ends[0]), np.array(ends[1]), *lengths)
     out, lse = _forward(case, replace(SMALL, items=items), sequences, blocks=1)
-    for i in (0, 3):
+    for i in (0, 3)[: len(row_ends) - 3]:
         rows, cols = (slice(*sums[i : i + 2]) for sums in ends)
         own = replace(case, q=case.q[:, rows], k=case.k[:, cols], v=case.v[:, cols])
         _check(replace(own, dout=case.dout[:, rows]), (out[:, rows], lse[:, rows]))

@@ -16,7 +16,7 @@ import numpy as np
 
 from kernels import launch
 from kernels.cuda.attention.flash2_mma import launch as flash2_mma
-from kernels.cuda.attention.flash2_mma import nonfinite, split_operands
+from kernels.cuda.attention.flash2_mma import split_operands
 from kernels.cuda.attention.flash2_mma.launch import ByKeys
 from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout
 from kernels.cuda.attention.options import extras
@@ -74,7 +74,6 @@ def _forget() -> None:
     arrays = extras._block_arrays, extras._list_arrays, extras._tiles, memory.device_constant
     for kept in (*arrays, extras._lasting, layout, *kernels):
         kept.cache_clear()
-    nonfinite._flags.clear()
     vars(EMULATED).pop("_usable", None)  # what its rungs can was asked of another device
 
 
@@ -105,7 +104,6 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
         "attention.flash2_mma.launch": of_launch,
         "attention.delta": {**pool, "as_bits": as_bits},
         "attention.flash2_mma.split_operands": {**pool, "device_view": _view, "THREADS": 64},
-        "attention.flash2_mma.nonfinite": {**pool, "fill": np.ndarray.fill, "device_view": _view},
         "attention.options.extras": {"to_device": lambda array: array},
         "device.memory": {"to_device": lambda array: array},
         "device.per_device": {"why_no_device": lambda needed: None},

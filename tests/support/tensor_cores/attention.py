@@ -58,10 +58,6 @@ class Call(NamedTuple):
         """Blocks."""
         return ceil_div(self.sizes[0], self.layout.block_q), self.heads
 
-    def flag(self, place: Any = lambda array: array) -> Any:
-        """What a kernel takes for the flag of numbers that are not finite: that there are some, or 0."""
-        return place(np.ones(1, np.int32)) if self.features.hides else 0
-
     @property
     def extras(self) -> Extras:
         """What a kernel takes beside the arrays: bounds, and what options need."""
@@ -93,9 +89,7 @@ def run(call: Call, rng: np.random.Generator) -> None:
         for name, value in (call.options or {}).items()
     }
     extras = call._replace(options=own).extras
-    call.kernel[call.grid, call.layout.threads](
-        *on_device, call.scale, call.flag(to_device), extras
-    )
+    call.kernel[call.grid, call.layout.threads](*on_device, call.scale, extras)
     check(call, *arrays[:3], *map(to_host, on_device[3:]))
 
 

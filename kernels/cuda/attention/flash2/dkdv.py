@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float64, int32, uint8, void
+from numba import float64, uint8, void
 
 from kernels.common.online_softmax import LN_2, LOG2_E
 from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
@@ -83,19 +83,18 @@ def dkdv_kernel(
     p_tile, lse_tile, delta_tile = tiles["p"], tiles["lse"], tiles["delta"]
     place, entries, tile_of, is_whole, is_within = make_visits(features, block_k, by_keys=True)
     scores = make_tile_scores(features, dtype, by_keys=True)
-    operand_factor, is_guarded = scores.operand_factor, scores.is_guarded
-    edge_of, gradient_of = scores.edge, scores.gradient
+    operand_factor, edge_of, gradient_of = scores.operand_factor, scores.edge, scores.gradient
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
     draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
-    load_k = make_load_tile(layout, block_k, head_width, real, vectors, is_guarded and atomics)
+    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
     load_v = make_load_tile(layout, block_k, value_width, real, vectors)
-    load_q = make_load_tile(layout, block_q, head_width, real, vectors, is_guarded)
-    load_dout = make_load_tile(layout, block_q, value_width, real, vectors, is_guarded)
+    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
+    load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
     multiply_kq = make_multiply(layout, block_k, block_q, head_width, real)
     multiply_v_dout = make_multiply(layout, block_k, block_q, value_width, real)
-    accumulate_dk = make_accumulate(layout, block_k, block_q, head_width, is_guarded)
-    accumulate_dv = make_accumulate(layout, block_k, block_q, value_width, is_guarded)
-    accumulate_dq = make_accumulate(layout, block_q, block_k, head_width, is_guarded)
+    accumulate_dk = make_accumulate(layout, block_k, block_q, head_width)
+    accumulate_dv = make_accumulate(layout, block_k, block_q, value_width)
+    accumulate_dq = make_accumulate(layout, block_q, block_k, head_width)
     store_dk = make_store_tile(layout, block_k, head_width, assign)
     store_dv = make_store_tile(layout, block_k, value_width, assign)
     add_dq = make_store_tile(layout, block_q, head_width, add_atomically)
@@ -139,13 +138,10 @@ def dkdv_kernel(
         dq_acc = cuda.local.array((dq_rows, k_width), real)  # (block_q, head_dim) / threads: dQ
         fragment = cuda.local.array((fragment_rows, VECTOR), real)  # (fragment_rows, 4): scratch
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
-        # Keys that no row sees, and rows that see no key of the tile, are read as zeros: zero times
-        # infinity would be NaN.
-        k_row, k_start = first_k + col, first_k + max(extras.lower, 0)
-        k_stop = first_k + min(seq_q + extras.upper, seq_k)
+        k_row, k_stop = first_k + col, first_k + seq_k
         factor = real(scale) * operand_factor
-        k_found = load_k(cuda.threadIdx.x, k, b, h, k_row, k_start, k_stop, factor, shared, k_tile)
-        load_v(cuda.threadIdx.x, v, b, h, k_row, k_start, k_stop, one, shared, v_tile)
+        load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, factor, shared, k_tile)
+        load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
         for i in range(own_keys):
             for c in range(k_width):
                 dk_acc[i, c] = zero
@@ -155,8 +151,6 @@ def dkdv_kernel(
         col_stop = min(col + block_k, seq_k)
         first = first_tile(col, block_q, seq_q, -extras.upper)
         stop = tiles_stop(col_stop, block_q, seq_q, -extras.lower)
-        q_start = int32(first_q + max(col - extras.upper, 0))
-        q_stop = int32(first_q + min(col_stop - extras.lower, seq_q))
         entry, entries_stop = entries(flat, col, seq_k, first, stop, extras)
         for e in range(entry, entries_stop):
             t = tile_of(e, extras)
@@ -167,24 +161,17 @@ def dkdv_kernel(
                 ) and is_whole(e, extras)
                 cuda.syncthreads()  # every thread is done with the last query tile
                 # 9: load Q_i, dO_i, L_i, D_i
-                q_row = first_q + row
-                found = load_q(
-                    cuda.threadIdx.x, q, b, h, q_row, q_start, q_stop, one, shared, q_tile
-                )
-                found |= load_dout(
-                    cuda.threadIdx.x, dout, b, h, q_row, q_start, q_stop, one, shared, dout_tile
-                )
+                q_row, q_stop = first_q + row, first_q + seq_q
+                load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, one, shared, q_tile)
+                load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_stop, one, shared, dout_tile)
                 draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
                 for r in range(cuda.threadIdx.x, block_q, lanes * rows_of_threads):
-                    inside = q_start <= q_row + r < q_stop
+                    inside = q_row + r < q_stop
                     shared[lse_tile + r] = (
                         real(shift_of(lse[b, h, q_row + r])) * log2_e if inside else inf
                     )
                     shared[delta_tile + r] = delta[b, h, q_row + r] if inside else zero
-                if is_guarded:
-                    found = cuda.syncthreads_or(found | k_found)  # the tiles are whole
-                else:
-                    cuda.syncthreads()  # the tiles are whole
+                cuda.syncthreads()  # the tiles are whole
                 # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
                 multiply_kq(tx, ty, s, fragment, shared, k_tile, q_tile)
                 multiply_v_dout(tx, ty, dp, fragment, shared, v_tile, dout_tile)
@@ -207,7 +194,7 @@ def dkdv_kernel(
                         shared[p_tile + place_of_p] = s[i, c]
                 cuda.syncthreads()  # P is whole
                 # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i
-                accumulate_dv(tx, ty, dv_acc, fragment, shared, p_tile, dout_tile, found)
+                accumulate_dv(tx, ty, dv_acc, fragment, shared, p_tile, dout_tile)
                 cuda.syncthreads()  # every thread is done with P: dS takes its place
                 for i in range(own_keys):
                     for c in range(own_rows):
@@ -215,7 +202,7 @@ def dkdv_kernel(
                         shared[p_tile + place_of_ds] = dp[i, c]
                 cuda.syncthreads()  # dS is whole
                 # 16: dK_j += dSᵀ Q_i
-                accumulate_dk(tx, ty, dk_acc, fragment, shared, p_tile, q_tile, found)
+                accumulate_dk(tx, ty, dk_acc, fragment, shared, p_tile, q_tile)
                 if atomics:
                     cuda.syncthreads()  # every thread is done with dSᵀ: dS takes its place
                     for i in range(own_keys):
@@ -227,15 +214,15 @@ def dkdv_kernel(
                             dq_acc[i, c] = zero
                     cuda.syncthreads()  # dS is whole
                     # 15: dQ_i += dS K_j, where K_j is scaled by τ already
-                    accumulate_dq(tx, ty, dq_acc, fragment, shared, p_tile, k_tile, found)
-                    add_dq(tx, ty, dq_acc, dq, b, h, q_row, first_q + seq_q)
+                    accumulate_dq(tx, ty, dq_acc, fragment, shared, p_tile, k_tile)
+                    add_dq(tx, ty, dq_acc, dq, b, h, q_row, q_stop)
         # 18: write dK_j, dV_j
         tau = real(scale)
         for i in range(own_keys):
             for c in range(k_width):
                 dk_acc[i, c] *= tau
-        store_dk(tx, ty, dk_acc, dk, b, h, k_row, first_k + seq_k)
-        store_dv(tx, ty, dv_acc, dv, b, h, k_row, first_k + seq_k)
+        store_dk(tx, ty, dk_acc, dk, b, h, k_row, k_stop)
+        store_dv(tx, ty, dv_acc, dv, b, h, k_row, k_stop)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
     extras = extras_type(features, dtype)

@@ -101,17 +101,16 @@ def dq_kernel(
     k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
     place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
     scores = make_tile_scores(features, dtype)
-    operand_factor, is_guarded = scores.operand_factor, scores.is_guarded
-    edge_of, gradient_of = scores.edge, scores.gradient
+    operand_factor, edge_of, gradient_of = scores.operand_factor, scores.edge, scores.gradient
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
     draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
     load_q = make_load_tile(layout, block_q, head_width, real, vectors)
     load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
-    load_k = make_load_tile(layout, block_k, head_width, real, vectors, is_guarded)
+    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
     load_v = make_load_tile(layout, block_k, value_width, real, vectors)
     multiply_qk = make_multiply(layout, block_q, block_k, head_width, real)
     multiply_dout_v = make_multiply(layout, block_q, block_k, value_width, real)
-    accumulate = make_accumulate(layout, block_q, block_k, head_width, is_guarded)
+    accumulate = make_accumulate(layout, block_q, block_k, head_width)
     store_dq = make_store_tile(layout, block_q, head_width, assign)
     zero, one, inf = dtype.type(0), dtype.type(1), dtype.type(math.inf)
     log2_e = dtype.type(LOG2_E)
@@ -149,8 +148,8 @@ def dq_kernel(
         own_delta = cuda.local.array(own_rows, real)  # (own_rows,): D
         q_row, q_stop = first_q + row, first_q + seq_q
         factor = real(scale) * operand_factor
-        load_q(cuda.threadIdx.x, q, b, h, q_row, q_row, q_stop, factor, shared, q_tile)
-        load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_row, q_stop, one, shared, dout_tile)
+        load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, factor, shared, q_tile)
+        load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_stop, one, shared, dout_tile)
         # A row beyond the end has lse infinite, and so no probabilities.
         for i in range(own_rows):
             this_row = q_row + ty + i * rows_of_threads
@@ -164,9 +163,6 @@ def dq_kernel(
         stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)
         full = first_full_tile(row_stop, block_k, extras.lower)
         full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
-        # Keys that no row of the tile sees are read as zeros: zero times infinity would be NaN.
-        k_start = first_k + max(row + extras.lower, 0)
-        k_stop = first_k + min(row_stop + extras.upper, seq_k)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
         for e in range(entry, entries_stop):
             j = tile_of(e, extras)
@@ -174,16 +170,11 @@ def dq_kernel(
                 col = j * block_k
                 whole = full <= j < full_stop and is_whole(e, extras)
                 cuda.syncthreads()  # every thread is done with the last key tile
-                k_row = first_k + col
-                found = load_k(
-                    cuda.threadIdx.x, k, b, h, k_row, k_start, k_stop, one, shared, k_tile
-                )
-                load_v(cuda.threadIdx.x, v, b, h, k_row, k_start, k_stop, one, shared, v_tile)
+                k_row, k_stop = first_k + col, first_k + seq_k
+                load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, one, shared, k_tile)
+                load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
                 draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
-                if is_guarded:
-                    found = cuda.syncthreads_or(found)  # the tiles are whole
-                else:
-                    cuda.syncthreads()  # the tiles are whole
+                cuda.syncthreads()  # the tiles are whole
                 # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
                 multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
                 multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
@@ -205,7 +196,7 @@ def dq_kernel(
                         shared[ds_tile + place_of_ds] = dp[i, c]
                 cuda.syncthreads()  # dS is whole
                 # 15: dQ_i += dS K_j
-                accumulate(tx, ty, acc, fragment, shared, ds_tile, k_tile, found)
+                accumulate(tx, ty, acc, fragment, shared, ds_tile, k_tile)
         tau = real(scale)
         for i in range(own_rows):
             for c in range(own_width):

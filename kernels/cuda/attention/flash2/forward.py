@@ -130,15 +130,14 @@ def forward_kernel(
     scratch_shape = (block_q, lanes) if IS_SIMULATOR else (1, 1)
     place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
     scores = make_tile_scores(features, dtype)
-    operand_factor, is_guarded = scores.operand_factor, scores.is_guarded
-    edge_of, score_of = scores.edge, scores.score
+    operand_factor, edge_of, score_of = scores.operand_factor, scores.edge, scores.score
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
     draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
     load_q = make_load_tile(layout, block_q, head_width, real, vectors)
     load_k = make_load_tile(layout, block_k, head_width, real, vectors)
-    load_v = make_load_tile(layout, block_k, value_width, real, vectors, is_guarded)
+    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
     multiply = make_multiply(layout, block_q, block_k, head_width, real)
-    accumulate = make_accumulate(layout, block_q, block_k, value_width, is_guarded)
+    accumulate = make_accumulate(layout, block_q, block_k, value_width)
     store_out = make_store_tile(layout, block_q, value_width, assign)
     row_max_of, row_sum_of = make_row_reductions(lanes)
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
@@ -179,7 +178,7 @@ def forward_kernel(
         # 4: load Q_i, scaled so that exp becomes exp2
         q_row, q_stop = first_q + row, first_q + seq_q
         factor = real(scale) * operand_factor
-        load_q(cuda.threadIdx.x, q, b, h, q_row, q_row, q_stop, factor, shared, q_tile)
+        load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, factor, shared, q_tile)
         # 5: O = 0, l = 0, m = -inf
         for i in range(own_rows):
             row_max[i] = minus_inf
@@ -191,9 +190,6 @@ def forward_kernel(
         stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)
         full = first_full_tile(row_stop, block_k, extras.lower)
         full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
-        # Keys that no row of the tile sees are read as zeros: zero times infinity would be NaN.
-        k_start = first_k + max(row + extras.lower, 0)
-        k_stop = first_k + min(row_stop + extras.upper, seq_k)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
         out_batch = b
         if is_split:
@@ -209,16 +205,11 @@ def forward_kernel(
                 whole = full <= j < full_stop and is_whole(e, extras)
                 cuda.syncthreads()  # every thread is done with the last key tile
                 # 7: load K_j, V_j
-                k_row = first_k + col
-                load_k(cuda.threadIdx.x, k, b, h, k_row, k_start, k_stop, one, shared, k_tile)
-                found = load_v(
-                    cuda.threadIdx.x, v, b, h, k_row, k_start, k_stop, one, shared, v_tile
-                )
+                k_row, k_stop = first_k + col, first_k + seq_k
+                load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, one, shared, k_tile)
+                load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
                 draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
-                if is_guarded:
-                    found = cuda.syncthreads_or(found)  # the tiles are whole
-                else:
-                    cuda.syncthreads()  # the tiles are whole
+                cuda.syncthreads()  # the tiles are whole
                 # 8: S = Q_i K_jᵀ
                 multiply(tx, ty, s, fragment, shared, q_tile, k_tile)
                 edge = edge_of(row + ty, col + tx, seq_q, seq_k, extras)
@@ -255,7 +246,7 @@ def forward_kernel(
                     # END TASK 5.7
                 cuda.syncthreads()  # P is whole
                 # 10, second half: O = O + P V_j
-                accumulate(tx, ty, acc, fragment, shared, p_tile, v_tile, found)
+                accumulate(tx, ty, acc, fragment, shared, p_tile, v_tile)
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             r = ty + i * rows_of_threads

@@ -128,8 +128,8 @@ def dmask_kernel(
                 row = t * block_q
                 row_stop = min(row + block_q, seq_q)
                 cuda.syncthreads()  # every thread is done with the last query tile
-                load_q(cuda.threadIdx.x, q, b, h, row, row, seq_q, factor, shared, q_tile)
-                load_dout(cuda.threadIdx.x, dout, b, h, row, row, seq_q, one, shared, dout_tile)
+                load_q(cuda.threadIdx.x, q, b, h, row, seq_q, factor, shared, q_tile)
+                load_dout(cuda.threadIdx.x, dout, b, h, row, seq_q, one, shared, dout_tile)
                 # A row beyond the end has lse infinite, and so no probabilities.
                 for i in range(own_rows):
                     this_row = row + ty + i * rows_of_threads
@@ -147,8 +147,8 @@ def dmask_kernel(
                         col = j * block_k
                         whole = full <= j < full_stop and is_whole(e, extras)
                         cuda.syncthreads()  # every thread is done with the last key tile
-                        load_k(cuda.threadIdx.x, k, b, h, col, col, seq_k, one, shared, k_tile)
-                        load_v(cuda.threadIdx.x, v, b, h, col, col, seq_k, one, shared, v_tile)
+                        load_k(cuda.threadIdx.x, k, b, h, col, seq_k, one, shared, k_tile)
+                        load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_tile)
                         draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
                         cuda.syncthreads()  # the tiles are whole
                         # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ

@@ -17,19 +17,16 @@ from numba import float32, int32, uint8, uint16, uint32, void
 
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
-from kernels.cuda.attention.flash2_mma.key_columns import make_bounds, make_row_values
-from kernels.cuda.attention.flash2_mma.nonfinite import (
-    flag_type,
-    is_flagged,
-    make_clear_rows,
-    never_flagged,
-)
+from kernels.cuda.attention.flash2_mma.fragment_scores import make_gradients_by_keys
 from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
+from kernels.cuda.attention.flash2_mma.tile_bounds import (
+    make_key_bounds,
+    make_put_row_values,
+    make_row_values,
+)
 from kernels.cuda.attention.flash2_mma.tiles import (
-    COL_OF,
     COLS,
     HALF,
-    ROW_OF,
     ROWS,
     WARP,
     MmaKeyLayout,
@@ -48,11 +45,9 @@ from kernels.cuda.ptx.copies import (
     anew,
     cp_async_commit_group,
     cp_async_wait_all,
-    ld_shared_v2,
     shared_address,
 )
 from kernels.cuda.ptx.fragments import lane_col, lane_row
-from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.runtime.kernel import WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
@@ -114,13 +109,12 @@ def dkdv_kernel(
     visits = make_visits(features, block_k, by_keys=True)
     place, entries, tile_of, is_whole, _ = visits
     next_entry = make_next_entry(visits)
-    scores = make_tile_scores(features, FLOAT32, by_keys=True, exp2=ex2)
-    operand_factor, is_guarded = scores.operand_factor, features.hides
-    edge_of, gradient_of = scores.edge, scores.gradient
-    is_plain, has_sums = features.of_elements == PLAIN, sums is not None
-    is_found = is_flagged if is_guarded else never_flagged
+    scores = make_tile_scores(features, FLOAT32)
+    operand_factor, edge_of = scores.operand_factor, scores.edge
+    has_sums = sums is not None
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
-    draw, kept, listed, has_bits = tile_bits.draw, tile_bits.kept, tile_bits.listed, tile_bits.bytes
+    draw, has_bits = tile_bits.draw, tile_bits.bytes
+    to_gradients = make_gradients_by_keys(layout, features, tile_bits)
     copy_k = make_copy_tile(threads, block_k, head_width, copied, terms)
     copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
     copy_q = make_copy_tile(threads, block_q, head_width, copied, terms)
@@ -134,16 +128,11 @@ def dkdv_kernel(
     store = make_store_sums if numbers.is_scaled else make_store_tile
     store_dk = store(turned, head_width, dtype, vectors, k_own)
     store_dv = store(turned, value_width, dtype, vectors, v_own)
-    seen_q = tiles.elements + tile_bits.bytes
-    seen_k = seen_q + block_q
-    clear_q = make_clear_rows(threads, step_q, head_width, terms, block_q)
-    clear_dout = make_clear_rows(threads, step_q, value_width, terms, block_q)
-    clear_k = make_clear_rows(threads, block_k, head_width, terms)
-    bounds, is_inside = make_bounds(layout)
-    row_values, zero = make_row_values(layout), np.float32(0)
-    rows_of, cols_of = ROW_OF, COL_OF
+    bounds, is_inside = make_key_bounds(layout)
+    row_values, put_row_values = make_row_values(layout), make_put_row_values(layout)
+    zero = np.float32(0)
 
-    def flash2_mma_dkdv(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, flag, extras):
+    def flash2_mma_dkdv(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq / τ
@@ -176,7 +165,7 @@ def dkdv_kernel(
         thread = cuda.threadIdx.x
         lane, warp = int32(thread % WARP), thread // WARP
         warp_key = warp * warp_keys
-        # k, v, two each of q and dout, ds, two each of lse and delta; then bits, then seen
+        # k, v, two each of q and dout, ds, two each of lse and delta; then bits
         bits = cuda.shared.array(0, uint8)
         halves = cuda.shared.array(0, uint16)  # the same memory
         floats = cuda.shared.array(0, float32)  # the same memory
@@ -192,27 +181,23 @@ def dkdv_kernel(
         a_fragment = cuda.local.array((a_tiles, 4), uint32)  # (warp_keys, 16) / 32: K, V, P or dS
         b_fragment = cuda.local.array((b_tiles, 2), uint32)  # (16, 16) / 32: Q, or dO
         # 8: for 1 <= i <= T_r, but only those that see a column of the tile
-        first, stop, k_start, k_stop, q_start, q_stop = bounds(
-            col, first_q, seq_q, first_k, seq_k, extras
-        )
-        k_row = first_k + col
+        first, stop = bounds(col, seq_q, seq_k, extras)
+        k_row, k_stop, q_stop = first_k + col, first_k + seq_k, first_q + seq_q
         entry, entries_stop = entries(flat, col, seq_k, first, stop, extras)
         entry = next_entry(entry, entries_stop, first, stop, extras)
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
-        copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
-        copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
+        copy_k(thread, k, b, h, k_row, k_stop, k_tile)
+        copy_v(thread, v, b, h, k_row, k_stop, v_tile)
         top = top_of(scale, b, h)
         dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
         shift = own_delta = zero
         if entry < entries_stop:
             q_row = first_q + tile_of(entry, extras) * block_q
-            copy_q(thread, q, b, h, q_row, q_start, q_stop, q_tile)
-            copy_dout(thread, dout, b, h, q_row, q_start, q_stop, dout_tile)
-            for r in range(thread, block_q, threads):
-                shift, own_delta = row_values(
-                    r, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit
-                )
-                floats[lse_index + r], floats[delta_index + r] = shift, own_delta
+            copy_q(thread, q, b, h, q_row, q_stop, q_tile)
+            copy_dout(thread, dout, b, h, q_row, q_stop, dout_tile)
+            put_row_values(
+                thread, floats, lse_index, delta_index, lse, delta, b, h, q_row, q_stop, top, delta_unit
+            )  # fmt: skip
         cp_async_commit_group()
         for n in range(dk_tiles):
             for i in range(4):
@@ -221,7 +206,6 @@ def dkdv_kernel(
             for i in range(4):
                 dv_acc[n, i] = zero
         factor = unit_of_scores(scale, b, h) * operand_factor
-        found = is_found(flag)
         stage = 0
         while entry < entries_stop:
             t = tile_of(entry, extras)
@@ -235,26 +219,18 @@ def dkdv_kernel(
             other = 1 - stage
             if entry < entries_stop:
                 q_row = first_q + tile_of(entry, extras) * block_q
-                copy_q(thread, q, b, h, q_row, q_start, q_stop, q_tile + other * q_bytes)
-                copy_dout(
-                    thread, dout, b, h, q_row, q_start, q_stop, dout_tile + other * dout_bytes
-                )
+                copy_q(thread, q, b, h, q_row, q_stop, q_tile + other * q_bytes)
+                copy_dout(thread, dout, b, h, q_row, q_stop, dout_tile + other * dout_bytes)
                 if threads >= block_q:  # on their way until they are stored below
                     shift, own_delta = row_values(
-                        thread, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit
+                        thread, lse, delta, b, h, q_row, q_stop, top, delta_unit
                     )
                 else:
-                    for r in range(thread, block_q, threads):
-                        shift, own_delta = row_values(
-                            r, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit
-                        )
-                        at = other * block_q + r
-                        floats[lse_index + at], floats[delta_index + at] = shift, own_delta
+                    put_row_values(
+                        thread, floats, lse_index + other * block_q, delta_index + other * block_q,
+                        lse, delta, b, h, q_row, q_stop, top, delta_unit,
+                    )  # fmt: skip
             cp_async_commit_group()
-            if found:
-                for n in range(thread, block_q + block_k, threads):
-                    bits[seen_q + n] = 0
-                cuda.syncthreads()  # nothing has been seen yet
             lse_row = memory + lse_offset + WORD * (stage * block_q + lane_col(lane))
             delta_row = memory + delta_offset + WORD * (stage * block_q + lane_col(lane))
             own_row, own_col = row + lane_col(lane), col + warp_key + lane_row(lane)
@@ -267,53 +243,12 @@ def dkdv_kernel(
                 multiply_kq(s, a_fragment, b_fragment, k_tile, q_stage, lane, warp_key)
                 multiply_v_dout(dp, a_fragment, b_fragment, v_tile, dout_stage, lane, warp_key)
                 # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-                if is_plain and whole:
-                    for n in range(col_tiles):
-                        low, high = ld_shared_v2(lse_row + WORD * (step + n * COLS))
-                        low_delta, high_delta = ld_shared_v2(delta_row + WORD * (step + n * COLS))
-                        for m in range(key_tiles):
-                            at = m * col_tiles + n
-                            for i in range(0, 4, 2):
-                                p, next_p = (
-                                    ex2(s[at, i] * factor - low),
-                                    ex2(s[at, i + 1] * factor - high),
-                                )
-                                s[at, i], s[at, i + 1] = p, next_p
-                                dp[at, i] = p * (dp[at, i] * dp_unit - low_delta)
-                                dp[at, i + 1] = next_p * (dp[at, i + 1] * dp_unit - high_delta)
-                else:
-                    for n in range(col_tiles):
-                        low, high = ld_shared_v2(lse_row + WORD * (step + n * COLS))
-                        low_delta, high_delta = ld_shared_v2(delta_row + WORD * (step + n * COLS))
-                        for m in range(key_tiles):
-                            at = m * col_tiles + n
-                            for i in range(4):
-                                r, c = step + n * COLS + cols_of[i], m * ROWS + rows_of[i]
-                                in_row, in_col = lane_col(lane) + r, warp_key + lane_row(lane) + c
-                                keep = kept(bits, in_row, in_col, extras)
-                                p, dp[at, i] = gradient_of(
-                                    s[at, i] * factor, dp[at, i] * dp_unit, high if i % 2 else low,
-                                    high_delta if i % 2 else low_delta, keep, whole,
-                                    listed(bits, in_row, in_col), edge, flat, b, h,
-                                    own_row, r, own_col, c, seq_q, seq_k, extras,
-                                )  # fmt: skip
-                                s[at, i] = p * keep
+                to_gradients(
+                    s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
+                    flat, b, h, own_row, own_col, seq_q, seq_k, extras,
+                )  # fmt: skip
                 if has_sums:
                     store_ds(dp, ds_tile, lane, warp_key, step // COLS)
-                if found:
-                    # Rows that see no key of the tile, and keys that none sees: zero times infinity
-                    # would be NaN.
-                    for n in range(col_tiles):
-                        for m in range(key_tiles):
-                            for i in range(4):
-                                if s[m * col_tiles + n, i] != zero:
-                                    r, c = step + n * COLS + cols_of[i], m * ROWS + rows_of[i]
-                                    bits[seen_q + lane_col(lane) + r] = 1
-                                    bits[seen_k + warp_key + lane_row(lane) + c] = 1
-                    cuda.syncthreads()  # everybody is done with Q and dO, and has said what it sees
-                    clear_q(thread, bits, seen_q + step, q_stage)
-                    clear_dout(thread, bits, seen_q + step, dout_stage)
-                    cuda.syncthreads()  # what nobody sees is zeros
                 # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i
                 accumulate_dv(dv_acc, s, a_fragment, b_fragment, dout_stage, lane, v_chunk)
                 # 16: dK_j += dSᵀ Q_i
@@ -323,16 +258,9 @@ def dkdv_kernel(
                 floats[lse_index + at], floats[delta_index + at] = shift, own_delta
             if has_sums or has_bits:
                 cuda.syncthreads()  # dS is whole, and the bits have been read
-            if has_sums and found:
-                clear_k(thread, bits, seen_k, k_tile)
-                cuda.syncthreads()  # what nobody sees is zeros
             # 15: dQ_i += dS K_j
             lane = anew(lane)
             add_dq(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, t, part, k_chunk, extras)
-            if has_sums and found:
-                cuda.syncthreads()  # every warp is done with K, which others may see after all
-                copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
-                cp_async_commit_group()
             stage = other
         # 18: write dK_j, dV_j
         cp_async_wait_all()
@@ -344,15 +272,14 @@ def dkdv_kernel(
         for n in range(dv_tiles):
             for i in range(4):
                 dv_acc[n, i] *= dv_unit
-        k_end = first_k + seq_k
-        store_dk(dk_acc, dk, b, h, k_row, k_end, halves, memory, k_tile, lane, warp_key, k_chunk)
-        store_dv(dv_acc, dv, b, h, k_row, k_end, halves, memory, v_tile, lane, warp_key, v_chunk)
+        store_dk(dk_acc, dk, b, h, k_row, k_stop, halves, memory, k_tile, lane, warp_key, k_chunk)
+        store_dv(dv_acc, dv, b, h, k_row, k_stop, halves, memory, v_tile, lane, warp_key, v_chunk)
 
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
-    rest = scale_type(numbers, True), flag_type(is_guarded), extras_type(features, FLOAT32)
+    rest = scale_type(numbers, True), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if numbers.is_scaled else read
     signature = void(read, read, read, read, rows, rows, rows, written, written, *rest)
-    shared_bytes = seen_q + (block_q + block_k if is_guarded else 0)
+    shared_bytes = tiles.elements + tile_bits.bytes
     return Kernel(flash2_mma_dkdv, signature, threads, shared_bytes, layout.resident)
 
 

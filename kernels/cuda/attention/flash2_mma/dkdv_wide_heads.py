@@ -11,7 +11,7 @@ bfloat16.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -20,9 +20,8 @@ from numba import float32, int32, uint8, uint16, uint32, void
 from kernels.cuda.attention.flash2_mma.dkdv import add_nothing
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
-from kernels.cuda.attention.flash2_mma.key_columns import make_bounds, make_row_values
-from kernels.cuda.attention.flash2_mma.nonfinite import flag_type
 from kernels.cuda.attention.flash2_mma.products import make_accumulate_stored, make_multiply
+from kernels.cuda.attention.flash2_mma.tile_bounds import make_key_bounds, make_row_values
 from kernels.cuda.attention.flash2_mma.tiles import (
     COL_OF,
     COLS,
@@ -54,7 +53,7 @@ from kernels.cuda.ptx.copies import (
 from kernels.cuda.ptx.fragments import lane_col, lane_row
 from kernels.cuda.ptx.numbers import ex2, float_of
 from kernels.cuda.ptx.swizzle import CHUNK
-from kernels.cuda.runtime.kernel import WORD, Kernel, array_type
+from kernels.cuda.runtime.kernel import WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 
@@ -78,6 +77,70 @@ def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
         lse=rows,
         delta=rows,
     )
+
+
+@cache
+def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
+    """Return the function that makes Pᵀ of the products of a warp of the first half, in place.
+
+    ``to_probabilities(s, lse_row, factor, whole, lane, flat, b, h, row, col, seq_q, seq_k, extras)``, for
+    the warp's rows and keys from (row, col) on; ``lse_row`` is the address of L of the lane's first row.
+    """
+    key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
+    scores = make_tile_scores(PLAIN, FLOAT32, by_keys=True)
+    edge_of, score_of, rows_of, cols_of = scores.edge, scores.score, ROW_OF, COL_OF
+
+    @device_function
+    def to_probabilities(
+        s, lse_row, factor, whole, lane, flat, b, h, row, col, seq_q, seq_k, extras
+    ):
+        if whole:
+            for n in range(col_tiles):
+                low, high = ld_shared_v2(lse_row + WORD * n * COLS)
+                for m in range(key_tiles):
+                    at = m * col_tiles + n
+                    for i in range(4):
+                        s[at, i] = ex2(s[at, i] * factor - (high if i % 2 else low))
+        else:
+            own_row, own_col = row + lane_col(lane), col + lane_row(lane)
+            edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
+            for n in range(col_tiles):
+                low, high = ld_shared_v2(lse_row + WORD * n * COLS)
+                for m in range(key_tiles):
+                    at = m * col_tiles + n
+                    for i in range(4):
+                        r, c = n * COLS + cols_of[i], m * ROWS + rows_of[i]
+                        score = score_of(
+                            s[at, i] * factor, False, True, edge, flat, b, h,
+                            own_row, r, own_col, c, seq_q, seq_k, extras,
+                        )  # fmt: skip
+                        s[at, i] = ex2(score - (high if i % 2 else low))
+
+    return to_probabilities
+
+
+@cache
+def _make_to_ds(layout: MmaRoleLayout) -> Callable[..., None]:
+    """Return the function that makes dSᵀ of the products of a warp of the second half, in place.
+
+    ``to_ds(s, delta_row, exchange, dp_unit)``: ``delta_row`` is the address of D of the lane's first row,
+    ``exchange`` that of the lane's part of Pᵀ.
+    """
+    key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
+
+    @device_function
+    def to_ds(s, delta_row, exchange, dp_unit):
+        p = cuda.local.array(4, uint32)  # (16, 8) / 32: Pᵀ, as bits of float32
+        for n in range(col_tiles):
+            low, high = ld_shared_v2(delta_row + WORD * n * COLS)
+            for m in range(key_tiles):
+                at = m * col_tiles + n
+                ld_shared_v4(p, exchange + CHUNK * WARP * at)
+                for i in range(4):
+                    ds = s[at, i] * dp_unit - (high if i % 2 else low)
+                    s[at, i] = float_of(p[i]) * ds
+
+    return to_ds
 
 
 @cache
@@ -116,11 +179,11 @@ def roles_kernel(
     lse_index, delta_index = lse_offset // WORD, delta_offset // WORD
     stage_bytes, has_sums = HALF * block_q * width, sums is not None
     place, entries = make_visits(features, block_k, by_keys=True)[:2]
-    scores = make_tile_scores(PLAIN, FLOAT32, by_keys=True)
-    operand_factor, edge_of, score_of = scores.operand_factor, scores.edge, scores.score
-    bounds, is_inside = make_bounds(layout)
+    operand_factor = make_tile_scores(PLAIN, FLOAT32).operand_factor
+    to_probabilities, to_ds = _make_to_probabilities(layout), _make_to_ds(layout)
+    bounds, is_inside = make_key_bounds(layout)
     row_values = make_row_values(layout)
-    zero, minus_inf = np.float32(0), np.float32(-math.inf)
+    zero = np.float32(0)
     copy_keys = make_copy_tile(threads, block_k, width, copied)
     copy_rows = make_copy_tile(threads, block_q, width, copied)
     multiply = make_multiply(turned, width, dtype)
@@ -129,13 +192,12 @@ def roles_kernel(
     add_dq = make_add_dq(layout, sums, width, width, dtype) if sums else add_nothing
     store = make_store_sums if numbers.is_scaled else make_store_tile
     store_keys = store(turned, width, dtype, vectors, own)
-    rows_of, cols_of = ROW_OF, COL_OF
     if threads < block_q:
         raise ValueError(
             f"{threads} threads cannot bring L and D of {block_q} rows, take more warps"
         )
 
-    def flash2_mma_roles(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, flag, extras):
+    def flash2_mma_roles(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq / τ
@@ -182,27 +244,22 @@ def roles_kernel(
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: Sᵀ, Pᵀ, or dPᵀ, dSᵀ
         a_fragment = cuda.local.array((key_tiles, 4), uint32)  # (warp_keys, 16) / 32: K, V, P or dS
         b_fragment = cuda.local.array((2, 2), uint32)  # (16, 16) / 32: Q, or dO
-        p = cuda.local.array(4, uint32)  # (16, 8) / 32: Pᵀ, as bits of float32
         # 8: for 1 <= i <= T_r, but only those that see a column of the tile
-        first, stop, k_start, k_stop, q_start, q_stop = bounds(
-            col, first_q, seq_q, first_k, seq_k, extras
-        )
-        k_row = first_k + col
+        first, stop = bounds(col, seq_q, seq_k, extras)
+        k_row, k_stop, q_stop = first_k + col, first_k + seq_k, first_q + seq_q
         tile, stop = entries(flat, col, seq_k, first, stop, extras)
         # 6: load K_j, V_j     7: dK_j = 0, dV_j = 0
-        copy_keys(thread, k, b, h, k_row, k_start, k_stop, k_tile)
-        copy_keys(thread, v, b, h, k_row, k_start, k_stop, v_tile)
+        copy_keys(thread, k, b, h, k_row, k_stop, k_tile)
+        copy_keys(thread, v, b, h, k_row, k_stop, v_tile)
         top = top_of(scale, b, h)
         dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
         factor = unit_of_scores(scale, b, h) * operand_factor
         shift = own_delta = zero
         if tile < stop:
             q_row = first_q + tile * block_q
-            copy_rows(thread, q, b, h, q_row, q_start, q_stop, q_tile)
-            copy_rows(thread, dout, b, h, q_row, q_start, q_stop, dout_tile)
-            shift, own_delta = row_values(
-                thread, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit
-            )
+            copy_rows(thread, q, b, h, q_row, q_stop, q_tile)
+            copy_rows(thread, dout, b, h, q_row, q_stop, dout_tile)
+            shift, own_delta = row_values(thread, lse, delta, b, h, q_row, q_stop, top, delta_unit)
             if thread < block_q:
                 floats[lse_index + thread], floats[delta_index + thread] = shift, own_delta
         cp_async_commit_group()
@@ -219,10 +276,10 @@ def roles_kernel(
             other = 1 - stage
             if tile < stop:
                 q_row, at = first_q + tile * block_q, other * stage_bytes
-                copy_rows(thread, q, b, h, q_row, q_start, q_stop, q_tile + at)
-                copy_rows(thread, dout, b, h, q_row, q_start, q_stop, dout_tile + at)
+                copy_rows(thread, q, b, h, q_row, q_stop, q_tile + at)
+                copy_rows(thread, dout, b, h, q_row, q_stop, dout_tile + at)
                 shift, own_delta = row_values(  # on their way until they are stored below
-                    thread, lse, delta, b, h, q_row, q_start, q_stop, top, delta_unit
+                    thread, lse, delta, b, h, q_row, q_stop, top, delta_unit
                 )
             cp_async_commit_group()
             lane = anew(lane)  # addresses of fragments would fill the registers
@@ -231,30 +288,11 @@ def roles_kernel(
             at_row = stage * block_q + first_row + lane_col(lane)
             if of_scores:
                 # 11: P = exp(S - L_i)
-                if is_inside(row, col, seq_q, seq_k, extras):
-                    for n in range(col_tiles):
-                        low, high = ld_shared_v2(memory + lse_offset + WORD * (at_row + n * COLS))
-                        for m in range(key_tiles):
-                            at = m * col_tiles + n
-                            for i in range(4):
-                                s[at, i] = ex2(s[at, i] * factor - (high if i % 2 else low))
-                else:
-                    own_row, own_col = row + first_row, col + first_key
-                    own_row, own_col = own_row + lane_col(lane), own_col + lane_row(lane)
-                    edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
-                    for n in range(col_tiles):
-                        low, high = ld_shared_v2(memory + lse_offset + WORD * (at_row + n * COLS))
-                        for m in range(key_tiles):
-                            at = m * col_tiles + n
-                            for i in range(4):
-                                r, c = n * COLS + cols_of[i], m * ROWS + rows_of[i]
-                                score = score_of(
-                                    s[at, i] * factor, False, True, edge, flat, b, h,
-                                    own_row, r, own_col, c, seq_q, seq_k, extras,
-                                )  # fmt: skip
-                                # Not without the last question: L of a row with a NaN is NaN.
-                                prob = ex2(score - (high if i % 2 else low))
-                                s[at, i] = prob if score != minus_inf else zero
+                to_probabilities(
+                    s, memory + lse_offset + WORD * at_row, factor,
+                    is_inside(row, col, seq_q, seq_k, extras), lane, flat, b, h,
+                    row + first_row, col + first_key, seq_q, seq_k, extras,
+                )  # fmt: skip
                 for n in range(s_tiles):
                     st_shared_v4_f32(exchange + CHUNK * WARP * n, s[n])
                 keep_scores(s, own_scores, lane, first_key, first_row // COLS)
@@ -263,15 +301,7 @@ def roles_kernel(
             else:
                 bar_sync(P_READY, threads)  # P is there, in float32
                 # 14: dS = P ∘ (dP - D_i)
-                for n in range(col_tiles):
-                    low, high = ld_shared_v2(memory + delta_offset + WORD * (at_row + n * COLS))
-                    for m in range(key_tiles):
-                        at = m * col_tiles + n
-                        ld_shared_v4(p, exchange + CHUNK * WARP * at)
-                        for i in range(4):
-                            prob, ds = float_of(p[i]), s[at, i] * dp_unit - (high if i % 2 else low)
-                            # What is hidden has no gradient, whatever dP and D are.
-                            s[at, i] = prob * ds if prob != zero else zero
+                to_ds(s, memory + delta_offset + WORD * at_row, exchange, dp_unit)
                 keep_scores(s, own_scores, lane, first_key, first_row // COLS)
                 if has_sums:
                     bar_arrive(DS_READY, threads)  # its dS is there for the other half
@@ -298,14 +328,13 @@ def roles_kernel(
         for n in range(acc_tiles):
             for i in range(4):
                 acc[n, i] *= unit
-        k_end = first_k + seq_k
         if of_scores:
-            store_keys(acc, dv, b, h, k_row, k_end, halves, memory, v_tile, lane, first_key, chunk)
+            store_keys(acc, dv, b, h, k_row, k_stop, halves, memory, v_tile, lane, first_key, chunk)
         else:
-            store_keys(acc, dk, b, h, k_row, k_end, halves, memory, k_tile, lane, first_key, chunk)
+            store_keys(acc, dk, b, h, k_row, k_stop, halves, memory, k_tile, lane, first_key, chunk)
 
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
-    rest = scale_type(numbers, True), flag_type(False), extras_type(features, FLOAT32)
+    rest = scale_type(numbers, True), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if numbers.is_scaled else read
     signature = void(read, read, read, read, rows, rows, rows, written, written, *rest)
     return Kernel(flash2_mma_roles, signature, threads, tiles.elements, layout.resident)

@@ -15,18 +15,12 @@ from numba import float32, uint8, uint16, uint32, void
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
-from kernels.cuda.attention.flash2_mma.nonfinite import (
-    flag_type,
-    is_flagged,
-    make_clear_unseen,
-    never_flagged,
-)
+from kernels.cuda.attention.flash2_mma.fragment_scores import make_gradients_by_rows
 from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
+from kernels.cuda.attention.flash2_mma.tile_bounds import make_row_bounds
 from kernels.cuda.attention.flash2_mma.tiles import (
-    COL_OF,
     COLS,
     HALF,
-    ROW_OF,
     ROWS,
     WARP,
     MmaLayout,
@@ -40,16 +34,11 @@ from kernels.cuda.attention.options.visits import make_next_entry, make_visits
 from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import (
     batch_and_head,
-    first_full_tile,
-    first_tile,
-    full_tiles_stop,
     shift_of,
-    tiles_stop,
 )
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import cp_async_commit_group, cp_async_wait_all, shared_address
-from kernels.cuda.ptx.fragments import lane_col, lane_row
-from kernels.cuda.ptx.numbers import ex2
+from kernels.cuda.ptx.fragments import lane_row
 from kernels.cuda.runtime.kernel import Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
@@ -88,14 +77,11 @@ def dq_kernel(
     k_bytes, v_bytes = (terms * HALF * block_k * width for width in (head_width, value_width))
     visits = make_visits(features, block_q)
     place, entries, tile_of, is_whole, _ = visits
-    next_entry = make_next_entry(visits)
-    scores = make_tile_scores(features, FLOAT32, exp2=ex2)
-    operand_factor, is_guarded = scores.operand_factor, features.hides
-    edge_of, gradient_of = scores.edge, scores.gradient
-    is_plain = features.of_elements == PLAIN
-    is_found = is_flagged if is_guarded else never_flagged
+    next_entry, bounds = make_next_entry(visits), make_row_bounds(layout)
+    operand_factor = make_tile_scores(features, FLOAT32).operand_factor
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
-    draw, kept, listed, has_bits = tile_bits.draw, tile_bits.kept, tile_bits.listed, tile_bits.bytes
+    draw, has_bits = tile_bits.draw, tile_bits.bytes
+    to_gradients = make_gradients_by_rows(layout, features, tile_bits)
     copy_q = make_copy_tile(threads, block_q, head_width, copied, terms)
     copy_dout = make_copy_tile(threads, block_q, value_width, copied, terms)
     copy_k = make_copy_tile(threads, block_k, head_width, copied, terms)
@@ -105,12 +91,9 @@ def dq_kernel(
     accumulate = make_accumulate(layout, head_width, dtype)
     store = make_store_sums if numbers.is_scaled else make_store_tile
     store_dq = store(layout, head_width, dtype, vectors)
-    seen = tiles.elements + tile_bits.bytes
-    clear_unseen = make_clear_unseen(layout, head_width, terms)
     zero, inf, log2_e = np.float32(0), np.float32(math.inf), np.float32(LOG2_E)
-    rows_of, cols_of = ROW_OF, COL_OF
 
-    def flash2_mma_dq(dout, q, k, v, lse, delta, dq, scale, flag, extras):
+    def flash2_mma_dq(dout, q, k, v, lse, delta, dq, scale, extras):
         """Fill one query tile of dq.
 
         Computes: dq for one tile of query rows of one (batch, head)
@@ -134,7 +117,7 @@ def dq_kernel(
         )
         thread = cuda.threadIdx.x
         lane, warp_row = thread % WARP, thread // WARP * warp_rows
-        bits = cuda.shared.array(0, uint8)  # q, dout, two each of k and v; then bits, then seen
+        bits = cuda.shared.array(0, uint8)  # q, dout, two each of k and v; then bits
         halves = cuda.shared.array(0, uint16)  # the same memory
         memory = shared_address(bits)
         q_tile, dout_tile = memory + q_offset, memory + dout_offset
@@ -148,23 +131,16 @@ def dq_kernel(
         b_fragment = cuda.local.array((b_tiles, 2), uint32)  # (16, 16) / 32: K, or V
         shift = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: L in base 2
         own_delta = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: D
-        row_stop = min(row + block_q, seq_q)
-        first = first_tile(row, block_k, seq_k, extras.lower)
-        stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)
-        full = first_full_tile(row_stop, block_k, extras.lower)
-        full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
-        # Keys that no row of the tile sees are read as zeros: zero times infinity would be NaN.
-        k_start = first_k + max(row + extras.lower, 0)
-        k_stop = first_k + min(row_stop + extras.upper, seq_k)
+        first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
         entry = next_entry(entry, entries_stop, first, stop, extras)
-        q_row, q_stop = first_q + row, first_q + seq_q
-        copy_q(thread, q, b, h, q_row, q_row, q_stop, q_tile)
-        copy_dout(thread, dout, b, h, q_row, q_row, q_stop, dout_tile)
+        q_row, q_stop, k_stop = first_q + row, first_q + seq_q, first_k + seq_k
+        copy_q(thread, q, b, h, q_row, q_stop, q_tile)
+        copy_dout(thread, dout, b, h, q_row, q_stop, dout_tile)
         if entry < entries_stop:
             k_row = first_k + tile_of(entry, extras) * block_k
-            copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
-            copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
+            copy_k(thread, k, b, h, k_row, k_stop, k_tile)
+            copy_v(thread, v, b, h, k_row, k_stop, v_tile)
         cp_async_commit_group()
         top = top_of(scale, b, h)
         dp_unit, delta_unit = unit_of_dp(scale, b, h), unit_of_delta(scale, b, h)
@@ -178,7 +154,6 @@ def dq_kernel(
             for i in range(4):
                 acc[n, i] = zero
         factor = unit_of_scores(scale, b, h) * operand_factor
-        found = is_found(flag)
         stage = 0
         while entry < entries_stop:
             j = tile_of(entry, extras)
@@ -191,40 +166,18 @@ def dq_kernel(
             if entry < entries_stop:
                 k_row = first_k + tile_of(entry, extras) * block_k
                 other = 1 - stage
-                copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile + other * k_bytes)
-                copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile + other * v_bytes)
+                copy_k(thread, k, b, h, k_row, k_stop, k_tile + other * k_bytes)
+                copy_v(thread, v, b, h, k_row, k_stop, v_tile + other * v_bytes)
             cp_async_commit_group()
             # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
             k_stage, v_stage = k_tile + stage * k_bytes, v_tile + stage * v_bytes
             multiply_qk(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)
             multiply_dout_v(dp, a_fragment, b_fragment, dout_tile, v_stage, lane, warp_row)
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-            if is_plain and whole:
-                for m in range(row_tiles):
-                    for n in range(col_tiles):
-                        at = m * col_tiles + n
-                        for i in range(4):
-                            p = ex2(s[at, i] * factor - shift[2 * m + i // 2])
-                            s[at, i] = p
-                            dp[at, i] = p * (dp[at, i] * dp_unit - own_delta[2 * m + i // 2])
-            else:
-                own_row, own_col = row + warp_row + lane_row(lane), col + lane_col(lane)
-                edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
-                for m in range(row_tiles):
-                    for n in range(col_tiles):
-                        at = m * col_tiles + n
-                        for i in range(4):
-                            r, c = m * ROWS + rows_of[i], n * COLS + cols_of[i]
-                            in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
-                            keep = kept(bits, in_row, in_col, extras)
-                            s[at, i], dp[at, i] = gradient_of(
-                                s[at, i] * factor, dp[at, i] * dp_unit, shift[2 * m + i // 2],
-                                own_delta[2 * m + i // 2], keep, whole,
-                                listed(bits, in_row, in_col), edge, flat, b, h,
-                                own_row, r, own_col, c, seq_q, seq_k, extras,
-                            )  # fmt: skip
-            if found:
-                clear_unseen(thread, lane, s, bits, seen, k_stage)
+            to_gradients(
+                s, dp, shift, own_delta, factor, dp_unit, whole, bits, lane, warp_row,
+                flat, b, h, row, col, seq_q, seq_k, extras,
+            )  # fmt: skip
             # 15: dQ_i += dS K_j
             accumulate(acc, dp, a_fragment, b_fragment, k_stage, lane, 0)
             if has_bits:
@@ -239,8 +192,8 @@ def dq_kernel(
         store_dq(acc, dq, b, h, q_row, q_stop, halves, memory, q_tile, lane, warp_row, 0)
 
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
-    rest = scale_type(numbers, True), flag_type(is_guarded), extras_type(features, FLOAT32)
+    rest = scale_type(numbers, True), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if numbers.is_scaled else read
     signature = void(read, read, read, read, rows, rows, written, *rest)
-    shared_bytes = seen + (block_k if is_guarded else 0)
+    shared_bytes = tiles.elements + tile_bits.bytes
     return Kernel(flash2_mma_dq, signature, threads, shared_bytes, layout.resident)

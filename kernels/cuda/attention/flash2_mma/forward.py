@@ -18,20 +18,14 @@ from functools import cache
 import numpy as np
 from numba import float32, int32, uint8, uint16, uint32, void
 
-from kernels.common.online_softmax import LN_2
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
-from kernels.cuda.attention.flash2_mma.nonfinite import (
-    flag_type,
-    is_flagged,
-    make_clear_unseen,
-    never_flagged,
-)
+from kernels.cuda.attention.flash2_mma.fragment_scores import make_fragment_scores
 from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
+from kernels.cuda.attention.flash2_mma.softmax import make_finish_rows, make_softmax_step
+from kernels.cuda.attention.flash2_mma.tile_bounds import make_row_bounds
 from kernels.cuda.attention.flash2_mma.tiles import (
-    COL_OF,
     COLS,
     HALF,
-    ROW_OF,
     ROWS,
     WARP,
     MmaLayout,
@@ -46,16 +40,7 @@ from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import (
     batch_and_head,
     ceil_div,
-    first_full_tile,
-    first_tile,
-    full_tiles_stop,
-    inverse_sum,
     is_tile_seen,
-    log_sum_exp,
-    near_inverse_sum,
-    near_log_sum_exp,
-    shift_of,
-    tiles_stop,
 )
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.copies import (
@@ -63,16 +48,12 @@ from kernels.cuda.ptx.copies import (
     cp_async_wait_all,
     shared_address,
 )
-from kernels.cuda.ptx.fragments import lane_col, lane_row
-from kernels.cuda.ptx.numbers import ex2
-from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
+from kernels.cuda.runtime.kernel import Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 
 #: Tiles of K, and of V, in shared memory: the next ones come while this one is multiplied.
 STAGES = 2
-#: Lanes that share a row of scores are neighbours in two steps: 1 and 2 apart.
-QUAD = (1, 2)
 
 
 def forward_tiles(
@@ -87,22 +68,6 @@ def forward_tiles(
     out = HALF * layout.block_q * value_width
     q = max(terms * HALF * layout.block_q * head_width, out - (k + v))
     return SharedTiles(q=q, k=k, v=v)
-
-
-@device_function
-def row_max_of(value):
-    """Return the maximum over the four lanes that share a row."""
-    for step in QUAD:
-        value = max(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, step))
-    return value
-
-
-@device_function
-def row_sum_of(value):
-    """Return the sum over the four lanes that share a row."""
-    for step in QUAD:
-        value += cuda.shfl_xor_sync(0xFFFFFFFF, value, step)
-    return value
 
 
 @cache
@@ -144,33 +109,28 @@ def forward_kernel(
     k_bytes, v_bytes = (terms * HALF * block_k * width for width in (head_width, value_width))
     visits = make_visits(features, block_q)
     place, entries, tile_of, is_whole, _ = visits
-    next_entry = make_next_entry(visits)
-    scores = make_tile_scores(features, FLOAT32)
-    operand_factor, edge_of, score_of = scores.operand_factor, scores.edge, scores.score
+    next_entry, bounds = make_next_entry(visits), make_row_bounds(layout)
+    operand_factor = make_tile_scores(features, FLOAT32).operand_factor
     is_folded = is_folded and features.of_elements == PLAIN
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
-    draw, kept, listed, has_bits = tile_bits.draw, tile_bits.kept, tile_bits.listed, tile_bits.bytes
+    draw, has_bits = tile_bits.draw, tile_bits.bytes
     copy_q = make_copy_tile(threads, block_q, head_width, copied, terms)
     copy_k = make_copy_tile(threads, block_k, head_width, copied, terms)
     copy_v = make_copy_tile(threads, block_k, value_width, copied, terms)
     multiply = make_multiply(layout, head_width, dtype)
     accumulate = make_accumulate(layout, value_width, dtype)
-    is_found = is_flagged if features.hides else never_flagged
     is_wide = is_split or numbers.is_scaled
     store = make_store_sums if is_wide else make_store_tile
     store_out = store(layout, value_width, dtype, vectors)
-    seen = tiles.elements + tile_bits.bytes
-    clear_unseen = make_clear_unseen(layout, value_width, terms)
-    patience = np.float32(layout.patience)
-    is_patient = layout.patience > 0 and not numbers.is_scaled  # to as much as 16 bits hold
-    # Where warps meet within a tile, for what some options need, none may leave it out.
-    skips = layout.skips and features.of_elements == PLAIN and not features.hides
-    inverse_of = inverse_sum if is_wide else near_inverse_sum
-    lse_of = log_sum_exp if is_wide else near_log_sum_exp
-    minus_inf, zero, ln_2 = np.float32(-math.inf), np.float32(0), np.float32(LN_2)
-    rows_of, cols_of = ROW_OF, COL_OF
+    to_scores = make_fragment_scores(layout, features, tile_bits, is_folded)
+    patience = 0 if numbers.is_scaled else layout.patience  # to as much as 16 bits hold
+    softmax_step = make_softmax_step(layout, own_tiles, tile_bits, patience)
+    finish_rows = make_finish_rows(layout, own_tiles, is_wide)
+    # Where warps meet within a tile, for its bits, none may leave it out.
+    skips = layout.skips and not has_bits
+    minus_inf, zero = np.float32(-math.inf), np.float32(0)
 
-    def flash2_mma_forward(q, k, v, out, lse, scale, flag, extras):
+    def flash2_mma_forward(q, k, v, out, lse, scale, extras):
         """Fill one query tile of out and lse.
 
         Computes: out and lse for one tile of query rows of one (batch, head)
@@ -184,7 +144,7 @@ def forward_kernel(
             v_tile (block_k, value_dim), swizzled; at the end out (block_q, value_dim); for some
             options a byte for four columns
         Registers: acc (row_tiles * value_dim / 8, 4), s (row_tiles * block_k / 8, 4),
-            a (row_tiles, 4), b (2, 2), the last two for each term, row_max, new_max, row_sum
+            a (row_tiles, 4), b (2, 2), the last two for each term, row_max, row_sum
             (2 * row_tiles,)
         Global traffic: reads q once, k and v once per query tile; writes out and lse once
         Needs: compute capability 8.0
@@ -203,7 +163,7 @@ def forward_kernel(
         if skips:  # taken from one lane: so the compiler sees that a warp goes one way
             warp = int(cuda.shfl_sync(0xFFFFFFFF, int32(warp), 0))
         warp_row = warp * warp_rows
-        bits = cuda.shared.array(0, uint8)  # q, two each of k and v; then bits, then seen
+        bits = cuda.shared.array(0, uint8)  # q, two each of k and v; then bits
         halves = cuda.shared.array(0, uint16)  # the same memory
         memory = shared_address(bits)
         q_tile, k_tile, v_tile = memory + q_offset, memory + k_offset, memory + v_offset
@@ -214,16 +174,8 @@ def forward_kernel(
         a_fragment = cuda.local.array((a_tiles, 4), uint32)  # (warp_rows, 16) / 32: Q, or P
         b_fragment = cuda.local.array((b_tiles, 2), uint32)  # (16, 16) / 32: K, or V
         row_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m, the same in four lanes
-        new_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m_new, likewise
         row_sum = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: l of own columns
-        row_stop = min(row + block_q, seq_q)
-        first = first_tile(row, block_k, seq_k, extras.lower)
-        stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)
-        full = first_full_tile(row_stop, block_k, extras.lower)
-        full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
-        # Keys that no row of the tile sees are read as zeros: zero times infinity would be NaN.
-        k_start = first_k + max(row + extras.lower, 0)
-        k_stop = first_k + min(row_stop + extras.upper, seq_k)
+        first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
         if is_split:
             count = max(entries_stop - entry, 0)
@@ -231,22 +183,22 @@ def forward_kernel(
             entry += count * part // parts
         entry = next_entry(entry, entries_stop, first, stop, extras)
         # 4: load Q_i, and the first K_j and V_j
-        q_row, q_stop = first_q + row, first_q + seq_q
-        copy_q(thread, q, b, h, q_row, q_row, q_stop, q_tile)
+        q_row, q_stop, k_stop = first_q + row, first_q + seq_q, first_k + seq_k
+        copy_q(thread, q, b, h, q_row, q_stop, q_tile)
         if entry < entries_stop:
             k_row = first_k + tile_of(entry, extras) * block_k
-            copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile)
-            copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile)
+            copy_k(thread, k, b, h, k_row, k_stop, k_tile)
+            copy_v(thread, v, b, h, k_row, k_stop, v_tile)
         cp_async_commit_group()
         # 5: O = 0, l = 0, m = -inf
         factor, top = unit_of_scores(scale, b, h) * operand_factor, top_of(scale, b, h)
+        unit = factor if is_folded else float32(1)
         for i in range(own_rows):
             row_max[i] = minus_inf
             row_sum[i] = zero
         for n in range(acc_tiles):
             for i in range(4):
                 acc[n, i] = zero
-        found = is_found(flag)
         stage = 0
         # 6: for 1 <= j <= T_c
         while entry < entries_stop:
@@ -261,8 +213,8 @@ def forward_kernel(
             if entry < entries_stop:
                 k_row = first_k + tile_of(entry, extras) * block_k
                 other = 1 - stage
-                copy_k(thread, k, b, h, k_row, k_start, k_stop, k_tile + other * k_bytes)
-                copy_v(thread, v, b, h, k_row, k_start, k_stop, v_tile + other * v_bytes)
+                copy_k(thread, k, b, h, k_row, k_stop, k_tile + other * k_bytes)
+                copy_v(thread, v, b, h, k_row, k_stop, v_tile + other * v_bytes)
             cp_async_commit_group()
             if skips:
                 own, own_stop = row + warp_row, min(row + warp_row + warp_rows, seq_q)
@@ -272,61 +224,12 @@ def forward_kernel(
             # 8: S = Q_i K_jᵀ
             k_stage = k_tile + stage * k_bytes
             multiply(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)
-            own_row, own_col = row + warp_row + lane_row(lane), col + lane_col(lane)
-            if not (is_folded and whole):
-                edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
-                for m in range(row_tiles):
-                    for n in range(col_tiles):
-                        for i in range(4):
-                            r, c = m * ROWS + rows_of[i], n * COLS + cols_of[i]
-                            at = m * col_tiles + n
-                            value = s[at, i] if is_folded else s[at, i] * factor
-                            in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
-                            s[at, i] = score_of(
-                                value, whole, listed(bits, in_row, in_col), edge, flat, b, h,
-                                own_row, r, own_col, c, seq_q, seq_k, extras,
-                            )  # fmt: skip
-            unit = factor if is_folded else float32(1)
-            grows = False
-            for i in range(own_rows):
-                # 9: m_new = max(m, rowmax S)
-                largest = row_max[i]
-                for n in range(col_tiles):
-                    at = i // 2 * col_tiles + n
-                    largest = max(largest, max(s[at, 2 * (i % 2)], s[at, 2 * (i % 2) + 1]))
-                new_max[i] = row_max_of(largest)
-                grows = grows or (new_max[i] - row_max[i]) * unit > patience
-            if not is_patient or cuda.ballot_sync(0xFFFFFFFF, grows) != 0:
-                for i in range(own_rows):
-                    # 10, first half: O = diag(e^(m - m_new)) O, and l likewise.  The last shift is what
-                    # it was then, bit for bit: what was summed weighs neither more nor less.
-                    shift = float32(shift_of(new_max[i])) * unit - top
-                    rescale = ex2((row_max[i] * unit - top) - shift)
-                    row_max[i] = new_max[i]
-                    row_sum[i] *= rescale
-                    for n in range(own_tiles):
-                        at = i // 2 * own_tiles + n
-                        acc[at, 2 * (i % 2)] *= rescale
-                        acc[at, 2 * (i % 2) + 1] *= rescale
-            for m in range(row_tiles):
-                for half in range(2):  # the row, and that eight below
-                    # 9: P = exp(S - m_new), l = l + rowsum P
-                    i = 2 * m + half
-                    shift = float32(shift_of(row_max[i])) * unit - top
-                    total = zero
-                    for n in range(col_tiles):
-                        at = m * col_tiles + n
-                        for u in range(2):
-                            p = ex2(s[at, 2 * half + u] * unit - shift)
-                            total += p
-                            if has_bits:  # what dropout leaves of P; l is the sum of all
-                                in_row = warp_row + lane_row(lane) + m * ROWS + 8 * half
-                                p *= kept(bits, in_row, lane_col(lane) + n * COLS + u, extras)
-                            s[at, 2 * half + u] = p
-                    # Each lane sums its own columns; the lanes of a row meet once, at the end.
-                    row_sum[i] += total
-            if found:
-                clear_unseen(thread, lane, s, bits, seen, v_tile + stage * v_bytes)
+            to_scores(
+                s, factor, whole, bits, lane, warp_row, flat, b, h, row, col, seq_q, seq_k, extras
+            )
+            # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = l + rowsum P
+            # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
+            softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)
             # 10, second half: O = O + P V_j
             v_stage = v_tile + stage * v_bytes
             accumulate(acc, s, a_fragment, b_fragment, v_stage, lane, 0)
@@ -336,25 +239,17 @@ def forward_kernel(
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with the tiles, which the output overwrites
         out_batch = b + part * q.shape[0]
-        for i in range(own_rows):
-            # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-            total = row_sum_of(row_sum[i])
-            inverse = float32(inverse_of(total)) * unit_of_out(scale, b, h)
-            for n in range(own_tiles):
-                at = i // 2 * own_tiles + n
-                acc[at, 2 * (i % 2)] *= inverse
-                acc[at, 2 * (i % 2) + 1] *= inverse
-            own_row = warp_row + lane_row(lane) + i // 2 * ROWS + 8 * (i % 2)
-            if lane % 4 == 0 and row + own_row < seq_q:
-                unit = factor if is_folded else float32(1)
-                shift = (float32(shift_of(row_max[i])) * unit - top) * ln_2
-                lse[out_batch, h, q_row + own_row] = lse_of(shift, total)
+        # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+        out_unit = unit_of_out(scale, b, h)
+        finish_rows(
+            acc, row_max, row_sum, unit, top, out_unit, lse, out_batch, h, q_row, q_stop, lane, warp_row
+        )  # fmt: skip
         # 14: write O_i
         store_out(acc, out, out_batch, h, q_row, q_stop, halves, memory, memory, lane, warp_row, 0)
 
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)
-    rest = scale_type(numbers), flag_type(features.hides), extras_type(features, FLOAT32)
+    rest = scale_type(numbers), extras_type(features, FLOAT32)
     written = array_type(FLOAT32, 4) if is_wide else read
     signature = void(read, read, read, written, rows, *rest)
-    shared_bytes = seen + (block_k if features.hides else 0)
+    shared_bytes = tiles.elements + tile_bits.bytes
     return Kernel(flash2_mma_forward, signature, threads, shared_bytes, layout.resident)

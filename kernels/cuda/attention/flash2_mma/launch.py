@@ -19,7 +19,6 @@ from kernels.cuda.attention.flash2_mma.dq import dq_kernel, dq_tiles
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, dq_end_kernel, dq_sums, slots_of
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, TOP, Numbers, Units
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel, forward_tiles
-from kernels.cuda.attention.flash2_mma.nonfinite import flag_of
 from kernels.cuda.attention.flash2_mma.split_operands import split_operands
 from kernels.cuda.attention.flash2_mma.tiles import ROWS, MmaKeyLayout, MmaLayout, MmaRoleLayout
 from kernels.cuda.attention.options.extras import make_extras
@@ -255,7 +254,6 @@ class _Call(NamedTuple):
         compiled: What kernels are compiled for: numbers, and whether rows of all tensors, or of scaled
             ones those of results, are aligned for pieces of 16 bytes and are whole pieces.
         scale: Of the scores, or units.
-        flag: Whether an operand has numbers that are not finite, or 0 where no option hides any.
         delta: Of the backward pass, else None.
     """
 
@@ -265,7 +263,6 @@ class _Call(NamedTuple):
     features: Features
     compiled: tuple[str, bool]
     scale: Any
-    flag: Any
     delta: Any = None
 
     def extras(self, layout: MmaLayout | MmaKeyLayout, by_keys: bool = False) -> Extras:
@@ -288,29 +285,26 @@ def _call(problem: Problem, operands: Operands, results: tuple[Any, ...]) -> _Ca
     delta = delta_of(problem, operands) if is_backward else None
     features, name = PLAIN if problem.is_plain else features_of(problem), _compiled_for(problem)
     if NUMBERS[name].is_scaled:
-        bits, units, flag = _split(problem, tensors, delta, NUMBERS[name])
-        compiled, flag = (name, are_vectors(*results)), flag if features.hides else 0
-        return _Call(problem, operands, bits, features, compiled, units, flag, delta)
+        bits, units = _split(problem, tensors, delta, NUMBERS[name])
+        compiled = name, are_vectors(*results)
+        return _Call(problem, operands, bits, features, compiled, units, delta)
     compiled = name, all(map(are_vectors, (*tensors, *results)))
-    # Those that are multiplied by probabilities or their gradients.
-    read = tensors[:2] + tensors[3:] if is_backward else tensors[2:]
-    flag = flag_of(name, *read) if features.hides else 0
-    return _Call(problem, operands, tensors, features, compiled, problem.scale, flag, delta)
+    return _Call(problem, operands, tensors, features, compiled, problem.scale, delta)
 
 
 def _split(
     problem: Problem, tensors: tuple[Any, ...], delta: Any, numbers: Numbers
-) -> tuple[tuple[Any, ...], Units, Any]:
-    """Return float32 operands as tensor cores take them, their units, and the flag."""
+) -> tuple[tuple[Any, ...], Units]:
+    """Return float32 operands as tensor cores take them, and their units."""
     head, value = _widths(problem)
     widths = (head, head, value, value)[: len(tensors)]
     scale = keep_scale(problem.dropout_p)
     top = float(TOP - math.ceil(math.log2(scale)))
     if delta is not None:
         tensors = (*tensors, reshaped(delta, (*delta.shape, 1)))
-    rows, keys = tensor_cores.seen_rows(problem), tensor_cores.seen_keys(problem)
+    rows, keys = tensor_cores.rows_in_bounds(problem), tensor_cores.keys_in_bounds(problem)
     counting = (rows, keys, keys, rows, rows)[: len(tensors)]
-    splits, flag = split_operands(tensors, widths, numbers, counting)
+    splits = split_operands(tensors, widths, numbers, counting)
     q, k, v, *rest = splits
     units = Units(problem.scale, top, scale, q.unit, k.unit, v.unit)
     if rest:
@@ -318,7 +312,7 @@ def _split(
         units = units._replace(
             dout=dout.unit, delta=of_delta.unit, v_norm=v.norm, dout_norm=dout.norm
         )
-    return tuple(one.bits for one in splits[: len(widths)]), units, flag
+    return tuple(one.bits for one in splits[: len(widths)]), units
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
@@ -340,12 +334,12 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     kind = *call.compiled, call.features, problem.scale > 0.0, parts > 1
     launch = forward_kernel(layout, *widths, *kind)[(tiles * parts, lines), layout.threads]
     if parts == 1:
-        launch(q, k, v, out, operands.lse, call.scale, call.flag, extras)
+        launch(q, k, v, out, operands.lse, call.scale, extras)
         return
     batch, heads, seq_q, value_dim = out.shape
     part_out = empty_device((parts * batch, heads, seq_q, value_dim), FLOAT32)
     part_lse = empty_device((parts * batch, heads, seq_q), FLOAT32)
-    launch(q, k, v, part_out, part_lse, call.scale, call.flag, extras)
+    launch(q, k, v, part_out, part_lse, call.scale, extras)
     merge_parts(part_out, part_lse, operands.out, operands.lse)
 
 
@@ -374,7 +368,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     if problem.deterministic:
         _by_rows(problem, call, read, dq)
         kernel = _keys_kernel(by_keys, call, None)
-        kernel[grid, layout.threads](*read, call.delta, dk, dv, call.scale, call.flag, extras)
+        kernel[grid, layout.threads](*read, call.delta, dk, dv, call.scale, extras)
         return
     shares = dq_sums(layout, head // parts, compute_capability() >= WIDE_ADDS)
     sequences = 1 if problem.sequences is None else problem.sequences.count
@@ -382,7 +376,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     sums = empty_device((grid[1], slots, layout.block_q * head), FLOAT32)
     fill(sums, 0.0)
     kernel = _keys_kernel(by_keys, call, shares)
-    kernel[grid, layout.threads](*read, sums, dk, dv, call.scale, call.flag, extras)
+    kernel[grid, layout.threads](*read, sums, dk, dv, call.scale, extras)
     extras = call.extras(layout)
     grid = grid_of(q, dq.shape[2], layout.block_q, extras)
     end = dq_end_kernel(layout, head, *call.compiled, shares, call.features, parts)
@@ -428,4 +422,4 @@ def _by_rows(problem: Problem, call: _Call, read: tuple[Any, ...], dq: Any) -> N
     extras = call.extras(layout)
     grid = grid_of(dq, dq.shape[2], layout.block_q, extras)
     kernel = dq_kernel(layout, *widths, *call.compiled, call.features)
-    kernel[grid, layout.threads](*read, dq, call.scale, call.flag, extras)
+    kernel[grid, layout.threads](*read, dq, call.scale, extras)

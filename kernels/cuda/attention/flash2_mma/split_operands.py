@@ -34,7 +34,6 @@ PARTS = 32
 LEAST_PIECES = 4
 #: Exponents with their bias: a scaled number is below 2**15, and no scale or unit is subnormal.
 _SCALED, _LEAST = 268, 15
-_INT32 = np.dtype(np.int32)
 
 
 class Split(NamedTuple):
@@ -84,8 +83,8 @@ def measure_kernel(count: int, lanes: int) -> Kernel:
     """
     zero, inf = _ZERO, _INF
 
-    def measure_heads(sources, vectors, starts, stops, largest, norms, flag):
-        """Fill largest; set norms and the flag to zero.  ``vectors`` has a bit for each operand.
+    def measure_heads(sources, vectors, starts, stops, largest, norms):
+        """Fill largest; set norms to zero.  ``vectors`` has a bit for each operand.
 
         Computes: largest[operand, head, part] = max |x| of what is finite in a part of the head's
             rows from start to stop
@@ -128,11 +127,9 @@ def measure_kernel(count: int, lanes: int) -> Kernel:
             largest[which, line, part] = most
             if part == 0:
                 norms[which, line] = zero
-                if line == 0 and which == 0:
-                    flag[0] = 0
 
     sources, rows = types.UniTuple(array_type(FLOAT32, 4), count), types.UniTuple(int64, count)
-    written = array_type(FLOAT32, 3), array_type(FLOAT32, 2), array_type(_INT32, 1)
+    written = array_type(FLOAT32, 3), array_type(FLOAT32, 2)
     return Kernel(measure_heads, void(sources, int64, rows, rows, *written), THREADS)
 
 
@@ -150,11 +147,10 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
     split_pair, pack = make_split(numbers.dtype), PACK[numbers.dtype]
     zero, inf = _ZERO, _INF
 
-    def split_heads(sources, vectors, starts, stops, targets, largest, units, norms, flag):
-        """Fill targets and units; put the norms of rows into norms, zeros before, and set the flag.
+    def split_heads(sources, vectors, starts, stops, targets, largest, units, norms):
+        """Fill targets and units; put the norms of rows into norms, zeros before.
 
-        Computes: x · scale as one or two float16, the scale of a head a power of two; flag[0] = 1
-            if a number is not finite
+        Computes: x · scale as one or two float16, the scale of a head a power of two
         Source: see ``float32_terms``
         Grid: (operands * parts, batch * heads)
         Block: (threads,)
@@ -187,21 +183,21 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
             b, h = line // heads, line % heads
             rows = ceil_div(seq, parts)
             stop = min((part + 1) * rows, seq)
-            largest_square, is_finite = zero, True
-            seen, end = starts[which], stops[which]
+            largest_square = zero
+            start, end = starts[which], stops[which]
             # All lanes of a warp go round together.
             for first in range(part * rows, stop, THREADS // lanes):
                 row, square = first + thread // lanes, zero
+                # Rows out of bounds are not measured: scaled they would overflow.
+                row_scale = scale if start <= row < end else zero
                 if is_here and row < stop:
                     address = global_address(target) + b * target.strides[0] + h * target.strides[1]
                     for piece in range(thread % lanes, target.shape[3] // PIECE, lanes):
                         _load(x, words, source, is_vector, b, h, row, piece)
                         for i in range(PIECE):
-                            x[i] *= scale
+                            x[i] *= row_scale
                             if abs(x[i]) < inf:
                                 square += x[i] * x[i]
-                            else:
-                                is_finite = False
                         place = address + piece * CHUNK
                         for i in range(4):
                             if terms == 2:
@@ -213,8 +209,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
                             st_global_v4(place + (seq + row) * target.strides[2], low_words)
                 for step in range(steps):
                     square += cuda.shfl_xor_sync(0xFFFFFFFF, square, 1 << step)
-                if seen <= row < end:
-                    largest_square = max(largest_square, square)
+                largest_square = max(largest_square, square)
             for step in range(5):
                 largest_square = max(
                     largest_square, cuda.shfl_xor_sync(0xFFFFFFFF, largest_square, 1 << step)
@@ -222,15 +217,11 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
             if lane == 0 and is_here:
                 address = global_address(norms) + which * norms.strides[0]
                 red_max(address + line * norms.strides[1], float32(largest_square**0.5))
-            if not is_finite:
-                flag[0] = 1
 
     sources, rows = types.UniTuple(array_type(FLOAT32, 4), count), types.UniTuple(int64, count)
     targets = types.UniTuple(array_type(BITS, 4), split)
     heads, parts = array_type(FLOAT32, 2), array_type(FLOAT32, 3)
-    signature = void(
-        sources, int64, rows, rows, targets, parts, heads, heads, array_type(_INT32, 1)
-    )
+    signature = void(sources, int64, rows, rows, targets, parts, heads, heads)
     return Kernel(split_heads, signature, THREADS)
 
 
@@ -239,7 +230,7 @@ def split_operands(
     widths: tuple[int, ...],
     numbers: Numbers,
     rows: tuple[tuple[int, int], ...] = (),
-) -> tuple[list[Split], Any]:
+) -> list[Split]:
     """Split operands of a call.
 
     Args:
@@ -247,11 +238,11 @@ def split_operands(
         widths: Columns of the results, a multiple of 16 that is dim or more; arrays without one come last
             and get only their units.
         numbers: The terms.
-        rows: Of each array from which to which one they count for the largest number and norm; all of
-            them when empty.  What others hold may be anything.
+        rows: The first row of each array that is within the bounds of the other side, and the one after
+            the last; all of them when empty.  The others become zeros, and do not count for the scale.
 
     Returns:
-        What is made of each, in their order, and (1,) int32: 1 if any number is not finite.
+        The results, in the order of the arrays.
     """
     own = [_unrepeated(array) for array in arrays]
     count, split = len(own), len(widths)
@@ -266,16 +257,12 @@ def split_operands(
     parts = min(PLAIN.ceil_div(max(array.shape[2] for array in own), least), PARTS)
     largest = empty_device((count, lines, parts), FLOAT32)
     units, norms = (empty_device((count, lines), FLOAT32) for _ in range(2))
-    flag = empty_device((1,), _INT32)
     vectors = sum(are_vectors(array) << i for i, array in enumerate(own))
     grid, sources = (count * parts, lines), tuple(own)
-    measure_kernel(count, lanes)[grid, THREADS](
-        sources, vectors, starts, stops, largest, norms, flag
-    )  # fmt: skip
+    measure = measure_kernel(count, lanes)
+    measure[grid, THREADS](sources, vectors, starts, stops, largest, norms)
     kernel = split_kernel(count, split, lanes, numbers)
-    kernel[grid, THREADS](
-        sources, vectors, starts, stops, targets, largest, units, norms, flag
-    )  # fmt: skip
+    kernel[grid, THREADS](sources, vectors, starts, stops, targets, largest, units, norms)
     results = []
     for i, (array, one) in enumerate(zip(arrays, own, strict=True)):
         batch, heads = array.shape[:2]
@@ -283,7 +270,7 @@ def split_operands(
         unit, norm = (device_view(x, (batch, heads), steps, i * lines) for x in (units, norms))
         bits = _repeated(targets[i], batch, heads) if i < split else None
         results.append(Split(bits, unit, norm))
-    return results, flag
+    return results
 
 
 def _unrepeated(array: Any) -> Any:

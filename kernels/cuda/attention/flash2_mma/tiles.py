@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from numba import int64, uint16, uint32
+from numba import int32, int64, uint16, uint32
 
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_split
 from kernels.cuda.ptx.copies import (
@@ -132,10 +132,10 @@ class MmaRoleLayout(MmaKeyLayout):
 def make_copy_tile(
     threads: int, rows: int, width: int, vectors: bool, terms: int = 1
 ) -> Callable[..., None]:
-    """Return ``copy_tile(thread, source, b, h, first, start, stop, target)``: rows to shared memory.
+    """Return ``copy_tile(thread, source, b, h, first, stop, target)``: rows to shared memory.
 
-    It copies the rows from ``first`` on of one head to the address ``target``, zeros for rows outside of
-    ``start`` to ``stop`` and for columns that the source does not have; what is out of range is never read.
+    It copies the rows from ``first`` on of one head to the address ``target``, zeros for rows from ``stop``
+    on and for columns that the source does not have; what is out of range is never read.
 
     Args:
         threads: Who copy.
@@ -153,35 +153,32 @@ def make_copy_tile(
     step = threads // chunks if threads % chunks == 0 else 0
 
     @device_function
-    def in_columns(thread, source, b, h, first, start, stop, target):
+    def in_columns(thread, source, b, h, first, stop, target):
         row, chunk = thread // chunks, thread % chunks
         row_bytes = source.strides[2]
         address = global_address(source) + b * source.strides[0] + h * source.strides[1]
         address += (first + row) * row_bytes + chunk * CHUNK
-        # One comparison instead of two: before the start is far beyond the end.
-        after = uint32(first + row - start)
-        length = uint32(max(stop - start, 0))
-        length = length if chunk * PIECE < source.shape[3] else uint32(0)
+        length = int32(stop - first) if chunk * PIECE < source.shape[3] else int32(0)
         for i in range(loads):
             if rows % step == 0 or row + i * step < rows:
-                bytes_ = CHUNK if uint32(after + uint32(i * step)) < length else 0
+                bytes_ = CHUNK if row + i * step < length else 0
                 cp_async_16(target + place(row + i * step, chunk), address, bytes_)
                 address += step * row_bytes
 
     @device_function
-    def piece_by_piece(thread, source, b, h, first, start, stop, target):
+    def piece_by_piece(thread, source, b, h, first, stop, target):
         base = global_address(source) + b * source.strides[0] + h * source.strides[1]
         dim = source.shape[3]
         for i in range(loads):
             n = thread + i * threads
             row, chunk = n // chunks, n % chunks
             if count % threads == 0 or n < count:
-                inside = start <= first + row < stop and chunk * PIECE < dim
+                inside = first + row < stop and chunk * PIECE < dim
                 address = base + (first + row) * source.strides[2] + chunk * CHUNK
                 cp_async_16(target + place(row, chunk), address, CHUNK if inside else 0)
 
     @device_function
-    def by_element(thread, source, b, h, first, start, stop, target):
+    def by_element(thread, source, b, h, first, stop, target):
         words = cuda.local.array(4, uint32)  # (4,)
         dim = source.shape[3]
         for i in range(loads):
@@ -191,7 +188,7 @@ def make_copy_tile(
                 for w in range(4):
                     low = high = uint16(0)
                     col = chunk * PIECE + 2 * w
-                    if start <= first + row < stop:
+                    if first + row < stop:
                         if col < dim:
                             low = source[b, h, first + row, col]
                         if col + 1 < dim:
@@ -205,11 +202,11 @@ def make_copy_tile(
         return copy
 
     @device_function
-    def of_terms(thread, source, b, h, first, start, stop, target):
+    def of_terms(thread, source, b, h, first, stop, target):
         seq = source.shape[2] // terms
         for t in range(terms):
             to = target + t * (rows * HALF * width)
-            copy(thread, source, b, h, first + t * seq, start + t * seq, stop + t * seq, to)
+            copy(thread, source, b, h, first + t * seq, stop + t * seq, to)
 
     return of_terms
 

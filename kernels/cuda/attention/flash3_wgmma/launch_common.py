@@ -27,21 +27,19 @@ CACHE_BYTES = 24 << 20
 KEPT_LAUNCHES = 64
 
 
-def tensor_map(array: Any, seq: int, rows: int, dtype: str, first: int = 0) -> tuple[Any, int, int]:
+def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
     """Return the tensor map of an array, and whether its heads and its batches differ.
 
     Args:
         array: (batch, heads, seq, dim) on the device; a stride of 0 repeats.
-        seq: How many of its rows there are for the engine; what is outside of them is zeros to it.
         rows: Of a tile.
         dtype: "float16" or "bfloat16".
-        first: The first of these rows; the engine counts from it.
 
     Returns:
         The tensor map on the device, 1 or 0 for the heads, 1 or 0 for the batches.
     """
-    where = device_pointer(array) + first * array.strides[2], array.shape, array.strides
-    return _tensor_map(current_device(), *where, seq, rows, dtype)
+    where = device_pointer(array), array.shape, array.strides
+    return _tensor_map(current_device(), *where, rows, dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -50,11 +48,10 @@ def _tensor_map(
     address: int,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
-    seq: int,
     rows: int,
     dtype: str,
 ) -> tuple[Any, int, int]:
-    sizes, steps = [*shape[:2], seq, *shape[3:]], list(strides)
+    sizes, steps = list(shape), list(strides)
     for axis in (0, 1):
         if steps[axis] == 0 or sizes[axis] == 1:
             # One head that all share; the engine asks for a stride all the same.

@@ -20,7 +20,7 @@ from kernels.cuda.runtime.kernel import WORD, device_function
 PING_PONG, OUT_BARRIER = 1, 4
 #: Of the backward kernels: all consumers' threads, and the threads of one consumer, numbered likewise.
 CONSUMERS_BARRIER, WARPGROUP_BARRIER = 1, 2
-#: The barrier of all consumers' threads for ``clear_unseen``, forward and backward.
+#: The barrier of all consumers' threads behind ``clear_rows``, forward and backward.
 CLEAR_BARRIER = 7
 #: Numbers that describe a work item.
 ITEM_NUMBERS = 13
@@ -94,11 +94,6 @@ def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
     return ForwardLayout(2, 80, 2, 1, False, patience)
 
 
-def is_guarded(features: Features) -> bool:
-    """Tell whether a tile may hold rows or keys that none of the other side sees, beside bounds."""
-    return features.hides or features.packed
-
-
 def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
     """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one.
 
@@ -107,8 +102,7 @@ def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLA
     Args:
         layout: Of the block.
         widths: Of the kernel.
-        features: Options of the kernel: with a list of tiles there are the numbers of those in flight, and
-            where options may hide elements a byte for each key of a tile, whether anybody sees it.
+        features: Options of the kernel: with a list of tiles there are the numbers of those in flight.
     """
     q_panels = max(widths.head_panels, widths.value_panels)
     return SharedTiles(
@@ -118,7 +112,6 @@ def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLA
         barriers=8 * (3 * layout.items + 4 * layout.stages),
         numbers=item_bytes(layout) * layout.items,
         listed=WORD * layout.stages * features.block_mask,
-        seen=layout.block_k * is_guarded(features),
     )
 
 
@@ -149,7 +142,7 @@ class Shape(NamedTuple):
 
     Attributes:
         rows: Of q.
-        cols: Keys, or those up to the last that some row sees.
+        cols: Of k.
         heads: Of q.
         q_by_head: Of q.
         q_by_batch: Likewise.
@@ -157,10 +150,8 @@ class Shape(NamedTuple):
         k_by_batch: Likewise.
         v_by_head: Of v.
         v_by_batch: Likewise.
-        first_key: The first that the copy engine knows, see ``seen_keys``.
         dout_by_head: Of dout, and so of backward kernels alone.
         dout_by_batch: Likewise.
-        first_row: Of these too, as ``first_key``; see ``seen_rows``.
     """
 
     rows: int
@@ -172,10 +163,8 @@ class Shape(NamedTuple):
     k_by_batch: int
     v_by_head: int
     v_by_batch: int
-    first_key: int
     dout_by_head: int = 0
     dout_by_batch: int = 0
-    first_row: int = 0
 
 
 #: Numba's type of it.

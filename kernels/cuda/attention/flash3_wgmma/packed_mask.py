@@ -120,7 +120,6 @@ def make_pairs(kind: str, first: int) -> tuple[Callable[..., None], Callable[...
         first: Their first place in ``words``.
     """
     unpack: Any = UNPACK[kind]
-    minus_inf = np.float32(-np.inf)
 
     @device_function
     def bring(words, mask_words, place, step):
@@ -132,9 +131,7 @@ def make_pairs(kind: str, first: int) -> tuple[Callable[..., None], Callable[...
     @device_function
     def add(score, words, t, i):
         low, high = unpack(words[first + 2 * t + i // 2])
-        bias = high if i % 2 else low
-        # What the mask hides may be NaN, and would stay it.
-        return bias if bias == minus_inf else score + bias
+        return score + (high if i % 2 else low)
 
     return bring, add
 

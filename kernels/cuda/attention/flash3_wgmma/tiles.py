@@ -13,7 +13,13 @@ from kernels.cuda.device.half import EIGHT
 from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP
 from kernels.cuda.ptx.barriers import mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait
 from kernels.cuda.ptx.bulk import cp_async_bulk_load, make_tensor_load, make_tensor_store
-from kernels.cuda.ptx.copies import global_address, ld_shared, ld_shared_v4, st_global_v4
+from kernels.cuda.ptx.copies import (
+    global_address,
+    ld_shared,
+    ld_shared_v4,
+    st_global_v4,
+    st_shared_v4,
+)
 from kernels.cuda.ptx.mma import stmatrix_x4
 from kernels.cuda.ptx.numbers import PACK
 from kernels.cuda.ptx.swizzle import CHUNK
@@ -186,6 +192,32 @@ def make_pack(dtype: str, depth: int) -> Any:
             pairs[t, 3] = pack(numbers[2 * t + 1, 2], numbers[2 * t + 1, 3])
 
     return pack_tile
+
+
+@cache
+def make_clear_rows(threads: int, rows: int, panels: int) -> Any:
+    """Return ``clear_rows(thread, first, tile)``: zeros in the rows of a tile from ``first`` on.
+
+    Where a packed sequence ends within a tile, these rows are the next sequence's; the copy engine brings
+    them all the same, and zero times infinity is NaN.
+
+    Args:
+        threads: That share the work.
+        rows: Of the tile.
+        panels: Of the tile.
+    """
+    chunks, panel_bytes = LINE // CHUNK, rows * LINE
+
+    @device_function
+    def clear_rows(thread, first, tile):
+        zeros = cuda.local.array(4, uint32)  # (4,)
+        for i in range(4):
+            zeros[i] = 0
+        for panel in range(panels):  # the swizzle leaves each row in its line
+            for n in range(int32(first * chunks + thread), rows * chunks, threads):
+                st_shared_v4(tile + panel * panel_bytes + n * CHUNK, zeros)
+
+    return clear_rows
 
 
 @cache

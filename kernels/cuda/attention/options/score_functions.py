@@ -67,12 +67,6 @@ class Features(NamedTuple):
         """The options that make anything of the elements of a whole tile: all but which tiles there are."""
         return self._replace(block_mask=False, whole_tiles=False, packed=False)
 
-    @property
-    def hides(self) -> bool:
-        """Whether a tile may have elements that are hidden beside others, not by bounds alone."""
-        in_blocks = self.block_mask and not self.whole_tiles
-        return bool(self.mask or in_blocks or self.mask_mod or self.score_mod)
-
 
 PLAIN = Features()
 
@@ -168,18 +162,17 @@ class ScoreFunctions(NamedTuple):
     Attributes:
         score_of: ``(score, flat, b, h, row, col, extras)``: what becomes of scale · q · k, natural
             logarithms as in the paper; minus infinity where the row does not see the column.
-        score_and_slope: The same arguments; also its derivative by scale · q · k.
-        is_seen: ``(flat, b, h, row, col, extras)``: whether the row sees the column.
+        score_and_slope: The same arguments; also its derivative by scale · q · k, zero where the score is
+            minus infinity.
         kept: ``(flat, row, col, extras)``: what dropout multiplies a probability by.
         bend: ``(score, flat, row, col, extras)``: softcap and score_mod, and their derivative.
         add: ``(score, b, h, row, col, extras)``: what ALiBi and a floating mask make of a score.
-        in_mask: As is_seen, for a boolean mask alone.
-        in_mod: As is_seen, for ``mask_mod`` alone.
+        in_mask: ``(flat, b, h, row, col, extras)``: whether a boolean mask lets the row see the column.
+        in_mod: Likewise ``mask_mod``.
     """
 
     score_of: Callable[..., Any]
     score_and_slope: Callable[..., Any]
-    is_seen: Callable[..., Any]
     kept: Callable[..., Any]
     bend: Callable[..., Any]
     add: Callable[..., Any]
@@ -201,16 +194,6 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
     in_mod, in_blocks = _make_in_mod(features, dtype), _make_in_blocks(features)
 
     @device_function
-    def not_hidden(b, h, row, col, extras):
-        return mask_at(b, h, row, col, extras) != minus_inf
-
-    @device_function
-    def any_bias(b, h, row, col, extras):
-        return True
-
-    in_bias = not_hidden if features.mask == "float" else any_bias
-
-    @device_function
     def is_seen(flat, b, h, row, col, extras):
         if not is_visible(row, col, extras.lower, extras.upper):
             return False
@@ -218,23 +201,20 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
             return False
         if not in_mask(flat, b, h, row, col, extras):
             return False
-        if not in_bias(b, h, row, col, extras):
-            return False
         return in_mod(flat, b, h, row, col, extras)
-
-    @device_function
-    def score_of(score, flat, b, h, row, col, extras):
-        score, _ = bend(score, flat, row, col, extras)
-        score = add(score, b, h, row, col, extras)
-        return score if is_seen(flat, b, h, row, col, extras) else minus_inf
 
     @device_function
     def score_and_slope(score, flat, b, h, row, col, extras):
         score, slope = bend(score, flat, row, col, extras)
         score = add(score, b, h, row, col, extras)
-        if not is_seen(flat, b, h, row, col, extras):
-            return minus_inf, zero
-        return score, slope
+        score = score if is_seen(flat, b, h, row, col, extras) else minus_inf
+        # The derivative of a user's function may be infinite where its score is hidden.
+        return score, (zero if score == minus_inf else slope)
+
+    @device_function
+    def score_of(score, flat, b, h, row, col, extras):
+        score, _ = score_and_slope(score, flat, b, h, row, col, extras)
+        return score
 
     @device_function
     def all_kept(flat, row, col, extras):
@@ -247,7 +227,7 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
         # END TASK 5.6
 
     own_kept = kept if features.dropout else all_kept
-    return ScoreFunctions(score_of, score_and_slope, is_seen, own_kept, bend, add, in_mask, in_mod)
+    return ScoreFunctions(score_of, score_and_slope, own_kept, bend, add, in_mask, in_mod)
 
 
 def _make_bend(features: Features, dtype: np.dtype[Any]) -> Any:
@@ -291,7 +271,7 @@ def _no_derivative(score, batch, head, row, col):
 
 def _make_add(features: Features, dtype: np.dtype[Any]) -> Any:
     """Return what ALiBi and a floating mask add: ``(score, b, h, row, col, extras)``."""
-    real, minus_inf = scalar_type(dtype), dtype.type(-math.inf)
+    real = scalar_type(dtype)
 
     @device_function
     def no_bias(score, b, h, row, col, extras):
@@ -305,9 +285,7 @@ def _make_add(features: Features, dtype: np.dtype[Any]) -> Any:
     @device_function
     def mask_bias(score, b, h, row, col, extras):
         # TASK 5.6: Add the element of the mask, mask_at(…).
-        bias = mask_at(b, h, row, col, extras)
-        # What the mask hides may be NaN, and would stay it.
-        return bias if bias == minus_inf else score + bias
+        return score + mask_at(b, h, row, col, extras)
         # END TASK 5.6
 
     subtract = alibi if features.slopes else no_bias

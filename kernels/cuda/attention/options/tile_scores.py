@@ -30,8 +30,6 @@ class TileScores(NamedTuple):
 
     Attributes:
         operand_factor: What q (or k) is multiplied by, beside scale, when it is loaded.
-        is_guarded: A hidden element may lie in a tile beside others that are seen, so that the kernel
-            must not multiply by zero what may be infinite.
         edge: ``(row, col, seq_q, seq_k, extras)``: for a thread's elements of one tile, the least and the
             greatest c - r that the bounds leave, and the columns and rows that are left.
         score: ``(product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras)``: the
@@ -41,7 +39,6 @@ class TileScores(NamedTuple):
     """
 
     operand_factor: Any
-    is_guarded: bool
     edge: Callable[..., Any]
     score: Callable[..., Any]
     gradient: Callable[..., Any]
@@ -79,8 +76,8 @@ def make_tile_scores(
         features: Of the kernel.
         dtype: Of its operands.
         of_bias: The gradient is that of what a mask adds, not of scale · q · k.
-        by_keys: Keys sum over rows: a row beyond the end must count for nothing.  Its operands are
-            zeros, but zero times an infinite key is NaN.
+        by_keys: Keys sum over rows: a row beyond the end must count for nothing, whatever a user's
+            function makes of its score.
         exp2: A power of two in the dtype; the library's when None.
     """
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
@@ -117,8 +114,9 @@ def make_tile_scores(
         return p, (p * (dp - delta) if seen else zero)
 
     if features == PLAIN:
-        return TileScores(log2_e, False, edge_of, bounded_score, bounded_gradient)
-    bends, is_listed = features.bends, features.block_mask or features.mask_mod is not None
+        return TileScores(log2_e, edge_of, bounded_score, bounded_gradient)
+    bends, has_mod = features.bends, features.score_mod is not None
+    is_listed = features.block_mask or features.mask_mod is not None
 
     @device_function
     def score_and_slope(
@@ -150,12 +148,12 @@ def make_tile_scores(
         score, slope = score_and_slope(
             product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras
         )
-        hidden = score == minus_inf
-        p = zero if hidden else exp2(score - shift)
+        p = exp2(score - shift)
         ds = p * (dp * kept - delta)
         if not of_bias:
             ds = ds * slope
-        # What is hidden may be anything, its derivative too.
-        return p, (zero if hidden else ds)
+        if has_mod:  # its derivative may be infinite where its score is hidden
+            ds = zero if score == minus_inf else ds
+        return p, ds
 
-    return TileScores(one if bends else log2_e, True, edge_of, score_of, gradient_of)
+    return TileScores(one if bends else log2_e, edge_of, score_of, gradient_of)

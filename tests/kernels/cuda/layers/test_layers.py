@@ -24,7 +24,7 @@ from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.dtypes import FLOAT16, HALF_DTYPES, rounded
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch import CudaBackend, FastBackend, Parameter, Tensor, TensorData, from_numpy
-from minitorch.attention.score_options import visible_by_bounds
+from minitorch.attention.score_options import bounds_penalty
 from minitorch.functions.fused import Gelu, Lookup, SeededDropout
 from minitorch.nn import composed_softmax
 
@@ -268,10 +268,8 @@ def test_one_hot_takes_ids_of_any_dtype() -> None:
 
 
 def test_the_causal_mask_is_brought_to_the_device_once() -> None:
-    shown = visible_by_bounds(2, 3, -2, 1, False, CudaBackend, np.dtype(np.float32))
-    assert visible_by_bounds(2, 3, -2, 1, False, CudaBackend, np.dtype(np.float32)) is shown
-    mask = shown.penalty
-    assert mask is not None
+    mask = bounds_penalty(2, 3, -2, 1, CudaBackend, np.dtype(np.float32))
+    assert bounds_penalty(2, 3, -2, 1, CudaBackend, np.dtype(np.float32)) is mask
     assert on_device(mask).to_numpy().tolist() == [[0.0, 0.0, -np.inf], [0.0, 0.0, 0.0]]
 
 

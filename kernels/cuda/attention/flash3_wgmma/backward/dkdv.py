@@ -14,7 +14,6 @@ from functools import cache
 
 from numba import float32, float64, int32, int64, types, uint8, uint32, void
 
-from kernels.cuda.attention.flash2_mma.nonfinite import flag_type, is_flagged, never_flagged
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     MAPS,
@@ -27,21 +26,21 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     key_tiles,
     square_place,
 )
-from kernels.cuda.attention.flash3_wgmma.backward.nonfinite import Guarded, clear_unseen_of
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.backward.tile_walk import make_row_base, make_visits_of
 from kernels.cuda.attention.flash3_wgmma.layout import (
+    CLEAR_BARRIER,
     CONSUMERS_BARRIER,
     SHAPE,
     WARPGROUP_BARRIER,
     Schedule,
     Widths,
-    is_guarded,
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import words_type
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     init_stages,
     make_accumulate,
+    make_clear_rows,
     make_fetch_rows,
     make_load_tile,
     make_multiply,
@@ -113,8 +112,8 @@ def dkdv_kernel(
     q_size, dout_size = head_panels * q_panel, value_panels * q_panel
     keys_size = head_panels * k_panel + (value_panels * k_panel if has_dk else 0)
     rows_size = block_q * WORD
-    guards, is_packed = is_guarded(features), features.packed
-    tiles = key_tiles(layout, widths, parts, features)
+    is_packed = features.packed
+    tiles = key_tiles(layout, widths, parts)
     # dV takes the place of V, or of K where V is not needed.
     v_offset, dv_offset = tiles["v"], tiles["v"] if has_dk else tiles["k"]
     q_offset, dout_offset, barrier_offset = tiles["q"], tiles["dout"], tiles["barriers"]
@@ -158,16 +157,15 @@ def dkdv_kernel(
     elements, row_base = make_elements(features, block_q, True), make_row_base(features.packed)
     steepness_of, scale_of, factor_of = elements.steepness, elements.scale, elements.factor
     words, own_of, slope_scale_of = elements.words, elements.own, elements.slope_scale
-    weigh, slope_of = make_passes(features, block_q, dtype, True, has_dv or guards)
-    is_found = is_flagged if guards else never_flagged
-    seen_offset, copy_offset = tiles["seen"], tiles["copy"]
-    clear_unseen = clear_unseen_of(
-        Guarded(consumer_threads, block_q, block_k, head_panels, value_panels, adds_dq), guards
+    weigh, slope_of = make_passes(features, block_q, dtype, True, has_dv)
+    clear_q, clear_dout = (
+        make_clear_rows(consumer_threads, block_q, n) for n in (head_panels, value_panels)
     )
+    clear_keys = make_clear_rows(consumer_threads, block_k, head_panels)
 
     def flash3_dkdv(
         q_map, k_map, v_map, dout_map, dk_map, dv_map, lse, delta, dq_sum, next_item, shape, scale,
-        schedule, flag, mask_words, extras,
+        schedule, mask_words, extras,
     ):  # fmt: skip
         """Fill dk and dv, tile after tile, and add to dq_sum what each tile gives.
 
@@ -188,7 +186,7 @@ def dkdv_kernel(
             dv once; with dq adds to dq_sum once per key tile
         Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
-        # k, v, q, dout, copy of k, ds, dq, lse, delta, barriers, number of the item, seen
+        # k, v, q, dout, ds, dq, lse, delta, barriers, number of the item
         shared = cuda.shared.array(0, uint8)
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
@@ -223,7 +221,7 @@ def dkdv_kernel(
                     phase = phase ^ 1
                     st_shared(tile + number_offset, item)
                     mbarrier_arrive_expect_tx(barriers, keys_size)
-                    key = first_k + col - shape.first_key
+                    key = first_k + col
                     load_k(tile, k_tensor, barriers, key, h * shape.k_by_head, b * shape.k_by_batch)
                     if has_dk:
                         load_v(
@@ -234,7 +232,7 @@ def dkdv_kernel(
                     for n in range(int32(stop - first)):
                         row = int32(tile_of(first + n, extras) * block_q)
                         place = (int64(y) * lse.shape[1] + base + row) * WORD
-                        row += first_q - shape.first_row
+                        row += first_q
                         # 9: load Q_i, L_i, then dO_i, D_i
                         fetch_q(
                             tile + q_offset + q_stage * q_size, q_tensor,
@@ -260,6 +258,7 @@ def dkdv_kernel(
         else:
             claim()
             me, thread = int32(warpgroup - 1), int32(cuda.threadIdx.x % WARPGROUP)
+            consumer_thread = int32(cuda.threadIdx.x - WARPGROUP)
             warp = int32(thread // 32)
             # Of its warpgroup's 64 keys, of dQ rows, a thread has two, eight apart; of eight columns two.
             dk_acc = cuda.local.array((head_tiles, 4), float32)  # (64, head_dim) / 128: dK
@@ -271,7 +270,7 @@ def dkdv_kernel(
             ds = cuda.local.array((depth_steps, 4), uint32)  # (64, block_q) / 128, in pairs: dSᵀ
             # (words,) each, bits: what of P dropout keeps; what is seen, and then pairs of a mask
             kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
-            factor, found = float32(scale) * factor_of(extras), is_found(flag)
+            factor = float32(scale) * factor_of(extras)
             q_stage, q_phase, dout_stage, dout_phase = int32(0), int32(0), int32(0), int32(0)
             phase = int32(0)
             r, c = square_place(lane)
@@ -291,6 +290,12 @@ def dkdv_kernel(
                 own, steepness = own_of(flat, extras), steepness_of(b, h, extras)
                 own_col = int32(col + me * ROWS + warp * 16 + lane // 4)
                 # 7: dK_j = 0, dV_j = 0 is what the first products begin with
+                if (
+                    is_packed and adds_dq and cols - col < block_k
+                ):  # the rest is the next sequence's
+                    clear_keys(consumer_thread, cols - col, tile)
+                    fence_proxy_async()  # products see the zeros
+                    bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
                 if first < stop:
                     # 10: Sᵀ = K_j Q_iᵀ, the first
                     mbarrier_wait(barriers + q_full + 8 * q_stage, q_phase)  # Q_i, L_i are there
@@ -311,6 +316,13 @@ def dkdv_kernel(
                     # dO_i, D_i are there
                     mbarrier_wait(barriers + dout_full + 8 * dout_now, dout_phase)
                     dout_stage, dout_phase = next_dout(dout_stage, dout_phase)
+                    if is_packed and rows - row < block_q:  # the rest is the next sequence's
+                        if has_dk:
+                            clear_q(consumer_thread, rows - row, tile + q_offset + q_now * q_size)
+                        if has_dv:
+                            clear_dout(consumer_thread, rows - row, dout_tile)
+                        fence_proxy_async()  # products see the zeros
+                        bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
                     if has_dk:
                         # 13: dPᵀ = V_j dO_iᵀ, computed while the exponentials are taken
                         dout_desc = descriptor(along, dout_tile)
@@ -323,13 +335,6 @@ def dkdv_kernel(
                         s, p, kept, seen, mask_words, lane, lse_now, factor, is_whole,
                         is_listed_whole(first + n, extras), place, extras,
                     )  # fmt: skip
-                    if found:
-                        wait_for_all()  # dPᵀ, which reads dO
-                        clear_unseen(
-                            int32(cuda.threadIdx.x - WARPGROUP), own_col - col, lane, s, p, shared,
-                            tile - shared_address(shared) + seen_offset,
-                            tile + q_offset + q_now * q_size, dout_tile, tile, tile + copy_offset,
-                        )  # fmt: skip
                     if has_dv:
                         # 12: dV_j = dV_j + Pᵀ dO_i, computed while dS is
                         dout_desc = descriptor(across_rows, dout_tile)
@@ -360,8 +365,7 @@ def dkdv_kernel(
                     if adds_dq:
                         # 15: dQ_i += dS K_j, this consumer's share
                         ds_desc = descriptor(across_keys, ds_tile + me * ds_step)
-                        keys = tile + copy_offset if found else tile
-                        keys_desc = descriptor(across_keys, keys + me * k_step)
+                        keys_desc = descriptor(across_keys, tile + me * k_step)
                         multiply_dq(dq_acc, ds_desc, keys_desc)
                         wgmma_commit_group()
                     if has_dk:
@@ -431,7 +435,6 @@ def dkdv_kernel(
     gradients = array_type(BITS, 4) if is_packed else MAPS
     signature = void(
         MAPS, MAPS, MAPS, MAPS, gradients, gradients, ROW_NUMBERS, ROW_NUMBERS, sums, counters, SHAPE,
-        float64, schedule, flag_type(is_guarded(features)), words_type(features),
-        extras_type(features, FLOAT32),
+        float64, schedule, words_type(features), extras_type(features, FLOAT32),
     )  # fmt: skip
     return Kernel(flash3_dkdv, signature, layout.threads, block_bytes(tiles))

@@ -12,7 +12,6 @@ from functools import cache
 
 from numba import float32, float64, int32, types, uint8, uint32, void
 
-from kernels.cuda.attention.flash2_mma.nonfinite import flag_type, is_flagged, never_flagged
 from kernels.cuda.attention.flash3_wgmma.backward.elementwise import make_passes
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     MAPS,
@@ -25,18 +24,18 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
 from kernels.cuda.attention.flash3_wgmma.backward.tile_walk import make_row_base, make_visits_of
 from kernels.cuda.attention.flash3_wgmma.layout import (
+    CLEAR_BARRIER,
     SHAPE,
     WARPGROUP_BARRIER,
     Schedule,
     Widths,
-    is_guarded,
 )
-from kernels.cuda.attention.flash3_wgmma.nonfinite import make_clear_unseen
 from kernels.cuda.attention.flash3_wgmma.packed_mask import words_type
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     broadcast_number,
     init_stages,
     make_accumulate,
+    make_clear_rows,
     make_load_tile,
     make_multiply,
     make_pack,
@@ -93,8 +92,7 @@ def dq_kernel(
     q_panel, k_panel = block_q * LINE, block_k * LINE
     rows_size = (head_panels + value_panels) * q_panel
     k_size, v_size = head_panels * k_panel, value_panels * k_panel
-    guards = is_guarded(features)
-    tiles = query_tiles(layout, widths, features)
+    tiles = query_tiles(layout, widths)
     dout_offset, k_offset, v_offset = tiles["dout"], tiles["k"], tiles["v"]
     barrier_offset, number_offset = tiles["barriers"], tiles["number"]
     # Barriers of eight bytes, one of each kind for the rows or a stage.
@@ -102,7 +100,7 @@ def dq_kernel(
     k_empty = k_full + 8 * k_stages
     v_full = k_empty + 8 * k_stages
     v_empty = v_full + 8 * v_stages
-    consumer_warps = 4 * consumers
+    consumer_warps, consumer_threads = 4 * consumers, WARPGROUP * consumers
 
     load_q, load_dout = (make_load_tile(n, q_panel) for n in (head_panels, value_panels))
     load_k, load_v = (make_load_tile(n, k_panel) for n in (head_panels, value_panels))
@@ -126,11 +124,10 @@ def dq_kernel(
     own_of, slope_scale_of = elements.own, elements.slope_scale
     weigh, slope_of = make_passes(features, block_k, dtype, False)
     is_packed = features.packed
-    is_found, seen_offset = is_flagged if guards else never_flagged, tiles["seen"]
-    clear_unseen = make_clear_unseen(consumers, block_k, head_panels)
+    clear_keys = make_clear_rows(consumer_threads, block_k, head_panels)
 
     def flash3_dq(
-        q_map, k_map, v_map, dout_map, dq_map, lse, delta, next_item, shape, scale, schedule, flag,
+        q_map, k_map, v_map, dout_map, dq_map, lse, delta, next_item, shape, scale, schedule,
         mask_words, extras,
     ):  # fmt: skip
         """Fill dq, tile after tile.
@@ -150,7 +147,7 @@ def dq_kernel(
         Global traffic: reads q, dout, lse and delta once, k and v once per query tile; writes dq once
         Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
-        shared = cuda.shared.array(0, uint8)  # q, dout, k, v, barriers, number of the item, seen
+        shared = cuda.shared.array(0, uint8)  # q, dout, k, v, barriers, number of the item
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
         seq_q, seq_k, heads = shape.rows, shape.cols, shape.heads
@@ -176,7 +173,7 @@ def dq_kernel(
                         item, schedule, seq_q, seq_k, extras
                     )
                     b, h = int32(y // heads), int32(y % heads)
-                    row += first_q - shape.first_row
+                    row += first_q
                     # 9: load Q_i, dO_i, and say which they are
                     mbarrier_wait(barriers + rows_empty, phase ^ 1)  # the last dQ is copied
                     phase = phase ^ 1
@@ -188,7 +185,7 @@ def dq_kernel(
                         b * shape.dout_by_batch,
                     )  # fmt: skip
                     for n in range(int32(stop - first)):
-                        col = first_k - shape.first_key + tile_of(stop - 1 - n, extras) * block_k
+                        col = first_k + tile_of(stop - 1 - n, extras) * block_k
                         # 6: load K_j, V_j
                         full = barriers + k_full + 8 * k_stage
                         mbarrier_wait(barriers + k_empty + 8 * k_stage, k_phase ^ 1)  # K was read
@@ -224,7 +221,7 @@ def dq_kernel(
             ds = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: dS
             # (words,) each, bits: what of P dropout keeps; what is seen, and then pairs of a mask
             kept, seen = cuda.local.array(words, uint32), cuda.local.array(words, uint32)
-            factor, found = float32(scale) * factor_of(extras), is_found(flag)
+            factor = float32(scale) * factor_of(extras)
             k_stage, k_phase, v_stage, v_phase = int32(0), int32(0), int32(0), int32(0)
             phase = int32(0)
             own_tile = tile + me * (ROWS * LINE)  # of q, and then of dq
@@ -259,6 +256,14 @@ def dq_kernel(
                     multiply_qk(s, q_desc, k_desc)
                     wgmma_commit_group()
                     wait_for_all()  # S is there
+                    left = int32(cols - tile_of(stop - 1, extras) * block_k)
+                    if is_packed and left < block_k:  # the rest is the next sequence's
+                        clear_keys(
+                            int32(cuda.threadIdx.x - WARPGROUP), left,
+                            tile + k_offset + k_stage * k_size,
+                        )  # fmt: skip
+                        fence_proxy_async()  # products see the zeros
+                        bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
                 before = int32(0)  # the stage of the keys before
                 for n in range(int32(stop - first)):
                     j = tile_of(stop - 1 - n, extras)
@@ -284,12 +289,6 @@ def dq_kernel(
                     v_stage, v_phase = next_v(v_stage, v_phase)
                     # 14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
                     slope_of(s, dp, kept, (delta_0, delta_1), is_whole, place, extras)
-                    if found:
-                        clear_unseen(
-                            int32(cuda.threadIdx.x - WARPGROUP), lane, dp, rows - own_row, shared,
-                            tile - shared_address(shared) + seen_offset,
-                            tile + k_offset + k_stage * k_size,
-                        )  # fmt: skip
                     # The accumulators of dP lie as the left operand of dS K does.
                     pack_tile(ds, dp)
                     before = k_stage
@@ -332,7 +331,6 @@ def dq_kernel(
     gradient = array_type(BITS, 4) if features.packed else MAPS
     signature = void(
         MAPS, MAPS, MAPS, MAPS, gradient, ROW_NUMBERS, ROW_NUMBERS, counters, SHAPE, float64,
-        schedule, flag_type(is_guarded(features)), words_type(features),
-        extras_type(features, FLOAT32),
+        schedule, words_type(features), extras_type(features, FLOAT32),
     )  # fmt: skip
     return Kernel(flash3_dq, signature, layout.threads, block_bytes(tiles))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-import numpy as np
 from numba import float32, int32
 
 from kernels.cuda.attention.flash3_wgmma.backward.layout import makes_elements
@@ -59,9 +58,9 @@ def make_passes(
         cols: Query rows by keys, else keys.
         dtype: "float16" or "bfloat16".
         by_keys: Rows of the tile are keys.
-        packs: P ∘ Z is needed.
+        packs: P ∘ Z is needed, by keys alone.
     """
-    tiles, zero = cols // 8, np.float32(0)
+    tiles = cols // 8
     hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)
     pack_tile, elements = make_pack(dtype, cols), make_elements(features, cols, by_keys)
     pack = elements.pack[dtype]
@@ -71,7 +70,7 @@ def make_passes(
         elements.drop,
         elements.slope,
     )
-    draw, hides, has_seen = elements.draw, elements.hides, elements.has_seen
+    draw, has_seen = elements.draw, elements.has_seen
     is_plain, distance_from = not makes_elements(features), distance_of(features)
     has_lists_alone = not is_plain and features.of_elements == PLAIN
 
@@ -131,10 +130,11 @@ def make_passes(
                 pack_tile(p, s)
         else:
             weigh_each(s, p, kept, seen, mask_words, lane, numbers, factor, listed, place, extras)
-        if by_keys and not whole:
+        if packs and not whole:
             edge = edge_of(place[4], place[5], place[7], place[8], extras)
-            hide(s, edge)
-            if not is_plain and packs:
+            if is_plain:
+                hide(s, edge)
+            else:
                 hide_pairs(p, edge)
         if is_plain and packs:
             pack_tile(p, s)
@@ -148,11 +148,8 @@ def make_passes(
                 if is_plain:
                     dp[t, i] = s[t, i] * (dp[t, i] - own)
                 else:
-                    ds = slope_one(s[t, i], dp[t, i], own, kept, t, i)
-                    # What is hidden may be anything in dO Vᵀ.
-                    dp[t, i] = zero if hides and s[t, i] == zero else ds
-        if not whole and not (by_keys and hides):
-            # Hidden elements are 0 whatever lse and delta are.
+                    dp[t, i] = slope_one(s[t, i], dp[t, i], own, kept, t, i)
+        if not whole:
             edge = edge_of(place[4], place[5], place[7], place[8], extras)
             hide(dp, edge)
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from kernels.common.geometry import ceil_div
 from kernels.cuda.attention.delta import delta_of
-from kernels.cuda.attention.flash2_mma.nonfinite import flag_of
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv import dkdv_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.dq import dq_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
@@ -40,16 +39,15 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     Schedule,
     Shape,
     Widths,
-    is_guarded,
     schedule_of,
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, packed_mask
 from kernels.cuda.attention.options.extras import lasting_extras, own_extras
 from kernels.cuda.attention.options.score_functions import Extras, Features, features_of
 from kernels.cuda.attention.options.visits import tiles_of
-from kernels.cuda.attention.tensor_cores import lists_whole_tiles, seen_keys, seen_rows
+from kernels.cuda.attention.tensor_cores import lists_whole_tiles
 from kernels.cuda.device.half import EIGHT, as_bits
-from kernels.cuda.device.per_device import counters, multiprocessors, no_flag
+from kernels.cuda.device.per_device import counters, multiprocessors
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import ROWS
@@ -70,14 +68,8 @@ class _Plan(NamedTuple):
         dtype: "float16" or "bfloat16".
         features: Options that kernels are compiled for.
         rows: Of lse and delta as ``rows_kernel`` lays them out: each sequence has room for its last tile.
-        seq_k: Keys up to the last that some row sees, or all.
-        seen_q: The first row that sees a key within the bounds, and the one behind the last: the others
-            are outside of the tensor, zeros whatever they are.
-        seen_k: Likewise of the keys that some row sees.
         by_keys: What each kernel by key tiles computes, and its layout.
         by_rows: The layout of the kernel that dq has of its own, or None.
-        flag: Why numbers that are not finite are looked for: LATER, if options may hide them beside others
-            in a tile; a flag that is never set, if they could, but hide none; 0 if they cannot.
         bounds: What the kernels around the others need: no option but where sequences are.
         keep_scale: What dropout multiplies by.
     """
@@ -86,12 +78,8 @@ class _Plan(NamedTuple):
     dtype: str
     features: Features
     rows: int
-    seq_k: int
-    seen_q: tuple[int, int]
-    seen_k: tuple[int, int]
     by_keys: tuple[tuple[Parts, KeyLayout], ...]
     by_rows: QueryLayout | None
-    flag: Any
     bounds: Extras
     keep_scale: float
 
@@ -100,9 +88,7 @@ class _Plan(NamedTuple):
 def _plan(problem: Problem, device: int) -> _Plan:
     """Return what all calls of a problem have in common; it has no seed."""
     features, sequences = features_of(problem), problem.sequences
-    widths, seen_k = widths_of(problem), seen_keys(problem)
-    # Lines of a list are for all keys.
-    seq_k = problem.seq_k if features.block_mask else seen_k[1]
+    widths = widths_of(problem)
     in_whole = features._replace(whole_tiles=True)
     if _lists_whole_tiles(problem, *_layouts(problem, widths, in_whole)):
         features = in_whole
@@ -114,12 +100,8 @@ def _plan(problem: Problem, device: int) -> _Plan:
         NAMES[problem.dtype],
         features,
         round_up(problem.seq_q, PADDING) + (PADDING * sequences.count if sequences else 0),
-        seq_k,
-        seen_rows(problem),
-        seen_k,
         by_keys,
         by_rows,
-        _flag_for(problem, features, by_keys, by_rows),
         plain._replace(seed=0, tiles=extras.tiles),
         extras.keep_scale,
     )
@@ -143,18 +125,6 @@ def _lists_whole_tiles(
     return lists_whole_tiles(problem, *tiles, *rows)
 
 
-def _flag_for(
-    problem: Problem,
-    features: Features,
-    by_keys: tuple[tuple[Parts, KeyLayout], ...],
-    by_rows: QueryLayout | None,
-) -> Any:
-    """Return ``_Plan.flag``."""
-    if not is_guarded(features):
-        return 0
-    return no_flag() if _lists_whole_tiles(problem, by_keys, by_rows) else LATER
-
-
 class _Call(NamedTuple):
     """What all kernels of a call take.
 
@@ -164,7 +134,6 @@ class _Call(NamedTuple):
         operands: As given, but q, k, v and dout as the copy engine reads them.
         lse: (batch * heads, padded rows), as ``rows_kernel`` lays it out.
         delta: Likewise.
-        flag: Whether an operand has numbers that are not finite; none where the plan has it, or needs none.
         own: What the call brings for its options, see ``own_extras``.
     """
 
@@ -173,7 +142,6 @@ class _Call(NamedTuple):
     operands: Operands
     lse: Any
     delta: Any
-    flag: tuple[Any, ...]
     own: tuple[Any, ...]
 
     def words(self, layout: KeyLayout | QueryLayout, by_keys: bool = False) -> tuple[Any, ...]:
@@ -183,26 +151,19 @@ class _Call(NamedTuple):
         cols = layout.block_q if by_keys else layout.block_k
         return (packed_mask(self.operands.mask, cols, by_keys),)
 
-    def gradient(self, array: Any, seq: int) -> Any:
+    def gradient(self, array: Any) -> Any:
         """Return results as kernels write them: by their map, or themselves where sequences end within."""
         if self.plan.features.packed:
             return as_bits(array)
-        return tensor_map(array, seq, ROWS, self.plan.dtype)[0]
+        return tensor_map(array, ROWS, self.plan.dtype)[0]
 
     def maps(
         self, layout: KeyLayout | QueryLayout
     ) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
         """Return the tensor maps of q, k, v and dout in a kernel's tiles, and what differs in each."""
-        own, rows, keys = self.operands, self.plan.seen_q, self.plan.seen_k
-        found = [
-            tensor_map(array, stop - first, block, self.plan.dtype, first)
-            for array, (first, stop), block in (
-                (own.q, rows, layout.block_q),
-                (own.k, keys, layout.block_k),
-                (own.v, keys, layout.block_k),
-                (own.dout, rows, layout.block_q),
-            )
-        ]
+        own, block_q, block_k = self.operands, layout.block_q, layout.block_k
+        blocks = (own.q, block_q), (own.k, block_k), (own.v, block_k), (own.dout, block_q)
+        found = [tensor_map(array, block, self.plan.dtype) for array, block in blocks]
         return tuple(one[0] for one in found), tuple(one[1:] for one in found)
 
     def prepared(self, prepare: Any, arrays: tuple[Any, ...], *more: Any) -> Any:
@@ -230,12 +191,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     operands = operands.having(q=q, k=k, v=v, dout=dout)
     plan, heads = _plan(problem.unseeded, current_device()), math.prod(q.shape[:2])
     lse, delta = (empty_device((heads, plan.rows), FLOAT32) for _ in range(2))
-    flag: tuple[Any, ...] = ()
-    if plan.flag is LATER:
-        # What is multiplied by the zeros of hidden elements.
-        flag = (flag_of(plan.dtype, *(as_bits(array) for array in (k, q, dout))),)
-    own = own_extras(problem, operands)
-    call = _Call(plan, problem, operands, lse, delta, flag, own)
+    call = _Call(plan, problem, operands, lse, delta, own_extras(problem, operands))
     arrays = operands.lse, delta_of(problem, operands), lse, delta
     call.prepared(_rows_launch, arrays)(*arrays)
     for number in range(len(plan.by_keys)):
@@ -255,12 +211,12 @@ def _rows_launch(problem: Problem, lead: tuple[int, int], device: int, arrays: A
 
 def _by_keys(call: _Call, number: int) -> None:
     """Fill dk, dv or both; with dq that too, by way of its sums."""
-    problem, operands, (parts, layout) = call.problem, call.operands, call.plan.by_keys[number]
+    operands, (parts, layout) = call.operands, call.plan.by_keys[number]
     maps, differs = call.maps(layout)
-    gradients = (call.gradient(array, problem.seq_k) for array in (operands.dk, operands.dv))
+    gradients = (call.gradient(array) for array in (operands.dk, operands.dv))
     # Of dq there are none without its part.
     sums = _zeroed_sums(call, layout) if parts.dq else device_view(call.delta, (1,), (1,))
-    own = *call.flag, *call.words(layout, by_keys=True), *call.own
+    own = *call.words(layout, by_keys=True), *call.own
     arrays = *gradients, call.lse, call.delta, sums
     launch = call.prepared(_keys_launch, (*arrays, *own), differs, number)
     launch(*maps, *arrays, counters(), *own)
@@ -276,12 +232,12 @@ def _arguments(
     """Return grid and threads of a kernel by tiles, and its arguments behind the arrays."""
     q, k, v, dout = differs
     shape = Shape(
-        problem.seq_q, plan.seq_k, lead[1], *q, *k, *v, first_key=plan.seen_k[0],
-        dout_by_head=dout[0], dout_by_batch=dout[1], first_row=plan.seen_q[0],
+        problem.seq_q, problem.seq_k, lead[1], *q, *k, *v,
+        dout_by_head=dout[0], dout_by_batch=dout[1],
     )  # fmt: skip
     blocks = min(multiprocessors(), schedule.tiles * schedule.heads)
     words = LATER if has_words(plan.features) else 0
-    return (blocks, layout.threads), shape, problem.scale, schedule, plan.flag, words, extras
+    return (blocks, layout.threads), shape, problem.scale, schedule, words, extras
 
 
 @kept_launches
@@ -326,8 +282,8 @@ def _zeroed_sums(call: _Call, layout: KeyLayout) -> Any:
 def _by_rows(call: _Call, layout: QueryLayout) -> None:
     """Fill dq by a kernel of its own."""
     maps, differs = call.maps(layout)
-    gradient = call.gradient(call.operands.dq, call.problem.seq_q)
-    own = *call.flag, *call.words(layout), *call.own
+    gradient = call.gradient(call.operands.dq)
+    own = *call.words(layout), *call.own
     arrays = gradient, call.lse, call.delta
     launch = call.prepared(_query_launch, (*arrays, *own), differs, layout)
     launch(*maps, *arrays, counters(), *own)
@@ -342,7 +298,7 @@ def _query_launch(
     plan, heads = _plan(problem, device), math.prod(lead)
     extras = lasting_extras(problem, layout.block_q, layout.block_k)
     tiles = tiles_of(problem.seq_q, layout.block_q, extras)
-    schedule = schedule_of(tiles, heads, 2 * plan.seq_k * sum(plan.widths), CACHE_BYTES)
+    schedule = schedule_of(tiles, heads, 2 * problem.seq_k * sum(plan.widths), CACHE_BYTES)
     where, *rest = _arguments(problem, plan, layout, lead, differs, schedule, extras)
     return dq_kernel(layout, plan.widths, plan.dtype, plan.features).prepared(where, *rest)
 

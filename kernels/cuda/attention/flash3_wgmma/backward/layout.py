@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from numba import float32, int32, types, uint8
 
-from kernels.cuda.attention.flash3_wgmma.layout import Widths, is_guarded, item_of
+from kernels.cuda.attention.flash3_wgmma.layout import Widths, item_of
 from kernels.cuda.attention.options.score_functions import PLAIN, Features
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
@@ -121,9 +121,7 @@ def dq_bytes(layout: KeyLayout, widths: Widths) -> int:
     return ROWS * dq_share(layout, widths).cols * WORD
 
 
-def key_tiles(
-    layout: KeyLayout, widths: Widths, parts: Parts, features: Features = PLAIN
-) -> SharedTiles:
+def key_tiles(layout: KeyLayout, widths: Widths, parts: Parts) -> SharedTiles:
     """Return where the tiles of a kernel by key tiles lie, in bytes from the first aligned one.
 
     dK takes the place of K in the end, and dV that of V, or of K where V is not needed.
@@ -132,7 +130,6 @@ def key_tiles(
         layout: Of the block.
         widths: Of the operands.
         parts: What it computes.
-        features: Options of the kernel.
     """
     k_panels, v_panels = widths.head_panels, widths.value_panels
     if not parts.dk:
@@ -144,7 +141,6 @@ def key_tiles(
         v=v_panels * layout.block_k * LINE,
         q=layout.q_stages * q_bytes,
         dout=layout.dout_stages * dout_bytes,
-        copy=k_panels * layout.block_k * LINE if is_guarded(features) and parts.dq else 0,
         # Two, for the one consumer writes the next while the other still multiplies by this one.
         ds=2 * ds_bytes if parts.dq else 0,
         dq=layout.consumers * dq_bytes(layout, widths) if parts.dq else 0,
@@ -152,7 +148,6 @@ def key_tiles(
         delta=layout.dout_stages * layout.block_q * WORD,
         barriers=8 * (2 + 2 * layout.q_stages + 2 * layout.dout_stages),
         number=WORD,
-        seen=layout.block_q + layout.block_k if is_guarded(features) else 0,
     )
 
 
@@ -190,13 +185,12 @@ def query_layout(widths: Widths) -> QueryLayout:
     return QueryLayout(64, 3, 2) if width <= 192 else QueryLayout(48, 3, 1)
 
 
-def query_tiles(layout: QueryLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
+def query_tiles(layout: QueryLayout, widths: Widths) -> SharedTiles:
     """Return where the tiles of the kernel by query tiles lie; dQ takes the place of q in the end.
 
     Args:
         layout: Of the block.
         widths: Of the operands.
-        features: Options of the kernel.
     """
     return SharedTiles(
         q=widths.head_panels * layout.block_q * LINE,
@@ -205,7 +199,6 @@ def query_tiles(layout: QueryLayout, widths: Widths, features: Features = PLAIN)
         v=layout.v_stages * widths.value_panels * layout.block_k * LINE,
         barriers=8 * (2 + 2 * layout.k_stages + 2 * layout.v_stages),
         number=WORD,
-        seen=layout.block_k if is_guarded(features) else 0,
     )
 
 

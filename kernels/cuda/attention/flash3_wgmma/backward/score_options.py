@@ -57,7 +57,6 @@ class Elements(NamedTuple):
         factor: ``(extras)``: what products are multiplied by, beside scale, for ``weigh``.
         words: Of bits of a lane's elements, and behind them of a floating mask of 16 bits.
         has_seen: There are words that ``set_visible`` sets.
-        hides: Elements may be hidden beside others that are seen.
         draw: ``(kept, lane, flat, row, col, extras)``: set the bits of what dropout keeps, of the warp's 16
             rows or keys.
         see: ``(seen, mask_words, lane, whole, flat, own, b, h, row, col, seq_q, seq_k, extras)``: set those
@@ -78,7 +77,6 @@ class Elements(NamedTuple):
     factor: Callable[..., Any]
     words: int
     has_seen: bool
-    hides: bool
     draw: Callable[..., None]
     set_visible: Callable[..., None]
     steepness: Callable[..., Any]
@@ -118,9 +116,7 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
     zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
     minus_inf, log2_e, bends = np.float32(-math.inf), np.float32(LOG2_E), features.bends
     bend, within = _make_bend(features), _make_within(features)
-    # Of what a mask or a mod hides the slope may be anything.
-    has_bias, has_pairs = features.has_bias, features.mask in UNPACK
-    may_have_no_slope = features.score_mod is not None or (features.softcap and has_bias)
+    has_pairs, has_mod = features.mask in UNPACK, features.score_mod is not None
     pairs: Any = pairs_of(features, cols)
     add_pair: Any = pairs and pairs[1]
     log2_factor = one if bends else log2_e
@@ -146,7 +142,7 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
                 score = add_pair(score, seen, t, i)
             p = ex2(score * log2_e - shift)
             bent = p * slope
-            if may_have_no_slope:
+            if has_mod:  # the derivative of a masked score may be infinite or NaN
                 bent = zero if score == minus_inf else bent
         else:
             p = ex2(product - shift)
@@ -225,7 +221,7 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
         own_drop, slope, pack, slope_scale = mark, marked_slope, PACK_POSITIVE, half_scale
     return Elements(
         over_cap if features.softcap else constant_factor, seen_words(features, cols),
-        has_bits or has_pairs, features.hides, draw, _make_set_visible(features, cols, by_keys, place_of),
+        has_bits or has_pairs, draw, _make_set_visible(features, cols, by_keys, place_of),
         steepness if features.slopes else not_steep, numbers_of(features), weigh,
         own_drop, slope, pack, scale, slope_scale,
     )  # fmt: skip
@@ -251,7 +247,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
     comes divided by it.  The instruction for tanh is exact to 11 bits, a score then as that of PyTorch's
     operations in 16 bits is; the forward pass has a better one, for lse is float32.
     """
-    one, minus_inf = np.float32(1), np.float32(-math.inf)
+    one = np.float32(1)
     score_mod = score_function(features.score_mod or _same, FLOAT32, float32)
     derivative = score_function(features.derivative or _one, FLOAT32, float32)
     has_softcap, has_mod = features.softcap, features.score_mod is not None
@@ -260,9 +256,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
 
     @device_function
     def biased(x, row, col, b, h, extras):
-        bias = mask_at(b, h, row, col, extras)
-        # What the mask hides may be NaN, and would stay it.
-        return bias if bias == minus_inf else x + bias
+        return x + mask_at(b, h, row, col, extras)
 
     @device_function
     def not_biased(x, row, col, b, h, extras):

@@ -18,7 +18,6 @@ import numpy as np
 from numba import float32, float64, int32, types, uint8, uint32, void
 
 from kernels.common.online_softmax import LN_2, LOG2_E
-from kernels.cuda.attention.flash2_mma.nonfinite import flag_type, is_flagged, never_flagged
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words
 from kernels.cuda.attention.flash3_wgmma.forward.scheduler import (
     make_produce_items,
@@ -36,25 +35,25 @@ from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
     make_write_out,
 )
 from kernels.cuda.attention.flash3_wgmma.layout import (
+    CLEAR_BARRIER,
     OUT_BARRIER,
     PING_PONG,
     SHAPE,
     ForwardLayout,
     Schedule,
     Widths,
-    is_guarded,
     item_bytes,
     k_bytes,
     shared_bytes,
     shared_tiles,
     v_bytes,
 )
-from kernels.cuda.attention.flash3_wgmma.nonfinite import make_clear_unseen
 from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, words_type
 from kernels.cuda.attention.flash3_wgmma.score_terms import seen_words
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_accumulate,
+    make_clear_rows,
     make_load_tile,
     make_pack,
     make_put_tile,
@@ -110,14 +109,13 @@ def forward_kernel(
         dtype: "float16" or "bfloat16": of q, k, v and out.
         features: Options of the call.
     """
-    # Out is a tensor map, or the array where sequences are packed; flag and mask_words are 0 if not needed.
+    # Out is a tensor map, or the array where sequences are packed; mask_words is 0 if not needed.
     consumers, block_k, stages = layout.consumers, layout.block_k, layout.stages
     block_q, ping_pong = layout.block_q, layout.ping_pong
     head_panels, value_panels = widths.head_panels, widths.value_panels
     key_tiles, value_tiles, depth_steps = block_k // 8, widths.value // 8, block_k // 16
     q_panel, k_panel = block_q * LINE, block_k * LINE
     k_size, v_size = k_bytes(layout, widths), v_bytes(layout, widths)
-    clears = is_guarded(features)
     tiles = shared_tiles(layout, widths, features)
     k_offset, v_offset, barrier_offset = tiles["k"], tiles["v"], tiles["barriers"]
     number_offset, q_size = tiles["numbers"], tiles["k"] // layout.items
@@ -127,7 +125,7 @@ def forward_kernel(
     # Barriers of eight bytes, one of each kind for an item or a stage; those of q_full come first.
     q_empty, item_ready, k_full = 8 * slots, 16 * slots, 24 * slots
     k_empty, v_full, v_empty = (k_full + 8 * stages * i for i in (1, 2, 3))
-    consumer_warps = 4 * consumers
+    consumer_warps, consumer_threads = 4 * consumers, WARPGROUP * consumers
 
     load_k, load_v = (make_load_tile(panels, k_panel) for panels in (head_panels, value_panels))
     put_out = make_put_tile(value_panels, q_panel, features.packed)
@@ -147,8 +145,7 @@ def forward_kernel(
     (first_bits, fetch), drop = make_fetch(features, block_k), make_drop(features, block_k)
     words, has_kept = bit_words(block_k), features.dropout
     has_bits, seen_count = has_kept or has_words(features), seen_words(features, block_k)
-    clear_unseen = make_clear_unseen(consumers, block_k, value_panels)
-    is_found, seen_offset = is_flagged if clears else never_flagged, tiles["seen"]
+    clear_values = make_clear_rows(consumer_threads, block_k, value_panels)
     # Of a stage which tile, and whether the block mask hides nothing of it.
     list_offset, is_listed = tiles["listed"], features.block_mask
     zero, minus_inf, log2_e, ln_2 = (np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2))
@@ -156,7 +153,7 @@ def forward_kernel(
     next_stage, next_slot = make_next(stages), make_next(slots)
 
     def flash3_forward(
-        q_map, k_map, v_map, out, lse, next_item, shape, scale, schedule, flag, mask_words, extras
+        q_map, k_map, v_map, out, lse, next_item, shape, scale, schedule, mask_words, extras
     ):  # fmt: skip
         """Fill out and lse, tile after tile.
 
@@ -173,7 +170,7 @@ def forward_kernel(
         Global traffic: reads q once, k and v once per query tile; writes out and lse once
         Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
-        shared = cuda.shared.array(0, uint8)  # q, k, v, barriers, numbers of items, listed, seen
+        shared = cuda.shared.array(0, uint8)  # q, k, v, barriers, numbers of items, listed
         tile = align_up(shared_address(shared), ALIGNMENT)
         barriers = tile + barrier_offset
         warpgroup, lane = own_warpgroup(), int32(cuda.threadIdx.x % 32)
@@ -206,7 +203,7 @@ def forward_kernel(
                     # 6: for 1 <= j <= T_c, backwards: what bounds hide in part comes first
                     for n in range(item.tiles):
                         j = tile_of(int32(item.stop - 1 - n), extras)
-                        col = item.first_k - shape.first_key + j * block_k
+                        col = item.first_k + j * block_k
                         # 7: load K_j, V_j
                         full = barriers + k_full + 8 * stage
                         mbarrier_wait(barriers + k_empty + 8 * stage, phase ^ 1)  # its K was read
@@ -234,7 +231,6 @@ def forward_kernel(
             p = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: P
             # Scores that options bend are natural logarithms first; else one factor makes them base 2.
             factor = log2_e if bends else float32(scale) * log2_e
-            found = is_found(flag)
             kept = cuda.local.array(words, uint32)  # (words,), bits: what of P dropout keeps
             seen = cuda.local.array(seen_count, uint32)  # (seen_count,), bits, then pairs of a mask
             stage, phase, slot, q_phase = int32(0), int32(0), int32(0), int32(0)
@@ -243,7 +239,7 @@ def forward_kernel(
                 bar_arrive(PING_PONG, pair)
             mbarrier_wait(barriers, q_phase)  # the first item is published, and its Q is there
             item, thread = read_item(numbers), int32(cuda.threadIdx.x % WARPGROUP)
-            skipped = read_skip_count(numbers, me, found)
+            skipped = read_skip_count(numbers, me)
             is_issued, copied = False, int32(-1)  # the slot whose output is on its way
             listed = int32(1)
             while item.tiles >= 0:
@@ -293,6 +289,14 @@ def forward_kernel(
                     wait_for_all()  # S is there, and K_j was read
                     if lane == 0:
                         mbarrier_arrive(barriers + k_empty + 8 * stage)
+                    if is_packed and cols - col < block_k:  # the rest is the next sequence's
+                        mbarrier_wait(barriers + v_full + 8 * stage, phase)  # V_j is there
+                        clear_values(
+                            int32(cuda.threadIdx.x - WARPGROUP), cols - col,
+                            tile + v_offset + stage * v_size,
+                        )  # fmt: skip
+                        fence_proxy_async()  # products see the zeros
+                        bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
                 before = int32(0)  # the stage of the values before
                 for n in range(int32(stop - first)):
                     j = int32(listed >> 1 if is_listed else stop - 1 - n)
@@ -318,13 +322,6 @@ def forward_kernel(
                             acc[t, 1] *= rescale_0
                             acc[t, 2] *= rescale_1
                             acc[t, 3] *= rescale_1
-                    if found:
-                        mbarrier_wait(barriers + v_full + 8 * stage, phase)  # V_j is there
-                        clear_unseen(
-                            int32(cuda.threadIdx.x - WARPGROUP), lane, s, rows - own_row, shared,
-                            tile - shared_address(shared) + seen_offset,
-                            tile + v_offset + stage * v_size,
-                        )  # fmt: skip
                     # The accumulators of S lie as the left operand of P V does.
                     pack(p, s)
                     drop(p, kept)  # l is the sum of all
@@ -369,7 +366,7 @@ def forward_kernel(
                     following, q_phase_then = next_slot(slot, q_phase)
                     mbarrier_wait(barriers + 8 * following, q_phase_then)  # the next Q is there
                     ahead = numbers + number_bytes * following
-                    is_issued = ld_shared(ahead) > 0 and read_skip_count(ahead, me, found) == 0
+                    is_issued = ld_shared(ahead) > 0 and read_skip_count(ahead, me) == 0
                     if is_issued:
                         mbarrier_wait(barriers + k_full + 8 * stage, phase)  # its first K is there
                         q_desc = descriptor(along, tile + following * q_size + me * (ROWS * LINE))
@@ -423,7 +420,7 @@ def forward_kernel(
                 slot, q_phase = next_slot(slot, q_phase)
                 mbarrier_wait(barriers + 8 * slot, q_phase)  # the next item, and its Q, are there
                 item = read_item(numbers + number_bytes * slot)
-                skipped = read_skip_count(numbers + number_bytes * slot, me, found)
+                skipped = read_skip_count(numbers + number_bytes * slot, me)
             wait_for_reads()  # of the last output, in the thread that issued its copies
             wait_for_all()  # S of an item that there is not
 
@@ -433,7 +430,16 @@ def forward_kernel(
     counters = types.Array(int32, 1, "C")
     out = array_type(BITS, 4) if features.packed else MAPS
     signature = void(
-        MAPS, MAPS, MAPS, out, rows, counters, SHAPE, float64, schedule, flag_type(clears),
-        words_type(features), extras
-    )  # fmt: skip
+        MAPS,
+        MAPS,
+        MAPS,
+        out,
+        rows,
+        counters,
+        SHAPE,
+        float64,
+        schedule,
+        words_type(features),
+        extras,
+    )
     return Kernel(flash3_forward, signature, layout.threads, shared_bytes(layout, widths, features))

@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kernels.cuda.attention import tensor_cores
-from kernels.cuda.attention.flash2_mma.nonfinite import flag_of
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.launch_common import (
     CACHE_BYTES,
@@ -25,7 +24,6 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     Schedule,
     Shape,
     Widths,
-    is_guarded,
     layout_of,
     schedule_of,
 )
@@ -33,7 +31,7 @@ from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, packed_ma
 from kernels.cuda.attention.options.extras import lasting_extras, own_extras
 from kernels.cuda.attention.options.score_functions import Extras, Features, features_of
 from kernels.cuda.attention.options.visits import tiles_of
-from kernels.cuda.attention.tensor_cores import lists_whole_tiles, seen_keys
+from kernels.cuda.attention.tensor_cores import lists_whole_tiles
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.per_device import counters, multiprocessors
 from kernels.cuda.device.vector import are_vectors
@@ -56,7 +54,7 @@ class Maps(NamedTuple):
 
     Attributes:
         q: The tensor map of q.
-        k: Of the keys that some row sees.
+        k: Of the keys.
         v: Of their values.
         differs: 1 or 0 for the heads and for the batches of q, of k and of v, see :func:`tensor_map`.
     """
@@ -99,10 +97,9 @@ def read_maps(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
     if not are_vectors(q, k, v):
         return None
     (layout, _), dtype = layout_for(problem), NAMES[problem.dtype]
-    first, stop = seen_keys(problem)
-    q_map, *q_differs = tensor_map(q, problem.seq_q, layout.block_q, dtype)
-    k_map, *k_differs = tensor_map(k, stop - first, layout.block_k, dtype, first)
-    v_map, *v_differs = tensor_map(v, stop - first, layout.block_k, dtype, first)
+    q_map, *q_differs = tensor_map(q, layout.block_q, dtype)
+    k_map, *k_differs = tensor_map(k, layout.block_k, dtype)
+    v_map, *v_differs = tensor_map(v, layout.block_k, dtype)
     return Maps(q_map, k_map, v_map, (*q_differs, *k_differs, *v_differs))
 
 
@@ -155,7 +152,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     lead, brought, own = out.shape[:2], (), ()
     lse = reshaped(operands.lse, (math.prod(lead), problem.seq_q))
     if problem.sequences is None:
-        out, *_ = tensor_map(out, problem.seq_q, ROWS, NAMES[problem.dtype])
+        out, *_ = tensor_map(out, ROWS, NAMES[problem.dtype])
     else:  # tiles end within it
         out = as_bits(out)
     if not problem.is_plain:
@@ -166,14 +163,12 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
 
 def _own(problem: Problem, operands: Operands) -> tuple[Any, ...]:
-    """Return what a call brings for its options: a flag, words of a mask, and ``own_extras``."""
+    """Return what a call brings for its options: words of a mask, and ``own_extras``."""
     features, own = features_for(problem.unseeded), own_extras(problem, operands)
     if has_words(features):
         layout, _ = layout_for(problem.unseeded)
         own = packed_mask(operands.mask, layout.block_k), *own
-    if not is_guarded(features):
-        return own
-    return flag_of(NAMES[problem.dtype], as_bits(operands.v)), *own
+    return own
 
 
 def _work(
@@ -188,11 +183,10 @@ def _work(
         extras: Of the kernel.
     """
     (layout, _), (batch, heads) = layout_for(problem.unseeded), lead
-    first, seq_k = seen_keys(problem)
     tiles, lines = tiles_of(problem.seq_q, layout.block_q, extras), batch * heads
-    bytes_a_head = 2 * seq_k * (problem.head_dim + problem.value_dim)
+    bytes_a_head = 2 * problem.seq_k * (problem.head_dim + problem.value_dim)
     schedule = schedule_of(tiles, lines, bytes_a_head, CACHE_BYTES)
-    shape = Shape(problem.seq_q, seq_k, heads, *differs, first_key=first)
+    shape = Shape(problem.seq_q, problem.seq_k, heads, *differs)
     return min(multiprocessors(), tiles * lines), shape, schedule
 
 
@@ -216,12 +210,10 @@ def _launch(
     (layout, widths), features = layout_for(problem), features_for(problem)
     extras = lasting_extras(problem, layout.block_q, layout.block_k)
     blocks, shape, schedule = _work(problem, lead, differs, extras)
-    flag = LATER if is_guarded(features) else 0
     mask_words = LATER if has_words(features) else 0
     kernel = forward_kernel(layout, widths, NAMES[problem.dtype], features)
-    return kernel.prepared(
-        (blocks, layout.threads), shape, problem.scale, schedule, flag, mask_words, extras
-    )
+    where = blocks, layout.threads
+    return kernel.prepared(where, shape, problem.scale, schedule, mask_words, extras)
 
 
 #: What is kept from call to call.

@@ -103,9 +103,9 @@ def skip_count_address(at, consumer):
 
 
 @device_function
-def read_skip_count(at, consumer, found):
-    """Return how many tiles a consumer skips: 0 if all consumers must mark the values that they read."""
-    return int32(0 if found else ld_shared(skip_count_address(at, consumer)))
+def read_skip_count(at, consumer):
+    """Return how many of an item's first tiles a consumer skips."""
+    return int32(ld_shared(skip_count_address(at, consumer)))
 
 
 @device_function
@@ -143,7 +143,7 @@ def make_produce_items(
     )
     load_q, next_slot = make_load_tile(panels, panel_bytes), make_next(slots)
     place, entries, _, _ = make_walk(features, block_q)
-    number_bytes, is_listed = item_bytes(layout), features.block_mask
+    number_bytes, is_listed, is_packed = item_bytes(layout), features.block_mask, features.packed
     q_bytes = panels * panel_bytes
 
     @device_function
@@ -179,9 +179,12 @@ def make_produce_items(
                     first_k, cols,
                 ),
             )  # fmt: skip
+            # All consumers clear the tail of a sequence together.
+            has_tail = is_packed and stop * block_k > cols
             for c in range(consumers):
                 skipped = count_skipped(c, row, row_stop, first, stop, cols, extras)
-                st_shared(skip_count_address(at, c), int32(0) if is_listed else skipped)
+                skipped = int32(0) if is_listed or has_tail else skipped
+                st_shared(skip_count_address(at, c), skipped)
             mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # the item is published
             # 4: load Q_i
             full_q = barriers + BARRIER * slot

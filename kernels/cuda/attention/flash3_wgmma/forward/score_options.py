@@ -97,7 +97,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
     # Without one nothing calls it.
     score_mod: Any = features.score_mod and score_function(features.score_mod, FLOAT32, float32)
     has_softcap, has_slopes, has_bias = features.softcap, features.slopes, features.mask == "float"
-    minus_inf, difference = np.float32(-math.inf), difference_of(features)
+    difference = difference_of(features)
 
     @device_function
     def cap(x, scale, extras):
@@ -117,9 +117,7 @@ def _make_bend(features: Features) -> Callable[..., Any]:
 
     @device_function
     def biased(x, row, col, b, h, extras):
-        bias = mask_at(b, h, row, col, extras)
-        # What the mask hides may be NaN, and would stay it.
-        return bias if bias == minus_inf else x + bias
+        return x + mask_at(b, h, row, col, extras)
 
     @device_function
     def not_modified(x, row, col, distance, own, extras):

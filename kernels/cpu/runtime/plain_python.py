@@ -1,0 +1,85 @@
+"""What compiled kernels use of the machine, in plain Python: for ``NUMBA_DISABLE_JIT=1`` and a debugger.
+
+With that variable set numba compiles nothing, and a breakpoint stops in a kernel.  An intrinsic emits
+instructions and cannot run as Python; :func:`intrinsic` puts a Python function in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numba import extending
+
+from kernels.runtime.jit import JIT_DISABLED
+
+#: What :func:`address_of` has numbered.  0 means "no function", as it does for addresses.
+_functions: list[Callable[..., None] | None] = [None]
+
+
+def intrinsic(plain: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return ``numba.extending.intrinsic`` as a decorator, or what puts ``plain`` in its place.
+
+    Args:
+        plain: Computes in Python what the decorated function emits instructions for.
+    """
+    return lambda emit: plain if JIT_DISABLED else extending.intrinsic(emit)
+
+
+class Record:
+    """A NumPy record whose fields are attributes, also those that NumPy has another use for (``shape``)."""
+
+    def __init__(self, record: Any):
+        self._record = record
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._record[name]
+        return Record(value) if isinstance(value, np.void) else value
+
+
+def address_of(function: Callable[..., None]) -> int:
+    """Return a number by which :func:`call` finds a function."""
+    _functions.append(function)
+    return len(_functions) - 1
+
+
+def call(address: int, args: tuple[Any, ...]) -> None:
+    """Call the function that :func:`address_of` gave this number."""
+    function = _functions[address]
+    assert function is not None
+    with np.errstate(all="ignore"):  # machine code does not warn either: words of dropout overflow
+        function(*args)
+
+
+def take(counter: Any) -> int:
+    """Return the number in a one-element array and count it up."""
+    counter[0] += 1
+    return counter[0] - 1
+
+
+def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+    """Return an array that lies at an address."""
+    memory = SimpleNamespace(
+        __array_interface__={
+            "data": (int(address), False), "shape": tuple(map(int, shape)),
+            "strides": tuple(map(int, strides)), "typestr": np.dtype(dtype).str, "version": 3,
+        }
+    )  # fmt: skip
+    return np.asarray(memory)
+
+
+def contiguous(array: Any) -> Any:
+    """Return the array: Python need not know that its elements lie side by side."""
+    return array
+
+
+def multiply_add(x: Any, y: Any, z: Any) -> Any:
+    """Return x y + z."""
+    return x * y + z
+
+
+def product(c: Any, a: Any, b: Any, add: int) -> None:
+    """Add A·B to C, or write it there."""
+    c[:] = c + a @ b if add else a @ b

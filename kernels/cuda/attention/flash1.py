@@ -1,0 +1,450 @@
+"""FlashAttention (2022) on CUDA as printed: key tiles outside, query tiles inside, one block for each head.
+
+The comments give the line numbers and letters of appendix B: Algorithm 2 forward, which is Algorithm 1
+with a scale τ, MASK and dropout, and Algorithm 4 backward, where the forward line stands above each
+gradient line.  The backward pass reads L = m + log l in place of l and m.  One block walks over all tiles
+of its head, so that it may add to O and dQ in global memory without atomics.  The rung has the options of
+the paper, scale, mask and dropout, and no others.
+
+The paper leaves two things open.  M counts the four tiles of d columns that Algorithm 1 keeps on chip,
+and neither the scores between them nor the three more tiles of the backward pass; :func:`paper_tiles`
+therefore gives the formula a part of the shared memory.  Where values are not as wide as keys, d is
+the wider of the two.
+
+Measured on an H200 (float32, N = 4096, d = 64, 64 heads): 439 ms forward where naive takes 17.7, for there
+are only as many blocks as heads; forward and backward together add 67 MiB to the operands where naive's
+add 8,257.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import void
+
+from kernels.common import geometry
+from kernels.cuda.attention.options.extras import make_extras
+from kernels.cuda.attention.options.score_functions import (
+    PLAIN,
+    Features,
+    extras_type,
+    features_of,
+    make_score_functions,
+)
+from kernels.cuda.device.one_source import (
+    batch_and_head,
+    ceil_div,
+    first_tile,
+    inverse_sum,
+    log_sum_exp,
+    shift_of,
+)
+from kernels.cuda.runtime.arrays import empty_device
+from kernels.cuda.runtime.kernel import (
+    Kernel,
+    array_type,
+    device_function,
+    scalar_type,
+    why_too_large,
+)
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+from kernels.runtime.targets import cuda, shared_memory_bytes
+
+Tile = tuple[int, int]
+
+
+def paper_tile(shared_elements: int, dim: int) -> Tile:
+    """Return (B_r, B_c) for an on-chip memory of M elements; Algorithm 1, line 1."""
+    block_k = geometry.ceil_div(shared_elements, 4 * dim)
+    return min(block_k, dim), block_k
+
+
+def paper_tiles(elements: int, head_dim: int, value_dim: int) -> tuple[Tile, Tile]:
+    """Return the tiles of the forward and of the backward pass that fit in so many elements.
+
+    Forward a third is left for S; backward three more tiles and two of scores must fit.
+    """
+    dim = max(head_dim, value_dim)
+    return paper_tile(elements * 2 // 3, dim), paper_tile(elements * 2 // 5, dim)
+
+
+def _own_tiles(problem: Problem) -> tuple[Tile, Tile]:
+    shared_bytes = min(SIZES.flash1_bytes, shared_memory_bytes())
+    return paper_tiles(shared_bytes // problem.dtype.itemsize, problem.head_dim, problem.value_dim)
+
+
+def tile(problem: Problem) -> Tile:
+    """Return (block_q, block_k) of the forward pass."""
+    return _own_tiles(problem)[0]
+
+
+def backward_tile(problem: Problem) -> Tile:
+    """Return (block_q, block_k) of the backward pass."""
+    return _own_tiles(problem)[1]
+
+
+def forward_elements(tile: Tile, head_dim: int, value_dim: int) -> int:
+    """Return how many elements of shared memory the forward kernel takes."""
+    block_q, block_k = tile
+    tiles = (block_q + block_k) * (head_dim + 1 + value_dim + 1)
+    return tiles + block_q * (block_k + 1) + 4 * block_q
+
+
+def backward_elements(tile: Tile, head_dim: int, value_dim: int) -> int:
+    """Return how many elements of shared memory the backward kernel takes."""
+    block_q, block_k = tile
+    keys = block_k * (head_dim + 1 + value_dim + 1 + head_dim + value_dim)
+    queries = block_q * (head_dim + 1 + 2 * (value_dim + 1))
+    return keys + queries + 2 * block_q * (block_k + 1) + 2 * block_q
+
+
+def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
+    """Return why this rung cannot run a problem with a tile (None: its own), or None."""
+    later = {
+        "window_size": problem.lower > -problem.seq_q,
+        "softcap": problem.softcap > 0.0,
+        "alibi_slopes": problem.slopes,
+        "block_mask": problem.block_mask is not None,
+        "mask_mod": problem.mask_mod is not None,
+        "score_mod": problem.score_mod is not None,
+        "packed sequences": problem.sequences is not None,
+    }
+    absent = [name for name, is_asked in later.items() if is_asked]
+    if absent:
+        names = " or ".join(absent)
+        return f"it is the algorithm of 2022 and has no {names}, which 'flash2' has"
+    dims = problem.head_dim, problem.value_dim
+    for elements, own_tile in (forward_elements, tile), (backward_elements, backward_tile):
+        block = requested_tile or own_tile(problem)
+        reason = why_too_large(block, elements(block, *dims) * problem.dtype.itemsize)
+        if reason:
+            return reason
+    return None
+
+
+@device_function
+def load_tile(thread, threads, array, b, h, first, rows, dim, tile):
+    """Copy rows of one head to shared memory: a thread copies every threads-th element."""
+    for e in range(thread, rows * dim, threads):
+        tile[e // dim, e % dim] = array[b, h, first + e // dim, e % dim]
+
+
+@device_function
+def store_tile(thread, threads, tile, array, b, h, first, rows, dim):
+    """Copy rows from shared memory to one head, dealt out likewise."""
+    for e in range(thread, rows * dim, threads):
+        array[b, h, first + e // dim, e % dim] = tile[e // dim, e % dim]
+
+
+@device_function
+def dot_rows(a, i, b, j, count):
+    """Return row i of A times row j of B, an element of A Bᵀ."""
+    total = a[i, 0] * b[j, 0]
+    for n in range(1, count):
+        total += a[i, n] * b[j, n]
+    return total
+
+
+@device_function
+def dot_row_column(a, i, b, j, count):
+    """Return row i of A times column j of B, an element of A B."""
+    total = a[i, 0] * b[0, j]
+    for n in range(1, count):
+        total += a[i, n] * b[n, j]
+    return total
+
+
+@device_function
+def dot_columns(a, i, b, j, count):
+    """Return column i of A times column j of B, an element of Aᵀ B."""
+    total = a[0, i] * b[0, j]
+    for n in range(1, count):
+        total += a[n, i] * b[n, j]
+    return total
+
+
+@cache
+def forward_kernel(
+    block_q: int, block_k: int, head_dim: int, value_dim: int, threads: int,
+    dtype: np.dtype[Any], features: Features = PLAIN,
+) -> Kernel:  # fmt: skip
+    """Return the forward kernel for one tile size, pair of dims, dtype and set of options."""
+    real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
+    # One column more: threads that walk down a column then meet in different banks.
+    key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
+    functions, dropout = make_score_functions(features, dtype), features.dropout
+    score_of, kept = functions.score_of, functions.kept
+
+    def flash1_forward(q, k, v, out, lse, row_sum, row_max, scale, extras):
+        """Fold one key tile after the other into the output of every query row that sees it.
+
+        Computes: O = dropout(softmax(MASK(τ Q Kᵀ))) V and L for one (batch, head)
+        Source: FlashAttention, appendix B, Algorithm 2
+        Grid: batch · heads
+        Block: threads, any number
+        One thread does: every threads-th element of S and of O, every threads-th row's statistics
+        Shared: K_j, V_j, Q_i, O_i, S, and four numbers a query row
+        Registers: one sum
+        Global traffic: reads Q, reads and writes O, l, m once a key tile; reads K, V and a mask once
+        Needs: head_dim and value_dim as compiled; ``forward_elements`` of shared memory
+        """
+        k_tile = cuda.shared.array((block_k, key_pitch), real)  # (block_k, head_dim)
+        v_tile = cuda.shared.array((block_k, value_pitch), real)  # (block_k, value_dim)
+        q_tile = cuda.shared.array((block_q, key_pitch), real)  # (block_q, head_dim)
+        o_tile = cuda.shared.array((block_q, value_pitch), real)  # (block_q, value_dim)
+        s = cuda.shared.array((block_q, score_pitch), real)  # (block_q, block_k)
+        m_tile = cuda.shared.array(block_q, real)  # (block_q,), the row's maximum in this tile
+        old_weight = cuda.shared.array(block_q, real)  # (block_q,)
+        new_weight = cuda.shared.array(block_q, real)  # (block_q,)
+        inverse = cuda.shared.array(block_q, real)  # (block_q,)
+        thread, flat = cuda.threadIdx.x, cuda.blockIdx.x
+        b, h = batch_and_head(flat, q.shape[1])
+        seq_q, seq_k, num_q_tiles = q.shape[2], k.shape[2], ceil_div(q.shape[2], block_q)
+        # 3: O = 0, l = 0, m = -inf in global memory
+        for e in range(thread, seq_q * value_dim, threads):
+            out[b, h, e // value_dim, e % value_dim] = zero
+        for row in range(thread, seq_q, threads):
+            row_sum[b, h, row], row_max[b, h, row] = zero, minus_inf
+        # 6: for 1 <= j <= T_c
+        for j in range(ceil_div(seq_k, block_k)):
+            col = j * block_k
+            cols = min(block_k, seq_k - col)  # 4: the last tile may be short
+            # 7: load K_j, V_j
+            load_tile(thread, threads, k, b, h, col, cols, head_dim, k_tile)
+            load_tile(thread, threads, v, b, h, col, cols, value_dim, v_tile)
+            # 8: for 1 <= i <= T_r, but only those that see a column of the tile
+            for i in range(first_tile(col, block_q, seq_q, -extras.upper), num_q_tiles):
+                row = i * block_q
+                rows = min(block_q, seq_q - row)
+                cuda.syncthreads()  # O, l, m are written; Q, O, S of the last tile are used up
+                # 9: load Q_i, O_i; l_i and m_i go to a register of the thread that has the row
+                load_tile(thread, threads, q, b, h, row, rows, head_dim, q_tile)
+                load_tile(thread, threads, out, b, h, row, rows, value_dim, o_tile)
+                cuda.syncthreads()  # K_j, Q_i are complete before any thread multiplies them
+                # TASK 5.4: Lines 10 to 13, a barrier wherever another thread reads what was written.
+                for e in range(thread, rows * block_k, threads):
+                    r, c = e // block_k, e % block_k
+                    if c < cols:
+                        # 10: S = τ Q_i K_jᵀ
+                        score = scale * dot_rows(q_tile, r, k_tile, c, head_dim)
+                        # 11: MASK(S)
+                        s[r, c] = score_of(score, flat, b, h, row + r, col + c, extras)
+                cuda.syncthreads()  # S is complete before a thread reads a whole row of it
+                # 12: m~ = rowmax(S)
+                for r in range(thread, rows, threads):
+                    largest = minus_inf
+                    for c in range(cols):
+                        largest = max(largest, s[r, c])
+                    m_tile[r] = largest
+                cuda.syncthreads()  # m~ is known before any thread subtracts it
+                # 12: P~ = exp(S - m~)
+                for e in range(thread, rows * block_k, threads):
+                    r, c = e // block_k, e % block_k
+                    if c < cols:
+                        s[r, c] = real(math.exp(s[r, c] - real(shift_of(m_tile[r]))))
+                cuda.syncthreads()  # P~ is complete before a thread adds up a row of it
+                for r in range(thread, rows, threads):
+                    # 12: l~ = rowsum(P~)
+                    tile_sum = zero
+                    for c in range(cols):
+                        tile_sum += s[r, c]
+                    # 13: m_new = max(m, m~), l_new = e^(m - m_new) l + e^(m~ - m_new) l~
+                    old_max, old_sum = row_max[b, h, row + r], row_sum[b, h, row + r]
+                    new_max = max(old_max, m_tile[r])
+                    shift = real(shift_of(new_max))
+                    old_weight[r] = real(math.exp(old_max - shift)) * old_sum
+                    new_weight[r] = real(math.exp(m_tile[r] - shift))
+                    new_sum = old_weight[r] + new_weight[r] * tile_sum
+                    inverse[r] = real(inverse_sum(new_sum))
+                    # 16: write l_i = l_new, m_i = m_new
+                    row_sum[b, h, row + r], row_max[b, h, row + r] = new_sum, new_max
+                cuda.syncthreads()  # l~ is added up, and the factors of each row are known
+                # END TASK 5.4
+                # 14: P~ = dropout(P~)
+                if dropout:
+                    # TASK 5.6: Line 14: times kept(…), after l~ is summed; then a barrier.
+                    for e in range(thread, rows * block_k, threads):
+                        r, c = e // block_k, e % block_k
+                        if c < cols:
+                            s[r, c] *= kept(flat, row + r, col + c, extras)
+                    cuda.syncthreads()  # all of P~ is dropped before a thread reads a row of it
+                    # END TASK 5.6
+                # TASK 5.4: Line 15: P~ V_j and the old O_i, weighted.
+                # 15: write O_i = diag(l_new)^-1 (diag(l) e^(m - m_new) O_i + e^(m~ - m_new) P~ V_j)
+                for e in range(thread, rows * value_dim, threads):
+                    r, d = e // value_dim, e % value_dim
+                    total = new_weight[r] * dot_row_column(s, r, v_tile, d, cols)
+                    total += old_weight[r] * o_tile[r, d]
+                    out[b, h, row + r, d] = inverse[r] * total
+                # END TASK 5.4
+            cuda.syncthreads()  # all have read K_j and V_j before the next tiles replace them
+        # 19: return O, and L = m + log l
+        for row in range(thread, seq_q, threads):
+            lse[b, h, row] = log_sum_exp(real(shift_of(row_max[b, h, row])), row_sum[b, h, row])
+
+    four, three, extras = array_type(dtype, 4), array_type(dtype, 3), extras_type(features, dtype)
+    return Kernel(flash1_forward, void(*[four] * 4, *[three] * 3, real, extras), threads)
+
+
+@cache
+def backward_kernel(
+    block_q: int, block_k: int, head_dim: int, value_dim: int, threads: int,
+    dtype: np.dtype[Any], features: Features = PLAIN, has_dlse: bool = False,
+) -> Kernel:  # fmt: skip
+    """Return the backward kernel for one tile size, pair of dims, dtype and set of options."""
+    real, zero = scalar_type(dtype), dtype.type(0)
+    key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
+    functions = make_score_functions(features, dtype)
+    score_of, kept = functions.score_of, functions.kept
+
+    def flash1_backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale, extras):
+        """Collect dK and dV of one key tile after the other on chip, and add to dQ on the way.
+
+        Computes: dQ, dK, dV for one (batch, head)
+        Source: FlashAttention, appendix B, Algorithm 4
+        Grid: batch · heads
+        Block: threads, any number
+        One thread does: every threads-th element of P and dS, of dQ, and of dK and dV; D of every
+            threads-th row
+        Shared: K_j, V_j, dK_j, dV_j, Q_i, O_i, dO_i, P, dS, L_i and D_i
+        Registers: two sums
+        Global traffic: reads and writes dQ, and reads Q, O, dO and L, once for each key tile; reads
+            K and V once, and a mask once; writes dK and dV once
+        Needs: head_dim and value_dim as compiled; ``backward_elements`` of shared memory
+        """
+        k_tile = cuda.shared.array((block_k, key_pitch), real)  # (block_k, head_dim)
+        v_tile = cuda.shared.array((block_k, value_pitch), real)  # (block_k, value_dim)
+        dk_acc = cuda.shared.array((block_k, head_dim), real)  # (block_k, head_dim)
+        dv_acc = cuda.shared.array((block_k, value_dim), real)  # (block_k, value_dim)
+        q_tile = cuda.shared.array((block_q, key_pitch), real)  # (block_q, head_dim)
+        o_tile = cuda.shared.array((block_q, value_pitch), real)  # (block_q, value_dim)
+        do_tile = cuda.shared.array((block_q, value_pitch), real)  # (block_q, value_dim)
+        p = cuda.shared.array((block_q, score_pitch), real)  # (block_q, block_k)
+        ds = cuda.shared.array((block_q, score_pitch), real)  # (block_q, block_k)
+        shift = cuda.shared.array(block_q, real)  # (block_q,): L
+        delta = cuda.shared.array(block_q, real)  # (block_q,): D
+        thread, flat = cuda.threadIdx.x, cuda.blockIdx.x
+        b, h = batch_and_head(flat, q.shape[1])
+        seq_q, seq_k, num_q_tiles = q.shape[2], k.shape[2], ceil_div(q.shape[2], block_q)
+        # 5: dQ = 0 in global memory
+        for e in range(thread, seq_q * head_dim, threads):
+            dq[b, h, e // head_dim, e % head_dim] = zero
+        # 6: for 1 <= j <= T_c
+        for j in range(ceil_div(seq_k, block_k)):
+            col = j * block_k
+            cols = min(block_k, seq_k - col)  # 3: the last tile may be short
+            # 7: load K_j, V_j
+            load_tile(thread, threads, k, b, h, col, cols, head_dim, k_tile)
+            load_tile(thread, threads, v, b, h, col, cols, value_dim, v_tile)
+            # 8: dK_j = 0, dV_j = 0 on chip
+            for e in range(thread, cols * head_dim, threads):
+                dk_acc[e // head_dim, e % head_dim] = zero
+            for e in range(thread, cols * value_dim, threads):
+                dv_acc[e // value_dim, e % value_dim] = zero
+            # 9: for 1 <= i <= T_r, but only those that see a column of the tile
+            for i in range(first_tile(col, block_q, seq_q, -extras.upper), num_q_tiles):
+                row = i * block_q
+                rows = min(block_q, seq_q - row)
+                cuda.syncthreads()  # all have used Q, O, dO, P, dS, L and D of the last tile
+                # 10: load Q_i, O_i, dO_i, L_i; dQ_i goes to a register of the thread that adds to it
+                load_tile(thread, threads, q, b, h, row, rows, head_dim, q_tile)
+                load_tile(thread, threads, out, b, h, row, rows, value_dim, o_tile)
+                load_tile(thread, threads, dout, b, h, row, rows, value_dim, do_tile)
+                for r in range(thread, rows, threads):
+                    shift[r] = real(shift_of(lse[b, h, row + r]))
+                cuda.syncthreads()  # the tiles of i and j are complete before any thread reads them
+                # 19: D_i = rowsum(dO_i ∘ O_i), which waits for nothing; less the gradient of L_i
+                # TASK 5.5: Line 19: dO_i · O_i of each row, less dlse if there is one; barrier.
+                for r in range(thread, rows, threads):
+                    total = dot_rows(do_tile, r, o_tile, r, value_dim)
+                    delta[r] = total - dlse[b, h, row + r] if has_dlse else total
+                cuda.syncthreads()  # D_i is known before any thread subtracts it
+                # END TASK 5.5
+                for e in range(thread, rows * block_k, threads):
+                    r, c = e // block_k, e % block_k
+                    if c < cols:
+                        # TASK 5.5: Lines 11 to 20: P from L and not from a stored P; then dP and dS.
+                        # 11: S = τ Q_i K_jᵀ
+                        score = scale * dot_rows(q_tile, r, k_tile, c, head_dim)
+                        # 12: MASK(S)
+                        score = score_of(score, flat, b, h, row + r, col + c, extras)
+                        # 13: P = diag(l)^-1 exp(S - m) = exp(S - L)
+                        prob = real(math.exp(score - shift[r]))
+                        # 14: Z     15: P ∘ Z
+                        z = kept(flat, row + r, col + c, extras)
+                        p[r, c] = prob * z
+                        # O = (P ∘ Z) V
+                        # 17: dP = dO_i V_jᵀ
+                        dp = dot_rows(do_tile, r, v_tile, c, value_dim)
+                        # P = softmax(S)
+                        # 18: dP = dP ∘ Z     20: dS = P ∘ (dP - D_i)
+                        ds[r, c] = prob * (dp * z - delta[r])
+                        # END TASK 5.5
+                cuda.syncthreads()  # P and dS are complete before rows and columns of them are read
+                # TASK 5.5: Lines 16, 21, 22: one thread an element, so += needs no atomics.
+                # O = (P ∘ Z) V
+                # 16: dV_j += (P ∘ Z)ᵀ dO_i
+                for e in range(thread, cols * value_dim, threads):
+                    c, d = e // value_dim, e % value_dim
+                    dv_acc[c, d] += dot_columns(p, c, do_tile, d, rows)
+                # S = τ Q Kᵀ
+                # 21: write dQ_i += τ dS K_j
+                for e in range(thread, rows * head_dim, threads):
+                    r, d = e // head_dim, e % head_dim
+                    dq[b, h, row + r, d] += scale * dot_row_column(ds, r, k_tile, d, cols)
+                # S = τ Q Kᵀ
+                # 22: dK_j += τ dSᵀ Q_i
+                for e in range(thread, cols * head_dim, threads):
+                    c, d = e // head_dim, e % head_dim
+                    dk_acc[c, d] += scale * dot_columns(ds, c, q_tile, d, rows)
+                # END TASK 5.5
+            # 24: write dK_j, dV_j; a thread writes what it has added up itself
+            store_tile(thread, threads, dk_acc, dk, b, h, col, cols, head_dim)
+            store_tile(thread, threads, dv_acc, dv, b, h, col, cols, value_dim)
+            cuda.syncthreads()  # all have read K_j and V_j before the next tiles replace them
+
+    four, three, extras = array_type(dtype, 4), array_type(dtype, 3), extras_type(features, dtype)
+    signature = void(*[four] * 5, three, three, *[four] * 3, real, extras)
+    return Kernel(flash1_backward, signature, threads)
+
+
+def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
+    """Fill out and lse; takes memory for l and m.
+
+    Args:
+        problem: The checked call.
+        tile: (block_q, block_k), B_r and B_c in the paper.
+        operands: On the device, q, k, v and what the options need, and out and lse to be written.
+    """
+    o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads
+    row_sum = empty_device(tuple(o.lse.shape), problem.dtype)  # l
+    row_max = empty_device(tuple(o.lse.shape), problem.dtype)  # m
+    kernel = forward_kernel(*tile, *dims, threads, problem.dtype, features_of(problem))
+    extras = make_extras(problem, operands, *tile)
+    kernel[math.prod(o.q.shape[:2]), threads](
+        o.q, o.k, o.v, o.out, o.lse, row_sum, row_max, problem.scale, extras
+    )
+
+
+def backward(problem: Problem, tile: Tile, operands: Operands) -> None:
+    """Fill dq, dk and dv.
+
+    Args:
+        problem: The checked call.
+        tile: (block_q, block_k).
+        operands: Those of :func:`forward`, its results, dout and dlse or None, and dq, dk and dv to be
+            written.
+    """
+    o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads
+    has_dlse = o.dlse is not None
+    kernel = backward_kernel(*tile, *dims, threads, problem.dtype, features_of(problem), has_dlse)
+    extras = make_extras(problem, operands, *tile)
+    kernel[math.prod(o.q.shape[:2]), threads](
+        o.dout, o.q, o.k, o.v, o.out, o.lse, o.dlse if has_dlse else o.lse, o.dq, o.dk, o.dv,
+        problem.scale, extras,
+    )  # fmt: skip

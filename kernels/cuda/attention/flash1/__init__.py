@@ -1,1 +1,0 @@
-"""FlashAttention (2022) as printed: key tiles outside, query tiles inside."""

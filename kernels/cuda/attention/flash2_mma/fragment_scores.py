@@ -1,0 +1,175 @@
+"""Scores and their gradients in the fragments of a warp: what the kernels do between their products.
+
+A lane has its elements of each 16 x 8 tile at ``ROW_OF`` and ``COL_OF`` from its first one.  In tiles that
+bounds and lists leave whole, a kernel without other options tests nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from kernels.cuda.attention.flash2_mma.tiles import (
+    COL_OF,
+    COLS,
+    ROW_OF,
+    ROWS,
+    MmaKeyLayout,
+    MmaLayout,
+)
+from kernels.cuda.attention.options.score_functions import PLAIN, Features
+from kernels.cuda.attention.options.tile_scores import make_tile_scores
+from kernels.cuda.attention.tile_bits import TileBits
+from kernels.cuda.ptx.copies import ld_shared_v2
+from kernels.cuda.ptx.fragments import lane_col, lane_row
+from kernels.cuda.ptx.numbers import ex2
+from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.runtime.dtypes import FLOAT32
+
+
+@cache
+def make_fragment_scores(
+    layout: MmaLayout, features: Features, tile_bits: TileBits, is_folded: bool
+) -> Callable[..., None]:
+    """Return the function that makes scores, base 2, of the products of a warp, in place.
+
+    ``to_scores(s, factor, whole, bits, lane, warp_row, flat, b, h, row, col, seq_q, seq_k, extras)``, for
+    the tile at (row, col) and the warp's rows from ``warp_row`` on.
+
+    Args:
+        layout: Of the block.
+        features: Of the kernel.
+        tile_bits: Likewise.
+        is_folded: Products stay as they are, but for masked ones; the exponent has the factor.
+    """
+    row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
+    scores, listed = make_tile_scores(features, FLOAT32), tile_bits.listed
+    edge_of, score_of, rows_of, cols_of = scores.edge, scores.score, ROW_OF, COL_OF
+
+    @device_function
+    def to_scores(
+        s, factor, whole, bits, lane, warp_row, flat, b, h, row, col, seq_q, seq_k, extras
+    ):
+        if not (is_folded and whole):
+            own_row, own_col = row + warp_row + lane_row(lane), col + lane_col(lane)
+            edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
+            for m in range(row_tiles):
+                for n in range(col_tiles):
+                    for i in range(4):
+                        r, c = m * ROWS + rows_of[i], n * COLS + cols_of[i]
+                        at = m * col_tiles + n
+                        value = s[at, i] if is_folded else s[at, i] * factor
+                        in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
+                        s[at, i] = score_of(
+                            value, whole, listed(bits, in_row, in_col), edge, flat, b, h,
+                            own_row, r, own_col, c, seq_q, seq_k, extras,
+                        )  # fmt: skip
+
+    return to_scores
+
+
+@cache
+def make_gradients_by_rows(
+    layout: MmaLayout, features: Features, tile_bits: TileBits
+) -> Callable[..., None]:
+    """Return the function that makes P of the products in ``s``, and dS of those in ``dp``.
+
+    ``to_gradients(s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, flat, b, h, row, col,
+    seq_q, seq_k, extras)``: ``shift`` and ``delta`` are L, base 2, and D of the lane's rows.
+    """
+    row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
+    scores, listed, kept = (
+        make_tile_scores(features, FLOAT32, exp2=ex2),
+        tile_bits.listed,
+        tile_bits.kept,
+    )
+    edge_of, gradient_of, rows_of, cols_of = scores.edge, scores.gradient, ROW_OF, COL_OF
+    is_plain = features.of_elements == PLAIN
+
+    @device_function
+    def to_gradients(
+        s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row,
+        flat, b, h, row, col, seq_q, seq_k, extras,
+    ):  # fmt: skip
+        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+        if is_plain and whole:
+            for m in range(row_tiles):
+                for n in range(col_tiles):
+                    at = m * col_tiles + n
+                    for i in range(4):
+                        p = ex2(s[at, i] * factor - shift[2 * m + i // 2])
+                        s[at, i] = p
+                        dp[at, i] = p * (dp[at, i] * dp_unit - delta[2 * m + i // 2])
+        else:
+            own_row, own_col = row + warp_row + lane_row(lane), col + lane_col(lane)
+            edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
+            for m in range(row_tiles):
+                for n in range(col_tiles):
+                    at = m * col_tiles + n
+                    for i in range(4):
+                        r, c = m * ROWS + rows_of[i], n * COLS + cols_of[i]
+                        in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
+                        keep = kept(bits, in_row, in_col, extras)
+                        s[at, i], dp[at, i] = gradient_of(
+                            s[at, i] * factor, dp[at, i] * dp_unit, shift[2 * m + i // 2],
+                            delta[2 * m + i // 2], keep, whole,
+                            listed(bits, in_row, in_col), edge, flat, b, h,
+                            own_row, r, own_col, c, seq_q, seq_k, extras,
+                        )  # fmt: skip
+
+    return to_gradients
+
+
+@cache
+def make_gradients_by_keys(
+    layout: MmaKeyLayout, features: Features, tile_bits: TileBits
+) -> Callable[..., None]:
+    """Return the function that makes (P ∘ Z)ᵀ of the products in ``s``, and dSᵀ of those in ``dp``.
+
+    ``to_gradients(s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
+    flat, b, h, row, col, seq_q, seq_k, extras)``: ``lse_row`` and ``delta_row`` are the addresses of L,
+    base 2, and D of the lane's first row; ``step`` is the first of the rows that are in the registers.
+    ``edge`` is what ``TileScores.edge`` returns for the lane's first element, (row, col).
+    """
+    turned = layout.turned
+    key_tiles, col_tiles = turned.row_tiles, layout.step_q // COLS
+    scores = make_tile_scores(features, FLOAT32, by_keys=True, exp2=ex2)
+    gradient_of, listed, kept = scores.gradient, tile_bits.listed, tile_bits.kept
+    is_plain, rows_of, cols_of = features.of_elements == PLAIN, ROW_OF, COL_OF
+
+    @device_function
+    def to_gradients(
+        s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
+        flat, b, h, row, col, seq_q, seq_k, extras,
+    ):  # fmt: skip
+        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+        if is_plain and whole:
+            for n in range(col_tiles):
+                low, high = ld_shared_v2(lse_row + WORD * (step + n * COLS))
+                low_delta, high_delta = ld_shared_v2(delta_row + WORD * (step + n * COLS))
+                for m in range(key_tiles):
+                    at = m * col_tiles + n
+                    for i in range(0, 4, 2):
+                        p, next_p = ex2(s[at, i] * factor - low), ex2(s[at, i + 1] * factor - high)
+                        s[at, i], s[at, i + 1] = p, next_p
+                        dp[at, i] = p * (dp[at, i] * dp_unit - low_delta)
+                        dp[at, i + 1] = next_p * (dp[at, i + 1] * dp_unit - high_delta)
+        else:
+            for n in range(col_tiles):
+                low, high = ld_shared_v2(lse_row + WORD * (step + n * COLS))
+                low_delta, high_delta = ld_shared_v2(delta_row + WORD * (step + n * COLS))
+                for m in range(key_tiles):
+                    at = m * col_tiles + n
+                    for i in range(4):
+                        r, c = step + n * COLS + cols_of[i], m * ROWS + rows_of[i]
+                        in_row, in_col = lane_col(lane) + r, warp_key + lane_row(lane) + c
+                        keep = kept(bits, in_row, in_col, extras)
+                        p, dp[at, i] = gradient_of(
+                            s[at, i] * factor, dp[at, i] * dp_unit, high if i % 2 else low,
+                            high_delta if i % 2 else low_delta, keep, whole,
+                            listed(bits, in_row, in_col), edge, flat, b, h,
+                            row, r, col, c, seq_q, seq_k, extras,
+                        )  # fmt: skip
+                        s[at, i] = p * keep
+
+    return to_gradients

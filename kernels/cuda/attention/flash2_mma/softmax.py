@@ -1,0 +1,145 @@
+"""Online softmax in the fragments of a warp, for the forward kernel.
+
+The four lanes that share a row have the same maximum; each sums its own columns until the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from numba import float32
+
+from kernels.common.online_softmax import LN_2
+from kernels.cuda.attention.flash2_mma.tiles import COLS, ROWS, MmaLayout
+from kernels.cuda.attention.tile_bits import TileBits
+from kernels.cuda.device.one_source import (
+    inverse_sum,
+    log_sum_exp,
+    near_inverse_sum,
+    near_log_sum_exp,
+    shift_of,
+)
+from kernels.cuda.ptx.fragments import lane_col, lane_row
+from kernels.cuda.ptx.numbers import ex2
+from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.targets import cuda
+
+#: Lanes that share a row of scores are neighbours in two steps: 1 and 2 apart.
+QUAD = (1, 2)
+
+
+@device_function
+def row_max_of(value):
+    """Return the maximum over the four lanes that share a row."""
+    for step in QUAD:
+        value = max(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, step))
+    return value
+
+
+@device_function
+def row_sum_of(value):
+    """Return the sum over the four lanes that share a row."""
+    for step in QUAD:
+        value += cuda.shfl_xor_sync(0xFFFFFFFF, value, step)
+    return value
+
+
+@cache
+def make_softmax_step(
+    layout: MmaLayout, own_tiles: int, tile_bits: TileBits, patience: int
+) -> Callable[..., None]:
+    """Return the function that makes probabilities of the scores of a warp, in place.
+
+    ``softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)``: ``unit`` is what is
+    left to multiply scores by, and probabilities are multiplied by two to the power of ``top``.
+
+    Args:
+        layout: Of the block.
+        own_tiles: Of 8 columns, of the accumulators.
+        tile_bits: Of the kernel.
+        patience: See :class:`MmaLayout`.
+    """
+    row_tiles, own_rows, col_tiles = layout.row_tiles, 2 * layout.row_tiles, layout.block_k // COLS
+    kept, has_bits = tile_bits.kept, tile_bits.bytes
+    is_patient, least, zero = patience > 0, np.float32(patience), np.float32(0)
+
+    @device_function
+    def softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras):
+        new_max = cuda.local.array(own_rows, float32)  # (warp_rows,) / 8: m_new, like row_max
+        grows = False
+        for i in range(own_rows):
+            # 9: m_new = max(m, rowmax S)
+            largest = row_max[i]
+            for n in range(col_tiles):
+                at = i // 2 * col_tiles + n
+                largest = max(largest, max(s[at, 2 * (i % 2)], s[at, 2 * (i % 2) + 1]))
+            new_max[i] = row_max_of(largest)
+            grows = grows or (new_max[i] - row_max[i]) * unit > least
+        if not is_patient or cuda.ballot_sync(0xFFFFFFFF, grows) != 0:
+            for i in range(own_rows):
+                # 10, first half: O = diag(e^(m - m_new)) O, and l likewise.  The last shift is what
+                # it was then, bit for bit: what was summed weighs neither more nor less.
+                shift = float32(shift_of(new_max[i])) * unit - top
+                rescale = ex2((row_max[i] * unit - top) - shift)
+                row_max[i] = new_max[i]
+                row_sum[i] *= rescale
+                for n in range(own_tiles):
+                    at = i // 2 * own_tiles + n
+                    acc[at, 2 * (i % 2)] *= rescale
+                    acc[at, 2 * (i % 2) + 1] *= rescale
+        for m in range(row_tiles):
+            for half in range(2):  # the row, and that eight below
+                # 9: P = exp(S - m_new), l = l + rowsum P
+                i = 2 * m + half
+                shift = float32(shift_of(row_max[i])) * unit - top
+                total = zero
+                for n in range(col_tiles):
+                    at = m * col_tiles + n
+                    for u in range(2):
+                        p = ex2(s[at, 2 * half + u] * unit - shift)
+                        total += p
+                        if has_bits:  # what dropout leaves of P; l is the sum of all
+                            in_row = warp_row + lane_row(lane) + m * ROWS + 8 * half
+                            p *= kept(bits, in_row, lane_col(lane) + n * COLS + u, extras)
+                        s[at, 2 * half + u] = p
+                row_sum[i] += total
+
+    return softmax_step
+
+
+@cache
+def make_finish_rows(layout: MmaLayout, own_tiles: int, is_wide: bool) -> Callable[..., None]:
+    """Return the function that divides O by l, and writes L.
+
+    ``finish_rows(acc, row_max, row_sum, unit, top, out_unit, lse, b, h, first, stop, lane, warp_row)``, for
+    the tile whose rows begin at ``first``; ``out_unit`` is what out is multiplied by.
+
+    Args:
+        layout: Of the block.
+        own_tiles: Of 8 columns, of the accumulators.
+        is_wide: Out is float32: neither quotient nor logarithm may be approximate.
+    """
+    own_rows, ln_2 = 2 * layout.row_tiles, np.float32(LN_2)
+    inverse_of = inverse_sum if is_wide else near_inverse_sum
+    lse_of = log_sum_exp if is_wide else near_log_sum_exp
+
+    @device_function
+    def finish_rows(
+        acc, row_max, row_sum, unit, top, out_unit, lse, b, h, first, stop, lane, warp_row
+    ):
+        for i in range(own_rows):
+            # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+            total = row_sum_of(row_sum[i])
+            inverse = float32(inverse_of(total)) * out_unit
+            for n in range(own_tiles):
+                at = i // 2 * own_tiles + n
+                acc[at, 2 * (i % 2)] *= inverse
+                acc[at, 2 * (i % 2) + 1] *= inverse
+            row = first + warp_row + lane_row(lane) + i // 2 * ROWS + 8 * (i % 2)
+            if lane % 4 == 0 and row < stop:
+                shift = (float32(shift_of(row_max[i])) * unit - top) * ln_2
+                lse[b, h, row] = lse_of(shift, total)
+
+    return finish_rows

@@ -1,0 +1,256 @@
+"""The score program: what each option of attention makes of a score, and which (row, col) is visible.
+
+Every option is written here once, and :func:`make_score_program` compiles it for a target, which says how
+it computes tanh and how it reads the array of an option at a place (:class:`ScoreTarget`).  In this order:
+
+    softcap           score = softcap * tanh(score / softcap)
+    score_mod         score = score_mod(score, batch, head, row, col)
+    alibi_slopes      score = score - slope * |row + diagonal - col|
+    attn_mask         score = score + bias, if it is floating
+    visibility        score = -inf where the bounds, a boolean attn_mask, block_mask or mask_mod hide it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .visibility import make_masks
+
+
+class Features(NamedTuple):
+    """Which options a call has, and so what code it needs beyond q, k and v.
+
+    Attributes:
+        softcap: Scores are capped.
+        slopes: ALiBi's.
+        mask: "bool", "float", "float16" or "bfloat16" where a rung reads a floating mask as it is, or "".
+        dropout: Probabilities are dropped.
+        block_mask: Tiles are listed.
+        packed: Sequences are packed.
+        mask_mod: The user's function, or None.
+        score_mod: The user's function, or None.
+        derivative: Of score_mod, or None.
+        whole_tiles: The block mask hides nothing of a tile that is listed: a kernel is told so.
+    """
+
+    softcap: bool = False
+    slopes: bool = False
+    mask: str = ""
+    dropout: bool = False
+    block_mask: bool = False
+    packed: bool = False
+    mask_mod: Callable[..., Any] | None = None
+    score_mod: Callable[..., Any] | None = None
+    derivative: Callable[..., Any] | None = None
+    whole_tiles: bool = False
+
+    @property
+    def bends(self) -> bool:
+        """Whether a visible score is another number than scale · q · k."""
+        return bool(self.softcap or self.slopes or self.has_bias or self.score_mod)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a mask is added to scores."""
+        return self.mask not in ("", "bool")
+
+    @property
+    def of_elements(self) -> Features:
+        """The options that act on the elements of a whole tile: all but those that choose tiles."""
+        return self._replace(block_mask=False, whole_tiles=False, packed=False)
+
+
+PLAIN = Features()
+
+
+def features_of(problem: Any) -> Features:
+    """Return which options a checked call, a ``Problem``, has."""
+    score_mod, derivative = problem.score_mod or (None, None)
+    return Features(
+        softcap=problem.softcap > 0.0,
+        slopes=problem.slopes,
+        mask=problem.mask,
+        dropout=problem.dropout_p > 0.0,
+        block_mask=problem.block_mask is not None,
+        packed=problem.sequences is not None,
+        mask_mod=problem.mask_mod,
+        score_mod=score_mod,
+        derivative=derivative,
+    )
+
+
+class Place(NamedTuple):
+    """One element of the scores.
+
+    Targets whose arrays broadcast have arrays here; others may have a record with more fields.
+
+    Attributes:
+        b: Entry of the batch in the kernel's operands; differs from ``batch`` where sequences are packed or
+            heads are grouped.
+        h: Head in the kernel's operands.
+        batch: Batch as the caller counts, or the number of the packed sequence.
+        head: Query head as the caller counts.
+        row: Query row, from the start of its sequence.
+        col: Key column, likewise.
+    """
+
+    b: Any
+    h: Any
+    batch: Any
+    head: Any
+    row: Any
+    col: Any
+
+
+class ScoreTarget(NamedTuple):
+    """What a target adds to the score program.
+
+    A function of ``(place, call)`` gets a :class:`Place` and the record that holds the numbers of a call:
+    ``lower``, ``upper``, ``softcap`` and ``over_cap`` (1 / softcap).
+
+    Attributes:
+        compile: Turns a plain function into one that the target's compiler can call.
+        one: 1 in the dtype of scores.
+        tanh: Of a score.
+        score_function: Makes ``(score, place, call)`` of a user's ``score_mod`` or its derivative.
+        mask_function: Makes ``(place, call)`` of a user's ``mask_mod``.
+        slope: ``(place, call)``: ALiBi's slope of the head.
+        distance: ``(place, call)``: |row + diagonal - col| in the dtype of scores.
+        bias: ``(place, call)``: the element of a floating mask.
+        in_mask: ``(place, call)``: the element of a boolean mask.
+        in_blocks: ``(place, call)``: whether the block mask shows the element.
+        scores_over_cap: With a softcap, scores come divided by it.
+        derives: The derivative of scores is wanted; without it it is always ``one``.
+    """
+
+    compile: Callable[[Any], Any]
+    one: Any
+    tanh: Callable[..., Any]
+    score_function: Callable[..., Any]
+    mask_function: Callable[..., Any]
+    slope: Callable[..., Any]
+    distance: Callable[..., Any]
+    bias: Callable[..., Any]
+    in_mask: Callable[..., Any]
+    in_blocks: Callable[..., Any]
+    scores_over_cap: bool = False
+    derives: bool = True
+
+
+class ScoreProgram(NamedTuple):
+    """The functions that :func:`make_score_program` returns.
+
+    Attributes:
+        modified: ``(score, place, call)``: the score after all options but visibility, and its derivative
+            by scale · q · k.
+        is_shown: ``(place, call)``: whether masks and ``mask_mod`` show the element.
+        is_visible: ``(place, call)``: whether they and the bounds do.
+    """
+
+    modified: Callable[..., Any]
+    is_shown: Callable[..., Any]
+    is_visible: Callable[..., Any]
+
+
+def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
+    """Return the score program of the options that a call has, compiled for a target."""
+    compile_, one, tanh = target.compile, target.one, target.tanh
+    slope, distance, bias = target.slope, target.distance, target.bias
+    over_cap, derives = not target.scores_over_cap, target.derives
+
+    @compile_
+    def capped(score, place, call):
+        bent = tanh(score * call.over_cap if over_cap else score)
+        return call.softcap * bent, one - bent * bent if derives else one
+
+    @compile_
+    def less_distance(score, place, call):
+        return score - slope(place, call) * distance(place, call), one
+
+    @compile_
+    def biased(score, place, call):
+        return score + bias(place, call), one
+
+    steps = []
+    if features.softcap:
+        steps.append(capped)
+    if features.score_mod is not None:
+        steps.append(_by_function(features, target))
+    if features.slopes:
+        steps.append(less_distance)
+    if features.has_bias:
+        steps.append(biased)
+    shown = []
+    if features.mask == "bool":
+        shown.append(target.in_mask)
+    if features.block_mask:
+        shown.append(target.in_blocks)
+    if features.mask_mod is not None:
+        shown.append(target.mask_function(features.mask_mod))
+    is_shown = _all_of(compile_, shown)
+    in_bounds = make_masks(compile_).is_visible
+
+    @compile_
+    def is_visible(place, call):
+        inside = in_bounds(place.row, place.col, call.lower, call.upper)
+        return inside & is_shown(place, call)
+
+    return ScoreProgram(_in_turn(compile_, one, steps), is_shown, is_visible)
+
+
+def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:
+    """Return the step of a ``score_mod``; without a derivative no gradient is asked for."""
+    one, function = target.one, target.score_function(features.score_mod)
+    has_derivative = target.derives and features.derivative is not None
+    derivative: Any = target.score_function(features.derivative) if has_derivative else None
+
+    @target.compile
+    def by_function(score, place, call):
+        slope = derivative(score, place, call) if has_derivative else one
+        return function(score, place, call), slope
+
+    return by_function
+
+
+def _in_turn(compile_: Any, one: Any, steps: list[Any]) -> Callable[..., Any]:
+    """Return steps as one, by the chain rule."""
+    if not steps:
+
+        @compile_
+        def unchanged(score, place, call):
+            return score, one
+
+        return unchanged
+    if len(steps) == 1:
+        return steps[0]
+    first, rest = steps[0], _in_turn(compile_, one, steps[1:])
+
+    @compile_
+    def both(score, place, call):
+        score, slope = first(score, place, call)
+        score, next_slope = rest(score, place, call)
+        return score, slope * next_slope
+
+    return both
+
+
+def _all_of(compile_: Any, tests: list[Any]) -> Callable[..., Any]:
+    """Return tests of a place as one."""
+    if not tests:
+
+        @compile_
+        def always(place, call):
+            return True
+
+        return always
+    if len(tests) == 1:
+        return tests[0]
+    first, rest = tests[0], _all_of(compile_, tests[1:])
+
+    @compile_
+    def all_of(place, call):
+        # Not "and": places may be arrays that broadcast.
+        return first(place, call) & rest(place, call)
+
+    return all_of

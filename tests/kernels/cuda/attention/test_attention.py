@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kernels
@@ -30,6 +30,7 @@ from ....support.cuda_attention import (
     taken_by,
     tiny,
 )
+from ....support.examples import at_most
 from ....support.layouts import on_device
 from ....support.tolerances import assert_close_arrays
 
@@ -37,7 +38,7 @@ pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-@settings(max_examples=6)
+@at_most(6)
 @given(case=tiny())
 def test_every_rung_is_the_textbook(rung: str, case: Case) -> None:
     case = taken_by(rung, case)
@@ -46,7 +47,7 @@ def test_every_rung_is_the_textbook(rung: str, case: Case) -> None:
 
 # The tiles of naive are those of its products, and all of these are rounded up to 16 x 16 there.
 @pytest.mark.parametrize("rung", ["flash2", "flash1"])
-@settings(max_examples=6)
+@at_most(6)
 @given(
     case=tiny(np.float64, features=FEATURES if IS_SIMULATOR else ()), tile=st.sampled_from(TILES)
 )
@@ -57,7 +58,7 @@ def test_tile_size_changes_nothing(rung: str, case: Case, tile: Any) -> None:
         check(other[name], one[name], case, f"{name} by {rung}, tile {tile}")
 
 
-@settings(max_examples=8)
+@at_most(8)
 @given(case=tiny(features=FEATURES if IS_SIMULATOR else ()), tile=st.sampled_from(TILES))
 def test_atomics_add_up_to_the_textbook(case: Case, tile: Any) -> None:
     case.check(run(case, "flash2", fitting("flash2", tile), deterministic=False), "with atomics")
@@ -66,7 +67,7 @@ def test_atomics_add_up_to_the_textbook(case: Case, tile: Any) -> None:
 @pytest.mark.parametrize(
     ("rung", "deterministic"), [*((rung, True) for rung in RUNGS), ("flash2", False)]
 )
-@settings(max_examples=8)
+@at_most(8)
 @given(drawn=planted(tiny()))
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow", "ignore:divide by zero")
 def test_nan_and_infinity_come_out_where_the_textbook_has_them(
@@ -78,7 +79,7 @@ def test_nan_and_infinity_come_out_where_the_textbook_has_them(
 
 
 @pytest.mark.parametrize("rung", RUNGS)
-@settings(max_examples=6)
+@at_most(6)
 @given(case=tiny(np.float32))
 def test_large_scores_do_not_overflow(rung: str, case: Case) -> None:
     case = taken_by(rung, case)
@@ -214,7 +215,7 @@ def attend(attention: Any, case: Case, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rung", ["auto", *RUNGS])
-@settings(max_examples=4)
+@at_most(4)
 @given(case=tiny())
 def test_tensors_attend_on_the_device(rung: str, case: Case) -> None:
     case = taken_by(rung, case)

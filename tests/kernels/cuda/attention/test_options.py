@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kernels
@@ -27,6 +27,7 @@ from ....support.cuda_attention import (
     taken_by,
     tiny,
 )
+from ....support.examples import at_most
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 
@@ -35,7 +36,7 @@ many_options = pytest.mark.skipif(not IS_SIMULATOR, reason="compiles hundreds of
 
 @many_options
 @pytest.mark.parametrize("rung", RUNGS)
-@settings(max_examples=12)
+@at_most(12)
 @given(case=tiny(features=FEATURES))
 def test_every_rung_is_the_textbook_with_its_options(rung: str, case: Case) -> None:
     case = taken_by(rung, case)
@@ -81,7 +82,7 @@ def test_tiles_need_not_fit_the_blocks_of_a_mask(causal: bool, tile: Any) -> Non
 
 
 @many_options
-@settings(max_examples=4)
+@at_most(4)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=3),
     options=st.sampled_from([

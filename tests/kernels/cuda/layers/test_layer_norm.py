@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.strategies import DataObject, booleans, composite, data, integers, sampled_from
 
 import minitorch
@@ -29,6 +29,7 @@ from minitorch import CudaBackend, FastBackend, from_numpy
 from minitorch.functions.fused import LayerNorm
 from minitorch.layers.residual_layer_norm import composed_residual_layer_norm, residual_layer_norm
 
+from ....support.examples import at_most
 from ....support.tolerances import assert_close_arrays
 from ....tensor_strategies import Array, laid_out
 
@@ -113,7 +114,7 @@ def check_textbook(arrays: list[Array], rate: float, place: Any) -> None:
 @on_device
 @in_every_storage
 @pytest.mark.parametrize("rate", [0.0, 0.4])
-@settings(max_examples=5 if IS_SIMULATOR else 25)
+@at_most(5 if IS_SIMULATOR else 25)
 @given(data=data())
 def test_the_sum_and_its_norm_are_the_textbooks(
     dtype: np.dtype[Any], rate: float, data: DataObject
@@ -124,7 +125,7 @@ def test_the_sum_and_its_norm_are_the_textbooks(
 
 @on_device
 @pytest.mark.parametrize("rate", [0.0, 0.4])
-@settings(max_examples=3 if IS_SIMULATOR else 15)
+@at_most(3 if IS_SIMULATOR else 15)
 @given(arrays=operands(FLOAT64))
 def test_one_kernel_does_what_three_steps_do(rate: float, arrays: list[Array]) -> None:
     """With the same bits of dropout, for the seed comes from the same source."""

@@ -47,6 +47,7 @@ from ....minitorch.test_conv import (
     drawn_arrays,
     in_one_and_two_dimensions,
 )
+from ....support.examples import at_most
 from ....support.tolerances import assert_close_arrays
 from ....tensor_strategies import Array, laid_out, on_dtypes
 
@@ -80,7 +81,7 @@ def test_small_tensors_in_any_layout(dtype: npt.DTypeLike, name: str, data: Data
 
 @layers
 @pytest.mark.parametrize("shape", [(3, 9), (1, 1)], ids=str)
-@settings(max_examples=1)
+@at_most(1)
 @given(data())
 def test_rows_longer_and_shorter_than_a_block(
     shape: tuple[int, int], name: str, data: DataObject
@@ -220,7 +221,7 @@ def test_convolution(dtype: npt.DTypeLike, conv: Convolution, data: DataObject) 
 
 
 @in_one_and_two_dimensions
-@settings(max_examples=2)
+@at_most(2)
 @given(data())
 def test_gradients_of_convolution(conv: Convolution, data: DataObject) -> None:
     check_gradients(np.float64, conv, data, CudaBackend, most=3)
@@ -418,7 +419,7 @@ def test_a_parameter_that_moves_to_the_device_takes_its_moments_along() -> None:
 @pytest.mark.parametrize(
     "shape", [(1, 1), (65, 33), (129, 7), (5, 257), (3, 4099), (2, 50_257)], ids=str
 )
-@settings(max_examples=1)
+@at_most(1)
 @given(data())
 def test_sizes_that_no_warp_or_block_divides(
     shape: tuple[int, int], dtype: npt.DTypeLike, name: str, data: DataObject

@@ -92,8 +92,6 @@ OPTIONS: dict[str, Any] = {
 }
 #: By which kernel the words of a mask are packed.
 PACKED = {"boolean mask": "pack_mask", "floating mask": "pack_pairs"}
-#: Of them, those that may hide values that are not finite beside others, for which somebody looks.
-GUARDED = ("boolean mask", "floating mask", "mask_mod", "block mask", "documents")
 
 
 def _problem(option: str, operands: list[Any], **more: Any) -> tuple[Problem, dict[str, Any]]:
@@ -128,9 +126,6 @@ def _expected(option: str, rung: str, deterministic: bool) -> Counter[str]:
     else:
         found.update(["flash2_mma_forward", "flash2_mma_dkdv"])
         found.update(["flash2_mma_dq"] if deterministic else ["fill", "flash2_mma_dq_end"])
-    # A rung of fewer threads knows where sequences end, and reads nothing beyond.
-    if option in GUARDED and not (option == "documents" and rung == "flash2_mma"):
-        found["flag_not_finite"] = 2
     return found
 
 

@@ -27,13 +27,8 @@ from numba import void
 
 from kernels.common import geometry
 from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.score_functions import (
-    PLAIN,
-    Features,
-    extras_type,
-    features_of,
-    make_score_functions,
-)
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type, make_score_functions
 from kernels.cuda.device.one_source import (
     batch_and_head,
     ceil_div,
@@ -54,6 +49,7 @@ from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda, shared_memory_bytes
+from kernels.scores.program import PLAIN, Features, Place
 
 Tile = tuple[int, int]
 
@@ -177,8 +173,7 @@ def forward_kernel(
     real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
     # One column more: threads that walk down a column then meet in different banks.
     key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
-    functions, dropout = make_score_functions(features, dtype), features.dropout
-    score_of, kept = functions.score_of, functions.kept
+    (score_of, _, kept, _), has_dropout = make_score_functions(features, dtype), features.dropout
 
     def flash1_forward(q, k, v, out, lse, row_sum, row_max, scale, extras):
         """Fold one key tile after the other into the output of every query row that sees it.
@@ -203,7 +198,7 @@ def forward_kernel(
         new_weight = cuda.shared.array(block_q, real)  # (block_q,)
         inverse = cuda.shared.array(block_q, real)  # (block_q,)
         thread, flat = cuda.threadIdx.x, cuda.blockIdx.x
-        b, h = batch_and_head(flat, q.shape[1])
+        (b, h), (batch, head) = batch_and_head(flat, q.shape[1]), numbers_of_mods(flat, extras)
         seq_q, seq_k, num_q_tiles = q.shape[2], k.shape[2], ceil_div(q.shape[2], block_q)
         # 3: O = 0, l = 0, m = -inf in global memory
         for e in range(thread, seq_q * value_dim, threads):
@@ -233,7 +228,8 @@ def forward_kernel(
                         # 10: S = τ Q_i K_jᵀ
                         score = scale * dot_rows(q_tile, r, k_tile, c, head_dim)
                         # 11: MASK(S)
-                        s[r, c] = score_of(score, flat, b, h, row + r, col + c, extras)
+                        place = Place(b, h, batch, head, row + r, col + c)
+                        s[r, c] = score_of(score, place, extras)
                 cuda.syncthreads()  # S is complete before a thread reads a whole row of it
                 # 12: m~ = rowmax(S)
                 for r in range(thread, rows, threads):
@@ -266,12 +262,12 @@ def forward_kernel(
                 cuda.syncthreads()  # l~ is added up, and the factors of each row are known
                 # END TASK 5.4
                 # 14: P~ = dropout(P~)
-                if dropout:
+                if has_dropout:
                     # TASK 5.6: Line 14: times kept(…), after l~ is summed; then a barrier.
                     for e in range(thread, rows * block_k, threads):
                         r, c = e // block_k, e % block_k
                         if c < cols:
-                            s[r, c] *= kept(flat, row + r, col + c, extras)
+                            s[r, c] *= kept(Place(b, h, batch, head, row + r, col + c), extras)
                     cuda.syncthreads()  # all of P~ is dropped before a thread reads a row of it
                     # END TASK 5.6
                 # TASK 5.4: Line 15: P~ V_j and the old O_i, weighted.
@@ -299,8 +295,7 @@ def backward_kernel(
     """Return the backward kernel for one tile size, pair of dims, dtype and set of options."""
     real, zero = scalar_type(dtype), dtype.type(0)
     key_pitch, value_pitch, score_pitch = head_dim + 1, value_dim + 1, block_k + 1
-    functions = make_score_functions(features, dtype)
-    score_of, kept = functions.score_of, functions.kept
+    score_of, _, kept, _ = make_score_functions(features, dtype)
 
     def flash1_backward(dout, q, k, v, out, lse, dlse, dq, dk, dv, scale, extras):
         """Collect dK and dV of one key tile after the other on chip, and add to dQ on the way.
@@ -329,7 +324,7 @@ def backward_kernel(
         shift = cuda.shared.array(block_q, real)  # (block_q,): L
         delta = cuda.shared.array(block_q, real)  # (block_q,): D
         thread, flat = cuda.threadIdx.x, cuda.blockIdx.x
-        b, h = batch_and_head(flat, q.shape[1])
+        (b, h), (batch, head) = batch_and_head(flat, q.shape[1]), numbers_of_mods(flat, extras)
         seq_q, seq_k, num_q_tiles = q.shape[2], k.shape[2], ceil_div(q.shape[2], block_q)
         # 5: dQ = 0 in global memory
         for e in range(thread, seq_q * head_dim, threads):
@@ -372,11 +367,12 @@ def backward_kernel(
                         # 11: S = τ Q_i K_jᵀ
                         score = scale * dot_rows(q_tile, r, k_tile, c, head_dim)
                         # 12: MASK(S)
-                        score = score_of(score, flat, b, h, row + r, col + c, extras)
+                        place = Place(b, h, batch, head, row + r, col + c)
+                        score = score_of(score, place, extras)
                         # 13: P = diag(l)^-1 exp(S - m) = exp(S - L)
                         prob = real(math.exp(score - shift[r]))
                         # 14: Z     15: P ∘ Z
-                        z = kept(flat, row + r, col + c, extras)
+                        z = kept(place, extras)
                         p[r, c] = prob * z
                         # O = (P ∘ Z) V
                         # 17: dP = dO_i V_jᵀ
@@ -424,7 +420,7 @@ def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
     o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads
     row_sum = empty_device(tuple(o.lse.shape), problem.dtype)  # l
     row_max = empty_device(tuple(o.lse.shape), problem.dtype)  # m
-    kernel = forward_kernel(*tile, *dims, threads, problem.dtype, features_of(problem))
+    kernel = forward_kernel(*tile, *dims, threads, problem.dtype, problem.features)
     extras = make_extras(problem, operands, *tile)
     kernel[math.prod(o.q.shape[:2]), threads](
         o.q, o.k, o.v, o.out, o.lse, row_sum, row_max, problem.scale, extras
@@ -442,7 +438,7 @@ def backward(problem: Problem, tile: Tile, operands: Operands) -> None:
     """
     o, dims, threads = operands, (problem.head_dim, problem.value_dim), SIZES.flash1_threads
     has_dlse = o.dlse is not None
-    kernel = backward_kernel(*tile, *dims, threads, problem.dtype, features_of(problem), has_dlse)
+    kernel = backward_kernel(*tile, *dims, threads, problem.dtype, problem.features, has_dlse)
     extras = make_extras(problem, operands, *tile)
     kernel[math.prod(o.q.shape[:2]), threads](
         o.dout, o.q, o.k, o.v, o.out, o.lse, o.dlse if has_dlse else o.lse, o.dq, o.dk, o.dv,

@@ -15,13 +15,8 @@ import numpy as np
 from numba import void
 
 from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.score_functions import (
-    PLAIN,
-    Features,
-    extras_type,
-    features_of,
-    make_score_functions,
-)
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type, make_score_functions
 from kernels.cuda.device.one_source import inverse_sum, log_sum_exp, shift_of
 from kernels.cuda.device.row_folds import RowBlock, make_row_folds
 from kernels.cuda.device.shared_tiles import round_up
@@ -32,6 +27,7 @@ from kernels.cuda.runtime.sizes import SIZES, ProductTile
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda, dynamic_shared_memory_bytes
+from kernels.scores.program import PLAIN, Features, Place
 
 
 @cache
@@ -61,17 +57,20 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
         heads, seq_q, seq_k = scores.shape[1], scores.shape[2], scores.shape[3]
         row, item = cuda.blockIdx.x % seq_q, cuda.blockIdx.x // seq_q
         b, h = item // heads, item % heads
+        batch, head = numbers_of_mods(item, extras)
 
         # MASK(S), and before it what the other options make of a score; m = rowmax(S)
         largest = minus_inf
         for col in range(thread, seq_k, threads):
-            score = score_of(scores[b, h, row, col], item, b, h, row, col, extras)
+            place = Place(b, h, batch, head, row, col)
+            score = score_of(scores[b, h, row, col], place, extras)
             largest = max(largest, score)
         shift = real(shift_of(row_max_of(partial, largest)))
         # P = exp(S - m), l = rowsum(P)
         total = zero
         for col in range(thread, seq_k, threads):
-            score = score_of(scores[b, h, row, col], item, b, h, row, col, extras)
+            place = Place(b, h, batch, head, row, col)
+            score = score_of(scores[b, h, row, col], place, extras)
             p = real(math.exp(score - shift))
             scores[b, h, row, col] = p
             total += p
@@ -79,7 +78,8 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
         # P = dropout(diag(l)^-1 P)     L = m + log l
         inverse = real(inverse_sum(row_sum))
         for col in range(thread, seq_k, threads):
-            scores[b, h, row, col] *= inverse * kept(item, row, col, extras)
+            place = Place(b, h, batch, head, row, col)
+            scores[b, h, row, col] *= inverse * kept(place, extras)
         if thread == 0:
             lse[b, h, row] = log_sum_exp(shift, row_sum)
 
@@ -117,6 +117,7 @@ def softmax_backward_kernel(
         heads, seq_q, seq_k = scores.shape[1], scores.shape[2], scores.shape[3]
         row, item = cuda.blockIdx.x % seq_q, cuda.blockIdx.x // seq_q
         b, h = item // heads, item % heads
+        batch, head = numbers_of_mods(item, extras)
 
         # D = rowsum(dO ∘ O), less the gradient of L
         total = zero
@@ -128,11 +129,12 @@ def softmax_backward_kernel(
         shift = real(shift_of(lse[b, h, row]))
         for col in range(thread, seq_k, threads):
             # MASK(S), and before it what the other options make of a score
-            score, slope = score_and_slope(scores[b, h, row, col], item, b, h, row, col, extras)
+            place = Place(b, h, batch, head, row, col)
+            score, slope = score_and_slope(scores[b, h, row, col], place, extras)
             # P = exp(S - L)
             p = real(math.exp(score - shift))
             # O = (P ∘ Z) V: dP = dP ∘ Z     P = softmax(S): dS = P ∘ (dP - D)
-            z = kept(item, row, col, extras)
+            z = kept(place, extras)
             scores[b, h, row, col] = p * z
             dp[b, h, row, col] = p * (dp[b, h, row, col] * z - delta) * slope
 
@@ -206,7 +208,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         tile: Rows and columns of a block of the products, rounded up.
         operands: On the device, q, k, v and what the options need, and out and lse to be written.
     """
-    features, extras = features_of(problem), make_extras(problem, operands, *tile)
+    features, extras = problem.features, make_extras(problem, operands, *tile)
     scores = _empty_scores(problem, operands)  # (batch, heads, seq_q, seq_k)
     # 1: S = τ Q Kᵀ
     _multiply(tile, operands.q, _swap(operands.k), scores, problem.scale)
@@ -228,7 +230,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
             be written.
     """
     o, has_dlse = operands, operands.dlse is not None
-    features, extras = features_of(problem), make_extras(problem, operands, *tile)
+    features, extras = problem.features, make_extras(problem, operands, *tile)
     scores, dp = _empty_scores(problem, o), _empty_scores(problem, o)
     # S = τ Q Kᵀ
     _multiply(tile, o.q, _swap(o.k), scores, problem.scale)

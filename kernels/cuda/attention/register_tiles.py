@@ -239,6 +239,17 @@ def make_load_tile(
     return load_tile
 
 
+def make_load_tiles(
+    layout: RegisterLayout, head_width: int, value_width: int, dtype: Any, vectors: bool
+) -> tuple[Callable[..., None], ...]:
+    """Return the functions that load tiles of q, dout, k and v, see :func:`make_load_tile`."""
+    return tuple(
+        make_load_tile(layout, rows, width, dtype, vectors)
+        for rows in (layout.block_q, layout.block_k)
+        for width in (head_width, value_width)
+    )
+
+
 @cache
 def make_multiply(
     layout: RegisterLayout, rows: int, cols: int, width: int, dtype: Any
@@ -347,3 +358,45 @@ def make_store_tile(
 def assign(target, index, value):
     """Write an element: the ``put`` of a tile that one block owns."""
     target[index] = value
+
+
+@cache
+def make_keep_tile(
+    layout: RegisterLayout, rows: int, cols: int, is_turned: bool = False
+) -> Callable[..., None]:
+    """Return ``keep_tile(tx, ty, s, factor, shared, offset)``: scores from registers to shared memory.
+
+    Args:
+        layout: Of the block.
+        rows: Of the tile in the registers.
+        cols: Likewise.
+        is_turned: Rows of the registers become columns.
+    """
+    own_rows, own_cols = rows // layout.rows_of_threads, cols // layout.lanes
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    row_step, col_step = (1, rows + VECTOR) if is_turned else (cols + VECTOR, 1)
+
+    @device_function
+    def keep_tile(tx, ty, s, factor, shared, offset):
+        for i in range(own_rows):
+            for j in range(own_cols):
+                place = (ty + i * rows_of_threads) * row_step + (tx + j * lanes) * col_step
+                shared[offset + place] = s[i, j] * factor
+
+    return keep_tile
+
+
+@device_function
+def set_all(registers, value):
+    """Set every element of a thread's own two-dimensional array."""
+    for i in range(registers.shape[0]):
+        for j in range(registers.shape[1]):
+            registers[i, j] = value
+
+
+@device_function
+def scale_all(registers, factor):
+    """Multiply every element of a thread's own two-dimensional array."""
+    for i in range(registers.shape[0]):
+        for j in range(registers.shape[1]):
+            registers[i, j] *= factor

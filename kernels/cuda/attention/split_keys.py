@@ -12,7 +12,7 @@ from numba import void
 from kernels.common.geometry import PLAIN
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.one_source import inverse_sum, log_sum_exp, merge_weight, shift_of
-from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
+from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda
@@ -49,6 +49,13 @@ def parts_of(problem: Problem, layout: Tiles, grid: tuple[int, int]) -> int:
     stop = PLAIN.tiles_stop(problem.seq_q, layout.block_k, problem.seq_k, problem.upper)
     wanted = SIZES.split_blocks // (grid[0] * grid[1])
     return max(min(wanted, (stop - first) // SIZES.split_tiles), 1)
+
+
+@device_function
+def own_part(entry, entries_stop, part, parts):
+    """Return from which entry to which a block visits tiles, where ``parts`` blocks share them."""
+    count = max(entries_stop - entry, 0)
+    return entry + count * part // parts, entry + count * (part + 1) // parts
 
 
 @cache

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.cuda.attention.options.score_functions import PLAIN, features_of
 from kernels.cuda.device import per_device
 from kernels.problem.question import Problem
+from kernels.scores.program import PLAIN, features_of
 
 
 def why_not_here(tile: tuple[int, int] | None, needed: tuple[int, int]) -> str | None:

@@ -17,10 +17,11 @@ import numpy as np
 from numba import uint32, uint64
 
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK
-from kernels.cuda.attention.options.score_functions import Features, block_at, make_score_functions
+from kernels.cuda.attention.options.score_functions import block_at, make_score_functions, place_of
 from kernels.cuda.attention.register_tiles import RegisterLayout
 from kernels.cuda.device.one_source import PHILOX
 from kernels.cuda.runtime.kernel import device_function
+from kernels.scores.program import Features
 from kernels.sparsity.block_mask import FULL, PARTIAL
 
 attention_words = PHILOX.attention_words
@@ -33,8 +34,8 @@ class TileBits(NamedTuple):
 
     Attributes:
         bytes: Of shared memory.
-        draw: ``(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)``: fill the bytes of the tile
-            at (row, col); what bounds and lists hide nothing of is ``whole``.
+        draw: ``(thread, bits, whole, place, extras)``: fill the bytes of the tile whose first element is at
+            ``place``, a ``tile_scores.TilePlace``; ``whole`` says that bounds and lists hide none of it.
         kept: ``(bits, r, c, extras)``: what dropout multiplies an element of the tile by.
         listed: ``(bits, r, c)``: whether block mask and mask_mod let it be seen.
     """
@@ -66,10 +67,11 @@ def make_tile_bits(
     count_kept = layout.block_q * draws * features.dropout
     is_listed = features.block_mask or features.mask_mod is not None
     listed_offset = offset + count_kept
-    in_mod = make_score_functions(features, dtype).in_mod
+    mods = features._replace(mask="", block_mask=False)
+    in_mod = make_score_functions(mods, dtype).program.is_shown
 
     @device_function
-    def nothing(thread, bits, whole, flat, row, col, seq_q, seq_k, extras):
+    def nothing(thread, bits, whole, place, extras):
         pass
 
     @device_function
@@ -77,11 +79,12 @@ def make_tile_bits(
         return ((word & HALF_MASK) >= threshold) | (((word >> HALF) >= threshold) << 1)
 
     @device_function
-    def draw_kept(thread, bits, whole, flat, row, col, seq_q, seq_k, extras):
-        threshold = uint32(extras.threshold)
+    def draw_kept(thread, bits, whole, place, extras):
+        threshold, flat = uint32(extras.threshold), place.batch * extras.heads + place.head
         for n in range(thread, count_kept, threads):
-            first = col + n % draws * together
-            w0, w1, w2, w3 = attention_words(extras.seed, flat, row + n // draws, first // COLUMNS)
+            first = place.col + n % draws * together
+            row = place.row + n // draws
+            w0, w1, w2, w3 = attention_words(extras.seed, flat, row, first // COLUMNS)
             byte = (
                 pair_kept(w0, threshold)
                 | (pair_kept(w1, threshold) << 2)
@@ -91,15 +94,15 @@ def make_tile_bits(
             bits[offset + n] = byte >> first % COLUMNS
 
     @device_function
-    def all_four(whole, flat, row, col, extras):
+    def all_four(whole, place, extras):
         return ALL
 
     @device_function
-    def in_blocks(whole, flat, row, col, extras):
+    def in_blocks(whole, place, extras):
         if whole:
             return ALL
         # Four neighbouring columns are in one block.
-        state, r, c = block_at(flat, row, col, extras)
+        state, r, c = block_at(place, extras)
         four = ALL if state == FULL else 0
         if state >= PARTIAL:
             for u in range(FOUR):
@@ -108,10 +111,10 @@ def make_tile_bits(
         return four
 
     @device_function
-    def in_mods(whole, flat, row, col, extras):
+    def in_mods(whole, place, extras):
         four = 0
         for u in range(FOUR):
-            if in_mod(flat, 0, 0, row, col + u, extras):
+            if in_mod(place_of(place, place.row, place.col + u), extras):
                 four |= 1 << u
         return four
 
@@ -119,22 +122,21 @@ def make_tile_bits(
     second = in_mods if features.mask_mod is not None else all_four
 
     @device_function
-    def draw_listed(thread, bits, whole, flat, row, col, seq_q, seq_k, extras):
-        last_row, last_col = seq_q - 1, (seq_k - 1) // FOUR * FOUR
+    def draw_listed(thread, bits, whole, place, extras):
+        last_row, last_col = place.seq_q - 1, (place.seq_k - 1) // FOUR * FOUR
         for n in range(thread, count, threads):
             # Within the patterns; what is beyond the end is hidden by the bounds.
-            i, j = min(row + n // groups, last_row), min(col + n % groups * FOUR, last_col)
-            bits[listed_offset + n] = first(whole, flat, i, j, extras) & second(
-                whole, flat, i, j, extras
-            )
+            row = min(place.row + n // groups, last_row)
+            at = place_of(place, row, min(place.col + n % groups * FOUR, last_col))
+            bits[listed_offset + n] = first(whole, at, extras) & second(whole, at, extras)
 
     draw_first = draw_kept if features.dropout else nothing
     draw_second = draw_listed if is_listed else nothing
 
     @device_function
-    def draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras):
-        draw_first(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
-        draw_second(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
+    def draw(thread, bits, whole, place, extras):
+        draw_first(thread, bits, whole, place, extras)
+        draw_second(thread, bits, whole, place, extras)
 
     @device_function
     def all_kept(bits, r, c, extras):

@@ -19,11 +19,11 @@ from kernels.cuda.attention.flash2 import dkdv as flash2_dkdv
 from kernels.cuda.attention.flash2 import dq as flash2_dq
 from kernels.cuda.attention.flash2 import forward as flash2
 from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
-from kernels.cuda.attention.options.score_functions import PLAIN, Features
 from kernels.cuda.attention.register_tiles import pick_layout, widths
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.sizes import GPU
 from kernels.scores.mods import ScoreMod
+from kernels.scores.program import PLAIN, Features
 
 from ...support.compiling import (
     FLOAT32,

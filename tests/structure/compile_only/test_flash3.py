@@ -17,8 +17,8 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
 )
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.layout import Widths, layout_of
-from kernels.cuda.attention.options.score_functions import Features
 from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
+from kernels.scores.program import Features
 
 from ...support.compiling import REGISTERS, needs_nvvm, needs_ptxas
 

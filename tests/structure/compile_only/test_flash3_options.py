@@ -8,9 +8,9 @@ import pytest
 
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.layout import Widths, layout_of
-from kernels.cuda.attention.options.score_functions import Features
 from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
 from kernels.runtime.jit import fingerprint
+from kernels.scores.program import Features
 
 from ...support.attention_strategies import MASK_MODS, SCORE_MODS
 from ...support.compiling import REGISTERS, needs_nvvm, needs_ptxas

@@ -25,10 +25,10 @@ from kernels.cuda.attention.flash2_mma.launch import (
     ByKeys,
 )
 from kernels.cuda.attention.flash2_mma.tiles import MmaRoleLayout
-from kernels.cuda.attention.options.score_functions import Features
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT16, FLOAT32
+from kernels.scores.program import Features
 
 from ...support import option_table
 from ...support.attention_strategies import MASK_MODS, SCORE_MODS, Case

@@ -148,7 +148,7 @@ def test_the_kernels_own_source_computes_attention(name: str) -> None:
     launch(
         forward_kernel(layout, widths, call.dtype), (call.blocks, 1),
         *(np.zeros(128, np.uint8) for _ in maps), lse, counters, shape, scale, schedule, 0,
-        Extras(*call.bounds, heads, 0, 0.0, 0, 0, 1.0), maps=maps,
+        Extras(*call.bounds, heads, 0, 0.0, 0.0, 0, 0, 1.0), maps=maps,
     )  # fmt: skip
     wide = [from_bits(x, call.dtype)[0].astype(np.float64) for x in (q, k, v)]
     q, k, v = wide[0], *(np.repeat(x, heads // key_heads, axis=0) for x in wide[1:])

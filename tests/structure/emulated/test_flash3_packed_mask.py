@@ -13,6 +13,7 @@ from kernels import BlockMask
 from kernels.common.geometry import ceil_div
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import TILES, bit_words
 from kernels.cuda.attention.flash3_wgmma.packed_mask import WORDS, make_block_bits
+from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, Line
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.runtime.kernel import WARP, Kernel
 from kernels.runtime.targets import cuda
@@ -28,10 +29,10 @@ def _kernel(cols: int, by_keys: bool) -> Kernel:
         lane = cuda.threadIdx.x
         across, along = lane // 4, 2 * (lane % 4)
         own_row, own_col = (row + along, col + across) if by_keys else (row + across, col + along)
+        line = Line(flat, b=0, h=0, batch=0, head=0, slope=0, rows=seq_q, cols=seq_k)
+        place = LanePlace(lane, own_row, own_col, line)
         for n in range(words):
-            out[lane * words + n] = block_bits(
-                n, lane, flat, own_row, own_col, seq_q, seq_k, extras
-            )
+            out[lane * words + n] = block_bits(n, place, extras)
 
     integer = types.int64
     return Kernel(bits_of, void(WORDS, *[integer] * 5, types.Tuple(())), WARP)

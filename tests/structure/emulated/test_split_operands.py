@@ -18,11 +18,11 @@ from kernels.cuda.attention.flash2_mma.dq_atomics import dq_sums
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel
 from kernels.cuda.attention.flash2_mma.split_operands import split_operands
-from kernels.cuda.attention.options.score_functions import PLAIN, Features
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.ptx.emulated.numbers import from_bits
 from kernels.problem.operands import make_operands
 from kernels.runtime.dtypes import FLOAT32
+from kernels.scores.program import PLAIN, Features
 
 from ...support.attention_strategies import Case
 from ...support.cuda_attention import run as run_on_gpu

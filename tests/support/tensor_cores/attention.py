@@ -10,11 +10,12 @@ from kernels.common.geometry import ceil_div
 from kernels.common.philox import attention_threshold
 from kernels.cuda.attention.flash2_mma.forward import forward_kernel
 from kernels.cuda.attention.flash2_mma.tiles import MmaLayout
-from kernels.cuda.attention.options.score_functions import PLAIN, Extras, Features
+from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.ptx.emulated.numbers import from_bits, to_bits
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.reference.scores import kept
+from kernels.scores.program import PLAIN, Features
 
 #: Beyond every row and column.
 FAR = 1 << 20
@@ -61,7 +62,9 @@ class Call(NamedTuple):
     @property
     def extras(self) -> Extras:
         """What a kernel takes beside the arrays: bounds, and what options need."""
-        return Extras(*self.bounds, self.heads, 0, 0.0, 0, 0, 1.0)._replace(**(self.options or {}))
+        return Extras(*self.bounds, self.heads, 0, 0.0, 0.0, 0, 0, 1.0)._replace(
+            **(self.options or {})
+        )
 
 
 def layouts_for(table: Any, width: int) -> Any:
@@ -156,7 +159,8 @@ _OPTIONS = Call(MmaLayout(32, 16, 2), (21, 35, 16, 16), (-FAR, 20), scale=0.5)
 #: Likewise, of what options plug into the kernel: element by element, and by bits of a tile.
 OPTIONS = {
     "softcap": _OPTIONS._replace(
-        features=Features(softcap=True), options={"softcap": np.float32(1.5)}
+        features=Features(softcap=True),
+        options={"softcap": np.float32(1.5), "over_cap": np.float32(1 / 1.5)},
     ),
     "a mask": _OPTIONS._replace(
         features=Features(mask="bool"),

@@ -17,7 +17,6 @@ from kernels.cuda.attention.flash2.dkdv import dkdv_kernel, dkdv_tiles
 from kernels.cuda.attention.flash2.dq import delta_kernel, dq_kernel, dq_tiles
 from kernels.cuda.attention.flash2.forward import forward_tiles
 from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.score_functions import features_of
 from kernels.cuda.attention.options.visits import grid_of
 from kernels.cuda.attention.register_tiles import (
     RegisterLayout,
@@ -54,7 +53,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     q, k, v, dout, lse = operands.q, operands.k, operands.v, operands.dout, operands.lse
     dq, dk, dv, delta = operands.dq, operands.dk, operands.dv, delta_of(problem, operands)
     kind = (*widths(problem), problem.dtype, are_vectors(dout, q, k, v))
-    features = features_of(problem)
+    features = problem.features
     if problem.deterministic:
         layout = pick_layout("dq", problem, tile)
         extras = make_extras(problem, operands, layout.block_q, layout.block_k)

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import float64, uint8, void
 
-from kernels.common.online_softmax import LN_2, LOG2_E
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
-from kernels.cuda.attention.options.visits import make_visits
+from kernels.common.online_softmax import LN_2
+from kernels.cuda.attention.flash2.register_scores import (
+    make_gradients_by_keys,
+    make_put_row_values,
+)
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.visits import make_key_bounds, make_visits
 from kernels.cuda.attention.register_tiles import (
     RegisterLayout,
     assign,
     make_accumulate,
-    make_load_tile,
+    make_keep_tile,
+    make_load_tiles,
     make_multiply,
     make_store_tile,
+    scale_all,
+    set_all,
 )
 from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import (
     batch_and_head,
-    first_tile,
-    is_full_tile,
-    shift_of,
-    tiles_stop,
 )
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import VECTOR
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
 
 
 def dkdv_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
@@ -69,27 +73,26 @@ def dkdv_kernel(
 
     The other arguments are those of ``flash2.forward_kernel``.
     """
-    real = scalar_type(dtype)
-    block_q, block_k = layout.block_q, layout.block_k
+    real, block_q, block_k = scalar_type(dtype), layout.block_q, layout.block_k
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_keys, own_rows = block_k // rows_of_threads, block_q // lanes
     k_width, v_width = layout.columns(head_width), layout.columns(value_width)
     # A kernel without atomics never reads these; registers need a positive size.
     dq_rows = max(block_q // rows_of_threads, 1) if atomics else 1
     fragment_rows = max(own_keys, dq_rows)
-    p_stride, ds_stride = block_q + VECTOR, block_k + VECTOR
     tiles = dkdv_tiles(layout, head_width, value_width)
     k_tile, v_tile, q_tile, dout_tile = tiles["k"], tiles["v"], tiles["q"], tiles["dout"]
     p_tile, lse_tile, delta_tile = tiles["p"], tiles["lse"], tiles["delta"]
     place, entries, tile_of, is_whole, is_within = make_visits(features, block_k, by_keys=True)
-    scores = make_tile_scores(features, dtype, by_keys=True)
-    operand_factor, edge_of, gradient_of = scores.operand_factor, scores.edge, scores.gradient
+    bounds, is_inside = make_key_bounds(block_q, block_k)
+    operand_factor = make_tile_scores(features, dtype).operand_factor
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
-    draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
-    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
-    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
-    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
-    load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
+    draw = tile_bits.draw
+    put_row_values = make_put_row_values(layout, dtype, lse_tile, delta_tile)
+    to_gradients = make_gradients_by_keys(layout, features, dtype, tile_bits, lse_tile, delta_tile)
+    keep_p, keep_ds = (make_keep_tile(layout, block_k, block_q, turned) for turned in (False, True))
+    loads = make_load_tiles(layout, head_width, value_width, real, vectors)
+    load_q, load_dout, load_k, load_v = loads
     multiply_kq = make_multiply(layout, block_k, block_q, head_width, real)
     multiply_v_dout = make_multiply(layout, block_k, block_q, value_width, real)
     accumulate_dk = make_accumulate(layout, block_k, block_q, head_width)
@@ -98,8 +101,7 @@ def dkdv_kernel(
     store_dk = make_store_tile(layout, block_k, head_width, assign)
     store_dv = make_store_tile(layout, block_k, value_width, assign)
     add_dq = make_store_tile(layout, block_q, head_width, add_atomically)
-    zero, one, inf = dtype.type(0), dtype.type(1), dtype.type(math.inf)
-    log2_e = dtype.type(LOG2_E)
+    zero, one = dtype.type(0), dtype.type(1)
     # What K_j is multiplied by beside τ, dS is divided by before dQ.
     unscaled = one if features.bends else dtype.type(LN_2)
 
@@ -126,6 +128,8 @@ def dkdv_kernel(
         flat, col, first_q, seq_q, first_k, seq_k = place(
             cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
         )
+        batch, head = numbers_of_mods(flat, extras)
+        start = TilePlace(b, h, batch, head, 0, col, seq_q, seq_k)
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # k, v, q and dout tiles, P or dS, lse, delta
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
@@ -142,90 +146,54 @@ def dkdv_kernel(
         factor = real(scale) * operand_factor
         load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, factor, shared, k_tile)
         load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
-        for i in range(own_keys):
-            for c in range(k_width):
-                dk_acc[i, c] = zero
-            for c in range(v_width):
-                dv_acc[i, c] = zero
+        set_all(dk_acc, zero)
+        set_all(dv_acc, zero)
         # 8: for 1 <= i <= T_r, but only those that see a column of the tile
-        col_stop = min(col + block_k, seq_k)
-        first = first_tile(col, block_q, seq_q, -extras.upper)
-        stop = tiles_stop(col_stop, block_q, seq_q, -extras.lower)
+        first, stop = bounds(col, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, col, seq_k, first, stop, extras)
         for e in range(entry, entries_stop):
             t = tile_of(e, extras)
             if is_within(t, first, stop):  # the same for all threads of the block
                 row = t * block_q
-                whole = is_full_tile(
-                    row, block_q, seq_q, col, block_k, seq_k, extras.lower, extras.upper
-                ) and is_whole(e, extras)
+                whole = is_inside(row, col, seq_q, seq_k, extras) and is_whole(e, extras)
                 cuda.syncthreads()  # every thread is done with the last query tile
                 # 9: load Q_i, dO_i, L_i, D_i
                 q_row, q_stop = first_q + row, first_q + seq_q
                 load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, one, shared, q_tile)
                 load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_stop, one, shared, dout_tile)
-                draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
-                for r in range(cuda.threadIdx.x, block_q, lanes * rows_of_threads):
-                    inside = q_row + r < q_stop
-                    shared[lse_tile + r] = (
-                        real(shift_of(lse[b, h, q_row + r])) * log2_e if inside else inf
-                    )
-                    shared[delta_tile + r] = delta[b, h, q_row + r] if inside else zero
+                tile = moved(start, row, 0)
+                draw(cuda.threadIdx.x, bits, whole, tile, extras)
+                put_row_values(cuda.threadIdx.x, shared, lse, delta, b, h, q_row, q_stop)
                 cuda.syncthreads()  # the tiles are whole
                 # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
                 multiply_kq(tx, ty, s, fragment, shared, k_tile, q_tile)
                 multiply_v_dout(tx, ty, dp, fragment, shared, v_tile, dout_tile)
-                edge = edge_of(row + tx, col + ty, seq_q, seq_k, extras)
-                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-                for i in range(own_keys):
-                    for c in range(own_rows):
-                        r = tx + c * lanes
-                        keep = kept(bits, r, ty + i * rows_of_threads, extras)
-                        is_listed = listed(bits, r, ty + i * rows_of_threads)
-                        p, dp[i, c] = gradient_of(
-                            s[i, c], dp[i, c], shared[lse_tile + r], shared[delta_tile + r], keep,
-                            whole, is_listed, edge, flat, b, h, row + tx, c * lanes,
-                            col + ty, i * rows_of_threads, seq_q, seq_k, extras,
-                        )  # fmt: skip
-                        s[i, c] = p * keep
-                for i in range(own_keys):
-                    for c in range(own_rows):
-                        place_of_p = (ty + i * rows_of_threads) * p_stride + tx + c * lanes
-                        shared[p_tile + place_of_p] = s[i, c]
+                to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras)
+                keep_p(tx, ty, s, one, shared, p_tile)
                 cuda.syncthreads()  # P is whole
                 # 12: dV_j += (P_ij ∘ Z)ᵀ dO_i
                 accumulate_dv(tx, ty, dv_acc, fragment, shared, p_tile, dout_tile)
                 cuda.syncthreads()  # every thread is done with P: dS takes its place
-                for i in range(own_keys):
-                    for c in range(own_rows):
-                        place_of_ds = (ty + i * rows_of_threads) * p_stride + tx + c * lanes
-                        shared[p_tile + place_of_ds] = dp[i, c]
+                keep_p(tx, ty, dp, one, shared, p_tile)
                 cuda.syncthreads()  # dS is whole
                 # 16: dK_j += dSᵀ Q_i
                 accumulate_dk(tx, ty, dk_acc, fragment, shared, p_tile, q_tile)
                 if atomics:
                     cuda.syncthreads()  # every thread is done with dSᵀ: dS takes its place
-                    for i in range(own_keys):
-                        for c in range(own_rows):
-                            place_of_ds = (tx + c * lanes) * ds_stride + ty + i * rows_of_threads
-                            shared[p_tile + place_of_ds] = dp[i, c] * unscaled
-                    for i in range(dq_rows):
-                        for c in range(k_width):
-                            dq_acc[i, c] = zero
+                    keep_ds(tx, ty, dp, unscaled, shared, p_tile)
+                    set_all(dq_acc, zero)
                     cuda.syncthreads()  # dS is whole
                     # 15: dQ_i += dS K_j, where K_j is scaled by τ already
                     accumulate_dq(tx, ty, dq_acc, fragment, shared, p_tile, k_tile)
                     add_dq(tx, ty, dq_acc, dq, b, h, q_row, q_stop)
         # 18: write dK_j, dV_j
-        tau = real(scale)
-        for i in range(own_keys):
-            for c in range(k_width):
-                dk_acc[i, c] *= tau
+        scale_all(dk_acc, real(scale))
         store_dk(tx, ty, dk_acc, dk, b, h, k_row, k_stop)
         store_dv(tx, ty, dv_acc, dv, b, h, k_row, k_stop)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    extras = extras_type(features, dtype)
-    signature = void(read, read, read, read, rows, rows, read, read, read, float64, extras)
+    signature = void(
+        *[read] * 4, rows, rows, read, read, read, float64, extras_type(features, dtype)
+    )
     shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_dkdv, signature, layout.threads, shared_bytes, layout.resident)

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import float64, uint8, void
 
-from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
-from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.attention.flash2.register_scores import (
+    make_gradients_by_rows,
+    make_load_row_values,
+)
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.visits import make_row_bounds, make_visits
 from kernels.cuda.attention.register_tiles import (
     RegisterLayout,
     assign,
     make_accumulate,
-    make_load_tile,
+    make_keep_tile,
+    make_load_tiles,
     make_multiply,
     make_store_tile,
+    scale_all,
+    set_all,
 )
 from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import (
     batch_and_head,
-    first_full_tile,
-    first_tile,
-    full_tiles_stop,
-    shift_of,
-    tiles_stop,
 )
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import VECTOR
 from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
 
 
 def dq_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
@@ -95,25 +97,23 @@ def dq_kernel(
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
     own_width = layout.columns(head_width)
-    ds_stride = block_k + VECTOR
     tiles = dq_tiles(layout, head_width, value_width)
     q_tile, dout_tile = tiles["q"], tiles["dout"]
     k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
     place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
-    scores = make_tile_scores(features, dtype)
-    operand_factor, edge_of, gradient_of = scores.operand_factor, scores.edge, scores.gradient
+    bounds = make_row_bounds(block_q, block_k)
+    operand_factor = make_tile_scores(features, dtype).operand_factor
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
-    draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
-    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
-    load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
-    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
-    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
+    draw, load_row_values = tile_bits.draw, make_load_row_values(layout, dtype)
+    to_gradients = make_gradients_by_rows(layout, features, dtype, tile_bits)
+    keep_ds = make_keep_tile(layout, block_q, block_k)
+    loads = make_load_tiles(layout, head_width, value_width, real, vectors)
+    load_q, load_dout, load_k, load_v = loads
     multiply_qk = make_multiply(layout, block_q, block_k, head_width, real)
     multiply_dout_v = make_multiply(layout, block_q, block_k, value_width, real)
     accumulate = make_accumulate(layout, block_q, block_k, head_width)
     store_dq = make_store_tile(layout, block_q, head_width, assign)
-    zero, one, inf = dtype.type(0), dtype.type(1), dtype.type(math.inf)
-    log2_e = dtype.type(LOG2_E)
+    zero, one = dtype.type(0), dtype.type(1)
 
     def flash2_dq(dout, q, k, v, lse, delta, dq, scale, extras):
         """Fill one query tile of dq.
@@ -135,6 +135,8 @@ def dq_kernel(
         flat, row, first_q, seq_q, first_k, seq_k = place(
             cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
         )
+        batch, head = numbers_of_mods(flat, extras)
+        start = TilePlace(b, h, batch, head, row, 0, seq_q, seq_k)
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
@@ -150,19 +152,9 @@ def dq_kernel(
         factor = real(scale) * operand_factor
         load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, factor, shared, q_tile)
         load_dout(cuda.threadIdx.x, dout, b, h, q_row, q_stop, one, shared, dout_tile)
-        # A row beyond the end has lse infinite, and so no probabilities.
-        for i in range(own_rows):
-            this_row = q_row + ty + i * rows_of_threads
-            inside = this_row < q_stop
-            shift[i] = real(shift_of(lse[b, h, this_row])) * log2_e if inside else inf
-            own_delta[i] = delta[b, h, this_row] if inside else zero
-            for c in range(own_width):
-                acc[i, c] = zero
-        row_stop = min(row + block_q, seq_q)
-        first = first_tile(row, block_k, seq_k, extras.lower)
-        stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)
-        full = first_full_tile(row_stop, block_k, extras.lower)
-        full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
+        load_row_values(ty, shift, own_delta, lse, delta, b, h, q_row, q_stop)
+        set_all(acc, zero)
+        first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
         for e in range(entry, entries_stop):
             j = tile_of(e, extras)
@@ -173,38 +165,21 @@ def dq_kernel(
                 k_row, k_stop = first_k + col, first_k + seq_k
                 load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, one, shared, k_tile)
                 load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
-                draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
+                tile = moved(start, 0, col)
+                draw(cuda.threadIdx.x, bits, whole, tile, extras)
                 cuda.syncthreads()  # the tiles are whole
                 # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
                 multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
                 multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
-                edge = edge_of(row + ty, col + tx, seq_q, seq_k, extras)
-                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
-                for i in range(own_rows):
-                    for c in range(own_cols):
-                        r = ty + i * rows_of_threads
-                        keep = kept(bits, r, tx + c * lanes, extras)
-                        is_listed = listed(bits, r, tx + c * lanes)
-                        _, dp[i, c] = gradient_of(
-                            s[i, c], dp[i, c], shift[i], own_delta[i], keep,
-                            whole, is_listed, edge, flat, b, h, row + ty, i * rows_of_threads,
-                            col + tx, c * lanes, seq_q, seq_k, extras,
-                        )  # fmt: skip
-                for i in range(own_rows):
-                    for c in range(own_cols):
-                        place_of_ds = (ty + i * rows_of_threads) * ds_stride + tx + c * lanes
-                        shared[ds_tile + place_of_ds] = dp[i, c]
+                to_gradients(tx, ty, s, dp, shift, own_delta, whole, bits, tile, extras)
+                keep_ds(tx, ty, dp, one, shared, ds_tile)
                 cuda.syncthreads()  # dS is whole
                 # 15: dQ_i += dS K_j
                 accumulate(tx, ty, acc, fragment, shared, ds_tile, k_tile)
-        tau = real(scale)
-        for i in range(own_rows):
-            for c in range(own_width):
-                acc[i, c] *= tau
+        scale_all(acc, real(scale))
         store_dq(tx, ty, acc, dq, b, h, q_row, q_stop)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    extras = extras_type(features, dtype)
-    signature = void(read, read, read, read, rows, rows, read, float64, extras)
+    signature = void(*[read] * 4, rows, rows, read, float64, extras_type(features, dtype))
     shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_dq, signature, layout.threads, shared_bytes, layout.resident)

@@ -10,6 +10,7 @@ heads): 10.2 ms, 27 TFLOP/s, where flash1 takes 439 ms and naive, with 4 GiB of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,31 +18,30 @@ import numpy as np
 from numba import float64, uint8, void
 
 from kernels.common.online_softmax import LN_2
+from kernels.cuda.attention.flash2.register_scores import make_scores
 from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type, features_of
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
-from kernels.cuda.attention.options.visits import grid_of, make_visits
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.visits import grid_of, make_row_bounds, make_visits
 from kernels.cuda.attention.register_tiles import (
     RegisterLayout,
     assign,
     make_accumulate,
-    make_load_tile,
+    make_load_tiles,
     make_multiply,
     make_store_tile,
     pick_layout,
+    set_all,
     widths,
 )
-from kernels.cuda.attention.split_keys import merge_parts, parts_of
-from kernels.cuda.attention.tile_bits import make_tile_bits
+from kernels.cuda.attention.split_keys import merge_parts, own_part, parts_of
+from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
 from kernels.cuda.device.one_source import (
     batch_and_head,
-    first_full_tile,
-    first_tile,
-    full_tiles_stop,
     inverse_sum,
     log_sum_exp,
     shift_of,
-    tiles_stop,
 )
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import EXP2, VECTOR, are_vectors
@@ -50,6 +50,7 @@ from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, sca
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import IS_SIMULATOR, cuda
+from kernels.scores.program import PLAIN, Features
 
 
 def make_row_reductions(lanes: int) -> tuple[Any, Any]:
@@ -98,6 +99,80 @@ def forward_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> 
 
 
 @cache
+def _make_softmax_step(
+    layout: RegisterLayout, own_width: int, dtype: np.dtype[Any], tile_bits: TileBits, p_tile: int
+) -> Callable[..., None]:
+    """Return ``softmax_step(tx, ty, s, acc, row_max, row_sum, scratch, shared, bits, extras)``.
+
+    It makes P of the scores in ``s``, puts it into shared memory at ``p_tile``, and rescales what was
+    summed before.
+    """
+    real, exp2, zero = scalar_type(dtype), EXP2[dtype], dtype.type(0)
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
+    p_stride, kept = layout.block_k + VECTOR, tile_bits.kept
+    row_max_of, _ = make_row_reductions(lanes)
+
+    @device_function
+    def softmax_step(tx, ty, s, acc, row_max, row_sum, scratch, shared, bits, extras):
+        for i in range(own_rows):
+            # TASK 5.7: Lines 9, 10: maximum over the row's threads; P to shared memory.
+            # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
+            largest = s[i, 0]
+            for c in range(1, own_cols):
+                largest = max(largest, s[i, c])
+            r = ty + i * rows_of_threads
+            largest = max(row_max[i], row_max_of(largest, scratch, r, tx))
+            shift = real(shift_of(largest))
+            rescale = exp2(row_max[i] - shift)
+            row_max[i] = largest
+            total = zero
+            for c in range(own_cols):
+                p = exp2(s[i, c] - shift)
+                total += p
+                # What dropout leaves of P; l is the sum of all.
+                p *= kept(bits, r, tx + c * lanes, extras)
+                shared[p_tile + r * p_stride + tx + c * lanes] = p
+            # Each thread sums its own columns; the threads of a row meet once, at the end.
+            row_sum[i] = row_sum[i] * rescale + total
+            # 10, first half: O = diag(e^(m - m_new)) O
+            for c in range(own_width):
+                acc[i, c] *= rescale
+            # END TASK 5.7
+
+    return softmax_step
+
+
+@cache
+def _make_finish_rows(
+    layout: RegisterLayout, own_width: int, dtype: np.dtype[Any]
+) -> Callable[..., None]:
+    """Return ``finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, b, h, first, stop)``.
+
+    It divides O by l and writes L of the rows from ``first`` on that lie before ``stop``.
+    """
+    real, ln_2 = scalar_type(dtype), dtype.type(LN_2)
+    rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
+    _, row_sum_of = make_row_reductions(layout.lanes)
+
+    @device_function
+    def finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, b, h, first, stop):
+        for i in range(own_rows):
+            # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+            r = ty + i * rows_of_threads
+            # TASK 5.7: Line 12: the threads of a row add up their sums; one division for the whole row.
+            total = row_sum_of(row_sum[i], scratch, r, tx)
+            inverse = real(inverse_sum(total))
+            for c in range(own_width):
+                acc[i, c] *= inverse
+            # END TASK 5.7
+            if tx == 0 and first + r < stop:
+                lse[b, h, first + r] = log_sum_exp(real(shift_of(row_max[i])) * ln_2, total)
+
+    return finish_rows
+
+
+@cache
 def forward_kernel(
     layout: RegisterLayout,
     head_width: int,
@@ -119,29 +194,24 @@ def forward_kernel(
         is_split: The keys are divided among the third dimension of the grid; out and lse then have a
             batch for each part.
     """
-    real, exp2 = scalar_type(dtype), EXP2[dtype]
-    block_q, block_k = layout.block_q, layout.block_k
-    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
-    own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
-    own_width = layout.columns(value_width)
-    p_stride = block_k + VECTOR
+    real, block_q, block_k = scalar_type(dtype), layout.block_q, layout.block_k
+    lanes, own_rows = layout.lanes, block_q // layout.rows_of_threads
+    own_cols, own_width = block_k // lanes, layout.columns(value_width)
     tiles = forward_tiles(layout, head_width, value_width)
     q_tile, k_tile, v_tile, p_tile = tiles["q"], tiles["k"], tiles["v"], tiles["p"]
     scratch_shape = (block_q, lanes) if IS_SIMULATOR else (1, 1)
     place, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
-    scores = make_tile_scores(features, dtype)
-    operand_factor, edge_of, score_of = scores.operand_factor, scores.edge, scores.score
+    bounds = make_row_bounds(block_q, block_k)
+    operand_factor = make_tile_scores(features, dtype).operand_factor
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
-    draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
-    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
-    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
-    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
+    draw, to_scores = tile_bits.draw, make_scores(layout, features, dtype, tile_bits)
+    load_q, _, load_k, load_v = make_load_tiles(layout, head_width, value_width, real, vectors)
     multiply = make_multiply(layout, block_q, block_k, head_width, real)
     accumulate = make_accumulate(layout, block_q, block_k, value_width)
     store_out = make_store_tile(layout, block_q, value_width, assign)
-    row_max_of, row_sum_of = make_row_reductions(lanes)
+    softmax_step = _make_softmax_step(layout, own_width, dtype, tile_bits, p_tile)
+    finish_rows = _make_finish_rows(layout, own_width, dtype)
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
-    ln_2 = dtype.type(LN_2)
 
     def flash2_forward(q, k, v, out, lse, scale, extras):
         """Fill one query tile of out and lse.
@@ -164,6 +234,8 @@ def forward_kernel(
         flat, row, first_q, seq_q, first_k, seq_k = place(
             cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2], k.shape[2], extras
         )
+        batch, head = numbers_of_mods(flat, extras)
+        start = TilePlace(b, h, batch, head, row, 0, seq_q, seq_k)
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # q_tile, k_tile, v_tile, p
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles
@@ -181,21 +253,14 @@ def forward_kernel(
         load_q(cuda.threadIdx.x, q, b, h, q_row, q_stop, factor, shared, q_tile)
         # 5: O = 0, l = 0, m = -inf
         for i in range(own_rows):
-            row_max[i] = minus_inf
-            row_sum[i] = zero
-            for c in range(own_width):
-                acc[i, c] = zero
-        row_stop = min(row + block_q, seq_q)
-        first = first_tile(row, block_k, seq_k, extras.lower)
-        stop = tiles_stop(row_stop, block_k, seq_k, extras.upper)
-        full = first_full_tile(row_stop, block_k, extras.lower)
-        full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
+            row_max[i], row_sum[i] = minus_inf, zero
+        set_all(acc, zero)
+        first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
         out_batch = b
         if is_split:
-            parts, count = cuda.gridDim.z, max(entries_stop - entry, 0)
-            entries_stop = entry + count * (cuda.blockIdx.z + 1) // parts
-            entry += count * cuda.blockIdx.z // parts
+            part, parts = cuda.blockIdx.z, cuda.gridDim.z
+            entry, entries_stop = own_part(entry, entries_stop, part, parts)
             out_batch += cuda.blockIdx.z * q.shape[0]
         # 6: for 1 <= j <= T_c
         for e in range(entry, entries_stop):
@@ -208,62 +273,24 @@ def forward_kernel(
                 k_row, k_stop = first_k + col, first_k + seq_k
                 load_k(cuda.threadIdx.x, k, b, h, k_row, k_stop, one, shared, k_tile)
                 load_v(cuda.threadIdx.x, v, b, h, k_row, k_stop, one, shared, v_tile)
-                draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
+                tile = moved(start, 0, col)
+                draw(cuda.threadIdx.x, bits, whole, tile, extras)
                 cuda.syncthreads()  # the tiles are whole
                 # 8: S = Q_i K_jᵀ
                 multiply(tx, ty, s, fragment, shared, q_tile, k_tile)
-                edge = edge_of(row + ty, col + tx, seq_q, seq_k, extras)
-                for i in range(own_rows):
-                    for c in range(own_cols):
-                        is_listed = listed(bits, ty + i * rows_of_threads, tx + c * lanes)
-                        s[i, c] = score_of(
-                            s[i, c], whole, is_listed, edge, flat, b, h, row + ty,
-                            i * rows_of_threads, col + tx, c * lanes, seq_q, seq_k, extras,
-                        )  # fmt: skip
-                for i in range(own_rows):
-                    # TASK 5.7: Lines 9, 10: maximum over the row's threads; P to shared memory.
-                    # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                    largest = s[i, 0]
-                    for c in range(1, own_cols):
-                        largest = max(largest, s[i, c])
-                    r = ty + i * rows_of_threads
-                    largest = max(row_max[i], row_max_of(largest, scratch, r, tx))
-                    shift = real(shift_of(largest))
-                    rescale = exp2(row_max[i] - shift)
-                    row_max[i] = largest
-                    total = zero
-                    for c in range(own_cols):
-                        p = exp2(s[i, c] - shift)
-                        total += p
-                        # What dropout leaves of P; l is the sum of all.
-                        p *= kept(bits, r, tx + c * lanes, extras)
-                        shared[p_tile + r * p_stride + tx + c * lanes] = p
-                    # Each thread sums its own columns; the threads of a row meet once, at the end.
-                    row_sum[i] = row_sum[i] * rescale + total
-                    # 10, first half: O = diag(e^(m - m_new)) O
-                    for c in range(own_width):
-                        acc[i, c] *= rescale
-                    # END TASK 5.7
+                to_scores(tx, ty, s, whole, bits, tile, extras)
+                # 9, and the first half of 10: m, P and l of S, and O = diag(e^(m - m_new)) O
+                softmax_step(tx, ty, s, acc, row_max, row_sum, scratch, shared, bits, extras)
                 cuda.syncthreads()  # P is whole
                 # 10, second half: O = O + P V_j
                 accumulate(tx, ty, acc, fragment, shared, p_tile, v_tile)
-        for i in range(own_rows):
-            # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-            r = ty + i * rows_of_threads
-            # TASK 5.7: Line 12: the threads of a row add up their sums; one division for the whole row.
-            total = row_sum_of(row_sum[i], scratch, r, tx)
-            inverse = real(inverse_sum(total))
-            for c in range(own_width):
-                acc[i, c] *= inverse
-            # END TASK 5.7
-            if tx == 0 and row + r < seq_q:
-                lse[out_batch, h, q_row + r] = log_sum_exp(real(shift_of(row_max[i])) * ln_2, total)
+        # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+        finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, out_batch, h, q_row, q_stop)
         # 14: write O_i
         store_out(tx, ty, acc, out, out_batch, h, q_row, q_stop)
 
     read, rows = array_type(dtype, 4), array_type(dtype, 3)
-    extras = extras_type(features, dtype)
-    signature = void(read, read, read, read, rows, float64, extras)
+    signature = void(read, read, read, read, rows, float64, extras_type(features, dtype))
     shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_forward, signature, layout.threads, shared_bytes, layout.resident)
 
@@ -287,7 +314,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         tile: (block_q, block_k), multiples of four.
         operands: As kernels take them, on the device; out and lse are written.
     """
-    layout, features = forward_layout(problem, tile), features_of(problem)
+    layout, features = forward_layout(problem, tile), problem.features
     q, k, v, out, lse = operands.q, operands.k, operands.v, operands.out, operands.lse
     extras = make_extras(problem, operands, layout.block_q, layout.block_k)
     grid = grid_of(q, q.shape[2], layout.block_q, extras)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,34 +10,71 @@ import numpy as np
 from numba import float64, uint8, void
 
 from kernels.common.geometry import PLAIN
-from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2.backward import delta_of
 from kernels.cuda.attention.flash2.dq import dq_tiles
+from kernels.cuda.attention.flash2.register_scores import (
+    make_gradients_by_rows,
+    make_load_row_values,
+)
 from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.score_functions import Features, extras_type, features_of
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
-from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.visits import make_row_bounds, make_visits
 from kernels.cuda.attention.register_tiles import (
     RegisterLayout,
-    make_load_tile,
+    make_keep_tile,
+    make_load_tiles,
     make_multiply,
     pick_layout,
+    set_all,
     widths,
 )
 from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import (
     ceil_div,
-    first_full_tile,
-    first_tile,
-    full_tiles_stop,
-    shift_of,
-    tiles_stop,
 )
 from kernels.cuda.device.vector import VECTOR, are_vectors
-from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
+from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda
+from kernels.scores.program import Features
+
+
+@cache
+def _make_store_sums(
+    layout: RegisterLayout, dtype: np.dtype[Any], ds_tile: int
+) -> Callable[..., None]:
+    """Return ``store_sums(thread, shared, dmask, b, h, seq_q, seq_k, first)``.
+
+    An element that all rows of the tile share is the sum over them, and likewise over columns.
+
+    Args:
+        layout: Of the block.
+        dtype: Of the sums.
+        ds_tile: Offset in shared memory of the tile (block_q, block_k) whose first place is ``first``.
+    """
+    block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
+    ds_stride, zero = block_k + VECTOR, dtype.type(0)
+
+    @device_function
+    def store_sums(thread, shared, dmask, b, h, seq_q, seq_k, first):
+        rows, cols = dmask.shape[2], dmask.shape[3]
+        height, width = min(rows, block_q), min(cols, block_k)
+        deep, wide = (block_q if rows != seq_q else 1), (block_k if cols != seq_k else 1)
+        for n in range(thread, height * width, threads):
+            r, c = n // width, n % width
+            total = zero
+            for i in range(deep):
+                for j in range(wide):
+                    total += shared[ds_tile + (r + i) * ds_stride + c + j]
+            row = r if rows != seq_q else first[0] + r
+            col = c if cols != seq_k else first[1] + c
+            if row < rows and col < cols:
+                dmask[b, h, row, col] = total
+
+    return store_sums
 
 
 @cache
@@ -50,27 +87,25 @@ def dmask_kernel(
     features: Features,
 ) -> Kernel:
     """Return the kernel that fills dmask; arguments as for ``flash2.forward_kernel``."""
-    real = scalar_type(dtype)
-    block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
+    real, block_q, block_k = scalar_type(dtype), layout.block_q, layout.block_k
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
-    ds_stride = block_k + VECTOR
     tiles = dq_tiles(layout, head_width, value_width)
     q_tile, dout_tile = tiles["q"], tiles["dout"]
     k_tile, v_tile, ds_tile = tiles["k"], tiles["v"], tiles["ds"]
     _, entries, tile_of, is_whole, is_within = make_visits(features, block_q)
-    scores = make_tile_scores(features, dtype, of_bias=True)
-    operand_factor, edge_of, gradient_of = scores.operand_factor, scores.edge, scores.gradient
+    bounds = make_row_bounds(block_q, block_k)
+    operand_factor = make_tile_scores(features, dtype).operand_factor
     tile_bits = make_tile_bits(features, layout, dtype, dtype.itemsize * tiles.elements)
-    draw, kept, listed = tile_bits.draw, tile_bits.kept, tile_bits.listed
-    load_q = make_load_tile(layout, block_q, head_width, real, vectors)
-    load_dout = make_load_tile(layout, block_q, value_width, real, vectors)
-    load_k = make_load_tile(layout, block_k, head_width, real, vectors)
-    load_v = make_load_tile(layout, block_k, value_width, real, vectors)
+    draw, load_row_values = tile_bits.draw, make_load_row_values(layout, dtype)
+    to_gradients = make_gradients_by_rows(layout, features, dtype, tile_bits, of_bias=True)
+    keep_ds = make_keep_tile(layout, block_q, block_k)
+    store_sums = _make_store_sums(layout, dtype, ds_tile)
+    loads = make_load_tiles(layout, head_width, value_width, real, vectors)
+    load_q, load_dout, load_k, load_v = loads
     multiply_qk = make_multiply(layout, block_q, block_k, head_width, real)
     multiply_dout_v = make_multiply(layout, block_q, block_k, value_width, real)
-    zero, one, inf = dtype.type(0), dtype.type(1), dtype.type(math.inf)
-    log2_e = dtype.type(LOG2_E)
+    zero, one = dtype.type(0), dtype.type(1)
 
     def flash2_dmask(dout, q, k, v, lse, delta, dmask, scale, extras):
         """Fill one tile of dmask.
@@ -89,7 +124,7 @@ def dmask_kernel(
         """
         batch, heads, seq_q, seq_k = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
         rows, cols = dmask.shape[2], dmask.shape[3]
-        mask_batch = cuda.blockIdx.y // dmask.shape[1]
+        mask_batch, mask_head = cuda.blockIdx.y // dmask.shape[1], cuda.blockIdx.y % dmask.shape[1]
         # What an element was repeated over is a range; else it is the block's own place.
         first_head, heads_stop = 0, heads
         if dmask.shape[1] == heads:
@@ -115,31 +150,23 @@ def dmask_kernel(
         shift = cuda.local.array(own_rows, real)  # (own_rows,): L, in base 2
         own_delta = cuda.local.array(own_rows, real)  # (own_rows,): D
         factor = real(scale) * operand_factor
-        for i in range(own_rows):
-            for c in range(own_cols):
-                acc[i, c] = zero
+        set_all(acc, zero)
         # Every condition below is the same for all threads of the block.
         own_heads = heads_stop - first_head
         for place in range(batch * own_heads):
             b, h = place // own_heads, first_head + place % own_heads
             flat = b * heads + h
+            mod_batch, mod_head = numbers_of_mods(flat, extras)
             tiles_of_place = q_tiles_stop if extras.mask_batch[b] == mask_batch else q_tiles_start
             for t in range(q_tiles_start, tiles_of_place):
                 row = t * block_q
-                row_stop = min(row + block_q, seq_q)
+                start = TilePlace(b, h, mod_batch, mod_head, row, 0, seq_q, seq_k)
                 cuda.syncthreads()  # every thread is done with the last query tile
                 load_q(cuda.threadIdx.x, q, b, h, row, seq_q, factor, shared, q_tile)
                 load_dout(cuda.threadIdx.x, dout, b, h, row, seq_q, one, shared, dout_tile)
-                # A row beyond the end has lse infinite, and so no probabilities.
-                for i in range(own_rows):
-                    this_row = row + ty + i * rows_of_threads
-                    inside = this_row < seq_q
-                    shift[i] = real(shift_of(lse[b, h, this_row])) * log2_e if inside else inf
-                    own_delta[i] = delta[b, h, this_row] if inside else zero
-                first = max(first_tile(row, block_k, seq_k, extras.lower), k_tiles_start)
-                stop = min(tiles_stop(row_stop, block_k, seq_k, extras.upper), k_tiles_stop)
-                full = first_full_tile(row_stop, block_k, extras.lower)
-                full_stop = full_tiles_stop(row, block_k, seq_k, extras.upper)
+                load_row_values(ty, shift, own_delta, lse, delta, b, h, row, seq_q)
+                first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
+                first, stop = max(first, k_tiles_start), min(stop, k_tiles_stop)
                 entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
                 for e in range(entry, entries_stop):
                     j = tile_of(e, extras)
@@ -149,47 +176,26 @@ def dmask_kernel(
                         cuda.syncthreads()  # every thread is done with the last key tile
                         load_k(cuda.threadIdx.x, k, b, h, col, seq_k, one, shared, k_tile)
                         load_v(cuda.threadIdx.x, v, b, h, col, seq_k, one, shared, v_tile)
-                        draw(cuda.threadIdx.x, bits, whole, flat, row, col, seq_q, seq_k, extras)
+                        tile = moved(start, 0, col)
+                        draw(cuda.threadIdx.x, bits, whole, tile, extras)
                         cuda.syncthreads()  # the tiles are whole
                         # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
                         multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
                         multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
-                        edge = edge_of(row + ty, col + tx, seq_q, seq_k, extras)
-                        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+                        to_gradients(tx, ty, s, dp, shift, own_delta, whole, bits, tile, extras)
                         for i in range(own_rows):
-                            for c in range(own_cols):
-                                r = ty + i * rows_of_threads
-                                keep = kept(bits, r, tx + c * lanes, extras)
-                                is_listed = listed(bits, r, tx + c * lanes)
-                                _, ds = gradient_of(
-                                    s[i, c], dp[i, c], shift[i], own_delta[i], keep,
-                                    whole, is_listed, edge, flat, b, h, row + ty, i * rows_of_threads,
-                                    col + tx, c * lanes, seq_q, seq_k, extras,
-                                )  # fmt: skip
-                                if row + r < seq_q:  # beyond the end it may be anything
-                                    acc[i, c] += ds
-        for i in range(own_rows):
-            for c in range(own_cols):
-                place_of_ds = (ty + i * rows_of_threads) * ds_stride + tx + c * lanes
-                shared[ds_tile + place_of_ds] = acc[i, c]
+                            if (
+                                row + ty + i * rows_of_threads < seq_q
+                            ):  # beyond the end it may be anything
+                                for c in range(own_cols):
+                                    acc[i, c] += dp[i, c]
+        keep_ds(tx, ty, acc, one, shared, ds_tile)
         cuda.syncthreads()  # the sums are whole
-        # An element that all rows of the tile share is the sum over them, and likewise over columns.
-        height, width = min(rows, block_q), min(cols, block_k)
-        deep, wide = (block_q if rows != seq_q else 1), (block_k if cols != seq_k else 1)
-        for n in range(cuda.threadIdx.x, height * width, threads):
-            r, c = n // width, n % width
-            total = zero
-            for i in range(deep):
-                for j in range(wide):
-                    total += shared[ds_tile + (r + i) * ds_stride + c + j]
-            this_row = r if rows != seq_q else q_tiles_start * block_q + r
-            this_col = c if cols != seq_k else k_tiles_start * block_k + c
-            if this_row < rows and this_col < cols:
-                dmask[mask_batch, cuda.blockIdx.y % dmask.shape[1], this_row, this_col] = total
+        first = q_tiles_start * block_q, k_tiles_start * block_k
+        store_sums(cuda.threadIdx.x, shared, dmask, mask_batch, mask_head, seq_q, seq_k, first)
 
     read, lines = array_type(dtype, 4), array_type(dtype, 3)
-    extras = extras_type(features, dtype)
-    signature = void(read, read, read, read, lines, lines, read, float64, extras)
+    signature = void(*[read] * 4, lines, lines, read, float64, extras_type(features, dtype))
     shared_bytes = dtype.itemsize * tiles.elements + tile_bits.bytes
     return Kernel(flash2_dmask, signature, layout.threads, shared_bytes, layout.resident)
 
@@ -202,7 +208,7 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
         operands: As for the backward pass.
         dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
     """
-    layout, features = pick_layout("dq", problem, None), features_of(problem)
+    layout, features = pick_layout("dq", problem, None), problem.features
     dout, q, k, v = operands.dout, operands.q, operands.k, operands.v
     delta = delta_of(problem, operands)
     extras = make_extras(problem, operands, layout.block_q, layout.block_k)

@@ -19,8 +19,7 @@ from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.attention.flash2_mma.fragment_scores import make_gradients_by_keys
 from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
-from kernels.cuda.attention.flash2_mma.tile_bounds import (
-    make_key_bounds,
+from kernels.cuda.attention.flash2_mma.row_values import (
     make_put_row_values,
     make_row_values,
 )
@@ -35,9 +34,11 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     make_store_sums,
     make_store_tile,
 )
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
-from kernels.cuda.attention.options.visits import make_next_entry, make_visits
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.visits import make_key_bounds, make_next_entry, make_visits
+from kernels.cuda.attention.register_tiles import scale_all, set_all
 from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import batch_and_head
 from kernels.cuda.device.shared_tiles import SharedTiles
@@ -51,6 +52,7 @@ from kernels.cuda.ptx.fragments import lane_col, lane_row
 from kernels.cuda.runtime.kernel import WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
 
 
 def dkdv_tiles(
@@ -128,7 +130,7 @@ def dkdv_kernel(
     store = make_store_sums if numbers.is_scaled else make_store_tile
     store_dk = store(turned, head_width, dtype, vectors, k_own)
     store_dv = store(turned, value_width, dtype, vectors, v_own)
-    bounds, is_inside = make_key_bounds(layout)
+    bounds, is_inside = make_key_bounds(block_q, block_k)
     row_values, put_row_values = make_row_values(layout), make_put_row_values(layout)
     zero = np.float32(0)
 
@@ -160,6 +162,8 @@ def dkdv_kernel(
             k.shape[2] // terms,
             extras,
         )
+        batch, head = numbers_of_mods(flat, extras)
+        start = TilePlace(b, h, batch, head, 0, col, seq_q, seq_k)
         part = cuda.blockIdx.x % parts
         k_chunk, v_chunk = part * (k_own // COLS), part * (v_own // COLS)
         thread = cuda.threadIdx.x
@@ -199,12 +203,8 @@ def dkdv_kernel(
                 thread, floats, lse_index, delta_index, lse, delta, b, h, q_row, q_stop, top, delta_unit
             )  # fmt: skip
         cp_async_commit_group()
-        for n in range(dk_tiles):
-            for i in range(4):
-                dk_acc[n, i] = zero
-        for n in range(dv_tiles):
-            for i in range(4):
-                dv_acc[n, i] = zero
+        set_all(dk_acc, zero)
+        set_all(dv_acc, zero)
         factor = unit_of_scores(scale, b, h) * operand_factor
         stage = 0
         while entry < entries_stop:
@@ -212,7 +212,7 @@ def dkdv_kernel(
             row = t * block_q
             whole = is_inside(row, col, seq_q, seq_k, extras) and is_whole(entry, extras)
             cp_async_wait_all()
-            draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
+            draw(thread, bits, whole, moved(start, row, 0), extras)
             cuda.syncthreads()  # the tiles are whole; every warp is done with the other stage and dS
             # 9: load Q_i, dO_i, L_i, D_i: those of the next iteration, while this one computes
             entry = next_entry(entry + 1, entries_stop, first, stop, extras)
@@ -233,8 +233,8 @@ def dkdv_kernel(
             cp_async_commit_group()
             lse_row = memory + lse_offset + WORD * (stage * block_q + lane_col(lane))
             delta_row = memory + delta_offset + WORD * (stage * block_q + lane_col(lane))
-            own_row, own_col = row + lane_col(lane), col + warp_key + lane_row(lane)
-            edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
+            own = moved(start, row + lane_col(lane), warp_key + lane_row(lane))
+            edge = edge_of(own.row, own.col, seq_q, seq_k, extras)
             for step in range(0, block_q, step_q):
                 lane = anew(lane)  # addresses of fragments would fill the registers
                 q_stage = q_tile + stage * q_bytes + HALF * head_width * step
@@ -245,7 +245,7 @@ def dkdv_kernel(
                 # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
                 to_gradients(
                     s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
-                    flat, b, h, own_row, own_col, seq_q, seq_k, extras,
+                    own, extras,
                 )  # fmt: skip
                 if has_sums:
                     store_ds(dp, ds_tile, lane, warp_key, step // COLS)
@@ -266,12 +266,8 @@ def dkdv_kernel(
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with K, V: what is stored takes their place
         dk_unit, dv_unit = unit_of_dk(scale, b, h), unit_of_dv(scale, b, h)
-        for n in range(dk_tiles):
-            for i in range(4):
-                dk_acc[n, i] *= dk_unit
-        for n in range(dv_tiles):
-            for i in range(4):
-                dv_acc[n, i] *= dv_unit
+        scale_all(dk_acc, dk_unit)
+        scale_all(dv_acc, dv_unit)
         store_dk(dk_acc, dk, b, h, k_row, k_stop, halves, memory, k_tile, lane, warp_key, k_chunk)
         store_dv(dv_acc, dv, b, h, k_row, k_stop, halves, memory, v_tile, lane, warp_key, v_chunk)
 

@@ -21,7 +21,7 @@ from kernels.cuda.attention.flash2_mma.dkdv import add_nothing
 from kernels.cuda.attention.flash2_mma.dq_atomics import DqSums, make_add_dq
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.attention.flash2_mma.products import make_accumulate_stored, make_multiply
-from kernels.cuda.attention.flash2_mma.tile_bounds import make_key_bounds, make_row_values
+from kernels.cuda.attention.flash2_mma.row_values import make_row_values
 from kernels.cuda.attention.flash2_mma.tiles import (
     COL_OF,
     COLS,
@@ -35,9 +35,11 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     make_store_sums,
     make_store_tile,
 )
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
-from kernels.cuda.attention.options.visits import make_visits
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.visits import make_key_bounds, make_visits
+from kernels.cuda.attention.register_tiles import scale_all, set_all
 from kernels.cuda.device.one_source import batch_and_head
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.ptx.barriers import bar_arrive, bar_sync
@@ -56,6 +58,7 @@ from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.runtime.kernel import WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
 
 #: Named barriers: P is there for the half that makes dS of it; all of a half have stored their P or dS;
 #: dS is there for the other half.
@@ -83,7 +86,7 @@ def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
 def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
     """Return the function that makes Pᵀ of the products of a warp of the first half, in place.
 
-    ``to_probabilities(s, lse_row, factor, whole, lane, flat, b, h, row, col, seq_q, seq_k, extras)``, for
+    ``to_probabilities(s, lse_row, factor, whole, lane, place, extras)``, for
     the warp's rows and keys from (row, col) on; ``lse_row`` is the address of L of the lane's first row.
     """
     key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
@@ -91,9 +94,7 @@ def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
     edge_of, score_of, rows_of, cols_of = scores.edge, scores.score, ROW_OF, COL_OF
 
     @device_function
-    def to_probabilities(
-        s, lse_row, factor, whole, lane, flat, b, h, row, col, seq_q, seq_k, extras
-    ):
+    def to_probabilities(s, lse_row, factor, whole, lane, place, extras):
         if whole:
             for n in range(col_tiles):
                 low, high = ld_shared_v2(lse_row + WORD * n * COLS)
@@ -102,18 +103,15 @@ def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
                     for i in range(4):
                         s[at, i] = ex2(s[at, i] * factor - (high if i % 2 else low))
         else:
-            own_row, own_col = row + lane_col(lane), col + lane_row(lane)
-            edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
+            own = moved(place, lane_col(lane), lane_row(lane))
+            edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
             for n in range(col_tiles):
                 low, high = ld_shared_v2(lse_row + WORD * n * COLS)
                 for m in range(key_tiles):
                     at = m * col_tiles + n
                     for i in range(4):
                         r, c = n * COLS + cols_of[i], m * ROWS + rows_of[i]
-                        score = score_of(
-                            s[at, i] * factor, False, True, edge, flat, b, h,
-                            own_row, r, own_col, c, seq_q, seq_k, extras,
-                        )  # fmt: skip
+                        score = score_of(s[at, i] * factor, r, c, False, True, edge, own, extras)
                         s[at, i] = ex2(score - (high if i % 2 else low))
 
     return to_probabilities
@@ -181,7 +179,7 @@ def roles_kernel(
     place, entries = make_visits(features, block_k, by_keys=True)[:2]
     operand_factor = make_tile_scores(PLAIN, FLOAT32).operand_factor
     to_probabilities, to_ds = _make_to_probabilities(layout), _make_to_ds(layout)
-    bounds, is_inside = make_key_bounds(layout)
+    bounds, is_inside = make_key_bounds(block_q, block_k)
     row_values = make_row_values(layout)
     zero = np.float32(0)
     copy_keys = make_copy_tile(threads, block_k, width, copied)
@@ -224,6 +222,8 @@ def roles_kernel(
         lane, warp = int32(thread % WARP), thread // WARP
         of_scores, number = warp < role_warps, warp % role_warps
         first_key, first_row = number // q_warps * warp_keys, number % q_warps * step_q
+        batch, head = numbers_of_mods(flat, extras)
+        start = TilePlace(b, h, batch, head, first_row, col + first_key, seq_q, seq_k)
         chunk = number % q_warps * (own // COLS)
         # k, v, two each of q and dout, P, dS, P in float32, two each of lse and delta
         bits = cuda.shared.array(0, uint8)
@@ -263,9 +263,7 @@ def roles_kernel(
             if thread < block_q:
                 floats[lse_index + thread], floats[delta_index + thread] = shift, own_delta
         cp_async_commit_group()
-        for n in range(acc_tiles):
-            for i in range(4):
-                acc[n, i] = zero
+        set_all(acc, zero)
         stage = 0
         while tile < stop:
             row = tile * block_q
@@ -290,8 +288,7 @@ def roles_kernel(
                 # 11: P = exp(S - L_i)
                 to_probabilities(
                     s, memory + lse_offset + WORD * at_row, factor,
-                    is_inside(row, col, seq_q, seq_k, extras), lane, flat, b, h,
-                    row + first_row, col + first_key, seq_q, seq_k, extras,
+                    is_inside(row, col, seq_q, seq_k, extras), lane, moved(start, row, 0), extras,
                 )  # fmt: skip
                 for n in range(s_tiles):
                     st_shared_v4_f32(exchange + CHUNK * WARP * n, s[n])
@@ -325,9 +322,7 @@ def roles_kernel(
         cp_async_wait_all()
         cuda.syncthreads()  # every warp is done with K, V: what is stored takes their place
         unit = unit_of_dv(scale, b, h) if of_scores else unit_of_dk(scale, b, h)
-        for n in range(acc_tiles):
-            for i in range(4):
-                acc[n, i] *= unit
+        scale_all(acc, unit)
         if of_scores:
             store_keys(acc, dv, b, h, k_row, k_stop, halves, memory, v_tile, lane, first_key, chunk)
         else:

@@ -17,7 +17,6 @@ from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units, scale_type
 from kernels.cuda.attention.flash2_mma.fragment_scores import make_gradients_by_rows
 from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
-from kernels.cuda.attention.flash2_mma.tile_bounds import make_row_bounds
 from kernels.cuda.attention.flash2_mma.tiles import (
     COLS,
     HALF,
@@ -28,9 +27,11 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     make_store_sums,
     make_store_tile,
 )
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
-from kernels.cuda.attention.options.visits import make_next_entry, make_visits
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.visits import make_next_entry, make_row_bounds, make_visits
+from kernels.cuda.attention.register_tiles import scale_all, set_all
 from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import (
     batch_and_head,
@@ -42,6 +43,7 @@ from kernels.cuda.ptx.fragments import lane_row
 from kernels.cuda.runtime.kernel import Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
 
 
 def dq_tiles(layout: MmaLayout, head_width: int, value_width: int, terms: int = 1) -> SharedTiles:
@@ -77,7 +79,7 @@ def dq_kernel(
     k_bytes, v_bytes = (terms * HALF * block_k * width for width in (head_width, value_width))
     visits = make_visits(features, block_q)
     place, entries, tile_of, is_whole, _ = visits
-    next_entry, bounds = make_next_entry(visits), make_row_bounds(layout)
+    next_entry, bounds = make_next_entry(visits), make_row_bounds(block_q, block_k)
     operand_factor = make_tile_scores(features, FLOAT32).operand_factor
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, has_bits = tile_bits.draw, tile_bits.bytes
@@ -115,6 +117,8 @@ def dq_kernel(
         flat, row, first_q, seq_q, first_k, seq_k = place(
             cuda.blockIdx.x, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
         )
+        batch, head = numbers_of_mods(flat, extras)
+        start = TilePlace(b, h, batch, head, row, 0, seq_q, seq_k)
         thread = cuda.threadIdx.x
         lane, warp_row = thread % WARP, thread // WARP * warp_rows
         bits = cuda.shared.array(0, uint8)  # q, dout, two each of k and v; then bits
@@ -150,9 +154,7 @@ def dq_kernel(
             inside = this_row < q_stop
             shift[i] = float32(shift_of(lse[b, h, this_row])) * log2_e - top if inside else inf
             own_delta[i] = delta[b, h, this_row] * delta_unit if inside else zero
-        for n in range(acc_tiles):
-            for i in range(4):
-                acc[n, i] = zero
+        set_all(acc, zero)
         factor = unit_of_scores(scale, b, h) * operand_factor
         stage = 0
         while entry < entries_stop:
@@ -160,7 +162,8 @@ def dq_kernel(
             col = j * block_k
             whole = full <= j < full_stop and is_whole(entry, extras)
             cp_async_wait_all()
-            draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
+            tile_place = moved(start, 0, col)
+            draw(thread, bits, whole, tile_place, extras)
             cuda.syncthreads()  # the tiles are whole, and every warp is done with the other stage
             entry = next_entry(entry + 1, entries_stop, first, stop, extras)
             if entry < entries_stop:
@@ -175,8 +178,7 @@ def dq_kernel(
             multiply_dout_v(dp, a_fragment, b_fragment, dout_tile, v_stage, lane, warp_row)
             # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
             to_gradients(
-                s, dp, shift, own_delta, factor, dp_unit, whole, bits, lane, warp_row,
-                flat, b, h, row, col, seq_q, seq_k, extras,
+                s, dp, shift, own_delta, factor, dp_unit, whole, bits, lane, warp_row, tile_place, extras
             )  # fmt: skip
             # 15: dQ_i += dS K_j
             accumulate(acc, dp, a_fragment, b_fragment, k_stage, lane, 0)
@@ -186,9 +188,7 @@ def dq_kernel(
         cp_async_wait_all()
         cuda.syncthreads()  # Q has arrived everywhere, for dQ takes its place
         unit = unit_of_dq(scale, b, h)
-        for n in range(acc_tiles):
-            for i in range(4):
-                acc[n, i] *= unit
+        scale_all(acc, unit)
         store_dq(acc, dq, b, h, q_row, q_stop, halves, memory, q_tile, lane, warp_row, 0)
 
     read, rows = array_type(BITS, 4), array_type(FLOAT32, 3)

@@ -27,7 +27,7 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     make_store_sums,
     make_store_tile,
 )
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
+from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.attention.options.visits import make_visits
 from kernels.cuda.device.one_source import batch_and_head
 from kernels.cuda.ptx.copies import global_address, red_add, red_add_v4, shared_address
@@ -37,6 +37,7 @@ from kernels.cuda.ptx.swizzle import make_tile_place
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
 
 square_place, turned_place = DEVICE.square_place, DEVICE.turned_place
 

@@ -22,7 +22,6 @@ from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_units,
 from kernels.cuda.attention.flash2_mma.fragment_scores import make_fragment_scores
 from kernels.cuda.attention.flash2_mma.products import make_accumulate, make_multiply
 from kernels.cuda.attention.flash2_mma.softmax import make_finish_rows, make_softmax_step
-from kernels.cuda.attention.flash2_mma.tile_bounds import make_row_bounds
 from kernels.cuda.attention.flash2_mma.tiles import (
     COLS,
     HALF,
@@ -33,9 +32,12 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     make_store_sums,
     make_store_tile,
 )
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
-from kernels.cuda.attention.options.visits import make_next_entry, make_visits
+from kernels.cuda.attention.options.mods import numbers_of_mods
+from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.visits import make_next_entry, make_row_bounds, make_visits
+from kernels.cuda.attention.register_tiles import set_all
+from kernels.cuda.attention.split_keys import own_part
 from kernels.cuda.attention.tile_bits import make_tile_bits
 from kernels.cuda.device.one_source import (
     batch_and_head,
@@ -51,6 +53,7 @@ from kernels.cuda.ptx.copies import (
 from kernels.cuda.runtime.kernel import Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
 
 #: Tiles of K, and of V, in shared memory: the next ones come while this one is multiplied.
 STAGES = 2
@@ -109,7 +112,7 @@ def forward_kernel(
     k_bytes, v_bytes = (terms * HALF * block_k * width for width in (head_width, value_width))
     visits = make_visits(features, block_q)
     place, entries, tile_of, is_whole, _ = visits
-    next_entry, bounds = make_next_entry(visits), make_row_bounds(layout)
+    next_entry, bounds = make_next_entry(visits), make_row_bounds(block_q, block_k)
     operand_factor = make_tile_scores(features, FLOAT32).operand_factor
     is_folded = is_folded and features.of_elements == PLAIN
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
@@ -158,6 +161,8 @@ def forward_kernel(
         flat, row, first_q, seq_q, first_k, seq_k = place(
             tile, cuda.blockIdx.y, q.shape[2] // terms, k.shape[2] // terms, extras
         )
+        batch, head = numbers_of_mods(flat, extras)
+        start = TilePlace(b, h, batch, head, row, 0, seq_q, seq_k)
         thread = cuda.threadIdx.x
         lane, warp = thread % WARP, thread // WARP
         if skips:  # taken from one lane: so the compiler sees that a warp goes one way
@@ -178,9 +183,7 @@ def forward_kernel(
         first, stop, full, full_stop = bounds(row, seq_q, seq_k, extras)
         entry, entries_stop = entries(flat, row, seq_q, first, stop, extras)
         if is_split:
-            count = max(entries_stop - entry, 0)
-            entries_stop = entry + count * (part + 1) // parts
-            entry += count * part // parts
+            entry, entries_stop = own_part(entry, entries_stop, part, parts)
         entry = next_entry(entry, entries_stop, first, stop, extras)
         # 4: load Q_i, and the first K_j and V_j
         q_row, q_stop, k_stop = first_q + row, first_q + seq_q, first_k + seq_k
@@ -196,9 +199,7 @@ def forward_kernel(
         for i in range(own_rows):
             row_max[i] = minus_inf
             row_sum[i] = zero
-        for n in range(acc_tiles):
-            for i in range(4):
-                acc[n, i] = zero
+        set_all(acc, zero)
         stage = 0
         # 6: for 1 <= j <= T_c
         while entry < entries_stop:
@@ -206,7 +207,8 @@ def forward_kernel(
             col = j * block_k
             whole = full <= j < full_stop and is_whole(entry, extras)
             cp_async_wait_all()
-            draw(thread, bits, whole, flat, row, col, seq_q, seq_k, extras)
+            tile_place = moved(start, 0, col)
+            draw(thread, bits, whole, tile_place, extras)
             cuda.syncthreads()  # the tiles are whole, and every warp is done with the last ones
             # 7: load K_j, V_j: those of the next iteration, while this one computes
             entry = next_entry(entry + 1, entries_stop, first, stop, extras)
@@ -224,9 +226,7 @@ def forward_kernel(
             # 8: S = Q_i K_jᵀ
             k_stage = k_tile + stage * k_bytes
             multiply(s, a_fragment, b_fragment, q_tile, k_stage, lane, warp_row)
-            to_scores(
-                s, factor, whole, bits, lane, warp_row, flat, b, h, row, col, seq_q, seq_k, extras
-            )
+            to_scores(s, factor, whole, bits, lane, warp_row, tile_place, extras)
             # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = l + rowsum P
             # 10, first half: O = diag(e^(m - m_new)) O, and l likewise
             softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)

@@ -17,14 +17,14 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     MmaKeyLayout,
     MmaLayout,
 )
-from kernels.cuda.attention.options.score_functions import PLAIN, Features
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
+from kernels.cuda.attention.options.tile_scores import make_tile_scores, moved
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.fragments import lane_col, lane_row
 from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.runtime.dtypes import FLOAT32
+from kernels.scores.program import PLAIN, Features
 
 
 @cache
@@ -33,8 +33,8 @@ def make_fragment_scores(
 ) -> Callable[..., None]:
     """Return the function that makes scores, base 2, of the products of a warp, in place.
 
-    ``to_scores(s, factor, whole, bits, lane, warp_row, flat, b, h, row, col, seq_q, seq_k, extras)``, for
-    the tile at (row, col) and the warp's rows from ``warp_row`` on.
+    ``to_scores(s, factor, whole, bits, lane, warp_row, place, extras)``, for the tile that begins at
+    ``place``, a ``TilePlace``, and the warp's rows from ``warp_row`` on.
 
     Args:
         layout: Of the block.
@@ -47,12 +47,10 @@ def make_fragment_scores(
     edge_of, score_of, rows_of, cols_of = scores.edge, scores.score, ROW_OF, COL_OF
 
     @device_function
-    def to_scores(
-        s, factor, whole, bits, lane, warp_row, flat, b, h, row, col, seq_q, seq_k, extras
-    ):
+    def to_scores(s, factor, whole, bits, lane, warp_row, place, extras):
         if not (is_folded and whole):
-            own_row, own_col = row + warp_row + lane_row(lane), col + lane_col(lane)
-            edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
+            own = moved(place, warp_row + lane_row(lane), lane_col(lane))
+            edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
             for m in range(row_tiles):
                 for n in range(col_tiles):
                     for i in range(4):
@@ -60,10 +58,8 @@ def make_fragment_scores(
                         at = m * col_tiles + n
                         value = s[at, i] if is_folded else s[at, i] * factor
                         in_row, in_col = warp_row + lane_row(lane) + r, lane_col(lane) + c
-                        s[at, i] = score_of(
-                            value, whole, listed(bits, in_row, in_col), edge, flat, b, h,
-                            own_row, r, own_col, c, seq_q, seq_k, extras,
-                        )  # fmt: skip
+                        is_listed = listed(bits, in_row, in_col)
+                        s[at, i] = score_of(value, r, c, whole, is_listed, edge, own, extras)
 
     return to_scores
 
@@ -74,23 +70,19 @@ def make_gradients_by_rows(
 ) -> Callable[..., None]:
     """Return the function that makes P of the products in ``s``, and dS of those in ``dp``.
 
-    ``to_gradients(s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, flat, b, h, row, col,
-    seq_q, seq_k, extras)``: ``shift`` and ``delta`` are L, base 2, and D of the lane's rows.
+    ``to_gradients(s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, place, extras)``:
+    ``shift`` and ``delta`` are L, base 2, and D of the lane's rows, ``place`` as for scores.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
-    scores, listed, kept = (
-        make_tile_scores(features, FLOAT32, exp2=ex2),
-        tile_bits.listed,
-        tile_bits.kept,
-    )
+    scores = make_tile_scores(features, FLOAT32, exp2=ex2)
+    listed, kept = tile_bits.listed, tile_bits.kept
     edge_of, gradient_of, rows_of, cols_of = scores.edge, scores.gradient, ROW_OF, COL_OF
     is_plain = features.of_elements == PLAIN
 
     @device_function
     def to_gradients(
-        s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row,
-        flat, b, h, row, col, seq_q, seq_k, extras,
-    ):  # fmt: skip
+        s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, place, extras
+    ):
         # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
         if is_plain and whole:
             for m in range(row_tiles):
@@ -101,8 +93,8 @@ def make_gradients_by_rows(
                         s[at, i] = p
                         dp[at, i] = p * (dp[at, i] * dp_unit - delta[2 * m + i // 2])
         else:
-            own_row, own_col = row + warp_row + lane_row(lane), col + lane_col(lane)
-            edge = edge_of(own_row, own_col, seq_q, seq_k, extras)
+            own = moved(place, warp_row + lane_row(lane), lane_col(lane))
+            edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
             for m in range(row_tiles):
                 for n in range(col_tiles):
                     at = m * col_tiles + n
@@ -112,9 +104,8 @@ def make_gradients_by_rows(
                         keep = kept(bits, in_row, in_col, extras)
                         s[at, i], dp[at, i] = gradient_of(
                             s[at, i] * factor, dp[at, i] * dp_unit, shift[2 * m + i // 2],
-                            delta[2 * m + i // 2], keep, whole,
-                            listed(bits, in_row, in_col), edge, flat, b, h,
-                            own_row, r, own_col, c, seq_q, seq_k, extras,
+                            delta[2 * m + i // 2], keep, r, c, whole,
+                            listed(bits, in_row, in_col), edge, own, extras,
                         )  # fmt: skip
 
     return to_gradients
@@ -127,9 +118,9 @@ def make_gradients_by_keys(
     """Return the function that makes (P ∘ Z)ᵀ of the products in ``s``, and dSᵀ of those in ``dp``.
 
     ``to_gradients(s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
-    flat, b, h, row, col, seq_q, seq_k, extras)``: ``lse_row`` and ``delta_row`` are the addresses of L,
-    base 2, and D of the lane's first row; ``step`` is the first of the rows that are in the registers.
-    ``edge`` is what ``TileScores.edge`` returns for the lane's first element, (row, col).
+    own, extras)``: ``lse_row`` and ``delta_row`` are the addresses of L, base 2, and D of the lane's first
+    row; ``step`` is the first of the rows that are in the registers.  ``own`` is the ``TilePlace`` of the
+    lane's first element, and ``edge`` its ``TileScores.edge``.
     """
     turned = layout.turned
     key_tiles, col_tiles = turned.row_tiles, layout.step_q // COLS
@@ -140,7 +131,7 @@ def make_gradients_by_keys(
     @device_function
     def to_gradients(
         s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
-        flat, b, h, row, col, seq_q, seq_k, extras,
+        own, extras,
     ):  # fmt: skip
         # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
         if is_plain and whole:
@@ -166,9 +157,8 @@ def make_gradients_by_keys(
                         keep = kept(bits, in_row, in_col, extras)
                         p, dp[at, i] = gradient_of(
                             s[at, i] * factor, dp[at, i] * dp_unit, high if i % 2 else low,
-                            high_delta if i % 2 else low_delta, keep, whole,
-                            listed(bits, in_row, in_col), edge, flat, b, h,
-                            row, r, col, c, seq_q, seq_k, extras,
+                            high_delta if i % 2 else low_delta, keep, r, c, whole,
+                            listed(bits, in_row, in_col), edge, own, extras,
                         )  # fmt: skip
                         s[at, i] = p * keep
 

@@ -22,7 +22,7 @@ from kernels.cuda.attention.flash2_mma.forward import forward_kernel, forward_ti
 from kernels.cuda.attention.flash2_mma.split_operands import split_operands
 from kernels.cuda.attention.flash2_mma.tiles import ROWS, MmaKeyLayout, MmaLayout, MmaRoleLayout
 from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.score_functions import PLAIN, Extras, Features, features_of
+from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.visits import grid_of
 from kernels.cuda.attention.register_tiles import widths_in
 from kernels.cuda.attention.split_keys import merge_parts, parts_of
@@ -35,6 +35,7 @@ from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32, NAMES
 from kernels.runtime.targets import compute_capability, current_device, dynamic_shared_memory_bytes
+from kernels.scores.program import Features
 
 CAPABILITY = (8, 0)
 #: From which on four numbers are added to memory at a time.
@@ -283,7 +284,7 @@ def _call(problem: Problem, operands: Operands, results: tuple[Any, ...]) -> _Ca
     names = ("q", "k", "v", "dout") if is_backward else ("q", "k", "v")
     tensors = tuple(as_bits(getattr(operands, name)) for name in names)
     delta = delta_of(problem, operands) if is_backward else None
-    features, name = PLAIN if problem.is_plain else features_of(problem), _compiled_for(problem)
+    features, name = problem.features, _compiled_for(problem)
     if NUMBERS[name].is_scaled:
         bits, units = _split(problem, tensors, delta, NUMBERS[name])
         compiled = name, are_vectors(*results)

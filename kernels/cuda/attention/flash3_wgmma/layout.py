@@ -10,10 +10,10 @@ from numba import int32, types, uint32
 
 from kernels.common.geometry import ceil_div
 from kernels.common.online_softmax import PATIENCE
-from kernels.cuda.attention.options.score_functions import PLAIN, Features
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
 from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.scores.program import PLAIN, Features
 
 #: Named barriers of the forward kernel: the order in which consumers multiply, and the output tile of one
 #: consumer.  Each consumer has its own, numbered from these on.  0 belongs to ``cuda.syncthreads``.

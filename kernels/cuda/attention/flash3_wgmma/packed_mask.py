@@ -18,7 +18,6 @@ from numba import int32, int64, types, uint32, uint64, void
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import TILES, bit_words, with_bit
-from kernels.cuda.attention.options.score_functions import Features
 from kernels.cuda.device.one_source import batch_and_head, ceil_div
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global_v4
 from kernels.cuda.ptx.numbers import UNPACK
@@ -26,6 +25,7 @@ from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
 from kernels.runtime.dtypes import BITS
 from kernels.runtime.targets import cuda
+from kernels.scores.program import Features
 from kernels.sparsity.states import FULL, PARTIAL, SIDE
 
 #: Rows of which a warp has the elements; threads of a block that packs.
@@ -108,45 +108,53 @@ def make_words_place(
 
 
 @cache
-def make_pairs(kind: str, first: int) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """Return what brings words of a floating mask of 16 bits to a lane, and what adds them to scores.
+def make_bring_pairs(cols: int) -> Callable[..., None]:
+    """Return ``bring_pairs(words, mask_words, place)``: load a lane's words of a floating mask of 16 bits.
 
-    ``bring(words, mask_words, place, step)`` puts those of 16 columns, ``place`` being that of the tile,
-    into ``words``, a local array; ``add(score, words, t, i)`` returns the score of the lane's element
-    (t, i) with its number of the mask.
+    They lie in ``words`` behind the bits; ``place`` is the number of the first one.
+
+    Args:
+        cols: Columns of a tile.
+    """
+    first, steps = bit_words(cols), cols // STEP
+
+    @device_function
+    def bring_pairs(words, mask_words, place):
+        for step in range(steps):
+            quad = cuda.local.array(QUAD, uint32)  # (QUAD,)
+            ld_global_v4(quad, global_address(mask_words) + WORD * (place + step * (QUAD * WARP)))
+            for n in range(QUAD):
+                words[first + QUAD * step + n] = quad[n]
+
+    return bring_pairs
+
+
+@cache
+def make_pair_at(kind: str, cols: int) -> Callable[..., Any]:
+    """Return ``pair_at(place, extras)``: the element of a floating mask of 16 bits.
+
+    ``place`` is a record with the lane's ``words`` and the element's number in it, ``t`` and ``i``.
 
     Args:
         kind: "float16" or "bfloat16".
-        first: Their first place in ``words``.
+        cols: Columns of a tile.
     """
     unpack: Any = UNPACK[kind]
+    first = bit_words(cols)
 
     @device_function
-    def bring(words, mask_words, place, step):
-        quad = cuda.local.array(QUAD, uint32)  # (QUAD,)
-        ld_global_v4(quad, global_address(mask_words) + WORD * (place + step * (QUAD * WARP)))
-        for n in range(QUAD):
-            words[first + QUAD * step + n] = quad[n]
+    def pair_at(place, extras):
+        low, high = unpack(place.words[first + 2 * place.t + place.i // 2])
+        return high if place.i % 2 else low
 
-    @device_function
-    def add(score, words, t, i):
-        low, high = unpack(words[first + 2 * t + i // 2])
-        return score + (high if i % 2 else low)
-
-    return bring, add
-
-
-@device_function
-def all_seen(n, lane, flat, row, col, seq_q, seq_k, extras):
-    """Return a word of which no block mask hides anything."""
-    return uint32(ALL)
+    return pair_at
 
 
 @cache
 def make_block_bits(cols: int, by_keys: bool = False) -> Callable[..., Any]:
-    """Return ``block_bits(n, lane, flat, row, col, seq_q, seq_k, extras)``: what a block mask leaves.
+    """Return ``block_bits(n, place, extras)``: a lane's word ``n`` of the elements that a block mask shows.
 
-    They are those of a lane's word ``n``, and (row, col) is the lane's first element of the tile.
+    ``place`` is the ``score_terms.LanePlace`` of the tile.
 
     Args:
         cols: As for :func:`make_words_place`.
@@ -160,21 +168,23 @@ def make_block_bits(cols: int, by_keys: bool = False) -> Callable[..., Any]:
         return (along, across) if by_keys else (across, along)
 
     @device_function
-    def block_bits(n, lane, flat, row, col, seq_q, seq_k, extras):
-        across, along = lane // 4, 2 * (lane % 4)
+    def block_bits(n, place, extras):
+        row, col, line = place.row, place.col, place.line
+        across, along = place.lane // 4, 2 * (place.lane % 4)
         down, right = (along, across) if by_keys else (across, along)
         first_row, first_col = place_of(n * TILES, 0)
-        last_row, last_col = int32((seq_q - 1) // SIDE * SIDE), int32((seq_k - 1) // SIDE * SIDE)
+        last_row = int32((line.rows - 1) // SIDE * SIDE)
+        last_col = int32((line.cols - 1) // SIDE * SIDE)
         # The first of as many rows and columns, within the arrays: what is beyond nobody asks for.
         at_row = min(int32(row - down + first_row), last_row)
         at_col = min(int32(col - right + first_col), last_col)
         rows, cols_of = uint32(extras.patterns.shape[1]), uint32(extras.patterns.shape[2])
         i, r = uint32(uint32(at_row) // rows), uint32(uint32(at_row) % rows)
         j, c = uint32(uint32(at_col) // cols_of), uint32(uint32(at_col) % cols_of)
-        line, found = uint64(flat % extras.heads % extras.states.shape[0]), uint32(0)
+        head, found = uint64(line.flat % extras.heads % extras.states.shape[0]), uint32(0)
         for u in range(0, min(TILES, tiles - n * TILES), 2):
             # They are all in one block: its state is looked up once.
-            state = extras.states[line, uint64(i), uint64(j)]
+            state = extras.states[head, uint64(i), uint64(j)]
             bits = uint32(EIGHT if state == FULL else 0)
             if state >= PARTIAL:
                 for v in range(2):

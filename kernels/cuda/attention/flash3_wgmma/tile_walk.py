@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from numba import int32
 
-from kernels.cuda.attention.options.score_functions import Features
 from kernels.cuda.attention.options.visits import make_visits
 from kernels.cuda.runtime.kernel import device_function
+from kernels.scores.program import Features
 
 
 class Walk(NamedTuple):

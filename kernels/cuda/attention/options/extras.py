@@ -92,6 +92,7 @@ def _numbers(problem: Problem) -> Extras:
         diagonal=problem.diagonal,
         # A launch takes plain numbers, of a value that the dtype of sums has.
         softcap=real(problem.softcap).item(),
+        over_cap=real(1.0 / problem.softcap if problem.softcap else 0.0).item(),
         seed=problem.seed,
         threshold=attention_threshold(problem.dropout_p),
         keep_scale=real(keep_scale(problem.dropout_p)).item(),

@@ -1,8 +1,8 @@
-"""What the options of a call make of one score, one probability, one visit: for every CUDA rung.
+"""The options of one score and one probability, compiled for every CUDA rung.
 
-A kernel is compiled for the options that a call has (:class:`Features`); the functions of an option that
-it has not are empty and cost nothing.  What the options need, arrays and numbers, reaches a kernel as its
-last argument, one :class:`Extras`.
+``kernels.scores.program`` says what each option means; here is what CUDA adds: how the array of an option
+is read, and dropout.  A kernel is compiled for the options that a call has, and absent options cost
+nothing.  The arrays and numbers of options reach a kernel as its last argument, one :class:`Extras`.
 """
 
 from __future__ import annotations
@@ -15,76 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import int64, types, uint32, uint64
 
-from kernels.cuda.attention.options.mods import mask_function, numbers_of_mods, score_function
-from kernels.cuda.device.one_source import PHILOX, is_visible
+from kernels.cuda.attention.options.mods import mask_function, score_function
+from kernels.cuda.device.one_source import PHILOX
 from kernels.cuda.runtime.kernel import array_type, device_function, scalar_type
-from kernels.problem.question import Problem
 from kernels.runtime.dtypes import BITS
+from kernels.scores.program import (
+    Features,
+    Place,
+    ScoreProgram,
+    ScoreTarget,
+    make_score_program,
+)
+from kernels.scores.visibility import make_masks
 from kernels.sparsity.block_mask import FULL, PARTIAL
 
 keep = PHILOX.keep
-
-
-class Features(NamedTuple):
-    """What a kernel is compiled for beyond q, k and v.
-
-    Attributes:
-        softcap: Scores are capped.
-        slopes: ALiBi's.
-        mask: "bool", "float", "float16" or "bfloat16" where a rung reads a floating mask as it is, or "".
-        dropout: Probabilities are dropped.
-        block_mask: Tiles are listed.
-        packed: Sequences are packed.
-        mask_mod: The user's function, or None.
-        score_mod: The user's function, or None.
-        derivative: Of score_mod, or None.
-        whole_tiles: The block mask hides nothing of a tile that is listed: a kernel is told so.
-    """
-
-    softcap: bool = False
-    slopes: bool = False
-    mask: str = ""
-    dropout: bool = False
-    block_mask: bool = False
-    packed: bool = False
-    mask_mod: Callable[..., Any] | None = None
-    score_mod: Callable[..., Any] | None = None
-    derivative: Callable[..., Any] | None = None
-    whole_tiles: bool = False
-
-    @property
-    def bends(self) -> bool:
-        """Whether a score that is seen is another number than scale · q · k."""
-        return bool(self.softcap or self.slopes or self.has_bias or self.score_mod)
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether a mask is added to scores."""
-        return self.mask not in ("", "bool")
-
-    @property
-    def of_elements(self) -> Features:
-        """The options that make anything of the elements of a whole tile: all but which tiles there are."""
-        return self._replace(block_mask=False, whole_tiles=False, packed=False)
-
-
-PLAIN = Features()
-
-
-def features_of(problem: Problem) -> Features:
-    """Return what a kernel for a problem must have."""
-    score_mod, derivative = problem.score_mod or (None, None)
-    return Features(
-        softcap=problem.softcap > 0.0,
-        slopes=problem.slopes,
-        mask=problem.mask,
-        dropout=problem.dropout_p > 0.0,
-        block_mask=problem.block_mask is not None,
-        packed=problem.sequences is not None,
-        mask_mod=problem.mask_mod,
-        score_mod=score_mod,
-        derivative=derivative,
-    )
+distance_of = make_masks(device_function).distance
 
 
 class Extras(NamedTuple):
@@ -97,6 +43,7 @@ class Extras(NamedTuple):
             kernel + h, and the call's head is its remainder.
         diagonal: Of ALiBi.
         softcap: The cap.
+        over_cap: 1 / softcap; 0 without a softcap.
         seed: Of dropout.
         threshold: Of dropout, see ``philox.keep``.
         keep_scale: What it multiplies by what it keeps, see ``philox.keep_scale``.
@@ -116,6 +63,7 @@ class Extras(NamedTuple):
     heads: Any
     diagonal: Any
     softcap: Any
+    over_cap: Any
     seed: Any
     threshold: Any
     keep_scale: Any
@@ -142,7 +90,7 @@ def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
     ints, flags = types.Array(types.int32, 1, "A"), types.Array(types.boolean, 1, "A")
     listed = features.block_mask
     kinds = Extras(
-        int64, int64, int64, int64, real, int64, int64, real,
+        int64, int64, int64, int64, real, real, int64, int64, real,
         where(features.slopes, array_type(dtype, 4)),
         where(features.mask, mask),
         where(features.mask, types.Array(int64, 1, "A")),
@@ -159,199 +107,160 @@ def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
 class ScoreFunctions(NamedTuple):
     """The functions that :func:`make_score_functions` returns.
 
+    A place is a record with the fields of ``kernels.scores.program.Place``, or more.
+
     Attributes:
-        score_of: ``(score, flat, b, h, row, col, extras)``: what becomes of scale · q · k, natural
-            logarithms as in the paper; minus infinity where the row does not see the column.
-        score_and_slope: The same arguments; also its derivative by scale · q · k, zero where the score is
-            minus infinity.
-        kept: ``(flat, row, col, extras)``: what dropout multiplies a probability by.
-        bend: ``(score, flat, row, col, extras)``: softcap and score_mod, and their derivative.
-        add: ``(score, b, h, row, col, extras)``: what ALiBi and a floating mask make of a score.
-        in_mask: ``(flat, b, h, row, col, extras)``: whether a boolean mask lets the row see the column.
-        in_mod: Likewise ``mask_mod``.
+        score_of: ``(score, place, extras)``: the score after all options, from scale · q · k; natural
+            logarithms as in the paper, and minus infinity where it is masked.
+        score_and_slope: Likewise; also its derivative by scale · q · k, zero where it is masked.
+        kept: ``(place, extras)``: the factor of dropout for a probability.
+        program: The parts that scores are made of.
     """
 
     score_of: Callable[..., Any]
     score_and_slope: Callable[..., Any]
     kept: Callable[..., Any]
-    bend: Callable[..., Any]
-    add: Callable[..., Any]
-    in_mask: Callable[..., Any]
-    in_mod: Callable[..., Any]
+    program: ScoreProgram
 
 
 @cache
 def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunctions:
-    """Return the device functions for a kernel's features; those of absent options do nothing.
-
-    ``flat`` is the number of (batch, head), b · heads of the kernel + h; with packed sequences the
-    sequence takes the place of the batch in it, and row and column count from its start.
-    """
+    """Return the device functions for a kernel's features; those of absent options do nothing."""
     one, zero = dtype.type(1), dtype.type(0)
     minus_inf = dtype.type(-math.inf)
-    bend, add = _make_bend(features, dtype), _make_add(features, dtype)
-    in_mask = _in_mask if features.mask == "bool" else _always
-    in_mod, in_blocks = _make_in_mod(features, dtype), _make_in_blocks(features)
+    program = make_score_program(features, _cuda_target(dtype))
+    modified, is_visible = program.modified, program.is_visible
 
     @device_function
-    def is_seen(flat, b, h, row, col, extras):
-        if not is_visible(row, col, extras.lower, extras.upper):
-            return False
-        if not in_blocks(flat, b, h, row, col, extras):
-            return False
-        if not in_mask(flat, b, h, row, col, extras):
-            return False
-        return in_mod(flat, b, h, row, col, extras)
-
-    @device_function
-    def score_and_slope(score, flat, b, h, row, col, extras):
-        score, slope = bend(score, flat, row, col, extras)
-        score = add(score, b, h, row, col, extras)
-        score = score if is_seen(flat, b, h, row, col, extras) else minus_inf
-        # The derivative of a user's function may be infinite where its score is hidden.
+    def score_and_slope(score, place, extras):
+        score, slope = modified(score, place, extras)
+        score = score if is_visible(place, extras) else minus_inf
+        # The derivative of a user's function may be infinite where its score is masked.
         return score, (zero if score == minus_inf else slope)
 
     @device_function
-    def score_of(score, flat, b, h, row, col, extras):
-        score, _ = score_and_slope(score, flat, b, h, row, col, extras)
+    def score_of(score, place, extras):
+        score, _ = score_and_slope(score, place, extras)
         return score
 
     @device_function
-    def all_kept(flat, row, col, extras):
+    def all_kept(place, extras):
         return one
 
     @device_function
-    def kept(flat, row, col, extras):
+    def kept(place, extras):
+        flat = place.batch * extras.heads + place.head
         # TASK 5.6: keep(…) decides; what is kept counts keep_scale, which extras has.
-        return extras.keep_scale if keep(extras.seed, flat, row, col, extras.threshold) else zero
+        is_kept = keep(extras.seed, flat, place.row, place.col, extras.threshold)
+        return extras.keep_scale if is_kept else zero
         # END TASK 5.6
 
     own_kept = kept if features.dropout else all_kept
-    return ScoreFunctions(score_of, score_and_slope, own_kept, bend, add, in_mask, in_mod)
+    return ScoreFunctions(score_of, score_and_slope, own_kept, program)
 
 
-def _make_bend(features: Features, dtype: np.dtype[Any]) -> Any:
-    """Return softcap and score_mod, with their derivative: ``(score, flat, row, col, extras)``."""
-    one, real = dtype.type(1), scalar_type(dtype)
-
-    @device_function
-    def no_cap(score, extras):
-        return score, one
-
-    @device_function
-    def cap(score, extras):
-        bent = real(math.tanh(score / extras.softcap))
-        return extras.softcap * bent, one - bent * bent
-
-    cap_score = cap if features.softcap else no_cap
-    if features.score_mod is None:
-
-        @device_function
-        def bend(score, flat, row, col, extras):
-            return cap_score(score, extras)
-
-        return bend
-
-    function = score_function(features.score_mod, dtype)
-    derivative = score_function(features.derivative or _no_derivative, dtype)
-
-    @device_function
-    def bend_by_mod(score, flat, row, col, extras):
-        score, slope = cap_score(score, extras)
-        batch, head = numbers_of_mods(flat, extras)
-        slope = real(slope * derivative(score, batch, head, row, col, None))
-        return real(function(score, batch, head, row, col, None)), slope
-
-    return bend_by_mod
-
-
-def _no_derivative(score, batch, head, row, col):
-    return 1.0
-
-
-def _make_add(features: Features, dtype: np.dtype[Any]) -> Any:
-    """Return what ALiBi and a floating mask add: ``(score, b, h, row, col, extras)``."""
+@cache
+def _cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
+    """Return the target whose scores are numbers in registers."""
     real = scalar_type(dtype)
 
     @device_function
-    def no_bias(score, b, h, row, col, extras):
-        return score
+    def tanh(score):
+        return real(math.tanh(score))
+
+    def function_of_score(function: Callable[..., Any]) -> Any:
+        own = score_function(function, dtype)
+
+        @device_function
+        def by_function(score, place, extras):
+            return real(own(score, place.batch, place.head, place.row, place.col, None))
+
+        return by_function
+
+    def function_of_place(function: Callable[..., Any]) -> Any:
+        own = mask_function(function, dtype)
+
+        @device_function
+        def in_mod(place, extras):
+            return bool(own(place.batch, place.head, place.row, place.col))
+
+        return in_mod
 
     @device_function
-    def alibi(score, b, h, row, col, extras):
-        distance = abs(row + extras.diagonal - col)
-        return score - extras.slopes[b, h, 0, 0] * real(distance)
+    def distance(place, extras):
+        return real(distance_of(place.row, place.col, extras.diagonal))
 
-    @device_function
-    def mask_bias(score, b, h, row, col, extras):
-        # TASK 5.6: Add the element of the mask, mask_at(…).
-        return score + mask_at(b, h, row, col, extras)
-        # END TASK 5.6
-
-    subtract = alibi if features.slopes else no_bias
-    add_mask = mask_bias if features.mask == "float" else no_bias
-
-    @device_function
-    def add(score, b, h, row, col, extras):
-        return add_mask(subtract(score, b, h, row, col, extras), b, h, row, col, extras)
-
-    return add
+    return ScoreTarget(
+        compile=device_function,
+        one=dtype.type(1),
+        tanh=tanh,
+        score_function=function_of_score,
+        mask_function=function_of_place,
+        slope=_slope,
+        distance=distance,
+        bias=_bias,
+        in_mask=_in_mask,
+        in_blocks=_in_blocks,
+    )
 
 
 @device_function
-def mask_at(b, h, row, col, extras):
+def place_of(place, row, col):
+    """Return the place of another element of the same batch and head."""
+    return Place(place.b, place.h, place.batch, place.head, row, col)
+
+
+@device_function
+def mask_at(place, extras):
     """Return an element of a mask.
 
-    Places are unsigned: a signed one may be negative, to count from the end, and each would be tested.
+    Args:
+        place: A record with ``b``, ``h``, ``row`` and ``col``, see ``kernels.scores.program.Place``.
+        extras: Of the kernel.
     """
-    return extras.mask[uint64(extras.mask_batch[uint64(b)]), uint64(h), uint64(row), uint64(col)]
+    # Unsigned: a signed index may be negative, to count from the end, and each would be tested.
+    batch = uint64(extras.mask_batch[uint64(place.b)])
+    return extras.mask[batch, uint64(place.h), uint64(place.row), uint64(place.col)]
 
 
 @device_function
-def _always(flat, b, h, row, col, extras):
-    return True
+def block_at(place, extras):
+    """Return the state of the block that an element is in, and the element's row and column there.
+
+    Args:
+        place: A record with ``head``, ``row`` and ``col``, see ``kernels.scores.program.Place``.
+        extras: Of the kernel.
+    """
+    # A division of 64 bits takes several times as long as one of 32.
+    rows, cols = uint32(extras.patterns.shape[1]), uint32(extras.patterns.shape[2])
+    row, col = uint32(place.row), uint32(place.col)
+    line = uint32(place.head) % uint32(extras.states.shape[0])
+    state = extras.states[uint64(line), uint64(row // rows), uint64(col // cols)]
+    return state, row % rows, col % cols
 
 
 @device_function
-def _in_mask(flat, b, h, row, col, extras):
-    # TASK 5.6: The element of a boolean mask, mask_at(…).
-    return bool(mask_at(b, h, row, col, extras))
+def _slope(place, extras):
+    return extras.slopes[place.b, place.h, 0, 0]
+
+
+@device_function
+def _bias(place, extras):
+    # TASK 5.6: The element of a floating mask, mask_at(…).
+    return mask_at(place, extras)
     # END TASK 5.6
 
 
-def _make_in_mod(features: Features, dtype: np.dtype[Any]) -> Any:
-    """Return whether mask_mod lets a row see a column."""
-    if features.mask_mod is None:
-        return _always
-    mask_mod = mask_function(features.mask_mod, dtype)
-
-    @device_function
-    def in_mod(flat, b, h, row, col, extras):
-        batch, head = numbers_of_mods(flat, extras)
-        return bool(mask_mod(batch, head, row, col))
-
-    return in_mod
+@device_function
+def _in_mask(place, extras):
+    # TASK 5.6: The element of a boolean mask, mask_at(…).
+    return bool(mask_at(place, extras))
+    # END TASK 5.6
 
 
 @device_function
-def block_at(flat, row, col, extras):
-    """Return the state of the block that an element is in, and its place there."""
-    # A division of 64 bits takes several times as long as one of 32.
-    rows, cols = uint32(extras.patterns.shape[1]), uint32(extras.patterns.shape[2])
-    line = flat % extras.heads % extras.states.shape[0]
-    i, j = uint32(row) // rows, uint32(col) // cols
-    state = extras.states[uint64(line), uint64(i), uint64(j)]
-    return state, uint32(row) % rows, uint32(col) % cols
-
-
-def _make_in_blocks(features: Features) -> Any:
-    """Return whether the block mask lets a row see a column."""
-
-    @device_function
-    def in_blocks(flat, b, h, row, col, extras):
-        state, r, c = block_at(flat, row, col, extras)
-        if state < PARTIAL:
-            return state == FULL
-        return bool(extras.patterns[uint64(state - PARTIAL), uint64(r), uint64(c)])
-
-    return in_blocks if features.block_mask else _always
+def _in_blocks(place, extras):
+    state, r, c = block_at(place, extras)
+    if state < PARTIAL:
+        return state == FULL
+    return bool(extras.patterns[uint64(state - PARTIAL), uint64(r), uint64(c)])

@@ -16,26 +16,58 @@ import numpy as np
 from numba import int32
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, make_score_functions
+from kernels.cuda.attention.options.score_functions import make_score_functions, place_of
 from kernels.cuda.device.vector import EXP2
 from kernels.cuda.runtime.kernel import device_function
+from kernels.scores.program import PLAIN, Features
+
+
+class TilePlace(NamedTuple):
+    """The first element of a tile, or of a thread in it, and where the sequences end.
+
+    Attributes:
+        b: See ``kernels.scores.program.Place``, as for all fields but the last two.
+        h: Likewise.
+        batch: Likewise.
+        head: Likewise.
+        row: Likewise.
+        col: Likewise.
+        seq_q: Query rows of the sequence.
+        seq_k: Key columns.
+    """
+
+    b: Any
+    h: Any
+    batch: Any
+    head: Any
+    row: Any
+    col: Any
+    seq_q: Any
+    seq_k: Any
+
+
+@device_function
+def moved(place, rows, cols):
+    """Return the ``TilePlace`` that lies some rows and columns further."""
+    b, h, batch, head, row, col, seq_q, seq_k = place
+    return TilePlace(b, h, batch, head, row + rows, col + cols, seq_q, seq_k)
 
 
 class TileScores(NamedTuple):
-    """The functions that :func:`make_tile_scores` returns, and what a kernel must know beside them.
+    """The functions that :func:`make_tile_scores` returns, and the factor of the operands.
 
-    An element of a thread is at (row + r, col + c), (row, col) the thread's first one, and r and c known
-    when the kernel is compiled: what the bounds hide is then two comparisons with constants.  Rows beyond
-    the end need one only where keys sum over them.  ``flat`` is as in ``scores``.
+    An element of a thread lies r rows and c columns from ``place``, the thread's first element, a
+    :class:`TilePlace`; r and c are known when the kernel is compiled, so that the bounds are two
+    comparisons with constants.  Rows beyond the end need one only where keys sum over them.
 
     Attributes:
-        operand_factor: What q (or k) is multiplied by, beside scale, when it is loaded.
+        operand_factor: Multiplies q (or k), beside scale, when it is loaded.
         edge: ``(row, col, seq_q, seq_k, extras)``: for a thread's elements of one tile, the least and the
             greatest c - r that the bounds leave, and the columns and rows that are left.
-        score: ``(product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras)``: the
-            score, base 2, minus infinity where it is hidden.
-        gradient: ``(product, dp, shift, delta, kept, whole, listed, edge, …)``: P before dropout, and
-            dS, the gradient of scale · q · k.
+        score: ``(product, r, c, whole, listed, edge, place, extras)``: the score, base 2, minus infinity
+            where it is masked.
+        gradient: ``(product, dp, shift, delta, kept, r, c, whole, listed, edge, place, extras)``: P before
+            dropout, and dS, the gradient of scale · q · k.
     """
 
     operand_factor: Any
@@ -82,10 +114,6 @@ def make_tile_scores(
     """
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
     log2_e, exp2 = dtype.type(LOG2_E), exp2 or EXP2[dtype]
-    functions = make_score_functions(features, dtype)
-    bend, add = functions.bend, functions.add
-    in_mask = functions.in_mask
-
     is_in_bounds = is_inside if by_keys else is_inside_columns
 
     @device_function
@@ -98,17 +126,12 @@ def make_tile_scores(
         )
 
     @device_function
-    def bounded_score(
-        product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras
-    ):
+    def bounded_score(product, r, c, whole, listed, edge, place, extras):
         return product if whole or is_in_bounds(edge, r, c) else minus_inf
 
     @device_function
-    def bounded_gradient(
-        product, dp, shift, delta, kept,
-        whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras,
-    ):  # fmt: skip
-        # Hidden elements are 0 whatever lse and delta are: those of a row with a NaN are NaN.
+    def bounded_gradient(product, dp, shift, delta, kept, r, c, whole, listed, edge, place, extras):
+        # Masked elements are 0 whatever lse and delta are: those of a row with a NaN are NaN.
         seen = whole or is_in_bounds(edge, r, c)
         p = exp2(product - shift) if seen else zero
         return p, (p * (dp - delta) if seen else zero)
@@ -117,42 +140,37 @@ def make_tile_scores(
         return TileScores(log2_e, edge_of, bounded_score, bounded_gradient)
     bends, has_mod = features.bends, features.score_mod is not None
     is_listed = features.block_mask or features.mask_mod is not None
+    # Block mask and mask_mod are in the bits of a tile, ``listed``.
+    own = features._replace(block_mask=False, mask_mod=None)
+    program = make_score_functions(own, dtype).program
+    modified, is_shown = program.modified, program.is_shown
 
     @device_function
-    def score_and_slope(
-        product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras
-    ):
+    def score_and_slope(product, r, c, whole, listed, edge, place, extras):
         # Within the arrays, so that loads need no branch and many are under way at a time.
-        i, j = min(row + r, seq_q - 1), min(col + c, seq_k - 1)
-        score, slope = product, one
+        row, col = min(place.row + r, place.seq_q - 1), min(place.col + c, place.seq_k - 1)
+        at = place_of(place, row, col)
+        score, slope = modified(product, at, extras)
         if bends:
-            score, slope = bend(score, flat, i, j, extras)
-            score = add(score, b, h, i, j, extras) * log2_e
-        seen = in_mask(flat, b, h, i, j, extras) & (listed or not is_listed)
+            score = score * log2_e
+        seen = is_shown(at, extras) & (listed or not is_listed)
         if not whole:
             seen = seen & is_in_bounds(edge, r, c)
         return (score if seen else minus_inf), slope
 
     @device_function
-    def score_of(product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras):
-        score, _ = score_and_slope(
-            product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras
-        )
+    def score_of(product, r, c, whole, listed, edge, place, extras):
+        score, _ = score_and_slope(product, r, c, whole, listed, edge, place, extras)
         return score
 
     @device_function
-    def gradient_of(
-        product, dp, shift, delta, kept,
-        whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras,
-    ):  # fmt: skip
-        score, slope = score_and_slope(
-            product, whole, listed, edge, flat, b, h, row, r, col, c, seq_q, seq_k, extras
-        )
+    def gradient_of(product, dp, shift, delta, kept, r, c, whole, listed, edge, place, extras):
+        score, slope = score_and_slope(product, r, c, whole, listed, edge, place, extras)
         p = exp2(score - shift)
         ds = p * (dp * kept - delta)
         if not of_bias:
             ds = ds * slope
-        if has_mod:  # its derivative may be infinite where its score is hidden
+        if has_mod:  # its derivative may be infinite where its score is masked
             ds = zero if score == minus_inf else ds
         return p, ds
 

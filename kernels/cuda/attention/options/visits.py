@@ -12,9 +12,17 @@ from typing import Any, NamedTuple
 from numba import int64, uint64
 
 from kernels.common.geometry import PLAIN
-from kernels.cuda.attention.options.score_functions import Extras, Features
-from kernels.cuda.device.one_source import ceil_div
+from kernels.cuda.attention.options.score_functions import Extras
+from kernels.cuda.device.one_source import (
+    ceil_div,
+    first_full_tile,
+    first_tile,
+    full_tiles_stop,
+    is_full_tile,
+    tiles_stop,
+)
 from kernels.cuda.runtime.kernel import device_function
+from kernels.scores.program import Features
 
 
 class Visits(NamedTuple):
@@ -128,6 +136,53 @@ def make_next_entry(visits: Visits) -> Callable[..., Any]:
         return entry
 
     return next_entry
+
+
+@cache
+def make_row_bounds(block_q: int, block_k: int) -> Callable[..., tuple[int, int, int, int]]:
+    """Return ``bounds(row, seq_q, seq_k, extras)``, for the query tile at ``row``.
+
+    It returns the first key tile with a key that a row sees and the one after the last, then the same for
+    the tiles of which the bounds hide nothing.
+    """
+
+    @device_function
+    def bounds(row, seq_q, seq_k, extras):
+        row_stop = min(row + block_q, seq_q)
+        return (
+            first_tile(row, block_k, seq_k, extras.lower),
+            tiles_stop(row_stop, block_k, seq_k, extras.upper),
+            first_full_tile(row_stop, block_k, extras.lower),
+            full_tiles_stop(row, block_k, seq_k, extras.upper),
+        )
+
+    return bounds
+
+
+@cache
+def make_key_bounds(
+    block_q: int, block_k: int
+) -> tuple[Callable[..., tuple[int, int]], Callable[..., bool]]:
+    """Return what the bounds leave to a tile of keys: ``bounds`` and ``is_inside``.
+
+    ``bounds(col, seq_q, seq_k, extras)``: the first query tile with a row that sees a key of the tile at
+    ``col``, and the one after the last.
+
+    ``is_inside(row, col, seq_q, seq_k, extras)``: the bounds hide none of a tile's elements.
+    """
+
+    @device_function
+    def bounds(col, seq_q, seq_k, extras):
+        return (
+            first_tile(col, block_q, seq_q, -extras.upper),
+            tiles_stop(min(col + block_k, seq_k), block_q, seq_q, -extras.lower),
+        )
+
+    @device_function
+    def is_inside(row, col, seq_q, seq_k, extras):
+        return is_full_tile(row, block_q, seq_q, col, block_k, seq_k, extras.lower, extras.upper)
+
+    return bounds, is_inside
 
 
 def tiles_of(seq: int, block: int, extras: Extras) -> int:

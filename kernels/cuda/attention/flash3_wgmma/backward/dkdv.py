@@ -37,6 +37,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     Widths,
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import words_type
+from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, line_of
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     init_stages,
     make_accumulate,
@@ -50,7 +51,7 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_write_tile,
     store_pairs,
 )
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
+from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.one_source import is_full_tile
 from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, WARPGROUP, make_next, own_warpgroup
 from kernels.cuda.ptx.barriers import (
@@ -87,6 +88,7 @@ from kernels.cuda.ptx.wgmma import (
 from kernels.cuda.runtime.kernel import WORD, Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
 
 
 @cache
@@ -155,8 +157,8 @@ def dkdv_kernel(
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
     visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, True)
     elements, row_base = make_elements(features, block_q, True), make_row_base(features.packed)
-    steepness_of, scale_of, factor_of = elements.steepness, elements.scale, elements.factor
-    words, own_of, slope_scale_of = elements.words, elements.own, elements.slope_scale
+    scale_of, factor_of, slope_scale_of = elements.scale, elements.factor, elements.slope_scale
+    words, own_of = elements.words, line_of(features)
     weigh, slope_of = make_passes(features, block_q, dtype, True, has_dv)
     clear_q, clear_dout = (
         make_clear_rows(consumer_threads, block_q, n) for n in (head_panels, value_panels)
@@ -287,7 +289,7 @@ def dkdv_kernel(
                 )
                 base = row_base(flat, y, first_q, extras)
                 b, h = int32(y // heads), int32(y % heads)
-                own, steepness = own_of(flat, extras), steepness_of(b, h, extras)
+                own = own_of(flat, b, h, rows, cols, extras)
                 own_col = int32(col + me * ROWS + warp * 16 + lane // 4)
                 # 7: dK_j = 0, dV_j = 0 is what the first products begin with
                 if (
@@ -330,9 +332,9 @@ def dkdv_kernel(
                         multiply_v_dout(dp, v_desc, dout_desc)
                         wgmma_commit_group()
                     # 11: P = exp(S - L_i), and packed as it lies the left operand of Pᵀ dO
-                    place = flat, own, b, h, int32(row + own_row), own_col, steepness, rows, cols
+                    place = LanePlace(lane, int32(row + own_row), own_col, own)
                     weigh(
-                        s, p, kept, seen, mask_words, lane, lse_now, factor, is_whole,
+                        s, p, kept, seen, mask_words, lse_now, factor, is_whole,
                         is_listed_whole(first + n, extras), place, extras,
                     )  # fmt: skip
                     if has_dv:

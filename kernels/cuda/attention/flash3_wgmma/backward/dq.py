@@ -31,6 +31,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     Widths,
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import words_type
+from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, line_of
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     broadcast_number,
     init_stages,
@@ -42,7 +43,7 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_put_tile,
     make_write_tile,
 )
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
+from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.one_source import first_full_tile, full_tiles_stop
 from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, WARPGROUP, make_next, own_warpgroup
 from kernels.cuda.ptx.barriers import (
@@ -71,6 +72,7 @@ from kernels.cuda.ptx.wgmma import (
 from kernels.cuda.runtime.kernel import Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
 
 
 @cache
@@ -120,8 +122,8 @@ def dq_kernel(
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
     visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, False)
     elements, row_base = make_elements(features, block_k, False), make_row_base(features.packed)
-    steepness_of, factor_of, words = elements.steepness, elements.factor, elements.words
-    own_of, slope_scale_of = elements.own, elements.slope_scale
+    factor_of, slope_scale_of = elements.factor, elements.slope_scale
+    words, own_of = elements.words, line_of(features)
     weigh, slope_of = make_passes(features, block_k, dtype, False)
     is_packed = features.packed
     clear_keys = make_clear_rows(consumer_threads, block_k, head_panels)
@@ -239,7 +241,7 @@ def dq_kernel(
                     item, schedule, seq_q, seq_k, extras
                 )
                 b, h = int32(y // heads), int32(y % heads)
-                own, steepness = own_of(flat, extras), steepness_of(b, h, extras)
+                own = own_of(flat, b, h, rows, cols, extras)
                 own_row = int32(row + me * ROWS + warp * 16 + lane // 4)
                 row_stop = min(row + block_q, rows)
                 full = int32(first_full_tile(row_stop, block_k, extras.lower))
@@ -275,10 +277,10 @@ def dq_kernel(
                     wgmma_commit_group()
                     # 11: P = exp(S - L_i)
                     own_col = int32(j * block_k + 2 * (lane % 4))
-                    place = flat, own, b, h, own_row, own_col, steepness, rows, cols
+                    place = LanePlace(lane, own_row, own_col, own)
                     is_whole = full <= j < full_stop
                     weigh(
-                        s, ds, kept, seen, mask_words, lane, (shift_0, shift_1), factor, is_whole,
+                        s, ds, kept, seen, mask_words, (shift_0, shift_1), factor, is_whole,
                         is_listed_whole(stop - 1 - n, extras), place, extras,
                     )  # fmt: skip
                     wait_for_all()  # dP is there, and V_j was read; so were the keys of the last dS K

@@ -14,17 +14,13 @@ from numba import float32, int32
 
 from kernels.cuda.attention.flash3_wgmma.backward.layout import makes_elements
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
-from kernels.cuda.attention.flash3_wgmma.score_terms import distance_of
+from kernels.cuda.attention.flash3_wgmma.score_terms import distance_of, edge_at, element_of
 from kernels.cuda.attention.flash3_wgmma.tiles import make_hide, make_hide_pairs, make_pack
-from kernels.cuda.attention.options.score_functions import PLAIN, Features
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.runtime.kernel import WORD, device_function
-from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
-
-edge_of = make_tile_scores(PLAIN, FLOAT32).edge
+from kernels.scores.program import PLAIN, Features
 
 
 class Passes(NamedTuple):
@@ -33,12 +29,11 @@ class Passes(NamedTuple):
     By keys L and D come from shared memory, at ``numbers``, the lane's first; by rows they are the pair
     ``numbers``, of the lane's two rows.
 
-    ``place`` is (batch, head)'s flat number as in ``scores``, batch, head, row and column of the lane's
-    first element in its sequence, ALiBi's slope of the head, rows and columns of the sequence.
+    ``place`` is a ``score_terms.LanePlace``.
 
     Attributes:
-        weigh: ``(s, p, kept, seen, mask_words, lane, numbers, factor, whole, listed, place, extras)``: of
-            the products in ``s`` P · slope, and by keys in ``p`` the pairs P ∘ Z; ``whole`` tells that the
+        weigh: ``(s, p, kept, seen, mask_words, numbers, factor, whole, listed, place, extras)``: of the
+            products in ``s`` P · slope, and by keys in ``p`` the pairs P ∘ Z; ``whole`` tells that the
             bounds hide none of the tile, ``listed`` that the block mask does not.
         slope: ``(s, dp, kept, numbers, whole, place, extras)``: of dP in ``dp`` dS.
     """
@@ -64,12 +59,9 @@ def make_passes(
     hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)
     pack_tile, elements = make_pack(dtype, cols), make_elements(features, cols, by_keys)
     pack = elements.pack[dtype]
-    set_visible, weigh_one, drop, slope_one = (
-        elements.set_visible,
-        elements.weigh,
-        elements.drop,
-        elements.slope,
-    )
+    set_visible, weigh_one = elements.set_visible, elements.weigh
+    drop, slope_one = elements.drop, elements.slope
+    element = element_of(features, by_keys)
     draw, has_seen = elements.draw, elements.has_seen
     is_plain, distance_from = not makes_elements(features), distance_of(features)
     has_lists_alone = not is_plain and features.of_elements == PLAIN
@@ -97,41 +89,38 @@ def make_passes(
                 s[t, i] = ex2(s[t, i] * factor - (high if second(i) else low))
 
     @device_function
-    def weigh_each(s, p, kept, seen, mask_words, lane, numbers, factor, listed, place, extras):
-        flat, own, b, h, row, col, steepness, seq_q, seq_k = place
-        distance = distance_from(row, col, extras)
+    def weigh_each(s, p, kept, seen, mask_words, numbers, factor, listed, place, extras):
+        lane, row, col, line = place
+        distance = distance_from(place, extras)
         across, along = lane // 4, 2 * (lane % 4)  # of the lane's first element in its warp's tile
         if by_keys:
-            draw(kept, lane, flat, int32(row - along), int32(col - across), extras)
+            draw(kept, lane, line.flat, int32(row - along), int32(col - across), extras)
         else:
-            draw(kept, lane, flat, int32(row - across), int32(col - along), extras)
+            draw(kept, lane, line.flat, int32(row - across), int32(col - along), extras)
         if has_seen:
-            set_visible(
-                seen, mask_words, lane, listed, flat, own, b, h, row, col, seq_q, seq_k, extras
-            )
+            set_visible(seen, mask_words, listed, place, extras)
         w = cuda.local.array(4, float32)  # (4,)
         for t in range(tiles):
             low, high = pair_of(numbers, t)
             for i in range(4):
-                weight, bent = weigh_one(
-                    s[t, i] * factor, high if second(i) else low, seen, t, i, own, b, h, row, col,
-                    distance, steepness, seq_q, seq_k, extras,
-                )  # fmt: skip
+                at = element(place, distance, seen, t, i)
+                shift = high if second(i) else low
+                weight, bent = weigh_one(s[t, i] * factor, shift, at, extras)
                 w[i], s[t, i] = drop(weight, bent, kept, t, i)
             if packs:
                 p[t // 2, 2 * (t % 2)] = pack(w[0], w[1])
                 p[t // 2, 2 * (t % 2) + 1] = pack(w[2], w[3])
 
     @device_function
-    def weigh(s, p, kept, seen, mask_words, lane, numbers, factor, whole, listed, place, extras):
+    def weigh(s, p, kept, seen, mask_words, numbers, factor, whole, listed, place, extras):
         if is_plain or (has_lists_alone and whole and listed):
             weigh_plainly(s, numbers, factor)
             if not is_plain and packs:
                 pack_tile(p, s)
         else:
-            weigh_each(s, p, kept, seen, mask_words, lane, numbers, factor, listed, place, extras)
+            weigh_each(s, p, kept, seen, mask_words, numbers, factor, listed, place, extras)
         if packs and not whole:
-            edge = edge_of(place[4], place[5], place[7], place[8], extras)
+            edge = edge_at(place, extras)
             if is_plain:
                 hide(s, edge)
             else:
@@ -150,7 +139,7 @@ def make_passes(
                 else:
                     dp[t, i] = slope_one(s[t, i], dp[t, i], own, kept, t, i)
         if not whole:
-            edge = edge_of(place[4], place[5], place[7], place[8], extras)
+            edge = edge_at(place, extras)
             hide(dp, edge)
 
     return Passes(weigh, slope)

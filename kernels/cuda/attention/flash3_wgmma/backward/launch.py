@@ -43,7 +43,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, packed_mask
 from kernels.cuda.attention.options.extras import lasting_extras, own_extras
-from kernels.cuda.attention.options.score_functions import Extras, Features, features_of
+from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.visits import tiles_of
 from kernels.cuda.attention.tensor_cores import lists_whole_tiles
 from kernels.cuda.device.half import EIGHT, as_bits
@@ -58,6 +58,7 @@ from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32, NAMES
 from kernels.runtime.targets import current_device
+from kernels.scores.program import Features
 
 
 class _Plan(NamedTuple):
@@ -87,7 +88,7 @@ class _Plan(NamedTuple):
 @kept_launches
 def _plan(problem: Problem, device: int) -> _Plan:
     """Return what all calls of a problem have in common; it has no seed."""
-    features, sequences = features_of(problem), problem.sequences
+    features, sequences = problem.features, problem.sequences
     widths = widths_of(problem)
     in_whole = features._replace(whole_tiles=True)
     if _lists_whole_tiles(problem, *_layouts(problem, widths, in_whole)):

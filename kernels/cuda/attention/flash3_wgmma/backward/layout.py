@@ -8,12 +8,12 @@ from typing import NamedTuple
 from numba import float32, int32, types, uint8
 
 from kernels.cuda.attention.flash3_wgmma.layout import Widths, item_of
-from kernels.cuda.attention.options.score_functions import PLAIN, Features
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
 from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, device_function
+from kernels.scores.program import PLAIN, Features
 
 #: Rows of lse and delta come to their kernels rounded up to this: a whole number of any query tiles.
 PADDING = 128

@@ -18,7 +18,7 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
 from kernels.cuda.attention.flash3_wgmma.backward.tile_walk import make_row_base
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
-from kernels.cuda.attention.options.score_functions import Features, extras_type
+from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.half import EIGHT
 from kernels.cuda.device.warpgroups import WARPGROUP
 from kernels.cuda.ptx.copies import global_address, st_global_v4
@@ -28,6 +28,7 @@ from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import Features
 
 THREADS = 256
 _INF, _LOG2_E, _ZERO = np.float32(math.inf), np.float32(LOG2_E), np.float32(0)

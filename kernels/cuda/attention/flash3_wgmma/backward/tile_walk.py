@@ -11,9 +11,9 @@ from numba import int32
 from kernels.cuda.attention.flash3_wgmma.backward.layout import PADDING, key_item_of
 from kernels.cuda.attention.flash3_wgmma.layout import item_of
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
-from kernels.cuda.attention.options.score_functions import Features
 from kernels.cuda.device.one_source import first_tile, tiles_stop
 from kernels.cuda.runtime.kernel import device_function
+from kernels.scores.program import Features
 
 
 @cache

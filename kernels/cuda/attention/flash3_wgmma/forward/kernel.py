@@ -49,7 +49,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     v_bytes,
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, words_type
-from kernels.cuda.attention.flash3_wgmma.score_terms import seen_words
+from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, line_of, seen_words
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_accumulate,
@@ -58,7 +58,7 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_pack,
     make_put_tile,
 )
-from kernels.cuda.attention.options.score_functions import PLAIN, Features, extras_type
+from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.one_source import near_inverse_sum, near_log_sum_exp, shift_of
 from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, WARPGROUP, make_next, own_warpgroup
 from kernels.cuda.ptx.barriers import (
@@ -91,6 +91,7 @@ from kernels.cuda.ptx.wgmma import (
 from kernels.cuda.runtime.kernel import WORD, Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import PLAIN, Features
 
 MAPS = types.Array(uint8, 1, "C")
 #: The producer warpgroup's thread that schedules items; its first thread copies keys and values.
@@ -141,9 +142,9 @@ def forward_kernel(
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
     _, _, tile_of, is_listed_whole = make_walk(features, block_q)
     produce_items = make_produce_items(layout, features, head_panels, q_panel, q_size)
-    bends, of_all, own_of, score_whole, score_edge = make_elements(features, block_k)
+    bends, of_all, score_whole, score_edge = make_elements(features, block_k)
     (first_bits, fetch), drop = make_fetch(features, block_k), make_drop(features, block_k)
-    words, has_kept = bit_words(block_k), features.dropout
+    words, has_kept, own_of = bit_words(block_k), features.dropout, line_of(features)
     has_bits, seen_count = has_kept or has_words(features), seen_words(features, block_k)
     clear_values = make_clear_rows(consumer_threads, block_k, value_panels)
     # Of a stage which tile, and whether the block mask hides nothing of it.
@@ -245,8 +246,9 @@ def forward_kernel(
             while item.tiles >= 0:
                 own_tile = tile + slot * q_size + me * (ROWS * LINE)  # of q, and then of out
                 q_desc = descriptor(along, own_tile)
-                b, h, flat, own = item.b, item.h, item.flat, own_of(item.flat, extras)
+                b, h, flat = item.b, item.h, item.flat
                 row, rows, cols = item.row, item.rows, item.cols
+                own = own_of(flat, b, h, rows, cols, extras)
                 warp_row = int32(row + me * ROWS + warp * 16)
                 own_row = int32(warp_row + lane // 4)
                 bits = first_bits(lane, b, h, warp_row, extras)
@@ -301,12 +303,12 @@ def forward_kernel(
                 for n in range(int32(stop - first)):
                     j = int32(listed >> 1 if is_listed else stop - 1 - n)
                     own_col = int32(j * block_k + 2 * (lane % 4))
-                    place = flat, own, b, h, own_row, own_col, rows, cols
+                    place = LanePlace(lane, own_row, own_col, own)
                     whole = item.full <= j < item.full_stop and listed & 1 != 0
                     if not whole:
-                        score_edge(s, seen, lane, place, scale, extras)
+                        score_edge(s, seen, place, scale, extras)
                     elif of_all:
-                        score_whole(s, seen, lane, place, scale, extras)
+                        score_whole(s, seen, place, scale, extras)
                     # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
                     max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = softmax_step(
                         s, factor, max_0, max_1, sum_0, sum_1

@@ -29,7 +29,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, packed_mask
 from kernels.cuda.attention.options.extras import lasting_extras, own_extras
-from kernels.cuda.attention.options.score_functions import Extras, Features, features_of
+from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.visits import tiles_of
 from kernels.cuda.attention.tensor_cores import lists_whole_tiles
 from kernels.cuda.device.half import as_bits
@@ -42,6 +42,7 @@ from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import NAMES
 from kernels.runtime.targets import current_device
+from kernels.scores.program import Features
 
 CAPABILITY = (9, 0)
 
@@ -113,7 +114,7 @@ def layout_for(problem: Problem) -> tuple[ForwardLayout, Widths]:
 @lru_cache(maxsize=KEPT_LAUNCHES)
 def features_for(problem: Problem) -> Features:
     """Return what the kernel for a problem must have: not to ask what is seen of tiles that are whole."""
-    features, (layout, _) = features_of(problem), layout_for(problem)
+    features, (layout, _) = problem.features, layout_for(problem)
     tiles = layout.block_q, layout.block_k, False
     return features._replace(whole_tiles=lists_whole_tiles(problem, tiles))
 

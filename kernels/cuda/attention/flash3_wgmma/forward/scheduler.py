@@ -20,7 +20,6 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
 )
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
 from kernels.cuda.attention.flash3_wgmma.tiles import BARRIER, make_load_tile
-from kernels.cuda.attention.options.score_functions import Features
 from kernels.cuda.device.one_source import first_full_tile, first_tile, full_tiles_stop, tiles_stop
 from kernels.cuda.device.warpgroups import make_next
 from kernels.cuda.ptx.barriers import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait
@@ -29,6 +28,7 @@ from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.runtime.targets import cuda
+from kernels.scores.program import Features
 
 wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
 

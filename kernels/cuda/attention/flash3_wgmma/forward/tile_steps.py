@@ -10,16 +10,19 @@ import numpy as np
 from numba import float32, uint32
 
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, make_kept
-from kernels.cuda.attention.flash3_wgmma.packed_mask import STEP, has_words, make_words_place
-from kernels.cuda.attention.flash3_wgmma.score_terms import pairs_of
+from kernels.cuda.attention.flash3_wgmma.packed_mask import (
+    has_words,
+    make_bring_pairs,
+    make_words_place,
+)
 from kernels.cuda.attention.flash3_wgmma.tiles import store_pairs
-from kernels.cuda.attention.options.score_functions import Features
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.fragments import DEVICE
-from kernels.cuda.ptx.numbers import PACK, ex2
+from kernels.cuda.ptx.numbers import PACK, UNPACK, ex2
 from kernels.cuda.ptx.wgmma import make_wgmma
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
+from kernels.scores.program import Features
 
 ALL_LANES = 0xFFFFFFFF
 square_place = DEVICE.square_place
@@ -63,10 +66,13 @@ def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Calla
         features: Of the kernel.
         cols: Of the tile.
     """
-    pairs, words, steps = pairs_of(features, cols), bit_words(cols), cols // STEP
-    line_place, tile_place = make_words_place(cols, has_pairs=pairs is not None)
-    has_kept, has_bits, has_pairs = features.dropout, features.mask == "bool", pairs is not None
-    load_words: Any = pairs and pairs[0]
+    words, bring_pairs = bit_words(cols), make_bring_pairs(cols)
+    has_kept, has_bits, has_pairs = (
+        features.dropout,
+        features.mask == "bool",
+        features.mask in UNPACK,
+    )
+    line_place, tile_place = make_words_place(cols, has_pairs=has_pairs)
     # Without dropout nothing calls it.
     draw_kept: Any = make_kept(cols).draw if has_kept else None
 
@@ -82,8 +88,7 @@ def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Calla
                 seen[n] = mask_words[place + n]
         if has_pairs:
             place += tile_place(col, extras)
-            for step in range(steps):
-                load_words(seen, mask_words, place, step)
+            bring_pairs(seen, mask_words, place)
         if has_kept:
             draw_kept(kept, lane, flat, row, col, extras)
 

@@ -1,0 +1,180 @@
+"""Scores and their gradients in the registers of a thread: what flash2 does between its products.
+
+A thread has the elements ty, ty + rows_of_threads, … of one side of a tile and tx, tx + lanes, … of the
+other.  ``tile`` is the ``TilePlace`` of the tile's first element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kernels.common.online_softmax import LOG2_E
+from kernels.cuda.attention.options.tile_scores import make_tile_scores, moved
+from kernels.cuda.attention.register_tiles import RegisterLayout
+from kernels.cuda.attention.tile_bits import TileBits
+from kernels.cuda.device.one_source import shift_of
+from kernels.cuda.runtime.kernel import device_function, scalar_type
+from kernels.scores.program import Features
+
+
+@cache
+def make_scores(
+    layout: RegisterLayout, features: Features, dtype: np.dtype[Any], tile_bits: TileBits
+) -> Callable[..., None]:
+    """Return ``to_scores(tx, ty, s, whole, bits, tile, extras)``: scores, base 2, in place of products."""
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
+    scores, listed = make_tile_scores(features, dtype), tile_bits.listed
+    edge_of, score_of = scores.edge, scores.score
+
+    @device_function
+    def to_scores(tx, ty, s, whole, bits, tile, extras):
+        own = moved(tile, ty, tx)
+        edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
+        for i in range(own_rows):
+            for j in range(own_cols):
+                r, c = i * rows_of_threads, j * lanes
+                is_listed = listed(bits, ty + r, tx + c)
+                s[i, j] = score_of(s[i, j], r, c, whole, is_listed, edge, own, extras)
+
+    return to_scores
+
+
+@cache
+def make_gradients_by_rows(
+    layout: RegisterLayout,
+    features: Features,
+    dtype: np.dtype[Any],
+    tile_bits: TileBits,
+    of_bias: bool = False,
+) -> Callable[..., None]:
+    """Return the function that makes dS, in place of dP, of the products in ``s`` and ``dp``.
+
+    ``to_gradients(tx, ty, s, dp, shift, delta, whole, bits, tile, extras)``: ``shift`` and ``delta`` are L,
+    base 2, and D of the thread's rows.
+
+    Args:
+        layout: Of the block.
+        features: Of the kernel.
+        dtype: Of its operands.
+        tile_bits: Of the kernel.
+        of_bias: See ``make_tile_scores``.
+    """
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
+    scores = make_tile_scores(features, dtype, of_bias=of_bias)
+    edge_of, gradient_of = scores.edge, scores.gradient
+    kept, listed = tile_bits.kept, tile_bits.listed
+
+    @device_function
+    def to_gradients(tx, ty, s, dp, shift, delta, whole, bits, tile, extras):
+        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+        own = moved(tile, ty, tx)
+        edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
+        for i in range(own_rows):
+            for j in range(own_cols):
+                r, c = i * rows_of_threads, j * lanes
+                keep, is_listed = kept(bits, ty + r, tx + c, extras), listed(bits, ty + r, tx + c)
+                _, dp[i, j] = gradient_of(
+                    s[i, j], dp[i, j], shift[i], delta[i], keep,
+                    r, c, whole, is_listed, edge, own, extras,
+                )  # fmt: skip
+
+    return to_gradients
+
+
+@cache
+def make_gradients_by_keys(
+    layout: RegisterLayout,
+    features: Features,
+    dtype: np.dtype[Any],
+    tile_bits: TileBits,
+    lse_tile: int,
+    delta_tile: int,
+) -> Callable[..., None]:
+    """Return the function that makes (P ∘ Z)ᵀ of the products in ``s``, and dSᵀ of those in ``dp``.
+
+    ``to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras)``, with Z the dropout.
+
+    Args:
+        layout: Of the block.
+        features: Of the kernel.
+        dtype: Of its operands.
+        tile_bits: Of the kernel.
+        lse_tile: Offset in shared memory of L, base 2, of the tile's rows.
+        delta_tile: Likewise of D.
+    """
+    lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
+    own_keys, own_rows = layout.block_k // rows_of_threads, layout.block_q // lanes
+    scores = make_tile_scores(features, dtype, by_keys=True)
+    edge_of, gradient_of = scores.edge, scores.gradient
+    kept, listed = tile_bits.kept, tile_bits.listed
+
+    @device_function
+    def to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras):
+        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
+        own = moved(tile, tx, ty)
+        edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
+        for i in range(own_keys):
+            for j in range(own_rows):
+                r, c = j * lanes, i * rows_of_threads
+                keep, is_listed = kept(bits, tx + r, ty + c, extras), listed(bits, tx + r, ty + c)
+                shift, delta = shared[lse_tile + tx + r], shared[delta_tile + tx + r]
+                p, dp[i, j] = gradient_of(
+                    s[i, j], dp[i, j], shift, delta, keep,
+                    r, c, whole, is_listed, edge, own, extras,
+                )  # fmt: skip
+                s[i, j] = p * keep
+
+    return to_gradients
+
+
+@cache
+def make_load_row_values(layout: RegisterLayout, dtype: np.dtype[Any]) -> Callable[..., None]:
+    """Return ``load_row_values(ty, shift, own_delta, lse, delta, b, h, first, stop)``.
+
+    It loads L, base 2, and D of the thread's rows; from ``stop`` on rows have L infinite, and so no
+    probabilities.
+    """
+    rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
+    real, zero, inf = scalar_type(dtype), dtype.type(0), dtype.type(math.inf)
+    log2_e = dtype.type(LOG2_E)
+
+    @device_function
+    def load_row_values(ty, shift, own_delta, lse, delta, b, h, first, stop):
+        for i in range(own_rows):
+            row = first + ty + i * rows_of_threads
+            inside = row < stop
+            shift[i] = real(shift_of(lse[b, h, row])) * log2_e if inside else inf
+            own_delta[i] = delta[b, h, row] if inside else zero
+
+    return load_row_values
+
+
+@cache
+def make_put_row_values(
+    layout: RegisterLayout, dtype: np.dtype[Any], lse_tile: int, delta_tile: int
+) -> Callable[..., None]:
+    """Return ``put_row_values(thread, shared, lse, delta, b, h, first, stop)``.
+
+    It puts L, base 2, and D of a whole query tile into shared memory at the two offsets; rows from ``stop``
+    on as in :func:`make_load_row_values`.
+    """
+    block_q, threads, real = layout.block_q, layout.threads, scalar_type(dtype)
+    zero, inf, log2_e = dtype.type(0), dtype.type(math.inf), dtype.type(LOG2_E)
+
+    @device_function
+    def put_row_values(thread, shared, lse, delta, b, h, first, stop):
+        for r in range(thread, block_q, threads):
+            row = first + r
+            inside = row < stop
+            shift = real(shift_of(lse[b, h, row])) * log2_e if inside else inf
+            shared[lse_tile + r] = shift
+            shared[delta_tile + r] = delta[b, h, row] if inside else zero
+
+    return put_row_values

@@ -168,6 +168,7 @@ def dkdv_kernel(
                 # 10: Sᵀ = K_j Q_iᵀ     13: dPᵀ = V_j dO_iᵀ
                 multiply_kq(tx, ty, s, fragment, shared, k_tile, q_tile)
                 multiply_v_dout(tx, ty, dp, fragment, shared, v_tile, dout_tile)
+                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
                 to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras)
                 keep_p(tx, ty, s, one, shared, p_tile)
                 cuda.syncthreads()  # P is whole

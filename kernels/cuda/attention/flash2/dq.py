@@ -171,6 +171,7 @@ def dq_kernel(
                 # 10: S = Q_i K_jᵀ     13: dP = dO_i V_jᵀ
                 multiply_qk(tx, ty, s, fragment, shared, q_tile, k_tile)
                 multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
+                # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
                 to_gradients(tx, ty, s, dp, shift, own_delta, whole, bits, tile, extras)
                 keep_ds(tx, ty, dp, one, shared, ds_tile)
                 cuda.syncthreads()  # dS is whole

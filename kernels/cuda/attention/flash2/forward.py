@@ -279,7 +279,7 @@ def forward_kernel(
                 # 8: S = Q_i K_jᵀ
                 multiply(tx, ty, s, fragment, shared, q_tile, k_tile)
                 to_scores(tx, ty, s, whole, bits, tile, extras)
-                # 9, and the first half of 10: m, P and l of S, and O = diag(e^(m - m_new)) O
+                # 9: m, P and l of S     10, first half: O = diag(e^(m - m_new)) O
                 softmax_step(tx, ty, s, acc, row_max, row_sum, scratch, shared, bits, extras)
                 cuda.syncthreads()  # P is whole
                 # 10, second half: O = O + P V_j

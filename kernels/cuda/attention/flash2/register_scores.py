@@ -73,7 +73,6 @@ def make_gradients_by_rows(
 
     @device_function
     def to_gradients(tx, ty, s, dp, shift, delta, whole, bits, tile, extras):
-        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
         own = moved(tile, ty, tx)
         edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
         for i in range(own_rows):
@@ -117,7 +116,6 @@ def make_gradients_by_keys(
 
     @device_function
     def to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras):
-        # 11: P = exp(S - L_i)     14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
         own = moved(tile, tx, ty)
         edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
         for i in range(own_keys):

@@ -188,16 +188,15 @@ class Story:
             shift = np.where(np.isfinite(maximum[:, 0]), maximum[:, 0], 0)
             view["rescale"] = np.exp2(old - shift)
             view["scores"] = self._scores(step)[:rows, :cols] * LN_2
-            stride = int(at["p_stride"])
+            stride = self.settings.block_k + VECTOR
             p = flat[starts[3] : starts[3] + self.settings.block_q * stride]
             view["probs"] = p.reshape(-1, stride)[:rows, :cols]
         return TileView(visit, **view)
 
-    @staticmethod
-    def _threads(step: Step) -> Any:
+    def _threads(self, step: Step) -> Any:
         """Return lanes, threads along a column, and tx and ty of each thread."""
         at, own = step.numbers, step.registers
-        return int(at["lanes"]), int(at["rows_of_threads"]), own["tx"], own["ty"]
+        return int(at["lanes"]), self.settings.block_q // int(at["own_rows"]), own["tx"], own["ty"]
 
     def _rows(self, step: Step, values: Array) -> Array:
         """Arrange (threads, own rows) as (block_q, lanes)."""

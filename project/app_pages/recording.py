@@ -193,14 +193,6 @@ class Recorder(IOMeter):
                 frames = [self._frames[number] for number in sorted(self._frames)]
                 self._frames.clear()
                 step = self._step(kernel, tuple(thread.blockIdx), frames)
-                last = self.steps[-1] if self.steps else None
-                if last and (last.line, last.block, last.numbers) == (
-                    step.line, step.block, step.numbers,
-                ):  # fmt: skip
-                    del (
-                        self.steps[-1],
-                        self._moments[-1],
-                    )  # syncthreads_or is two barriers in the simulator
                 self.steps.append(step)
                 self._moments.append(self._moment())
 

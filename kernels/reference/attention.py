@@ -75,7 +75,7 @@ def attention(problem: Problem, tile: Any, operands: Operands) -> None:
 
 
 class _Tile(NamedTuple):
-    """What the backward pass needs of one tile, each (…, rows, cols).
+    """Matrices of one tile for the backward pass, each (…, rows, cols).
 
     Attributes:
         p: Probabilities, after dropout.

@@ -1,7 +1,7 @@
-"""The score program: what each option of attention makes of a score, and which (row, col) is visible.
+"""The score program: how each option of attention modifies a score, and which (row, col) is visible.
 
-Every option is written here once, and :func:`make_score_program` compiles it for a target, which says how
-it computes tanh and how it reads the array of an option at a place (:class:`ScoreTarget`).  In this order:
+Every option is written here once, and :func:`make_score_program` compiles it for a target.  The target
+defines tanh and how the array of an option is read at a place (:class:`ScoreTarget`).  In this order:
 
     softcap           score = softcap * tanh(score / softcap)
     score_mod         score = score_mod(score, batch, head, row, col)
@@ -19,7 +19,7 @@ from .visibility import make_masks
 
 
 class Features(NamedTuple):
-    """Which options a call has, and so what code it needs beyond q, k and v.
+    """The options of a call, for which its kernels are compiled.
 
     Attributes:
         softcap: Scores are capped.
@@ -31,7 +31,7 @@ class Features(NamedTuple):
         mask_mod: The user's function, or None.
         score_mod: The user's function, or None.
         derivative: Of score_mod, or None.
-        whole_tiles: The block mask hides nothing of a tile that is listed: a kernel is told so.
+        whole_tiles: The block mask hides no element of a listed tile; a rung sets it for its own tiles.
     """
 
     softcap: bool = False
@@ -104,7 +104,7 @@ class Place(NamedTuple):
 
 
 class ScoreTarget(NamedTuple):
-    """What a target adds to the score program.
+    """The functions of a target that the score program calls.
 
     A function of ``(place, call)`` gets a :class:`Place` and the record that holds the numbers of a call:
     ``lower``, ``upper``, ``softcap`` and ``over_cap`` (1 / softcap).
@@ -121,7 +121,7 @@ class ScoreTarget(NamedTuple):
         in_mask: ``(place, call)``: the element of a boolean mask.
         in_blocks: ``(place, call)``: whether the block mask shows the element.
         scores_over_cap: With a softcap, scores come divided by it.
-        derives: The derivative of scores is wanted; without it it is always ``one``.
+        derives: ``modified`` computes the derivative of scores; else it returns ``one``.
     """
 
     compile: Callable[[Any], Any]
@@ -200,7 +200,7 @@ def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
 
 
 def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:
-    """Return the step of a ``score_mod``; without a derivative no gradient is asked for."""
+    """Return the step of a ``score_mod``; its derivative is ``one`` where none is needed."""
     one, function = target.one, target.score_function(features.score_mod)
     has_derivative = target.derives and features.derivative is not None
     derivative: Any = target.score_function(features.derivative) if has_derivative else None

@@ -30,7 +30,7 @@ def make_masks(compile_: Callable[[Any], Any]) -> Masks:
 
     @compile_
     def distance(row, col, diagonal):
-        """How far ALiBi says a column is from a row."""
+        """Return ALiBi's distance between a row and a column."""
         return abs(row + diagonal - col)
 
     return Masks(is_visible, distance)

@@ -132,7 +132,7 @@ def load_tile(thread, threads, array, b, h, first, rows, dim, tile):
 
 @device_function
 def store_tile(thread, threads, tile, array, b, h, first, rows, dim):
-    """Copy rows from shared memory to one head, dealt out likewise."""
+    """Copy rows from shared memory to one head, distributed likewise."""
     for e in range(thread, rows * dim, threads):
         array[b, h, first + e // dim, e % dim] = tile[e // dim, e % dim]
 
@@ -399,7 +399,7 @@ def backward_kernel(
                     c, d = e // head_dim, e % head_dim
                     dk_acc[c, d] += scale * dot_columns(ds, c, q_tile, d, rows)
                 # END TASK 5.5
-            # 24: write dK_j, dV_j; a thread writes what it has added up itself
+            # 24: write dK_j, dV_j; each thread writes the elements that it has summed
             store_tile(thread, threads, dk_acc, dk, b, h, col, cols, head_dim)
             store_tile(thread, threads, dv_acc, dv, b, h, col, cols, value_dim)
             cuda.syncthreads()  # all have read K_j and V_j before the next tiles replace them

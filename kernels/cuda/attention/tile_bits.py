@@ -35,7 +35,7 @@ class TileBits(NamedTuple):
     Attributes:
         bytes: Of shared memory.
         draw: ``(thread, bits, whole, place, extras)``: fill the bytes of the tile whose first element is at
-            ``place``, a ``tile_scores.TilePlace``; ``whole`` says that bounds and lists hide none of it.
+            ``place``, a ``tile_scores.TilePlace``; ``whole`` means that bounds and lists hide none of it.
         kept: ``(bits, r, c, extras)``: what dropout multiplies an element of the tile by.
         listed: ``(bits, r, c)``: whether block mask and mask_mod let it be seen.
     """

@@ -78,7 +78,7 @@ def test_a_rung_that_does_not_know_a_dtype_says_which_it_knows() -> None:
     q = np.zeros((2, 3), np.float32)
     with pytest.raises(ValueError, match="takes operands of float16, or a precision that allows"):
         _recording([], FLOAT16).pick(kernels.make_problem(q, q, q))
-    for dtype in FLOAT_DTYPES:  # what takes float32 and float64 takes 16 bits as float32
+    for dtype in FLOAT_DTYPES:  # a target of float32 and float64 takes 16 bits as float32
         other = q.astype(dtype)
         taken = launch.CPU.rungs[0].taken(kernels.make_problem(other, other, other))
         assert taken is not None and taken.dtype == (FLOAT32 if is_half(dtype) else dtype)

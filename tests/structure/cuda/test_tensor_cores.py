@@ -15,7 +15,7 @@ from kernels.runtime.targets import why_no_cuda
 
 
 def another_device() -> launch.Target:
-    """Return the rungs of a GPU, none of which has been asked yet what it can."""
+    """Return the rungs of a GPU, with nothing cached of their capabilities."""
     return replace(launch.CUDA)
 
 

@@ -28,9 +28,7 @@ from kernels.cuda.attention.register_tiles import (
     set_all,
 )
 from kernels.cuda.attention.tile_bits import make_tile_bits
-from kernels.cuda.device.one_source import (
-    batch_and_head,
-)
+from kernels.cuda.device.one_source import batch_and_head
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import VECTOR
 from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type

@@ -130,7 +130,7 @@ def _make_softmax_step(
             for c in range(own_cols):
                 p = exp2(s[i, c] - shift)
                 total += p
-                # What dropout leaves of P; l is the sum of all.
+                # P after dropout; l sums P before it.
                 p *= kept(bits, r, tx + c * lanes, extras)
                 shared[p_tile + r * p_stride + tx + c * lanes] = p
             # Each thread sums its own columns; the threads of a row meet once, at the end.

@@ -31,9 +31,7 @@ from kernels.cuda.attention.register_tiles import (
     widths,
 )
 from kernels.cuda.attention.tile_bits import make_tile_bits
-from kernels.cuda.device.one_source import (
-    ceil_div,
-)
+from kernels.cuda.device.one_source import ceil_div
 from kernels.cuda.device.vector import VECTOR, are_vectors
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
 from kernels.problem.operands import Operands
@@ -184,9 +182,8 @@ def dmask_kernel(
                         multiply_dout_v(tx, ty, dp, fragment, shared, dout_tile, v_tile)
                         to_gradients(tx, ty, s, dp, shift, own_delta, whole, bits, tile, extras)
                         for i in range(own_rows):
-                            if (
-                                row + ty + i * rows_of_threads < seq_q
-                            ):  # beyond the end it may be anything
+                            # dS of rows beyond the end is undefined.
+                            if row + ty + i * rows_of_threads < seq_q:
                                 for c in range(own_cols):
                                     acc[i, c] += dp[i, c]
         keep_ds(tx, ty, acc, one, shared, ds_tile)

@@ -1,4 +1,4 @@
-"""Scores and their gradients in the registers of a thread: what flash2 does between its products.
+"""Scores and their gradients in the registers of a thread: the steps of flash2 between its products.
 
 A thread has the elements ty, ty + rows_of_threads, … of one side of a tile and tx, tx + lanes, … of the
 other.  ``tile`` is the ``TilePlace`` of the tile's first element.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.options.tile_scores import make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import edge_of, make_tile_scores, moved
 from kernels.cuda.attention.register_tiles import RegisterLayout
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.device.one_source import shift_of
@@ -29,13 +29,12 @@ def make_scores(
     """Return ``to_scores(tx, ty, s, whole, bits, tile, extras)``: scores, base 2, in place of products."""
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
-    scores, listed = make_tile_scores(features, dtype), tile_bits.listed
-    edge_of, score_of = scores.edge, scores.score
+    score_of, listed = make_tile_scores(features, dtype).score, tile_bits.listed
 
     @device_function
     def to_scores(tx, ty, s, whole, bits, tile, extras):
         own = moved(tile, ty, tx)
-        edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
+        edge = edge_of(own, extras)
         for i in range(own_rows):
             for j in range(own_cols):
                 r, c = i * rows_of_threads, j * lanes
@@ -68,13 +67,12 @@ def make_gradients_by_rows(
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = layout.block_q // rows_of_threads, layout.block_k // lanes
     scores = make_tile_scores(features, dtype, of_bias=of_bias)
-    edge_of, gradient_of = scores.edge, scores.gradient
-    kept, listed = tile_bits.kept, tile_bits.listed
+    gradient_of, kept, listed = scores.gradient, tile_bits.kept, tile_bits.listed
 
     @device_function
     def to_gradients(tx, ty, s, dp, shift, delta, whole, bits, tile, extras):
         own = moved(tile, ty, tx)
-        edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
+        edge = edge_of(own, extras)
         for i in range(own_rows):
             for j in range(own_cols):
                 r, c = i * rows_of_threads, j * lanes
@@ -111,13 +109,12 @@ def make_gradients_by_keys(
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_keys, own_rows = layout.block_k // rows_of_threads, layout.block_q // lanes
     scores = make_tile_scores(features, dtype, by_keys=True)
-    edge_of, gradient_of = scores.edge, scores.gradient
-    kept, listed = tile_bits.kept, tile_bits.listed
+    gradient_of, kept, listed = scores.gradient, tile_bits.kept, tile_bits.listed
 
     @device_function
     def to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras):
         own = moved(tile, tx, ty)
-        edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
+        edge = edge_of(own, extras)
         for i in range(own_keys):
             for j in range(own_rows):
                 r, c = j * lanes, i * rows_of_threads

@@ -36,7 +36,12 @@ from kernels.cuda.attention.flash2_mma.tiles import (
 )
 from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import (
+    TilePlace,
+    edge_of,
+    make_tile_scores,
+    moved,
+)
 from kernels.cuda.attention.options.visits import make_key_bounds, make_next_entry, make_visits
 from kernels.cuda.attention.register_tiles import scale_all, set_all
 from kernels.cuda.attention.tile_bits import make_tile_bits
@@ -111,8 +116,7 @@ def dkdv_kernel(
     visits = make_visits(features, block_k, by_keys=True)
     place, entries, tile_of, is_whole, _ = visits
     next_entry = make_next_entry(visits)
-    scores = make_tile_scores(features, FLOAT32)
-    operand_factor, edge_of = scores.operand_factor, scores.edge
+    operand_factor = make_tile_scores(features, FLOAT32).operand_factor
     has_sums = sums is not None
     tile_bits = make_tile_bits(features, layout, FLOAT32, tiles.elements)  # type: ignore[arg-type]
     draw, has_bits = tile_bits.draw, tile_bits.bytes
@@ -234,7 +238,7 @@ def dkdv_kernel(
             lse_row = memory + lse_offset + WORD * (stage * block_q + lane_col(lane))
             delta_row = memory + delta_offset + WORD * (stage * block_q + lane_col(lane))
             own = moved(start, row + lane_col(lane), warp_key + lane_row(lane))
-            edge = edge_of(own.row, own.col, seq_q, seq_k, extras)
+            edge = edge_of(own, extras)
             for step in range(0, block_q, step_q):
                 lane = anew(lane)  # addresses of fragments would fill the registers
                 q_stage = q_tile + stage * q_bytes + HALF * head_width * step

@@ -37,7 +37,12 @@ from kernels.cuda.attention.flash2_mma.tiles import (
 )
 from kernels.cuda.attention.options.mods import numbers_of_mods
 from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import (
+    TilePlace,
+    edge_of,
+    make_tile_scores,
+    moved,
+)
 from kernels.cuda.attention.options.visits import make_key_bounds, make_visits
 from kernels.cuda.attention.register_tiles import scale_all, set_all
 from kernels.cuda.device.one_source import batch_and_head
@@ -86,12 +91,12 @@ def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
 def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
     """Return the function that makes Pᵀ of the products of a warp of the first half, in place.
 
-    ``to_probabilities(s, lse_row, factor, whole, lane, place, extras)``, for
-    the warp's rows and keys from (row, col) on; ``lse_row`` is the address of L of the lane's first row.
+    ``to_probabilities(s, lse_row, factor, whole, lane, place, extras)``, for the warp's rows and keys from
+    ``place`` on; ``lse_row`` is the address of L of the lane's first row.
     """
     key_tiles, col_tiles = layout.turned.row_tiles, layout.step_q // COLS
-    scores = make_tile_scores(PLAIN, FLOAT32, by_keys=True)
-    edge_of, score_of, rows_of, cols_of = scores.edge, scores.score, ROW_OF, COL_OF
+    score_of = make_tile_scores(PLAIN, FLOAT32, by_keys=True).score
+    rows_of, cols_of = ROW_OF, COL_OF
 
     @device_function
     def to_probabilities(s, lse_row, factor, whole, lane, place, extras):
@@ -104,7 +109,7 @@ def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
                         s[at, i] = ex2(s[at, i] * factor - (high if i % 2 else low))
         else:
             own = moved(place, lane_col(lane), lane_row(lane))
-            edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
+            edge = edge_of(own, extras)
             for n in range(col_tiles):
                 low, high = ld_shared_v2(lse_row + WORD * n * COLS)
                 for m in range(key_tiles):

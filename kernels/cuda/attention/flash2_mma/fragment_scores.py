@@ -1,4 +1,4 @@
-"""Scores and their gradients in the fragments of a warp: what the kernels do between their products.
+"""Scores and their gradients in the fragments of a warp: the steps of the kernels between their products.
 
 A lane has its elements of each 16 x 8 tile at ``ROW_OF`` and ``COL_OF`` from its first one.  In tiles that
 bounds and lists leave whole, a kernel without other options tests nothing.
@@ -17,7 +17,7 @@ from kernels.cuda.attention.flash2_mma.tiles import (
     MmaKeyLayout,
     MmaLayout,
 )
-from kernels.cuda.attention.options.tile_scores import make_tile_scores, moved
+from kernels.cuda.attention.options.tile_scores import edge_of, make_tile_scores, moved
 from kernels.cuda.attention.tile_bits import TileBits
 from kernels.cuda.ptx.copies import ld_shared_v2
 from kernels.cuda.ptx.fragments import lane_col, lane_row
@@ -43,14 +43,14 @@ def make_fragment_scores(
         is_folded: Products stay as they are, but for masked ones; the exponent has the factor.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
-    scores, listed = make_tile_scores(features, FLOAT32), tile_bits.listed
-    edge_of, score_of, rows_of, cols_of = scores.edge, scores.score, ROW_OF, COL_OF
+    score_of, listed = make_tile_scores(features, FLOAT32).score, tile_bits.listed
+    rows_of, cols_of = ROW_OF, COL_OF
 
     @device_function
     def to_scores(s, factor, whole, bits, lane, warp_row, place, extras):
         if not (is_folded and whole):
             own = moved(place, warp_row + lane_row(lane), lane_col(lane))
-            edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
+            edge = edge_of(own, extras)
             for m in range(row_tiles):
                 for n in range(col_tiles):
                     for i in range(4):
@@ -75,9 +75,8 @@ def make_gradients_by_rows(
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
     scores = make_tile_scores(features, FLOAT32, exp2=ex2)
-    listed, kept = tile_bits.listed, tile_bits.kept
-    edge_of, gradient_of, rows_of, cols_of = scores.edge, scores.gradient, ROW_OF, COL_OF
-    is_plain = features.of_elements == PLAIN
+    gradient_of, listed, kept = scores.gradient, tile_bits.listed, tile_bits.kept
+    is_plain, rows_of, cols_of = features.of_elements == PLAIN, ROW_OF, COL_OF
 
     @device_function
     def to_gradients(
@@ -94,7 +93,7 @@ def make_gradients_by_rows(
                         dp[at, i] = p * (dp[at, i] * dp_unit - delta[2 * m + i // 2])
         else:
             own = moved(place, warp_row + lane_row(lane), lane_col(lane))
-            edge = edge_of(own.row, own.col, own.seq_q, own.seq_k, extras)
+            edge = edge_of(own, extras)
             for m in range(row_tiles):
                 for n in range(col_tiles):
                     at = m * col_tiles + n
@@ -120,7 +119,7 @@ def make_gradients_by_keys(
     ``to_gradients(s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
     own, extras)``: ``lse_row`` and ``delta_row`` are the addresses of L, base 2, and D of the lane's first
     row; ``step`` is the first of the rows that are in the registers.  ``own`` is the ``TilePlace`` of the
-    lane's first element, and ``edge`` its ``TileScores.edge``.
+    lane's first element, and ``edge`` its ``edge_of``.
     """
     turned = layout.turned
     key_tiles, col_tiles = turned.row_tiles, layout.step_q // COLS

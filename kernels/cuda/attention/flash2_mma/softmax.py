@@ -52,8 +52,8 @@ def make_softmax_step(
 ) -> Callable[..., None]:
     """Return the function that makes probabilities of the scores of a warp, in place.
 
-    ``softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)``: ``unit`` is what is
-    left to multiply scores by, and probabilities are multiplied by two to the power of ``top``.
+    ``softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)``: ``unit`` is
+    the factor that scores still lack, and probabilities are multiplied by two to the power of ``top``.
 
     Args:
         layout: Of the block.
@@ -100,7 +100,7 @@ def make_softmax_step(
                     for u in range(2):
                         p = ex2(s[at, 2 * half + u] * unit - shift)
                         total += p
-                        if has_bits:  # what dropout leaves of P; l is the sum of all
+                        if has_bits:  # P after dropout; l sums P before it
                             in_row = warp_row + lane_row(lane) + m * ROWS + 8 * half
                             p *= kept(bits, in_row, lane_col(lane) + n * COLS + u, extras)
                         s[at, 2 * half + u] = p
@@ -114,7 +114,7 @@ def make_finish_rows(layout: MmaLayout, own_tiles: int, is_wide: bool) -> Callab
     """Return the function that divides O by l, and writes L.
 
     ``finish_rows(acc, row_max, row_sum, unit, top, out_unit, lse, b, h, first, stop, lane, warp_row)``, for
-    the tile whose rows begin at ``first``; ``out_unit`` is what out is multiplied by.
+    the tile whose rows begin at ``first``; ``out_unit`` multiplies out.
 
     Args:
         layout: Of the block.

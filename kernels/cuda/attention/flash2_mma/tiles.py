@@ -135,7 +135,7 @@ def make_copy_tile(
     """Return ``copy_tile(thread, source, b, h, first, stop, target)``: rows to shared memory.
 
     It copies the rows from ``first`` on of one head to the address ``target``, zeros for rows from ``stop``
-    on and for columns that the source does not have; what is out of range is never read.
+    on and for columns that the source does not have; elements out of bounds are never read.
 
     Args:
         threads: Who copy.

@@ -39,6 +39,36 @@ def bit_words(cols: int) -> int:
     return PLAIN.ceil_div(cols, 8 * TILES)
 
 
+def offset_of(by_keys: bool) -> Callable[..., Any]:
+    """Return ``offset(t, i)``: rows and columns of a lane's element (t, i) from its first one.
+
+    Args:
+        by_keys: Tiles are transposed: their rows are keys.
+    """
+
+    @device_function
+    def offset(t, i):
+        along, across = 8 * t + i % 2, 8 * (i // 2)
+        return (along, across) if by_keys else (across, along)
+
+    return offset
+
+
+def lane_offset_of(by_keys: bool) -> Callable[..., Any]:
+    """Return ``lane_offset(lane)``: rows and columns of a lane's first element from its warp's first one.
+
+    Args:
+        by_keys: As for :func:`offset_of`.
+    """
+
+    @device_function
+    def lane_offset(lane):
+        across, along = lane // 4, 2 * (lane % 4)
+        return (along, across) if by_keys else (across, along)
+
+    return lane_offset
+
+
 @device_function
 def has_bit(bits, t, i):
     """Return whether a lane's words have the bit of its element (t, i): those of what is seen."""

@@ -17,7 +17,13 @@ import numpy as np
 from numba import int32, int64, types, uint32, uint64, void
 
 from kernels.common.geometry import PLAIN
-from kernels.cuda.attention.flash3_wgmma.dropout_bits import TILES, bit_words, with_bit
+from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
+    TILES,
+    bit_words,
+    lane_offset_of,
+    offset_of,
+    with_bit,
+)
 from kernels.cuda.device.one_source import batch_and_head, ceil_div
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global_v4
 from kernels.cuda.ptx.numbers import UNPACK
@@ -160,22 +166,16 @@ def make_block_bits(cols: int, by_keys: bool = False) -> Callable[..., Any]:
         cols: As for :func:`make_words_place`.
         by_keys: Likewise.
     """
-    tiles = cols // 8
-
-    @device_function
-    def place_of(u, i):
-        along, across = 8 * u + i % 2, 8 * (i // 2)
-        return (along, across) if by_keys else (across, along)
+    tiles, offset, lane_offset = cols // 8, offset_of(by_keys), lane_offset_of(by_keys)
 
     @device_function
     def block_bits(n, place, extras):
         row, col, line = place.row, place.col, place.line
-        across, along = place.lane // 4, 2 * (place.lane % 4)
-        down, right = (along, across) if by_keys else (across, along)
-        first_row, first_col = place_of(n * TILES, 0)
+        down, right = lane_offset(place.lane)
+        first_row, first_col = offset(n * TILES, 0)
         last_row = int32((line.rows - 1) // SIDE * SIDE)
         last_col = int32((line.cols - 1) // SIDE * SIDE)
-        # The first of as many rows and columns, within the arrays: what is beyond nobody asks for.
+        # The first of SIDE rows and columns, clipped to the arrays: the bounds mask elements beyond them.
         at_row = min(int32(row - down + first_row), last_row)
         at_col = min(int32(col - right + first_col), last_col)
         rows, cols_of = uint32(extras.patterns.shape[1]), uint32(extras.patterns.shape[2])
@@ -189,7 +189,7 @@ def make_block_bits(cols: int, by_keys: bool = False) -> Callable[..., Any]:
             if state >= PARTIAL:
                 for v in range(2):
                     for e in range(4):
-                        own_r, own_c = place_of(v, e)
+                        own_r, own_c = offset(v, e)
                         kept = extras.patterns[
                             int64(state - PARTIAL),
                             int64(r + down + own_r),

@@ -1,40 +1,30 @@
-"""The score program of Hopper's forward and backward kernels: how their lanes have elements and options."""
+"""The score program of Hopper's kernels: the places of a lane's elements, and their target."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 from numba import float32, int32, int64
 
-from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, has_bit
+from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, has_bit, offset_of
 from kernels.cuda.attention.flash3_wgmma.packed_mask import QUAD, STEP, make_pair_at
-from kernels.cuda.attention.options.mods import (
-    FIRST_PLACE,
-    mask_function,
-    numbers_of_mods,
-    score_function,
-)
-from kernels.cuda.attention.options.score_functions import mask_at
-from kernels.cuda.attention.options.tile_scores import make_tile_scores
+from kernels.cuda.attention.options.mods import FIRST_PLACE, numbers_of_mods, score_function
+from kernels.cuda.attention.options.score_functions import cuda_target, mask_at
+from kernels.cuda.attention.options.tile_scores import edge_from
 from kernels.cuda.ptx.numbers import UNPACK
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.dtypes import FLOAT32
-from kernels.scores.program import PLAIN, Features, ScoreTarget
-
-_edge_of = make_tile_scores(PLAIN, FLOAT32).edge
+from kernels.scores.program import Features, ScoreTarget
 
 
 class Line(NamedTuple):
-    """What a lane's elements of all tiles of a work item have in common.
+    """Values that a lane's elements share in all tiles of a work item.
 
     Attributes:
         flat: Number of (batch, head), as in ``Extras``.
-        b: See ``kernels.scores.program.Place``.
-        h: Likewise.
-        batch: Likewise; 0 without a user's function.
-        head: Likewise.
+        b, h: See ``kernels.scores.program.Place``.
+        batch, head: Likewise; 0 without a user's function.
         slope: ALiBi's slope of the head, or 0.
         rows: Query rows of the sequence.
         cols: Keys of it.
@@ -57,7 +47,7 @@ class LanePlace(NamedTuple):
         lane: Its number in the warp.
         row: Query row of the element, from the start of its sequence.
         col: Key column, likewise.
-        line: Of the work item.
+        line: That of the work item.
     """
 
     lane: Any
@@ -67,20 +57,15 @@ class LanePlace(NamedTuple):
 
 
 class ElementPlace(NamedTuple):
-    """One element of a lane, what ``kernels.scores.program.Place`` has and more.
+    """One element of a lane, a ``kernels.scores.program.Place`` with more fields.
 
     Attributes:
-        b: See ``Place``.
-        h: Likewise.
-        batch: Likewise.
-        head: Likewise.
-        row: Likewise, at most the last one.
-        col: Likewise.
-        distance: Of row and col before that, see :func:`distance_of`.
+        b, h, batch, head: See ``Place``.
+        row, col: Likewise, clipped to the arrays.
+        distance: See :func:`distance_of`, from the row and column before clipping.
         slope: ALiBi's slope of the head.
         words: The lane's words of masks: bits, and behind them pairs of a floating mask of 16 bits.
-        t: Eight columns of the lane's tile.
-        i: Which element of them.
+        t, i: The element's number, see ``dropout_bits``.
     """
 
     b: Any
@@ -97,7 +82,7 @@ class ElementPlace(NamedTuple):
 
 
 def _has_mods(features: Features) -> bool:
-    """Tell whether a user's functions get the places of elements."""
+    """Return whether a user's functions need the places of elements."""
     return features.score_mod is not None or features.mask_mod is not None
 
 
@@ -116,8 +101,8 @@ def line_of(features: Features) -> Callable[..., Any]:
 
 @device_function
 def edge_at(place, extras):
-    """Return ``TileScores.edge`` of a lane's first element."""
-    return _edge_of(place.row, place.col, place.line.rows, place.line.cols, extras)
+    """Return ``tile_scores.edge_from`` of a lane's first element."""
+    return edge_from(place.row, place.col, place.line.rows, place.line.cols, extras)
 
 
 def distance_of(features: Features) -> Callable[..., Any]:
@@ -131,17 +116,6 @@ def distance_of(features: Features) -> Callable[..., Any]:
         return float32(int32(place.row - place.col))
 
     return distance
-
-
-def offset_of(by_keys: bool) -> Callable[..., Any]:
-    """Return ``offset(t, i)``: rows and columns of an element from the lane's first one."""
-
-    @device_function
-    def offset(t, i):
-        along, across = 8 * t + i % 2, 8 * (i // 2)
-        return (along, across) if by_keys else (across, along)
-
-    return offset
 
 
 def element_of(
@@ -160,7 +134,7 @@ def element_of(
     def element(place, distance, words, t, i):
         row, col, line = place.row, place.col, place.line
         r, c = offset(t, i)
-        if has_mods:  # which tells the compiler how large they are
+        if has_mods:  # tells the compiler their range
             row, col = int32(row & FIRST_PLACE), int32(col & FIRST_PLACE)
         # Within the arrays, so that loads need no branch.
         row, col = int32(min(int32(row + r), int32(line.rows - 1))), int32(col + c)
@@ -175,9 +149,9 @@ def element_of(
 
 
 def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> ScoreTarget:
-    """Return the target of which a place is an :class:`ElementPlace` and a call its ``Extras``.
+    """Return the target whose places are :class:`ElementPlace` records.
 
-    Scores come divided by the softcap.
+    Scores are divided by the softcap beforehand.
 
     Args:
         features: Of the kernel.
@@ -197,15 +171,6 @@ def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> Sco
 
         return score_mod
 
-    def by_place(function: Callable[..., Any]) -> Any:
-        own = mask_function(function, FLOAT32)
-
-        @device_function
-        def mask_mod(place, extras):
-            return bool(own(place.batch, place.head, place.row, place.col))
-
-        return mask_mod
-
     @device_function
     def slope(place, extras):
         return place.slope
@@ -218,12 +183,9 @@ def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> Sco
     def is_shown(place, extras):
         return has_bit(place.words, place.t, place.i)
 
-    return ScoreTarget(
-        compile=device_function,
-        one=np.float32(1),
+    return cuda_target(FLOAT32)._replace(
         tanh=tanh,
         score_function=by_score,
-        mask_function=by_place,
         slope=slope,
         distance=distance,
         bias=make_pair_at(kind, cols) if kind in UNPACK else mask_at,

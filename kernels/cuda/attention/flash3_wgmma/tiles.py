@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numba import int32, int64, uint32
 
+from kernels.cuda.attention.flash3_wgmma.dropout_bits import offset_of
 from kernels.cuda.attention.options.tile_scores import is_inside
 from kernels.cuda.device.half import EIGHT
 from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP
@@ -198,8 +199,8 @@ def make_pack(dtype: str, depth: int) -> Any:
 def make_clear_rows(threads: int, rows: int, panels: int) -> Any:
     """Return ``clear_rows(thread, first, tile)``: zeros in the rows of a tile from ``first`` on.
 
-    Where a packed sequence ends within a tile, these rows are the next sequence's; the copy engine brings
-    them all the same, and zero times infinity is NaN.
+    Where a packed sequence ends within a tile, these rows belong to the next sequence.  The copy engine
+    copies them too, and zero times infinity is NaN.
 
     Args:
         threads: That share the work.
@@ -228,16 +229,15 @@ def make_hide(cols: int, by_keys: bool) -> Any:
         cols: Of the tile.
         by_keys: Its rows are keys and its columns queries.
     """
-    tiles = cols // 8
+    tiles, offset = cols // 8, offset_of(by_keys)
 
     @device_function
     def hide(numbers, edge):
         for t in range(tiles):
-            for e in range(4):
-                across, along = 8 * (e // 2), 8 * t + e % 2
-                r, c = (along, across) if by_keys else (across, along)
+            for i in range(4):
+                r, c = offset(t, i)
                 if not is_inside(edge, r, c):
-                    numbers[t, e] = ZERO
+                    numbers[t, i] = ZERO
 
     return hide
 

@@ -1,7 +1,7 @@
 """The options of one score and one probability, compiled for every CUDA rung.
 
-``kernels.scores.program`` says what each option means; here is what CUDA adds: how the array of an option
-is read, and dropout.  A kernel is compiled for the options that a call has, and absent options cost
+``kernels.scores.program`` defines each option.  This module adds how CUDA kernels read the array of an
+option, and dropout.  A kernel is compiled for the options that a call has, and absent options cost
 nothing.  The arrays and numbers of options reach a kernel as its last argument, one :class:`Extras`.
 """
 
@@ -128,7 +128,7 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
     """Return the device functions for a kernel's features; those of absent options do nothing."""
     one, zero = dtype.type(1), dtype.type(0)
     minus_inf = dtype.type(-math.inf)
-    program = make_score_program(features, _cuda_target(dtype))
+    program = make_score_program(features, cuda_target(dtype))
     modified, is_visible = program.modified, program.is_visible
 
     @device_function
@@ -160,8 +160,8 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
 
 
 @cache
-def _cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
-    """Return the target whose scores are numbers in registers."""
+def cuda_target(dtype: np.dtype[Any]) -> ScoreTarget:
+    """Return the target of CUDA kernels: a place is one element, and a call its :class:`Extras`."""
     real = scalar_type(dtype)
 
     @device_function

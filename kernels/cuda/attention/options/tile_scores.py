@@ -26,12 +26,7 @@ class TilePlace(NamedTuple):
     """The first element of a tile, or of a thread in it, and where the sequences end.
 
     Attributes:
-        b: See ``kernels.scores.program.Place``, as for all fields but the last two.
-        h: Likewise.
-        batch: Likewise.
-        head: Likewise.
-        row: Likewise.
-        col: Likewise.
+        b, h, batch, head, row, col: See ``kernels.scores.program.Place``.
         seq_q: Query rows of the sequence.
         seq_k: Key columns.
     """
@@ -62,8 +57,6 @@ class TileScores(NamedTuple):
 
     Attributes:
         operand_factor: Multiplies q (or k), beside scale, when it is loaded.
-        edge: ``(row, col, seq_q, seq_k, extras)``: for a thread's elements of one tile, the least and the
-            greatest c - r that the bounds leave, and the columns and rows that are left.
         score: ``(product, r, c, whole, listed, edge, place, extras)``: the score, base 2, minus infinity
             where it is masked.
         gradient: ``(product, dp, shift, delta, kept, r, c, whole, listed, edge, place, extras)``: P before
@@ -71,9 +64,28 @@ class TileScores(NamedTuple):
     """
 
     operand_factor: Any
-    edge: Callable[..., Any]
     score: Callable[..., Any]
     gradient: Callable[..., Any]
+
+
+@device_function
+def edge_from(row, col, seq_q, seq_k, extras):
+    """Return the limits of a thread's elements in one tile, whose first one is at (row, col).
+
+    They are the least and the greatest c - r within the bounds, and the columns and rows that are left.
+    """
+    return (
+        int32(row + extras.lower - col),
+        int32(row + extras.upper - col),
+        int32(seq_k - col),
+        int32(seq_q - row),
+    )
+
+
+@device_function
+def edge_of(place, extras):
+    """Return :func:`edge_from` of a thread's first element, a ``TilePlace``."""
+    return edge_from(place.row, place.col, place.seq_q, place.seq_k, extras)
 
 
 @device_function
@@ -81,7 +93,7 @@ def is_inside_columns(edge, r, c):
     """Tell whether the element (r, c) from a thread's first one is within the bounds and the columns.
 
     Args:
-        edge: What ``TileScores.edge`` returns for the first one.
+        edge: That of the first one, see :func:`edge_from`.
         r: Rows, known when the kernel is compiled.
         c: Columns, likewise.
     """
@@ -117,15 +129,6 @@ def make_tile_scores(
     is_in_bounds = is_inside if by_keys else is_inside_columns
 
     @device_function
-    def edge_of(row, col, seq_q, seq_k, extras):
-        return (
-            int32(row + extras.lower - col),
-            int32(row + extras.upper - col),
-            int32(seq_k - col),
-            int32(seq_q - row),
-        )
-
-    @device_function
     def bounded_score(product, r, c, whole, listed, edge, place, extras):
         return product if whole or is_in_bounds(edge, r, c) else minus_inf
 
@@ -137,7 +140,7 @@ def make_tile_scores(
         return p, (p * (dp - delta) if seen else zero)
 
     if features == PLAIN:
-        return TileScores(log2_e, edge_of, bounded_score, bounded_gradient)
+        return TileScores(log2_e, bounded_score, bounded_gradient)
     bends, has_mod = features.bends, features.score_mod is not None
     is_listed = features.block_mask or features.mask_mod is not None
     # Block mask and mask_mod are in the bits of a tile, ``listed``.
@@ -174,4 +177,4 @@ def make_tile_scores(
             ds = zero if score == minus_inf else ds
         return p, ds
 
-    return TileScores(one if bends else log2_e, edge_of, score_of, gradient_of)
+    return TileScores(one if bends else log2_e, score_of, gradient_of)

@@ -163,7 +163,7 @@ def make_row_bounds(block_q: int, block_k: int) -> Callable[..., tuple[int, int,
 def make_key_bounds(
     block_q: int, block_k: int
 ) -> tuple[Callable[..., tuple[int, int]], Callable[..., bool]]:
-    """Return what the bounds leave to a tile of keys: ``bounds`` and ``is_inside``.
+    """Return two functions of the bounds for tiles of keys: ``bounds`` and ``is_inside``.
 
     ``bounds(col, seq_q, seq_k, extras)``: the first query tile with a row that sees a key of the tile at
     ``col``, and the one after the last.

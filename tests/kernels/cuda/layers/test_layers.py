@@ -24,7 +24,6 @@ from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.dtypes import FLOAT16, HALF_DTYPES, rounded
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch import CudaBackend, FastBackend, Parameter, Tensor, TensorData, from_numpy
-from minitorch.attention.score_options import bounds_penalty
 from minitorch.functions.fused import Gelu, Lookup, SeededDropout
 from minitorch.nn import composed_softmax
 
@@ -266,12 +265,6 @@ def test_one_hot_takes_ids_of_any_dtype() -> None:
     for dtype in (np.int64, np.float64):
         coded = minitorch.one_hot(from_numpy(ids.astype(dtype), CudaBackend), 3)
         np.testing.assert_array_equal(on_device(coded).to_numpy(), np.eye(3)[ids])
-
-
-def test_the_causal_mask_is_brought_to_the_device_once() -> None:
-    mask = bounds_penalty(2, 3, -2, 1, CudaBackend, np.dtype(np.float32))
-    assert bounds_penalty(2, 3, -2, 1, CudaBackend, np.dtype(np.float32)) is mask
-    assert on_device(mask).to_numpy().tolist() == [[0.0, 0.0, -np.inf], [0.0, 0.0, 0.0]]
 
 
 # -- optimisers --------------------------------------------------------------------------------

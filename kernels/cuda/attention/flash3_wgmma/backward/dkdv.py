@@ -292,11 +292,10 @@ def dkdv_kernel(
                 own = own_of(flat, b, h, rows, cols, extras)
                 own_col = int32(col + me * ROWS + warp * 16 + lane // 4)
                 # 7: dK_j = 0, dV_j = 0 is what the first products begin with
-                if (
-                    is_packed and adds_dq and cols - col < block_k
-                ):  # the rest is the next sequence's
+                # Rows beyond the end are the next sequence's.
+                if is_packed and adds_dq and cols - col < block_k:
                     clear_keys(consumer_thread, cols - col, tile)
-                    fence_proxy_async()  # products see the zeros
+                    fence_proxy_async()  # the zeros are visible to products
                     bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
                 if first < stop:
                     # 10: Sᵀ = K_j Q_iᵀ, the first
@@ -323,7 +322,7 @@ def dkdv_kernel(
                             clear_q(consumer_thread, rows - row, tile + q_offset + q_now * q_size)
                         if has_dv:
                             clear_dout(consumer_thread, rows - row, dout_tile)
-                        fence_proxy_async()  # products see the zeros
+                        fence_proxy_async()  # the zeros are visible to products
                         bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
                     if has_dk:
                         # 13: dPᵀ = V_j dO_iᵀ, computed while the exponentials are taken

@@ -264,7 +264,7 @@ def dq_kernel(
                             int32(cuda.threadIdx.x - WARPGROUP), left,
                             tile + k_offset + k_stage * k_size,
                         )  # fmt: skip
-                        fence_proxy_async()  # products see the zeros
+                        fence_proxy_async()  # the zeros are visible to products
                         bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
                 before = int32(0)  # the stage of the keys before
                 for n in range(int32(stop - first)):

@@ -14,6 +14,7 @@ from numba import float32, int32
 
 from kernels.cuda.attention.flash3_wgmma.backward.layout import makes_elements
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import make_elements
+from kernels.cuda.attention.flash3_wgmma.dropout_bits import lane_offset_of
 from kernels.cuda.attention.flash3_wgmma.score_terms import distance_of, edge_at, element_of
 from kernels.cuda.attention.flash3_wgmma.tiles import make_hide, make_hide_pairs, make_pack
 from kernels.cuda.ptx.copies import ld_shared_v2
@@ -33,8 +34,8 @@ class Passes(NamedTuple):
 
     Attributes:
         weigh: ``(s, p, kept, seen, mask_words, numbers, factor, whole, listed, place, extras)``: of the
-            products in ``s`` P · slope, and by keys in ``p`` the pairs P ∘ Z; ``whole`` tells that the
-            bounds hide none of the tile, ``listed`` that the block mask does not.
+            products in ``s`` P · slope, and by keys in ``p`` the pairs P ∘ Z; ``whole`` means that the
+            bounds hide none of the tile, ``listed`` that the block mask hides none.
         slope: ``(s, dp, kept, numbers, whole, place, extras)``: of dP in ``dp`` dS.
     """
 
@@ -64,6 +65,7 @@ def make_passes(
     element = element_of(features, by_keys)
     draw, has_seen = elements.draw, elements.has_seen
     is_plain, distance_from = not makes_elements(features), distance_of(features)
+    lane_offset = lane_offset_of(by_keys)
     has_lists_alone = not is_plain and features.of_elements == PLAIN
 
     @device_function
@@ -91,12 +93,8 @@ def make_passes(
     @device_function
     def weigh_each(s, p, kept, seen, mask_words, numbers, factor, listed, place, extras):
         lane, row, col, line = place
-        distance = distance_from(place, extras)
-        across, along = lane // 4, 2 * (lane % 4)  # of the lane's first element in its warp's tile
-        if by_keys:
-            draw(kept, lane, line.flat, int32(row - along), int32(col - across), extras)
-        else:
-            draw(kept, lane, line.flat, int32(row - across), int32(col - along), extras)
+        distance, (down, right) = distance_from(place, extras), lane_offset(lane)
+        draw(kept, lane, line.flat, int32(row - down), int32(col - right), extras)
         if has_seen:
             set_visible(seen, mask_words, listed, place, extras)
         w = cuda.local.array(4, float32)  # (4,)

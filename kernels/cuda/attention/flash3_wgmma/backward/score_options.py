@@ -24,6 +24,7 @@ from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
     TILES,
     bit_words,
+    lane_offset_of,
     make_kept,
     make_kept_by_keys,
     with_bit,
@@ -55,7 +56,7 @@ class Elements(NamedTuple):
             rows or keys.
         set_visible: ``(seen, mask_words, listed, place, extras)``: set those of visible elements and load
             the words of a floating mask of 16 bits; ``place`` is a ``score_terms.LanePlace``, ``listed``
-            tells that the block mask shows all of the tile.
+            means that the block mask shows all of the tile.
         weigh: ``(product, shift, place, extras)``: P and P · slope, ``place`` being a
             ``score_terms.ElementPlace``.
         drop: ``(p, bent, kept, t, i)``: of P and P · slope what ``pack`` makes P ∘ Z of, and what stays.
@@ -191,15 +192,15 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
 
 
 def _has_bits(features: Features) -> bool:
-    """Tell whether the lanes have bits of visible elements."""
+    """Return whether the lanes have bits of visible elements."""
     return features.mask == "bool" or features.block_mask or features.mask_mod is not None
 
 
 def _program(features: Features, cols: int) -> ScoreProgram:
-    """Return the score program of elements whose bits tell what any mask, ``mask_mod`` too, hides.
+    """Return the score program of elements that masks, ``mask_mod`` too, hide by bits.
 
-    The instruction for tanh is exact to 11 bits, a score then as that of PyTorch's operations in 16 bits
-    is; the forward pass has a better one, for lse is float32.
+    The instruction for tanh is accurate to 11 bits, which makes a score as accurate as PyTorch's operations
+    in 16 bits do.  The forward pass has a better one, since lse is float32.
     """
     has_blocks = features.block_mask or features.mask_mod is not None
     features = features._replace(block_mask=has_blocks, mask_mod=None)
@@ -213,14 +214,15 @@ def _make_set_visible(features: Features, cols: int, by_keys: bool) -> Callable[
     line_place, tile_place = make_words_place(cols, by_keys, has_pairs)
     bring_pairs, block_bits = make_bring_pairs(cols), make_block_bits(cols, by_keys)
     has_bits, element = _has_bits(features), element_of(features, by_keys)
+    lane_offset = lane_offset_of(by_keys)
     target = score_target(features, cols, tanh, derives=True)
     in_mod = make_score_program(PLAIN._replace(mask_mod=features.mask_mod), target).is_shown
 
     @device_function
     def words_place(place, extras):
         lane, row, col, line = place
-        across, along = lane // 4, 2 * (lane % 4)
-        first = (col - across, row - along) if by_keys else (row - across, col - along)
+        down, right = lane_offset(lane)
+        first = (col - right, row - down) if by_keys else (row - down, col - right)
         return line_place(lane, line.b, line.h, first[0], extras) + tile_place(first[1], extras)
 
     @device_function

@@ -297,7 +297,7 @@ def forward_kernel(
                             int32(cuda.threadIdx.x - WARPGROUP), cols - col,
                             tile + v_offset + stage * v_size,
                         )  # fmt: skip
-                        fence_proxy_async()  # products see the zeros
+                        fence_proxy_async()  # the zeros are visible to products
                         bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
                 before = int32(0)  # the stage of the values before
                 for n in range(int32(stop - first)):
@@ -432,16 +432,6 @@ def forward_kernel(
     counters = types.Array(int32, 1, "C")
     out = array_type(BITS, 4) if features.packed else MAPS
     signature = void(
-        MAPS,
-        MAPS,
-        MAPS,
-        out,
-        rows,
-        counters,
-        SHAPE,
-        float64,
-        schedule,
-        words_type(features),
-        extras,
+        *[MAPS] * 3, out, rows, counters, SHAPE, float64, schedule, words_type(features), extras
     )
     return Kernel(flash3_forward, signature, layout.threads, shared_bytes(layout, widths, features))

@@ -164,7 +164,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
 
 def _own(problem: Problem, operands: Operands) -> tuple[Any, ...]:
-    """Return what a call brings for its options: words of a mask, and ``own_extras``."""
+    """Return the arguments for a call's options: words of a mask, and ``own_extras``."""
     features, own = features_for(problem.unseeded), own_extras(problem, operands)
     if has_words(features):
         layout, _ = layout_for(problem.unseeded)

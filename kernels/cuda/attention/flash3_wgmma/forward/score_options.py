@@ -15,13 +15,12 @@ import numpy as np
 from numba import float32, uint32
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words
+from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, offset_of
 from kernels.cuda.attention.flash3_wgmma.packed_mask import make_block_bits
 from kernels.cuda.attention.flash3_wgmma.score_terms import (
     distance_of,
     edge_at,
     element_of,
-    offset_of,
     score_target,
 )
 from kernels.cuda.attention.options.tile_scores import is_inside_columns

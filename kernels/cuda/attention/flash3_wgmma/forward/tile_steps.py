@@ -67,11 +67,8 @@ def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Calla
         cols: Of the tile.
     """
     words, bring_pairs = bit_words(cols), make_bring_pairs(cols)
-    has_kept, has_bits, has_pairs = (
-        features.dropout,
-        features.mask == "bool",
-        features.mask in UNPACK,
-    )
+    has_kept = features.dropout
+    has_bits, has_pairs = features.mask == "bool", features.mask in UNPACK
     line_place, tile_place = make_words_place(cols, has_pairs=has_pairs)
     # Without dropout nothing calls it.
     draw_kept: Any = make_kept(cols).draw if has_kept else None

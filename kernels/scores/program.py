@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kernels.common.online_softmax import OnlineSoftmax
+
 from .visibility import make_masks
 
 
@@ -197,6 +199,26 @@ def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
         return inside & is_shown(place, call)
 
     return ScoreProgram(_in_turn(compile_, one, steps), is_shown, is_visible)
+
+
+def make_row_end(
+    features: Features, compile_: Callable[[Any], Any], softmax: OnlineSoftmax, real: Any
+) -> Callable[..., Any]:
+    """Return ``end_row(row_sum, shift, b, h, call)``: a row's 1 / l, which multiplies O, and L.
+
+    Args:
+        features: The options of the call.
+        compile_: Turns a plain function into one that the target's compiler can call.
+        softmax: Compiled for the target.
+        real: The type of sums.
+    """
+    inverse_sum, log_sum_exp = softmax.inverse_sum, softmax.log_sum_exp
+
+    @compile_
+    def end_row(row_sum, shift, b, h, call):
+        return real(inverse_sum(row_sum)), real(log_sum_exp(shift, row_sum))
+
+    return end_row
 
 
 def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:

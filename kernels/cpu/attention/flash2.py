@@ -37,9 +37,8 @@ from kernels.cpu.attention.tiles import (
     first_tile,
     full_tiles_stop,
     hide_out_of_bounds,
-    inverse_sum,
     lanes_for,
-    log_sum_exp,
+    make_end_row,
     multiply,
     pack_transposed,
     shift_of,
@@ -118,6 +117,7 @@ def softmax_step(s, running, unit):
 
 def make_forward(real):
     """Return the forward kernel for one dtype."""
+    end_row = make_end_row(real)
 
     @njit_cached(fastmath=FASTMATH)
     def forward_item(settings, item):
@@ -195,11 +195,10 @@ def make_forward(real):
         acc_t = empty_tile(lanes, value_dim, real)  # (lanes, value_dim)
         transpose(acc, acc_t)
         for r in range(rows):
-            row_sum, acc_row = running.row_sum[r], acc_t[r]  # (value_dim,)
-            inverse = inverse_sum(row_sum)
+            shift, acc_row = running.shift[r] * real(LN_2), acc_t[r]  # (value_dim,)
+            inverse, lse[r, 0] = end_row(running.row_sum[r], shift, b, h, o)
             for i in range(value_dim):
                 out[r, i] = acc_row[i] * inverse
-            lse[r, 0] = log_sum_exp(running.shift[r] * real(LN_2), row_sum)
 
     return forward_item
 

@@ -25,6 +25,7 @@ from kernels.cpu.attention.tiles import (
     inverse_sum,
     is_visible,
     log_sum_exp,
+    make_end_row,
     merge_weight,
     shift_of,
     tile_in_table,
@@ -74,6 +75,7 @@ def add_values(weights, v, acc):
 
 def make_part(real):
     """Return the kernel of one part of the keys for one dtype."""
+    end_row = make_end_row(real)
 
     @njit_cached(fastmath=FASTMATH)
     def part_item(settings, item):
@@ -149,11 +151,10 @@ def make_part(real):
         out = rows_of(o.out, own, h, first_q + row, rows, real)  # (rows, value_dim)
         lse = rows_of(o.lse, own, h, first_q + row, rows, real)  # (rows, 1)
         for r in range(rows):
-            inverse = real(inverse_sum(row_sum[r]))
+            shift = real(shift_of(row_max[r])) * (unit * real(LN_2))
+            inverse, lse[r, 0] = end_row(row_sum[r], shift, b, h, o)
             for i in range(value_dim):
                 out[r, i] = acc[r, i] * inverse
-            shift = real(shift_of(row_max[r]))
-            lse[r, 0] = log_sum_exp(shift * (unit * real(LN_2)), row_sum[r])
 
     return part_item
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numba import njit
 
@@ -11,6 +13,7 @@ from kernels.cpu.attention.tile_scores import CACHE_LINE, view
 from kernels.cpu.matmul.vector_registers import LANES, VECTOR_BYTES, transpose_square
 from kernels.cpu.runtime.function_pointers import array_at, contiguous
 from kernels.runtime.jit import FASTMATH
+from kernels.scores.program import PLAIN, make_row_end
 from kernels.scores.visibility import make_masks
 
 _GEOMETRY = make_geometry(njit)
@@ -21,6 +24,12 @@ is_visible = make_masks(njit).is_visible
 _SOFTMAX = make_online_softmax(njit)
 shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
 merge_weight = _SOFTMAX.merge_weight
+
+
+@cache
+def make_end_row(real):
+    """Return ``end_row(row_sum, shift, b, h, settings)`` for one dtype; see ``program.make_row_end``."""
+    return make_row_end(PLAIN, njit, _SOFTMAX, real)
 
 
 @njit(fastmath=FASTMATH)

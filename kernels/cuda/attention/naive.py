@@ -16,8 +16,12 @@ from numba import void
 
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.mods import numbers_of_mods
-from kernels.cuda.attention.options.score_functions import extras_type, make_score_functions
-from kernels.cuda.device.one_source import inverse_sum, log_sum_exp, shift_of
+from kernels.cuda.attention.options.score_functions import (
+    extras_type,
+    make_row_end,
+    make_score_functions,
+)
+from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.device.row_folds import RowBlock, make_row_folds
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.matmul import cuda_cores
@@ -38,6 +42,7 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
     slots, (row_max_of, row_sum_of) = block.slots, make_row_folds(block)
     functions = make_score_functions(features, dtype)
     score_of, kept = functions.score_of, functions.kept
+    end_row = make_row_end(features, dtype)
 
     def softmax(scores, lse, extras):
         """Replace each row of scores by its softmax over the columns that the row sees, with dropout.
@@ -76,12 +81,12 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
             total += p
         row_sum = row_sum_of(partial, total)
         # P = dropout(diag(l)^-1 P)     L = m + log l
-        inverse = real(inverse_sum(row_sum))
+        inverse, row_lse = end_row(row_sum, shift, b, h, extras)
         for col in range(thread, seq_k, threads):
             place = Place(b, h, batch, head, row, col)
             scores[b, h, row, col] *= inverse * kept(place, extras)
         if thread == 0:
-            lse[b, h, row] = log_sum_exp(shift, row_sum)
+            lse[b, h, row] = row_lse
 
     four, three = array_type(dtype, 4), array_type(dtype, 3)
     return Kernel(softmax, void(four, three, extras_type(features, dtype)))

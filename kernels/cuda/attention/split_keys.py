@@ -10,12 +10,14 @@ import numpy as np
 from numba import void
 
 from kernels.common.geometry import PLAIN
+from kernels.cuda.attention.options.score_functions import Extras, extras_type, make_row_end
 from kernels.cuda.device.half import as_bits, form
-from kernels.cuda.device.one_source import inverse_sum, log_sum_exp, merge_weight, shift_of
+from kernels.cuda.device.one_source import merge_weight, shift_of
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.question import Problem
 from kernels.runtime.targets import cuda
+from kernels.scores.program import Features
 
 
 class Tiles(Protocol):
@@ -59,12 +61,14 @@ def own_part(entry, entries_stop, part, parts):
 
 
 @cache
-def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any]) -> Kernel:
+def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any], features: Features) -> Kernel:
     """Return the kernel that merges the parts, for the dtype of the parts and that of out."""
     narrow, bits = form(stored).narrow, form(stored).stored
     real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
 
-    def flash2_merge(part_out, part_lse, out, lse):
+    end_row = make_row_end(features, dtype)
+
+    def flash2_merge(part_out, part_lse, out, lse, extras):
         """Merge what parts of the keys gave.
 
         Computes: L = log Σ exp(L_part), O = Σ exp(L_part - L) O_part
@@ -91,16 +95,19 @@ def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any]) -> Kernel:
                 weight = merge_weight(part_lse[n, h, row], shift)
                 total += weight
                 acc += weight * part_out[n, h, row, c]
-            out[b, h, row, c] = narrow(acc * real(inverse_sum(total)))
+            inverse, row_lse = end_row(total, shift, b, h, extras)
+            out[b, h, row, c] = narrow(acc * inverse)
             if c == 0:
-                lse[b, h, row] = log_sum_exp(shift, total)
+                lse[b, h, row] = row_lse
 
     four, three = array_type(dtype, 4), array_type(dtype, 3)
-    signature = void(four, three, array_type(bits, 4), three)
+    signature = void(four, three, array_type(bits, 4), three, extras_type(features, dtype))
     return Kernel(flash2_merge, signature, SIZES.flat_threads)
 
 
-def merge_parts(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
+def merge_parts(
+    part_out: Any, part_lse: Any, out: Any, lse: Any, features: Features, extras: Extras
+) -> None:
     """Fill out and lse.
 
     Args:
@@ -108,8 +115,10 @@ def merge_parts(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
         part_lse: (parts · batch, heads, seq_q).
         out: (batch, heads, seq_q, value_dim), written; of 16 bits or of the dtype of the parts.
         lse: (batch, heads, seq_q), written.
+        features: Of the kernel that computed the parts.
+        extras: Likewise.
     """
     threads = SIZES.flat_threads
     blocks = PLAIN.ceil_div(math.prod(out.shape), threads)
-    kernel = merge_kernel(np.dtype(part_out.dtype), np.dtype(out.dtype))
-    kernel[blocks, threads](part_out, part_lse, as_bits(out), lse)
+    kernel = merge_kernel(np.dtype(part_out.dtype), np.dtype(out.dtype), features)
+    kernel[blocks, threads](part_out, part_lse, as_bits(out), lse, extras)

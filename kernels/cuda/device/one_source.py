@@ -51,11 +51,11 @@ def _make_device_philox() -> Philox:
 
 PHILOX = _make_device_philox()
 
-_SOFTMAX = make_online_softmax(device_function)
+SOFTMAX = make_online_softmax(device_function)
 
-shift_of, inverse_sum, log_sum_exp = _SOFTMAX.shift_of, _SOFTMAX.inverse_sum, _SOFTMAX.log_sum_exp
+shift_of, inverse_sum, log_sum_exp = SOFTMAX.shift_of, SOFTMAX.inverse_sum, SOFTMAX.log_sum_exp
 
-merge_weight = _SOFTMAX.merge_weight
+merge_weight = SOFTMAX.merge_weight
 
 
 @device_function
@@ -64,6 +64,4 @@ def _near_logarithm(x):
 
 
 # To a unit in the last place, an instruction each: what blocks end with, which short sequences feel.
-_NEAR_SOFTMAX = make_online_softmax(device_function, rcp, _near_logarithm)
-
-near_inverse_sum, near_log_sum_exp = _NEAR_SOFTMAX.inverse_sum, _NEAR_SOFTMAX.log_sum_exp
+NEAR_SOFTMAX = make_online_softmax(device_function, rcp, _near_logarithm)

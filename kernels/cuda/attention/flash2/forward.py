@@ -21,7 +21,7 @@ from kernels.common.online_softmax import LN_2
 from kernels.cuda.attention.flash2.register_scores import make_scores
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.mods import numbers_of_mods
-from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.attention.options.score_functions import extras_type, make_row_end
 from kernels.cuda.attention.options.tile_scores import TilePlace, make_tile_scores, moved
 from kernels.cuda.attention.options.visits import grid_of, make_row_bounds, make_visits
 from kernels.cuda.attention.register_tiles import (
@@ -37,12 +37,7 @@ from kernels.cuda.attention.register_tiles import (
 )
 from kernels.cuda.attention.split_keys import merge_parts, own_part, parts_of
 from kernels.cuda.attention.tile_bits import TileBits, make_tile_bits
-from kernels.cuda.device.one_source import (
-    batch_and_head,
-    inverse_sum,
-    log_sum_exp,
-    shift_of,
-)
+from kernels.cuda.device.one_source import batch_and_head, shift_of
 from kernels.cuda.device.shared_tiles import SharedTiles
 from kernels.cuda.device.vector import EXP2, VECTOR, are_vectors
 from kernels.cuda.runtime.arrays import empty_device
@@ -145,29 +140,30 @@ def _make_softmax_step(
 
 @cache
 def _make_finish_rows(
-    layout: RegisterLayout, own_width: int, dtype: np.dtype[Any]
+    layout: RegisterLayout, own_width: int, dtype: np.dtype[Any], features: Features
 ) -> Callable[..., None]:
-    """Return ``finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, b, h, first, stop)``.
+    """Return ``finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, b, h, first, stop, extras)``.
 
     It divides O by l and writes L of the rows from ``first`` on that lie before ``stop``.
     """
     real, ln_2 = scalar_type(dtype), dtype.type(LN_2)
     rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
     _, row_sum_of = make_row_reductions(layout.lanes)
+    end_row = make_row_end(features, dtype)
 
     @device_function
-    def finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, b, h, first, stop):
+    def finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, b, h, first, stop, extras):
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             r = ty + i * rows_of_threads
             # TASK 5.7: Line 12: the threads of a row add up their sums; one division for the whole row.
             total = row_sum_of(row_sum[i], scratch, r, tx)
-            inverse = real(inverse_sum(total))
+            inverse, row_lse = end_row(total, real(shift_of(row_max[i])) * ln_2, b, h, extras)
             for c in range(own_width):
                 acc[i, c] *= inverse
             # END TASK 5.7
             if tx == 0 and first + r < stop:
-                lse[b, h, first + r] = log_sum_exp(real(shift_of(row_max[i])) * ln_2, total)
+                lse[b, h, first + r] = row_lse
 
     return finish_rows
 
@@ -210,7 +206,8 @@ def forward_kernel(
     accumulate = make_accumulate(layout, block_q, block_k, value_width)
     store_out = make_store_tile(layout, block_q, value_width, assign)
     softmax_step = _make_softmax_step(layout, own_width, dtype, tile_bits, p_tile)
-    finish_rows = _make_finish_rows(layout, own_width, dtype)
+    # Parts of the keys are merged by their own L.
+    finish_rows = _make_finish_rows(layout, own_width, dtype, PLAIN if is_split else features)
     zero, one, minus_inf = dtype.type(0), dtype.type(1), dtype.type(-math.inf)
 
     def flash2_forward(q, k, v, out, lse, scale, extras):
@@ -285,7 +282,9 @@ def forward_kernel(
                 # 10, second half: O = O + P V_j
                 accumulate(tx, ty, acc, fragment, shared, p_tile, v_tile)
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-        finish_rows(tx, ty, acc, row_max, row_sum, scratch, lse, out_batch, h, q_row, q_stop)
+        finish_rows(
+            tx, ty, acc, row_max, row_sum, scratch, lse, out_batch, h, q_row, q_stop, extras
+        )
         # 14: write O_i
         store_out(tx, ty, acc, out, out_batch, h, q_row, q_stop)
 
@@ -328,4 +327,4 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     part_out = empty_device((parts * batch, heads, seq_q, value_dim), problem.dtype)
     part_lse = empty_device((parts * batch, heads, seq_q), problem.dtype)
     launch(q, k, v, part_out, part_lse, problem.scale, extras)
-    merge_parts(part_out, part_lse, out, lse)
+    merge_parts(part_out, part_lse, out, lse, features, extras)

@@ -128,7 +128,7 @@ def forward_kernel(
     to_scores = make_fragment_scores(layout, features, tile_bits, is_folded)
     patience = 0 if numbers.is_scaled else layout.patience  # to as much as 16 bits hold
     softmax_step = make_softmax_step(layout, own_tiles, tile_bits, patience)
-    finish_rows = make_finish_rows(layout, own_tiles, is_wide)
+    finish_rows = make_finish_rows(layout, own_tiles, PLAIN if is_split else features, is_wide)
     # Where warps meet within a tile, for its bits, none may leave it out.
     skips = layout.skips and not has_bits
     minus_inf, zero = np.float32(-math.inf), np.float32(0)
@@ -242,7 +242,8 @@ def forward_kernel(
         # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
         out_unit = unit_of_out(scale, b, h)
         finish_rows(
-            acc, row_max, row_sum, unit, top, out_unit, lse, out_batch, h, q_row, q_stop, lane, warp_row
+            acc, row_max, row_sum, unit, top, out_unit, lse, out_batch, h, q_row, q_stop, lane, warp_row,
+            extras,
         )  # fmt: skip
         # 14: write O_i
         store_out(acc, out, out_batch, h, q_row, q_stop, halves, memory, memory, lane, warp_row, 0)

@@ -341,7 +341,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     part_out = empty_device((parts * batch, heads, seq_q, value_dim), FLOAT32)
     part_lse = empty_device((parts * batch, heads, seq_q), FLOAT32)
     launch(q, k, v, part_out, part_lse, call.scale, extras)
-    merge_parts(part_out, part_lse, operands.out, operands.lse)
+    merge_parts(part_out, part_lse, operands.out, operands.lse, call.features, extras)
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:

@@ -13,18 +13,15 @@ from numba import float32
 
 from kernels.common.online_softmax import LN_2
 from kernels.cuda.attention.flash2_mma.tiles import COLS, ROWS, MmaLayout
+from kernels.cuda.attention.options.score_functions import make_row_end
 from kernels.cuda.attention.tile_bits import TileBits
-from kernels.cuda.device.one_source import (
-    inverse_sum,
-    log_sum_exp,
-    near_inverse_sum,
-    near_log_sum_exp,
-    shift_of,
-)
+from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.fragments import lane_col, lane_row
 from kernels.cuda.ptx.numbers import ex2
 from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
+from kernels.scores.program import Features
 
 #: Lanes that share a row of scores are neighbours in two steps: 1 and 2 apart.
 QUAD = (1, 2)
@@ -110,36 +107,39 @@ def make_softmax_step(
 
 
 @cache
-def make_finish_rows(layout: MmaLayout, own_tiles: int, is_wide: bool) -> Callable[..., None]:
+def make_finish_rows(
+    layout: MmaLayout, own_tiles: int, features: Features, is_wide: bool
+) -> Callable[..., None]:
     """Return the function that divides O by l, and writes L.
 
-    ``finish_rows(acc, row_max, row_sum, unit, top, out_unit, lse, b, h, first, stop, lane, warp_row)``, for
-    the tile whose rows begin at ``first``; ``out_unit`` multiplies out.
+    ``finish_rows(acc, row_max, row_sum, unit, top, out_unit, lse, b, h, first, stop, lane, warp_row,
+    extras)``, for the tile whose rows begin at ``first``; ``out_unit`` multiplies out.
 
     Args:
         layout: Of the block.
         own_tiles: Of 8 columns, of the accumulators.
+        features: Of the kernel.
         is_wide: Out is float32: neither quotient nor logarithm may be approximate.
     """
     own_rows, ln_2 = 2 * layout.row_tiles, np.float32(LN_2)
-    inverse_of = inverse_sum if is_wide else near_inverse_sum
-    lse_of = log_sum_exp if is_wide else near_log_sum_exp
+    end_row = make_row_end(features, FLOAT32, near=not is_wide)
 
     @device_function
     def finish_rows(
-        acc, row_max, row_sum, unit, top, out_unit, lse, b, h, first, stop, lane, warp_row
+        acc, row_max, row_sum, unit, top, out_unit, lse, b, h, first, stop, lane, warp_row, extras
     ):
         for i in range(own_rows):
             # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
             total = row_sum_of(row_sum[i])
-            inverse = float32(inverse_of(total)) * out_unit
+            shift = (float32(shift_of(row_max[i])) * unit - top) * ln_2
+            inverse, row_lse = end_row(total, shift, b, h, extras)
+            inverse *= out_unit
             for n in range(own_tiles):
                 at = i // 2 * own_tiles + n
                 acc[at, 2 * (i % 2)] *= inverse
                 acc[at, 2 * (i % 2) + 1] *= inverse
             row = first + warp_row + lane_row(lane) + i // 2 * ROWS + 8 * (i % 2)
             if lane % 4 == 0 and row < stop:
-                shift = (float32(shift_of(row_max[i])) * unit - top) * ln_2
-                lse[b, h, row] = lse_of(shift, total)
+                lse[b, h, row] = row_lse
 
     return finish_rows

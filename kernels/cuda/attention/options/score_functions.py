@@ -16,7 +16,7 @@ import numpy as np
 from numba import int64, types, uint32, uint64
 
 from kernels.cuda.attention.options.mods import mask_function, score_function
-from kernels.cuda.device.one_source import PHILOX
+from kernels.cuda.device.one_source import NEAR_SOFTMAX, PHILOX, SOFTMAX
 from kernels.cuda.runtime.kernel import array_type, device_function, scalar_type
 from kernels.runtime.dtypes import BITS
 from kernels.scores.program import (
@@ -26,6 +26,7 @@ from kernels.scores.program import (
     ScoreTarget,
     make_score_program,
 )
+from kernels.scores.program import make_row_end as make_row_end_for
 from kernels.scores.visibility import make_masks
 from kernels.sparsity.block_mask import FULL, PARTIAL
 
@@ -157,6 +158,21 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
 
     own_kept = kept if features.dropout else all_kept
     return ScoreFunctions(score_of, score_and_slope, own_kept, program)
+
+
+@cache
+def make_row_end(
+    features: Features, dtype: np.dtype[Any], near: bool = False
+) -> Callable[..., Any]:
+    """Return ``end_row(row_sum, shift, b, h, extras)``: a row's 1 / l, which multiplies O, and L.
+
+    Args:
+        features: Of the kernel.
+        dtype: Of sums.
+        near: Both may be a unit in the last place off.
+    """
+    softmax = NEAR_SOFTMAX if near else SOFTMAX
+    return make_row_end_for(features, device_function, softmax, scalar_type(dtype))
 
 
 @cache

@@ -58,8 +58,8 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
     make_pack,
     make_put_tile,
 )
-from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.device.one_source import near_inverse_sum, near_log_sum_exp, shift_of
+from kernels.cuda.attention.options.score_functions import extras_type, make_row_end
+from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, WARPGROUP, make_next, own_warpgroup
 from kernels.cuda.ptx.barriers import (
     bar_arrive,
@@ -133,6 +133,7 @@ def forward_kernel(
     issue_score_products = make_issue_score_products(block_k, dtype, widths.head, q_panel, k_panel)
     softmax_step, pack = make_softmax_step(block_k, layout.patience), make_pack(dtype, block_k)
     accumulate = make_accumulate(widths.value, dtype, block_k)
+    end_row = make_row_end(features, FLOAT32, near=True)
     write_out = make_write_out(widths.value, dtype, q_panel)
     # Rows of q and k run along the depth; those of v across it, from panel to panel.
     along = descriptor_layout(LINE, 16, 8 * LINE)
@@ -389,19 +390,15 @@ def forward_kernel(
                     sum_0 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 1 << step)
                     sum_1 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 1 << step)
                 # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-                inverse_0, inverse_1 = (
-                    float32(near_inverse_sum(sum_0)),
-                    float32(near_inverse_sum(sum_1)),
-                )
+                shift_0 = float32(shift_of(max_0)) * factor * ln_2
+                shift_1 = float32(shift_of(max_1)) * factor * ln_2
+                inverse_0, lse_0 = end_row(sum_0, shift_0, b, h, extras)
+                inverse_1, lse_1 = end_row(sum_1, shift_1, b, h, extras)
                 if lane % 4 == 0:
                     if own_row < rows:
-                        lse[item.line, item.first_q + own_row] = near_log_sum_exp(
-                            float32(shift_of(max_0)) * factor * ln_2, sum_0
-                        )
+                        lse[item.line, item.first_q + own_row] = lse_0
                     if own_row + 8 < rows:
-                        lse[item.line, item.first_q + own_row + 8] = near_log_sum_exp(
-                            float32(shift_of(max_1)) * factor * ln_2, sum_1
-                        )
+                        lse[item.line, item.first_q + own_row + 8] = lse_1
                 if has_kept:
                     inverse_0 *= extras.keep_scale
                     inverse_1 *= extras.keep_scale

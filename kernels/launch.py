@@ -25,7 +25,8 @@ from kernels.cuda.device.memory import DeviceMemory
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.problem.argument_types import check_tile
 from kernels.problem.operands import Operands, own_mask
-from kernels.problem.question import Problem, unknown_rung, unusable_rung
+from kernels.problem.question import Problem
+from kernels.problem.rungs import unknown_rung, unusable_rung
 from kernels.reference import attention as reference
 from kernels.runtime.dtypes import COMPUTE_DTYPES, FLOAT32, HALF_DTYPES
 from kernels.runtime.memory import HostMemory, Memory

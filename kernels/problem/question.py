@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -24,14 +23,12 @@ from kernels.problem.option_values import (
     check_window,
 )
 from kernels.problem.packed_sequences import Sequences
+from kernels.problem.rungs import rung_of_run
 from kernels.problem.shapes import check_dtypes, check_shapes
 from kernels.runtime.dtypes import acc_dtype
 from kernels.scores.mods import ScoreMod, as_mod, as_score_mod
 from kernels.scores.program import PLAIN, Features, features_of
 from kernels.sparsity.block_mask import BlockMask
-
-#: The environment variable that names the rung of a whole run, wherever a call says "auto".
-RUNG_VARIABLE = "MINITORCH_RUNG"
 
 
 @dataclass(frozen=True)
@@ -263,7 +260,7 @@ def make_problem(
     requested = (
         (tuple(q.shape), tuple(k.shape), tuple(v.shape)), dtype, dropout_p, is_causal, scale, enable_gqa,
         causal_offset, window_size, softcap, seed, precision, deterministic, return_lse,
-        _rung_of_run() if isinstance(rung, str) and rung == "auto" else rung,
+        rung_of_run() if isinstance(rung, str) and rung == "auto" else rung,
     )  # fmt: skip
     if mask_mod is None and score_mod is None and _is_known(window_size):
         try:
@@ -414,36 +411,3 @@ def check_gradient_operands(
             raise TypeError(
                 f"{name} must be {wanted} where q, k and v are {dtype}, got {array.dtype}; convert it"
             )
-
-
-def _rung_of_run() -> str:
-    return os.environ.get(RUNG_VARIABLE) or "auto"
-
-
-def unknown_rung(rung: str, names: Sequence[str]) -> ValueError:
-    """Return the error for a rung that no target has."""
-    return ValueError(
-        f"no rung is named {rung!r}{_source(rung)}; the rungs are {', '.join(map(repr, names))}, and "
-        "'auto' takes the fastest that can run the call"
-    )
-
-
-def unusable_rung(rung: str, why: str, target: str, usable: Sequence[str]) -> ValueError:
-    """Return the error for a rung that cannot run a call.
-
-    Args:
-        rung: What was asked for.
-        why: The reason.
-        target: Where the operands are.
-        usable: The rungs of the target that can.
-    """
-    way_out = (
-        f"use 'auto' or one of {', '.join(map(repr, usable))}"
-        if usable
-        else f"no rung of the {target} target can; use smaller heads, or none of the options named"
-    )
-    return ValueError(f"rung {rung!r}{_source(rung)} cannot run this call: {why}; {way_out}")
-
-
-def _source(rung: str) -> str:
-    return f" (from {RUNG_VARIABLE})" if rung == _rung_of_run() != "auto" else ""

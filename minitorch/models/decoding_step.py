@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from kernels.cpu.backend import decoding_step
-from kernels.problem.question import RUNG_VARIABLE
+from kernels.problem.rungs import RUNG_VARIABLE
 from kernels.runtime.dtypes import COMPUTE_DTYPES
 from kernels.runtime.jit import SERIAL_BELOW
 

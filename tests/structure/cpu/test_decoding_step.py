@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from kernels.cpu.layers import decoding_step as kernel
-from kernels.problem.question import RUNG_VARIABLE
+from kernels.problem.rungs import RUNG_VARIABLE
 from minitorch import FastBackend, Linear, Tensor, TransformerLayer, from_numpy
 from minitorch.models.kv_cache import LayerCache
 from minitorch.models.transformer_layers import step

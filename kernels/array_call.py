@@ -12,7 +12,7 @@ from kernels.common.arguments import as_host_array, as_plain
 from kernels.cuda.runtime.arrays import device_view, element_strides, is_device_array
 from kernels.interop.dlpack import as_array
 from kernels.problem.argument_types import check_types
-from kernels.problem.operands import make_operands
+from kernels.problem.operands import PER_HEAD, make_operands
 from kernels.problem.question import Problem, check_gradient_operands, make_problem
 
 
@@ -41,7 +41,7 @@ class Call:
         make: Callable[..., Problem] = make_problem,
     ):
         q, k, v = as_operand(q), as_operand(k), as_operand(v)
-        arrays = mask_and_slopes(options)
+        arrays = option_arrays(options)
         self.problem = make(q, k, v, **{**options, **arrays})
         places = [q, k, v]
         if results is not None:
@@ -102,21 +102,21 @@ def as_operand(array: Any) -> Any:
     return array
 
 
-def mask_and_slopes(options: dict[str, Any]) -> dict[str, Any]:
-    """Return ``attn_mask`` and ``alibi_slopes`` as arrays, slopes from a list too."""
-    mask, slopes = options.get("attn_mask"), options.get("alibi_slopes")
-    if mask is None and slopes is None:
+def option_arrays(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are arrays, as arrays; a number for each head may come as a list, too."""
+    if all(options.get(name) is None for name in _NO_ARRAYS):
         return _NO_ARRAYS
-    return {
-        "attn_mask": as_operand(mask) if _is_array(mask) else mask,
-        "alibi_slopes": as_host_array("alibi_slopes", slopes)
-        if isinstance(slopes, (list, tuple))
-        else as_operand(slopes),
-    }
+    mask = options.get("attn_mask")
+    arrays = {"attn_mask": as_operand(mask) if _is_array(mask) else mask}
+    for name in PER_HEAD.values():
+        array = options.get(name)
+        is_list = isinstance(array, (list, tuple))
+        arrays[name] = as_host_array(name, array) if is_list else as_operand(array)
+    return arrays
 
 
-#: Of a call without a mask and slopes, as most are.
-_NO_ARRAYS: dict[str, Any] = {"attn_mask": None, "alibi_slopes": None}
+#: Of a call without such options, as most are.
+_NO_ARRAYS: dict[str, Any] = dict.fromkeys(("attn_mask", *PER_HEAD.values()))
 
 
 def _is_array(mask: Any) -> bool:
@@ -124,7 +124,7 @@ def _is_array(mask: Any) -> bool:
 
 
 def check_on_host(arrays: dict[str, Any]) -> None:
-    """Check that mask and slopes for q, k and v on the host can be read there.
+    """Check that the option arrays of a call on the host can be read there.
 
     Args:
         arrays: By the name of the option, NumPy's, numba's, or None.

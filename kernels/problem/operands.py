@@ -12,6 +12,9 @@ from kernels.problem.question import Problem
 from kernels.runtime.dtypes import acc_dtype, is_floating
 from kernels.runtime.memory import Memory
 
+#: Options that hold a number for each head, by the operand that they become.
+PER_HEAD = {"slopes": "alibi_slopes"}
+
 
 class Operands(NamedTuple):
     """Operands and results of attention; what a call does not have is None.
@@ -87,7 +90,7 @@ class Operands(NamedTuple):
             len(problem.lead) == 2
             and problem.groups == 1
             and self.mask is None
-            and self.slopes is None
+            and all(getattr(self, name) is None for name in PER_HEAD)
             and self.q.shape == problem.q_shape
             and self.k.shape == problem.k_shape
             and self.v.shape == problem.v_shape
@@ -95,19 +98,30 @@ class Operands(NamedTuple):
 
 
 def make_operands(
-    memory: Memory, problem: Problem, q: Any, k: Any, v: Any, mask: Any = None, slopes: Any = None
+    memory: Memory, problem: Problem, q: Any, k: Any, v: Any, mask: Any = None, *per_head: Any
 ) -> Operands:
-    """Return the record of a call; mask and slopes may be arrays of the host for a call on a device.
+    """Return the record of a call; option arrays may be on the host for a call on a device.
+
+    Args:
+        memory: Of the call.
+        problem: The checked call.
+        q: As in :class:`Operands`.
+        k: Likewise.
+        v: Likewise.
+        mask: Likewise, or None.
+        per_head: The options of :data:`PER_HEAD` in that order, or None.
 
     Raises:
-        TypeError: If slopes on a device have another dtype than lse.
+        TypeError: If a number for each head lies on a device and has another dtype than lse.
     """
-    if isinstance(slopes, np.ndarray):
-        slopes = slopes.astype(problem.acc_dtype)
-    elif slopes is not None and slopes.dtype != problem.acc_dtype:
-        raise TypeError(f"alibi_slopes on a device must be {problem.acc_dtype}, got {slopes.dtype}")
-    mask = mask if mask is None else memory.bring(mask)
-    return Operands(q, k, v, mask, slopes=slopes if slopes is None else memory.constant(slopes))
+    own = {}
+    for (name, option), array in zip(PER_HEAD.items(), per_head, strict=False):
+        if isinstance(array, np.ndarray):
+            array = array.astype(problem.acc_dtype)
+        elif array is not None and array.dtype != problem.acc_dtype:
+            raise TypeError(f"{option} on a device must be {problem.acc_dtype}, got {array.dtype}")
+        own[name] = array if array is None else memory.constant(array)
+    return Operands(q, k, v, mask if mask is None else memory.bring(mask), **own)
 
 
 def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDArray[np.int64]]:
@@ -135,7 +149,7 @@ def _viewed(memory: Memory, problem: Problem, name: str, array: Any) -> Any:
             return array  # as it is
         column = _four_dims(memory, problem, memory.column(array))
         return memory.rows(column)  # (batch, heads, seq_q)
-    if name == "slopes":
+    if name in PER_HEAD:
         column = memory.column(memory.column(array))  # (…, heads, 1, 1)
         return _four_dims(memory, problem, column)  # (batch, heads, 1, 1)
     if name in ("dk", "dv"):  # a gradient for each query head, groups apart already

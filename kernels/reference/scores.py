@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kernels.common.geometry import same
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK, PLAIN, attention_threshold, keep_scale
-from kernels.problem.operands import Operands
+from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.question import Problem
 from kernels.scores.mods import evaluate
 from kernels.scores.program import Place, ScoreTarget, make_score_program
@@ -112,12 +112,12 @@ def packed_parts(problem: Problem, operands: Operands) -> Iterator[tuple[Scores,
         cols = slice(*sequences.cu_seqlens_k[number : number + 2])
 
         def part(name: str, array: Any, rows: slice = rows, cols: slice = cols) -> Any:
-            if array is None or name == "slopes":
+            if array is None or name in PER_HEAD:
                 return array
             if name in ("lse", "dlse"):
                 return array[..., rows]
             return array[..., cols if name in ("k", "v", "dk", "dv") else rows, :]
 
-        names = ("q", "k", "v", "slopes", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
+        names = ("q", "k", "v", *PER_HEAD, "out", "lse", "dout", "dlse", "dq", "dk", "dv")
         own = Operands(**{name: part(name, getattr(operands, name)) for name in names})
         yield Scores(problem, own, number), own

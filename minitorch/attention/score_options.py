@@ -123,7 +123,7 @@ def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) ->
         return by_function
 
     def slope(place: Place, problem: Problem) -> Tensor:
-        slopes = to_host(call.slopes) if is_device_array(call.slopes) else np.asarray(call.slopes)
+        slopes = _on_host(call.arrays["alibi_slopes"])
         slopes = slopes.reshape(*slopes.shape, 1, 1) if problem.lead else slopes  # (…, heads, 1, 1)
         return tensor(slopes, scores.backend, False, scores.dtype)
 
@@ -144,10 +144,14 @@ def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) ->
         slope=slope,
         distance=distance_of,
         bias=lambda place, problem: mask,
-        in_mask=lambda place, _: to_host(call.mask) if is_device_array(call.mask) else call.mask,
+        in_mask=lambda place, _: _on_host(call.arrays["attn_mask"]),
         in_blocks=in_blocks,
         derives=False,
     )
+
+
+def _on_host(array: Any) -> npt.NDArray[Any]:
+    return to_host(array) if is_device_array(array) else np.asarray(array)
 
 
 def kept_probabilities(problem: Problem, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kernels import Problem, launch, make_problem
-from kernels.array_call import check_on_host, mask_and_slopes
+from kernels.array_call import check_on_host, option_arrays
 from kernels.problem.operands import make_operands
 from kernels.problem.packed_problem import check_packed, make_packed_problem
 from kernels.scores.mods import check_derivative
@@ -24,13 +24,11 @@ class AttentionCall(NamedTuple):
 
     Attributes:
         problem: The question; with dropout it has a seed.
-        mask: ``attn_mask`` as an array: where q lies, or boolean and on the host; or None.
-        slopes: ``alibi_slopes`` likewise, on either side; or None.
+        arrays: The options that are arrays, by name: where q lies, or on the host; or None.
     """
 
     problem: Problem
-    mask: Any
-    slopes: Any
+    arrays: dict[str, Any]
 
 
 def attention_call(
@@ -69,7 +67,7 @@ def attention_call(
             "alibi_slopes are constants and this tensor requires a gradient; pass its detach(), or "
             "write what shall be learnt as a floating attn_mask"
         )
-    arrays = mask_and_slopes({"attn_mask": _readable(mask), "alibi_slopes": _readable(slopes)})
+    arrays = option_arrays({name: _readable(option) for name, option in options.items()})
     seed = options.get("seed")
     problem = make(q, k, v, **{**options, **arrays, "seed": 0 if seed is None else seed})
     launch.check_rung(problem)
@@ -83,7 +81,7 @@ def attention_call(
         )
     if not q.backend.cuda:
         check_on_host(arrays)
-    return AttentionCall(problem, *arrays.values())
+    return AttentionCall(problem, arrays)
 
 
 def _readable(option: Any) -> Any:
@@ -161,7 +159,7 @@ class FlashAttention(Function):
             check_derivative(problem.score_mod)
         q_array, k_array, v_array = (t.array() for t in (q, k, v))
         operands = make_operands(
-            target.memory, problem, q_array, k_array, v_array, call.mask, call.slopes
+            target.memory, problem, q_array, k_array, v_array, *call.arrays.values()
         )
         out, lse = launch.forward(target, problem, operands)
         ctx.save_for_backward(target, problem, q, operands.having(out=out, lse=lse))

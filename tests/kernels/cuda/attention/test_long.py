@@ -94,7 +94,7 @@ def test_no_option_takes_memory_for_all_scores(rung: str, name: str) -> None:
     mask, dout, dlse = on_device(case.options["attn_mask"]), arrays.pop("dout"), arrays.pop("dlse")
     problem = case.problem(rung=rung)
     operands = make_operands(
-        launch.CUDA.memory, problem, **arrays, mask=mask, slopes=case.options.get("alibi_slopes")
+        launch.CUDA.memory, problem, *arrays.values(), mask, case.options.get("alibi_slopes")
     )
     before = memory.reset_peak()
     out, lse = launch.forward(launch.CUDA, problem, operands)

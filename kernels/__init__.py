@@ -76,6 +76,7 @@ def flash_attention_backward(
     *args: Any,
     dlse: Any = None,
     mask_gradient: bool = False,
+    sink_gradient: bool = False,
     tile: launch.Tile | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
@@ -91,11 +92,13 @@ def flash_attention_backward(
         args: The options of the forward pass.
         dlse: Gradient of lse; zeros when None.
         mask_gradient: Also return the gradient of a floating ``attn_mask``.
+        sink_gradient: Also return the gradient of ``sink``, last.
         tile: (block_q, block_k); the rung's own when None.
         options: The options of the forward pass.
 
     Returns:
-        dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask.  The
+        dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask, and
+        with ``sink_gradient`` that of the sinks, (heads,) and of the dtype of lse.  The
         dimensions of each gradient have the same order in memory as those of its operand.
 
     Raises:
@@ -105,7 +108,9 @@ def flash_attention_backward(
     Source: FlashAttention-2, Algorithm 2.
     """
     results = as_operand(dout), as_operand(out), as_operand(lse), as_operand(dlse)
-    return Call(q, k, v, by_name(args, options), results).backward(tile, mask_gradient)
+    return Call(q, k, v, by_name(args, options), results).backward(
+        tile, mask_gradient, sink_gradient
+    )
 
 
 def dropout_mask(

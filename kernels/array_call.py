@@ -60,22 +60,29 @@ class Call:
         """Return out and lse."""
         return launch.forward(self.target, self.problem, self.operands, tile)
 
-    def backward(self, tile: Any, with_mask: bool = False) -> tuple[Any, ...]:
-        """Return dq, dk and dv, of the operands' shapes; and with ``with_mask`` that of the mask."""
-        check_types(mask_gradient=with_mask)
+    def backward(
+        self, tile: Any, with_mask: bool = False, with_sink: bool = False
+    ) -> tuple[Any, ...]:
+        """Return dq, dk and dv, of the operands' shapes, and those of the mask and the sinks if wanted."""
+        check_types(mask_gradient=with_mask, sink_gradient=with_sink)
         if with_mask and self.problem.mask != "float":
             raise ValueError(
                 "mask_gradient is for a floating attn_mask, and the call has none; leave it at False"
             )
+        if with_sink and not self.problem.sink:
+            raise ValueError(
+                "sink_gradient is for a call with sink, and this one has none; leave it at False"
+            )
         operands = self.operands
-        gradients = launch.backward(self.target, self.problem, operands, tile, with_mask)
+        gradients = launch.backward(self.target, self.problem, operands, tile, with_mask, with_sink)
         dq, dk, dv = (
             self._own(gradient, operand)
             for gradient, operand in zip(
                 gradients, (operands.q, operands.k, operands.v), strict=False
             )
         )
-        return (dq, dk, dv, gradients.dmask) if with_mask else (dq, dk, dv)
+        others = (gradients.dmask,) * with_mask + (gradients.dsink,) * with_sink
+        return dq, dk, dv, *others
 
     def _own(self, gradient: Any, operand: Any) -> Any:
         """Return the gradient of an operand from that of its broadcast shape."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -14,6 +15,7 @@ from kernels.cpu.attention import flash2_backward as cpu_flash2_backward
 from kernels.cpu.attention import mask_gradient as cpu_mask_gradient
 from kernels.cuda.attention import flash1
 from kernels.cuda.attention import naive as cuda_naive
+from kernels.cuda.attention import sink as cuda_sink
 from kernels.cuda.attention.flash2 import backward as flash2_backward
 from kernels.cuda.attention.flash2 import forward as cuda_flash2
 from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
@@ -100,12 +102,15 @@ class Target:
         rungs: The fastest first.
         mask_gradient: ``(problem, operands, dmask)``, fills the gradient of a floating mask; the same
             for every rung, for it needs a pass of its own.  It takes float32 or float64.
+        sink_gradient: ``(problem, operands, dsink)``, fills the gradient of the sinks for each (batch,
+            head), likewise; it takes any dtype.
     """
 
     name: str
     memory: Memory
     rungs: tuple[Rung, ...]
     mask_gradient: Callable[[Problem, Operands, Any], None]
+    sink_gradient: Callable[[Problem, Operands, Any], None] = reference.sink_gradient
 
     def pick(self, problem: Problem, tile: Tile | None = None) -> Rung:
         """Return the rung asked for, or the fastest that can run the problem.
@@ -217,6 +222,7 @@ CUDA = Target(
         ),
     ),
     flash2_mask_gradient.mask_gradient,
+    cuda_sink.sink_gradient,
 )
 
 #: Every name that a rung has on some target, the fastest first.
@@ -293,12 +299,14 @@ class Gradients(NamedTuple):
         dk: Of the broadcast shape ``problem.k_shape``.
         dv: Of the broadcast shape ``problem.v_shape``.
         dmask: Of the mask's own shape, or None.
+        dsink: (heads,), of the dtype of lse, or None.
     """
 
     dq: Any
     dk: Any
     dv: Any
     dmask: Any = None
+    dsink: Any = None
 
 
 def backward(
@@ -307,6 +315,7 @@ def backward(
     operands: Operands,
     tile: Tile | None = None,
     with_mask: bool = False,
+    with_sink: bool = False,
 ) -> Gradients:
     """Compute the gradients of attention.
 
@@ -316,6 +325,7 @@ def backward(
         operands: Those of :func:`forward`, its results, dout, and dlse or None.
         tile: As in :func:`forward`.
         with_mask: Also of the floating mask.
+        with_sink: Also of the sinks.
 
     Raises:
         TypeError: As in :func:`forward`.
@@ -324,7 +334,7 @@ def backward(
     check_derivative(problem.score_mod)
     tile = check_tile(tile)
     rung, memory = target.pick(problem, tile), target.memory
-    taken, own = _as_taken(rung, memory, problem, operands)
+    taken, own = _as_taken(rung, memory, problem.sinkless, operands)
     dq = _like(memory, own.q, problem, problem.q_shape, taken.dtype)
     # A head of k and v that several query heads share gets a gradient from each.
     dk, dv = (
@@ -338,16 +348,20 @@ def backward(
             memory.sum_to(gradient, (*problem.key_lead, 1, *shape[-2:])).reshape(shape)
             for gradient, shape in ((dk, problem.k_shape), (dv, problem.v_shape))
         )
-    gradients, of = [dq, dk, dv], [operands.q, operands.k, operands.v, operands.mask]
+    dmask = dsink = None
     if with_mask:
-        gradients.append(memory.empty(tuple(operands.mask.shape), problem.acc_dtype))
+        dmask = memory.empty(tuple(operands.mask.shape), problem.acc_dtype)
         if taken.dtype != problem.acc_dtype:
-            taken = replace(problem, dtype=problem.acc_dtype)
+            taken = replace(problem.sinkless, dtype=problem.acc_dtype)
             viewed = operands.converted(memory, taken.dtype).viewed(memory, problem)
-        target.mask_gradient(taken, viewed, own_mask(memory, problem, gradients[-1])[0])
-    return Gradients(
-        *(
-            memory.laid_as(memory.convert(gradient, problem.dtype), operand)
-            for gradient, operand in zip(gradients, of, strict=False)
-        )
+        target.mask_gradient(taken, viewed, own_mask(memory, problem, dmask)[0])
+        dmask = memory.laid_as(memory.convert(dmask, problem.dtype), operands.mask)
+    if with_sink:
+        dsink = memory.empty((math.prod(problem.lead),), problem.acc_dtype)
+        target.sink_gradient(problem, operands.viewed(memory, problem), dsink)
+        dsink = memory.sum_to(dsink.reshape(problem.lead or (1,)), problem.lead[-1:] or (1,))
+    dq, dk, dv = (
+        memory.laid_as(memory.convert(gradient, problem.dtype), operand)
+        for gradient, operand in ((dq, operands.q), (dk, operands.k), (dv, operands.v))
     )
+    return Gradients(dq, dk, dv, dmask, dsink)

@@ -65,9 +65,10 @@ def flash_attention_varlen_backward(
     cu_seqlens_k: Any,
     *args: Any,
     dlse: Any = None,
+    sink_gradient: bool = False,
     tile: Tile | None = None,
     **options: Any,
-) -> tuple[Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Compute the gradients of attention on packed sequences.
 
     Args:
@@ -81,11 +82,13 @@ def flash_attention_varlen_backward(
         cu_seqlens_k: As in the forward pass.
         args: The options of the forward pass.
         dlse: Gradient of lse; zeros when None.
+        sink_gradient: Also return the gradient of ``sink``, last.
         tile: (block_q, block_k); the rung's own when None.
         options: The options of the forward pass.
 
     Returns:
-        dq, dk and dv, of the shapes of q, k and v, views of arrays with the heads first.
+        dq, dk and dv, of the shapes of q, k and v, views of arrays with the heads first; with
+        ``sink_gradient`` also that of the sinks, (heads,).
 
     Raises:
         TypeError: As in the forward pass, or if dout, out or lse is no array or has another dtype.
@@ -96,8 +99,8 @@ def flash_attention_varlen_backward(
     dout, out = (_heads_first(name, array) for name, array in (("dout", dout), ("out", out)))
     results = dout, out, as_operand(lse), as_operand(dlse)
     call = _call((q, k, v), cu_seqlens_q, cu_seqlens_k, by_name(args, options), results)
-    dq, dk, dv = map(heads_first, call.backward(tile))
-    return dq, dk, dv
+    dq, dk, dv, *others = call.backward(tile, with_sink=sink_gradient)
+    return *map(heads_first, (dq, dk, dv)), *others
 
 
 def _heads_first(name: str, operand: Any) -> Any:

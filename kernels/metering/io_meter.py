@@ -306,6 +306,6 @@ def metered(
         forward = meter.counts(q=q, k=k, v=v, out=out, lse=lse)
         operands = operands.having(dout=dout, out=out, lse=lse)
         with IOMeter() as meter:
-            dq, dk, dv, _ = launch.backward(launch.CUDA, problem, operands, tile)
+            dq, dk, dv, *_ = launch.backward(launch.CUDA, problem, operands, tile)
         backward = meter.counts(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv)
     return PassTraffic(forward, backward), call_traffic(name, problem, tile)

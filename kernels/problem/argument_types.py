@@ -66,11 +66,12 @@ def _is_block_mask(value: Any) -> bool:
     return isinstance(value, BlockMask)
 
 
+_FLAGS = (
+    "is_causal", "enable_gqa", "deterministic", "return_lse", "mask_gradient", "sink_gradient",
+)  # fmt: skip
 #: Option → the type that most calls give, which needs no further look; of all others that of None.
 _USUAL: dict[str, type] = {
-    **dict.fromkeys(
-        ("is_causal", "enable_gqa", "deterministic", "return_lse", "mask_gradient"), bool
-    ),
+    **dict.fromkeys(_FLAGS, bool),
     **dict.fromkeys(("dropout_p", "softcap"), float),
     "causal_offset": int,
     "rung": str,
@@ -78,10 +79,7 @@ _USUAL: dict[str, type] = {
 _NONE = type(None)
 #: Option → what it may be beside None where that is its default, and that in words.
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        ("is_causal", "enable_gqa", "deterministic", "return_lse", "mask_gradient"),
-        (_is_flag, "True or False"),
-    ),
+    **dict.fromkeys(_FLAGS, (_is_flag, "True or False")),
     **dict.fromkeys(("dropout_p", "softcap"), (_is_number, "a number")),
     "scale": (_is_number, "a number or None"),
     "causal_offset": (_is_whole, "a whole number"),

@@ -13,7 +13,7 @@ from kernels.runtime.dtypes import acc_dtype, is_floating
 from kernels.runtime.memory import Memory
 
 #: Options that hold a number for each head, by the operand that they become.
-PER_HEAD = {"slopes": "alibi_slopes"}
+PER_HEAD = {"slopes": "alibi_slopes", "sink": "sink"}
 
 
 class Operands(NamedTuple):
@@ -31,6 +31,7 @@ class Operands(NamedTuple):
         mask_batch: For kernels: the number of the mask's batch for each batch, (batch,) int64, on
             the host.
         slopes: (heads,) or (…, heads), ALiBi's, of the dtype of lse.
+        sink: (heads,), of the dtype of lse.
         out: (…, heads, seq_q, value_dim).
         lse: (…, heads, seq_q), of the accumulator's dtype, float32 for q of 16 bits.
         dout: Gradient of out.
@@ -46,6 +47,7 @@ class Operands(NamedTuple):
     mask: Any = None
     mask_batch: Any = None
     slopes: Any = None
+    sink: Any = None
     out: Any = None
     lse: Any = None
     dout: Any = None
@@ -110,17 +112,12 @@ def make_operands(
         v: Likewise.
         mask: Likewise, or None.
         per_head: The options of :data:`PER_HEAD` in that order, or None.
-
-    Raises:
-        TypeError: If a number for each head lies on a device and has another dtype than lse.
     """
     own = {}
-    for (name, option), array in zip(PER_HEAD.items(), per_head, strict=False):
+    for name, array in zip(PER_HEAD, per_head, strict=False):
         if isinstance(array, np.ndarray):
-            array = array.astype(problem.acc_dtype)
-        elif array is not None and array.dtype != problem.acc_dtype:
-            raise TypeError(f"{option} on a device must be {problem.acc_dtype}, got {array.dtype}")
-        own[name] = array if array is None else memory.constant(array)
+            array = memory.constant(array.astype(problem.acc_dtype))
+        own[name] = array if array is None else memory.convert(array, problem.acc_dtype)
     return Operands(q, k, v, mask if mask is None else memory.bring(mask), **own)
 
 

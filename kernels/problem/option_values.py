@@ -73,6 +73,20 @@ def check_slopes(slopes: Any, lead: tuple[int, ...]) -> None:
         )
 
 
+def check_sink(sink: Any, lead: tuple[int, ...]) -> None:
+    """Check ``sink`` against the leading dimensions (…, heads) of the scores."""
+    if sink is None:
+        return
+    check_array("sink", sink)
+    if not is_floating(np.dtype(sink.dtype)):
+        raise TypeError(f"sink must be floating, got {sink.dtype}; convert it")
+    heads = lead[-1:] or (1,)
+    if tuple(sink.shape) != heads:
+        raise ValueError(
+            f"sink must have shape {heads}, a logit for each query head; got {tuple(sink.shape)}"
+        )
+
+
 def check_offset(offset: int, slopes: Any) -> None:
     """Check that ALiBi can measure from the diagonal that ``causal_offset`` shifts."""
     if slopes is not None and abs(offset) >= MOST_OFFSET:

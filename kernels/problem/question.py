@@ -18,6 +18,7 @@ from kernels.problem.option_values import (
     check_offset,
     check_precision,
     check_scale,
+    check_sink,
     check_slopes,
     check_softcap,
     check_window,
@@ -57,6 +58,7 @@ class Problem:
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
         mask: "bool" or "float" for a call with ``attn_mask``, else "".
         slopes: The call has ALiBi slopes.
+        sink: The call has sinks.
         dropout_p: Probability of dropping a probability.
         seed: Of the bits that decide it; a signed number of 64 bits.
         block_mask: A block-sparse pattern, or None.
@@ -83,6 +85,7 @@ class Problem:
     softcap: float = 0.0
     mask: str = ""
     slopes: bool = False
+    sink: bool = False
     dropout_p: float = 0.0
     seed: int = 0
     block_mask: BlockMask | None = None
@@ -112,6 +115,11 @@ class Problem:
     def unseeded(self) -> Problem:
         """The question with a seed of 0: by this is looked up what does not depend on the bits."""
         return replace(self, seed=0) if self.seed else self
+
+    @cached_property
+    def sinkless(self) -> Problem:
+        """The question without sinks: out and lse hold all of them that gradients of q, k and v need."""
+        return replace(self, sink=False) if self.sink else self
 
     # What follows is asked for at every call of the same problem, and worked out once.
     @cached_property
@@ -199,6 +207,7 @@ def make_problem(
     window_size: tuple[int, int] | None = None,
     softcap: float = 0.0,
     alibi_slopes: Any = None,
+    sink: Any = None,
     block_mask: Any = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
@@ -229,6 +238,8 @@ def make_problem(
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
         alibi_slopes: (heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from
             a score.  A constant: it gets no gradient.
+        sink: (heads,), a logit for each head that takes part in the softmax as the score of one more key
+            whose value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.
         block_mask: A :class:`kernels.BlockMask`: tiles that it hides are never visited.
         mask_mod: ``(batch, head, row, col) -> bool``, True keeps; a plain function that numba can
             compile.
@@ -264,13 +275,13 @@ def make_problem(
     )  # fmt: skip
     if mask_mod is None and score_mod is None and _is_known(window_size):
         try:
-            arrays = _described(attn_mask), _described(alibi_slopes)
+            arrays = _described(attn_mask), _described(alibi_slopes), _described(sink)
             problem = _remembered(*requested, *arrays, block_mask)
             check_slopes(alibi_slopes, problem.lead)
             return problem
         except (TypeError, AttributeError):  # of what is wrong, or cannot be remembered
             pass
-    return _checked(*requested, attn_mask, alibi_slopes, block_mask, mask_mod, score_mod)
+    return _checked(*requested, attn_mask, alibi_slopes, sink, block_mask, mask_mod, score_mod)
 
 
 class _Described(NamedTuple):
@@ -309,6 +320,7 @@ def _checked(
     rung: str,
     attn_mask: Any = None,
     alibi_slopes: Any = None,
+    sink: Any = None,
     block_mask: Any = None,
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
@@ -342,6 +354,7 @@ def _checked(
     mask = check_mask(attn_mask, (*lead, seq_q, seq_k), dtype)
     check_slopes(alibi_slopes, lead)
     check_offset(causal_offset, alibi_slopes)
+    check_sink(sink, lead)
     check_softcap(softcap)
     check_scale(scale)
     left, right = check_window(window_size)
@@ -373,6 +386,7 @@ def _checked(
         softcap=float(softcap),
         mask=mask,
         slopes=alibi_slopes is not None,
+        sink=sink is not None,
         dropout_p=float(dropout_p),
         seed=seed,
         block_mask=block_mask,

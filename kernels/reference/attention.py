@@ -69,9 +69,10 @@ def attention(problem: Problem, tile: Any, operands: Operands) -> None:
         p = np.exp(s - shift[..., None])  # (…, seq_q, seq_k)
         total = p.sum(axis=-1)  # (…, seq_q)
         p = _times(p, scores.kept(rows, cols))
-        own.out[...] = (p @ own.v) / _divisor(total)  # (…, seq_q, value_dim)
-        own.lse[...] = shift + _log(total)
+        out = (p @ own.v) / _divisor(total)  # (…, seq_q, value_dim)
+        lse = shift + _log(total)  # (…, seq_q)
         # END TASK 5.2
+        own.out[...], own.lse[...] = scores.with_sink(out, lse)
 
 
 class _Tile(NamedTuple):
@@ -146,6 +147,20 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Array) -> None:
             own[batch] += part
 
 
+def sink_gradient(problem: Problem, operands: Operands, dsink: Array) -> None:
+    """Fill the gradient of the sinks: dS of a key whose value is 0, so that dP is 0, too.
+
+    Args:
+        problem: The checked call.
+        operands: dout, out, lse, sink, and dlse or None.
+        dsink: (batch * heads,), written.
+    """
+    sums = operands.lse.dtype
+    wide = operands.having(dout=operands.dout.astype(sums), out=operands.out.astype(sums))
+    p = np.exp(operands.sink[..., 0] - _shift_of(operands.lse))  # (batch, heads, seq_q)
+    dsink[...] = -(p * _delta(wide)).sum(axis=-1).reshape(-1)
+
+
 def tiled_attention(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill out and lse tile by tile.
 
@@ -194,9 +209,10 @@ def _forward_tile(
         # END TASK 5.3
     # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
     # TASK 5.3: One division at the end, and L = m + log l; a row that saw nothing is zero.
-    own.out[..., rows, :] = acc / _divisor(row_sum)
-    own.lse[..., rows] = _shift_of(row_max) + _log(row_sum)
+    out = acc / _divisor(row_sum)  # (…, block_q, value_dim)
+    lse = _shift_of(row_max) + _log(row_sum)  # (…, block_q)
     # END TASK 5.3
+    own.out[..., rows, :], own.lse[..., rows] = scores.with_sink(out, lse)
 
 
 def tiled_attention_backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:

@@ -80,6 +80,13 @@ class Scores:
         # A user's derivative may be infinite at a masked score, whose gradient is 0.
         return s, np.where(s == -np.inf, s.dtype.type(0), derivative)
 
+    def with_sink(self, out: Array, lse: Array) -> tuple[Array, Array]:
+        """Return out (…, rows, value_dim) and lse (…, rows) with the sink in their softmax."""
+        if not self.problem.sink:
+            return out, lse
+        whole = np.logaddexp(lse, self.operands.sink[..., 0])  # (…, rows)
+        return out * np.exp(lse - whole)[..., None], whole
+
     def kept(self, rows: slice, cols: slice) -> Array | None:
         """Return what dropout multiplies probabilities by, 0 or ``keep_scale``; None without dropout."""
         problem = self.problem

@@ -8,6 +8,8 @@ defines tanh and how the array of an option is read at a place (:class:`ScoreTar
     alibi_slopes      score = score - slope * |row + diagonal - col|
     attn_mask         score = score + bias, if it is floating
     visibility        score = -inf where the bounds, a boolean attn_mask, block_mask or mask_mod hide it
+
+A ``sink`` changes no score: it is one more term of the sum that a row is divided by (:func:`make_row_end`).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Features(NamedTuple):
         mask_mod: The user's function, or None.
         score_mod: The user's function, or None.
         derivative: Of score_mod, or None.
+        sink: A row's sum has a term that belongs to no key.
         whole_tiles: The block mask hides no element of a listed tile; a rung sets it for its own tiles.
     """
 
@@ -45,6 +48,7 @@ class Features(NamedTuple):
     mask_mod: Callable[..., Any] | None = None
     score_mod: Callable[..., Any] | None = None
     derivative: Callable[..., Any] | None = None
+    sink: bool = False
     whole_tiles: bool = False
 
     @property
@@ -59,8 +63,8 @@ class Features(NamedTuple):
 
     @property
     def of_elements(self) -> Features:
-        """The options that act on the elements of a whole tile: all but those that choose tiles."""
-        return self._replace(block_mask=False, whole_tiles=False, packed=False)
+        """The options that act on the elements of a whole tile, not on rows or on the choice of tiles."""
+        return self._replace(block_mask=False, whole_tiles=False, packed=False, sink=False)
 
 
 PLAIN = Features()
@@ -79,6 +83,7 @@ def features_of(problem: Any) -> Features:
         mask_mod=problem.mask_mod,
         score_mod=score_mod,
         derivative=derivative,
+        sink=problem.sink,
     )
 
 
@@ -202,7 +207,11 @@ def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
 
 
 def make_row_end(
-    features: Features, compile_: Callable[[Any], Any], softmax: OnlineSoftmax, real: Any
+    features: Features,
+    compile_: Callable[[Any], Any],
+    softmax: OnlineSoftmax,
+    real: Any,
+    sink_of: Callable[..., Any],
 ) -> Callable[..., Any]:
     """Return ``end_row(row_sum, shift, b, h, call)``: a row's 1 / l, which multiplies O, and L.
 
@@ -211,14 +220,25 @@ def make_row_end(
         compile_: Turns a plain function into one that the target's compiler can call.
         softmax: Compiled for the target.
         real: The type of sums.
+        sink_of: ``(b, h, call)``: the sink of a head.
     """
-    inverse_sum, log_sum_exp = softmax.inverse_sum, softmax.log_sum_exp
+    shift_of, inverse_sum, log_sum_exp, merge_weight = softmax
 
     @compile_
     def end_row(row_sum, shift, b, h, call):
         return real(inverse_sum(row_sum)), real(log_sum_exp(shift, row_sum))
 
-    return end_row
+    @compile_
+    def end_row_with_sink(row_sum, shift, b, h, call):
+        # The sink is one more part of the keys, with L = sink and O = 0: parts merge by their L.
+        lse, sink = real(log_sum_exp(shift, row_sum)), real(sink_of(b, h, call))
+        top = real(shift_of(max(lse, sink)))
+        weight = real(merge_weight(lse, top))
+        total = weight + real(merge_weight(sink, top))
+        inverse = real(inverse_sum(row_sum)) * weight * real(inverse_sum(total))
+        return inverse, real(log_sum_exp(top, total))
+
+    return end_row_with_sink if features.sink else end_row
 
 
 def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:

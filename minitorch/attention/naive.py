@@ -8,10 +8,12 @@ from kernels import Problem, takes_attention_options
 from kernels.problem.option_values import SEEDS
 from kernels.problem.signature import by_name
 
+from ..functions.base import is_tensor
 from ..functions.flash_attention import attention_call
 from ..nn import logsumexp, softmax
+from ..operators import EPS
 from ..tensor import Tensor
-from .score_options import kept_probabilities, masking_penalty, modified
+from .score_options import kept_probabilities, masking_penalty, modified, sink_logits
 
 
 @takes_attention_options
@@ -51,7 +53,13 @@ def naive_attention(
     if problem.dropout_p:
         probs = probs * kept_probabilities(problem, probs)
     out = probs @ v  # (…, seq_q, value_dim)
-    return (out, _lse(scores, problem)) if options.get("return_lse") else out
+    if not (problem.sink or options.get("return_lse")):
+        return out
+    lse = logsumexp(scores, scores.dims - 1)  # (…, seq_q, 1)
+    if problem.sink:
+        share, lse = _with_sink(lse, sink_logits(call, options.get("sink"), scores))
+        out = out * share
+    return (out, _as_lse(lse, problem)) if options.get("return_lse") else out
 
 
 def _transpose(t: Tensor) -> Tensor:
@@ -66,9 +74,17 @@ def _repeat_heads(t: Tensor, groups: int) -> Tensor:
     return repeated.view(*lead, heads * groups, seq, dim)
 
 
-def _lse(scores: Tensor, problem: Problem) -> Tensor:
-    """Return logsumexp of each row, (…, heads, seq_q), repeated where q and k both broadcast to v."""
-    lse = logsumexp(scores, scores.dims - 1).view(*scores.shape[:-1])
+def _with_sink(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys' share of the softmax, e^lse / (e^lse + e^sink), and lse with the sink."""
+    larger = (sink + (lse - sink).relu()).detach()  # so that exp does not overflow
+    keys = (lse - larger).exp()
+    total = keys + (sink - larger).exp()
+    return keys / total, larger + (total - EPS).log()  # log adds EPS
+
+
+def _as_lse(lse: Tensor, problem: Problem) -> Tensor:
+    """Return lse as (…, heads, seq_q), repeated where q and k both broadcast to v."""
+    lse = lse.contiguous().view(*lse.shape[:-1])
     return lse if lse.shape == problem.lse_shape else lse + lse.zeros(problem.lse_shape)
 
 
@@ -80,6 +96,9 @@ def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: dic
     mask, sums = options.get("attn_mask"), problem.acc_dtype
     if mask is not None and problem.mask == "float":
         options = {**options, "attn_mask": mask.to(sums)}
+    sink: Any = options.get("sink")
+    if is_tensor(sink):
+        options = {**options, "sink": sink.to(sums)}
     seed = problem.seed % SEEDS  # what was drawn for this call
     result = naive_attention(*(t.to(sums) for t in operands), **{**options, "seed": seed})
     if not isinstance(result, tuple):

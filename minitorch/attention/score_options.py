@@ -20,7 +20,7 @@ from kernels.scores.program import Place, ScoreTarget, make_score_program
 from kernels.scores.visibility import distance, is_visible
 
 from ..autodiff import Context
-from ..functions.base import Function
+from ..functions.base import Function, is_tensor
 from ..functions.flash_attention import AttentionCall
 from ..tensor_ops import TensorBackend
 from ..tensors.factories import from_numpy, tensor
@@ -148,6 +148,14 @@ def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) ->
         in_blocks=in_blocks,
         derives=False,
     )
+
+
+def sink_logits(call: AttentionCall, sink: Any, like: Tensor) -> Tensor:
+    """Return the sinks as a tensor that broadcasts to lse, (…, heads, seq_q, 1)."""
+    if not is_tensor(sink):
+        sink = tensor(_on_host(call.arrays["sink"]), like.backend, False, like.dtype)
+    shape = (*sink.shape, 1, 1) if call.problem.lead else (1, 1)
+    return sink.to(like.dtype).contiguous().view(*shape)
 
 
 def _on_host(array: Any) -> npt.NDArray[Any]:

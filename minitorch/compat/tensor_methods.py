@@ -248,7 +248,7 @@ class Flash_Attn(Function):
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, causal_mask: Any) -> Tensor:
         """Return (batch, heads, seq, dim); ``causal_mask`` is a bool, or a tensor of one element."""
-        return FlashAttention.forward(ctx, q, k, v, None, _options(causal_mask))
+        return FlashAttention.forward(ctx, q, k, v, None, None, _options(causal_mask))
 
     backward = staticmethod(FlashAttention.backward)
 

@@ -62,6 +62,7 @@ def attention_call(
         )
     mask: Any = options.get("attn_mask")
     slopes: Any = options.get("alibi_slopes")
+    sink: Any = options.get("sink")
     if is_tensor(slopes) and slopes.requires_grad():
         raise ValueError(
             "alibi_slopes are constants and this tensor requires a gradient; pass its detach(), or "
@@ -73,15 +74,23 @@ def attention_call(
     launch.check_rung(problem)
     if problem.dropout_p and seed is None:
         problem = problem.with_seed(dropout_seed())
-    if problem.mask == "float" and not (is_tensor(mask) and mask.backend.ops is q.backend.ops):
-        kind = mask.backend.ops.__name__ if is_tensor(mask) else type(mask).__name__
-        raise TypeError(
-            f"a floating attn_mask must be a tensor on the backend of q, {q.backend.ops.__name__}, got "
-            f"{kind}; make one with minitorch.from_numpy, move one with Tensor.to(backend)"
-        )
+    if problem.mask == "float":
+        _check_backend("a floating attn_mask", mask, q)
+    if is_tensor(sink):
+        _check_backend("a sink that is a tensor", sink, q)
     if not q.backend.cuda:
         check_on_host(arrays)
     return AttentionCall(problem, arrays)
+
+
+def _check_backend(name: str, option: Any, q: Any) -> None:
+    """Check that an option is a tensor on the backend of q."""
+    if not (is_tensor(option) and option.backend.ops is q.backend.ops):
+        kind = option.backend.ops.__name__ if is_tensor(option) else type(option).__name__
+        raise TypeError(
+            f"{name} must be a tensor on the backend of q, {q.backend.ops.__name__}, got "
+            f"{kind}; make one with minitorch.from_numpy, move one with Tensor.to(backend)"
+        )
 
 
 def _readable(option: Any) -> Any:
@@ -113,8 +122,8 @@ def attend_packed(
 def _apply(
     operands: tuple[Any, ...], options: dict[str, Any], *make: Callable[..., Problem]
 ) -> Any:
-    # A mask may require a gradient: it is an argument of its own.
-    args = (*operands, options.get("attn_mask"), options, *make)
+    # A mask and sinks may require gradients: they are arguments of their own.
+    args = (*operands, options.get("attn_mask"), options.get("sink"), options, *make)
     if options.get("return_lse"):
         return FlashAttention.apply_several(*args)
     return FlashAttention.apply(*args)
@@ -132,6 +141,7 @@ class FlashAttention(Function):
         k: Tensor,
         v: Tensor,
         mask: Any,
+        sink: Any,
         options: dict[str, Any],
         make: Callable[..., Problem] = make_problem,
     ) -> Any:
@@ -143,6 +153,7 @@ class FlashAttention(Function):
             k: (…, heads, seq_k, head_dim).
             v: (…, heads, seq_k, value_dim).
             mask: The option ``attn_mask``.
+            sink: The option ``sink``.
             options: All options by name.
             make: Builds the problem.
 
@@ -153,7 +164,7 @@ class FlashAttention(Function):
         Raises:
             ValueError: Also for a ``score_mod`` without its derivative, if there will be a gradient.
         """
-        call = attention_call(q, k, v, {**options, "attn_mask": mask}, make)
+        call = attention_call(q, k, v, {**options, "attn_mask": mask, "sink": sink}, make)
         target, problem = q.f.attention, call.problem
         if not ctx.no_grad:
             check_derivative(problem.score_mod)
@@ -169,7 +180,7 @@ class FlashAttention(Function):
     def backward(
         ctx: Context, grad_output: Tensor | None, grad_lse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Recompute the probabilities tile by tile and return dq, dk, dv and dmask."""
+        """Recompute the probabilities tile by tile and return dq, dk, dv, dmask and dsink."""
         target, problem, q, operands = ctx.saved_values
         dout = q.zeros(problem.out_shape) if grad_output is None else grad_output
         dlse = None if grad_lse is None else _in_dtype(grad_lse, problem.acc_dtype).array()
@@ -178,6 +189,7 @@ class FlashAttention(Function):
             problem,
             operands.having(dout=_in_dtype(dout, q.dtype).array(), dlse=dlse),
             with_mask=ctx.needs_input_grad[3] and problem.mask == "float",
+            with_sink=problem.sink and ctx.needs_input_grad[4],
         )
         results = [None if array is None else q.wrap(array) for array in gradients]
         return (*results, *[None] * (len(ctx.needs_input_grad) - len(results)))

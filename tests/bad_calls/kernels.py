@@ -264,6 +264,11 @@ OPTIONS = {
     "slopes far away": wrong(
         attend(alibi_slopes=[1.0, 1.0], causal_offset=2**31), ValueError, "2147483648", "-2**31"
     ),
+    "sink a number": wrong(attend(sink=0.5), TypeError, "sink must be an array", "float"),
+    "sink whole": wrong(attend(sink=[1, 2]), TypeError, "must be floating", "int64", "convert"),
+    "sink too few": wrong(attend(sink=[1.0]), ValueError, "shape (2,)", "query head", "got (1,)"),
+    "sink for each row": wrong(attend(sink=np.ones((2, 5))), ValueError, "shape (2,)", "(2, 5)"),
+    "gradient of no sink": wrong(back(sink_gradient=True), ValueError, "with sink", "leave it"),
     "block mask an array": wrong(
         attend(block_mask=np.ones((1, 1))), TypeError, "kernels.BlockMask", "shape (1, 1)",
         "from_dense"

@@ -77,7 +77,7 @@ def test_public_functions_are_the_textbook(case: Case) -> None:
     out, lse = kernels.flash_attention_forward(*case.operands, **case.options)
     gradients = kernels.flash_attention_backward(
         case.dout, *case.operands, out, lse, dlse=case.dlse,
-        mask_gradient=case.has_mask_gradient, **case.options,
+        mask_gradient=case.has_mask_gradient, sink_gradient=case.has_sink, **case.options,
     )  # fmt: skip
     actual = [out, lse, *gradients]
     for (name, wanted), got in zip(expected.items(), actual, strict=True):
@@ -165,8 +165,8 @@ def test_every_output_element_is_written(case: Case) -> None:
             "dv": (*problem.grouped_lead, *problem.v_shape[-2:]),
         }  # fmt: skip
         blank = {name: np.full(shape, np.nan, problem.dtype) for name, shape in shapes.items()}
-        mask, slopes = (case.options.get(name) for name in ("attn_mask", "alibi_slopes"))
-        operands = make_operands(target.memory, problem, *case.operands, mask, slopes)
+        arrays = map(case.options.get, ("attn_mask", "alibi_slopes", "sink"))
+        operands = make_operands(target.memory, problem, *case.operands, *arrays)
         operands = operands.having(**blank, dout=case.dout, dlse=case.dlse)
         viewed = operands.viewed(target.memory, problem)
         rung.forward(problem, case.tile, viewed)

@@ -26,7 +26,7 @@ HOST = pytest.param(None, id="host")
 DEVICE = pytest.param(on_device, id="device", marks=pytest.mark.simulator)
 PLACES = pytest.mark.parametrize("place", [HOST, DEVICE])
 #: The options that bring arrays of their own.
-ARRAYS = ("bool mask", "float mask", "alibi", "dlse")
+ARRAYS = ("bool mask", "float mask", "alibi", "sink", "dlse")
 #: As ``x.view(batch, seq, heads, dim).transpose(1, 2)`` lies, the usual layout of PyTorch's models.
 HEADS_BEHIND_ROWS = Layout((0, 2, 1, 3), (1,) * 4, 0, (False,) * 4, (False,) * 4)
 

@@ -38,7 +38,8 @@ class Packed:
         return self.q, self.k, self.v
 
     def one_by_one(self) -> dict[str, Any]:
-        """Return out, lse, dq, dk and dv by a call for each sequence, on arrays with the heads first."""
+        """Return the results by a call for each sequence, on arrays with the heads first."""
+        sink = self.options.get("sink")
         results = {
             "out": np.zeros(self.dout.shape),
             "lse": np.full(self.dlse.shape, -np.inf),
@@ -47,18 +48,25 @@ class Packed:
                 for name, x in zip(("dq", "dk", "dv"), self.operands, strict=True)
             },
         }
+        if sink is not None:
+            results["dsink"] = np.zeros(sink.shape)
         for number in range(len(self.cu_q) - 1):
             rows, cols = (slice(*cu[number : number + 2]) for cu in (self.cu_q, self.cu_k))
             if rows.start == rows.stop or cols.start == cols.stop:
+                if sink is not None:  # out is 0, and lse the sink alone
+                    results["lse"][:, rows] = sink[:, None]
+                    results["dsink"] += self.dlse[:, rows].sum(axis=1)
                 continue  # out is 0 and lse minus infinity
             operands = (self.q[rows], self.k[cols], self.v[cols])
             views = [x.swapaxes(0, 1) for x in operands]
             options: dict[str, Any] = {**self.numbered(number), "rung": "naive"}
             out, lse = kernels.flash_attention_forward(*views, **options)
             dout, dlse = self.dout[rows].swapaxes(0, 1), self.dlse[:, rows]
-            dq, dk, dv = kernels.flash_attention_backward(
-                dout, *views, out, lse, dlse=dlse, **options
+            dq, dk, dv, *dsink = kernels.flash_attention_backward(
+                dout, *views, out, lse, dlse=dlse, sink_gradient=sink is not None, **options
             )
+            if dsink:
+                results["dsink"] += dsink[0]
             results["out"][rows], results["lse"][:, rows] = out.swapaxes(0, 1), lse
             results["dq"][rows] = dq.swapaxes(0, 1)
             results["dk"][cols], results["dv"][cols] = dk.swapaxes(0, 1), dv.swapaxes(0, 1)
@@ -106,6 +114,7 @@ def packed(draw: Any) -> Packed:
                 [
                     {"softcap": 1.5}, {"alibi_slopes": rng.random(heads)}, {"mask_mod": neighbours},
                     {"score_mod": SCORE_MODS[1]}, {"scale": -0.5},
+                    {"sink": 2.0 * rng.standard_normal(heads)},
                 ]
             ),
             max_size=2,
@@ -124,10 +133,14 @@ def on_tensors(case: Packed, backend: Any, **more: Any) -> dict[str, Any]:
     tensors = [minitorch.from_numpy(x, backend, requires_grad=True) for x in case.operands]
     q, k, v = tensors
     options = {**case.options, **more}
+    if "sink" in options:
+        options["sink"] = minitorch.from_numpy(options["sink"], backend, requires_grad=True)
     out, lse = q.flash_attention_varlen(k, v, case.cu_q, case.cu_k, return_lse=True, **options)
     out.backward(minitorch.from_numpy(case.dout, backend))
     lse.backward(minitorch.from_numpy(case.dlse, backend))
     gradients = {f"d{name}": np.asarray(t.grad) for name, t in zip("qkv", tensors, strict=True)}
+    if "sink" in options:
+        gradients["dsink"] = np.asarray(options["sink"].grad)
     return {"out": out.to_numpy(), "lse": lse.to_numpy(), **gradients}
 
 
@@ -143,7 +156,12 @@ def test_a_device_is_a_loop_over_the_sequences() -> None:
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal(s) for s in ((5, 2, 3), (6, 1, 3), (6, 1, 2), (5, 2, 2)))
     lengths = np.array([0, 2, 2, 5]), np.array([0, 3, 4, 6])
-    options = {"is_causal": True, "enable_gqa": True, "mask_mod": neighbours}
+    options = {
+        "is_causal": True,
+        "enable_gqa": True,
+        "mask_mod": neighbours,
+        "sink": np.array([0.5, -1.0]),
+    }
     case = Packed(q, k, v, dout, rng.standard_normal((2, 5)), *lengths, options)
     case.check(on_tensors(case, CudaBackend), "on the device")
 
@@ -153,10 +171,13 @@ def test_a_device_is_a_loop_over_the_sequences() -> None:
 def test_arrays_are_a_loop_over_the_sequences(case: Packed) -> None:
     place = (case.cu_q, case.cu_k)
     out, lse = kernels.flash_attention_varlen_forward(*case.operands, *place, **case.options)
+    has_sink = "sink" in case.options
     gradients = kernels.flash_attention_varlen_backward(
-        case.dout, *case.operands, out, lse, *place, dlse=case.dlse, **case.options
-    )
-    case.check(dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)), "")
+        case.dout, *case.operands, out, lse, *place, dlse=case.dlse, sink_gradient=has_sink,
+        **case.options,
+    )  # fmt: skip
+    names = ("out", "lse", "dq", "dk", "dv", *["dsink"] * has_sink)
+    case.check(dict(zip(names, (out, lse, *gradients), strict=True)), "")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -56,7 +56,8 @@ MASK_MODS = (neighbours, checkers)
 SCORE_MODS = ((bowl, slope_of_bowl), (squash, slope_of_squash))
 #: Names of the options that :func:`cases` draws beyond q, k, v, scale and bounds.
 FEATURES = (
-    "bool mask", "float mask", "softcap", "alibi", "dropout", "block mask", "mask_mod", "score_mod", "dlse",
+    "bool mask", "float mask", "softcap", "alibi", "dropout", "block mask", "mask_mod", "score_mod", "sink",
+    "dlse",
 )  # fmt: skip
 
 
@@ -80,6 +81,10 @@ class Case:
     def has_mask_gradient(self) -> bool:
         mask = self.options.get("attn_mask")
         return mask is not None and is_floating(mask.dtype)
+
+    @property
+    def has_sink(self) -> bool:
+        return self.options.get("sink") is not None
 
     def problem(self, **more: Any) -> kernels.Problem:
         return kernels.make_problem(*self.operands, **{**self.options, **more})
@@ -106,19 +111,20 @@ class Case:
             more: Options beside the case's own.
 
         Returns:
-            out, lse and the gradients by name; dmask only if there is a floating mask.
+            out, lse and the gradients by name; dmask only if there is a floating mask, dsink if a sink.
         """
         put = place or (lambda array: array)
         problem = replace(self.problem(rung=rung, **more), sequences=sequences)
         memory = target.memory
-        mask, slopes = self.options.get("attn_mask"), self.options.get("alibi_slopes")
+        mask, *per_head = map(self.options.get, ("attn_mask", "alibi_slopes", "sink"))
         q, k, v, mask = (put(x) if x is not None else None for x in (*self.operands, mask))
-        operands = make_operands(memory, problem, q, k, v, mask, slopes)
+        operands = make_operands(memory, problem, q, k, v, mask, *per_head)
         out, lse = launch.forward(target, problem, operands, tile)
         dlse = None if self.dlse is None else put(self.dlse)
         kept = out if stored_out is None else stored_out
         operands = operands.having(out=kept, lse=lse, dout=put(self.dout), dlse=dlse)
-        gradients = launch.backward(target, problem, operands, tile, self.has_mask_gradient)
+        wanted = self.has_mask_gradient, self.has_sink
+        gradients = launch.backward(target, problem, operands, tile, *wanted)
         names = ("out", "lse", *gradients._fields)
         results = dict(zip(names, (out, lse, *gradients), strict=True))
         return {name: array for name, array in results.items() if array is not None}
@@ -132,30 +138,29 @@ class Case:
             more: Options beside the case's own, and ``tile``.
 
         Returns:
-            out, lse and the gradients by name; dmask only if there is a floating mask.
+            out, lse and the gradients by name; dmask only if there is a floating mask, dsink if a sink.
         """
         put = place or (lambda array: array)
         q, k, v, dout = map(put, (*self.operands, self.dout))
         options = {**self.options, **more}
-        mask, slopes = options.get("attn_mask"), options.get("alibi_slopes")
-        if isinstance(mask, np.ndarray):
-            options["attn_mask"] = put(mask)
-        if isinstance(slopes, np.ndarray) and slopes.dtype == acc_dtype(self.q.dtype):
-            options["alibi_slopes"] = put(slopes)
+        for name in ("attn_mask", "alibi_slopes", "sink"):
+            if isinstance(options.get(name), np.ndarray):
+                options[name] = put(options[name])
         found, lse = kernels.flash_attention_forward(q, k, v, **options)
         dlse = None if self.dlse is None else put(self.dlse)
         gradients = kernels.flash_attention_backward(
             dout, q, k, v, found if out is None else out, lse, dlse=dlse,
-            mask_gradient=self.has_mask_gradient, **options,
+            mask_gradient=self.has_mask_gradient, sink_gradient=self.has_sink, **options,
         )  # fmt: skip
-        names = ("out", "lse", "dq", "dk", "dv", "dmask")
-        return dict(zip(names, (found, lse, *gradients), strict=False))
+        others = ("dmask",) * self.has_mask_gradient + ("dsink",) * self.has_sink
+        names = ("out", "lse", "dq", "dk", "dv", *others)
+        return dict(zip(names, (found, lse, *gradients), strict=True))
 
     def in_dtype(self, dtype: np.dtype[Any]) -> Case:
         """Return the case with floating operands rounded to a dtype, which keeps their strides."""
         options = {
             name: value.astype(dtype)
-            if name in ("attn_mask", "alibi_slopes") and is_floating(value.dtype)
+            if name in ("attn_mask", "alibi_slopes", "sink") and is_floating(value.dtype)
             else value
             for name, value in self.options.items()
         }
@@ -169,7 +174,7 @@ class Case:
         Groups of query heads that share a head of k and v are written out by repeating it.
         """
         options = dict(self.options)
-        for name in ("attn_mask", "alibi_slopes"):
+        for name in ("attn_mask", "alibi_slopes", "sink"):
             array = options.get(name)
             if array is not None and is_floating(array.dtype):
                 options[name] = array.astype(np.float64)
@@ -241,7 +246,8 @@ class Case:
             size *= steepest if name in ("dq", "dk") else 1.0
             summed = sum_to(actual[name], expected.shape)
             label = f"{name} {what} of {self}"
-            own = dtype or (acc_dtype(self.q.dtype) if name == "lse" else self.q.dtype)
+            sums = name in ("lse", "dsink")
+            own = dtype or (acc_dtype(self.q.dtype) if sums else self.q.dtype)
             assert_close_arrays(summed, expected, own, what=label, size=size)
 
     def roundings(self, stored_out: Any) -> dict[str, Any]:
@@ -284,8 +290,8 @@ class Case:
         for name, got in actual.items():
             expected = exact[name] if name in ("out", "lse") else from_stored[name]
             got, label = sum_to(got, expected.shape), f"{name} {what} of {self}"
-            if name == "lse":
-                size = max(1.0, _largest(expected))
+            if name in ("lse", "dsink"):
+                size = max(1.0, _largest(expected), self.cancelling(name) / 100)
                 assert_close_arrays(got, expected, acc_dtype(self.q.dtype), label, size)
                 continue
             assert got.dtype == self.q.dtype, f"{label} is {got.dtype}"
@@ -302,15 +308,16 @@ class Case:
     def cancelling(self, name: str) -> float:
         """Return the size of what is left where terms of a gradient cancel: dP and D, times k or q."""
         of = {"dq": self.q.shape[:-1], "dk": self.k.shape[:-1]}
-        if name not in (*of, "dmask"):
+        if name not in (*of, "dmask", "dsink"):
             return 0.0
+        of["dsink"] = self.problem().lead[-1:]
         of["dmask"] = getattr(self.options.get("attn_mask"), "shape", ())
         terms = math.prod(self.problem().scores_shape) / max(math.prod(of[name]), 1)
         largest = {each: _largest(getattr(self, each)) for each in ("q", "k", "v", "dout")}
         size = largest["dout"] * largest["v"] * max(self.q.shape[-1], self.v.shape[-1]) ** 0.5
         size *= self.steepest() / (1.0 - self.options.get("dropout_p", 0.0))
         size *= max(terms, 1.0) ** 0.5
-        if name == "dmask":
+        if name in ("dmask", "dsink"):
             return size
         return size * max(largest["q"], largest["k"]) * abs(self.problem().scale)
 
@@ -494,6 +501,9 @@ def option(
         heads = tuple(lead[-1:]) or (1,)
         slopes = rng.random(draw(st.sampled_from([heads, tuple(lead) or heads]))).astype(dtype)
         return {"alibi_slopes": laid(slopes, draw(layouts(slopes.ndim)))}
+    if feature == "sink":
+        sink = (2.0 * rng.standard_normal(tuple(lead[-1:]) or (1,))).astype(dtype)
+        return {"sink": laid(sink, draw(layouts(1)))}
     if feature == "dropout":
         rate = draw(st.sampled_from([0.1, 0.5, 0.9]))
         return {"dropout_p": rate, "seed": draw(st.integers(0, 2**64 - 1))}

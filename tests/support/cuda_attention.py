@@ -23,7 +23,7 @@ from .tolerances import assert_close_arrays
 #: Those that compute in the dtype of their operands, float32 or float64.
 RUNGS = [rung.name for rung in launch.CUDA.rungs if FLOAT64 in rung.dtypes]
 #: Options that flash1, the algorithm of 2022, does not have; of a window it has the right side.
-LATER_OPTIONS = ("softcap", "alibi_slopes", "block_mask", "mask_mod", "score_mod")
+LATER_OPTIONS = ("softcap", "alibi_slopes", "block_mask", "mask_mod", "score_mod", "sink")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # On a GPU flash1 is compiled for each tile and each pair of dims: there are few of them.
 TILES = ((1, 2), (3, 5), (4, 4), (5, 2)) if IS_SIMULATOR else ((3, 5), (5, 2))

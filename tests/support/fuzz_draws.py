@@ -40,7 +40,7 @@ NONSENSE: tuple[Any, ...] = (
 )  # fmt: skip
 OPTIONS = (
     "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "causal_offset", "window_size",
-    "softcap", "alibi_slopes", "block_mask", "mask_mod", "score_mod", "seed", "precision",
+    "softcap", "alibi_slopes", "sink", "block_mask", "mask_mod", "score_mod", "seed", "precision",
     "deterministic", "return_lse", "rung", "tile",
 )  # fmt: skip
 #: Values that a float may have and seldom has.
@@ -271,7 +271,7 @@ def _judge(drawn: Draw, actual: dict[str, Any]) -> str:
         if wanted is None or name not in actual:
             continue
         got = sum_to(actual[name], wanted.shape)
-        own = acc_dtype(case.q.dtype) if name == "lse" else case.q.dtype
+        own = acc_dtype(case.q.dtype) if name in ("lse", "dsink") else case.q.dtype
         if name == "dmask":
             own = _get(case, "attn_mask").dtype
         finite = np.abs(wanted[np.isfinite(wanted)])

@@ -36,7 +36,7 @@ ENTRIES = {"arrays": 6, "packed": 2, "decoding": 1, "tensors": 1}
 LENGTHS = st.sampled_from([1, 2, 3, 5, 16, 17, 40, 64, 70, 130, 257])
 LEADS = st.sampled_from([[], [2], [3], [1, 2], [2, 1], [2, 3], [2, 2, 2]])
 #: Options that packed sequences take.
-PACKED_FEATURES = ("softcap", "alibi", "dropout", "mask_mod", "score_mod")
+PACKED_FEATURES = ("softcap", "alibi", "dropout", "mask_mod", "score_mod", "sink")
 #: What a rung that cannot run a call says.
 REFUSAL = "cannot run"
 
@@ -158,12 +158,17 @@ def attend(case: Case, kind: Kind, put: Any) -> dict[str, Any]:
         options["attn_mask"] = minitorch.from_dlpack(
             put(case.options["attn_mask"]), requires_grad=case.has_mask_gradient
         )
+    if case.has_sink:
+        sink = put(case.options["sink"].astype(case.problem().acc_dtype))
+        options["sink"] = minitorch.from_dlpack(sink, requires_grad=True)
     q, k, v = (minitorch.from_dlpack(put(x), requires_grad=True) for x in case.operands)
     out, lse = q.flash_attention(k, v, return_lse=True, **{**case.options, **options})
     out.backward(minitorch.from_dlpack(put(case.dout)))
     results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
     if case.has_mask_gradient:
         results["dmask"] = options["attn_mask"].grad
+    if case.has_sink:
+        results["dsink"] = options["sink"].grad
     return {name: t.array() for name, t in results.items()}
 
 

@@ -78,6 +78,7 @@ OPTIONS: dict[str, Callable[[], Case]] = {
     "`attn_mask`, floating, and its gradient": lambda: _case(attn_mask=_float_mask()),
     "`softcap`": lambda: _case(softcap=1.5),
     "`alibi_slopes`": lambda: _case(alibi_slopes=np.array([0.5, 0.25])),
+    "`sink`, and its gradient": lambda: _case(sink=np.array([1.0, -0.5])),
     "`dropout_p`, `seed`": lambda: _case(dropout_p=0.4, seed=11),
     "`block_mask`": lambda: _case(block_mask=_block_mask()),
     "`mask_mod`": lambda: _case(mask_mod=MASK_MODS[0]),

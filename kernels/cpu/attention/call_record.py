@@ -24,7 +24,7 @@ from kernels.cpu.attention.tile_scores import (
 )
 from kernels.cpu.matmul.tile_product import product_address
 from kernels.cpu.runtime.function_pointers import run_alone, run_items, settings_argument
-from kernels.problem.operands import Operands
+from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.question import Problem
 
 #: Of every kernel: the record and the number of the work item.
@@ -75,6 +75,7 @@ class CallOptions:
         if problem.is_plain:
             return
         self._score_options(backward, operands)
+        self.name(**{name: getattr(operands, name) for name in PER_HEAD if getattr(problem, name)})
         hides = problem.mask or problem.block_mask is not None or problem.mask_mod is not None
         if hides:
             self._hiding_options(operands, by_keys, listed)
@@ -100,8 +101,6 @@ class CallOptions:
         o["score_mod"] = mods.mod_address(function, mods.REPLACES, problem.dtype)
         if backward:
             o["derivative"] = mods.mod_address(derivative, mods.MULTIPLIES, problem.dtype)
-        if problem.slopes:
-            self.name(slopes=operands.slopes)
 
     def _hiding_options(self, operands: Operands, by_keys: bool, listed: bool) -> None:
         problem, o = self.problem, self._record

@@ -160,22 +160,23 @@ def make_part(real):
 
 
 @njit_cached(fastmath=FASTMATH)
-def merge_parts(out_parts, lse_parts, out, lse):
-    """Merge the parts by their lse.
+def merge_parts(out_parts, lse_parts, sink, out, lse):
+    """Merge the parts by their lse, and with them the sinks, as parts of which out is 0.
 
     Args:
         out_parts: (parts, rows, value_dim).
         lse_parts: (parts, rows).
+        sink: (rows,), minus infinity where there is none.
         out: (rows, value_dim), written.
         lse: (rows,), written.
     """
     parts, rows, value_dim = out_parts.shape
     for r in range(rows):
-        largest = lse_parts[0, r]
+        largest = sink[r]
         for part in range(parts):
             largest = max(largest, lse_parts[part, r])
         shift = out.dtype.type(shift_of(largest))
-        total = out.dtype.type(0)
+        total = out.dtype.type(merge_weight(sink[r], shift))
         for part in range(parts):
             total += merge_weight(lse_parts[part, r], shift)
         inverse = out.dtype.type(inverse_sum(total))
@@ -219,7 +220,8 @@ def forward(problem: Problem, operands: Operands) -> None:
     longest = problem.seq_k if packed is None else int(packed.lengths[1].max(initial=0))
     parts = max(PLAIN.ceil_div(longest, PART), 1)
     block_q = rows_of_a_sequence(problem)
-    options = CallOptions(problem, o, (block_q, BLOCK_K), by_keys=True, listed=False)
+    own = problem.sinkless if parts > 1 else problem
+    options = CallOptions(own, o, (block_q, BLOCK_K), by_keys=True, listed=False)
     out_parts = np.empty((parts, *o.out.shape), o.out.dtype) if parts > 1 else o.out[None]
     lse_parts = np.empty((parts, *o.lse.shape), o.lse.dtype) if parts > 1 else o.lse[None]
     options.name(
@@ -231,10 +233,12 @@ def forward(problem: Problem, operands: Operands) -> None:
     options.run(_address(problem.dtype), o.q.shape[0] * o.q.shape[1] * tiles * parts)
     if parts > 1:
         dim = o.out.shape[-1]
+        sink = o.lse.dtype.type(-np.inf) if o.sink is None else o.sink[..., 0]
         merged = o.out.reshape(-1, dim)  # a copy where out lies in another order
         merge_parts(
             out_parts.reshape(parts, -1, dim),
             lse_parts.reshape(parts, -1),
+            np.broadcast_to(sink, o.lse.shape).reshape(-1),
             merged,
             o.lse.reshape(-1),
         )

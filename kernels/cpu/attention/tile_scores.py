@@ -18,6 +18,7 @@ from numba import float64, from_dtype, int64, njit, types, void
 
 from kernels.cpu.matmul.tile_product import tanh
 from kernels.cpu.runtime.function_pointers import address_of, array_at, call
+from kernels.problem.operands import PER_HEAD
 from kernels.runtime.jit import FASTMATH, njit_cached
 
 #: How ``attn_mask`` is read.
@@ -65,7 +66,8 @@ SETTINGS = np.dtype(
         ("score_mod", "i8"),  # addresses, as mask_mod
         ("derivative", "i8"),
         ("mask_mod", "i8"),
-        ("slopes", ARRAY),  # (batch, heads, 1, 1); an address of 0 where the call has none
+        # (batch, heads, 1, 1); an address of 0 where the call has none
+        *((name, ARRAY) for name in PER_HEAD),
         ("diagonal", "i8"),
         ("mask_kind", "i8"),
         ("mask", ARRAY),  # (mask batches, heads, lines, lanes), as bytes if it is boolean

@@ -13,7 +13,7 @@ from kernels.cpu.attention.tile_scores import CACHE_LINE, view
 from kernels.cpu.matmul.vector_registers import LANES, VECTOR_BYTES, transpose_square
 from kernels.cpu.runtime.function_pointers import array_at, contiguous
 from kernels.runtime.jit import FASTMATH
-from kernels.scores.program import PLAIN, make_row_end
+from kernels.scores.program import Features, make_row_end
 from kernels.scores.visibility import make_masks
 
 _GEOMETRY = make_geometry(njit)
@@ -28,8 +28,14 @@ merge_weight = _SOFTMAX.merge_weight
 
 @cache
 def make_end_row(real):
-    """Return ``end_row(row_sum, shift, b, h, settings)`` for one dtype; see ``program.make_row_end``."""
-    return make_row_end(PLAIN, njit, _SOFTMAX, real)
+    """Return ``end_row(row_sum, shift, b, h, o)`` for one dtype; see ``program.make_row_end``."""
+    minus_inf = real(-np.inf)
+
+    @njit
+    def sink_of(b, h, o):
+        return minus_inf if o.sink.address == 0 else view(o.sink, real)[b, h, 0, 0]
+
+    return make_row_end(Features(sink=True), njit, _SOFTMAX, real, sink_of)
 
 
 @njit(fastmath=FASTMATH)

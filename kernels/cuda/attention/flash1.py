@@ -105,6 +105,7 @@ def why_not(problem: Problem, requested_tile: Tile | None) -> str | None:
         "window_size": problem.lower > -problem.seq_q,
         "softcap": problem.softcap > 0.0,
         "alibi_slopes": problem.slopes,
+        "sink": problem.sink,
         "block_mask": problem.block_mask is not None,
         "mask_mod": problem.mask_mod is not None,
         "score_mod": problem.score_mod is not None,

@@ -23,7 +23,7 @@ BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}
 
 
 def attend(attention: Any, case: Case, backend: Any, **more: Any) -> dict[str, Any]:
-    """Run one attention on tensors, forward and backward; floating masks get their gradient too."""
+    """Run one attention on tensors, forward and backward; floating masks and sinks have gradients too."""
     tensors = [minitorch.from_numpy(x, backend, requires_grad=True) for x in case.operands]
     options = {**case.options, **more}
     names = ["dq", "dk", "dv"]
@@ -31,6 +31,11 @@ def attend(attention: Any, case: Case, backend: Any, **more: Any) -> dict[str, A
         options["attn_mask"] = minitorch.from_numpy(options["attn_mask"], backend, True)
         tensors.append(options["attn_mask"])
         names.append("dmask")
+    if case.has_sink:
+        sink = minitorch.from_numpy(options["sink"], backend, True)
+        options["sink"] = sink
+        tensors.append(sink)
+        names.append("dsink")
     out, lse = attention(*tensors[:3], return_lse=True, **options)
     out.backward(minitorch.from_numpy(case.dout, backend))
     if case.dlse is not None:
@@ -75,15 +80,15 @@ EVERYTHING: dict[str, Any] = {
 def test_gradients_are_finite_differences(
     attention: Any, backend: Any, options: dict[str, Any]
 ) -> None:
-    shapes = [(2, 2, 5, 3), (2, 1, 4, 3), (1, 1, 4, 2), (2, 1, 4)]
-    *operands, mask = (minitorch.rand(shape, backend) for shape in shapes)
+    shapes = [(2, 2, 5, 3), (2, 1, 4, 3), (1, 1, 4, 2), (2, 1, 4), (2,)]
+    arguments = [minitorch.rand(shape, backend) for shape in shapes]
 
-    def both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    def both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
         """Depend on out and on lse, so that one backward pass gets both gradients."""
-        out, lse = attention(q, k, v, mask, return_lse=True, **options)
+        out, lse = attention(q, k, v, mask, sink=sink, return_lse=True, **options)
         return (out * out).sum() + (lse * lse).sum()
 
-    minitorch.grad_check(both, *operands, mask, tol=1e-5)
+    minitorch.grad_check(both, *arguments, tol=1e-5)
 
 
 @pytest.mark.simulator

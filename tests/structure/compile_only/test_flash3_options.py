@@ -23,6 +23,7 @@ OPTIONS = {
     "dropout": Features(dropout=True),
     "softcap": Features(softcap=True),
     "alibi": Features(slopes=True),
+    "sink": Features(sink=True),
     "block mask": Features(block_mask=True),
     "packed": Features(packed=True),
     "mask_mod": Features(mask_mod=MASK_MODS[0]),

@@ -84,6 +84,7 @@ OPTIONS: dict[str, Any] = {
     "boolean mask": lambda: {"attn_mask": np.ones((ROWS, COLS), bool)},
     "floating mask": lambda: {"attn_mask": np.ones((HEADS, ROWS, COLS), FLOAT16)},
     "dropout": lambda: {"dropout_p": 0.1, "seed": 7},
+    "sink": lambda: {"sink": np.array([0.5, -2.0])},
     "slopes": lambda: {"alibi_slopes": np.array([0.5, 0.25])},
     "softcap": lambda: {"softcap": 3.0},
     "mask_mod": lambda: {"mask_mod": _two_of_three},
@@ -109,7 +110,7 @@ def _call(option: str, rung: str, deterministic: bool, seed: int | None = None) 
     q, k, v, dout = (np.zeros((*lead, seq, WIDTH), FLOAT16) for seq in (ROWS, COLS, COLS, ROWS))
     more = {} if seed is None else {"seed": seed}
     problem, options = _problem(option, [q, k, v], rung=rung, deterministic=deterministic, **more)
-    arrays = (options.get(name) for name in ("attn_mask", "alibi_slopes"))
+    arrays = (options.get(name) for name in ("attn_mask", "alibi_slopes", "sink"))
     operands = make_operands(EMULATED.memory, problem, q, k, v, *arrays)
     out, lse = launch.forward(EMULATED, problem, operands)
     launch.backward(EMULATED, problem, operands.having(out=out, lse=lse, dout=dout))

@@ -157,6 +157,7 @@ def test_all_options_together_are_the_textbooks_through_the_launch() -> None:
     options = {
         "softcap": 2.0,
         "alibi_slopes": np.array([0.5, 0.1, 0.2, 0.3]),
+        "sink": np.array([1.0, -3.0, 4.0, 0.0]),
         "attn_mask": rng.standard_normal((4, 1, 45)),
         "dropout_p": 0.3,
         "seed": 7,

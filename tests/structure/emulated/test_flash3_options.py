@@ -54,6 +54,7 @@ OPTIONS: dict[str, Any] = {
     "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
     "softcap": lambda rng: {"softcap": 2.0},
     "alibi": lambda rng: {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
+    "sink": lambda rng: {"sink": np.array([3.0, -1.0], np.float32)},
     "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},
     "score_mod": lambda rng: {"score_mod": SCORE_MODS[0]},
     "block mask": lambda rng: {"block_mask": _blocks(rng)},
@@ -77,25 +78,25 @@ def _forward(
     case: Case, layout: ForwardLayout | None = SMALL, sequences: Any = None, blocks: int = 2
 ) -> tuple[Any, Any]:
     problem = replace(case.problem(rung="flash3_wgmma"), sequences=sequences)
-    mask, slopes = (case.options.get(name) for name in ("attn_mask", "alibi_slopes"))
+    arrays = map(case.options.get, ("attn_mask", "alibi_slopes", "sink"))
     with emulated_hopper(layout, blocks):
-        operands = make_operands(EMULATED.memory, problem, *case.operands, mask, slopes)
+        operands = make_operands(EMULATED.memory, problem, *case.operands, *arrays)
         return launch.forward(EMULATED, problem, operands)
 
 
 def _check(case: Case, found: tuple[Any, Any]) -> None:
     wide = case.plain()
     problem = wide.problem(rung="naive")
-    mask, slopes = (wide.options.get(name) for name in ("attn_mask", "alibi_slopes"))
+    arrays = map(wide.options.get, ("attn_mask", "alibi_slopes", "sink"))
     memory = launch.NUMPY.memory
-    operands = make_operands(memory, problem, *wide.operands, mask, slopes)
+    operands = make_operands(memory, problem, *wide.operands, *arrays)
     out, lse = launch.forward(launch.NUMPY, problem, operands)
     assert_close_arrays(found[0], out, case.q.dtype, "out")
     assert_close_arrays(found[1], lse, FLOAT32, "lse")
 
 
 #: A call takes seconds: the others are left to ``make fuzz-options``; all are compiled, and run on a GPU.
-ALWAYS = ("boolean mask", "floating mask", "dropout", "softcap", "block mask")
+ALWAYS = ("boolean mask", "floating mask", "dropout", "softcap", "block mask", "sink")
 
 
 @pytest.mark.parametrize(

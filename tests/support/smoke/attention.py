@@ -59,6 +59,7 @@ def options(rng: np.random.Generator, seq_q: int, seq_k: int) -> dict[str, dict[
         "window": {"window_size": (20, 30)},
         "softcap": {"softcap": 2.0},
         "alibi": {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
+        "sink": {"sink": np.array([3.0, -1.0], np.float32)},
         "boolean mask": {"attn_mask": rng.random((seq_q, seq_k)) < 0.7},
         "float mask": {"attn_mask": rng.standard_normal((seq_q, seq_k), dtype=np.float32)},
         "float mask of columns": {"attn_mask": bias},
@@ -68,6 +69,7 @@ def options(rng: np.random.Generator, seq_q: int, seq_k: int) -> dict[str, dict[
         "everything": {
             "softcap": 2.0,
             "alibi_slopes": np.array([0.5, 0.1], np.float32),
+            "sink": np.array([3.0, -1.0], np.float32),
             "attn_mask": bias,
             "dropout_p": 0.3,
             "seed": 7,
@@ -105,14 +107,16 @@ def cases(rng: np.random.Generator) -> Iterator[tuple[str, tuple[int, ...], dict
 def results(
     target: launch.Target, problem: Problem, arrays: dict[str, Any], given: dict[str, Any]
 ) -> list[Any]:
-    """Return out, lse, the gradients and that of a floating mask, on the host."""
+    """Return out, lse and the gradients, those of a floating mask and of sinks too, on the host."""
     on_device = target is launch.CUDA
     q, k, v, dout, dlse = (to_device(x) if on_device else x for x in arrays.values())
-    mask, slopes = given.get("attn_mask"), given.get("alibi_slopes")
-    operands = make_operands(target.memory, problem, q, k, v, mask, slopes)
+    own = map(given.get, ("attn_mask", "alibi_slopes", "sink"))
+    operands = make_operands(target.memory, problem, q, k, v, *own)
     out, lse = launch.forward(target, problem, operands)
     operands = operands.having(out=out, lse=lse, dout=dout, dlse=dlse)
-    gradients = launch.backward(target, problem, operands, with_mask=problem.mask == "float")
+    gradients = launch.backward(
+        target, problem, operands, with_mask=problem.mask == "float", with_sink=problem.sink
+    )
     return [x if x is None or not on_device else to_host(x) for x in (out, lse, *gradients)]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,7 +34,7 @@ from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32, NAMES
 from kernels.runtime.targets import compute_capability, current_device, dynamic_shared_memory_bytes
-from kernels.scores.program import Features
+from kernels.scores.program import PLAIN, Features
 
 CAPABILITY = (8, 0)
 #: From which on four numbers are added to memory at a time.
@@ -215,9 +214,7 @@ def _widths(problem: Problem) -> tuple[int, int]:
 
 def _table_of(problem: Problem) -> int:
     """Return in which table a layout stands: 0 without options, 1, or 2 if several bend a score."""
-    if problem.is_plain or (
-        problem.sequences is not None and replace(problem, sequences=None).is_plain
-    ):
+    if problem.features._replace(packed=False, sink=False) == PLAIN:
         return 0
     return 2 if problem.bend_count + (problem.score_mod is not None) > 1 else 1
 

@@ -13,7 +13,7 @@ from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device.memory import device_constant
 from kernels.cuda.runtime.arrays import to_device
 from kernels.cuda.runtime.launcher import LATER, filled
-from kernels.problem.operands import Operands
+from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import current_device
 from kernels.sparsity.block_mask import BlockMask
@@ -55,8 +55,9 @@ def lasting_extras(problem: Problem, block_q: int, block_k: int, by_keys: bool =
 def own_extras(problem: Problem, operands: Operands) -> tuple[Any, ...]:
     """Return what a call brings for each ``LATER`` of :func:`lasting_extras`, in their order."""
     found = (problem.seed,) if problem.dropout_p else ()
-    if problem.slopes:
-        found = *found, operands.slopes
+    for name in PER_HEAD:
+        if getattr(problem, name):
+            found = *found, getattr(operands, name)
     if problem.mask:
         batches = operands.mask_batch
         kind = batches.shape, batches.dtype, current_device()
@@ -69,8 +70,7 @@ def _lasting(problem: Problem, block_q: int, block_k: int, by_keys: bool, device
     later: dict[str, Any] = {}
     if problem.dropout_p:
         later["seed"] = LATER
-    if problem.slopes:
-        later["slopes"] = LATER
+    later |= {name: LATER for name in PER_HEAD if getattr(problem, name)}
     if problem.mask:
         later |= {"mask": LATER, "mask_batch": LATER}
     if problem.block_mask is not None:

@@ -49,6 +49,7 @@ class Extras(NamedTuple):
         threshold: Of dropout, see ``philox.keep``.
         keep_scale: What it multiplies by what it keeps, see ``philox.keep_scale``.
         slopes: (batch, heads, 1, 1).
+        sink: Likewise.
         mask: (own batches, heads, seq_q, seq_k).
         mask_batch: (batch,) int64.
         states: (1 or heads, query blocks, key blocks) int32, see ``BlockMask``.
@@ -69,6 +70,7 @@ class Extras(NamedTuple):
     threshold: Any
     keep_scale: Any
     slopes: Any = 0
+    sink: Any = 0
     mask: Any = 0
     mask_batch: Any = 0
     states: Any = 0
@@ -93,6 +95,7 @@ def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
     kinds = Extras(
         int64, int64, int64, int64, real, real, int64, int64, real,
         where(features.slopes, array_type(dtype, 4)),
+        where(features.sink, array_type(dtype, 4)),
         where(features.mask, mask),
         where(features.mask, types.Array(int64, 1, "A")),
         where(listed, types.Array(types.int32, 3, "A")),
@@ -172,7 +175,7 @@ def make_row_end(
         near: Both may be a unit in the last place off.
     """
     softmax = NEAR_SOFTMAX if near else SOFTMAX
-    return make_row_end_for(features, device_function, softmax, scalar_type(dtype))
+    return make_row_end_for(features, device_function, softmax, scalar_type(dtype), _sink)
 
 
 @cache
@@ -258,6 +261,11 @@ def block_at(place, extras):
 @device_function
 def _slope(place, extras):
     return extras.slopes[place.b, place.h, 0, 0]
+
+
+@device_function
+def _sink(b, h, extras):
+    return extras.sink[b, h, 0, 0]
 
 
 @device_function

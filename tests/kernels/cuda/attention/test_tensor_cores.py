@@ -38,6 +38,7 @@ OPTIONS = {
     "dropout": lambda rng: {"dropout_p": 0.2, "seed": 5},
     "softcap": lambda rng: {"softcap": 2.0},
     "alibi": lambda rng: {"alibi_slopes": np.array([0.5, 0.1], np.float32)},
+    "sink": lambda rng: {"sink": np.array([3.0, -1.0], np.float32)},
     "mask_mod": lambda rng: {"mask_mod": MASK_MODS[0]},
     "score_mod": lambda rng: {"score_mod": SCORE_MODS[0]},
     "block mask": lambda rng: {

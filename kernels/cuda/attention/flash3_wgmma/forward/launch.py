@@ -108,7 +108,7 @@ def read_maps(problem: Problem, q: Any, k: Any, v: Any) -> Maps | None:
 def layout_for(problem: Problem) -> tuple[ForwardLayout, Widths]:
     """Return the layout for a problem, and the widths its kernel is compiled for."""
     widths = widths_of(problem)
-    return layout_of(widths, not problem.is_plain), widths
+    return layout_of(widths, not problem.sinkless.is_plain), widths
 
 
 @lru_cache(maxsize=KEPT_LAUNCHES)

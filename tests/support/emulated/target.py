@@ -25,6 +25,7 @@ from kernels.cuda.runtime.kernel import Kernel
 from kernels.cuda.runtime.launcher import filled
 from kernels.runtime.dtypes import FLOAT16
 from kernels.runtime.memory import HostMemory
+from kernels.scores.program import Features
 
 from .arrays import as_bits, empty
 from .gpu import launch as emulate
@@ -35,6 +36,7 @@ EMULATED = replace(
     memory=HostMemory(),
     rungs=tuple(rung for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes),
     mask_gradient=launch.NUMPY.mask_gradient,
+    sink_gradient=launch.NUMPY.sink_gradient,
 )
 _ROWS, _KEYS = (MmaLayout(32, 16, 2, patience=8),), (ByKeys(MmaKeyLayout(32, 32, 2, 16), 16),)
 
@@ -58,11 +60,15 @@ def prepared(kernel: Kernel, where: Any, *rest: Any) -> Any:
     return lambda *arrays: kernel[where](*filled(rest, arrays))
 
 
-def _merge(part_out: Any, part_lse: Any, out: Any, lse: Any) -> None:
+def _merge(
+    part_out: Any, part_lse: Any, out: Any, lse: Any, features: Features, extras: Any
+) -> None:
     parts = len(part_lse) // len(lse)
     split = part_lse.reshape(parts, *lse.shape).astype(np.float64)
     with np.errstate(divide="ignore"):
         lse[...] = np.logaddexp.reduce(split, axis=0)
+        if features.sink:
+            lse[...] = np.logaddexp(lse, extras.sink[..., 0])
     weights = np.exp(split - np.where(np.isfinite(lse), lse, 0.0))[..., None]
     out[...] = (weights * part_out.reshape(parts, *out.shape)).sum(axis=0).astype(out.dtype)
 

@@ -186,7 +186,7 @@ def flash_attn2_bw(
     ctx = Context(needs_input_grad=(True, True, True, False))
     results = operands.having(out=out.array(), lse=lse.array())
     ctx.save_for_backward(target, problem, q, results)
-    dq, dk, dv, _ = FlashAttention.backward(ctx, out_grad)
+    dq, dk, dv, *_ = FlashAttention.backward(ctx, out_grad)
     return dq, dk, dv, causal_mask
 
 
@@ -250,7 +250,10 @@ class Flash_Attn(Function):
         """Return (batch, heads, seq, dim); ``causal_mask`` is a bool, or a tensor of one element."""
         return FlashAttention.forward(ctx, q, k, v, None, None, _options(causal_mask))
 
-    backward = staticmethod(FlashAttention.backward)
+    @staticmethod
+    def backward(ctx: Context, out_grad: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of q, k and v, and None for ``causal_mask``."""
+        return *FlashAttention.backward(ctx, out_grad)[:3], None
 
 
 Flash_Attn2 = Flash_Attn_Causal = Flash_Attn

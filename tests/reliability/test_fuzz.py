@@ -76,10 +76,11 @@ def test_packed_nonsense_is_refused_or_right(
     sums = given_["cu_q"], given_["cu_k"]
     operands = [given_[name] for name in "qkv"]
     options = {**case.options, **more}
+    sink = "sink" in options
     try:
         out, lse = kernels.flash_attention_varlen_forward(*operands, *sums, **options)
         gradients = kernels.flash_attention_varlen_backward(
-            given_["dout"], *operands, out, lse, *sums, dlse=case.dlse, **options
+            given_["dout"], *operands, out, lse, *sums, dlse=case.dlse, sink_gradient=sink, **options
         )
     except DOCUMENTED as error:
         assert not keeps, f"{error!r} for {drawn}"
@@ -92,9 +93,8 @@ def test_packed_nonsense_is_refused_or_right(
         untouched.check(drawn)
     if all(given_[name] is (arrays | cu)[name] for name in given_):
         case.options = {name: x for name, x in options.items() if name != "tile"}
-        results: dict[str, Any] = dict(
-            zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True)
-        )
+        names = ("out", "lse", "dq", "dk", "dv", *["dsink"] * sink)
+        results: dict[str, Any] = dict(zip(names, (out, lse, *gradients), strict=True))
         case.check(results, "by fuzzing")
         notes.count("right")
 

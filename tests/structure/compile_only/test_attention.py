@@ -67,7 +67,10 @@ ATTENTION: dict[str, Callable[[Any, int, int], Kernel]] = {
     "flash2 few rows": lambda dtype, *dims: flash2.forward_kernel(
         *_layout_and_widths("few", dtype, *dims), dtype, True, PLAIN, True
     ),
-    "flash2 merge": lambda dtype, *dims: split_keys.merge_kernel(dtype, dtype),
+    "flash2 merge": lambda dtype, *dims: split_keys.merge_kernel(dtype, dtype, PLAIN),
+    "flash2 merge with a sink": lambda dtype, *dims: split_keys.merge_kernel(
+        dtype, dtype, Features(sink=True)
+    ),
 }  # fmt: skip
 
 

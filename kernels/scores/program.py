@@ -66,6 +66,13 @@ class Features(NamedTuple):
         """The options that act on the elements of a whole tile, not on rows or on the choice of tiles."""
         return self._replace(block_mask=False, whole_tiles=False, packed=False, sink=False)
 
+    @property
+    def of_users(self) -> Features:
+        """The options that are functions of the user's."""
+        return Features(
+            mask_mod=self.mask_mod, score_mod=self.score_mod, derivative=self.derivative
+        )
+
 
 PLAIN = Features()
 
@@ -126,7 +133,8 @@ class ScoreTarget(NamedTuple):
         distance: ``(place, call)``: |row + diagonal - col| in the dtype of scores.
         bias: ``(place, call)``: the element of a floating mask.
         in_mask: ``(place, call)``: the element of a boolean mask.
-        in_blocks: ``(place, call)``: whether the block mask shows the element.
+        in_blocks: ``(place, call)``: whether the block mask shows the element; None where the target
+            never asks that of an element.
         scores_over_cap: With a softcap, scores come divided by it.
         derives: ``modified`` computes the derivative of scores; else it returns ``one``.
     """
@@ -140,7 +148,7 @@ class ScoreTarget(NamedTuple):
     distance: Callable[..., Any]
     bias: Callable[..., Any]
     in_mask: Callable[..., Any]
-    in_blocks: Callable[..., Any]
+    in_blocks: Callable[..., Any] | None
     scores_over_cap: bool = False
     derives: bool = True
 

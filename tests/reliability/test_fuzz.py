@@ -80,7 +80,14 @@ def test_packed_nonsense_is_refused_or_right(
     try:
         out, lse = kernels.flash_attention_varlen_forward(*operands, *sums, **options)
         gradients = kernels.flash_attention_varlen_backward(
-            given_["dout"], *operands, out, lse, *sums, dlse=case.dlse, sink_gradient=sink, **options
+            given_["dout"],
+            *operands,
+            out,
+            lse,
+            *sums,
+            dlse=case.dlse,
+            sink_gradient=sink,
+            **options,
         )
     except DOCUMENTED as error:
         assert not keeps, f"{error!r} for {drawn}"

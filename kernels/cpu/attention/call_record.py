@@ -74,7 +74,9 @@ class CallOptions:
         o["product"] = product_address(problem.dtype)
         if problem.is_plain:
             return
-        self._score_options(backward, operands)
+        o["softcap"], o["diagonal"] = problem.softcap, problem.diagonal
+        o["bends"] = backward and bool(problem.softcap or problem.score_mod)
+        o["user_pass"] = mods.pass_address(problem)
         self.name(**{name: getattr(operands, name) for name in PER_HEAD if getattr(problem, name)})
         hides = problem.mask or problem.block_mask is not None or problem.mask_mod is not None
         if hides:
@@ -93,19 +95,9 @@ class CallOptions:
             address = array.__array_interface__["data"][0]
             self._record[field] = address, array.shape, array.strides
 
-    def _score_options(self, backward: bool, operands: Operands) -> None:
-        problem, o = self.problem, self._record
-        o["softcap"], o["diagonal"] = problem.softcap, problem.diagonal
-        function, derivative = problem.score_mod or (None, None)
-        o["bends"] = backward and bool(problem.softcap or problem.score_mod)
-        o["score_mod"] = mods.mod_address(function, mods.REPLACES, problem.dtype)
-        if backward:
-            o["derivative"] = mods.mod_address(derivative, mods.MULTIPLIES, problem.dtype)
-
     def _hiding_options(self, operands: Operands, by_keys: bool, listed: bool) -> None:
         problem, o = self.problem, self._record
         block_mask = problem.block_mask
-        o["mask_mod"] = mods.mod_address(problem.mask_mod, mods.HIDES, problem.dtype)
 
         def in_order(array: Any) -> Any:
             return array if by_keys else array.swapaxes(2, 3)

@@ -7,81 +7,88 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, njit, types, void
+from numba import from_dtype, int64, njit, types, void
 from numba.core.errors import NumbaError
 
-from kernels.cpu.attention.tile_scores import MOD_NUMBERS, MOD_SCALAR
+from kernels.cpu.attention.tile_scores import make_target
 from kernels.cpu.runtime.function_pointers import address_of, array_at
 from kernels.problem.question import Problem
+from kernels.scores.program import PLAIN, Features, make_score_program
 
 #: How many tiles a user's function has left unfinished, because it raised.
 _FAILURES = np.zeros(1, np.int64)
 
-#: What a tile does with the function's value.
-REPLACES, MULTIPLIES, HIDES = "replaces", "multiplies", "hides"
-
-
-def _over_tile(function: Any, use: str) -> Any:
-    """Return a function that fills ``target``, (lines, lanes), from ``source`` of the same shape.
-
-    Where the user's function raises, the tile stays as far as it is, and ``_FAILURES`` counts it: what is
-    called by its address cannot raise, and a result of which a part is missing must not be returned.
-    """
-    wide, failures = MOD_SCALAR, _FAILURES.ctypes.data
-
-    def replaces(target, source, i, j, batch, head, row, col):
-        target[i, j] = target.dtype.type(function(wide(source[i, j]), batch, head, row, col))
-
-    def multiplies(target, source, i, j, batch, head, row, col):
-        target[i, j] *= target.dtype.type(function(wide(source[i, j]), batch, head, row, col))
-
-    def hides(target, source, i, j, batch, head, row, col):
-        if not function(batch, head, row, col):
-            target[i, j] = target.dtype.type(-np.inf)
-
-    element = njit(error_model="numpy")(
-        {REPLACES: replaces, MULTIPLIES: multiplies, HIDES: hides}[use]
-    )
-
-    def over_tile(target, source, batch, head, line, lane, width, by_keys):
-        try:
-            for i in range(target.shape[0]):
-                for j in range(width):
-                    row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
-                    element(target, source, i, j, batch, head, row, col)
-        except Exception:
-            array_at(failures, (1,), (8,), np.int64)[0] += 1
-
-    return over_tile
+#: The arguments of a pass after the tile and its slope: batch, head, line, lane, width, by_keys.
+_NUMBERS = (int64,) * 6
 
 
 @lru_cache(maxsize=64)
-def _compiled(function: Callable[..., Any], use: str, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """Compile a user's function for tiles: its dispatcher and address, or None and why not.
+def _own(function: Callable[..., Any]) -> Any:
+    """Return a user's function compiled; the same function is compiled once."""
+    if hasattr(function, "py_func"):
+        return function
+    # An index beyond an array that the function reads is an error here, as it is in Python.
+    return njit(error_model="numpy", boundscheck=True)(function)
+
+
+def _make_pass(mods: Features, real: Any) -> Any:
+    """Return the pass of users' functions over a tile; see :func:`pass_address`."""
+    mods = mods._replace(
+        **{name: _own(mod) for name, mod in mods._asdict().items() if callable(mod)}
+    )
+    target, minus_inf, failures = make_target(real), real(-np.inf), _FAILURES.ctypes.data
+    modified, is_shown, _ = make_score_program(mods._replace(derivative=None), target)
+    with_derivative = make_score_program(mods, target).modified
+
+    @njit(error_model="numpy")
+    def at_place(tile, slope, i, j, place):
+        if slope.shape[0] == 0:
+            score = modified(tile[i, j], place, None)[0]
+        else:
+            score, derivative = with_derivative(tile[i, j], place, None)
+            slope[i, j] *= derivative
+        tile[i, j] = score if is_shown(place, None) else minus_inf
+
+    @njit(error_model="numpy")
+    def user_pass(tile, slope, batch, head, line, lane, width, by_keys):
+        # What is called by its address cannot raise: where the user's function does, the tile stays as far
+        # as it is, and the caller learns it from _FAILURES.
+        try:
+            for i in range(tile.shape[0]):
+                for j in range(width):
+                    row, col = (line + i, lane + j) if by_keys else (lane + j, line + i)
+                    at_place(tile, slope, i, j, (batch, head, row, col))
+        except Exception:
+            array_at(failures, (1,), (8,), np.int64)[0] += 1
+
+    return user_pass
+
+
+@lru_cache(maxsize=64)
+def _compiled(mods: Features, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """Compile the pass of users' functions: its dispatcher and address, or None and why not.
 
     The dispatcher is kept, for the address is that of its code.
     """
     tile = types.Array(from_dtype(dtype), 2, "C")
     try:
-        # An index beyond an array that the function reads is an error here, as it is in Python.
-        compile_ = njit(error_model="numpy", boundscheck=True)
-        inner = function if hasattr(function, "py_func") else compile_(function)
-        dispatcher = njit(error_model="numpy")(_over_tile(inner, use))
-        return dispatcher, address_of(dispatcher, void(tile, tile, *MOD_NUMBERS))
+        dispatcher = _make_pass(mods, dtype.type)
+        return dispatcher, address_of(dispatcher, void(tile, tile, *_NUMBERS))
     except (NumbaError, TypeError) as error:
         return None, (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
-def mod_address(function: Callable[..., Any] | None, use: str, dtype: np.dtype[Any]) -> int:
-    """Return the address of a user's function over a tile, 0 for None.
+def pass_address(problem: Problem) -> int:
+    """Return the address of the users' functions over a tile, 0 if a call has none.
+
+    The pass takes a tile of scores and their derivative, (lines, lanes) each, or (0, lanes) where no
+    derivative is needed, and the numbers of :class:`tile_scores.Place`.
 
     Args:
-        function: The user's, one that :func:`why_not_compiled` has nothing against; the same object
-            is compiled once.
-        use: ``REPLACES``, ``MULTIPLIES`` or ``HIDES``.
-        dtype: Of the scores.
+        problem: A call that :func:`why_not_compiled` has nothing against.
     """
-    return 0 if function is None else _compiled(function, use, dtype)[1]
+    mods = problem.features.of_users
+    return 0 if mods == PLAIN else _compiled(mods, problem.dtype)[1]
 
 
 def failures() -> int:
@@ -104,14 +111,15 @@ def check_finished(before: int) -> None:
 
 def why_not_compiled(problem: Problem) -> str | None:
     """Return why numba cannot compile the functions of a problem, or None."""
-    function, derivative = problem.score_mod or (None, None)
-    for name, mod, use in (
-        ("mask_mod", problem.mask_mod, HIDES),
-        ("score_mod", function, REPLACES),
-        ("the derivative of score_mod", derivative, MULTIPLIES),
+    mods = problem.features.of_users
+    if mods == PLAIN or _compiled(mods, problem.dtype)[0] is not None:
+        return None
+    for name, alone in (
+        ("mask_mod", Features(mask_mod=mods.mask_mod)),
+        ("score_mod", Features(score_mod=mods.score_mod)),
+        ("the derivative of score_mod", mods._replace(mask_mod=None)),
     ):
-        if mod is not None:
-            dispatcher, reason = _compiled(mod, use, problem.dtype)
-            if dispatcher is None:
-                return f"numba cannot compile {name} ({reason})"
-    return None
+        dispatcher, reason = _compiled(alone, problem.dtype)
+        if dispatcher is None:
+            return f"numba cannot compile {name} ({reason})"
+    raise AssertionError("each function compiles alone")

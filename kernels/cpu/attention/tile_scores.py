@@ -1,7 +1,8 @@
 """What the options of attention make of a tile of scores: each is one pass over it, in the cache.
 
 Computes   the scores of a tile from scale · q · k, with their derivative.
-Source     ``reference.scores``, in the same order.
+Source     ``scores.program``, compiled for one option at a time: a loop that asks nothing is vectorised,
+           and kernels are compiled once for all combinations.
 Tile       (lines, lanes), lanes contiguous: lanes are query rows and lines are key columns, or with
            ``by_keys`` the reverse.  The arrays of the options are viewed in the tile's order, too.
 Units      scores are in base e where an option computes with them, else in base 2; see ``flash2``.
@@ -20,9 +21,12 @@ from kernels.cpu.matmul.tile_product import tanh
 from kernels.cpu.runtime.function_pointers import address_of, array_at, call
 from kernels.problem.operands import PER_HEAD
 from kernels.runtime.jit import FASTMATH, njit_cached
+from kernels.scores.program import Features, ScoreTarget, make_score_program
 
 #: How ``attn_mask`` is read.
 BOOL_MASK, FLOAT_MASK = 1, 2
+#: Scores reach a user's function as Python's numbers do.
+MOD_SCALAR = float64
 #: Bytes.
 CACHE_LINE = 64
 #: States of a block; see ``BlockMask``.
@@ -57,15 +61,13 @@ SETTINGS = np.dtype(
         ("scale", "f8"),
         ("lower", "i8"),
         ("upper", "i8"),
-        ("bends", "i8"),  # the derivative of a score by scale · q · k is not 1
+        ("bends", "i8"),  # the derivative of a score by scale · q · k is needed, and not 1
         ("score_pass", "i8"),  # addresses; 0 where there is nothing to do
         ("keep_pass", "i8"),
         ("by_keys", "i8"),
         ("heads", "i8"),
         ("softcap", "f8"),
-        ("score_mod", "i8"),  # addresses, as mask_mod
-        ("derivative", "i8"),
-        ("mask_mod", "i8"),
+        ("user_pass", "i8"),  # address of the user's functions, or 0
         # (batch, heads, 1, 1); an address of 0 where the call has none
         *((name, ARRAY) for name in PER_HEAD),
         ("diagonal", "i8"),
@@ -131,33 +133,54 @@ def rows_of(array, batch, head, start, count, dtype):
 SETTINGS_TYPE = types.Array(from_dtype(SETTINGS), 1, "C")
 
 
-@njit(fastmath=FASTMATH)
-def cap_scores(tile, slope, cap):
-    """S becomes cap · tanh(S / cap); its derivative is 1 - tanh²."""
-    real = tile.dtype.type
-    size, inverse, one = real(cap), real(1.0 / cap), real(1)
-    for i in range(tile.shape[0]):
-        s = tile[i]  # (lanes,)
-        for lane in range(tile.shape[1]):
-            s[lane] = tanh(s[lane] * inverse)
-    for i in range(slope.shape[0]):
-        s, derivative = tile[i], slope[i]  # (lanes,)
-        for lane in range(tile.shape[1]):
-            derivative[lane] = one - s[lane] * s[lane]
-    for i in range(tile.shape[0]):
-        s = tile[i]  # (lanes,)
-        for lane in range(tile.shape[1]):
-            s[lane] *= size
+class Cap(NamedTuple):
+    """The numbers of a softcap in the dtype of scores, as the score program reads them."""
+
+    softcap: Any
+    over_cap: Any
 
 
-@njit(fastmath=FASTMATH)
-def add_distance(tile, weight, first):
-    """S += weight · |first + lane - line|."""
-    real = tile.dtype.type
-    for i in range(tile.shape[0]):
-        s = tile[i]  # (lanes,)
-        for lane in range(tile.shape[1]):
-            s[lane] += weight * real(abs(np.int32(first - i) + np.int32(lane)))
+class Apart(NamedTuple):
+    """What ALiBi reads of an element: the slope of its head, and row + diagonal - col or minus it."""
+
+    slope: Any
+    distance: Any
+
+
+@cache
+def make_target(real):
+    """Return the score program's target of tiles of one dtype.
+
+    A pass is of one option, and a place is what this option reads of an element: :class:`Apart` for ALiBi,
+    the mask's element for a mask, (batch, head, row, col) as the caller counts for a user's function.
+    """
+
+    def score_function(function):
+        @njit
+        def at_place(score, place, call):
+            return real(function(MOD_SCALAR(score), place[0], place[1], place[2], place[3]))
+
+        return at_place
+
+    def mask_function(function):
+        @njit
+        def at_place(place, call):
+            return function(place[0], place[1], place[2], place[3])
+
+        return at_place
+
+    return ScoreTarget(
+        compile=njit(fastmath=FASTMATH, error_model="numpy"),
+        one=real(1),
+        tanh=tanh,
+        score_function=score_function,
+        mask_function=mask_function,
+        slope=njit(lambda place, call: place.slope),
+        distance=njit(lambda place, call: real(abs(place.distance))),
+        bias=njit(lambda place, call: place),
+        in_mask=njit(lambda place, call: place != 0),
+        in_blocks=None,  # a block mask hides rectangles: ``hide_blocks``
+    )
 
 
 @njit(fastmath=FASTMATH)
@@ -181,16 +204,6 @@ def copy_tile(source, target):
         for i in range(source.shape[0]):
             for lane in range(source.shape[1]):
                 target[i, lane] = source[i, lane]
-
-
-@njit(fastmath=FASTMATH)
-def hide_unkept(tile, kept):
-    """S becomes minus infinity where ``kept``, (lines, lanes) bytes, is 0."""
-    minus_inf = tile.dtype.type(-np.inf)
-    for i in range(tile.shape[0]):
-        s, keep = tile[i], kept[i]  # (lanes,)
-        for lane in range(len(keep)):
-            s[lane] = s[lane] if keep[lane] != 0 else minus_inf
 
 
 @njit(fastmath=FASTMATH)
@@ -233,57 +246,81 @@ def blocks_hide(o, place, lines):
     return True
 
 
-@njit_cached(fastmath=FASTMATH)
-def score_pass(tile, slope, settings, place):
-    """Turn scale · q · k into scores; bounds of what a row sees are the kernel's own.
+def make_score_pass(real):
+    """Return the pass over a tile of scores of one dtype."""
+    target, minus_inf, one = make_target(real), real(-np.inf), real(1)
+    capped = make_score_program(Features(softcap=True), target).modified
+    less_distance = make_score_program(Features(slopes=True), target).modified
+    biased = make_score_program(Features(mask="float"), target).modified
+    in_mask = make_score_program(Features(mask="bool"), target).is_shown
 
-    Args:
-        tile: (lines, lanes), read and written.
-        slope: (lines, lanes), the derivative of a score, written; (0, lanes) where it is not needed.
-        settings: (1,) of :data:`SETTINGS`.
-        place: A :class:`Place`.
-    """
-    o = settings[0]
-    lines, lanes = tile.shape
-    end_line, end_lane = place.line + lines, place.lane + place.width
-    user = (
-        place.flat // o.heads + place.sequence, place.flat % o.heads, place.line, place.lane,
-        place.width, o.by_keys,
-    )  # fmt: skip
-    if o.softcap > 0:
-        cap_scores(tile, slope, o.softcap)
-    elif o.derivative != 0:
-        slope[:] = 1
-    if o.derivative != 0:
-        call(o.derivative, (slope, tile, *user))
-    if o.score_mod != 0:
-        call(o.score_mod, (tile, tile, *user))
-    if o.slopes.address != 0:
-        # |row + diagonal - col|, whichever of the two the lanes are
-        diagonal = -o.diagonal if o.by_keys else o.diagonal
-        weight = -view(o.slopes, tile.dtype)[place.batch, place.head, 0, 0]
-        add_distance(tile, weight, place.lane + diagonal - place.line)
-    if o.mask_kind == FLOAT_MASK:
-        batch = view(o.mask_batch, np.int64)[place.batch, 0, 0, 0]
-        own = view(o.mask, tile.dtype)[batch, place.head]  # (all lines, all lanes)
-        added = np.zeros((lines, lanes), tile.dtype)  # (lines, lanes)
-        copy_tile(own[place.line : end_line, place.lane : end_lane], added)
-        for i in range(lines):
-            s, plus = tile[i], added[i]  # (lanes,)
-            for lane in range(lanes):
-                s[lane] += plus[lane]
-    if o.mask_kind == BOOL_MASK:
-        batch = view(o.mask_batch, np.int64)[place.batch, 0, 0, 0]
-        shown = view(o.mask, np.uint8)[batch, place.head]  # (all lines, all lanes)
-        kept = np.ones((lines, lanes), np.uint8)  # (lines, lanes)
-        copy_tile(shown[place.line : end_line, place.lane : end_lane], kept)
-        hide_unkept(tile, kept)
-    if place.partial != 0 and o.states.address != 0:
-        states = view(o.states, np.int32)[place.flat % o.heads % o.pattern_heads, 0]
-        patterns = view(o.patterns, np.uint8)[:, 0]  # (count, block_line, block_lane)
-        hide_blocks(tile, states, patterns, place.line, place.lane, place.width)
-    if o.mask_mod != 0:
-        call(o.mask_mod, (tile, tile, *user))
+    @njit_cached(fastmath=FASTMATH)
+    def score_pass(tile, slope, settings, where):
+        """Turn scale · q · k into scores; bounds of what a row sees are the kernel's own.
+
+        Args:
+            tile: (lines, lanes), read and written.
+            slope: (lines, lanes), the derivative of a score, written; (0, lanes) where it is not needed.
+            settings: (1,) of :data:`SETTINGS`.
+            where: A :class:`Place`.
+        """
+        o = settings[0]
+        lines, lanes = tile.shape
+        own_lines = slice(where.line, where.line + lines)
+        own_lanes = slice(where.lane, where.lane + where.width)
+        if o.softcap > 0:
+            cap = Cap(real(o.softcap), real(1.0 / o.softcap))
+            for i in range(lines):
+                s = tile[i]  # (lanes,)
+                if o.bends == 0:
+                    for lane in range(lanes):
+                        s[lane] = capped(s[lane], None, cap)[0]
+                else:
+                    derivative = slope[i]  # (lanes,)
+                    for lane in range(lanes):
+                        s[lane], derivative[lane] = capped(s[lane], None, cap)
+        elif o.bends != 0:
+            slope[:] = one
+        if o.user_pass != 0:
+            # A hidden score stays minus infinity, whatever is added.
+            call(o.user_pass, (
+                tile, slope, where.flat // o.heads + where.sequence, where.flat % o.heads,
+                where.line, where.lane, where.width, o.by_keys,
+            ))  # fmt: skip
+        if o.slopes.address != 0:
+            # |row + diagonal - col|, whichever of the two the lanes are
+            diagonal = -o.diagonal if o.by_keys else o.diagonal
+            first = where.lane + diagonal - where.line
+            weight = view(o.slopes, real)[where.batch, where.head, 0, 0]
+            for i in range(lines):
+                s = tile[i]  # (lanes,)
+                for lane in range(lanes):
+                    apart = Apart(weight, np.int32(first - i) + np.int32(lane))
+                    s[lane] = less_distance(s[lane], apart, None)[0]
+        if o.mask_kind == FLOAT_MASK:
+            batch = view(o.mask_batch, np.int64)[where.batch, 0, 0, 0]
+            own = view(o.mask, real)[batch, where.head]  # (all lines, all lanes)
+            bias = np.zeros((lines, lanes), tile.dtype)  # (lines, lanes)
+            copy_tile(own[own_lines, own_lanes], bias)
+            for i in range(lines):
+                s, b = tile[i], bias[i]  # (lanes,)
+                for lane in range(lanes):
+                    s[lane] = biased(s[lane], b[lane], None)[0]
+        if o.mask_kind == BOOL_MASK:
+            batch = view(o.mask_batch, np.int64)[where.batch, 0, 0, 0]
+            shown = view(o.mask, np.uint8)[batch, where.head]  # (all lines, all lanes)
+            kept = np.ones((lines, lanes), np.uint8)  # (lines, lanes)
+            copy_tile(shown[own_lines, own_lanes], kept)
+            for i in range(lines):
+                s, keep = tile[i], kept[i]  # (lanes,)
+                for lane in range(lanes):
+                    s[lane] = s[lane] if in_mask(keep[lane], None) else minus_inf
+        if where.partial != 0 and o.states.address != 0:
+            states = view(o.states, np.int32)[where.flat % o.heads % o.pattern_heads, 0]
+            patterns = view(o.patterns, np.uint8)[:, 0]  # (count, block_line, block_lane)
+            hide_blocks(tile, states, patterns, where.line, where.lane, where.width)
+
+    return score_pass
 
 
 PLACE_TYPE = types.NamedTuple([int64] * len(Place._fields), Place)
@@ -295,10 +332,4 @@ def score_address(dtype: np.dtype[Any]) -> int:
     scalar = from_dtype(dtype)
     tile = types.Array(scalar, 2, "C")
     signature = void(tile, tile, SETTINGS_TYPE, PLACE_TYPE)
-    return address_of(score_pass, signature)
-
-
-#: The arguments of a compiled mod after the two tiles: batch, head, line, lane, width, by_keys.
-MOD_NUMBERS = (int64,) * 6
-#: Scores reach a user's function as Python's numbers do.
-MOD_SCALAR = float64
+    return address_of(make_score_pass(dtype.type), signature)

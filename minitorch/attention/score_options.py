@@ -32,7 +32,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 def masking_penalty(call: AttentionCall, like: Tensor) -> Tensor | None:
-    """Return what masks the scores when added: 0 where a row sees a column, else minus infinity.
+    """Return the mask to add to the scores: 0 where a row sees a column, minus infinity elsewhere.
 
     Args:
         call: The checked call.
@@ -92,7 +92,7 @@ def modified(scores: Tensor, call: AttentionCall, mask: Any) -> Tensor:
 
 
 def _visible(call: AttentionCall) -> Bools:
-    """Return which scores count, an array that broadcasts to the scores."""
+    """Return which scores are visible, as an array that broadcasts to them."""
     program = make_score_program(call.problem.features, _tensor_target(call))
     return program.is_visible(_place(call.problem), call.problem)
 
@@ -108,7 +108,7 @@ def _place(problem: Problem) -> Place:
 
 
 def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) -> ScoreTarget:
-    """Return the target of which scores are tensors and what is visible an array of the host.
+    """Return the target for tensors: scores are tensors, and visibility is a NumPy array.
 
     Args:
         call: The checked call.

@@ -68,7 +68,7 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 
 class Running(NamedTuple):
-    """What line 9 carries from one key tile to the next; a lane is a query row, each array (lanes,).
+    """The state of the online softmax between key tiles; a lane is a query row, each array (lanes,).
 
     Attributes:
         row_max: m.

@@ -1,4 +1,4 @@
-"""What the backward pass computes on a piece of a tile: S, P and dS; and how a tile of keys is kept.
+"""The steps of the backward pass on a piece of a tile: S, P and dS; and the layout of a key tile.
 
 Piece      (rows, lanes), in the cache; rows are query rows and lanes are keys.
 Source     FlashAttention-2, Algorithm 2, lines 6 and 7, 10 to 14, 18.

@@ -1,4 +1,4 @@
-"""What compiled kernels use of the machine, in plain Python: for ``NUMBA_DISABLE_JIT=1`` and a debugger.
+"""Plain-Python versions of the intrinsics that kernels use, for ``NUMBA_DISABLE_JIT=1`` and a debugger.
 
 With that variable set numba compiles nothing, and a breakpoint stops in a kernel.  An intrinsic emits
 instructions and cannot run as Python; :func:`intrinsic` puts a Python function in its place.
@@ -23,7 +23,7 @@ def intrinsic(plain: Callable[..., Any]) -> Callable[[Any], Any]:
     """Return ``numba.extending.intrinsic`` as a decorator, or what puts ``plain`` in its place.
 
     Args:
-        plain: Computes in Python what the decorated function emits instructions for.
+        plain: A Python function that computes the same.
     """
     return lambda emit: plain if JIT_DISABLED else extending.intrinsic(emit)
 
@@ -71,7 +71,7 @@ def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dty
 
 
 def contiguous(array: Any) -> Any:
-    """Return the array: Python need not know that its elements lie side by side."""
+    """Return the array unchanged; only the compiler needs to know that it is contiguous."""
     return array
 
 

@@ -12,6 +12,7 @@ from numba.extending import register_jitable
 
 from kernels import launch
 from kernels.cpu.backend import blas, fused, memory_pool
+from kernels.runtime.jit import serial
 
 from .backends.fast_loops import (
     FOLDS,
@@ -255,20 +256,43 @@ class FastOps(TensorOps):
         return memory_pool.empty(size, dtype)
 
     @classmethod
+    def map_loop(cls, fn: Callable[[float], float]) -> Loop:
+        """Return the loop of a function of one tensor; a small one wakes no other thread."""
+        loop = tensor_map(fn)
+
+        def mapped(out: TensorData, a: TensorData) -> None:
+            run = loop if out.size >= LARGE else serial(loop)
+            run(*out.tuple(), *a.tuple())
+
+        return mapped
+
+    @classmethod
     def zip_loop(cls, fn: Callable[[float, float], float]) -> Loop:
         """Return the loop of a function of two tensors, of large ones that broadcast by ``fast_loops``."""
-        of_the_course = super().zip_loop(fn)
+        loop = tensor_zip(fn)
 
         def zipped(out: TensorData, a: TensorData, b: TensorData) -> None:
-            layout = None
-            if out.size >= LARGE and not a.shape == b.shape == out.shape:
-                layout = row_layout(out, a, b)
+            if out.size < LARGE:
+                serial(loop)(*out.tuple(), *a.tuple(), *b.tuple())
+                return
+            layout = None if a.shape == b.shape == out.shape else row_layout(out, a, b)
             if layout is None:
-                of_the_course(out, a, b)
+                loop(*out.tuple(), *a.tuple(), *b.tuple())
             else:
                 row_zip(fn)(out._storage, a._storage, b._storage, *layout)
 
         return zipped
+
+    @classmethod
+    def reduce_loop(cls, fn: Callable[[float, float], float]) -> Loop:
+        """Return the loop that folds one dimension; as :meth:`map_loop`."""
+        loop = tensor_reduce(fn)
+
+        def reduced(out: TensorData, a: TensorData, dim: int) -> None:
+            run = loop if a.size >= LARGE else serial(loop)
+            run(*out.tuple(), *a.tuple(), dim)
+
+        return reduced
 
     @classmethod
     def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:

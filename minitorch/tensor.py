@@ -234,8 +234,8 @@ class Tensor(TensorOperators, Lending):
         return self._allocated(lambda size, dtype: ops.filled(size, value, dtype), shape, dtype)
 
     def _allocated(self, allocate: Any, shape: UserShape, dtype: Any) -> Tensor:
-        size = math.prod(shape)
-        return self._new(TensorData(allocate(size, np.dtype(dtype or self.dtype)), tuple(shape)))
+        shape, dtype = tuple(shape), np.dtype(self.dtype if dtype is None else dtype)
+        return self._new(TensorData.fresh(allocate(math.prod(shape), dtype), shape))
 
     def zeros(self, shape: UserShape | None = None) -> Tensor:
         """Return zeros on this backend, of this shape unless one is given."""

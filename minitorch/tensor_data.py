@@ -158,6 +158,12 @@ def _row_major_strides(shape: Ints) -> Ints:
     return strides_from_shape(checked_shape(shape))
 
 
+@lru_cache(maxsize=4096)
+def _as_arrays(shape: Ints, strides: Ints) -> tuple[Shape, Strides]:
+    """Return shape and strides as compiled loops take them, which only read them."""
+    return np.array(shape, np.int64), np.array(strides, np.int64)
+
+
 #: Tell whether a storage lives on a CUDA device (or is the simulator's stand-in for one).
 is_device_storage = is_device_array
 
@@ -231,7 +237,6 @@ class TensorData:
                 f"strides {strides} and shape {shape} have different lengths; give one stride for "
                 "each dimension"
             )
-        self._shape_and_strides = None
         self.is_half = is_half
         self.shape = shape
         self.strides = strides
@@ -263,19 +268,24 @@ class TensorData:
                     "storage"
                 )
 
+    @classmethod
+    def fresh(cls, storage: Storage, shape: Ints) -> TensorData:
+        """Return row-major data on a storage that was just allocated for it; nothing is checked again."""
+        data = cls.__new__(cls)
+        data._storage, data.shape, data.strides = storage, shape, _row_major_strides(shape)
+        data.dtype, data.dims, data.size = storage.dtype, len(shape), len(storage)
+        data.is_half = DTYPES[data.dtype]
+        assert data.dims <= MAX_DIMS, f"a tensor has at most {MAX_DIMS} dimensions, got {data.dims}"
+        return data
+
     # Arrays for the compiled loops, made when a loop asks for them: kernels on a device do not.
     @property
     def _shape(self) -> Shape:
-        return self._arrays()[0]
+        return _as_arrays(self.shape, self.strides)[0]
 
     @property
     def _strides(self) -> Strides:
-        return self._arrays()[1]
-
-    def _arrays(self) -> Any:
-        if self._shape_and_strides is None:
-            self._shape_and_strides = np.array((self.shape, self.strides), np.int64)  # (2, dims)
-        return self._shape_and_strides
+        return _as_arrays(self.shape, self.strides)[1]
 
     def to_cuda_(self) -> None:
         """Move the storage to the CUDA device, in place.
@@ -376,7 +386,7 @@ class TensorData:
 
     def tuple(self) -> Triple:
         """Return (storage, shape, strides), the three arguments that a kernel takes per tensor."""
-        return (self._storage, *self._arrays())
+        return (self._storage, *_as_arrays(self.shape, self.strides))
 
     def permute(self, *order: int) -> TensorData:
         """Return a view with the dimensions in another order; nothing is copied.

@@ -146,8 +146,8 @@ class TensorOps(Widening):
             shape = a.shape if a.shape == b.shape else shape_broadcast(a.shape, b.shape)
             dtype = result_dtype(a, b)
             out = a.empty(shape, dtype)
-            inputs = (floating(t, dtype)._tensor for t in (a, b))
-            cls.run_elements(loop, out._tensor, *inputs)
+            a, b = floating(a, dtype), floating(b, dtype)
+            cls.run_elements(loop, out._tensor, a._tensor, b._tensor)
             return out
 
         return zipped

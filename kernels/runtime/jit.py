@@ -236,6 +236,11 @@ class Parallel:
         return result
 
 
+def serial(loop: Any) -> Any:
+    """Return a kernel of :func:`njit_cached` with its loops on the calling thread."""
+    return loop if JIT_DISABLED else loop.serial
+
+
 class BySize:
     """A kernel compiled twice: its ``prange`` loops are parallel for large operands, serial for small ones.
 
@@ -255,7 +260,7 @@ class BySize:
     @cached_property
     def serial(self) -> Any:
         """The dispatcher for fewer."""
-        return self.parallel if JIT_DISABLED else self.parallel.serial
+        return serial(self.parallel)
 
     def __call__(self, *args: Any) -> None:
         """Run the one or the other."""

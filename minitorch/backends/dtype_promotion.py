@@ -20,7 +20,10 @@ def result_dtype(*tensors: TensorLike) -> np.dtype[Any]:
     Raises:
         TypeError: For float16 with bfloat16, neither of which holds the numbers of the other.
     """
+    first = tensors[0].dtype
     # "V" is bfloat16: no other of its kind is in a tensor.
+    if first.kind in "fV" and (len(tensors) == 1 or tensors[1].dtype == first):
+        return first
     floating = {dtype for t in tensors if (dtype := t.dtype).kind in "fV"}
     if len(floating) == 1:
         return floating.pop()

@@ -87,11 +87,6 @@ class Function:
     checks_itself = False
 
     @classmethod
-    def _forward(cls, ctx: Context, *args: Any) -> Any:
-        checks = modes.anomaly
-        return checks.checked_forward(cls, ctx, args) if checks else cls.forward(ctx, *args)
-
-    @classmethod
     def _backward(cls, ctx: Context, *grad_outputs: Any) -> tuple[Any, ...]:
         return wrap_tuple(cls.backward(ctx, *grad_outputs))
 
@@ -109,10 +104,12 @@ class Function:
         if not modes.recording or histories.count(None) == len(histories):
             # Nothing will be recorded, so that the arguments may be what they are.
             ctx = Context(no_grad=True, needs_input_grad=(False,) * len(args))
-            return ctx, cls._forward(ctx, *args)
-        needs_grad = [is_tensor(arg) and arg.history is not None for arg in args]
-        ctx = Context(needs_input_grad=tuple(needs_grad))
-        return ctx, cls._forward(ctx, *[arg.detach() if is_tensor(arg) else arg for arg in args])
+        else:
+            needs_grad = [is_tensor(arg) and arg.history is not None for arg in args]
+            ctx = Context(needs_input_grad=tuple(needs_grad))
+            args = tuple([arg.detach() if is_tensor(arg) else arg for arg in args])
+        checks = modes.anomaly
+        return ctx, checks.checked_forward(cls, ctx, args) if checks else cls.forward(ctx, *args)
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

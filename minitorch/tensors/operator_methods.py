@@ -143,7 +143,8 @@ class TensorOperators(_Tensor):
     def sum(self, dim: int | None = None) -> Self:
         """Sum over ``dim``, which stays with size 1; over everything, to shape (1,)."""
         if dim is None:
-            return Sum.apply(self.contiguous().view(self.size), 0)
+            flat = self if self.dims == 1 else self.contiguous().view(self.size)
+            return Sum.apply(flat, 0)
         return Sum.apply(self, normalize_dim(dim, self.shape))
 
     def mean(self, dim: int | None = None) -> Self:

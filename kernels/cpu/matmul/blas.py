@@ -24,8 +24,9 @@ from kernels.runtime.jit import njit_cached
 
 #: Fewer multiply-adds than this are not worth waking a thread for.
 PARALLEL_FROM = 500_000
-#: Fewer than this BLAS does with one thread by itself.
-ONE_THREAD_BELOW = 8192
+#: Up to so many multiply-adds OpenBLAS uses one thread by itself, of two matrices (interface/gemm.c: 65,536
+#: times 4) and of a matrix and a vector (interface/gemv.c: 2,304 times 4), so that nothing need be held.
+ONE_THREAD, ONE_THREAD_VECTOR = 1 << 18, 9216
 #: Rows of a block; a fixed number, so that no sum depends on how many threads there are.
 BLOCK_ROWS = 256
 #: Most parts that a sum over many rows is cut into, each with a result of its own.
@@ -137,7 +138,8 @@ def matmul(a: Any, b: Any, out: Any) -> None:
         out: Written; contiguous.
     """
     multiply_adds = out.size * a.shape[-1]
-    if multiply_adds < ONE_THREAD_BELOW:
+    is_vector = out.shape[-1] == 1 or out.shape[-2] == 1
+    if multiply_adds < (ONE_THREAD_VECTOR if is_vector else ONE_THREAD):
         np.matmul(a, b, out=out)
         return
     with one_thread_each():

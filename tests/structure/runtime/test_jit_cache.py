@@ -31,9 +31,9 @@ from minitorch import FastBackend, TensorData, fast_conv, fast_ops, from_numpy, 
 
 a = from_numpy(np.arange(6.0).reshape(2, 3), requires_grad=True)
 used = {
-    "map": fast_ops.tensor_map(operators.neg),
-    "zip": fast_ops.tensor_zip(operators.mul),
-    "reduce": fast_ops.tensor_reduce(operators.add),
+    "map": fast_ops.tensor_map(operators.neg).serial,
+    "zip": fast_ops.tensor_zip(operators.mul).serial,
+    "reduce": fast_ops.tensor_reduce(operators.add).serial,
     "matmul": fast_ops.tensor_matrix_multiply,
     "softmax": fused._softmax.serial,
     "embedding": fused._scatter_add,

@@ -21,14 +21,20 @@ from numba import carray, cfunc, types  # type: ignore[attr-defined]
 
 from kernels.cuda.runtime.arrays import (
     device_pointer,
-    device_view,
-    element_strides,
+    foreign_array,
     is_device_array,
 )
 from kernels.cuda.runtime.recorder import refuse
-from kernels.runtime.dtypes import BFLOAT16, BITS
+from kernels.runtime.dtypes import BFLOAT16
 from kernels.runtime.memory import row_major_strides
-from kernels.runtime.targets import IS_SIMULATOR, cuda, driver, why_no_cuda
+from kernels.runtime.targets import (
+    IS_SIMULATOR,
+    cuda,
+    current_device,
+    driver,
+    has_several_devices,
+    why_no_cuda,
+)
 
 #: DLPack's numbers for kinds of memory; pinned memory is the host's, and a device may read it too.
 HOST, DEVICE, PINNED, MANAGED = 1, 2, 3, 13
@@ -227,7 +233,8 @@ def _wrapped(described: dict[str, Any], owner: Any) -> Any:
     if (reason := why_no_cuda()) is not None:
         raise RuntimeError(reason)
     refuse(*_WHILE_RECORDING)
-    current, device = int(cuda.get_current_device().id), device_of(described["data"][0])
+    address = described["data"][0]
+    current, device = current_device(), device_of(address)
     if device != current:
         raise ValueError(
             f"the array lies on CUDA device {device} and kernels run on device {current}; copy it "
@@ -236,22 +243,21 @@ def _wrapped(described: dict[str, Any], owner: Any) -> Any:
     stream = described.get("stream")
     if stream not in (None, LEGACY_STREAM):
         _make_wait(cuda.default_stream(), cuda.external_stream(stream))
-    is_bfloat16 = described["typestr"] == BFLOAT16.str
-    known = {"stream": None, **({"typestr": BITS.str} if is_bfloat16 else {})}
-    found = cuda.from_cuda_array_interface({**described, **known}, owner=owner, sync=False)
-    if not is_bfloat16:
-        return found
-    return device_view(found, tuple(found.shape), element_strides(found), dtype=BFLOAT16)
+    if described.get("mask") is not None:
+        raise TypeError("the array has a mask, which kernels do not read; pass it filled")
+    steps = described.get("strides")
+    layout = tuple(described["shape"]), None if steps is None else tuple(steps)
+    return foreign_array(address or 0, *layout, described["typestr"], owner)
 
 
 def device_of(address: int) -> int:
     """Return the number of the device that an address lies on; the current one if none says."""
-    if driver is not None and address:
+    if driver is not None and address and has_several_devices():
         attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         error, device = driver.cuPointerGetAttribute(attribute, address)
         if not int(error):
             return int(device)
-    return int(cuda.get_current_device().id)
+    return current_device()
 
 
 def _make_wait(waiting: Any, working: Any) -> None:

@@ -212,7 +212,8 @@ def _text(name: bytes | str) -> str:
 
 
 @cache
-def _has_several_devices() -> bool:
+def has_several_devices() -> bool:
+    """Tell whether this process sees more than one CUDA device."""
     return not IS_SIMULATOR and why_no_cuda() is None and len(cuda.gpus) > 1
 
 
@@ -221,7 +222,7 @@ def current_device() -> int:
 
     Where there is one, nobody is asked; a launch finds out how many there are only once.
     """
-    if not _has_several_devices():
+    if not has_several_devices():
         return 0
     if driver is not None:
         error, device = driver.cuCtxGetDevice()

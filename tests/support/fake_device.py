@@ -254,7 +254,7 @@ def fake_device() -> Iterator[FakeDriver]:
         for module in (targets, launcher, arrays, runtime_kernel, graphs, graph_step_module):
             put(module, "driver", own)
         put(targets, "_why_no_cuda", lambda: None)
-        put(targets, "_has_several_devices", lambda: False)
+        put(targets, "has_several_devices", lambda: False)
         put(targets, "_compute_capability", lambda number: (9, 0))
         put(targets, "_dynamic_shared_memory_bytes", lambda number: 227 << 10)
         put(arrays, "_device_array", _array)

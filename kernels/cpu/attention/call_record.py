@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -27,6 +28,8 @@ from kernels.cpu.runtime.function_pointers import run_alone, run_items, settings
 from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.question import Problem
 
+#: Multiply-adds of a call that are not worth waking the other threads for: they take 100 microseconds.
+ALONE_BELOW = 1 << 21
 #: Of every kernel: the record and the number of the work item.
 ITEM_SIGNATURE = void(SETTINGS_TYPE, int64)
 
@@ -148,12 +151,14 @@ class CallOptions:
 
     def run(self, address: int, items: int) -> None:
         """Run a kernel: call the function at an address for each work item, on all threads."""
-        threads = min(numba.get_num_threads(), items)
+        problem = self.problem
+        work = math.prod(problem.scores_shape) * (problem.head_dim + problem.value_dim)
+        threads = 1 if work < ALONE_BELOW else min(numba.get_num_threads(), items)
         settings = settings_argument(self.settings)
         before = mods.failures()
         if threads > 1:
             run_items(address, settings, np.zeros(1, np.int64), items, threads)
-        else:  # waking the others costs more than a short call
+        else:
             run_alone(address, settings, items)
         mods.check_finished(before)
 

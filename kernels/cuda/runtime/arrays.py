@@ -76,6 +76,16 @@ class _Part(_MemoryPointer):
         return _Part(self.whole, super().view(start, stop))
 
 
+class _Foreign(_MemoryPointer):
+    """Memory of another library, which its owner keeps alive."""
+
+    device_ctypes_pointer: Any = None  # as of _Pooled
+
+    def __init__(self, address: int, size: int, owner: Any):
+        super().__init__(None, driver.CUdeviceptr(address), size, owner=owner)
+        self.device_ctypes_pointer = c_void_p(address)
+
+
 @lru_cache(maxsize=4096)
 def _array_state(shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """Return the attributes that numba's arrays of one shape, strides and dtype share.
@@ -103,6 +113,38 @@ def _device_array(
         **_array_state(shape, steps, dtype), "gpu_data": memory, "stream": stream
     }  # fmt: skip
     return array
+
+
+def foreign_array(
+    address: int, shape: tuple[int, ...], steps: tuple[int, ...] | None, typestr: str, owner: Any
+) -> Any:
+    """Return numba's array on memory of another library.
+
+    Args:
+        address: Of the first element; 0 for no elements.
+        shape: Of the array.
+        steps: Its strides in bytes; row-major if None.
+        typestr: Its dtype, as ``numpy.dtype.str`` has it.
+        owner: Keeps the memory alive.
+    """
+    dtype, size, steps = _foreign_layout(shape, steps, typestr)
+    if driver is None:
+        memory = _MemoryPointer(cuda.current_context(), c_void_p(address), size, owner)
+    else:
+        memory = _Foreign(address, size, owner)
+    return _device_array(shape, steps, dtype, memory, 0)
+
+
+@lru_cache(maxsize=4096)
+def _foreign_layout(
+    shape: tuple[int, ...], steps: tuple[int, ...] | None, typestr: str
+) -> tuple[np.dtype[Any], int, tuple[int, ...]]:
+    """Return dtype, bytes from the first element to behind the last, and strides in bytes."""
+    dtype = BFLOAT16 if typestr == BFLOAT16.str else np.dtype(typestr)
+    if steps is None:
+        return dtype, *_row_major(shape, dtype.itemsize)
+    last = sum((size - 1) * step for size, step in zip(shape, steps, strict=True) if step > 0)
+    return dtype, 0 if 0 in shape else last + dtype.itemsize, steps
 
 
 def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +31,10 @@ from kernels.problem.question import Problem
 
 #: Multiply-adds of a call that are not worth waking the other threads for: they take 100 microseconds.
 ALONE_BELOW = 1 << 21
+#: Writes an ``ARRAY`` into the bytes of a record, which NumPy would take ten times as long for.
+_pack_array = struct.Struct("=9q").pack_into
+#: Where each field begins.
+_OFFSETS = {name: int(SETTINGS.fields[name][1]) for name in SETTINGS.names or ()}  # type: ignore[index]
 #: Of every kernel: the record and the number of the work item.
 ITEM_SIGNATURE = void(SETTINGS_TYPE, int64)
 
@@ -60,7 +65,7 @@ class CallOptions:
     ):
         self.problem, self.tile = problem, tile
         self.settings = np.zeros(1, SETTINGS)
-        self._record = self.settings[0]
+        self._record, self._bytes = self.settings[0], self.settings.view(np.uint8)
         # The record has addresses; these keep what lies there.
         self._arrays: list[Any] = []
         self._work: Any = None
@@ -96,7 +101,7 @@ class CallOptions:
         for field, array in arrays.items():
             self._arrays.append(array)
             address = array.__array_interface__["data"][0]
-            self._record[field] = address, array.shape, array.strides
+            _pack_array(self._bytes, _OFFSETS[field], address, *array.shape, *array.strides)
 
     def _hiding_options(self, operands: Operands, by_keys: bool, listed: bool) -> None:
         problem, o = self.problem, self._record
@@ -132,22 +137,22 @@ class CallOptions:
         Returns:
             How many there are.
         """
-        problem, block = self.problem, self.tile[of_keys]
-        if problem.sequences is None:
-            whole = _whole_table(problem.seq_q, problem.seq_k, block, of_keys)
-        else:
+        problem, block, bounds = (
+            self.problem,
+            self.tile[of_keys],
+            (self.problem.lower, self.problem.upper),
+        )
+        if problem.sequences is not None:
             whole = problem.sequences.tiles(block, of_keys)
-        if self._work is not None:
-            work = self._work.reshape(-1, len(whole)).sum(axis=0)
-            order = _order(work, parts)
-        elif problem.sequences is None:
-            bounds = problem.lower, problem.upper
-            order = _order_in_bounds(problem.seq_q, problem.seq_k, block, of_keys, bounds, parts)
+            table = _in_order(whole, _visible(whole, block, of_keys, *bounds), parts)
+        elif self._work is not None:
+            whole = _whole_table(problem.seq_q, problem.seq_k, block, of_keys)
+            table = _in_order(whole, self._work.reshape(-1, len(whole)).sum(axis=0), parts)
         else:
-            order = _order(_visible(whole, block, of_keys, problem.lower, problem.upper), parts)
-        self.name(table=whole[order][:, :, None, None])
-        self._record["tiles"] = len(whole)
-        return len(whole)
+            table = _table_in_bounds(problem.seq_q, problem.seq_k, block, of_keys, bounds, parts)
+        self.name(table=table)
+        self._record["tiles"] = len(table)
+        return len(table)
 
     def run(self, address: int, items: int) -> None:
         """Run a kernel: call the function at an address for each work item, on all threads."""
@@ -174,15 +179,15 @@ def _visible(
     return np.minimum(stop + upper, seq) - np.maximum(start + lower, 0)
 
 
-def _order(work: Any, parts: int) -> Any:
-    """Return the numbers of the tiles, those with the most work first; see ``tile_table``."""
+def _in_order(whole: Any, work: Any, parts: int) -> Any:
+    """Return a table of tiles, those with the most work first, (tiles, 6, 1, 1); see ``tile_table``."""
     order = np.argsort(-work, kind="stable")
     # To and fro: the part that gets the larger tile of one round gets the smaller one of the next.
     rounds = len(order) // (2 * parts)
     if parts > 1 and rounds:
         pairs = order[: rounds * 2 * parts].reshape(rounds, 2, parts)
         pairs[:, 1] = pairs[:, 1, ::-1].copy()
-    return order
+    return whole[order][:, :, None, None]
 
 
 @lru_cache(maxsize=64)
@@ -195,9 +200,8 @@ def _whole_table(seq_q: int, seq_k: int, block: int, of_keys: bool) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _order_in_bounds(
+def _table_in_bounds(
     seq_q: int, seq_k: int, block: int, of_keys: bool, bounds: tuple[int, int], parts: int
 ) -> Any:
-    return _order(
-        _visible(_whole_table(seq_q, seq_k, block, of_keys), block, of_keys, *bounds), parts
-    )
+    whole = _whole_table(seq_q, seq_k, block, of_keys)
+    return _in_order(whole, _visible(whole, block, of_keys, *bounds), parts)

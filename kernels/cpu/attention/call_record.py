@@ -65,7 +65,7 @@ class CallOptions:
     ):
         self.problem, self.tile = problem, tile
         self.settings = np.zeros(1, SETTINGS)
-        self._record, self._bytes = self.settings[0], self.settings.view(np.uint8)
+        self._record, self._bytes = self.settings[0], self.settings.view(np.uint8).data
         # The record has addresses; these keep what lies there.
         self._arrays: list[Any] = []
         self._work: Any = None

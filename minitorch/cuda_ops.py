@@ -30,6 +30,7 @@ from kernels.runtime.memory import join_dims, joined
 from kernels.runtime.targets import IS_SIMULATOR
 
 from . import operators
+from .backends.bound_loops import Loop, Run, as_loop
 from .backends.course_kernels import (
     THREADS_PER_BLOCK,
     _mm_practice,
@@ -48,7 +49,7 @@ from .backends.cuda_loops import fold_kernel, map_kernel, zip_kernel
 from .backends.matmul_precision import get_matmul_precision
 from .backends.tensor_protocol import TensorLike as Tensor
 from .tensor_data import Ints, Storage, TensorData
-from .tensor_ops import Loop, TensorBackend, TensorOps
+from .tensor_ops import TensorBackend, TensorOps
 
 # The published course finds the kernels here too.
 __all__ = [
@@ -79,8 +80,8 @@ REDUCE_THREADS = 32 if IS_SIMULATOR else 256
 MAP_THREADS = SIZES.flat_threads
 
 
-def _run_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: TensorData) -> None:
-    """Launch an element-wise kernel.
+def _bind_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: TensorData) -> Run:
+    """Return the launch of an element-wise kernel on data laid out like these.
 
     Args:
         kernel: ``(flat, *dtypes)`` to a kernel for operands whose dimensions join to two at most.
@@ -89,18 +90,20 @@ def _run_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: Tensor
         *inputs: Broadcast to it.
     """
     if out.size == 0:  # a grid without blocks cannot be launched
-        return
-    storages = [out._storage, *(t._storage for t in inputs)]
+        return lambda *storages: None
     layouts = [layout for t in inputs for layout in (t.shape, t.strides)]
     shape, *strides = joined(out.shape, out.strides, *layouts)
     if len(shape) <= 2 and out.size < FLAT_LIMIT:
         blocks = ceil_div(out.size, SIZES.flat_threads * SIZES.flat_items)
-        run = kernel(len(shape) == 1, *[storage.dtype for storage in storages])
+        run = kernel(len(shape) == 1, *[t.dtype for t in (out, *inputs)])
         steps = chain.from_iterable(_two(steps) for steps in strides[1:])
-        run[blocks, SIZES.flat_threads](*map(as_bits, storages), _two(shape)[1], *steps)
-        return
+        launch = run.prepared((blocks, SIZES.flat_threads), _two(shape)[1], *steps)
+        if any(t.is_half for t in (out, *inputs)):
+            return lambda *storages: launch(*map(as_bits, storages))
+        return launch
+
     # The kernels of the course know no storage of 16 bits.
-    CudaOps.run(partial(_run_strided, strided), out, *inputs)
+    return as_loop(partial(CudaOps.run, partial(_run_strided, strided))).bind(out, *inputs)
 
 
 def _run_strided(strided: Any, out: TensorData, *inputs: TensorData) -> None:
@@ -139,16 +142,16 @@ class CudaOps(TensorOps):
         return storage
 
     @classmethod
-    def map_loop(cls, fn: Callable[[float], float]) -> Loop:
+    def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
         """Return the loop of an element-wise function of one tensor."""
         kernel, strided = partial(map_kernel, fn), partial(tensor_map, fn)
-        return lambda out, a: _run_elementwise(kernel, strided, out, a)
+        return Loop(lambda out, a: _bind_elementwise(kernel, strided, out, a))
 
     @classmethod
-    def zip_loop(cls, fn: Callable[[float, float], float]) -> Loop:
+    def zip_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
         """Return the loop of an element-wise function of two tensors."""
         kernel, strided = partial(zip_kernel, fn), partial(tensor_zip, fn)
-        return lambda out, a, b: _run_elementwise(kernel, strided, out, a, b)
+        return Loop(lambda out, a, b: _bind_elementwise(kernel, strided, out, a, b))
 
     @classmethod
     def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
@@ -175,7 +178,7 @@ class CudaOps(TensorOps):
 
             cls.run(reduce, out, a)  # the course's, which knows no storage of 16 bits
 
-        return loop
+        return as_loop(loop)
 
     @classmethod
     def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -188,6 +191,26 @@ class CudaOps(TensorOps):
             super().multiply_into(out, a, b)
         else:
             matmul_dispatch.multiply(*operands, kind)
+
+    @classmethod
+    def product_options(cls) -> Any:
+        """Return the precision that products of float32 may be rounded to."""
+        return get_matmul_precision()
+
+    @classmethod
+    def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
+        """Return the launch of a product of operands laid out like these."""
+        operands = _matrices(out, a, b) if out.size else None
+        if operands is None:
+            return None
+        steps = operands.out_steps, operands.a_steps, operands.b_steps
+        out_steps, a_steps, b_steps = steps
+        kind = matmul_dispatch.kind_of(out.dtype, get_matmul_precision(), operands.shape)
+        if kind is not None:
+            return lambda o, x, y: matmul_dispatch.multiply(
+                o, out_steps, x, a_steps, y, b_steps, operands.shape, kind
+            )
+        return None if out.is_half else cuda_core_matmul.bind(out.dtype, *steps, operands.shape)
 
     @classmethod
     def fuses_linear(cls, dtype: np.dtype[Any], shape: Ints) -> bool:

@@ -14,6 +14,7 @@ from kernels import launch
 from kernels.cpu.backend import blas, fused, memory_pool
 from kernels.runtime.jit import serial
 
+from .backends.bound_loops import Loop, Run, with_layouts
 from .backends.fast_loops import (
     FOLDS,
     LARGE,
@@ -33,7 +34,7 @@ from .tensor_data import (
     index_to_position,
     to_index,
 )
-from .tensor_ops import Loop, TensorBackend, TensorOps
+from .tensor_ops import TensorBackend, TensorOps
 
 #: Neighbouring outputs that a reduction folds together: two cache lines of float32.
 RUN = 32
@@ -256,43 +257,30 @@ class FastOps(TensorOps):
         return memory_pool.empty(size, dtype)
 
     @classmethod
-    def map_loop(cls, fn: Callable[[float], float]) -> Loop:
+    def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
         """Return the loop of a function of one tensor; a small one wakes no other thread."""
         loop = tensor_map(fn)
-
-        def mapped(out: TensorData, a: TensorData) -> None:
-            run = loop if out.size >= LARGE else serial(loop)
-            run(*out.tuple(), *a.tuple())
-
-        return mapped
+        return Loop(lambda out, a: with_layouts(_by_size(loop, out), out, a))
 
     @classmethod
-    def zip_loop(cls, fn: Callable[[float, float], float]) -> Loop:
+    def zip_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
         """Return the loop of a function of two tensors, of large ones that broadcast by ``fast_loops``."""
         loop = tensor_zip(fn)
 
-        def zipped(out: TensorData, a: TensorData, b: TensorData) -> None:
-            if out.size < LARGE:
-                serial(loop)(*out.tuple(), *a.tuple(), *b.tuple())
-                return
-            layout = None if a.shape == b.shape == out.shape else row_layout(out, a, b)
+        def bind(out: TensorData, a: TensorData, b: TensorData) -> Run:
+            broadcasts = out.size >= LARGE and not a.shape == b.shape == out.shape
+            layout = row_layout(out, a, b) if broadcasts else None
             if layout is None:
-                loop(*out.tuple(), *a.tuple(), *b.tuple())
-            else:
-                row_zip(fn)(out._storage, a._storage, b._storage, *layout)
+                return with_layouts(_by_size(loop, out), out, a, b)
+            return lambda o, x, y: row_zip(fn)(o, x, y, *layout)
 
-        return zipped
+        return Loop(bind)
 
     @classmethod
-    def reduce_loop(cls, fn: Callable[[float, float], float]) -> Loop:
+    def reduce_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
         """Return the loop that folds one dimension; as :meth:`map_loop`."""
         loop = tensor_reduce(fn)
-
-        def reduced(out: TensorData, a: TensorData, dim: int) -> None:
-            run = loop if a.size >= LARGE else serial(loop)
-            run(*out.tuple(), *a.tuple(), dim)
-
-        return reduced
+        return Loop(lambda out, a, dim: with_layouts(_by_size(loop, a), out, a, options=(dim,)))
 
     @classmethod
     def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
@@ -301,19 +289,26 @@ class FastOps(TensorOps):
         if fn not in FOLDS:  # the order may matter
             return of_the_course
 
-        def fold(out: TensorData, a: TensorData, dim: int) -> None:
+        def bind(out: TensorData, a: TensorData, dim: int) -> Run:
             layout = fold_layout(a.shape, a.strides, dim) if a.size >= LARGE else None
             if layout is None:
-                of_the_course(out, a, dim)
-            else:
-                fold_into(fn, start, out, a, layout)
+                return of_the_course.bind(out, a, dim)
+            return lambda o, x: fold_into(fn, start, o, x, layout)
 
-        return fold
+        return Loop(bind)
 
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
         """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m)."""
         tensor_matrix_multiply(*out.tuple(), *a.tuple(), *b.tuple())
+
+    @classmethod
+    def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
+        """Return the product by BLAS of operands laid out like these, if it can read them."""
+        if a.is_half or not (_for_blas(a) and _for_blas(b)):
+            return None
+        of_out, of_a, of_b = (t.array_view() for t in (out, a, b))
+        return lambda o, x, y: blas.matmul(of_a(x), of_b(y), of_out(o))
 
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -322,6 +317,11 @@ class FastOps(TensorOps):
             blas.matmul(a.to_array(), b.to_array(), out.to_array())
         else:
             super().matmul_into(out, a, b)
+
+
+def _by_size(loop: Any, t: TensorData) -> Any:
+    """Return the form of a course's loop for data of a size: on all threads, or on the calling one."""
+    return loop if t.size >= LARGE else serial(loop)
 
 
 def _for_blas(t: TensorData) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -273,8 +273,8 @@ class TensorData:
         """Return row-major data on a storage that was just allocated for it; nothing is checked again."""
         data = cls.__new__(cls)
         data._storage, data.shape, data.strides = storage, shape, _row_major_strides(shape)
-        data.dtype, data.dims, data.size = storage.dtype, len(shape), len(storage)
-        data.is_half = DTYPES[data.dtype]
+        data.dtype = dtype = storage.dtype
+        data.dims, data.size, data.is_half = len(shape), len(storage), DTYPES[dtype]
         assert data.dims <= MAX_DIMS, f"a tensor has at most {MAX_DIMS} dimensions, got {data.dims}"
         return data
 
@@ -316,6 +316,14 @@ class TensorData:
             storage = to_host(storage)
         steps = tuple(stride * storage.itemsize for stride in self.strides)
         return np.ndarray(self.shape, storage.dtype, storage, 0, steps)
+
+    def array_view(self) -> Callable[[Storage], Storage]:
+        """Return the function that views a host storage laid out like this one as an array of ``shape``."""
+        shape, dtype = self.shape, self.dtype
+        if self.strides == _row_major_strides(shape):
+            return lambda storage: storage.reshape(shape)
+        steps = tuple(stride * dtype.itemsize for stride in self.strides)
+        return lambda storage: np.ndarray(shape, dtype, storage, 0, steps)
 
     @staticmethod
     def shape_broadcast(shape_a: UserShape, shape_b: UserShape) -> Ints:

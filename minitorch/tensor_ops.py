@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from kernels import launch
-from kernels.runtime.dtypes import is_half, lowest
+from kernels.runtime.dtypes import is_floating, is_half, lowest
 from kernels.runtime.memory import joined_step
 
 from . import operators
+from .backends.bound_loops import Kinds, Loop, Run, as_loop, with_layouts
 from .backends.dtype_promotion import Widening, floating, result_dtype
 from .backends.plain_math import unraising
+from .backends.result_shapes import matmul_shape as matmul_shape
+from .backends.result_shapes import normalize_dim as normalize_dim
 from .backends.tensor_protocol import AnyTensor
+from .backends.tensor_protocol import MapProto as MapProto
 from .tensor_data import (
     IndexingError,
     Ints,
@@ -33,16 +37,6 @@ from .tensor_data import (
     shape_broadcast,
     to_index,
 )
-
-Loop = Callable[..., None]
-
-
-class MapProto(Protocol):
-    """The type of what ``TensorOps.map`` returns."""
-
-    def __call__(self, x: AnyTensor, out: AnyTensor | None = ..., /) -> AnyTensor:
-        """Apply the function to each element of ``x``."""
-        ...
 
 
 class TensorOps(Widening):
@@ -58,6 +52,8 @@ class TensorOps(Widening):
     make_map: Callable[..., Any]
     make_zip: Callable[..., Any]
     make_reduce: Callable[..., Any]
+    #: The kinds of product that there have been; each backend has its own.
+    _products = Kinds()
     #: What runs fused attention for this backend; see kernels/launch.py.
     attention: launch.Target = launch.NUMPY
     #: Fused kernels for the layers of module 4, or None where only their composed forms exist.
@@ -74,33 +70,38 @@ class TensorOps(Widening):
         return np.full(size, value, dtype)
 
     @classmethod
-    def map_loop(cls, fn: Callable[[float], float]) -> Loop:
+    def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
         """Return the loop of an element-wise function of one tensor."""
         loop = cls.make_map(fn)
-        return lambda out, a: loop(*out.tuple(), *a.tuple())
+        return Loop(lambda out, a: with_layouts(loop, out, a))
 
     @classmethod
-    def zip_loop(cls, fn: Callable[[float, float], float]) -> Loop:
+    def zip_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
         """Return the loop of an element-wise function of two tensors."""
         loop = cls.make_zip(fn)
-        return lambda out, a, b: loop(*out.tuple(), *a.tuple(), *b.tuple())
+        return Loop(lambda out, a, b: with_layouts(loop, out, a, b))
 
     @classmethod
-    def reduce_loop(cls, fn: Callable[[float, float], float]) -> Loop:
+    def reduce_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
         """Return the loop that folds one dimension onto what the output holds."""
         loop = cls.make_reduce(fn)
-        return lambda out, a, dim: loop(*out.tuple(), *a.tuple(), dim)
+        return Loop(lambda out, a, dim: with_layouts(loop, out, a, options=(dim,)))
 
     @classmethod
     def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
         """Return the loop that writes the fold of one dimension, beginning with ``start``."""
-        loop = cls.reduce_loop(fn)
+        loop = as_loop(cls.reduce_loop(fn))
 
-        def fold(out: TensorData, a: TensorData, dim: int) -> None:
-            out._storage.fill(start)
-            loop(out, a, dim)
+        def bind(out: TensorData, a: TensorData, dim: int) -> Run:
+            run = loop.bind(out, a, dim)
 
-        return fold
+            def fold(o: Storage, x: Storage) -> None:
+                o.fill(start)
+                run(o, x)
+
+            return fold
+
+        return Loop(bind)
 
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -118,15 +119,23 @@ class TensorOps(Widening):
             ``mapped(a, out=None)``: without ``out`` a new tensor of a's shape, else ``out`` filled
             in place, ``a`` broadcast to it.
         """
-        run = partial(cls.move if fn is operators.id else cls.run_elements, cls.map_loop(fn))
+        loop, kinds = as_loop(cls.map_loop(fn)), Kinds()
+        run = partial(cls.move if fn is operators.id else cls.run_elements, loop)
 
         def mapped(a: AnyTensor, out: AnyTensor | None = None, /) -> AnyTensor:
-            if out is None:
-                out = a.empty(a.shape, result_dtype(a))
-                a = floating(a, out.dtype)
-            elif a.shape != out.shape and shape_broadcast(a.shape, out.shape) != out.shape:
-                raise IndexingError(f"shape {a.shape} does not broadcast to out's {out.shape}")
-            run(out._tensor, a._tensor)
+            x = a._tensor
+            if out is not None:
+                if a.shape != out.shape and shape_broadcast(a.shape, out.shape) != out.shape:
+                    raise IndexingError(f"shape {a.shape} does not broadcast to out's {out.shape}")
+                run(out._tensor, x)
+                return out
+            kind = x.shape, x.strides, x.dtype, x.is_number
+            if (known := kinds.get(kind)) is not None:
+                return a._new(known.result(cls.allocate, x._storage))
+            out = a.empty(a.shape, result_dtype(a))
+            run(out._tensor, floating(a, out.dtype)._tensor)
+            if cls._runs_as_it_is(x, out._tensor) and not (fn is operators.id and x.is_half):
+                kinds.learn(kind, loop, out._tensor, x)
             return out
 
         return mapped
@@ -140,14 +149,29 @@ class TensorOps(Widening):
         Returns:
             ``zipped(a, b)``: a new tensor of the broadcast shape.
         """
-        loop = cls.zip_loop(fn)
+        loop, kinds = as_loop(cls.zip_loop(fn)), Kinds()
 
         def zipped(a: AnyTensor, b: AnyTensor) -> AnyTensor:
+            x, y = a._tensor, b._tensor
+            kind = (
+                x.shape,
+                x.strides,
+                x.dtype,
+                x.is_number,
+                y.shape,
+                y.strides,
+                y.dtype,
+                y.is_number,
+            )
+            if (known := kinds.get(kind)) is not None:
+                return a._new(known.result(cls.allocate, x._storage, y._storage))
             shape = a.shape if a.shape == b.shape else shape_broadcast(a.shape, b.shape)
             dtype = result_dtype(a, b)
             out = a.empty(shape, dtype)
             a, b = floating(a, dtype), floating(b, dtype)
             cls.run_elements(loop, out._tensor, a._tensor, b._tensor)
+            if cls._runs_as_it_is(x, y, out._tensor):
+                kinds.learn(kind, loop, out._tensor, x, y)
             return out
 
         return zipped
@@ -165,15 +189,26 @@ class TensorOps(Widening):
         Returns:
             ``reduced(a, dim)``: a new tensor in which ``dim`` has size 1.
         """
-        loop = cls.fold_loop(fn, start)
+        loop, kinds = as_loop(cls.fold_loop(fn, start)), Kinds()
 
         def reduced(a: AnyTensor, dim: int) -> AnyTensor:
-            dim = normalize_dim(dim, a.shape)
+            x = a._tensor
+            dim = normalize_dim(dim, x.shape)
+            kind = x.shape, x.strides, x.dtype, dim
+            if (known := kinds.get(kind)) is not None:
+                return a._new(known.result(cls.allocate, x._storage))
             out = a.empty((*a.shape[:dim], 1, *a.shape[dim + 1 :]), result_dtype(a))
             cls.run_elements(loop, out._tensor, floating(a, out.dtype)._tensor, options=(dim,))
+            if cls._runs_as_it_is(x, out._tensor):
+                kinds.learn(kind, loop, out._tensor, x, options=(dim,))
             return out
 
         return reduced
+
+    @classmethod
+    def _runs_as_it_is(cls, *data: TensorData) -> bool:
+        """Tell whether loops take data of these dtypes: none is converted before or after."""
+        return all(is_floating(t.dtype) and (cls.takes_half or not t.is_half) for t in data)
 
     @classmethod
     def matrix_multiply(cls, a: AnyTensor, b: AnyTensor) -> AnyTensor:
@@ -186,11 +221,29 @@ class TensorOps(Widening):
         Returns:
             (..., n, m).
         """
-        shape = matmul_shape(a.shape, b.shape)
-        out = a.empty(shape, result_dtype(a, b))
+        x, y = a._tensor, b._tensor
+        kind = x.shape, x.strides, x.dtype, y.shape, y.strides, y.dtype, cls.product_options()
+        if (known := cls._products.get(kind)) is not None:
+            return a._new(known.result(cls.allocate, x._storage, y._storage))
+        out = a.empty(matmul_shape(a.shape, b.shape), result_dtype(a, b))
         a, b = floating(a, out.dtype), floating(b, out.dtype)
         cls.multiply_into(out._tensor, a._tensor, b._tensor)
+        if x.dtype == y.dtype == out.dtype and (run := cls.bind_product(out._tensor, x, y)):
+            cls._products.add(kind, out._tensor, run)
         return out
+
+    @classmethod
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._products = Kinds()
+
+    @classmethod
+    def product_options(cls) -> Any:
+        """Return what a product depends on beside its operands."""
+
+    @classmethod
+    def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
+        """Return the product of operands laid out like these, or None if each call must look at them."""
 
     @classmethod
     def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -238,52 +291,6 @@ class TensorOps(Widening):
         storage = cls.allocate(size * matrix[0] * matrix[1], t.dtype)
         cls.map_loop(operators.id)(TensorData(storage, (*batch, *matrix)), t)
         return TensorData(storage, (size, *matrix))
-
-
-def normalize_dim(dim: int, shape: UserShape) -> int:
-    """Return a dimension counted from the left.
-
-    Raises:
-        IndexingError: If there is no such dimension.
-        TypeError: If ``dim`` is no whole number.
-    """
-    if not isinstance(dim, (int, np.integer)) or isinstance(dim, bool):
-        raise TypeError(
-            f"dim must be one whole number, got {dim!r}; for several dimensions call once for each"
-        )
-    if not -len(shape) <= dim < len(shape):
-        raise IndexingError(
-            f"dim {dim} does not exist in shape {tuple(shape)}; use {-len(shape)} to "
-            f"{len(shape) - 1}"
-        )
-    return int(dim) % len(shape)
-
-
-def matmul_shape(a: UserShape, b: UserShape) -> tuple[int, ...]:
-    """Return the shape of a matrix product.
-
-    Raises:
-        AssertionError: If an operand has no matrix, or the inner sizes differ; names both shapes.
-        IndexingError: If the batch dimensions do not broadcast; it names both shapes.
-    """
-    # AssertionError is what the published course raises here, and its users catch.
-    assert len(a) >= 2 and len(b) >= 2, (
-        f"@ multiplies matrices: both operands need two dimensions or more, got shapes {tuple(a)} "
-        f"and {tuple(b)}; add one with view"
-    )
-    assert a[-1] == b[-2], (
-        f"cannot multiply shapes {tuple(a)} and {tuple(b)}: the left has {a[-1]} columns, the right "
-        f"{b[-2]} rows; permute one of them"
-    )
-    try:
-        batch = shape_broadcast(a[:-2], b[:-2])
-    except IndexingError:
-        raise IndexingError(
-            f"cannot multiply shapes {tuple(a)} and {tuple(b)}: their batch dimensions "
-            f"{tuple(a[:-2])} and {tuple(b[:-2])} do not broadcast; sizes must be equal or 1, change "
-            "them with view or permute"
-        ) from None
-    return (*batch, a[-2], b[-1])
 
 
 class TensorBackend:
@@ -342,7 +349,7 @@ class TensorBackend:
 # -- the simple backend: plain Python loops, the form to read first ------------------------------
 
 
-def tensor_map(fn: Callable[[float], float]) -> Loop:
+def tensor_map(fn: Callable[[float], float]) -> Callable[..., None]:
     """Return the loop of an element-wise function of one tensor, broadcast to the output.
 
     The loop takes ``(out, out_shape, out_strides, in_storage, in_shape, in_strides)``.
@@ -365,7 +372,7 @@ def tensor_map(fn: Callable[[float], float]) -> Loop:
     return _map
 
 
-def tensor_zip(fn: Callable[[float, float], float]) -> Loop:
+def tensor_zip(fn: Callable[[float, float], float]) -> Callable[..., None]:
     """Return the loop of an element-wise function of two tensors that broadcast.
 
     The loop takes the storage, shape and strides of out, a and b, nine arguments.
@@ -392,7 +399,7 @@ def tensor_zip(fn: Callable[[float, float], float]) -> Loop:
     return _zip
 
 
-def tensor_reduce(fn: Callable[[float, float], float]) -> Loop:
+def tensor_reduce(fn: Callable[[float, float], float]) -> Callable[..., None]:
     """Return the loop that folds one dimension onto the values already in the output.
 
     The loop takes the storage, shape and strides of out and a, and the dimension.

@@ -23,7 +23,7 @@ from kernels.runtime.jit import njit_cached
 from kernels.runtime.memory import join_dims, joined, row_major_strides
 
 from .. import operators
-from ..tensor_data import Ints, TensorData
+from ..tensor_data import Ints, Storage, TensorData
 
 #: Elements from which an operation is worth a loop of its own.
 LARGE = 1 << 15
@@ -310,12 +310,11 @@ def column_fold(fn: Callable[[float, float], float]) -> Any:
 
 
 def fold_into(
-    fn: Callable[[float, float], float], start: float, out: TensorData, a: TensorData,
-    layout: FoldLayout,
-) -> None:  # fmt: skip
-    """Write the fold of one dimension to a contiguous output."""
+    fn: Callable[[float, float], float], start: float, out: Storage, a: Storage, layout: FoldLayout
+) -> None:
+    """Write the fold of one dimension to a contiguous output; both are given by their storage."""
     rest = out.dtype.type(start), np.zeros(1, np.int64), get_num_threads()
     if layout.inner == 1:
-        row_fold(fn)(out._storage, a._storage, layout.outer_step, layout.length, *rest)
+        row_fold(fn)(out, a, layout.outer_step, layout.length, *rest)
     else:
-        column_fold(fn)(out._storage, a._storage, *layout, *rest)
+        column_fold(fn)(out, a, *layout, *rest)

@@ -47,3 +47,11 @@ class TensorLike(Protocol):
 
 
 AnyTensor = TypeVar("AnyTensor", bound=TensorLike)
+
+
+class MapProto(Protocol):
+    """The type of what ``TensorOps.map`` returns."""
+
+    def __call__(self, x: AnyTensor, out: AnyTensor | None = ..., /) -> AnyTensor:
+        """Apply the function to each element of ``x``."""
+        ...

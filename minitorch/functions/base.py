@@ -94,7 +94,7 @@ class Function:
     def _started(cls, args: tuple[Any, ...]) -> tuple[Context, Any]:
         """Run ``forward`` on arguments without history; return its context too."""
         # Lists and not generators: with these the bookkeeping of a small tensor takes twice as long.
-        histories = [arg.history for arg in args if is_tensor(arg)]
+        histories = [arg.history for arg in args if hasattr(arg, "history")]
         if not histories:
             raise TypeError(
                 f"{cls.__name__}.apply needs a tensor, got "
@@ -103,10 +103,10 @@ class Function:
             )
         if not modes.recording or histories.count(None) == len(histories):
             # Nothing will be recorded, so that the arguments may be what they are.
-            ctx = Context(no_grad=True, needs_input_grad=(False,) * len(args))
+            ctx = Context(True, (), (False,) * len(args))
         else:
-            needs_grad = [is_tensor(arg) and arg.history is not None for arg in args]
-            ctx = Context(needs_input_grad=tuple(needs_grad))
+            needs_grad = [getattr(arg, "history", None) is not None for arg in args]
+            ctx = Context(False, (), tuple(needs_grad))
             args = tuple([arg.detach() if is_tensor(arg) else arg for arg in args])
         checks = modes.anomaly
         return ctx, checks.checked_forward(cls, ctx, args) if checks else cls.forward(ctx, *args)
@@ -127,11 +127,15 @@ class Function:
         """
         ctx, value = cls._started(args)
         # A tensor of its own: `value` may be saved in ctx, and a history on it would close a cycle
-        # that keeps the whole graph in memory.
-        result = value.detach()
+        # that keeps the whole graph in memory; or it may be an argument.
         if not ctx.no_grad:
+            result = value.detach()
             result.history = History(cls, ctx, args)
-        return result
+            return result
+        for arg in args:
+            if arg is value:
+                return value.detach()
+        return value
 
     @classmethod
     def apply_several(cls, *args: Any) -> tuple[Any, ...]:

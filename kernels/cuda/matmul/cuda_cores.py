@@ -19,6 +19,7 @@ from kernels.cuda.device.one_source import ceil_div
 from kernels.cuda.device.vector import VECTOR, load_shared
 from kernels.cuda.runtime.arrays import device_view, empty_device, reshaped
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
+from kernels.cuda.runtime.launcher import LATER
 from kernels.cuda.runtime.sizes import SIZES, ProductTile
 from kernels.runtime.targets import cuda
 
@@ -269,6 +270,27 @@ def _is_contiguous(shape: Ints, steps: Ints) -> bool:
     return all(size == 1 or step == expected for size, step, expected in dims)
 
 
+def bind(
+    dtype: np.dtype[Any], out_steps: Ints, a_steps: Ints, b_steps: Ints, shape: Ints
+) -> Callable[[Any, Any, Any], None]:
+    """Return the function of (out, a, b) that :func:`multiply` is for operands laid out like these."""
+    batch, heads, rows, cols, depth = shape
+    tile = pick_tile(batch * heads, rows, cols, depth, dtype.itemsize)
+    blocks = _blocks(batch * heads, rows, cols, tile)
+    if _parts(blocks, depth) > 1 and _is_contiguous(shape[:4], out_steps):
+        return lambda out, a, b: multiply(out, out_steps, a, a_steps, b, b_steps, shape)
+    launch = product_kernel(tile, dtype).prepared(
+        (blocks, tile.threads), LATER, out_steps, LATER, a_steps, LATER, b_steps,
+        (heads, rows, cols, depth), depth, 1.0, 0, 0,
+    )  # fmt: skip
+    return launch
+
+
+def _parts(blocks: int, depth: int) -> int:
+    """Return among how many blocks a sum is divided where so many would work."""
+    return min(2 * SIZES.product_blocks // blocks, depth // SIZES.product_depth)
+
+
 def multiply(
     out: Any, out_steps: Ints, a: Any, a_steps: Ints, b: Any, b_steps: Ints,
     shape: Ints, factor: float = 1.0, tile: ProductTile | None = None,
@@ -297,7 +319,7 @@ def multiply(
     tile = tile or pick_tile(batch * heads, rows, cols, depth, out.dtype.itemsize)
     kernel, blocks = product_kernel(tile, out.dtype), _blocks(batch * heads, rows, cols, tile)
     sizes, matrix = (heads, rows, cols, depth), rows * cols
-    parts = min(2 * SIZES.product_blocks // blocks, depth // SIZES.product_depth)
+    parts = _parts(blocks, depth)
     guard = only_if or (0, 0)
     if only_if is not None:
         kernel, parts = product_kernel(tile, out.dtype, True), 1

@@ -1,0 +1,53 @@
+"""Dimensions and shapes that operations are given, checked."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..tensor_data import IndexingError, UserShape, shape_broadcast
+
+
+def normalize_dim(dim: int, shape: UserShape) -> int:
+    """Return a dimension counted from the left.
+
+    Raises:
+        IndexingError: If there is no such dimension.
+        TypeError: If ``dim`` is no whole number.
+    """
+    if not isinstance(dim, (int, np.integer)) or isinstance(dim, bool):
+        raise TypeError(
+            f"dim must be one whole number, got {dim!r}; for several dimensions call once for each"
+        )
+    if not -len(shape) <= dim < len(shape):
+        raise IndexingError(
+            f"dim {dim} does not exist in shape {tuple(shape)}; use {-len(shape)} to "
+            f"{len(shape) - 1}"
+        )
+    return int(dim) % len(shape)
+
+
+def matmul_shape(a: UserShape, b: UserShape) -> tuple[int, ...]:
+    """Return the shape of a matrix product.
+
+    Raises:
+        AssertionError: If an operand has no matrix, or the inner sizes differ; names both shapes.
+        IndexingError: If the batch dimensions do not broadcast; it names both shapes.
+    """
+    # AssertionError is what the published course raises here, and its users catch.
+    assert len(a) >= 2 and len(b) >= 2, (
+        f"@ multiplies matrices: both operands need two dimensions or more, got shapes {tuple(a)} "
+        f"and {tuple(b)}; add one with view"
+    )
+    assert a[-1] == b[-2], (
+        f"cannot multiply shapes {tuple(a)} and {tuple(b)}: the left has {a[-1]} columns, the right "
+        f"{b[-2]} rows; permute one of them"
+    )
+    try:
+        batch = shape_broadcast(a[:-2], b[:-2])
+    except IndexingError:
+        raise IndexingError(
+            f"cannot multiply shapes {tuple(a)} and {tuple(b)}: their batch dimensions "
+            f"{tuple(a[:-2])} and {tuple(b[:-2])} do not broadcast; sizes must be equal or 1, change "
+            "them with view or permute"
+        ) from None
+    return (*batch, a[-2], b[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -144,6 +145,10 @@ class Memory:
         """Return the number of the device that this thread computes on, 0 where there is but one."""
         return 0
 
+    def layouts(self, arrays: Iterable[Any]) -> tuple[Any, ...]:
+        """Return how arrays lie, None for those that are None: equal for calls that run alike."""
+        return tuple([x if x is None else (x.shape, x.strides) for x in arrays])
+
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""
         raise NotImplementedError
@@ -155,6 +160,10 @@ class Memory:
         kernels cannot write the result in that order, it is row-major; see :meth:`laid_as`.
         """
         return self.empty(shape, dtype)
+
+    def like(self, array: Any) -> Callable[[], Any]:
+        """Return the function that makes uninitialised arrays of the shape, layout and dtype of one."""
+        raise NotImplementedError
 
     def laid_as(self, array: Any, operand: Any) -> Any:
         """Return an array with its dimensions ordered in memory as an operand's, without gaps.
@@ -280,6 +289,13 @@ class HostMemory(Memory):
             return np.empty(shape, dtype)
         strides = strides_as(_element_strides(array), tuple(shape))
         return self.view(np.empty(math.prod(shape), dtype), tuple(shape), strides)
+
+    def like(self, array: Any) -> Callable[[], Any]:
+        """Return the function that makes arrays like one without gaps; see :meth:`Memory.like`."""
+        shape, dtype, strides = array.shape, array.dtype, array.strides
+        if array.flags.c_contiguous:
+            return lambda: np.empty(shape, dtype)
+        return lambda: np.ndarray(shape, dtype, np.empty(math.prod(shape), dtype), 0, strides)
 
     def laid_as(self, array: Any, operand: Any) -> Any:
         """Return an array ordered in memory as an operand; see :meth:`Memory.laid_as`."""

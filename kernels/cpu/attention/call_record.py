@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -28,11 +29,14 @@ from kernels.cpu.matmul.tile_product import product_address
 from kernels.cpu.runtime.function_pointers import run_alone, run_items, settings_argument
 from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.question import Problem
+from kernels.runtime.jit import JIT_DISABLED
 
 #: Multiply-adds of a call that are not worth waking the other threads for: they take 100 microseconds.
 ALONE_BELOW = 1 << 21
 #: Writes an ``ARRAY`` into the bytes of a record, which NumPy would take ten times as long for.
 _pack_array = struct.Struct("=9q").pack_into
+#: Bytes of a whole number of the record.
+WORD = 8
 #: Where each field begins.
 _OFFSETS = {name: int(SETTINGS.fields[name][1]) for name in SETTINGS.names or ()}  # type: ignore[index]
 #: Of every kernel: the record and the number of the work item.
@@ -67,7 +71,7 @@ class CallOptions:
         self.settings = np.zeros(1, SETTINGS)
         self._record, self._bytes = self.settings[0], self.settings.view(np.uint8).data
         # The record has addresses; these keep what lies there.
-        self._arrays: list[Any] = []
+        self._arrays: dict[str, Any] = {}
         self._work: Any = None
         o = self._record
         # Options that compute with a score need it in base e; see ``flash2``.
@@ -99,7 +103,7 @@ class CallOptions:
     def name(self, **arrays: Any) -> None:
         """Put arrays of four dimensions into the record."""
         for field, array in arrays.items():
-            self._arrays.append(array)
+            self._arrays[field] = array
             address = array.__array_interface__["data"][0]
             _pack_array(self._bytes, _OFFSETS[field], address, *array.shape, *array.strides)
 
@@ -156,16 +160,74 @@ class CallOptions:
 
     def run(self, address: int, items: int) -> None:
         """Run a kernel: call the function at an address for each work item, on all threads."""
+        before = mods.failures()
+        _run(address, settings_argument(self.settings), items, self._is_small)
+        mods.check_finished(before)
+
+    @property
+    def _is_small(self) -> bool:
         problem = self.problem
         work = math.prod(problem.scores_shape) * (problem.head_dim + problem.value_dim)
-        threads = 1 if work < ALONE_BELOW else min(numba.get_num_threads(), items)
-        settings = settings_argument(self.settings)
-        before = mods.failures()
-        if threads > 1:
-            run_items(address, settings, np.zeros(1, np.int64), items, threads)
-        else:
-            run_alone(address, settings, items)
-        mods.check_finished(before)
+        return work < ALONE_BELOW
+
+    def prepared(self, address: int, items: int, phases: int = 1) -> Callable[..., bool] | None:
+        """Return a function that runs a kernel on other arrays that lie as those of this record.
+
+        Args:
+            address: Of the kernel.
+            items: Work items.
+            phases: How often the kernel runs, for the backward pass.
+
+        Returns:
+            ``(seed, operands, *delta)``, which tells whether it has run: not if an array is misaligned.
+            None where a call has functions of the user's, or nothing is compiled.
+        """
+        if JIT_DISABLED or self._record["user_pass"]:
+            return None
+        template, is_small = self.settings.view(np.int64), self._is_small
+        brought = [
+            (number, _OFFSETS[name] // WORD)
+            for number, name in enumerate((*Operands._fields, "delta"))
+            if name in self._arrays and name != "mask_batch"
+        ]
+        seed_place, phase_place = _OFFSETS["seed"] // WORD, _OFFSETS["phase"] // WORD
+        odd = self.problem.dtype.itemsize - 1
+        names = {*Operands._fields, "delta"} - {"mask_batch"}
+        constants = [array for name, array in self._arrays.items() if name not in names]
+
+        def run(seed: int, operands: Operands, *delta: Any, kept: Any = constants) -> bool:
+            words, arrays, every = template.copy(), operands + delta, 0
+            for number, place in brought:
+                words[place] = start = arrays[number].ctypes.data
+                every |= start
+            if every & odd:
+                return False
+            words[seed_place] = seed
+            settings = words.view(np.uint8)
+            for phase in range(phases):
+                words[phase_place] = phase
+                _run(address, settings, items, is_small)
+            return True
+
+        return run
+
+
+def lie_as_viewed(given: Operands, viewed: Operands) -> bool:
+    """Tell whether the views of all arrays begin where the arrays do: none was copied."""
+    return all(
+        view.ctypes.data == array.ctypes.data
+        for name, array, view in zip(Operands._fields, given, viewed, strict=True)
+        if array is not None and name != "mask_batch"
+    )
+
+
+def _run(address: int, settings: Any, items: int, is_small: bool) -> None:
+    """Call the function at an address for each work item, on all threads unless there is little work."""
+    threads = 1 if is_small else min(numba.get_num_threads(), items)
+    if threads > 1:
+        run_items(address, settings, np.zeros(1, np.int64), items, threads)
+    else:
+        run_alone(address, settings, items)
 
 
 def _visible(

@@ -18,6 +18,7 @@ Options    bounds of what a row sees are here; all others are passes over the ti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from numba import njit
 
 from kernels.common.online_softmax import LN_2
 from kernels.cpu.attention import flash_decoding
-from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions, lie_as_viewed
 from kernels.cpu.attention.mods import why_not_compiled
 from kernels.cpu.attention.tile_scores import Place, rows_of
 from kernels.cpu.attention.tiles import (
@@ -54,6 +55,7 @@ from kernels.cpu.runtime.vector_math import multiply_add
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
+from kernels.runtime.memory import Memory
 
 #: (block_q, block_k): rows for lanes, and keys so that S stays in the cache.
 TILE = (128, 64)
@@ -217,13 +219,44 @@ def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> None
         size: (block_q, block_k).
         operands: As kernels take them, any strides; out and lse written.
     """
-    o = operands
-    if size == tile(problem) and flash_decoding.pays(problem, o):
-        flash_decoding.forward(problem, o)
+    if _has_few_rows(problem, size, operands):
+        flash_decoding.forward(problem, operands)
         return
+    options, items = _options(problem, size, operands)
+    options.run(_address(problem.dtype), items)
+
+
+def _has_few_rows(problem: Problem, size: tuple[int, int], operands: Operands) -> bool:
+    return size == tile(problem) and flash_decoding.pays(problem, operands)
+
+
+def _options(problem: Problem, size: tuple[int, int], o: Operands) -> tuple[CallOptions, int]:
+    """Return the record of a call, and its work items."""
     options = CallOptions(problem, o, size, by_keys=False)
     options.name(q=o.q, k=o.k, v=o.v, out=o.out, lse=o.lse[..., None])
-    options.run(_address(problem.dtype), o.q.shape[0] * o.q.shape[1] * options.tile_table(False))
+    return options, o.q.shape[0] * o.q.shape[1] * options.tile_table(False)
+
+
+def prepare(
+    problem: Problem, size: tuple[int, int], memory: Memory, operands: Operands, result: Any
+) -> Callable[[Problem, Operands], Any] | None:
+    """Return what runs other calls of the kind of one that has run; see ``rungs.Rung.prepare_forward``."""
+    given = operands.having(out=result[0], lse=result[1])
+    viewed = given.viewed(memory, problem)
+    if not lie_as_viewed(given, viewed) or _has_few_rows(problem, size, viewed):
+        return None
+    options, items = _options(problem, size, viewed)
+    run = options.prepared(_address(problem.dtype), items)
+    new_out, new_lse = map(memory.like, result)
+
+    def again(problem: Problem, operands: Operands) -> Any:
+        out, lse = new_out(), new_lse()
+        own = operands.having(out=out, lse=lse)
+        if not run(problem.seed, own):
+            forward(problem, size, own.viewed(memory, problem))
+        return out, lse
+
+    return again if run else None
 
 
 def why_not(problem: Problem, size: tuple[int, int] | None) -> str | None:

@@ -15,6 +15,7 @@ Options    likewise.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from kernels.common.geometry import PLAIN
 from kernels.cpu.attention import flash2
-from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions
+from kernels.cpu.attention.call_record import ITEM_SIGNATURE, CallOptions, lie_as_viewed
 from kernels.cpu.attention.gradient_tiles import (
     Buffers,
     add_key_gradients,
@@ -53,6 +54,7 @@ from kernels.cpu.runtime.function_pointers import address_of
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
+from kernels.runtime.memory import Memory
 
 #: Work items that the backward pass aims for; a fixed number, so that no sum depends on how many threads
 #: there are.
@@ -194,20 +196,53 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         tile: (block_q, block_k).
         operands: As kernels take them, any strides; dq, dk and dv written.
     """
-    o = operands
+    options, items, parts = _options(problem, tile, operands)
+    for phase in range(parts):
+        options.settings["phase"] = phase
+        options.run(_address(problem.dtype), items)
+
+
+def _options(problem: Problem, tile: tuple[int, int], o: Operands) -> tuple[CallOptions, int, int]:
+    """Return the record of a call, its work items, and how often they are run."""
     batch_heads, seq_q = o.q.shape[0] * o.q.shape[1], o.q.shape[2]
     options = CallOptions(problem, o, tile, by_keys=True, backward=True)
     most = PLAIN.ceil_div(ITEMS, max(batch_heads, 1))
     part_rows = PLAIN.ceil_div(max(seq_q, 1), most * tile[0]) * tile[0]  # whole tiles
     parts = PLAIN.ceil_div(max(seq_q, 1), part_rows)
     options.tile_table(True, parts)
-    # the kernel adds rowsum(dO ∘ O)
-    delta = np.zeros(o.lse.shape, o.lse.dtype) if o.dlse is None else -o.dlse
     options.name(
-        dout=o.dout, q=o.q, k=o.k, v=o.v, lse=o.lse[..., None], delta=delta[..., None],
+        dout=o.dout, q=o.q, k=o.k, v=o.v, lse=o.lse[..., None], delta=_delta(o)[..., None],
         out=o.out, dq=o.dq, dk=o.dk, dv=o.dv,
     )  # fmt: skip
     options.settings["parts"], options.settings["part_rows"] = parts, part_rows
-    for phase in range(parts):
-        options.settings["phase"] = phase
-        options.run(_address(problem.dtype), parts * batch_heads)
+    return options, parts * batch_heads, parts
+
+
+def _delta(o: Operands) -> Any:
+    """Return what the kernel adds rowsum(dO ∘ O) to: (batch, heads, seq_q)."""
+    return np.zeros(o.lse.shape, o.lse.dtype) if o.dlse is None else -o.dlse
+
+
+def prepare(
+    problem: Problem, tile: tuple[int, int], memory: Memory, operands: Operands, result: Any
+) -> Callable[[Problem, Operands], Any] | None:
+    """Return what runs other calls of the kind of one that has run; see ``rungs.Rung.prepare_backward``."""
+    gradients = result[:3]
+    given = operands.having(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+    viewed = given.viewed(memory, problem)
+    if problem.groups > 1 or not lie_as_viewed(given, viewed):
+        return None
+    options, items, parts = _options(problem, tile, viewed)
+    run = options.prepared(_address(problem.dtype), items, parts)
+    new_dq, new_dk, new_dv = map(memory.like, gradients)
+    make = type(result)
+
+    def again(problem: Problem, operands: Operands) -> Any:
+        dq, dk, dv = new_dq(), new_dk(), new_dv()
+        own = operands.having(dq=dq, dk=dk, dv=dv)
+        # A record has the sums D where operands have the gradient of lse.
+        if not run(problem.seed, own, _delta(own)):
+            backward(problem, tile, own.viewed(memory, problem))
+        return make(dq, dk, dv)
+
+    return again if run else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from numba import void
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import as_bits, convert_flat
 from kernels.cuda.runtime.arrays import (
+    device_pointer,
     device_view,
     element_strides,
     empty_device,
@@ -157,6 +159,12 @@ class DeviceMemory(Memory):
     def device(self) -> int:
         """Return the number of the current device."""
         return current_device()
+
+    def layouts(self, arrays: Iterable[Any]) -> tuple[Any, ...]:
+        """Return how arrays lie, and whether vectors of 16 bytes can be loaded from where they begin."""
+        return tuple(
+            [x if x is None else (x.shape, x.strides, device_pointer(x) % 16 == 0) for x in arrays]
+        )
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""

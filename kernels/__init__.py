@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kernels import launch
 from kernels.array_call import Call, as_operand
+from kernels.call_plan import CallPlan
 from kernels.common.arguments import whole
 from kernels.problem.argument_types import check_types
 from kernels.problem.option_values import check_dropout
+from kernels.problem.options import Options
 from kernels.problem.question import Problem, make_problem
 from kernels.problem.signature import by_name, takes_attention_options
 from kernels.reference.scores import kept
 from kernels.sparsity.block_mask import BlockMask
 from kernels.varlen import flash_attention_varlen_backward, flash_attention_varlen_forward
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = [
     "BlockMask",
+    "CallPlan",
     "Problem",
     "available_rungs",
     "dropout_mask",
@@ -29,13 +35,14 @@ __all__ = [
     "flash_attention_varlen_backward",
     "flash_attention_varlen_forward",
     "make_problem",
+    "plan",
     "takes_attention_options",
 ]
 
 
 @takes_attention_options
 def flash_attention_forward(
-    q: Any, k: Any, v: Any, *args: Any, tile: launch.Tile | None = None, **options: Any
+    q: Any, k: Any, v: Any, *args: Any, tile: launch.Tile | None = None, **options: Unpack[Options]
 ) -> tuple[Any, Any]:
     """Compute attention on arrays, where they lie: NumPy arrays, or arrays on a CUDA device.
 
@@ -62,7 +69,7 @@ def flash_attention_forward(
 
     Source: FlashAttention-2, Algorithm 1.
     """
-    return Call(q, k, v, by_name(args, options)).forward(tile)
+    return Call(q, k, v, by_name("flash_attention_forward", args, options)).forward(tile)
 
 
 @takes_attention_options
@@ -78,7 +85,7 @@ def flash_attention_backward(
     mask_gradient: bool = False,
     sink_gradient: bool = False,
     tile: launch.Tile | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> tuple[Any, ...]:
     """Compute the gradients of attention on arrays; probabilities are recomputed from lse.
 
@@ -108,9 +115,40 @@ def flash_attention_backward(
     Source: FlashAttention-2, Algorithm 2.
     """
     results = as_operand(dout), as_operand(out), as_operand(lse), as_operand(dlse)
-    return Call(q, k, v, by_name(args, options), results).backward(
+    return Call(q, k, v, by_name("flash_attention_backward", args, options), results).backward(
         tile, mask_gradient, sink_gradient
     )
+
+
+@takes_attention_options
+def plan(
+    q: Any,
+    k: Any,
+    v: Any,
+    *args: Any,
+    backward: bool = False,
+    tile: launch.Tile | None = None,
+    **options: Unpack[Options],
+) -> CallPlan:
+    """Return what a call of this kind runs: rung, tile, launches, operations, bytes.
+
+    ``print(kernels.plan(q, k, v, is_causal=True))`` shows it, with the reason for each faster rung that
+    cannot run the call.  The call is run once, so that its launches can be shown.
+
+    Args:
+        q: As in :func:`flash_attention_forward`.
+        k: Likewise.
+        v: Likewise.
+        args: The options of the call.
+        backward: Plan the backward pass instead of the forward pass.
+        tile: (block_q, block_k); the rung's own when None.
+        options: The options of the call.
+
+    Raises:
+        TypeError: As :func:`flash_attention_forward`.
+        ValueError: Likewise.
+    """
+    return Call(q, k, v, by_name("plan", args, options)).plan(tile, backward)
 
 
 def dropout_mask(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from kernels import launch
+from kernels.call_plan import CallPlan, plan_by_running
 from kernels.common.arguments import as_host_array, as_plain
 from kernels.cuda.runtime.arrays import device_view, element_strides, is_device_array
 from kernels.interop.dlpack import as_array
 from kernels.problem.argument_types import check_types
-from kernels.problem.operands import PER_HEAD, make_operands
-from kernels.problem.question import Problem, check_gradient_operands, make_problem
+from kernels.problem.operands import in_order, make_operands
+from kernels.problem.options import ARRAYS, Options
+from kernels.problem.question import Problem, check_gradient_operands, problem_of
 
 
 class Call:
@@ -25,7 +27,7 @@ class Call:
         v: (…, heads, seq_k, value_dim).
         options: Of ``make_problem``, by name.
         results: For a gradient, dout, out, lse, and dlse or None.
-        make: Builds the problem, as :func:`kernels.problem.question.make_problem` does.
+        make: Builds the problem, as :func:`kernels.problem.question.problem_of` does.
 
     Raises:
         TypeError: Also if operands lie in different places.
@@ -36,25 +38,36 @@ class Call:
         q: Any,
         k: Any,
         v: Any,
-        options: dict[str, Any],
+        options: Options,
         results: tuple[Any, Any, Any, Any] | None = None,
-        make: Callable[..., Problem] = make_problem,
+        make: Callable[[Any, Any, Any, Options], Problem] = problem_of,
     ):
         q, k, v = as_operand(q), as_operand(k), as_operand(v)
-        arrays = option_arrays(options)
-        self.problem = make(q, k, v, **{**options, **arrays})
+        options, arrays = with_arrays(options)
+        self.problem = make(q, k, v, options)
         places = [q, k, v]
         if results is not None:
             check_gradient_operands(self.problem, *results)
             places += [array for array in results if array is not None]
-        self.target = _target(*places)
-        if self.target is launch.CPU:
+        self.target = _target(places)
+        if arrays and self.target is launch.CPU:
             check_on_host(arrays)
-        operands = make_operands(self.target.memory, self.problem, q, k, v, *arrays.values())
+        operands = make_operands(self.target.memory, self.problem, q, k, v, *in_order(arrays))
         if results is not None:
             dout, out, lse, dlse = results
             operands = operands.having(dout=dout, out=out, lse=lse, dlse=dlse)
         self.operands = operands
+
+    def plan(self, tile: Any, backward: bool = False) -> CallPlan:
+        """Return what the call runs; of the backward pass that of gradients of q, k and v."""
+        check_types(backward=backward)
+        operands = self.operands
+        if backward:
+            out, lse = self.forward(tile)
+            operands = operands.having(out=out, lse=lse, dout=out)
+        wanted = launch.Wanted(backward=bool(backward))
+        plan = launch.plan_of(self.target, self.problem, operands, tile, wanted)
+        return plan_by_running(plan, self.problem, operands)
 
     def forward(self, tile: Any) -> tuple[Any, Any]:
         """Return out and lse."""
@@ -109,21 +122,23 @@ def as_operand(array: Any) -> Any:
     return array
 
 
-def option_arrays(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are arrays, as arrays; a number for each head may come as a list, too."""
-    if all(options.get(name) is None for name in _NO_ARRAYS):
-        return _NO_ARRAYS
-    mask = options.get("attn_mask")
-    arrays = {"attn_mask": as_operand(mask) if _is_array(mask) else mask}
-    for name in PER_HEAD.values():
-        array = options.get(name)
-        is_list = isinstance(array, (list, tuple))
-        arrays[name] = as_host_array(name, array) if is_list else as_operand(array)
-    return arrays
+def with_arrays(options: Options) -> tuple[Options, dict[str, Any]]:
+    """Return options with those that are arrays as NumPy's or numba's arrays, and these alone, by name.
 
-
-#: Of a call without such options, as most are.
-_NO_ARRAYS: dict[str, Any] = dict.fromkeys(("attn_mask", *PER_HEAD.values()))
+    A number for each head may come as a list, too.
+    """
+    if ARRAYS.isdisjoint(options):
+        return options, {}
+    arrays, every = {}, cast("dict[str, Any]", options)
+    for name in ARRAYS & every.keys():
+        if (array := every[name]) is None:
+            continue
+        if name == "attn_mask":
+            arrays[name] = as_operand(array) if _is_array(array) else array
+        else:
+            is_list = isinstance(array, (list, tuple))
+            arrays[name] = as_host_array(name, array) if is_list else as_operand(array)
+    return cast("Options", {**every, **arrays}), arrays
 
 
 def _is_array(mask: Any) -> bool:
@@ -154,7 +169,9 @@ def heads_first(array: Any) -> Any:
     return device_view(array, (heads, rows, dim), (head_step, row_step, step))
 
 
-def _target(*operands: Any) -> launch.Target:
+def _target(operands: Sequence[Any]) -> launch.Target:
+    if {type(operand) for operand in operands} == {np.ndarray}:  # as of most calls
+        return launch.CPU
     if all(map(is_device_array, operands)):
         return launch.CUDA
     if all(isinstance(operand, np.ndarray) for operand in operands):

@@ -75,11 +75,11 @@ class Plan:
 
     def _first(self, problem: Problem, operands: Operands) -> Any:
         """Run the first call in full, and find out how the others run with less work around them."""
-        result = self._direct(problem, operands)
-        self.run = self._short(problem, operands, result) or self._direct
+        result = self.direct(problem, operands)
+        self.run = self._short(problem, operands, result) or self.direct
         return result
 
-    def _direct(self, problem: Problem, operands: Operands) -> Any:
+    def direct(self, problem: Problem, operands: Operands) -> Any:
         """Run any call in full."""
         return (
             _backward(self, problem, operands)
@@ -95,6 +95,10 @@ class Plan:
         if prepare is None or not as_it_is:
             return None
         return prepare(asked, self.tile, self.target.memory, operands, result)
+
+    def rung_reason(self, rung: Rung, problem: Problem) -> str:
+        """Return why another rung cannot run calls of this kind, or that the call names this one."""
+        return rung.reason(problem, None) or f"the call asks for {self.rung.name}"
 
     def _taken(self, problem: Problem) -> Problem:
         taken = self.rung.taken(problem)
@@ -117,7 +121,11 @@ MOST_PLANS = 1024
 
 
 def plan_of(
-    target: Target, problem: Problem, operands: Operands, tile: Any, wanted: Wanted = _FORWARD
+    target: Target,
+    problem: Problem,
+    operands: Operands,
+    tile: Any = None,
+    wanted: Wanted = _FORWARD,
 ) -> Plan:
     """Return the plan of a call, made by the first of its kind.
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernels.array_call import Call, as_operand, heads_first
 from kernels.launch import Tile
+from kernels.problem.options import Options
 from kernels.problem.packed_problem import check_packed, make_packed_problem
 from kernels.problem.signature import by_name, takes_attention_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @takes_attention_options
@@ -20,7 +24,7 @@ def flash_attention_varlen_forward(
     cu_seqlens_k: Any,
     *args: Any,
     tile: Tile | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> tuple[Any, Any]:
     """Compute attention within each of several sequences that lie one after the other.
 
@@ -48,7 +52,12 @@ def flash_attention_varlen_forward(
 
     Source: FlashAttention-2, Algorithm 1; the layout is that of FlashAttention.
     """
-    call = _call((q, k, v), cu_seqlens_q, cu_seqlens_k, by_name(args, options))
+    call = _call(
+        (q, k, v),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        by_name("flash_attention_varlen_forward", args, options),
+    )
     out, lse = call.forward(tile)
     return heads_first(out), lse
 
@@ -67,7 +76,7 @@ def flash_attention_varlen_backward(
     dlse: Any = None,
     sink_gradient: bool = False,
     tile: Tile | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> tuple[Any, ...]:
     """Compute the gradients of attention on packed sequences.
 
@@ -98,7 +107,13 @@ def flash_attention_varlen_backward(
     """
     dout, out = (_heads_first(name, array) for name, array in (("dout", dout), ("out", out)))
     results = dout, out, as_operand(lse), as_operand(dlse)
-    call = _call((q, k, v), cu_seqlens_q, cu_seqlens_k, by_name(args, options), results)
+    call = _call(
+        (q, k, v),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        by_name("flash_attention_varlen_backward", args, options),
+        results,
+    )
     dq, dk, dv, *others = call.backward(tile, with_sink=sink_gradient)
     return *map(heads_first, (dq, dk, dv)), *others
 
@@ -113,7 +128,7 @@ def _call(
     operands: tuple[Any, Any, Any],
     cu_q: Any,
     cu_k: Any,
-    options: dict[str, Any],
+    options: Options,
     results: Any = None,
 ) -> Call:
     q, k, v = (_heads_first(name, x) for name, x in zip("qkv", operands, strict=True))

@@ -68,6 +68,7 @@ def _is_block_mask(value: Any) -> bool:
 
 _FLAGS = (
     "is_causal", "enable_gqa", "deterministic", "return_lse", "mask_gradient", "sink_gradient",
+    "backward",
 )  # fmt: skip
 #: Option → the type that most calls give, which needs no further look; of all others that of None.
 _USUAL: dict[str, type] = {

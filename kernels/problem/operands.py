@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,6 +120,11 @@ def make_operands(
             array = memory.constant(array.astype(problem.acc_dtype))
         own[name] = array if array is None else memory.convert(array, problem.acc_dtype)
     return Operands(q, k, v, mask if mask is None else memory.bring(mask), **own)
+
+
+def in_order(arrays: Mapping[str, Any]) -> list[Any]:
+    """Return options that are arrays, by name, in the order of :func:`make_operands`."""
+    return [arrays.get(name) for name in ("attn_mask", *PER_HEAD.values())] if arrays else []
 
 
 def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDArray[np.int64]]:

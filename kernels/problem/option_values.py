@@ -155,6 +155,11 @@ def check_dropout(dropout_p: float, seed: int | None) -> int:
                 "entries; give seed=, a whole number"
             )
         return 0
+    return check_seed(seed)
+
+
+def check_seed(seed: int) -> int:
+    """Check ``seed``; return it as a signed number of 64 bits."""
     if not 0 <= seed < SEEDS:
         raise ValueError(f"seed must be from 0 to 2**64 - 1, got {short(seed)}; take seed % 2**64")
     return int(seed) - SEEDS if seed >= SEEDS // 2 else int(seed)

@@ -8,12 +8,13 @@ from functools import lru_cache
 from typing import Any
 
 from kernels.problem.argument_types import check_array
+from kernels.problem.options import Options
 from kernels.problem.packed_sequences import Sequences, sequences_of
-from kernels.problem.question import Problem, make_problem
+from kernels.problem.question import Problem, problem_of
 
 
 def make_packed_problem(
-    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **options: Any
+    q: Any, k: Any, v: Any, options: Options, cu_seqlens_q: Any, cu_seqlens_k: Any
 ) -> Problem:
     """Check a call on packed sequences.
 
@@ -21,12 +22,13 @@ def make_packed_problem(
         q: (heads, total_q, head_dim), a view.
         k: (heads, total_k, head_dim).
         v: (heads, total_k, value_dim).
+        options: By name.
         cu_seqlens_q: See :func:`kernels.flash_attention_varlen_forward`.
         cu_seqlens_k: Likewise.
-        options: Of :func:`kernels.problem.question.make_problem`.
 
     Raises:
-        TypeError: See there, and :class:`kernels.problem.packed_sequences.Sequences`.
+        TypeError: See :func:`kernels.make_problem`, and
+            :class:`kernels.problem.packed_sequences.Sequences`.
         ValueError: Also for ``attn_mask`` or ``block_mask``.
     """
     for name in ("attn_mask", "block_mask"):
@@ -36,7 +38,7 @@ def make_packed_problem(
                 "another; describe what is hidden by is_causal, window_size or "
                 "mask_mod(sequence, head, row, col)"
             )
-    problem = make_problem(q, k, v, **options)
+    problem = problem_of(q, k, v, options)
     sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, problem.seq_q, problem.seq_k)
     with suppress(TypeError):  # of a function that cannot be remembered
         return _packed(problem, sequences)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,11 +20,13 @@ from kernels.problem.option_values import (
     check_offset,
     check_precision,
     check_scale,
+    check_seed,
     check_sink,
     check_slopes,
     check_softcap,
     check_window,
 )
+from kernels.problem.options import ARRAYS, MODS, Options
 from kernels.problem.packed_sequences import Sequences
 from kernels.problem.rungs import rung_of_run
 from kernels.problem.shapes import check_dtypes, check_shapes
@@ -104,11 +108,12 @@ class Problem:
     def with_seed(self, seed: int) -> Problem:
         """Return the same question with other dropout bits, as each step of training asks it.
 
-        What has been worked out is kept, for nothing of it but the hash depends on the seed.
+        What has been worked out is kept, but for what has a seed too.
         """
         other = object.__new__(Problem)
         vars(other).update(vars(self), seed=seed, unseeded=self.unseeded)
-        vars(other).pop("_hash", None)
+        for name in ("_hash", "sinkless"):
+            vars(other).pop(name, None)
         return other
 
     @cached_property
@@ -267,106 +272,119 @@ def make_problem(
         ValueError: For shapes or values that do not fit, or a precision for operands of another dtype
             than float32.
     """
-    dtype = check_dtypes(q, k, v)
-    requested = (
-        (tuple(q.shape), tuple(k.shape), tuple(v.shape)), dtype, dropout_p, is_causal, scale, enable_gqa,
-        causal_offset, window_size, softcap, seed, precision, deterministic, return_lse,
-        rung_of_run() if isinstance(rung, str) and rung == "auto" else rung,
+    return problem_of(
+        q,
+        k,
+        v,
+        Options(
+            attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+            enable_gqa=enable_gqa, causal_offset=causal_offset, window_size=window_size,
+            softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, block_mask=block_mask,
+            mask_mod=mask_mod, score_mod=score_mod, seed=seed, precision=precision,
+            deterministic=deterministic, return_lse=return_lse, rung=rung,
+        ),
     )  # fmt: skip
-    if mask_mod is None and score_mod is None and _is_known(window_size):
-        try:
-            arrays = _described(attn_mask), _described(alibi_slopes), _described(sink)
-            problem = _remembered(*requested, *arrays, block_mask)
-            check_slopes(alibi_slopes, problem.lead)
-            return problem
-        except (TypeError, AttributeError):  # of what is wrong, or cannot be remembered
-            pass
-    return _checked(*requested, attn_mask, alibi_slopes, sink, block_mask, mask_mod, score_mod)
 
 
-class _Described(NamedTuple):
-    """What a problem depends on of an array: not what it holds."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
-def _described(array: Any) -> Any:
-    """Return what a problem depends on of an array, or None."""
-    return array if array is None else _Described(tuple(array.shape), np.dtype(array.dtype))
+#: Problems by the kind of call; a training step makes the same calls again and again, and to check one
+#: takes longer than to launch it.
+_problems: dict[Any, Problem] = {}
+#: Problems that are kept.
+MOST_PROBLEMS = 1024
 
 
-def _is_known(window_size: Any) -> bool:
-    """Tell whether a window is of whole numbers: to what remembers it, 1.0 and True are 1."""
-    return window_size is None or (
-        type(window_size) is tuple and all(type(size) is int for size in window_size)
-    )
+def problem_of(q: Any, k: Any, v: Any, options: Options) -> Problem:
+    """Return the problem of a call, checked by the first call of its kind.
+
+    What depends on values is checked in each call: ALiBi's slopes and the seed.
+
+    Args:
+        q: As in :func:`make_problem`.
+        k: Likewise.
+        v: Likewise.
+        options: By name; those that are missing have the defaults of :func:`make_problem`.
+
+    Raises:
+        TypeError: As :func:`make_problem`.
+        ValueError: Likewise.
+    """
+    seed, kind, problem = options.get("seed"), None, None
+    try:
+        kind = _kind(q, k, v, options)
+        problem = None if kind is None else _problems.get(kind)
+    except (AttributeError, TypeError):  # of what is wrong, or cannot be remembered
+        kind = None
+    if problem is None:
+        problem = _checked(q, k, v, options)
+        if kind is not None:
+            if len(_problems) >= MOST_PROBLEMS:
+                _problems.clear()
+            _problems[kind] = problem.unseeded
+        return problem
+    if (slopes := options.get("alibi_slopes")) is not None:
+        check_slopes(slopes, problem.lead)
+    if seed is not None:
+        check_types(seed=seed)
+        seed = check_seed(seed)
+        return problem.with_seed(seed) if problem.dropout_p else problem
+    return problem
 
 
-def _checked(
-    shapes: tuple[tuple[int, ...], ...],
-    dtype: np.dtype[Any],
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    causal_offset: int,
-    window_size: tuple[int, int] | None,
-    softcap: float,
-    seed: int | None,
-    precision: str | None,
-    deterministic: bool,
-    return_lse: bool,
-    rung: str,
-    attn_mask: Any = None,
-    alibi_slopes: Any = None,
-    sink: Any = None,
-    block_mask: Any = None,
-    mask_mod: Callable[..., Any] | None = None,
-    score_mod: Callable[..., Any] | None = None,
-) -> Problem:
-    """Return the problem of operands of some shapes and one dtype; the rung is no more "auto" of a run."""
-    check_types(
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-        causal_offset=causal_offset,
-        window_size=window_size,
-        softcap=softcap,
-        block_mask=block_mask,
-        mask_mod=mask_mod,
-        score_mod=score_mod,
-        seed=seed,
-        precision=precision,
-        deterministic=deterministic,
-        return_lse=return_lse,
-        rung=rung,
-    )
+def _kind(q: Any, k: Any, v: Any, options: Options) -> Any:
+    """Return what a problem depends on; None where that cannot be told without a look at the options."""
+    described: list[Any] = [q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, rung_of_run()]
+    for name, value in cast("dict[str, Any]", options).items():
+        if name in ARRAYS and value is not None:
+            # Not what an array holds.
+            value = tuple(value.shape), np.dtype(value.dtype)
+        elif name == "seed":
+            value = value is None
+        elif name == "window_size" and value is not None:
+            described += map(type, value)
+        elif name in MODS and value is not None:
+            return None  # equal functions may capture other numbers
+        # By type as well: True is 1, and 1.0 is too.
+        described += name, type(value), value
+    return tuple(described)
+
+
+#: The options of a call that names none.
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in [*inspect.signature(make_problem).parameters.items()][3:]
+}
+
+
+def _checked(q: Any, k: Any, v: Any, options: Options) -> Problem:
+    """Return the problem of a call."""
+    dtype = check_dtypes(q, k, v)
+    o = SimpleNamespace(**{**_DEFAULTS, **options})
+    check_types(**{name: value for name, value in vars(o).items() if name not in ARRAYS})
+    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     lead, groups, seq_q, seq_k, head_dim, value_dim = check_shapes(
-        *shapes, enable_gqa=bool(enable_gqa)
+        *shapes, enable_gqa=bool(o.enable_gqa)
     )
-    if causal_offset and not (is_causal or window_size is not None or alibi_slopes is not None):
+    offset = o.causal_offset
+    if offset and not (o.is_causal or o.window_size is not None or o.alibi_slopes is not None):
         raise ValueError(
             f"causal_offset shifts the diagonal of is_causal, window_size and alibi_slopes, got "
-            f"{causal_offset} without any of them; set one, or leave the offset at 0"
+            f"{offset} without any of them; set one, or leave the offset at 0"
         )
-    mask = check_mask(attn_mask, (*lead, seq_q, seq_k), dtype)
-    check_slopes(alibi_slopes, lead)
-    check_offset(causal_offset, alibi_slopes)
-    check_sink(sink, lead)
-    check_softcap(softcap)
-    check_scale(scale)
-    left, right = check_window(window_size)
-    check_block_mask(block_mask, lead, seq_q, seq_k)
-    mask_mod = as_mod("mask_mod", mask_mod, "(batch, head, row, col)")
-    seed = check_dropout(
-        dropout_p, seed
-    )  # before its rate becomes a float, which it may be too large for
-    lower = causal_offset - left if left >= 0 else -seq_q
-    upper = causal_offset + right if right >= 0 else seq_k
-    if is_causal:
-        upper = min(upper, causal_offset)
+    mask = check_mask(o.attn_mask, (*lead, seq_q, seq_k), dtype)
+    check_slopes(o.alibi_slopes, lead)
+    check_offset(offset, o.alibi_slopes)
+    check_sink(o.sink, lead)
+    check_softcap(o.softcap)
+    check_scale(o.scale)
+    left, right = check_window(o.window_size)
+    check_block_mask(o.block_mask, lead, seq_q, seq_k)
+    mask_mod = as_mod("mask_mod", o.mask_mod, "(batch, head, row, col)")
+    # Before the rate becomes a float, which it may be too large for.
+    seed = check_dropout(o.dropout_p, o.seed)
+    lower = offset - left if left >= 0 else -seq_q
+    upper = offset + right if right >= 0 else seq_k
+    if o.is_causal:
+        upper = min(upper, offset)
     return Problem(
         lead=lead,
         seq_q=seq_q,
@@ -374,30 +392,25 @@ def _checked(
         head_dim=head_dim,
         value_dim=value_dim,
         dtype=dtype,
-        scale=1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        scale=1.0 / math.sqrt(head_dim) if o.scale is None else float(o.scale),
         # Beyond these no bound changes what a row sees, and a kernel's integers have an end.
         lower=min(max(int(lower), -seq_q), seq_k),
         upper=min(max(int(upper), -seq_q), seq_k),
-        diagonal=0 if alibi_slopes is None else int(causal_offset),
-        rung=rung,
-        precision=check_precision(precision, dtype),
-        deterministic=bool(deterministic),
+        diagonal=0 if o.alibi_slopes is None else int(offset),
+        rung=rung_of_run() if o.rung == "auto" else o.rung,
+        precision=check_precision(o.precision, dtype),
+        deterministic=bool(o.deterministic),
         groups=groups,
-        softcap=float(softcap),
+        softcap=float(o.softcap),
         mask=mask,
-        slopes=alibi_slopes is not None,
-        sink=sink is not None,
-        dropout_p=float(dropout_p),
+        slopes=o.alibi_slopes is not None,
+        sink=o.sink is not None,
+        dropout_p=float(o.dropout_p),
         seed=seed,
-        block_mask=block_mask,
+        block_mask=o.block_mask,
         mask_mod=mask_mod,
-        score_mod=as_score_mod(score_mod),
+        score_mod=as_score_mod(o.score_mod),
     )
-
-
-#: A training step makes the same calls again and again, and to check one takes longer than to launch it.
-#: By type as well, for True is 1.
-_remembered = lru_cache(maxsize=1024, typed=True)(_checked)
 
 
 def check_gradient_operands(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kernels import Problem, takes_attention_options
 from kernels.problem.option_values import SEEDS
+from kernels.problem.options import Options
 from kernels.problem.signature import by_name
 
 from ..functions.base import is_tensor
@@ -15,11 +16,12 @@ from ..operators import EPS
 from ..tensor import Tensor
 from .score_options import kept_probabilities, masking_penalty, modified, sink_logits
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @takes_attention_options
-def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Unpack[Options]) -> Any:
     """Attend by the textbook, composed of tensor operations; autodiff derives its gradient.
 
     The baseline of ``Tensor.flash_attention``: same parameters, same meaning, and scores and
@@ -37,7 +39,7 @@ def naive_attention(
 
     Source: FlashAttention, Algorithm 0.
     """
-    options = by_name(args, options)
+    options = by_name("naive_attention", args, options)
     call = attention_call(q, k, v, options)
     problem = call.problem
     if q.dtype != problem.acc_dtype:
@@ -88,7 +90,7 @@ def _as_lse(lse: Tensor, problem: Problem) -> Tensor:
     return lse if lse.shape == problem.lse_shape else lse + lse.zeros(problem.lse_shape)
 
 
-def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: dict[str, Any]) -> Any:
+def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: Options) -> Any:
     """Attend in the accumulator's dtype and round out once; lse stays as it is.
 
     Scores of 16 bits would overflow, or have three digits, before the softmax sees them.

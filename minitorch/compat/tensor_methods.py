@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from kernels.problem.operands import make_operands
+from kernels.problem.options import Options
 
 from .. import operators, tensor_functions
 from ..attention.score_options import masking_penalty
@@ -59,7 +60,7 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor, causal_mask: Any = False) -> Ten
     return q.flash_attention(k, v, **_options(causal_mask))
 
 
-def _options(causal_mask: Any) -> dict[str, Any]:
+def _options(causal_mask: Any) -> Options:
     """Return the options of attention; published code passes the flag as a tensor of one element."""
     return {"is_causal": bool(as_int(causal_mask))}
 
@@ -145,7 +146,7 @@ def flash_attn2_fw(
         (batch, heads, seq, dim), (batch, heads, seq) and (batch, heads, seq).
     """
     options = _options(causal_mask)
-    out, lse = q.flash_attention(k, v, return_lse=True, **options)
+    out, lse = q.flash_attention(k, v, **{**options, "return_lse": True})
     call = attention_call(q, k, v, options)
     scores = q @ swap_last(k) * call.problem.scale
     penalty = masking_penalty(call, scores)

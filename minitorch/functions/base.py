@@ -91,8 +91,8 @@ class Function:
         return wrap_tuple(cls.backward(ctx, *grad_outputs))
 
     @classmethod
-    def _started(cls, args: tuple[Any, ...]) -> tuple[Context, Any]:
-        """Run ``forward`` on arguments without history; return its context too."""
+    def _prepared(cls, args: tuple[Any, ...]) -> tuple[Context, tuple[Any, ...]]:
+        """Return the context of a call, and its arguments as ``forward`` takes them: without history."""
         # Lists and not generators: with these the bookkeeping of a small tensor takes twice as long.
         histories = [arg.history for arg in args if hasattr(arg, "history")]
         if not histories:
@@ -108,8 +108,7 @@ class Function:
             needs_grad = [getattr(arg, "history", None) is not None for arg in args]
             ctx = Context(False, (), tuple(needs_grad))
             args = tuple([arg.detach() if is_tensor(arg) else arg for arg in args])
-        checks = modes.anomaly
-        return ctx, checks.checked_forward(cls, ctx, args) if checks else cls.forward(ctx, *args)
+        return ctx, args
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -125,7 +124,9 @@ class Function:
         Raises:
             TypeError: If no argument is a tensor.
         """
-        ctx, value = cls._started(args)
+        ctx, own = cls._prepared(args)
+        checks = modes.anomaly
+        value = checks.checked_forward(cls, ctx, own) if checks else cls.forward(ctx, *own)
         # A tensor of its own: `value` may be saved in ctx, and a history on it would close a cycle
         # that keeps the whole graph in memory; or it may be an argument.
         if not ctx.no_grad:
@@ -144,7 +145,9 @@ class Function:
         ``backward(ctx, *grad_outputs)`` is called once, with the gradient of each result, None for one
         that nothing depends on.
         """
-        ctx, values = cls._started(args)
+        ctx, own = cls._prepared(args)
+        checks = modes.anomaly
+        values = checks.checked_forward(cls, ctx, own) if checks else cls.forward(ctx, *own)
         results = tuple(value.detach() for value in values)
         if not ctx.no_grad:
             joint = Joint(History(cls, ctx, args))

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from kernels import Problem, launch, make_problem
-from kernels.array_call import check_on_host, option_arrays
-from kernels.problem.operands import make_operands
+from kernels import Problem, launch
+from kernels.array_call import check_on_host, with_arrays
+from kernels.problem.operands import in_order, make_operands
+from kernels.problem.options import ARRAYS, Options
 from kernels.problem.packed_problem import check_packed, make_packed_problem
+from kernels.problem.question import problem_of
 from kernels.scores.mods import check_derivative
 
 from ..autodiff import Context
@@ -35,8 +37,8 @@ def attention_call(
     q: Any,
     k: Any,
     v: Any,
-    options: dict[str, Any],
-    make: Callable[..., Problem] = make_problem,
+    options: Options,
+    make: Callable[[Any, Any, Any, Options], Problem] = problem_of,
 ) -> AttentionCall:
     """Check the operands and options of attention on tensors; see ``kernels.make_problem``.
 
@@ -53,34 +55,47 @@ def attention_call(
             lie where the call cannot read them.
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, operand)
+        if not hasattr(operand, "history"):
+            check_tensor(name, operand)
     if not q.backend.ops is k.backend.ops is v.backend.ops:
         raise TypeError(
             "q, k and v must be on one backend, got "
             f"{', '.join(t.backend.ops.__name__ for t in (q, k, v))}; move them with "
             "Tensor.to(backend)"
         )
-    mask: Any = options.get("attn_mask")
-    slopes: Any = options.get("alibi_slopes")
-    sink: Any = options.get("sink")
+    given, arrays = options, dict[str, Any]()
+    if not ARRAYS.isdisjoint(options):
+        _check_slopes(options.get("alibi_slopes"))
+        readable: Any = {name: _readable(option) for name, option in options.items()}
+        options, arrays = with_arrays(readable)
+    if drawn := options.get("dropout_p") and options.get("seed") is None:
+        options = {**options, "seed": 0}
+    problem = make(q, k, v, options)
+    launch.check_rung(problem)
+    if drawn:
+        problem = problem.with_seed(dropout_seed())
+    if arrays:
+        _check_places(problem, q, arrays, given)
+    return AttentionCall(problem, arrays)
+
+
+def _check_slopes(slopes: Any) -> None:
+    """Check that ALiBi's slopes require no gradient."""
     if is_tensor(slopes) and slopes.requires_grad():
         raise ValueError(
             "alibi_slopes are constants and this tensor requires a gradient; pass its detach(), or "
-            "write what shall be learnt as a floating attn_mask"
+            "for a learnable bias, pass a float attn_mask"
         )
-    arrays = option_arrays({name: _readable(option) for name, option in options.items()})
-    seed = options.get("seed")
-    problem = make(q, k, v, **{**options, **arrays, "seed": 0 if seed is None else seed})
-    launch.check_rung(problem)
-    if problem.dropout_p and seed is None:
-        problem = problem.with_seed(dropout_seed())
+
+
+def _check_places(problem: Problem, q: Any, arrays: dict[str, Any], given: Options) -> None:
+    """Check that options lie where a call reads them, and those with a gradient on the backend of q."""
     if problem.mask == "float":
-        _check_backend("a floating attn_mask", mask, q)
-    if is_tensor(sink):
+        _check_backend("a floating attn_mask", given.get("attn_mask"), q)
+    if is_tensor(sink := given.get("sink")):
         _check_backend("a sink that is a tensor", sink, q)
     if not q.backend.cuda:
         check_on_host(arrays)
-    return AttentionCall(problem, arrays)
 
 
 def _check_backend(name: str, option: Any, q: Any) -> None:
@@ -98,14 +113,7 @@ def _readable(option: Any) -> Any:
     return option.array() if is_tensor(option) else option
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
-    """Attend in one kernel; see ``Tensor.flash_attention``."""
-    return _apply((q, k, v), options)
-
-
-def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options: dict[str, Any]
-) -> Any:
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options: Options) -> Any:
     """Attend within packed sequences; see ``Tensor.flash_attention_varlen``."""
     views: list[Any] = []
     for name, operand in (("q", q), ("k", k), ("v", v)):
@@ -113,20 +121,11 @@ def attend_packed(
         # What is no tensor is refused where all operands are checked.
         views.append(Permute.apply(operand, (1, 0, 2)) if is_tensor(operand) else operand)
     make = partial(make_packed_problem, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    result = _apply((*views,), options, make)
+    apply = FlashAttention.apply_several if options.get("return_lse") else FlashAttention.apply
+    result = apply(*views, options.get("attn_mask"), options.get("sink"), options, make)
     out, *lse = result if isinstance(result, tuple) else (result,)
     out = Permute.apply(out, (1, 0, 2))  # (total_q, heads, value_dim)
     return (out, *lse) if lse else out
-
-
-def _apply(
-    operands: tuple[Any, ...], options: dict[str, Any], *make: Callable[..., Problem]
-) -> Any:
-    # A mask and sinks may require gradients: they are arguments of their own.
-    args = (*operands, options.get("attn_mask"), options.get("sink"), options, *make)
-    if options.get("return_lse"):
-        return FlashAttention.apply_several(*args)
-    return FlashAttention.apply(*args)
 
 
 class FlashAttention(Function):
@@ -142,8 +141,8 @@ class FlashAttention(Function):
         v: Tensor,
         mask: Any,
         sink: Any,
-        options: dict[str, Any],
-        make: Callable[..., Problem] = make_problem,
+        options: Options,
+        make: Callable[[Any, Any, Any, Options], Problem] = problem_of,
     ) -> Any:
         """Check the call, compute out and lse, and keep them for the backward pass.
 
@@ -164,15 +163,16 @@ class FlashAttention(Function):
         Raises:
             ValueError: Also for a ``score_mod`` without its derivative, if there will be a gradient.
         """
-        call = attention_call(q, k, v, {**options, "attn_mask": mask, "sink": sink}, make)
-        target, problem = q.f.attention, call.problem
+        if mask is not None or sink is not None:  # without their history
+            options = {**options, "attn_mask": mask, "sink": sink}
+        call = attention_call(q, k, v, options, make)
+        target, problem = q.backend.attention, call.problem
         if not ctx.no_grad:
             check_derivative(problem.score_mod)
-        q_array, k_array, v_array = (t.array() for t in (q, k, v))
-        operands = make_operands(
-            target.memory, problem, q_array, k_array, v_array, *call.arrays.values()
-        )
-        out, lse = launch.forward(target, problem, operands)
+        own = q.array(), k.array(), v.array()
+        operands = make_operands(target.memory, problem, *own, *in_order(call.arrays))
+        plan = launch.plan_of(target, problem, operands)
+        out, lse = plan.run(problem, operands)
         ctx.save_for_backward(target, problem, q, operands.having(out=out, lse=lse))
         return (q.wrap(out), q.wrap(lse)) if options.get("return_lse") else q.wrap(out)
 

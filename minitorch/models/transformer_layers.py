@@ -8,6 +8,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kernels.common.arguments import whole
+from kernels.problem.options import Options
 from kernels.runtime.dtypes import COMPUTE_DTYPES, is_floating
 
 from ..attention.naive import naive_attention
@@ -112,7 +113,7 @@ class MultiHeadAttention(Module):
         q = self.split_heads(self.q_projection(x))  # (batch, n_head, seq, head_dim)
         k = self.split_heads(self.k_projection(x))  # (batch, n_head, seq, head_dim)
         v = self.split_heads(self.v_projection(x))  # (batch, n_head, seq, head_dim)
-        options: dict[str, Any] = {"is_causal": self.causal}
+        options: Options = {"is_causal": self.causal}
         if self.training:
             options["dropout_p"] = self.attention_dropout
         if cache is not None:

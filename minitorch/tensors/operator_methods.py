@@ -6,12 +6,13 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from kernels import takes_attention_options
+from kernels.problem.options import Options
 from kernels.problem.signature import by_name
 
 from .. import operators
 from ..backends.elements import NUMBERS, as_float
 from ..functions.base import is_tensor
-from ..functions.flash_attention import attend, attend_packed
+from ..functions.flash_attention import FlashAttention, attend_packed
 from ..tensor_functions import (
     EQ,
     LT,
@@ -36,7 +37,7 @@ from ..tensor_functions import (
 from ..tensor_ops import normalize_dim
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
     from ..backends.tensor_protocol import TensorLike as _Tensor
 else:
@@ -166,9 +167,7 @@ class TensorOperators(_Tensor):
         return View.apply(self, shape)
 
     @takes_attention_options
-    def flash_attention(
-        self, k: Self, v: Self, *args: Any, **options: Any
-    ) -> Self | tuple[Self, Self]:
+    def flash_attention(self, k: Self, v: Self, *args: Any, **options: Unpack[Options]) -> Any:
         """Attend with these queries to keys and values, in one fused kernel.
 
         ``attn_mask`` may be an array of booleans of any library or a tensor; a floating one is a tensor
@@ -188,11 +187,20 @@ class TensorOperators(_Tensor):
             TypeError: For operands of different dtype or backend, or an option of the wrong type.
             ValueError: For shapes or values that do not fit.
         """
-        return attend(self, k, v, by_name(args, options))
+        options = by_name("flash_attention", args, options)
+        apply = FlashAttention.apply_several if options.get("return_lse") else FlashAttention.apply
+        # A mask and sinks may require gradients: they are arguments of their own.
+        return apply(self, k, v, options.get("attn_mask"), options.get("sink"), options)
 
     @takes_attention_options
     def flash_attention_varlen(
-        self, k: Self, v: Self, cu_seqlens_q: Any, cu_seqlens_k: Any, *args: Any, **options: Any
+        self,
+        k: Self,
+        v: Self,
+        cu_seqlens_q: Any,
+        cu_seqlens_k: Any,
+        *args: Any,
+        **options: Unpack[Options],
     ) -> Any:
         """Attend within each of several sequences that lie one after the other; nothing is padded.
 
@@ -217,7 +225,8 @@ class TensorOperators(_Tensor):
             ValueError: Likewise, or if they do not fit, or for a mask.
         """
         sums = cu_seqlens_q, cu_seqlens_k
-        return attend_packed(self, k, v, *sums, by_name(args, options))
+        options = by_name("flash_attention_varlen", args, options)
+        return attend_packed(self, k, v, *sums, options)
 
     def contiguous(self) -> Self:
         """Return the tensor in row-major order: itself if it is, else a copy."""

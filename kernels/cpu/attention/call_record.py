@@ -160,8 +160,13 @@ class CallOptions:
 
     def run(self, address: int, items: int) -> None:
         """Run a kernel: call the function at an address for each work item, on all threads."""
+        settings = settings_argument(self.settings)
+        threads = 1 if self._is_small else min(numba.get_num_threads(), items)
         before = mods.failures()
-        _run(address, settings_argument(self.settings), items, self._is_small)
+        if threads > 1:
+            run_items(address, settings, np.zeros(1, np.int64), items, threads)
+        else:
+            run_alone(address, settings, items)
         mods.check_finished(before)
 
     @property
@@ -204,9 +209,13 @@ class CallOptions:
                 return False
             words[seed_place] = seed
             settings = words.view(np.uint8)
+            threads = 1 if is_small else min(numba.get_num_threads(), items)
             for phase in range(phases):
                 words[phase_place] = phase
-                _run(address, settings, items, is_small)
+                if threads > 1:
+                    run_items(address, settings, np.zeros(1, np.int64), items, threads)
+                else:
+                    run_alone(address, settings, items)
             return True
 
         return run
@@ -219,15 +228,6 @@ def lie_as_viewed(given: Operands, viewed: Operands) -> bool:
         for name, array, view in zip(Operands._fields, given, viewed, strict=True)
         if array is not None and name != "mask_batch"
     )
-
-
-def _run(address: int, settings: Any, items: int, is_small: bool) -> None:
-    """Call the function at an address for each work item, on all threads unless there is little work."""
-    threads = 1 if is_small else min(numba.get_num_threads(), items)
-    if threads > 1:
-        run_items(address, settings, np.zeros(1, np.int64), items, threads)
-    else:
-        run_alone(address, settings, items)
 
 
 def _visible(

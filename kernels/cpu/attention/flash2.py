@@ -247,6 +247,8 @@ def prepare(
         return None
     options, items = _options(problem, size, viewed)
     run = options.prepared(_address(problem.dtype), items)
+    if run is None:
+        return None
     new_out, new_lse = map(memory.like, result)
 
     def again(problem: Problem, operands: Operands) -> Any:
@@ -256,7 +258,7 @@ def prepare(
             forward(problem, size, own.viewed(memory, problem))
         return out, lse
 
-    return again if run else None
+    return again
 
 
 def why_not(problem: Problem, size: tuple[int, int] | None) -> str | None:

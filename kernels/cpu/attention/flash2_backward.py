@@ -234,6 +234,8 @@ def prepare(
         return None
     options, items, parts = _options(problem, tile, viewed)
     run = options.prepared(_address(problem.dtype), items, parts)
+    if run is None:
+        return None
     new_dq, new_dk, new_dv = map(memory.like, gradients)
     make = type(result)
 
@@ -245,4 +247,4 @@ def prepare(
             backward(problem, tile, own.viewed(memory, problem))
         return make(dq, dk, dv)
 
-    return again if run else None
+    return again

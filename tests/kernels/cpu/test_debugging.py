@@ -21,19 +21,18 @@ from ...support.tolerances import assert_close_arrays
 
 ROOT = Path(__file__).parents[3]
 
-#: Hops of a call, the table of docs/architecture.md: each function and its file.  Hop 3, the backend's
-#: target, is an object; a debugger meets it in the method that picks its rung.
+#: Hops of a call, the table of docs/architecture.md: each function and its file.
 FORWARD = [
     ("TensorOperators.flash_attention", "minitorch/tensors/operator_methods.py"),
     ("FlashAttention.forward", "minitorch/functions/flash_attention.py"),
-    ("forward", "kernels/launch.py"),
-    ("Target.pick", "kernels/launch.py"),
+    ("plan_of", "kernels/launch.py"),
+    ("Plan.direct", "kernels/launch.py"),
     ("make_forward.forward_item", "kernels/cpu/attention/flash2.py"),
 ]
 BACKWARD = [
     ("FlashAttention.backward", "minitorch/functions/flash_attention.py"),
-    ("backward", "kernels/launch.py"),
-    ("Target.pick", "kernels/launch.py"),
+    ("plan_of", "kernels/launch.py"),
+    ("Plan.direct", "kernels/launch.py"),
     ("make_backward.backward_item", "kernels/cpu/attention/flash2_backward.py"),
 ]
 

@@ -451,8 +451,9 @@ def test_a_precision_is_one_of_four_and_for_float32() -> None:
     names = "'float32', 'tf32', 'bfloat16', 'float16'"
     with pytest.raises(ValueError, match=f"must be one of {names}.*got 'fp16'"):
         kernels.flash_attention_forward(q, q, q, precision="fp16")
+    sixteen: Any = 16
     with pytest.raises(TypeError, match="precision must be a name or None"):
-        kernels.flash_attention_forward(q, q, q, precision=16)
+        kernels.flash_attention_forward(q, q, q, precision=sixteen)
     for dtype in (FLOAT16, BFLOAT16, FLOAT64):
         other = q.astype(dtype)
         with pytest.raises(

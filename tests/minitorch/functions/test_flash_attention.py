@@ -262,7 +262,7 @@ def test_slopes_may_be_a_list_an_array_or_a_tensor(attention: Any, backend: Any)
 
 
 #: A score_mod without its derivative.
-HALF = {"score_mod": lambda s, b, h, r, c: s / 2}
+HALF: Any = {"score_mod": lambda s, b, h, r, c: s / 2}
 PLACES = {
     "a floating array": (lambda a, x: a(x, x, x, np.zeros((2, 2))), TypeError, "got ndarray; make one"),
     "another backend": (
@@ -270,7 +270,7 @@ PLACES = {
     ),
     "learnt slopes": (
         lambda a, x: a(x, x, x, alibi_slopes=minitorch.tensor([1.0], FastBackend, True)), ValueError,
-        "floating attn_mask",
+        "a float attn_mask",
     ),
     "no derivative": (lambda a, x: a(x, x, x, **HALF), ValueError, "needs its derivative"),
 }  # fmt: skip
@@ -373,10 +373,12 @@ def test_a_tile_is_two_ints_within_limits(rung: str) -> None:
     for tile in ((0, 4), (10**6, 10**6), (4, -1)):
         with pytest.raises(ValueError, match=r"each from 1 to 4096, got \("):
             kernels.flash_attention_forward(x, x, x, tile=tile, rung=rung)
-    for tile in (3, "ab", (4,), (4, 4, 4), (4.0, 4)):
+    wrong: Any = 3, "ab", (4,), (4, 4, 4), (4.0, 4)
+    for tile in wrong:
         with pytest.raises(TypeError, match=r"\(block_q, block_k\), two whole numbers"):
             kernels.flash_attention_forward(x, x, x, tile=tile, rung=rung)
-    for tile in ([4, 4], (np.int64(4), 4), (4096, 4096)):
+    right: Any = [4, 4], (np.int64(4), 4), (4096, 4096)
+    for tile in right:
         out, _ = kernels.flash_attention_forward(x, x, x, tile=tile, rung=rung)
         np.testing.assert_allclose(out, x, rtol=1e-6)
 

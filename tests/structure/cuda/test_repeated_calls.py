@@ -100,7 +100,7 @@ def _problem(option: str, operands: list[Any], **more: Any) -> tuple[Problem, di
     options = OPTIONS[option]()
     if option == "documents":
         sums = (np.array(one) for one in SUMS)
-        return make_packed_problem(*operands, *sums, **options, **more), options
+        return make_packed_problem(*operands, {**options, **more}, *sums), options
     return make_problem(*operands, **options, **more), options
 
 

@@ -249,7 +249,8 @@ def test_results_lie_as_the_operands_so_that_heads_are_joined_without_a_copy(
     rung: str | None, dtype: Any
 ) -> None:
     """Heads that were split off by a view, (batch, seq, heads, dim), come back without a launch."""
-    shape, options = ((2, 4, 2, 3) if rung else (2, 70, 3, 64)), {"rung": rung or "auto"}
+    shape = (2, 4, 2, 3) if rung else (2, 70, 3, 64)
+    options: Any = {"rung": rung or "auto"}
     arrays, results = draw(9, *[shape] * 4, dtype=dtype), []
     for is_split in (True, False):
         whole = [minitorch.from_numpy(x, CudaBackend, requires_grad=True) for x in arrays[:3]]

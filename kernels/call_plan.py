@@ -1,0 +1,94 @@
+"""What a call of attention will run, for people to read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kernels.cuda.runtime.kernel import Launched, launches_noted
+from kernels.launch import Plan, Tile
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What calls of one kind run; ``print`` shows it as a table.
+
+    Attributes:
+        target: Where the arrays lie: "cpu" or "cuda".
+        rung: The rung that runs.
+        tile: (block_q, block_k).
+        backward: The gradients are computed, not out and lse.
+        launches: The kernels on a GPU, in order, with grid, block, shared memory and registers.
+        flop: Floating-point operations of the matrix products, of the pairs of row and column within the
+            bounds of ``is_causal`` and ``window_size``.
+        moved_bytes: Of all operands and results, each counted once: what a call moves at least.
+        passed_over: Faster rungs, and why they cannot run the call.
+    """
+
+    target: str
+    rung: str
+    tile: Tile
+    backward: bool
+    launches: tuple[Launched, ...]
+    flop: int
+    moved_bytes: int
+    passed_over: dict[str, str]
+
+    def __str__(self) -> str:
+        """Return the plan as lines."""
+        lines = [
+            f"{'backward' if self.backward else 'forward'} on {self.target} by {self.rung}",
+            f"  tile         {self.tile[0]} query rows x {self.tile[1]} key columns",
+            f"  products     {self.flop:,} FLOP",
+            f"  least moved  {self.moved_bytes:,} bytes",
+        ]
+        lines += [f"  launch       {launch}" for launch in self.launches]
+        lines += [f"  not {name}: {reason}" for name, reason in self.passed_over.items()]
+        return "\n".join(lines)
+
+
+def plan_by_running(plan: Plan, problem: Problem, operands: Operands) -> CallPlan:
+    """Return what a call runs; it is run once, for the launches to be seen."""
+    with launches_noted() as launches:
+        results = plan.direct(problem, operands)
+    arrays = [x for x in (*operands, *results) if x is not None and x is not operands.mask_batch]
+    rungs = plan.target.rungs
+    return CallPlan(
+        target=plan.target.name,
+        rung=plan.rung.name,
+        tile=plan.tile,
+        backward=plan.wanted.backward,
+        launches=tuple(launches),
+        flop=_flop(problem, plan.wanted.backward),
+        moved_bytes=sum(_bytes(array) for array in arrays),
+        passed_over={
+            rung.name: plan.rung_reason(rung, problem) for rung in rungs[: rungs.index(plan.rung)]
+        },
+    )
+
+
+def _bytes(array: Any) -> int:
+    """Return the bytes of an array's elements; one that repeats by a stride of 0 counts once."""
+    sizes = [
+        1 if step == 0 else size for size, step in zip(array.shape, array.strides, strict=True)
+    ]
+    return int(np.prod(sizes, dtype=np.int64)) * array.dtype.itemsize
+
+
+def _flop(problem: Problem, backward: bool) -> int:
+    """Return the operations of the products: two a pair and element forward, five products backward."""
+    rows = np.arange(problem.seq_q)
+    if problem.sequences is None:
+        first = np.maximum(rows + problem.lower, 0)
+        last = np.minimum(rows + problem.upper, problem.seq_k - 1)
+        pairs = int(np.maximum(last - first + 1, 0).sum())
+    else:
+        seq_q, seq_k = problem.sequences.lengths
+        pairs = int((seq_q * seq_k).sum())
+    lead = int(np.prod(problem.lead, dtype=np.int64))
+    head, value = (3, 2) if backward else (1, 1)
+    return 2 * lead * pairs * (head * problem.head_dim + value * problem.value_dim)

@@ -1,0 +1,127 @@
+"""A call runs by the plan of its kind: never by another call's, whatever came before."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kernels
+
+from ..support.tolerances import assert_close_arrays
+
+SEQ = 10  # more rows than decoding takes
+
+
+def operands(dtype: str = "float32", lead: tuple[int, ...] = (1, 2), dim: int = 4) -> list[Any]:
+    """Return dout, q, k and v."""
+    draw = np.random.default_rng(0)
+    return [draw.standard_normal((*lead, SEQ, dim)).astype(dtype) for _ in range(4)]
+
+
+def results(arrays: list[Any], **options: Any) -> list[Any]:
+    """Return out, lse and the gradients."""
+    dout, q, k, v = arrays
+    out, lse = kernels.flash_attention_forward(q, k, v, **options)
+    return [out, lse, *kernels.flash_attention_backward(dout, q, k, v, out, lse, **options)]
+
+
+def check(arrays: list[Any], **options: Any) -> None:
+    """Compare a call with the textbook."""
+    found = results(arrays, **options)
+    for actual, expected in zip(found, results(arrays, **options, rung="naive"), strict=True):
+        assert_close_arrays(actual, expected, expected.dtype, str(options))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True},
+    {"is_causal": True, "causal_offset": 2},
+    {"window_size": (2, 1)},
+    {"scale": 0.25},
+    {"softcap": 3.0},
+    {"dropout_p": 0.4, "seed": 3},
+    {"dropout_p": 0.4, "seed": 4},
+    {"dropout_p": 0.4, "seed": 2**63 + 1},
+    {"attn_mask": np.arange(SEQ * SEQ).reshape(SEQ, SEQ) % 3 > 0},
+    {"attn_mask": np.arange(SEQ * SEQ).reshape(SEQ, SEQ) % 5 > 0},
+    {"alibi_slopes": np.array([0.5, 0.25])},
+    {"alibi_slopes": np.array([0.1, 0.9])},
+    {"sink": np.array([0.5, -1.0])},
+    {"block_mask": kernels.BlockMask.from_dense(np.tri(SEQ, dtype=bool), 16)},
+    {"score_mod": (lambda s, b, h, r, c: s * 0.5, lambda s, b, h, r, c: 0.5)},
+]
+
+
+@given(st.lists(st.sampled_from(OPTIONS), min_size=2, max_size=5), st.booleans())
+def test_calls_that_follow_one_another_have_their_own_options(
+    calls: list[dict[str, Any]], repeat: bool
+) -> None:
+    arrays = operands()
+    for options in calls * (1 + repeat):
+        check(arrays, **options)
+
+
+@given(st.data())
+def test_a_repeated_call_reads_the_arrays_it_is_given(data: st.DataObject) -> None:
+    options = data.draw(st.sampled_from(OPTIONS))
+    arrays = operands()
+    check(arrays, **options)
+    for _ in range(2):
+        check([x + np.float32(1) for x in arrays], **options)
+
+
+def test_misaligned_arrays_have_the_plan_of_others_and_the_right_result() -> None:
+    arrays = operands()
+    check(arrays)
+    odd = []
+    for x in arrays:
+        memory = np.zeros(x.nbytes + 1, np.uint8)
+        odd.append(memory[1:].view(x.dtype).reshape(x.shape))
+        odd[-1][...] = x
+    check(odd)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_threads_with_calls_of_several_kinds_get_their_own_results(dtype: str) -> None:
+    arrays, failures = operands(dtype), list[BaseException]()
+
+    def run(options: dict[str, Any]) -> None:
+        try:
+            for _ in range(20):
+                check(arrays, **options)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(options,)) for options in OPTIONS[:9:2]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_more_kinds_than_are_kept_still_run() -> None:
+    arrays = operands(dim=2)
+    for number in range(1100):
+        dout, q, k, v = arrays
+        kernels.flash_attention_forward(q, k, v, scale=1.0 + number / 1000)
+    check(arrays, scale=1.0)
+
+
+def test_a_plan_can_be_read() -> None:
+    _, q, k, v = operands()
+    plan = kernels.plan(q, k, v, is_causal=True)
+    assert (plan.target, plan.rung, plan.backward) == ("cpu", "flash2", False)
+    assert plan.flop == 2 * 2 * (SEQ * (SEQ + 1) // 2) * (4 + 4)
+    assert plan.moved_bytes == 4 * q.nbytes + 2 * SEQ * 4
+    assert "forward on cpu by flash2" in str(plan)
+    named = kernels.plan(q, k, v, rung="naive", backward=True)
+    assert (named.rung, named.backward) == ("naive", True)
+    assert "not flash2: the call asks for naive" in str(named)
+    with pytest.raises(TypeError, match="plan has no option 'causal'"):
+        kernels.plan(q, k, v, causal=True)  # type: ignore[call-arg]

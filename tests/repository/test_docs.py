@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT / "project"))
 from course.tasks import TASKS  # noqa: E402
 
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 #: A page whose blocks launch CUDA kernels says so in a comment.
 SIMULATED = "<!-- blocks: simulator -->"
 FENCE = re.compile(r"^( *)(`{3,}|:{3,})(.*)$")

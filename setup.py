@@ -1,5 +1,6 @@
 """Packaging. The core's requirements stand in requirements.txt; everything else is an extra."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -7,6 +8,10 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 LINES = (HERE / "requirements.txt").read_text(encoding="utf-8").splitlines()
 README = HERE / "README.md"
+# The version stands in minitorch/__init__.py only. A build cannot import it: NumPy may be missing.
+_SOURCE = (HERE / "minitorch" / "__init__.py").read_text(encoding="utf-8")
+(VERSION,) = re.findall(r'^__version__ = "(.+)"$', _SOURCE, re.MULTILINE)
+PACKAGES = ("minitorch", "kernels")
 MATPLOTLIB = "matplotlib>=3.9,<4"
 SKLEARN = "scikit-learn>=1.5,<2"
 
@@ -39,17 +44,40 @@ EXTRAS = {
 
 setup(
     name="minitorch-flash",
-    version="0.1.0",
-    description="Autodiff, tensors and FlashAttention kernels in Python that a student can read",
+    version=VERSION,
+    description="Automatic differentiation, tensors and FlashAttention kernels in readable Python",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
-    packages=find_packages(include=["minitorch", "minitorch.*", "kernels", "kernels.*"]),
+    author="The minitorch-flash authors",
+    license="MIT",
+    keywords="attention flash-attention autodiff cuda numba education",
+    project_urls={
+        "minitorch course": "https://minitorch.github.io",
+        "FlashAttention": "https://arxiv.org/abs/2205.14135",
+        "FlashAttention-2": "https://arxiv.org/abs/2307.08691",
+        "FlashAttention-3": "https://arxiv.org/abs/2407.08608",
+    },
+    packages=find_packages(include=[name for p in PACKAGES for name in (p, f"{p}.*")]),
+    package_data={name: ["py.typed"] for name in PACKAGES},
+    zip_safe=False,
     python_requires=">=3.10,<3.14",
     install_requires=[line for line in LINES if line and not line.startswith("#")],
     extras_require=EXTRAS,
     classifiers=[
-        "Programming Language :: Python :: 3",
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
         "Intended Audience :: Education",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Education",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +14,9 @@ sys.path.append(
 )  # after project/, where other files have the same names
 
 project = "minitorch-flash"
-author = "the minitorch-flash authors"
+author = "The minitorch-flash authors"
+_SOURCE = (DOCS.parent / "minitorch" / "__init__.py").read_text(encoding="utf-8")
+(release,) = re.findall(r'^__version__ = "(.+)"$', _SOURCE, re.MULTILINE)
 project_copyright = author
 html_title = project
 language = "en"

@@ -11,6 +11,7 @@ A device without a file gives "(not measured yet)"; a path that leads nowhere is
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,16 @@ def look_up(record: Any, path: str) -> Any:
 
     Args:
         record: Of JSON.
-        path: Steps with slashes between them; a choice may name several keys, with & between them.
+        path: Steps with slashes between them; a choice may name several keys, with & between them.  A slash
+            that belongs to a key is written with a backslash before it.
 
     Raises:
         ValueError: If a step leads nowhere; it says which, and what there is.
     """
     found = record
-    for step in path.split("/"):
-        wanted = [part.partition("=")[::2] for part in step.split("&")]
+    for part in re.split(r"(?<!\\)/", path):
+        step = part.replace("\\/", "/")
+        wanted = [choice.partition("=")[::2] for choice in step.split("&")]
         try:
             if "=" in step:
                 found = next(

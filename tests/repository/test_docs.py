@@ -21,9 +21,10 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT / "project"))
 from course.tasks import TASKS  # noqa: E402
 
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-#: A page whose blocks launch CUDA kernels says so in a comment.
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+#: A page whose blocks launch CUDA kernels says so in a comment; a single block says so as its language.
 SIMULATED = "<!-- blocks: simulator -->"
+PLAIN, ON_DEVICE = "python", "python simulator"
 FENCE = re.compile(r"^( *)(`{3,}|:{3,})(.*)$")
 LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(<?([^)\s>]+)>?\)")
 PACKAGES = ("minitorch", "kernels")
@@ -75,8 +76,8 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-def blocks(page: Path) -> list[tuple[int, str]]:
-    return [(line, text) for line, language, text in split(page)[1] if language == "python"]
+def blocks(page: Path, wanted: str = PLAIN) -> list[tuple[int, str]]:
+    return [(line, text) for line, language, text in split(page)[1] if language == wanted]
 
 
 def is_simulated(page: Path) -> bool:
@@ -85,16 +86,20 @@ def is_simulated(page: Path) -> bool:
 
 PROGRAMS = [
     pytest.param(
-        page, id=name_of(page), marks=[pytest.mark.simulator] if is_simulated(page) else []
+        page,
+        language,
+        id=name_of(page) + " on a device" * (language == ON_DEVICE),
+        marks=[pytest.mark.simulator] * (language == ON_DEVICE or is_simulated(page)),
     )
     for page in PAGES
-    if blocks(page)
+    for language in (PLAIN, ON_DEVICE)
+    if blocks(page, language)
 ]
 
 
-@pytest.mark.parametrize("page", PROGRAMS)
+@pytest.mark.parametrize(("page", "language"), PROGRAMS)
 def test_every_python_block_of_a_page_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One namespace a page; an error is at the page's own line."""
     monkeypatch.chdir(tmp_path)
@@ -102,7 +107,7 @@ def test_every_python_block_of_a_page_runs(
     monkeypatch.setitem(sys.modules, "page", module)  # classes of a page belong to a module
     minitorch.manual_seed(0)
     before = minitorch.get_default_dtype()
-    for line, text in blocks(page):
+    for line, text in blocks(page, language):
         exec(compile("\n" * (line - 1) + text, str(page), "exec"), module.__dict__)
     assert minitorch.get_default_dtype() == before, "a page leaves the default dtype as it was"
 

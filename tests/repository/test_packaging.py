@@ -18,7 +18,7 @@ import minitorch
 from minitorch.doctor.rules import is_within
 
 ROOT = Path(__file__).parents[2]
-FILES = ("setup.py", "requirements.txt", "pyproject.toml", "MANIFEST.in", "README.md")
+FILES = ("setup.py", "requirements.txt", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 PACKAGES = ("minitorch", "kernels")
 #: With which setuptools makes wheels by itself.
 SETUPTOOLS = ">=70.1,<1000"
@@ -92,11 +92,21 @@ def test_a_wheel_has_every_file_of_the_packages_and_nothing_else(wheel: Path) ->
         (about,) = (name for name in packed.namelist() if name.endswith("/METADATA"))
         metadata = packed.read(about).decode()
     expected = {p.relative_to(ROOT).as_posix() for f in PACKAGES for p in (ROOT / f).rglob("*.py")}
-    assert files == expected
-    assert f"Version: {minitorch.__version__}" in metadata.splitlines()
+    assert files == expected | {f"{package}/py.typed" for package in PACKAGES}
+    assert {f"Version: {minitorch.__version__}", "License: MIT"} <= set(metadata.splitlines())
+    with zipfile.ZipFile(wheel) as packed:
+        assert any(name.endswith("LICENSE") for name in packed.namelist())
     needed = re.findall(r"^Requires-Dist: ([^;\n]*)$", metadata, re.MULTILINE)
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     assert names(needed) == names([line for line in lines if line[:1] not in ("", "#")])
+
+
+def test_every_file_that_names_the_version_names_the_same_one() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version: {minitorch.__version__}" in citation.splitlines()
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    releases = re.findall(r"^## (\d[\d.]+)", changes, re.MULTILINE)
+    assert releases[0] == minitorch.__version__
 
 
 def test_an_installed_wheel_computes_attention_outside_of_the_checkout(

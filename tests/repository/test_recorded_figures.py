@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "project" / "experiments"), str(ROOT / "docs" / "extensions")]
+sys.path += [str(ROOT / part) for part in ("project/experiments", "docs/extensions", "docs")]
 if importlib.util.find_spec("sphinx") is None:
     pytest.skip("sphinx is not installed: pip install -e '.[docs]'", allow_module_level=True)
 harness: Any = importlib.import_module("harness")
@@ -24,6 +24,7 @@ RECORD = {
         {"length": 2048, "flash": {"median": 2.0}, "mask": "a b"},
     ],
     "largest": [[1, 7], [2, 8]],
+    "causal / dense": 0.5,
 }
 
 
@@ -35,6 +36,7 @@ RECORD = {
         ("rows/mask=a b&length=2048/flash/median", 2.0),
         ("rows/0/length", 128),
         ("largest/-1/1", 8),
+        (r"causal \/ dense", 0.5),
     ],
 )
 def test_a_path_leads_to_a_number(path: str, expected: float) -> None:
@@ -83,3 +85,10 @@ def test_every_number_asked_for_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
         assert re.search(r"\d", recorded.number(text)) or recorded.number(text) == (
             recorded.MISSING
         )
+
+
+def test_the_table_in_the_readme_is_what_the_records_hold() -> None:
+    readme_table: Any = importlib.import_module("readme_table")
+    assert readme_table.table_in_readme() == readme_table.table(), (
+        "run python docs/readme_table.py --write"
+    )

@@ -9,7 +9,6 @@ import pytest
 
 import kernels
 import minitorch as mt
-from kernels import launch
 from kernels.runtime.targets import why_no_cuda
 from minitorch import (
     FastBackend,

@@ -53,7 +53,7 @@ def test_a_repeated_call_takes_few_frames_to_its_loop() -> None:
                 out = q.flash_attention(k, v, **options)
             out.sum().backward()
             q.flash_attention(k, v, **options).sum().backward()
-        first, again, _, _, backward = found
+        _, again, _, _, backward = found
         assert len(again) <= MOST_FRAMES, again
         assert again[0] == "flash_attention"
         assert len(backward) <= MOST_FRAMES + 2, backward  # backward() and the walk of the graph

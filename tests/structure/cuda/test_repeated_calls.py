@@ -99,8 +99,8 @@ def _problem(option: str, operands: list[Any], **more: Any) -> tuple[Problem, di
     """Return the problem of a call, and its options."""
     options = OPTIONS[option]()
     if option == "documents":
-        sums = (np.array(one) for one in SUMS)
-        return make_packed_problem(*operands, {**options, **more}, *sums), options
+        q, k, v = operands
+        return make_packed_problem(q, k, v, {**options, **more}, *map(np.array, SUMS)), options
     return make_problem(*operands, **options, **more), options
 
 

@@ -100,7 +100,8 @@ def _problem(option: str, operands: list[Any], **more: Any) -> tuple[Problem, di
     options = OPTIONS[option]()
     if option == "documents":
         q, k, v = operands
-        return make_packed_problem(q, k, v, {**options, **more}, *map(np.array, SUMS)), options
+        every: Any = {**options, **more}
+        return make_packed_problem(q, k, v, every, *map(np.array, SUMS)), options
     return make_problem(*operands, **options, **more), options
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -148,6 +148,25 @@ class Memory:
     def layouts(self, arrays: Iterable[Any]) -> tuple[Any, ...]:
         """Return how arrays lie, None for those that are None: equal for calls that run alike."""
         return tuple([x if x is None else (x.shape, x.strides) for x in arrays])
+
+    def may_note(self) -> bool:
+        """Tell whether :meth:`noted` looks for a way to repeat a call now."""
+        return True
+
+    def noted(
+        self, run: Callable[[Sequence[Any], int], Sequence[Any]], arrays: Sequence[Any], seed: int
+    ) -> tuple[Sequence[Any], Callable[..., Sequence[Any]] | None]:
+        """Run a call, and return what repeats it with less work, or None.
+
+        Args:
+            run: Computes results of arrays and of a seed, ``(arrays, seed)``.
+            arrays: What it is given, None among them.
+            seed: Likewise.
+
+        Returns:
+            The results, None among them, and a function of other such arrays and another seed.
+        """
+        return run(arrays, seed), None
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""

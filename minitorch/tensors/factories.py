@@ -322,6 +322,8 @@ def from_dlpack(x: Any, requires_grad: bool = False) -> Tensor:
     shape, strides = tuple(array.shape), element_strides(array)
     if not is_dense(shape, strides):
         array, strides = row_major_copy(array), strides_from_shape(shape)
+    # No index steps along a dimension of size 1, whose stride an owner may leave at any number.
+    strides = tuple(1 if size == 1 else step for size, step in zip(shape, strides, strict=True))
     return _leaf(TensorData(flattened(array), shape, strides), CudaBackend, requires_grad)
 
 

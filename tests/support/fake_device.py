@@ -22,7 +22,6 @@ import numpy as np
 
 import minitorch  # noqa: F401
 from kernels import launch
-from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.device import per_device
 from kernels.cuda.runtime import arrays, graphs, launcher
 from kernels.cuda.runtime import kernel as runtime_kernel
@@ -234,8 +233,7 @@ def _caches() -> Iterator[Any]:
 def _forget() -> None:
     for cache in _caches():
         cache.cache_clear()
-    flash3_wgmma._kept_maps.clear()
-    vars(launch.CUDA).pop("_usable", None)
+    launch.CUDA.plans.clear()
 
 
 @contextmanager

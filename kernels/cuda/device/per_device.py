@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.ptx.tensor_map import encode_tensor_map
-from kernels.cuda.runtime.arrays import to_device
+from kernels.cuda.runtime.arrays import (
+    device_pointer,
+    device_view,
+    element_strides,
+    to_device,
+)
+from kernels.cuda.runtime.recipe import written
 from kernels.runtime.targets import IS_SIMULATOR, compute_capability, cuda, current_device
 
 
@@ -44,6 +50,20 @@ def no_clip() -> Any:
 @cache
 def _no_clip(device: int) -> Any:
     return to_device(np.ones(2))
+
+
+def map_of(
+    array: Any, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str
+) -> Any:
+    """Return the tensor map of an array, seen through a shape and strides; see :func:`device_map`."""
+    rest = shape, strides, box, dtype
+    found = device_map(device_pointer(array), *rest)
+    if (recipe := written()) is not None:
+        found = device_view(
+            found, found.shape, element_strides(found)
+        )  # an object for this map alone
+        recipe.mapped(found, array, lambda address: device_map(address, *rest))
+    return found
 
 
 def device_map(

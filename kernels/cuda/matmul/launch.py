@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import as_bits
-from kernels.cuda.device.per_device import device_map, multiprocessors
+from kernels.cuda.device.per_device import map_of, multiprocessors
 from kernels.cuda.matmul import mma, wgmma
 from kernels.cuda.matmul.layout import LINE, PANEL, Form, Order, ProductLayout, WarpLayout
 from kernels.cuda.matmul.operands import Ints, Operand
 from kernels.cuda.ptx.wgmma import ROWS
-from kernels.cuda.runtime.arrays import device_pointer
 
 #: Rows of the result that blocks work on at a time, about; see ``Order``.
 BAND_ROWS = 2048
@@ -49,7 +48,7 @@ def _map_of(array: Any, shape: Ints, steps: Ints, box: Ints, dtype: str) -> Any:
         dtype: Of the map.
     """
     sizes, strides = _as_engine_takes(shape, steps, array.dtype.itemsize)
-    return device_map(device_pointer(array), sizes, strides, (1, 1, *box), dtype)
+    return map_of(array, sizes, strides, (1, 1, *box), dtype)
 
 
 @lru_cache(maxsize=4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from ctypes import c_void_p
 from functools import cache, lru_cache
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.runtime.memory_pool import Block, Pool
+from kernels.cuda.runtime.recipe import Recipe, spoil, written
 from kernels.cuda.runtime.recorder import active, refuse
 from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.memory import check_dense, row_major_strides, same_layout
-from kernels.runtime.targets import IS_SIMULATOR, cuda, driver, explained, why_no_cuda
+from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, cuda, driver, explained, why_no_cuda
 
 
 def is_device_array(array: Any) -> bool:
@@ -74,6 +76,22 @@ class _Part(_MemoryPointer):
     def view(self, start: int, stop: int | None = None) -> Any:
         """Return a part of the part, from one byte to another."""
         return _Part(self.whole, super().view(start, stop))
+
+
+class _Operand(_MemoryPointer):
+    """Memory of an operand of a call whose launches are noted; see :mod:`kernels.cuda.runtime.recipe`."""
+
+    device_ctypes_pointer: Any = None  # as of _Pooled
+
+    def __init__(self, recipe: Recipe, number: int, array: Any):
+        address = int(array.device_ctypes_pointer.value or 0)
+        super().__init__(None, driver.CUdeviceptr(address), array.gpu_data.size, owner=array)
+        self.place = recipe, number
+        self.device_ctypes_pointer = c_void_p(address)
+
+    def view(self, start: int, stop: int | None = None) -> Any:
+        """Return a part, from one byte to another."""
+        return _Part(self, super().view(start, stop))
 
 
 class _Foreign(_MemoryPointer):
@@ -158,7 +176,10 @@ def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     if source is None:
         with explained(f"allocating an array of shape {shape}"):
             return cuda.device_array(shape, dtype)
-    return _empty(shape, dtype, source)
+    array = _empty(shape, dtype, source)
+    if (recipe := written()) is not None and array.size:
+        recipe.took(array.gpu_data, array.nbytes)
+    return array
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], source: Any) -> Any:
@@ -172,6 +193,49 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], source: Any) -> Any:
 def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, ...]]:
     """Return the bytes of a contiguous array, and its strides in bytes."""
     return math.prod(shape) * itemsize, tuple(s * itemsize for s in row_major_strides(shape))
+
+
+def operand_of(recipe: Recipe, number: int, array: Any) -> Any:
+    """Return an array as an operand whose address a recipe knows again."""
+    memory = _Operand(recipe, number, array)
+    return _device_array(
+        tuple(array.shape), tuple(array.strides), array.dtype, memory, array.stream
+    )
+
+
+def can_repeat() -> bool:
+    """Tell whether a call may be repeated by its recipe: not while launches are noted for a graph."""
+    return active() is None and not BLOCKING and pool() is not None
+
+
+def again(recipe: Recipe, operands: Sequence[Any], results: Sequence[Any], seed: int) -> list[Any]:
+    """Repeat a call; return its results.
+
+    Args:
+        recipe: Of its kind.
+        operands: Arrays that lie as those of the first call.
+        results: For each, its source and ``(shape, strides, dtype)``; None where there is none.
+        seed: Of dropout.
+    """
+    source, memories = pool(), []
+    assert source is not None, "only calls on the pool have recipes"
+    starts = [int(array.device_ctypes_pointer.value or 0) for array in operands]
+    for size in recipe.sizes:
+        memory = _Pooled(source, source.allocate(size), size)
+        memories.append(memory)
+        starts.append(int(memory.device_ctypes_pointer.value))
+    recipe.run(starts, seed)
+    found: list[Any] = []
+    for result in results:
+        if result is None:
+            found.append(None)
+            continue
+        (number, offset, _), layout = result
+        memory = memories[number - recipe.operands]
+        shape, strides, dtype = layout
+        part = memory.view(offset) if offset else memory
+        found.append(_device_array(shape, strides, dtype, part, 0))
+    return found
 
 
 def to_device(array: np.ndarray[Any, Any]) -> Any:
@@ -216,6 +280,7 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
         "reads numbers of the device on the host",
         "return the tensor and read it outside; token ids and class indices come in as NumPy arrays",
     )
+    spoil()
     with explained("copying an array to the host"):
         return array.copy_to_host()
 

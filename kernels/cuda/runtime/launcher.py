@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numba import types
 
+from kernels.cuda.runtime.recipe import spoil, written
 from kernels.cuda.runtime.recorder import Launch, Renewed, active
 from kernels.runtime.cuda_errors import explain_code
-from kernels.runtime.targets import cuda, current_device, driver
+from kernels.runtime.targets import LAUNCHED, cuda, current_device, driver
 
 #: How a number lies in its slot of eight bytes.
 SLOTS = {
@@ -104,6 +105,18 @@ def _later_places(kinds: tuple[Any, ...], args: Any, place: int = 0) -> Iterator
         place += struct.calcsize(f"={_layout(kind)}") // _WORD_BYTES
 
 
+def _arrays_and_numbers(
+    kinds: tuple[Any, ...], args: Any, place: int = 0
+) -> Iterator[tuple[int, Any]]:
+    """Yield the arrays and numbers among arguments with the slot of each: of an array, of its address."""
+    for kind, arg in zip(kinds, args, strict=True):
+        if isinstance(kind, types.BaseTuple):
+            yield from _arrays_and_numbers(kind.types, arg, place)  # type: ignore[attr-defined]
+        else:
+            yield place + (_ADDRESS if isinstance(kind, types.Array) else 0), arg
+        place += struct.calcsize(f"={_layout(kind)}") // _WORD_BYTES
+
+
 def filled(rest: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of a launch: those given, the last ones in the place of each :data:`LATER`."""
     count = sum(
@@ -138,6 +151,12 @@ class Buffer:
         self._pointers = np.arange(base, base + size, 8, dtype=np.uint64)
         self.address = int(self._pointers.ctypes.data)
         self.lock = Lock()
+
+    def copy(self) -> Buffer:
+        """Return another buffer with the same numbers."""
+        other = Buffer(len(self.slots))
+        other.slots[:] = self.slots
+        return other
 
 
 class Launcher:
@@ -188,6 +207,9 @@ class Launcher:
         with self._buffer.lock:
             self._packer.pack_into(self._buffer.slots, 0, *numbers)
             self._start(self._sizes(grid, block, self._buffer))
+            if (recipe := written()) is not None:
+                found = _arrays_and_numbers(self._kinds, args)
+                recipe.launched(self, grid, block, found, self._buffer.copy())
             if (recording := active()) is not None:
                 words = self._buffer.slots.view(np.uint64).copy()
                 recording.launched(Launch(self, grid, block, words, self._renewed(args)), args)
@@ -211,6 +233,7 @@ class Launcher:
         sizes = self._sizes(grid, block, buffer)
 
         def run(*given: Any) -> None:
+            spoil()  # no recipe knows these arguments
             with buffer.lock:
                 if not places:
                     args = filled(rest, given)
@@ -227,6 +250,15 @@ class Launcher:
                     recording.launched(Launch(self, grid, block, numbers), (given, rest))
 
         return run
+
+    def sizes(self, grid: Any, block: Any, buffer: Buffer) -> tuple[Any, ...]:
+        """Return what :meth:`start` takes for a grid, a block and packed arguments."""
+        return self._sizes(grid, block, buffer)
+
+    def start(self, sizes: tuple[Any, ...]) -> None:
+        """Launch with arguments that are packed; the caller answers for them, and holds their lock."""
+        self._start(sizes)
+        LAUNCHED.append(self.name)
 
     def packer(self, first: int) -> Callable[..., None]:
         """Return what writes one argument that is a tuple of numbers.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cuda.runtime.arena import Arena
+from kernels.cuda.runtime.recipe import spoil
 from kernels.runtime.cuda_errors import CaptureError
 
 
@@ -215,6 +216,7 @@ def drawn(again: Callable[[], int]) -> int:
         again: Draws it; and the next ones, for replays of the launches that it goes into.
     """
     number = again()
+    spoil()
     if (recording := _thread.recording) is not None:
         recording.drew(number, again)
     return number

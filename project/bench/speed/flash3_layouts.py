@@ -18,6 +18,7 @@ from kernels import make_problem
 from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, Widths, layout_of
 from kernels.cuda.runtime.arrays import empty_device, to_device, to_host
+from kernels.cuda.runtime.kernel import Kernel
 from kernels.problem.operands import Operands
 from kernels.reference import attention as reference
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32
@@ -31,26 +32,41 @@ ROUNDS, LAUNCHES = 15, 8
 CHANGES: tuple[dict[str, Any], ...] = ({}, {"patience": 0}, {"patience": 8})
 
 
-def launch_of(problem: Any, operands: Operands, layout: ForwardLayout) -> Callable[[], None]:
-    """Return the launch of a forward pass with a layout, which has run once."""
-    found, real = [], flash3_wgmma._launch
+class _Noted:
+    """A kernel whose launches are noted.
 
-    def keep(*args: Any) -> Callable[..., None]:
-        made = real(*args)
+    Args:
+        kernel: Launched.
+        found: Gets a function for each launch that makes it again.
+    """
 
-        def launch(*given: Any) -> None:
-            found.append((made, given))
-            made(*given)
+    def __init__(self, kernel: Kernel, found: list[Callable[[], None]]):
+        self.kernel, self.found = kernel, found
+
+    def __getitem__(self, where: Any) -> Callable[..., None]:
+        run = self.kernel[where]
+
+        def launch(*args: Any) -> None:
+            self.found.append(lambda: run(*args))
+            run(*args)
 
         return launch
 
-    own = {"_launch": keep, "layout_of": lambda widths, has_options=False: layout}
+
+def launch_of(problem: Any, operands: Operands, layout: ForwardLayout) -> Callable[[], None]:
+    """Return the launch of a forward pass with a layout, which has run once."""
+    found: list[Callable[[], None]] = []
+    real = flash3_wgmma.forward_kernel
+    own = {
+        "forward_kernel": lambda *kind: _Noted(real(*kind), found),
+        "layout_of": lambda widths, has_options=False: layout,
+    }
     forget_launches()
     with patch.multiple(flash3_wgmma, **own):
         flash3_wgmma.forward(problem, (0, 0), operands)
     forget_launches()
-    ((made, given),) = found
-    return lambda: made(*given)
+    (launch,) = found
+    return launch
 
 
 def compare(dim: int, length: int, is_causal: bool) -> Iterator[str]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kernels import make_problem
 from kernels.cuda.attention import delta as delta_kernels
+from kernels.cuda.attention.flash3_wgmma import launch_common
 from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     PADDING,
@@ -36,7 +37,6 @@ from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 from ...support.emulated.engines import TensorMap
 from ...support.emulated.gpu import held_back, launch
 from ...support.emulated.hopper import forget_launches
-from ...support.emulated.target import prepared
 
 _STORED = {dtype.name: dtype for dtype in (FLOAT16, BFLOAT16)}
 #: Shared memory that a block of compute capability 9.0 can have, in bytes.
@@ -166,11 +166,11 @@ def _emulated() -> Iterator[None]:
             device_view=lambda array, shape, steps: array.reshape(-1)[:1],
             readable=lambda *arrays: arrays,
         ),
+        patch.object(launch_common, "tensor_map", tensor_map),
         patch.multiple(
             delta_kernels, empty_device=empty, as_bits=lambda array: array, are_vectors=aligned
         ),
         patch.object(Kernel, "__getitem__", launcher),
-        patch.object(Kernel, "prepared", prepared),
     ):  # fmt: skip
         forget_launches()
         yield

@@ -60,13 +60,12 @@ def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Ite
 
     of_launch = {
         "tensor_map": tensor_map,
-        "maps_of": flash3_wgmma.read_maps,
         "multiprocessors": lambda: blocks,
         "counters": lambda: np.zeros(2, np.int32),
         "reshaped": np.reshape,
         "as_bits": as_bits,
     }
-    common = {"row_major_copy": np.ascontiguousarray, "as_bits": as_bits}
+    common = {"row_major_copy": np.ascontiguousarray, "as_bits": as_bits, "tensor_map": tensor_map}
     if layout is not None:
         of_launch["layout_of"] = lambda widths, has_options=False: layout
     with ExitStack() as stack:
@@ -113,7 +112,6 @@ def emulated_hopper_backward() -> Iterator[None]:
 
 
 def forget_launches() -> None:
-    """Let go of launches, layouts and tensor maps: those of other calls are for other devices, or tiles."""
-    flash3_wgmma._kept_maps.clear()
-    for kept in (*flash3_wgmma.KEPT, *flash3_wgmma_backward.KEPT):
+    """Let go of layouts: those of other calls are for other devices, or tiles."""
+    for kept in (flash3_wgmma.layout_for, flash3_wgmma.features_for, flash3_wgmma_backward._plan):
         kept.cache_clear()

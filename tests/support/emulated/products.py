@@ -72,10 +72,9 @@ def emulated_products(cc: tuple[int, int]) -> Iterator[None]:
         cc: Its compute capability.
     """
     changes = {
-        "matmul.launch.device_pointer": lambda array: array.ctypes.data,
         "matmul.operands.device_pointer": lambda array: array.ctypes.data,
         "matmul.dispatch.device_pointer": lambda array: array.ctypes.data,
-        "matmul.launch.device_map": _tensor_map,
+        "matmul.launch.map_of": lambda array, *rest: _tensor_map(array.ctypes.data, *rest),
         "matmul.launch.multiprocessors": lambda: 2,
         "matmul.dispatch.multiprocessors": lambda: 2,
         "matmul.operands.empty_device": empty,

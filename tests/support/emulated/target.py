@@ -22,7 +22,6 @@ from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout
 from kernels.cuda.attention.options import extras
 from kernels.cuda.device import memory
 from kernels.cuda.runtime.kernel import Kernel
-from kernels.cuda.runtime.launcher import filled
 from kernels.runtime.dtypes import FLOAT16
 from kernels.runtime.memory import HostMemory
 from kernels.scores.program import Features
@@ -55,11 +54,6 @@ def _launched(kernel: Kernel, where: Any) -> Any:
     return lambda *args: emulate(kernel, (x, y), *args)
 
 
-def prepared(kernel: Kernel, where: Any, *rest: Any) -> Any:
-    """Return what ``Kernel.prepared`` does where no driver is: each launch is one of its own."""
-    return lambda *arrays: kernel[where](*filled(rest, arrays))
-
-
 def _merge(
     part_out: Any, part_lse: Any, out: Any, lse: Any, features: Features, extras: Any
 ) -> None:
@@ -78,9 +72,9 @@ def _forget() -> None:
     kernels = split_operands.measure_kernel, split_operands.split_kernel  # of few threads
     layout = flash2_mma._forward_layout
     arrays = extras._block_arrays, extras._list_arrays, extras._tiles, memory.device_constant
-    for kept in (*arrays, extras._lasting, layout, *kernels):
+    for kept in (*arrays, layout, *kernels):
         kept.cache_clear()
-    vars(EMULATED).pop("_usable", None)  # what its rungs can was asked of another device
+    EMULATED.plans.clear()  # what its rungs can was asked of another device
 
 
 @contextmanager
@@ -120,7 +114,6 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
             for name, value in names.items():
                 stack.enter_context(patch(f"kernels.cuda.{module}.{name}", value))
         stack.enter_context(patch.object(Kernel, "__getitem__", _launched))
-        stack.enter_context(patch.object(Kernel, "prepared", prepared))
         _forget()
         try:
             yield

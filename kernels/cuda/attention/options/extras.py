@@ -12,7 +12,6 @@ from kernels.cuda.attention.options.mods import check_places
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device.memory import device_constant
 from kernels.cuda.runtime.arrays import to_device
-from kernels.cuda.runtime.launcher import LATER, filled
 from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.question import Problem
 from kernels.runtime.targets import current_device
@@ -34,51 +33,23 @@ def make_extras(
     Raises:
         ValueError: As :func:`kernels.cuda.attention.options.mods.check_places`.
     """
+    numbers = _numbers(problem.unseeded)
     if problem.is_plain:
-        return _numbers(problem)
-    lasting, own = lasting_extras(problem, block_q, block_k, by_keys), own_extras(problem, operands)
-    return filled((lasting,), own)[0] if own else lasting
-
-
-def lasting_extras(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> Extras:
-    """Return what is the same in all calls of a problem on a device, ``LATER`` for what each brings.
-
-    Args:
-        problem: See :func:`make_extras`.
-        block_q: Likewise.
-        block_k: Likewise.
-        by_keys: Likewise.
-    """
-    return _lasting(problem.unseeded, block_q, block_k, by_keys, current_device())
-
-
-def own_extras(problem: Problem, operands: Operands) -> tuple[Any, ...]:
-    """Return what a call brings for each ``LATER`` of :func:`lasting_extras`, in their order."""
-    found = (problem.seed,) if problem.dropout_p else ()
-    for name in PER_HEAD:
-        if getattr(problem, name):
-            found = *found, getattr(operands, name)
+        return numbers
+    found: dict[str, Any] = {"seed": problem.seed} if problem.dropout_p else {}
+    found |= {name: getattr(operands, name) for name in PER_HEAD if getattr(problem, name)}
+    device = current_device()
     if problem.mask:
         batches = operands.mask_batch
-        kind = batches.shape, batches.dtype, current_device()
-        found = *found, operands.mask, device_constant(batches.tobytes(), *kind)
-    return found
-
-
-@lru_cache(maxsize=64)
-def _lasting(problem: Problem, block_q: int, block_k: int, by_keys: bool, device: int) -> Extras:
-    later: dict[str, Any] = {}
-    if problem.dropout_p:
-        later["seed"] = LATER
-    later |= {name: LATER for name in PER_HEAD if getattr(problem, name)}
-    if problem.mask:
-        later |= {"mask": LATER, "mask_batch": LATER}
+        kind = batches.shape, batches.dtype, device
+        found |= {"mask": operands.mask, "mask_batch": device_constant(batches.tobytes(), *kind)}
     if problem.block_mask is not None:
-        later |= _block_arrays(problem.block_mask, device)
-        later |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, device)
+        found |= _block_arrays(problem.block_mask, device)
+        found |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, device)
     if problem.sequences is not None:
-        later["tiles"] = _tiles(problem.sequences, block_k if by_keys else block_q, by_keys, device)
-    return _numbers(problem)._replace(**later)
+        block = block_k if by_keys else block_q
+        found["tiles"] = _tiles(problem.sequences, block, by_keys, device)
+    return numbers._replace(**found)
 
 
 @lru_cache(maxsize=1024)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kernels.common.geometry import ceil_div
@@ -28,21 +30,19 @@ from kernels.cuda.attention.flash3_wgmma.backward.row_statistics import (
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import delta_factor, slope_factor
 from kernels.cuda.attention.flash3_wgmma.launch_common import (
     CACHE_BYTES,
-    kept_launches,
-    memory_layouts,
+    read_maps,
     readable,
     tensor_map,
     widths_of,
     with_mask_bits,
 )
 from kernels.cuda.attention.flash3_wgmma.layout import (
-    Schedule,
     Shape,
     Widths,
     schedule_of,
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, packed_mask
-from kernels.cuda.attention.options.extras import lasting_extras, own_extras
+from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.visits import tiles_of
 from kernels.cuda.attention.tensor_cores import lists_whole_tiles
@@ -52,13 +52,15 @@ from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.arrays import device_view, empty_device
-from kernels.cuda.runtime.kernel import WORD
-from kernels.cuda.runtime.launcher import LATER
+from kernels.cuda.runtime.kernel import WORD, Kernel
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT32, NAMES
 from kernels.runtime.targets import current_device
 from kernels.scores.program import Features
+
+#: Of a call without options that are arrays.
+_NO_OPERANDS = Operands(None, None, None)
 
 
 class _Plan(NamedTuple):
@@ -85,7 +87,7 @@ class _Plan(NamedTuple):
     keep_scale: float
 
 
-@kept_launches
+@lru_cache(maxsize=64)
 def _plan(problem: Problem, device: int) -> _Plan:
     """Return what all calls of a problem have in common; it has no seed."""
     features, sequences = problem.features, problem.sequences
@@ -94,7 +96,8 @@ def _plan(problem: Problem, device: int) -> _Plan:
     if _lists_whole_tiles(problem, *_layouts(problem, widths, in_whole)):
         features = in_whole
     by_keys, by_rows = _layouts(problem, widths, features)
-    extras = lasting_extras(problem, PADDING, PADDING)
+    bare = replace(problem, slopes=False, sink=False, mask="", block_mask=None)
+    extras = make_extras(bare, _NO_OPERANDS, PADDING, PADDING)
     plain = Extras(*extras[: Extras._fields.index("slopes")])
     return _Plan(
         widths,
@@ -135,7 +138,6 @@ class _Call(NamedTuple):
         operands: As given, but q, k, v and dout as the copy engine reads them.
         lse: (batch * heads, padded rows), as ``rows_kernel`` lays it out.
         delta: Likewise.
-        own: What the call brings for its options, see ``own_extras``.
     """
 
     plan: _Plan
@@ -143,14 +145,11 @@ class _Call(NamedTuple):
     operands: Operands
     lse: Any
     delta: Any
-    own: tuple[Any, ...]
 
-    def words(self, layout: KeyLayout | QueryLayout, by_keys: bool = False) -> tuple[Any, ...]:
-        """Return the words of a mask as a kernel's lanes have them, if it reads any."""
-        if not has_words(self.plan.features):
-            return ()
-        cols = layout.block_q if by_keys else layout.block_k
-        return (packed_mask(self.operands.mask, cols, by_keys),)
+    @property
+    def heads(self) -> int:
+        """Batches times heads."""
+        return math.prod(self.operands.q.shape[:2])
 
     def gradient(self, array: Any) -> Any:
         """Return results as kernels write them: by their map, or themselves where sequences end within."""
@@ -158,19 +157,43 @@ class _Call(NamedTuple):
             return as_bits(array)
         return tensor_map(array, ROWS, self.plan.dtype)[0]
 
-    def maps(
-        self, layout: KeyLayout | QueryLayout
-    ) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...]]:
+    def maps(self, layout: KeyLayout | QueryLayout) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """Return the tensor maps of q, k, v and dout in a kernel's tiles, and what differs in each."""
         own, block_q, block_k = self.operands, layout.block_q, layout.block_k
-        blocks = (own.q, block_q), (own.k, block_k), (own.v, block_k), (own.dout, block_q)
-        found = [tensor_map(array, block, self.plan.dtype) for array, block in blocks]
-        return tuple(one[0] for one in found), tuple(one[1:] for one in found)
+        tiles = (own.q, block_q), (own.k, block_k), (own.v, block_k), (own.dout, block_q)
+        return read_maps(tiles, self.plan.dtype)
 
-    def prepared(self, prepare: Any, arrays: tuple[Any, ...], *more: Any) -> Any:
-        """Return the launch of a kernel, but for where the arrays are that the call brings."""
-        problem, lead = self.problem.unseeded, self.operands.q.shape[:2]
-        return prepare(problem, lead, current_device(), memory_layouts(*arrays), *more)
+    def launch(
+        self, kernel: Kernel, layout: KeyLayout | QueryLayout, results: tuple[Any, ...],
+        bytes_a_head: int, by_keys: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch a kernel by tiles.
+
+        Args:
+            kernel: Compiled for the call.
+            layout: Of the kernel.
+            results: What it writes and reads beside the operands.
+            bytes_a_head: What it reads of a head again and again.
+            by_keys: Its work items are tiles of keys.
+        """
+        problem, plan = self.problem, self.plan
+        maps, differs = self.maps(layout)
+        extras = make_extras(problem, self.operands, layout.block_q, layout.block_k, by_keys)
+        seq, block = (problem.seq_k, layout.block_k) if by_keys else (problem.seq_q, layout.block_q)
+        schedule = schedule_of(tiles_of(seq, block, extras), self.heads, bytes_a_head, CACHE_BYTES)
+        *differs, dout_by_head, dout_by_batch = differs
+        shape = Shape(
+            problem.seq_q, problem.seq_k, self.operands.q.shape[1], *differs,
+            dout_by_head=dout_by_head, dout_by_batch=dout_by_batch,
+        )  # fmt: skip
+        words: Any = 0
+        if has_words(plan.features):  # the bits of a mask as the kernel's lanes have them
+            cols = layout.block_q if by_keys else layout.block_k
+            words = packed_mask(self.operands.mask, cols, by_keys)
+        blocks = min(multiprocessors(), schedule.tiles * schedule.heads)
+        kernel[blocks, layout.threads](
+            *maps, *results, counters(), shape, problem.scale, schedule, words, extras
+        )
 
 
 def backward_tile(problem: Problem) -> tuple[int, int]:
@@ -192,83 +215,38 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     operands = operands.having(q=q, k=k, v=v, dout=dout)
     plan, heads = _plan(problem.unseeded, current_device()), math.prod(q.shape[:2])
     lse, delta = (empty_device((heads, plan.rows), FLOAT32) for _ in range(2))
-    call = _Call(plan, problem, operands, lse, delta, own_extras(problem, operands))
-    arrays = operands.lse, delta_of(problem, operands), lse, delta
-    call.prepared(_rows_launch, arrays)(*arrays)
-    for number in range(len(plan.by_keys)):
-        _by_keys(call, number)
-    if plan.by_rows is not None:
-        _by_rows(call, plan.by_rows)
-
-
-@kept_launches
-def _rows_launch(problem: Problem, lead: tuple[int, int], device: int, arrays: Any) -> Any:
-    """Return the launch that lays out lse and delta."""
-    plan = _plan(problem, device)
-    grid = tiles_of(problem.seq_q, PADDING, plan.bounds), math.prod(lead)
+    call = _Call(plan, problem, operands, lse, delta)
+    grid = tiles_of(problem.seq_q, PADDING, plan.bounds), heads
     factor = delta_factor(plan.features, plan.keep_scale)
-    return rows_kernel(plan.features.packed).prepared((grid, PADDING), factor, plan.bounds)
+    rows_kernel(plan.features.packed)[grid, PADDING](
+        operands.lse, delta_of(problem, operands), lse, delta, factor, plan.bounds
+    )
+    for parts, layout in plan.by_keys:
+        _by_keys(call, parts, layout)
+    if (rows := plan.by_rows) is not None:
+        kernel = dq_kernel(rows, plan.widths, plan.dtype, plan.features)
+        results = call.gradient(operands.dq), lse, delta
+        call.launch(kernel, rows, results, 2 * problem.seq_k * sum(plan.widths))
 
 
-def _by_keys(call: _Call, number: int) -> None:
+def _by_keys(call: _Call, parts: Parts, layout: KeyLayout) -> None:
     """Fill dk, dv or both; with dq that too, by way of its sums."""
-    operands, (parts, layout) = call.operands, call.plan.by_keys[number]
-    maps, differs = call.maps(layout)
+    plan, problem, operands = call.plan, call.problem, call.operands
     gradients = (call.gradient(array) for array in (operands.dk, operands.dv))
     # Of dq there are none without its part.
     sums = _zeroed_sums(call, layout) if parts.dq else device_view(call.delta, (1,), (1,))
-    own = *call.words(layout, by_keys=True), *call.own
-    arrays = *gradients, call.lse, call.delta, sums
-    launch = call.prepared(_keys_launch, (*arrays, *own), differs, number)
-    launch(*maps, *arrays, counters(), *own)
-    if parts.dq:
-        arrays = sums, as_bits(operands.dq)
-        call.prepared(_round_launch, arrays, number)(*arrays)
-
-
-def _arguments(
-    problem: Problem, plan: _Plan, layout: KeyLayout | QueryLayout, lead: tuple[int, int],
-    differs: tuple[tuple[int, ...], ...], schedule: Schedule, extras: Extras,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Return grid and threads of a kernel by tiles, and its arguments behind the arrays."""
-    q, k, v, dout = differs
-    shape = Shape(
-        problem.seq_q, problem.seq_k, lead[1], *q, *k, *v,
-        dout_by_head=dout[0], dout_by_batch=dout[1],
-    )  # fmt: skip
-    blocks = min(multiprocessors(), schedule.tiles * schedule.heads)
-    words = LATER if has_words(plan.features) else 0
-    return (blocks, layout.threads), shape, problem.scale, schedule, words, extras
-
-
-@kept_launches
-def _keys_launch(
-    problem: Problem, lead: tuple[int, int], device: int, arrays: Any, differs: Any, number: int
-) -> Any:
-    """Return the launch of a kernel by key tiles."""
-    plan, heads = _plan(problem, device), math.prod(lead)
-    parts, layout = plan.by_keys[number]
+    results = *gradients, call.lse, call.delta, sums
     # Rows of q and dout are what key tiles of a head read again and again, and add to.
     bytes_a_head = problem.seq_q * (2 * sum(plan.widths) + WORD * plan.widths.head * parts.dq)
-    extras = lasting_extras(problem, layout.block_q, layout.block_k, by_keys=True)
-    tiles = tiles_of(problem.seq_k, layout.block_k, extras)
-    schedule = schedule_of(tiles, heads, bytes_a_head, CACHE_BYTES)
-    where, *rest = _arguments(problem, plan, layout, lead, differs, schedule, extras)
-    return dkdv_kernel(layout, plan.widths, plan.dtype, parts, plan.features).prepared(where, *rest)
-
-
-@kept_launches
-def _round_launch(
-    problem: Problem, lead: tuple[int, int], device: int, arrays: Any, number: int
-) -> Any:
-    """Return the launch that rounds the sums of dq."""
-    plan = _plan(problem, device)
-    _, layout = plan.by_keys[number]
+    kernel = dkdv_kernel(layout, plan.widths, plan.dtype, parts, plan.features)
+    call.launch(kernel, layout, results, bytes_a_head, by_keys=True)
+    if not parts.dq:
+        return
     pieces = ceil_div(PADDING * problem.head_dim // EIGHT, THREADS)
-    grid = tiles_of(problem.seq_q, PADDING, plan.bounds) * pieces, math.prod(lead)
+    grid = tiles_of(problem.seq_q, PADDING, plan.bounds) * pieces, call.heads
     scale = problem.scale * slope_factor(plan.features, plan.keep_scale)
     rounds = round_dq_kernel(layout, plan.widths, plan.dtype, plan.features.packed)
-    return rounds.prepared((grid, THREADS), plan.rows, scale, plan.bounds)
+    rounds[grid, THREADS](sums, as_bits(operands.dq), plan.rows, scale, plan.bounds)
 
 
 def _zeroed_sums(call: _Call, layout: KeyLayout) -> Any:
@@ -278,31 +256,3 @@ def _zeroed_sums(call: _Call, layout: KeyLayout) -> Any:
     blocks = ceil_div(sums.size * WORD, CHUNK * THREADS)
     zero_kernel()[blocks, THREADS](sums)
     return sums
-
-
-def _by_rows(call: _Call, layout: QueryLayout) -> None:
-    """Fill dq by a kernel of its own."""
-    maps, differs = call.maps(layout)
-    gradient = call.gradient(call.operands.dq)
-    own = *call.words(layout), *call.own
-    arrays = gradient, call.lse, call.delta
-    launch = call.prepared(_query_launch, (*arrays, *own), differs, layout)
-    launch(*maps, *arrays, counters(), *own)
-
-
-@kept_launches
-def _query_launch(
-    problem: Problem, lead: tuple[int, int], device: int, arrays: Any, differs: Any,
-    layout: QueryLayout,
-) -> Any:  # fmt: skip
-    """Return the launch of the kernel that dq has of its own."""
-    plan, heads = _plan(problem, device), math.prod(lead)
-    extras = lasting_extras(problem, layout.block_q, layout.block_k)
-    tiles = tiles_of(problem.seq_q, layout.block_q, extras)
-    schedule = schedule_of(tiles, heads, 2 * problem.seq_k * sum(plan.widths), CACHE_BYTES)
-    where, *rest = _arguments(problem, plan, layout, lead, differs, schedule, extras)
-    return dq_kernel(layout, plan.widths, plan.dtype, plan.features).prepared(where, *rest)
-
-
-#: What is kept from call to call.
-KEPT = _plan, _rows_launch, _keys_launch, _round_launch, _query_launch

@@ -1,0 +1,164 @@
+"""A repeated call launches what it would if it were the first of its kind, with its own arrays and seed."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kernels
+from kernels import BlockMask, launch
+from kernels.cuda.device import per_device
+from kernels.cuda.runtime import recipe
+from kernels.cuda.runtime.arrays import device_view, element_strides, to_device
+from kernels.runtime.targets import IS_SIMULATOR
+
+from ...support.fake_device import FakeDriver, fake_device
+
+pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver to record")
+
+#: The fake device's pieces of memory begin at multiples of this.
+PIECE = 1 << 28
+
+
+def _halved(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return score * 0.5
+
+
+def _half(score: float, batch: int, head: int, row: int, col: int) -> float:
+    return 0.5
+
+
+def _two_of_three(batch: int, head: int, row: int, col: int) -> bool:
+    return (row + col) % 3 != 0
+
+
+#: Options, and how the operands of a call are made.
+CALLS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal, permuted": {"is_causal": True, "permuted": True},
+    "one array": {"alias": True},
+    "window and softcap": {"window_size": (5, 3), "softcap": 3.0},
+    "dropout": {"dropout_p": 0.1, "seed": 77},
+    "boolean mask and dropout": {"attn_mask": "bool", "dropout_p": 0.1, "seed": 9},
+    "floating mask and dropout": {"attn_mask": "float", "dropout_p": 0.1, "seed": 9},
+    "slopes and sinks": {"alibi_slopes": 0.5, "sink": 0.25},
+    "mods": {"mask_mod": _two_of_three, "score_mod": (_halved, _half)},
+    "block mask": {"block_mask": True, "dropout_p": 0.2, "seed": 5},
+    "atomic": {"deterministic": False},
+    "flash2": {"rung": "flash2"},
+    "flash1": {"rung": "flash1"},
+    "naive": {"rung": "naive"},
+}
+#: dtype, (batch, query heads, key heads, query rows, keys, head_dim, value_dim).
+SHAPES: list[tuple[Any, tuple[int, ...]]] = [
+    (ml_dtypes.bfloat16, (1, 2, 2, 70, 131, 64, 64)),
+    (np.float16, (2, 4, 2, 40, 40, 40, 24)),
+    (np.float32, (1, 2, 2, 130, 200, 64, 64)),
+    (np.float32, (1, 2, 2, 5, 300, 32, 32)),
+    (np.float64, (1, 2, 1, 20, 20, 8, 8)),
+]
+
+
+class Device:
+    """Calls on the fake device, and what they launch.
+
+    Args:
+        own: Its driver.
+    """
+
+    def __init__(self, own: FakeDriver):
+        self.own = own
+        self.maps: dict[bytes, Any] = {}  # the bytes of a tensor map → what was encoded
+        self.at: dict[int, Any] = {}  # the address of a tensor map → what was encoded
+        self.encode = per_device.encode_tensor_map
+
+    def encoded(self, *about: Any) -> Any:
+        """Encode a tensor map, and remember what it is of."""
+        found = self.encode(*about)
+        self.maps[found.tobytes()] = about
+        return found
+
+    def launches(self, dtype: Any, shape: tuple[int, ...], call: dict[str, Any]) -> list[Any]:
+        """Make a call forward and backward; return its launches, addresses by name."""
+        batch, heads, key_heads, rows, cols, head_dim, value_dim = shape
+        options = {name: x for name, x in call.items() if name not in ("permuted", "alias")}
+        options["enable_gqa"] = heads != key_heads
+
+        def made(*sizes: int) -> Any:
+            if not call.get("permuted"):
+                return to_device(np.zeros(sizes, dtype))
+            b, h, n, d = sizes
+            array = to_device(np.zeros((b, n, h, d), dtype))
+            steps = element_strides(array)
+            return device_view(array, sizes, (steps[0], steps[2], steps[1], steps[3]))
+
+        q, k = made(batch, heads, rows, head_dim), made(batch, key_heads, cols, head_dim)
+        v, dout = made(batch, key_heads, cols, value_dim), made(batch, heads, rows, value_dim)
+        if call.get("alias"):
+            k = q if q.shape == k.shape else k
+            v = k if v.shape == k.shape else v
+        names = {"q": q, "k": k, "v": v, "dout": dout}
+        more: dict[str, Any] = {}
+        if kind := options.get("attn_mask"):
+            mask_dtype = bool if kind == "bool" else dtype
+            names["mask"] = options["attn_mask"] = to_device(np.ones((rows, cols), mask_dtype))
+            more["mask_gradient"] = kind == "float"
+        for name in ("alibi_slopes", "sink"):
+            if name in options:
+                options[name] = np.full(heads, options[name])
+                more["sink_gradient"] = True
+        if "block_mask" in options:
+            options["block_mask"] = BlockMask.from_dense(np.tri(rows, cols, dtype=bool), 16)
+        self.own.launches.clear()
+        out, lse = kernels.flash_attention_forward(q, k, v, **options)
+        gradients = kernels.flash_attention_backward(dout, q, k, v, out, lse, **options, **more)
+        names |= {"out": out, "lse": lse}
+        names |= {f"gradient {i}": x for i, x in enumerate(gradients)}
+        for copied in self.own.calls:
+            if copied.name.startswith("cuMemcpy") and copied.about[1] in self.maps:
+                self.at[int(copied.about[0])] = self.maps[copied.about[1]]
+        known = {int(x.device_ctypes_pointer.value): name for name, x in reversed([*names.items()])}
+        return [
+            (one.kernel, one.sizes, [self._named(word, known) for word in one.words])
+            for one in self.own.launches
+        ]
+
+    def _named(self, word: int, known: dict[int, str]) -> Any:
+        """Return an address by the name of its array, or by the order in which it appears."""
+        if word in self.at:
+            address, *rest = self.at[word]
+            return "map", self._named(address, known), *rest
+        base = word - word % PIECE
+        if not 1 << 32 <= base < 1 << 48 or word % PIECE > PIECE // 2:
+            return word
+        return known.setdefault(base, f"memory {len(known)}"), word % PIECE
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda x: str(np.dtype(x[0])) + str(x[1][-2:]))
+@pytest.mark.parametrize("call", CALLS)
+def test_a_repeated_call_launches_what_a_first_one_does(call: str, shape: Any) -> None:
+    with fake_device() as own:
+        device = Device(own)
+        with patch.object(per_device, "encode_tensor_map", device.encoded):
+            for repeat in range(3):
+                options = {**CALLS[call]}
+                if "seed" in options:
+                    options["seed"] += repeat
+                again = device.launches(shape[0], shape[1], options)
+                kept = dict(launch.CUDA.plans)
+                launch.CUDA.plans.clear()
+                assert again == device.launches(shape[0], shape[1], options)
+                launch.CUDA.plans.clear()
+                launch.CUDA.plans.update(kept)
+        assert all(plan.run != plan.direct for plan in launch.CUDA.plans.values())
+
+
+def test_what_draws_a_number_is_not_repeated() -> None:
+    with recipe.Recipe(0) as own:
+        recipe.spoil()
+    assert own.is_spoilt
+    recipe.spoil()  # where nothing is written nothing is spoilt

@@ -130,10 +130,9 @@ class ScoreFunctions(NamedTuple):
 @cache
 def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunctions:
     """Return the device functions for a kernel's features; those of absent options do nothing."""
-    one, zero = dtype.type(1), dtype.type(0)
-    minus_inf = dtype.type(-math.inf)
+    one, zero, minus_inf = dtype.type(1), dtype.type(0), dtype.type(-math.inf)
     program = make_score_program(features, cuda_target(dtype))
-    modified, is_visible = program.modified, program.is_visible
+    (modified, _, is_visible), drops = program, features.dropout
 
     @device_function
     def score_and_slope(score, place, extras):
@@ -148,19 +147,16 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
         return score
 
     @device_function
-    def all_kept(place, extras):
-        return one
-
-    @device_function
     def kept(place, extras):
+        if not drops:
+            return one
         flat = place.batch * extras.heads + place.head
         # TASK 5.6: keep(…) decides; what is kept counts keep_scale, which extras has.
         is_kept = keep(extras.seed, flat, place.row, place.col, extras.threshold)
         return extras.keep_scale if is_kept else zero
         # END TASK 5.6
 
-    own_kept = kept if features.dropout else all_kept
-    return ScoreFunctions(score_of, score_and_slope, own_kept, program)
+    return ScoreFunctions(score_of, score_and_slope, kept, program)
 
 
 @cache

@@ -145,8 +145,7 @@ def make_tile_scores(
     is_listed = features.block_mask or features.mask_mod is not None
     # Block mask and mask_mod are in the bits of a tile, ``listed``.
     own = features._replace(block_mask=False, mask_mod=None)
-    program = make_score_functions(own, dtype).program
-    modified, is_shown = program.modified, program.is_shown
+    modified, is_shown, _ = make_score_functions(own, dtype).program
 
     @device_function
     def score_and_slope(product, r, c, whole, listed, edge, place, extras):

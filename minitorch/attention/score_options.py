@@ -116,11 +116,8 @@ def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) ->
         mask: A floating mask, a tensor.
     """
 
-    def score_function(function: Any) -> Any:
-        def by_function(score: Tensor, place: Place, problem: Problem) -> Tensor:
-            return ModifiedScore.apply(score, problem.score_mod, place[2:], _visible(call))
-
-        return by_function
+    def by_mod(score: Tensor, place: Place, problem: Problem) -> Tensor:
+        return ModifiedScore.apply(score, problem.score_mod, place[2:], _visible(call))
 
     def slope(place: Place, problem: Problem) -> Tensor:
         slopes = _on_host(call.arrays["alibi_slopes"])
@@ -139,7 +136,7 @@ def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) ->
         compile=same,
         one=1.0,
         tanh=lambda score: score.tanh(),
-        score_function=score_function,
+        score_function=lambda function: by_mod,
         mask_function=lambda function: lambda place, _: evaluate(function, bool, *place[2:]),
         slope=slope,
         distance=distance_of,

@@ -62,6 +62,16 @@ class Features(NamedTuple):
         return self.mask not in ("", "bool")
 
     @property
+    def has_lists(self) -> bool:
+        """Whether ``block_mask`` or ``mask_mod`` hides elements, which kernels note as bits of a tile."""
+        return self.block_mask or self.mask_mod is not None
+
+    @property
+    def has_mods(self) -> bool:
+        """Whether there are functions of the user's, which need the places of elements."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
     def of_elements(self) -> Features:
         """The options that act on the elements of a whole tile, not on rows or on the choice of tiles."""
         return self._replace(block_mask=False, whole_tiles=False, packed=False, sink=False)

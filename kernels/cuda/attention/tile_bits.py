@@ -59,14 +59,13 @@ def make_tile_bits(
         offset: Of the bytes in shared memory.
     """
     zero, one = dtype.type(0), dtype.type(1)
-    drops, has_blocks = features.dropout, features.block_mask
-    has_mod = features.mask_mod is not None
-    has_list = has_blocks or has_mod
+    drops, has_lists = features.dropout, features.has_lists
+    has_blocks, has_mod = features.block_mask, features.mask_mod is not None
     groups, threads = layout.block_k // FOUR, layout.threads
     # A tile may begin in the middle of a counter's columns, if it is no multiple of them wide.
     together = math.gcd(layout.block_k, COLUMNS)
     draws = layout.block_k // together
-    count_kept, count_listed = layout.block_q * draws * drops, layout.block_q * groups * has_list
+    count_kept, count_listed = layout.block_q * draws * drops, layout.block_q * groups * has_lists
     listed_offset = offset + count_kept
     in_mod = make_score_functions(Features(mask_mod=features.mask_mod), dtype).program.is_shown
 
@@ -124,7 +123,7 @@ def make_tile_bits(
     def draw(thread, bits, whole, place, extras):
         if drops:
             draw_kept(thread, bits, place, extras)
-        if has_list:
+        if has_lists:
             draw_listed(thread, bits, whole, place, extras)
 
     @device_function
@@ -136,7 +135,7 @@ def make_tile_bits(
 
     @device_function
     def listed(bits, r, c):
-        if not has_list:
+        if not has_lists:
             return True
         byte = bits[listed_offset + r * groups + c // FOUR]
         return bool((byte >> (c % FOUR)) & 1)

@@ -142,8 +142,7 @@ def make_tile_scores(
     if features == PLAIN:
         return TileScores(log2_e, bounded_score, bounded_gradient)
     bends, has_mod = features.bends, features.score_mod is not None
-    is_listed = features.block_mask or features.mask_mod is not None
-    # Block mask and mask_mod are in the bits of a tile, ``listed``.
+    has_lists = features.has_lists  # they are in the bits of a tile, ``listed``
     own = features._replace(block_mask=False, mask_mod=None)
     modified, is_shown, _ = make_score_functions(own, dtype).program
 
@@ -155,7 +154,7 @@ def make_tile_scores(
         score, slope = modified(product, at, extras)
         if bends:
             score = score * log2_e
-        seen = is_shown(at, extras) & (listed or not is_listed)
+        seen = is_shown(at, extras) & (listed or not has_lists)
         if not whole:
             seen = seen & is_in_bounds(edge, r, c)
         return (score if seen else minus_inf), slope

@@ -109,14 +109,12 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
     minus_inf, log2_e = np.float32(-math.inf), np.float32(LOG2_E)
     bends, has_cap, has_mod = features.bends, features.softcap, features.score_mod is not None
     drops, marks = features.dropout, is_marked(features)
-    has_lists = features.block_mask or features.mask_mod is not None
-    has_seen = has_lists or has_words(features)
     # The instruction for tanh is accurate to 11 bits, which makes a score as accurate as PyTorch's
     # operations in 16 bits do.  The forward pass has a better one, since lse is float32.
     target = score_target(features, cols, tanh, derives=True)
-    # Lists and mask_mod hide by bits.
-    hidden_by_bits = features._replace(block_mask=has_lists, mask_mod=None)
-    modified, is_shown, _ = make_score_program(hidden_by_bits, target)
+    # A mask_mod hides by bits, as a block mask does.
+    by_bits = features._replace(block_mask=features.has_lists, mask_mod=None)
+    modified, is_shown, _ = make_score_program(by_bits, target)
     draw_kept, _, is_kept, signed = (make_kept_by_keys if by_keys else make_kept)(cols)
 
     @device_function
@@ -170,7 +168,7 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
         return scale(extras) * half if marks else scale(extras)
 
     return Elements(
-        factor, seen_words(features, cols), has_seen, draw,
+        factor, seen_words(features, cols), features.has_lists or has_words(features), draw,
         _make_set_visible(features, cols, by_keys, target), weigh, drop, slope,
         PACK_POSITIVE if marks else PACK, scale, slope_scale,
     )  # fmt: skip
@@ -182,7 +180,7 @@ def _make_set_visible(
     """Return ``Elements.set_visible``."""
     words, has_mask, has_pairs = bit_words(cols), features.mask == "bool", features.mask in UNPACK
     has_blocks, has_mod = features.block_mask, features.mask_mod is not None
-    has_bits = has_mask or has_blocks or has_mod
+    has_bits = has_mask or features.has_lists
     line_place, tile_place = make_words_place(cols, by_keys, has_pairs)
     bring_pairs, block_bits = make_bring_pairs(cols), make_block_bits(cols, by_keys)
     element, lane_offset = element_of(features, by_keys), lane_offset_of(by_keys)

@@ -63,13 +63,7 @@ def _words_of(cols: int, has_pairs: bool) -> tuple[int, int]:
 def _make_counts(compile_: Any, ceil_div: Any, cols: int, by_keys: bool) -> Callable[..., Any]:
     """Return ``counts(mask)``: how many heads of a mask differ, its groups of rows and tiles of columns.
 
-    One stands for all along an axis that repeats.
-
-    Args:
-        compile_: For the host, or for kernels.
-        ceil_div: Compiled likewise.
-        cols: Columns of a tile.
-        by_keys: Tiles are transposed.
+    One stands for all along an axis that repeats.  The host and the kernels compile it, and ``ceil_div``.
     """
     rows_axis, cols_axis = (3, 2) if by_keys else (2, 3)
 
@@ -164,11 +158,7 @@ def make_pair_at(kind: str, cols: int) -> Callable[..., Any]:
 def make_block_bits(cols: int, by_keys: bool = False) -> Callable[..., Any]:
     """Return ``block_bits(n, place, extras)``: a lane's word ``n`` of the elements that a block mask shows.
 
-    ``place`` is the ``score_terms.LanePlace`` of the tile.
-
-    Args:
-        cols: As for :func:`make_words_place`.
-        by_keys: Likewise.
+    ``place`` is the ``score_terms.LanePlace`` of the tile; arguments as for :func:`make_words_place`.
     """
     tiles, offset, lane_offset = cols // 8, offset_of(by_keys), lane_offset_of(by_keys)
 

@@ -43,11 +43,7 @@ def make_extras(
 def lasting_extras(problem: Problem, block_q: int, block_k: int, by_keys: bool = False) -> Extras:
     """Return what is the same in all calls of a problem on a device, ``LATER`` for what each brings.
 
-    Args:
-        problem: See :func:`make_extras`.
-        block_q: Likewise.
-        block_k: Likewise.
-        by_keys: Likewise.
+    The arguments are those of :func:`make_extras`.
     """
     return _lasting(problem.unseeded, block_q, block_k, by_keys, current_device())
 

@@ -92,10 +92,7 @@ def edge_of(place, extras):
 def is_inside_columns(edge, r, c):
     """Tell whether the element (r, c) from a thread's first one is within the bounds and the columns.
 
-    Args:
-        edge: That of the first one, see :func:`edge_from`.
-        r: Rows, known when the kernel is compiled.
-        c: Columns, likewise.
+    ``edge`` is :func:`edge_from` of the first one; r and c are known when the kernel is compiled.
     """
     return (edge[0] <= c - r) & (c - r <= edge[1]) & (c < edge[2])
 

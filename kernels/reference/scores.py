@@ -23,12 +23,6 @@ def _numpy_target(operands: Operands) -> ScoreTarget:
     """Return the target of which a place has arrays of rows and columns that broadcast."""
     dtype = operands.q.dtype
 
-    def score_function(function: Any) -> Any:
-        return lambda score, place, call: evaluate(function, dtype, score, *place[2:])
-
-    def mask_function(function: Any) -> Any:
-        return lambda place, call: evaluate(function, bool, *place[2:])
-
     def mask_at(place: Place, call: Problem) -> Array:
         return operands.mask[:, :, place.row, place.col][operands.mask_batch]
 
@@ -36,8 +30,8 @@ def _numpy_target(operands: Operands) -> ScoreTarget:
         compile=same,
         one=dtype.type(1),
         tanh=np.tanh,
-        score_function=score_function,
-        mask_function=mask_function,
+        score_function=lambda mod: lambda score, place, _: evaluate(mod, dtype, score, *place[2:]),
+        mask_function=lambda mod: lambda place, _: evaluate(mod, bool, *place[2:]),
         slope=lambda place, call: operands.slopes,
         distance=lambda place, call: distance(place.row, place.col, call.diagonal).astype(dtype),
         bias=mask_at,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -82,15 +84,6 @@ class _Same:
         return id(self.value)
 
 
-class _Content(NamedTuple):
-    """What a plain function does, as far as its value decides: equal contents compile to equal code."""
-
-    code: CodeType
-    defaults: tuple[Any, ...]
-    captured: tuple[Any, ...]
-    world: tuple[Any, ...]
-
-
 def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -116,10 +109,16 @@ def _used_of(value: Any, names: tuple[str, ...]) -> Any:
     return tuple(_comparable(vars(value)[name]) for name in names if name in vars(value))
 
 
-def _content(function: FunctionType) -> _Content:
-    world, names = function.__globals__, tuple(_names(function.__code__))
-    return _Content(
-        function.__code__,
+def _content(function: FunctionType) -> tuple[Any, ...]:
+    """Return all that decides what a plain function computes: equal contents compile to equal code.
+
+    Raises:
+        ValueError: If a cell is still empty.
+    """
+    code, world = function.__code__, function.__globals__
+    names = tuple(_names(code))
+    return (
+        code,
         tuple(map(_comparable, function.__defaults__ or ())),
         tuple(_comparable(cell.cell_contents) for cell in function.__closure__ or ()),
         tuple(_used_of(world[name], names) for name in names if name in world),
@@ -127,15 +126,14 @@ def _content(function: FunctionType) -> _Content:
 
 
 class _Kept:
-    """A function with its content, which alone decides whether two of them are the same.
+    """A function whose content alone decides whether another one is the same.
 
     Args:
         function: A user's.
-        content: Of it.
     """
 
-    def __init__(self, function: FunctionType, content: _Content):
-        self.function, self.content = function, content
+    def __init__(self, function: FunctionType):
+        self.function, self.content = function, _content(function)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Kept) and self.content == other.content
@@ -171,15 +169,14 @@ def as_mod(name: str, function: Any, arguments: str) -> Function | None:
         TypeError: As in :func:`check_mod`.
         ValueError: As in :func:`check_mod`.
     """
-    if type(function) is not FunctionType or function.__kwdefaults__:
-        check_mod(name, function, arguments)
-        return function
-    try:
-        kept = _Kept(function, _content(function))
-    except ValueError:  # a cell that is still empty
-        check_mod(name, function, arguments)
-        return function
-    return _checked(name, kept, arguments)
+    kept = None
+    if type(function) is FunctionType and not function.__kwdefaults__:
+        with suppress(ValueError):  # a cell is still empty
+            kept = _Kept(function)
+    if kept is not None:
+        return _checked(name, kept, arguments)
+    check_mod(name, function, arguments)
+    return function
 
 
 def as_score_mod(value: Any) -> ScoreMod | None:
@@ -234,12 +231,7 @@ def evaluate(function: Function, dtype: Any, *arguments: Any) -> Any:
                 f"{type(error).__name__}: {error} at {values}"
             ) from error
 
-    shape = np.broadcast_shapes(*(np.shape(argument) for argument in arguments))
-    out = np.empty(shape, dtype)
-    for place, values in enumerate(
-        np.nditer([*arguments], ["refs_ok", "zerosize_ok"], order="C") if shape else ()
-    ):
-        out.flat[place] = result(*(value.item() for value in values))
-    if not shape:
-        out[...] = result(*(np.asarray(argument).item() for argument in arguments))
-    return out
+    shape = np.broadcast_shapes(*map(np.shape, arguments))
+    places: Any = np.nditer([*arguments], ["zerosize_ok"], order="C")
+    results = (result(*(value.item() for value in values)) for values in places)
+    return np.fromiter(results, dtype, math.prod(shape)).reshape(shape)

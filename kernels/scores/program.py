@@ -62,6 +62,16 @@ class Features(NamedTuple):
         return self.mask not in ("", "bool")
 
     @property
+    def has_lists(self) -> bool:
+        """Whether ``block_mask`` or ``mask_mod`` hides elements, which kernels note as bits of a tile."""
+        return self.block_mask or self.mask_mod is not None
+
+    @property
+    def has_mods(self) -> bool:
+        """Whether there are functions of the user's, which need the places of elements."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
     def of_elements(self) -> Features:
         """The options that act on the elements of a whole tile, not on rows or on the choice of tiles."""
         return self._replace(block_mask=False, whole_tiles=False, packed=False, sink=False)
@@ -231,22 +241,21 @@ def make_row_end(
         sink_of: ``(b, h, call)``: the sink of a head.
     """
     shift_of, inverse_sum, log_sum_exp, merge_weight = softmax
+    has_sink = features.sink
 
     @compile_
     def end_row(row_sum, shift, b, h, call):
-        return real(inverse_sum(row_sum)), real(log_sum_exp(shift, row_sum))
-
-    @compile_
-    def end_row_with_sink(row_sum, shift, b, h, call):
+        inverse, lse = real(inverse_sum(row_sum)), real(log_sum_exp(shift, row_sum))
+        if not has_sink:
+            return inverse, lse
         # The sink is one more part of the keys, with L = sink and O = 0: parts merge by their L.
-        lse, sink = real(log_sum_exp(shift, row_sum)), real(sink_of(b, h, call))
+        sink = real(sink_of(b, h, call))
         top = real(shift_of(max(lse, sink)))
         weight = real(merge_weight(lse, top))
         total = weight + real(merge_weight(sink, top))
-        inverse = real(inverse_sum(row_sum)) * weight * real(inverse_sum(total))
-        return inverse, real(log_sum_exp(top, total))
+        return inverse * weight * real(inverse_sum(total)), real(log_sum_exp(top, total))
 
-    return end_row_with_sink if features.sink else end_row
+    return end_row
 
 
 def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:

@@ -54,21 +54,10 @@ def masking_penalty(call: AttentionCall, like: Tensor) -> Tensor | None:
 def bounds_penalty(
     seq_q: int, seq_k: int, lower: int, upper: int, backend: TensorBackend, dtype: np.dtype[Any]
 ) -> Tensor:
-    """Return the penalty of a causal mask or a window; kept.
+    """Return the penalty of a causal mask or a window, a constant (seq_q, seq_k); kept.
 
     All layers of a model mask the same: the penalty is built and brought to the device once, and not
     once a layer and step.  Two are kept, for training and for evaluation.
-
-    Args:
-        seq_q: Query rows.
-        seq_k: Key columns.
-        lower: See ``kernels.Problem``.
-        upper: Likewise.
-        backend: Of the constant.
-        dtype: Likewise.
-
-    Returns:
-        (seq_q, seq_k).
     """
     row, col = np.arange(seq_q)[:, None], np.arange(seq_k)
     return _penalty(is_visible(row, col, lower, upper), backend, dtype)
@@ -108,28 +97,17 @@ def _place(problem: Problem) -> Place:
 
 
 def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) -> ScoreTarget:
-    """Return the target for tensors: scores are tensors, and visibility is a NumPy array.
+    """Return the target for tensors: scores and ``mask`` are tensors, and visibility is a NumPy array."""
 
-    Args:
-        call: The checked call.
-        scores: A tensor of the backend and dtype of constants.
-        mask: A floating mask, a tensor.
-    """
+    def by_mod(score: Tensor, place: Place, problem: Problem) -> Tensor:
+        return ModifiedScore.apply(score, problem.score_mod, place[2:], _visible(call))
 
-    def score_function(function: Any) -> Any:
-        def by_function(score: Tensor, place: Place, problem: Problem) -> Tensor:
-            return ModifiedScore.apply(score, problem.score_mod, place[2:], _visible(call))
-
-        return by_function
+    def constant(array: npt.NDArray[Any]) -> Tensor:
+        return tensor(array, scores.backend, False, scores.dtype)
 
     def slope(place: Place, problem: Problem) -> Tensor:
         slopes = _on_host(call.arrays["alibi_slopes"])
-        slopes = slopes.reshape(*slopes.shape, 1, 1) if problem.lead else slopes  # (…, heads, 1, 1)
-        return tensor(slopes, scores.backend, False, scores.dtype)
-
-    def distance_of(place: Place, problem: Problem) -> Tensor:
-        apart = distance(place.row, place.col, problem.diagonal)  # (seq_q, seq_k)
-        return tensor(apart, scores.backend, False, scores.dtype)
+        return constant(slopes.reshape(*slopes.shape, 1, 1) if problem.lead else slopes)
 
     def in_blocks(place: Place, problem: Problem) -> Bools:
         blocks: Any = problem.block_mask
@@ -139,10 +117,10 @@ def _tensor_target(call: AttentionCall, scores: Any = None, mask: Any = None) ->
         compile=same,
         one=1.0,
         tanh=lambda score: score.tanh(),
-        score_function=score_function,
+        score_function=lambda function: by_mod,
         mask_function=lambda function: lambda place, _: evaluate(function, bool, *place[2:]),
         slope=slope,
-        distance=distance_of,
+        distance=lambda place, _: constant(distance(place.row, place.col, call.problem.diagonal)),
         bias=lambda place, problem: mask,
         in_mask=lambda place, _: _on_host(call.arrays["attn_mask"]),
         in_blocks=in_blocks,

@@ -59,27 +59,22 @@ def make_tile_bits(
         offset: Of the bytes in shared memory.
     """
     zero, one = dtype.type(0), dtype.type(1)
+    drops, has_lists = features.dropout, features.has_lists
+    has_blocks, has_mod = features.block_mask, features.mask_mod is not None
     groups, threads = layout.block_k // FOUR, layout.threads
-    count = layout.block_q * groups
     # A tile may begin in the middle of a counter's columns, if it is no multiple of them wide.
     together = math.gcd(layout.block_k, COLUMNS)
     draws = layout.block_k // together
-    count_kept = layout.block_q * draws * features.dropout
-    is_listed = features.block_mask or features.mask_mod is not None
+    count_kept, count_listed = layout.block_q * draws * drops, layout.block_q * groups * has_lists
     listed_offset = offset + count_kept
-    mods = features._replace(mask="", block_mask=False)
-    in_mod = make_score_functions(mods, dtype).program.is_shown
-
-    @device_function
-    def nothing(thread, bits, whole, place, extras):
-        pass
+    in_mod = make_score_functions(Features(mask_mod=features.mask_mod), dtype).program.is_shown
 
     @device_function
     def pair_kept(word, threshold):
         return ((word & HALF_MASK) >= threshold) | (((word >> HALF) >= threshold) << 1)
 
     @device_function
-    def draw_kept(thread, bits, whole, place, extras):
+    def draw_kept(thread, bits, place, extras):
         threshold, flat = uint32(extras.threshold), place.batch * extras.heads + place.head
         for n in range(thread, count_kept, threads):
             first = place.col + n % draws * together
@@ -94,13 +89,7 @@ def make_tile_bits(
             bits[offset + n] = byte >> first % COLUMNS
 
     @device_function
-    def all_four(whole, place, extras):
-        return ALL
-
-    @device_function
-    def in_blocks(whole, place, extras):
-        if whole:
-            return ALL
+    def four_in_blocks(place, extras):
         # Four neighbouring columns are in one block.
         state, r, c = block_at(place, extras)
         four = ALL if state == FULL else 0
@@ -111,54 +100,44 @@ def make_tile_bits(
         return four
 
     @device_function
-    def in_mods(whole, place, extras):
+    def four_in_mod(place, extras):
         four = 0
         for u in range(FOUR):
             if in_mod(place_of(place, place.row, place.col + u), extras):
                 four |= 1 << u
         return four
 
-    first = in_blocks if features.block_mask else all_four
-    second = in_mods if features.mask_mod is not None else all_four
-
     @device_function
     def draw_listed(thread, bits, whole, place, extras):
         last_row, last_col = place.seq_q - 1, (place.seq_k - 1) // FOUR * FOUR
-        for n in range(thread, count, threads):
+        for n in range(thread, count_listed, threads):
             # Within the patterns; what is beyond the end is hidden by the bounds.
             row = min(place.row + n // groups, last_row)
             at = place_of(place, row, min(place.col + n % groups * FOUR, last_col))
-            bits[listed_offset + n] = first(whole, at, extras) & second(whole, at, extras)
-
-    draw_first = draw_kept if features.dropout else nothing
-    draw_second = draw_listed if is_listed else nothing
+            four = four_in_blocks(at, extras) if has_blocks and not whole else ALL
+            if has_mod:
+                four &= four_in_mod(at, extras)
+            bits[listed_offset + n] = four
 
     @device_function
     def draw(thread, bits, whole, place, extras):
-        draw_first(thread, bits, whole, place, extras)
-        draw_second(thread, bits, whole, place, extras)
-
-    @device_function
-    def all_kept(bits, r, c, extras):
-        return one
+        if drops:
+            draw_kept(thread, bits, place, extras)
+        if has_lists:
+            draw_listed(thread, bits, whole, place, extras)
 
     @device_function
     def kept(bits, r, c, extras):
+        if not drops:
+            return one
         byte = bits[offset + r * draws + c // together]
         return extras.keep_scale if (byte >> (c % together)) & 1 else zero
 
     @device_function
-    def all_listed(bits, r, c):
-        return True
-
-    @device_function
     def listed(bits, r, c):
+        if not has_lists:
+            return True
         byte = bits[listed_offset + r * groups + c // FOUR]
         return bool((byte >> (c % FOUR)) & 1)
 
-    return TileBits(
-        count_kept + count * is_listed,
-        draw,
-        kept if features.dropout else all_kept,
-        listed if is_listed else all_listed,
-    )
+    return TileBits(count_kept + count_listed, draw, kept, listed)

@@ -75,6 +75,12 @@ def _make_store_sums(
     return store_sums
 
 
+@device_function
+def own_range(is_own, place, count):
+    """Return from which to which a block sums: its own place alone, or all that there are."""
+    return (place if is_own else 0), (place + 1 if is_own else count)
+
+
 @cache
 def dmask_kernel(
     layout: RegisterLayout,
@@ -124,19 +130,11 @@ def dmask_kernel(
         rows, cols = dmask.shape[2], dmask.shape[3]
         mask_batch, mask_head = cuda.blockIdx.y // dmask.shape[1], cuda.blockIdx.y % dmask.shape[1]
         # What an element was repeated over is a range; else it is the block's own place.
-        first_head, heads_stop = 0, heads
-        if dmask.shape[1] == heads:
-            first_head = cuda.blockIdx.y % heads
-            heads_stop = first_head + 1
-        mask_tiles = ceil_div(cols, block_k)
-        q_tiles_start, q_tiles_stop = 0, ceil_div(seq_q, block_q)
-        if rows == seq_q:
-            q_tiles_start = cuda.blockIdx.x // mask_tiles
-            q_tiles_stop = q_tiles_start + 1
-        k_tiles_start, k_tiles_stop = 0, ceil_div(seq_k, block_k)
-        if cols == seq_k:
-            k_tiles_start = cuda.blockIdx.x % mask_tiles
-            k_tiles_stop = k_tiles_start + 1
+        x, mask_tiles = cuda.blockIdx.x, ceil_div(cols, block_k)
+        q_tiles, k_tiles = ceil_div(seq_q, block_q), ceil_div(seq_k, block_k)
+        first_head, heads_stop = own_range(dmask.shape[1] == heads, cuda.blockIdx.y % heads, heads)
+        q_tiles_start, q_tiles_stop = own_range(rows == seq_q, x // mask_tiles, q_tiles)
+        k_tiles_start, k_tiles_stop = own_range(cols == seq_k, x % mask_tiles, k_tiles)
         tx, ty = cuda.threadIdx.x % lanes, cuda.threadIdx.x // lanes
         shared = cuda.shared.array(0, real)  # q_tile, dout_tile, k_tile, v_tile, ds
         bits = cuda.shared.array(0, uint8)  # the same memory; the bits begin after the tiles

@@ -130,23 +130,37 @@ def make_gradients_by_keys(
 
 
 @cache
+def _make_row_values_of(dtype: np.dtype[Any]) -> Callable[..., Any]:
+    """Return ``row_values_of(lse, delta, b, h, row, stop)``: L, base 2, and D of a row.
+
+    From ``stop`` on rows have L infinite, and so no probabilities.
+    """
+    real, zero, inf = scalar_type(dtype), dtype.type(0), dtype.type(math.inf)
+    log2_e = dtype.type(LOG2_E)
+
+    @device_function
+    def row_values_of(lse, delta, b, h, row, stop):
+        inside = row < stop
+        shift = real(shift_of(lse[b, h, row])) * log2_e if inside else inf
+        return shift, (delta[b, h, row] if inside else zero)
+
+    return row_values_of
+
+
+@cache
 def make_load_row_values(layout: RegisterLayout, dtype: np.dtype[Any]) -> Callable[..., None]:
     """Return ``load_row_values(ty, shift, own_delta, lse, delta, b, h, first, stop)``.
 
-    It loads L, base 2, and D of the thread's rows; from ``stop`` on rows have L infinite, and so no
-    probabilities.
+    It loads L, base 2, and D of the thread's rows.
     """
     rows_of_threads, own_rows = layout.rows_of_threads, layout.block_q // layout.rows_of_threads
-    real, zero, inf = scalar_type(dtype), dtype.type(0), dtype.type(math.inf)
-    log2_e = dtype.type(LOG2_E)
+    row_values_of = _make_row_values_of(dtype)
 
     @device_function
     def load_row_values(ty, shift, own_delta, lse, delta, b, h, first, stop):
         for i in range(own_rows):
             row = first + ty + i * rows_of_threads
-            inside = row < stop
-            shift[i] = real(shift_of(lse[b, h, row])) * log2_e if inside else inf
-            own_delta[i] = delta[b, h, row] if inside else zero
+            shift[i], own_delta[i] = row_values_of(lse, delta, b, h, row, stop)
 
     return load_row_values
 
@@ -157,19 +171,14 @@ def make_put_row_values(
 ) -> Callable[..., None]:
     """Return ``put_row_values(thread, shared, lse, delta, b, h, first, stop)``.
 
-    It puts L, base 2, and D of a whole query tile into shared memory at the two offsets; rows from ``stop``
-    on as in :func:`make_load_row_values`.
+    It puts L, base 2, and D of a whole query tile into shared memory at the two offsets.
     """
-    block_q, threads, real = layout.block_q, layout.threads, scalar_type(dtype)
-    zero, inf, log2_e = dtype.type(0), dtype.type(math.inf), dtype.type(LOG2_E)
+    block_q, threads, row_values_of = layout.block_q, layout.threads, _make_row_values_of(dtype)
 
     @device_function
     def put_row_values(thread, shared, lse, delta, b, h, first, stop):
         for r in range(thread, block_q, threads):
-            row = first + r
-            inside = row < stop
-            shift = real(shift_of(lse[b, h, row])) * log2_e if inside else inf
-            shared[lse_tile + r] = shift
-            shared[delta_tile + r] = delta[b, h, row] if inside else zero
+            shift, own_delta = row_values_of(lse, delta, b, h, first + r, stop)
+            shared[lse_tile + r], shared[delta_tile + r] = shift, own_delta
 
     return put_row_values

@@ -55,11 +55,7 @@ def offset_of(by_keys: bool) -> Callable[..., Any]:
 
 
 def lane_offset_of(by_keys: bool) -> Callable[..., Any]:
-    """Return ``lane_offset(lane)``: rows and columns of a lane's first element from its warp's first one.
-
-    Args:
-        by_keys: As for :func:`offset_of`.
-    """
+    """Return ``lane_offset(lane)``: rows and columns from a warp's first element to a lane's first one."""
 
     @device_function
     def lane_offset(lane):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numba import int32, int64, types, uint32, uint64, void
 
-from kernels.common.geometry import PLAIN
+from kernels.common.geometry import PLAIN, same
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
     TILES,
     bit_words,
@@ -60,15 +60,21 @@ def _words_of(cols: int, has_pairs: bool) -> tuple[int, int]:
     return (cols // STEP, QUAD) if has_pairs else (1, bit_words(cols))
 
 
-def _sizes(mask: Any, cols: int, by_keys: bool) -> tuple[int, int, int]:
-    """Return how many heads of a mask differ, and its groups of rows and tiles of columns."""
-    axes = (3, 2) if by_keys else (2, 3)
-    places = (1, ROWS, cols)
-    # One stands for all where the mask repeats.
-    return tuple(  # type: ignore[return-value]
-        1 if mask.strides[axis] == 0 else PLAIN.ceil_div(mask.shape[axis], size)
-        for axis, size in zip((1, *axes), places, strict=True)
-    )
+def _make_counts(compile_: Any, ceil_div: Any, cols: int, by_keys: bool) -> Callable[..., Any]:
+    """Return ``counts(mask)``: how many heads of a mask differ, its groups of rows and tiles of columns.
+
+    One stands for all along an axis that repeats.  The host and the kernels compile it, and ``ceil_div``.
+    """
+    rows_axis, cols_axis = (3, 2) if by_keys else (2, 3)
+
+    @compile_
+    def counts(mask):
+        heads = 1 if mask.strides[1] == 0 else mask.shape[1]
+        groups = 1 if mask.strides[rows_axis] == 0 else ceil_div(mask.shape[rows_axis], ROWS)
+        tiles = 1 if mask.strides[cols_axis] == 0 else ceil_div(mask.shape[cols_axis], cols)
+        return heads, groups, tiles
+
+    return counts
 
 
 @cache
@@ -87,19 +93,11 @@ def make_words_place(
     """
     steps, count = _words_of(cols, has_pairs)
     size = steps * count * WARP
-    rows_axis, cols_axis = (3, 2) if by_keys else (2, 3)
-
-    @device_function
-    def sizes(extras):
-        mask = extras.mask
-        groups = 1 if mask.strides[rows_axis] == 0 else ceil_div(mask.shape[rows_axis], ROWS)
-        tiles = 1 if mask.strides[cols_axis] == 0 else ceil_div(mask.shape[cols_axis], cols)
-        return groups, tiles
+    counts = _make_counts(device_function, ceil_div, cols, by_keys)
 
     @device_function
     def line_place(lane, b, h, row, extras):
-        groups, tiles = sizes(extras)
-        heads = 1 if extras.mask.strides[1] == 0 else extras.mask.shape[1]
+        heads, groups, tiles = counts(extras.mask)
         line = extras.mask_batch[b] * heads + (0 if heads == 1 else h)
         # Rows beyond the end read those of the last group, and are not written.
         line = line * groups + min(row // ROWS, groups - 1)
@@ -107,7 +105,7 @@ def make_words_place(
 
     @device_function
     def tile_place(col, extras):
-        _, tiles = sizes(extras)
+        _, _, tiles = counts(extras.mask)
         return min(col // cols, tiles - 1) * size
 
     return line_place, tile_place
@@ -160,11 +158,7 @@ def make_pair_at(kind: str, cols: int) -> Callable[..., Any]:
 def make_block_bits(cols: int, by_keys: bool = False) -> Callable[..., Any]:
     """Return ``block_bits(n, place, extras)``: a lane's word ``n`` of the elements that a block mask shows.
 
-    ``place`` is the ``score_terms.LanePlace`` of the tile.
-
-    Args:
-        cols: As for :func:`make_words_place`.
-        by_keys: Likewise.
+    ``place`` is the ``score_terms.LanePlace`` of the tile; arguments as for :func:`make_words_place`.
     """
     tiles, offset, lane_offset = cols // 8, offset_of(by_keys), lane_offset_of(by_keys)
 
@@ -310,7 +304,7 @@ def packed_mask(mask: Any, cols: int, by_keys: bool = False) -> Any:
         by_keys: Its tiles are transposed.
     """
     has_pairs = mask.dtype == BITS
-    heads, groups, tiles = _sizes(mask, cols, by_keys)
+    heads, groups, tiles = _make_counts(same, PLAIN.ceil_div, cols, by_keys)(mask)
     steps, count = _words_of(cols, has_pairs)
     words, lines = groups * tiles * steps * count * WARP, mask.shape[0] * heads
     packed = empty_device((lines * words,), np.dtype(np.uint32))

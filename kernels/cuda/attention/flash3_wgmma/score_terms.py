@@ -81,14 +81,9 @@ class ElementPlace(NamedTuple):
     i: Any
 
 
-def _has_mods(features: Features) -> bool:
-    """Return whether a user's functions need the places of elements."""
-    return features.score_mod is not None or features.mask_mod is not None
-
-
 def line_of(features: Features) -> Callable[..., Any]:
     """Return ``line(flat, b, h, rows, cols, extras)``, which makes a :class:`Line`."""
-    has_mods, has_slopes = _has_mods(features), features.slopes
+    has_mods, has_slopes = features.has_mods, features.slopes
 
     @device_function
     def line(flat, b, h, rows, cols, extras):
@@ -128,7 +123,7 @@ def element_of(
         by_keys: Rows of the tile are keys.
         has_columns: No column of the tile is beyond the last one.
     """
-    has_mods, offset = _has_mods(features), offset_of(by_keys)
+    has_mods, offset = features.has_mods, offset_of(by_keys)
 
     @device_function
     def element(place, distance, words, t, i):

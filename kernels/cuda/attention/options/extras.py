@@ -73,10 +73,7 @@ def _numbers(problem: Problem) -> Extras:
 @lru_cache(maxsize=64)
 def _block_arrays(mask: BlockMask, device: int) -> dict[str, Any]:
     """Return the blocks of a mask on the device, copied once."""
-    # A GPU has no empty arrays.
-    blocks = (1, mask.block_q, mask.block_k)
-    patterns = mask.patterns if len(mask.patterns) else np.zeros(blocks, bool)
-    return {"states": to_device(mask.states), "patterns": to_device(patterns)}
+    return {"states": _copied(mask.states), "patterns": _copied(mask.patterns)}
 
 
 @lru_cache(maxsize=256)
@@ -85,14 +82,15 @@ def _list_arrays(
 ) -> dict[str, Any]:
     """Return the tiles that a mask visits on the device, copied once for a kernel's tiles."""
     tiles = mask.tile_list(block_q, block_k, by_keys)
-    return {
-        name: to_device(array if len(array) else np.zeros(1, array.dtype))
-        for name, array in tiles._asdict().items()
-    }
+    return {name: _copied(array) for name, array in tiles._asdict().items()}
 
 
 @lru_cache(maxsize=64)
 def _tiles(sequences: Any, block: int, of_keys: bool, device: int) -> Any:
     """Return the tiles of packed sequences on the device."""
-    tiles = sequences.tiles(block, of_keys)
-    return to_device(tiles if len(tiles) else np.zeros((1, 6), np.int64))
+    return _copied(sequences.tiles(block, of_keys))
+
+
+def _copied(array: Any) -> Any:
+    """Return a copy on the device, which has no empty arrays: of none it has one entry, zeros."""
+    return to_device(array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype))

@@ -127,11 +127,7 @@ def _record_distance(context, row, col, distance):
     return types.void(row, col, distance), emit
 
 
-def _nothing(row, col, distance):
-    pass
-
-
-_record_distance.py_func = _nothing
+_record_distance.py_func = lambda row, col, distance: None
 
 
 def _has_rules(function: Callable[..., Any], dtype: np.dtype[Any]) -> bool:

@@ -84,28 +84,23 @@ class Extras(NamedTuple):
 @cache
 def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
     """Return numba's type of :class:`Extras` for a kernel."""
-    real, none = scalar_type(dtype), int64
-
-    def where(has: Any, kind: Any) -> Any:
-        return kind if has else none
-
+    real, listed = scalar_type(dtype), features.block_mask
     mask = array_type({"bool": np.dtype(bool), "float": dtype}.get(features.mask, BITS), 4)
     ints, flags = types.Array(types.int32, 1, "A"), types.Array(types.boolean, 1, "A")
-    listed = features.block_mask
-    kinds = Extras(
-        int64, int64, int64, int64, real, real, int64, int64, real,
-        where(features.slopes, array_type(dtype, 4)),
-        where(features.sink, array_type(dtype, 4)),
-        where(features.mask, mask),
-        where(features.mask, types.Array(int64, 1, "A")),
-        where(listed, types.Array(types.int32, 3, "A")),
-        where(listed, types.Array(types.boolean, 3, "A")),
-        where(listed, ints),
-        where(listed, ints),
-        where(listed, flags),
-        where(features.packed, types.Array(int64, 2, "A")),
-    )  # fmt: skip
-    return types.NamedTuple(kinds, Extras)
+    numbers = int64, int64, int64, int64, real, real, int64, int64, real
+    arrays = (
+        (features.slopes, array_type(dtype, 4)),
+        (features.sink, array_type(dtype, 4)),
+        (features.mask, mask),
+        (features.mask, types.Array(int64, 1, "A")),
+        (listed, types.Array(types.int32, 3, "A")),
+        (listed, types.Array(types.boolean, 3, "A")),
+        (listed, ints),
+        (listed, ints),
+        (listed, flags),
+        (features.packed, types.Array(int64, 2, "A")),
+    )
+    return types.NamedTuple([*numbers, *(kind if has else int64 for has, kind in arrays)], Extras)
 
 
 class ScoreFunctions(NamedTuple):
@@ -130,10 +125,9 @@ class ScoreFunctions(NamedTuple):
 @cache
 def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunctions:
     """Return the device functions for a kernel's features; those of absent options do nothing."""
-    one, zero = dtype.type(1), dtype.type(0)
-    minus_inf = dtype.type(-math.inf)
+    one, zero, minus_inf = dtype.type(1), dtype.type(0), dtype.type(-math.inf)
     program = make_score_program(features, cuda_target(dtype))
-    modified, is_visible = program.modified, program.is_visible
+    (modified, _, is_visible), drops = program, features.dropout
 
     @device_function
     def score_and_slope(score, place, extras):
@@ -148,19 +142,16 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
         return score
 
     @device_function
-    def all_kept(place, extras):
-        return one
-
-    @device_function
     def kept(place, extras):
+        if not drops:
+            return one
         flat = place.batch * extras.heads + place.head
         # TASK 5.6: keep(…) decides; what is kept counts keep_scale, which extras has.
         is_kept = keep(extras.seed, flat, place.row, place.col, extras.threshold)
         return extras.keep_scale if is_kept else zero
         # END TASK 5.6
 
-    own_kept = kept if features.dropout else all_kept
-    return ScoreFunctions(score_of, score_and_slope, own_kept, program)
+    return ScoreFunctions(score_of, score_and_slope, kept, program)
 
 
 @cache
@@ -231,12 +222,7 @@ def place_of(place, row, col):
 
 @device_function
 def mask_at(place, extras):
-    """Return an element of a mask.
-
-    Args:
-        place: A record with ``b``, ``h``, ``row`` and ``col``, see ``kernels.scores.program.Place``.
-        extras: Of the kernel.
-    """
+    """Return the element of a mask at a place: a record with ``b``, ``h``, ``row`` and ``col``."""
     # Unsigned: a signed index may be negative, to count from the end, and each would be tested.
     batch = uint64(extras.mask_batch[uint64(place.b)])
     return extras.mask[batch, uint64(place.h), uint64(place.row), uint64(place.col)]
@@ -246,9 +232,7 @@ def mask_at(place, extras):
 def block_at(place, extras):
     """Return the state of the block that an element is in, and the element's row and column there.
 
-    Args:
-        place: A record with ``head``, ``row`` and ``col``, see ``kernels.scores.program.Place``.
-        extras: Of the kernel.
+    The place of the element is a record with ``head``, ``row`` and ``col``.
     """
     # A division of 64 bits takes several times as long as one of 32.
     rows, cols = uint32(extras.patterns.shape[1]), uint32(extras.patterns.shape[2])

@@ -92,10 +92,7 @@ def edge_of(place, extras):
 def is_inside_columns(edge, r, c):
     """Tell whether the element (r, c) from a thread's first one is within the bounds and the columns.
 
-    Args:
-        edge: That of the first one, see :func:`edge_from`.
-        r: Rows, known when the kernel is compiled.
-        c: Columns, likewise.
+    ``edge`` is :func:`edge_from` of the first one; r and c are known when the kernel is compiled.
     """
     return (edge[0] <= c - r) & (c - r <= edge[1]) & (c < edge[2])
 
@@ -142,11 +139,9 @@ def make_tile_scores(
     if features == PLAIN:
         return TileScores(log2_e, bounded_score, bounded_gradient)
     bends, has_mod = features.bends, features.score_mod is not None
-    is_listed = features.block_mask or features.mask_mod is not None
-    # Block mask and mask_mod are in the bits of a tile, ``listed``.
+    has_lists = features.has_lists  # they are in the bits of a tile, ``listed``
     own = features._replace(block_mask=False, mask_mod=None)
-    program = make_score_functions(own, dtype).program
-    modified, is_shown = program.modified, program.is_shown
+    modified, is_shown, _ = make_score_functions(own, dtype).program
 
     @device_function
     def score_and_slope(product, r, c, whole, listed, edge, place, extras):
@@ -156,7 +151,7 @@ def make_tile_scores(
         score, slope = modified(product, at, extras)
         if bends:
             score = score * log2_e
-        seen = is_shown(at, extras) & (listed or not is_listed)
+        seen = is_shown(at, extras) & (listed or not has_lists)
         if not whole:
             seen = seen & is_in_bounds(edge, r, c)
         return (score if seen else minus_inf), slope

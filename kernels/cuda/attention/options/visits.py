@@ -57,30 +57,22 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
         block: Places of a tile of the kernel's own side.
         by_keys: That side is the keys.
     """
+    is_packed, has_list = features.packed, features.block_mask
 
     @device_function
-    def query_place(x, y, rows, cols, extras):
-        # Under a causal mask the last tile is the longest: it starts first.
-        return y, (ceil_div(rows, block) - 1 - x) * block, 0, rows, 0, cols
+    def place(x, y, rows, cols, extras):
+        if is_packed:  # the columns of sequences.Tile
+            tile, tiles = uint64(x), extras.tiles
+            flat, start = y + int(tiles[tile, 0]) * extras.heads, tiles[tile, 5]
+            return flat, start, tiles[tile, 1], tiles[tile, 2], tiles[tile, 3], tiles[tile, 4]
+        # The longest tile starts first: under a causal mask the last one of rows, the first one of keys.
+        number = x if by_keys else ceil_div(rows, block) - 1 - x
+        return y, number * block, 0, rows, 0, cols
 
     @device_function
-    def key_place(x, y, rows, cols, extras):
-        # Here the first tile is the longest.
-        return y, x * block, 0, rows, 0, cols
-
-    @device_function
-    def packed_place(x, y, rows, cols, extras):
-        # The columns of sequences.Tile.
-        tile, tiles = uint64(x), extras.tiles
-        flat = y + int(tiles[tile, 0]) * extras.heads
-        return flat, tiles[tile, 5], tiles[tile, 1], tiles[tile, 2], tiles[tile, 3], tiles[tile, 4]
-
-    @device_function
-    def all_entries(flat, start, size, first, stop, extras):
-        return first, stop
-
-    @device_function
-    def listed_entries(flat, start, size, first, stop, extras):
+    def entries(flat, start, size, first, stop, extras):
+        if not has_list:
+            return first, stop
         # TASK 5.9: The line of (head, tile) in tile_ptr: where its entries begin and end.
         head = flat % extras.heads % extras.states.shape[0]
         line = uint64(head * ceil_div(size, block) + start // block)
@@ -88,40 +80,22 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
         # END TASK 5.9
 
     @device_function
-    def same_tile(entry, extras):
-        return entry
-
-    @device_function
-    def listed_tile(entry, extras):
+    def tile_of(entry, extras):
+        if not has_list:
+            return entry
         # TASK 5.9: The number of the tile of an entry, from tile_ids.
         return int64(extras.tile_ids[uint64(entry)])
         # END TASK 5.9
 
     @device_function
-    def always(entry, extras):
-        return True
-
-    @device_function
-    def listed_whole(entry, extras):
-        return bool(extras.tile_full[uint64(entry)])
-
-    @device_function
-    def always_within(tile, first, stop):
-        return True
+    def is_whole(entry, extras):
+        return bool(extras.tile_full[uint64(entry)]) if has_list else True
 
     @device_function
     def is_within(tile, first, stop):
-        return first <= tile < stop
+        return first <= tile < stop if has_list else True
 
-    place = key_place if by_keys else query_place
-    return Visits(
-        packed_place if features.packed else place,
-        *(
-            (listed_entries, listed_tile, listed_whole, is_within)
-            if features.block_mask
-            else (all_entries, same_tile, always, always_within)
-        ),
-    )
+    return Visits(place, entries, tile_of, is_whole, is_within)
 
 
 @cache

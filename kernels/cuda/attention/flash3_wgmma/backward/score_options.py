@@ -31,6 +31,7 @@ from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import (
     ALL,
+    has_words,
     make_block_bits,
     make_bring_pairs,
     make_words_place,
@@ -42,7 +43,7 @@ from kernels.cuda.attention.flash3_wgmma.score_terms import (
 )
 from kernels.cuda.ptx.numbers import PACK, PACK_POSITIVE, UNPACK, ex2, tanh
 from kernels.cuda.runtime.kernel import device_function
-from kernels.scores.program import PLAIN, Features, ScoreProgram, make_score_program
+from kernels.scores.program import Features, ScoreTarget, make_score_program
 
 
 class Elements(NamedTuple):
@@ -105,11 +106,27 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
         by_keys: Rows of the tile are keys.
     """
     zero, half, one = np.float32(0), np.float32(0.5), np.float32(1)
-    minus_inf, log2_e, bends = np.float32(-math.inf), np.float32(LOG2_E), features.bends
-    has_mod, has_pairs = features.score_mod is not None, features.mask in UNPACK
-    log2_factor = one if bends else log2_e
-    program = _program(features, cols)
-    modified, is_shown, has_bits = program.modified, program.is_shown, _has_bits(features)
+    minus_inf, log2_e = np.float32(-math.inf), np.float32(LOG2_E)
+    bends, has_cap, has_mod = features.bends, features.softcap, features.score_mod is not None
+    drops, marks = features.dropout, is_marked(features)
+    # The instruction for tanh is accurate to 11 bits, which makes a score as accurate as PyTorch's
+    # operations in 16 bits do.  The forward pass has a better one, since lse is float32.
+    target = score_target(features, cols, tanh, derives=True)
+    # A mask_mod hides by bits, as a block mask does.
+    by_bits = features._replace(block_mask=features.has_lists, mask_mod=None)
+    modified, is_shown, _ = make_score_program(by_bits, target)
+    draw_kept, _, is_kept, signed = (make_kept_by_keys if by_keys else make_kept)(cols)
+
+    @device_function
+    def factor(extras):
+        if has_cap:
+            return one / extras.softcap
+        return one if bends else log2_e
+
+    @device_function
+    def draw(kept, lane, flat, row, col, extras):
+        if drops:
+            draw_kept(kept, lane, flat, row, col, extras)
 
     @device_function
     def weigh(product, shift, place, extras):
@@ -126,97 +143,48 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
         return (p if is_seen else zero), (bent if is_seen else zero)
 
     @device_function
-    def over_cap(extras):
-        return one / extras.softcap
-
-    @device_function
-    def constant_factor(extras):
-        return log2_factor
-
-    found = make_kept_by_keys(cols) if by_keys else make_kept(cols)
-    is_kept, signed = found.has, found.signed
-
-    @device_function
-    def mark(p, bent, kept, t, i):
-        marked = signed(p, kept, t, i)
-        return marked, marked
-
-    @device_function
-    def marked_slope(p, dp, delta, kept, t, i):
-        return p * dp + abs(p) * (dp - delta)
-
-    @device_function
     def drop(p, bent, kept, t, i):
-        return (p if is_kept(kept, t, i) else zero), bent
-
-    @device_function
-    def slope_of_dropped(bent, dp, delta, kept, t, i):
-        return bent * ((dp if is_kept(kept, t, i) else zero) - delta)
-
-    @device_function
-    def never_dropped(p, bent, kept, t, i):
+        if marks:
+            marked = signed(p, kept, t, i)
+            return marked, marked
+        if drops:
+            p = p if is_kept(kept, t, i) else zero
         return p, bent
 
     @device_function
-    def plain_slope(bent, dp, delta, kept, t, i):
+    def slope(bent, dp, delta, kept, t, i):
+        if marks:
+            return bent * dp + abs(bent) * (dp - delta)
+        if drops:
+            dp = dp if is_kept(kept, t, i) else zero
         return bent * (dp - delta)
 
     @device_function
-    def keep_scale(extras):
-        return extras.keep_scale
+    def scale(extras):
+        return extras.keep_scale if drops else one
 
     @device_function
-    def half_scale(extras):
-        return extras.keep_scale * half
+    def slope_scale(extras):
+        return scale(extras) * half if marks else scale(extras)
 
-    @device_function
-    def no_scale(extras):
-        return one
-
-    @device_function
-    def nothing(kept, lane, flat, row, col, extras):
-        pass
-
-    draw, own_drop, slope, pack = nothing, never_dropped, plain_slope, PACK
-    scale = slope_scale = no_scale
-    if features.dropout:
-        draw, own_drop, slope = found.draw, drop, slope_of_dropped
-        scale = slope_scale = keep_scale
-    if is_marked(features):
-        own_drop, slope, pack, slope_scale = mark, marked_slope, PACK_POSITIVE, half_scale
     return Elements(
-        over_cap if features.softcap else constant_factor, seen_words(features, cols),
-        has_bits or has_pairs, draw, _make_set_visible(features, cols, by_keys), weigh,
-        own_drop, slope, pack, scale, slope_scale,
+        factor, seen_words(features, cols), features.has_lists or has_words(features), draw,
+        _make_set_visible(features, cols, by_keys, target), weigh, drop, slope,
+        PACK_POSITIVE if marks else PACK, scale, slope_scale,
     )  # fmt: skip
 
 
-def _has_bits(features: Features) -> bool:
-    """Return whether the lanes have bits of visible elements."""
-    return features.mask == "bool" or features.block_mask or features.mask_mod is not None
-
-
-def _program(features: Features, cols: int) -> ScoreProgram:
-    """Return the score program of elements that masks, ``mask_mod`` too, hide by bits.
-
-    The instruction for tanh is accurate to 11 bits, which makes a score as accurate as PyTorch's operations
-    in 16 bits do.  The forward pass has a better one, since lse is float32.
-    """
-    has_blocks = features.block_mask or features.mask_mod is not None
-    features = features._replace(block_mask=has_blocks, mask_mod=None)
-    return make_score_program(features, score_target(features, cols, tanh, derives=True))
-
-
-def _make_set_visible(features: Features, cols: int, by_keys: bool) -> Callable[..., None]:
+def _make_set_visible(
+    features: Features, cols: int, by_keys: bool, target: ScoreTarget
+) -> Callable[..., None]:
     """Return ``Elements.set_visible``."""
-    words, is_masked, has_pairs = bit_words(cols), features.mask == "bool", features.mask in UNPACK
+    words, has_mask, has_pairs = bit_words(cols), features.mask == "bool", features.mask in UNPACK
     has_blocks, has_mod = features.block_mask, features.mask_mod is not None
+    has_bits = has_mask or features.has_lists
     line_place, tile_place = make_words_place(cols, by_keys, has_pairs)
     bring_pairs, block_bits = make_bring_pairs(cols), make_block_bits(cols, by_keys)
-    has_bits, element = _has_bits(features), element_of(features, by_keys)
-    lane_offset = lane_offset_of(by_keys)
-    target = score_target(features, cols, tanh, derives=True)
-    in_mod = make_score_program(PLAIN._replace(mask_mod=features.mask_mod), target).is_shown
+    element, lane_offset = element_of(features, by_keys), lane_offset_of(by_keys)
+    in_mod = make_score_program(Features(mask_mod=features.mask_mod), target).is_shown
 
     @device_function
     def words_place(place, extras):
@@ -228,7 +196,7 @@ def _make_set_visible(features: Features, cols: int, by_keys: bool) -> Callable[
     @device_function
     def word_of(n, seen, mask_words, listed, place, extras):
         word = uint32(ALL)
-        if is_masked:
+        if has_mask:
             word = uint32(mask_words[words_place(place, extras) + n])
         if has_mod:
             found = uint32(0)

@@ -80,14 +80,16 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
     """Return one of the two functions of :class:`Elements`."""
     minus_inf, bends = np.float32(-math.inf), features.bends
     has_blocks = is_edge and features.block_mask and not features.whole_tiles
-    apply_block_bits = _apply_nothing
-    if has_blocks:
-        apply_block_bits = _make_apply_block_bits(cols, features.mask == "bool")
+    has_mask, words, block_bits = features.mask == "bool", bit_words(cols), make_block_bits(cols)
     target = score_target(features, cols, tanh, derives=False)
-    program = make_score_program(features._replace(block_mask=has_blocks), target)
-    modified, is_shown = program.modified, program.is_shown
+    modified, is_shown, _ = make_score_program(features._replace(block_mask=has_blocks), target)
     element, offset = element_of(features, has_columns=not is_edge), offset_of(False)
     distance_from, has_softcap = distance_of(features), features.softcap
+
+    @device_function
+    def word_of(n, seen, place, extras):
+        bits = block_bits(n, place, extras)
+        return uint32(seen[n] & bits) if has_mask else bits
 
     def apply_to(s, seen, t, given):
         place, distance, edge, factor, extras = given
@@ -105,7 +107,11 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
 
     @device_function
     def apply(s, seen, place, scale, extras):
-        apply_block_bits(seen, place, extras)
+        # One by one: a loop that is not unrolled would put them into local memory.
+        if has_blocks:
+            seen[0] = word_of(0, seen, place, extras)
+        if has_blocks and words > 1:
+            seen[1] = word_of(1, seen, place, extras)
         factor = float32(scale)
         if has_softcap:
             factor = factor / extras.softcap
@@ -113,28 +119,3 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
         apply_to_all(s, seen, (place, distance, edge, factor, extras))
 
     return apply
-
-
-@device_function
-def _apply_nothing(seen, place, extras):
-    pass
-
-
-@cache
-def _make_apply_block_bits(cols: int, has_mask: bool) -> Callable[..., None]:
-    """Return ``apply_block_bits(seen, place, extras)``.
-
-    It clears a lane's bits of the elements that the block mask hides; without a boolean mask it sets them.
-    """
-    words, block_bits = bit_words(cols), make_block_bits(cols)
-
-    @device_function
-    def apply_block_bits(seen, place, extras):
-        # One by one: a loop that is not unrolled would put them into local memory.
-        bits = block_bits(0, place, extras)
-        seen[0] = uint32(seen[0] & bits) if has_mask else bits
-        if words > 1:
-            bits = block_bits(1, place, extras)
-            seen[1] = uint32(seen[1] & bits) if has_mask else bits
-
-    return apply_block_bits

@@ -14,13 +14,14 @@ from kernels import launch
 from kernels.cpu.backend import blas, fused, memory_pool
 from kernels.runtime.jit import serial
 
-from .backends.bound_loops import Loop, Run, with_layouts
+from .backends.bound_loops import Allocate, Loop, Run, with_layouts
 from .backends.fast_loops import (
+    FOLDED_FROM,
     FOLDS,
     LARGE,
+    bind_fold,
     callable_,
     compiled,
-    fold_into,
     fold_layout,
     parallel_loop,
     row_layout,
@@ -257,6 +258,12 @@ class FastOps(TensorOps):
         return memory_pool.empty(size, dtype)
 
     @classmethod
+    def allocator(cls, size: int, dtype: np.dtype[Any]) -> Allocate:
+        """Return what allocates storages of a size and dtype; small ones come from NumPy at once."""
+        is_small = size * dtype.itemsize < memory_pool.KEPT_FROM
+        return np.empty if is_small else cls.allocate  # type: ignore[return-value]
+
+    @classmethod
     def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
         """Return the loop of a function of one tensor; a small one wakes no other thread."""
         loop = tensor_map(fn)
@@ -290,10 +297,10 @@ class FastOps(TensorOps):
             return of_the_course
 
         def bind(out: TensorData, a: TensorData, dim: int) -> Run:
-            layout = fold_layout(a.shape, a.strides, dim) if a.size >= LARGE else None
+            layout = fold_layout(a.shape, a.strides, dim) if a.size >= FOLDED_FROM else None
             if layout is None:
                 return of_the_course.bind(out, a, dim)
-            return lambda o, x: fold_into(fn, start, o, x, layout)
+            return bind_fold(fn, start, out.dtype, layout, alone=a.size < LARGE)
 
         return Loop(bind)
 
@@ -308,6 +315,12 @@ class FastOps(TensorOps):
         if a.is_half or not (_for_blas(a) and _for_blas(b)):
             return None
         of_out, of_a, of_b = (t.array_view() for t in (out, a, b))
+        if blas.is_for_one_thread(out.shape, a.shape[-1]):
+
+            def run(o: Storage, x: Storage, y: Storage) -> None:
+                np.matmul(of_a(x), of_b(y), out=of_out(o))
+
+            return run
         return lambda o, x, y: blas.matmul(of_a(x), of_b(y), of_out(o))
 
     @classmethod

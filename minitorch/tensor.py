@@ -220,7 +220,10 @@ class Tensor(TensorOperators, Lending):
         return Tensor(TensorData(storage, tuple(shape), strides), backend=backend)
 
     def _new(self, tensor_data: TensorData) -> Tensor:
-        return Tensor(tensor_data, backend=self.backend)
+        new = object.__new__(Tensor)  # without the checks of the constructor
+        new.unique_id, new._tensor, new.backend = next(_ids), tensor_data, self.backend
+        new.history = new.grad = new._name = None
+        return new
 
     def empty(self, shape: UserShape, dtype: Any = None) -> Tensor:
         """Return an uninitialised tensor on this backend, of this dtype unless one is given."""

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from kernels import launch
-from kernels.runtime.dtypes import is_floating, is_half, lowest
+from kernels.runtime.dtypes import is_half, lowest
 from kernels.runtime.memory import joined_step
 
 from . import operators
-from .backends.bound_loops import Kinds, Loop, Run, as_loop, with_layouts
+from .backends.bound_loops import Allocate, Kinds, Loop, Run, as_loop, with_layouts
 from .backends.dtype_promotion import Widening, floating, result_dtype
 from .backends.plain_math import unraising
 from .backends.result_shapes import matmul_shape as matmul_shape
@@ -53,7 +53,7 @@ class TensorOps(Widening):
     make_zip: Callable[..., Any]
     make_reduce: Callable[..., Any]
     #: The kinds of product that there have been; each backend has its own.
-    _products = Kinds()
+    _products: Kinds
     #: What runs fused attention for this backend; see kernels/launch.py.
     attention: launch.Target = launch.NUMPY
     #: Fused kernels for the layers of module 4, or None where only their composed forms exist.
@@ -63,6 +63,11 @@ class TensorOps(Widening):
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
         """Return an uninitialised flat storage."""
         return np.empty(size, dtype)
+
+    @classmethod
+    def allocator(cls, size: int, dtype: np.dtype[Any]) -> Allocate:
+        """Return what allocates storages of a size and dtype, as :meth:`allocate`."""
+        return cls.allocate
 
     @staticmethod
     def filled(size: int, value: float, dtype: np.dtype[Any]) -> Storage:
@@ -119,7 +124,7 @@ class TensorOps(Widening):
             ``mapped(a, out=None)``: without ``out`` a new tensor of a's shape, else ``out`` filled
             in place, ``a`` broadcast to it.
         """
-        loop, kinds = as_loop(cls.map_loop(fn)), Kinds()
+        loop, kinds = as_loop(cls.map_loop(fn)), Kinds(cls.allocator)
         run = partial(cls.move if fn is operators.id else cls.run_elements, loop)
 
         def mapped(a: AnyTensor, out: AnyTensor | None = None, /) -> AnyTensor:
@@ -131,10 +136,10 @@ class TensorOps(Widening):
                 return out
             kind = x.shape, x.strides, x.dtype, x.is_number
             if (known := kinds.get(kind)) is not None:
-                return a._new(known.result(cls.allocate, x._storage))
+                return a._new(known.result(x._storage))
             out = a.empty(a.shape, result_dtype(a))
             run(out._tensor, floating(a, out.dtype)._tensor)
-            if cls._runs_as_it_is(x, out._tensor) and not (fn is operators.id and x.is_half):
+            if cls.runs_as_it_is(x, out._tensor) and not (fn is operators.id and x.is_half):
                 kinds.learn(kind, loop, out._tensor, x)
             return out
 
@@ -149,7 +154,7 @@ class TensorOps(Widening):
         Returns:
             ``zipped(a, b)``: a new tensor of the broadcast shape.
         """
-        loop, kinds = as_loop(cls.zip_loop(fn)), Kinds()
+        loop, kinds = as_loop(cls.zip_loop(fn)), Kinds(cls.allocator)
 
         def zipped(a: AnyTensor, b: AnyTensor) -> AnyTensor:
             x, y = a._tensor, b._tensor
@@ -164,13 +169,13 @@ class TensorOps(Widening):
                 y.is_number,
             )
             if (known := kinds.get(kind)) is not None:
-                return a._new(known.result(cls.allocate, x._storage, y._storage))
+                return a._new(known.result(x._storage, y._storage))
             shape = a.shape if a.shape == b.shape else shape_broadcast(a.shape, b.shape)
             dtype = result_dtype(a, b)
             out = a.empty(shape, dtype)
             a, b = floating(a, dtype), floating(b, dtype)
             cls.run_elements(loop, out._tensor, a._tensor, b._tensor)
-            if cls._runs_as_it_is(x, y, out._tensor):
+            if cls.runs_as_it_is(x, y, out._tensor):
                 kinds.learn(kind, loop, out._tensor, x, y)
             return out
 
@@ -189,26 +194,22 @@ class TensorOps(Widening):
         Returns:
             ``reduced(a, dim)``: a new tensor in which ``dim`` has size 1.
         """
-        loop, kinds = as_loop(cls.fold_loop(fn, start)), Kinds()
+        loop, kinds = as_loop(cls.fold_loop(fn, start)), Kinds(cls.allocator)
 
         def reduced(a: AnyTensor, dim: int) -> AnyTensor:
             x = a._tensor
-            dim = normalize_dim(dim, x.shape)
+            if not (type(dim) is int and 0 <= dim < x.dims):
+                dim = normalize_dim(dim, x.shape)
             kind = x.shape, x.strides, x.dtype, dim
             if (known := kinds.get(kind)) is not None:
-                return a._new(known.result(cls.allocate, x._storage))
+                return a._new(known.result(x._storage))
             out = a.empty((*a.shape[:dim], 1, *a.shape[dim + 1 :]), result_dtype(a))
             cls.run_elements(loop, out._tensor, floating(a, out.dtype)._tensor, options=(dim,))
-            if cls._runs_as_it_is(x, out._tensor):
+            if cls.runs_as_it_is(x, out._tensor):
                 kinds.learn(kind, loop, out._tensor, x, options=(dim,))
             return out
 
         return reduced
-
-    @classmethod
-    def _runs_as_it_is(cls, *data: TensorData) -> bool:
-        """Tell whether loops take data of these dtypes: none is converted before or after."""
-        return all(is_floating(t.dtype) and (cls.takes_half or not t.is_half) for t in data)
 
     @classmethod
     def matrix_multiply(cls, a: AnyTensor, b: AnyTensor) -> AnyTensor:
@@ -224,7 +225,7 @@ class TensorOps(Widening):
         x, y = a._tensor, b._tensor
         kind = x.shape, x.strides, x.dtype, y.shape, y.strides, y.dtype, cls.product_options()
         if (known := cls._products.get(kind)) is not None:
-            return a._new(known.result(cls.allocate, x._storage, y._storage))
+            return a._new(known.result(x._storage, y._storage))
         out = a.empty(matmul_shape(a.shape, b.shape), result_dtype(a, b))
         a, b = floating(a, out.dtype), floating(b, out.dtype)
         cls.multiply_into(out._tensor, a._tensor, b._tensor)
@@ -235,7 +236,7 @@ class TensorOps(Widening):
     @classmethod
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._products = Kinds()
+        cls._products = Kinds(cls.allocator)
 
     @classmethod
     def product_options(cls) -> Any:

@@ -4,7 +4,8 @@
     python project/bench_cpu.py --only attention decode --json out.json
 
 A ratio is their time over ours within a round of interleaved calls, its median over the rounds; of several
-calls the geometric mean counts.  Both sides compute in float32 with the same number of threads, in one
+calls the geometric mean counts. Rows that end in "time / PyTorch's" have our time over theirs, and a small
+call is made a hundred times.  Both sides compute in float32 with the same number of threads, in one
 process.  PyTorch is an extra (``pip install -e '.[bench]'``); without it what is compared with it is empty.
 """
 
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from operator import add, matmul
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -203,6 +206,51 @@ def elementwise(torch: Any, budget: float) -> list[Row]:
     return [row("elementwise and reductions / NumPy", calls)]
 
 
+def small(torch: Any, budget: float) -> list[Row]:
+    """Compare calls that are little more than Python, without and with a record for backward."""
+    names = {False: "small calls, time / PyTorch's", True: "recorded, time / PyTorch's"}
+    if torch is None:
+        return [row(name, None) for name in names.values()]
+    rng, rows = np.random.default_rng(0), []
+    for recorded, name in names.items():
+
+        def pair(*shape: int, recorded: bool = recorded) -> tuple[Any, Any]:
+            array = rng.standard_normal(shape, np.float32)
+            ours = minitorch.from_numpy(array, requires_grad=recorded)
+            return ours, torch.from_numpy(array.copy()).requires_grad_(recorded)
+
+        calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+        for size in (10, 4096):
+            (a, their_a), (b, their_b) = pair(size), pair(size)
+            calls[f"add {size}"] = partial(add, a, b), partial(add, their_a, their_b)
+            calls[f"sum {size}"] = a.sum, their_a.sum
+        (a, their_a), (b, their_b) = pair(32, 32), pair(32, 32)
+        calls["product 32 x 32"] = partial(matmul, a, b), partial(matmul, their_a, their_b)
+        (q, their_q), (k, their_k), (v, their_v) = (pair(1, 4, 64, 32) for _ in range(3))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        calls["attention 4 x 64 x 32"] = (
+            partial(q.flash_attention, k, v), partial(attend, their_q, their_k, their_v),
+        )  # fmt: skip
+        found = []
+        for call, (ours, theirs) in tqdm(calls.items(), desc=name):
+            steps = {"ours": repeated(ours), "theirs": repeated(theirs)}
+            times = interleaved(steps, "cpu", budget)
+            found.append(compared(call, times["theirs"], times["ours"]))
+        inverse = math.exp(sum(-math.log(call["ratio"]) for call in found) / len(found))
+        rows.append({**row(name, None, inverse), "calls": found})
+    return rows
+
+
+def repeated(call: Callable[[], Any]) -> Callable[[], None]:
+    """Return a function that makes a call a hundred times: one alone is shorter than a clock's step."""
+
+    def run() -> None:
+        for _ in range(100):
+            call()
+
+    return run
+
+
 def peak_of_attention(length: int) -> int:
     """In a process of its own: return the bytes that forward and backward add to the peak."""
     rng = np.random.default_rng(0)
@@ -268,6 +316,7 @@ SECTIONS: dict[str, Callable[[Any, float], list[Row]]] = {
     "training": training,
     "decode": decode,
     "elementwise": elementwise,
+    "small": small,
     "memory": memory,
     "start": start,
 }
@@ -277,8 +326,10 @@ BOUNDS = {
     "training step / PyTorch": (1.0, 1.3, False),
     "decode a token / PyTorch": (1.0, 2.0, False),
     "elementwise and reductions / NumPy": (1.5, 2.0, False),
+    "small calls, time / PyTorch's": (3.0, 1.5, True),
+    "recorded, time / PyTorch's": (3.0, 1.5, True),
     "extra memory of N = 16,384, MB": (64.0, 24.0, True),
-    "import of minitorch, s": (1.0, 0.5, True),
+    "import of minitorch, s": (0.6, 0.3, True),
     "first training step of a second process, s": (4.0, 2.0, True),
 }
 

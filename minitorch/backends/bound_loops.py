@@ -17,6 +17,8 @@ from ..tensor_data import Ints, Storage, TensorData
 MOST_KINDS = 1024
 #: A loop whose layouts are fixed: of the storage of the output, then those of the inputs.
 Run = Callable[..., None]
+#: Returns an uninitialised storage of a size and a dtype.
+Allocate = Callable[[int, np.dtype[Any]], Storage]
 
 
 class Loop:
@@ -72,32 +74,42 @@ class Bound(NamedTuple):
     """What a call of a known kind does: allocate a result, and run.
 
     Attributes:
+        allocate: Returns a storage of a size and a dtype.
         size: Elements of the result.
         dtype: Of the result.
-        shape: Of the result, which is row-major.
         run: Fills its storage.
+        about: All other attributes of the result.
     """
 
+    allocate: Allocate
     size: int
     dtype: np.dtype[Any]
-    shape: Ints
     run: Run
+    about: dict[str, Any]
 
-    def result(self, allocate: Callable[[int, Any], Storage], *storages: Storage) -> TensorData:
+    def result(self, *storages: Storage) -> TensorData:
         """Return the result for the storages of operands: one allocation, one launch."""
-        size, dtype, shape, run = self
+        allocate, size, dtype, run, about = self
         out = allocate(size, dtype)
         run(out, *storages)
-        return TensorData.fresh(out, shape)
+        data = TensorData.__new__(TensorData)
+        vars(data).update(about)
+        data._storage = out
+        return data
 
 
 class Kinds(dict[Any, Bound]):
-    """The kinds of call that one operation has had."""
+    """The kinds of call that one operation has had.
+
+    Args:
+        allocator: Of a size and a dtype, returns what allocates such results.
+    """
 
     _every: ClassVar[list[Kinds]] = []
 
-    def __init__(self) -> None:
+    def __init__(self, allocator: Callable[[int, np.dtype[Any]], Allocate]):
         super().__init__()
+        self.allocator = allocator
         self._every.append(self)
 
     @classmethod
@@ -124,4 +136,6 @@ class Kinds(dict[Any, Bound]):
         """Remember a function that fills results like ``out``, which is row-major."""
         if len(self) >= MOST_KINDS:
             self.clear()
-        self[kind] = Bound(out.size, out.dtype, out.shape, run)
+        about = {name: value for name, value in vars(out).items() if name != "_storage"}
+        allocate = self.allocator(out.size, out.dtype)
+        self[kind] = Bound(allocate, out.size, out.dtype, run, about)

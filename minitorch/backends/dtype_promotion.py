@@ -59,6 +59,11 @@ class Widening:
         def allocate(size: int, dtype: np.dtype[Any]) -> Storage: ...  # noqa: D102
 
     @classmethod
+    def runs_as_it_is(cls, *data: TensorData) -> bool:
+        """Tell whether loops take data of these dtypes: none is converted before or after."""
+        return all(is_floating(t.dtype) and (cls.takes_half or not t.is_half) for t in data)
+
+    @classmethod
     def run(
         cls, loop: Callable[..., None], out: TensorData, *inputs: TensorData, options: Ints = ()
     ) -> None:

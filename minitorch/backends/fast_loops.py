@@ -19,7 +19,7 @@ from numba import get_num_threads, prange
 from numba.extending import overload, register_jitable
 
 from kernels.cpu.backend import take, vector_math
-from kernels.runtime.jit import njit_cached
+from kernels.runtime.jit import njit_cached, serial
 from kernels.runtime.memory import join_dims, joined, row_major_strides
 
 from .. import operators
@@ -27,6 +27,8 @@ from ..tensor_data import Ints, Storage, TensorData
 
 #: Elements from which an operation is worth a loop of its own.
 LARGE = 1 << 15
+#: Elements from which a fold is worth a loop that vectorises.
+FOLDED_FROM = 1 << 12
 #: What may be folded in any order, and so by these loops.
 FOLDS = (operators.add, operators.mul, operators.max)
 
@@ -309,12 +311,25 @@ def column_fold(fn: Callable[[float, float], float]) -> Any:
     return compiled(_column_fold, fn)
 
 
-def fold_into(
-    fn: Callable[[float, float], float], start: float, out: Storage, a: Storage, layout: FoldLayout
-) -> None:
-    """Write the fold of one dimension to a contiguous output; both are given by their storage."""
-    rest = out.dtype.type(start), np.zeros(1, np.int64), get_num_threads()
-    if layout.inner == 1:
-        row_fold(fn)(out, a, layout.outer_step, layout.length, *rest)
-    else:
-        column_fold(fn)(out, a, *layout, *rest)
+def bind_fold(
+    fn: Callable[[float, float], float], start: float, dtype: np.dtype[Any], layout: FoldLayout,
+    alone: bool,
+) -> Callable[[Storage, Storage], None]:  # fmt: skip
+    """Return the fold of one dimension: a function of the storages of a contiguous output and of the input.
+
+    Args:
+        fn: One of :data:`FOLDS`.
+        start: What the fold starts from.
+        dtype: Of the output.
+        layout: Of the fold.
+        alone: On the calling thread.
+    """
+    loop = row_fold(fn) if layout.inner == 1 else column_fold(fn)
+    numbers = (layout.outer_step, layout.length) if layout.inner == 1 else (*layout,)
+    first, run = dtype.type(start), serial(loop) if alone else loop
+
+    def fold(out: Storage, a: Storage) -> None:
+        threads = 1 if alone else get_num_threads()
+        run(out, a, *numbers, first, np.zeros(1, np.int64), threads)
+
+    return fold

@@ -103,7 +103,8 @@ class Function:
             )
         if not modes.recording or histories.count(None) == len(histories):
             # Nothing will be recorded, so that the arguments may be what they are.
-            ctx = Context(True, (), (False,) * len(args))
+            ctx = Context.__new__(Context)  # the other attributes have their defaults
+            ctx.no_grad, ctx.needs_input_grad = True, (False,) * len(args)
         else:
             needs_grad = [getattr(arg, "history", None) is not None for arg in args]
             ctx = Context(False, (), tuple(needs_grad))

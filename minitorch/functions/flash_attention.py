@@ -173,7 +173,8 @@ class FlashAttention(Function):
         operands = make_operands(target.memory, problem, *own, *in_order(call.arrays))
         plan = launch.plan_of(target, problem, operands)
         out, lse = plan.run(problem, operands)
-        ctx.save_for_backward(target, problem, q, operands.having(out=out, lse=lse))
+        if not ctx.no_grad:
+            ctx.save_for_backward(target, problem, q, operands.having(out=out, lse=lse))
         return (q.wrap(out), q.wrap(lse)) if options.get("return_lse") else q.wrap(out)
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from ctypes import addressof, c_char
 from functools import lru_cache
 from typing import Any
 
@@ -175,35 +176,37 @@ class CallOptions:
         work = math.prod(problem.scores_shape) * (problem.head_dim + problem.value_dim)
         return work < ALONE_BELOW
 
-    def prepared(self, address: int, items: int, phases: int = 1) -> Callable[..., bool] | None:
+    def prepared(
+        self, address: int, items: int, others: tuple[str, ...], phases: int = 1
+    ) -> Callable[..., bool] | None:
         """Return a function that runs a kernel on other arrays that lie as those of this record.
 
         Args:
             address: Of the kernel.
             items: Work items.
+            others: Fields that a call brings beside its operands.
             phases: How often the kernel runs, for the backward pass.
 
         Returns:
-            ``(seed, operands, *delta)``, which tells whether it has run: not if an array is misaligned.
+            ``(seed, operands, *others)``, which tells whether it has run: not if an array is misaligned.
             None where a call has functions of the user's, or nothing is compiled.
         """
         if JIT_DISABLED or self._record["user_pass"]:
             return None
         template, is_small = self.settings.view(np.int64), self._is_small
+        own = {name: number for number, name in enumerate((*Operands._fields, *others))}
+        del own["mask_batch"]
         brought = [
-            (number, _OFFSETS[name] // WORD)
-            for number, name in enumerate((*Operands._fields, "delta"))
-            if name in self._arrays and name != "mask_batch"
+            (number, _OFFSETS[name] // WORD) for name, number in own.items() if name in self._arrays
         ]
         seed_place, phase_place = _OFFSETS["seed"] // WORD, _OFFSETS["phase"] // WORD
         odd = self.problem.dtype.itemsize - 1
-        names = {*Operands._fields, "delta"} - {"mask_batch"}
-        constants = [array for name, array in self._arrays.items() if name not in names]
+        constants = [array for name, array in self._arrays.items() if name not in own]
 
-        def run(seed: int, operands: Operands, *delta: Any, kept: Any = constants) -> bool:
-            words, arrays, every = template.copy(), operands + delta, 0
+        def run(seed: int, operands: Operands, *rest: Any, kept: Any = constants) -> bool:
+            words, arrays, every = template.copy(), operands + rest, 0
             for number, place in brought:
-                words[place] = start = arrays[number].ctypes.data
+                words[place] = start = _start_of(arrays[number])
                 every |= start
             if every & odd:
                 return False
@@ -219,6 +222,14 @@ class CallOptions:
             return True
 
         return run
+
+
+def _start_of(array: Any) -> int:
+    """Return where an array begins; by its buffer, if it lends one, in a third of the time."""
+    try:
+        return addressof(c_char.from_buffer(array))
+    except (BufferError, TypeError, ValueError):
+        return array.ctypes.data
 
 
 def lie_as_viewed(given: Operands, viewed: Operands) -> bool:

@@ -246,15 +246,15 @@ def prepare(
     if not lie_as_viewed(given, viewed) or _has_few_rows(problem, size, viewed):
         return None
     options, items = _options(problem, size, viewed)
-    run = options.prepared(_address(problem.dtype), items)
+    run = options.prepared(_address(problem.dtype), items, ("out", "lse"))
     if run is None:
         return None
     new_out, new_lse = map(memory.like, result)
 
     def again(problem: Problem, operands: Operands) -> Any:
         out, lse = new_out(), new_lse()
-        own = operands.having(out=out, lse=lse)
-        if not run(problem.seed, own):
+        if not run(problem.seed, operands, out, lse):
+            own = operands.having(out=out, lse=lse)
             forward(problem, size, own.viewed(memory, problem))
         return out, lse
 

@@ -233,7 +233,7 @@ def prepare(
     if problem.groups > 1 or not lie_as_viewed(given, viewed):
         return None
     options, items, parts = _options(problem, tile, viewed)
-    run = options.prepared(_address(problem.dtype), items, parts)
+    run = options.prepared(_address(problem.dtype), items, ("dq", "dk", "dv", "delta"), parts)
     if run is None:
         return None
     new_dq, new_dk, new_dv = map(memory.like, gradients)
@@ -241,9 +241,9 @@ def prepare(
 
     def again(problem: Problem, operands: Operands) -> Any:
         dq, dk, dv = new_dq(), new_dk(), new_dv()
-        own = operands.having(dq=dq, dk=dk, dv=dv)
         # A record has the sums D where operands have the gradient of lse.
-        if not run(problem.seed, own, _delta(own)):
+        if not run(problem.seed, operands, dq, dk, dv, _delta(operands)):
+            own = operands.having(dq=dq, dk=dk, dv=dv)
             backward(problem, tile, own.viewed(memory, problem))
         return make(dq, dk, dv)
 

@@ -7,6 +7,7 @@ numba's threads calls BLAS for a block of the product, and BLAS itself is held t
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -129,6 +130,12 @@ def _by_matrices(a, b, out):
         np.dot(a[i], b[i], out[i])
 
 
+def is_for_one_thread(shape: tuple[int, ...], depth: int) -> bool:
+    """Tell whether BLAS itself keeps a product of this shape on the calling thread."""
+    is_vector = shape[-1] == 1 or shape[-2] == 1
+    return math.prod(shape) * depth < (ONE_THREAD_VECTOR if is_vector else ONE_THREAD)
+
+
 def matmul(a: Any, b: Any, out: Any) -> None:
     """Multiply (…, n, k) by (…, k, m) into (…, n, m); batch dimensions broadcast.
 
@@ -137,11 +144,10 @@ def matmul(a: Any, b: Any, out: Any) -> None:
         b: Likewise.
         out: Written; contiguous.
     """
-    multiply_adds = out.size * a.shape[-1]
-    is_vector = out.shape[-1] == 1 or out.shape[-2] == 1
-    if multiply_adds < (ONE_THREAD_VECTOR if is_vector else ONE_THREAD):
+    if is_for_one_thread(out.shape, a.shape[-1]):
         np.matmul(a, b, out=out)
         return
+    multiply_adds = out.size * a.shape[-1]
     with one_thread_each():
         if multiply_adds < PARALLEL_FROM:
             np.matmul(a, b, out=out)

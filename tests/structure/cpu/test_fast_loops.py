@@ -128,13 +128,13 @@ def test_the_layout_of_operands_that_broadcast(
 
 
 def test_few_elements_go_to_the_loop_of_the_course(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: Any) -> None:
+    def never(*args: Any, **options: Any) -> None:
         raise AssertionError("a small fold was taken from the student's loop")
 
-    monkeypatch.setattr(fast_ops, "fold_into", never)
+    monkeypatch.setattr(fast_ops, "bind_fold", never)
     from_numpy(np.ones((3, 1025))).sum(1)
     with pytest.raises(AssertionError, match="taken from"):
-        from_numpy(np.ones(fast_loops.LARGE)).sum(0)
+        from_numpy(np.ones(fast_loops.FOLDED_FROM)).sum(0)
 
 
 # --- memory of large results -----------------------------------------------------------------

@@ -132,6 +132,21 @@ def fingerprint(function: Callable[..., Any], *arguments: Type) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+def _captured(function: Any) -> tuple[Any, ...]:
+    """Return what a closure has captured, for a key: code by its fingerprint, all else by its repr."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return tuple(
+        fingerprint(x) if _has_code(x) or isinstance(x, np.ndarray) else repr(x) for x in cells
+    )
+
+
+def _has_code(item: Any) -> bool:
+    """Tell whether an object is a function or a dispatcher, or a tuple with one."""
+    if isinstance(item, (tuple, list)):
+        return any(map(_has_code, item))
+    return isinstance(item, FunctionType) or hasattr(item, "targetoptions")
+
+
 def njit_cached(
     function: Callable[..., Any] | None = None, *, cache: bool = True, **options: Any
 ) -> Any:
@@ -153,7 +168,14 @@ def njit_cached(
         dispatcher: Any = numba.njit(cache=cache, error_model="numpy", **options)(target)
         cache_file = getattr(dispatcher._cache, "_cache_file", None)
         if cache_file is not None:  # None: no cache, or no folder for one is writable
-            cache_file._source_stamp = fingerprint(dispatcher)
+            cache_file._source_stamp = stamp = fingerprint(dispatcher)
+            captured = _captured(target)
+
+            def index_key(signature: Any, codegen: Any) -> Any:
+                return signature, codegen.magic_tuple(), stamp, captured
+
+            # Numba's own key has captured dispatchers by a number that each process draws anew.
+            dispatcher._cache._index_key = index_key
         return Parallel(dispatcher, cache, options) if options.get("parallel") else dispatcher
 
     return compile_ if function is None else compile_(function)

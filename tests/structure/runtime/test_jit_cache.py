@@ -72,6 +72,34 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert all(hits > 0 and misses == 0 for hits, misses in second.values()), second
 
 
+ATTENTION = """
+import numba.core.event as event
+import numpy as np
+import kernels
+
+class Compiled(event.Listener):
+    count = 0
+    def on_start(self, started): self.count += 1
+    def on_end(self, ended): pass
+
+q = np.ones((1, 1, 10, 4), np.float32)
+few, mask = q[:, :, :1], np.ones((10, 10), bool)
+compiled = Compiled()
+with event.install_listener("numba:compile", compiled):
+    for options in ({}, {"softcap": 2.0, "attn_mask": mask, "dropout_p": 0.1, "seed": 1}):
+        out, lse = kernels.flash_attention_forward(q, q, q, **options)
+        kernels.flash_attention_backward(q, q, q, q, out, lse, **options)
+    kernels.flash_attention_forward(few, q, q)
+print(compiled.count)
+"""
+
+
+def test_a_second_process_compiles_no_attention(tmp_path: Path) -> None:
+    """Its kernels close over compiled functions, which numba's own key does not know again."""
+    assert run(ATTENTION, tmp_path) > 0
+    assert run(ATTENTION, tmp_path) == 0
+
+
 KERNEL = """
 import helper
 from helper import OFFSET, STEP, helped

@@ -81,7 +81,7 @@ def _named(function: FunctionType) -> list[object]:
     return found + [getattr(m, name) for m in modules for name in names if hasattr(m, name)]
 
 
-def fingerprint(function: Callable[..., Any], *arguments: Type) -> str:
+def fingerprint(function: Any, *arguments: Type) -> str:
     """Return a hash of a function's code and options, and of everything of ours that it calls.
 
     Numba's cache looks only at the file in which a function stands.  A student who mends a helper in

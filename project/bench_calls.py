@@ -3,9 +3,9 @@
     python project/bench_calls.py                     both tables, about two minutes
     python project/bench_calls.py --json out.json
 
-Host time is the time that Python takes for a call: small operands, a hundred calls in a row, no wait for the
-device in between.  A call from an idle device is timed by the host from the call until its result is there.
-All contestants of a row are timed in turn, and a ratio is taken within a round.
+Host time is the time that Python takes for a call: small operands, a hundred calls in a row, no wait for
+the device in between.  A call from an idle device is timed by the host from the call until its result is
+there.  All contestants of a row are timed in turn, and a ratio is taken within a round.
 """
 
 from __future__ import annotations

@@ -170,14 +170,9 @@ def _make_finish_rows(
 
 @cache
 def forward_kernel(
-    layout: RegisterLayout,
-    head_width: int,
-    value_width: int,
-    dtype: np.dtype[Any],
-    vectors: bool,
-    features: Features = PLAIN,
-    is_split: bool = False,
-) -> Kernel:
+    layout: RegisterLayout, head_width: int, value_width: int, dtype: np.dtype[Any], vectors: bool,
+    features: Features = PLAIN, is_split: bool = False,
+) -> Kernel:  # fmt: skip
     """Return the forward kernel for one layout, two widths, one dtype and some options.
 
     Args:

@@ -96,7 +96,10 @@ def as_markdown(name: str) -> str:
     found = harness.stored(name)
     lines = []
     if (harness.IMAGES / f"{name}.svg").exists():
-        lines += [f"![{name}, by device](/images/experiments/{name}.svg)", ""]
+        lines += [
+            f"```{{figure}} /images/experiments/{name}.svg", f":alt: {experiment.caption}", "",
+            experiment.caption, "```", "",
+        ]  # fmt: skip
     for result in found:
         record = result.record
         rows = f"[rows](/results/{result.folder}/{name}.json)"

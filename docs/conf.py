@@ -25,12 +25,13 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "docstrings",  # these seven stand in docs/extensions
+    "docstrings",  # these eight stand in docs/extensions
     "mathml",
     "tasks",
     "algorithm",
     "measured",
     "recorded",
+    "record_tables",
     "reliability",
 ]
 exclude_patterns = ["_build", "results/**/tests.md"]

@@ -107,7 +107,12 @@ def table(record: Record) -> str:
     for row in record["rows"]:
         name = f"{row['sweep']} = {row['size']}"
         lines.append(
-            [name, f"{row['tile'][0]} x {row['tile'][1]}", row["gb"], timed_cell(row["ms"])]
+            [
+                name,
+                f"{row['tile'][0]} x {row['tile'][1]}",
+                row["gb"],
+                timed_cell(row["ms"]) if row["ms"] else "cannot run here",
+            ]
         )
     workload = record["workload"]
     text = (

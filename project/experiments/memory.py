@@ -208,10 +208,11 @@ def table(record: Record) -> str:
     """Return megabytes by length, and the length that fills the memory."""
     rows, names = record["rows"], list(record["longest"])
     columns = [(name, mode) for name in names for mode in MODES]
+    missing = "memory is full" if record.get("kind") == "cuda" else "not tried"
     lines = []
     for row in rows:
         peaks = [row.get(name, {}).get(mode) for name, mode in columns]
-        shown = ["–" if peak is None else f"{peak / 1e6:,.1f}" for peak in peaks]
+        shown = [missing if peak is None else f"{peak / 1e6:,.1f}" for peak in peaks]
         lines.append([f"{row['length']:,}", *shown])
     kept = record["matrices"]
     counts = [f"{kept[name][mode]:.2f}" if name in kept else "" for name, mode in columns]

@@ -180,7 +180,7 @@ def table(record: Record) -> str:
             line = [f"{row['length']:,}"]
             for name in names:
                 if name not in row:
-                    line.append("–")
+                    line.append("left out")
                     continue
                 beside = row.get("speedup", {}).get(name)
                 times = f", {beside[quantity]['median']:.1f} ×" if beside else ""

@@ -188,6 +188,20 @@ def _figure(value: float | None) -> str:
     return "" if value is None else cell(value)
 
 
+def rungs_forward(record: Record) -> str:
+    """Return the forward pass of every rung in milliseconds, and in times of flash2."""
+    base = "flash2"
+    rows = [row for row in record["rows"] if "published" in row]
+    names = [name for name in rows[0] if name not in ("length", base)]
+    lines = []
+    for row in rows:
+        cells = [
+            f"{cell(row[name]['forward_ms'])}, {row[name]['forward_ratio']:.1f} ×" for name in names
+        ]
+        lines.append([f"N = {row['length']:,}", *cells, cell(row[base]["forward_ms"])])
+    return markdown([f"forward ms, × of {base}", *names, base], lines)
+
+
 def _model(row: Record) -> str:
     return f"{row['preset']}, {row['precision']}, context {row['context']:,}, batch {row['batch']}"
 
@@ -324,6 +338,7 @@ TABLES = {
     "call-overhead": Table("against_torch", call_overhead),
     "peers": Table("peers", peers),
     "rungs": Table("bench_attention", rungs),
+    "rungs-forward": Table("bench_attention", rungs_forward),
     "training-speed": Table("bench_training", training_speed),
     "training-attention": Table("bench_training", training_attention),
     "training-memory": Table("bench_training", training_memory),

@@ -196,7 +196,7 @@ def rungs_forward(record: Record) -> str:
     lines = []
     for row in rows:
         cells = [
-            f"{cell(row[name]['forward_ms'])}, {row[name]['forward_ratio']:.1f} ×" for name in names
+            f"{cell(row[name]['forward_ms'])} ({row[name]['forward_ratio']:.1f}×)" for name in names
         ]
         lines.append([f"N = {row['length']:,}", *cells, cell(row[base]["forward_ms"])])
     return markdown([f"forward ms, × of {base}", *names, base], lines)

@@ -25,12 +25,14 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "docstrings",  # these seven stand in docs/extensions
+    "sphinx.ext.viewcode",
+    "docstrings",  # these eight stand in docs/extensions
     "mathml",
     "tasks",
     "algorithm",
     "measured",
     "recorded",
+    "record_tables",
     "reliability",
 ]
 exclude_patterns = ["_build", "results/**/tests.md"]
@@ -43,6 +45,7 @@ myst_heading_anchors = 4  # links such as page.md#a-heading, as on GitHub
 # Docstrings are Google's.  Types stand in the signatures, and are not links.
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+python_maximum_signature_line_length = 100  # of a longer one each parameter has a line
 default_role = "code"  # `x` in a docstring is code, as in Markdown
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

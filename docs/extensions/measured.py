@@ -7,13 +7,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from bench.table_cells import colour_of
 from docutils import nodes
 from docutils.statemachine import StringList
 from picture import INK, Picture
 from sphinx.util.docutils import SphinxDirective
 
 DOCS = Path(__file__).resolve().parents[1]
-COLOURS = ("#1b6ca8", "#c0392b", "#2e8b57", "#b8860b", "#6a3d9a", "#444")
 LEFT, TOP, WIDE, HIGH = 70, 20, 400, 240
 QUANTITIES = (
     ("forward_ms", "Forward, ms"),
@@ -62,7 +62,7 @@ def chart(rows: list[Row], quantity: str, title: str) -> Picture:
     p.path([(LEFT, TOP), (LEFT, TOP + HIGH), (LEFT + WIDE, TOP + HIGH)], INK, 1)
     p.text(LEFT + WIDE / 2, TOP + HIGH + 38, f"length; {title}", 13)
     for i, name in enumerate(names):
-        colour = COLOURS[i % len(COLOURS)]
+        colour = colour_of(name, names)
         own = [(r["length"], r[name][quantity]) for r in rows if quantity in r.get(name, {})]
         p.path([place(*point) for point in own], colour, 2.5)
         p.path(

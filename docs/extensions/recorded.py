@@ -1,7 +1,8 @@
 """What the experiments measured, read from docs/results when the site is built.
 
 The directive ``{experiment} NAME`` inserts the figure and, for each device, the table and where it was
-made.  The role ``{result}`` inserts one number: its text is an experiment, a device, a path and a format.
+made; with ``:figure:`` it inserts the figure alone, with ``:table: nvidia-h200`` the table of one device.
+The role ``{result}`` inserts one number: its text is an experiment, a device, a path and a format.
 ``speedup nvidia-h200 rows/length=2048/naive/forward/median .1f`` looks into
 docs/results/nvidia-h200/speedup.json for the row whose length is 2048, and so on; a path may have spaces,
 and ``peer=CUDNN&case=dense`` chooses by both.
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import record_tables
 from docutils import nodes
+from docutils.parsers.rst import directives
 from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
@@ -90,22 +93,27 @@ class ResultRole(SphinxRole):
         return [nodes.Text(shown)], []
 
 
-def as_markdown(name: str) -> str:
-    """Return the figure, and the tables of all devices."""
+def as_markdown(name: str, figure: bool = True, devices: list[str] | None = None) -> str:
+    """Return the figure of an experiment, and its tables.
+
+    Args:
+        name: Of the experiment.
+        figure: Whether the figure is wanted.
+        devices: Folders whose tables are wanted; all when None.
+    """
     experiment = harness.load(name).EXPERIMENT
-    found = harness.stored(name)
+    found = [
+        result for result in harness.stored(name) if devices is None or result.folder in devices
+    ]
     lines = []
-    if (harness.IMAGES / f"{name}.svg").exists():
-        lines += [f"![{name}, by device](/images/experiments/{name}.svg)", ""]
-    for result in found:
-        record = result.record
-        rows = f"[rows](/results/{result.folder}/{name}.json)"
-        versions = ", ".join(f"{key} {value}" for key, value in record["versions"].items())
+    if figure and (harness.IMAGES / f"{name}.svg").exists():
         lines += [
-            f"**{record['device']}**, {record['cores']} cores, {record['date']}: `{record['command']}` "
-            f"({rows}; {versions})",
-            "", harness.table_of(experiment, result), "",
+            f"```{{figure}} /images/experiments/{name}.svg", f":alt: {experiment.caption}", "",
+            experiment.caption, "```", "",
         ]  # fmt: skip
+    for result in found:
+        origin = record_tables.conditions(result.record, f"{result.folder}/{name}.json")
+        lines += [origin, "", harness.table_of(experiment, result), ""]
     how = f"`python project/experiments/{name}.py`"
     return "\n".join(lines or [f"Not measured yet: {how} does it."])
 
@@ -114,12 +122,18 @@ class ExperimentDirective(SphinxDirective):
     """Insert what an experiment measured."""
 
     required_arguments = 1
+    option_spec = {"figure": directives.flag, "table": directives.unchanged}  # noqa: RUF012  # as docutils has it
 
     def run(self) -> list[nodes.Node]:
         """Return the parsed page part."""
-        name = self.arguments[0]
+        name, device = self.arguments[0], self.options.get("table")
+        alone = "figure" in self.options
         try:
-            text = as_markdown(name)
+            text = as_markdown(
+                name,
+                figure=alone or device is None,
+                devices=[] if alone else None if device is None else [device],
+            )
         except ValueError as error:
             raise self.error(str(error)) from None
         for result in harness.stored(name):

@@ -18,12 +18,17 @@ COLOURS = {
     "published": "#7f8c8d",
     "PyTorch": "#2e8b57",
 }
+#: Colours of other names, none of which looks like one of those above.
+OTHERS = (
+    "#e67e22", "#17becf", "#d35fb7", "#34495e", "#8c564b", "#7cb518", "#f4a6a6", "#6a5acd", "#e3c000",
+    "#0b5345",
+)  # fmt: skip
 
 
 def colour_of(name: str, names: Sequence[str]) -> str:
     """Return the colour of a curve: one for each rung in all figures, and some others for others."""
     others = [other for other in names if other not in COLOURS]
-    return COLOURS.get(name) or f"C{others.index(name) % 10}"
+    return COLOURS.get(name) or OTHERS[others.index(name) % len(OTHERS)]
 
 
 def cell(value: float | None) -> str:

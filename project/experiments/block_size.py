@@ -107,7 +107,12 @@ def table(record: Record) -> str:
     for row in record["rows"]:
         name = f"{row['sweep']} = {row['size']}"
         lines.append(
-            [name, f"{row['tile'][0]} x {row['tile'][1]}", row["gb"], timed_cell(row["ms"])]
+            [
+                name,
+                f"{row['tile'][0]} x {row['tile'][1]}",
+                row["gb"],
+                timed_cell(row["ms"]) if row["ms"] else "cannot run here",
+            ]
         )
     workload = record["workload"]
     text = (
@@ -121,7 +126,13 @@ def draw(figure: Any, results: list[Result]) -> None:
     colours = dict(
         zip(SWEEPS, (harness.COLOURS["flash1"], harness.COLOURS["flash2"], "#2e8b57"), strict=True)
     )
+    drawn: list[Any] = []
     for axes, result in harness.panels(figure, results, rows=2):
+        workload = result.record["workload"]
+        size = (
+            f"{workload['batch_heads']} heads, {workload['length']:,} keys, head_dim "
+            f"{workload['head_dim']}"
+        )
         for sweep, colour in colours.items():
             rows = [row for row in result.rows if row["sweep"] == sweep]
             axes[0].plot(
@@ -142,17 +153,25 @@ def draw(figure: Any, results: list[Result]) -> None:
                 axes[1].errorbar(
                     sizes, middle, errors, fmt="o-", color=colour, capsize=2, label=sweep
                 )
-        for panel, title in zip(axes, ("global traffic, GB (formula)", "forward, ms"), strict=True):
+        titles = (f"{size}, float32\nglobal traffic by formula, forward", "time, forward")
+        for panel, title, unit in zip(axes, titles, ("GB", "ms"), strict=True):
             sizes = sorted({row["size"] for row in result.rows})
-            panel.set(xscale="log", ylabel=title, xlabel="rows or columns of a tile")
+            panel.set(xscale="log", ylabel=unit, xlabel="rows or columns of a tile")
+            harness.headline(panel, title)
             panel.set_xticks(sizes, map(str, sizes))
             panel.set_xticks([], minor=True)
             panel.set_ylim(bottom=0)
-            if panel.get_legend_handles_labels()[0]:
-                panel.legend(fontsize=7)
+            drawn.append(panel)
+    harness.legend(figure, drawn)
 
 
-EXPERIMENT = Experiment("block_size", __doc__, measure, table, draw, options=options, height=3.0)
+CAPTION = (
+    "Global traffic by formula, and time, when the rows or the columns of a tile are varied and "
+    "the other side is held. Bars are quartiles."
+)
+EXPERIMENT = Experiment(
+    "block_size", __doc__, measure, table, draw, options=options, height=3.0, caption=CAPTION
+)
 
 if __name__ == "__main__":
     raise SystemExit(harness.run(EXPERIMENT))

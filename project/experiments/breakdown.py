@@ -208,9 +208,12 @@ def table(record: Record) -> str:
 
 
 def draw(figure: Any, results: list[Result]) -> None:
-    for axes, result in harness.panels(figure, results, rows=2):
+    drawn = harness.panels(figure, results, rows=2)
+    for axes, result in drawn:
         _draw_parts(axes[0], result)
         _draw_roofline(axes[1], result)
+    harness.legend(figure, [axes[0] for axes, _ in drawn], "upper", columns=6)
+    harness.legend(figure, [axes[1] for axes, _ in drawn], "lower", columns=5)
 
 
 def _draw_parts(axes: Any, result: Result) -> None:
@@ -225,9 +228,13 @@ def _draw_parts(axes: Any, result: Result) -> None:
         axes.text(
             1, found["fused"], f"{bottom / found['fused']:.1f} × faster", ha="center", va="bottom"
         )
-    axes.set(ylabel="forward, ms", xlim=(-0.6, 2.4))
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], fontsize=7, loc="upper right")
+    axes.set(ylabel="ms", xlim=(-0.6, 1.6), ymargin=0.1)
+    workload = result.record["workload"]
+    harness.headline(
+        axes,
+        f"forward, causal, dropout: {workload['batch_heads']} heads, {workload['length']:,} keys,\n"
+        f"head_dim {workload['head_dim']}, float32",
+    )
 
 
 def _draw_roofline(axes: Any, result: Result) -> None:
@@ -251,14 +258,20 @@ def _draw_roofline(axes: Any, result: Result) -> None:
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="FLOP a byte of global memory (formula)",
+        xlabel="FLOP per byte of global memory (formula)",
         ylabel="TFLOP/s",
     )
-    axes.set_title("○ forward, □ backward", fontsize=8)
-    axes.legend(fontsize=7, loc="lower right")
+    harness.headline(axes, "roofline, no mask, no dropout: ○ forward, □ backward")
 
 
-EXPERIMENT = Experiment("breakdown", __doc__, measure, table, draw, options=options, height=3.4)
+CAPTION = (
+    "Above: the time of the parts of attention composed of tensor operations, beside one fused "
+    "kernel. Below: each rung on the roofline of the device, whose slope is the measured memory "
+    "bandwidth and whose flat part is the measured arithmetic peak."
+)
+EXPERIMENT = Experiment(
+    "breakdown", __doc__, measure, table, draw, options=options, height=3.4, caption=CAPTION
+)
 
 if __name__ == "__main__":
     raise SystemExit(harness.run(EXPERIMENT))

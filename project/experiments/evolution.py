@@ -15,8 +15,24 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from harness import (
+    Experiment,
+    Record,
+    Report,
+    Result,
+    colour_of,
+    headline,
+    legend,
+    markdown,
+    panels,
+    run,
+    timed_cell,
+)
+
+# isort: split
 from bench.measuring import interleaved, spread, timing_note
-from harness import Experiment, Record, Report, Result, colour_of, markdown, panels, run, timed_cell
+
+# isort: split
 
 from kernels.reference.evolution import STEPS
 
@@ -164,6 +180,7 @@ def table(record: Record) -> str:
 def draw(figure: Any, results: list[Result]) -> None:
     """Draw memory and error of each step."""
     names = [row["step"] for row in results[0].rows]
+    drawn: list[Any] = []
     for (memory, errors), result in panels(figure, results, rows=2):
         for place, row in enumerate(result.rows):
             name = row["step"]
@@ -182,13 +199,21 @@ def draw(figure: Any, results: list[Result]) -> None:
                 )  # fmt: skip
         memory.set_xscale("log", base=2)
         memory.set(yscale="log", xlabel="keys", ylabel="peak bytes")
-        memory.legend(fontsize=8)
-        errors.set(
-            xscale="log", yscale="log", xlabel="largest score", ylabel="largest error, float32"
-        )
+        headline(memory, f"memory of one query: head_dim {result.record['head_dim']}, float32")
+        errors.set(xscale="log", yscale="log", xlabel="largest score", ylabel="largest error")
+        headline(errors, f"error against float64: {result.record['length']:,} keys")
+        drawn.append(memory)
+    legend(figure, drawn, columns=2)
 
 
-EXPERIMENT = Experiment("evolution", __doc__, measure, table, draw, devices=("cpu",), height=3.4)
+CAPTION = (
+    "Memory by the number of keys, and error by the largest score, for each step from a sum of "
+    "exponentials to the loop of FlashAttention. The dotted line marks where the first step "
+    "overflows."
+)
+EXPERIMENT = Experiment(
+    "evolution", __doc__, measure, table, draw, devices=("cpu",), height=3.2, caption=CAPTION
+)
 
 if __name__ == "__main__":
     raise SystemExit(run(EXPERIMENT))

@@ -218,7 +218,7 @@ def table(record: Record) -> str:
         "rung, pass",
         "kernels",
         "formula GB",
-        "asked for GB",
+        "requested GB",
         "L2 GB",
         "DRAM reads GB",
         "writes GB",
@@ -232,20 +232,34 @@ def table(record: Record) -> str:
 
 
 def draw(figure: Any, results: list[Result]) -> None:
-    places = {"formula_gb": "formula", "asked_gb": "asked for", "l2_gb": "L2", "dram_gb": "DRAM"}
-    for axes, result in harness.panels(figure, results):
-        labels = [f"{row['rung']}\n{row['pass']}" for row in result.rows]
+    places = {"formula_gb": "formula", "asked_gb": "requested", "l2_gb": "L2", "dram_gb": "DRAM"}
+    drawn = harness.panels(figure, results)
+    for axes, result in drawn:
+        labels = [f"{row['rung']}, {row['pass']}" for row in result.rows]
         for i, (key, name) in enumerate(places.items()):
-            heights = [row[key] for row in result.rows]
-            axes.bar([x + 0.2 * i for x in range(len(heights))], heights, 0.2, label=name)
-        axes.set(ylabel="GB", yscale="log")
-        axes.set_xticks([x + 0.3 for x in range(len(labels))], labels, rotation=60, fontsize=7)
-        axes.legend(fontsize=7)
+            widths, rows = [row[key] for row in result.rows], range(len(labels))
+            colour = harness.colour_of(name, list(places.values()))
+            axes.barh([y + 0.2 * i for y in rows], widths, 0.2, label=name, color=colour)
+        axes.set(xlabel="GB", xscale="log")
+        axes.set_yticks([y + 0.3 for y in range(len(labels))], labels)
+        axes.invert_yaxis()
+        workload = result.record["workload"]
+        harness.headline(
+            axes,
+            f"traffic of a call: {workload['batch_heads']:,} heads, {workload['length']:,} keys, "
+            f"head_dim {workload['head_dim']}, float32",
+        )
+    harness.legend(figure, [axes for axes, _ in drawn])
 
 
-EXPERIMENT = Experiment(
-    "hardware_counters", __doc__, measure, table, draw, devices=("cuda",), options=options
+CAPTION = (
+    "Bytes of one call of each rung on a logarithmic axis: by the formula, as requested by the "
+    "kernels, at the second-level cache, and at DRAM."
 )
+EXPERIMENT = Experiment(
+    "hardware_counters", __doc__, measure, table, draw, devices=("cuda",), options=options,
+    caption=CAPTION,
+)  # fmt: skip
 
 if __name__ == "__main__":
     raise SystemExit(harness.run(EXPERIMENT))

@@ -48,6 +48,8 @@ ROOT = PROJECT.parent
 RESULTS = ROOT / "docs" / "results"
 IMAGES = ROOT / "docs" / "images" / "experiments"
 BUILD = ROOT / "build" / "experiments"
+#: Inches of a column of panels: two of them are as wide as a page of the site.
+WIDTH = 4.2
 #: Where results and figures go, for the record of the command they are left out.
 PLACES = ("--json", "--figure")
 
@@ -66,6 +68,7 @@ class Experiment:
         options: Adds options of its own to the parser; those with a default of None may be filled in by
             ``measure`` from ``args.size``.
         height: Of the figure in inches, for each row of panels.
+        caption: What the figure shows, in one or two sentences of Markdown; the site prints it below.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Experiment:
     devices: tuple[str, ...] = ("cpu", "cuda")
     options: Callable[[OneLineParser], None] = lambda parser: None
     height: float = 4.2
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -233,11 +237,37 @@ def panels(
     Returns:
         (axes, result), where axes is one Axes, or an array of ``rows`` of them.
     """
-    figure.set_size_inches(5.2 * len(results), figure.get_figheight() * rows)
+    figure.set_size_inches(max(WIDTH * len(results), 6.4), figure.get_figheight() * rows)
     grid = figure.subplots(rows, len(results), squeeze=False, **options)
     for axes, result in zip(grid[0], results, strict=True):
         axes.set_title(result.label, fontsize=9)
     return [(grid[0, i] if rows == 1 else grid[:, i], result) for i, result in enumerate(results)]
+
+
+def headline(axes: Any, text: str) -> None:
+    """Add the quantity and the workload to the title of a panel, below the device if it names one."""
+    device = axes.get_title()
+    axes.set_title(f"{device}\n{text}" if device else text, fontsize=9)
+
+
+def legend(figure: Any, axes: Iterable[Any], place: str = "lower", columns: int = 4) -> None:
+    """Draw one legend for several panels, outside of all of them.
+
+    Args:
+        figure: Of matplotlib.
+        axes: The panels; what has the same label in two of them is named once.
+        place: "lower" or "upper": below or above the panels.
+        columns: At most.
+    """
+    found: dict[str, Any] = {}
+    for one in axes:
+        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        figure.legend(
+            list(found.values()), list(found), loc=f"outside {place} center",
+            ncols=min(columns, len(found)), fontsize=8, frameon=False,
+        )  # fmt: skip
 
 
 def draw(experiment: Experiment, results: list[Result], path: Path) -> str | None:
@@ -255,7 +285,7 @@ def draw(experiment: Experiment, results: list[Result], path: Path) -> str | Non
         return 'no figure: matplotlib is not installed; pip install -e ".[plot]"'
     # The same rows make the same file; text stays text.
     with rc_context({"svg.hashsalt": experiment.name, "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(5.2, experiment.height), layout="constrained")
+        figure = Figure(figsize=(WIDTH, experiment.height), layout="constrained")
         try:
             experiment.draw(figure, results)
         except BadRecordError:

@@ -157,7 +157,7 @@ def table(record: Record) -> str:
         "GFLOP",
         "reads GB",
         "writes GB",
-        "asked for, counter GB",
+        "requested GB, counter",
         "DRAM GB",
         "ms",
     ]
@@ -168,6 +168,8 @@ def table(record: Record) -> str:
         measured = [seen.get("asked_gb"), seen.get("dram_gb"), ms]
         name = f"{row['rung']}, {row['pass']}"
         lines.append([name, *(row[q] for q in ("gflop", "read_gb", "write_gb")), *measured])
+    if not counters:
+        head, lines = [*head[:4], head[6]], [[*line[:4], line[6]] for line in lines]
     workload = record["workload"]
     size = (
         f"batch · heads {workload['batch_heads']}, N = {workload['length']}, "
@@ -212,17 +214,21 @@ def _agreement_table(record: Record) -> str:
 
 
 def draw(figure: Any, results: list[Result]) -> None:
+    rungs = list(RUNGS)
     for axes, result in harness.panels(figure, results, rows=len(QUANTITIES)):
         counters = counters_of(result.record)
         for panel, (quantity, title) in zip(axes, QUANTITIES, strict=True):
-            for place, rung in enumerate(RUNGS):
+            own = [
+                rung for rung in rungs if any(_value(row, rung, quantity) for row in result.rows)
+            ]
+            for place, rung in enumerate(own):
                 bottom = 0.0
                 for row in result.rows:
-                    value = row[quantity] if row["rung"] == rung else None
+                    value = _value(row, rung, quantity)
                     if value is None:
                         continue
                     value = value["median"] if isinstance(value, dict) else value
-                    colour = harness.colour_of(rung, list(RUNGS))
+                    colour = harness.colour_of(rung, rungs)
                     shade = 1.0 if row["pass"] == "forward" else 0.55
                     panel.barh(place, value, left=bottom, color=colour, alpha=shade)
                     bottom += value
@@ -231,15 +237,33 @@ def draw(figure: Any, results: list[Result]) -> None:
                 seen = [row["dram_gb"] for key, row in counters.items() if key[0] == rung]
                 if quantity == "gb" and seen:
                     panel.plot(sum(seen), place, "kD", markersize=5)
-            panel.set(yticks=range(len(RUNGS)), yticklabels=list(RUNGS), xlabel=title, xmargin=0.2)
-            panel.set_ylim(len(RUNGS) - 0.5, -0.5)
-        axes[1].set_xlabel(
-            "global traffic, GB (formula" + ("; ◆ DRAM, counters)" if counters else ")")
+            panel.set(xlabel=title.rpartition(", ")[2], xmargin=0.2)
+            panel.set_yticks(range(len(own)), own)
+            panel.set_ylim(len(own) - 0.5, -0.5)
+        workload = result.record["workload"]
+        harness.headline(
+            axes[0],
+            f"{workload['batch_heads']:,} heads, {workload['length']:,} keys, head_dim "
+            f"{workload['head_dim']}, float32\noperations, GFLOP",
         )
-        axes[2].set_xlabel("runtime, ms: forward, then backward in a paler shade")
+        harness.headline(
+            axes[1], f"global traffic, GB, by formula{'; ◆ DRAM, by counters' if counters else ''}"
+        )
+        harness.headline(axes[2], "time, ms")
 
 
-EXPERIMENT = Experiment("io_table", __doc__, measure, table, draw, options=options, height=2.1)
+def _value(row: Record, rung: str, quantity: str) -> Any:
+    """Return what a row has of a quantity if it is a rung's own."""
+    return row[quantity] if row["rung"] == rung else None
+
+
+CAPTION = (
+    "Operations, global traffic and time of one call by rung. The full colour is the forward "
+    "pass, the paler one the backward pass, and the figure at the end is their sum."
+)
+EXPERIMENT = Experiment(
+    "io_table", __doc__, measure, table, draw, options=options, height=2.1, caption=CAPTION
+)
 
 if __name__ == "__main__":
     raise SystemExit(harness.run(EXPERIMENT))

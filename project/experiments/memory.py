@@ -18,7 +18,18 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness import Experiment, Record, Report, Result, colour_of, markdown, panels, run
+from harness import (
+    Experiment,
+    Record,
+    Report,
+    Result,
+    colour_of,
+    headline,
+    legend,
+    markdown,
+    panels,
+    run,
+)
 
 # isort: split
 from bench.contestants import Bound, contestants, random_arrays
@@ -197,10 +208,11 @@ def table(record: Record) -> str:
     """Return megabytes by length, and the length that fills the memory."""
     rows, names = record["rows"], list(record["longest"])
     columns = [(name, mode) for name in names for mode in MODES]
+    missing = "memory is full" if record.get("kind") == "cuda" else "not tried"
     lines = []
     for row in rows:
         peaks = [row.get(name, {}).get(mode) for name, mode in columns]
-        shown = ["–" if peak is None else f"{peak / 1e6:,.1f}" for peak in peaks]
+        shown = [missing if peak is None else f"{peak / 1e6:,.1f}" for peak in peaks]
         lines.append([f"{row['length']:,}", *shown])
     kept = record["matrices"]
     counts = [f"{kept[name][mode]:.2f}" if name in kept else "" for name, mode in columns]
@@ -217,7 +229,8 @@ def table(record: Record) -> str:
 def draw(figure: Any, results: list[Result]) -> None:
     """Draw the peaks, the memory that there is, and where naive attention would reach it."""
     names = list(dict.fromkeys(name for result in results for name in result.record["longest"]))
-    for axes, result in panels(figure, results):
+    drawn = panels(figure, results)
+    for axes, result in drawn:
         limit = result.record["capacity"]
         for name, lengths in result.record["longest"].items():
             colour = colour_of(name, names)
@@ -240,8 +253,9 @@ def draw(figure: Any, results: list[Result]) -> None:
                     axes.plot(*end, "x", color=colour)
                     if mode == "training":
                         axes.annotate(
-                            f"{lengths[mode]:,}", end, xytext=(0, 5), textcoords="offset points",
-                            ha="center", color=colour,
+                            f"{lengths[mode]:,}", end, textcoords="offset points", ha="center",
+                            xytext=(0, 5 + 11 * list(result.record["longest"]).index(name)),
+                            color=colour,
                         )  # fmt: skip
         axes.axhline(limit / GIGABYTE, color="#444", linewidth=1)
         axes.text(
@@ -250,10 +264,20 @@ def draw(figure: Any, results: list[Result]) -> None:
         )  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set(yscale="log", xlabel="length", ylabel="peak, GB")
-        axes.legend(fontsize=8, loc="lower right")
+        axes.set_ylim(top=limit / GIGABYTE * 12)
+        record = result.record
+        headline(
+            axes, f"peak memory: {record['heads']} heads, head_dim {record['head_dim']}, float32"
+        )
+    legend(figure, [axes for axes, _ in drawn])
 
 
-EXPERIMENT = Experiment("memory", __doc__, measure, table, draw)
+CAPTION = (
+    "Peak memory by length. The horizontal line is the memory of the device; the dotted lines "
+    "continue the formula of attention that stores its scores to the length, in numbers, that "
+    "would fill it in training."
+)
+EXPERIMENT = Experiment("memory", __doc__, measure, table, draw, caption=CAPTION)
 
 if __name__ == "__main__":
     raise SystemExit(run(EXPERIMENT))

@@ -41,6 +41,8 @@ WORKLOADS = {
 DTYPES = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
 DIRECTIONS = ("forward", "backward")
 OURS = "kernels"
+#: Of bars, by dtype.
+HATCHES = ("", "//", "..")
 
 
 def options(parser: Any) -> None:
@@ -245,26 +247,35 @@ def table(record: Record) -> str:
 
 
 def draw(figure: Any, results: list[Result]) -> None:
+    all_peers = list(dict.fromkeys(row["peer"] for result in results for row in result.rows))
+    drawn: list[Any] = []
     for axes, result in harness.panels(figure, results, rows=len(DIRECTIONS)):
         names = list(dict.fromkeys(row["case"] for row in result.rows))
+        dtypes = list(dict.fromkeys(row["dtype"] for row in result.rows))
         peers = list(dict.fromkeys((row["peer"], row["dtype"]) for row in result.rows))
         measured = [key for key in peers if any(_is(row, key) for row in result.rows)]
         width = 0.8 / max(len(measured), 1)
-        for panel, direction in zip(axes, DIRECTIONS, strict=True):
+        workload = result.record["workload"]
+        size = f"{workload['heads']} heads, {workload['length']:,} keys, head_dim {workload['head_dim']}"
+        titles = (f"{size}, {' and '.join(dtypes)}\nforward, TFLOP/s", "backward, TFLOP/s")
+        for panel, direction, title in zip(axes, DIRECTIONS, titles, strict=True):
             for i, key in enumerate(measured):
                 rows = {
                     row["case"]: row[direction]["tflops"] for row in result.rows if _is(row, key)
                 }
                 places = [names.index(name) + i * width for name in rows]
-                panel.bar(
-                    places, list(rows.values()), width, label=f"{key[0]}, {key[1]}", color=f"C{i}"
-                )
-            panel.set_xticks(
-                [x + width * (len(measured) - 1) / 2 for x in range(len(names))], names, rotation=45
+                panel.barh(
+                    places, list(rows.values()), width, label=key[0],
+                    color=harness.colour_of(key[0], all_peers), hatch=HATCHES[dtypes.index(key[1])],
+                )  # fmt: skip
+            panel.set_yticks(
+                [y + width * (len(measured) - 1) / 2 for y in range(len(names))], names
             )
-            panel.set_ylabel(f"{direction}, TFLOP/s")
-            if measured:
-                panel.legend(fontsize=6)
+            panel.invert_yaxis()
+            panel.set_xlabel("TFLOP/s")
+            harness.headline(panel, title)
+            drawn.append(panel)
+    harness.legend(figure, drawn, columns=6)
 
 
 def _is(row: Record, key: tuple[str, str]) -> bool:
@@ -272,7 +283,13 @@ def _is(row: Record, key: tuple[str, str]) -> bool:
     return (row["peer"], row["dtype"]) == key and "forward" in row
 
 
-EXPERIMENT = Experiment("peers", __doc__, measure, table, draw, options=options, height=3.0)
+CAPTION = (
+    "Speed of the kernels of this library and of PyTorch's backends by case, in TFLOP/s of the "
+    "scores that the case leaves. A backend without a bar does not support the case."
+)
+EXPERIMENT = Experiment(
+    "peers", __doc__, measure, table, draw, options=options, height=4.6, caption=CAPTION
+)
 
 if __name__ == "__main__":
     raise SystemExit(harness.run(EXPERIMENT))

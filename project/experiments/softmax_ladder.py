@@ -18,8 +18,24 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from harness import (
+    Experiment,
+    Record,
+    Report,
+    Result,
+    cell,
+    colour_of,
+    headline,
+    legend,
+    markdown,
+    panels,
+    run,
+)
+
+# isort: split
 from bench.measuring import in_child, interleaved, ratio, spread, timing_note
-from harness import Experiment, Record, Report, Result, cell, colour_of, markdown, panels, run
+
+# isort: split
 
 from kernels.cpu.layers import softmax_ladder as cpu_ladder
 from kernels.cuda.layers import softmax_ladder as cuda_ladder
@@ -166,6 +182,7 @@ def table(record: Record) -> str:
 def draw(figure: Any, results: list[Result]) -> None:
     """Draw the time of each step, and what the online one gains, by length."""
     steps = list(READS)
+    drawn: list[Any] = []
     for (time, gain), result in panels(figure, results, rows=2, sharex="col"):
         lengths = [row["length"] for row in result.rows]
         for step in steps:
@@ -174,22 +191,31 @@ def draw(figure: Any, results: list[Result]) -> None:
                 lengths, [row[step]["median"] for row in result.rows], "o-", color=colour_of(step, steps),
                 label=f"{step}: {reads} reads, {writes} write",
             )  # fmt: skip
-        time.set(ylabel=f"ms for {result.record['elements']:,} elements", ylim=(0, None))
-        time.legend()
+        time.set(ylabel="ms", ylim=(0, None))
+        headline(time, f"softmax of {result.record['elements']:,} elements, float32")
         middle, low, high = (
             np.array([row["gain"][key] for row in result.rows]) for key in ("median", "low", "high")
         )
         gain.errorbar(lengths, middle, (middle - low, high - middle), fmt="o-", color="#1b6ca8")
         safe, online = (sum(result.record["moved"][step]) for step in ("safe", "online"))
         gain.axhline(
-            safe / online, color="#666", linestyle="--", label=f"{safe}/{online}: as they move"
+            safe / online, color="#666", linestyle="--", label=f"{safe}/{online}, by traffic"
         )
         gain.set_xscale("log", base=2)
-        gain.set(xlabel="length of a row", ylabel="time of safe / online", ylim=(0.8, 1.5))
-        gain.legend()
+        gain.set(xlabel="length of a row", ylabel="safe / online")
+        gain.set_ylim(min(0.7, low.min() - 0.05), max(1.5, high.max() + 0.05))
+        headline(gain, "time of safe over that of online softmax")
+        drawn += [time, gain]
+    legend(figure, drawn)
 
 
-EXPERIMENT = Experiment("softmax_ladder", __doc__, measure, table, draw, height=3.2)
+CAPTION = (
+    "Time of one softmax by the length of a row, and the ratio of safe to online softmax. The "
+    "dashed line is the ratio of the elements that the two move."
+)
+EXPERIMENT = Experiment(
+    "softmax_ladder", __doc__, measure, table, draw, height=3.0, caption=CAPTION
+)
 
 if __name__ == "__main__":
     raise SystemExit(run(EXPERIMENT))

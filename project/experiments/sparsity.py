@@ -13,7 +13,19 @@ import argparse
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import Experiment, Record, Report, Result, colour_of, markdown, panels, run, timed_cell
+from harness import (
+    Experiment,
+    Record,
+    Report,
+    Result,
+    colour_of,
+    headline,
+    legend,
+    markdown,
+    panels,
+    run,
+    timed_cell,
+)
 
 # isort: split
 from bench.contestants import ArrayCall
@@ -118,7 +130,8 @@ def table(record: Record) -> str:
 
 def draw(figure: Any, results: list[Result]) -> None:
     """Draw time against the fraction of tiles, beside the ideal line."""
-    for axes, result in panels(figure, results):
+    drawn_panels = panels(figure, results)
+    for axes, result in drawn_panels:
         for direction in DIRECTIONS:
             colour = colour_of(direction, DIRECTIONS)
             drawn = [row for row in result.rows if row["mask"] != "butterfly"]
@@ -138,10 +151,21 @@ def draw(figure: Any, results: list[Result]) -> None:
                     )  # fmt: skip
         axes.plot([], [], "--", color="#666", label="dense × fraction")
         axes.set(xscale="log", yscale="log", xlabel="fraction of tiles visited", ylabel="ms")
-        axes.legend()
+        record = result.record
+        heads = f"{record['heads']} head{'s' if record['heads'] > 1 else ''}"
+        headline(
+            axes,
+            f"time of a call: {heads}, {record['length']:,} keys,\n"
+            f"head_dim {record['head_dim']}, blocks of {record['block']}, float32",
+        )
+    legend(figure, [axes for axes, _ in drawn_panels], columns=3)
 
 
-EXPERIMENT = Experiment("sparsity", __doc__, measure, table, draw)
+CAPTION = (
+    "Time by the fraction of tiles that a block mask lists, on logarithmic axes. The dashed "
+    "lines are the dense call's time multiplied by that fraction."
+)
+EXPERIMENT = Experiment("sparsity", __doc__, measure, table, draw, caption=CAPTION)
 
 if __name__ == "__main__":
     raise SystemExit(run(EXPERIMENT))

@@ -16,7 +16,19 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
-from harness import Experiment, Record, Report, Result, cell, colour_of, markdown, panels, run
+from harness import (
+    Experiment,
+    Record,
+    Report,
+    Result,
+    cell,
+    colour_of,
+    headline,
+    legend,
+    markdown,
+    panels,
+    run,
+)
 
 # isort: split
 from bench.contestants import Bound, Contestant, contestants, random_arrays
@@ -168,7 +180,7 @@ def table(record: Record) -> str:
             line = [f"{row['length']:,}"]
             for name in names:
                 if name not in row:
-                    line.append("–")
+                    line.append("left out")
                     continue
                 beside = row.get("speedup", {}).get(name)
                 times = f", {beside[quantity]['median']:.1f} ×" if beside else ""
@@ -178,9 +190,15 @@ def table(record: Record) -> str:
     return "\n\n".join(shown)
 
 
+def workload_of(record: Record) -> str:
+    """Return the sizes of a call, for a title."""
+    return f"{record['heads']} heads, head_dim {record['head_dim']}, float32"
+
+
 def draw(figure: Any, results: list[Result]) -> None:
     """Draw time by length, and the speed-up over each baseline."""
     names = list(dict.fromkeys(name for result in results for name in names_of(result.rows)))
+    drawn: tuple[list[Any], list[Any]] = ([], [])
     for (time, speedup), result in panels(figure, results, rows=2, sharex="col"):
         for name in names_of(result.rows):
             own = [row for row in result.rows if name in row]
@@ -201,20 +219,30 @@ def draw(figure: Any, results: list[Result]) -> None:
         for quantity, style in STYLES.items():
             speedup.plot([], [], style, color="#444", label=quantity)
         for quantity, place in REPORTED.items():
-            speedup.plot(*place, "*", color="black", markersize=9)
-            speedup.annotate(
-                f"{quantity}, published", place, xytext=(-8, 0), textcoords="offset points",
-                fontsize=7, ha="right", va="center",
+            speedup.plot(
+                *place, "*", color="black", markersize=9, linestyle="none",
+                fillstyle="full" if quantity == "forward" else "none",
+                label=f"{quantity}, published report",
             )  # fmt: skip
         time.set_xscale("log", base=2)
-        time.set(yscale="log", ylabel="ms (dotted: inference)")
-        speedup.set(yscale="log", xlabel="length", ylabel="times faster is flash")
+        time.set(yscale="log", ylabel="ms")
+        headline(time, f"time of a call: {workload_of(result.record)}")
+        speedup.set(yscale="log", xlabel="length", ylabel="times the time of flash attention")
+        headline(speedup, "baseline / flash attention, by pass")
         speedup.axhline(1.0, color="#999", linewidth=0.8)
-        time.legend()
-        speedup.legend(fontsize=7)
+        drawn[0].append(time)
+        drawn[1].append(speedup)
+    legend(figure, [*drawn[0], *drawn[1]], columns=6)
 
 
-EXPERIMENT = Experiment("speedup", __doc__, measure, table, draw, height=3.4)
+CAPTION = (
+    "Time of a call by length, and how many times the time of flash attention each baseline "
+    "takes. A dotted line is a forward pass without a graph; a solid one is forward and backward "
+    "together. The stars are the figures of the published course's report."
+)
+EXPERIMENT = Experiment(
+    "speedup", __doc__, measure, table, draw, height=3.2, caption=CAPTION
+)  # fmt: skip
 
 if __name__ == "__main__":
     raise SystemExit(run(EXPERIMENT))

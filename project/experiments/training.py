@@ -19,7 +19,19 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from harness import Experiment, Record, Report, Result, cell, colour_of, markdown, panels, run
+from harness import (
+    Experiment,
+    Record,
+    Report,
+    Result,
+    cell,
+    colour_of,
+    headline,
+    legend,
+    markdown,
+    panels,
+    run,
+)
 
 # isort: split
 from bench.measuring import (
@@ -333,15 +345,13 @@ def draw(figure: Any, results: list[Result]) -> None:
     names = [NAIVE, FLASH]
     for result in results:
         names += [n for row in result.rows for n in row["runs"] if n not in names]
+    drawn: list[Any] = []
     for (losses, speed, held_out), result in panels(figure, results, rows=3):
         for row in result.rows:
             for place, (name, one) in enumerate(row["runs"].items()):
                 if row["kind"] == "curves":
-                    text = name
-                    if name != FLASH:
-                        text += f", at most {one['difference']:.0e} from {FLASH}"
                     losses.plot(
-                        one["losses"], color=colour_of(name, names), label=text, alpha=0.7,
+                        one["losses"], color=colour_of(name, names), label=name, alpha=0.7,
                         linewidth=4 - place, linestyle="-" if place == 0 else "--",
                     )  # fmt: skip
         found = contexts_of(result.rows)
@@ -353,18 +363,30 @@ def draw(figure: Any, results: list[Result]) -> None:
                 )
         held_out.plot(
             [row["context"] for row in found], [row["held_out"] for row in found], "o-",
-            color=colour_of(FLASH, names), label="held-out loss, equal tokens",
+            color=colour_of(FLASH, names),
         )  # fmt: skip
-        losses.set(xlabel="step", ylabel="training loss, nats")
-        speed.set(xlabel="context", ylabel="tokens a second", yscale="log")
+        model = result.record["model"]
+        losses.set(xlabel="step", ylabel="nats")
+        headline(
+            losses,
+            f"{model['layers']} layers, width {model['width']}, float32, "
+            f"{model['tokens']:,} tokens a step\ntraining loss, context {model['context']}",
+        )
+        speed.set(xlabel="context", ylabel="tokens per second", yscale="log")
+        headline(speed, "speed of training")
         held_out.set(xlabel="context", ylabel="nats per character")
+        headline(held_out, "held-out loss after equally many tokens")
         for axes in (speed, held_out):
             axes.set_xscale("log", base=2)
-        for axes in (losses, speed, held_out):
-            axes.legend(fontsize=7)
+        drawn += [losses, speed]
+    legend(figure, drawn)
 
 
-EXPERIMENT = Experiment("training", __doc__, measure, table, draw, height=2.8)
+CAPTION = (
+    "Loss of the same model with naive and with flash attention, whose curves lie on each other; "
+    "speed by context; and held-out loss by context."
+)
+EXPERIMENT = Experiment("training", __doc__, measure, table, draw, height=2.7, caption=CAPTION)
 
 if __name__ == "__main__":
     raise SystemExit(run(EXPERIMENT))

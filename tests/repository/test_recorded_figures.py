@@ -17,6 +17,7 @@ if importlib.util.find_spec("sphinx") is None:
     pytest.skip("sphinx is not installed: pip install -e '.[docs]'", allow_module_level=True)
 harness: Any = importlib.import_module("harness")
 recorded: Any = importlib.import_module("recorded")
+record_tables: Any = importlib.import_module("record_tables")
 
 RECORD = {
     "rows": [
@@ -70,16 +71,41 @@ def test_a_number_is_formatted_and_a_device_without_a_file_is_not_measured(tmp_p
         recorded.number("speedup gpu rows", tmp_path)
 
 
-def test_the_page_of_results_shows_every_experiment() -> None:
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^```\{experiment\} (\w+)$", page, re.MULTILINE)
+def text_of(*patterns: str) -> str:
+    pages = [page for pattern in patterns for page in sorted((ROOT / "docs").glob(pattern))]
+    return "".join(page.read_text(encoding="utf-8") for page in pages)
+
+
+def test_the_pages_of_results_show_every_experiment() -> None:
+    shown = re.findall(
+        r"^```\{experiment\} (\w+)$", text_of("results.md", "results/*.md"), re.MULTILINE
+    )
     assert sorted(shown) == sorted(harness.names())
+
+
+def test_every_table_of_a_record_is_shown_and_can_be_made() -> None:
+    shown = re.findall(
+        r"^```\{record-table\} ([\w-]+)$(?:\n:device: (\S+))?", text_of("**/*.md"), re.MULTILINE
+    )
+    assert {name for name, _ in shown} == {"summary", *record_tables.TABLES}
+    for name, device in shown:
+        text = record_tables.as_markdown(name, device or None)
+        tables = re.findall(r"^\|.+\n\|[-:|]+\n((?:\|.+\n?)+)", text, re.MULTILINE)
+        assert tables, "there is a table"
+        rows = [row for body in tables for row in body.splitlines()]
+        assert [row for row in rows if not re.search(r"\d", row.split("|", 2)[2])] == []
+
+
+def test_a_table_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match="there is no table 'x'"):
+        record_tables.as_markdown("x")
+    with pytest.raises(ValueError, match="which does not exist"):
+        record_tables.as_markdown("cpu-calls", "nvidia-h200")
 
 
 def test_every_number_asked_for_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what has been measured; a record that lacks one would stop the site from being built."""
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    asked = re.findall(r"\{result\}`([^`]+)`", page)
+    asked = re.findall(r"\{result\}`([^`]+)`", text_of("**/*.md"))
     assert len(asked) > 20
     for text in asked:
         assert re.search(r"\d", recorded.number(text)) or recorded.number(text) == (

@@ -66,7 +66,8 @@ def plan_by_running(plan: Plan, problem: Problem, operands: Operands) -> CallPla
         flop=_flop(problem, plan.wanted.backward),
         moved_bytes=sum(_bytes(array) for array in arrays),
         passed_over={
-            rung.name: plan.rung_reason(rung, problem) for rung in rungs[: rungs.index(plan.rung)]
+            rung.name: rung.reason(problem, None) or f"the call asks for {plan.rung.name}"
+            for rung in rungs[: rungs.index(plan.rung)]
         },
     )
 
@@ -82,13 +83,9 @@ def _bytes(array: Any) -> int:
 def _flop(problem: Problem, backward: bool) -> int:
     """Return the operations of the products: two a pair and element forward, five products backward."""
     rows = np.arange(problem.seq_q)
-    if problem.sequences is None:
-        first = np.maximum(rows + problem.lower, 0)
-        last = np.minimum(rows + problem.upper, problem.seq_k - 1)
-        pairs = int(np.maximum(last - first + 1, 0).sum())
-    else:
-        seq_q, seq_k = problem.sequences.lengths
-        pairs = int((seq_q * seq_k).sum())
+    first = np.maximum(rows + problem.lower, 0)
+    last = np.minimum(rows + problem.upper, problem.seq_k - 1)
+    pairs = int(np.maximum(last - first + 1, 0).sum())
     lead = int(np.prod(problem.lead, dtype=np.int64))
     head, value = (3, 2) if backward else (1, 1)
     return 2 * lead * pairs * (head * problem.head_dim + value * problem.value_dim)

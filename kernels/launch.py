@@ -106,10 +106,6 @@ class Plan:
             return None
         return prepare(asked, self.tile, self.target.memory, operands, result)
 
-    def rung_reason(self, rung: Rung, problem: Problem) -> str:
-        """Return why another rung cannot run calls of this kind, or that the call names this one."""
-        return rung.reason(problem, None) or f"the call asks for {self.rung.name}"
-
     def _taken(self, problem: Problem) -> Problem:
         taken = self.rung.taken(problem)
         assert taken is not None, "Target.pick returns a rung that takes the problem"

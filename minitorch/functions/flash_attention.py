@@ -55,8 +55,7 @@ def attention_call(
             lie where the call cannot read them.
     """
     for name, operand in (("q", q), ("k", k), ("v", v)):
-        if not hasattr(operand, "history"):
-            check_tensor(name, operand)
+        check_tensor(name, operand)
     if not q.backend.ops is k.backend.ops is v.backend.ops:
         raise TypeError(
             "q, k and v must be on one backend, got "

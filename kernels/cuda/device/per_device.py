@@ -59,9 +59,8 @@ def map_of(
     rest = shape, strides, box, dtype
     found = device_map(device_pointer(array), *rest)
     if (recipe := written()) is not None:
-        found = device_view(
-            found, found.shape, element_strides(found)
-        )  # an object for this map alone
+        # An object for this map alone, for several operands may begin at one address.
+        found = device_view(found, found.shape, element_strides(found))
         recipe.mapped(found, array, lambda address: device_map(address, *rest))
     return found
 

@@ -95,16 +95,6 @@ _WORD, _WORD_BYTES = 2**64 - 1, 8
 LATER: Any = type("_Later", (), {"__repr__": lambda self: "LATER"})()
 
 
-def _later_places(kinds: tuple[Any, ...], args: Any, place: int = 0) -> Iterator[int]:
-    """Yield in which slot stands what each :data:`LATER` is for: of an array, its address."""
-    for kind, arg in zip(kinds, args, strict=True):
-        if arg is LATER:
-            yield place + (_ADDRESS if isinstance(kind, types.Array) else 0)
-        elif isinstance(kind, types.BaseTuple):
-            yield from _later_places(kind.types, arg, place)  # type: ignore[attr-defined]
-        place += struct.calcsize(f"={_layout(kind)}") // _WORD_BYTES
-
-
 def _arrays_and_numbers(
     kinds: tuple[Any, ...], args: Any, place: int = 0
 ) -> Iterator[tuple[int, Any]]:
@@ -206,7 +196,7 @@ class Launcher:
         numbers = self._numbers(args)
         with self._buffer.lock:
             self._packer.pack_into(self._buffer.slots, 0, *numbers)
-            self._start(self._sizes(grid, block, self._buffer))
+            self._start(self.sizes(grid, block, self._buffer))
             if (recipe := written()) is not None:
                 found = _arrays_and_numbers(self._kinds, args)
                 recipe.launched(self, grid, block, found, self._buffer.copy())
@@ -230,7 +220,7 @@ class Launcher:
         """
         buffer, places = Buffer(self._packer.size), list[int]()
         words = buffer.words
-        sizes = self._sizes(grid, block, buffer)
+        sizes = self.sizes(grid, block, buffer)
 
         def run(*given: Any) -> None:
             spoil()  # no recipe knows these arguments
@@ -239,7 +229,8 @@ class Launcher:
                     args = filled(rest, given)
                     self._packer.pack_into(buffer.slots, 0, *self._numbers(args))
                     pattern = (LATER,) * (len(args) - len(rest)) + rest
-                    places.extend(_later_places(self._kinds, pattern))
+                    found = _arrays_and_numbers(self._kinds, pattern)
+                    places.extend(place for place, arg in found if arg is LATER)
                 for place, x in zip(places, given, strict=True):
                     words[place] = (
                         x & _WORD if type(x) is int else x.device_ctypes_pointer.value or 0
@@ -250,10 +241,6 @@ class Launcher:
                     recording.launched(Launch(self, grid, block, numbers), (given, rest))
 
         return run
-
-    def sizes(self, grid: Any, block: Any, buffer: Buffer) -> tuple[Any, ...]:
-        """Return what :meth:`start` takes for a grid, a block and packed arguments."""
-        return self._sizes(grid, block, buffer)
 
     def start(self, sizes: tuple[Any, ...]) -> None:
         """Launch with arguments that are packed; the caller answers for them, and holds their lock."""
@@ -309,7 +296,7 @@ class Launcher:
             unpack(arg) for unpack, arg in zip(self._unpackers, args, strict=True)
         )
 
-    def _sizes(
+    def sizes(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], buffer: Buffer
     ) -> tuple[Any, ...]:
         """Return what the driver asks for behind the kernel."""

@@ -312,7 +312,7 @@ class FastOps(TensorOps):
     @classmethod
     def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
         """Return the product by BLAS of operands laid out like these, if it can read them."""
-        if a.is_half or not (_for_blas(a) and _for_blas(b)):
+        if a.is_half or not (a.dtype == b.dtype == out.dtype and _for_blas(a) and _for_blas(b)):
             return None
         of_out, of_a, of_b = (t.array_view() for t in (out, a, b))
         if blas.is_for_one_thread(out.shape, a.shape[-1]):
@@ -326,10 +326,10 @@ class FastOps(TensorOps):
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
         """Fill ``out`` with the product: by BLAS if it can read the operands as they lie."""
-        if a.dtype == b.dtype == out.dtype and _for_blas(a) and _for_blas(b):
-            blas.matmul(a.to_array(), b.to_array(), out.to_array())
-        else:
+        if (run := cls.bind_product(out, a, b)) is None:
             super().matmul_into(out, a, b)
+        else:
+            run(out._storage, a._storage, b._storage)
 
 
 def _by_size(loop: Any, t: TensorData) -> Any:

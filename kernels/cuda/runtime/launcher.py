@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kernels.cuda.runtime.recipe import spoil, written
+from kernels.cuda.runtime.recipe import ALL_BITS, spoil, written
 from kernels.cuda.runtime.recorder import Launch, Renewed, active
 from kernels.runtime.cuda_errors import explain_code
 from kernels.runtime.targets import LAUNCHED, cuda, current_device, driver
@@ -89,8 +89,8 @@ def _unpack(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 #: Where the address of an array stands among its numbers.
 _ADDRESS = 4
-#: All bits of a slot, and its bytes.
-_WORD, _WORD_BYTES = 2**64 - 1, 8
+#: Bytes of a slot.
+_WORD_BYTES = 8
 #: Stands for an argument of a prepared launch that each call gives anew.
 LATER: Any = type("_Later", (), {"__repr__": lambda self: "LATER"})()
 
@@ -233,7 +233,7 @@ class Launcher:
                     places.extend(place for place, arg in found if arg is LATER)
                 for place, x in zip(places, given, strict=True):
                     words[place] = (
-                        x & _WORD if type(x) is int else x.device_ctypes_pointer.value or 0
+                        x & ALL_BITS if type(x) is int else x.device_ctypes_pointer.value or 0
                     )
                 self._start(sizes)
                 if (recording := active()) is not None:

@@ -15,6 +15,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+#: Of a packed argument, eight bytes.
+ALL_BITS = 2**64 - 1
+
 
 class Seed(int):
     """The dropout seed of a call that is noted: the one number that later calls replace."""
@@ -157,11 +160,8 @@ class Recipe:
                 for place, address in addresses:
                     words[place] = address.of(starts)
                 for place in seeds:
-                    words[place] = seed & _WORD
+                    words[place] = seed & ALL_BITS
                 launcher.start(sizes)
-
-
-_WORD = 2**64 - 1
 
 
 class _Thread(threading.local):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels import launch
-from kernels.array_call import Call, as_operand
+from kernels import array_call, launch
+from kernels.array_call import Call
 from kernels.call_plan import CallPlan
 from kernels.common.arguments import whole
 from kernels.problem.argument_types import check_types
@@ -69,7 +69,7 @@ def flash_attention_forward(
 
     Source: FlashAttention-2, Algorithm 1.
     """
-    return Call(q, k, v, by_name("flash_attention_forward", args, options)).forward(tile)
+    return array_call.forward(q, k, v, by_name("flash_attention_forward", args, options), tile)
 
 
 @takes_attention_options
@@ -114,10 +114,9 @@ def flash_attention_backward(
 
     Source: FlashAttention-2, Algorithm 2.
     """
-    results = as_operand(dout), as_operand(out), as_operand(lse), as_operand(dlse)
-    return Call(q, k, v, by_name("flash_attention_backward", args, options), results).backward(
-        tile, mask_gradient, sink_gradient
-    )
+    options = by_name("flash_attention_backward", args, options)
+    results = dout, out, lse, dlse
+    return array_call.backward((q, k, v), results, options, tile, mask_gradient, sink_gradient)
 
 
 @takes_attention_options

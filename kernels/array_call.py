@@ -12,10 +12,14 @@ from kernels.call_plan import CallPlan, plan_by_running
 from kernels.common.arguments import as_host_array, as_plain
 from kernels.cuda.runtime.arrays import device_view, element_strides, is_device_array
 from kernels.interop.dlpack import as_array
+from kernels.known_calls import Glance, glance, learn_type
 from kernels.problem.argument_types import check_types
 from kernels.problem.operands import in_order, make_operands
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.question import Problem, check_gradient_operands, problem_of
+
+#: What a gradient takes beside q, k and v.
+_RESULTS = ("dout", "out", "lse", "dlse")
 
 
 class Call:
@@ -46,17 +50,16 @@ class Call:
         options, arrays = with_arrays(options)
         self.problem = make(q, k, v, options)
         places = [q, k, v]
+        given: dict[str, Any] = {}
         if results is not None:
-            check_gradient_operands(self.problem, *results)
-            places += [array for array in results if array is not None]
+            given = {n: as_operand(x) for n, x in zip(_RESULTS, results, strict=True)}
+            check_gradient_operands(self.problem, **given)
+            places += [array for array in given.values() if array is not None]
         self.target = _target(places)
         if arrays and self.target is launch.CPU:
             check_on_host(arrays)
         operands = make_operands(self.target.memory, self.problem, q, k, v, *in_order(arrays))
-        if results is not None:
-            dout, out, lse, dlse = results
-            operands = operands.having(dout=dout, out=out, lse=lse, dlse=dlse)
-        self.operands = operands
+        self.operands = operands.having(**given)
 
     def plan(self, tile: Any, backward: bool = False) -> CallPlan:
         """Return what the call runs; of the backward pass that of gradients of q, k and v."""
@@ -69,14 +72,34 @@ class Call:
         plan = launch.plan_of(self.target, self.problem, operands, tile, wanted)
         return plan_by_running(plan, self.problem, operands)
 
-    def forward(self, tile: Any) -> tuple[Any, Any]:
-        """Return out and lse."""
-        return launch.forward(self.target, self.problem, self.operands, tile)
+    def forward(self, tile: Any, seen: Glance | None = None) -> tuple[Any, Any]:
+        """Return out and lse.
+
+        Args:
+            tile: (block_q, block_k); the rung's own when None.
+            seen: Learns how such calls are repeated.
+        """
+        plan = launch.plan_of(self.target, self.problem, self.operands, tile)
+        results = plan.run(self.problem, self.operands)
+        if seen is not None:
+            seen.learn(plan, self.operands)
+        return results
 
     def backward(
-        self, tile: Any, with_mask: bool = False, with_sink: bool = False
+        self,
+        tile: Any,
+        with_mask: bool = False,
+        with_sink: bool = False,
+        seen: Glance | None = None,
     ) -> tuple[Any, ...]:
-        """Return dq, dk and dv, of the operands' shapes, and those of the mask and the sinks if wanted."""
+        """Return dq, dk and dv, of the operands' shapes, and those of the mask and the sinks if wanted.
+
+        Args:
+            tile: As in :meth:`forward`.
+            with_mask: Also return the gradient of the floating mask.
+            with_sink: Also return the gradient of the sinks.
+            seen: As in :meth:`forward`.
+        """
         check_types(mask_gradient=with_mask, sink_gradient=with_sink)
         if with_mask and self.problem.mask != "float":
             raise ValueError(
@@ -86,16 +109,19 @@ class Call:
             raise ValueError(
                 "sink_gradient is for a call with sink, and this one has none; leave it at False"
             )
-        operands = self.operands
-        gradients = launch.backward(self.target, self.problem, operands, tile, with_mask, with_sink)
-        dq, dk, dv = (
+        operands, wanted = self.operands, launch.Wanted(True, with_mask, with_sink)
+        plan = launch.plan_of(self.target, self.problem, operands, tile, wanted)
+        gradients = plan.run(self.problem, operands)
+        own = [
             self._own(gradient, operand)
             for gradient, operand in zip(
                 gradients, (operands.q, operands.k, operands.v), strict=False
             )
-        )
+        ]
+        if seen is not None and all(a is b for a, b in zip(own, gradients, strict=False)):
+            seen.learn(plan, operands)
         others = (gradients.dmask,) * with_mask + (gradients.dsink,) * with_sink
-        return dq, dk, dv, *others
+        return *own, *others
 
     def _own(self, gradient: Any, operand: Any) -> Any:
         """Return the gradient of an operand from that of its broadcast shape."""
@@ -103,6 +129,41 @@ class Call:
         summed = memory.sum_to(gradient, tuple(operand.shape))
         # Where nothing was summed, ``launch.backward`` has laid it out.
         return gradient if summed is gradient else memory.laid_as(summed, operand)
+
+
+def forward(q: Any, k: Any, v: Any, options: Options, tile: Any) -> tuple[Any, Any]:
+    """Return out and lse; see :func:`kernels.flash_attention_forward`."""
+    seen = glance((q, k, v), options, "forward", tile)
+    if seen is not None and seen.plan is not None:
+        out, lse = seen.plan.repeat.arrays(seen.starts, seen.seed)
+        return out, lse
+    return Call(q, k, v, options).forward(tile, seen)
+
+
+def backward(
+    operands: tuple[Any, Any, Any],
+    results: tuple[Any, Any, Any, Any],
+    options: Options,
+    tile: Any,
+    with_mask: bool,
+    with_sink: bool,
+) -> tuple[Any, ...]:
+    """Return gradients; see :func:`kernels.flash_attention_backward`.
+
+    Args:
+        operands: q, k and v.
+        results: dout, out, lse, and dlse or None.
+        options: By name.
+        tile: (block_q, block_k); the rung's own when None.
+        with_mask: Also return the gradient of the floating mask.
+        with_sink: Also return the gradient of the sinks.
+    """
+    dout, out, lse, dlse = results
+    given = (*operands, out, lse, dout) if dlse is None else (*operands, out, lse, dout, dlse)
+    seen = glance(given, options, "backward", tile, with_mask, with_sink)
+    if seen is not None and seen.plan is not None:
+        return tuple(seen.plan.repeat.arrays(seen.starts, seen.seed)[:3])
+    return Call(*operands, options, results).backward(tile, with_mask, with_sink, seen)
 
 
 def as_operand(array: Any) -> Any:
@@ -116,7 +177,8 @@ def as_operand(array: Any) -> Any:
     if array is None:
         return None
     if not is_device_array(array):
-        array = as_array(array)
+        array = as_array(foreign := array)
+        learn_type(foreign)
     if is_device_array(array) and min(array.strides, default=0) < 0:
         return launch.CUDA.memory.laid_as(array, array)
     return array

@@ -57,21 +57,24 @@ class Plan:
 
     Attributes:
         target: As given.
+        problem: As given.
         wanted: As given.
         rung: The rung that runs.
         tile: (block_q, block_k) of its kernels.
         run: ``(problem, operands)``: computes what :func:`forward` or :func:`backward` returns.
+        repeat: Repeats the launches of the first call, or None if later calls run in full.
 
     Raises:
         ValueError: If no rung can run the call; see ``Target.pick``.
     """
 
     def __init__(self, target: Target, problem: Problem, tile: Tile | None, wanted: Wanted):
-        self.target, self.wanted = target, wanted
+        self.target, self.problem, self.wanted = target, problem, wanted
         self.rung = target.pick(problem, tile)
         own_tile = self.rung.backward_tile if wanted.backward else self.rung.tile
         self.tile = tile or own_tile(self._taken(problem))
         self.run: Callable[[Problem, Operands], Any] = self._first
+        self.repeat: Any = None
 
     def _first(self, problem: Problem, operands: Operands) -> Any:
         """Run the first call in full, and find out how the others run with less work around them."""
@@ -83,6 +86,7 @@ class Plan:
         memory = self.target.memory
         result, repeat = memory.noted(run, operands, problem.seed)
         if repeat is not None:
+            self.repeat = repeat
             make: Any = Gradients._make if self.wanted.backward else tuple
             self.run = lambda problem, operands: make(repeat(operands, problem.seed))
         elif memory.may_note():
@@ -144,21 +148,28 @@ def plan_of(
 
     Raises:
         TypeError: As :func:`forward`.
-        ValueError: Likewise.
+        ValueError: Likewise, or for gradients of a ``score_mod`` without its derivative.
     """
     tile = None if tile is None else check_tile(tile)
-    memory, plans = target.memory, target.plans
+    if wanted.backward:
+        check_derivative(problem.score_mod)
+    memory = target.memory
     kind = problem.unseeded, tile, wanted, memory.device(), memory.layouts(operands)
     try:
-        plan = plans.get(kind)
+        plan = target.plans.get(kind)
     except TypeError:  # of a function that cannot be remembered
         return Plan(target, problem, tile, wanted)
     if plan is None:
         plan = Plan(target, problem, tile, wanted)
-        if len(plans) >= MOST_PLANS:
-            plans.clear()
-        plans[kind] = plan
+        keep_plan(target, kind, plan)
     return plan
+
+
+def keep_plan(target: Target, kind: Any, plan: Plan) -> None:
+    """Keep the plan of a kind; beyond :data:`MOST_PLANS` all others are forgotten."""
+    if len(target.plans) >= MOST_PLANS:
+        target.plans.clear()
+    target.plans[kind] = plan
 
 
 def forward(
@@ -245,7 +256,6 @@ def backward(
         TypeError: As in :func:`forward`.
         ValueError: As in :func:`forward`, or for a ``score_mod`` without its derivative.
     """
-    check_derivative(problem.score_mod)
     plan = plan_of(target, problem, operands, tile, Wanted(True, with_mask, with_sink))
     return plan.run(problem, operands)
 

@@ -20,6 +20,7 @@ from .cuda_ops import CudaBackend
 from .fast_ops import FastBackend
 from .functions.base import chain_rule, check_tensor, is_tensor
 from .tensor_data import (
+    Ints,
     TensorData,
     UserIndex,
     UserShape,
@@ -176,6 +177,10 @@ class Tensor(TensorOperators, Lending):
         """Return a constant tensor on this backend around an array from a kernel, which has no gaps."""
         storage, strides = self.backend.attention.memory.flat(array)
         return self._new(TensorData(storage, tuple(array.shape), strides))
+
+    def on(self, storage: Any, shape: Ints, strides: Ints) -> Tensor:
+        """Return a constant tensor on this backend around a flat storage from a kernel."""
+        return self._new(TensorData.fresh(storage, shape, strides))
 
     def item(self) -> float:
         """Return the only element as a number."""

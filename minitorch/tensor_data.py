@@ -269,10 +269,14 @@ class TensorData:
                 )
 
     @classmethod
-    def fresh(cls, storage: Storage, shape: Ints) -> TensorData:
-        """Return row-major data on a storage that was just allocated for it; nothing is checked again."""
+    def fresh(cls, storage: Storage, shape: Ints, strides: Ints | None = None) -> TensorData:
+        """Return data on a storage that was just allocated for it, row-major when strides are None.
+
+        Nothing is checked again.
+        """
         data = cls.__new__(cls)
-        data._storage, data.shape, data.strides = storage, shape, _row_major_strides(shape)
+        data._storage, data.shape = storage, shape
+        data.strides = _row_major_strides(shape) if strides is None else strides
         data.dtype = dtype = storage.dtype
         data.dims, data.size, data.is_half = len(shape), len(storage), DTYPES[dtype]
         assert data.dims <= MAX_DIMS, f"a tensor has at most {MAX_DIMS} dimensions, got {data.dims}"

@@ -35,6 +35,7 @@ class TensorLike(Protocol):
     def to_numpy(self) -> Any: ...  # noqa: D102
     def array(self) -> Any: ...  # noqa: D102
     def wrap(self, array: Any) -> Self: ...  # noqa: D102
+    def on(self, storage: Any, shape: Any, strides: Any) -> Self: ...  # noqa: D102
     def empty(self, shape: UserShape, dtype: Any = None) -> Self: ...  # noqa: D102
     def zeros(self, shape: UserShape | None = None) -> Self: ...  # noqa: D102
     def contiguous(self) -> Self: ...  # noqa: D102

@@ -13,21 +13,18 @@ from numba import void
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device.half import as_bits, convert_flat
 from kernels.cuda.runtime.arrays import (
-    again,
-    can_repeat,
     device_pointer,
     device_view,
     element_strides,
     empty_device,
     flattened,
     is_row_major,
-    operand_of,
     reshaped,
     to_device,
 )
 from kernels.cuda.runtime.kernel import Kernel, array_type, scalar_type
-from kernels.cuda.runtime.recipe import Recipe, Seed
 from kernels.cuda.runtime.recorder import active
+from kernels.cuda.runtime.repeated import noted
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import BITS, acc_dtype, is_half
 from kernels.runtime.memory import (
@@ -179,31 +176,7 @@ class DeviceMemory(Memory):
         self, run: Callable[[Sequence[Any], int], Sequence[Any]], arrays: Sequence[Any], seed: int
     ) -> tuple[Sequence[Any], Callable[..., Sequence[Any]] | None]:
         """Run a call, and return what repeats its launches; see :meth:`Memory.noted`."""
-        if not can_repeat():
-            return run(arrays, seed), None
-        places = [place for place, array in enumerate(arrays) if array is not None]
-        recipe, named = Recipe(len(places)), [*arrays]
-        for number, place in enumerate(places):
-            named[place] = operand_of(recipe, number, arrays[place])
-        with recipe:
-            results = run(named, Seed(seed))
-            sources = [None if x is None else recipe.source(x) for x in results]
-        if recipe.is_spoilt or any(
-            x is not None and (source is None or source.number < recipe.operands)
-            for x, source in zip(results, sources, strict=True)
-        ):
-            return results, None
-        layouts = [
-            None if x is None else (source, (tuple(x.shape), tuple(x.strides), x.dtype))
-            for x, source in zip(results, sources, strict=True)
-        ]
-
-        def repeat(arrays: Sequence[Any], seed: int) -> Sequence[Any]:
-            if not can_repeat():  # the launches are noted for a graph
-                return run(arrays, seed)
-            return again(recipe, [arrays[place] for place in places], layouts, seed)
-
-        return results, repeat
+        return noted(run, arrays, seed)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised, contiguous array."""

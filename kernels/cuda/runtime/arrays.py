@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from ctypes import c_void_p
 from functools import cache, lru_cache
 from typing import Any
@@ -11,11 +10,14 @@ from typing import Any
 import numpy as np
 
 from kernels.cuda.runtime.memory_pool import Block, Pool
-from kernels.cuda.runtime.recipe import Recipe, spoil, written
+from kernels.cuda.runtime.recipe import spoil, written
 from kernels.cuda.runtime.recorder import active, refuse
 from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.memory import check_dense, row_major_strides, same_layout
-from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, cuda, driver, explained, why_no_cuda
+from kernels.runtime.targets import IS_SIMULATOR, cuda, driver, explained, why_no_cuda
+
+#: The type of numba's arrays on the device.
+DeviceArray: Any = cuda.cudadrv.devicearray.DeviceNDArray
 
 
 def is_device_array(array: Any) -> bool:
@@ -43,10 +45,10 @@ def pool() -> Pool | None:
     return found if found.prepare() else None
 
 
-_MemoryPointer: Any = getattr(cuda, "MemoryPointer", object)
+MemoryPointer: Any = getattr(cuda, "MemoryPointer", object)
 
 
-class _Pooled(_MemoryPointer):
+class Pooled(MemoryPointer):
     """Memory of the pool or of an arena, as numba's arrays hold it; it goes back when the last one goes."""
 
     #: The address, which numba asks for at each launch, and works out each time.
@@ -56,17 +58,18 @@ class _Pooled(_MemoryPointer):
         super().__init__(None, block[0], size)  # numba reads no context of a pointer
         self.source = source
         self.block = block
-        self.device_ctypes_pointer = c_void_p(int(block[0]))
+        self.address = int(block[0])
+        self.device_ctypes_pointer = c_void_p(self.address)
 
     def __del__(self) -> None:
         self.source.free(self.block)
 
     def view(self, start: int, stop: int | None = None) -> Any:
         """Return a part, from one byte to another, which keeps the whole."""
-        return _Part(self, super().view(start, stop))
+        return Part(self, super().view(start, stop))
 
 
-class _Part(_MemoryPointer):
+class Part(MemoryPointer):
     """A part of the pool's memory: what numba's views are made of."""
 
     def __init__(self, whole: Any, part: Any):
@@ -75,29 +78,13 @@ class _Part(_MemoryPointer):
 
     def view(self, start: int, stop: int | None = None) -> Any:
         """Return a part of the part, from one byte to another."""
-        return _Part(self.whole, super().view(start, stop))
+        return Part(self.whole, super().view(start, stop))
 
 
-class _Operand(_MemoryPointer):
-    """Memory of an operand of a call whose launches are noted; see :mod:`kernels.cuda.runtime.recipe`."""
-
-    device_ctypes_pointer: Any = None  # as of _Pooled
-
-    def __init__(self, recipe: Recipe, number: int, array: Any):
-        address = int(array.device_ctypes_pointer.value or 0)
-        super().__init__(None, driver.CUdeviceptr(address), array.gpu_data.size, owner=array)
-        self.place = recipe, number
-        self.device_ctypes_pointer = c_void_p(address)
-
-    def view(self, start: int, stop: int | None = None) -> Any:
-        """Return a part, from one byte to another."""
-        return _Part(self, super().view(start, stop))
-
-
-class _Foreign(_MemoryPointer):
+class Foreign(MemoryPointer):
     """Memory of another library, which its owner keeps alive."""
 
-    device_ctypes_pointer: Any = None  # as of _Pooled
+    device_ctypes_pointer: Any = None  # as of Pooled
 
     def __init__(self, address: int, size: int, owner: Any):
         super().__init__(None, driver.CUdeviceptr(address), size, owner=owner)
@@ -110,7 +97,7 @@ def _array_state(shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype
 
     Its constructor works them out anew for each array, which takes longer than a launch.
     """
-    array = cuda.cudadrv.devicearray.DeviceNDArray(shape, steps, dtype, gpu_data=_ANY_MEMORY)
+    array = DeviceArray(shape, steps, dtype, gpu_data=_ANY_MEMORY)
     if dtype != BFLOAT16:  # which numba does not know: kernels get its bits
         array._numba_type_  # noqa: B018 - kept from now on; each launch asks for it
     return vars(array)
@@ -123,14 +110,23 @@ def _device_array(
     shape: tuple[int, ...], steps: tuple[int, ...], dtype: np.dtype[Any], memory: Any, stream: Any
 ) -> Any:
     """Return numba's array on some memory, ``steps`` in bytes."""
-    kind = cuda.cudadrv.devicearray.DeviceNDArray
     if driver is None or 0 in shape:  # of no elements: numba gives it a null pointer
-        return kind(shape, steps, dtype, stream, memory)
-    array = object.__new__(kind)
+        return DeviceArray(shape, steps, dtype, stream, memory)
+    array = object.__new__(DeviceArray)
     array.__dict__ = {
         **_array_state(shape, steps, dtype), "gpu_data": memory, "stream": stream
     }  # fmt: skip
     return array
+
+
+def array_on(memory: Any, layout: tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]) -> Any:
+    """Return an array on memory of the device, which it keeps.
+
+    Args:
+        memory: As numba's arrays hold it.
+        layout: Shape, strides in bytes and dtype.
+    """
+    return _device_array(*layout, memory, 0)
 
 
 def foreign_array(
@@ -147,9 +143,9 @@ def foreign_array(
     """
     dtype, size, steps = _foreign_layout(shape, steps, typestr)
     if driver is None:
-        memory = _MemoryPointer(cuda.current_context(), c_void_p(address), size, owner)
+        memory = MemoryPointer(cuda.current_context(), c_void_p(address), size, owner)
     else:
-        memory = _Foreign(address, size, owner)
+        memory = Foreign(address, size, owner)
     return _device_array(shape, steps, dtype, memory, 0)
 
 
@@ -185,7 +181,7 @@ def empty_device(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], source: Any) -> Any:
     """Return an uninitialised, contiguous device array from the pool or an arena."""
     size, steps = _row_major(tuple(shape), dtype.itemsize)
-    memory = _Pooled(source, source.allocate(size), size) if size else None
+    memory = Pooled(source, source.allocate(size), size) if size else None
     return _device_array(tuple(shape), steps, dtype, memory, 0)
 
 
@@ -193,49 +189,6 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], source: Any) -> Any:
 def _row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, ...]]:
     """Return the bytes of a contiguous array, and its strides in bytes."""
     return math.prod(shape) * itemsize, tuple(s * itemsize for s in row_major_strides(shape))
-
-
-def operand_of(recipe: Recipe, number: int, array: Any) -> Any:
-    """Return an array as an operand whose address a recipe knows again."""
-    memory = _Operand(recipe, number, array)
-    return _device_array(
-        tuple(array.shape), tuple(array.strides), array.dtype, memory, array.stream
-    )
-
-
-def can_repeat() -> bool:
-    """Tell whether a call may be repeated by its recipe: not while launches are noted for a graph."""
-    return active() is None and not BLOCKING and pool() is not None
-
-
-def again(recipe: Recipe, operands: Sequence[Any], results: Sequence[Any], seed: int) -> list[Any]:
-    """Repeat a call; return its results.
-
-    Args:
-        recipe: Of its kind.
-        operands: Arrays that lie as those of the first call.
-        results: For each, its source and ``(shape, strides, dtype)``; None where there is none.
-        seed: Of dropout.
-    """
-    source, memories = pool(), []
-    assert source is not None, "only calls on the pool have recipes"
-    starts = [int(array.device_ctypes_pointer.value or 0) for array in operands]
-    for size in recipe.sizes:
-        memory = _Pooled(source, source.allocate(size), size)
-        memories.append(memory)
-        starts.append(int(memory.device_ctypes_pointer.value))
-    recipe.run(starts, seed)
-    found: list[Any] = []
-    for result in results:
-        if result is None:
-            found.append(None)
-            continue
-        (number, offset, _), layout = result
-        memory = memories[number - recipe.operands]
-        shape, strides, dtype = layout
-        part = memory.view(offset) if offset else memory
-        found.append(_device_array(shape, strides, dtype, part, 0))
-    return found
 
 
 def to_device(array: np.ndarray[Any, Any]) -> Any:

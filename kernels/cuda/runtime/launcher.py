@@ -20,7 +20,7 @@ from numba import types
 from kernels.cuda.runtime.recipe import ALL_BITS, spoil, written
 from kernels.cuda.runtime.recorder import Launch, Renewed, active
 from kernels.runtime.cuda_errors import explain_code
-from kernels.runtime.targets import LAUNCHED, cuda, current_device, driver
+from kernels.runtime.targets import cuda, current_device, driver
 
 #: How a number lies in its slot of eight bytes.
 SLOTS = {
@@ -162,6 +162,7 @@ class Launcher:
     Attributes:
         shared_bytes: As given.
         name: As given.
+        enqueue: The driver's function that launches.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Launcher:
         self._kinds = tuple(signature.args)
         self._packer = struct.Struct("=" + "".join(map(_layout, self._kinds)))
         self._buffer = Buffer(self._packer.size)
-        self._launch = driver.cuLaunchKernel
+        self.enqueue = driver.cuLaunchKernel
         self._stream = driver.CUstream(0)
         self._success = driver.CUresult.CUDA_SUCCESS
 
@@ -242,11 +243,6 @@ class Launcher:
 
         return run
 
-    def start(self, sizes: tuple[Any, ...]) -> None:
-        """Launch with arguments that are packed; the caller answers for them, and holds their lock."""
-        self._start(sizes)
-        LAUNCHED.append(self.name)
-
     def packer(self, first: int) -> Callable[..., None]:
         """Return what writes one argument that is a tuple of numbers.
 
@@ -304,10 +300,15 @@ class Launcher:
 
     def _start(self, sizes: tuple[Any, ...]) -> None:
         """Launch with the numbers of a buffer, whose lock the caller holds."""
-        (error,) = self._launch(self.function(), *sizes)
-        if error != self._success and error.name == "CUDA_ERROR_INVALID_CONTEXT":
-            cuda.current_context()  # made current on this thread, which had none
-            (error,) = self._launch(self.function(), *sizes)
+        (error,) = self.enqueue(self.function(), *sizes)
+        if error != self._success:
+            self.mend(error, sizes)
+
+    def mend(self, error: Any, sizes: tuple[Any, ...]) -> None:
+        """Launch again where the thread had no context; else raise what went wrong."""
+        if error.name == "CUDA_ERROR_INVALID_CONTEXT":
+            cuda.current_context()  # made current on this thread
+            (error,) = self.enqueue(self.function(), *sizes)
         if error != self._success:
             raise explain_code(error.name, f"the kernel {self.name}")
 

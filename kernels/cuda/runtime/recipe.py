@@ -15,8 +15,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from kernels.common.geometry import PLAIN
+from kernels.runtime.cuda_errors import LAUNCHED
+
 #: Of a packed argument, eight bytes.
 ALL_BITS = 2**64 - 1
+#: Bytes that a piece of the scratch memory begins at a multiple of.
+ALIGNMENT = 512
 
 
 class Seed(int):
@@ -29,37 +34,30 @@ class Address(NamedTuple):
     Attributes:
         number: Of the operand; behind all operands, of the memory that the call took.
         offset: Bytes from where that begins.
-        remake: Makes of the address what a kernel is given instead: an array that holds a tensor map.
+        remake: Makes of the address an array that a kernel is given instead, which holds a tensor map.
     """
 
     number: int
     offset: int
     remake: Callable[[int], Any] | None = None
 
-    def of(self, starts: Sequence[int]) -> int:
-        """Return the address for operands and memory that begin at ``starts``."""
-        address = starts[self.number] + self.offset
-        if self.remake is None:
-            return address
-        return int(self.remake(address).device_ctypes_pointer.value)
 
-
-class Step(NamedTuple):
-    """One launch.
+class _Noted(NamedTuple):
+    """One launch of the first call.
 
     Attributes:
         launcher: Of the kernel.
-        sizes: Grid, block and all else that the driver takes behind the kernel.
-        words: The packed arguments, eight bytes each.
+        grid: Blocks.
+        block: Threads.
         addresses: The words that hold addresses of operands or of memory.
         seeds: The words that hold the seed.
-        buffer: Owner of ``words``.
+        buffer: The packed arguments.
         kept: Constants among the arguments.
     """
 
     launcher: Any
-    sizes: tuple[Any, ...]
-    words: Any
+    grid: Any
+    block: Any
     addresses: list[tuple[int, Address]]
     seeds: list[int]
     buffer: Any
@@ -67,24 +65,23 @@ class Step(NamedTuple):
 
 
 class Recipe:
-    """The launches of one call.
+    """Notes the launches of one call.
 
     Args:
-        operands: How many there are.
+        operands: The number of operands.
 
     Attributes:
-        steps: The launches in order.
+        operands: As given.
+        noted: The launches in order.
         sizes: Bytes of each piece of memory that the call took.
         is_spoilt: The call did something that cannot be repeated.
-        lock: Held while words are written and launched.
     """
 
     def __init__(self, operands: int):
         self.operands = operands
-        self.steps: list[Step] = []
+        self.noted: list[_Noted] = []
         self.sizes: list[int] = []
         self.is_spoilt = False
-        self.lock = threading.Lock()
         self._maps: dict[int, tuple[Any, Address]] = {}
 
     def __enter__(self) -> Recipe:
@@ -145,23 +142,147 @@ class Recipe:
                     kept.append(value)
                 else:
                     addresses.append((place, source))
-        sizes = launcher.sizes(grid, block, buffer)
-        self.steps.append(Step(launcher, sizes, buffer.words, addresses, seeds, buffer, kept))
+        self.noted.append(_Noted(launcher, grid, block, addresses, seeds, buffer, kept))
+
+    def finished(self, results: Sequence[Address | None]) -> Launches | None:
+        """Return what repeats the launches, or None if the call cannot be repeated.
+
+        Args:
+            results: Where the results of the call lie, None for those that it has not.
+        """
+        found = [address for address in results if address is not None]
+        numbers = list(dict.fromkeys(address.number for address in found))
+        if self.is_spoilt or min(numbers, default=0) < self.operands:
+            return None
+        # Memory of results comes first, each in one piece; all other memory is one piece.
+        others = [
+            number
+            for number in range(self.operands, self.operands + len(self.sizes))
+            if number not in numbers
+        ]
+        place = {number: self.operands + at for at, number in enumerate([*numbers, *others])}
+        place.update((number, number) for number in range(self.operands))
+
+        def size(number: int) -> int:
+            return self.sizes[number - self.operands]
+
+        starts = [0]
+        for number in others:
+            starts.append(starts[-1] + PLAIN.ceil_div(size(number), ALIGNMENT) * ALIGNMENT)
+        steps = []
+        for one in self.noted:
+            own = [
+                (word, address._replace(number=place[address.number]))
+                for word, address in one.addresses
+            ]
+            steps.append(
+                Step(
+                    one.launcher,
+                    one.launcher.function(),
+                    one.launcher.sizes(one.grid, one.block, one.buffer),
+                    one.buffer.words,
+                    [(word, x.number, x.offset) for word, x in own if x.remake is None],
+                    [(word, x, {}) for word, x in own if x.remake is not None],
+                    one.seeds,
+                    (one.buffer, one.kept),
+                )
+            )
+        return Launches(
+            steps,
+            [size(number) for number in numbers],
+            starts.pop(),
+            starts,
+            [(numbers.index(address.number), address.offset) for address in found],
+        )
+
+
+class Step(NamedTuple):
+    """One launch to repeat.
+
+    Attributes:
+        launcher: Of the kernel.
+        function: The driver's handle of the kernel.
+        sizes: Grid, block and all else that the driver takes behind the kernel.
+        words: The packed arguments, eight bytes each.
+        addresses: Words that hold an address, the number of what it is in, and the offset.
+        maps: Words that hold the address of a tensor map, what it is of, and the maps made so far.
+        seeds: Words that hold the seed.
+        kept: Owner of the words, and constants among the arguments.
+    """
+
+    launcher: Any
+    function: Any
+    sizes: tuple[Any, ...]
+    words: Any
+    addresses: list[tuple[int, int, int]]
+    maps: list[tuple[int, Address, dict[int, tuple[Any, int]]]]
+    seeds: list[int]
+    kept: Any
+
+
+class Launches:
+    """Repeats the launches of a call.
+
+    Args:
+        steps: In order.
+        sizes: Bytes of each piece of memory that results lie in.
+        scratch: Bytes of all other memory.
+        starts: Where each other piece of memory begins in the scratch memory.
+        results: For each result the number of its piece, and the offset in bytes.
+
+    Attributes:
+        sizes: As given.
+        scratch: As given.
+        starts: As given.
+        results: As given.
+    """
+
+    def __init__(
+        self,
+        steps: list[Step],
+        sizes: list[int],
+        scratch: int,
+        starts: list[int],
+        results: list[tuple[int, int]],
+    ):
+        self._steps, self._lock = steps, threading.Lock()
+        self.sizes, self.scratch, self.starts, self.results = sizes, scratch, starts, results
 
     def run(self, starts: Sequence[int], seed: int) -> None:
         """Launch with other operands, memory and seed.
 
         Args:
-            starts: Addresses of the operands, then of memory of :attr:`sizes`.
+            starts: Addresses of the operands, of the results' memory, and of the other pieces.
             seed: Of dropout; a signed number of 64 bits.
         """
-        with self.lock:
-            for launcher, sizes, words, addresses, seeds, _, _ in self.steps:
-                for place, address in addresses:
-                    words[place] = address.of(starts)
-                for place in seeds:
-                    words[place] = seed & ALL_BITS
-                launcher.start(sizes)
+        with self._lock:
+            for launcher, function, sizes, words, addresses, maps, seeds, _ in self._steps:
+                for word, number, offset in addresses:
+                    words[word] = starts[number] + offset
+                for word, source, known in maps:
+                    address = starts[source.number] + source.offset
+                    found = known.get(address) or _made(source, address, known)
+                    words[word] = found[1]
+                for word in seeds:
+                    words[word] = seed & ALL_BITS
+                (error,) = launcher.enqueue(function, *sizes)
+                if error:  # success is 0
+                    launcher.mend(error, sizes)
+                LAUNCHED.append(launcher.name)
+
+
+#: Addresses of one operand that tensor maps are kept for.
+_MOST_MAPS = 256
+
+
+def _made(source: Address, address: int, known: dict[int, tuple[Any, int]]) -> tuple[Any, int]:
+    """Return a new tensor map and its address, kept among those that are known."""
+    assert source.remake is not None, "only tensor maps are made anew"
+    if len(known) >= _MOST_MAPS:
+        known.clear()
+    array = source.remake(address)
+    found = known[address] = array, int(array.device_ctypes_pointer.value)
+    return found
 
 
 class _Thread(threading.local):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -135,7 +136,10 @@ class Device:
         base = word - word % PIECE
         if not 1 << 32 <= base < 1 << 48 or word % PIECE > PIECE // 2:
             return word
-        return known.setdefault(base, f"memory {len(known)}"), word % PIECE
+        if base in known:
+            return known[base], word % PIECE
+        # A repeated call has its scratch memory in one piece.
+        return known.setdefault(-word, f"memory {len(known)}")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda x: str(np.dtype(x[0])) + str(x[1][-2:]))
@@ -155,6 +159,22 @@ def test_a_repeated_call_launches_what_a_first_one_does(call: str, shape: Any) -
                 launch.CUDA.plans.clear()
                 launch.CUDA.plans.update(kept)
         assert all(plan.run != plan.direct for plan in launch.CUDA.plans.values())
+
+
+def test_pieces_of_scratch_memory_do_not_overlap() -> None:
+    own, sizes = recipe.Recipe(2), [1, 512, 513, 40_000, 7]
+    for size in sizes:
+        own.took(SimpleNamespace(), size)
+    launches = own.finished([recipe.Address(4, 0), None, recipe.Address(4, 8)])
+    assert launches is not None
+    assert (launches.sizes, launches.results) == ([513], [(0, 0), (0, 8)])
+    stops = [*launches.starts[1:], launches.scratch]
+    pieces = zip(launches.starts, stops, [1, 512, 40_000, 7], strict=True)
+    assert all(start % 512 == 0 and stop - start >= size for start, stop, size in pieces)
+
+
+def test_a_result_that_is_an_operand_is_not_repeated() -> None:
+    assert recipe.Recipe(2).finished([recipe.Address(1, 0)]) is None
 
 
 def test_what_draws_a_number_is_not_repeated() -> None:

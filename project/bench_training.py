@@ -6,10 +6,11 @@
 
 Both sides train the same weights on the same batches in one process, a few steps each in turn: forward,
 backward, AdamW, no clipping, no loss read.  On a GPU our steps are captured (``minitorch.graph_step``), as
-``train_gpt.py`` takes them; ``--eager`` launches them kernel by kernel.  PyTorch is eager, with the fused
-attention that it prefers, its fused AdamW, and batches that lie on the device before; its bfloat16 is
-autocast over float32 weights, ours is the policy of ``minitorch.Precision``.  A speed is the median of
-ratios within rounds, a peak of memory that of a process of its own, a curve's difference the largest of all
+``train_gpt.py`` takes them; the figures "eager", and ``--eager``, launch them kernel by kernel.  PyTorch is
+eager, or compiled for the figures "compiled", with the fused attention that it prefers, its fused AdamW,
+and batches that lie on the device before; its bfloat16 is autocast over float32 weights, ours is the policy
+of ``minitorch.Precision``.  A speed is the median of ratios within rounds, a peak of memory that of a
+process of its own, a curve's difference the largest of all
 steps, relative to PyTorch's loss; curves are trained with the clipping of the preset.  Losses in bfloat16
 are held to PyTorch's own distance from its float32: their quotient is the figure; beside those in float32
 stands how far PyTorch is from itself when its attention is the composed one, and both sides from float64.
@@ -41,7 +42,7 @@ from bench.measuring import (
 )
 from bench.record_files import folder_of
 from bench.torch_attention import load_torch
-from bench.training_contestants import OURS, THEIRS, Run, Size, peak_of_training, size_of
+from bench.training_contestants import COMPILED, OURS, THEIRS, Run, Size, peak_of_training, size_of
 from bench.training_figures import FIGURES, Figure, Row, details, difference, table
 from common.command_line import COUNT, POSITIVE, OneLineParser
 from tqdm import tqdm
@@ -119,23 +120,25 @@ class Bench:
         self, figure: Figure, size: Size, attention: str = "flash", clip: float | None = None
     ) -> Run:
         """Return ours in training as a figure asks for it."""
-        capture = minitorch.graph_step if self._captures else None
+        captures = self._captures and figure.kind != "eager"
+        capture = minitorch.graph_step if captures else None
         given = OURS, size, self.device, figure.precision, attention
         return Run(*given, capture=capture, clip=clip)
 
     def speed(self, figure: Figure, size: Size) -> Row:
-        """Compare steps of ours with PyTorch's: its time over ours."""
+        """Compare steps of ours with PyTorch's, eager or compiled: its time over ours."""
+        peer = COMPILED if figure.kind == "compiled" else THEIRS
         runs = {OURS: self._ours(figure, size)}
         if self.torch is not None:
             source = runs[OURS].model
-            runs[THEIRS] = Run(THEIRS, size, self.device, figure.precision, source=source)
+            runs[peer] = Run(peer, size, self.device, figure.precision, source=source)
         times, row = self._timed(runs)
-        how = "captured step" if self._captures else "eager step"
+        how = "captured step" if self._captures and figure.kind != "eager" else "eager step"
         row["figure"] = (
-            f"{figure.preset} {figure.precision}, context {size.context:,}, {how} / PyTorch"
+            f"{figure.preset} {figure.precision}, context {size.context:,}, {how} / {peer}"
         )
-        if THEIRS in times:
-            row["value"] = ratio(times[THEIRS], times[OURS])["median"]
+        if peer in times:
+            row["value"] = ratio(times[peer], times[OURS])["median"]
         return row
 
     def attention(self, figure: Figure, size: Size) -> Row:
@@ -227,6 +230,8 @@ class Bench:
 
 KINDS: dict[str, Callable[[Bench, Figure, Size], Row]] = {
     "speed": Bench.speed,
+    "eager": Bench.speed,
+    "compiled": Bench.speed,
     "losses": Bench.losses,
     "memory": Bench.memory,
     "context": Bench.context,

@@ -46,11 +46,13 @@ class TorchGPT:
         precision: "float32", "bfloat16" or "float64".
         clip: Norm of all gradients beyond which they are scaled down; None for any.
         parts: Of a batch, one after the other, whose gradients are added up: for less memory.
+        compiled: Compile the loss and its gradient with ``torch.compile``, in its default mode.
     """
 
     def __init__(
         self, model: minitorch.DecoderLM, name: str, device: str, lr: float, beta2: float,
         weight_decay: float, precision: str = "float32", clip: float | None = None, parts: int = 1,
+        compiled: bool = False,
     ):  # fmt: skip
         import torch  # type: ignore[import-not-found]
         from torch.nn import attention  # type: ignore[import-not-found]
@@ -81,6 +83,7 @@ class TorchGPT:
         ]  # fmt: skip
         fused = True if device == "cuda" else None  # its fastest; elsewhere its own choice
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=fused)
+        self._score = torch.compile(self.loss) if compiled else self.loss
 
     def _linear(self, x: Any, name: str) -> Any:
         weights, bias = self.weights[f"{name}.weights"], self.weights.get(f"{name}.bias")
@@ -151,7 +154,7 @@ class TorchGPT:
     def _backward(self, inputs: Any, targets: Any, share: float | None = None) -> Any:
         with self._attention():
             with self._rounding():
-                loss = self.loss(inputs, targets)
+                loss = self._score(inputs, targets)
             loss = loss if share is None else loss * share
             loss.backward()
         return loss.detach()

@@ -20,7 +20,7 @@ from bench.measuring import peak_memory, reset_peak_memory
 from bench.torch_gpt import FUSED, MATH, TorchGPT, TorchMemory
 from kernels.cuda.runtime.arrays import pool
 
-OURS, THEIRS = "ours", "PyTorch"
+OURS, THEIRS, COMPILED = "ours", "PyTorch", "PyTorch, compiled"
 BACKENDS = {"cpu": "fast", "cuda": "cuda"}
 BETA2, WEIGHT_DECAY, SEED = 0.99, 0.1, 0
 #: Of presets that name none.
@@ -160,7 +160,7 @@ class Run:
     """A contestant in training.
 
     Args:
-        name: OURS or THEIRS.
+        name: OURS, THEIRS or COMPILED.
         size: Of its model.
         device: "cpu" or "cuda".
         precision: "float32" or "bfloat16"; of PyTorch "float64", too, whose batches then come in parts.
@@ -196,7 +196,8 @@ class Run:
             rates = size.lr, BETA2, WEIGHT_DECAY
             peer = MATH if attention == "naive" else FUSED
             parts = PARTS if precision == "float64" else 1
-            self.gpt = TorchGPT(model, peer, device, *rates, precision, clip, parts)
+            given = model, peer, device, *rates, precision, clip, parts
+            self.gpt = TorchGPT(*given, compiled=name == COMPILED)
         self.flops = flops_per_token(model, size.context)
 
     def timed_step(self) -> Callable[[], Any]:

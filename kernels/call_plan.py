@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cuda.runtime.kernel import Launched, launches_noted
 from kernels.launch import Plan, Tile
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
+from kernels.runtime.launch_notes import Launched, Loop, launches_noted
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class CallPlan:
         rung: The rung that runs.
         tile: (block_q, block_k).
         backward: The gradients are computed, not out and lse.
-        launches: The kernels on a GPU, in order, with grid, block, shared memory and registers.
+        launches: In order, the kernels on a GPU with grid, block, shared memory and registers, or the loops
+            on the CPU with work items and threads.
         flop: Floating-point operations of the matrix products, of the pairs of row and column within the
             bounds of ``is_causal`` and ``window_size``.
         moved_bytes: Of all operands and results, each counted once: what a call moves at least.
@@ -33,7 +34,7 @@ class CallPlan:
     rung: str
     tile: Tile
     backward: bool
-    launches: tuple[Launched, ...]
+    launches: tuple[Launched | Loop, ...]
     flop: int
     moved_bytes: int
     passed_over: dict[str, str]

@@ -120,6 +120,10 @@ def test_a_plan_can_be_read() -> None:
     assert plan.flop == 2 * 2 * (SEQ * (SEQ + 1) // 2) * (4 + 4)
     assert plan.moved_bytes == 4 * q.nbytes + 2 * SEQ * 4
     assert "forward on cpu by flash2" in str(plan)
+    (loop,) = plan.launches
+    assert str(loop) == "2 work items on 1 thread"
+    long = [x.repeat(64, axis=-2) for x in (q, k, v)]
+    assert len(kernels.plan(*long, backward=True).launches) > 1
     named = kernels.plan(q, k, v, rung="naive", backward=True)
     assert (named.rung, named.backward) == ("naive", True)
     assert "not flash2: the call asks for naive" in str(named)

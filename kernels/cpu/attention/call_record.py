@@ -31,6 +31,7 @@ from kernels.cpu.runtime.function_pointers import run_alone, run_items, settings
 from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import JIT_DISABLED
+from kernels.runtime.launch_notes import Loop, noted
 
 #: Multiply-adds of a call that are not worth waking the other threads for: they take 100 microseconds.
 ALONE_BELOW = 1 << 21
@@ -163,6 +164,8 @@ class CallOptions:
         """Run a kernel: call the function at an address for each work item, on all threads."""
         settings = settings_argument(self.settings)
         threads = 1 if self._is_small else min(numba.get_num_threads(), items)
+        if (launches := noted()) is not None:
+            launches.append(Loop(items, threads))
         before = mods.failures()
         if threads > 1:
             run_items(address, settings, np.zeros(1, np.int64), items, threads)

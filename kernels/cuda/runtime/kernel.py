@@ -6,12 +6,10 @@ replaces the name ``cuda`` in the kernel's own file only.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, cached_property
 from types import CellType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -21,6 +19,7 @@ from kernels.common.geometry import same
 from kernels.cuda.runtime.compiling import allow_shared_memory, compile_kernel
 from kernels.cuda.runtime.launcher import Launcher, filled, three
 from kernels.cuda.runtime.numba_inlining import share_copies
+from kernels.runtime.launch_notes import Launched, noted
 from kernels.runtime.targets import (
     IS_SIMULATOR,
     cuda,
@@ -65,50 +64,6 @@ def device_callable(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
 WARP = 32
 #: Bytes of a float32 and of an int32.
 WORD = 4
-
-
-class Launched(NamedTuple):
-    """A launch of a kernel, for people to read.
-
-    Attributes:
-        kernel: Its name.
-        grid: Blocks.
-        block: Threads.
-        shared_bytes: Dynamic shared memory of a block.
-        registers: Of a thread; None in the simulator.
-    """
-
-    kernel: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
-    registers: int | None
-
-    def __str__(self) -> str:
-        """Return the launch as one line."""
-        return (
-            f"{self.kernel}: grid {self.grid}, block {self.block}, {self.shared_bytes:,} bytes of shared "
-            f"memory, {'unknown' if self.registers is None else self.registers} registers a thread"
-        )
-
-
-class _Thread(threading.local):
-    """The launches that this thread notes, or None."""
-
-    noted: list[Launched] | None = None
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def launches_noted() -> Iterator[list[Launched]]:
-    """Note the launches of this thread within a ``with`` block."""
-    before, _thread.noted = _thread.noted, []
-    try:
-        yield _thread.noted
-    finally:
-        _thread.noted = before
 
 
 class Kernel:
@@ -180,8 +135,8 @@ class Kernel:
         def run(*args: Any) -> None:
             with self._launching:
                 self._launch(grid, block, *args)
-            if _thread.noted is not None:
-                _thread.noted.append(self._launched(grid, block))
+            if (launches := noted()) is not None:
+                launches.append(self._launched(grid, block))
 
         return run
 
@@ -204,8 +159,8 @@ class Kernel:
         def run(*arrays: Any) -> None:
             with self._launching:
                 own(*arrays)
-            if _thread.noted is not None:
-                _thread.noted.append(self._launched(*map(three, launch)))
+            if (launches := noted()) is not None:
+                launches.append(self._launched(*map(three, launch)))
 
         return run
 

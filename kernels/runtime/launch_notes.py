@@ -1,0 +1,73 @@
+"""What a call launches, noted for people to read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Launched(NamedTuple):
+    """A launch of a kernel on a GPU.
+
+    Attributes:
+        kernel: Its name.
+        grid: Blocks.
+        block: Threads.
+        shared_bytes: Dynamic shared memory of a block.
+        registers: Of a thread; None in the simulator.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    registers: int | None
+
+    def __str__(self) -> str:
+        """Return the launch as one line."""
+        return (
+            f"{self.kernel}: grid {self.grid}, block {self.block}, {self.shared_bytes:,} bytes of shared "
+            f"memory, {'unknown' if self.registers is None else self.registers} registers a thread"
+        )
+
+
+class Loop(NamedTuple):
+    """A compiled loop on the CPU.
+
+    Attributes:
+        items: The number of work items, each of which a thread runs whole.
+        threads: The number of threads that take them.
+    """
+
+    items: int
+    threads: int
+
+    def __str__(self) -> str:
+        """Return the loop as one line."""
+        return f"{self.items:,} work items on {self.threads} thread{'s' * (self.threads > 1)}"
+
+
+class _Thread(threading.local):
+    """The launches that this thread notes, or None."""
+
+    noted: list[Launched | Loop] | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def launches_noted() -> Iterator[list[Launched | Loop]]:
+    """Note the launches of this thread within a ``with`` block."""
+    before, _thread.noted = _thread.noted, []
+    try:
+        yield _thread.noted
+    finally:
+        _thread.noted = before
+
+
+def noted() -> list[Launched | Loop] | None:
+    """Return the launches that this thread notes, or None."""
+    return _thread.noted

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from kernels.cuda.runtime.arrays import DeviceArray
 from kernels.cuda.runtime.recorder import active
-from kernels.cuda.runtime.repeated import address_of
+from kernels.cuda.runtime.repeated import VECTOR, address_of
 from kernels.launch import CUDA, Plan, keep_plan
 from kernels.problem.operands import Operands
 from kernels.problem.option_values import check_seed
@@ -34,8 +34,6 @@ def _of_torch(tensor: Any) -> tuple[Any, int]:
 DESCRIBE: dict[type, Callable[[Any], tuple[Any, int]]] = {DeviceArray: _of_device_array}
 #: Options that hold more than a kind can tell.
 _OPEN = ARRAYS.union(MODS)
-#: Bytes that vector loads want an operand to begin at a multiple of.
-_VECTOR = 16
 
 
 class Glance(NamedTuple):
@@ -80,7 +78,7 @@ def glance(operands: Sequence[Any], options: Options, *rest: Any) -> Glance | No
     try:
         for operand in operands:
             layout, start = DESCRIBE[type(operand)](operand)
-            kind += layout, start % _VECTOR
+            kind += layout, start % VECTOR
             starts.append(start)
         if options:
             given = cast("dict[str, Any]", options)

@@ -24,6 +24,7 @@ from kernels.cuda.backend import (
     fill,
     fused,
     matmul_dispatch,
+    repeats,
 )
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.memory import join_dims, joined
@@ -157,17 +158,16 @@ class CudaOps(TensorOps):
     def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
         """Return the loop that writes the fold of one dimension; ``fn`` must be commutative too."""
 
-        def loop(out: TensorData, a: TensorData, dim: int) -> None:
+        def bind(out: TensorData, a: TensorData, dim: int) -> Run:
             if out.size == 0:
-                return
+                return lambda o, x: None
             # The folded dimension comes last; the others may join.
             length, step = a.shape[dim], a.strides[dim]
             kept = [x[:dim] + x[dim + 1 :] for x in (out.shape, out.strides, a.strides)]
             shape, out_strides, a_strides = join_dims(*kept)
             if len(shape) <= 2:
-                layout = (step, _two(shape)[1], *_two(a_strides))
-                _fold(fn, start, out._storage, out.size, a._storage, length, layout)
-                return
+                outputs, layout = out.size, (step, _two(shape)[1], *_two(a_strides))
+                return lambda o, x: _fold(fn, start, o, outputs, x, length, layout)
             threads = min(max(length, 1), REDUCE_THREADS)
 
             def reduce(out: TensorData, a: TensorData) -> None:
@@ -176,9 +176,10 @@ class CudaOps(TensorOps):
                     a._storage, (*shape, length), (*a_strides, step), len(shape), start,
                 )  # fmt: skip
 
-            cls.run(reduce, out, a)  # the course's, which knows no storage of 16 bits
+            # The course's, which knows no storage of 16 bits.
+            return as_loop(partial(cls.run, reduce)).bind(out, a)
 
-        return as_loop(loop)
+        return Loop(bind)
 
     @classmethod
     def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -287,6 +288,7 @@ def _matrices(out: TensorData, a: TensorData, b: TensorData) -> _Matrices | None
     return _Matrices(out._storage, out_steps, a._storage, a_steps, b._storage, b_steps, shape)
 
 
+@repeats
 def _fold(
     fn: Callable[[float, float], float],
     start: float,

@@ -29,13 +29,13 @@ from kernels.cuda.runtime.kernel import (
 )
 from kernels.cuda.runtime.numba_watch import watching_numba
 from kernels.cuda.runtime.recorder import Recording, active, computed, drawn, refuse
-from kernels.cuda.runtime.repeated import address_of
+from kernels.cuda.runtime.repeated import address_of, repeats
 from kernels.cuda.runtime.sizes import SIZES, FoldShape
 
 __all__ = [  # noqa: RUF022  # grouped by use
     # Arrays on the device.
     "address_of", "as_bits", "device_view", "element_strides", "empty_device", "fill", "flattened",
-    "is_device_array", "pool", "row_major_copy", "to_device", "to_host",
+    "is_device_array", "pool", "repeats", "row_major_copy", "to_device", "to_host",
     # Kernels of the library's own.
     "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function", "form",
     "scalar_type",

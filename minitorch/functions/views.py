@@ -62,7 +62,7 @@ def _reshaped(a: Tensor, shape: UserShape) -> Tensor:
         f"cannot view shape {a.shape}, {a.size} elements, as {shape}, {size} elements; the "
         "sizes must be equal, and none is inferred from -1"
     )
-    return a._new(type(a._tensor)(a._tensor._storage, shape))
+    return a._new(type(a._tensor).fresh(a._tensor._storage, shape))
 
 
 class Copy(Function):

@@ -21,6 +21,7 @@ from kernels.cuda.layers.layer_norm_kernels import (
 )
 from kernels.cuda.layers.row_registers import row_tile
 from kernels.cuda.runtime.arrays import device_pointer, empty_device, reshaped
+from kernels.cuda.runtime.repeated import repeats
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.targets import IS_SIMULATOR
 
@@ -92,18 +93,23 @@ def residual_layer_norm(
     Returns:
         The sum (…, n), and what :func:`layer_norm` makes of it.
     """
-    return _forward(x, residual, gamma, beta, eps, noise)
+    return _by_noise(_forward, noise)(x, residual, gamma, beta, eps, noise)
 
 
+def _by_noise(function: Any, noise: Noise) -> Any:
+    """Return a function that repeats launches; with dropout, whose seeds differ, its plain form."""
+    return function.__wrapped__ if noise.rate else function
+
+
+@repeats
 def _forward(
     x: Any, residual: Any, gamma: Any, beta: Any, eps: float, noise: Noise
 ) -> tuple[Any, Any, Any, Any]:
+    """Return the sum, None without a residual, and what :func:`layer_norm` returns."""
     adds, shape, sums = residual is not None, tuple(x.shape), acc_dtype(x.dtype)
     n, height = shape[-1], math.prod(shape[:-1])
-    out, hidden = empty_device(shape, x.dtype), x
+    out, hidden = empty_device(shape, x.dtype), empty_device(shape, x.dtype) if adds else None
     mean, rstd = (empty_device((height,), sums) for _ in range(2))
-    if adds:
-        hidden = empty_device(shape, x.dtype)
     if height * n:
         arrays = (x, gamma, beta, *((residual,) if adds else ()))
         own = _form(x, gamma, arrays, adds, noise.rate > 0.0)
@@ -154,9 +160,10 @@ def residual_layer_norm_backward(
         rstd: Likewise.
         noise: As in the forward pass.
     """
-    return _backward(dout, dhidden, hidden, gamma, mean, rstd, noise)
+    return _by_noise(_backward, noise)(dout, dhidden, hidden, gamma, mean, rstd, noise)
 
 
+@repeats
 def _backward(
     dout: Any, dhidden: Any, hidden: Any, gamma: Any, mean: Any, rstd: Any, noise: Noise
 ) -> NormGradients:

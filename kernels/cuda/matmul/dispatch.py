@@ -31,6 +31,7 @@ from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.runtime.arrays import device_pointer, empty_device
 from kernels.cuda.runtime.kernel import Kernel, scalar_type
 from kernels.cuda.runtime.recorder import drawn
+from kernels.cuda.runtime.repeated import repeats
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import FLOAT32, NAMES, is_half
 from kernels.runtime.targets import compute_capability, cuda
@@ -125,6 +126,16 @@ def multiply(
         epilogue: What is done before a number is stored; columns then are a multiple of eight, and the
             kind is not "split".
     """
+    _multiply(out, out_steps, a, a_steps, b, b_steps, shape, kind, *epilogue)
+
+
+@repeats
+def _multiply(
+    out: Any, out_steps: Ints, a: Any, a_steps: Ints, b: Any, b_steps: Ints, shape: Ints, kind: str,
+    *how: Any,
+) -> None:  # fmt: skip
+    """Do what :func:`multiply` says, ``how`` the fields of the epilogue."""
+    epilogue = Epilogue(*how)
     batch, heads, rows, cols, depth = shape
     if not _is_stored_in_pieces(out, out_steps, shape):
         # Kernels write whole pieces of rows of 16 bits: to a wider result, which is copied.

@@ -152,7 +152,7 @@ class Recipe:
         """
         found = [address for address in results if address is not None]
         numbers = list(dict.fromkeys(address.number for address in found))
-        if self.is_spoilt or min(numbers, default=0) < self.operands:
+        if self.is_spoilt or min(numbers, default=self.operands) < self.operands:
             return None
         # Memory of results comes first, each in one piece; all other memory is one piece.
         others = [

@@ -1,18 +1,21 @@
-"""Calls that repeat the launches of the first of their kind; see :mod:`kernels.cuda.runtime.recipe`."""
+"""Calls that repeat the launches of an earlier call of their kind, which a recipe has noted."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
-from kernels.cuda.runtime.arrays import Foreign, Part, Pooled, array_on, pool
-from kernels.cuda.runtime.recipe import Launches, Recipe, Seed
+from kernels.cuda.runtime.arrays import DeviceArray, Foreign, Part, Pooled, array_on, pool
+from kernels.cuda.runtime.recipe import Launches, Recipe, Seed, written
 from kernels.cuda.runtime.recorder import active
-from kernels.runtime.targets import BLOCKING
+from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, current_device
 
+#: Bytes that vector loads want an operand to begin at a multiple of.
+VECTOR = 16
 #: Computes results of arrays, None among them, and of a dropout seed.
 Run = Callable[[Sequence[Any], int], Sequence[Any]]
 
@@ -132,3 +135,83 @@ def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Re
         return results, None
     layouts = [None if x is None else (tuple(x.shape), tuple(x.strides), x.dtype) for x in results]
     return results, Repeat(run, places, launches, layouts)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+#: Kinds of calls that a function remembers; beyond them it begins again.
+MOST_KINDS = 1024
+#: Of a kind that has come once, and of one that cannot be repeated.
+_SEEN, _PLAIN = object(), object()
+
+
+def repeats(function: _Function) -> _Function:
+    """Let later calls of a function repeat the launches of an earlier one.
+
+    The second call of a kind is noted: a kind that comes once costs a look-up.
+
+    Args:
+        function: Takes device arrays, None and values that can be hashed, in which there are no arrays;
+            returns an array, a tuple of arrays and None, or None.  What it launches depends on the layouts
+            of the arrays and on the other arguments alone.
+    """
+    kinds: dict[Any, Any] = {}
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        if IS_SIMULATOR or active() is not None or written() is not None:
+            return function(*args)
+        kind, starts = [current_device()], list[int]()
+        for arg in args:
+            if type(arg) is DeviceArray:
+                start = address_of(arg)
+                starts.append(start)
+                kind += arg.shape, arg.strides, arg.dtype, start % VECTOR
+            else:
+                kind.append(arg)
+        own = tuple(kind)
+        known = kinds.get(own)
+        if type(known) is tuple:
+            repeat, make = known
+            return make(repeat.arrays(starts, 0))
+        if known is None:
+            if len(kinds) >= MOST_KINDS:
+                kinds.clear()
+            kinds[own] = _SEEN
+        if known is not _SEEN:
+            return function(*args)
+        return note(own, args)
+
+    def note(own: Any, args: tuple[Any, ...]) -> Any:
+        places = [place for place, arg in enumerate(args) if type(arg) is DeviceArray]
+        results: list[Any] = []
+
+        def in_full(arrays: Sequence[Any], seed: int) -> Sequence[Any]:
+            given = [*args]
+            for place, array in zip(places, arrays, strict=True):
+                given[place] = array
+            results.append(function(*given))
+            return _as_list(results[-1])
+
+        _, repeat = noted(in_full, [args[place] for place in places], 0)
+        (result,) = results
+        kinds[own] = _PLAIN if repeat is None else (repeat, _maker(result))
+        return result
+
+    run.cache_clear = kinds.clear  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]
+
+
+def _as_list(result: Any) -> list[Any]:
+    """Return the arrays of a result, None among them."""
+    if result is None:
+        return []
+    return [*result] if isinstance(result, tuple) else [result]
+
+
+def _maker(result: Any) -> Callable[[list[Any]], Any]:
+    """Return what makes a result like this one of its arrays."""
+    if result is None:
+        return lambda arrays: None
+    if not isinstance(result, tuple):
+        return lambda arrays: arrays[0]
+    return getattr(result, "_make", tuple)

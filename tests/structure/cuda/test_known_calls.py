@@ -78,7 +78,7 @@ def test_a_repeated_call_takes_few_frames_to_its_launch() -> None:
             with stacks(type(plan.plan.repeat._launches), "run") as found:
                 q.flash_attention(k, v, **options)
                 out.sum().backward()
-            forward, backward = found
+            forward, backward = (stack for stack in found if "storages" in stack)
             # The driver is one frame further on, and backward() and the walk of the graph are two.
             assert len(forward) + 1 <= MOST_FRAMES, forward
             assert forward[0] == "flash_attention"

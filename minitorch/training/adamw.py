@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels.cuda.backend import active
 from kernels.runtime.dtypes import FLOAT32, is_floating, is_half
@@ -13,6 +13,26 @@ from kernels.runtime.dtypes import FLOAT32, is_floating, is_half
 from ..module import Parameter
 from ..optim import Adam, _same_shape, clip_grad_norm_, copy_of
 from ..tensor import Tensor
+
+
+class _Place(NamedTuple):
+    """Where a parameter and what belongs to it lie.
+
+    Attributes:
+        data: Of the parameter.
+        master: Its master, or None.
+        moments: Its moments.
+        moved: The arrays of all of them, and a gradient.
+    """
+
+    data: Any
+    master: Tensor | None
+    moments: tuple[Tensor, Tensor]
+    moved: Any
+
+    def holds(self, value: Tensor, master: Tensor | None, moments: Any) -> bool:
+        """Tell whether all of them lie there still."""
+        return self.data is value._tensor and self.master is master and self.moments is moments
 
 
 class AdamW(Adam):
@@ -58,6 +78,7 @@ class AdamW(Adam):
         self.max_norm = math.inf if max_norm is None else float(max_norm)
         self.masters: dict[Parameter, Tensor] = {}
         self._copies: dict[Parameter, Tensor] = {}  # the values that the masters stand for
+        self._places: dict[Parameter, _Place] = {}
         self.grad_norm: Tensor | None = None
 
     def step(self) -> None:
@@ -77,21 +98,28 @@ class AdamW(Adam):
         if self.max_norm < math.inf:
             clip = fused.clip_of(grads, self.max_norm)
             self.grad_norm = like.wrap(memory.part(clip, 0, 1))
-        decays = [value.dims >= 2 for value in values]
-        moved = []
-        for p, value, grad, decay in zip(moving, values, grads, decays, strict=True):
-            _same_shape(value, p.value.grad)
-            master = self._master(p)
-            m, v = (moment.array() for moment in self._moments(p, master))
-            copy = value.array() if is_half(value.dtype) else None
-            target = value if copy is None else master
-            moved.append(fused.Moved(target.array(), grad, m, v, decay, copy))
+        moved = [self._listed(*each) for each in zip(moving, values, grads, strict=True)]
         fused.adam_many(moved, clip, **self._step_numbers(), again=self._step_numbers)
         for p, value in zip(moving, values, strict=True):
             self._update(p, value)
         if (recording := active()) is not None:
             recording.actions.append(self._count)
             recording.guards.append(self._guard())
+
+    def _listed(self, p: Parameter, value: Tensor, grad: Any) -> Any:
+        """Return the arrays of a parameter; views of those that lie where they did are kept."""
+        _same_shape(value, p.value.grad)
+        known, master = self._places.get(p), self.masters.get(p)
+        is_own = master is None or self._copies.get(p) is p.value
+        if known is not None and is_own and known.holds(value, master, self.moments.get(p)):
+            return known.moved._replace(grad=grad)
+        master = self._master(p)
+        m, v = (moment.array() for moment in self._moments(p, master))
+        copy = value.array() if is_half(value.dtype) else None
+        target = value if copy is None else master
+        moved = value.f.fused.Moved(target.array(), grad, m, v, value.dims >= 2, copy)
+        self._places[p] = _Place(value._tensor, self.masters.get(p), self.moments[p], moved)
+        return moved
 
     def _step_numbers(self) -> dict[str, Any]:
         """Return the numbers of a step, as it stands."""

@@ -16,8 +16,8 @@ from kernels.runtime.dtypes import BFLOAT16, BITS
 from kernels.runtime.memory import check_dense, row_major_strides, same_layout
 from kernels.runtime.targets import IS_SIMULATOR, cuda, driver, explained, why_no_cuda
 
-#: The type of numba's arrays on the device.
-DeviceArray: Any = cuda.cudadrv.devicearray.DeviceNDArray
+#: The type of numba's arrays on the device; of nothing in the simulator.
+DeviceArray: Any = getattr(cuda.cudadrv.devicearray, "DeviceNDArray", type(None))
 
 
 def is_device_array(array: Any) -> bool:

@@ -117,8 +117,8 @@ def _expected(option: str, rung: str, deterministic: bool) -> Counter[str]:
     """Return what a call launches, by name."""
     found: Counter[str] = Counter()
     if rung == "flash3_wgmma":
-        found.update(["flash3_forward", "half_delta", "flash3_rows", "flash3_dkdv"])
-        found.update(["flash3_dq"] if deterministic else ["flash3_zero", "flash3_round_dq"])
+        found.update(["flash3_forward", "flash3_preprocess", "flash3_dkdv"])
+        found.update(["flash3_dq"] if deterministic else ["flash3_round_dq"])
         if option in PACKED:  # words for the forward kernel and for each that has scores
             found[PACKED[option]] = 3 if deterministic else 2
     else:

@@ -1,21 +1,22 @@
-"""Delta of the backward pass on tensor cores: D = rowsum(dO ∘ O), of 16 or 32 bits, summed in float32."""
+"""The start of a backward pass on tensor cores: D = rowsum(dO ∘ O) in float32, and zeros for sums of dQ."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from numba import float32, uint32, void
+from numba import float32, int64, types, uint32, void
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.vector import are_vectors
-from kernels.cuda.ptx.copies import global_address, ld_global_v4
+from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global_v4
 from kernels.cuda.ptx.numbers import UNPACK, float_of
 from kernels.cuda.ptx.swizzle import CHUNK
-from kernels.cuda.runtime.arrays import empty_device
-from kernels.cuda.runtime.kernel import WARP, Kernel, array_type, device_function
+from kernels.cuda.runtime.arrays import device_view, empty_device, reshaped
+from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_function
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import BITS, FLOAT32, NAMES
@@ -64,38 +65,22 @@ def _make_add_products(dtype: str) -> tuple[Any, Any]:
 
 
 @cache
-def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kernel:
-    """Return the kernel that fills delta.
+def make_row_sum(lanes: int, dtype: str, vectors: bool) -> Callable[..., Any]:
+    """Return ``row_sum(dout, out, b, h, row, lane, inside)``: rowsum(dO ∘ O), in all lanes of a row.
+
+    Every lane of a warp must call it. Lanes of a row out of bounds pass ``inside`` as false and get 0.
 
     Args:
         lanes: Of a row; a power of two, up to 32.
         dtype: "float16", "bfloat16" or "float32".
         vectors: Rows are aligned for pieces of 16 bytes and are whole pieces.
-        has_dlse: There is a gradient of lse.
     """
     (add, number), steps = _make_add_products(dtype), lanes.bit_length() - 1
-    stored = FLOAT32 if dtype == "float32" else BITS
-    of_piece = CHUNK // stored.itemsize
+    of_piece = CHUNK // _stored(dtype).itemsize
 
-    def half_delta(dout, out, dlse, delta):
-        """Fill delta.
-
-        Computes: D = rowsum(dO ∘ O) - dL, which serves as D does: dS = P ∘ (dP - D) + P dL
-        Source: FlashAttention-2, Algorithm 2, line 4
-        Grid: ceil(batch * heads * seq_q * lanes / threads)
-        Block: (threads,)
-        One thread does: every lanes-th piece, or element, of one row
-        Shared: none
-        Registers: one sum, two pieces
-        Global traffic: reads dout and out once, and dlse if there is one; writes delta once
-        Needs: warp shuffles
-        """
-        heads, seq_q, dim = delta.shape[1], delta.shape[2], out.shape[3]
-        thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
-        i, lane = thread // lanes, thread % lanes
-        b, h, row = i // seq_q // heads, i // seq_q % heads, i % seq_q
-        inside = b < delta.shape[0]
-        total = float32(0)
+    @device_function
+    def row_sum(dout, out, b, h, row, lane, inside):
+        total, dim = float32(0), out.shape[3]
         if inside and vectors:
             left, right = cuda.local.array(4, uint32), cuda.local.array(4, uint32)  # (4,)
             left_row = global_address(dout) + b * dout.strides[0] + h * dout.strides[1]
@@ -112,21 +97,86 @@ def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kerne
                 total += number(dout[b, h, row, c]) * number(out[b, h, row, c])
         for step in range(steps):  # every lane of the warp takes part
             total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 1 << step)
+        return total
+
+    return row_sum
+
+
+def _stored(dtype: str) -> Any:
+    return FLOAT32 if dtype == "float32" else BITS
+
+
+@device_function
+def zero_sums(sums, thread, threads):
+    """Fill this thread's share of flat float32 sums with zeros, 16 bytes at a time.
+
+    Args:
+        sums: A multiple of four elements; a single element stands for no sums and is left as it is.
+        thread: Of the grid.
+        threads: The grid's.
+    """
+    zeros = cuda.local.array(4, uint32)  # (4,)
+    for w in range(4):
+        zeros[w] = 0
+    first = global_address(sums)
+    for piece in range(thread, sums.shape[0] // (CHUNK // WORD), threads):
+        st_global_v4(first + int64(piece) * CHUNK, zeros)
+
+
+def no_sums(array: Any) -> Any:
+    """Return the stand-in for sums where there are none: one element of a float32 device array."""
+    return device_view(array, (1,), (1,))
+
+
+@cache
+def delta_kernel(lanes: int, dtype: str, vectors: bool, has_dlse: bool) -> Kernel:
+    """Return the kernel that fills delta, and sums of dq with zeros.
+
+    Args:
+        lanes: Of a row; a power of two, up to 32.
+        dtype: "float16", "bfloat16" or "float32".
+        vectors: Rows are aligned for pieces of 16 bytes and are whole pieces.
+        has_dlse: There is a gradient of lse.
+    """
+    row_sum, stored = make_row_sum(lanes, dtype, vectors), _stored(dtype)
+
+    def half_delta(dout, out, dlse, delta, sums):
+        """Fill delta, and sums with zeros.
+
+        Computes: D = rowsum(dO ∘ O) - dL, which serves as D does: dS = P ∘ (dP - D) + P dL
+        Source: FlashAttention-2, Algorithm 2, line 4
+        Grid: ceil(batch * heads * seq_q * lanes / threads)
+        Block: (threads,)
+        One thread does: every lanes-th piece, or element, of one row, and its share of the sums
+        Shared: none
+        Registers: one sum, two pieces
+        Global traffic: reads dout and out once, and dlse if there is one; writes delta and sums once
+        Needs: warp shuffles; sums a multiple of four elements, or a single one for none
+        """
+        heads, seq_q = delta.shape[1], delta.shape[2]
+        thread = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        zero_sums(sums, thread, cuda.gridDim.x * THREADS)
+        i, lane = thread // lanes, thread % lanes
+        b, h, row = i // seq_q // heads, i // seq_q % heads, i % seq_q
+        inside = b < delta.shape[0]
+        total = row_sum(dout, out, b, h, row, lane, inside)
         if inside and lane == 0:
             if has_dlse:
                 total -= dlse[b, h, row]
             delta[b, h, row] = total
 
     read, rows = array_type(stored, 4), array_type(FLOAT32, 3)
-    return Kernel(half_delta, void(read, read, rows, rows), THREADS)
+    signature = void(read, read, rows, rows, types.Array(float32, 1, "C"))
+    return Kernel(half_delta, signature, THREADS)
 
 
-def delta_of(problem: Problem, operands: Operands) -> Any:
+def delta_of(problem: Problem, operands: Operands, sums: Any = None) -> Any:
     """Return D = rowsum(dO ∘ O), less the gradient of lse where there is one.
 
     Args:
         problem: The checked call, in 16 or 32 bits.
         operands: As kernels take them, on the device: dout, out, and dlse or None.
+        sums: Contiguous float32, a multiple of four elements, to fill with zeros by the same launch.
 
     Returns:
         (batch, heads, seq_q) float32, contiguous.
@@ -139,5 +189,6 @@ def delta_of(problem: Problem, operands: Operands) -> Any:
     lanes = lanes_of(out.shape[3] * problem.dtype.itemsize // BITS.itemsize)
     kernel = delta_kernel(lanes, NAMES[problem.dtype], vectors, has_dlse)
     launch = kernel[PLAIN.ceil_div(math.prod(shape) * lanes, THREADS), THREADS]
-    launch(dout, out, operands.dlse if has_dlse else delta, delta)
+    flat = no_sums(delta) if sums is None else reshaped(sums, (sums.size,))
+    launch(dout, out, operands.dlse if has_dlse else delta, delta, flat)
     return delta

@@ -15,6 +15,7 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     parts_of,
     query_layout,
 )
+from kernels.cuda.attention.flash3_wgmma.backward.preprocess import lanes_a_row, preprocess_kernel
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import forward_kernel
 from kernels.cuda.attention.flash3_wgmma.layout import Widths, layout_of
 from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
@@ -122,6 +123,27 @@ def test_no_product_of_the_kernel_of_dq_waits_for_the_last(widths: Widths) -> No
     assert not found.warnings
     assert found.spilled == 0
     assert kernel.threads * found.registers <= REGISTERS
+
+
+@needs_nvvm
+@pytest.mark.parametrize("value_dim", [8, 64, 256])
+def test_the_kernel_before_them_moves_16_bytes_at_a_time(value_dim: int) -> None:
+    kernel = preprocess_kernel(lanes_a_row(value_dim), "bfloat16", True, False)
+    ptx = compile_ptx(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert "ld.global.v4.u32" in ptx
+    assert "st.global.v4.u32" in ptx
+    assert ".local" not in ptx
+
+
+@needs_ptxas
+@pytest.mark.parametrize("vectors", [True, False], ids=["vectors", "elements"])
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "dense"])
+def test_the_kernel_before_them_spills_nothing(vectors: bool, is_packed: bool) -> None:
+    kernel = preprocess_kernel(lanes_a_row(128), "float16", vectors, True, is_packed)
+    found = launched_resources(kernel.source, kernel.signature, HOPPER, kernel.launch_bounds)
+    assert not found.warnings
+    assert found.spilled == found.local == 0
+    assert found.registers <= 64  # four blocks of a multiprocessor
 
 
 #: Options that take most of the registers, each with the heads for which it does.

@@ -14,7 +14,6 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from kernels import make_problem
-from kernels.cuda.attention import delta as delta_kernels
 from kernels.cuda.attention.flash3_wgmma import launch_common
 from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
@@ -163,13 +162,10 @@ def _emulated() -> Iterator[None]:
         patch.multiple(
             flash3_wgmma_backward, tensor_map=tensor_map, empty_device=empty,
             as_bits=lambda array: array, counters=lambda: counters, multiprocessors=lambda: 2,
-            device_view=lambda array, shape, steps: array.reshape(-1)[:1],
+            no_sums=lambda array: array.reshape(-1)[:1], are_vectors=aligned,
             readable=lambda *arrays: arrays,
         ),
         patch.object(launch_common, "tensor_map", tensor_map),
-        patch.multiple(
-            delta_kernels, empty_device=empty, as_bits=lambda array: array, are_vectors=aligned
-        ),
         patch.object(Kernel, "__getitem__", launcher),
     ):  # fmt: skip
         forget_launches()

@@ -100,12 +100,12 @@ def emulated_hopper_backward() -> Iterator[None]:
         def empty(shape: Any, dtype: Any) -> Any:
             return np.full(shape, np.nan, dtype)
 
-        def one(array: Any, shape: Any, strides: Any) -> Any:
+        def one(array: Any) -> Any:
             return array.reshape(-1)[:1]
 
         with patch.multiple(
             "kernels.cuda.attention.flash3_wgmma.backward.launch",
-            counters=lambda: counters, device_view=one, empty_device=empty, **found,
+            counters=lambda: counters, no_sums=one, empty_device=empty, **found,
         ):  # fmt: skip
             yield
     assert not counters.any()

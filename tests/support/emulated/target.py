@@ -94,7 +94,6 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
         "compute_capability": lambda: cc,
         "dynamic_shared_memory_bytes": lambda: 227 * 1024,
         "empty_device": empty,
-        "fill": np.ndarray.fill,
         "as_bits": as_bits,
         "merge_parts": _merge,
         "reshaped": np.reshape,
@@ -102,7 +101,12 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
     pool = {"empty_device": empty}
     modules = {
         "attention.flash2_mma.launch": of_launch,
-        "attention.delta": {**pool, "as_bits": as_bits},
+        "attention.delta": {
+            **pool,
+            "as_bits": as_bits,
+            "device_view": _view,
+            "reshaped": np.reshape,
+        },
         "attention.flash2_mma.split_operands": {**pool, "device_view": _view, "THREADS": 64},
         "attention.options.extras": {"to_device": lambda array: array},
         "device.memory": {"to_device": lambda array: array},

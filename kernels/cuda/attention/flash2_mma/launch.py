@@ -26,7 +26,6 @@ from kernels.cuda.attention.options.visits import grid_of
 from kernels.cuda.attention.register_tiles import widths_in
 from kernels.cuda.attention.split_keys import merge_parts, parts_of
 from kernels.cuda.device.half import as_bits
-from kernels.cuda.device.memory import fill
 from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.runtime.arrays import empty_device, reshaped
 from kernels.cuda.runtime.kernel import Kernel
@@ -269,18 +268,21 @@ class _Call(NamedTuple):
         return make_extras(self.problem, self.operands, *blocks, by_keys=by_keys)
 
 
-def _call(problem: Problem, operands: Operands, results: tuple[Any, ...]) -> _Call:
+def _call(
+    problem: Problem, operands: Operands, results: tuple[Any, ...], sums: Any = None
+) -> _Call:
     """Return what kernels take.
 
     Args:
         problem: The checked call.
         operands: As kernels take them; dout tells that gradients are wanted.
         results: All that are written in the dtype of the problem, as kernels see them.
+        sums: Of dq, to fill with zeros; None where there are none.
     """
     is_backward = operands.dout is not None
     names = ("q", "k", "v", "dout") if is_backward else ("q", "k", "v")
     tensors = tuple(as_bits(getattr(operands, name)) for name in names)
-    delta = delta_of(problem, operands) if is_backward else None
+    delta = delta_of(problem, operands, sums) if is_backward else None
     features, name = problem.features, _compiled_for(problem)
     if NUMBERS[name].is_scaled:
         bits, units = _split(problem, tensors, delta, NUMBERS[name])
@@ -354,12 +356,13 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         flash2_backward.backward(problem, flash2_backward.tile(problem), operands)
         return
     dq, dk, dv = (as_bits(x) for x in (operands.dq, operands.dk, operands.dv))
-    call = _call(problem, operands, (dq, dk, dv))
-    q, k, v, dout = call.tensors
-    read = dout, q, k, v, operands.lse, call.delta
     by_keys = _by_keys(problem)
     layout, _, parts = by_keys
     head, _ = by_keys.widths(problem)
+    sums = None if problem.deterministic else _dq_sums(problem, by_keys, dq)
+    call = _call(problem, operands, (dq, dk, dv), sums)
+    q, k, v, dout = call.tensors
+    read = dout, q, k, v, operands.lse, call.delta
     extras = call.extras(layout, by_keys=True)
     grid = grid_of(k, dk.shape[2], layout.block_k, extras)
     grid = grid[0] * parts, grid[1]
@@ -369,16 +372,21 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         kernel[grid, layout.threads](*read, call.delta, dk, dv, call.scale, extras)
         return
     shares = dq_sums(layout, head // parts, compute_capability() >= WIDE_ADDS)
-    sequences = 1 if problem.sequences is None else problem.sequences.count
-    slots = slots_of(dq.shape[2], layout.block_q, sequences)
-    sums = empty_device((grid[1], slots, layout.block_q * head), FLOAT32)
-    fill(sums, 0.0)
     kernel = _keys_kernel(by_keys, call, shares)
     kernel[grid, layout.threads](*read, sums, dk, dv, call.scale, extras)
     extras = call.extras(layout)
     grid = grid_of(q, dq.shape[2], layout.block_q, extras)
     end = dq_end_kernel(layout, head, *call.compiled, shares, call.features, parts)
     end[grid, layout.threads](sums, q, k, dq, call.scale, extras)
+
+
+def _dq_sums(problem: Problem, by_keys: ByKeys, dq: Any) -> Any:
+    """Return memory for the sums of dq: (batch * heads, slots, block_q * head)."""
+    sequences = 1 if problem.sequences is None else problem.sequences.count
+    slots = slots_of(dq.shape[2], by_keys.layout.block_q, sequences)
+    head, _ = by_keys.widths(problem)
+    shape = math.prod(dq.shape[:2]), slots, by_keys.layout.block_q * head
+    return empty_device(shape, FLOAT32)
 
 
 def _by_keys(problem: Problem) -> ByKeys:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kernels.common.geometry import ceil_div
-from kernels.cuda.attention.delta import delta_of
+from kernels.cuda.attention.delta import no_sums
 from kernels.cuda.attention.flash3_wgmma.backward.dkdv import dkdv_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.dq import dq_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
@@ -21,12 +21,12 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     parts_of,
     query_layout,
 )
-from kernels.cuda.attention.flash3_wgmma.backward.row_statistics import (
-    THREADS,
-    round_dq_kernel,
-    rows_kernel,
-    zero_kernel,
+from kernels.cuda.attention.flash3_wgmma.backward.preprocess import (
+    blocks_a_tile,
+    lanes_a_row,
+    preprocess_kernel,
 )
+from kernels.cuda.attention.flash3_wgmma.backward.round_dq import THREADS, round_dq_kernel
 from kernels.cuda.attention.flash3_wgmma.backward.score_options import delta_factor, slope_factor
 from kernels.cuda.attention.flash3_wgmma.launch_common import (
     CACHE_BYTES,
@@ -49,9 +49,9 @@ from kernels.cuda.attention.tensor_cores import lists_whole_tiles
 from kernels.cuda.device.half import EIGHT, as_bits
 from kernels.cuda.device.per_device import counters, multiprocessors
 from kernels.cuda.device.shared_tiles import round_up
-from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.device.vector import are_vectors
 from kernels.cuda.ptx.wgmma import ROWS
-from kernels.cuda.runtime.arrays import device_view, empty_device
+from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import WORD, Kernel
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
@@ -70,7 +70,8 @@ class _Plan(NamedTuple):
         widths: Columns that kernels are compiled for.
         dtype: "float16" or "bfloat16".
         features: Options that kernels are compiled for.
-        rows: Of lse and delta as ``rows_kernel`` lays them out: each sequence has room for its last tile.
+        rows: Of lse and delta as ``preprocess_kernel`` lays them out: each sequence has room for
+            its last tile.
         by_keys: What each kernel by key tiles computes, and its layout.
         by_rows: The layout of the kernel that dq has of its own, or None.
         bounds: What the kernels around the others need: no option but where sequences are.
@@ -136,8 +137,9 @@ class _Call(NamedTuple):
         plan: Of its problem.
         problem: The checked call, in 16 bits.
         operands: As given, but q, k, v and dout as the copy engine reads them.
-        lse: (batch * heads, padded rows), as ``rows_kernel`` lays it out.
+        lse: (batch * heads, padded rows), as ``preprocess_kernel`` lays it out.
         delta: Likewise.
+        sums: Of dq in float32, zeros at first; a single element where no kernel adds to dq.
     """
 
     plan: _Plan
@@ -145,6 +147,7 @@ class _Call(NamedTuple):
     operands: Operands
     lse: Any
     delta: Any
+    sums: Any
 
     @property
     def heads(self) -> int:
@@ -213,14 +216,8 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
     problem, operands = with_mask_bits(problem, operands)
     q, k, v, dout = readable(operands.q, operands.k, operands.v, operands.dout)
     operands = operands.having(q=q, k=k, v=v, dout=dout)
-    plan, heads = _plan(problem.unseeded, current_device()), math.prod(q.shape[:2])
-    lse, delta = (empty_device((heads, plan.rows), FLOAT32) for _ in range(2))
-    call = _Call(plan, problem, operands, lse, delta)
-    grid = tiles_of(problem.seq_q, PADDING, plan.bounds), heads
-    factor = delta_factor(plan.features, plan.keep_scale)
-    rows_kernel(plan.features.packed)[grid, PADDING](
-        operands.lse, delta_of(problem, operands), lse, delta, factor, plan.bounds
-    )
+    call = _preprocessed(_plan(problem.unseeded, current_device()), problem, operands)
+    plan, lse, delta = call.plan, call.lse, call.delta
     for parts, layout in plan.by_keys:
         _by_keys(call, parts, layout)
     if (rows := plan.by_rows) is not None:
@@ -229,13 +226,32 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         call.launch(kernel, rows, results, 2 * problem.seq_k * sum(plan.widths))
 
 
+def _preprocessed(plan: _Plan, problem: Problem, operands: Operands) -> _Call:
+    """Return what all kernels of a call take, with lse, delta and zeros for the sums of dq."""
+    heads = math.prod(operands.q.shape[:2])
+    lse, delta = (empty_device((heads, plan.rows), FLOAT32) for _ in range(2))
+    sums = no_sums(delta)
+    for parts, layout in plan.by_keys:
+        if parts.dq:
+            shares = heads * plan.rows // layout.block_q * layout.consumers
+            sums = empty_device((shares * dq_bytes(layout, plan.widths) // WORD,), FLOAT32)
+    dout, out, dlse = as_bits(operands.dout), as_bits(operands.out), operands.dlse
+    lanes = lanes_a_row(problem.value_dim)
+    kind = plan.dtype, are_vectors(dout, out), dlse is not None, plan.features.packed
+    grid = tiles_of(problem.seq_q, PADDING, plan.bounds) * blocks_a_tile(lanes), heads
+    kernel = preprocess_kernel(lanes, *kind)
+    kernel[grid, kernel.threads](
+        dout, out, operands.lse, operands.lse if dlse is None else dlse, lse, delta, sums,
+        delta_factor(plan.features, plan.keep_scale), plan.bounds,
+    )  # fmt: skip
+    return _Call(plan, problem, operands, lse, delta, sums)
+
+
 def _by_keys(call: _Call, parts: Parts, layout: KeyLayout) -> None:
     """Fill dk, dv or both; with dq that too, by way of its sums."""
     plan, problem, operands = call.plan, call.problem, call.operands
     gradients = (call.gradient(array) for array in (operands.dk, operands.dv))
-    # Of dq there are none without its part.
-    sums = _zeroed_sums(call, layout) if parts.dq else device_view(call.delta, (1,), (1,))
-    results = *gradients, call.lse, call.delta, sums
+    results = *gradients, call.lse, call.delta, call.sums
     # Rows of q and dout are what key tiles of a head read again and again, and add to.
     bytes_a_head = problem.seq_q * (2 * sum(plan.widths) + WORD * plan.widths.head * parts.dq)
     kernel = dkdv_kernel(layout, plan.widths, plan.dtype, parts, plan.features)
@@ -246,13 +262,4 @@ def _by_keys(call: _Call, parts: Parts, layout: KeyLayout) -> None:
     grid = tiles_of(problem.seq_q, PADDING, plan.bounds) * pieces, call.heads
     scale = problem.scale * slope_factor(plan.features, plan.keep_scale)
     rounds = round_dq_kernel(layout, plan.widths, plan.dtype, plan.features.packed)
-    rounds[grid, THREADS](sums, as_bits(operands.dq), plan.rows, scale, plan.bounds)
-
-
-def _zeroed_sums(call: _Call, layout: KeyLayout) -> Any:
-    """Return zeros for the kernel by key tiles to add to."""
-    shares = call.lse.shape[0] * call.plan.rows // layout.block_q * layout.consumers
-    sums = empty_device((shares * dq_bytes(layout, call.plan.widths) // WORD,), FLOAT32)
-    blocks = ceil_div(sums.size * WORD, CHUNK * THREADS)
-    zero_kernel()[blocks, THREADS](sums)
-    return sums
+    rounds[grid, THREADS](call.sums, as_bits(operands.dq), plan.rows, scale, plan.bounds)

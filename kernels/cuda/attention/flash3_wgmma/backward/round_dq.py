@@ -1,14 +1,11 @@
-"""Around Hopper's backward kernels: lse and delta as they want them, and dQ's sums rounded."""
+"""The end of Hopper's backward pass where dQ is added up: its sums, rounded."""
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
-import numpy as np
 from numba import float32, float64, int32, int64, types, uint32, void
 
-from kernels.common.online_softmax import LOG2_E
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     PADDING,
     KeyLayout,
@@ -31,76 +28,6 @@ from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
 
 THREADS = 256
-_INF, _LOG2_E, _ZERO = np.float32(math.inf), np.float32(LOG2_E), np.float32(0)
-
-
-@cache
-def rows_kernel(is_packed: bool = False) -> Kernel:
-    """Return the kernel that lays out lse and delta for the kernels by tiles.
-
-    Args:
-        is_packed: Sequences are packed: each begins where :func:`row_base` says.
-    """
-    features = Features(packed=is_packed)
-    place, row_base = make_walk(features, PADDING).place, make_row_base(is_packed)
-
-    def flash3_rows(lse, delta, padded_lse, padded_delta, factor, extras):
-        """Fill padded_lse, in base 2, and padded_delta.
-
-        Computes: L · log2(e), and factor · D, see ``delta_factor``; rows that see nothing, and
-            those beyond the end, have L infinite and D zero: their probabilities and gradients are
-            then 0
-        Source: none
-        Grid: (tiles of 128 rows, batch * heads)
-        Block: (128,)
-        One thread does: one row
-        Shared: none
-        Registers: two numbers
-        Global traffic: reads lse and delta once; writes as much, and the padding
-        Needs: nothing
-        """
-        heads, y, thread = lse.shape[1], int32(cuda.blockIdx.y), int32(cuda.threadIdx.x)
-        flat, start, first, rows, _, _ = place(
-            int32(cuda.blockIdx.x), y, int32(lse.shape[2]), int32(0), extras
-        )
-        base = row_base(flat, y, first, extras)
-        b, h, own_row, row = y // heads, y % heads, start + thread, first + start + thread
-        own, own_delta = _INF, _ZERO
-        if own_row < rows and lse[b, h, row] != -_INF:
-            own, own_delta = lse[b, h, row] * _LOG2_E, delta[b, h, row] * float32(factor)
-        padded_lse[y, base + own_row] = own
-        padded_delta[y, base + own_row] = own_delta
-
-    read, padded = array_type(FLOAT32, 3), types.Array(float32, 2, "C")
-    signature = void(read, read, padded, padded, float64, extras_type(features, FLOAT32))
-    return Kernel(flash3_rows, signature, PADDING)
-
-
-@cache
-def zero_kernel() -> Kernel:
-    """Return the kernel that fills float32 with zeros, 16 bytes at a time."""
-
-    def flash3_zero(sums):
-        """Fill sums.
-
-        Computes: 0
-        Source: none
-        Grid: ceil(elements / 4 / threads)
-        Block: (threads,)
-        One thread does: four neighbours
-        Shared: none
-        Registers: four words
-        Global traffic: writes sums once
-        Needs: a multiple of four elements
-        """
-        place = int64(cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * CHUNK
-        words = cuda.local.array(4, uint32)  # (4,)
-        for i in range(4):
-            words[i] = 0
-        if place < WORD * sums.shape[0]:
-            st_global_v4(global_address(sums) + place, words)
-
-    return Kernel(flash3_zero, void(types.Array(float32, 1, "C")), THREADS)
 
 
 @cache
@@ -113,7 +40,7 @@ def round_dq_kernel(
         layout: Of that kernel.
         widths: Likewise.
         dtype: "float16" or "bfloat16": of dq.
-        is_packed: As for ``rows_kernel``.
+        is_packed: Sequences are packed: each begins where ``row_base`` says.
     """
     features = Features(packed=is_packed)
     place_of, row_base = make_walk(features, PADDING).place, make_row_base(is_packed)

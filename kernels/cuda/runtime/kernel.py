@@ -21,6 +21,7 @@ from kernels.cuda.runtime.launcher import Launcher, filled, three
 from kernels.cuda.runtime.numba_inlining import share_copies
 from kernels.runtime.launch_notes import Launched, noted
 from kernels.runtime.targets import (
+    BLOCKING,
     IS_SIMULATOR,
     cuda,
     driver,
@@ -155,12 +156,12 @@ class Kernel:
         if driver is None:
             return lambda *arrays: self[launch](*filled(rest, arrays))
         own = self._launcher.prepared(*map(three, launch), *rest)
+        if not BLOCKING:
+            return own
 
         def run(*arrays: Any) -> None:
             with self._launching:
                 own(*arrays)
-            if (launches := noted()) is not None:
-                launches.append(self._launched(*map(three, launch)))
 
         return run
 

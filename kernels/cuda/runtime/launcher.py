@@ -19,7 +19,7 @@ from numba import types
 
 from kernels.cuda.runtime.recipe import ALL_BITS, spoil, written
 from kernels.cuda.runtime.recorder import Launch, Renewed, active
-from kernels.runtime.cuda_errors import explain_code
+from kernels.runtime.cuda_errors import LAUNCHED, explain_code
 from kernels.runtime.targets import cuda, current_device, driver
 
 #: How a number lies in its slot of eight bytes.
@@ -220,23 +220,27 @@ class Launcher:
                 call gives an array or a whole number, behind its other arrays and in this order.
         """
         buffer, places = Buffer(self._packer.size), list[int]()
-        words = buffer.words
+        words, lock = buffer.words, buffer.lock
         sizes = self.sizes(grid, block, buffer)
+
+        def pack(given: tuple[Any, ...]) -> None:
+            args = filled(rest, given)
+            self._packer.pack_into(buffer.slots, 0, *self._numbers(args))
+            pattern = (LATER,) * (len(args) - len(rest)) + rest
+            found = _arrays_and_numbers(self._kinds, pattern)
+            places.extend(place for place, arg in found if arg is LATER)
 
         def run(*given: Any) -> None:
             spoil()  # no recipe knows these arguments
-            with buffer.lock:
+            with lock:
                 if not places:
-                    args = filled(rest, given)
-                    self._packer.pack_into(buffer.slots, 0, *self._numbers(args))
-                    pattern = (LATER,) * (len(args) - len(rest)) + rest
-                    found = _arrays_and_numbers(self._kinds, pattern)
-                    places.extend(place for place, arg in found if arg is LATER)
+                    pack(given)
                 for place, x in zip(places, given, strict=True):
                     words[place] = (
                         x & ALL_BITS if type(x) is int else x.device_ctypes_pointer.value or 0
                     )
                 self._start(sizes)
+                LAUNCHED.append(self.name)
                 if (recording := active()) is not None:
                     numbers = buffer.slots.view(np.uint64).copy()
                     recording.launched(Launch(self, grid, block, numbers), (given, rest))

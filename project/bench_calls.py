@@ -31,7 +31,7 @@ from kernels.runtime.targets import cuda, why_no_cuda
 Step = Callable[[], Any]
 Row = dict[str, Any]
 #: Of the host's table: few heads of few rows, so that the device is done before the host is.
-SMALL = (1, 4, 128, 64)
+SMALL = (1, 2, 64, 64)
 #: Calls in a row; a device queues more than these before the host has to wait.
 CALLS = 100
 #: Of the other table: tokens, the width of a model, and what varies.

@@ -13,6 +13,8 @@ from kernels.runtime.cuda_errors import explain_code, out_of_memory
 
 #: Bytes that the driver copies to a place of its own before an asynchronous copy returns.
 STAGED = 64 << 10
+#: Bytes that are copied in such pieces at most; each takes a call of the driver.
+MOST_STAGED = 32 * STAGED
 #: The address of a block of memory as the driver has it, and the device it lies on.
 Block = tuple[Any, int]
 
@@ -87,23 +89,30 @@ class Pool:
     def upload(self, address: int, array: np.ndarray[Any, Any]) -> None:
         """Copy a contiguous array of the host to an address, in stream order; it may be written to at once.
 
-        The driver copies a small array of NumPy's own memory at once, and the call does not wait for the
-        device.  A larger array, or memory of somebody else, which may be locked in place and would be read
-        later, the call waits for until it has been read.
+        The driver copies up to :data:`STAGED` bytes of NumPy's own memory at once, and the call does not
+        wait for the device: an array is copied in such pieces.  For a very large one, or memory of somebody
+        else, which may be locked in place and would be read later, the call waits until it has been read.
 
         Raises:
             RuntimeError: If the driver fails, or a kernel has failed before.
 
         Source: CUDA Driver API, API synchronization behavior.
         """
-        copy = self._driver.cuMemcpyHtoD
-        numbers = (address, array.ctypes.data, array.nbytes)
+        source, size = array.ctypes.data, array.nbytes
         owner = array
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
         is_owned = owner.base is None or isinstance(owner.base, bytes)
-        if is_owned and array.nbytes <= STAGED:
-            copy, numbers = self._driver.cuMemcpyHtoDAsync, (*numbers, self._stream)
+        if not is_owned or size > MOST_STAGED:
+            self._copied(self._driver.cuMemcpyHtoD, address, source, size)
+            return
+        for start in range(0, size, STAGED):
+            piece = min(STAGED, size - start)
+            to = address + start
+            self._copied(self._driver.cuMemcpyHtoDAsync, to, source + start, piece, self._stream)
+
+    def _copied(self, copy: Callable[..., Any], *numbers: Any) -> None:
+        """Copy, or raise what went wrong."""
         (error,) = copy(*numbers)
         if error == self._no_context:  # the first call on this thread
             self._enter()

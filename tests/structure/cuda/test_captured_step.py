@@ -15,7 +15,7 @@ from hypothesis.strategies import integers, lists, tuples
 import minitorch
 from kernels.cuda.runtime.arena import ALIGNMENT, Arena
 from kernels.cuda.runtime.arrays import to_device
-from kernels.cuda.runtime.memory_pool import STAGED
+from kernels.cuda.runtime.memory_pool import MOST_STAGED, STAGED
 from kernels.cuda.runtime.numba_watch import watching_numba
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch.training.captured_step import WARM_UP
@@ -155,15 +155,22 @@ def test_memory_goes_back_with_the_graph(device: FakeDriver) -> None:
     training.take(0)
 
 
-@pytest.mark.parametrize("size", [STAGED, STAGED + 1])
-def test_a_large_copy_is_read_before_the_call_returns(device: FakeDriver, size: int) -> None:
-    array = np.zeros(size, np.uint8)
-    for x in (array, array[:64], memoryview(bytearray(64))):
-        device.calls.clear()
-        to_device(np.asarray(x))
-        small = x is not array or size <= STAGED
-        asked = "cuMemcpyHtoDAsync" if small and isinstance(x, np.ndarray) else "cuMemcpyHtoD"
-        assert [call.name for call in device.calls] == [asked]
+@pytest.mark.parametrize("size", [1, STAGED, STAGED + 1, 3 * STAGED, MOST_STAGED, MOST_STAGED + 1])
+def test_the_host_waits_for_very_large_copies_alone(device: FakeDriver, size: int) -> None:
+    array = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    to_device(array)
+    names = {call.name for call in device.calls}
+    assert names == {"cuMemcpyHtoDAsync" if size <= MOST_STAGED else "cuMemcpyHtoD"}
+    address = device.calls[0].about[0]
+    assert all(call.about[0] == address + i * STAGED for i, call in enumerate(device.calls))
+    pieces = [call.about[1] for call in device.calls]
+    assert b"".join(pieces) == array.tobytes()
+    assert len(pieces) == 1 or max(map(len, pieces)) <= STAGED
+
+
+def test_memory_of_somebody_else_is_read_before_the_call_returns(device: FakeDriver) -> None:
+    to_device(np.asarray(memoryview(bytearray(64))))
+    assert [call.name for call in device.calls] == ["cuMemcpyHtoD"]
 
 
 # -- the arena ---------------------------------------------------------------------------------------

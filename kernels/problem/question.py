@@ -222,55 +222,56 @@ def make_problem(
     return_lse: bool = False,
     rung: str = "auto",
 ) -> Problem:
-    """Check the operands and the options of one attention call.
+    """Check the operands and the options of an attention call.
 
     Args:
-        q: (…, heads, seq_q, head_dim); anything with ``shape`` and ``dtype``.
-        k: (…, heads, seq_k, head_dim).
-        v: (…, heads, seq_k, value_dim).
-        attn_mask: Boolean (True keeps) or additive and of the dtype of q, broadcastable to
-            (…, heads, seq_q, seq_k); read through its strides.
-        dropout_p: Probability of dropping a probability, in [0, 1), rounded to a multiple of 2⁻¹⁶; what is
-            kept is divided by 1 minus it.
-        is_causal: Row ``row`` sees columns up to ``row`` (top-left aligned, as in PyTorch).
-        scale: Multiplies the scores; 1/sqrt(head_dim) when None.
-        enable_gqa: Let several query heads, neighbours, share a head of k and v: the heads of q are a
-            multiple of theirs.
-        causal_offset: Where the diagonal lies: with ``is_causal``, row ``row`` sees columns up to
+        q: Queries, (…, heads, seq_q, head_dim); any object with ``shape`` and ``dtype``.
+        k: Keys, (…, heads, seq_k, head_dim), of the dtype of q.
+        v: Values, (…, heads, seq_k, value_dim), of the dtype of q.
+        attn_mask: A boolean mask (True keeps), or an additive mask of the dtype of q; it broadcasts to
+            (…, heads, seq_q, seq_k) and may have any strides.
+        dropout_p: Probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2⁻¹⁶.
+            The remaining weights are divided by 1 - dropout_p.
+        is_causal: Row ``row`` attends to columns up to ``row`` (top-left aligned, as in PyTorch).
+        scale: Factor of the scores; 1/sqrt(head_dim) when None.
+        enable_gqa: Let groups of adjacent query heads share one head of k and v: the number of heads of q
+            is a multiple of theirs.
+        causal_offset: Shift of the diagonal: with ``is_causal``, row ``row`` attends to columns up to
             ``row + causal_offset``; seq_k - seq_q aligns it bottom-right.
-        window_size: (left, right): row ``row`` sees columns from ``row + causal_offset - left`` to
+        window_size: (left, right): row ``row`` attends to columns from ``row + causal_offset - left`` to
             ``row + causal_offset + right``, both inclusive; -1 is unbounded.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
         alibi_slopes: (heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from
-            a score.  A constant: it gets no gradient.
-        sink: (heads,), a logit for each head that takes part in the softmax as the score of one more key
+            a score.  The slopes are constants and receive no gradient.
+        sink: (heads,), one logit per head, which enters the softmax as the score of an additional key
             whose value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.
-        block_mask: A :class:`kernels.BlockMask`: tiles that it hides are never visited.
+        block_mask: A :class:`kernels.BlockMask`; tiles that it masks are skipped.
         mask_mod: ``(batch, head, row, col) -> bool``, True keeps; a plain function that numba can
             compile.
-        score_mod: ``(score, batch, head, row, col) -> score``, after scale and softcap; for a gradient
-            a pair of it and of its derivative by the score, of the same arguments.
-        seed: Of the dropout bits, from 0 to 2⁶⁴ - 1: the same seed drops the same entries on every
-            device.  On tensors ``minitorch.manual_seed`` decides it by default; on arrays dropout
-            needs one.
-        precision: For operands of float32, what numbers may be rounded to on the way where a rung is
-            faster with it: "tf32" (11 bits of significand), "bfloat16" or "float16"; sums stay float32.
-            A permission: a rung that has no use for it computes in "float32", which is what None means
-            too; on tensor cores that is by several products, see docs/options.md.
-        deterministic: Gradients equal bit for bit from run to run; False lets a kernel add them in any
-            order where that is faster.
+        score_mod: ``(score, batch, head, row, col) -> score``, applied after scale and softcap.  For
+            gradients, pass a pair of the function and its derivative with respect to the score, which
+            takes the same arguments.
+        seed: Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.
+            Dropout on arrays requires one; on tensors the default is drawn from the generator of
+            ``minitorch.manual_seed``.
+        precision: For float32 operands, a lower precision that products may use where a rung is faster
+            with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.  A
+            rung without such products computes in "float32", which is also the meaning of None; tensor
+            cores do that with several products, see docs/options.md.
+        deterministic: Make gradients bitwise reproducible; False lets a kernel add them in any order
+            where that is faster.
         return_lse: Also return lse.
-        rung: Name of the kernel, or "auto": what the environment variable ``MINITORCH_RUNG`` names,
-            and without it the fastest that can run the call.
+        rung: Name of the kernel, or "auto" for the one that the environment variable ``MINITORCH_RUNG``
+            names, or else the fastest one that can run the call.
 
     Returns:
         The problem.
 
     Raises:
-        TypeError: For operands that are no floating arrays or differ in dtype, or an option of the
-            wrong type.
-        ValueError: For shapes or values that do not fit, or a precision for operands of another dtype
-            than float32.
+        TypeError: If an operand is not a floating-point array, the operands' dtypes differ, or an option
+            has the wrong type.
+        ValueError: If a shape or a value is invalid, or a precision is given for operands other than
+            float32.
     """
     return problem_of(
         q,
@@ -286,33 +287,33 @@ def make_problem(
     )  # fmt: skip
 
 
-#: Problems by the kind of call; a training step makes the same calls again and again, and to check one
-#: takes longer than to launch it.
+#: Checked problems by the kind of call.  A training step repeats the same calls, and checking one takes
+#: longer than launching it.
 _problems: dict[Any, Problem] = {}
-#: Problems that are kept.
+#: Maximum number of cached problems.
 MOST_PROBLEMS = 1024
 
 
 def problem_of(q: Any, k: Any, v: Any, options: Options) -> Problem:
-    """Return the problem of a call, checked by the first call of its kind.
+    """Return the problem of a call; only the first call of a kind is checked in full.
 
-    What depends on values is checked in each call: ALiBi's slopes and the seed.
+    The values of the ALiBi slopes and of the seed are checked in every call.
 
     Args:
-        q: As in :func:`make_problem`.
-        k: Likewise.
-        v: Likewise.
-        options: By name; those that are missing have the defaults of :func:`make_problem`.
+        q: Queries, (…, heads, seq_q, head_dim).
+        k: Keys, (…, heads, seq_k, head_dim).
+        v: Values, (…, heads, seq_k, value_dim).
+        options: Options by name; missing ones have the defaults of :func:`make_problem`.
 
     Raises:
-        TypeError: As :func:`make_problem`.
-        ValueError: Likewise.
+        TypeError: If :func:`make_problem` rejects the type of an argument.
+        ValueError: If :func:`make_problem` rejects a shape or a value.
     """
     seed, kind, problem = options.get("seed"), None, None
     try:
         kind = _kind(q, k, v, options)
         problem = None if kind is None else _problems.get(kind)
-    except (AttributeError, TypeError):  # of what is wrong, or cannot be remembered
+    except (AttributeError, TypeError):  # an invalid argument, or one that cannot be hashed
         kind = None
     if problem is None:
         problem = _checked(q, k, v, options)

@@ -1,4 +1,4 @@
-"""The differentiable functions that move elements and compute nothing: each beside its gradient."""
+"""Differentiable functions that only rearrange, copy or convert elements."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Copy(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Hand the gradient on."""
+        """Return the gradient unchanged."""
         return grad_output
 
 

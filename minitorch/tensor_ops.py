@@ -261,7 +261,7 @@ class TensorOps(Widening):
         cls, out: TensorData, rows: TensorData, weights: TensorData, bias: TensorData | None,
         before_gelu: TensorData | None,
     ) -> None:  # fmt: skip
-        """Fill ``out`` with rows @ weights + bias; given ``before_gelu``, fill that, and ``out`` with its GELU."""
+        """Fill ``out`` with rows @ weights + bias; or ``before_gelu`` with that, and ``out`` with GELU."""
         raise NotImplementedError("a backend whose fuses_linear is True must define linear_into")
 
     @staticmethod

@@ -109,7 +109,8 @@ class LayerCache:
             self._check(new)
         if k.shape != v.shape:
             raise ValueError(
-                f"k and v must have the same shape, got {k.shape} and {v.shape}; append both for all positions"
+                f"k and v must have the same shape, got {k.shape} and {v.shape}; append both for every "
+                "position"
             )
         start, self.length = self.length, self.length + k.shape[2]
         for new, storage in zip((k, v), self._storages, strict=True):
@@ -182,7 +183,7 @@ class LayerCache:
     def _check_room(self, count: int) -> None:
         if self.length + count > self.capacity:
             raise ValueError(
-                f"the cache is full: {self.length} of {self.capacity} positions are filled, and {count} more "
+                f"the cache is full: {self.length} of {self.capacity} positions are filled, {count} more "
                 "do not fit; make one with a larger capacity, or truncate it"
             )
 

@@ -18,8 +18,8 @@ from ..tensor import Tensor
 class AdamW(Adam):
     """AdamW with one launch per kind of parameter, where the backend has the fused kernel.
 
-    An fp16 or bf16 parameter is the rounded copy of a float32 master weight, which is what a step updates: a
-    step is often smaller than half a 16-bit unit in the last place, and would be lost.  On a backend with the
+    An fp16 or bf16 parameter is the rounded copy of a float32 master weight, which the step updates: a step
+    is often smaller than half a 16-bit unit in the last place, and would be lost.  On a backend with the
     kernel, values are updated in place, and tensors that share a parameter's memory change with it.
 
     Args:
@@ -189,7 +189,7 @@ class AdamW(Adam):
 
 
 def _is_listed(value: Any, like: Tensor) -> bool:
-    """Tell whether one launch can move a parameter together with another."""
+    """Tell whether the fused launch supports a parameter."""
     return (
         isinstance(value, Tensor)
         and value.backend is like.backend

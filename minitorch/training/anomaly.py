@@ -130,17 +130,17 @@ class _Checks:
 
 
 def check_step(optimizer: str, what: str, moved: Any, before: Any, gradient: Any) -> None:
-    """Check a parameter that an optimiser has moved.
+    """Check a parameter that an optimiser has updated.
 
     Args:
-        optimizer: Its class's name.
-        what: Which parameter.
+        optimizer: The name of its class.
+        what: The parameter, in words.
         moved: Its new value.
-        before: The old one.
-        gradient: That moved it.
+        before: Its old value.
+        gradient: Its gradient.
 
     Raises:
-        AnomalyError: If the new value is at fault.
+        AnomalyError: If the new value contains an anomaly.
     """
     given = (before, gradient)
     if bad := _first_bad(moved, given):

@@ -75,7 +75,7 @@ class GraphStep:
         Raises:
             TypeError: If an input is neither an array nor a tensor, or the function returns anything but
                 tensors.
-            ValueError: If an input's shape or dtype differs from the first call's, or it requires a gradient.
+            ValueError: If the shape or dtype of an input changes, or an input requires a gradient.
             CaptureError: During recording, if the function does something that a graph cannot contain.
         """
         if self.why_eager is not None or modes.anomaly or active() is not None:
@@ -253,7 +253,7 @@ def _check_draws(recording: Recording, before: tuple[Any, Any]) -> None:
     if after != expected:
         raise CaptureError(
             "the function draws random numbers on the host (random or numpy.random) in addition to the "
-            "seeds of dropout, and every replay would repeat them; draw them outside and pass them as inputs"
+            "seeds of dropout, and each replay would repeat them; draw them outside and pass them as inputs"
         )
 
 

@@ -319,7 +319,7 @@ class Checkpoints:
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> None:
-    """Remove what a process has left in a folder that was killed while it wrote a checkpoint."""
+    """Remove the partial file of a process that was killed while it wrote a checkpoint."""
     for partial in Path(folder).glob("*.safetensors.*.partial"):
         partial.unlink(missing_ok=True)
 

@@ -148,7 +148,7 @@ FACTORIES = {
         lambda o: from_numpy(None, o.backend), TypeError, "float32", "object"
     ),
     "from_numpy of ragged lists": wrong(
-        lambda o: from_numpy(RAGGED, o.backend), ValueError, "equal lengths", "fill up"
+        lambda o: from_numpy(RAGGED, o.backend), ValueError, "equal lengths", "pad the shorter"
     ),
     "from_numpy of records": wrong(
         lambda o: from_numpy(np.zeros(2, [("a", "f4")]), o.backend), TypeError, "'a'", "astype"

@@ -252,7 +252,7 @@ OPTIONS = {
         attend(alibi_slopes=[1, 2]), TypeError, "must be floating", "int64", "convert"
     ),
     "slopes ragged": wrong(
-        attend(alibi_slopes=[[1.0], [1.0, 2.0]]), ValueError, "equal lengths", "fill up"
+        attend(alibi_slopes=[[1.0], [1.0, 2.0]]), ValueError, "equal lengths", "pad the shorter"
     ),
     "slopes too few": wrong(attend(alibi_slopes=[1.0]), ValueError, "shape (2,)", "got (1,)"),
     "slopes NaN": wrong(

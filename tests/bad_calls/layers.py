@@ -228,7 +228,7 @@ MODULES = {
         "must be a tensor", "ndarray"
     ),
     "a dropout layer of 1": wrong(
-        lambda o: mt.Dropout(1.0), ValueError, "[0, 1)", "1.0", "0 drops nothing"
+        lambda o: mt.Dropout(1.0), ValueError, "[0, 1)", "1.0", "0 turns dropout off"
     ),
     "a dropout layer of NaN": wrong(lambda o: mt.Dropout(np.nan), ValueError, "[0, 1)", "nan"),
     "a dropout layer of text": wrong(

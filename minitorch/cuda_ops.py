@@ -359,7 +359,7 @@ def mm_practice(a: Tensor, b: Tensor) -> TensorData:
     """
     size, _ = a.shape
     assert a.shape == b.shape == (size, size) and size <= THREADS_PER_BLOCK, (
-        f"mm_practice multiplies two square matrices of {THREADS_PER_BLOCK} rows at most, got "
+        f"mm_practice needs two square matrices of at most {THREADS_PER_BLOCK} rows, got "
         f"shapes {a.shape} and {b.shape}; use a @ b"
     )
     out = TensorData(CudaOps.allocate(size * size, a.dtype), (size, size))

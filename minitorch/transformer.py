@@ -287,7 +287,7 @@ class DecoderLM(Module):
         """
         ids = prompt_ids(prompt, self.n_vocab)
         if whole("count", count) < 0:
-            raise ValueError(f"count must be the number of tokens to add, at least 0; got {count}")
+            raise ValueError(f"count must be the number of tokens to add, 0 or more; got {count}")
         if not 0.0 <= number("temperature", temperature) < math.inf:
             raise ValueError(
                 f"temperature must be finite and not negative, got {temperature}; 0 takes the most "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Geometry(NamedTuple):
-    """The functions that :func:`make_geometry` returns; all take ints, and all but the last two return them.
+    """The functions that :func:`make_geometry` returns; all take ints, and all but two return ints.
 
     In the five functions about visits, the visible places of line ``i`` are ``i + lower`` to ``i + upper``:
     lines are query rows and places are key columns.  For the query tiles that visit a key tile the roles

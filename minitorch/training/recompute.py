@@ -151,8 +151,8 @@ class Segment:
         if steps != self.steps:
             name = getattr(self.fn, "__name__", type(self.fn).__name__)
             raise RuntimeError(
-                f"checkpoint called {name} again for its gradients, and its computation differed from the "
-                "first call; it must depend only on its inputs, on tensors and parameters that do not "
+                f"checkpoint called {name} again for its gradients, and its computation differed from "
+                "the first call; it must depend only on its inputs, on tensors and parameters that do not "
                 "change before the backward pass, and on random numbers of minitorch.manual_seed"
             )
         return {place: node.history for place, node in enumerate(nodes)}

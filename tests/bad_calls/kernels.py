@@ -175,7 +175,7 @@ OPTIONS = {
     "dropout an array": wrong(
         attend(dropout_p=np.array(0.1)), TypeError, "dropout_p", "an array of shape ()"
     ),
-    "dropout unseeded": wrong(attend(dropout_p=0.1), ValueError, "needs a seed", "give seed="),
+    "dropout unseeded": wrong(attend(dropout_p=0.1), ValueError, "needs a seed", "pass seed="),
     "seed below 0": wrong(attend(seed=-1), ValueError, "from 0 to 2**64 - 1", "-1", "seed % 2**64"),
     "seed beyond": wrong(
         attend(dropout_p=0.1, seed=2**64), ValueError, "2**64 - 1", "18446744073709551616"
@@ -393,13 +393,13 @@ PACKED = {
         "9223372036854775813"
     ),
     "counts": wrong(
-        pack([0, 2, 5]), ValueError, "the same sequences", "2 and 1", "the same length"
+        pack([0, 2, 5]), ValueError, "the same number of sequences", "2 and 1", "the same length"
     ),
     "a mask": wrong(
-        pack([0, 5], attn_mask=np.ones((5, 5), bool)), ValueError, "takes no attn_mask", "mask_mod"
+        pack([0, 5], attn_mask=np.ones((5, 5), bool)), ValueError, "not support attn_mask", "mask_mod"
     ),
     "a block mask": wrong(
-        pack([0, 5], block_mask=BlockMask.causal(5, 5)), ValueError, "takes no block_mask",
+        pack([0, 5], block_mask=BlockMask.causal(5, 5)), ValueError, "not support block_mask",
         "window_size"
     ),
     "four dimensions": wrong(

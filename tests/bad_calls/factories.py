@@ -171,7 +171,7 @@ FACTORIES = {
         lambda o: mt.from_dlpack([1.0]), TypeError, "DLPack", "list", "minitorch.tensor"
     ),
     "from_dlpack of Metal": wrong(
-        lambda o: mt.from_dlpack(Unreadable()), TypeError, "kind 8", "move it"
+        lambda o: mt.from_dlpack(Unreadable()), TypeError, "type 8", "move it"
     ),
     "a copy of texts": wrong(
         lambda o: mt.tensor_from_numpy(["a"], o.backend), ValueError, "needs numbers", "['a']"

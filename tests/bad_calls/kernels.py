@@ -72,7 +72,7 @@ OPERANDS = {
     ),
     "texts": wrong(lambda o: forward(*[np.array([["a"]])] * 3), TypeError, "q of <U1"),
     "two dtypes": wrong(
-        lambda o: forward(o.x, o.wide, o.x), TypeError, "one dtype", "float32, float64", "convert"
+        lambda o: forward(o.x, o.wide, o.x), TypeError, "the same dtype", "float32, float64", "convert"
     ),
     "masked arrays": wrong(
         lambda o: forward(o.x, np.ma.MaskedArray(o.x), o.x), TypeError, "masked array", "filled"
@@ -311,7 +311,7 @@ OPTIONS = {
         attend(precision=np.float16), TypeError, "precision must be a name", "float16"
     ),
     "precision of float64": wrong(
-        lambda o: forward(*[o.wide] * 3, precision="tf32"), ValueError, "operands of float32",
+        lambda o: forward(*[o.wide] * 3, precision="tf32"), ValueError, "float32 operands",
         "float64", "None"
     ),
     "rung unknown": wrong(attend(rung="warp9"), ValueError, "'warp9'", "'flash2'", "'auto'"),

@@ -104,8 +104,8 @@ def check_finished(before: int) -> None:
     """
     if failures() != before:
         raise ValueError(
-            "mask_mod and score_mod must give a result for every place and never raise, and one of them "
-            'raised in this call; rung="naive" runs them as plain Python and shows where and why'
+            "mask_mod and score_mod must return a result for all indices and never raise, but one raised "
+            'in this call; rung="naive" runs them as plain Python and shows where and why'
         )
 
 

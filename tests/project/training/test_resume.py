@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_its_own_options_only(
         line = refused(capsys, "--resume", unbroken, *options.split())
         assert all(word in line for word in words.split()), line
     line = refused(capsys, "--resume", "--out", tmp_path / "empty")
-    assert "empty/checkpoints: holds no checkpoint" in line
+    assert "empty/checkpoints: the folder holds no checkpoint" in line
     line = refused(capsys, "--resume", unbroken / "model.safetensors")
     assert "not the state of its training" in line
     last.write_bytes(last.read_bytes()[:-1])

@@ -372,4 +372,4 @@ def _drop_returned(phase: str = "start", info: Any = None) -> None:
         _EXPORTS[:] = [export for export in _EXPORTS if not export.is_over()]
 
 
-gc.callbacks.append(_drop_returned)  # at every so many exports, and before an out-of-memory error
+gc.callbacks.append(_drop_returned)  # at every collection, and before an out-of-memory error

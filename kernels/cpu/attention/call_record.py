@@ -244,7 +244,7 @@ def lie_as_viewed(given: Operands, viewed: Operands) -> bool:
 def _visible(
     whole: npt.NDArray[np.int64], block: int, of_keys: bool, lower: int, upper: int
 ) -> Any:
-    """Return the number of visible places of each tile."""
+    """Return the number of places that are visible to any line of each tile."""
     if of_keys:
         lower, upper = -upper, -lower
     start, lines, seq = whole[:, 5], whole[:, 4 if of_keys else 2], whole[:, 2 if of_keys else 4]

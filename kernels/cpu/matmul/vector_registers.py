@@ -1,4 +1,4 @@
-"""A block of C in vector registers: what a product needs and Python has no words for.
+"""Intrinsics for matrix products that keep a block of C in vector registers.
 
 Computes   C += A·B, a block of C at a time: :func:`load_block`, :func:`add_outer` for each step of the
            depth, :func:`store_block`.

@@ -1,6 +1,6 @@
-"""Calls by address: what a kernel needs of a function that was compiled apart from it.
+"""Calls of separately compiled functions by address.
 
-A kernel that named the function would be compiled anew for each; an address is only a number.
+A kernel that referred to the function by name would be recompiled for each; an address is just a number.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def array_at(_context, address, shape, strides, dtype):
     Args:
         address: Of the first element.
         shape: A tuple of ints.
-        strides: Likewise, in bytes.
+        strides: A tuple of ints, in bytes.
         dtype: Such as ``np.uint8`` or ``x.dtype``.
     """
     kind = types.Array(dtype.dtype, shape.count, "A")

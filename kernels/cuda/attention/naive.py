@@ -1,4 +1,4 @@
-"""Attention by the textbook on CUDA: scores and probabilities lie in global memory as matrices.
+"""Textbook attention on CUDA, with scores and probabilities as matrices in global memory.
 
 Forward three launches: S = τ Q Kᵀ, softmax in place, O = P V.  Backward the same product five times, and
 in between one kernel that turns S and dP into P and dS, in place.  The product is the one of the tensors'
@@ -96,7 +96,7 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
 def softmax_backward_kernel(
     threads: int, dtype: np.dtype[Any], features: Features = PLAIN, has_dlse: bool = False
 ) -> Kernel:
-    """Return the kernel that recomputes probabilities and differentiates them, likewise."""
+    """Return the kernel that recomputes probabilities and differentiates them, for one dtype."""
     real, zero = scalar_type(dtype), dtype.type(0)
     block = RowBlock(threads, rows=1)
     slots, (_, row_sum_of) = block.slots, make_row_folds(block)
@@ -230,7 +230,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
 
     Args:
         problem: The checked call.
-        tile: As in the forward pass.
+        tile: Rows and columns of a block of the products, rounded up.
         operands: Those of the forward pass, its results, dout and dlse or None, and dq, dk and dv to
             be written.
     """

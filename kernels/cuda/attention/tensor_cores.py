@@ -1,4 +1,4 @@
-"""What the tensor-core rungs share: what they need of a device and of a call."""
+"""Common requirements of the tensor-core rungs on devices and calls."""
 
 from __future__ import annotations
 

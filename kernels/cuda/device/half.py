@@ -1,4 +1,4 @@
-"""Numbers of 16 bits on the device: to float32 and back, element by element and eight at a time.
+"""Conversions between 16-bit numbers and float32 on the device.
 
 A kernel sees storage of float16 and bfloat16 as uint16: numba's own types for them would have to be
 linked, and a kernel that links cannot be kept on disk.  In the simulator each function is the plain Python
@@ -38,7 +38,7 @@ EIGHT = 2 * VECTOR
 
 
 def as_bits(array: Any) -> Any:
-    """See a device array of 16-bit numbers as uint16; any other array as it is."""
+    """View a device array of 16-bit numbers as uint16; return any other array unchanged."""
     if not is_half(array.dtype):
         return array
     bits = vars(array).get("_bits")

@@ -1,4 +1,4 @@
-"""Arrays on the device: views for the kernels, and the two kernels for what no view can do."""
+"""Memory on the device: views for the kernels, and kernels for copies, sums and fills."""
 
 from __future__ import annotations
 
@@ -141,12 +141,12 @@ def fill(array: Any, value: float) -> None:
 def device_constant(
     content: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], device: int
 ) -> Any:
-    """Return an array on the current device with these bytes, which nobody writes to: calls share it.
+    """Return a cached read-only array on the current device with these bytes.
 
     Args:
         content: The numbers in row-major order.
-        shape: Of the array.
-        dtype: Of its elements.
+        shape: Shape of the array.
+        dtype: Dtype of its elements.
         device: The current one.
     """
     return to_device(np.frombuffer(content, dtype).reshape(shape))
@@ -166,19 +166,19 @@ class DeviceMemory(Memory):
         return current_device()
 
     def layouts(self, arrays: Iterable[Any]) -> tuple[Any, ...]:
-        """Return how arrays lie, and whether vectors of 16 bytes can be loaded from where they begin."""
+        """Return the layouts of arrays, and whether they are aligned for vectors of 16 bytes."""
         return tuple(
             [x if x is None else (x.shape, x.strides, device_pointer(x) % 16 == 0) for x in arrays]
         )
 
     def may_note(self) -> bool:
-        """Tell whether launches are not noted for a graph now."""
+        """Tell whether launches are not currently recorded for a graph."""
         return active() is None
 
     def noted(
         self, run: Callable[[Sequence[Any], int], Sequence[Any]], arrays: Sequence[Any], seed: int
     ) -> tuple[Sequence[Any], Callable[..., Sequence[Any]] | None]:
-        """Run a call, and return what repeats its launches; see :meth:`Memory.noted`."""
+        """Run a call, and return a function that repeats its launches; see :meth:`Memory.noted`."""
         if not can_repeat():
             return run(arrays, seed), None
         places = [place for place, array in enumerate(arrays) if array is not None]

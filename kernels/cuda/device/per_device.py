@@ -1,4 +1,4 @@
-"""What is asked of a device once, or put there once, and kept for each: its size, counters, tensor maps."""
+"""Cached properties and data of each device: its size, counters and tensor maps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.runtime.targets import IS_SIMULATOR, compute_capability, cuda, curr
 
 
 def multiprocessors() -> int:
-    """Return how many the current device has."""
+    """Return the number of multiprocessors of the current device."""
     return _multiprocessors(current_device())
 
 
@@ -79,7 +79,7 @@ def _device_map(device: int, *encoded: Any) -> Any:
 
 
 def why_no_device(needed: tuple[int, int]) -> str | None:
-    """Return why the device has not the tensor cores that a kernel needs, or None.
+    """Return why the device lacks the tensor cores that a kernel needs, or None.
 
     Args:
         needed: The least compute capability.

@@ -161,10 +161,10 @@ def logit_gradient(
 
     Args:
         dlosses: (rows,), of the dtype of sums.
-        targets: As in the forward pass; the others as it returned them.
-        logits: Likewise.
-        shifts: Likewise.
-        inverses: Likewise.
+        targets: (rows,) integers, the targets of the forward pass.
+        logits: The logits that the forward pass returned.
+        shifts: The shifts that the forward pass returned.
+        inverses: The inverse sums that the forward pass returned.
         in_place: Write it where the logits are, which nobody needs any more.
     """
     rows, n = logits.shape

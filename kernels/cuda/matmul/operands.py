@@ -246,7 +246,7 @@ def placed(operand: Operand, kind: str) -> Operand:
     """Return an operand that kernels can read where it lies: itself, or a copy.
 
     Args:
-        operand: Of float32, or of the dtype that ``kind`` names.
+        operand: An operand in float32, or in the dtype that ``kind`` names.
         kind: "float16", "bfloat16" or "tf32".
     """
     if operand.lies_well(kind):
@@ -267,7 +267,7 @@ def split(operand: Operand, tile: int, ticket: int) -> tuple[Operand, int]:
     """Return an operand of float32 as three planes of bfloat16, one after the other in the depth.
 
     Args:
-        operand: Of float32.
+        operand: A float32 operand.
         tile: Depth of a tile, to a multiple of which each plane is filled up with zeros.
         ticket: What :func:`flag` becomes if a number is not finite.
 

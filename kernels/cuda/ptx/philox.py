@@ -59,7 +59,7 @@ class Draw(NamedTuple):
         block: Added to the number of the column block.
         first: (word, shift) of the bits of columns 0 to 3: a result, and how far each bit is below the
             highest of its byte; bits of a column are those of a byte.
-        last: Likewise, of columns 4 to 7.
+        last: (word, shift) of the bits of columns 4 to 7, in the same way.
     """
 
     row: int

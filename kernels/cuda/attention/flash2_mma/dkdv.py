@@ -63,7 +63,7 @@ from kernels.scores.program import PLAIN, Features
 def dkdv_tiles(
     layout: MmaKeyLayout, head_width: int, value_width: int, atomics: bool, terms: int = 1
 ) -> SharedTiles:
-    """Return where the tiles of the kernel lie, in bytes: two each of Q, dO, lse and delta."""
+    """Return the offsets of the tiles of the kernel, in bytes: two each of Q, dO, lse and delta."""
     size = terms * HALF
     k, v = (size * layout.block_k * width for width in (head_width, value_width))
     q, dout = (2 * size * layout.block_q * width for width in (head_width, value_width))
@@ -88,7 +88,7 @@ def dkdv_kernel(
     Args:
         layout: Tiles and warps.
         head_width: head_dim rounded up to a multiple of 16 · parts, or more.
-        value_width: value_dim likewise.
+        value_width: value_dim rounded up in the same way.
         dtype: See ``float32_terms.NUMBERS``.
         vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
             alone, where operands are scaled.
@@ -285,4 +285,4 @@ def dkdv_kernel(
 
 @device_function
 def add_nothing(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, t, part, chunk, extras):
-    """Do what ``add_dq`` does where dq has a kernel of its own."""
+    """Stand in for ``add_dq`` if dq has a separate kernel."""

@@ -71,7 +71,7 @@ P_READY, P_WHOLE, DS_WHOLE, DS_READY = 1, 2, 3, 4
 
 
 def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
-    """Return where the tiles of the kernel lie, in bytes: two each of Q, dO, lse and delta."""
+    """Return the offsets of the tiles of the kernel, in bytes: two each of Q, dO, lse and delta."""
     keys, queries = (HALF * rows * width for rows in (layout.block_k, layout.block_q))
     scores, rows = layout.block_q * layout.block_k, 2 * FLOAT32.itemsize * layout.block_q
     return SharedTiles(
@@ -89,7 +89,7 @@ def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
 
 @cache
 def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
-    """Return the function that makes Pᵀ of the products of a warp of the first half, in place.
+    """Return the function that computes Pᵀ of the products of a warp of the first half, in place.
 
     ``to_probabilities(s, lse_row, factor, whole, lane, place, extras)``, for the warp's rows and keys from
     ``place`` on; ``lse_row`` is the address of L of the lane's first row.
@@ -124,7 +124,7 @@ def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
 
 @cache
 def _make_to_ds(layout: MmaRoleLayout) -> Callable[..., None]:
-    """Return the function that makes dSᵀ of the products of a warp of the second half, in place.
+    """Return the function that computes dSᵀ of the products of a warp of the second half, in place.
 
     ``to_ds(s, delta_row, exchange, dp_unit)``: ``delta_row`` is the address of D of the lane's first row,
     ``exchange`` that of the lane's part of Pᵀ.
@@ -164,7 +164,7 @@ def roles_kernel(
         vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
             alone, where operands are scaled.
         sums: How those of dq lie in memory, or None.
-        features: Of the call: none but packed sequences.
+        features: Options of the call: none but packed sequences.
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
     step_q, q_warps, turned = layout.step_q, layout.q_warps, layout.turned
@@ -196,9 +196,7 @@ def roles_kernel(
     store = make_store_sums if numbers.is_scaled else make_store_tile
     store_keys = store(turned, width, dtype, vectors, own)
     if threads < block_q:
-        raise ValueError(
-            f"{threads} threads cannot bring L and D of {block_q} rows, take more warps"
-        )
+        raise ValueError(f"{threads} threads cannot load L and D of {block_q} rows; use more warps")
 
     def flash2_mma_roles(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, extras):
         """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.

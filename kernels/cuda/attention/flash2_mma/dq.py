@@ -47,7 +47,7 @@ from kernels.scores.program import PLAIN, Features
 
 
 def dq_tiles(layout: MmaLayout, head_width: int, value_width: int, terms: int = 1) -> SharedTiles:
-    """Return where the tiles of the dq kernel lie, in bytes: two each of K and V."""
+    """Return the offsets of the tiles of the dq kernel, in bytes: two each of K and V."""
     size = terms * HALF
     q, dout = (size * layout.block_q * width for width in (head_width, value_width))
     k, v = (2 * size * layout.block_k * width for width in (head_width, value_width))
@@ -63,7 +63,7 @@ def dq_kernel(
     vectors: bool,
     features: Features = PLAIN,
 ) -> Kernel:
-    """Return the kernel that fills dq; arguments as for ``flash2_mma.forward_kernel``."""
+    """Return the kernel that fills dq; its arguments are those of ``flash2_mma.forward_kernel``."""
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
     row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, head_width // COLS
     warp_rows, own_rows = ROWS * row_tiles, 2 * row_tiles

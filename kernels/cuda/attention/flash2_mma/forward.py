@@ -62,7 +62,7 @@ STAGES = 2
 def forward_tiles(
     layout: MmaLayout, head_width: int, value_width: int, terms: int = 1
 ) -> SharedTiles:
-    """Return where the tiles of the forward kernel lie, in bytes: those of K and V for each stage.
+    """Return the offsets of the tiles of the forward kernel, in bytes: those of K and V for each stage.
 
     An output of 16 bits takes the place of all of them at the end.
     """
@@ -89,7 +89,7 @@ def forward_kernel(
     Args:
         layout: Tiles and warps.
         head_width: head_dim rounded up to a multiple of 16, or more.
-        value_width: value_dim likewise.
+        value_width: value_dim rounded up in the same way.
         dtype: See ``float32_terms.NUMBERS``.
         vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
             alone, where operands are scaled.

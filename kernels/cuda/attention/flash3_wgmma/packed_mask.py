@@ -1,4 +1,4 @@
-"""Masks as Hopper's rung reads them: in the order in which lanes have the elements.
+"""Masks packed in the order of the lanes' elements, for Hopper's rung.
 
 A lane's elements of a tile are scattered over two rows, two columns at a time; read from the mask itself
 each takes an address and a load.  Packed beforehand, a lane reads for 64 elements two words of bits of a
@@ -46,7 +46,7 @@ QUAD, _QUAD_BYTES = 4, 16
 
 
 def has_words(features: Features) -> bool:
-    """Tell whether a kernel reads words of a mask, and not the mask: a floating one of float32."""
+    """Tell whether a kernel reads packed words instead of the mask; not for a float32 mask."""
     return features.mask not in ("", "float")
 
 
@@ -56,7 +56,7 @@ def words_type(features: Features) -> Any:
 
 
 def _words_of(cols: int, has_pairs: bool) -> tuple[int, int]:
-    """Return how often a lane reads words of a tile, and how many at a time."""
+    """Return the number of loads of a lane per tile, and the words per load."""
     return (cols // STEP, QUAD) if has_pairs else (1, bit_words(cols))
 
 

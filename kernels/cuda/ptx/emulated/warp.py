@@ -165,7 +165,7 @@ def inside(
     Args:
         box: Places along each dimension, the fastest last.
         start: The first place along each, the fastest *first*, as the instruction takes them.
-        shape: Of the tensor.
+        shape: Shape of the tensor.
     """
     of_box, of_tensor = [], []
     for first, places, length in zip(reversed(tuple(start)), box, shape, strict=True):
@@ -187,7 +187,7 @@ def tensor_load(
         tensor: Any array.
         box: Places along each dimension, the fastest last.
         start: The first place along each, the fastest *first*, as the instruction takes them.
-        swizzle: As the tensor map says.
+        swizzle: Swizzle of the tensor map.
     """
     values = np.zeros(box, tensor.dtype)
     of_box, of_tensor = inside(box, start, tensor.shape)

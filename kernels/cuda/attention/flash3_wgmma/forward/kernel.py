@@ -105,7 +105,7 @@ def forward_kernel(
     """Return the forward kernel for one layout, two widths, one dtype and some options.
 
     Args:
-        layout: Of the block.
+        layout: Layout of the block.
         widths: Columns that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v and out.
         features: Options of the call.

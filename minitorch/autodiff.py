@@ -70,7 +70,7 @@ class Variable(Protocol):
 
 
 def topological_sort(variable: Variable) -> Iterable[Variable]:
-    """Order the graph so that every variable stands before the ones it was computed from.
+    """Order the graph so that every variable precedes the ones it was computed from.
 
     Args:
         variable: The right-most variable, the result of the whole computation.

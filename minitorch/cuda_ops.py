@@ -250,7 +250,7 @@ class CudaOps(TensorOps):
 
     @classmethod
     def _in_dtype(cls, t: TensorData, dtype: np.dtype[Any]) -> TensorData:
-        """Return ``t`` in the dtype of a product, whose kernel takes one dtype."""
+        """Return ``t`` in the single dtype that the kernel of a product supports."""
         if t.dtype == dtype:
             return t
         copy = TensorData(cls.allocate(t.size, dtype), t.shape)

@@ -88,7 +88,7 @@ class TensorOps(Widening):
 
     @classmethod
     def reduce_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
-        """Return the loop that folds one dimension onto what the output holds."""
+        """Return the loop that folds one dimension onto the values already in the output."""
         loop = cls.make_reduce(fn)
         return Loop(lambda out, a, dim: with_layouts(loop, out, a, options=(dim,)))
 

@@ -123,7 +123,7 @@ def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
 
 
 def check_scale(scale: float | None) -> None:
-    """Check that ``scale`` is None or a number that scores can be multiplied with."""
+    """Check that ``scale`` is None or a finite number other than 0."""
     # An int may be too large for a float, and then some functions of `math` raise.
     if scale is not None and not 0.0 < abs(scale) <= sys.float_info.max:
         raise ValueError(

@@ -39,7 +39,7 @@ def sum_of_exponentials(q: Array, k: Array, v: Array, scale: float) -> Array:
 
 
 def maximum_first(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """Subtract the largest score, which takes a pass over the keys before: k is read twice.
+    """Subtract the largest score, found by an extra pass over the keys: k is read twice.
 
     Softmax is the same for s - c with any c; with c = max s no exponential is above 1.  Takes and returns
     what :func:`sum_of_exponentials` does.

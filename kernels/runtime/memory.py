@@ -62,7 +62,7 @@ def _broadcast_strides(shape: Ints, strides: Ints, dims: int) -> Ints:
 
 
 def joined_step(sizes: Ints, steps: Ints) -> int | None:
-    """Return the one stride that steps through several dimensions, or None if there is none."""
+    """Return the stride that steps through several dimensions, or None if there is none."""
     shape, _, joined = join_dims(sizes, row_major_strides(sizes), steps)
     return joined[0] if len(shape) == 1 else None
 
@@ -200,7 +200,7 @@ class Memory:
         raise NotImplementedError
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """See a flat storage through a shape and strides in elements; nothing is copied."""
+        """View a flat storage with a shape and strides in elements."""
         raise NotImplementedError
 
     def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
@@ -220,7 +220,7 @@ class Memory:
         raise NotImplementedError
 
     def rows(self, array: Any) -> Any:
-        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        """View (batch, heads, seq, 1) as (batch, heads, seq), the form of lse in kernels."""
         raise NotImplementedError
 
     def split_heads(self, array: Any, count: int) -> Any:
@@ -247,7 +247,7 @@ class Memory:
         raise NotImplementedError
 
     def bits(self, array: Any) -> Any:
-        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        """View an array of 16-bit numbers as uint16."""
         raise NotImplementedError
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
@@ -275,7 +275,7 @@ def repeated_axes(broadcast: tuple[int, ...], shape: tuple[int, ...]) -> tuple[i
 
 
 def check_dense(shape: Ints, strides: Ints) -> None:
-    """Check that an array has no gaps, so that its memory can be seen as one dimension.
+    """Check that an array is dense, so that its memory can be viewed as one dimension.
 
     Raises:
         ValueError: If it has gaps, or repeats elements.
@@ -303,7 +303,7 @@ class HostMemory(Memory):
         return np.empty(shape, dtype)
 
     def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised array in the order of another; see :meth:`Memory.empty_as`."""
+        """Return an uninitialised array in the memory order of another; see :meth:`Memory.empty_as`."""
         if array.flags.c_contiguous or array.ndim != len(shape):
             return np.empty(shape, dtype)
         strides = strides_as(_element_strides(array), tuple(shape))
@@ -317,7 +317,7 @@ class HostMemory(Memory):
         return lambda: np.ndarray(shape, dtype, np.empty(math.prod(shape), dtype), 0, strides)
 
     def laid_as(self, array: Any, operand: Any) -> Any:
-        """Return an array ordered in memory as an operand; see :meth:`Memory.laid_as`."""
+        """Return an array in the memory order of an operand; see :meth:`Memory.laid_as`."""
         if reordered(array.shape, _element_strides(array), _element_strides(operand)) is None:
             return array
         out = self.empty_as(operand, array.shape, array.dtype)
@@ -334,7 +334,7 @@ class HostMemory(Memory):
         return array.transpose(slowest_first).reshape(-1), strides
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """See a flat storage through a shape and strides in elements; nothing is copied."""
+        """View a flat storage with a shape and strides in elements."""
         if strides == row_major_strides(shape):
             return storage.reshape(shape)  # the usual and faster case
         size = storage.itemsize
@@ -365,7 +365,7 @@ class HostMemory(Memory):
         return array[..., None]
 
     def rows(self, array: Any) -> Any:
-        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        """View (batch, heads, seq, 1) as (batch, heads, seq), the form of lse in kernels."""
         return array[..., 0]
 
     def split_heads(self, array: Any, count: int) -> Any:
@@ -386,7 +386,7 @@ class HostMemory(Memory):
         out[...] = rounded(source, out.dtype)
 
     def bits(self, array: Any) -> Any:
-        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        """View an array of 16-bit numbers as uint16."""
         return array.view(BITS)
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:

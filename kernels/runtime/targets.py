@@ -210,7 +210,7 @@ def _text(name: bytes | str) -> str:
 
 @cache
 def has_several_devices() -> bool:
-    """Tell whether this process sees more than one CUDA device."""
+    """Tell whether this process has more than one CUDA device."""
     return not IS_SIMULATOR and why_no_cuda() is None and len(cuda.gpus) > 1
 
 

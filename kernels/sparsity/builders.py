@@ -210,7 +210,7 @@ def local_global(
     *,
     causal_offset: int = 0,
 ) -> Layout:
-    """Make a window and the global tokens visible to each row; rows of global tokens see everything.
+    """Make a window and the global tokens visible to each row, and every column to global tokens.
 
     Args:
         seq_q: Query rows.

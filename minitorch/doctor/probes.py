@@ -110,7 +110,7 @@ _ATTRIBUTES = {"major": 75, "minor": 76, "shared": 8, "shared_optin": 97}
 
 
 def driver() -> dict[str, Any]:
-    """Ask the CUDA driver for its version and the devices, without numba."""
+    """Query the CUDA driver for its version and the devices, without numba."""
     library, missing = None, []
     for name in ("libcuda.so.1", "libcuda.so", "nvcuda.dll"):
         try:

@@ -53,7 +53,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def is_within(version: str, bounds: str) -> bool:
-    """Tell whether a version lies in a range.
+    """Tell whether a version is in a range.
 
     Args:
         version: Such as "2.4.6"; anything after the numbers is ignored.
@@ -154,7 +154,7 @@ def _wrong_version(facts: dict[str, Any], name: str, installed: str, bounds: str
 
 
 def kernels(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report another package named ``kernels`` in place of this project's, or beside it."""
+    """Report another package named ``kernels`` that shadows, or is installed next to, this project's."""
     found = facts["kernels"]
     other = found.get("other_installed")
     if not found["is_ours"]:

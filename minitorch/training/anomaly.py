@@ -112,7 +112,7 @@ class _Checks:
         gradients: Iterable[tuple[int, Any]],
         given: Sequence[Any],
     ) -> None:
-        """Check what the ``backward`` of a function has returned.
+        """Check the gradients that the ``backward`` of a function returned.
 
         Args:
             function: The class of the function.

@@ -102,7 +102,7 @@ class CallOptions:
             o["kept"] = keep_scale(problem.dropout_p)
 
     def name(self, **arrays: Any) -> None:
-        """Put arrays of four dimensions into the record."""
+        """Write arrays of four dimensions to the record."""
         for field, array in arrays.items():
             self._arrays[field] = array
             address = array.__array_interface__["data"][0]

@@ -53,7 +53,7 @@ def _set(library: Any, threads: int) -> None:
 
 
 class _Hold:
-    """Who holds the libraries that have one number of threads for all callers, and what it was before."""
+    """The count of callers that hold the globally threaded BLAS libraries, and their previous threads."""
 
     def __init__(self) -> None:
         self.lock, self.callers, self.before = threading.Lock(), 0, []

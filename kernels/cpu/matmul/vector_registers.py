@@ -57,7 +57,7 @@ class _RegistersModel(models.PrimitiveModel):
 
 
 class _Lines:
-    """Rows of an array, from a column on, and what the compiler is to do there.
+    """A range of rows of an array, from a column on, in the compiler's representation.
 
     Args:
         compiler: Its context, and what writes instructions.

@@ -19,7 +19,7 @@ from kernels.runtime.jit import JIT_DISABLED, compile_signature, njit_cached
 
 
 def address_of(dispatcher: Any, signature: Any) -> int:
-    """Compile (or load from disk) a function for one signature and return where its machine code lies.
+    """Compile (or load from disk) a function for one signature and return the address of its code.
 
     The address is good for as long as the dispatcher lives.
     """
@@ -69,7 +69,7 @@ def take(_context, counter):
 
 @intrinsic(plain_python.array_at)
 def array_at(_context, address, shape, strides, dtype):
-    """Return an array that lies at an address; the caller keeps the memory alive.
+    """Return an array at an address; the caller keeps the memory alive.
 
     Args:
         address: Of the first element.
@@ -97,7 +97,7 @@ def array_at(_context, address, shape, strides, dtype):
 
 @intrinsic(plain_python.contiguous)
 def contiguous(_context, array):
-    """Return an array as one whose elements lie side by side, which the caller knows that they do.
+    """Return an array typed as contiguous, which the caller guarantees.
 
     LLVM does not vectorise a loop over a stride that it only learns at run time.
     """

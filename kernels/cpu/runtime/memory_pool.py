@@ -22,7 +22,7 @@ _unused: dict[int, list[Piece]] = {}
 
 
 class Piece(NamedTuple):
-    """Memory, and what NumPy asks of it.
+    """A piece of memory and its NumPy array interface.
 
     Attributes:
         memory: Flat bytes.

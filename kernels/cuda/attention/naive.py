@@ -162,7 +162,7 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
 
 
 def _product_tile(tile: tuple[int, int]) -> ProductTile | None:
-    """Return the products' tile for one that a caller asks for; None leaves it to the table.
+    """Return the products' tile for the caller's tile; None leaves the choice to the table.
 
     Its sides are rounded up to what the threads of a block can share evenly.
     """
@@ -174,7 +174,7 @@ def _product_tile(tile: tuple[int, int]) -> ProductTile | None:
 
 
 def product_blocks(tile: tuple[int, int] | None) -> tuple[int, int]:
-    """Return rows and columns of a block of the products for a tile that a caller asks for or not."""
+    """Return rows and columns of a block of the products for the caller's tile or None."""
     own = _product_tile(tile or SIZES.product_tile)
     return SIZES.product_tile if own is None else (own.rows, own.cols)
 
@@ -206,7 +206,7 @@ def _empty_scores(problem: Problem, operands: Operands) -> Any:
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse; takes memory for the scores, batch · heads · seq_q · seq_k elements.
+    """Fill out and lse; allocates the scores, batch · heads · seq_q · seq_k elements.
 
     Args:
         problem: The checked call.
@@ -226,7 +226,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; takes twice the memory of the scores.
+    """Fill dq, dk and dv; allocates twice the memory of the scores.
 
     Args:
         problem: The checked call.

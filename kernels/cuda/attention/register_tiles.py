@@ -60,7 +60,7 @@ class RegisterLayout:
 
 
 def widths(problem: Problem) -> tuple[int, int]:
-    """Return head_dim and value_dim rounded up: what a kernel is compiled for.
+    """Return head_dim and value_dim rounded up to the widths for which kernels are compiled.
 
     The sizes themselves are read from the operands, so that the 256 of each need few kernels.
     """
@@ -356,7 +356,7 @@ def make_store_tile(
 
 @device_function
 def assign(target, index, value):
-    """Write an element: the ``put`` of a tile that one block owns."""
+    """Write an element: the ``put`` of a tile owned by one block."""
     target[index] = value
 
 

@@ -50,5 +50,5 @@ def lists_whole_tiles(problem: Problem, *tiles: tuple[int, int, bool]) -> bool:
 
 
 def _clipped(first: int, stop: int, count: int) -> tuple[int, int]:
-    """Return the part of a range that lies within an array of ``count`` places."""
+    """Return the part of a range within an array of ``count`` places."""
     return max(first, 0), min(stop, count)

@@ -123,7 +123,7 @@ if IS_SIMULATOR:
 else:
 
     def _reinterpreted(of: Any, to: Any, llvm: Any) -> Any:
-        """Return the intrinsic that takes the bits of one type for another's."""
+        """Return the intrinsic that reinterprets the bits of one type as another."""
 
         @intrinsic
         def reinterpret(_context, x):
@@ -142,7 +142,7 @@ else:
 
     @intrinsic
     def _widen_float16(_context, bits):
-        """Return the float32 that 16 bits of float16 stand for: one ``cvt.f32.f16``."""
+        """Convert the 16 bits of a float16 to float32: one ``cvt.f32.f16``."""
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())

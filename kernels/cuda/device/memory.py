@@ -218,12 +218,12 @@ class DeviceMemory(Memory):
         return _empty(shape, strides, dtype)
 
     def laid_as(self, array: Any, operand: Any) -> Any:
-        """Return an array ordered in memory as an operand; see :meth:`Memory.laid_as`."""
+        """Return an array in the memory order of an operand; see :meth:`Memory.laid_as`."""
         strides = reordered(tuple(array.shape), element_strides(array), element_strides(operand))
         return array if strides is None else _copied(array, strides)
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """See a flat storage through a shape and strides in elements; nothing is copied."""
+        """View a flat storage with a shape and strides in elements."""
         return device_view(storage, shape, strides)
 
     def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
@@ -253,11 +253,11 @@ class DeviceMemory(Memory):
         return device_view(array, (*array.shape, 1), (*element_strides(array), 1))
 
     def rows(self, array: Any) -> Any:
-        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        """View (batch, heads, seq, 1) as (batch, heads, seq), the form of lse in kernels."""
         return device_view(array, array.shape[:3], element_strides(array)[:3])
 
     def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
-        """Return the flat storage and the strides of an array without gaps; see :meth:`Memory.flat`."""
+        """Return the flat storage and the strides of a dense array; see :meth:`Memory.flat`."""
         strides, storage = element_strides(array), flattened(array)
         return storage, None if strides == row_major_strides(tuple(array.shape)) else strides
 
@@ -297,7 +297,7 @@ class DeviceMemory(Memory):
         convert_flat(source, out)
 
     def bits(self, array: Any) -> Any:
-        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        """View an array of 16-bit numbers as uint16."""
         return as_bits(array)
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:

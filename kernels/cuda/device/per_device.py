@@ -55,7 +55,7 @@ def _no_clip(device: int) -> Any:
 def map_of(
     array: Any, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str
 ) -> Any:
-    """Return the tensor map of an array, seen through a shape and strides; see :func:`device_map`."""
+    """Return the tensor map of an array under a shape and strides; see :func:`device_map`."""
     rest = shape, strides, box, dtype
     found = device_map(device_pointer(array), *rest)
     if (recipe := written()) is not None:

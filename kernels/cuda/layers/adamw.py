@@ -75,7 +75,7 @@ def squares_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 @cache
 def norm_end_kernel() -> Kernel:
-    """Return the kernel that ends the norm and decides by what gradients are scaled."""
+    """Return the kernel that finishes the norm and computes the scale of gradients."""
     block = RowBlock(LAST_THREADS, 1)
     slots, (_, block_sum) = block.slots, make_row_folds(block)
 
@@ -212,7 +212,7 @@ def _sizes(arrays: Sequence[Any]) -> list[int]:
 
 
 def clip_of(grads: Sequence[Any], max_norm: float) -> Any:
-    """Return the norm of all gradients, and by what they shall be scaled: (2,) float64 on the device.
+    """Return the norm of all gradients and their scale, (2,) float64 on the device.
 
     The squares are added in an order that the sizes alone decide, so that the bits are the same every time.
 

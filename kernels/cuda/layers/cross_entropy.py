@@ -134,7 +134,7 @@ def _flat(matrix: Any) -> Any:
 
 
 def losses_of(logits: Any, targets: Any) -> tuple[Any, Any, Any, Any]:
-    """Return the negative log-likelihood of each row's target, and what the backward pass takes.
+    """Return the negative log-likelihood of each row's target, and the inputs of the backward pass.
 
     Args:
         logits: (rows, classes), contiguous, of any floating dtype.

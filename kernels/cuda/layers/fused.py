@@ -70,7 +70,7 @@ def _launch_rows(kernel: Any, block: RowBlock, rows: Any, *args: Any) -> None:
 
 
 def place_ids(ids: Any) -> Any:
-    """Return whole numbers as the functions below take them: flat, int64, on the device.
+    """Return integers as a flat int64 array on the device.
 
     What is on the device stays there; ids from the host are copied, those that nobody can write to once.
     """
@@ -139,7 +139,7 @@ def gelu_backward(dout: Any, x: Any) -> Any:
 
 
 def gelu_backward_into(dout: Any, x: Any, dx: Any) -> None:
-    """Fill dx with the gradient of GELU's input; all of one dtype, of 16 bits too."""
+    """Fill dx with the gradient of GELU's input; all arrays have one dtype, including 16-bit ones."""
     flat = [as_bits(_flat(array)) for array in (dout, x, dx)]
     _launch_elements(elementwise.gelu_backward_kernel(x.dtype), flat[0].shape[0], *flat)
 

@@ -43,17 +43,17 @@ class Noise(NamedTuple):
     scale: float = 1.0
 
     def numbers(self, sums: np.dtype[Any]) -> tuple[int, int, Any]:
-        """Return the seed, the threshold and the scale as kernels take them."""
+        """Return the seed, the threshold and the scale as arguments of the kernels."""
         return self.seed, drop_threshold(self.rate), sums.type(self.scale)
 
 
 def _flat(array: Any) -> Any:
-    """View a contiguous array as kernels take it: flat, 16 bits as uint16."""
+    """View a contiguous array as flat, with 16 bits as uint16."""
     return as_bits(reshaped(array, (array.size,)))
 
 
 def _form(x: Any, gamma: Any, arrays: tuple[Any, ...], adds: bool, drops: bool) -> NormForm:
-    """Return what the kernels for some contiguous arrays are compiled for."""
+    """Return the parameters of the kernels for some contiguous arrays."""
     n = tuple(x.shape)[-1]
     vectors = n % EIGHT == 0 and all(device_pointer(a) % ALIGNMENT == 0 for a in arrays)
     return NormForm(row_tile(n, vectors), x.dtype, gamma.dtype, adds, drops)

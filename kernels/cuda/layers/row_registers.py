@@ -28,7 +28,7 @@ _element_words = PHILOX.element_words
 
 
 class RowTile(NamedTuple):
-    """How a row lies in the registers of its threads, in pieces of eight elements.
+    """The distribution of a row over the registers of its threads, in pieces of eight elements.
 
     Attributes:
         block: Threads that share a row, and rows of a block.
@@ -88,7 +88,7 @@ class RowAccess(NamedTuple):
 
 @cache
 def make_row_access(tile: RowTile, dtype: np.dtype[Any]) -> RowAccess:
-    """Return the functions for a tile and the dtype of an array, of 16 bits too."""
+    """Return the functions for a tile and the dtype of an array, including 16-bit ones."""
     threads, pieces, count = tile.block.threads, tile.pieces, tile.elements
     zero, (_, widen, narrow, _) = acc_dtype(dtype).type(0), form(dtype)
     read_eight, write_eight = make_read_eight(dtype), make_write_eight(dtype, narrow)

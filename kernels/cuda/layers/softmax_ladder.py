@@ -62,7 +62,7 @@ def ladder_block(length: int, itemsize: int) -> LadderBlock:
 
 
 class _Passes(NamedTuple):
-    """The passes over a row, as a kernel calls them; see :func:`_make_passes`."""
+    """The passes over a row; see :func:`_make_passes`."""
 
     maximum: Any
     plain_sum: Any
@@ -102,7 +102,7 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
 
     @device_function
     def read(x, row, first, values):
-        """Read what the thread folds next."""
+        """Read the elements that the thread folds next."""
         for u in range(ahead):
             i = first + u * step
             w = p = y = z = minus_inf
@@ -133,7 +133,7 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
 
     @device_function
     def online_sum(x, row, thread, values, partial):
-        """Return the shift that the largest element asks for, and the sum of e^(x - shift)."""
+        """Return the shift for the largest element, and the sum of e^(x - shift)."""
         # m = -inf, d = 0
         largest, total = minus_inf, zero
         for first in range(thread * VECTOR, x.shape[1], stride):

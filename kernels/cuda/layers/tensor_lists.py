@@ -92,7 +92,7 @@ class TensorList(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Blocks that a launch takes."""
+        """Number of blocks of a launch."""
         return int(self.work.shape[0])
 
 

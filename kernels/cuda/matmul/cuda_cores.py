@@ -32,7 +32,7 @@ Ints = tuple[int, ...]
 
 
 def shared_elements(tile: ProductTile) -> int:
-    """Return the elements of shared memory that one block takes: two tiles of each operand."""
+    """Return the elements of shared memory of a block: two tiles of each operand."""
     return 2 * tile.depth * (tile.rows + tile.cols + 2 * VECTOR)
 
 
@@ -51,7 +51,7 @@ def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tu
 
     @device_function
     def share(thread, along, line_step, depth_step):
-        """Return the thread's first line and depth, and how far its elements lie apart.
+        """Return the thread's first line and depth, and the distances of its elements.
 
         Neighbouring threads walk along the dimension in which neighbours lie side by side: along the
         depth, and then a thread's elements lie along the lines, or the other way round.

@@ -107,7 +107,7 @@ class WarpLayout:
 
 
 def shared_tiles(layout: ProductLayout, form: Form) -> SharedTiles:
-    """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one."""
+    """Return the byte offsets of a block's tiles in shared memory, from its first aligned address."""
     is_half = form.out != "float32"
     return SharedTiles(
         a=layout.stages * form.planes * layout.a_bytes,
@@ -118,7 +118,7 @@ def shared_tiles(layout: ProductLayout, form: Form) -> SharedTiles:
 
 
 def shared_bytes(layout: ProductLayout, form: Form) -> int:
-    """Return the dynamic shared memory of a block, what its alignment takes included."""
+    """Return the dynamic shared memory of a block, including its alignment."""
     return round_up(shared_tiles(layout, form).elements, 16) + ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""Copies that one thread asks the copy engine for: rows of memory, and boxes of a tensor; cc 9.0.
+"""Asynchronous copies of the copy engine, of rows of memory and boxes of a tensor; cc 9.0.
 
 Into shared memory they end at an ``mbarrier``, to which they bring bytes; out of it they end group
 by group, as the thread that asked for them finds out.  A box has as many coordinates as its tensor

@@ -1,4 +1,4 @@
-"""Philox4x32-7 as one block of instructions: many draws overlap, and none takes long to compile.
+"""Philox4x32-7 as one block of PTX, so that many draws overlap and compile fast.
 
 Written in Python its rounds are inlined one by one wherever they are drawn; the compiler takes minutes for
 the dozens of draws that keep a multiprocessor busy, and leaves loops of one draw in which each round waits
@@ -70,7 +70,7 @@ class Draw(NamedTuple):
 
 @cache
 def make_draw(draws: tuple[Draw, ...]) -> Any:
-    """Return ``draw(threshold, seed_low, seed_high, block, row, flat)``: bits of what attention keeps.
+    """Return ``draw(threshold, seed_low, seed_high, block, row, flat)``: the dropout bits of attention.
 
     It returns two words.  Byte c of what a draw's ``first`` names has the bit of column c of its block, and
     that of ``last`` the bit of column 4 + c: 1 if attention keeps it; see ``philox.keep``.

@@ -62,7 +62,7 @@ def descriptor_layout(swizzle: int, leading: int, stride: int) -> int:
 
 @device_function
 def descriptor(layout, address):
-    """Return the descriptor of what begins at a shared address; ``+ (bytes >> 4)`` moves it."""
+    """Return the descriptor of an operand at a shared address; ``+ (bytes >> 4)`` moves it."""
     return int64(uint64(layout) | uint64((address & 0x3FFFF) >> 4))
 
 

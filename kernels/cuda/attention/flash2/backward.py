@@ -43,7 +43,7 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; takes memory for delta.
+    """Fill dq, dk and dv; allocates delta.
 
     Args:
         problem: The checked call.

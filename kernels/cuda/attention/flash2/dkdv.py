@@ -55,7 +55,7 @@ def dkdv_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> Sha
 
 @device_function
 def add_atomically(target, index, value):
-    """Add to an element that other blocks add to: the ``put`` of a tile of dq."""
+    """Add atomically to an element of dq: the ``put`` of a shared tile."""
     cuda.atomic.add(target, index, value)
 
 

@@ -301,7 +301,7 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse; takes memory for the parts where the keys are divided among blocks.
+    """Fill out and lse; allocates the parts if the keys are divided among blocks.
 
     Args:
         problem: The checked call.

@@ -196,7 +196,7 @@ def dmask_kernel(
 
 
 def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
-    """Fill the gradient of a floating mask; takes memory for delta.
+    """Fill the gradient of a floating mask; allocates delta.
 
     Args:
         problem: The checked call.

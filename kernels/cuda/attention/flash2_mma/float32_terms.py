@@ -172,7 +172,7 @@ def make_units(numbers: Numbers) -> UnitFunctions:
 
     @device_function
     def bound(scale, b, h):
-        """Return what |dP ∘ Z - D| never exceeds; ∥dO∥·∥V∥ bounds dP."""
+        """Return an upper bound of |dP ∘ Z - D|; ∥dO∥·∥V∥ bounds dP."""
         dp = scale.v_norm[b, h] * scale.v[b, h] * (scale.dout_norm[b, h] * scale.dout[b, h])
         return scale.keep_scale * dp + top * scale.delta[b, h]
 

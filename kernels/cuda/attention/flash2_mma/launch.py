@@ -67,7 +67,7 @@ class ByKeys(NamedTuple):
         return head == value or not isinstance(self.layout, MmaRoleLayout)
 
     def shared_bytes(self, problem: Problem, terms: int) -> int:
-        """Return the shared memory that the kernel takes, at most."""
+        """Return an upper bound of the shared memory of the kernel, in bytes."""
         head, value = self.widths(problem)
         if isinstance(self.layout, MmaRoleLayout):
             return role_tiles(self.layout, head).elements
@@ -126,7 +126,7 @@ _BY_KEYS_WITH_BENDS: dict[int, tuple[ByKeys, ...]] = {
     128: (ByKeys(MmaKeyLayout(64, 128, 8, 16), 32), ByKeys(MmaKeyLayout(32, 64, 4, 16), 32)),
     256: (ByKeys(MmaKeyLayout(64, 64, 4, 16), 64, 2), ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2)),
 }
-#: Likewise smaller tiles with options.
+#: Smaller tiles for several options.
 _BY_KEYS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
     64: (ByKeys(MmaKeyLayout(64, 64, 4, 32, resident=2), 16),),
     128: (ByKeys(MmaKeyLayout(64, 128, 8, 16), 32), ByKeys(MmaKeyLayout(32, 64, 4, 32), 32)),
@@ -173,7 +173,7 @@ def _first(table: dict[int, _T], problem: Problem) -> _T:
 
 
 def _compiled_for(problem: Problem) -> str:
-    """Return the name of the numbers that kernels are compiled for, see ``float32_terms.NUMBERS``."""
+    """Return the name of the representation of operands, see ``float32_terms.NUMBERS``."""
     if problem.dtype != FLOAT32:
         return NAMES[problem.dtype]
     return "tf32" if problem.precision == "tf32" else "float32"
@@ -264,7 +264,7 @@ class _Call(NamedTuple):
     delta: Any = None
 
     def extras(self, layout: MmaLayout | MmaKeyLayout, by_keys: bool = False) -> Extras:
-        """Return what the options need in a kernel."""
+        """Return the option arguments of a kernel."""
         blocks = layout.block_q, layout.block_k
         return make_extras(self.problem, self.operands, *blocks, by_keys=by_keys)
 
@@ -314,7 +314,7 @@ def _split(
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse; of float32 it takes memory for the terms of q, k and v.
+    """Fill out and lse; for float32 it allocates the terms of q, k and v.
 
     Args:
         problem: The checked call, in 16 bits or float32.
@@ -342,7 +342,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; takes memory for delta, and for sums of dq where it is not deterministic.
+    """Fill dq, dk and dv; allocates delta, and sums of dq if not deterministic.
 
     Args:
         problem: The checked call, in 16 bits or float32.
@@ -382,7 +382,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
 
 
 def _by_keys(problem: Problem) -> ByKeys:
-    """Return how the kernel by key columns is compiled: what the device has the memory for."""
+    """Return the variant of the kernel by key columns for the device's shared memory."""
     terms = _numbers(problem).terms
 
     tables = _BY_KEYS, _BY_KEYS_WITH_OPTIONS, _BY_KEYS_WITH_BENDS

@@ -37,7 +37,7 @@ TOGETHER = 2
 
 
 def steps_together(steps: int) -> int:
-    """Return how many steps, of so many, tensor cores add up together."""
+    """Return the number of steps that tensor cores sum before a float32 addition."""
     return next(n for n in range(TOGETHER, 0, -1) if steps % n == 0)
 
 

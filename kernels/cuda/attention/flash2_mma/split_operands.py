@@ -148,7 +148,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
     zero, inf = _ZERO, _INF
 
     def split_heads(sources, vectors, starts, stops, targets, largest, units, norms):
-        """Fill targets and units; put the norms of rows into norms, zeros before.
+        """Fill targets and units, and write the norms of rows to norms, which are zeros before.
 
         Computes: x · scale as one or two float16, the scale of a head a power of two
         Source: see ``float32_terms``

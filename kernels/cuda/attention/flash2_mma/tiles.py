@@ -303,7 +303,7 @@ def make_store_tile(
 def make_store_sums(
     layout: MmaLayout, width: int, dtype: str, vectors: bool, own: int = 0
 ) -> Callable[..., None]:
-    """Return what :func:`make_store_tile` does, into float32: nothing is rounded, nor turned."""
+    """Return the float32 variant of :func:`make_store_tile`, without rounding and transposition."""
     row_tiles, own_tiles, size = layout.row_tiles, (own or width) // COLS, FLOAT32.itemsize
 
     @device_function

@@ -77,7 +77,7 @@ class Widths(NamedTuple):
 
 
 def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
-    """Return the layout for heads of some widths: what fits in registers and in shared memory.
+    """Return the layout for heads of some widths that fits into registers and shared memory.
 
     Args:
         widths: Widths of the kernel.
@@ -95,7 +95,7 @@ def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
 
 
 def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
-    """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one.
+    """Return the byte offsets of a block's tiles in shared memory, from its first aligned address.
 
     The tile of out takes the place of that of q, which no one needs any more by then.
 
@@ -121,7 +121,7 @@ def item_bytes(layout: ForwardLayout) -> int:
 
 
 def shared_bytes(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> int:
-    """Return the dynamic shared memory of a block, what its alignment takes included."""
+    """Return the dynamic shared memory of a block, including its alignment."""
     return round_up(shared_tiles(layout, widths, features).elements, 16) + ALIGNMENT
 
 

@@ -113,7 +113,7 @@ def make_words_place(
 
 @cache
 def make_bring_pairs(cols: int) -> Callable[..., None]:
-    """Return ``bring_pairs(words, mask_words, place)``: load a lane's words of a floating mask of 16 bits.
+    """Return ``bring_pairs(words, mask_words, place)``: load a lane's words of a 16-bit floating mask.
 
     They lie in ``words`` behind the bits; ``place`` is the number of the first one.
 
@@ -135,7 +135,7 @@ def make_bring_pairs(cols: int) -> Callable[..., None]:
 
 @cache
 def make_pair_at(kind: str, cols: int) -> Callable[..., Any]:
-    """Return ``pair_at(place, extras)``: the element of a floating mask of 16 bits.
+    """Return ``pair_at(place, extras)``: the element of a 16-bit floating mask.
 
     ``place`` is a record with the lane's ``words`` and the element's number in it, ``t`` and ``i``.
 
@@ -250,7 +250,7 @@ def pack_kernel(cols: int, by_keys: bool) -> Kernel:
 
 @cache
 def pack_pairs_kernel(cols: int, by_keys: bool) -> Kernel:
-    """Return the kernel that packs a floating mask of 16 bits for tiles of ``cols`` columns."""
+    """Return the kernel that packs a 16-bit floating mask for tiles of ``cols`` columns."""
     steps = cols // STEP
 
     def pack_pairs(mask, heads, groups, tiles, packed):

@@ -46,7 +46,7 @@ class LanePlace(NamedTuple):
     Attributes:
         lane: Its number in the warp.
         row: Query row of the element, from the start of its sequence.
-        col: Key column, likewise.
+        col: Key column of the element, from the start of its sequence.
         line: That of the work item.
     """
 

@@ -63,7 +63,7 @@ def init_stages(first, count, filled_by, emptied_by):
 
 @cache
 def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int, stages: int) -> Any:
-    """Return what fetches a tile of a tensor, and as many float32 of a vector.
+    """Return the function that fetches a tile of a tensor, and as many float32 of a vector.
 
     ``fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b)`` waits for an empty stage;
     ``full``, the stage's barrier of :func:`init_stages`, counts the bytes.
@@ -223,7 +223,7 @@ def make_clear_rows(threads: int, rows: int, panels: int) -> Any:
 
 @cache
 def make_hide(cols: int, by_keys: bool) -> Any:
-    """Return ``hide(numbers, edge)``: zeros where bounds or the ends of the arrays hide an element.
+    """Return ``hide(numbers, edge)``: zero the elements outside the bounds or the arrays.
 
     Args:
         cols: Columns of the tile.
@@ -313,7 +313,7 @@ def store_pairs(tile, line, column, t, panel_bytes, pairs):
 
 @cache
 def make_write_tile(cols: int, dtype: str, panel_bytes: int) -> Any:
-    """Return ``write_tile(tile, line, column, acc, factor, is_there, pairs)``: factor · acc, of 16 bits.
+    """Return ``write_tile(tile, line, column, acc, factor, is_there, pairs)``: factor · acc in 16 bits.
 
     Accumulators that were never written, of rows that see nothing, are zeros.
 

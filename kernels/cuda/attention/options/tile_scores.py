@@ -1,4 +1,4 @@
-"""What the options make of the scores, the probabilities and the gradients of one tile of flash2.
+"""Apply the options to the scores, probabilities and gradients of one tile of flash2.
 
 A tile is whole where bounds and lists hide none of its elements: only then their tests are left out.
 Scores inside the kernels are in base 2.  Where an option bends them the natural logarithm is needed in
@@ -43,7 +43,7 @@ class TilePlace(NamedTuple):
 
 @device_function
 def moved(place, rows, cols):
-    """Return the ``TilePlace`` that lies some rows and columns further."""
+    """Return the ``TilePlace`` some rows and columns further."""
     b, h, batch, head, row, col, seq_q, seq_k = place
     return TilePlace(b, h, batch, head, row + rows, col + cols, seq_q, seq_k)
 

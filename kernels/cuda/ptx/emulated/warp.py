@@ -146,7 +146,7 @@ def cp_async(
 
 
 def box_places(box: tuple[int, ...], size: int, swizzle: int) -> Array:
-    """Return where the bytes of a box lie in shared memory: (*box, size), counted from its beginning.
+    """Return the offsets of the bytes of a box in shared memory, (*box, size), from its beginning.
 
     Args:
         box: Places along each dimension, the fastest last.
@@ -160,7 +160,7 @@ def box_places(box: tuple[int, ...], size: int, swizzle: int) -> Array:
 def inside(
     box: tuple[int, ...], start: Any, shape: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return what of a box lies in a tensor: as slices of the box, and as slices of the tensor.
+    """Return the part of a box inside a tensor, as slices of the box and of the tensor.
 
     Args:
         box: Places along each dimension, the fastest last.

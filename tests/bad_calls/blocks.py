@@ -89,7 +89,7 @@ BLOCKS = {
         lambda o: BlockMask.strided(5, 5, 1, is_causal="no"), TypeError, "True or False", "'no'"
     ),
     "bigbird of an even window": wrong(
-        lambda o: BlockMask.bigbird(5, 5, window=2), ValueError, "must be odd", "got 2", "take 3"
+        lambda o: BlockMask.bigbird(5, 5, window=2), ValueError, "must be odd", "got 2", "use 3"
     ),
     "bigbird without heads": wrong(
         lambda o: BlockMask.bigbird(5, 5, heads=0), ValueError, "heads must be 1 or more"

@@ -24,7 +24,7 @@ from kernels.runtime.targets import IS_SIMULATOR, cuda
 
 #: Threads of a multiprocessor that the kernels leave registers for.
 RESIDENT_THREADS = 1024
-#: What a thread asks for at a time.
+#: Number of bytes that a thread loads at a time.
 AHEAD_BYTES = 64
 
 

@@ -13,7 +13,7 @@ from kernels.cuda.matmul.layout import LINE, PANEL, Form, Order, ProductLayout, 
 from kernels.cuda.matmul.operands import Ints, Operand
 from kernels.cuda.ptx.wgmma import ROWS
 
-#: Rows of the result that blocks work on at a time, about; see ``Order``.
+#: Approximate number of rows of the result in a band; see ``Order``.
 BAND_ROWS = 2048
 #: Rows and columns of a result that are stored at a time.
 _OUT_BOX = (ROWS, PANEL)

@@ -180,8 +180,8 @@ def dkdv_kernel(
         memory = shared_address(bits)
         k_tile, v_tile, ds_tile = memory + k_offset, memory + v_offset, memory + ds_offset
         q_tile, dout_tile = memory + q_offset, memory + dout_offset
-        # Of 16 x 8 sums a lane has keys lane / 4 and eight below, columns 2 (lane % 4) and the next.
-        # Fragments are pairs of 16 bits, of each term.
+        # In a 16 x 8 tile of sums a lane has keys lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
+        # Fragments are pairs of 16-bit numbers, for each term.
         dk_acc = cuda.local.array((dk_tiles, 4), float32)  # (warp_keys, k_own) / 32: dK
         dv_acc = cuda.local.array((dv_tiles, 4), float32)  # (warp_keys, v_own) / 32: dV
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: Sᵀ, then (P ∘ Z)ᵀ

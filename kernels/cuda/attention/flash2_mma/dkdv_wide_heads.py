@@ -241,8 +241,8 @@ def roles_kernel(
         own_scores = memory + p_offset if of_scores else ds_tile
         own_rows = dout_tile if of_scores else q_tile
         exchange = memory + exchange_offset + CHUNK * (number * s_tiles * WARP + lane)
-        # Of 16 x 8 sums a lane has keys lane / 4 and eight below, columns 2 (lane % 4) and the next.
-        # Fragments are pairs of 16 bits.
+        # In a 16 x 8 tile of sums a lane has keys lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
+        # Fragments are pairs of 16-bit numbers.
         acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_keys, own) / 32: dV, or dK
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: Sᵀ, Pᵀ, or dPᵀ, dSᵀ
         a_fragment = cuda.local.array((key_tiles, 4), uint32)  # (warp_keys, 16) / 32: K, V, P or dS

@@ -126,8 +126,8 @@ def dq_kernel(
         memory = shared_address(bits)
         q_tile, dout_tile = memory + q_offset, memory + dout_offset
         k_tile, v_tile = memory + k_offset, memory + v_offset
-        # Of 16 x 8 sums a lane has rows lane / 4 and eight below, columns 2 (lane % 4) and the next.
-        # Fragments are pairs of 16 bits, of each term.
+        # In a 16 x 8 tile of sums a lane has rows lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
+        # Fragments are pairs of 16-bit numbers, for each term.
         acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, head_dim) / 32: dQ
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: S, then P
         dp = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: dP, then dS

@@ -37,7 +37,7 @@ def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
     sizes, steps = list(array.shape), list(array.strides)
     for axis in (0, 1):
         if steps[axis] == 0 or sizes[axis] == 1:
-            # One head that all share; the engine asks for a stride all the same.
+            # A single shared head; the engine requires a stride nevertheless.
             sizes[axis], steps[axis] = 1, LINE
     if sizes[2] == 1:  # whatever its stride is
         steps[2] = LINE

@@ -237,7 +237,7 @@ def pack_kernel(cols: int, by_keys: bool) -> Kernel:
                     i_row, i_col = row + 8 * (i // 2), col + c
                     if by_keys:
                         i_row, i_col = i_col, i_row
-                    # What is beyond the end nobody asks for, unless one tile stands for all.
+                    # Words beyond the end are not read, unless one tile is shared by all.
                     i_row, i_col = min(i_row, seq_q - 1), min(i_col, seq_k - 1)
                     if c < cols:
                         word = with_bit(word, mask[b, h, i_row, i_col], 4 * u + i)

@@ -271,7 +271,7 @@ class DeviceMemory(Memory):
         )
 
     def bring(self, array: Any) -> Any:
-        """Return a copy of a NumPy array on the device; a device array as it is."""
+        """Return a copy of a NumPy array on the device; a device array unchanged."""
         return to_device(array) if isinstance(array, np.ndarray) else array
 
     def constant(self, array: Any) -> Any:

@@ -46,7 +46,7 @@ class WarpRoles:
 
 @cache
 def make_next(count: int) -> Any:
-    """Return ``following(place, phase)``: the next of so many places, whose phase turns with each round."""
+    """Return ``following(place, phase)``: the next of a ring of places, whose phase flips in each round."""
 
     @device_function
     def following(place, phase):

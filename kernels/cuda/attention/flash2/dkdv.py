@@ -106,7 +106,7 @@ def dkdv_kernel(
     unscaled = one if features.bends else dtype.type(LN_2)
 
     def flash2_dkdv(dout, q, k, v, lse, delta, dq, dk, dv, scale, extras):
-        """Fill one key tile of dk and dv; with atomics, add what it gives to dq, which holds zeros before.
+        """Fill one key tile of dk and dv; with atomics, add its part of dq, which is zero before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq
         Source: FlashAttention-2, Algorithm 2, lines 5-18; without atomics all but line 15;

@@ -139,7 +139,7 @@ def dkdv_kernel(
     zero = np.float32(0)
 
     def flash2_mma_dkdv(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, extras):
-        """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
+        """Fill one key tile of dk and dv; with sums, add its part of dq to the sums, which are zero before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq / τ
         Source: FlashAttention-2, Algorithm 2, lines 5-18; without sums all but line 15;

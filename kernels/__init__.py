@@ -1,4 +1,4 @@
-"""Attention as a ladder of kernels, on arrays: the textbook, FlashAttention-1 and -2, tensor cores."""
+"""Attention on arrays: a ladder of kernels, from the textbook formula to FlashAttention on tensor cores."""
 
 from __future__ import annotations
 
@@ -44,28 +44,29 @@ __all__ = [
 def flash_attention_forward(
     q: Any, k: Any, v: Any, *args: Any, tile: launch.Tile | None = None, **options: Unpack[Options]
 ) -> tuple[Any, Any]:
-    """Compute attention on arrays, where they lie: NumPy arrays, or arrays on a CUDA device.
+    """Compute attention on NumPy arrays, or on arrays in the memory of a CUDA device.
 
     Args:
-        q: (…, heads, seq_q, head_dim) or (seq_q, head_dim), float16, bfloat16 (``ml_dtypes``), float32 or
-            float64, any strides; NumPy, or anything with ``__cuda_array_interface__`` or DLPack, as CuPy
-            and PyTorch have.
-        k: (…, heads, seq_k, head_dim); leading dimensions broadcast against those of q.
-        v: (…, heads, seq_k, value_dim).
-        args: As in :func:`kernels.problem.question.make_problem`, whose names and order are those of
-            PyTorch's ``scaled_dot_product_attention``.
-        tile: (block_q, block_k); the rung's own when None.
-        options: Likewise.
+        q: Queries, (…, heads, seq_q, head_dim) or (seq_q, head_dim), float16, bfloat16 (``ml_dtypes``),
+            float32 or float64, with any strides: a NumPy array, or an object that supports
+            ``__cuda_array_interface__`` or DLPack, such as CuPy arrays and PyTorch tensors.
+        k: Keys, (…, heads, seq_k, head_dim), of the dtype of q; leading dimensions broadcast against
+            those of q.
+        v: Values, (…, heads, seq_k, value_dim), of the dtype of q.
+        args: Options by position, in the order of PyTorch's ``scaled_dot_product_attention``:
+            attn_mask, dropout_p, is_causal, scale and enable_gqa.
+        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        options: Options by name; :func:`make_problem` describes each.
 
     Returns:
         out (…, heads, seq_q, value_dim), and lse (…, heads, seq_q), the natural logarithm of the
-        sum of the exponentials of each row's scores; lse is float32 for operands of 16 bits.  NumPy
-        arrays, or numba's device arrays.  The dimensions of out have the same order in memory as those
-        of q.
+        sum of the exponentials of each row's scores; lse is float32 for fp16 and bf16 operands.  Both are
+        NumPy arrays, or numba device arrays.  The dimensions of out have the same order in memory as
+        those of q.
 
     Raises:
-        TypeError: For operands that are no floating arrays, or an option of the wrong type.
-        ValueError: For shapes or values that do not fit.
+        TypeError: If an operand is not a floating-point array, or an option has the wrong type.
+        ValueError: If a shape or a value is invalid.
 
     Source: FlashAttention-2, Algorithm 1.
     """
@@ -87,21 +88,21 @@ def flash_attention_backward(
     tile: launch.Tile | None = None,
     **options: Unpack[Options],
 ) -> tuple[Any, ...]:
-    """Compute the gradients of attention on arrays; probabilities are recomputed from lse.
+    """Compute the gradients of attention on arrays, recomputing the probabilities from lse.
 
     Args:
-        dout: Gradient of out.
-        q: As in the forward pass.
-        k: As in the forward pass.
-        v: As in the forward pass.
-        out: As the forward pass returned it, in any layout.
-        lse: As the forward pass returned it, in any layout.
-        args: The options of the forward pass.
-        dlse: Gradient of lse; zeros when None.
-        mask_gradient: Also return the gradient of a floating ``attn_mask``.
+        dout: Gradient of out, (…, heads, seq_q, value_dim), of the dtype of out.
+        q: Queries of the forward pass, (…, heads, seq_q, head_dim) or (seq_q, head_dim).
+        k: Keys of the forward pass, (…, heads, seq_k, head_dim).
+        v: Values of the forward pass, (…, heads, seq_k, value_dim).
+        out: Result of the forward pass, (…, heads, seq_q, value_dim), with any strides.
+        lse: The forward pass's lse, (…, heads, seq_q), with any strides.
+        args: Options by position; the same values as in the forward pass.
+        dlse: Gradient of lse, (…, heads, seq_q); zeros when None.
+        mask_gradient: Also return the gradient of a floating ``attn_mask``, after dv.
         sink_gradient: Also return the gradient of ``sink``, last.
-        tile: (block_q, block_k); the rung's own when None.
-        options: The options of the forward pass.
+        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        options: Options by name; the same values as in the forward pass.
 
     Returns:
         dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask, and
@@ -109,8 +110,9 @@ def flash_attention_backward(
         dimensions of each gradient have the same order in memory as those of its operand.
 
     Raises:
-        TypeError: As in the forward pass, or if dout, out or lse is no array or has another dtype.
-        ValueError: As in the forward pass, or if dout, out or lse has another shape.
+        TypeError: If an operand is not a floating-point array, an option has the wrong type, or dout, out
+            or lse is not an array of the expected dtype.
+        ValueError: If a shape or a value is invalid.
 
     Source: FlashAttention-2, Algorithm 2.
     """
@@ -129,23 +131,24 @@ def plan(
     tile: launch.Tile | None = None,
     **options: Unpack[Options],
 ) -> CallPlan:
-    """Return what a call of this kind runs: rung, tile, launches, operations, bytes.
+    """Return how a call is executed: its rung, tile, kernel launches, operations and bytes.
 
-    ``print(kernels.plan(q, k, v, is_causal=True))`` shows it, with the reason for each faster rung that
-    cannot run the call.  The call is run once, so that its launches can be shown.
+    ``print(kernels.plan(q, k, v, is_causal=True))`` also prints why each faster rung cannot run the call.
+    The call is run once to record its launches.
 
     Args:
-        q: As in :func:`flash_attention_forward`.
-        k: Likewise.
-        v: Likewise.
-        args: The options of the call.
+        q: Queries, (…, heads, seq_q, head_dim) or (seq_q, head_dim), an array of
+            :func:`flash_attention_forward`.
+        k: Keys, (…, heads, seq_k, head_dim), of the dtype of q.
+        v: Values, (…, heads, seq_k, value_dim), of the dtype of q.
+        args: Options of the call by position: attn_mask, dropout_p, is_causal, scale and enable_gqa.
         backward: Plan the backward pass instead of the forward pass.
-        tile: (block_q, block_k); the rung's own when None.
-        options: The options of the call.
+        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        options: Options of the call by name; :func:`make_problem` describes each.
 
     Raises:
-        TypeError: As :func:`flash_attention_forward`.
-        ValueError: Likewise.
+        TypeError: If an operand is not a floating-point array, or an option has the wrong type.
+        ValueError: If a shape or a value is invalid.
     """
     return Call(q, k, v, by_name("plan", args, options)).plan(tile, backward)
 
@@ -153,23 +156,23 @@ def plan(
 def dropout_mask(
     shape: Sequence[int], dropout_p: float, seed: int
 ) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return which probabilities attention keeps: the bits that every rung draws.
+    """Return the dropout mask of attention, which is the same on every rung and device.
 
     Args:
-        shape: (…, heads, seq_q, seq_k).
-        dropout_p: Probability of dropping, in [0, 1).
-        seed: From 0 to 2⁶⁴ - 1.
+        shape: Shape of the probabilities, (…, heads, seq_q, seq_k).
+        dropout_p: Probability of dropping an element, in [0, 1), rounded to a multiple of 2⁻¹⁶.
+        seed: A whole number from 0 to 2⁶⁴ - 1.
 
     Returns:
         A boolean array of that shape, True where a probability is kept.
 
     Raises:
-        TypeError: If one of them is no number, or the shape holds something else than whole numbers.
-        ValueError: If one of them is out of range.
+        TypeError: If ``dropout_p`` or ``seed`` is not a number, or a size of the shape is not an integer.
+        ValueError: If an argument is out of range.
 
     Source: Philox4x32-7, keyed by the seed; the counter is (column / 8, row, batch · heads + head), and
-    each half of the four words of a counter decides one column.  The rate is rounded to a multiple of 2⁻¹⁶,
-    and attention multiplies what it keeps by ``kernels.common.philox.keep_scale`` of it.
+    each half of the four words of a counter decides one column.  Attention multiplies the kept
+    probabilities by ``kernels.common.philox.keep_scale(dropout_p)``.
     """
     check_types(dropout_p=dropout_p, seed=seed)
     seed = check_dropout(dropout_p, seed)
@@ -185,14 +188,14 @@ def dropout_mask(
 
 
 def available_rungs() -> dict[str, str | None]:
-    """Return which rungs of the ladder this machine has, the fastest first.
+    """Return the rungs of the ladder, fastest first, and whether each can run on this machine.
 
-    Any of them may be asked for by name: ``rung="flash1"`` for a call, the environment variable
-    ``MINITORCH_RUNG`` for a whole run.
+    To choose one, pass ``rung="flash1"`` to a call, or set the environment variable ``MINITORCH_RUNG``
+    for a whole run.
 
     Returns:
-        Name → None if it runs on the CPU or the GPU of this machine, else the reason why not and
-        what to do about it.
+        A dictionary from each name to None if the rung runs on the CPU or the GPU of this machine,
+        otherwise to the reason why it does not and how to fix it.
     """
     reasons: dict[str, str | None] = {}
     for target in (launch.CUDA, launch.CPU):

@@ -1,4 +1,4 @@
-"""What a call of attention will run, for people to read."""
+"""The execution plan of an attention call, in readable form."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kernels.runtime.launch_notes import Launched, Loop, launches_noted
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What calls of one kind run; ``print`` shows it as a table.
+    """The execution plan of a kind of attention call; ``print`` shows it as a table.
 
     Attributes:
-        target: Where the arrays lie: "cpu" or "cuda".
-        rung: The rung that runs.
-        tile: (block_q, block_k).
-        backward: The gradients are computed, not out and lse.
+        target: The device of the arrays: "cpu" or "cuda".
+        rung: The selected rung.
+        tile: (block_q, block_k), query rows and keys per tile.
+        backward: Whether this is the backward pass.
         launches: In order, the kernels on a GPU with grid, block, shared memory and registers, or the loops
             on the CPU with work items and threads.
-        flop: Floating-point operations of the matrix products, of the pairs of row and column within the
+        flop: Floating-point operations of the matrix products, for the pairs of row and column within the
             bounds of ``is_causal`` and ``window_size``.
-        moved_bytes: Of all operands and results, each counted once: what a call moves at least.
+        moved_bytes: Bytes of all operands and results, each counted once: a lower bound of the traffic.
         passed_over: Faster rungs, and why they cannot run the call.
     """
 
@@ -53,7 +53,7 @@ class CallPlan:
 
 
 def plan_by_running(plan: Plan, problem: Problem, operands: Operands) -> CallPlan:
-    """Return what a call runs; it is run once, for the launches to be seen."""
+    """Return the plan of a call, which is run once to record its launches."""
     with launches_noted() as launches:
         results = plan.direct(problem, operands)
     arrays = [x for x in (*operands, *results) if x is not None and x is not operands.mask_batch]
@@ -74,7 +74,7 @@ def plan_by_running(plan: Plan, problem: Problem, operands: Operands) -> CallPla
 
 
 def _bytes(array: Any) -> int:
-    """Return the bytes of an array's elements; one that repeats by a stride of 0 counts once."""
+    """Return the bytes of an array's elements; elements repeated by a stride of 0 count once."""
     sizes = [
         1 if step == 0 else size for size, step in zip(array.shape, array.strides, strict=True)
     ]
@@ -82,7 +82,7 @@ def _bytes(array: Any) -> int:
 
 
 def _flop(problem: Problem, backward: bool) -> int:
-    """Return the operations of the products: two a pair and element forward, five products backward."""
+    """Return the operations of the matrix products, of which there are two forward and five backward."""
     rows = np.arange(problem.seq_q)
     first = np.maximum(rows + problem.lower, 0)
     last = np.minimum(rows + problem.upper, problem.seq_k - 1)

@@ -1,4 +1,4 @@
-"""Attention on packed sequences: several of unequal length in one call, and no padding computed."""
+"""Attention on packed sequences: several sequences of unequal length in one call, without padding."""
 
 from __future__ import annotations
 
@@ -26,29 +26,32 @@ def flash_attention_varlen_forward(
     tile: Tile | None = None,
     **options: Unpack[Options],
 ) -> tuple[Any, Any]:
-    """Compute attention within each of several sequences that lie one after the other.
+    """Compute attention within each of several sequences that are packed into one array.
 
-    Rows and columns count from the start of their sequence: so do ``is_causal``, ``window_size``,
-    ``alibi_slopes``, the dropout bits and what a mod gets; its batch is the sequence's number.
+    Row and column indices are relative to the start of their sequence, for ``is_causal``,
+    ``window_size``, ``alibi_slopes``, the dropout mask and the arguments of ``mask_mod`` and
+    ``score_mod``, whose ``batch`` is the index of the sequence.
 
     Args:
-        q: (total_q, heads, head_dim); arrays as in :func:`kernels.flash_attention_forward`.
-        k: (total_k, heads, head_dim).
-        v: (total_k, heads, value_dim).
-        cu_seqlens_q: (count + 1,) whole numbers, on the host: 0 and the sums of the lengths, so that
-            sequence i has the query rows from ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``.
-        cu_seqlens_k: Likewise of key columns.
-        args: As in :func:`kernels.problem.question.make_problem`; ``attn_mask`` and ``block_mask``
-            must be None.
-        tile: (block_q, block_k); the rung's own when None.
-        options: Likewise.
+        q: Queries of all sequences, (total_q, heads, head_dim), an array of
+            :func:`kernels.flash_attention_forward`.
+        k: Keys of all sequences, (total_k, heads, head_dim), of the dtype of q.
+        v: Values of all sequences, (total_k, heads, value_dim), of the dtype of q.
+        cu_seqlens_q: Cumulative query lengths, (count + 1,) integers on the host, starting at 0: sequence
+            i has the query rows from ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i + 1]``.
+        cu_seqlens_k: Cumulative key lengths, (count + 1,) integers on the host, starting at 0.
+        args: Options by position: attn_mask (which must be None), dropout_p, is_causal, scale and
+            enable_gqa.
+        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        options: Options by name; :func:`kernels.make_problem` describes each.  ``attn_mask`` and
+            ``block_mask`` must be None.
 
     Returns:
         out (total_q, heads, value_dim), a view of (heads, total_q, value_dim), and lse (heads, total_q).
 
     Raises:
-        TypeError: For operands that are no floating arrays, or an option of the wrong type.
-        ValueError: For shapes or values that do not fit, or a mask.
+        TypeError: If an operand is not a floating-point array, or an option has the wrong type.
+        ValueError: If a shape or a value is invalid, or a mask is given.
 
     Source: FlashAttention-2, Algorithm 1; the layout is that of FlashAttention.
     """
@@ -81,27 +84,28 @@ def flash_attention_varlen_backward(
     """Compute the gradients of attention on packed sequences.
 
     Args:
-        dout: Gradient of out, (total_q, heads, value_dim).
-        q: As in the forward pass.
-        k: As in the forward pass.
-        v: As in the forward pass.
-        out: As the forward pass returned it.
-        lse: As the forward pass returned it.
-        cu_seqlens_q: As in the forward pass.
-        cu_seqlens_k: As in the forward pass.
-        args: The options of the forward pass.
-        dlse: Gradient of lse; zeros when None.
+        dout: Gradient of out, (total_q, heads, value_dim), of the dtype of out.
+        q: Queries of the forward pass, (total_q, heads, head_dim).
+        k: Keys of the forward pass, (total_k, heads, head_dim).
+        v: Values of the forward pass, (total_k, heads, value_dim).
+        out: Result of the forward pass, (total_q, heads, value_dim).
+        lse: The forward pass's lse, (heads, total_q).
+        cu_seqlens_q: Cumulative query lengths, (count + 1,) integers on the host, starting at 0.
+        cu_seqlens_k: Cumulative key lengths, (count + 1,) integers on the host, starting at 0.
+        args: Options by position; the same values as in the forward pass.
+        dlse: Gradient of lse, (heads, total_q); zeros when None.
         sink_gradient: Also return the gradient of ``sink``, last.
-        tile: (block_q, block_k); the rung's own when None.
-        options: The options of the forward pass.
+        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        options: Options by name; the same values as in the forward pass.
 
     Returns:
         dq, dk and dv, of the shapes of q, k and v, views of arrays with the heads first; with
         ``sink_gradient`` also that of the sinks, (heads,).
 
     Raises:
-        TypeError: As in the forward pass, or if dout, out or lse is no array or has another dtype.
-        ValueError: As in the forward pass, or if dout, out or lse has another shape.
+        TypeError: If an operand is not a floating-point array, an option has the wrong type, or dout, out
+            or lse is not an array of the expected dtype.
+        ValueError: If a shape or a value is invalid, or a mask is given.
 
     Source: FlashAttention-2, Algorithm 2.
     """

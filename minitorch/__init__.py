@@ -1,4 +1,4 @@
-"""minitorch: autodiff from scalars to a transformer, with fused attention in kernels of our own.
+"""minitorch: automatic differentiation from scalars to a transformer, with its own fused attention kernels.
 
 The names below are those of the published course, so that its tests and scripts run unchanged.
 """

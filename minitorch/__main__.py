@@ -1,4 +1,4 @@
-"""``python -m minitorch doctor``: what this environment has, what is wrong with it, how to mend it."""
+"""``python -m minitorch doctor``: report what is wrong with this environment and how to fix it."""
 
 from __future__ import annotations
 

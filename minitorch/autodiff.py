@@ -8,7 +8,7 @@ from contextlib import ContextDecorator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-# Published and read by nobody; Scalar and Tensor each number their own variables.
+# Part of the published interface, unused here: Scalar and Tensor each number their own variables.
 variable_count = 1
 
 
@@ -35,10 +35,10 @@ def central_difference(
 
 
 class Variable(Protocol):
-    """What backpropagation needs to know of a variable; Scalar and Tensor both provide it.
+    """The interface of a variable that backpropagation uses; Scalar and Tensor implement it.
 
     There are three kinds. A *leaf* was made by the user and collects its derivative, an inner
-    variable is the result of a function and only hands derivatives on, and a *constant* takes no
+    variable is the result of a function and only passes derivatives on, and a *constant* takes no
     part.
     """
 
@@ -70,7 +70,7 @@ class Variable(Protocol):
 
 
 def topological_sort(variable: Variable) -> Iterable[Variable]:
-    """Order the graph so that every variable stands before the ones it was computed from.
+    """Order the graph so that every variable precedes the ones it was computed from.
 
     Args:
         variable: The right-most variable, the result of the whole computation.
@@ -113,14 +113,14 @@ def backpropagate(variable: Variable, deriv: Any) -> None:
     derivatives = {variable.unique_id: deriv}
     for current in topological_sort(variable):
         # Everything that uses `current` has been visited, so its sum is complete. Taking it out
-        # of the dict frees an inner derivative, as large as its tensor, once it is handed on.
+        # of the dict frees an inner derivative, as large as its tensor, once it is passed on.
         d_output = derivatives.pop(current.unique_id)
         if current.is_leaf():
             current.accumulate_derivative(d_output)
             continue
         for parent, d_parent in current.chain_rule(d_output):
             if parent.is_constant():
-                continue  # it is not in the order, so its derivative would stay here for ever
+                continue  # it is not in the order, so its derivative would never be taken out
             key = parent.unique_id
             # A variable used more than once gets a share from each use. Not +=: that could write
             # into a derivative that is shared with another variable.
@@ -147,11 +147,11 @@ class AnomalyChecks(Protocol):
 
 
 class _Modes(threading.local):
-    """What is switched on, in each thread.
+    """The autodiff modes of the current thread.
 
     Attributes:
-        recording: Functions of tensors record how they were applied; see :class:`no_grad`.
-        dropping: Dropout layers drop; see :class:`without_dropout`.
+        recording: Whether functions of tensors record their history; see :class:`no_grad`.
+        dropping: Whether dropout layers drop elements; see :class:`without_dropout`.
         anomaly: Checks of results and gradients, or None; see :class:`minitorch.detect_anomaly`.
     """
 
@@ -164,11 +164,11 @@ modes = _Modes()
 
 
 class Switch(ContextDecorator):
-    """Sets one of the modes within a context, or within the function that it decorates.
+    """Set one of the modes within a context, or within the function that it decorates.
 
     Attributes:
-        mode: Its name.
-        value: What it is within the context.
+        mode: The name of the mode.
+        value: Its value within the context.
     """
 
     mode: str
@@ -189,17 +189,17 @@ class Switch(ContextDecorator):
 
 
 class no_grad(Switch):
-    """Within the context, or the function that it decorates, what functions of tensors return is constant.
+    """Disable gradient recording within the context, or within the function that it decorates.
 
-    Nothing is recorded and nothing kept for a backward pass, in this thread: for everything that only
-    asks a model, such as its loss on held-out text or the next token.
+    In this thread, functions of tensors return constants and save nothing for a backward pass.  Use it for
+    inference, such as computing the loss on held-out text or the next token.
     """
 
     mode, value = "recording", False
 
 
 class without_dropout(Switch):
-    """Within the context dropout layers hand on what they get: who calls them drops it himself."""
+    """Make dropout layers the identity within the context; the caller applies dropout."""
 
     mode, value = "dropping", False
 
@@ -211,11 +211,11 @@ def is_recording() -> bool:
 
 @dataclass
 class Context:
-    """What a function's `forward` leaves for its `backward`.
+    """The values that a function's `forward` saves for its `backward`.
 
     Attributes:
         no_grad: True when there will be no backward pass, so that nothing need be kept.
-        saved_values: What was kept.
+        saved_values: The values that `save_for_backward` saved.
         needs_input_grad: Which arguments of `forward` require a gradient; a function of tensors sets it.
         site: Where the function was called, if :class:`minitorch.detect_anomaly` has noted it.
     """

@@ -1,4 +1,4 @@
-"""The CUDA backend: what launches the kernels; storages stay on the device between launches.
+"""The CUDA backend, which launches the kernels; storages stay on the device between launches.
 
 Shapes and strides go to the kernels as tuples and not as arrays.  Nothing is copied for them at a
 launch, and because a kernel is compiled for each length of the tuples, its indices are registers.
@@ -52,7 +52,7 @@ from .backends.tensor_protocol import TensorLike as Tensor
 from .tensor_data import Ints, Storage, TensorData
 from .tensor_ops import TensorBackend, TensorOps
 
-# The published course finds the kernels here too.
+# Aliases under the published course's names.
 __all__ = [
     "THREADS_PER_BLOCK",
     "CudaBackend",
@@ -72,7 +72,7 @@ __all__ = [
     "tensor_zip",
 ]
 
-#: Most elements of what the element-wise kernels with few arguments index.
+#: Maximum number of elements that the element-wise kernels with few arguments can index.
 FLAT_LIMIT = 1 << 32
 # In the simulator each thread of a block is a Python thread, and a barrier waits for all of them.
 #: Largest block of the course's reduction.
@@ -86,9 +86,9 @@ def _bind_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: Tenso
 
     Args:
         kernel: ``(flat, *dtypes)`` to a kernel for operands whose dimensions join to two at most.
-        strided: Returns the kernel of the course, for any others.
-        out: Written.
-        *inputs: Broadcast to it.
+        strided: Returns the course's kernel, for all other layouts.
+        out: The output.
+        *inputs: Broadcast to the shape of out.
     """
     if out.size == 0:  # a grid without blocks cannot be launched
         return lambda *storages: None
@@ -103,7 +103,7 @@ def _bind_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: Tenso
             return lambda *storages: launch(*map(as_bits, storages))
         return launch
 
-    # The kernels of the course know no storage of 16 bits.
+    # The course's kernels do not support 16-bit storage.
     return as_loop(partial(CudaOps.run, partial(_run_strided, strided))).bind(out, *inputs)
 
 
@@ -118,7 +118,7 @@ def _run_strided(strided: Any, out: TensorData, *inputs: TensorData) -> None:
 
 
 def _two(steps: Ints) -> Ints:
-    """Return the steps of two dimensions where there is one or none."""
+    """Pad the strides of at most two dimensions to two."""
     return (0,) * (2 - len(steps)) + steps
 
 
@@ -176,14 +176,14 @@ class CudaOps(TensorOps):
                     a._storage, (*shape, length), (*a_strides, step), len(shape), start,
                 )  # fmt: skip
 
-            # The course's, which knows no storage of 16 bits.
+            # The course's kernel, which does not support 16-bit storage.
             return as_loop(partial(cls.run, reduce)).bind(out, a)
 
         return Loop(bind)
 
     @classmethod
     def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
-        """Fill ``out`` with the product, on tensor cores where they may; see ``matmul.dispatch``."""
+        """Fill ``out`` with the product, on tensor cores if permitted; see ``matmul.dispatch``."""
         operands = _matrices(out, a, b) if a.dtype == b.dtype == out.dtype else None
         kind = None
         if operands is not None:
@@ -195,7 +195,7 @@ class CudaOps(TensorOps):
 
     @classmethod
     def product_options(cls) -> Any:
-        """Return the precision that products of float32 may be rounded to."""
+        """Return the precision that float32 products may use."""
         return get_matmul_precision()
 
     @classmethod
@@ -215,7 +215,7 @@ class CudaOps(TensorOps):
 
     @classmethod
     def fuses_linear(cls, dtype: np.dtype[Any], shape: Ints) -> bool:
-        """Tell whether tensor cores multiply a dtype, and store so many columns in whole pieces."""
+        """Tell whether tensor cores support a dtype and rows can be stored in whole vectors."""
         kind = matmul_dispatch.kind_of(dtype, get_matmul_precision(), (1, 1, *shape))
         return kind not in (None, "split") and shape[1] % 8 == 0
 
@@ -235,12 +235,12 @@ class CudaOps(TensorOps):
 
     @staticmethod
     def gelu_backward_into(out: TensorData, grad: TensorData, before: TensorData) -> None:
-        """Fill ``out`` with a gradient on its way back through GELU."""
+        """Fill ``out`` with the gradient of the input of GELU."""
         fused.gelu_backward_into(grad._storage, before._storage, out._storage)
 
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
-        """Fill ``out`` with the product, reading operands as they lie if their batches allow it."""
+        """Fill ``out`` with the product, reading operands in place if their batch strides allow it."""
         if out.size == 0:
             return
         a, b = (cls._in_dtype(t, out.dtype) for t in (a, b))
@@ -251,7 +251,7 @@ class CudaOps(TensorOps):
 
     @classmethod
     def _in_dtype(cls, t: TensorData, dtype: np.dtype[Any]) -> TensorData:
-        """Return ``t`` in the dtype of a product, whose kernel takes one dtype."""
+        """Return ``t`` in the single dtype that the kernel of a product supports."""
         if t.dtype == dtype:
             return t
         copy = TensorData(cls.allocate(t.size, dtype), t.shape)
@@ -265,7 +265,7 @@ class CudaOps(TensorOps):
 
 
 class _Matrices(NamedTuple):
-    """What kernels of products take: storages, steps in batch, heads and the matrix, and all sizes."""
+    """The arguments of product kernels: storages, strides of batch, heads and matrix, and all sizes."""
 
     out: Storage
     out_steps: Ints
@@ -277,7 +277,7 @@ class _Matrices(NamedTuple):
 
 
 def _matrices(out: TensorData, a: TensorData, b: TensorData) -> _Matrices | None:
-    """Return operands and result as kernels take them, or None if joined batches have more dimensions."""
+    """Return the arguments of a product kernel, or None if more than two batch dimensions remain."""
     lead, *steps = joined(*(x[:-2] for t in (out, a, b) for x in (t.shape, t.strides)))
     if len(lead) > 2:
         return None
@@ -298,13 +298,13 @@ def _fold(
     length: int,
     layout: Ints,
 ) -> None:
-    """Fold one dimension of ``a``; in two passes or more where one would leave the device idle.
+    """Fold one dimension of ``a``, in several passes where a single one would underuse the device.
 
     Args:
         fn: Associative and commutative.
         start: What the fold starts from.
         out: (outputs,), written.
-        outputs: How many.
+        outputs: The number of outputs.
         a: The input.
         length: Of the folded dimension.
         layout: Step of that dimension; size of the fastest of the others; step from one row of that
@@ -339,7 +339,7 @@ def sum_practice(a: Tensor) -> TensorData:
         a: (size,), on the CUDA backend.
 
     Returns:
-        (ceil(size / 32),), but two or more, as published; what no run fills is zero.
+        (ceil(size / 32),), but at least two elements, as published; the rest is zero.
     """
     (size,) = a.shape
     sums = max(ceil_div(size, THREADS_PER_BLOCK), 2)
@@ -350,18 +350,18 @@ def sum_practice(a: Tensor) -> TensorData:
 
 
 def mm_practice(a: Tensor, b: Tensor) -> TensorData:
-    """Multiply two square matrices of 32 rows at most in one block.
+    """Multiply two square matrices of at most 32 rows in one block.
 
     Args:
         a: (size, size), on the CUDA backend.
-        b: (size, size), likewise.
+        b: (size, size), on the CUDA backend.
 
     Returns:
         (size, size).
     """
     size, _ = a.shape
     assert a.shape == b.shape == (size, size) and size <= THREADS_PER_BLOCK, (
-        f"mm_practice multiplies two square matrices of {THREADS_PER_BLOCK} rows at most, got "
+        f"mm_practice needs two square matrices of at most {THREADS_PER_BLOCK} rows, got "
         f"shapes {a.shape} and {b.shape}; use a @ b"
     )
     out = TensorData(CudaOps.allocate(size * size, a.dtype), (size, size))

@@ -1,4 +1,4 @@
-"""Points of the plane in two classes, from easy to hard to separate."""
+"""Data sets of labelled points in the plane, from easy to hard to separate."""
 
 import math
 import random
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 def _check_count(N: int) -> None:
     if not isinstance(N, int) or N < 0:
-        raise ValueError(f"N is how many points to make, a whole number, 0 or more; got {N!r}")
+        raise ValueError(f"N must be the number of points, a whole number, 0 or more; got {N!r}")
 
 
 def make_pts(N: int) -> list[tuple[float, float]]:
@@ -22,7 +22,7 @@ def make_pts(N: int) -> list[tuple[float, float]]:
         A list of N pairs (x1, x2).
 
     Raises:
-        ValueError: If N is no whole number, or negative.
+        ValueError: If N is not a whole number, or negative.
     """
     _check_count(N)
     return [(random.random(), random.random()) for _ in range(N)]

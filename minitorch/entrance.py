@@ -1,7 +1,7 @@
-"""How the package begins: as a command that must run anywhere, or as a library whose imports may fail.
+"""Start the package: as a command that must run anywhere, or as a library whose imports may fail.
 
-Standard library only, as everything that ``python -m minitorch doctor`` runs by itself: where NumPy or
-numba cannot be imported, this can.
+This module uses the standard library only, like everything that ``python -m minitorch doctor`` imports, so
+that it runs where NumPy or numba cannot be imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OURS = {_HERE, _HERE.parent / "kernels"}
 
 
 def runs_as_command(package: str) -> bool:
-    """Tell whether Python imports a package only in order to run it: ``python -m package``.
+    """Tell whether Python imports a package in order to run it, as ``python -m package``.
 
     Args:
         package: Its name.
@@ -64,9 +64,9 @@ def check_kernels() -> None:
 
 
 class naming_the_doctor:
-    """Turn what a dependency raises inside the ``with`` into one ImportError that says whom to ask.
+    """Convert an exception of a dependency inside the ``with`` to an ImportError that names the doctor.
 
-    An error of this project's own code, such as one that a student is working on, stays what it is.
+    Exceptions of this project's own code, which a student may be working on, are not converted.
     """
 
     def __enter__(self) -> None:
@@ -80,8 +80,8 @@ class naming_the_doctor:
     ) -> None:
         if isinstance(error, (Exception, SystemExit)) and not is_ours(error):
             raise ImportError(
-                f"minitorch cannot be imported here ({describe(error)}); run `{DOCTOR}`: it says what "
-                "is wrong with this environment and how to mend it"
+                f"minitorch cannot be imported here ({describe(error)}); run `{DOCTOR}`, which reports "
+                "what is wrong with this environment and how to fix it"
             ) from error
 
 
@@ -92,10 +92,10 @@ def describe(error: BaseException) -> str:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Tell whether an error is one of this project's code, and not one of what it stands on.
+    """Tell whether an exception comes from this project's code, and not from a dependency.
 
     Args:
-        error: With its traceback.
+        error: The exception, with its traceback.
     """
     if isinstance(error, ImportError) and error.name is not None:
         top = sys.modules.get(error.name.split(".")[0])

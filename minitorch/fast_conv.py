@@ -1,4 +1,4 @@
-"""Convolution in one and two dimensions, forward and backward: one sum, compiled for CPU and for CUDA."""
+"""Convolution in one and two dimensions, forward and backward, from one source for CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Items(NamedTuple):
-    """The functions that :func:`make_items` returns; each computes and writes one item of the output."""
+    """The functions that :func:`make_items` returns; each computes one element of the output."""
 
     conv1d: Callable[..., None]
     conv2d: Callable[..., None]
 
 
 def make_items(compile_: Callable[[Any], Any]) -> Items:
-    """Return the sum behind one item of a convolution, for one compiler.
+    """Return the functions that compute one element of a convolution, for one compiler.
 
     Args:
         compile_: Turns a plain function into one that the caller's compiler can call.
@@ -120,19 +120,19 @@ def _tensor_conv1d(
     """Convolve (batch, in_channels, width) with (out_channels, in_channels, kernel).
 
     out[b, o, w] is the sum over i and k of input[b, i, w + k] * weight[o, i, k], or w - k when
-    ``reverse``; what lies outside the input counts as zero.
+    ``reverse``; elements outside the input count as zero.
 
     Args:
-        out: Storage of (batch, out_channels, width), likewise its shape, strides and size.
-        out_shape: Likewise.
-        out_strides: Likewise.
-        out_size: Likewise.
-        input: Storage of the input; likewise.
-        input_shape: Likewise.
-        input_strides: Likewise.
-        weight: Storage of the weight; likewise.
-        weight_shape: Likewise.
-        weight_strides: Likewise.
+        out: Storage of the output, (batch, out_channels, width).
+        out_shape: Shape of out, three sizes.
+        out_strides: Strides of out, in elements.
+        out_size: Number of elements of out.
+        input: Storage of the input, (batch, in_channels, width).
+        input_shape: Shape of input, three sizes.
+        input_strides: Strides of input, in elements.
+        weight: Storage of the weights, (out_channels, in_channels, kernel).
+        weight_shape: Shape of weight, three sizes.
+        weight_strides: Strides of weight, in elements.
         reverse: Anchor the kernel at its right end.
     """
     # TASK 4.1: prange over the items; conv1d_item does one.
@@ -155,19 +155,19 @@ def _tensor_conv2d(
 ):  # fmt: skip
     """Convolve (batch, in_channels, height, width) with (out_channels, in_channels, kh, kw).
 
-    As :func:`_tensor_conv1d`; the kernel is anchored top left, or bottom right when ``reverse``.
+    The kernel is anchored top left, or bottom right when ``reverse``.
 
     Args:
-        out: Storage of (batch, out_channels, height, width), likewise its shape, strides and size.
-        out_shape: Likewise.
-        out_strides: Likewise.
-        out_size: Likewise.
-        input: Storage of the input; likewise.
-        input_shape: Likewise.
-        input_strides: Likewise.
-        weight: Storage of the weight; likewise.
-        weight_shape: Likewise.
-        weight_strides: Likewise.
+        out: Storage of the output, (batch, out_channels, height, width).
+        out_shape: Shape of out, four sizes.
+        out_strides: Strides of out, in elements.
+        out_size: Number of elements of out.
+        input: Storage of the input, (batch, in_channels, height, width).
+        input_shape: Shape of input, four sizes.
+        input_strides: Strides of input, in elements.
+        weight: Storage of the weights, (out_channels, in_channels, kh, kw).
+        weight_shape: Shape of weight, four sizes.
+        weight_strides: Strides of weight, in elements.
         reverse: Anchor the kernel at its bottom right corner.
     """
     # TASK 4.2: prange over the items; conv2d_item does one.
@@ -191,7 +191,7 @@ def _cuda_conv1d(
     weight, weight_shape, weight_strides,
     reverse,
 ):  # fmt: skip
-    """Convolve in one dimension; arguments as :func:`_tensor_conv1d`, shapes and strides as tuples.
+    """Convolve in one dimension; arguments of :func:`_tensor_conv1d`, with shapes and strides as tuples.
 
     Computes: out[b, o, w] = Σ_{i, k} input[b, i, w + k] · weight[o, i, k], or w - k when reverse
     Source: none
@@ -218,7 +218,7 @@ def _cuda_conv2d(
     weight, weight_shape, weight_strides,
     reverse,
 ):  # fmt: skip
-    """Convolve in two dimensions; arguments as :func:`_tensor_conv2d`, shapes and strides as tuples.
+    """Convolve in two dimensions; arguments of :func:`_tensor_conv2d`, with shapes and strides as tuples.
 
     Computes: out[b, o, h, w] = Σ_{i, kh, kw} input[b, i, h + kh, w + kw] · weight[o, i, kh, kw], or
         h - kh and w - kw when reverse
@@ -303,10 +303,10 @@ class _Convolution(Function):
         cls, out: TensorData, input: TensorData, weight: TensorData, reverse: bool
     ) -> None:
         """Launch the kernel."""
-        # As tuples: shapes and strides then cost no copy, and an index no local memory.
+        # Tuples are passed as arguments without a copy, and indexing them needs no local memory.
         triples = [(data._storage, data.shape, data.strides) for data in (out, input, weight)]
         grid = ceil_div(out.size, SIZES.flat_threads)
-        if grid:  # one without blocks cannot be launched
+        if grid:  # an empty grid cannot be launched
             launch = cls.kernel[grid, SIZES.flat_threads]
             launch(*triples[0], out.size, *triples[1], *triples[2], reverse)
 

@@ -1,4 +1,4 @@
-"""The fast backend: loops compiled by numba and parallel over the cores; products by BLAS."""
+"""The fast backend: parallel loops compiled by numba, and matrix products by BLAS."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ for _helper in (to_index, broadcast_index, index_to_position):
 def tensor_map(fn: Callable[[float], float]) -> Any:
     """Return the compiled loop of an element-wise function of one tensor, broadcast to the output.
 
-    Operands that lie alike in memory take one flat parallel loop.  Otherwise rows run in parallel,
-    and along a row each operand advances by its innermost stride.
+    Operands of the same layout take one flat parallel loop.  Otherwise rows run in parallel, and along a
+    row each operand advances by its innermost stride.
 
     Args:
         fn: A plain function or a numba dispatcher.
@@ -89,7 +89,7 @@ def tensor_map(fn: Callable[[float], float]) -> Any:
 def tensor_zip(fn: Callable[[float, float], float]) -> Any:
     """Return the compiled loop of an element-wise function of two tensors that broadcast.
 
-    As :func:`tensor_map`, with the same two paths.
+    It has the same two paths as :func:`tensor_map`.
 
     Returns:
         A dispatcher of the storage, shape and strides of out, a and b: nine arguments.
@@ -179,15 +179,15 @@ def _tensor_matrix_multiply(
     """Multiply matrices with any strides: the outer loops parallel, no index buffers.
 
     Args:
-        out: Storage of (batch, n, m); likewise its shape and strides.
-        out_shape: Likewise.
-        out_strides: Likewise.
-        a: Storage of (batch or 1, n, k); likewise.
-        a_shape: Likewise.
-        a_strides: Likewise.
-        b: Storage of (batch or 1, k, m); likewise.
-        b_shape: Likewise.
-        b_strides: Likewise.
+        out: Storage of the product, (batch, n, m).
+        out_shape: Shape of out, three sizes.
+        out_strides: Strides of out, in elements.
+        a: Storage of the left operand, (batch or 1, n, k).
+        a_shape: Shape of a, three sizes.
+        a_strides: Strides of a, in elements.
+        b: Storage of the right operand, (batch or 1, k, m).
+        b_shape: Shape of b, three sizes.
+        b_strides: Strides of b, in elements.
     """
     # TASK 3.2: prange over rows of out; positions by strides; one product and sum in the inner loop.
     rows, cols, depth = out_shape[1], out_shape[2], a_shape[2]
@@ -221,7 +221,7 @@ def size_of(shape):
 
 @register_jitable
 def innermost_step(shape, strides):
-    """Return how far an operand advances along the last dimension of a broadcast result."""
+    """Return the stride of an operand along the last dimension of a broadcast result."""
     if len(shape) == 0 or shape[-1] == 1:
         return 0
     return strides[-1]
@@ -259,19 +259,19 @@ class FastOps(TensorOps):
 
     @classmethod
     def allocator(cls, size: int, dtype: np.dtype[Any]) -> Allocate:
-        """Return what allocates storages of a size and dtype; small ones come from NumPy at once."""
+        """Return the allocator of storages of a size and dtype; small ones come directly from NumPy."""
         is_small = size * dtype.itemsize < memory_pool.KEPT_FROM
         return np.empty if is_small else cls.allocate  # type: ignore[return-value]
 
     @classmethod
     def map_loop(cls, fn: Callable[[float], float]) -> Callable[..., None]:
-        """Return the loop of a function of one tensor; a small one wakes no other thread."""
+        """Return the loop of a function of one tensor; small tensors run on the calling thread."""
         loop = tensor_map(fn)
         return Loop(lambda out, a: with_layouts(_by_size(loop, out), out, a))
 
     @classmethod
     def zip_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
-        """Return the loop of a function of two tensors, of large ones that broadcast by ``fast_loops``."""
+        """Return the loop of a function of two tensors; large broadcast ones use ``fast_loops``."""
         loop = tensor_zip(fn)
 
         def bind(out: TensorData, a: TensorData, b: TensorData) -> Run:
@@ -285,13 +285,13 @@ class FastOps(TensorOps):
 
     @classmethod
     def reduce_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
-        """Return the loop that folds one dimension; as :meth:`map_loop`."""
+        """Return the loop that folds one dimension; small tensors run on the calling thread."""
         loop = tensor_reduce(fn)
         return Loop(lambda out, a, dim: with_layouts(_by_size(loop, a), out, a, options=(dim,)))
 
     @classmethod
     def fold_loop(cls, fn: Callable[[float, float], float], start: float) -> Loop:
-        """Return the loop that writes the fold of one dimension, of many elements by ``fast_loops``."""
+        """Return the loop that writes the fold of one dimension; large tensors use ``fast_loops``."""
         of_the_course = super().fold_loop(fn, start)
         if fn not in FOLDS:  # the order may matter
             return of_the_course
@@ -311,7 +311,7 @@ class FastOps(TensorOps):
 
     @classmethod
     def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
-        """Return the product by BLAS of operands laid out like these, if it can read them."""
+        """Return a product by BLAS for operands of these layouts, or None if BLAS cannot read them."""
         if a.is_half or not (a.dtype == b.dtype == out.dtype and _for_blas(a) and _for_blas(b)):
             return None
         of_out, of_a, of_b = (t.array_view() for t in (out, a, b))
@@ -325,7 +325,7 @@ class FastOps(TensorOps):
 
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
-        """Fill ``out`` with the product: by BLAS if it can read the operands as they lie."""
+        """Fill ``out`` with the product, by BLAS if it can read the operands in place."""
         if (run := cls.bind_product(out, a, b)) is None:
             super().matmul_into(out, a, b)
         else:
@@ -333,7 +333,7 @@ class FastOps(TensorOps):
 
 
 def _by_size(loop: Any, t: TensorData) -> Any:
-    """Return the form of a course's loop for data of a size: on all threads, or on the calling one."""
+    """Return the variant of a course loop for a size: on all threads, or on the calling thread."""
     return loop if t.size >= LARGE else serial(loop)
 
 

@@ -1,4 +1,4 @@
-"""The tree of modules that a model is made of, and the parameters that hang in it."""
+"""Modules, which form the tree of a model, and their parameters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _changes = 0
 
 
 def changes() -> int:
-    """Return how often an attribute of any module has been set, but for its mode.
+    """Return how often an attribute of any module has been set, not counting the training mode.
 
-    As long as the number stays, what was found out about the parts of a model stays true.
+    While the number is unchanged, cached facts about the parts of a model remain valid.
     """
     return _changes
 
@@ -20,7 +20,7 @@ class Module:
     """A node of the tree that makes up a model.
 
     Assigning a `Parameter` or another `Module` to an attribute registers it here; one inside a list
-    is not seen (use `add_parameter` or `setattr` with a made-up name). A subclass calls
+    is not registered (use `add_parameter` or `setattr` with a made-up name). A subclass calls
     `super().__init__()` before its first assignment and defines `forward`.
 
     Reading an attribute that nothing has set gives None rather than an error, so spell the names
@@ -81,7 +81,7 @@ class Module:
         # END TASK 0.4
 
     def add_parameter(self, k: str, v: Any) -> Parameter:
-        """Wrap a value in a parameter and register it, for names that are made at run time.
+        """Wrap a value in a parameter and register it under a name chosen at run time.
 
         Args:
             k: The attribute name to register it under.
@@ -119,7 +119,7 @@ class Module:
 
     def __getattr__(self, key: str) -> Any:
         # Python calls this only for a name that is in neither the instance nor the class.
-        # Through __dict__: before __init__ has run, self._parameters would come back here for ever.
+        # Through __dict__: before __init__ has run, self._parameters would recurse without end.
         own = self.__dict__
         for table in (own.get("_parameters"), own.get("_modules")):
             if table and key in table:
@@ -158,7 +158,7 @@ class Parameter:
     box sees the change.
 
     Args:
-        x: The value, of any kind. One with a `requires_grad_` method is told to track its gradient.
+        x: The value, of any kind. Its `requires_grad_` method is called if it has one.
         name: A name to pass on to such a value, for drawing and debugging.
     """
 

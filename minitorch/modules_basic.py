@@ -28,12 +28,12 @@ def _floating(dtype: npt.DTypeLike | None) -> np.dtype[Any]:
     """Return the dtype of parameters, the default dtype for None.
 
     Raises:
-        TypeError: If it is none, or not floating.
+        TypeError: If it is not a floating-point dtype.
     """
     found = as_dtype(dtype or get_default_dtype())
     if not is_floating(found):
         raise TypeError(
-            f"parameters are floating numbers, got {found}; pass numpy.float32 or leave it out"
+            f"the dtype of parameters must be floating, got {found}; pass numpy.float32 or leave it out"
         )
     return found
 
@@ -42,11 +42,11 @@ class Embedding(Module):
     """A table of vectors, looked up by index.
 
     Args:
-        num_embeddings: Rows of the table.
+        num_embeddings: Number of rows of the table.
         embedding_dim: Length of a vector.
-        backend: Of the parameters.
-        dtype: Of the parameters; the default dtype when None.
-        std: Standard deviation of the table at the start.
+        backend: Backend of the parameters.
+        dtype: Dtype of the parameters; the default dtype when None.
+        std: Standard deviation of the initial table.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Linear(Module):
         in_size: Length of a row of x.
         out_size: Length of a row of the result.
         bias: Whether there is a bias.
-        backend: Of the parameters.
-        dtype: Of the parameters; the default dtype when None.
+        backend: Backend of the parameters.
+        dtype: Dtype of the parameters; the default dtype when None.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class Linear(Module):
         """Return (…, out_size) for (…, in_size).
 
         Args:
-            x: The rows.
-            has_gelu: Apply GELU to the result, on its way to memory where the backend can.
+            x: Input, (…, in_size).
+            has_gelu: Apply GELU to the result, in the epilogue of the product where the backend can.
         """
         bias = None if self.bias is None else self.bias.value
         return linear(x, self.weights.value, bias, has_gelu)
@@ -142,8 +142,8 @@ class LayerNorm1d(Module):
     Args:
         dim: Length of the last dimension.
         eps: Added to the variance.
-        backend: Of the parameters.
-        dtype: Of the parameters; the default dtype when None.
+        backend: Backend of the parameters.
+        dtype: Dtype of the parameters; the default dtype when None.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class LayerNorm1d(Module):
         super().__init__()
         dtype = _floating(dtype)
         if not isinstance(eps, NUMBERS) or not 0.0 <= eps < math.inf:
-            raise ValueError(f"eps must be a number, 0 or more, got {eps!r:.40}; 1e-5 is common")
+            raise ValueError(f"eps must be a number of at least 0, got {eps!r:.40}; 1e-5 is common")
         self.dim, self.eps = whole("dim", dim, 1), float(eps)
         self.weights = Parameter(ones((dim,), backend, dtype=dtype))
         self.bias = Parameter(zeros((dim,), backend, dtype=dtype))
@@ -169,13 +169,13 @@ class LayerNorm1d(Module):
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
     """Return layer norm over the last dimension: fused where the backend has it, else composed."""
     check_tensor("input", x)
-    x = x if is_floating(x.dtype) else x * 1.0  # a mean of whole numbers is none
+    x = x if is_floating(x.dtype) else x * 1.0  # the mean of integers is not an integer
     norm = composed_layer_norm if x.f.fused is None else LayerNorm.apply
     return norm(x, gamma, beta, eps)
 
 
 def composed_layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """Return layer norm over the last dimension, composed of tensor operations; of the dtype of x."""
+    """Return layer norm over the last dimension, composed of tensor operations, in the dtype of x."""
     last = x.dims - 1
     deviation = x - x.mean(last)
     variance = (deviation * deviation).mean(last)
@@ -183,16 +183,16 @@ def composed_layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> T
 
 
 class Dropout(Module):
-    """In training, set elements to 0 at random and scale up the others; else do nothing.
+    """In training mode, set elements to 0 at random and scale up the others; otherwise do nothing.
 
     Args:
-        p_dropout: Probability of 0.
+        p_dropout: Probability that an element becomes 0, in [0, 1).
     """
 
     def __init__(self, p_dropout: float = 0.1):
         super().__init__()
         if not 0.0 <= number("p_dropout", p_dropout) < 1.0:
-            raise ValueError(f"p_dropout must be in [0, 1), got {p_dropout}; 0 drops nothing")
+            raise ValueError(f"p_dropout must be in [0, 1), got {p_dropout}; 0 turns dropout off")
         self.p_dropout = p_dropout
 
     def forward(self, x: Tensor) -> Tensor:

@@ -40,9 +40,9 @@ def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
         (batch, channel, new_height, new_width, tile height * tile width), new_height, new_width.
 
     Raises:
-        TypeError: If the input is no tensor, or the kernel no pair of whole numbers.
-        ValueError: If a side of it is below 1.
-        AssertionError: If the input has other dimensions, or the tiles do not divide it.
+        TypeError: If the input is not a tensor, or the kernel not a pair of whole numbers.
+        ValueError: If a side of the kernel is below 1.
+        AssertionError: If the input does not have four dimensions, or the tiles do not divide it.
     """
     check_tensor("input", input)
     assert input.dims == 4, (
@@ -51,7 +51,9 @@ def tile(input: Tensor, kernel: tuple[int, int]) -> tuple[Tensor, int, int]:
     )
     batch, channel, height, width = input.shape
     if not isinstance(kernel, (tuple, list)) or len(kernel) != 2:
-        raise TypeError(f"kernel must be (tile height, tile width), got {kernel!r}; write (2, 2)")
+        raise TypeError(
+            f"kernel must be (tile height, tile width), got {kernel!r}; pass a pair such as (2, 2)"
+        )
     kh, kw = (whole("a side of the kernel", side, 1) for side in kernel)
     assert height % kh == 0 and width % kw == 0, (
         f"tiles of {kernel} must divide the image's {(height, width)}; pad or crop it"
@@ -128,10 +130,10 @@ def softmax(input: Tensor, dim: int) -> Tensor:
 
 
 def _log_total(shifted: Tensor, dim: int) -> Tensor:
-    """Return the logarithm of the sum of exponentials of what :func:`_shift` was taken from."""
+    """Return the logarithm of the sum of exponentials of scores from which their maximum was subtracted."""
     total = shifted.exp().sum(dim)
-    # 1 at least, for the largest of them is 0; so it needs no EPS, which log adds against log(0).
-    # Only a row of -inf sums up to 0: 1 in its place gives a finite logarithm and no gradient.
+    # The sum is at least 1, because the largest exponent is 0, so the EPS of log is not needed.  Only a
+    # row of -inf sums to 0: replacing it by 1 gives a finite logarithm and no gradient.
     return (total + (total.detach() == 0.0) - operators.EPS).log()
 
 
@@ -139,7 +141,7 @@ def logsumexp(input: Tensor, dim: int) -> Tensor:
     """Return the logarithm of the sum of exponentials over ``dim``, which stays with size 1."""
     check_tensor("input", input)
     dim = normalize_dim(as_int(dim), input.shape)
-    # Not the shift again: a row of -inf sums up to -inf.
+    # Not the shift again: the result for a row of -inf is -inf.
     return _log_total(input - _shift(input, dim), dim) + max(input.detach(), dim)
 
 
@@ -162,17 +164,17 @@ def integer_array(ids: Any, limit: int, name: str) -> Any:
         name: For the error text.
 
     Raises:
-        TypeError: If they are no whole numbers.
+        TypeError: If they are not whole numbers.
         ValueError: If one is below 0 or not below ``limit``.
     """
     given = ids.to_numpy() if is_tensor(ids) else as_host_array(name, ids)
     if given.dtype == np.int64 and given.base is None and not given.flags.writeable:
-        return _checked_ids(given, limit, name, ids)  # nobody can change it: it need not be copied
+        return _checked_ids(given, limit, name, ids)  # read-only, so it need not be copied
     return computed(lambda: _checked_ids(given, limit, name, ids).astype(np.int64), given)
 
 
 def _checked_ids(array: Any, limit: int, name: str, given: Any) -> Any:
-    """Return an array of indices; see :func:`integer_array`, to which they were given."""
+    """Check an array of indices for :func:`integer_array`, and return it."""
     is_whole = array.dtype.kind in "iub" or (
         is_floating(array.dtype) and bool((array == np.floor(array)).all())
     )
@@ -182,7 +184,7 @@ def _checked_ids(array: Any, limit: int, name: str, given: Any) -> Any:
     if array.size and not (array.min() >= 0 and array.max() < limit):
         raise ValueError(
             f"{name} must be from 0 to {limit - 1}, got {float(array.min()):g} to "
-            f"{float(array.max()):g}; look for the one that is not, or make room for it"
+            f"{float(array.max()):g}; correct the value, or make the table or the number of classes larger"
         )
     return array
 
@@ -198,13 +200,13 @@ def one_hot(input: Tensor, num_classes: int) -> Tensor:
         (*input.shape, num_classes), a constant.
 
     Raises:
-        TypeError: If the input is no tensor, or something is no whole number.
-        ValueError: If there is no class, or an index is none of them.
+        TypeError: If the input is not a tensor, or a value is not a whole number.
+        ValueError: If ``num_classes`` is below 1, or an index is out of range.
     """
     check_tensor("input", input)
     num_classes = whole("num_classes", num_classes, 1)
     ids = integer_array(input, num_classes, "class indices")
-    # The comparison runs where the result shall be: only indices travel there.
+    # Compare on the backend of the result, so that only the indices are copied there.
     classes = tensor(np.arange(num_classes), input.backend, False)  # (num_classes,)
     return tensor(ids[..., None], input.backend, False) == classes  # (*input.shape, num_classes)
 
@@ -213,7 +215,7 @@ def composed_softmax_loss(logits: Tensor, target: Any) -> Tensor:
     """Return the cross entropy of each row, composed of tensor operations."""
     rows, classes = logits.shape
     ids = integer_array(target, classes, "targets")
-    # Adding minus infinity hides the other classes; times 0, a logit of -inf would become NaN.
+    # Adding minus infinity masks the other classes; multiplying by 0 would turn a logit of -inf to NaN.
     hidden = np.where(np.eye(classes, dtype=bool)[ids], 0.0, -np.inf).astype(logits.dtype)
     chosen = max(logsoftmax(logits, 1) + from_numpy(hidden, logits.backend), 1)
     return -chosen.view(rows)
@@ -230,7 +232,7 @@ def softmax_loss(logits: Tensor, target: Any) -> Tensor:
         (rows,), not reduced.
 
     Raises:
-        ValueError: If the shapes do not fit or a target is no class.
+        ValueError: If the shapes do not fit or a target is not a class.
     """
     check_tensor("logits", logits)
     if logits.dims != 2 or np.shape(target) != logits.shape[:1]:
@@ -257,20 +259,20 @@ def GELU(input: Tensor) -> Tensor:
 
 
 def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
-    """Set each element to 0 with probability ``rate``; the others keep their value.
+    """Set each element to 0 with probability ``rate``; the others are unchanged.
 
     Args:
-        input: Any shape.
-        rate: From 0 (nothing changes) to 1 (everything is 0).
+        input: A tensor of any shape.
+        rate: A probability, from 0 (nothing changes) to 1 (all elements become 0).
         ignore: Return the input unchanged.
 
     Raises:
-        TypeError: If the input is no tensor, or the rate no number.
-        ValueError: If the rate is no probability.
+        TypeError: If the input is not a tensor, or the rate not a number.
+        ValueError: If the rate is not a probability.
     """
     check_tensor("input", input)
     if not 0.0 <= number("rate", rate) <= 1.0:
-        raise ValueError(f"rate is a probability from 0 to 1, got {rate}; 0 drops nothing")
+        raise ValueError(f"rate must be a probability from 0 to 1, got {rate}; 0 turns dropout off")
     # TASK 4.4: Multiply by rand > rate; nothing to do for rate 0 or ignore.
     if ignore or rate == 0.0:
         return input
@@ -282,23 +284,23 @@ def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
 
 
 def number(name: str, value: Any) -> float:
-    """Return an option that must be a number; its bounds are the caller's.
+    """Check that an option is a number and return it; the caller checks its bounds.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not a number.
     """
     if not isinstance(value, NUMBERS) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {shown(value)}; write one such as 0.5")
+        raise TypeError(f"{name} must be a number, such as 0.5, got {shown(value)}")
     return as_float(value)
 
 
 def device_dropout(input: Tensor, rate: float, scale: float) -> Tensor:
-    """Drop with noise that is drawn on the device; ``manual_seed`` decides it too.
+    """Apply dropout with a mask drawn on the device, from the seed of ``manual_seed``.
 
     Args:
-        input: Any shape, on the CUDA backend.
-        rate: Probability of 0.
-        scale: Of what is kept.
+        input: A tensor of any shape, on the CUDA backend.
+        rate: Probability that an element becomes 0.
+        scale: Factor of the other elements.
     """
     x = (
         input if is_floating(input.dtype) else input * 1.0

@@ -1,8 +1,8 @@
 """The functions of numbers that scalars, tensors and every backend share.
 
 The functions of one or two numbers use arithmetic and `math` only, because the backends hand these
-very functions to a compiler (`numba.njit`, `numba.cuda.jit`). The published names `id`, `map`,
-`max`, `pow` and `sum` hide Python's own in this module: nothing below may count on the built-ins.
+functions to a compiler (`numba.njit`, `numba.cuda.jit`). The published names `id`, `map`,
+`max`, `pow` and `sum` hide Python's own in this module: the code below must not use the built-ins.
 """
 
 import math
@@ -68,7 +68,7 @@ def max(x: float, y: float) -> float:
 def is_close(x: float, y: float) -> float:
     """Return 1.0 if x and y differ by less than 0.01, else 0.0."""
     # TASK 0.1: Compare the absolute difference with 0.01.
-    # Other courses call this on tensors, element by element.  `abs`, `and` and `if` know only numbers.
+    # Other courses call this on tensors, element by element, which `abs`, `and` and `if` do not support.
     return 1.0 * (x - y < 1e-2) * (y - x < 1e-2)
     # END TASK 0.1
 
@@ -76,7 +76,7 @@ def is_close(x: float, y: float) -> float:
 def sigmoid(x: float) -> float:
     """Compute 1 / (1 + e^-x), which maps any number into [0, 1]."""
     # TASK 0.1: For x < 0 use e^x / (1 + e^x): math.exp(-x) overflows there.
-    # exp sees only numbers that are not positive: exp(-x) overflows for a large negative x.
+    # The argument of exp is never positive: exp(-x) overflows for a large negative x.
     if x >= 0.0:
         return 1.0 / (1.0 + math.exp(-x))
     grown = math.exp(x)

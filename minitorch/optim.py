@@ -1,4 +1,4 @@
-"""Optimisers: how a parameter moves along its gradient, and how far at most."""
+"""Optimisers and gradient clipping."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .training.anomaly import check_step
 
 
 class Optimizer:
-    """Holds the parameters; a subclass says how they move.
+    """Base class of optimisers; a subclass defines `step`.
 
     Args:
-        parameters: What to optimise, scalars or tensors.
+        parameters: The parameters to optimise, scalars or tensors.
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
@@ -43,12 +43,12 @@ class Optimizer:
 
     def step(self) -> None:
         """Move every parameter that has a gradient."""
-        raise NotImplementedError("a subclass of Optimizer defines step")
+        raise NotImplementedError("define step in the subclass of Optimizer")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides the steps to come, but for the parameters: numbers, and tensors by name.
+        """Return the optimiser's state, without the parameters: numbers, and tensors by name.
 
-        The tensors are copies; what the optimiser does later leaves them as they are.
+        The tensors are copies, which later steps do not change.
         """
         return self._numbers()
 
@@ -58,29 +58,31 @@ class Optimizer:
         return {"optimizer": type(self).__name__, **plain}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that :meth:`state_dict` returned; it is copied.
+        """Restore a state that :meth:`state_dict` returned; it is copied.
 
         Args:
-            state: Of an optimiser of this class, with parameters of the same shapes in the same order.
+            state: The state of an optimiser of this class, with parameters of the same shapes and order.
 
         Raises:
-            ValueError: If it is none of this optimiser; nothing has changed then.
+            ValueError: If it does not fit this optimiser, which is then unchanged.
         """
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         numbers = {key: value for key, value in state.items() if key not in tensors}
         own = self._numbers()
         if numbers.get("optimizer") != own["optimizer"] or numbers.keys() != own.keys():
             raise ValueError(
-                f"a state of {numbers.get('optimizer')} with {', '.join(map(str, numbers))} is none of "
-                f"{own['optimizer']}, which has {', '.join(own)}; make the optimiser that it was saved "
-                "from"
+                f"a state of {numbers.get('optimizer')} with {', '.join(map(str, numbers))} does not fit "
+                f"{own['optimizer']}, which has {', '.join(own)}; make an optimiser of the class that "
+                "saved it"
             )
         self._load_tensors(tensors)
         vars(self).update({key: value for key, value in numbers.items() if key != "optimizer"})
 
     def _load_tensors(self, tensors: dict[str, Tensor]) -> None:
         if tensors:
-            raise ValueError(f"{type(self).__name__} remembers no tensors, got {sorted(tensors)}")
+            raise ValueError(
+                f"the state of {type(self).__name__} has no tensors, got {sorted(tensors)}"
+            )
 
     def _update(self, p: Parameter, value: Any) -> None:
         """Move a parameter to its new value."""
@@ -103,14 +105,14 @@ class Optimizer:
 
 
 def _check_rates(below_1: dict[str, Any] | None = None, **rates: Any) -> None:
-    """Refuse what is no number from 0 on.
+    """Check that rates are finite numbers of at least 0.
 
     Args:
-        below_1: Those that are less than 1 too, by name.
-        rates: The others.
+        below_1: Rates that must also be less than 1, by name.
+        rates: The other rates, by name.
 
     Raises:
-        TypeError: If one is no number.
+        TypeError: If one is not a number.
         ValueError: If one is negative, infinite or NaN, or too large.
     """
     for most, numbers in ((1.0, below_1 or {}), (math.inf, rates)):
@@ -126,7 +128,7 @@ class SGD(Optimizer):
     """Gradient descent: value - lr * gradient.
 
     Args:
-        parameters: What to optimise.
+        parameters: The parameters to optimise, scalars or tensors.
         lr: Learning rate.
     """
 
@@ -155,12 +157,12 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam, or AdamW with ``weight_decay``: steps scaled by running moments of the gradient.
+    """The Adam optimiser, or AdamW with ``weight_decay``.
 
-    Moments of parameters of 16 bits are float32: a mean that moves by a thousandth would not move there.
+    Moments of fp16 and bf16 parameters are float32, as a 16-bit mean could not change by a thousandth.
 
     Args:
-        parameters: What to optimise, tensors.
+        parameters: The parameters to optimise, tensors.
         lr: Learning rate.
         beta1: Decay of the running mean.
         beta2: Decay of the running mean of squares.
@@ -192,15 +194,16 @@ class Adam(Optimizer):
         self.steps += 1
         for p in self.parameters:
             if isinstance(p.value, Scalar):
-                raise TypeError("Adam moves tensors, got a Scalar; take SGD for scalars")
+                raise TypeError(
+                    "the parameters of Adam must be tensors, got a Scalar; use SGD for scalars"
+                )
             if p.value is not None and p.value.grad is not None:
                 self._update(p, self._moved(p))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that decides the steps to come: numbers, and copies of the moments.
+        """Return the optimiser's state, without the parameters: numbers, and copies of the moments.
 
-        Those of ``parameters[3]`` are called "m.3" and "v.3"; a parameter that has had no gradient yet has
-        none.
+        The moments of ``parameters[3]`` are "m.3" and "v.3"; they are missing until it has had a gradient.
         """
         state = super().state_dict()
         for place, p in enumerate(self.parameters):
@@ -220,7 +223,7 @@ class Adam(Optimizer):
             if not all(t is not None and t.shape == p.value.shape for t in pair):
                 shapes = [None if t is None else t.shape for t in pair]
                 raise ValueError(
-                    f"the moments {' and '.join(names)} have the shapes {shapes}, their parameter "
+                    f"the moments {' and '.join(names)} have the shapes {shapes}, but their parameter has "
                     f"{p.value.shape}; load the state of an optimiser of the same model"
                 )
             m, v = (copy_of(t.to(p.value.backend)) for t in pair if t is not None)
@@ -228,7 +231,7 @@ class Adam(Optimizer):
             known |= {*names}
         if tensors.keys() != known:
             raise ValueError(
-                f"moments of {len(self.parameters)} parameters cannot be called "
+                f"an optimiser of {len(self.parameters)} parameters has no moments "
                 f"{sorted(tensors.keys() - known)}; load the state of an optimiser of the same model"
             )
         self.moments = moments
@@ -270,34 +273,34 @@ class Adam(Optimizer):
 def clip_grad_norm_(
     parameters: Iterable[Parameter], max_norm: float, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale all gradients by one number, so that the norm of them all is at most ``max_norm``.
+    """Scale all gradients by one factor, so that their total norm is at most ``max_norm``.
 
-    Call it between ``backward`` and the optimiser's ``step``.  The direction stays; one odd batch cannot
-    throw the parameters far away.  A gradient that is short enough keeps its bits.
+    Call it between ``backward`` and the optimiser's ``step``.  Gradients whose norm is already small enough
+    are unchanged bit for bit.
 
     Args:
-        parameters: Tensors of any backend; those without a gradient count nothing.
-        max_norm: Above 0; infinity only measures.
-        error_if_nonfinite: Raise if the norm is no number; to know, a GPU is waited for.
+        parameters: Parameters that are tensors of any backend; those without a gradient are skipped.
+        max_norm: Maximum norm, above 0; infinity only computes the norm.
+        error_if_nonfinite: Raise if the norm is NaN or infinite; this synchronises with a GPU.
 
     Returns:
-        The norm before: the root of the sum of all squares, float64 of shape (1,).  The squares are added
-        in the order of the parameters, in float64: those of a float32 may be beyond its range.
+        The norm before scaling, the root of the sum of all squares, float64 of shape (1,).  The squares are
+        added in the order of the parameters, in float64, because they may overflow float32.
 
     Raises:
         ValueError: If ``max_norm`` is not above 0.
         TypeError: If a parameter is a Scalar.
-        FloatingPointError: If the norm is NaN or infinite, and ``error_if_nonfinite`` says so.  The
-            gradients are as they were.  Without it NaN and infinity end as NaN, which the loss shows.
+        FloatingPointError: If ``error_if_nonfinite`` is set and the norm is NaN or infinite; the gradients
+            are unchanged.  Without it, the scaled gradients become NaN.
 
     Source: Pascanu, Mikolov and Bengio (2013), Algorithm 1.
     """
     if not max_norm >= sys.float_info.min:  # the reciprocal of a smaller one is infinite
-        raise ValueError(f"max_norm is a number above 0, got {max_norm!r}; 1.0 is common")
+        raise ValueError(f"max_norm must be a number above 0, got {max_norm!r}; 1.0 is common")
     parameters = list(parameters)
     for p in parameters:
         if isinstance(p.value, Scalar):
-            raise TypeError("clip_grad_norm_ takes parameters that are tensors, got a Scalar")
+            raise TypeError("the parameters of clip_grad_norm_ must be tensors, got a Scalar")
     values = [p.value for p in parameters if getattr(p.value, "grad", None) is not None]
     if not values:
         return zeros((1,), dtype=np.float64)
@@ -309,11 +312,11 @@ def clip_grad_norm_(
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise FloatingPointError(
             f"the norm of the gradients is {norm.item()}; lower the learning rate, or run the step within "
-            "minitorch.detect_anomaly() to see which operation made it"
+            "minitorch.detect_anomaly() to find the operation that produced it"
         )
     if max_norm < math.inf:
-        # max_norm / max(norm, max_norm), on the device and unread; exactly 1 where nothing is to be done,
-        # which a / a is not: a quotient of tensors is a product with the reciprocal.
+        # max_norm / max(norm, max_norm), without reading it from the device.  It must be exactly 1 for a
+        # small norm, which a / a is not: a quotient of tensors is a product with the reciprocal.
         scale = 1.0 / (1.0 + (norm - max_norm).relu() / max_norm)
         for value in values:
             grad = value.grad
@@ -325,12 +328,12 @@ def clip_grad_norm_(
 
 
 def copy_of(t: Tensor) -> Tensor:
-    """Return a tensor of its own with the same elements, where they lie."""
+    """Return a copy of a tensor, on its device."""
     return t.f.id_map(t.detach(), t.empty(t.shape))
 
 
 def _same_shape(value: Tensor, grad: Tensor, past: Tensor | None = None) -> None:
-    """Refuse a gradient of another shape: a kernel would read or write beyond the smaller one."""
+    """Check the shape of a gradient: a kernel would read or write out of bounds of a smaller one."""
     past = value if past is None else past
     if not value.shape == grad.shape == past.shape:
         raise ValueError(

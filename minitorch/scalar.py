@@ -1,4 +1,4 @@
-"""A number that remembers how it was computed, so that it can be differentiated."""
+"""Scalar, a number that records how it was computed, so that it can be differentiated."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Scalar:
         return ReLU.apply(self)
         # END TASK 1.2
 
-    # --- differentiation: what `autodiff.Variable` asks for -------------------------------------
+    # --- differentiation: the interface `autodiff.Variable` -------------------------------------
 
     def requires_grad_(self, x: bool) -> None:
         """Make this Scalar a new leaf, forgetting how it was computed, or for False a constant."""
@@ -157,7 +157,7 @@ class Scalar:
         """Add x to the derivative of this leaf.
 
         Raises:
-            AssertionError: If this is not a leaf; inner variables only hand derivatives on.
+            AssertionError: If this is not a leaf; inner variables only pass derivatives on.
         """
         assert self.is_leaf(), (
             f"{self!r} is no leaf, so it keeps no derivative: only a Scalar that the user made "
@@ -202,7 +202,7 @@ class Scalar:
 
 ScalarLike = float | int | Scalar
 
-# The one link from the functions back to this class; `ScalarFunction.scalar_type` says why.
+# The only reference from the functions back to this class; see `ScalarFunction.scalar_type`.
 ScalarFunction.scalar_type = Scalar
 
 

@@ -1,4 +1,4 @@
-"""The functions of scalars: each is a class that holds its value and, beside it, its derivative."""
+"""The functions of scalars, each a class with its value and its derivative."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Add(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> tuple[float, float]:
-        """Hand the derivative on: both slopes are 1."""
+        """Pass the derivative on: both slopes are 1."""
         return d_output, d_output
 
 
@@ -212,7 +212,7 @@ class ReLU(ScalarFunction):
 
     @staticmethod
     def backward(ctx: Context, d_output: float) -> float:
-        """Hand the derivative on where a is positive; stop it elsewhere, zero included."""
+        """Pass the derivative on where a is positive; return 0 elsewhere, also at zero."""
         # TASK 1.4: There is an operator for this product: relu_back.
         (a,) = ctx.saved_values
         return operators.relu_back(a, d_output)

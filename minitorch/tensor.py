@@ -1,4 +1,4 @@
-"""The Tensor: strided data, a backend that computes on it, and the history of how it was made."""
+"""The Tensor: strided data, the backend that computes on it, and the history of its computation."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _ids = count(1)
 
 
 def next_id() -> int:
-    """Return a number above those of all variables that there are: tensors count up."""
+    """Return a number larger than those of all existing variables."""
     return next(_ids)
 
 
 @lru_cache(maxsize=256)
 def constant(ops: type[TensorOps], value: str, dtype: np.dtype[Any]) -> TensorData:
-    """Return one element that nobody writes to; on a device each new one would cost a launch.
+    """Return a cached constant of one element; on a device each new one would cost a launch.
 
     Args:
-        ops: Of the backend.
-        value: As ``float.hex`` writes it, for -0.0 is equal to 0.0 and not the same.
-        dtype: Of the tensor that it meets; beside one of 16 bits it is float32, and no reason to widen
+        ops: The operations of the backend.
+        value: The number in the form of ``float.hex``, because -0.0 and 0.0 are equal but not the same.
+        dtype: Dtype of the other operand.  The constant for a 16-bit tensor is float32 and does not widen
             the result.
     """
     data = TensorData(ops.filled(1, float.fromhex(value), acc_dtype(dtype)), (1,))
@@ -60,14 +60,14 @@ class Tensor(TensorOperators, Lending):
 
     Args:
         v: Storage, shape and strides.
-        back: How the tensor was made; None for a constant.
-        name: For drawings.
-        backend: What computes on it.
+        back: The history of the tensor; None for a constant.
+        name: A name for drawings.
+        backend: The backend that computes on it.
 
     Attributes:
         history: None for a constant, empty for a leaf.
         grad: The gradient of a leaf after ``backward``, or None.
-        backend: What computes on it.
+        backend: The backend that computes on it.
         unique_id: A number that no other tensor has.
     """
 
@@ -77,7 +77,7 @@ class Tensor(TensorOperators, Lending):
     grad: Tensor | None
     unique_id: int
 
-    __array_ufunc__ = None  # so that numpy_number * tensor asks the tensor
+    __array_ufunc__ = None  # so that numpy_number * tensor calls Tensor.__rmul__
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Tensor(TensorOperators, Lending):
         self.grad = None
         self._name = name
 
-    # -- what it is ---------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -169,12 +169,12 @@ class Tensor(TensorOperators, Lending):
         return np.array(self.to_numpy(), dtype=dtype, copy=copy)
 
     def array(self) -> Any:
-        """Return what kernels take: a view of the elements where they lie; nothing is copied."""
+        """Return the elements as an array for the kernels, a view on the tensor's device."""
         data = self._tensor
         return self.backend.attention.memory.view(data._storage, data.shape, data.strides)
 
     def wrap(self, array: Any) -> Tensor:
-        """Return a constant tensor on this backend around an array from a kernel, which has no gaps."""
+        """Return a constant tensor on this backend around a contiguous array from a kernel."""
         storage, strides = self.backend.attention.memory.flat(array)
         return self._new(TensorData(storage, tuple(array.shape), strides))
 
@@ -197,7 +197,7 @@ class Tensor(TensorOperators, Lending):
         keys = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(k, (int, np.integer)) and not isinstance(k, bool) for k in keys):
             raise TypeError(
-                f"a tensor is indexed by one integer per dimension, got {key!r}; for slices take "
+                f"a tensor needs one integer index per dimension, got {key!r}; for slices use "
                 "to_numpy()"
             )
         return tuple(int(k) for k in keys)
@@ -265,12 +265,12 @@ class Tensor(TensorOperators, Lending):
                 which are constants and end the graph.
 
         Raises:
-            TypeError: If the target is neither, or a dtype that no tensor has.
+            TypeError: If the target is neither, or a dtype that tensors do not support.
         """
         if isinstance(target, TensorBackend):
             return self if target is self.backend else To.apply(self, target, self.dtype)
         dtype = dtype_of(target)
-        if dtype is None or dtype.kind == "O":  # which any class is to NumPy
+        if dtype is None or dtype.kind == "O":  # NumPy takes any class for a dtype
             raise TypeError(
                 "to needs a backend, such as minitorch.FastBackend, or a dtype, such as "
                 f"numpy.float32; got {target!r}"
@@ -304,23 +304,23 @@ class Tensor(TensorOperators, Lending):
 
     def _type_(self, backend: TensorBackend) -> None:
         """Move the tensor itself to another backend."""
-        # Data of its own where it must move: other tensors may look at the old data.
+        # New data where it must move: other tensors may share the old data.
         self._tensor = self._converted(backend, self.dtype)._tensor
         self.backend = backend
 
     def _ensure_tensor(self, b: Any) -> Tensor:
         """Turn a number into a tensor of one element; give a tensor this backend.
 
-        Nothing but a single element moves between the host and a device: a copy at each operation
-        would go unseen.
+        Only single elements move between the host and a device: larger implicit copies at each operation
+        would go unnoticed.
         """
         if isinstance(b, Tensor):
             if b.backend is not self.backend:
                 if b.backend.cuda != self.backend.cuda and not (self.backend.cuda and b.size == 1):
                     places = ("the host", "the CUDA device")
                     raise TypeError(
-                        f"the operands lie in two places: this one, of shape {self.shape}, on "
-                        f"{places[self.backend.cuda]}, the other, of shape {b.shape}, on "
+                        f"the operands are on two devices: this one, of shape {self.shape}, is on "
+                        f"{places[self.backend.cuda]}, and the other, of shape {b.shape}, is on "
                         f"{places[b.backend.cuda]}; move one of them with cuda() or cpu()"
                     )
                 b._type_(self.backend)
@@ -328,8 +328,8 @@ class Tensor(TensorOperators, Lending):
         if isinstance(b, NUMBERS):
             return self._new(constant(self.backend.ops, as_float(b).hex(), result_dtype(self)))
         raise TypeError(
-            f"a tensor combines with a tensor or a number, got {type(b).__name__}; convert it with "
-            "minitorch.tensor or minitorch.from_numpy"
+            f"the other operand must be a tensor or a number, got {type(b).__name__}; convert it "
+            "with minitorch.tensor or minitorch.from_numpy"
         )
 
     # -- differentiation ------------------------------------------------------------------------
@@ -382,9 +382,9 @@ class Tensor(TensorOperators, Lending):
             grad_output: The gradient to start from, of this shape; ones for a tensor of shape (1,).
 
         Raises:
-            RuntimeError: If nothing that this tensor was computed from requires a gradient.  So it is
-                with every gradient: the framework is first order.
-            TypeError: If ``grad_output`` is no tensor.
+            RuntimeError: If no input of this tensor requires a gradient.  Gradients themselves are
+                constants: the framework is first order.
+            TypeError: If ``grad_output`` is not a tensor.
         """
         if self.is_constant():
             raise RuntimeError(
@@ -406,7 +406,7 @@ class Tensor(TensorOperators, Lending):
             f"the gradient of a tensor has its shape {self.shape}, got {grad_output.shape}; "
             "backward starts from the derivative of the result in this very tensor"
         )
-        # Without history: what backward computes is of first order, and no part of any graph.
+        # Without history: gradients are first order and not part of any graph.
         backpropagate(self, grad_output.detach())
 
     def zero_grad_(self) -> None:

@@ -1,7 +1,7 @@
-"""The host half of every tensor operation: shapes, broadcasting, allocation.
+"""The backend-independent part of tensor operations: shapes, broadcasting, allocation.
 
-A backend is a subclass of :class:`TensorOps` that supplies loops and nothing else.  Each loop takes
-the output first and then the inputs, and fills the output.
+A backend is a subclass of :class:`TensorOps` that supplies the loops.  Each loop takes the output first and
+then the inputs, and fills the output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .tensor_data import (
 
 
 class TensorOps(Widening):
-    """Higher-order tensor operations; a backend names its loops, or overrides the ``*_loop`` methods.
+    """Higher-order tensor operations; a backend sets its loops, or overrides the ``*_loop`` methods.
 
     ``map_loop(fn)``, ``zip_loop(fn)`` and ``reduce_loop(fn)`` return functions of
     :class:`TensorData`: ``(out, a)``, ``(out, a, b)`` and ``(out, a, dim)``; ``matmul_loop`` is
@@ -52,11 +52,11 @@ class TensorOps(Widening):
     make_map: Callable[..., Any]
     make_zip: Callable[..., Any]
     make_reduce: Callable[..., Any]
-    #: The kinds of product that there have been; each backend has its own.
+    #: Cached products by the layouts of their operands; each backend has its own.
     _products: Kinds
-    #: What runs fused attention for this backend; see kernels/launch.py.
+    #: The target of fused attention for this backend; see kernels/launch.py.
     attention: launch.Target = launch.NUMPY
-    #: Fused kernels for the layers of module 4, or None where only their composed forms exist.
+    #: Fused kernels of the layers of module 4, or None if there are only composed forms.
     fused: Any = None
 
     @staticmethod
@@ -66,7 +66,7 @@ class TensorOps(Widening):
 
     @classmethod
     def allocator(cls, size: int, dtype: np.dtype[Any]) -> Allocate:
-        """Return what allocates storages of a size and dtype, as :meth:`allocate`."""
+        """Return an allocator of storages of a size and dtype; see :meth:`allocate`."""
         return cls.allocate
 
     @staticmethod
@@ -88,7 +88,7 @@ class TensorOps(Widening):
 
     @classmethod
     def reduce_loop(cls, fn: Callable[[float, float], float]) -> Callable[..., None]:
-        """Return the loop that folds one dimension onto what the output holds."""
+        """Return the loop that folds one dimension onto the values already in the output."""
         loop = cls.make_reduce(fn)
         return Loop(lambda out, a, dim: with_layouts(loop, out, a, options=(dim,)))
 
@@ -111,18 +111,18 @@ class TensorOps(Widening):
     @staticmethod
     def matmul_loop(out: TensorData, a: TensorData, b: TensorData) -> None:
         """Multiply (batch, n, k) by (batch, k, m) into (batch, n, m)."""
-        raise NotImplementedError("a backend supplies matmul_loop")
+        raise NotImplementedError("a backend must define matmul_loop")
 
     @classmethod
     def map(cls, fn: Callable[[float], float]) -> MapProto:
         """Lift a function of one number to tensors.
 
         Args:
-            fn: One of ``operators``, or any function that the backend's compiler takes.
+            fn: One of ``operators``, or any function that the backend's compiler supports.
 
         Returns:
-            ``mapped(a, out=None)``: without ``out`` a new tensor of a's shape, else ``out`` filled
-            in place, ``a`` broadcast to it.
+            ``mapped(a, out=None)``, which returns a new tensor of the shape of ``a``; with ``out`` it
+            broadcasts ``a`` to ``out`` and fills that in place.
         """
         loop, kinds = as_loop(cls.map_loop(fn)), Kinds(cls.allocator)
         run = partial(cls.move if fn is operators.id else cls.run_elements, loop)
@@ -188,8 +188,8 @@ class TensorOps(Widening):
         """Lift a function of two numbers to a fold over one dimension.
 
         Args:
-            fn: Associative.
-            start: What the fold starts from.
+            fn: An associative function.
+            start: The initial value of the fold.
 
         Returns:
             ``reduced(a, dim)``: a new tensor in which ``dim`` has size 1.
@@ -240,11 +240,11 @@ class TensorOps(Widening):
 
     @classmethod
     def product_options(cls) -> Any:
-        """Return what a product depends on beside its operands."""
+        """Return the options of a product, in addition to its operands."""
 
     @classmethod
     def bind_product(cls, out: TensorData, a: TensorData, b: TensorData) -> Run | None:
-        """Return the product of operands laid out like these, or None if each call must look at them."""
+        """Return a product for operands of these layouts, or None if each call must check its operands."""
 
     @classmethod
     def multiply_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -253,7 +253,7 @@ class TensorOps(Widening):
 
     @classmethod
     def fuses_linear(cls, dtype: np.dtype[Any], shape: Ints) -> bool:
-        """Tell whether :meth:`linear_into` serves layers of a dtype, for (rows, out_size, in_size)."""
+        """Tell whether :meth:`linear_into` supports a dtype, for (rows, out_size, in_size)."""
         return False
 
     @classmethod
@@ -261,14 +261,14 @@ class TensorOps(Widening):
         cls, out: TensorData, rows: TensorData, weights: TensorData, bias: TensorData | None,
         before_gelu: TensorData | None,
     ) -> None:  # fmt: skip
-        """Fill ``out`` with rows @ weights + bias; or ``before_gelu`` so, and ``out`` with its GELU."""
-        raise NotImplementedError("a backend whose fuses_linear says so supplies linear_into")
+        """Fill ``out`` with rows @ weights + bias; or ``before_gelu`` with that, and ``out`` with GELU."""
+        raise NotImplementedError("a backend whose fuses_linear is True must define linear_into")
 
     @staticmethod
     def gelu_backward_into(out: TensorData, grad: TensorData, before: TensorData) -> None:
-        """Fill ``out`` with a gradient on its way back through GELU; all contiguous, of one dtype."""
+        """Fill ``out`` with the gradient of the input of GELU; all contiguous, of one dtype."""
         raise NotImplementedError(
-            "a backend whose fuses_linear says so supplies gelu_backward_into"
+            "a backend whose fuses_linear is True must define gelu_backward_into"
         )
 
     @classmethod
@@ -339,7 +339,7 @@ class TensorBackend:
         self.gelu_backward_into = ops.gelu_backward_into
 
     def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:
-        """Return the maximum over a dimension, a finite number even of minus infinities; see ``nn``."""
+        """Return the maximum over a dimension, finite even for a row of minus infinities; see ``nn``."""
         largest = self._finite_reduce(a, dim)
         if not is_half(largest.dtype):
             return largest

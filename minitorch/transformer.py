@@ -1,4 +1,4 @@
-"""A decoder-only transformer: embeddings, layers, and a score for each token that may come next."""
+"""A decoder-only transformer language model."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 from .training.recompute import checkpoint
 
-#: Standard deviation of a language model's embeddings at the start.  Measured on the character GPT: with
-#: GPT-2's 0.02 it learns later.  A table that also scores the tokens must not start with large scores.
+#: Standard deviation of a language model's initial embeddings.  The character GPT learns later with GPT-2's
+#: 0.02.  A table that also scores the tokens must not start with large scores.
 EMBEDDING_STD, TIED_EMBEDDING_STD = 0.3, 0.02
 
 
 class DecoderLM(Module):
-    """A language model: embeddings, transformer layers, and a score for each next token.
+    """A language model: embeddings, transformer layers, and logits of the next token.
 
     Args:
-        n_vocab: Tokens.
+        n_vocab: Number of tokens in the vocabulary.
         n_embd: Width of the model.
-        n_head: Heads.
-        n_positions: Longest context.
-        p_dropout: Everywhere.
-        ln_eps: Of the layer norms.
+        n_head: Number of heads.
+        n_positions: Maximum length of the context.
+        p_dropout: Dropout probability of the embeddings and of all branches.
+        ln_eps: Added to the variance by the layer norms.
         bias: Whether the linear layers have a bias.
-        backend: Of the parameters.
-        use_fused_kernel: See :class:`MultiHeadAttention`.
-        use_flash_attention: See :class:`MultiHeadAttention`.
-        n_layer: Transformer layers, named ``t_layer_1`` and so on.
-        attention: See :class:`MultiHeadAttention`.
-        attention_dropout: See :class:`MultiHeadAttention`.
-        middle_dim: Width of the feed-forward.
-        tie_weights: Score tokens with the embedding table instead of a layer of its own.
-        dtype: Of the parameters; the default dtype when None.
-        precision: "float32", "tf32" or "bfloat16" in place of a dtype: what the whole model stores,
-            multiplies and sums in; see :class:`minitorch.Precision`.
-        recompute: Keep for the backward pass only what goes into a layer, and compute the rest again; see
+        backend: Backend of the parameters.
+        use_fused_kernel: Accepted for published code and ignored.
+        use_flash_attention: The published flag; True selects "flash".
+        n_layer: Number of transformer layers, named ``t_layer_1`` and so on.
+        attention: "flash", the fused kernel, or "naive", composed of tensor operations.
+        attention_dropout: Dropout probability of the attention weights, in training.
+        middle_dim: Width of the feed-forward networks.
+        tie_weights: Compute the logits with the embedding table instead of a separate layer.
+        dtype: Dtype of the parameters; the default dtype when None.
+        precision: "float32", "tf32" or "bfloat16", instead of a dtype: the formats in which the whole model
+            stores, multiplies and sums; see :class:`minitorch.Precision`.
+        recompute: Keep only the inputs of the layers for the backward pass, and recompute the rest; see
             :func:`minitorch.checkpoint`.
 
     Attributes:
         precision: The policy, or None.
 
     Raises:
-        ValueError: If there is no such precision, or a dtype beside it.
+        ValueError: If there is no such precision, or a dtype is given as well.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class DecoderLM(Module):
         self.recompute = recompute
         if own is not None and dtype is not None:
             raise ValueError(
-                f"precision={precision!r} says which dtype the parameters have, got dtype={dtype!r:.40} "
-                "beside it; leave one of them out"
+                f"precision={precision!r} determines the dtype of the parameters, got dtype={dtype!r:.40} "
+                "as well; leave one of them out"
             )
         dtype, norms = (dtype, dtype) if own is None else (own.dtype, own.norms)
         self.backend = backend
@@ -123,11 +123,11 @@ class DecoderLM(Module):
         self.lm_head = None if tie_weights else Linear(n_embd, n_vocab, bias, backend, dtype)
 
     def forward(self, idx: Any, cache: KVCache | None = None) -> Tensor:
-        """Score every token as the next one, at every position.
+        """Return the logits of the next token at every position.
 
         Args:
             idx: (batch, seq) token ids, a tensor or an integer array; seq <= n_positions.
-            cache: Of what stands before ``idx``; see :meth:`hidden`.
+            cache: Keys and values of the tokens before ``idx``; see :meth:`hidden`.
 
         Returns:
             (batch, seq, n_vocab) logits; a constant if there is a cache.
@@ -141,8 +141,8 @@ class DecoderLM(Module):
         """Return an empty cache for this model.
 
         Args:
-            batch: Texts that are written side by side.
-            capacity: Most positions; ``n_positions`` when None.
+            batch: Number of texts.
+            capacity: Maximum number of positions; ``n_positions`` when None.
         """
         table = self.token_embeddings.weights.value
         return KVCache(
@@ -153,16 +153,15 @@ class DecoderLM(Module):
 
     @in_own_precision
     def hidden(self, idx: Any, cache: KVCache | None = None) -> Tensor:
-        """Return what the last layer norm makes of (batch, seq) token ids: (batch, seq, n_embd).
+        """Return the output of the last layer norm, (batch, seq, n_embd), for (batch, seq) token ids.
 
         Args:
-            idx: Token ids.
-            cache: Of what stands before them, from :meth:`make_cache`.  The keys and values of ``idx``
-                are added to it, and the result is a constant: a step costs no more than attending to
-                what is there, and nothing is kept for a gradient.
+            idx: Token ids, (batch, seq), a tensor or an integer array.
+            cache: Keys and values of the tokens before them, from :meth:`make_cache`.  Those of ``idx`` are
+                appended, and the result is a constant.
 
         Raises:
-            ValueError: If the ids have another shape, or do not fit into the context or the cache.
+            ValueError: If the ids do not have two dimensions, or exceed the context or the cache.
         """
         check_cache(cache, KVCache)
         if cache is not None and is_recording():
@@ -170,13 +169,13 @@ class DecoderLM(Module):
                 return self.hidden(idx, cache)
         if len(np.shape(idx)) != 2:
             raise ValueError(
-                f"a language model needs ids of shape (batch, seq), got {np.shape(idx)}; one text is "
+                f"a language model needs ids of shape (batch, seq), got {np.shape(idx)}; pass one text as "
                 "numpy.array([ids])"
             )
         batch, seq = np.shape(idx)
         if batch * seq == 0:
             raise ValueError(
-                f"a language model needs a token at least, got ids of shape {np.shape(idx)}"
+                f"a language model needs at least one token, got ids of shape {np.shape(idx)}"
             )
         start = 0 if cache is None else cache.length
         if start + seq > self.n_positions:
@@ -197,7 +196,7 @@ class DecoderLM(Module):
         return self.ln(x)  # (batch, seq, n_embd)
 
     def _through_layers(self, x: Tensor) -> Tensor:
-        """Return what the layers and the last layer norm make of (batch, seq, n_embd)."""
+        """Apply the layers and the last layer norm to (batch, seq, n_embd)."""
         call = checkpoint if self.recompute else _called
         layers = [getattr(self, name) for name in self.layer_names]
         if type(self.ln) is LayerNorm1d and all(is_joined(layer, x) for layer in layers):
@@ -214,12 +213,12 @@ class DecoderLM(Module):
                 f"the cache is for {len(cache.layers)} layers, the model has {len(self.layer_names)}; "
                 "make it with make_cache of this model"
             )
-        cache.truncate(cache.length)  # a step that failed halfway filled some of the layers
+        cache.truncate(cache.length)  # a step that failed halfway filled only some layers
         return cache.layers
 
     @in_own_precision
     def score(self, x: Tensor) -> Tensor:
-        """Return (batch, seq, n_vocab) logits for what :meth:`hidden` returned."""
+        """Return the logits, (batch, seq, n_vocab), for a result of :meth:`hidden`."""
         if self.lm_head is not None:
             return self.lm_head(x)  # (batch, seq, n_vocab)
         batch, seq, _ = x.shape
@@ -227,7 +226,7 @@ class DecoderLM(Module):
         return logits.view(batch, seq, self.n_vocab)
 
     def head_weights(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of the scores, (n_embd, n_vocab), and their bias, (n_vocab,) or None."""
+        """Return the weights of the logits, (n_embd, n_vocab), and their bias, (n_vocab,) or None."""
         head = self.lm_head
         if head is None:
             return self.token_embeddings.weights.value.permute(1, 0), None
@@ -235,7 +234,7 @@ class DecoderLM(Module):
 
     @in_own_precision
     def loss(self, idx: Any, targets: Any) -> Tensor:
-        """Return the mean cross entropy, nats per token, of shape (1,).
+        """Return the mean cross entropy in nats per token, of shape (1,).
 
         Args:
             idx: (batch, seq) token ids.
@@ -254,10 +253,10 @@ class DecoderLM(Module):
         """Continue a text; see :meth:`continuation`.
 
         Args:
-            prompt: Token ids, one at least.
-            count: How many tokens to add.
-            temperature: 0 takes the likeliest token; 1 samples from the model; above, more wildly.
-            seed: Of the sampling.
+            prompt: Token ids, at least one.
+            count: Number of tokens to add.
+            temperature: Divisor of the logits before sampling; 0 takes the most likely token.
+            seed: Seed of the sampling; None draws a random one.
 
         Returns:
             The ids of the prompt and of the continuation.
@@ -270,29 +269,29 @@ class DecoderLM(Module):
     ) -> Iterator[int]:
         """Yield the tokens that continue a text, each as soon as it is chosen.
 
-        Keys and values of what is written stay in a cache, so that a token costs one step of the model
-        and attention to what stands before.  A text longer than ``n_positions`` is continued from its
-        last ``n_positions`` tokens: with each token their positions shift, and with these all keys and
-        values, so that from there on each token costs a pass over the whole context.
+        Keys and values are cached, so that a token costs one step of the model and attention to the
+        previous tokens.  A text longer than ``n_positions`` is continued from its last ``n_positions``
+        tokens.  Each new token then shifts their positions, which changes all keys and values, and costs a
+        pass over the whole context.
 
         Args:
-            prompt: See :meth:`generate`.
-            count: Likewise.
-            temperature: Likewise.
-            seed: Likewise.
+            prompt: Token ids, at least one.
+            count: Number of tokens to add.
+            temperature: Divisor of the logits before sampling; 0 takes the most likely token.
+            seed: Seed of the sampling; None draws a random one.
 
         Raises:
-            TypeError: If one of them is of the wrong type.
+            TypeError: If an argument has the wrong type.
             ValueError: If the prompt is empty or has an unknown token, or the count, the temperature or the
                 seed is negative.
         """
         ids = prompt_ids(prompt, self.n_vocab)
         if whole("count", count) < 0:
-            raise ValueError(f"count must be 0 or more tokens, got {count}; 0 adds none")
+            raise ValueError(f"count must be the number of tokens to add, 0 or more; got {count}")
         if not 0.0 <= number("temperature", temperature) < math.inf:
             raise ValueError(
-                f"temperature must be finite and not negative, got {temperature}; 0 takes the likeliest "
-                "token"
+                f"temperature must be finite and not negative, got {temperature}; 0 takes the most "
+                "likely token"
             )
         rng = np.random.default_rng(None if seed is None else whole("seed", seed, 0))
         cache = self.make_cache(capacity=min(len(ids) + count, self.n_positions))
@@ -302,7 +301,7 @@ class DecoderLM(Module):
 
     @no_grad()
     def _next_logits(self, ids: list[int], cache: KVCache) -> npt.NDArray[np.float64]:
-        """Score each token as the one after ``ids``, without dropout: (n_vocab,)."""
+        """Return the logits of the token after ``ids``, without dropout, (n_vocab,)."""
         was_training = self.training
         self.eval()
         try:
@@ -310,7 +309,7 @@ class DecoderLM(Module):
                 hidden = self.hidden(np.array([ids[cache.length :]]), cache)  # (1, new, n_embd)
             else:
                 hidden = self.hidden(np.array([ids[-self.n_positions :]]))  # (1, seq, n_embd)
-            # Only the last position is scored and read: one row of logits and not seq of them.
+            # Compute and read the logits of the last position only.
             rows = hidden.view(*hidden.shape[1:])  # (new or seq, n_embd)
             last = lookup(rows, np.array([[rows.shape[0] - 1]]))  # (1, 1, n_embd)
             return self.score(last).to_numpy()[0, 0].astype(np.float64)
@@ -325,7 +324,7 @@ def _called(fn: Any, *inputs: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _first_places(count: int) -> Any:
-    """Return 0, 1, 2, …; nobody can write to them, so that a device has them once."""
+    """Return 0, 1, 2, … as a read-only array, which is copied to a device once."""
     places = np.arange(count)
     places.setflags(write=False)
     return places
@@ -335,13 +334,13 @@ def prompt_ids(prompt: Any, n_vocab: int) -> list[int]:
     """Return a prompt as a list of token ids.
 
     Raises:
-        TypeError: If it holds something else than whole numbers.
-        ValueError: If it is empty, has other dimensions than one, or ids that are no tokens.
+        TypeError: If it holds anything but whole numbers.
+        ValueError: If it is empty, is not one-dimensional, or has an id out of range.
     """
     ids = integer_array(prompt, n_vocab, "tokens of the prompt")
     if ids.ndim != 1:
         raise ValueError(
-            f"the prompt is one list of token ids, got shape {ids.shape}; pass one text"
+            f"the prompt must be one list of token ids, got shape {ids.shape}; pass one text"
         )
     if len(ids) == 0:
         raise ValueError("the prompt must hold at least one token; pass a space, or a line break")

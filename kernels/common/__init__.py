@@ -1,1 +1,1 @@
-"""Functions with one source for every compiler, and checks of single arguments; no numba, no devices."""
+"""Functions with one source for every compiler, and checks of arguments, without numba or devices."""

@@ -1,4 +1,4 @@
-"""Single arguments of any function: whole numbers, arrays on the host, and how an error text shows them."""
+"""Checks of single arguments, whole numbers and host arrays, and their form in error messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error text: what it is, and of which type unless that is long."""
+    """Return a short description of a value for an error message."""
     kind = type(value).__name__
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} of {value.dtype}"
@@ -18,16 +18,16 @@ def shown(value: Any) -> str:
 
 
 def short(number: Any) -> str:
-    """Return a number for an error text; one of a thousand digits says as much by its first."""
+    """Return a number for an error message, cut to its first digits."""
     text = repr(number)
     return text if len(text) <= 40 else f"{text[:20]}… ({len(text)} digits)"
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """Return a whole number.
+    """Check that a value is a whole number of at least ``least``, and return it.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not a whole number.
         ValueError: If it is less than ``least``.
     """
     try:
@@ -40,28 +40,28 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
 
 
 def as_plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return one of NumPy's subclasses as the array that it is, in the byte order of this machine.
+    """Return an array of a NumPy subclass as a plain array, in native byte order.
 
-    A ``numpy.matrix`` would stay of two dimensions however it is reshaped.
+    A ``numpy.matrix`` would keep two dimensions in any reshape.
 
     Raises:
-        TypeError: For a masked array: what it hides would come to light.
+        TypeError: For a masked array, whose mask would be lost.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(
-            f"every element of an array counts, got a masked array of shape {array.shape}; fill it with "
-            "array.filled(value), or hand its mask to attention as attn_mask"
+            f"masked arrays are not supported, got one of shape {array.shape}; fill it with "
+            "array.filled(value), or pass its mask to attention as attn_mask"
         )
     array = np.asarray(array)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
-    """Return what a caller gives as lists or as an array as an array on the host.
+    """Convert lists or an array to an array on the host.
 
     Raises:
-        ValueError: If lists have unequal lengths; it names the argument.
-        TypeError: If the value lies on a device, NumPy cannot read it, or it is a masked array.
+        ValueError: If nested lists have unequal lengths.
+        TypeError: If the value is on a device, NumPy cannot read it, or it is a masked array.
     """
     if isinstance(value, np.ndarray):
         return as_plain(value)
@@ -70,7 +70,7 @@ def as_host_array(name: str, value: Any) -> np.ndarray[Any, Any]:
     except (ValueError, TypeError) as error:
         if isinstance(value, (list, tuple)):
             raise ValueError(
-                f"{name} must be numbers in lists of equal lengths, got {shown(value)}; fill up the "
+                f"{name} must be numbers in nested lists of equal lengths, got {shown(value)}; pad the "
                 "shorter ones"
             ) from None
         raise TypeError(

@@ -1,7 +1,7 @@
-"""Tiles: how many, where each begins and ends, and which key tiles a query tile visits.
+"""Tile arithmetic: the number and bounds of tiles, and the key tiles that a query tile visits.
 
-Every function is made by :func:`make_geometry`, which is handed the compiler: the identity for plain
-Python, ``njit`` for the CPU, ``cuda.jit(device=True, inline="always")`` for CUDA.
+:func:`make_geometry` builds the functions for a compiler: the identity for plain Python, ``njit`` for the
+CPU, ``cuda.jit(device=True, inline="always")`` for CUDA.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 
 class Geometry(NamedTuple):
-    """The functions that :func:`make_geometry` returns; all take ints and, but the last two, return them.
+    """The functions that :func:`make_geometry` returns; all take ints, and all but two return ints.
 
-    The five about visits speak of lines of which line ``i`` sees the places from ``i + lower`` to
-    ``i + upper``: rows that see columns.  Columns are seen by the rows of the opposite bounds, so for
-    the query tiles that see a key tile they are called with ``-upper`` and ``-lower``.
+    In the five functions about visits, the visible places of line ``i`` are ``i + lower`` to ``i + upper``:
+    lines are query rows and places are key columns.  For the query tiles that visit a key tile the roles
+    are swapped, and the bounds are ``-upper`` and ``-lower``.
     """
 
     ceil_div: Callable[[int, int], int]
@@ -40,34 +40,34 @@ def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
 
     @compile_
     def first_tile(start, block, total, lower):
-        """The first tile, of ``block`` places of ``total``, that lines from ``start`` on visit."""
+        """Return the first tile, of ``block`` places of ``total``, that lines from ``start`` on visit."""
         place = max(start + lower, 0)
         return (place if place < total else total + block - 1) // block
 
     @compile_
     def tiles_stop(stop, block, total, upper):
-        """One past the last tile that lines up to ``stop - 1`` visit; 0 if they see no place."""
+        """Return one past the last tile that lines up to ``stop - 1`` visit; 0 if all places are masked."""
         last = min(stop - 1 + upper, total - 1)
         return last // block + 1 if last >= 0 else 0
 
     @compile_
     def first_full_tile(stop, block, lower):
-        """The first tile of which every line up to ``stop - 1`` sees the beginning."""
+        """Return the first tile whose beginning is visible to every line up to ``stop - 1``."""
         return (max(stop - 1 + lower, 0) + block - 1) // block
 
     @compile_
     def full_tiles_stop(start, block, total, upper):
-        """One past the last whole tile of which every line from ``start`` on sees the end."""
+        """Return one past the last whole tile whose end is visible to every line from ``start`` on."""
         return max(min(start + upper + 1, total), 0) // block
 
     @compile_
     def is_tile_seen(start, stop, place, block, lower, upper):
-        """Whether lines from ``start`` to ``stop - 1`` see any of the tile that begins at ``place``."""
+        """Tell whether any of the tile at ``place`` is visible to lines ``start`` to ``stop - 1``."""
         return start < stop and start + lower < place + block and place <= stop - 1 + upper
 
     @compile_
     def is_full_tile(row, block_q, seq_q, col, block_k, seq_k, lower, upper):
-        """Whether a tile ends within the sequences, and each of its rows sees all of its columns."""
+        """Tell whether a tile lies within the sequences, and none of its scores is masked."""
         return (
             row + block_q <= seq_q
             and col + block_k <= seq_k
@@ -87,7 +87,7 @@ def make_geometry(compile_: Callable[[Any], Any]) -> Geometry:
 
 
 def same(function: Any) -> Any:
-    """Return ``function`` itself: the compiler of plain Python."""
+    """Return ``function`` itself: the compiler for plain Python."""
     return function
 
 

@@ -14,9 +14,9 @@ from .geometry import same
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 MINUS_INF = -math.inf
-#: By how many powers of two a row's maximum may grow on tensor cores before its sums are scaled to it.
-#: 16 bits hold what 8 gives, but only beside its own maximum is a row's largest probability 1, which is not
-#: rounded.  Measured, docs/notes-cuda.md.  Source: FlashAttention-4.
+#: Powers of two by which a row's maximum may grow on tensor cores before its sums are rescaled.  A value of
+#: 8 would not overflow 16 bits, but a row's largest probability is exactly 1, and not rounded, only
+#: relative to its own maximum.  Measured, docs/notes-cuda.md.  Source: FlashAttention-4.
 PATIENCE = 3
 
 
@@ -48,24 +48,24 @@ def make_online_softmax(
     P = exp(S - shift), the old sum and output are multiplied by exp(m_old - shift), and at the end
     O = acc * inverse_sum(sum) and L = log_sum_exp(shift, sum).
 
-    All three ask for the empty row by equality: a NaN, of an operand or of scores that overflow, is
-    equal to nothing and stays NaN, where ``>`` would take its row for an empty one.
+    All three test for a fully masked row by equality, so that NaN in a row, from an operand or an
+    overflow, stays NaN; ``>`` would treat such a row as fully masked.
 
     Args:
-        compile_: As in :func:`make_geometry`.
-        reciprocal: Of a row's sum, where an approximation will do; compiled.
-        logarithm: Likewise.
+        compile_: Turns a plain function into one that the caller's compiler can call.
+        reciprocal: A compiled reciprocal, which may be approximate.
+        logarithm: A compiled natural logarithm, which may be approximate.
     """
     inverse, log = reciprocal or compile_(_reciprocal), logarithm or compile_(_logarithm)
 
     @compile_
     def shift_of(row_max):
-        # A row that has seen no key has maximum -inf; -inf - (-inf) would be NaN, -inf - 0 is not.
+        # A fully masked row has maximum -inf; -inf - (-inf) would be NaN, -inf - 0 is not.
         return 0.0 if row_max == MINUS_INF else row_max
 
     @compile_
     def inverse_sum(row_sum):
-        # A row that saw no key has sum 0 and output 0.
+        # A fully masked row has sum 0 and output 0.
         return 0.0 if row_sum == 0.0 else inverse(row_sum)
 
     @compile_
@@ -74,7 +74,7 @@ def make_online_softmax(
 
     @compile_
     def merge_weight(lse, shift):
-        """What the output of one part of the keys counts for, with shift = shift_of(largest lse).
+        """Return the weight of the output of one part of the keys, with shift = shift_of(largest lse).
 
         The whole is O = Σ weight O_part * inverse_sum(Σ weight), L = log_sum_exp(shift, Σ weight).
         """

@@ -1,12 +1,11 @@
-"""Random bits from a counter: the same numbers on every device, in any order, with nothing stored.
+"""Counter-based random bits: the same on every device, in any order, without stored state.
 
-A backward pass that needs the noise of the forward pass again draws it again.  One source for every
-compiler.  All numbers are below 2³² in 64-bit integers, signed ones too: what a product loses above its
-64 bits, the masks would drop.
+A backward pass recomputes the random bits of the forward pass.  There is one source for every compiler.
+All numbers are below 2³² in 64-bit integers, also signed ones: bits lost above 64 would be masked anyway.
 
-Two uses draw from it: elements of tensors, a word of 32 bits each after the usual ten rounds, and the
-probabilities of attention, of which there are so many that their dropout is bound by these multiplications:
-they take half a word each, after seven rounds, the fewest that pass the tests of BigCrush.
+It has two uses.  Elements of tensors take a word of 32 bits each after the usual ten rounds.  The
+probabilities of attention, whose dropout is limited by these multiplications, take half a word each after
+seven rounds, the smallest number that passes BigCrush.
 
 Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011), Philox4x32-10 and Philox4x32-7;
 table 2 there for the rounds.
@@ -19,9 +18,9 @@ from typing import Any, NamedTuple
 
 from .geometry import same
 
-#: Words that one counter gives.
+#: Number of words per counter.
 WORDS = 4
-#: Neighbouring columns of attention that one counter decides, half a word each.
+#: Number of adjacent columns of attention per counter, half a word each.
 COLUMNS = 2 * WORDS
 ELEMENT_ROUNDS, ATTENTION_ROUNDS = 10, 7
 #: Bits of half a word.
@@ -29,9 +28,9 @@ HALF = 16
 MASK = 0xFFFFFFFF
 HALF_MASK = 0xFFFF
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-#: By which the key grows from round to round: the golden ratio, and sqrt(3) - 1.
+#: Increments of the key from round to round: the golden ratio, and sqrt(3) - 1.
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
-#: The last word of a counter, which keeps the two uses apart.
+#: The last word of a counter, which separates the two uses.
 ATTENTION, ELEMENTS = 0, 1
 
 
@@ -65,9 +64,9 @@ def make_philox(
     """Return the generator for one compiler.
 
     Args:
-        compile_: See ``geometry.make_geometry``.
-        word_: Returns the low 32 bits of a number; for a compiler that has better.
-        product_: Returns the high and the low word of a product of two words; likewise.
+        compile_: Turns a plain function into one that the caller's compiler can call.
+        word_: A faster function for the low 32 bits of a number, where the compiler has one.
+        product_: A faster function for the high and the low word of a product, where the compiler has one.
     """
     word, product = compile_(word_), compile_(product_)
 
@@ -130,7 +129,7 @@ def drop_threshold(rate: float) -> int:
 def attention_threshold(rate: float) -> int:
     """Return the number that half a word must reach for attention to keep its probability.
 
-    What is drawn is therefore the nearest multiple of 2⁻¹⁶; a rate of up to 2⁻¹⁷ drops nothing.
+    The actual rate is the nearest multiple of 2⁻¹⁶; a rate of up to 2⁻¹⁷ drops nothing.
 
     Args:
         rate: Probability of dropping, from 0 (every half reaches it) to 1 (none does).
@@ -139,12 +138,12 @@ def attention_threshold(rate: float) -> int:
 
 
 def keep_scale(rate: float) -> float:
-    """Return what attention multiplies the probabilities by that it keeps, so that their mean stays.
+    """Return the factor of the kept probabilities, which preserves their mean.
 
-    That is 1 / (1 - p), where p is not the rate asked for but the one that is drawn; 1 where none is kept.
+    It is 1 / (1 - p), where p is the actual, rounded rate; 1 if all are dropped.
 
     Args:
-        rate: As of :func:`attention_threshold`.
+        rate: Probability of dropping, from 0 to 1.
     """
     kept = 2**HALF - attention_threshold(rate)
     return 2**HALF / kept if kept else 1.0

@@ -1,6 +1,6 @@
-"""GELU and Adam, one element at a time.  One source for every compiler.
+"""GELU and Adam for one element, with one source for every compiler.
 
-A constant comes from the caller in the dtype of the elements: a Python float would promote float32.
+The caller passes constants in the dtype of the elements, because a Python float would promote float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .online_softmax import LOG2_E
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
 
-#: What ``Gelu`` takes as ``constants``: 0, 1, 3, the cubic factor, 2 sqrt(2/pi), and that times log2(e).
+#: The ``constants`` of ``Gelu``: 0, 1, 3, the cubic factor, 2 sqrt(2/pi), and that times log2(e).
 GELU_CONSTANTS = (
     0.0,
     1.0,
@@ -45,7 +45,7 @@ def make_gelu(compile_: Callable[[Any], Any], exp2: Callable[[Any], Any]) -> Gel
         """Return sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x³): GELU's tanh form is x sigmoid(2u)."""
         zero, one, _, cubic, _, factor = constants
         z = factor * (x + cubic * x * x * x)
-        # exp2 takes arguments that are not positive: sigmoid(z) = 1 - sigmoid(-z).
+        # exp2 must not get positive arguments: sigmoid(z) = 1 - sigmoid(-z).
         small = exp2(-abs(z))
         large = one / (one + small)
         return large if z >= zero else small * large
@@ -73,7 +73,7 @@ def make_adam(compile_: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, A
 
     @compile_
     def adam(value, grad, m, v, one, constants):
-        """Return the new m, v and value; ``constants`` as :func:`adam_constants` returns them."""
+        """Return the new m, v and value; ``constants`` are those of :func:`adam_constants`."""
         size, beta1, beta2, eps, root, keep = constants
         m = beta1 * m + (one - beta1) * grad
         v = beta2 * v + (one - beta2) * grad * grad
@@ -85,7 +85,7 @@ def make_adam(compile_: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, A
 def adam_constants(
     lr: float, beta1: float, beta2: float, eps: float, step: int, weight_decay: float
 ) -> tuple[float, ...]:
-    """Return what is the same for every element of a step.
+    """Return the constants of a step, which are the same for every element.
 
     Args:
         lr: Learning rate.
@@ -97,7 +97,7 @@ def adam_constants(
 
     Returns:
         The step size lr / (1 - beta1^step), beta1, beta2, eps, the factor 1 / sqrt(1 - beta2^step) of
-        the root, and what the decay leaves of the value.
+        the root, and the factor of the value after weight decay.
     """
     size, root = lr / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
     return size, beta1, beta2, eps, root, 1.0 - lr * weight_decay

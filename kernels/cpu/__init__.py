@@ -1,1 +1,1 @@
-"""Kernels for the host, compiled by numba."""
+"""CPU kernels, compiled by numba."""

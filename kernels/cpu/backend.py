@@ -1,4 +1,4 @@
-"""Export what a tensor library needs of the CPU kernels."""
+"""The CPU kernels that a tensor library uses."""
 
 from __future__ import annotations
 

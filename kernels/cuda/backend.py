@@ -1,4 +1,4 @@
-"""Export what a tensor library needs of the CUDA kernels and their runtime."""
+"""The CUDA kernels and runtime functions that a tensor library uses."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Arrays of other libraries, in and out without a copy: DLPack and ``__cuda_array_interface__``.
+"""Exchange arrays with other libraries without copies: DLPack and ``__cuda_array_interface__``.
 
 Kernels run on CUDA's legacy default stream, and so do the kernels of PyTorch and CuPy unless told
-otherwise.  Where another stream has made an array, or will read it, that stream and the legacy
+otherwise.  If another stream has written an array, or will read it, that stream and the legacy
 default stream wait for each other; the host never waits.
 
-DLPack has a number for bfloat16.  The other protocol describes elements as NumPy does, which has no name of
-its own for it: there "<V2", two bytes of anything, is bfloat16, as PyTorch and ``ml_dtypes`` write it.
+DLPack has a code for bfloat16.  The other protocol uses NumPy's type strings, which have none: there
+bfloat16 is "<V2", two bytes of any content, as in PyTorch and ``ml_dtypes``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from kernels.runtime.targets import (
 
 #: DLPack's numbers for kinds of memory; pinned memory is the host's, and a device may read it too.
 HOST, DEVICE, PINNED, MANAGED = 1, 2, 3, 13
-#: What both protocols call CUDA's legacy default stream.
+#: The number of CUDA's legacy default stream in both protocols.
 LEGACY_STREAM = 1
-#: What another library launches would be no part of a graph.
+#: Why a graph cannot contain another library's work.
 _WHILE_RECORDING = (
     "shares memory of the device with another library",
     "let that work before or after it, on what it takes and returns",
@@ -70,13 +70,13 @@ class _Tensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """``DLManagedTensor``: a tensor, and how its reader lets go of it."""
+    """``DLManagedTensor``: a tensor, and the function by which its reader releases it."""
 
     _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-# A capsule's name is a pointer that must stay good: PyCapsule copies nothing.
+# PyCapsule does not copy the name, so the pointer must stay valid.
 _FRESH = ctypes.create_string_buffer(b"dltensor")
 _USED = ctypes.create_string_buffer(b"used_dltensor")
 
@@ -94,18 +94,18 @@ _new_capsule = _python(
 
 
 class Imported:
-    """Memory that another library lent through a DLPack capsule, given back with this object.
+    """Memory of another library from a DLPack capsule, released when this object is freed.
 
     Attributes:
         device_type: ``HOST``, ``DEVICE`` or another number of DLPack.
-        shape: Sizes.
+        shape: Sizes of the dimensions.
         steps: Strides in bytes.
-        dtype: Of the elements.
-        address: Of the first element.
+        dtype: Dtype of the elements.
+        address: Address of the first element.
 
     Raises:
-        TypeError: If the elements are none that NumPy knows.
-        ValueError: If it is no capsule, or one that has been read.
+        TypeError: If NumPy does not support the type of the elements.
+        ValueError: If it is not a capsule, or the capsule has been read.
     """
 
     def __init__(self, capsule: Any):
@@ -114,8 +114,8 @@ class Imported:
             address = _get_pointer(capsule, ctypes.addressof(_FRESH))
         except ValueError:
             raise ValueError(
-                f"DLPack hands over a PyCapsule that is read once, got {capsule!r:.60}; call __dlpack__ of "
-                "its owner again"
+                f"a DLPack array must be a PyCapsule that has not been read, got {capsule!r:.60}; call "
+                "__dlpack__ of its owner again"
             ) from None
         managed = _Managed.from_address(address)
         tensor = managed.tensor
@@ -125,13 +125,13 @@ class Imported:
         strides = tensor.strides[: tensor.ndim] if tensor.strides else row_major_strides(self.shape)
         self.steps = tuple(step * self.dtype.itemsize for step in strides)
         self.address = (tensor.data or 0) + tensor.byte_offset
-        _set_name(capsule, ctypes.addressof(_USED))  # from here on it is ours to give back
+        _set_name(capsule, ctypes.addressof(_USED))  # from here on this object must release it
         self._managed = address
         self._give_back = _Deleter(managed.deleter) if managed.deleter else None
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """What numba reads; NumPy's own protocol, for memory of the host, has the same entries."""
+        """The description that numba reads; NumPy's protocol for host memory has the same entries."""
         return {
             "shape": self.shape,
             "strides": self.steps,
@@ -142,9 +142,9 @@ class Imported:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """What NumPy reads of memory on the host; memory of a device is not for it."""
+        """The description that NumPy reads, for memory of the host only."""
         if self.device_type not in (HOST, PINNED):
-            raise AttributeError("NumPy reads memory of the host, this lies on a device")
+            raise AttributeError("NumPy reads host memory only, but this array is on a device")
         return self.__cuda_array_interface__
 
     def __del__(self) -> None:
@@ -153,33 +153,33 @@ class Imported:
 
 
 def _dtype_of(tensor: _Tensor) -> np.dtype[Any]:
-    """Return the dtype of what DLPack describes."""
+    """Return the dtype of a DLPack tensor."""
     if (tensor.lanes, tensor.code, tensor.bits) == (1, _CODE_OF_BFLOAT, 16):
         return BFLOAT16
     if tensor.lanes != 1 or tensor.code not in _KINDS or tensor.bits % 8:
         raise TypeError(
-            f"elements of DLPack's kind {tensor.code} with {tensor.bits} bits are none that NumPy has; "
+            f"NumPy does not support elements of DLPack type {tensor.code} with {tensor.bits} bits; "
             "convert them to float16, bfloat16, float32, float64, integers or booleans"
         )
     return np.dtype(f"{_KINDS[tensor.code]}{tensor.bits // 8}")
 
 
 def as_array(array: Any) -> Any:
-    """Return an array of any library as NumPy's or numba's, without a copy.
+    """Convert an array of any library to a NumPy array or a numba device array, without a copy.
 
     Args:
-        array: On the device: anything with ``__cuda_array_interface__`` or DLPack, as CuPy and
-            PyTorch have.  On the host: anything with DLPack.
+        array: On the device, an object that supports ``__cuda_array_interface__`` or DLPack, such as a
+            CuPy array or a PyTorch tensor.  On the host, an object that supports DLPack.
 
     Returns:
-        A NumPy array, or numba's device array, of the same memory and strides; it keeps the memory
-        alive.  Anything else is returned as it is.
+        A NumPy array, or a numba device array, of the same memory and strides, which keeps the memory
+        alive.  Any other object is returned unchanged.
 
     Raises:
-        ValueError: If the array lies on another device than the current one.
-        BufferError: If its owner does not lend it: NumPy no memory that is read-only.
-        TypeError: If its elements are none that NumPy knows, or NumPy and CUDA cannot reach it.
-        RuntimeError: If it lies on a device and kernels cannot run there; it says what to do.
+        ValueError: If the array is on another device than the current one.
+        BufferError: If its owner refuses to export it, as NumPy does for read-only memory.
+        TypeError: If NumPy does not support its type, or neither NumPy nor CUDA can access its memory.
+        RuntimeError: If it is on a device and kernels cannot run there.
     """
     if isinstance(array, np.ndarray) or is_device_array(array):
         return array
@@ -193,28 +193,28 @@ def as_array(array: Any) -> Any:
         return _from_host(array)
     if int(kind) not in (DEVICE, MANAGED):
         raise TypeError(
-            f"{type(array).__name__} lies in memory of DLPack's kind {int(kind)}, which neither NumPy "
-            "nor CUDA reaches; move it to the host or to a CUDA device"
+            f"{type(array).__name__} is in memory of DLPack device type {int(kind)}, which neither NumPy "
+            "nor CUDA can access; move it to the host or to a CUDA device"
         )
     imported = Imported(array.__dlpack__(stream=LEGACY_STREAM))  # its owner makes that stream wait
     return _wrapped(imported.__cuda_array_interface__, imported)
 
 
 def _from_host(array: Any) -> Any:
-    """Return NumPy's array of what another library has on the host."""
+    """Return a NumPy array of host memory of another library."""
     try:
         return np.from_dlpack(array)
     except ValueError as error:
         raise ValueError(
-            f"{type(array).__name__}.__dlpack__ returned nothing that NumPy reads ({error}); pass "
+            f"NumPy cannot read the result of {type(array).__name__}.__dlpack__ ({error}); pass "
             "numpy.array(x)"
         ) from None
-    except (BufferError, RuntimeError) as error:  # of what NumPy does not know bfloat16 is ours
+    except (BufferError, RuntimeError) as error:  # NumPy's from_dlpack does not support bfloat16
         try:
             imported = Imported(array.__dlpack__())
         except BufferError:
             raise BufferError(
-                f"{type(array).__name__} does not lend its memory ({error}); pass a copy, numpy.array(x)"
+                f"{type(array).__name__} does not export its memory ({error}); pass a copy, numpy.array(x)"
             ) from None
         if imported.dtype == BFLOAT16:
             return np.asarray(imported).view(BFLOAT16)
@@ -224,10 +224,10 @@ def _from_host(array: Any) -> Any:
 
 
 def _wrapped(described: dict[str, Any], owner: Any) -> Any:
-    """Return numba's array around memory of another library, which ``owner`` keeps alive."""
+    """Return a numba device array of another library's memory, which ``owner`` keeps alive."""
     if IS_SIMULATOR:
         raise RuntimeError(
-            "kernels run in the simulator and cannot reach memory of a device; unset "
+            "kernels run in the simulator and cannot access memory of a device; unset "
             "NUMBA_ENABLE_CUDASIM, or pass a NumPy array"
         )
     if (reason := why_no_cuda()) is not None:
@@ -237,21 +237,21 @@ def _wrapped(described: dict[str, Any], owner: Any) -> Any:
     current, device = current_device(), device_of(address)
     if device != current:
         raise ValueError(
-            f"the array lies on CUDA device {device} and kernels run on device {current}; copy it "
+            f"the array is on CUDA device {device}, but kernels run on device {current}; copy it "
             f"there, or call numba.cuda.select_device({device}) first"
         )
     stream = described.get("stream")
     if stream not in (None, LEGACY_STREAM):
         _make_wait(cuda.default_stream(), cuda.external_stream(stream))
     if described.get("mask") is not None:
-        raise TypeError("the array has a mask, which kernels do not read; pass it filled")
+        raise TypeError("masked arrays are not supported; fill the array first")
     steps = described.get("strides")
     layout = tuple(described["shape"]), None if steps is None else tuple(steps)
     return foreign_array(address or 0, *layout, described["typestr"], owner)
 
 
 def device_of(address: int) -> int:
-    """Return the number of the device that an address lies on; the current one if none says."""
+    """Return the number of the device that owns an address; the current one if unknown."""
     if driver is not None and address and has_several_devices():
         attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         error, device = driver.cuPointerGetAttribute(attribute, address)
@@ -261,7 +261,7 @@ def device_of(address: int) -> int:
 
 
 def _make_wait(waiting: Any, working: Any) -> None:
-    """Make one stream wait for the work that another has so far; the host does not wait."""
+    """Make one stream wait for the current work of another; the host does not wait."""
     event = cuda.event(timing=False)
     event.record(working)
     event.wait(waiting)
@@ -270,7 +270,7 @@ def _make_wait(waiting: Any, working: Any) -> None:
 def cuda_array_interface(array: Any) -> dict[str, Any]:
     """Describe a device array for a reader that may run on any stream."""
     refuse(*_WHILE_RECORDING)
-    # Numba names no stream for its arrays, so a reader on another one would not wait for kernels.
+    # Numba does not name a stream for its arrays, so a reader on another stream would not wait.
     return {**array.__cuda_array_interface__, "stream": LEGACY_STREAM}
 
 
@@ -283,13 +283,13 @@ def to_dlpack(array: Any, stream: int | None = None) -> Any:
     """Return a DLPack capsule of an array; its memory lives until the reader is done.
 
     Args:
-        array: Numba's array; the simulator's lends its memory on the host.  Or NumPy's, of bfloat16 too,
-            which NumPy itself does not lend.
-        stream: Where the reader will read: None or 1, the legacy default stream; 2, the per-thread
-            one; -1, the reader sees to it that kernels are done; otherwise a CUDA stream.
+        array: A numba device array, in the simulator one of host memory; or a NumPy array, including
+            bfloat16, which NumPy itself cannot export.
+        stream: The reader's stream: None or 1, the legacy default stream; 2, the per-thread default
+            stream; -1, no synchronisation; otherwise a CUDA stream.
 
     Raises:
-        BufferError: If the stream is 0, which could be either default stream.
+        BufferError: If the stream is 0, which is ambiguous between the default streams.
     """
     if IS_SIMULATOR or isinstance(array, np.ndarray):
         host = getattr(array, "_ary", array)
@@ -297,8 +297,8 @@ def to_dlpack(array: Any, stream: int | None = None) -> Any:
     refuse(*_WHILE_RECORDING)
     if stream == 0:
         raise BufferError(
-            "stream 0 may be either default stream of CUDA; pass 1 for the legacy one or 2 for that "
-            "of the thread"
+            "stream 0 is ambiguous between CUDA's default streams; pass 1 for the legacy one or 2 for "
+            "that of the thread"
         )
     if stream not in (None, -1, LEGACY_STREAM):
         _make_wait(cuda.external_stream(stream), cuda.default_stream())
@@ -327,7 +327,7 @@ def _capsule(
 
 
 class _Export:
-    """An exported array: its capsule, its description, and all else that must live as long."""
+    """An exported array: its capsule, its description, and all objects that must live as long."""
 
     __slots__ = ("capsule", "kept", "managed")
 
@@ -337,12 +337,12 @@ class _Export:
         self.kept = kept
 
     def is_over(self) -> bool:
-        """Tell whether the reader has returned it, or no reader can be left."""
+        """Tell whether the reader has released the array, or no reader can exist."""
         unread = _is_named(self.capsule, ctypes.addressof(_FRESH))
         return bool(self.managed.context) or (bool(unread) and self.references() == _ALONE)
 
     def references(self) -> int:
-        """Return how many references to the capsule there are."""
+        """Return the number of references to the capsule."""
         return sys.getrefcount(self.capsule)
 
 
@@ -352,11 +352,10 @@ _EXPORTS: list[_Export] = []
 
 @cache
 def _marks_as_returned() -> Any:
-    """Return the function by which a reader says that it is done; it sets the ``context``.
+    """Return the deleter that a reader calls when it is done; it sets the ``context``.
 
-    Readers call it with or without the interpreter's lock, while an exception is being raised, or
-    after Python has ended.  So it is machine code and does nothing of Python's; what is marked is
-    dropped later.
+    Readers call it with or without the GIL, while an exception is being raised, or after Python has
+    ended.  It is therefore machine code that does not use Python; marked exports are dropped later.
     """
     field = _Managed.context.offset // 8
 
@@ -368,9 +367,9 @@ def _marks_as_returned() -> Any:
 
 
 def _drop_returned(phase: str = "start", info: Any = None) -> None:
-    """Drop the exports that are over."""
+    """Drop the exports that their readers have released."""
     if phase == "start" and _EXPORTS:
         _EXPORTS[:] = [export for export in _EXPORTS if not export.is_over()]
 
 
-gc.callbacks.append(_drop_returned)  # often, and before device memory is said to be used up
+gc.callbacks.append(_drop_returned)  # at every collection, and before an out-of-memory error

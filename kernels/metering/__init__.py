@@ -1,1 +1,1 @@
-"""Runs rungs in the simulator, counts their traffic and compares it with the formulas."""
+"""Run rungs in the simulator, count their memory traffic and compare it with the formulas."""

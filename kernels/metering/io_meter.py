@@ -1,9 +1,8 @@
-"""Count what kernels read from global memory and write to it, array by array, in numba's simulator.
+"""Count the elements of each array that kernels read and write in global memory, in numba's simulator.
 
-The argument of the FlashAttention papers is a count of elements that travel.  Here the kernels themselves
-are counted, not a model of them: while a meter is open, every array that a kernel is launched on counts
-each element as it is read or written.  ``formulas`` says what the counts should be, :func:`metered` counts
-a call.
+The FlashAttention papers argue by the number of elements moved.  This module measures the kernels
+themselves instead of a model: while a meter is open, every array argument of a kernel counts each access to
+an element.  ``formulas`` has the expected counts, and :func:`metered` counts a call.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from kernels.traffic.formulas import HeadShape, Traffic, total
 
 __all__ = ["Counted", "IOMeter", "Traffic", "metered", "one_of_many_heads", "total"]
 
-#: The general matrix product names its operands a, b and out, which says nothing of what they are.
+#: The operands of the general matrix product, whose names a, b and out do not identify the arrays.
 UNTELLING = "product"
 
 _Counts = npt.NDArray[np.int64]
 
 
 def _owner(array: Any) -> npt.NDArray[Any]:
-    """Return the array that a view looks into, however many views lie in between."""
+    """Return the array that owns the memory of a view, through any number of views."""
     owner = array
     while array is not None:
         if isinstance(array, np.ndarray):
@@ -49,7 +48,7 @@ def _owner(array: Any) -> npt.NDArray[Any]:
 
 
 def _host(array: Any) -> npt.NDArray[Any]:
-    """Return the NumPy array behind one of the simulator's."""
+    """Return the NumPy array of a simulator array."""
     return getattr(array, "_ary", array)
 
 
@@ -57,7 +56,7 @@ class _Ledger:
     """The accesses to each element of one allocation.
 
     Args:
-        owner: The array that has the memory; kept, so that no other gets its address meanwhile.
+        owner: The array that owns the memory, kept alive so that its address is not reused.
     """
 
     def __init__(self, owner: npt.NDArray[Any]):
@@ -79,18 +78,18 @@ class _Ledger:
 
     @property
     def traffic(self) -> Traffic:
-        """Of the whole allocation."""
+        """The traffic of the whole allocation."""
         return Traffic(int(self.reads.sum()), int(self.writes.sum()))
 
 
 class Counted:
-    """An array in global memory as a kernel sees it, which counts its accesses.
+    """An array in global memory that counts its accesses by a kernel.
 
     Args:
-        array: With the elements.
-        reads: Of each of them so far.
-        writes: Likewise.
-        lock: Threads of the simulator count one at a time.
+        array: The array.
+        reads: Number of reads of each element so far.
+        writes: Number of writes of each element so far.
+        lock: Serialises the simulator's threads.
     """
 
     def __init__(self, array: npt.NDArray[Any], reads: _Counts, writes: _Counts, lock: Any):
@@ -99,7 +98,7 @@ class Counted:
 
     def __getitem__(self, key: Any) -> Any:
         value = self.array[key]
-        if isinstance(value, np.ndarray):  # a view: nothing has travelled yet
+        if isinstance(value, np.ndarray):  # a view: no element has been read yet
             return Counted(value, self.reads[key], self.writes[key], self._lock)
         with self._lock:
             self.reads[key] += 1
@@ -111,7 +110,7 @@ class Counted:
         self.array[key] = value
 
     def add(self, key: Any, value: Any) -> Any:
-        """Add to an element atomically; return what it was.  That is one reading and one writing."""
+        """Add to an element atomically and return its old value, counted as one read and one write."""
         with self._lock:
             before = self.array[key]
             self.reads[key] += 1
@@ -124,7 +123,7 @@ class Counted:
 
 
 class IOMeter:
-    """Count the traffic of every kernel that is launched inside the ``with``.
+    """Count the memory traffic of every kernel that is launched inside the ``with``.
 
     ::
 
@@ -132,7 +131,7 @@ class IOMeter:
             out, lse = launch.forward(launch.CUDA, problem, operands)
         meter.counts(q=q, k=k, v=v, out=out, lse=lse)["q"].reads
 
-    Counted are the kernels of this package, in the simulator: on a GPU no array can watch itself.
+    It counts the kernels of this package, in the simulator only.
 
     Raises:
         RuntimeError: On entering, outside of the simulator.
@@ -147,7 +146,7 @@ class IOMeter:
     def __enter__(self) -> Any:
         if not IS_SIMULATOR:
             raise RuntimeError(
-                "the IO meter counts in numba's simulator only, and this process is not in it; set "
+                "the IO meter works only in numba's simulator, which is off in this process; set "
                 "NUMBA_ENABLE_CUDASIM=1 before starting Python"
             )
         self._unmetered = Kernel.__getitem__
@@ -171,10 +170,10 @@ class IOMeter:
         simulated_atomics.add = self._atomic_add
 
     def launch(self, kernel: Kernel, size: Any, args: tuple[Any, ...]) -> None:
-        """Launch a kernel on arrays that count.
+        """Launch a kernel on counting arrays.
 
         Args:
-            kernel: What was launched.
+            kernel: The kernel.
             size: (grid, block).
             args: Its arguments.
         """
@@ -183,7 +182,7 @@ class IOMeter:
         counted = [self._counted(*pair, touched) for pair in zip(names, args, strict=True)]
         self._unmetered(kernel, size)(*counted)
         for name, ledger, reads in touched:
-            # The kernel that first reads a temporary knows best what it is, then the one that wrote it.
+            # A temporary is named by the kernel that first reads it, or else by the one that wrote it.
             if not ledger.is_named and kernel.name != UNTELLING:
                 ledger.name, ledger.is_named = name, ledger.traffic.reads > reads
 
@@ -208,7 +207,7 @@ class IOMeter:
         """Return how often each element of an array was read, and how often written.
 
         Args:
-            array: That a kernel was launched on, or any view of it.
+            array: An array argument of a kernel, or any view of it.
 
         Returns:
             Two arrays of its shape.
@@ -221,8 +220,8 @@ class IOMeter:
         """Return the traffic of each array.
 
         Args:
-            arrays: Arrays to be called by these names.  All others, which a rung allocated for itself, are
-                called by the parameter of the kernel that first read them.
+            arrays: Arrays by name.  All others, which a rung allocated, are named by the parameter of the
+                kernel that first read them.
         """
         result: dict[str, Traffic] = {}
         for name, array in arrays.items():
@@ -239,13 +238,13 @@ class IOMeter:
         return result
 
     def traffic(self) -> dict[int, Traffic]:
-        """Return what has moved so far, by the number of each allocation; see :meth:`called`."""
+        """Return the traffic so far by the number of each allocation; see :meth:`called`."""
         return {key: ledger.traffic for key, ledger in self._ledgers.items()}
 
     def called(self, **arrays: Any) -> dict[int, str]:
         """Return the name of each allocation; the same arguments as for :meth:`counts`.
 
-        A temporary that a kernel calls as one of these arrays is called a copy of it.
+        A temporary with the parameter name of one of these arrays is called a copy of it.
         """
         names = {
             key: f"{ledger.name} copy" if ledger.name in arrays else ledger.name
@@ -254,15 +253,15 @@ class IOMeter:
         return names | {self.number(array): name for name, array in arrays.items()}
 
     def number(self, array: Any) -> int:
-        """Return the number of the allocation that an array lies in."""
+        """Return the number of the allocation that contains an array."""
         return id(_owner(_host(array)))
 
 
 @contextmanager
 def one_of_many_heads() -> Iterator[None]:
-    """Let one head be computed as it is among many: no sum is divided among blocks.
+    """Make kernels compute one head as they compute many, without dividing sums among blocks.
 
-    Barriers wait for every thread of a block, so the simulator's threads also hand over often.
+    The simulator's threads also switch often, because barriers wait for every thread of a block.
     """
     sizes, merged, interval = cuda_cores.SIZES, split_keys.SIZES, sys.getswitchinterval()
     cuda_cores.SIZES = replace(sizes, product_blocks=0)
@@ -278,20 +277,20 @@ def one_of_many_heads() -> Iterator[None]:
 def metered(
     name: str, shape: HeadShape, tile: Tile | None = None, seed: int = 0, **options: Any
 ) -> tuple[PassTraffic, PassTraffic]:
-    """Run one head forward and backward in the simulator; return what it moved, and what it should.
+    """Run one head forward and backward in the simulator; return its measured and expected traffic.
 
     Args:
         name: One of ``traffic.RUNGS``.
-        shape: Of the head; the bounds come from the options.
-        tile: (block_q, block_k); the rung's own when None.
-        seed: Of the operands.
-        options: Of ``make_problem``: is_causal, causal_offset, window_size.
+        shape: Sizes of the head; the bounds come from the options.
+        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
+        seed: Seed of the random operands.
+        options: Options of ``make_problem``: is_causal, causal_offset, window_size.
 
     Returns:
-        Counted by the meter, and by the formulas.
+        The traffic counted by the meter, and that of the formulas.
 
     Raises:
-        RuntimeError: Outside of the simulator.
+        RuntimeError: Outside the simulator.
         ValueError: If the rung cannot run such a call.
     """
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""What a call of a CUDA rung moves by the formulas, with the tiles and threads that it takes."""
+"""The memory traffic of a CUDA rung by the formulas, for the tiles and threads of its kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kernels.traffic.formulas import (
 )
 
 Tile = tuple[int, int]
-#: The rungs that have formulas, and what tells them apart beside the rung.
+#: The variants with formulas: their rung and further options.
 RUNGS: dict[str, dict[str, Any]] = {
     "naive": {"rung": "naive"},
     "flash1": {"rung": "flash1"},
@@ -33,11 +33,11 @@ RUNGS: dict[str, dict[str, Any]] = {
 
 
 class PassTraffic(NamedTuple):
-    """What one head of a call moves, array by array.
+    """The memory traffic of one head of a call, by array.
 
     Attributes:
-        forward: From q, k and v to out and lse.
-        backward: From those, out, lse and dout to dq, dk and dv.
+        forward: The forward pass.
+        backward: The backward pass.
     """
 
     forward: Counts
@@ -57,23 +57,23 @@ def problem_of(
 
     Args:
         name: One of RUNGS.
-        batch_heads: Of q, k and v.
+        batch_heads: (batch, heads) of q, k and v.
         seq_q: Query rows.
         seq_k: Key columns.
-        head_dim: Of all three.
-        options: Of ``make_problem``.
+        head_dim: Size of queries, keys and values.
+        options: Options of ``make_problem``.
     """
     q, k = (np.broadcast_to(np.float32(0), (batch_heads, n, head_dim)) for n in (seq_q, seq_k))
     return make_problem(q, k, k, **RUNGS[name], **options)
 
 
 def call_traffic(name: str, problem: Problem, tile: Tile | None = None) -> PassTraffic:
-    """Return what one head of a call moves, one of many heads: no sum is divided among blocks.
+    """Return the traffic of one of many heads of a call, where sums are not divided among blocks.
 
     Args:
         name: One of RUNGS.
         problem: The checked call, without a mask, dropout or packed sequences.
-        tile: (block_q, block_k); the rung's own when None.
+        tile: (block_q, block_k), query rows and keys per tile; None takes the rung's default.
 
     Raises:
         ValueError: If there are no formulas for the name.

@@ -1,1 +1,1 @@
-"""The question of one call: every argument checked, with the error texts, and the record of its arrays."""
+"""Checks of the arguments of an attention call, with their error messages, and the record of its arrays."""

@@ -1,4 +1,4 @@
-"""What an argument of attention may be: the types of options, arrays, tiles, and their error texts."""
+"""Checks of the types of the arguments of attention: options, arrays and tiles."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from kernels.common.arguments import shown
 from kernels.sparsity.block_mask import BlockMask
 
-#: Most rows or columns of a tile: beyond it nothing is gained, and its scores no longer fit anywhere.
+#: Maximum rows or columns of a tile; the scores of a larger one do not fit into fast memory.
 MAX_TILE = 4096
 
 
 def check_tile(tile: Any) -> tuple[int, int] | None:
-    """Return the tile that a caller asks for as two ints, or None if it is None.
+    """Return the requested tile as two ints, or None if it is None.
 
     Raises:
-        TypeError: If it is no pair of whole numbers.
+        TypeError: If it is not a pair of whole numbers.
         ValueError: If a side is below 1 or beyond ``MAX_TILE``.
     """
     if tile is None:
@@ -26,13 +26,13 @@ def check_tile(tile: Any) -> tuple[int, int] | None:
     sides = tuple(tile) if isinstance(tile, Sequence) and not isinstance(tile, str) else ()
     if not (len(sides) == 2 and all(_is_whole(side) for side in sides)):
         raise TypeError(
-            f"tile must be (block_q, block_k), two whole numbers, or None for the rung's own; got "
+            f"tile must be (block_q, block_k), two whole numbers, or None for the rung's default; got "
             f"{shown(tile)}"
         )
     if not (min(sides) >= 1 and max(sides) <= MAX_TILE):
         raise ValueError(
-            f"tile is (block_q, block_k), each from 1 to {MAX_TILE}, got {sides}; the scores of a "
-            "tile are to stay in fast memory, None takes the rung's own"
+            f"tile must be (block_q, block_k), each from 1 to {MAX_TILE}, got {sides}; the scores of a "
+            "larger tile do not fit into fast memory, None takes the rung's default"
         )
     return int(sides[0]), int(sides[1])
 
@@ -70,7 +70,7 @@ _FLAGS = (
     "is_causal", "enable_gqa", "deterministic", "return_lse", "mask_gradient", "sink_gradient",
     "backward",
 )  # fmt: skip
-#: Option → the type that most calls give, which needs no further look; of all others that of None.
+#: Option → its most common type, which needs no further check; that of None for all others.
 _USUAL: dict[str, type] = {
     **dict.fromkeys(_FLAGS, bool),
     **dict.fromkeys(("dropout_p", "softcap"), float),
@@ -78,7 +78,7 @@ _USUAL: dict[str, type] = {
     "rung": str,
 }
 _NONE = type(None)
-#: Option → what it may be beside None where that is its default, and that in words.
+#: Option → the types that it may have in addition to a default of None, and their description.
 _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_FLAGS, (_is_flag, "True or False")),
     **dict.fromkeys(("dropout_p", "softcap"), (_is_number, "a number")),
@@ -98,10 +98,10 @@ _TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_types(**options: Any) -> None:
-    """Check options by name, each against what it may be.
+    """Check the types of options by name.
 
     Raises:
-        TypeError: It names the option, what it may be and what it is.
+        TypeError: If an option has the wrong type.
     """
     for name, value in options.items():
         if type(value) is _USUAL.get(name, _NONE):
@@ -115,7 +115,7 @@ def check_array(name: str, operand: Any) -> None:
     """Check that an operand is an array or a tensor of any library.
 
     Raises:
-        TypeError: It names the operand.
+        TypeError: If it is not.
     """
     if not (hasattr(operand, "shape") and hasattr(operand, "dtype")):
         raise TypeError(

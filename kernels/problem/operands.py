@@ -13,33 +13,33 @@ from kernels.problem.question import Problem
 from kernels.runtime.dtypes import acc_dtype, is_floating
 from kernels.runtime.memory import Memory
 
-#: Options that hold a number for each head, by the operand that they become.
+#: Options with one number per head, by the name of their operand.
 PER_HEAD = {"slopes": "alibi_slopes", "sink": "sink"}
 
 
 class Operands(NamedTuple):
-    """Operands and results of attention; what a call does not have is None.
+    """Operands and results of attention; missing ones are None.
 
-    From the caller they come with any leading dimensions, and :meth:`viewed` turns them into what
-    kernels take: (batch, heads, seq, dim), lse and dlse without the last, slopes (batch, heads).
+    The caller's arrays have any leading dimensions.  :meth:`viewed` returns them in the form of the
+    kernels: (batch, heads, seq, dim), lse and dlse without the last dimension, slopes (batch, heads).
 
     Attributes:
         q: (…, heads, seq_q, head_dim).
         k: (…, heads, seq_k, head_dim).
         v: (…, heads, seq_k, value_dim).
-        mask: Broadcasts to (…, heads, seq_q, seq_k), boolean or floating; for kernels (batches of
-            its own, heads, seq_q, seq_k), by strides of 0, and a floating one of the dtype of lse.
-        mask_batch: For kernels: the number of the mask's batch for each batch, (batch,) int64, on
-            the host.
-        slopes: (heads,) or (…, heads), ALiBi's, of the dtype of lse.
+        mask: Boolean or floating, broadcasts to (…, heads, seq_q, seq_k).  For kernels it is (its own
+            batches, heads, seq_q, seq_k), with strides of 0, and a floating one has the dtype of lse.
+        mask_batch: For kernels, the index of the mask's batch for each batch, (batch,) int64, on the
+            host.
+        slopes: ALiBi slopes, (heads,) or (…, heads), of the dtype of lse.
         sink: (heads,), of the dtype of lse.
         out: (…, heads, seq_q, value_dim).
-        lse: (…, heads, seq_q), of the accumulator's dtype, float32 for q of 16 bits.
+        lse: (…, heads, seq_q), of the accumulator's dtype, float32 for fp16 and bf16.
         dout: Gradient of out.
         dlse: Gradient of lse, or None for zeros.
-        dq: Of the broadcast shape of q.
-        dk: Of the broadcast shape of k, a head for each of q's.
-        dv: Likewise of v.
+        dq: Gradient of q, of its broadcast shape.
+        dk: Gradient of k, of its broadcast shape, with a head for each head of q.
+        dv: Gradient of v, of its broadcast shape, with a head for each head of q.
     """
 
     q: Any
@@ -64,7 +64,7 @@ class Operands(NamedTuple):
     def converted(self, memory: Memory, dtype: np.dtype[Any]) -> Operands:
         """Return the record with q, k, v, out and dout in a dtype, and a floating mask in that of sums.
 
-        A mask is added to scores, and those are sums; it shall lose nothing where q is narrowed.
+        A mask is added to scores, which are sums, and must not lose precision where q is narrowed.
         """
         arrays = {name: getattr(self, name) for name in ("q", "k", "v", "out", "dout")}
         converted = {name: memory.convert(x, dtype) for name, x in arrays.items() if x is not None}
@@ -73,7 +73,7 @@ class Operands(NamedTuple):
         return self.having(**converted)
 
     def viewed(self, memory: Memory, problem: Problem) -> Operands:
-        """Return the arrays as kernels take them; nothing is copied that strides can describe."""
+        """Return the arrays in the form of the kernels, copied only if strides cannot describe them."""
         if memory.is_native and self._lies_so(problem):
             return self
         scores = problem.scores_shape[-2:]
@@ -106,12 +106,12 @@ def make_operands(
     """Return the record of a call; option arrays may be on the host for a call on a device.
 
     Args:
-        memory: Of the call.
+        memory: Memory of the call.
         problem: The checked call.
-        q: As in :class:`Operands`.
-        k: Likewise.
-        v: Likewise.
-        mask: Likewise, or None.
+        q: (…, heads, seq_q, head_dim).
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        mask: Broadcasts to (…, heads, seq_q, seq_k); or None.
         per_head: The options of :data:`PER_HEAD` in that order, or None.
     """
     own = {}
@@ -128,13 +128,13 @@ def in_order(arrays: Mapping[str, Any]) -> list[Any]:
 
 
 def own_mask(memory: Memory, problem: Problem, mask: Any) -> tuple[Any, npt.NDArray[np.int64]]:
-    """View a mask, or its gradient, as (batches of its own, heads or 1, seq_q or 1, seq_k or 1).
+    """View a mask, or its gradient, as (its own batches, heads or 1, seq_q or 1, seq_k or 1).
 
-    Its leading dimensions may broadcast within the batch, as one mask a batch does where groups of query
-    heads are entries of it; no stride describes that, so batches of the call look up theirs.
+    Its leading dimensions may broadcast within the batch, such as one mask per batch if groups of query
+    heads are separate entries of the batch.  No stride describes that, so there is an index instead.
 
     Returns:
-        The view, and the number of its batch for each batch of the call.
+        The view, and the index of its batch for each batch of the call.
     """
     lead = problem.grouped_lead
     if problem.groups > 1 and len(mask.shape) > 2:
@@ -161,10 +161,10 @@ def _viewed(memory: Memory, problem: Problem, name: str, array: Any) -> Any:
 
 
 def _four_dims(memory: Memory, problem: Problem, array: Any) -> Any:
-    """View (…, heads, seq, dim) as a kernel takes it: (batch, heads, seq, dim).
+    """View (…, heads, seq, dim) as (batch, heads, seq, dim).
 
-    Where query heads share a head of k and v, each group of them is the heads of an entry of the batch:
-    k and v repeat within it, by a stride of 0.
+    If query heads share a head of k and v, each group becomes the heads of a separate entry of the batch,
+    in which k and v repeat by a stride of 0.
     """
     if problem.groups > 1:
         array = memory.split_heads(array, problem.key_lead[-1])

@@ -1,4 +1,4 @@
-"""What the options of attention must be once their types are right: shapes, ranges, error texts."""
+"""Checks of the values of the options of attention: shapes and ranges."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kernels.sparsity.block_mask import BlockMask
 
 #: Seeds are unsigned numbers of 64 bits.
 SEEDS = 2**64
-#: A kernel's integers have an end.
+#: Limit of ``causal_offset`` with ALiBi.
 MOST_OFFSET = 2**31
-#: Bounds of ``softcap``: it and its inverse, times a score, are numbers of float32.
+#: Bounds of ``softcap``: it and its inverse, times a score, must not overflow float32.
 LEAST_CAP, MOST_CAP = 1e-30, 1e30
-#: A slope times the longest distance is a number of float32.
+#: Maximum slope: times the longest distance it must not overflow float32.
 MOST_SLOPE = 1e28
-#: What numbers of float32 may be rounded to on the way to a result.
+#: The values of ``precision``.
 PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 
 
@@ -37,7 +37,7 @@ def check_mask(mask: Any, scores_shape: tuple[int, ...], dtype: np.dtype[Any]) -
         )
     if is_float and mask.dtype != dtype:
         raise TypeError(
-            f"a floating attn_mask is added to scores of {dtype}, got {mask.dtype}; convert it"
+            f"a floating attn_mask must have the dtype of q, {dtype}, got {mask.dtype}; convert it"
         )
     try:
         fits = np.broadcast_shapes(tuple(mask.shape), scores_shape) == scores_shape
@@ -65,7 +65,7 @@ def check_slopes(slopes: Any, lead: tuple[int, ...]) -> None:
             f"alibi_slopes must have shape {heads}, one for each head, or {lead}, one for each "
             f"(batch, head); got {tuple(slopes.shape)}"
         )
-    # On a device nobody looks: that would wait for it.
+    # Values on a device are not checked, as that would wait for it.
     if isinstance(slopes, np.ndarray) and not (abs(slopes.astype(np.float64)) <= MOST_SLOPE).all():
         raise ValueError(
             f"alibi_slopes must be numbers from -{MOST_SLOPE} to {MOST_SLOPE}, got "
@@ -88,11 +88,11 @@ def check_sink(sink: Any, lead: tuple[int, ...]) -> None:
 
 
 def check_offset(offset: int, slopes: Any) -> None:
-    """Check that ALiBi can measure from the diagonal that ``causal_offset`` shifts."""
+    """Check that ALiBi's distances from the shifted diagonal are exact."""
     if slopes is not None and abs(offset) >= MOST_OFFSET:
         raise ValueError(
-            f"with alibi_slopes causal_offset must be between -2**31 and 2**31, got {offset}; distances "
-            "from a diagonal so far away are all the same in float32"
+            f"with alibi_slopes causal_offset must be between -2**31 and 2**31, got {offset}; in float32 "
+            "all distances from a diagonal so far away are the same"
         )
 
 
@@ -106,25 +106,25 @@ def check_softcap(softcap: float) -> None:
 
 
 def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
-    """Check ``precision``; return the name of what numbers may be rounded to on the way."""
+    """Check ``precision``; return the name of the format in which products may be computed."""
     if precision is None:
         return NAMES[dtype]
     if precision not in PRECISIONS:
         raise ValueError(
-            f"precision must be one of {', '.join(map(repr, PRECISIONS))}, or None for the operands' own; "
+            f"precision must be one of {', '.join(map(repr, PRECISIONS))}, or None for the dtype's own; "
             f"got {precision!r}"
         )
     if dtype != FLOAT32:
         raise ValueError(
-            f"precision is for operands of float32, got precision={precision!r} for {dtype}: those are "
-            "multiplied as they are; leave it at None, or convert the operands to float32"
+            f"precision is an option for float32 operands, got precision={precision!r} for {dtype}, which "
+            "is not rounded; leave it at None, or convert the operands to float32"
         )
     return precision
 
 
 def check_scale(scale: float | None) -> None:
-    """Check that ``scale`` is None or a number that scores can be multiplied with."""
-    # A whole number may be too large for a float, which not every function of `math` survives.
+    """Check that ``scale`` is None or a finite number other than 0."""
+    # An int may be too large for a float, and then some functions of `math` raise.
     if scale is not None and not 0.0 < abs(scale) <= sys.float_info.max:
         raise ValueError(
             f"scale must be finite and not zero, got {short(scale)}; None gives 1/sqrt(head_dim)"
@@ -136,7 +136,7 @@ def check_window(window: Any) -> tuple[int, int]:
     left, right = (-1, -1) if window is None else map(int, window)
     if left < -1 or right < -1:
         raise ValueError(
-            f"window_size is (left, right), each 0 or more columns, or -1 for no bound; got "
+            f"window_size must be (left, right), each 0 or more columns, or -1 for no bound; got "
             f"{(left, right)}"
         )
     return left, right
@@ -151,8 +151,8 @@ def check_dropout(dropout_p: float, seed: int | None) -> int:
     if seed is None:
         if dropout_p > 0.0:
             raise ValueError(
-                f"dropout_p={dropout_p} needs a seed here, so that the backward pass drops the same "
-                "entries; give seed=, a whole number"
+                f"dropout_p={dropout_p} needs a seed, so that the backward pass drops the same entries; "
+                "pass seed=, a whole number"
             )
         return 0
     return check_seed(seed)
@@ -161,22 +161,22 @@ def check_dropout(dropout_p: float, seed: int | None) -> int:
 def check_seed(seed: int) -> int:
     """Check ``seed``; return it as a signed number of 64 bits."""
     if not 0 <= seed < SEEDS:
-        raise ValueError(f"seed must be from 0 to 2**64 - 1, got {short(seed)}; take seed % 2**64")
+        raise ValueError(f"seed must be from 0 to 2**64 - 1, got {short(seed)}; use seed % 2**64")
     return int(seed) - SEEDS if seed >= SEEDS // 2 else int(seed)
 
 
 def check_block_mask(mask: BlockMask | None, lead: tuple[int, ...], seq_q: int, seq_k: int) -> None:
-    """Check that ``block_mask`` is for these lengths and heads."""
+    """Check that ``block_mask`` fits these lengths and heads."""
     if mask is None:
         return
     heads = lead[-1] if lead else 1
     if (mask.seq_q, mask.seq_k) != (seq_q, seq_k):
         raise ValueError(
-            f"block_mask is for {mask.seq_q} rows and {mask.seq_k} columns, the call has {seq_q} and "
+            f"block_mask is for {mask.seq_q} rows and {mask.seq_k} columns, but the call has {seq_q} and "
             f"{seq_k}; build it with these lengths"
         )
     if mask.heads not in (1, heads):
         raise ValueError(
-            f"block_mask has {mask.heads} heads, the call has {heads}; give it one pattern for all, "
-            "or one for each"
+            f"block_mask has {mask.heads} heads, but the call has {heads}; build it with one pattern for "
+            "all heads, or one for each"
         )

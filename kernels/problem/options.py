@@ -1,4 +1,4 @@
-"""The options of attention by name and type: what editors complete and type checkers check."""
+"""The names and types of the options of attention, for editors and type checkers."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class Options(TypedDict, total=False):
 
 #: The options that are arrays.
 ARRAYS = frozenset(("attn_mask", "alibi_slopes", "sink"))
-#: The options that are functions of the user's.
+#: The options that are user functions.
 MODS = ("mask_mod", "score_mod")

@@ -22,9 +22,9 @@ def make_packed_problem(
         q: (heads, total_q, head_dim), a view.
         k: (heads, total_k, head_dim).
         v: (heads, total_k, value_dim).
-        options: By name.
-        cu_seqlens_q: See :func:`kernels.flash_attention_varlen_forward`.
-        cu_seqlens_k: Likewise.
+        options: Options by name.
+        cu_seqlens_q: Cumulative query lengths, (count + 1,), starting at 0.
+        cu_seqlens_k: Cumulative key lengths, (count + 1,), starting at 0.
 
     Raises:
         TypeError: See :func:`kernels.make_problem`, and
@@ -34,13 +34,12 @@ def make_packed_problem(
     for name in ("attn_mask", "block_mask"):
         if options.get(name) is not None:
             raise ValueError(
-                f"flash_attention_varlen takes no {name}: it has one shape, and each sequence would need "
-                "another; describe what is hidden by is_causal, window_size or "
-                "mask_mod(sequence, head, row, col)"
+                f"flash_attention_varlen does not support {name}, which has one shape for all sequences; "
+                "use is_causal, window_size or mask_mod(sequence, head, row, col) instead"
             )
     problem = problem_of(q, k, v, options)
     sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, problem.seq_q, problem.seq_k)
-    with suppress(TypeError):  # of a function that cannot be remembered
+    with suppress(TypeError):  # an option that cannot be hashed
         return _packed(problem, sequences)
     return replace(problem, sequences=sequences)
 
@@ -54,12 +53,12 @@ def check_packed(name: str, operand: Any) -> None:
     """Check that an operand has the three dimensions (total, heads, dim).
 
     Raises:
-        TypeError: If it is no array.
-        ValueError: If it has others.
+        TypeError: If it is not an array.
+        ValueError: If it does not have three dimensions.
     """
     check_array(name, operand)
     if len(operand.shape) != 3:
         raise ValueError(
-            f"flash_attention_varlen needs {name} of shape (total, heads, dim), all sequences one after "
-            f"the other; got {tuple(operand.shape)}"
+            f"flash_attention_varlen needs {name} of shape (total, heads, dim), with all sequences packed "
+            f"along the first dimension; got {tuple(operand.shape)}"
         )

@@ -1,4 +1,4 @@
-"""Packed sequences: several of unequal length one after the other in one array, and no padding."""
+"""Packed sequences: several sequences of unequal length in one array, without padding."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Tile(NamedTuple):
     """The columns of :meth:`Sequences.tiles`.
 
     Attributes:
-        sequence: Number of the sequence.
-        first_q: First of its query rows in the packed array.
-        seq_q: Its query rows.
-        first_k: First of its key columns in the packed array.
-        seq_k: Its key columns.
-        start: First row (or column) of the tile, counted from the start of the sequence.
+        sequence: Index of the sequence.
+        first_q: Its first query row in the packed array.
+        seq_q: Number of its query rows.
+        first_k: Its first key column in the packed array.
+        seq_k: Number of its key columns.
+        start: First row (or column) of the tile, relative to the start of the sequence.
     """
 
     sequence: Any
@@ -34,19 +34,19 @@ class Tile(NamedTuple):
 
 
 class Sequences:
-    """Where each sequence begins and ends; equal to another one that says the same.
+    """The bounds of packed sequences, compared by value.
 
-    Its arrays are its own, and cannot be written to: what is worked out of them is kept.
+    Its arrays are read-only copies, so that derived values can be cached.
 
     Args:
-        cu_seqlens_q: Sums of the lengths, (count + 1,): sequence i has the query rows from
-            ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``.
-        cu_seqlens_k: Likewise of key columns.
-        total_q: Query rows of all sequences together.
-        total_k: Key columns.
+        cu_seqlens_q: Cumulative query lengths, (count + 1,): sequence i has the query rows from
+            ``cu_seqlens_q[i]`` up to, but excluding, ``cu_seqlens_q[i + 1]``.
+        cu_seqlens_k: Cumulative key lengths, (count + 1,).
+        total_q: Query rows of all sequences.
+        total_k: Key columns of all sequences.
 
     Raises:
-        TypeError: If one of them is no vector of whole numbers.
+        TypeError: If one of them is not a vector of whole numbers.
         ValueError: If one does not begin with 0, decreases, or does not end with its total, or if the
             two have different lengths.
     """
@@ -57,8 +57,8 @@ class Sequences:
         counts = [len(sums) - 1 for sums in (self.cu_seqlens_q, self.cu_seqlens_k)]
         if counts[0] != counts[1]:
             raise ValueError(
-                f"cu_seqlens_q and cu_seqlens_k describe the same sequences, got {counts[0]} and "
-                f"{counts[1]} of them; give both the same length"
+                f"cu_seqlens_q and cu_seqlens_k must describe the same number of sequences, got "
+                f"{counts[0]} and {counts[1]}; give both the same length"
             )
 
     @cached_property
@@ -80,7 +80,7 @@ class Sequences:
 
     @property
     def count(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return len(self.cu_seqlens_q) - 1
 
     @cached_property
@@ -89,11 +89,11 @@ class Sequences:
         return np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_k)
 
     def tiles(self, block: int, of_keys: bool = False) -> Ints:
-        """Return the tiles of all sequences; none reaches over the end of one.
+        """Return the tiles of all sequences; no tile spans two sequences.
 
         Args:
-            block: Rows (or columns) a tile.
-            of_keys: Tiles of key columns, not of query rows.
+            block: Rows (or columns) per tile.
+            of_keys: Return tiles of key columns instead of query rows.
 
         Returns:
             (tiles, 6): the columns are those of :class:`Tile`.
@@ -114,24 +114,24 @@ class Sequences:
 
 
 def sequences_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> Sequences:
-    """Return where sequences begin and end; sums that have been seen before are not checked again.
+    """Return the cached bounds of packed sequences; known values are not checked again.
 
-    They are compared number by number, so that an array may be written to between two calls.
+    The cache compares values, so that the caller may change its arrays between calls.
 
     Args:
-        cu_seqlens_q: See :class:`Sequences`.
-        cu_seqlens_k: Likewise.
-        total_q: Likewise.
-        total_k: Likewise.
+        cu_seqlens_q: Cumulative query lengths, (count + 1,).
+        cu_seqlens_k: Cumulative key lengths, (count + 1,).
+        total_q: Query rows of all sequences.
+        total_k: Key columns of all sequences.
 
     Raises:
-        TypeError: See :class:`Sequences`.
-        ValueError: Likewise.
+        TypeError: If :class:`Sequences` rejects the type of an argument.
+        ValueError: If :class:`Sequences` rejects a value.
     """
     sums_q = as_host_array("cu_seqlens_q", cu_seqlens_q)
     sums_k = as_host_array("cu_seqlens_k", cu_seqlens_k)
     if any(sums.dtype.kind not in "iu" or sums.ndim != 1 for sums in (sums_q, sums_k)):
-        return Sequences(sums_q, sums_k, total_q, total_k)  # says what is wrong
+        return Sequences(sums_q, sums_k, total_q, total_k)  # raises the error
     kinds = sums_q.dtype, sums_k.dtype
     return _sequences_of(sums_q.tobytes(), sums_k.tobytes(), *kinds, int(total_q), int(total_k))
 
@@ -153,13 +153,13 @@ def _sums(name: str, sums: Any, total: int, what: str) -> Ints:
     array = as_host_array(name, sums)
     if array.dtype.kind not in "iu" or array.ndim != 1 or len(array) < 2:
         raise TypeError(
-            f"{name} must be a vector of whole numbers, 0 and the sums of the lengths; got shape "
-            f"{array.shape} of {array.dtype}; lengths of 2 and 3 are numpy.array([0, 2, 5])"
+            f"{name} must be a vector of whole numbers, 0 and the cumulative lengths; got shape "
+            f"{array.shape} of {array.dtype}; for lengths of 2 and 3 pass numpy.array([0, 2, 5])"
         )
     if array[0] != 0 or array[-1] != total or (np.diff(array.astype(np.int64)) < 0).any():
         raise ValueError(
             f"{name} must begin with 0, never decrease and end with the {total} {what}, got "
-            f"{np.array2string(array, threshold=8)}; it holds the sums of the lengths"
+            f"{np.array2string(array, threshold=8)}; pass the cumulative lengths"
         )
     own = array.astype(np.int64)
     own.flags.writeable = False

@@ -1,4 +1,4 @@
-"""The validated question: what one call of attention asks, every option checked."""
+"""The validated problem of an attention call."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from kernels.sparsity.block_mask import BlockMask
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call, checked.
+    """A checked attention call, without its arrays.
 
-    A score is scale · q · k, then softcap, then ``score_mod``, then what ALiBi and a floating mask add;
-    it is minus infinity where the row does not see the column.
+    A score is scale · q · k, modified by softcap, ``score_mod``, ALiBi and a floating mask, in this order.
+    Masked scores are minus infinity.
 
     Attributes:
         lead: Leading dimensions of the result, heads included; those of q, k and v broadcast to it.
@@ -50,26 +50,26 @@ class Problem:
         head_dim: Size of a query and of a key.
         value_dim: Size of a value.
         dtype: Dtype of q, k, v and out, of their gradients, and of a floating mask and its gradient.
-        scale: Multiplies the scores, once.
-        lower: Row ``row`` sees no column before ``row + lower``; ``-seq_q`` where nothing bounds it.
-        upper: Row ``row`` sees no column after ``row + upper``; ``seq_k`` where nothing bounds it.
-        diagonal: ``causal_offset`` where there are slopes: ALiBi measures |row + diagonal - col|.
-        rung: Name of the kernel asked for, or "auto".
-        precision: Name of what numbers may be rounded to on the way to a result: of ``dtype``, unless the
-            call allows less; "tf32" is no dtype.
-        deterministic: The gradients must be equal bit for bit from run to run.
-        groups: Query heads, neighbours, that share one head of k and v.
+        scale: Factor of the scores.
+        lower: Columns before ``row + lower`` are masked; ``-seq_q`` if there is no bound.
+        upper: Columns after ``row + upper`` are masked; ``seq_k`` if there is no bound.
+        diagonal: ``causal_offset`` if there are slopes: ALiBi's distance is |row + diagonal - col|.
+        rung: Name of the requested kernel, or "auto".
+        precision: Name of the format in which products may be computed: that of ``dtype``, unless the call
+            permits less, such as "tf32".
+        deterministic: Whether gradients must be bitwise reproducible.
+        groups: Number of adjacent query heads that share one head of k and v.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
         mask: "bool" or "float" for a call with ``attn_mask``, else "".
-        slopes: The call has ALiBi slopes.
-        sink: The call has sinks.
-        dropout_p: Probability of dropping a probability.
-        seed: Of the bits that decide it; a signed number of 64 bits.
+        slopes: Whether the call has ALiBi slopes.
+        sink: Whether the call has sinks.
+        dropout_p: Probability of dropping an attention weight.
+        seed: Seed of the dropout mask, as a signed number of 64 bits.
         block_mask: A block-sparse pattern, or None.
         mask_mod: ``(batch, head, row, col) -> bool``, or None.
         score_mod: A function of a score with its derivative, or None.
-        sequences: Where packed sequences begin and end, or None; rows and columns then count from the
-            start of their sequence, and its number takes the place of the batch.
+        sequences: The bounds of packed sequences, or None.  Rows and columns are then relative to the
+            start of their sequence, whose index takes the place of the batch.
     """
 
     lead: tuple[int, ...]
@@ -102,13 +102,13 @@ class Problem:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __hash__(self) -> int:
-        """Return the hash of all fields, worked out once: calls are looked up by their problem."""
+        """Return the cached hash of all fields: calls are looked up by their problem."""
         return self._hash
 
     def with_seed(self, seed: int) -> Problem:
-        """Return the same question with other dropout bits, as each step of training asks it.
+        """Return the same problem with another seed, as in each step of training.
 
-        What has been worked out is kept, but for what has a seed too.
+        Cached properties are kept, except those that contain a seed.
         """
         other = object.__new__(Problem)
         vars(other).update(vars(self), seed=seed, unseeded=self.unseeded)
@@ -118,28 +118,28 @@ class Problem:
 
     @cached_property
     def unseeded(self) -> Problem:
-        """The question with a seed of 0: by this is looked up what does not depend on the bits."""
+        """The problem with a seed of 0, the key of everything that does not depend on the seed."""
         return replace(self, seed=0) if self.seed else self
 
     @cached_property
     def sinkless(self) -> Problem:
-        """The question without sinks: out and lse hold all of them that gradients of q, k and v need."""
+        """The problem without sinks, for the gradients of q, k and v, where out and lse include them."""
         return replace(self, sink=False) if self.sink else self
 
-    # What follows is asked for at every call of the same problem, and worked out once.
+    # The following properties are used in every call of a problem, and cached.
     @cached_property
     def acc_dtype(self) -> np.dtype[Any]:
-        """Dtype of sums, and so of lse, its gradient and slopes: float32 for operands of 16 bits."""
+        """Dtype of sums, lse, its gradient and slopes: float32 for fp16 and bf16 operands."""
         return acc_dtype(self.dtype)
 
     @cached_property
     def heads(self) -> int:
-        """Query heads; a flat number of (batch, head) is batch · heads + head."""
+        """Number of query heads; the flat index of (batch, head) is batch · heads + head."""
         return self.lead[-1] if self.lead else 1
 
     @cached_property
     def features(self) -> Features:
-        """Which options the call has, without their values."""
+        """The set of options of the call, without their values."""
         return features_of(self)
 
     @cached_property
@@ -149,12 +149,12 @@ class Problem:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Tell whether there is nothing but q, k, v, scale and bounds of what a row sees."""
+        """Tell whether the call has no options but scale and causal or window bounds."""
         return self.features == PLAIN
 
     @property
     def bend_count(self) -> int:
-        """How many of softcap, ALiBi and a floating mask make another number of a score."""
+        """Number of options among softcap, ALiBi and a floating mask, which modify a score."""
         return (self.softcap > 0.0) + self.slopes + (self.mask == "float")
 
     @cached_property
@@ -222,55 +222,56 @@ def make_problem(
     return_lse: bool = False,
     rung: str = "auto",
 ) -> Problem:
-    """Check the operands and the options of one attention call.
+    """Check the operands and the options of an attention call.
 
     Args:
-        q: (…, heads, seq_q, head_dim); anything with ``shape`` and ``dtype``.
-        k: (…, heads, seq_k, head_dim).
-        v: (…, heads, seq_k, value_dim).
-        attn_mask: Boolean (True keeps) or additive and of the dtype of q, broadcastable to
-            (…, heads, seq_q, seq_k); read through its strides.
-        dropout_p: Probability of dropping a probability, in [0, 1), rounded to a multiple of 2⁻¹⁶; what is
-            kept is divided by 1 minus it.
-        is_causal: Row ``row`` sees columns up to ``row`` (top-left aligned, as in PyTorch).
-        scale: Multiplies the scores; 1/sqrt(head_dim) when None.
-        enable_gqa: Let several query heads, neighbours, share a head of k and v: the heads of q are a
-            multiple of theirs.
-        causal_offset: Where the diagonal lies: with ``is_causal``, row ``row`` sees columns up to
+        q: Queries, (…, heads, seq_q, head_dim); any object with ``shape`` and ``dtype``.
+        k: Keys, (…, heads, seq_k, head_dim), of the dtype of q.
+        v: Values, (…, heads, seq_k, value_dim), of the dtype of q.
+        attn_mask: A boolean mask (True keeps), or an additive mask of the dtype of q; it broadcasts to
+            (…, heads, seq_q, seq_k) and may have any strides.
+        dropout_p: Probability of dropping an attention weight, in [0, 1), rounded to a multiple of 2⁻¹⁶.
+            The remaining weights are divided by 1 - dropout_p.
+        is_causal: Row ``row`` attends to columns up to ``row`` (top-left aligned, as in PyTorch).
+        scale: Factor of the scores; 1/sqrt(head_dim) when None.
+        enable_gqa: Let groups of adjacent query heads share one head of k and v: the number of heads of q
+            is a multiple of theirs.
+        causal_offset: Shift of the diagonal: with ``is_causal``, row ``row`` attends to columns up to
             ``row + causal_offset``; seq_k - seq_q aligns it bottom-right.
-        window_size: (left, right): row ``row`` sees columns from ``row + causal_offset - left`` to
+        window_size: (left, right): row ``row`` attends to columns from ``row + causal_offset - left`` to
             ``row + causal_offset + right``, both inclusive; -1 is unbounded.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
         alibi_slopes: (heads,) or (batch, heads): slope · |row + causal_offset - col| is subtracted from
-            a score.  A constant: it gets no gradient.
-        sink: (heads,), a logit for each head that takes part in the softmax as the score of one more key
+            a score.  The slopes are constants and receive no gradient.
+        sink: (heads,), one logit per head, which enters the softmax as the score of an additional key
             whose value is zero: P = exp(S) / (exp(sink) + rowsum exp(S)).  lse includes it.
-        block_mask: A :class:`kernels.BlockMask`: tiles that it hides are never visited.
+        block_mask: A :class:`kernels.BlockMask`; tiles that it masks are skipped.
         mask_mod: ``(batch, head, row, col) -> bool``, True keeps; a plain function that numba can
             compile.
-        score_mod: ``(score, batch, head, row, col) -> score``, after scale and softcap; for a gradient
-            a pair of it and of its derivative by the score, of the same arguments.
-        seed: Of the dropout bits, from 0 to 2⁶⁴ - 1: the same seed drops the same entries on every
-            device.  On tensors ``minitorch.manual_seed`` decides it by default; on arrays dropout
-            needs one.
-        precision: For operands of float32, what numbers may be rounded to on the way where a rung is
-            faster with it: "tf32" (11 bits of significand), "bfloat16" or "float16"; sums stay float32.
-            A permission: a rung that has no use for it computes in "float32", which is what None means
-            too; on tensor cores that is by several products, see docs/options.md.
-        deterministic: Gradients equal bit for bit from run to run; False lets a kernel add them in any
-            order where that is faster.
+        score_mod: ``(score, batch, head, row, col) -> score``, applied after scale and softcap.  For
+            gradients, pass a pair of the function and its derivative with respect to the score, which
+            takes the same arguments.
+        seed: Seed of the dropout mask, from 0 to 2⁶⁴ - 1; a seed gives the same mask on every device.
+            Dropout on arrays requires one; on tensors the default is drawn from the generator of
+            ``minitorch.manual_seed``.
+        precision: For float32 operands, a lower precision that products may use where a rung is faster
+            with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.  A
+            rung without such products computes in "float32", which is also the meaning of None; tensor
+            cores do that with several products, see docs/options.md.
+        deterministic: Make gradients bitwise reproducible; False lets a kernel add them in any order
+            where that is faster.
         return_lse: Also return lse.
-        rung: Name of the kernel, or "auto": what the environment variable ``MINITORCH_RUNG`` names,
-            and without it the fastest that can run the call.
+        rung: Name of the kernel, or "auto" for the one that the environment variable ``MINITORCH_RUNG``
+            names, or else the fastest one that can run the call.
 
     Returns:
         The problem.
 
     Raises:
-        TypeError: For operands that are no floating arrays or differ in dtype, or an option of the
-            wrong type.
-        ValueError: For shapes or values that do not fit, or a precision for operands of another dtype
-            than float32.
+        TypeError: If an operand is not a floating-point array, the operands' dtypes differ, or an option
+            has the wrong type.
+        ValueError: If a shape or a value is invalid, or a precision is given for operands other than
+            float32.
     """
     return problem_of(
         q,
@@ -286,33 +287,33 @@ def make_problem(
     )  # fmt: skip
 
 
-#: Problems by the kind of call; a training step makes the same calls again and again, and to check one
-#: takes longer than to launch it.
+#: Checked problems by the kind of call.  A training step repeats the same calls, and checking one takes
+#: longer than launching it.
 _problems: dict[Any, Problem] = {}
-#: Problems that are kept.
+#: Maximum number of cached problems.
 MOST_PROBLEMS = 1024
 
 
 def problem_of(q: Any, k: Any, v: Any, options: Options) -> Problem:
-    """Return the problem of a call, checked by the first call of its kind.
+    """Return the problem of a call; only the first call of a kind is checked in full.
 
-    What depends on values is checked in each call: ALiBi's slopes and the seed.
+    The values of the ALiBi slopes and of the seed are checked in every call.
 
     Args:
-        q: As in :func:`make_problem`.
-        k: Likewise.
-        v: Likewise.
-        options: By name; those that are missing have the defaults of :func:`make_problem`.
+        q: Queries, (…, heads, seq_q, head_dim).
+        k: Keys, (…, heads, seq_k, head_dim).
+        v: Values, (…, heads, seq_k, value_dim).
+        options: Options by name; missing ones have the defaults of :func:`make_problem`.
 
     Raises:
-        TypeError: As :func:`make_problem`.
-        ValueError: Likewise.
+        TypeError: If :func:`make_problem` rejects the type of an argument.
+        ValueError: If :func:`make_problem` rejects a shape or a value.
     """
     seed, kind, problem = options.get("seed"), None, None
     try:
         kind = _kind(q, k, v, options)
         problem = None if kind is None else _problems.get(kind)
-    except (AttributeError, TypeError):  # of what is wrong, or cannot be remembered
+    except (AttributeError, TypeError):  # an invalid argument, or one that cannot be hashed
         kind = None
     if problem is None:
         problem = _checked(q, k, v, options)
@@ -331,11 +332,11 @@ def problem_of(q: Any, k: Any, v: Any, options: Options) -> Problem:
 
 
 def _kind(q: Any, k: Any, v: Any, options: Options) -> Any:
-    """Return what a problem depends on; None where that cannot be told without a look at the options."""
+    """Return the key of a problem, or None if the options must be checked first."""
     described: list[Any] = [q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, rung_of_run()]
     for name, value in cast("dict[str, Any]", options).items():
         if name in ARRAYS and value is not None:
-            # Not what an array holds.
+            # Not the elements of arrays.
             value = tuple(value.shape), np.dtype(value.dtype)
         elif name == "seed":
             value = value is None
@@ -379,7 +380,7 @@ def _checked(q: Any, k: Any, v: Any, options: Options) -> Problem:
     left, right = check_window(o.window_size)
     check_block_mask(o.block_mask, lead, seq_q, seq_k)
     mask_mod = as_mod("mask_mod", o.mask_mod, "(batch, head, row, col)")
-    # Before the rate becomes a float, which it may be too large for.
+    # Before the rate is converted to float, for which it may be too large.
     seed = check_dropout(o.dropout_p, o.seed)
     lower = offset - left if left >= 0 else -seq_q
     upper = offset + right if right >= 0 else seq_k
@@ -393,7 +394,7 @@ def _checked(q: Any, k: Any, v: Any, options: Options) -> Problem:
         value_dim=value_dim,
         dtype=dtype,
         scale=1.0 / math.sqrt(head_dim) if o.scale is None else float(o.scale),
-        # Beyond these no bound changes what a row sees, and a kernel's integers have an end.
+        # Clipping here does not change the visible columns, and keeps kernels' integers small.
         lower=min(max(int(lower), -seq_q), seq_k),
         upper=min(max(int(upper), -seq_q), seq_k),
         diagonal=0 if o.alibi_slopes is None else int(offset),
@@ -416,11 +417,11 @@ def _checked(q: Any, k: Any, v: Any, options: Options) -> Problem:
 def check_gradient_operands(
     problem: Problem, dout: Any, out: Any, lse: Any, dlse: Any = None
 ) -> None:
-    """Check what the backward pass takes beside q, k and v.
+    """Check the further operands of the backward pass.
 
     Raises:
-        ValueError: If one of them has another shape than the forward pass returned.
-        TypeError: If one of them is no array, or has another dtype than the forward pass returned.
+        ValueError: If one does not have the shape that the forward pass returned.
+        TypeError: If one is not an array of the dtype that the forward pass returned.
     """
     dtype, sums = problem.dtype, problem.acc_dtype
     for name, array, shape, wanted in (

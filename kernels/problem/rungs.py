@@ -1,21 +1,21 @@
-"""Names of rungs in a call, and the errors for those that cannot run it."""
+"""The names of rungs in a call, and the errors for rungs that cannot run it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 
-#: The environment variable that names the rung of a whole run, wherever a call says "auto".
+#: The environment variable that names the rung of a whole run, for calls with "auto".
 RUNG_VARIABLE = "MINITORCH_RUNG"
 
 
 def rung_of_run() -> str:
-    """Return the rung of calls that say "auto"."""
+    """Return the rung of calls with "auto"."""
     return os.environ.get(RUNG_VARIABLE) or "auto"
 
 
 def unknown_rung(rung: str, names: Sequence[str]) -> ValueError:
-    """Return the error for a rung that no target has."""
+    """Return the error for an unknown rung."""
     return ValueError(
         f"no rung is named {rung!r}{_source(rung)}; the rungs are {', '.join(map(repr, names))}, and "
         "'auto' takes the fastest that can run the call"
@@ -26,10 +26,10 @@ def unusable_rung(rung: str, why: str, target: str, usable: Sequence[str]) -> Va
     """Return the error for a rung that cannot run a call.
 
     Args:
-        rung: What was asked for.
+        rung: The requested rung.
         why: The reason.
-        target: Where the operands are.
-        usable: The rungs of the target that can.
+        target: The target of the operands.
+        usable: The rungs of the target that can run the call.
     """
     way_out = (
         f"use 'auto' or one of {', '.join(map(repr, usable))}"

@@ -1,4 +1,4 @@
-"""What q, k and v of one attention call must be: dtypes, shapes, heads; and the error texts."""
+"""Checks of the dtypes and shapes of q, k and v."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _NAMES = ", ".join(map(str, FLOAT_DTYPES[:-1])) + f" or {FLOAT_DTYPES[-1]}"
 
 
 def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
-    """Return the one floating dtype of the operands.
+    """Check the dtypes of the operands, and return their common dtype.
 
     Raises:
-        TypeError: If one is no array, or has a dtype that attention does not take or another than q.
+        TypeError: If one is not an array, or their dtype is not supported or not the same.
     """
     known = None
     for name, operand in (("q", q), ("k", k), ("v", v)):
         check_array(name, operand)
-        if operand.dtype is known:  # as of most calls all three
+        if operand.dtype is known:  # the usual case
             continue
         known = operand.dtype
         if np.dtype(known) not in NAMES:
@@ -34,7 +34,7 @@ def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
             )
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
-            f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert them "
+            f"q, k and v must have the same dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert them "
             "to one"
         )
     return np.dtype(q.dtype)
@@ -102,14 +102,14 @@ def _may_share(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> bool:
 
 
 def _check_groups(q: Sequence[int], k: Sequence[int], v: Sequence[int], shapes: str) -> int:
-    """Return how many query heads share a head of k and v."""
+    """Check grouped heads, and return the number of query heads that share a head of k and v."""
     if not _have_heads(q, k, v):
         raise ValueError(
             f"enable_gqa needs heads: (…, heads, seq, head_dim), three dimensions or more; got {shapes}"
         )
     if not _may_share(q, k, v):
         raise ValueError(
-            "with enable_gqa k and v have the same number of heads, and q a multiple of it; got "
+            "with enable_gqa k and v must have the same number of heads, and q a multiple of it; got "
             f"{q[-3]}, {k[-3]} and {v[-3]} heads in {shapes}; give k and v a divisor of q's heads"
         )
     return q[-3] // k[-3]

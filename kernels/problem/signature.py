@@ -1,4 +1,4 @@
-"""The options of attention in every function that passes them on: shown by ``help``, checked by name."""
+"""The options of attention in the signatures of functions that forward them as ``*args, **options``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def by_name(function: str, args: Sequence[Any], options: Options) -> Options:
     """Return the options of a call by name.
 
     Args:
-        function: The name of the function that is called, for error texts.
+        function: The name of the called function, for error messages.
         args: Options given by position, in the order of ``make_problem``.
         options: Options given by name.
 
     Raises:
-        TypeError: For a name that is no option, an option given twice, or too many by position.
+        TypeError: For an unknown option, an option given twice, or too many by position.
     """
     if not args and _NAMES.issuperset(options):
         return options
@@ -48,13 +48,13 @@ def by_name(function: str, args: Sequence[Any], options: Options) -> Options:
 
 
 def takes_attention_options(function: _Function) -> _Function:
-    """Let ``help`` show the options of ``make_problem`` in a function that ends in ``*args, **options``.
+    """Add the options of ``make_problem`` to the signature of a function with ``*args, **options``.
 
-    Their names, order, defaults and meanings thus stand once.  In the docstring the entries of
-    ``make_problem`` take the place of ``args`` and ``options``.
+    The names, order, defaults and descriptions of options are thus defined once.  In the docstring, the
+    entries of ``make_problem`` replace ``args`` and ``options``.
 
     Args:
-        function: Passes both to :func:`by_name`.
+        function: A function that passes both to :func:`by_name`.
     """
     own = inspect.signature(function)
     lead = [p for p in own.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -65,7 +65,7 @@ def takes_attention_options(function: _Function) -> _Function:
 
 
 def _unknown(function: str, names: set[str]) -> TypeError:
-    """Return the error for names that are no options."""
+    """Return the error for unknown options."""
     hints = []
     for name in sorted(names):
         close = get_close_matches(name, _NAMES, n=1)
@@ -75,7 +75,7 @@ def _unknown(function: str, names: set[str]) -> TypeError:
 
 
 def _with_options(doc: str | None) -> str | None:
-    """Return a docstring in which ``args`` and ``options`` are the options of ``make_problem``."""
+    """Return a docstring with the options of ``make_problem`` in place of ``args`` and ``options``."""
     if doc is None or make_problem.__doc__ is None:  # python -OO
         return doc
     before, entries, after = _arguments(doc)
@@ -90,14 +90,14 @@ def _with_options(doc: str | None) -> str | None:
 
 
 def _arguments(doc: str) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """Split a docstring: what stands before the arguments, the lines of each, what comes after."""
+    """Split a docstring into the lines before the arguments, those of each argument, and the rest."""
     lines = inspect.cleandoc(doc).split("\n")
     first = lines.index("Args:") + 1
     last = lines.index("", first)
     entries: dict[str, list[str]] = {}
     entry: list[str] = []
     for line in lines[first:last]:
-        if not line.startswith(" " * 8):  # else the entry goes on
+        if not line.startswith(" " * 8):  # else the entry continues
             entry = entries[line.split(":")[0].strip()] = []
         entry.append(line)
     return lines[:first], entries, lines[last:]

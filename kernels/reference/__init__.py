@@ -1,1 +1,1 @@
-"""NumPy to read and to compare with: textbook, tile loop, softmax ladder, evolution."""
+"""NumPy reference implementations: the textbook, the tile loop, the softmax ladder, the evolution."""

@@ -1,8 +1,8 @@
 """NumPy: the textbook formula of attention and its gradient, and the paper's tile loop.
 
-The textbook functions are the oracle of the whole project; they are run on float64.  The tile loops
-run in the dtype of their input and are the readable form of every compiled kernel.  All of them take
-operands as kernels do, (batch, heads, seq, dim), and fill the results among them.
+The textbook functions, run in float64, are the reference of all tests.  The tile loops run in the dtype of
+their input and are the readable form of every compiled kernel.  All of them take the operands of a kernel,
+(batch, heads, seq, dim), and fill its results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _swap(x: Array) -> Array:
 
 
 def _shift_of(row_max: Array) -> Array:
-    # -inf - (-inf) would be NaN in a row that sees no key; -inf - 0 is not.
+    # -inf - (-inf) would be NaN in a fully masked row; -inf - 0 is not.
     return np.where(row_max == -np.inf, row_max.dtype.type(0), row_max)
 
 
@@ -36,7 +36,7 @@ def _divisor(row_sum: Array) -> Array:
 
 def _log(x: Array) -> Array:
     with np.errstate(divide="ignore"):
-        return np.log(x)  # log 0 = -inf is what an empty row needs
+        return np.log(x)  # log 0 = -inf is the lse of a fully masked row
 
 
 def _delta(operands: Operands) -> Array:
@@ -52,7 +52,7 @@ def _times(x: Array, factor: Any) -> Array:
 
 
 def attention(problem: Problem, tile: Any, operands: Operands) -> None:
-    """Fill out and lse by the textbook: all scores at once.
+    """Fill out and lse by the textbook formula, with all scores at once.
 
     Args:
         problem: The checked call.
@@ -104,7 +104,7 @@ def _backward_of(scores: Scores, own: Operands, rows: slice, cols: slice, delta:
 
 
 def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
-    """Fill dq, dk and dv by the textbook.
+    """Fill dq, dk and dv by the textbook formula.
 
     Args:
         problem: The checked call.
@@ -126,11 +126,11 @@ def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
 
 
 def mask_gradient(problem: Problem, operands: Operands, dmask: Array) -> None:
-    """Add up the gradient of a floating mask, tile of rows by tile of rows.
+    """Add up the gradient of a floating mask, one tile of rows at a time.
 
     Args:
         problem: The checked call.
-        operands: As for the backward pass.
+        operands: The operands of the backward pass.
         dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
     """
     scores, delta = Scores(problem, operands), _delta(operands)
@@ -148,7 +148,7 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Array) -> None:
 
 
 def sink_gradient(problem: Problem, operands: Operands, dsink: Array) -> None:
-    """Fill the gradient of the sinks: dS of a key whose value is 0, so that dP is 0, too.
+    """Fill the gradient of the sinks, which is dS of a key whose value, and hence dP, is 0.
 
     Args:
         problem: The checked call.
@@ -216,7 +216,7 @@ def _forward_tile(
 
 
 def tiled_attention_backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv tile by tile, key columns outside.
+    """Fill dq, dk and dv tile by tile, with the outer loop over key tiles.
 
     Args:
         problem: The checked call.

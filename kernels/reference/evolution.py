@@ -1,8 +1,8 @@
 """Attention for one query, in five steps from a sum of exponentials to the loop of FlashAttention.
 
-Each function computes the same, out = Σ p_j v_j with p the softmax of s_j = scale · k_j·q, and reads keys
-and values row by row, or block by block.  What changes is how often they are read, what is stored between,
-and which scores are too large.
+Each function computes out = Σ p_j v_j, with p the softmax of s_j = scale · k_j·q, and reads keys and values
+row by row, or block by block.  They differ in the number of passes, the stored intermediates, and the
+scores that overflow.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Array = npt.NDArray[Any]
 
 
 def sum_of_exponentials(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """Add up e^s v and e^s: one pass, nothing stored, and it overflows.
+    """Add up e^s v and e^s in one pass, without storing anything; large scores overflow.
 
-    e^s is infinite from s = 88.7 (float32) or 709.8 (float64) on, and infinity over infinity is no number.
+    e^s is infinite from s = 88.7 (float32) or 709.8 (float64) on, and infinity over infinity is NaN.
 
     Args:
         q: (head_dim,) floating.
@@ -39,7 +39,7 @@ def sum_of_exponentials(q: Array, k: Array, v: Array, scale: float) -> Array:
 
 
 def maximum_first(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """Subtract the largest score, for which all keys must be read before: k is read twice.
+    """Subtract the largest score, found by an extra pass over the keys: k is read twice.
 
     Softmax is the same for s - c with any c; with c = max s no exponential is above 1.  Takes and returns
     what :func:`sum_of_exponentials` does.
@@ -58,9 +58,9 @@ def maximum_first(q: Array, k: Array, v: Array, scale: float) -> Array:
 
 
 def scores_kept(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """Keep the scores instead of reading the keys again: seq numbers are stored, for each query.
+    """Store the scores, seq numbers for each query, instead of reading the keys again.
 
-    This is what attention composed of operations does, and for seq queries they are seq² numbers.  Takes
+    Attention composed of operations does this, and for seq queries stores seq² numbers.  Takes
     and returns what :func:`sum_of_exponentials` does.
 
     Source: FlashAttention, Algorithm 0.
@@ -77,7 +77,7 @@ def scores_kept(q: Array, k: Array, v: Array, scale: float) -> Array:
 
 
 def running_maximum(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """Subtract the largest score so far: one pass again; what is added up shrinks when a larger one comes.
+    """Subtract the largest score so far, and rescale the sums when it grows: one pass again.
 
     Takes and returns what :func:`sum_of_exponentials` does.
 
@@ -98,17 +98,17 @@ def running_maximum(q: Array, k: Array, v: Array, scale: float) -> Array:
 
 
 def by_blocks(q: Array, k: Array, v: Array, scale: float, block: int = 16) -> Array:
-    """Take a block of keys at a time: one product for its scores, one rescaling for all of them.
+    """Process a block of keys at a time, with one product for its scores and one rescaling.
 
-    With a tile of queries in the place of one, this is the loop of the fused kernels.  Takes and returns
+    With a tile of queries instead of one, this is the loop of the fused kernels.  Takes and returns
     what :func:`sum_of_exponentials` does.
 
     Args:
-        q: See there.
-        k: See there.
-        v: See there.
-        scale: See there.
-        block: Rows of k and v that are read at a time, block_k of the kernels.
+        q: (head_dim,) floating.
+        k: (seq, head_dim), at least one row.
+        v: (seq, value_dim).
+        scale: Factor of the scores.
+        block: Number of rows of k and v read at a time, block_k of the kernels.
 
     Source: FlashAttention-2, Algorithm 1, for one row of queries.
     """

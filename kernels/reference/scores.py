@@ -1,4 +1,4 @@
-"""The scores of attention in NumPy: what every option makes of them, for the whole or for one tile."""
+"""The scores of attention in NumPy, with every option, for a whole call or one tile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 
 def _numpy_target(operands: Operands) -> ScoreTarget:
-    """Return the target of which a place has arrays of rows and columns that broadcast."""
+    """Return the NumPy target, whose places have arrays of rows and columns that broadcast."""
     dtype = operands.q.dtype
 
     def mask_at(place: Place, call: Problem) -> Array:
@@ -45,8 +45,8 @@ class Scores:
 
     Args:
         problem: The checked call.
-        operands: As kernels take them, (batch, heads, seq, dim).
-        sequence: Number of the packed sequence that the operands are.
+        operands: The operands, (batch, heads, seq, dim).
+        sequence: Index of the packed sequence of the operands.
     """
 
     def __init__(self, problem: Problem, operands: Operands, sequence: int = 0):
@@ -54,7 +54,7 @@ class Scores:
         self.operands = operands
         batch, heads = operands.q.shape[:2]
         flat = np.arange(batch * heads).reshape(batch, heads, 1, 1)
-        # Kernels count (batch, heads) in the same order, whatever they call a batch.
+        # The flat order of (batch, heads) is the same in kernels, however they divide it.
         self.head = flat % problem.heads
         self.batch = flat // problem.heads + sequence
         self.program = make_score_program(problem.features, _numpy_target(operands))
@@ -71,7 +71,7 @@ class Scores:
         s = (q @ np.swapaxes(k, -1, -2)) * problem.scale  # (…, rows, cols)
         s, derivative = program.modified(s, place, problem)
         s = np.where(program.is_visible(place, problem), s, s.dtype.type(-np.inf))
-        # A user's derivative may be infinite at a masked score, whose gradient is 0.
+        # The user's derivative may be infinite at a masked score, whose gradient is 0.
         return s, np.where(s == -np.inf, s.dtype.type(0), derivative)
 
     def with_sink(self, out: Array, lse: Array) -> tuple[Array, Array]:
@@ -82,7 +82,7 @@ class Scores:
         return out * np.exp(lse - whole)[..., None], whole
 
     def kept(self, rows: slice, cols: slice) -> Array | None:
-        """Return what dropout multiplies probabilities by, 0 or ``keep_scale``; None without dropout."""
+        """Return the dropout factors, 0 or ``keep_scale``; None without dropout."""
         problem = self.problem
         if not problem.dropout_p:
             return None
@@ -93,7 +93,7 @@ class Scores:
 
 
 def kept(seed: int, dropout_p: float, batch_head: Array, row: Array, col: Array) -> Array:
-    """Return which probabilities dropout keeps, for arrays of places that broadcast."""
+    """Return the dropout mask, True where a probability is kept, for index arrays that broadcast."""
     words_of: Any = PLAIN.attention_words  # of arrays as of numbers
     words = words_of(seed, batch_head, row, col // COLUMNS)
     shape = np.broadcast_shapes(batch_head.shape, row.shape, col.shape)

@@ -1,8 +1,7 @@
-"""Softmax of one vector in three steps: how the passes over memory go from three to two, for learning.
+"""Softmax of one vector in three steps, naive, safe and online, for learning.
 
-FlashAttention is the third step with one change: what is summed beside the exponentials is the output.
-The same steps as kernels stand in ``cpu/softmax_ladder.py`` and ``cuda/softmax_ladder.py``, where they
-are measured; ``evolution.py`` goes on from them to attention.
+FlashAttention is the third step with one change: it also sums the output.  ``cpu/softmax_ladder.py`` and
+``cuda/softmax_ladder.py`` have the same steps as kernels, and ``evolution.py`` continues to attention.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 Vector = npt.NDArray[Any]
 
-#: How often the kernels of each step read an element from memory; they write it once.
+#: How often the kernels of each step read an element from memory; each is written once.
 READS = {"naive": 2, "safe": 3, "online": 2}
 
 
@@ -23,7 +22,7 @@ def check_rows(step: str, x: Any, out: Any) -> None:
 
     Args:
         step: One of :data:`READS`.
-        x: (rows, length) on the device in question.
+        x: (rows, length), on the device of the kernels.
         out: (rows, length).
 
     Raises:
@@ -35,16 +34,16 @@ def check_rows(step: str, x: Any, out: Any) -> None:
     shapes = [(tuple(a.shape), np.dtype(a.dtype).name) for a in (x, out)]
     if x.ndim != 2 or shapes[0] != shapes[1]:
         raise ValueError(
-            f"x and out must be (rows, length) and alike, got {shapes[0]} and {shapes[1]}"
+            f"x and out must have the same shape (rows, length) and dtype, got {shapes[0]} and {shapes[1]}"
         )
     if shapes[0][1] not in ("float32", "float64"):
         raise TypeError(f"x must be float32 or float64, got {shapes[0][1]}; convert it")
 
 
 def naive_softmax(x: Vector) -> Vector:
-    """Return e^x over its sum: two passes over x, one to add up and one to divide.
+    """Return e^x over its sum, with two passes over x.
 
-    Overflows where an element is above 709 (float64) or 88 (float32).
+    It overflows if an element is above 709 (float64) or 88 (float32).
 
     Args:
         x: (size,) floating.
@@ -59,7 +58,7 @@ def naive_softmax(x: Vector) -> Vector:
 
 
 def safe_softmax(x: Vector) -> Vector:
-    """Return softmax with the largest element subtracted first: three passes over x.
+    """Return softmax after subtracting the largest element, with three passes over x.
 
     Args:
         x: (size,) floating, any numbers; not all of them minus infinity.
@@ -76,11 +75,11 @@ def safe_softmax(x: Vector) -> Vector:
 
 
 def online_softmax(x: Vector, block: int = 4) -> Vector:
-    """Return softmax, its maximum and its sum found together: two passes over x, by blocks.
+    """Return softmax, finding maximum and sum together, with two passes over x by blocks.
 
     Args:
         x: (size,) floating, any numbers; not all of them minus infinity.
-        block: Elements that are read at a time.
+        block: Number of elements read at a time.
 
     Returns:
         (size,).
@@ -92,11 +91,11 @@ def online_softmax(x: Vector, block: int = 4) -> Vector:
 
 
 def online_statistics(x: Vector, block: int) -> tuple[Any, Any]:
-    """Return the largest element m and Σ e^(x - m) in one pass, no block of x read twice.
+    """Return the largest element m and Σ e^(x - m) in one pass over x.
 
     Args:
         x: (size,) floating; may begin with minus infinities.
-        block: Elements that are read at a time.
+        block: Number of elements read at a time.
 
     Returns:
         m and the sum, of x's dtype.

@@ -1,1 +1,1 @@
-"""What stands between the kernels and NumPy, numba and CUDA's package: dtypes, host memory, compilation."""
+"""The layer between the kernels and NumPy, numba and numba.cuda: dtypes, host memory, compilation."""

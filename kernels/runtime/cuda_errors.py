@@ -1,4 +1,4 @@
-"""What an error of CUDA means and what to do about it, in one sentence."""
+"""Explanations of CUDA errors, with what to do about them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import re
 from collections import deque
 from typing import Any
 
-#: Kernels launched last, the latest at the end.  A kernel runs after its launch has returned, so an
-#: error shows up at some later call; the one at fault is among these.
+#: The most recently launched kernels, the latest at the end.  Launches are asynchronous, so an error is
+#: reported by a later call; its cause is among these.
 LAUNCHED: deque[str] = deque(maxlen=8)
 
 
 class CaptureError(RuntimeError):
-    """A function does what a CUDA graph cannot hold."""
+    """A function does something that a CUDA graph cannot contain."""
 
 
-#: Set this variable to 1 and every launch waits for its kernel, so that an error names it.
+#: If this variable is 1, every launch waits for its kernel, so that an error names it.
 BLOCKING_VARIABLE = "MINITORCH_CUDA_SYNC"
 
-#: CUDA's name for a failure of a kernel that was running → what the kernel did.
+#: CUDA's name for a failure of a running kernel → its cause.
 KERNEL_FAULTS = {
     "CUDA_ERROR_ILLEGAL_ADDRESS": "read or wrote outside its memory",
     "CUDA_ERROR_MISALIGNED_ADDRESS": "read or wrote at an address that its access does not divide",
@@ -32,7 +32,7 @@ KERNEL_FAULTS = {
     "CUDA_ERROR_TENSOR_MEMORY_LEAK": "left tensor memory allocated",
 }
 
-#: CUDA's name for any other error → what it means and what to do.
+#: CUDA's name for any other error → its meaning and what to do.
 MEANINGS = {
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "the driver is older than the CUDA toolkit that compiles "
     'the kernels; update the driver, or install the toolkit of its version with pip install "numba-'
@@ -60,7 +60,7 @@ MEANINGS = {
     "restart the process",
 }
 
-#: What to do without the compiler.
+#: What to do if the compiler is missing.
 NO_COMPILER = (
     'NVVM, the compiler of CUDA kernels, was not found; pip install "numba-cuda[cu13]" ([cu12] for '
     "a driver of CUDA 12)"
@@ -82,15 +82,15 @@ def _out_of_memory(what: str) -> MemoryError:
 
 
 def explain(error: BaseException, doing: str, *, is_culprit: bool = False) -> Exception | None:
-    """Return an error of numba or CUDA as one sentence that says what to do.
+    """Convert an error of numba or CUDA to one that explains it and says what to do.
 
     Args:
-        error: What was raised.
-        doing: What failed, as the subject of a sentence: "the kernel flash2".
-        is_culprit: It is the kernel named in ``doing`` that failed, not an earlier one.
+        error: The exception.
+        doing: The failed operation, as the subject of a sentence: "the kernel flash2".
+        is_culprit: Whether the kernel named in ``doing`` failed, rather than an earlier one.
 
     Returns:
-        A MemoryError or RuntimeError, or None where the error is no one's but the caller's.
+        A MemoryError or RuntimeError, or None if the error is not known here.
     """
     if type(error).__module__.split(".")[0] not in ("numba", "numba_cuda", "cuda"):
         return None
@@ -106,7 +106,7 @@ def explain(error: BaseException, doing: str, *, is_culprit: bool = False) -> Ex
 
 
 def explain_code(code: str, doing: str, *, is_culprit: bool = False) -> Exception:
-    """Return the error for CUDA's name of it; arguments as in :func:`explain`."""
+    """Return the error for a CUDA error name; see :func:`explain`."""
     if code == "CUDA_ERROR_OUT_OF_MEMORY":
         return _out_of_memory(f"{doing} needs more than is free")
     if code not in KERNEL_FAULTS:
@@ -125,19 +125,19 @@ def explain_code(code: str, doing: str, *, is_culprit: bool = False) -> Exceptio
 
 
 def code_in(text: str) -> str | None:
-    """Return CUDA's name for the error that a text speaks of, or None."""
+    """Return the CUDA error name that a text contains, or None."""
     named = re.search(r"CUDA_ERROR_\w+", text)
     return None if named is None else named.group()
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text that says anything, without its full stop."""
+    """Return the first non-empty line of a text, without its full stop."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0].rstrip(".:") if lines else "no reason given"
 
 
 def _size(count: int) -> str:
-    """Return a number of bytes for people."""
+    """Return a number of bytes in readable form."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
@@ -145,10 +145,10 @@ def _size(count: int) -> str:
 
 
 class explained:
-    """Turn what numba and CUDA raise inside the ``with`` into one sentence that says what to do.
+    """Convert exceptions of numba and CUDA inside the ``with`` to errors that say what to do.
 
     Args:
-        doing: What fails if it does, as the subject of that sentence.
+        doing: The operation, as the subject of a sentence.
     """
 
     __slots__ = ("doing",)

@@ -1,4 +1,4 @@
-"""The floating dtypes of operands, what they are computed in, and how numbers get from one to another."""
+"""The floating dtypes of operands, their accumulators, and conversions between them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 FLOAT16 = np.dtype(np.float16)
-#: The upper half of a float32, sign, 8 bits of exponent, 7 of fraction; NumPy knows it by ``ml_dtypes``.
+#: The upper half of a float32: sign, 8 bits of exponent, 7 of fraction; ``ml_dtypes`` adds it to NumPy.
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT32 = np.dtype(np.float32)
 FLOAT64 = np.dtype(np.float64)
 
-#: Numbers of 16 bits are stored; computed with, and added up, they are in float32.
+#: The 16-bit storage dtypes, which are computed with and accumulated in float32.
 HALF_DTYPES = (FLOAT16, BFLOAT16)
-#: What loops and kernels without tensor cores compute in.
+#: The dtypes in which loops and kernels without tensor cores compute.
 COMPUTE_DTYPES = (FLOAT32, FLOAT64)
-#: What operands may be.
+#: The dtypes of operands.
 FLOAT_DTYPES = (*HALF_DTYPES, *COMPUTE_DTYPES)
-#: Of each its name; asking NumPy for one takes longer than all else that is looked up here.
+#: The name of each, because NumPy takes long to return one.
 NAMES = {dtype: dtype.name for dtype in FLOAT_DTYPES}
-#: How storage of 16 bits looks to a kernel that moves or converts it.
+#: The dtype as which kernels move or convert 16-bit storage.
 BITS = np.dtype(np.uint16)
 
 
@@ -42,7 +42,7 @@ def lowest(dtype: np.dtype[Any]) -> float:
 
 
 def acc_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of an accumulator: float32 for numbers of 16 bits, else the dtype itself."""
+    """Return the dtype of an accumulator: float32 for fp16 and bf16, else the dtype itself."""
     return FLOAT32 if is_half(dtype) else dtype
 
 
@@ -51,7 +51,7 @@ def rounded(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
     Args:
         array: Any shape and strides; a copy keeps the order of the dimensions in memory.
-        dtype: What it shall be; a number beyond its range becomes infinite.
+        dtype: The dtype of the result; a number beyond its range becomes infinite.
     """
     if dtype == BFLOAT16 and array.dtype == FLOAT64:
         array = _rounded_to_odd(array)
@@ -60,11 +60,11 @@ def rounded(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def _rounded_to_odd(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return float64 as float32 of which bfloat16 has the same nearest number.
+    """Round float64 to float32 in such a way that rounding that to bfloat16 is exact.
 
-    ``ml_dtypes`` goes by way of the nearest float32, and what lies just beside the middle between two
-    bfloat16 falls on it.  A number that float32 does not have becomes the one of its two neighbours
-    there whose last bit is 1; the middle has a last bit of 0.
+    ``ml_dtypes`` rounds to the nearest float32 first, which moves a number close to the midpoint of two
+    bfloat16 onto the midpoint.  Here, an inexact number becomes the neighbouring float32 whose last bit is
+    1 (round to odd); the last bit of a midpoint is 0.
 
     Source: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008, theorem 1.
     """
@@ -73,6 +73,6 @@ def _rounded_to_odd(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     inexact = (near.astype(FLOAT64) != array) & ~np.isnan(array)
     beyond = np.abs(near.astype(FLOAT64)) > np.abs(array)
     bits = near.view(np.uint32)
-    bits -= beyond & inexact  # away from zero it went too far
+    bits -= beyond & inexact  # it was rounded away from zero
     bits |= inexact
     return near

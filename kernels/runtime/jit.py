@@ -1,4 +1,4 @@
-"""Compile a Python function for the CPU with numba, once per machine and not once per process."""
+"""Compile Python functions for the CPU with numba, and cache them across processes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from numba.core.types import Type
 from numba.np.ufunc.parallel import threading_layer
 
 #: How the threads of numba's OpenMP runtime (GCC's; LLVM's or Intel's) wait for the next kernel.  By
-#: themselves they spin for so long that they take the cores from whatever else runs: with one busy
-#: process beside it a training slowed down to a third.  A user's own setting of any of them stays.
+#: default they spin so long that they take the cores from other work: with one busy process on the machine
+#: a training slowed down to a third.  The user's own setting of any of them takes precedence.
 WAITING = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
 if not any(name in os.environ for name in (*WAITING, "GOMP_SPINCOUNT")):
     os.environ.update(WAITING)  # before numba loads the runtime, at its first parallel kernel
 
-#: Floating-point freedoms that let LLVM vectorise a sum and contract a multiply-add.  Infinities and
-#: NaNs keep their meaning: a masked score *is* minus infinity.
+#: fastmath flags that let LLVM vectorise a sum and contract a multiply-add.  Infinities and NaNs keep their
+#: meaning, because a masked score is minus infinity.
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 #: ``NUMBA_DISABLE_JIT=1``: numba compiles nothing, so that a debugger stops in kernels.
 JIT_DISABLED = bool(numba.config.DISABLE_JIT)  # type: ignore[attr-defined]
 
-#: Elements for which a kernel of :class:`BySize` wakes no other thread: that takes 10 microseconds if they
-#: wait in vain already and 200 if they sleep, and so long is what these elements take.
+#: Number of elements below which a kernel of :class:`BySize` uses one thread: waking the others takes 10
+#: microseconds if they spin and 200 if they sleep, as long as the computation.
 SERIAL_BELOW = 32768
 
 
@@ -42,15 +42,17 @@ _optimize: Any = CPUCodeLibrary._optimize_final_module
 
 
 def _optimize_with_own_copies(library: Any) -> None:
-    """Optimise a compiled function, which calls its own copies of its helpers and of its parallel loop.
+    """Optimise a compiled function so that it calls its own copies of its helpers and parallel loop.
 
-    Numba leaves it open which copy is called.  The process that compiles has another one, of the helper
-    by itself, which LLVM may have optimised otherwise; one that finds the machine code on disk has not:
-    the first run on a machine had other last bits than all later ones.
+    Numba does not define which copy is called.  The process that compiles also has the separately compiled
+    helper, which LLVM may have optimised differently, and a process that loads the code from disk does not:
+    without this, the first run on a machine had other last bits than later ones.
     """
     for function in library._final_module.functions:
         is_copy = not function.is_declaration and function.linkage.name == "linkonce_odr"
-        if is_copy and not function.name.startswith("NRT_"):  # numba's own, of which there is one
+        if is_copy and not function.name.startswith(
+            "NRT_"
+        ):  # numba's own functions, which exist once
             function.linkage = "internal"
     _optimize(library)
 
@@ -65,7 +67,7 @@ def _code_parts(code: CodeType) -> list[object]:
     return parts
 
 
-#: Packages whose code is part of no kernel: a version of Python or of numba is in numba's own key.
+#: Packages that are not part of the fingerprint: numba's own key has the versions of Python and numba.
 _OTHERS = {*sys.stdlib_module_names, "numba", "numpy", "ml_dtypes", "llvmlite"}
 
 
@@ -74,7 +76,7 @@ def _ours(module: str | None) -> bool:
 
 
 def _named(function: FunctionType) -> list[object]:
-    """Return what a function's code names: globals, and what it takes from a module by a dot."""
+    """Return the objects that a function's code names: globals and attributes of modules."""
     names = function.__code__.co_names
     found = [function.__globals__[name] for name in names if name in function.__globals__]
     modules = [item for item in found if isinstance(item, ModuleType) and _ours(item.__name__)]
@@ -82,35 +84,34 @@ def _named(function: FunctionType) -> list[object]:
 
 
 def fingerprint(function: Any, *arguments: Type) -> str:
-    """Return a hash of a function's code and options, and of everything of ours that it calls.
+    """Return a hash of the code and options of a function and of all project functions that it calls.
 
-    Numba's cache looks only at the file in which a function stands.  A student who mends a helper in
-    another file would go on running the old one; with this hash the kernel is compiled again.  A
-    function that numba replaces by another (``overload``) names its ``implementations``; an intrinsic
-    is the function that emits its instructions; an object is all its attributes, or those that it names
-    in ``made_of``.  An array that a user's function captured is its elements.
+    Numba's cache checks only the file of the function, so that a change of a helper in another file would
+    have no effect; with this hash the kernel is recompiled.  A function that numba replaces (``overload``)
+    names its ``implementations``; an intrinsic is hashed by the function that emits its instructions; an
+    object by all its attributes, or those that it names in ``made_of``; a captured array by its elements.
 
     Args:
-        function: Plain, or a dispatcher.
-        arguments: Types of which it takes some.  Numba's key has their names; of tuples whose elements have
-            names it has not in which order.
+        function: A plain function or a dispatcher.
+        arguments: Types of arguments.  Numba's key has their names, but not the order of the fields of
+            named tuples.
     """
     seen: set[int] = set()
     parts: list[object] = []
     stack: list[Any] = [function, *arguments]
     while stack:
         item = stack.pop()
-        if hasattr(item, "targetoptions"):  # a dispatcher, of the CPU's or of CUDA's package
-            # Sorted: the order of a set of words changes from process to process.
+        if hasattr(item, "targetoptions"):  # a dispatcher of numba or numba.cuda
+            # Sorted: the order of a set of strings changes from process to process.
             for name, option in sorted(item.targetoptions.items()):
                 parts.append((name, sorted(option) if isinstance(option, set) else repr(option)))
             item = item.py_func
-        item = getattr(item, "_defn", item)  # of an intrinsic
+        item = getattr(item, "_defn", item)  # an intrinsic
         if isinstance(item, FunctionType):
             if id(item) in seen or not _ours(item.__module__):
                 continue
             seen.add(id(item))
-            # Machine code names the modules of what it calls: code cached before a move would not load.
+            # Machine code refers to modules by name: code cached before a move would not load.
             parts.append(item.__module__)
             parts.extend(_code_parts(item.__code__))
             stack.extend(_named(item))
@@ -125,7 +126,9 @@ def fingerprint(function: Any, *arguments: Type) -> str:
             parts.append((repr(item), getattr(item, "fields", None)))
         elif isinstance(item, np.ndarray):
             parts.append((item.dtype.str, item.shape, item.tobytes()))
-        elif _ours(type(item).__module__) and id(item) not in seen:  # what emits an instruction
+        elif (
+            _ours(type(item).__module__) and id(item) not in seen
+        ):  # the function that emits an instruction
             seen.add(id(item))
             own = getattr(item, "__dict__", {})
             stack.extend((name, own[name]) for name in getattr(item, "made_of", own))
@@ -133,7 +136,7 @@ def fingerprint(function: Any, *arguments: Type) -> str:
 
 
 def _captured(function: Any) -> tuple[Any, ...]:
-    """Return what a closure has captured, for a key: code by its fingerprint, all else by its repr."""
+    """Return the captured values of a closure for a key: code by fingerprint, all else by repr."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return tuple(
         fingerprint(x) if _has_code(x) or isinstance(x, np.ndarray) else repr(x) for x in cells
@@ -155,10 +158,10 @@ def njit_cached(
     Args:
         function: A plain function, or a closure over plain functions and constants.
         cache: False for a closure over a dispatcher, which would get a new entry in each process.
-        options: Passed on to ``numba.njit``.
+        options: Options of ``numba.njit``.
 
     Returns:
-        A numba dispatcher, for ``parallel=True`` within :class:`Parallel`; the function itself where
+        A numba dispatcher, wrapped in :class:`Parallel` for ``parallel=True``; the function itself if
         :data:`JIT_DISABLED`; without ``function``, a decorator.
     """
 
@@ -174,7 +177,7 @@ def njit_cached(
             def index_key(signature: Any, codegen: Any) -> Any:
                 return signature, codegen.magic_tuple(), stamp, captured
 
-            # Numba's own key has captured dispatchers by a number that each process draws anew.
+            # Numba's own key has captured dispatchers by a number that differs in each process.
             dispatcher._cache._index_key = index_key
         return Parallel(dispatcher, cache, options) if options.get("parallel") else dispatcher
 
@@ -185,29 +188,29 @@ def njit_cached(
 
 
 class _Threads:
-    """What is known of the threads that numba runs parallel loops on.
+    """The state of numba's threads.
 
     Attributes:
-        shared: They serve several callers at once; not known before the first parallel kernel.
-        lost: They were another process's: this one was forked from it.
-        turn: Held by the one caller that they serve, while ``shared`` is not True.
+        shared: Whether several callers may use them at once; unknown before the first parallel kernel.
+        lost: Whether they belong to the parent of this forked process.
+        turn: The lock of the current caller, while ``shared`` is not True.
     """
 
     def __init__(self) -> None:
         self.shared, self.lost, self.turn = False, False, threading.RLock()
 
     def after_fork(self) -> None:
-        """Note, in a child that was forked, whether its parent's threads had been started."""
+        """Record, in a forked child, whether its parent's threads had been started."""
         global_compiler_lock.release()
-        self.turn = threading.RLock()  # a thread that is gone may hold the old one
+        self.turn = threading.RLock()  # a thread of the parent may hold the old lock
         self.shared = False
-        with suppress(ValueError):  # not started: the child may start its own
+        with suppress(ValueError):  # not started: the child can start its own
             self.lost = bool(threading_layer())
 
 
 _threads = _Threads()
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    # Forked while another thread compiles, a child would wait for the compiler's lock for ever.
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    # A child forked while another thread compiles would wait for the compiler's lock forever.
     os.register_at_fork(
         before=global_compiler_lock.acquire,
         after_in_parent=global_compiler_lock.release,
@@ -216,16 +219,16 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 
 
 class Parallel:
-    """A kernel whose ``prange`` loops run on numba's threads, where these can be used.
+    """A kernel whose ``prange`` loops run on numba's threads where possible.
 
-    Numba ends the process in two cases: when a second Python thread comes to the threads of its
-    ``workqueue`` layer while they work, and when a forked child comes to its parent's threads of
-    OpenMP, which it does not have.  Here the second caller waits, and the child computes on one thread.
+    Numba ends the process in two cases: when a second Python thread uses its ``workqueue`` layer at the
+    same time, and when a forked child uses the OpenMP threads of its parent.  Here the second caller waits,
+    and the child computes on one thread.
 
     Args:
-        dispatcher: Of numba; what it has, this has too.
-        cache: As for :func:`njit_cached`.
-        options: Likewise.
+        dispatcher: A numba dispatcher, whose attributes are available here too.
+        cache: Whether to cache machine code on disk, as in :func:`njit_cached`.
+        options: Options of ``numba.njit``.
     """
 
     def __init__(self, dispatcher: Any, cache: bool, options: dict[str, Any]):
@@ -233,13 +236,13 @@ class Parallel:
         self._cached, self._options = cache, options
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dispatcher":  # not set yet: a copy is being made
+        if name == "dispatcher":  # not set yet while a copy is being made
             raise AttributeError(name)
         return getattr(self.dispatcher, name)
 
     @cached_property
     def serial(self) -> Any:
-        """The dispatcher of the same loops without threads."""
+        """The dispatcher of the same loops on one thread."""
         f: Any = self.dispatcher.py_func
         twin = FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
         twin.__qualname__ = f"{f.__qualname__}_serial"  # a file of its own in the cache
@@ -264,11 +267,11 @@ def serial(loop: Any) -> Any:
 
 
 class BySize:
-    """A kernel compiled twice: its ``prange`` loops are parallel for large operands, serial for small ones.
+    """A kernel whose ``prange`` loops are parallel for large operands and serial for small ones.
 
     Args:
-        function: A kernel; the size of its first argument decides.
-        options: Of ``numba.njit``.
+        function: A kernel; it is chosen by the size of its first argument.
+        options: Options of ``numba.njit``.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any):
@@ -276,32 +279,32 @@ class BySize:
 
     @cached_property
     def parallel(self) -> Any:
-        """The kernel for ``SERIAL_BELOW`` elements and more."""
+        """The parallel kernel, for at least ``SERIAL_BELOW`` elements."""
         return njit_cached(self._function, parallel=True, **self._options)
 
     @cached_property
     def serial(self) -> Any:
-        """The dispatcher for fewer."""
+        """The serial dispatcher, for fewer elements."""
         return serial(self.parallel)
 
     def __call__(self, *args: Any) -> None:
-        """Run the one or the other."""
+        """Run the parallel or the serial kernel."""
         (self.serial if args[0].size < SERIAL_BELOW else self.parallel)(*args)
 
 
 def by_size(**options: Any) -> Callable[[Callable[..., Any]], BySize]:
-    """Compile the decorated kernel as :class:`BySize` says.
+    """Compile the decorated kernel as a :class:`BySize`.
 
     Args:
-        options: Of ``numba.njit``.
+        options: Options of ``numba.njit``.
     """
     return lambda function: BySize(function, **options)
 
 
 def compile_signature(dispatcher: Any, signature: Any) -> Any:
-    """Add one explicit signature; calls are then served by the signatures added, and by no other.
+    """Add an explicit signature; calls may then use only the added signatures.
 
-    Without this, numba would compile a kernel again for each combination of layouts.
+    Without this, numba would recompile a kernel for each combination of layouts.
     """
     with global_compiler_lock:  # else another thread could disable it between these two
         dispatcher.disable_compile(False)

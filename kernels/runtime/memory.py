@@ -1,4 +1,4 @@
-"""Where arrays lie: allocate them, and view operands as the four dimensions that kernels take."""
+"""Memory of one kind: allocate arrays, and view operands with the four dimensions of the kernels."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Ints = tuple[int, ...]
 
 @lru_cache(maxsize=4096)
 def join_dims(shape: Ints, *strides: Ints) -> list[Ints]:
-    """Join dimensions that every operand steps through evenly: fewer divisions for each element.
+    """Join dimensions that are contiguous in every operand, to save index divisions.
 
     Args:
         shape: The shape of a result.
-        strides: Of the result, then of each operand; 0 where it is broadcast.
+        strides: Strides of the result, then of each operand; 0 where it is broadcast.
 
     Returns:
-        Shape and strides of the same elements, the dimensions in the result's order in memory and
-        one at least.  Operands that lie alike become vectors.
+        Shape and strides of the same elements, with at least one dimension, in the result's memory order.
+        Operands of the same layout become vectors.
     """
     joined: list[Ints] = []  # (size, stride of each operand), the slowest dimension first
     dims = [dim for dim in zip(shape, *strides, strict=True) if dim[0] != 1]
@@ -62,14 +62,14 @@ def _broadcast_strides(shape: Ints, strides: Ints, dims: int) -> Ints:
 
 
 def joined_step(sizes: Ints, steps: Ints) -> int | None:
-    """Return the one stride that steps through several dimensions, or None if there is none."""
+    """Return the stride that steps through several dimensions, or None if there is none."""
     shape, _, joined = join_dims(sizes, row_major_strides(sizes), steps)
     return joined[0] if len(shape) == 1 else None
 
 
 @lru_cache(maxsize=4096)
 def strides_as(strides: Ints, shape: Ints) -> Ints:
-    """Return the strides of an array without gaps whose dimensions are ordered in memory as another's.
+    """Return the strides of a dense array whose dimensions have the memory order of another array.
 
     Args:
         strides: Strides of the other array, in elements.  If a stride of 0 repeats a dimension, or the
@@ -80,7 +80,7 @@ def strides_as(strides: Ints, shape: Ints) -> Ints:
     if len(strides) != len(shape) or repeats:
         return row_major_strides(shape)
     steps, total = [1] * len(shape), 1
-    # Of equal strides, those of dimensions of size 1 come first, as in a view that adds such a dimension.
+    # Among equal strides, dimensions of size 1 come first, as in a view that adds such a dimension.
     for axis in sorted(range(len(shape)), key=lambda i: (abs(strides[i]), shape[i] != 1, -i)):
         steps[axis] = total
         total *= shape[axis]
@@ -98,7 +98,7 @@ def same_layout(shape: Ints, strides: Ints, other: Ints) -> bool:
 
 @lru_cache(maxsize=4096)
 def reordered(shape: Ints, strides: Ints, other: Ints) -> Ints | None:
-    """Return the strides that order an array in memory as another one; see :meth:`Memory.laid_as`.
+    """Return the strides that give an array the memory order of another; see :meth:`Memory.laid_as`.
 
     Args:
         shape: Shape of the array.
@@ -106,7 +106,7 @@ def reordered(shape: Ints, strides: Ints, other: Ints) -> Ints | None:
         other: Strides of the other array.
 
     Returns:
-        None if the array is ordered so, or the other one has another number of dimensions.
+        The strides, or None if the array already has that order, or the numbers of dimensions differ.
     """
     wanted = strides_as(other, shape)
     if len(other) != len(shape) or same_layout(shape, strides, wanted):
@@ -129,10 +129,10 @@ def is_dense(shape: Ints, strides: Ints) -> bool:
 
 
 class Memory:
-    """One kind of memory; ``launch`` asks it and does not ask which kind it is.
+    """The interface of one kind of memory, host or device.
 
     Attributes:
-        is_native: All of its arrays are aligned and of the machine's byte order.
+        is_native: Whether all of its arrays are aligned and in native byte order.
     """
 
     is_native = False
@@ -142,29 +142,29 @@ class Memory:
         raise NotImplementedError
 
     def device(self) -> int:
-        """Return the number of the device that this thread computes on, 0 where there is but one."""
+        """Return the number of the current device of this thread, 0 if there is only one."""
         return 0
 
     def layouts(self, arrays: Iterable[Any]) -> tuple[Any, ...]:
-        """Return how arrays lie, None for those that are None: equal for calls that run alike."""
+        """Return the layouts of arrays, None for None; calls with equal layouts run in the same way."""
         return tuple([x if x is None else (x.shape, x.strides) for x in arrays])
 
     def may_note(self) -> bool:
-        """Tell whether :meth:`noted` looks for a way to repeat a call now."""
+        """Tell whether :meth:`noted` would record a call now."""
         return True
 
     def noted(
         self, run: Callable[[Sequence[Any], int], Sequence[Any]], arrays: Sequence[Any], seed: int
     ) -> tuple[Sequence[Any], Callable[..., Sequence[Any]] | None]:
-        """Run a call, and return what repeats it with less work, or None.
+        """Run a call, and return a function that repeats it with less overhead, or None.
 
         Args:
-            run: Computes results of arrays and of a seed, ``(arrays, seed)``.
-            arrays: What it is given, None among them.
-            seed: Likewise.
+            run: Computes results from ``(arrays, seed)``.
+            arrays: The arrays of the call, some of them None.
+            seed: The seed of the call.
 
         Returns:
-            The results, None among them, and a function of other such arrays and another seed.
+            The results, some of them None, and a function of other such arrays and another seed.
         """
         return run(arrays, seed), None
 
@@ -173,26 +173,26 @@ class Memory:
         raise NotImplementedError
 
     def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised array for a result, its dimensions ordered in memory as an operand's.
+        """Return an uninitialised array for a result, with the memory order of an operand.
 
-        What is computed from a permuted operand is then contiguous where it is permuted back.  Where
-        kernels cannot write the result in that order, it is row-major; see :meth:`laid_as`.
+        The result for a permuted operand is then contiguous when it is permuted back.  Where kernels cannot
+        write that order, the array is row-major; see :meth:`laid_as`.
         """
         return self.empty(shape, dtype)
 
     def like(self, array: Any) -> Callable[[], Any]:
-        """Return the function that makes uninitialised arrays of the shape, layout and dtype of one."""
+        """Return a function that allocates uninitialised arrays of the shape, layout and dtype of one."""
         raise NotImplementedError
 
     def laid_as(self, array: Any, operand: Any) -> Any:
-        """Return an array with its dimensions ordered in memory as an operand's, without gaps.
+        """Return a dense array with the same elements and the memory order of an operand.
 
-        It is the array itself if they are, or if the operand has another number of dimensions.
+        It is the array itself if that has the order, or if the numbers of dimensions differ.
         """
         raise NotImplementedError
 
     def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
-        """Return an array without gaps as its flat storage and strides in elements, None for row-major.
+        """Return a dense array as its flat storage and strides in elements, None for row-major.
 
         Raises:
             ValueError: If the array has gaps.
@@ -200,14 +200,14 @@ class Memory:
         raise NotImplementedError
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """See a flat storage through a shape and strides in elements; nothing is copied."""
+        """View a flat storage with a shape and strides in elements."""
         raise NotImplementedError
 
     def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
         """View an operand as (batch, heads, seq, dim), broadcast to ``shape``.
 
-        Nothing is copied unless the leading dimensions before the heads do not lie evenly in
-        memory, or a kernel cannot address the array as it is.
+        It is copied only if the leading dimensions before the heads cannot be joined, or a kernel cannot
+        address the array.
         """
         raise NotImplementedError
 
@@ -220,7 +220,7 @@ class Memory:
         raise NotImplementedError
 
     def rows(self, array: Any) -> Any:
-        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        """View (batch, heads, seq, 1) as (batch, heads, seq), the form of lse in kernels."""
         raise NotImplementedError
 
     def split_heads(self, array: Any, count: int) -> Any:
@@ -228,18 +228,18 @@ class Memory:
         raise NotImplementedError
 
     def bring(self, array: Any) -> Any:
-        """Return an array of the host in this memory, copied unless it is there already."""
+        """Return a host array in this memory, copied if necessary."""
         raise NotImplementedError
 
     def constant(self, array: Any) -> Any:
-        """Return a small array in this memory to be read from, as :meth:`bring`.
+        """Return a small read-only array in this memory, like :meth:`bring`.
 
-        Calls that bring the same numbers may share it.
+        Calls with the same values may share it.
         """
         return self.bring(array)
 
     def convert(self, array: Any, dtype: np.dtype[Any]) -> Any:
-        """Return an array in another floating dtype, itself if it has it; each number is rounded once."""
+        """Return an array in another floating dtype, itself if unchanged; each number is rounded once."""
         raise NotImplementedError
 
     def convert_into(self, source: Any, out: Any) -> None:
@@ -247,20 +247,20 @@ class Memory:
         raise NotImplementedError
 
     def bits(self, array: Any) -> Any:
-        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        """View an array of 16-bit numbers as uint16."""
         raise NotImplementedError
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:
         """Sum a gradient over the dimensions in which its operand of ``shape`` was repeated.
 
-        A gradient of that shape is returned as it is.  Numbers of 16 bits are added up in float32.
+        A gradient of that shape is returned unchanged.  fp16 and bf16 are summed in float32.
         """
         raise NotImplementedError
 
 
 @lru_cache(maxsize=4096)
 def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of an array without gaps whose last dimension is fastest."""
+    """Return the strides, in elements, of a dense row-major array."""
     return tuple(accumulate((*shape[:0:-1],), mul, initial=1))[::-1] if shape else ()
 
 
@@ -275,7 +275,7 @@ def repeated_axes(broadcast: tuple[int, ...], shape: tuple[int, ...]) -> tuple[i
 
 
 def check_dense(shape: Ints, strides: Ints) -> None:
-    """Check that an array has no gaps, so that its memory can be seen as one dimension.
+    """Check that an array is dense, so that its memory can be viewed as one dimension.
 
     Raises:
         ValueError: If it has gaps, or repeats elements.
@@ -303,21 +303,21 @@ class HostMemory(Memory):
         return np.empty(shape, dtype)
 
     def empty_as(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised array in the order of another; see :meth:`Memory.empty_as`."""
+        """Return an uninitialised array in the memory order of another; see :meth:`Memory.empty_as`."""
         if array.flags.c_contiguous or array.ndim != len(shape):
             return np.empty(shape, dtype)
         strides = strides_as(_element_strides(array), tuple(shape))
         return self.view(np.empty(math.prod(shape), dtype), tuple(shape), strides)
 
     def like(self, array: Any) -> Callable[[], Any]:
-        """Return the function that makes arrays like one without gaps; see :meth:`Memory.like`."""
+        """Return a function that allocates arrays like a dense one; see :meth:`Memory.like`."""
         shape, dtype, strides = array.shape, array.dtype, array.strides
         if array.flags.c_contiguous:
             return lambda: np.empty(shape, dtype)
         return lambda: np.ndarray(shape, dtype, np.empty(math.prod(shape), dtype), 0, strides)
 
     def laid_as(self, array: Any, operand: Any) -> Any:
-        """Return an array ordered in memory as an operand; see :meth:`Memory.laid_as`."""
+        """Return an array in the memory order of an operand; see :meth:`Memory.laid_as`."""
         if reordered(array.shape, _element_strides(array), _element_strides(operand)) is None:
             return array
         out = self.empty_as(operand, array.shape, array.dtype)
@@ -325,7 +325,7 @@ class HostMemory(Memory):
         return out
 
     def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
-        """Return the flat storage and the strides of an array without gaps; see :meth:`Memory.flat`."""
+        """Return the flat storage and the strides of a dense array; see :meth:`Memory.flat`."""
         if array.flags.c_contiguous:
             return array.reshape(-1), None
         strides = _element_strides(array)
@@ -334,16 +334,16 @@ class HostMemory(Memory):
         return array.transpose(slowest_first).reshape(-1), strides
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """See a flat storage through a shape and strides in elements; nothing is copied."""
+        """View a flat storage with a shape and strides in elements."""
         if strides == row_major_strides(shape):
-            return storage.reshape(shape)  # as most; and faster
+            return storage.reshape(shape)  # the usual and faster case
         size = storage.itemsize
         return np.ndarray(shape, storage.dtype, storage, 0, [step * size for step in strides])
 
     def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
         """View an operand as (batch, heads, seq, dim); see :meth:`Memory.four_dims`.
 
-        What is misaligned or of the other byte order is copied.
+        Misaligned and byte-swapped arrays are copied.
         """
         if (
             array.shape == shape
@@ -351,8 +351,8 @@ class HostMemory(Memory):
             and array.flags.aligned
             and array.dtype.isnative
         ):
-            return array  # as most are
-        # Not broadcast_to alone: what it returns is read-only, also where nothing is repeated.
+            return array  # the usual case
+        # Not broadcast_to alone: its result is read-only, also where nothing is repeated.
         array = array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
         array = np.broadcast_to(array, shape) if array.shape != tuple(shape) else array
         if not (array.flags.aligned and array.dtype.isnative):
@@ -365,7 +365,7 @@ class HostMemory(Memory):
         return array[..., None]
 
     def rows(self, array: Any) -> Any:
-        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        """View (batch, heads, seq, 1) as (batch, heads, seq), the form of lse in kernels."""
         return array[..., 0]
 
     def split_heads(self, array: Any, count: int) -> Any:
@@ -386,7 +386,7 @@ class HostMemory(Memory):
         out[...] = rounded(source, out.dtype)
 
     def bits(self, array: Any) -> Any:
-        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        """View an array of 16-bit numbers as uint16."""
         return array.view(BITS)
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:

@@ -1,8 +1,7 @@
-"""The one file that imports numba.cuda: whose package that is, and what the machine can run.
+"""The only file that imports numba.cuda: which package provides it, and what the machine can run.
 
-Three packages may own the name: numba's own deprecated target, ``numba-cuda``, and its successor.
-Everything else in the project says ``from kernels.runtime.targets import cuda``, so a change of owner is a
-change of one line.
+Three packages may provide it: numba's own deprecated target, ``numba-cuda``, and its successor.  The rest
+of the project uses ``from kernels.runtime.targets import cuda``, so that a change of package is one line.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from kernels.runtime.cuda_errors import (
 )
 from kernels.runtime.cuda_errors import explained as explained
 
-# Small grids are what students launch; the warning would bury their own output.  Setting the
-# variable is not enough: numba reads it when it is imported, which may have been earlier.
+# Students launch small grids, and the warning would bury their own output.  Setting the variable is
+# not enough, because numba reads it when it is imported, which may have been earlier.
 if "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS" not in os.environ:
     numba.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # type: ignore[attr-defined]
 
-# What intrinsics are made with: numba-cuda brings its own, numba's deprecated target shares the CPU's.
+# The decorator of intrinsics: numba-cuda has its own, numba's deprecated target shares the CPU's.
 cgutils: Any = getattr(numba.cuda, "cgutils", numba.core.cgutils)
 intrinsic: Any = getattr(numba.cuda, "extending", numba.extending).intrinsic
 
-#: ``numba.cuda``, whoever owns it.
+#: ``numba.cuda``, from whichever package.
 cuda: Any = numba.cuda
 
 #: True when kernels run as Python threads on the host (``NUMBA_ENABLE_CUDASIM=1``).
 IS_SIMULATOR: bool = bool(numba.config.ENABLE_CUDASIM)  # type: ignore[attr-defined]
 
-#: The CUDA driver of numba-cuda, and its linker; None for the other owners and in the simulator.
+#: The CUDA driver of numba-cuda, and its linker; None for the other packages and in the simulator.
 driver: Any = None
 nvjitlink: Any = None
 if "numba_cuda" in str(cuda.__file__) and not IS_SIMULATOR:
@@ -64,17 +63,17 @@ if "numba_cuda" in str(cuda.__file__) and not IS_SIMULATOR:
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
         from cuda.bindings import nvjitlink as nvjitlink  # pyright: ignore[reportMissingImports]
 
-#: NVIDIA's functions of numbers; the simulator has none.
+#: NVIDIA's libdevice functions; the simulator has none.
 libdevice: Any = None if IS_SIMULATOR else import_module("numba.cuda.libdevice")
 
 
 def _shared_array_once(self: Any, shape: Any, dtype: Any) -> Any:
-    """Return the simulator's shared array of one line of a kernel, the same to every thread.
+    """Return the simulator's shared array of one line of a kernel, the same for every thread.
 
-    The simulator's own looks whether the array is there and then makes it, with no lock in between:
-    two threads that arrive together get an array each.
+    The simulator itself checks whether the array exists and then creates it without a lock, so that two
+    threads can get an array each.
     """
-    if shape == 0:  # dynamic: there from the beginning
+    if shape == 0:  # dynamic: it exists from the beginning
         return _shared_array(self, shape, dtype)
     frame = sys._getframe(1)
     place = frame.f_code.co_filename, frame.f_lineno
@@ -86,7 +85,7 @@ def _shared_array_once(self: Any, shape: Any, dtype: Any) -> Any:
 
 
 _shared_lock = Lock()
-#: The class of ``cuda.atomic`` in the simulator, for those who watch it; None elsewhere.
+#: The class of ``cuda.atomic`` in the simulator, for the IO meter; None elsewhere.
 simulated_atomics: Any = None
 if IS_SIMULATOR:
     _kernel_api = import_module("numba.cuda.simulator.kernelapi")
@@ -103,7 +102,7 @@ BLOCKING: bool = any(
 
 
 class launching:
-    """Name the kernel that is launched inside the ``with`` if it fails, then or when it runs.
+    """Name the kernel that is launched inside the ``with`` in errors of its launch and execution.
 
     Args:
         kernel: Its name.
@@ -134,7 +133,7 @@ class launching:
 
 
 class EventTimer:
-    """Time what is asked of the device inside the ``with``, by two events on the default stream.
+    """Measure the device time of the work inside the ``with``, by two events on the default stream.
 
     ::
 
@@ -142,14 +141,14 @@ class EventTimer:
             kernels.flash_attention_forward(q, k, v)
         timer.seconds
 
-    The device is idle when the time begins, and has done everything when it ends.
+    The device is idle at the first event, and has finished all work at the second.
 
     Args:
-        hold: Called between the wait for the device and the first event: it may give the device something
-            to do while the host launches, so that nothing but the device's own time is measured.
+        hold: Called between the wait for the device and the first event.  It may occupy the device while
+            the host launches, so that only the device's own time is measured.
 
     Attributes:
-        seconds: From the first event to the second, once the ``with`` is left.
+        seconds: Time between the two events, after the ``with``.
 
     Source: CUDA Runtime API, event management; their resolution is about half a microsecond.
     """
@@ -171,9 +170,7 @@ class EventTimer:
     def __exit__(self, *error: object) -> None:
         self._stop.record()
         self._stop.synchronize()
-        if (
-            IS_SIMULATOR
-        ):  # whose events know no time, and whose kernels have run when a launch returns
+        if IS_SIMULATOR:  # its events have no time, and its launches are synchronous
             self.seconds = time.perf_counter() - self._began
         else:
             self.seconds = 1e-3 * float(self._start.elapsed_time(self._stop))
@@ -196,7 +193,7 @@ def _why_no_cuda() -> str | None:
         reason = cuda.cuda_error()
     except Exception as error:
         reason = str(error)
-    if reason is None:  # the driver is well, so it is the compiler that is missing
+    if reason is None:  # the driver works, so the compiler is missing
         return f"{NO_COMPILER}; {otherwise}"
     known = MEANINGS.get(code_in(reason) or "", f"{first_line(reason)}; check nvidia-smi")
     return f"no CUDA device can be used: {known}; {otherwise}"
@@ -213,14 +210,14 @@ def _text(name: bytes | str) -> str:
 
 @cache
 def has_several_devices() -> bool:
-    """Tell whether this process sees more than one CUDA device."""
+    """Tell whether this process has more than one CUDA device."""
     return not IS_SIMULATOR and why_no_cuda() is None and len(cuda.gpus) > 1
 
 
 def current_device() -> int:
-    """Return the number of the device that this thread launches on: what is kept is kept for each.
+    """Return the number of the device on which this thread launches, the key of all cached data.
 
-    Where there is one, nobody is asked; a launch finds out how many there are only once.
+    The number of devices is determined once; with a single device the driver is not called.
     """
     if not has_several_devices():
         return 0
@@ -232,7 +229,7 @@ def current_device() -> int:
 
 
 def compute_capability() -> tuple[int, int]:
-    """Return the version of what the current device can do; (0, 0) in the simulator, which has none."""
+    """Return the compute capability of the current device; (0, 0) in the simulator."""
     return (0, 0) if IS_SIMULATOR else _compute_capability(current_device())
 
 
@@ -243,16 +240,16 @@ def _compute_capability(device: int) -> tuple[int, int]:
 
 
 def shared_memory_bytes() -> int:
-    """Return how much shared memory a block may have without asking the driver for more."""
+    """Return the size of static shared memory per block, in bytes."""
     if IS_SIMULATOR:
-        return 48 * 1024  # as every GPU has
+        return 48 * 1024  # the size on every GPU
     return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK)
 
 
 def dynamic_shared_memory_bytes() -> int:
-    """Return how much shared memory a block may have if a kernel asks for it."""
+    """Return the maximum size of dynamic shared memory per block, in bytes."""
     if IS_SIMULATOR:
-        return 96 * 1024  # no limit there; room for any tile a test takes
+        return 96 * 1024  # no limit in the simulator; enough for any tile of the tests
     return _dynamic_shared_memory_bytes(current_device())
 
 

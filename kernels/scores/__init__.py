@@ -1,1 +1,1 @@
-"""What becomes of one score: which (row, col) is visible, and the user's functions of a score."""
+"""The options of attention that act on a score, the visibility of (row, col), and user functions."""

@@ -1,4 +1,4 @@
-"""``mask_mod`` and ``score_mod``: plain functions of one score and its place, given by the user."""
+"""``mask_mod`` and ``score_mod``: user functions of one score and its indices."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Function = Callable[..., Any]
 
 
 class ScoreMod(NamedTuple):
-    """A function of a score, ``(score, batch, head, row, col)``, and its derivative by the score."""
+    """A function ``(score, batch, head, row, col)``, and its derivative with respect to the score."""
 
     function: Function
     derivative: Function | None = None
 
 
 def check_mod(name: str, function: Any, arguments: str) -> None:
-    """Check that a function takes its arguments by position, and what it returns at the first place.
+    """Check the arguments of a user function, and its result for indices of 0.
 
-    A compiled function cannot say that it forgot to return something, nor raise.
+    A compiled function cannot report a missing return statement, and cannot raise.
 
     Args:
-        name: Of the option.
-        function: The user's, or None.
-        arguments: What it is called with, in words: "(batch, head, row, col)".
+        name: Name of the option.
+        function: The user function, or None.
+        arguments: Its arguments, in words: "(batch, head, row, col)".
 
     Raises:
-        TypeError: If it takes another number of them, or returns no bool or no number.
+        TypeError: If it takes other arguments, or returns neither a bool nor a number.
         ValueError: If it raises.
     """
     if function is None:
@@ -47,8 +47,8 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
             signature.bind(*range(arguments.count(",") + 1))
     except TypeError:
         raise TypeError(
-            f"{name} is called with {arguments}, got a function of {signature}; let it take these "
-            "by position"
+            f"{name} must take {arguments} by position, got a function of {signature}; change its "
+            "parameters"
         ) from None
     of_score = arguments.startswith("(score")
     places = (0.0, 0, 0, 0, 0) if of_score else (0, 0, 0, 0)
@@ -56,7 +56,7 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
         result = function(*places)
     except Exception as error:
         raise ValueError(
-            f"{name} must give a result for every place and never raise, got {type(error).__name__}: "
+            f"{name} must return a result for all indices and never raise, got {type(error).__name__}: "
             f"{error} at {arguments} = {places}"
         ) from error
     kinds = (int, float, np.number) if of_score else (bool, np.bool_)
@@ -68,10 +68,10 @@ def check_mod(name: str, function: Any, arguments: str) -> None:
 
 
 class _Same:
-    """An object that equals itself and nothing else, whatever it says of equality.
+    """A wrapper that compares an object by identity.
 
     Args:
-        value: Kept, so that no other object gets its address meanwhile.
+        value: The object, kept alive so that its id is not reused.
     """
 
     def __init__(self, value: Any):
@@ -92,7 +92,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a number or a text, or a tuple of them, by type and value, anything else by what it is."""
+    """Return a key that compares numbers, strings and tuples by type and value, others by identity."""
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
     if isinstance(value, float):
@@ -103,14 +103,14 @@ def _comparable(value: Any) -> Any:
 
 
 def _used_of(value: Any, names: tuple[str, ...]) -> Any:
-    """Return what code with some names may use of a global: of a module, the attributes so called."""
+    """Return the key of a global; that of a module contains only the attributes in ``names``."""
     if not isinstance(value, ModuleType):
         return _comparable(value)
     return tuple(_comparable(vars(value)[name]) for name in names if name in vars(value))
 
 
 def _content(function: FunctionType) -> tuple[Any, ...]:
-    """Return all that decides what a plain function computes: equal contents compile to equal code.
+    """Return the key of a plain function: functions with equal keys compile to equal code.
 
     Raises:
         ValueError: If a cell is still empty.
@@ -126,10 +126,10 @@ def _content(function: FunctionType) -> tuple[Any, ...]:
 
 
 class _Kept:
-    """A function whose content alone decides whether another one is the same.
+    """A function that is compared by its content.
 
     Args:
-        function: A user's.
+        function: A user function.
     """
 
     def __init__(self, function: FunctionType):
@@ -147,27 +147,27 @@ def _checked(name: str, kept: _Kept, arguments: str) -> Function:
     check_mod(name, kept.function, arguments)
     source = kept.function
     cells = tuple(CellType(cell.cell_contents) for cell in source.__closure__ or ())
-    # A copy: kernels know a function by what it is, and this one captures what it captured now.
+    # A copy, with the current values of its captured variables, because kernels cache it by identity.
     return FunctionType(
         source.__code__, source.__globals__, source.__name__, source.__defaults__, cells
     )
 
 
 def as_mod(name: str, function: Any, arguments: str) -> Function | None:
-    """Check a user's function; return the one that stands for all that compute the same.
+    """Check a user function, and return the cached function with the same content.
 
-    A lambda written inside a loop is a new function at each turn, and would be compiled at each.  Two of
-    one source whose captured numbers, defaults and globals are equal are one here; where a number has
-    changed since, the function is another, and is compiled anew.
+    A lambda inside a loop is a new function in each iteration, and would be recompiled each time.
+    Functions of the same source with equal captured values, defaults and globals are therefore replaced by
+    one; if a value changes, the function is compiled again.
 
     Args:
-        name: Of the option.
-        function: The user's, or None.
-        arguments: As in :func:`check_mod`.
+        name: Name of the option.
+        function: The user function, or None.
+        arguments: Its arguments, in words: "(batch, head, row, col)".
 
     Raises:
-        TypeError: As in :func:`check_mod`.
-        ValueError: As in :func:`check_mod`.
+        TypeError: If it takes other arguments, or returns neither a bool nor a number.
+        ValueError: If it raises.
     """
     kept = None
     if type(function) is FunctionType and not function.__kwdefaults__:
@@ -180,7 +180,7 @@ def as_mod(name: str, function: Any, arguments: str) -> Function | None:
 
 
 def as_score_mod(value: Any) -> ScoreMod | None:
-    """Return what a user gives as ``score_mod``, a function or a pair with its derivative, as one.
+    """Convert the option ``score_mod``, a function or a pair with its derivative, to a ``ScoreMod``.
 
     Raises:
         TypeError: If one of them does not take (score, batch, head, row, col).
@@ -195,7 +195,7 @@ def as_score_mod(value: Any) -> ScoreMod | None:
 
 
 def check_derivative(mod: ScoreMod | None) -> None:
-    """Check that a gradient can be taken.
+    """Check that ``score_mod`` has a derivative.
 
     Raises:
         ValueError: If there is a ``score_mod`` without its derivative.
@@ -203,17 +203,17 @@ def check_derivative(mod: ScoreMod | None) -> None:
     if mod is not None and mod.derivative is None:
         raise ValueError(
             "a gradient through score_mod needs its derivative by the score, got the function alone; "
-            "give score_mod=(function, derivative), both of (score, batch, head, row, col)"
+            "pass score_mod=(function, derivative), both of (score, batch, head, row, col)"
         )
 
 
 def evaluate(function: Function, dtype: Any, *arguments: Any) -> Any:
-    """Call a function of numbers for each element of arrays that broadcast, as plain Python does.
+    """Call a function of numbers for each element of arrays that broadcast, in plain Python.
 
     Args:
-        function: The user's.
-        dtype: Of the result.
-        arguments: Arrays.
+        function: The user function.
+        dtype: Dtype of the result.
+        arguments: Arrays that broadcast.
 
     Returns:
         An array of the broadcast shape.
@@ -227,7 +227,7 @@ def evaluate(function: Function, dtype: Any, *arguments: Any) -> Any:
             return function(*values)
         except Exception as error:
             raise ValueError(
-                "mask_mod and score_mod must give a result for every place and never raise, got "
+                "mask_mod and score_mod must return a result for all indices and never raise, got "
                 f"{type(error).__name__}: {error} at {values}"
             ) from error
 

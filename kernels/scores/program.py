@@ -1,15 +1,15 @@
 """The score program: how each option of attention modifies a score, and which (row, col) is visible.
 
-Every option is written here once, and :func:`make_score_program` compiles it for a target.  The target
-defines tanh and how the array of an option is read at a place (:class:`ScoreTarget`).  In this order:
+Every option is defined here once, and :func:`make_score_program` compiles it for a target.  The target
+defines tanh and how the array of an option is read for an element (:class:`ScoreTarget`).  The order is:
 
     softcap           score = softcap * tanh(score / softcap)
     score_mod         score = score_mod(score, batch, head, row, col)
     alibi_slopes      score = score - slope * |row + diagonal - col|
     attn_mask         score = score + bias, if it is floating
-    visibility        score = -inf where the bounds, a boolean attn_mask, block_mask or mask_mod hide it
+    visibility        score = -inf where the bounds, a boolean attn_mask, block_mask or mask_mod mask it
 
-A ``sink`` changes no score: it is one more term of the sum that a row is divided by (:func:`make_row_end`).
+A ``sink`` does not change a score: it is another term of the row sum (:func:`make_row_end`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ class Features(NamedTuple):
     """The options of a call, for which its kernels are compiled.
 
     Attributes:
-        softcap: Scores are capped.
-        slopes: ALiBi's.
-        mask: "bool", "float", "float16" or "bfloat16" where a rung reads a floating mask as it is, or "".
-        dropout: Probabilities are dropped.
-        block_mask: Tiles are listed.
-        packed: Sequences are packed.
-        mask_mod: The user's function, or None.
-        score_mod: The user's function, or None.
-        derivative: Of score_mod, or None.
-        sink: A row's sum has a term that belongs to no key.
-        whole_tiles: The block mask hides no element of a listed tile; a rung sets it for its own tiles.
+        softcap: Whether scores are capped.
+        slopes: Whether there are ALiBi slopes.
+        mask: "" without a mask, "bool", "float", or "float16" or "bfloat16" for a floating mask that a rung
+            reads in that dtype.
+        dropout: Whether there is dropout.
+        block_mask: Whether visited tiles come from a list.
+        packed: Whether sequences are packed.
+        mask_mod: The user function, or None.
+        score_mod: The user function, or None.
+        derivative: The derivative of score_mod, or None.
+        sink: Whether there are sinks.
+        whole_tiles: Whether listed tiles are fully visible in the block mask; a rung sets it for its tiles.
     """
 
     softcap: bool = False
@@ -53,7 +54,7 @@ class Features(NamedTuple):
 
     @property
     def bends(self) -> bool:
-        """Whether a visible score is another number than scale · q · k."""
+        """Whether a visible score differs from scale · q · k."""
         return bool(self.softcap or self.slopes or self.has_bias or self.score_mod)
 
     @property
@@ -63,12 +64,12 @@ class Features(NamedTuple):
 
     @property
     def has_lists(self) -> bool:
-        """Whether ``block_mask`` or ``mask_mod`` hides elements, which kernels note as bits of a tile."""
+        """Whether ``block_mask`` or ``mask_mod`` masks elements, which kernels store as bits of a tile."""
         return self.block_mask or self.mask_mod is not None
 
     @property
     def has_mods(self) -> bool:
-        """Whether there are functions of the user's, which need the places of elements."""
+        """Whether there are user functions, which need the indices of elements."""
         return self.score_mod is not None or self.mask_mod is not None
 
     @property
@@ -78,7 +79,7 @@ class Features(NamedTuple):
 
     @property
     def of_users(self) -> Features:
-        """The options that are functions of the user's."""
+        """The options that are user functions."""
         return Features(
             mask_mod=self.mask_mod, score_mod=self.score_mod, derivative=self.derivative
         )
@@ -88,7 +89,7 @@ PLAIN = Features()
 
 
 def features_of(problem: Any) -> Features:
-    """Return which options a checked call, a ``Problem``, has."""
+    """Return the options of a checked call, a ``Problem``."""
     score_mod, derivative = problem.score_mod or (None, None)
     return Features(
         softcap=problem.softcap > 0.0,
@@ -107,16 +108,16 @@ def features_of(problem: Any) -> Features:
 class Place(NamedTuple):
     """One element of the scores.
 
-    Targets whose arrays broadcast have arrays here; others may have a record with more fields.
+    Targets with arrays that broadcast have arrays here; others may have a record with more fields.
 
     Attributes:
-        b: Entry of the batch in the kernel's operands; differs from ``batch`` where sequences are packed or
+        b: Batch index in the kernel's operands, which differs from ``batch`` if sequences are packed or
             heads are grouped.
-        h: Head in the kernel's operands.
-        batch: Batch as the caller counts, or the number of the packed sequence.
-        head: Query head as the caller counts.
-        row: Query row, from the start of its sequence.
-        col: Key column, likewise.
+        h: Head index in the kernel's operands.
+        batch: The caller's batch index, or the index of the packed sequence.
+        head: The caller's index of the query head.
+        row: Query row, relative to the start of its sequence.
+        col: Key column, relative to the start of its sequence.
     """
 
     b: Any
@@ -130,23 +131,23 @@ class Place(NamedTuple):
 class ScoreTarget(NamedTuple):
     """The functions of a target that the score program calls.
 
-    A function of ``(place, call)`` gets a :class:`Place` and the record that holds the numbers of a call:
+    A function of ``(place, call)`` receives a :class:`Place` and the record of the numbers of a call:
     ``lower``, ``upper``, ``softcap`` and ``over_cap`` (1 / softcap).
 
     Attributes:
         compile: Turns a plain function into one that the target's compiler can call.
         one: 1 in the dtype of scores.
-        tanh: Of a score.
-        score_function: Makes ``(score, place, call)`` of a user's ``score_mod`` or its derivative.
-        mask_function: Makes ``(place, call)`` of a user's ``mask_mod``.
+        tanh: Hyperbolic tangent of a score.
+        score_function: Converts a ``score_mod`` or its derivative to a function ``(score, place, call)``.
+        mask_function: Converts a ``mask_mod`` to a function ``(place, call)``.
         slope: ``(place, call)``: ALiBi's slope of the head.
         distance: ``(place, call)``: |row + diagonal - col| in the dtype of scores.
         bias: ``(place, call)``: the element of a floating mask.
         in_mask: ``(place, call)``: the element of a boolean mask.
-        in_blocks: ``(place, call)``: whether the block mask shows the element; None where the target
-            never asks that of an element.
-        scores_over_cap: With a softcap, scores come divided by it.
-        derives: ``modified`` computes the derivative of scores; else it returns ``one``.
+        in_blocks: ``(place, call)``: whether the element is visible in the block mask; None if the target
+            does not test single elements.
+        scores_over_cap: Whether scores are already divided by the softcap.
+        derives: Whether ``modified`` computes the derivative of scores; otherwise it returns ``one``.
     """
 
     compile: Callable[[Any], Any]
@@ -169,8 +170,8 @@ class ScoreProgram(NamedTuple):
     Attributes:
         modified: ``(score, place, call)``: the score after all options but visibility, and its derivative
             by scale · q · k.
-        is_shown: ``(place, call)``: whether masks and ``mask_mod`` show the element.
-        is_visible: ``(place, call)``: whether they and the bounds do.
+        is_shown: ``(place, call)``: whether the element is visible in masks and ``mask_mod``.
+        is_visible: ``(place, call)``: the same, and within the bounds.
     """
 
     modified: Callable[..., Any]
@@ -179,7 +180,7 @@ class ScoreProgram(NamedTuple):
 
 
 def make_score_program(features: Features, target: ScoreTarget) -> ScoreProgram:
-    """Return the score program of the options that a call has, compiled for a target."""
+    """Return the score program for the options of a call, compiled for a target."""
     compile_, one, tanh = target.compile, target.one, target.tanh
     slope, distance, bias = target.slope, target.distance, target.bias
     over_cap, derives = not target.scores_over_cap, target.derives
@@ -236,7 +237,7 @@ def make_row_end(
     Args:
         features: The options of the call.
         compile_: Turns a plain function into one that the target's compiler can call.
-        softmax: Compiled for the target.
+        softmax: The online softmax, compiled for the target.
         real: The type of sums.
         sink_of: ``(b, h, call)``: the sink of a head.
     """
@@ -248,7 +249,7 @@ def make_row_end(
         inverse, lse = real(inverse_sum(row_sum)), real(log_sum_exp(shift, row_sum))
         if not has_sink:
             return inverse, lse
-        # The sink is one more part of the keys, with L = sink and O = 0: parts merge by their L.
+        # The sink is merged like another part of the keys, with L = sink and O = 0.
         sink = real(sink_of(b, h, call))
         top = real(shift_of(max(lse, sink)))
         weight = real(merge_weight(lse, top))
@@ -259,7 +260,7 @@ def make_row_end(
 
 
 def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:
-    """Return the step of a ``score_mod``; its derivative is ``one`` where none is needed."""
+    """Return the step of a ``score_mod``; its derivative is ``one`` if not needed."""
     one, function = target.one, target.score_function(features.score_mod)
     has_derivative = target.derives and features.derivative is not None
     derivative: Any = target.score_function(features.derivative) if has_derivative else None
@@ -273,7 +274,7 @@ def _by_function(features: Features, target: ScoreTarget) -> Callable[..., Any]:
 
 
 def _in_turn(compile_: Any, one: Any, steps: list[Any]) -> Callable[..., Any]:
-    """Return steps as one, by the chain rule."""
+    """Combine steps to one, by the chain rule."""
     if not steps:
 
         @compile_
@@ -295,7 +296,7 @@ def _in_turn(compile_: Any, one: Any, steps: list[Any]) -> Callable[..., Any]:
 
 
 def _all_of(compile_: Any, tests: list[Any]) -> Callable[..., Any]:
-    """Return tests of a place as one."""
+    """Combine tests of an element to one."""
     if not tests:
 
         @compile_
@@ -309,7 +310,7 @@ def _all_of(compile_: Any, tests: list[Any]) -> Callable[..., Any]:
 
     @compile_
     def all_of(place, call):
-        # Not "and": places may be arrays that broadcast.
+        # Not "and": indices may be arrays that broadcast.
         return first(place, call) & rest(place, call)
 
     return all_of

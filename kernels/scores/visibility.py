@@ -1,4 +1,4 @@
-"""Visibility: which key column a query row sees.  One source for every compiler."""
+"""Causal and window bounds: which key columns are visible to a query row, for every compiler."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def make_masks(compile_: Callable[[Any], Any]) -> Masks:
 
     @compile_
     def is_visible(row, col, lower, upper):
-        """A row sees the columns from row + lower to row + upper, both inclusive.
+        """Tell whether a column is within row + lower and row + upper, both inclusive.
 
-        A causal mask is an upper bound alone, a window is both; where nothing bounds, the bound lies
-        beyond the first or the last column.
+        A causal mask is an upper bound, and a window has both.  A missing bound lies beyond the first or
+        the last column.
         """
         # Not "and": rows and columns may be arrays that broadcast.
         return (row + lower <= col) & (col <= row + upper)

@@ -1,1 +1,1 @@
-"""Block masks: states of blocks, builders, lists of visited tiles, pictures."""
+"""Block-sparse masks: states of blocks, builders, lists of visited tiles, pictures."""

@@ -1,4 +1,4 @@
-"""Block-sparse patterns: which tiles of the scores are computed at all."""
+"""Block-sparse masks, which determine the tiles of the scores that are computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kernels.sparsity.tile_lists import TileList, make_tile_list
 
 __all__ = ["FULL", "HIDDEN", "PARTIAL", "BlockMask", "TileList"]
 
-#: Lists that a mask keeps: forward and backward, for the tiles of a few kernels.
+#: Number of cached tile lists per mask: forward and backward, for the tiles of a few kernels.
 KEPT_LISTS = 8
 
 P = ParamSpec("P")
@@ -54,25 +54,25 @@ def _builder(build: Callable[P, Layout]) -> Callable[Concatenate[type[BlockMask]
 
 
 class BlockMask:
-    """A pattern of hidden, full and partial blocks; a partial block has a pattern of elements.
+    """A mask of hidden, full and partial blocks; a partial block has a pattern of elements.
 
-    A mask is what it lets see, however it was made: a block that is full or hidden after all is marked
-    so, and equal patterns stand once.  Its arrays cannot be written to: what kernels need is worked out of
-    them, and copied to a device, once.
+    Masks are stored in canonical form: partial blocks that are in fact full or hidden are marked so, and
+    equal patterns are stored once.  The arrays are read-only, because tile lists are derived from them and
+    copied to a device once.
 
     Args:
         states: (heads, query blocks, key blocks) or (query blocks, key blocks): ``HIDDEN`` (0 or False),
-            ``FULL`` (1 or True), or ``PARTIAL`` (2) plus the number of a pattern; one head stands for
-            all.
-        seq_q: Query rows.
-        seq_k: Key columns.
+            ``FULL`` (1 or True), or ``PARTIAL`` (2) plus the index of a pattern; a single head applies to
+            all heads.
+        seq_q: Number of query rows.
+        seq_k: Number of key columns.
         block_size: Rows and columns of a block, or one number for both; multiples of 16.
-        patterns: (count, block_q, block_k) bool, True keeps; what is beyond the last row or column is
+        patterns: (count, block_q, block_k) bool, True keeps; elements beyond the last row or column are
             never read.
 
     Raises:
-        TypeError: If states are no whole numbers, patterns no booleans, or a size no whole number.
-        ValueError: If a side is no positive multiple of 16, there is not one state for each block, or a
+        TypeError: If states are not whole numbers, patterns not booleans, or a size not a whole number.
+        ValueError: If a side is not a positive multiple of 16, there is not one state for each block, or a
             state has no pattern.
     """
 
@@ -100,18 +100,18 @@ class BlockMask:
 
     @classmethod
     def stack(cls, masks: Iterable[BlockMask]) -> BlockMask:
-        """Return one mask with the heads of several, one after the other.
+        """Concatenate the heads of several masks.
 
         Raises:
-            TypeError: If they are no masks.
+            TypeError: If they are not masks.
             ValueError: If there is none, or they differ in lengths or block size.
         """
         masks = list(masks) if isinstance(masks, Iterable) else [masks]
         if not masks:
-            raise ValueError("stack needs a mask for each head, got none")
+            raise ValueError("stack needs at least one mask, got none")
         for mask in masks:
             if not isinstance(mask, BlockMask):
-                raise TypeError(f"stack needs a list of BlockMask, got {shown(mask)} in its place")
+                raise TypeError(f"stack needs a list of BlockMask, got one with {shown(mask)}")
         for mask in masks:
             masks[0]._check_like(mask, "stack")
         return cls._of(masks[0]._grid, stack(mask._blocks for mask in masks))
@@ -122,19 +122,19 @@ class BlockMask:
 
     @property
     def heads(self) -> int:
-        """Patterns of their own: 1, or one for each head."""
+        """Number of heads with their own pattern: 1 if one pattern applies to all."""
         return len(self.states)
 
     @cached_property
     def density(self) -> float:
-        """The part of the blocks that are visited, from 0 to 1."""
+        """The fraction of blocks that are not hidden, from 0 to 1."""
         return int(np.count_nonzero(self.states)) / max(self.states.size, 1)
 
     def visible(self, row: int, rows: int, col: int, cols: int) -> npt.NDArray[np.bool_]:
-        """Return (heads, rows, cols), True where a row sees a column, from (row, col) on.
+        """Return a window of the mask from (row, col) on, (heads, rows, cols), True where visible.
 
         Raises:
-            ValueError: If the mask has no such rows or columns.
+            ValueError: If the window exceeds the mask.
         """
         for name, first, count, seq in (
             ("row", row, rows, self.seq_q),
@@ -148,7 +148,7 @@ class BlockMask:
         return self.shows(head, np.arange(row, row + rows)[:, None], np.arange(col, col + cols))
 
     def shows(self, head: Any, row: Any, col: Any) -> npt.NDArray[np.bool_]:
-        """Return whether rows see columns, for whole numbers or arrays of them that broadcast.
+        """Tell whether elements are visible, for ints or index arrays that broadcast.
 
         Args:
             head: Query head.
@@ -164,18 +164,18 @@ class BlockMask:
         return shown
 
     def dense(self) -> npt.NDArray[np.bool_]:
-        """Return (heads, seq_q, seq_k), True where a row sees a column; for small masks."""
+        """Return the whole mask as an array, (heads, seq_q, seq_k), True where visible; for small masks."""
         return self.visible(0, self.seq_q, 0, self.seq_k)
 
     def tile_list(self, block_q: int, block_k: int, by_keys: bool = False) -> TileList:
-        """Return which key tiles each query tile visits, or which query tiles see a key tile.
+        """Return the list of the key tiles that each query tile visits, or the reverse.
 
-        A tile is in the list if it holds a visible element, and full if it holds no hidden one.
+        A tile is in the list if any of its elements is visible, and full if all are.
 
         Args:
-            block_q: Query rows of a kernel's tile; the tiles need not fit the blocks.
-            block_k: Key columns.
-            by_keys: A line is a tile of keys, and its entries are tiles of queries.
+            block_q: Query rows of a kernel's tile; the tiles need not align with the blocks.
+            block_k: Key columns of a kernel's tile.
+            by_keys: List the query tiles that visit each key tile.
         """
         key = whole("block_q", block_q, 1), whole("block_k", block_k, 1), bool(by_keys)
         found = self._lists.pop(key, None)
@@ -183,17 +183,17 @@ class BlockMask:
             found = make_tile_list(self._blocks, self._grid, *key)
             for array in found:
                 array.flags.writeable = False
-        self._lists[key] = found  # the one used last stands last
+        self._lists[key] = found  # most recently used last
         while len(self._lists) > KEPT_LISTS:
             self._lists.pop(next(iter(self._lists)), None)
         return found
 
     def __and__(self, other: Any) -> BlockMask:
-        """Return what both let see; one head stands for all of the other's."""
+        """Return the intersection of two masks; a single head applies to all heads of the other."""
         return self._combined(other, "&", FULL, np.logical_and)
 
     def __or__(self, other: Any) -> BlockMask:
-        """Return what one or the other lets see; one head stands for all of the other's."""
+        """Return the union of two masks; a single head applies to all heads of the other."""
         return self._combined(other, "|", HIDDEN, np.logical_or)
 
     def _combined(self, other: Any, sign: str, neutral: int, operation: Any) -> BlockMask:
@@ -239,22 +239,22 @@ class BlockMask:
         )
 
     def picture(self, width: int = 64, head: int = 0) -> str:
-        """Return a text with one sign for each block of a head: ``█`` full, ``▒`` partial, ``·`` hidden.
+        """Return a text with one character per block of a head: ``█`` full, ``▒`` partial, ``·`` hidden.
 
         Args:
-            width: Most signs either way; beyond it a sign stands for a square of blocks, and is partial
-                where these differ.
-            head: Which.
+            width: Maximum number of characters in either direction; for larger masks a character stands
+                for a square of blocks, and is partial if they differ.
+            head: Index of the head.
 
         Raises:
-            ValueError: If there is no such head, or no width.
+            ValueError: If the head is out of range, or the width below 1.
         """
         if whole("head", head, 0) >= self.heads:
             raise ValueError(f"head must be from 0 to {self.heads - 1}, got {head}")
         return as_text(self.states[head], whole("width", width, 1))
 
     def save_picture(self, path: str | os.PathLike[str]) -> None:
-        """Write a PNG with a panel for each head.
+        """Write a PNG file with a panel for each head.
 
         Raises:
             ImportError: Without matplotlib, the extra "plot".

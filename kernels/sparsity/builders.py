@@ -1,4 +1,4 @@
-"""Builders of block-sparse patterns, each with its source; ``BlockMask`` has them as class methods.
+"""Builders of block-sparse masks; ``BlockMask`` has them as class methods.
 
 A layout may still contain a pattern twice, or a partial block in which every element is visible.
 ``BlockMask`` brings the layouts of all builders into canonical form.
@@ -29,17 +29,17 @@ from kernels.sparsity.states import (
 
 
 def butterfly(seq_q: int, seq_k: int, block_size: Any = 64) -> Layout:
-    """Let block i see block j if i = j or their numbers differ in one bit.
+    """Make blocks (i, j) visible if i = j or their indices differ in one bit.
 
-    These are the nonzero blocks of the sum of all butterfly factors, one for each bit: of n blocks a row
-    visits 1 + log2 n.  Where n is no power of two, the pattern of the next one is cut off; with more
-    rows than columns, or fewer, that of the shorter side is stretched along the other.
+    These are the nonzero blocks of the sum of all butterfly factors, one for each bit: a row of n blocks
+    has 1 + log2 n visible ones.  If n is not a power of two, the pattern of the next one is cropped.  If
+    rows and columns differ in number, the pattern of the shorter side is stretched along the other.
 
     Args:
-        seq_q: Query rows.
-        seq_k: Key columns.
-        block_size: As for all builders, rows and columns of a block, or one number for both.  A pattern
-            of blocks has square ones, of the two's least common multiple.
+        seq_q: Number of query rows.
+        seq_k: Number of key columns.
+        block_size: Rows and columns of a block, or one number for both.  The pattern is made of squares
+            whose side is the least common multiple of the two.
 
     Source: the flat block butterfly of Pixelated Butterfly (Dao et al., 2021), which block-sparse
     FlashAttention takes as its fixed pattern (Dao et al., 2022, section 3.3).
@@ -48,7 +48,7 @@ def butterfly(seq_q: int, seq_k: int, block_size: Any = 64) -> Layout:
     counts = _squares(grid)
     i, j = (np.arange(count) * min(counts) // max(count, 1) for count in counts)
     bits = i[:, None] ^ j  # (query squares, key squares)
-    return _of_squares(grid, bits & (bits - 1) == 0)  # no bit, or one
+    return _of_squares(grid, bits & (bits - 1) == 0)  # they differ in no bit, or in one
 
 
 def strided(
@@ -58,14 +58,14 @@ def strided(
     block_size: Any = 64,
     is_causal: bool = True,
 ) -> Layout:
-    """Let a block see the ``stride`` ones before it, and every one at a multiple of the stride.
+    """Make the ``stride`` preceding blocks visible, and every block at a multiple of the stride.
 
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        stride: In blocks; None takes the root of their number, with which a row visits fewest.
-        block_size: See ``butterfly``.
-        is_causal: As in the paper, nothing after a row; False takes distances both ways.
+        stride: Stride in blocks; None takes the square root of their number, which visits the fewest.
+        block_size: Rows and columns of a block, or one number for both; see ``butterfly``.
+        is_causal: Mask later blocks, as in the paper; False takes distances in both directions.
 
     Source: the strided attention of Sparse Transformers (Child et al., 2019), both its heads in one, with
     blocks in the place of elements: else no block would be hidden.
@@ -93,18 +93,18 @@ def bigbird(
     heads: int = 1,
     seed: int = 0,
 ) -> Layout:
-    """Let a block see its neighbours, the first ones, and some drawn at random; the first see all.
+    """Make adjacent, global and random blocks visible (BigBird).
 
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        block_size: See ``butterfly``.
-        window: Blocks around the diagonal, itself included; odd.
-        global_blocks: The first blocks of rows and of columns, which are wholly visible.
-        random_blocks: Drawn for each row of blocks and each head among the blocks left, without
+        block_size: Rows and columns of a block, or one number for both; see ``butterfly``.
+        window: Number of blocks around the diagonal, which is included; odd.
+        global_blocks: Number of first rows and columns of blocks that are fully visible.
+        random_blocks: Number of further blocks drawn for each row of blocks and each head, without
             replacement.
-        heads: Patterns of their own.
-        seed: The same one draws the same blocks everywhere; no other generator is touched.
+        heads: Number of heads with their own pattern.
+        seed: Seed of the random blocks; global generators are not used.
 
     Source: BigBird (Zaheer et al., 2020), in blocks as its authors compute it, with the numbers of its
     base model.
@@ -112,7 +112,7 @@ def bigbird(
     grid = check_grid(seq_q, seq_k, block_size)
     if whole("window", window, 1) % 2 == 0:
         raise ValueError(
-            f"window must be odd, as many blocks before the diagonal as after it, got {window}; take "
+            f"window must be odd, as many blocks before the diagonal as after it, got {window}; use "
             f"{window + 1}"
         )
     first = whole("global_blocks", global_blocks, 0)
@@ -121,7 +121,7 @@ def bigbird(
     i, j = np.arange(counts[0])[:, None], np.arange(counts[1])
     kept = (np.abs(i - j) <= window // 2) | (i < first) | (j < first)
     kept = np.repeat(kept[None], whole("heads", heads, 1), axis=0)  # (heads, squares, squares)
-    # Raw words of PCG64: NumPy promises that these stay what they are from version to version.
+    # Raw words of PCG64, which NumPy guarantees to be stable across versions.
     words = np.random.PCG64(whole("seed", seed, 0)).random_raw(kept.size).reshape(kept.shape)
     if drawn:
         words >>= np.uint64(1)
@@ -132,19 +132,19 @@ def bigbird(
 
 
 def band(seq_q: int, seq_k: int, lower: int, upper: int, block_size: Any = 64) -> Layout:
-    """Let row ``row`` see the columns from ``row + lower`` to ``row + upper``, both inclusive.
+    """Make columns from ``row + lower`` to ``row + upper``, both inclusive, visible to each row.
 
     Causal masks and windows are bands; only blocks on an edge of the band are partial.
 
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        lower: Of the band; -seq_q or less is no bound.
-        upper: Likewise; seq_k or more is no bound.
+        lower: Lower bound of column - row; -seq_q or less is no bound.
+        upper: Upper bound of column - row; seq_k or more is no bound.
         block_size: Rows and columns of a block, or one number for both.
     """
     grid = check_grid(seq_q, seq_k, block_size)
-    # Beyond these no bound changes what a row sees, and NumPy's integers have an end.
+    # Clipping here does not change the visible columns, and avoids overflow of NumPy's integers.
     lower = min(max(whole("lower", lower), -grid.seq_q), grid.seq_k)
     upper = min(max(whole("upper", upper), -grid.seq_q), grid.seq_k)
     row, col = grid.starts
@@ -153,7 +153,7 @@ def band(seq_q: int, seq_k: int, lower: int, upper: int, block_size: Any = 64) -
     most = np.minimum(col + grid.block_k, grid.seq_k) - 1 - row
     states = ((most >= lower) & (least <= upper) & (lower <= upper)).astype(np.int32)
     partial = (states == FULL) & ((least < lower) | (most > upper))
-    # A pattern depends on nothing but how far the block is from the diagonal.
+    # A pattern depends only on the distance of the block from the diagonal.
     distances, number = np.unique((col - row)[partial], return_inverse=True)
     states[partial] = PARTIAL + number
     r, c = np.arange(grid.block_q)[:, None], np.arange(grid.block_k)
@@ -161,7 +161,7 @@ def band(seq_q: int, seq_k: int, lower: int, upper: int, block_size: Any = 64) -
 
 
 def causal(seq_q: int, seq_k: int, block_size: Any = 64, causal_offset: int = 0) -> Layout:
-    """Let row ``row`` see the columns up to ``row + causal_offset``, element by element.
+    """Make columns up to ``row + causal_offset`` visible to each row, element by element.
 
     Args:
         seq_q: Query rows.
@@ -181,15 +181,16 @@ def local(
     *,
     causal_offset: int = 0,
 ) -> Layout:
-    """Let a row see a window of columns, element by element: attention's ``window_size``.
+    """Make a window of columns visible to each row, element by element, as ``window_size`` does.
 
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        left: Row ``row`` sees columns from ``row + causal_offset - left`` on; -1 is unbounded.
-        right: Up to ``row + causal_offset + right``; -1 is unbounded, None takes ``left``.
+        left: The first visible column is ``row + causal_offset - left``; -1 is unbounded.
+        right: The last visible column is ``row + causal_offset + right``; -1 is unbounded, None takes
+            ``left``.
         block_size: Rows and columns of a block, or one number for both.
-        causal_offset: Where the diagonal lies.
+        causal_offset: Shift of the diagonal; seq_k - seq_q aligns it bottom-right.
     """
     left = whole("left", left, -1)
     right = left if right is None else whole("right", right, -1)
@@ -209,17 +210,17 @@ def local_global(
     *,
     causal_offset: int = 0,
 ) -> Layout:
-    """Let a row see a window, and the global tokens; these see everything.
+    """Make a window and the global tokens visible to each row, and every column to global tokens.
 
     Args:
         seq_q: Query rows.
         seq_k: Key columns.
-        left: See ``local``.
-        right: See ``local``.
-        global_tokens: Their positions, or how many from the first on; at a position there is a row, a
-            column or both.
+        left: The first visible column is ``row + causal_offset - left``; -1 is unbounded.
+        right: The last visible column is ``row + causal_offset + right``; -1 is unbounded, None takes
+            ``left``.
+        global_tokens: Positions of the global tokens, or the number of first tokens that are global.
         block_size: Rows and columns of a block, or one number for both.
-        causal_offset: See ``local``.
+        causal_offset: Shift of the diagonal; seq_k - seq_q aligns it bottom-right.
 
     Source: Longformer (Beltagy et al., 2020, section 3.1).
     """
@@ -227,7 +228,7 @@ def local_global(
     positions = as_host_array("global_tokens", global_tokens)
     if positions.dtype.kind not in "iu" and positions.size:
         raise TypeError(
-            f"global_tokens must be whole numbers, got {positions.dtype}; give positions or how many"
+            f"global_tokens must be whole numbers, got {positions.dtype}; pass positions or a number"
         )
     if positions.ndim == 0:
         positions = np.arange(min(whole("global_tokens", global_tokens, 0), max(grid.seq)))
@@ -254,13 +255,13 @@ def _combined(a: Layout, b: Layout, neutral: int, operation: Any) -> Layout:
 
 
 def _squares(grid: Grid) -> tuple[int, int]:
-    """Return how many squares a pattern of square blocks has along the rows and the columns."""
+    """Return the number of squares of a pattern of square blocks along the rows and the columns."""
     side = math.lcm(*grid.block)
     return -(-grid.seq_q // side), -(-grid.seq_k // side)
 
 
 def _of_squares(grid: Grid, kept: Bools) -> Layout:
-    """Return the layout of (…, squares, squares), True keeps; no block lies in two squares."""
+    """Return the layout of (…, squares, squares), True keeps; each block is in one square."""
     side = math.lcm(*grid.block)
     row, col = (start // side for start in grid.starts)
     return _made(grid, kept[..., row, col])

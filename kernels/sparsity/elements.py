@@ -1,6 +1,6 @@
-"""Block-sparse patterns of single elements: from an array, and from a function of row and column.
+"""Builders of block-sparse masks from an array of elements, or a function of row and column.
 
-The elements are looked at one row of blocks at a time, so that all of them are never in memory at once.
+The elements are processed one row of blocks at a time, so that they are never all in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kernels.sparsity.states import (
 
 
 def from_dense(mask: Any, block_size: Any = 64) -> Layout:
-    """Return the mask of an array of elements.
+    """Build a mask from an array of elements.
 
     Args:
         mask: (seq_q, seq_k) or (heads, seq_q, seq_k) bool, True keeps; any strides.
@@ -37,11 +37,11 @@ def from_dense(mask: Any, block_size: Any = 64) -> Layout:
 
     Raises:
         TypeError: If it is not boolean.
-        ValueError: If it has other dimensions.
+        ValueError: If it does not have two or three dimensions.
     """
     array = as_host_array("mask", mask)
     if array.dtype != bool:
-        raise TypeError(f"mask must be boolean (True keeps), got {array.dtype}; write mask != 0")
+        raise TypeError(f"mask must be boolean (True keeps), got {array.dtype}; pass mask != 0")
     if array.ndim not in (2, 3) or (array.ndim == 3 and not len(array)):
         raise ValueError(
             f"mask must have shape (seq_q, seq_k) or (heads, seq_q, seq_k), got {array.shape}: the "
@@ -63,20 +63,20 @@ def from_mask_mod(
     block_size: Any = 64,
     heads: int = 1,
 ) -> Layout:
-    """Return the mask of a function, which is asked once for every element.
+    """Build a mask from a function, which is called once for every element.
 
-    It is compiled with numba where that is possible, else run as Python, a thousand times slower.
+    It is compiled with numba if possible, and otherwise runs as Python, a thousand times slower.
 
     Args:
-        mask_mod: ``(batch, head, row, col) -> bool``, True keeps; the batch is always 0, for all have
-            the same blocks.
+        mask_mod: ``(batch, head, row, col) -> bool``, True keeps; the batch is always 0, because all
+            batches have the same mask.
         seq_q: Query rows.
         seq_k: Key columns.
         block_size: Rows and columns of a block, or one number for both.
-        heads: How many heads to ask for; one stands for all.
+        heads: Number of heads; one applies to all.
 
     Raises:
-        TypeError: If it is no function of these four.
+        TypeError: If it is not a function of these four arguments.
     """
     if not callable(mask_mod):
         raise TypeError(
@@ -93,13 +93,13 @@ def from_mask_mod(
 
 
 def _from_strips(grid: Grid, heads: int, fill: Callable[[int, int, int, Bools], None]) -> Layout:
-    """Return the layout of elements that are known one row of blocks at a time.
+    """Return the layout of elements that are produced one row of blocks at a time.
 
     Args:
         grid: The blocks.
-        heads: Patterns of their own.
-        fill: ``fill(head, row, rows, out)`` writes which columns ``rows`` rows from ``row`` on see to
-            the beginning of ``out``, (block_q, key blocks · block_k).
+        heads: Number of heads.
+        fill: ``fill(head, row, rows, out)`` writes the visibility of ``rows`` rows from ``row`` on to the
+            beginning of ``out``, (block_q, key blocks · block_k).
     """
     states = np.zeros((heads, *grid.counts), np.int32)
     numbers: dict[bytes, int] = {}  # bits of a pattern → state
@@ -122,7 +122,7 @@ def _from_strips(grid: Grid, heads: int, fill: Callable[[int, int, int, Bools], 
 
 
 def _evaluate(mod: Any, head: int, row: int, rows: int, cols: int, out: Bools) -> None:
-    """Write what a ``mask_mod`` says of the rows from ``row`` on: compiled, or as plain Python."""
+    """Write the results of a ``mask_mod`` for the rows from ``row`` on, compiled or as plain Python."""
     for r in range(rows):
         for c in range(cols):
             out[r, c] = bool(mod(0, head, row + r, c))
@@ -132,15 +132,17 @@ _compiled = numba.njit(_evaluate)
 
 
 def _evaluator(mask_mod: Callable[..., Any]) -> tuple[Callable[..., None], Any]:
-    """Return ``_evaluate`` and what to call it with: compiled if numba can, else as they are."""
+    """Return ``_evaluate`` and its function argument, both compiled if numba can."""
     mod: Any = mask_mod
     if isinstance(mod, FunctionType):
-        # An index beyond an array that the function reads is an error here, as it is in Python.
+        # An out-of-bounds index into an array is an error, as in Python.
         mod = numba.njit(boundscheck=True)(mod)
     if isinstance(mod, Dispatcher):
         try:
-            _compiled(mod, 0, 0, 0, 0, np.zeros((0, 0), bool))  # compiles, and asks for no element
+            _compiled(
+                mod, 0, 0, 0, 0, np.zeros((0, 0), bool)
+            )  # compiles without evaluating an element
             return _compiled, mod
-        except Exception:  # numba raises more than its own errors; what it cannot run, Python can
+        except Exception:  # numba may raise any error; the function then runs as Python
             pass
     return _evaluate, mask_mod

@@ -1,4 +1,4 @@
-"""What a block-sparse pattern looks like: as text, and as a PNG with matplotlib."""
+"""Pictures of block-sparse masks, as text and as PNG."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from kernels.common.geometry import ceil_div
 from kernels.sparsity.states import FULL, HIDDEN, PARTIAL, States
 
-#: State → its sign in a text, its colour in a picture and its name.
+#: State → its character in a text, its colour in a picture and its name.
 LOOKS = {
     HIDDEN: ("·", "#f2f2f2", "hidden"),
     FULL: ("█", "#1f4e79", "full"),
@@ -19,12 +19,12 @@ LOOKS = {
 
 
 def as_text(states: States, width: int) -> str:
-    """Return one line for each row of blocks, one sign for each block.
+    """Return one line for each row of blocks, with one character for each block.
 
     Args:
         states: (query blocks, key blocks).
-        width: Most signs either way; beyond it a sign stands for a square of blocks, and is that of all
-            of them or else partial's.
+        width: Maximum number of characters in either direction; for larger masks a character stands for a
+            square of blocks, and is partial if they differ.
     """
     shrink = max(ceil_div(max(states.shape), width), 1)
     starts = [np.arange(0, count, shrink) for count in states.shape]
@@ -44,10 +44,10 @@ def save_png(
     """Write a picture with a panel for each head.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         states: (heads, query blocks, key blocks).
-        seq: Rows and columns, for the axes.
-        title: Of the picture.
+        seq: Numbers of rows and columns, for the axes.
+        title: Title of the picture.
 
     Raises:
         ImportError: Without matplotlib.

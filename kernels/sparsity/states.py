@@ -1,4 +1,4 @@
-"""What a block-sparse pattern is made of: states of blocks and patterns of elements; checks, & and |."""
+"""The data of a block-sparse mask: states of blocks and patterns of elements; checks, & and |."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy.typing as npt
 from kernels.common.arguments import as_host_array, whole
 from kernels.common.geometry import ceil_div
 
-#: States of a block; from ``PARTIAL`` on it has the pattern of number state - PARTIAL.
+#: States of a block; from ``PARTIAL`` on it has the pattern with index state - PARTIAL.
 HIDDEN, FULL, PARTIAL = 0, 1, 2
 
-#: Sides of a block are multiples of this: kernels' tiles are.
+#: Sides of a block are multiples of this, like those of kernels' tiles.
 SIDE = 16
-#: Most blocks of one head: their states alone take a gigabyte.
+#: Maximum number of blocks of one head, whose states take a gigabyte.
 MOST_BLOCKS = 2**28
 
 States = npt.NDArray[np.int32]
@@ -25,7 +25,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Grid(NamedTuple):
-    """The scores of one head and the blocks they are cut into; the last ones may be short."""
+    """The scores of one head, divided into blocks, of which the last may be short."""
 
     seq_q: int
     seq_k: int
@@ -44,7 +44,7 @@ class Grid(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Blocks along the rows and along the columns."""
+        """Numbers of blocks along the rows and the columns."""
         return ceil_div(self.seq_q, self.block_q), ceil_div(self.seq_k, self.block_k)
 
     @property
@@ -55,11 +55,11 @@ class Grid(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A mask.
+    """The arrays of a mask.
 
     Attributes:
         states: (heads, query blocks, key blocks), see ``HIDDEN``, ``FULL`` and ``PARTIAL``.
-        patterns: (count, block_q, block_k), True keeps; none of them where no block is partial.
+        patterns: (count, block_q, block_k), True keeps; count is 0 if no block is partial.
     """
 
     states: Any
@@ -67,7 +67,7 @@ class Blocks(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A grid and the state of each of its blocks, as the builders of patterns return them."""
+    """A grid and the state of each of its blocks, the result of a builder."""
 
     grid: Grid
     blocks: Blocks
@@ -77,13 +77,13 @@ def check_grid(seq_q: Any, seq_k: Any, block_size: Any) -> Grid:
     """Return lengths and a block size, one number or (rows, columns), as a grid.
 
     Raises:
-        TypeError: If one of them is no whole number.
-        ValueError: If a length is negative, or a side no positive multiple of ``SIDE``.
+        TypeError: If one of them is not a whole number.
+        ValueError: If a length is negative, or a side not a positive multiple of ``SIDE``.
     """
     pair = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size,) * 2
     if len(pair) != 2:
         raise TypeError(
-            f"block_size must be one number or (rows, columns), got {block_size!r}; give 64 or (64, 128)"
+            f"block_size must be one number or (rows, columns), got {block_size!r}; pass 64 or (64, 128)"
         )
     sides = [whole("block_size", side, 1) for side in pair]
     if any(side % SIDE for side in sides):
@@ -95,7 +95,7 @@ def check_grid(seq_q: Any, seq_k: Any, block_size: Any) -> Grid:
     if math.prod(grid.counts) > MOST_BLOCKS:
         raise ValueError(
             f"{grid.seq_q} rows and {grid.seq_k} columns in blocks of {grid.block} are "
-            f"{math.prod(grid.counts)} blocks, more than {MOST_BLOCKS}; take larger blocks, or "
+            f"{math.prod(grid.counts)} blocks, more than {MOST_BLOCKS}; use larger blocks, or "
             "is_causal and window_size, which need none"
         )
     return grid
@@ -105,7 +105,7 @@ def check_blocks(states: Any, patterns: Any, grid: Grid) -> Blocks:
     """Return states as (heads, query blocks, key blocks) int32, and patterns.
 
     Raises:
-        TypeError: If states are no whole numbers or patterns no booleans.
+        TypeError: If states are not whole numbers or patterns not booleans.
         ValueError: If there is not one state for each block, or a state without its pattern.
     """
     states = as_host_array("states", states)
@@ -126,7 +126,7 @@ def check_blocks(states: Any, patterns: Any, grid: Grid) -> Blocks:
     patterns = as_host_array("patterns", patterns)
     if patterns.dtype != bool:
         raise TypeError(
-            f"patterns must be boolean (True keeps), got {patterns.dtype}; write patterns != 0"
+            f"patterns must be boolean (True keeps), got {patterns.dtype}; pass patterns != 0"
         )
     if patterns.ndim != 3 or patterns.shape[1:] != grid.block:
         raise ValueError(
@@ -143,15 +143,17 @@ def check_blocks(states: Any, patterns: Any, grid: Grid) -> Blocks:
 
 
 def canonical(blocks: Blocks, grid: Grid) -> Blocks:
-    """Return the one form in which equal masks are equal arrays, contiguous and not shared.
+    """Return the canonical form, in which equal masks have equal arrays, contiguous and not shared.
 
-    A pattern stands once and is used, they are sorted by their bits, and are False beyond the last row
-    and column; a block of which every element inside is kept (or none) is full (or hidden).
+    Patterns are unique, used, sorted by their bits, and False beyond the last row and column; a block in
+    which every element (or none) is kept is full (or hidden).
     """
     states, patterns = blocks
     partial = states >= PARTIAL  # (heads, query blocks, key blocks)
     short_q, short_k = grid.seq_q % grid.block_q, grid.seq_k % grid.block_k
-    cut = np.zeros(grid.counts, np.int64)  # of a block 2: rows are cut off, 1: columns, 3: both
+    cut = np.zeros(
+        grid.counts, np.int64
+    )  # for each block, 2: rows are cut off, 1: columns, 3: both
     cut[-1:] += 2 * bool(short_q)
     cut[:, -1:] += bool(short_k)
     code = (states[partial] - PARTIAL) * 4 + np.broadcast_to(cut, states.shape)[partial]
@@ -183,20 +185,19 @@ def pack(patterns: Bools) -> list[bytes]:
 
 
 def unpack(keys: Iterable[bytes], grid: Grid) -> Bools:
-    """Return (count, block_q, block_k), the patterns of which these are the bits."""
+    """Return the patterns of bits, (count, block_q, block_k)."""
     bits = np.unpackbits(np.frombuffer(b"".join(keys), np.uint8))
     return bits.view(bool).reshape(-1, *grid.block)
 
 
 def combine(a: Blocks, b: Blocks, neutral: int, operation: Any) -> Blocks:
-    """Return ``&`` or ``|`` of two masks, block by block.
+    """Return the intersection or union of two masks, block by block.
 
     Args:
-        a: The states of one head broadcast to those of several.
-        b: Likewise.
-        neutral: What leaves the other as it is, ``FULL`` for ``&``, ``HIDDEN`` for ``|``; the opposite
-            wins.
-        operation: Of elements, ``np.logical_and`` or ``np.logical_or``.
+        a: The first mask; the states of one head broadcast to those of several.
+        b: The second mask; the states of one head broadcast to those of several.
+        neutral: The neutral state, ``FULL`` for ``&``, ``HIDDEN`` for ``|``; the opposite state dominates.
+        operation: The operation on elements, ``np.logical_and`` or ``np.logical_or``.
     """
     shift = len(a.patterns)
     b_states = np.where(b.states >= PARTIAL, b.states + shift, b.states)
@@ -217,7 +218,7 @@ def combine(a: Blocks, b: Blocks, neutral: int, operation: Any) -> Blocks:
 
 
 def stack(masks: Iterable[Blocks]) -> Blocks:
-    """Return the heads of all masks, one after the other."""
+    """Concatenate the heads of masks."""
     states, patterns, shift = [], [], 0
     for mask in masks:
         states.append(np.where(mask.states >= PARTIAL, mask.states + shift, mask.states))

@@ -1,4 +1,4 @@
-"""Lists of tiles: which tiles of a kernel a block-sparse pattern visits, for tiles of any size."""
+"""Lists of the tiles that a kernel visits under a block-sparse mask, for tiles of any size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Ints = npt.NDArray[np.int64]
 
 
 class TileList(NamedTuple):
-    """Which tiles each line of tiles visits; the lines of all heads of the mask one after the other.
+    """The tiles that each line of tiles visits; the lines of all heads are concatenated.
 
     Attributes:
-        tile_ptr: (heads · lines + 1,) int32: line i has the entries from ``tile_ptr[i]`` up to
-            ``tile_ptr[i + 1]``.
-        tile_ids: (entries,) int32: numbers of the tiles, ascending.
-        tile_full: (entries,) bool: no element of the tile is hidden by the mask.
+        tile_ptr: (heads · lines + 1,) int32: line i has the entries from ``tile_ptr[i]`` up to, but
+            excluding, ``tile_ptr[i + 1]``.
+        tile_ids: (entries,) int32: indices of the tiles, ascending.
+        tile_full: (entries,) bool: whether all elements of the tile are visible.
     """
 
     tile_ptr: Any
@@ -28,14 +28,14 @@ class TileList(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """One side of the scores, cut wherever a block or a tile begins.
+    """One side of the scores, divided at the beginning of every block and tile.
 
     Attributes:
-        block: (parts,) the block that a part lies in.
-        place: (parts,) which of ``places`` it has in that block.
-        places: (distinct places, 2): from where to where in a block.
+        block: (parts,) the block of each part.
+        place: (parts,) the index in ``places`` of its range within that block.
+        places: (distinct places, 2): begin and end of a range within a block.
         first: (tiles,) first part of each tile.
-        counts: (tiles,) parts of each tile.
+        counts: (tiles,) number of parts of each tile.
     """
 
     block: Ints
@@ -61,14 +61,14 @@ def cut(total: int, block: int, tile: int) -> Parts:
 def make_tile_list(
     blocks: Blocks, grid: Grid, tile_q: int, tile_k: int, by_keys: bool = False
 ) -> TileList:
-    """Return the list of a mask; a tile that holds no visible element is not in it.
+    """Return the tile list of a mask, without the tiles that have no visible element.
 
     Args:
         blocks: The mask.
         grid: Its blocks.
         tile_q: Query rows of a tile.
-        tile_k: Key columns.
-        by_keys: A line is a tile of keys, and its entries are tiles of queries.
+        tile_k: Key columns of a tile.
+        by_keys: List the query tiles that visit each key tile.
     """
     rows = cut(grid.seq_q, grid.block_q, tile_q)
     cols = cut(grid.seq_k, grid.block_k, tile_k)
@@ -97,12 +97,12 @@ def make_tile_list(
 
 
 def _spread(blocks: Bools, rows: Parts, cols: Parts) -> Bools:
-    """Return (heads, row parts, column parts): what is true of the block that a part lies in."""
+    """Spread a value per block to its parts, (heads, row parts, column parts)."""
     return blocks.take(rows.block, axis=1).take(cols.block, axis=2)
 
 
 def _of_places(patterns: Bools, rows: Parts, cols: Parts, function: Any) -> Bools:
-    """Return (patterns, row places, column places): whether any or all elements there are kept."""
+    """Return whether any or all elements of a range are kept, (patterns, row places, column places)."""
     out = np.empty((len(patterns), len(rows.places), len(cols.places)), bool)
     for i, (top, bottom) in enumerate(rows.places):
         for j, (left, right) in enumerate(cols.places):
@@ -111,11 +111,11 @@ def _of_places(patterns: Bools, rows: Parts, cols: Parts, function: Any) -> Bool
 
 
 def _gather(parts: Bools, rows: Parts, cols: Parts, operation: Any) -> Bools:
-    """Return (heads, query tiles, key tiles) of (heads, row parts, column parts)."""
+    """Reduce (heads, row parts, column parts) to (heads, query tiles, key tiles)."""
     for axis, side in ((1, rows), (2, cols)):
         out = parts.take(side.first, axis=axis)
         for step in range(1, int(side.counts.max(initial=0))):
-            # A tile with fewer parts takes its last one again.
+            # A tile with fewer parts repeats its last one.
             next_part = side.first + np.minimum(step, side.counts - 1)
             operation(out, parts.take(next_part, axis=axis), out=out)
         parts = out

@@ -1,1 +1,1 @@
-"""FLOP and byte formulas and tile budgets: arithmetic on sizes, no kernels."""
+"""Formulas for floating-point operations, bytes and tile budgets, without kernels."""

@@ -1,7 +1,7 @@
-"""What attention and training cost by the book: floating-point operations and elements moved.
+"""Formulas for the floating-point operations and the memory traffic of attention and training.
 
-The benchmark, the experiments, the documentation and the app count with these and with nothing else.
-``io_meter`` counts what the kernels do move; the two agree to the element.
+The benchmarks, the experiments, the documentation and the app use only these.  ``io_meter`` measures the
+traffic of the kernels, and the two agree exactly.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def attention_flops(
 ) -> float:
     """Return the operations of one forward pass.
 
-    Two products of 2·N·N·d operations each, for each head; half of it under a causal mask.  The
-    exponentials are not counted.  Source: FlashAttention-2, section 4.1.
+    There are two products of 2·N·N·d operations each for each head, and half of that under a causal mask.
+    Exponentials are not counted.  Source: FlashAttention-2, section 4.1.
     """
     return 4.0 * batch_heads * seq_q * seq_k * head_dim * (0.5 if causal else 1.0)
 
@@ -30,17 +30,17 @@ def attention_backward_flops(
 
 
 def training_flops(seq: int, layers: int, width: int, middle: int, vocabulary: int) -> float:
-    """Return the operations of training a causal transformer with one text, forward and backward.
+    """Return the operations of training a causal transformer on one text, forward and backward.
 
-    Each weight that multiplies takes two operations a token forward and four backward; to look up an
-    embedding takes none.  Attention counts as many, half of its square, and nothing that is computed again.
+    Each weight of a product takes two operations per token forward and four backward, and an embedding
+    takes none.  Attention is counted in the same way, with half of its square, without recomputation.
 
     Args:
-        seq: Tokens of the text.
-        layers: Of attention, with four projections, and a feed-forward.
-        width: Of the model.
-        middle: Of the feed-forward.
-        vocabulary: Tokens that the head scores.
+        seq: Number of tokens of the text.
+        layers: Number of layers, each of attention with four projections and a feed-forward network.
+        width: Width of the model.
+        middle: Width of the feed-forward network.
+        vocabulary: Number of tokens in the vocabulary.
 
     Source: Chowdhery et al. (2022), PaLM, appendix B; there without the half.
     """
@@ -49,22 +49,22 @@ def training_flops(seq: int, layers: int, width: int, middle: int, vocabulary: i
     return 3.0 * (2.0 * seq * weights + attention)
 
 
-#: Products of 2·N·N·d operations that a rung computes, forward and backward.  The naive rung keeps no P:
-#: it computes S again, as the others do.  flash2 computes S and dP twice, unless it adds to dQ by atomics.
+#: Number of products of 2·N·N·d operations of a rung, forward and backward.  The naive rung does not keep P
+#: and recomputes S, like the others.  flash2 computes S and dP twice, unless it adds to dQ by atomics.
 PRODUCTS = {"naive": (2, 5), "flash1": (2, 5), "flash2": (2, 7), "flash2 atomic": (2, 5)}
 
 
 def score_matrix_bytes(batch_heads: int, seq_q: int, seq_k: int, itemsize: int) -> int:
-    """Return the size of S, which the naive baseline stores and the fused kernel does not."""
+    """Return the size of S in bytes, which the naive baseline stores and fused kernels do not."""
     return batch_heads * seq_q * seq_k * itemsize
 
 
 class Traffic(NamedTuple):
-    """Elements of one array that have travelled.
+    """The memory traffic of one array, in elements.
 
     Attributes:
-        reads: From global memory.
-        writes: To global memory.
+        reads: Elements read from global memory.
+        writes: Elements written to global memory.
     """
 
     reads: int
@@ -72,7 +72,7 @@ class Traffic(NamedTuple):
 
     @property
     def moved(self) -> int:
-        """Both together."""
+        """The sum of both."""
         return self.reads + self.writes
 
 
@@ -82,15 +82,15 @@ def total(counts: dict[str, Traffic]) -> Traffic:
 
 
 class HeadShape(NamedTuple):
-    """One head of one call: its sizes, and that row ``i`` sees the columns from i + lower to i + upper.
+    """The sizes of one head, in which columns i + lower to i + upper are visible to row ``i``.
 
     Attributes:
         seq_q: Query rows.
         seq_k: Key columns.
-        head_dim: Of q and k.
-        value_dim: Of v and out.
-        lower: Of the bounds; -seq_q or less is no bound.
-        upper: Likewise; seq_k or more is no bound, 0 is causal.
+        head_dim: Size of a query and a key.
+        value_dim: Size of a value.
+        lower: Lower bound of column - row; -seq_q or less is no bound.
+        upper: Upper bound of column - row; seq_k or more is no bound, 0 is causal.
     """
 
     seq_q: int
@@ -102,22 +102,22 @@ class HeadShape(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Scores that no bound hides."""
+        """Number of visible scores."""
         return sum(self.seen(row, row + 1) for row in range(self.seq_q))
 
     @property
     def transposed(self) -> HeadShape:
-        """The same with keys in place of queries: key ``j`` is seen by the rows of these bounds."""
+        """The shape with queries and keys exchanged."""
         return HeadShape(
             self.seq_k, self.seq_q, self.head_dim, self.value_dim, -self.upper, -self.lower
         )
 
     def seen(self, start: int, stop: int) -> int:
-        """Return how many keys any of the rows from ``start`` up to ``stop`` sees."""
+        """Return the number of keys that are visible to any row from ``start`` up to ``stop``."""
         return max(min(stop + self.upper, self.seq_k) - max(start + self.lower, 0), 0)
 
     def tile_visits(self, block: int, other: int) -> int:
-        """Return the keys in tiles of ``other`` of which any is seen, summed over tiles of rows."""
+        """Return the keys in visited tiles of ``other``, summed over tiles of rows."""
         visited = 0
         for row in range(0, self.seq_q, block):
             stop_row = min(row + block, self.seq_q)
@@ -127,12 +127,12 @@ class HeadShape(NamedTuple):
         return visited
 
 
-#: Elements of each array, by name.
+#: The traffic of each array, by name.
 Counts = dict[str, Traffic]
 
 
 def summed(*parts: Counts) -> Counts:
-    """Return the traffic of several steps, array by array, without arrays that do not move."""
+    """Return the traffic of several steps by array, without arrays that are not accessed."""
     names = dict.fromkeys(name for part in parts for name in part)
     sums = {
         name: total({str(i): p[name] for i, p in enumerate(parts) if name in p}) for name in names
@@ -143,9 +143,9 @@ def summed(*parts: Counts) -> Counts:
 def _product(
     a: str, b: str, out: str, rows: int, cols: int, depth: int, tile: tuple[int, int]
 ) -> Counts:
-    """Return what (rows, depth) times (depth, cols) moves.
+    """Return the traffic of the product of (rows, depth) and (depth, cols).
 
-    It reads its left operand once for each column of tiles, and its right one once for each row of them.
+    It reads its left operand once for each column of tiles, and its right one once for each row of tiles.
     """
     left = {a: Traffic(ceil_div(cols, tile[1]) * rows * depth, 0)}
     right = {b: Traffic(ceil_div(rows, tile[0]) * cols * depth, 0)}
@@ -153,13 +153,13 @@ def _product(
 
 
 def naive_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
-    """Return what the forward pass of Algorithm 0 moves, array by array.
+    """Return the traffic of the forward pass of Algorithm 0, by array.
 
-    The softmax reads S for its maximum, reads and writes it for P, and reads and writes that for the
-    division.  A causal call moves the same.
+    The softmax reads S for its maximum, reads and writes it for P, and reads and writes P for the division.
+    A causal call has the same traffic.
 
     Args:
-        shape: Of the head.
+        shape: The sizes of the head.
         tile: Rows and columns of a block of the products.
     """
     seq_q, seq_k, dim, value_dim, *_ = shape
@@ -171,12 +171,12 @@ def naive_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 
 
 def naive_backward_traffic(shape: HeadShape, tile: tuple[int, int], readers: int = 1) -> Counts:
-    """Return what the backward pass of Algorithm 0 moves; S and dP lie in global memory.
+    """Return the traffic of the backward pass of Algorithm 0, with S and dP in global memory.
 
-    Five products, and one pass over S and dP that reads them and writes P and dS in their places.
+    There are five products, and one pass that reads S and dP and overwrites them with P and dS.
 
     Args:
-        shape: Of the head.
+        shape: The sizes of the head.
         tile: Rows and columns of a block of the products.
         readers: Threads that read L of a row, each for itself; 1 counts that as one.
 
@@ -198,13 +198,13 @@ def naive_backward_traffic(shape: HeadShape, tile: tuple[int, int], readers: int
 
 
 def flash1_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
-    """Return what the forward pass of FlashAttention, Algorithm 1, moves, array by array.
+    """Return the traffic of the forward pass of FlashAttention, Algorithm 1, by array.
 
     Every query row that a key tile visits is read with its output, sum and maximum, and all but the query
     are written again.
 
     Args:
-        shape: Of the head.
+        shape: The sizes of the head.
         tile: (block_q, block_k).
     """
     # TASK 5.8: A key tile visits rows: q, O, l, m travel for each visit; then 3: zeros, 19: L.
@@ -224,13 +224,13 @@ def flash1_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 
 
 def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
-    """Return what the backward pass of FlashAttention, Algorithm 4, moves, array by array.
+    """Return the traffic of the backward pass of FlashAttention, Algorithm 4, by array.
 
     Every query row that a key tile visits is read with its output, dO and L, and its dQ is read and
     written.
 
     Args:
-        shape: Of the head.
+        shape: The sizes of the head.
         tile: (block_q, block_k).
     """
     (block_q, block_k), (seq_q, seq_k, dim, value_dim, *_) = tile, shape
@@ -249,12 +249,12 @@ def flash1_backward_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 
 
 def flash2_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
-    """Return what the forward pass of FlashAttention-2 moves, array by array.
+    """Return the traffic of the forward pass of FlashAttention-2, by array.
 
-    A query tile reads the key tiles of which any row sees a key, and nothing is written before the end.
+    A query tile reads the key tiles with a visible key, and nothing is written before the end.
 
     Args:
-        shape: Of the head; its keys are not divided among blocks.
+        shape: The sizes of the head, whose keys are not divided among blocks.
         tile: (block_q, block_k).
     """
     # TASK 5.8: A query tile visits keys: K and V travel for each visit, all else once.
@@ -271,7 +271,7 @@ def flash2_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 
 
 def delta_traffic(shape: HeadShape) -> Counts:
-    """Return what the pass before the backward one moves: D = rowsum(dO ∘ O)."""
+    """Return the traffic of the preparation of the backward pass, D = rowsum(dO ∘ O)."""
     rows = Traffic(shape.seq_q * shape.value_dim, 0)
     return {"dout": rows, "out": rows, "delta": Traffic(0, shape.seq_q)}
 
@@ -282,15 +282,15 @@ def flash2_backward_traffic(
     readers: int = 1,
     key_tile: tuple[int, int] | None = None,
 ) -> Counts:
-    """Return what the backward pass of FlashAttention-2 moves with two kernels, bit for bit the same.
+    """Return the traffic of the deterministic backward pass of FlashAttention-2, with two kernels.
 
-    After D, one kernel goes by query tiles and writes dQ, one by key tiles and writes dK and dV.
+    After D, one kernel loops over query tiles and writes dQ, the other over key tiles and writes dK and dV.
 
     Args:
-        shape: Of the head.
+        shape: The sizes of the head.
         tile: (block_q, block_k) of the first kernel.
         readers: Threads that read L and D of a row in the first, each for itself; 1 counts that as one.
-        key_tile: Of the second; the same when None.
+        key_tile: (block_q, block_k) of the second kernel; that of the first when None.
     """
     seq_q, _, dim, value_dim, *_ = shape
     visited = shape.tile_visits(*tile)
@@ -308,12 +308,12 @@ def flash2_backward_traffic(
 
 
 def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
-    """Return what the backward pass of FlashAttention-2 moves where dQ is added up by atomics.
+    """Return the traffic of the backward pass of FlashAttention-2 with atomic additions to dQ.
 
     An atomic addition reads an element and writes it.
 
     Args:
-        shape: Of the head.
+        shape: The sizes of the head.
         tile: (block_q, block_k).
     """
     block_q, block_k = tile
@@ -323,7 +323,7 @@ def flash2_atomic_traffic(shape: HeadShape, tile: tuple[int, int]) -> Counts:
 
 
 def _by_keys(shape: HeadShape, tile: tuple[int, int]) -> Counts:
-    """Return what the kernel moves that owns key tiles and writes dK and dV."""
+    """Return the traffic of the kernel by key tiles, which writes dK and dV."""
     (block_q, block_k), (_, seq_k, dim, value_dim, *_) = tile, shape
     visited = shape.transposed.tile_visits(block_k, block_q)  # rows, once for each key tile
     return {

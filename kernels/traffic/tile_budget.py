@@ -1,7 +1,7 @@
-"""Which tile moves the least, of those that fit on the chip.
+"""Find the tile with the least memory traffic among those that fit on the chip.
 
-A larger tile is read back less often, and the memory of a chip is small: ``formulas`` says what a tile
-moves, here stands what it takes, and the search.
+Larger tiles need fewer reads, but shared memory is small.  ``formulas`` has the traffic of a tile; this
+module has its size, and the search.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from kernels.common.geometry import ceil_div
 from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
-#: Tiles have multiples of so many rows and columns, as ``flash2`` asks for.
+#: Rows and columns of a tile are multiples of this, as ``flash2`` requires.
 STEP = 4
 
 
 def tile_elements(rung: str, shape: HeadShape, tile: tuple[int, int]) -> int:
-    """Return how many elements a tile takes on the chip, without padding.
+    """Return the number of on-chip elements of a tile, without padding.
 
     Both rungs keep K_j, V_j, Q_i and the tile of scores there; ``flash1`` keeps O_i too, which ``flash2``
     has in registers.
 
     Args:
         rung: "flash1" or "flash2".
-        shape: Of the head.
+        shape: The sizes of the head.
         tile: (block_q, block_k).
     """
     block_q, block_k = tile
@@ -30,15 +30,15 @@ def tile_elements(rung: str, shape: HeadShape, tile: tuple[int, int]) -> int:
 
 
 def least_traffic_tile(rung: str, shape: HeadShape, elements: int) -> tuple[int, int]:
-    """Return the tile whose forward pass moves the least, of those that fit into so many elements.
+    """Return the tile with the least forward traffic among those that fit into a number of elements.
 
-    Sides are multiples of ``STEP``, and no side is longer than its sequence, rounded up to one.  Of tiles
-    that move the same it is one that takes the least on the chip.
+    Sides are multiples of ``STEP``, up to the length of the sequence, rounded up.  Among tiles with the
+    same traffic the smallest is returned.
 
     Args:
         rung: "flash1" or "flash2".
-        shape: Of the head.
-        elements: Of shared memory.
+        shape: The sizes of the head.
+        elements: Number of elements of shared memory.
 
     Returns:
         (block_q, block_k).
@@ -56,8 +56,8 @@ def least_traffic_tile(rung: str, shape: HeadShape, elements: int) -> tuple[int,
     if not fitting:
         smallest = tile_elements(rung, shape, (STEP, STEP))
         raise ValueError(
-            f"a tile of {rung} takes {smallest} elements or more, and there are {elements}; give "
-            "more, or a smaller head_dim"
+            f"a tile of {rung} needs at least {smallest} elements, but there are {elements}; pass more, or "
+            "a smaller head_dim"
         )
 
     def cost(tile: tuple[int, int]) -> tuple[int, int]:

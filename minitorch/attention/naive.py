@@ -1,4 +1,4 @@
-"""Attention by the textbook, composed of tensor operations: the baseline of flash_attention."""
+"""Textbook attention, composed of tensor operations: the baseline of flash_attention."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @takes_attention_options
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Unpack[Options]) -> Any:
-    """Attend by the textbook, composed of tensor operations; autodiff derives its gradient.
+    """Compute attention by the textbook formula, composed of differentiable tensor operations.
 
-    The baseline of ``Tensor.flash_attention``: same parameters, same meaning, and scores and
-    probabilities of size seq_q x seq_k in memory.  Mods run as Python, on the host.
+    This is the baseline of ``Tensor.flash_attention`` and has the same parameters.  It stores scores and
+    probabilities, each seq_q x seq_k, and runs ``mask_mod`` and ``score_mod`` as Python on the host.
 
     Args:
-        q: (…, heads, seq_q, head_dim).
-        k: (…, heads, seq_k, head_dim).
-        v: (…, heads, seq_k, value_dim).
-        args: Options by position; see ``kernels.make_problem``.
-        options: Options by name.
+        q: Queries, (…, heads, seq_q, head_dim).
+        k: Keys, (…, heads, seq_k, head_dim).
+        v: Values, (…, heads, seq_k, value_dim).
+        args: Options by position: attn_mask, dropout_p, is_causal, scale and enable_gqa.
+        options: Options by name; ``kernels.make_problem`` describes each.
 
     Returns:
         (…, heads, seq_q, value_dim); with ``return_lse`` a pair of it and lse (…, heads, seq_q).
@@ -93,7 +93,7 @@ def _as_lse(lse: Tensor, problem: Problem) -> Tensor:
 def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: Options) -> Any:
     """Attend in the accumulator's dtype and round out once; lse stays as it is.
 
-    Scores of 16 bits would overflow, or have three digits, before the softmax sees them.
+    Scores in 16 bits would overflow, or lose all but three digits, before the softmax.
     """
     mask, sums = options.get("attn_mask"), problem.acc_dtype
     if mask is not None and problem.mask == "float":
@@ -101,7 +101,7 @@ def _attend_widened(operands: tuple[Tensor, ...], problem: Problem, options: Opt
     sink: Any = options.get("sink")
     if is_tensor(sink):
         options = {**options, "sink": sink.to(sums)}
-    seed = problem.seed % SEEDS  # what was drawn for this call
+    seed = problem.seed % SEEDS  # the seed drawn for this call
     result = naive_attention(*(t.to(sums) for t in operands), **{**options, "seed": seed})
     if not isinstance(result, tuple):
         return result.to(problem.dtype)

@@ -1,4 +1,4 @@
-"""The scores of composed attention: what each option makes of them, in tensor operations."""
+"""Apply the options of attention to the scores of composed attention, in tensor operations."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Bools = npt.NDArray[np.bool_]
 
 
 def masking_penalty(call: AttentionCall, like: Tensor) -> Tensor | None:
-    """Return the mask to add to the scores: 0 where a row sees a column, minus infinity elsewhere.
+    """Return the mask to add to the scores: 0 where a score is visible, minus infinity where it is masked.
 
     Args:
         call: The checked call.
         like: A tensor of the same backend and dtype.
 
     Returns:
-        A constant that broadcasts to (…, heads, seq_q, seq_k); None if every row sees every column.
+        A constant that broadcasts to (…, heads, seq_q, seq_k); None if nothing is masked.
     """
     problem, backend, dtype = call.problem, like.backend, like.dtype
     if problem.mask == "bool" or problem.block_mask is not None or problem.mask_mod is not None:
@@ -54,10 +54,10 @@ def masking_penalty(call: AttentionCall, like: Tensor) -> Tensor | None:
 def bounds_penalty(
     seq_q: int, seq_k: int, lower: int, upper: int, backend: TensorBackend, dtype: np.dtype[Any]
 ) -> Tensor:
-    """Return the penalty of a causal mask or a window, a constant (seq_q, seq_k); kept.
+    """Return the cached penalty of a causal mask or a window, a constant (seq_q, seq_k).
 
-    All layers of a model mask the same: the penalty is built and brought to the device once, and not
-    once a layer and step.  Two are kept, for training and for evaluation.
+    All layers of a model use the same mask, which is built and copied to the device once.  The cache has
+    two entries, for training and for evaluation.
     """
     row, col = np.arange(seq_q)[:, None], np.arange(seq_k)
     return _penalty(is_visible(row, col, lower, upper), backend, dtype)
@@ -141,20 +141,20 @@ def _on_host(array: Any) -> npt.NDArray[Any]:
 
 
 def kept_probabilities(problem: Problem, like: Tensor) -> Tensor:
-    """Return what dropout multiplies the probabilities by, a constant (…, heads, seq_q, seq_k)."""
+    """Return the factors by which dropout multiplies the probabilities, (…, heads, seq_q, seq_k)."""
     keep = dropout_mask(problem.scores_shape, problem.dropout_p, problem.seed % SEEDS)
     return tensor(keep * keep_scale(problem.dropout_p), like.backend, False, like.dtype)
 
 
 class ModifiedScore(Function):
-    """``score_mod`` of each score, run as Python on the host; 0 for a masked one."""
+    """Apply ``score_mod`` to each visible score, as Python on the host; masked scores become 0."""
 
     @staticmethod
     def forward(ctx: Context, scores: Tensor, mod: ScoreMod, places: Any, seen: Bools) -> Tensor:
-        """Call the function for each score and its place.
+        """Call the function for each score and its indices.
 
         Raises:
-            ValueError: If there will be a gradient, and no derivative was given.
+            ValueError: If gradients are recorded and no derivative was given.
         """
         if not ctx.no_grad:
             check_derivative(mod)
@@ -166,7 +166,7 @@ class ModifiedScore(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
-        """Multiply by the derivative, called likewise."""
+        """Multiply the gradient by the derivative of the function at each score."""
         scores, mod, places = ctx.saved_values
         array, gradient = (t.to(acc_dtype(scores.dtype)).to_numpy() for t in (scores, grad_output))
         slope = evaluate(mod.derivative, array.dtype, array, *places)

@@ -28,7 +28,7 @@ from ..tensor import Tensor
 from ..tensor_ops import TensorBackend, TensorOps
 from ..tensors import factories, gradient_check
 
-#: The published kernel has this constant inside.
+#: The constant that the published kernel adds to the variance.
 LAYER_NORM_EPS = 1e-8
 
 LayerNorm1dFused = LayerNorm1d
@@ -51,12 +51,21 @@ def attn_softmax(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 def layernorm(x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
-    """Normalise the last dimension, then scale and shift it."""
+    """Normalise the last dimension, then scale and shift it.
+
+    Args:
+        x: (…, n), floating.
+        gamma: (n,), the weights.
+        beta: (n,), the bias.
+
+    Returns:
+        (…, n).
+    """
     return layer_norm(x, gamma, beta, LAYER_NORM_EPS)
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, causal_mask: Any = False) -> Tensor:
-    """Attend; the published name of ``Tensor.flash_attention``, for each of its three kernels."""
+    """Compute attention: the published name of ``Tensor.flash_attention`` for each of three kernels."""
     return q.flash_attention(k, v, **_options(causal_mask))
 
 
@@ -84,7 +93,7 @@ def attn_softmax_bw(out_grad: Tensor, soft: Tensor) -> Tensor:
 
     Args:
         out_grad: Gradient of the result.
-        soft: What ``attn_softmax_fw`` returned.
+        soft: The result of ``attn_softmax_fw``, (…, seq_q, seq_k).
     """
     return soft * (out_grad - (soft * out_grad).sum(soft.dims - 1))
 
@@ -114,11 +123,11 @@ def layernorm_bw(
 
     Args:
         out_grad: Gradient of the result.
-        inp: As in ``layernorm_fw``.
-        gamma: Likewise.
-        beta: Likewise.
-        var: What ``layernorm_fw`` returned.
-        mean: Likewise.
+        inp: The input of ``layernorm_fw``, (rows, dim).
+        gamma: The weights, (dim,).
+        beta: The bias, (dim,).
+        var: The variance of each row that ``layernorm_fw`` returned, (rows,).
+        mean: The mean of each row that ``layernorm_fw`` returned, (rows,).
     """
     last, column = inp.dims - 1, (*inp.shape[:-1], 1)
     rstd = (var.view(*column) + LAYER_NORM_EPS) ** -0.5
@@ -137,10 +146,10 @@ def flash_attn2_fw(
     head; ``Tensor.flash_attn2`` and :class:`Flash_Attn` do not.
 
     Args:
-        q: (batch, heads, seq, dim).
-        k: Likewise.
-        v: Likewise.
-        causal_mask: Whether later columns are masked.
+        q: Queries, (batch, heads, seq, dim).
+        k: Keys, (batch, heads, seq, dim).
+        v: Values, (batch, heads, seq, dim).
+        causal_mask: Whether later columns are masked, a bool or a tensor of one element.
 
     Returns:
         (batch, heads, seq, dim), (batch, heads, seq) and (batch, heads, seq).
@@ -157,7 +166,7 @@ def flash_attn2_fw(
 def flash_attn_fw(
     q: Tensor, k: Tensor, v: Tensor, causal_mask: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention, and the sum and maximum of each row, as FlashAttention-1 keeps them.
+    """Return attention, and the sum and maximum of each row, which FlashAttention-1 stores.
 
     The sum is that of exp(score - maximum).  Arguments and shapes are those of :func:`flash_attn2_fw`.
     """
@@ -173,14 +182,14 @@ def flash_attn2_bw(
     """Return the gradients of q, k and v, and ``causal_mask`` unchanged.
 
     Args:
-        q: As in :func:`flash_attn2_fw`.
-        k: Likewise.
-        v: Likewise.
+        q: Queries, (batch, heads, seq, dim).
+        k: Keys, (batch, heads, seq, dim).
+        v: Values, (batch, heads, seq, dim).
         out: Result of the forward pass.
         out_grad: Gradient of ``out``.
         lse: The logsumexp of each row, which the forward pass returns as l.
         m: The maximum of each row; not used.
-        causal_mask: As in the forward pass.
+        causal_mask: Whether later columns are masked; the same value as in the forward pass.
     """
     target, problem = q.f.attention, attention_call(q, k, v, _options(causal_mask)).problem
     operands = make_operands(target.memory, problem, q.array(), k.array(), v.array(), None, None)
@@ -195,7 +204,7 @@ def flash_attn_bw(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, out_grad: Tensor, row_sum: Tensor, m: Tensor,
     causal_mask: Any,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    """Return what :func:`flash_attn2_bw` returns, from the sum and maximum of each row.
+    """Return the result of :func:`flash_attn2_bw`, given the sum and maximum of each row.
 
     ``row_sum`` and ``m`` are the l and m of :func:`flash_attn_fw`; other arguments are the same.
     """
@@ -259,7 +268,7 @@ class Flash_Attn(Function):
 
 Flash_Attn2 = Flash_Attn_Causal = Flash_Attn
 
-# -- where published code looks for them -------------------------------------------------------
+# -- published import paths -------------------------------------------------------------------
 
 METHODS = {
     "attn_softmax": attn_softmax,

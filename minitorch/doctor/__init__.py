@@ -1,1 +1,1 @@
-"""What is wrong with this environment: probes, rules, report. Standard library only."""
+"""Diagnose this environment: probes, rules and the report.  Uses the standard library only."""

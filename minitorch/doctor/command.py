@@ -1,7 +1,7 @@
-"""``python -m minitorch doctor``: look at everything that minitorch stands on, and say what to mend.
+"""``python -m minitorch doctor``: check everything that minitorch depends on, and report how to fix it.
 
-Each library is tried in a child process of its own (see :mod:`minitorch.doctor.probes`), because the one
-that is broken may raise anything, crash or hang.  A missing GPU is no problem; it is said.
+Each library is tried in its own child process (see :mod:`minitorch.doctor.probes`), because a broken one
+may raise any exception, crash or hang.  A missing GPU is reported, but is not a problem.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from minitorch.entrance import found_file
 
 ABOUT = "say what this environment has, what is wrong with it, and how to mend it"
 ROOT = Path(__file__).resolve().parents[2]
-#: Packages that change what the others do.
+#: Packages that change the behaviour of the others.
 BESIDE = ("numba-cuda", "numba-cuda-mlir", "llvmlite", "kernels", "tbb", "icc-rt")
 VARIABLES = (
     "NUMBA_ENABLE_CUDASIM", "NUMBA_DISABLE_JIT", "NUMBA_THREADING_LAYER", "NUMBA_NUM_THREADS",
@@ -38,7 +38,7 @@ LAYERS = ("tbb", "omp", "workqueue")
 _ON_NUMPY = {"numba", "scipy", "ml_dtypes"}
 
 
-# -- what is there ------------------------------------------------------------------------------
+# -- facts --------------------------------------------------------------------------------------
 
 
 def ranges() -> dict[str, str]:
@@ -92,7 +92,7 @@ def _shadowed(name: str, file: str) -> bool:
 
 
 def kernels_package() -> dict[str, Any]:
-    """Return which package ``kernels`` is, and whether another one of that name is installed."""
+    """Return the file of the package ``kernels``, and whether another package of that name is installed."""
     file, expected = found_file("kernels"), ROOT / "kernels" / "__init__.py"
     is_ours = False
     if file is not None and Path(file).is_file() and (Path(file).parent / "launch.py").is_file():
@@ -107,7 +107,7 @@ def kernels_package() -> dict[str, Any]:
 
 
 def cache_folder() -> dict[str, Any]:
-    """Return where numba keeps compiled kernels, and why it cannot, in the order in which it looks."""
+    """Return the folder of numba's cache, and why it cannot be written, in numba's order of search."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     wide = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     places = [Path(chosen)] if chosen else [ROOT / "kernels" / "__pycache__", Path(wide) / "numba"]
@@ -122,7 +122,7 @@ def cache_folder() -> dict[str, Any]:
 def _why_not_writable(folder: Path) -> str | None:
     there = folder
     while not there.exists() and there != there.parent:
-        there = there.parent  # what is missing would be made
+        there = there.parent  # a missing folder would be created
     try:
         with tempfile.TemporaryFile(dir=there):
             return None
@@ -131,14 +131,13 @@ def _why_not_writable(folder: Path) -> str | None:
 
 
 def examine(seconds: float = 120.0) -> dict[str, Any]:
-    """Return all that is to be known about this environment.
+    """Return all facts about this environment.
 
     Args:
-        seconds: How long one library may take to answer.
+        seconds: Time limit of each probe, in seconds.
 
     Returns:
-        Values that JSON has.  What was not tried, because something that it needs has failed, is not
-        in it.
+        Facts by name, in JSON types.  Probes that were skipped because a dependency failed are missing.
     """
     wanted = ranges()
     facts: dict[str, Any] = {
@@ -174,7 +173,7 @@ def examine(seconds: float = 120.0) -> dict[str, Any]:
 def _of_numba(
     facts: dict[str, Any], answers: dict[str, dict[str, Any]], start: Any
 ) -> dict[str, Any]:
-    """Try what needs numba, and then what needs all of it."""
+    """Probe the libraries that need numba, and then minitorch itself."""
     is_shadowed = facts["packages"].get("numba", {}).get("shadowed")
     if is_shadowed or "error" in answers.get("numba", {"error": "not tried"}):
         return {}
@@ -202,11 +201,11 @@ def _package(name: str, answer: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-# -- what is said -------------------------------------------------------------------------------
+# -- the report ---------------------------------------------------------------------------------
 
 
 def table(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what was found, a name and a sentence a line."""
+    """Return the facts as a table, one name and sentence per line."""
     python, cuda, driver = facts["python"], facts.get("cuda", {}), facts["driver"]
     rows = [
         ("Python", f"{python['version']}, {python['platform']}, {python['executable']}"),
@@ -262,7 +261,7 @@ def _device(device: dict[str, Any]) -> str:
 
 
 def report(facts: dict[str, Any], findings: list[Finding]) -> str:
-    """Return the doctor's answer for people."""
+    """Return the report as text."""
     rows = table(facts)
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {text}" for name, text in rows]
@@ -289,7 +288,7 @@ def run(args: argparse.Namespace) -> int:
         args: With the options of :func:`add_options`.
 
     Returns:
-        0 without a problem, 1 with one.
+        0 if there is no problem, otherwise 1.
     """
     facts = examine(args.seconds)
     findings = diagnose(facts)

@@ -1,4 +1,4 @@
-"""What the doctor asks of one library at a time, each in a child process that may break, crash or hang.
+"""The doctor's probes: each tests one library in a child process, which may fail, crash or hang.
 
 A probe returns a dictionary of plain values.  :func:`ask` starts a child for one; in the child this file
 runs as a script, so nothing of the package is imported but what the probe itself tries.
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-#: Stands before the answer, among whatever else a library prints.
+#: Marks the answer among other output of a library.
 MARK = "minitorch-doctor:"
-#: In the child: the modules that the asking process would import, found where it would find them.
+#: Makes the child import the same modules, from the same paths, as the parent process.
 _BEGIN = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "sys.argv[:2] = []; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -33,12 +33,12 @@ def ask(
 
     Args:
         name: One of PROBES.
-        arguments: Of the probe.
-        seconds: How long it may take.
-        path: Where the child looks for modules; where this process does when None.
+        arguments: Arguments of the probe.
+        seconds: Time limit, in seconds.
+        path: Module search path of the child; that of this process when None.
 
     Returns:
-        What the probe returned, or ``{"error": …}``: one line that says how it failed.
+        The result of the probe, or ``{"error": …}`` with one line that describes the failure.
     """
     where = json.dumps(sys.path if path is None else path)
     command = [sys.executable, "-c", _BEGIN, where, __file__, name, *arguments]
@@ -75,7 +75,7 @@ def package(name: str) -> dict[str, Any]:
 
 
 def cuda() -> dict[str, Any]:
-    """Import ``numba.cuda``, whoever owns it, and compile an empty kernel; this needs no GPU."""
+    """Import ``numba.cuda``, from whichever package, and compile an empty kernel; this needs no GPU."""
     numba = import_module("numba")
     module = import_module("numba.cuda")
     found: dict[str, Any] = {"file": _file(module), "simulator": bool(numba.config.ENABLE_CUDASIM)}
@@ -105,12 +105,12 @@ def launch() -> dict[str, Any]:
     return {} if right else {"error": "a kernel that numbers its threads gave wrong numbers"}
 
 
-#: CUDA's numbers for what a device can be asked.
+#: Numbers of CUDA's device attributes.
 _ATTRIBUTES = {"major": 75, "minor": 76, "shared": 8, "shared_optin": 97}
 
 
 def driver() -> dict[str, Any]:
-    """Ask the CUDA driver for its version and the devices, without numba."""
+    """Query the CUDA driver for its version and the devices, without numba."""
     library, missing = None, []
     for name in ("libcuda.so.1", "libcuda.so", "nvcuda.dll"):
         try:
@@ -146,7 +146,7 @@ def driver() -> dict[str, Any]:
 
 
 def _release() -> str | None:
-    """Return NVIDIA's own number of the driver, such as 580.65.06."""
+    """Return NVIDIA's version number of the driver, such as 580.65.06."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         said = subprocess.run(query, capture_output=True, timeout=20, check=False).stdout
@@ -173,7 +173,7 @@ def layer(name: str) -> dict[str, Any]:
 
 
 def parallel() -> dict[str, Any]:
-    """Run a parallel loop on the threading layer that numba takes by itself."""
+    """Run a parallel loop on numba's default threading layer."""
     numba, numpy = import_module("numba"), import_module("numpy")
     numbers, indices = numpy.zeros(64), numba.prange
 
@@ -189,7 +189,7 @@ def parallel() -> dict[str, Any]:
 
 
 def library() -> dict[str, Any]:
-    """Import minitorch as a program does, and look at what can be chosen."""
+    """Import minitorch as a program does, and list its backends and rungs."""
     start = time.perf_counter()
     module = import_module("minitorch")
     seconds = time.perf_counter() - start
@@ -230,7 +230,7 @@ def main(name: str, *arguments: str) -> None:
     """dict[str, Any] the asking process; whatever is raised is an answer too."""
     try:
         answer = PROBES[name](*arguments)
-    except BaseException as error:  # a library may raise anything when it is imported
+    except BaseException as error:  # importing a library may raise any exception
         cause = error.__cause__ or error  # of ours, the dependency's own
         answer = {"error": _line(cause), "kind": type(cause).__name__, "place": _place(cause)}
     sys.stdout.write(f"\n{MARK}{json.dumps(answer)}\n")

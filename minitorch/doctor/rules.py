@@ -1,7 +1,7 @@
-"""What is wrong with an environment, by what was found in it, and the sentence that mends it.
+"""The doctor's rules: from the facts about an environment to its problems and their remedies.
 
-Rules look at facts and at nothing else, so that any machine can be described to them.  This file and those
-that it stands with also run on Pythons that are too old for the rest, in order to say so.
+Rules depend on the facts alone, so that tests can describe any machine.  The files of this folder also run
+on versions of Python that are too old for the rest, in order to report that.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 
 class Finding(NamedTuple):
-    """Something worth saying.
+    """A statement about the environment, and its remedy.
 
     Attributes:
-        what: Is so.
-        remedy: What to do about it; empty where nothing has to be done.
-        is_problem: Whether it has to be mended.
+        what: The statement.
+        remedy: How to fix it; empty if nothing needs to be done.
+        is_problem: Whether it must be fixed.
     """
 
     what: str
@@ -25,7 +25,7 @@ class Finding(NamedTuple):
     is_problem: bool = True
 
 
-#: The package that owns ``numba.cuda``, by the folder that it lies in.
+#: The package that provides ``numba.cuda``, by its folder.
 OWNERS = {
     "numba": "numba's own deprecated target",
     "numba_cuda": "numba-cuda",
@@ -38,7 +38,7 @@ _OLDEST_OF_13 = (7, 5)
 
 
 def pip(*requirements: str, option: str = "") -> str:
-    """Return the command that installs something into the environment of the Python that asks."""
+    """Return the command that installs a package into the environment of this Python."""
     words = ["python -m pip install", option, *(f'"{each}"' for each in requirements)]
     return " ".join(filter(None, words))
 
@@ -53,20 +53,20 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def is_within(version: str, bounds: str) -> bool:
-    """Tell whether a version lies in a range.
+    """Tell whether a version is in a range.
 
     Args:
-        version: Such as "2.4.6"; what follows its numbers is not looked at.
+        version: Such as "2.4.6"; anything after the numbers is ignored.
         bounds: Such as ">=2.1.2,<2.5".
 
     Raises:
-        ValueError: If a bound is none of ``>=``, ``<`` and a version.
+        ValueError: If a bound is not ``>=`` or ``<`` and a version.
     """
     mine = numbers(version)
     for bound in filter(None, (part.strip() for part in bounds.split(","))):
         match = re.fullmatch(r"(>=|<)\s*([\d.]+)", bound)
         if match is None:
-            raise ValueError(f"a range is made of >= and <, got {bounds!r}")
+            raise ValueError(f"a range of versions must consist of >= and < bounds, got {bounds!r}")
         limit = numbers(match.group(2))
         size = max(len(mine), len(limit))
         first, second = (part + (0,) * (size - len(part)) for part in (mine, limit))
@@ -85,7 +85,7 @@ def cuda_of_ptx(ptx: str) -> tuple[int, ...]:
 
 
 def owner(file: str) -> str:
-    """Return which package owns ``numba.cuda``, by the file that was imported."""
+    """Return the package that provides ``numba.cuda``, from the imported file."""
     parts = re.split(r"[\\/]", file)[-5:]
     for folder in reversed(OWNERS):
         if folder in parts:
@@ -94,7 +94,7 @@ def owner(file: str) -> str:
 
 
 def extra_for(facts: dict[str, Any]) -> str:
-    """Return the package of CUDA kernels that suits the driver."""
+    """Return the optional dependency for CUDA that suits the driver."""
     of_driver = numbers(facts.get("driver", {}).get("driver") or "13")
     bounds = facts["ranges"].get("numba-cuda", "")
     return f"numba-cuda[cu{12 if of_driver[0] == 12 else 13}]{bounds}"
@@ -104,7 +104,7 @@ def extra_for(facts: dict[str, Any]) -> str:
 
 
 def python(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report a Python outside of the range."""
+    """Report a version of Python outside the supported range."""
     version, bounds = facts["python"]["version"], facts["ranges"].get("python", "")
     if not is_within(version, bounds):
         yield Finding(
@@ -115,7 +115,7 @@ def python(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def packages(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report dependencies that are missing, hidden by another file, broken or of a wrong version."""
+    """Report dependencies that are missing, shadowed, broken, or of an unsupported version."""
     missing = [name for name, found in facts["packages"].items() if found.get("file") is None]
     if missing:
         wanted = (name + facts["ranges"].get(name, "") for name in missing)
@@ -154,7 +154,7 @@ def _wrong_version(facts: dict[str, Any], name: str, installed: str, bounds: str
 
 
 def kernels(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report another package named ``kernels`` in place of this project's, or beside it."""
+    """Report another package named ``kernels`` that shadows, or is installed next to, this project's."""
     found = facts["kernels"]
     other = found.get("other_installed")
     if not found["is_ours"]:
@@ -192,7 +192,7 @@ def cuda(facts: dict[str, Any]) -> Iterator[Finding]:
         mine = facts.get("installed", {}).get("numba-cuda")
         broken = extra_for(facts) if mine else "numba" + facts["ranges"].get("numba", "")
         if mine and "row_stack" in found["error"]:
-            return  # NumPy is too new for it, which its version says
+            return  # NumPy is too new for it, as its version shows
         named = re.search(r"\b(NUMBA|CUDA)_[A-Z_]+\b", found["error"])
         yield Finding(
             f"numba.cuda cannot be imported: {found['error']}",
@@ -217,7 +217,7 @@ def cuda(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def gpu(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report a driver that is older than what the kernels are compiled to, and kernels that fail."""
+    """Report a driver that is too old for the compiled kernels, and kernels that fail."""
     driver, found, launch = (facts.get(name, {}) for name in ("driver", "cuda", "launch"))
     version, ptx = driver.get("driver"), found.get("ptx")
     if "error" in driver:
@@ -298,7 +298,7 @@ def threads(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def cache(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report that compiled kernels cannot be kept: each process would compile them again."""
+    """Report that compiled kernels cannot be cached: each process would compile them again."""
     found = facts["cache"]
     if found["why_not"] is None:
         return
@@ -314,7 +314,7 @@ def cache(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def environment(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report switches that change what runs, or let nothing run."""
+    """Report environment variables that change which code runs, or prevent it from running."""
     if facts["environment"].get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
         yield Finding(
             "NUMBA_DISABLE_JIT is set: kernels run as plain Python, if at all",
@@ -329,7 +329,7 @@ def environment(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def library(facts: dict[str, Any]) -> Iterator[Finding]:
-    """Report that ``import minitorch`` fails for a reason of its own."""
+    """Report that ``import minitorch`` fails although its dependencies work."""
     found = facts.get("library", {})
     if "error" in found:
         place = found.get("place")
@@ -342,7 +342,7 @@ def library(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _patient(finding: Finding) -> Finding:
-    """Return a finding that blames no library which may only have been slow."""
+    """Return a finding for a timeout, which does not prove that the library is broken."""
     if "no answer after" not in finding.what:
         return finding
     again = "if this machine is busy, ask again with --seconds 600; if it stays so: "
@@ -355,7 +355,7 @@ RULES: tuple[Callable[[dict[str, Any]], Iterator[Finding]], ...] = (
 
 
 def diagnose(facts: dict[str, Any]) -> list[Finding]:
-    """Return what there is to say about an environment, problems first.
+    """Return the findings about an environment, problems first.
 
     Args:
         facts: As :func:`minitorch.doctor.command.examine` returns them.

@@ -1,1 +1,1 @@
-"""Differentiable functions: value and gradient side by side, one concept a file."""
+"""Differentiable functions, each with its value and gradient; one concept per file."""

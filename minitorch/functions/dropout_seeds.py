@@ -1,4 +1,4 @@
-"""Where dropout takes the seeds from that decide its bits."""
+"""The source of the seeds of dropout masks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ BITS = 63
 
 
 def dropout_seed() -> int:
-    """Return a seed from Python's ``random``, which ``manual_seed`` decides.
+    """Return a seed from Python's ``random``, which ``manual_seed`` seeds.
 
-    A call that becomes a graph draws another one for each replay.
+    A call captured in a CUDA graph draws a new seed at each replay.
     """
     return drawn(_next)
 

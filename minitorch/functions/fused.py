@@ -1,7 +1,7 @@
-"""Layers whose value and gradient are each one kernel, for backends that have such kernels.
+"""Layers whose forward and backward pass are one kernel each, for backends that have such kernels.
 
-Their composed forms stand in ``nn`` and ``modules_basic``, serve every other backend, and are what
-the tests compare these with.
+Other backends use the composed forms in ``nn`` and ``modules_basic``, which are also the reference of the
+tests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .base import Function
 
 
 def dense(t: Tensor, dtype: Any = None) -> Any:
-    """Return a tensor's elements as the kernels take them: contiguous, of one dtype, and no 16 bits.
+    """Return a tensor's elements as a contiguous array, in float32 if the tensor's dtype has 16 bits.
 
     Args:
-        t: Any tensor; it is copied, where it lies, only if it must be.
-        dtype: Its own if None; the kernels compute in float32 for one of 16 bits.
+        t: Any tensor; it is copied, on its device, only if necessary.
+        dtype: Dtype of the result before widening; that of t if None.
     """
     dtype, data = acc_dtype(t.dtype if dtype is None else dtype), t._tensor
     if dtype != data.dtype or not data.is_contiguous():
@@ -30,12 +30,12 @@ def dense(t: Tensor, dtype: Any = None) -> Any:
 
 
 def stored(t: Tensor, layer: str, dtype: Any = None) -> Any:
-    """Return a tensor's elements as :func:`dense` does, but of 16 bits where a kernel takes those.
+    """Return a tensor's elements as :func:`dense` does, but in 16 bits where a kernel supports them.
 
     Args:
         t: Any tensor.
         layer: The kernel's name.
-        dtype: Its own if None.
+        dtype: Dtype of the result; that of t if None.
     """
     dtype, data = t.dtype if dtype is None else dtype, t._tensor
     if layer not in getattr(t.f.fused, "TAKES_HALF", ()):
@@ -46,24 +46,24 @@ def stored(t: Tensor, layer: str, dtype: Any = None) -> Any:
 
 
 def stored_weights(x: Tensor, layer: str, *weights: Tensor) -> list[Any]:
-    """Return weights as a kernel takes them beside x: of x's dtype, or of that of its sums.
+    """Return weights in a dtype that a kernel supports for x: that of x, or that of its sums.
 
     Args:
-        x: What they weigh.
+        x: The tensor that they multiply.
         layer: The kernel's name.
-        weights: One dtype is found for all of them.
+        weights: The weights, all converted to one dtype.
     """
     own = weights[0].dtype
     return [stored(w, layer, own if own == x.dtype else acc_dtype(x.dtype)) for w in weights]
 
 
 def rounded(like: AnyTensor, array: Any, dtype: Any = None) -> AnyTensor:
-    """Return what a kernel computed as a tensor of 16 bits where ``dense`` widened such.
+    """Return a kernel's result as a tensor, rounded to 16 bits where ``dense`` widened the operand.
 
     Args:
-        like: Names the backend.
-        array: Contiguous, from a kernel.
-        dtype: Of the tensor; that of ``like`` if None.
+        like: A tensor of the backend.
+        array: A contiguous result of a kernel.
+        dtype: Dtype of the tensor; that of ``like`` if None.
     """
     dtype = like.dtype if dtype is None else dtype
     return like.wrap(like.f.attention.memory.convert(array, dtype))
@@ -175,7 +175,7 @@ class Lookup(Function):
 
 
 class SeededDropout(Function):
-    """Dropout whose noise comes from a counter: the backward pass draws it again, none is stored."""
+    """Dropout with a counter-based mask, which the backward pass recomputes instead of storing it."""
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, seed: int, rate: float, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The differentiable functions that move elements and compute nothing: each beside its gradient."""
+"""Differentiable functions that only rearrange, copy or convert elements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Permute(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
-        """Put the dimensions back."""
+        """Restore the order of the dimensions."""
         # TASK 2.4: The inverse order puts each dimension back; 0.0 for the order.
         (dims,) = ctx.saved_values
         back = sorted(range(len(dims)), key=lambda i: dims[i])
@@ -75,7 +75,7 @@ class Copy(Function):
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> Tensor:
-        """Hand the gradient on."""
+        """Return the gradient unchanged."""
         return grad_output
 
 

@@ -1,1 +1,1 @@
-"""Layers as functions that pick a fused kernel or the composed form."""
+"""Layers as functions that choose between a fused kernel and the composed form."""

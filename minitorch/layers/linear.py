@@ -1,7 +1,6 @@
-"""Linear layers with what follows them: bias, and GELU, while the product is in registers or in cache.
+"""Linear layers with a fused epilogue: bias and GELU, applied while the product is in registers or cache.
 
-Where the backend has no such kernel they are composed of tensor operations, which is also what the tests
-compare with.
+Without such a kernel they are composed of tensor operations, which is also the reference of the tests.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FusedLinear(Function):
-    """x @ weights + bias, and GELU of it if asked for: a kernel forward, and one backward, on the host."""
+    """x @ weights + bias, optionally followed by GELU, as one kernel per pass on the CPU."""
 
     @staticmethod
     def forward(
@@ -50,7 +49,7 @@ class FusedLinear(Function):
 
 
 class Linear(Function):
-    """rows @ weights + bias, and GELU of it if asked for, in one kernel on tensor cores."""
+    """rows @ weights + bias, optionally followed by GELU, in one kernel on tensor cores."""
 
     @staticmethod
     def forward(
@@ -90,7 +89,7 @@ class Linear(Function):
 def composed_linear(
     rows: Tensor, weights: Tensor, bias: Tensor | None = None, has_gelu: bool = False
 ) -> Tensor:
-    """Return what :func:`linear` does, composed of a product, a sum and GELU."""
+    """Return the result of :func:`linear`, composed of a product, a sum and GELU."""
     out = rows @ weights
     if bias is not None:
         out = out + bias
@@ -104,13 +103,13 @@ def _are_alike(x: Tensor, y: Tensor) -> bool:
 def linear(
     x: Tensor, weights: Tensor, bias: Tensor | None = None, has_gelu: bool = False
 ) -> Tensor:
-    """Return x @ weights + bias, and GELU of it: one kernel where the backend has it, else composed.
+    """Return x @ weights + bias, optionally followed by GELU, in one kernel where the backend has it.
 
-    The fast backend has it for float32 and float64; tensor cores of a GPU for float16 and bfloat16, and
-    for float32 where :func:`minitorch.set_matmul_precision` allows them to round.
+    The fast backend has the kernel for float32 and float64.  The CUDA backend has it, on tensor cores, for
+    float16 and bfloat16, and for float32 where :func:`minitorch.set_matmul_precision` permits rounding.
 
     Args:
-        x: (…, in_size).
+        x: Input, (…, in_size).
         weights: (in_size, out_size).
         bias: (out_size,), or None.
         has_gelu: Apply GELU in its tanh form.
@@ -119,9 +118,9 @@ def linear(
         (…, out_size).
 
     Raises:
-        TypeError: If the input or the weights are no tensors.
+        TypeError: If the input or the weights are not tensors.
         ValueError: If the input has no dimension, or the bias does not fit the weights.
-        AssertionError: If the weights do not fit x, as of ``x @ weights``.
+        AssertionError: If the weights do not fit x, as in ``x @ weights``.
     """
     for name, t in (("input", x), ("weights", weights)):
         check_tensor(name, t)
@@ -131,12 +130,14 @@ def linear(
         )
     cols = weights.shape[-1:]
     if bias is not None and bias.shape != cols:
-        raise ValueError(f"weights {weights.shape} need a bias {cols}, got {bias.shape}")
+        raise ValueError(
+            f"weights of shape {weights.shape} need a bias of shape {cols}, got {bias.shape}"
+        )
     fits = weights.dims == 2 and x.shape[-1:] == weights.shape[:1] and x.size * weights.size > 0
     fits = fits and _are_alike(x, weights) and (bias is None or _are_alike(x, bias))
     if fits and x.dtype in COMPUTE_DTYPES and hasattr(x.f.fused, "linear"):
         return FusedLinear.apply(x, weights, bias, has_gelu)
-    if x.dims != 2:  # one product of two matrices, for the gradient of the weights wants it so
+    if x.dims != 2:  # one product of two matrices, which the gradient of the weights requires
         rows = x.contiguous().view(x.size // x.shape[-1], x.shape[-1])
         return linear(rows, weights, bias, has_gelu).view(*x.shape[:-1], *cols)
     is_one_kernel = (

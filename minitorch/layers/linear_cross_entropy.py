@@ -1,8 +1,7 @@
-"""The head of a language model and its loss in one: logits are there for some rows at a time.
+"""The head of a language model fused with its loss: logits are stored for a chunk of rows at a time.
 
-All logits, rows times the vocabulary, are the largest tensor of a training step, and it would keep them
-until the backward pass.  Where the backend has no such kernel the loss is composed, which is also what the
-tests compare with.
+The full logits, rows times vocabulary, would be the largest tensor of a training step and would live until
+the backward pass.  Without such a kernel the loss is composed, which is also the reference of the tests.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from .linear import composed_linear
 if TYPE_CHECKING:
     from ..tensor import Tensor
 
-#: Logits that are there at a time, about, and rows of a chunk, of which it has a multiple for the products.
+#: Approximate number of logits stored at a time, and the divisor of the number of rows of a chunk.
 CHUNK, ROWS = 1 << 27, 128
 
 
 class LinearCrossEntropy(Function):
-    """The mean cross entropy of x @ weights + bias, chunk of rows after chunk.
+    """The mean cross entropy of x @ weights + bias, one chunk of rows at a time.
 
-    The gradients are computed in the forward pass, while a chunk's logits are there, and the backward pass
-    multiplies them by that of the loss: no product is computed twice.
+    The gradients are computed in the forward pass, while a chunk's logits exist, and the backward pass
+    multiplies them by the gradient of the loss, so that no product is computed twice.
     """
 
     @staticmethod
@@ -47,7 +46,7 @@ class LinearCrossEntropy(Function):
         totals: tuple[Tensor | None, ...] = (None, None, None)
         for first in range(0, count, rows):
             stop = min(first + rows, count)
-            # Of 16 bits where kernels take them; where the backend widens them, wide from here on.
+            # In 16 bits where the kernels support them, else widened from here on.
             part, own_dx = (x.wrap(memory.part(a, first, stop)) for a in (array, dx.array()))
             own_unit = None if unit is None else memory.part(unit, 0, stop - first)
             shares = _of_chunk(part, weights, bias, memory.part(ids, first, stop), own_unit, own_dx)
@@ -76,10 +75,10 @@ def _of_chunk(
         part: (rows, width).
         weights: (width, classes).
         bias: (classes,), or None.
-        ids: (rows,), where kernels read them.
-        unit: (rows,), the gradient of each loss; None for no gradients.  It is 1 and not 1 / n, by which
-            numbers of float16 could not be divided.
-        dx: (rows, width), written.
+        ids: (rows,), class indices, on the kernels' device.
+        unit: (rows,), the gradient of each loss; None for no gradients.  It is 1 instead of 1 / n, which
+            could underflow in float16.
+        dx: (rows, width), the gradient of part, written.
     """
     ops, fused = part.f, part.f.fused
     logits = ops.matrix_multiply(part, weights)  # (rows, classes)
@@ -96,7 +95,7 @@ def _of_chunk(
 
 
 def _added(total: Tensor | None, share: Tensor | None, dtype: Any) -> Tensor | None:
-    """Return the sum of shares so far, in a dtype."""
+    """Return the sum of two partial gradients in a dtype."""
     if total is None or share is None:
         if share is None or share.dtype == dtype:
             return share
@@ -107,9 +106,9 @@ def _added(total: Tensor | None, share: Tensor | None, dtype: Any) -> Tensor | N
 def composed_linear_cross_entropy(
     x: Tensor, weights: Tensor, targets: Any, bias: Tensor | None = None
 ) -> Tensor:
-    """Return what :func:`linear_cross_entropy` does, from all logits."""
+    """Return the result of :func:`linear_cross_entropy`, computed from the full logits."""
     logits = composed_linear(x, weights, bias)
-    if is_floating(logits.dtype):  # of 16 bits only the logits are
+    if is_floating(logits.dtype):  # only the logits have 16 bits
         logits = logits.to(acc_dtype(logits.dtype))
     return softmax_loss(logits, targets).mean()
 
@@ -120,19 +119,19 @@ def linear_cross_entropy(
     """Return the mean cross entropy of x @ weights + bias without keeping the logits.
 
     Args:
-        x: (n, width), one row or more.
-        weights: (width, classes), any strides: a table of embeddings, permuted, does as well.
-        targets: (n,) class indices, a tensor or an array.
+        x: (n, width), at least one row.
+        weights: (width, classes), with any strides, such as a permuted embedding table.
+        targets: (n,), class indices, a tensor or an array.
         bias: (classes,), or None.
-        rows: Whose logits are there at a time; about 2²⁷ logits when None.  The result depends on it by
-            rounding alone.
+        rows: Number of rows whose logits are stored at a time; None stores about 2²⁷ logits.  It changes
+            the result by rounding only.
 
     Returns:
-        (1,), float32 for operands of 16 bits.
+        (1,), float32 for fp16 and bf16 operands.
 
     Raises:
-        TypeError: If an operand is no tensor, or a target no whole number.
-        ValueError: If shapes do not fit, or a target is no class.
+        TypeError: If an operand is not a tensor, or a target is not an integer.
+        ValueError: If shapes do not fit, or a target is not a class.
     """
     for name, t in (
         ("x", x),

@@ -1,6 +1,6 @@
-"""What stands between two branches of a transformer: residual + dropout(x), and layer norm of it, as one.
+"""The operations between two branches of a transformer, fused: residual + dropout(x), and its layer norm.
 
-Where the backend has no such kernel it is composed, which is also what the tests compare with.
+Without such a kernel they are composed, which is also the reference of the tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ResidualLayerNorm(Function):
-    """residual + dropout(x), and layer norm of it: one kernel forward, and one and a small one backward."""
+    """residual + dropout(x) and its layer norm, in one kernel forward and two kernels backward."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ class ResidualLayerNorm(Function):
     def backward(
         ctx: Context, grad_hidden: Tensor | None, grad_out: Tensor | None
     ) -> tuple[Any, ...]:
-        """Return the gradients of x, residual, gamma and beta; the bits of dropout are drawn again."""
+        """Return the gradients of x, residual, gamma and beta, recomputing the dropout mask."""
         total, dtype, noise, *saved = ctx.saved_values
         dhidden, dout = (
             stored(total.zeros() if grad is None else grad, "layer_norm", total.dtype)
@@ -65,7 +65,7 @@ class ResidualLayerNorm(Function):
 def composed_residual_layer_norm(
     x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, eps: float, p_dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return what :func:`residual_layer_norm` does, in three steps."""
+    """Return the result of :func:`residual_layer_norm`, composed of three operations."""
     hidden = residual + Dropout(p_dropout)(x)
     return hidden, layer_norm(hidden, gamma, beta, eps)
 
@@ -73,24 +73,24 @@ def composed_residual_layer_norm(
 def residual_layer_norm(
     x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, eps: float, p_dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return residual + dropout(x), and layer norm of it: one kernel where the backend has it.
+    """Return residual + dropout(x) and its layer norm, in one kernel where the backend has it.
 
     Args:
-        x: (…, n), the result of a branch.
-        residual: Of x's shape and dtype: what the branch stands beside.
-        gamma: (n,).
-        beta: (n,).
+        x: The result of a branch, (…, n).
+        residual: The residual stream, of the shape and dtype of x.
+        gamma: Weights of the layer norm, (n,).
+        beta: Bias of the layer norm, (n,).
         eps: Added to the variance.
-        p_dropout: Probability that an element of x becomes 0; what is kept is divided by 1 minus it.  0
-            outside of training.
+        p_dropout: Probability that an element of x becomes 0; the others are divided by 1 - p_dropout.
+            Pass 0 outside training.
 
     Returns:
-        The sum, which the next branch stands beside, and its norm, which goes into that branch, both
+        The sum, which is the next residual, and its layer norm, which is the input of the next branch, both
         (…, n).
 
     Raises:
-        TypeError: If an operand is no tensor.
-        ValueError: If the shapes do not fit, or the probability is none below 1.
+        TypeError: If an operand is not a tensor.
+        ValueError: If the shapes do not fit, or the probability is not in [0, 1).
     """
     operands = {"x": x, "residual": residual, "gamma": gamma, "beta": beta}
     for name, t in operands.items():
@@ -101,7 +101,7 @@ def residual_layer_norm(
             "residual_layer_norm needs x and residual of one shape (…, n), gamma and beta (n,), got "
             f"{shapes}"
         )
-    rate = Dropout(p_dropout).p_dropout  # which refuses what is none
+    rate = Dropout(p_dropout).p_dropout  # which rejects anything else
     fits = x.dtype == residual.dtype and is_floating(x.dtype) and x.backend is residual.backend
     if fits and hasattr(x.f.fused, "residual_layer_norm"):
         seed = dropout_seed() if rate else 0

@@ -1,4 +1,4 @@
-"""A step of decoding through a whole layer in one kernel, where that is what the layer computes."""
+"""One decoding step through a whole transformer layer in one kernel, for layers of the known structure."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LayerWeights = decoding_step.LayerWeights
 
 
 class StepWeights:
-    """The weights of a layer as the kernel takes them, collected once for many steps.
+    """The weights of a layer as arguments of the kernel, collected once for many steps.
 
     Args:
-        layer: Any.
-        weights: None where the layer is not made of the modules that the kernel knows.
-        middle: Width of the feed-forward.
-        eps: Of the layer norms.
+        layer: Any layer.
+        weights: The weights, or None if the kernel does not support the modules of the layer.
+        middle: Width of the feed-forward network.
+        eps: Added to the variance by the layer norms.
 
     Attributes:
-        dtype: Of all weights.
+        dtype: Dtype of all weights.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class StepWeights:
         self.dtype = self.seen[0].dtype
 
     def are_those_of(self, layer: Module) -> bool:
-        """Tell whether these are still the weights of a layer: training replaces the values."""
+        """Tell whether these are still the weights of a layer, as training replaces them."""
         if layer is not self.layer or self.changes != changes():
             return False
         pairs = zip(self.boxes, self.seen, strict=True)
@@ -49,7 +49,7 @@ class StepWeights:
 
 
 def summed(x: Tensor, y: Tensor) -> Tensor:
-    """Return x + y of a step, a constant: to wake a loop's threads takes longer than to add few numbers.
+    """Return x + y as a constant, on the calling thread: waking others takes longer than so small a sum.
 
     Args:
         x: (batch, count, n_embd).
@@ -66,12 +66,12 @@ def fused_step(known: StepWeights, heads: int, x: Tensor, cache: LayerCache) -> 
 
     Args:
         known: The weights of the layer.
-        heads: Of the layer.
-        x: (batch, count, n_embd), of few numbers, on the fast backend.
-        cache: Of what stands before, on the fast backend; it gets the new keys and values.
+        heads: Number of heads of the layer.
+        x: (batch, count, n_embd), a small tensor on the fast backend.
+        cache: Keys and values of the previous positions, on the fast backend; the new ones are appended.
 
     Returns:
-        (batch, count, n_embd), a constant, or None; then the cache is as it was.
+        (batch, count, n_embd), a constant; or None, with the cache unchanged.
     """
     batch, count, width = x.shape
     length = cache.length + count
@@ -83,7 +83,7 @@ def fused_step(known: StepWeights, heads: int, x: Tensor, cache: LayerCache) -> 
         and heads == cache.heads
         and length <= cache.capacity
         and decoding_step.pays(batch * count, length, width, known.middle)
-        and not os.environ.get(RUNG_VARIABLE)  # which names a kernel for all attention
+        and not os.environ.get(RUNG_VARIABLE)  # it selects a kernel for all attention
     )
     if weights is None or not serves:
         return None

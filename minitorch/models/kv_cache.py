@@ -1,4 +1,4 @@
-"""Keys and values that attention has computed already, kept for the tokens to come."""
+"""Key/value cache for decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..tensor_ops import TensorBackend
 
 
 def check_cache(cache: Any, kind: type[Any]) -> None:
-    """Check that what stands before is None or a cache of one kind.
+    """Check that ``cache`` is None or a cache of a given class.
 
     Raises:
         TypeError: If it is something else.
@@ -33,35 +33,33 @@ def _checked_sizes(**sizes: Any) -> None:
     """Check the sizes of a cache by name.
 
     Raises:
-        TypeError: If one is no whole number.
-        ValueError: If one is below 1.
+        TypeError: If a size is not a whole number.
+        ValueError: If a size is below 1.
     """
     for name, size in sizes.items():
         if whole(f"{name} of a cache", size) < 1:
-            raise ValueError(
-                f"{name} of a cache must be 1 or more, got {size}; every layer has some"
-            )
+            raise ValueError(f"{name} of a cache must be 1 or more, got {size}")
 
 
 class LayerCache:
-    """The keys and values of one attention layer, (batch, heads, length, head_dim), in memory for more.
+    """The keys and values of one attention layer, (batch, heads, length, head_dim), with spare capacity.
 
-    In memory the positions come first: what is filled is one piece of the storage, so that a tensor of it
-    is a view, and appending writes the new rows and touches no other.
+    In memory the position is the first dimension: the filled part is one contiguous piece of the storage,
+    so that tensors of it are views, and appending writes only the new rows.
 
     Args:
-        batch: Texts.
-        heads: Heads.
-        capacity: Most positions.
+        batch: Number of texts.
+        heads: Number of heads.
+        capacity: Maximum number of positions.
         head_dim: Size of a key and of a value.
-        backend: Of the layer.
-        dtype: Of the layer; the default dtype when None.
+        backend: Backend of the layer.
+        dtype: Dtype of the layer; the default dtype when None.
 
     Attributes:
-        length: Positions that are filled.
+        length: Number of filled positions.
 
     Raises:
-        TypeError: If a size is no whole number, the backend no backend, or the dtype not floating.
+        TypeError: If a size is not a whole number, the backend not a backend, or the dtype not floating.
         ValueError: If a size is below 1.
     """
 
@@ -77,7 +75,7 @@ class LayerCache:
         _checked_sizes(batch=batch, heads=heads, capacity=capacity, head_dim=head_dim)
         if not isinstance(backend, TensorBackend):
             raise TypeError(
-                f"backend must be the model's, got {shown(backend)}; or take make_cache"
+                f"backend must be a backend, got {shown(backend)}; pass the model's, or use make_cache"
             )
         self.batch, self.heads, self.head_dim = batch, heads, head_dim
         self.capacity, self.length = capacity, 0
@@ -87,16 +85,16 @@ class LayerCache:
         self.dtype = as_dtype(dtype or get_default_dtype())
         if not is_floating(self.dtype):
             raise TypeError(
-                f"keys and values are floating, got dtype {self.dtype}; take the model's"
+                f"the dtype of a cache must be floating, got {self.dtype}; pass the model's dtype"
             )
         self._storages = [backend.ops.allocate(capacity * self._step, self.dtype) for _ in range(2)]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values of further positions.
+        """Append keys and values of further positions.
 
         Args:
-            k: (batch, heads, count, head_dim).
-            v: Likewise.
+            k: New keys, (batch, heads, count, head_dim).
+            v: New values, (batch, heads, count, head_dim).
 
         Returns:
             All keys and all values so far, (batch, heads, length, head_dim): constants that are views of
@@ -104,14 +102,15 @@ class LayerCache:
 
         Raises:
             TypeError: If they are on another backend, or of another dtype.
-            ValueError: If they have another shape, or the cache is full; then nothing is added.
+            ValueError: If their shapes do not fit, or the cache is full; nothing is appended then.
         """
         for name, new in (("k", k), ("v", v)):
             check_tensor(name, new)
             self._check(new)
         if k.shape != v.shape:
             raise ValueError(
-                f"k and v must have one shape, got {k.shape} and {v.shape}; append both of all positions"
+                f"k and v must have the same shape, got {k.shape} and {v.shape}; append both for every "
+                "position"
             )
         start, self.length = self.length, self.length + k.shape[2]
         for new, storage in zip((k, v), self._storages, strict=True):
@@ -119,20 +118,20 @@ class LayerCache:
             source = new._new(new._tensor.permute(2, 0, 1, 3))
             if self.backend.cuda:
                 self.backend.id_map(source, rows)
-            else:  # so few numbers that NumPy is done before a loop has started
+            else:  # so small that NumPy finishes before a parallel loop has started
                 rows.to_numpy()[...] = source.to_numpy()
         k, v = (self._rows(storage, 0) for storage in self._storages)
         return k._new(k._tensor.permute(1, 2, 0, 3)), v._new(v._tensor.permute(1, 2, 0, 3))
 
     def extended(self, count: int) -> list[npt.NDArray[Any]]:
-        """Take further positions, for a kernel on the host to fill.
+        """Reserve further positions, for a kernel on the host to fill.
 
         Returns:
             The keys and the values of all positions, (length, batch, heads, head_dim), the last ``count``
             of them unwritten.
 
         Raises:
-            ValueError: If the cache is full; then nothing is added.
+            ValueError: If the cache is full; nothing is reserved then.
         """
         self._check_room(whole("count", count, 0))
         self.length += count
@@ -140,19 +139,19 @@ class LayerCache:
         return [storage[: self.length * self._step].reshape(shape) for storage in self._storages]
 
     def truncate(self, length: int) -> None:
-        """Forget what stands after the first ``length`` positions.
+        """Drop all but the first ``length`` positions.
 
         Raises:
             ValueError: If fewer are filled.
         """
         if not 0 <= whole("length", length) <= self.length:
             raise ValueError(
-                f"the cache holds {self.length} positions and cannot keep {length}; 0 empties it"
+                f"cannot truncate a cache of {self.length} positions to {length}; 0 empties it"
             )
         self.length = length
 
     def _rows(self, storage: Storage, start: int) -> Tensor:
-        """Return the positions from ``start`` on, (count, batch, heads, head_dim), as they lie."""
+        """Return the positions from ``start`` on, (count, batch, heads, head_dim), as views."""
         count = self.length - start
         first, size = start * self._step, count * self._step
         if is_device_storage(storage):
@@ -170,14 +169,14 @@ class LayerCache:
             )
         if new.dims != 4:
             raise ValueError(
-                f"the cache takes (batch, heads, seq, head_dim), four dimensions, got {new.shape}; add "
-                "what is missing with view"
+                "keys and values must have four dimensions, (batch, heads, seq, head_dim), got "
+                f"{new.shape}; add the missing ones with view"
             )
         batch, heads, count, head_dim = new.shape
         if (batch, heads, head_dim) != (self.batch, self.heads, self.head_dim):
             raise ValueError(
                 f"the cache is for batch {self.batch}, {self.heads} heads and head_dim "
-                f"{self.head_dim}, got (batch, heads, seq, head_dim) {new.shape}; make one for these"
+                f"{self.head_dim}, got (batch, heads, seq, head_dim) {new.shape}; make one of these sizes"
             )
         self._check_room(count)
 
@@ -193,13 +192,13 @@ class KVCache:
     """A cache for each attention layer of a model.
 
     Args:
-        layers: How many layers.
-        batch: Texts that are written side by side.
-        heads: Heads of a layer.
-        capacity: Most positions.
+        layers: Number of layers.
+        batch: Number of texts.
+        heads: Number of heads of a layer.
+        capacity: Maximum number of positions.
         head_dim: Size of a key and of a value.
-        backend: Of the model.
-        dtype: Of the model; the default dtype when None.
+        backend: Backend of the model.
+        dtype: Dtype of the model; the default dtype when None.
     """
 
     def __init__(
@@ -220,11 +219,11 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Positions that are filled in every layer."""
+        """Number of positions that are filled in every layer."""
         return min(layer.length for layer in self.layers)
 
     def truncate(self, length: int) -> None:
-        """Forget what stands after the first ``length`` positions; 0 empties the cache.
+        """Drop all but the first ``length`` positions; 0 empties the cache.
 
         Raises:
             ValueError: If fewer are filled.

@@ -1,4 +1,4 @@
-"""The layers of a transformer (pre-norm) whose attention is fused or composed, chosen when it is built."""
+"""The layers of a pre-norm transformer, with fused or composed attention."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ ATTENTIONS = ("flash", "naive")
 
 
 class MultiHeadAttention(Module):
-    """Self-attention in several heads.
+    """Multi-head self-attention.
 
     Args:
         n_embd: Width of the model, a multiple of n_head.
-        n_head: Heads.
-        causal: A position sees itself and what stands before it.
-        p_dropout: Of the projected output.
+        n_head: Number of heads.
+        causal: Whether a position attends only to itself and earlier positions.
+        p_dropout: Dropout probability of the projected output.
         bias: Whether the projections have a bias.
-        backend: Of the parameters.
+        backend: Backend of the parameters.
         attention: "flash", the fused kernel, or "naive", composed of tensor operations.
-        use_flash_attention: The published flag; True asks for "flash".
-        use_fused_kernel: Published; accepted, since softmax is fused wherever the backend has it.
-        attention_dropout: Probability of dropping a probability of attention, in training.
-        dtype: Of the parameters; the default dtype when None.
+        use_flash_attention: The published flag; True selects "flash".
+        use_fused_kernel: Accepted for published code and ignored: softmax is fused where the backend can.
+        attention_dropout: Dropout probability of the attention weights, in training.
+        dtype: Dtype of the parameters; the default dtype when None.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class MultiHeadAttention(Module):
         backend = backend or SimpleBackend
         if whole("n_embd", n_embd, 1) % whole("n_head", n_head, 1) != 0:
             raise ValueError(
-                f"n_embd must be a multiple of n_head, got {n_embd} and {n_head}; each head gets an "
+                f"n_embd must be a multiple of n_head, got {n_embd} and {n_head}; each head has an "
                 "equal share of the width"
             )
         if attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {ATTENTIONS}, got {attention!r}")
         if not 0.0 <= number("attention_dropout", attention_dropout) < 1.0:
             raise ValueError(
-                f"attention_dropout must be in [0, 1), got {attention_dropout}; 0 drops nothing"
+                f"attention_dropout must be in [0, 1), got {attention_dropout}; 0 turns dropout off"
             )
         self.n_embd, self.n_head, self.causal = n_embd, n_head, causal
         self.attention_dropout = attention_dropout
@@ -96,12 +96,12 @@ class MultiHeadAttention(Module):
 
         Args:
             x: (batch, seq, n_embd).
-            cache: Of what stands before x: its keys and values are attended to, and those of x are
-                added.  The result is then a constant, for no gradient goes back into a cache.
+            cache: Keys and values of the positions before x, which are attended to; those of x are
+                appended.  The result is then a constant, because a cache has no gradient.
 
         Raises:
-            ValueError: If x does not fit, or the cache is full, or the layer is not causal: what stands
-                before would have to see x.
+            ValueError: If the shape of x does not fit, the cache is full, or the layer with a cache is not
+                causal: earlier positions would have to attend to x.
         """
         check_tensor("input", x)
         if x.dims != 3 or x.shape[2] != self.n_embd:
@@ -129,15 +129,15 @@ class MultiHeadAttention(Module):
 
 
 class FeedForward(Module):
-    """Two linear layers with GELU between, position by position.
+    """Two linear layers with GELU between them, applied to each position.
 
     Args:
         n_embd: Width of the model.
         middle_dim: Width between the layers.
-        p_dropout: Of the output.
+        p_dropout: Dropout probability of the output.
         bias: Whether the layers have a bias.
-        backend: Of the parameters.
-        dtype: Of the parameters; the default dtype when None.
+        backend: Backend of the parameters.
+        dtype: Dtype of the parameters; the default dtype when None.
     """
 
     def __init__(
@@ -161,22 +161,22 @@ class FeedForward(Module):
 
 
 class TransformerLayer(Module):
-    """Attention and feed-forward, each behind a layer norm and beside a residual connection.
+    """Attention and a feed-forward network, each with a preceding layer norm and a residual connection.
 
     Args:
         n_embd: Width of the model.
-        n_head: Heads.
-        p_dropout: Of both branches.
-        ln_eps: Of the layer norms.
+        n_head: Number of heads.
+        p_dropout: Dropout probability of the output of both branches.
+        ln_eps: Added to the variance by the layer norms.
         bias: Whether the linear layers have a bias.
-        backend: Of the parameters.
-        use_fused_kernel: See :class:`MultiHeadAttention`.
-        use_flash_attention: See :class:`MultiHeadAttention`.
-        attention: See :class:`MultiHeadAttention`.
-        attention_dropout: See :class:`MultiHeadAttention`.
-        middle_dim: Width of the feed-forward.
-        dtype: Of the parameters; the default dtype when None.
-        norm_dtype: Of those of the layer norms; ``dtype`` when None.
+        backend: Backend of the parameters.
+        use_fused_kernel: Accepted for published code and ignored.
+        use_flash_attention: The published flag; True selects "flash".
+        attention: "flash", the fused kernel, or "naive", composed of tensor operations.
+        attention_dropout: Dropout probability of the attention weights, in training.
+        middle_dim: Width of the feed-forward network.
+        dtype: Dtype of the parameters; the default dtype when None.
+        norm_dtype: Dtype of the parameters of the layer norms; ``dtype`` when None.
     """
 
     def __init__(
@@ -221,10 +221,10 @@ class TransformerLayer(Module):
 
 
 def step_weights(layer: TransformerLayer) -> StepWeights:
-    """Return the weights of a layer as the kernel of a decoding step takes them.
+    """Return the weights of a layer as arguments of the decoding kernel.
 
     Args:
-        layer: Any; there are none if it does not compute what the kernel does, on the fast backend.
+        layer: Any layer; the weights are None unless the kernel can compute it, on the fast backend.
     """
     if not _has_kernel(layer):
         return StepWeights(layer, None)
@@ -249,7 +249,7 @@ def step_weights(layer: TransformerLayer) -> StepWeights:
 
 
 def _has_kernel(layer: TransformerLayer) -> bool:
-    """Tell whether the kernel of a decoding step computes what a layer does, on the fast backend."""
+    """Tell whether the decoding kernel computes the same function as a layer, on the fast backend."""
     attention, ff = layer.attention, layer.ff
     linears = [attention.q_projection, attention.k_projection, attention.v_projection]
     linears += [attention.out_projection, ff.linear_in, ff.linear_out]
@@ -270,12 +270,12 @@ def step(layer: TransformerLayer, x: Tensor, cache: LayerCache) -> Tensor | None
     """Return the layer's output for the newest positions, or None where its modules must compute it.
 
     Args:
-        layer: Any; in evaluation, or there is no such step.
-        x: (batch, count, n_embd), of few numbers.
-        cache: Of what stands before, on the fast backend; it gets the new keys and values.
+        layer: Any layer; the result is None in training mode.
+        x: (batch, count, n_embd), a small tensor.
+        cache: Keys and values of the previous positions, on the fast backend; the new ones are appended.
 
     Returns:
-        (batch, count, n_embd), a constant, or None; then the cache is as it was.
+        (batch, count, n_embd), a constant; or None, with the cache unchanged.
     """
     if layer.training or x.dims != 3 or x.backend.ops is not FastOps:
         return None
@@ -286,7 +286,7 @@ def step(layer: TransformerLayer, x: Tensor, cache: LayerCache) -> Tensor | None
 
 
 def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
-    """Tell whether a residual connection, dropout and the layer norm that follows are one kernel for x."""
+    """Tell whether the backend of x fuses a residual connection, dropout and the following layer norm."""
     parts = layer, layer.attention, layer.ff
     known = [type(part) for part in parts] == [TransformerLayer, MultiHeadAttention, FeedForward]
     return (
@@ -301,13 +301,13 @@ def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
 def joined(
     branch: MultiHeadAttention | FeedForward, hidden: Tensor, normed: Tensor, norm: LayerNorm1d
 ) -> tuple[Tensor, Tensor]:
-    """Return hidden + dropout(branch(normed)), and the layer norm of it: one kernel behind the branch.
+    """Return hidden + dropout(branch(normed)) and its layer norm, in one kernel after the branch.
 
     Args:
-        branch: Its own dropout is left out, and done by the kernel.
-        hidden: (batch, seq, n_embd), what the branch stands beside.
-        normed: Likewise, what goes into it.
-        norm: Of the next branch.
+        branch: The branch, whose dropout is applied by the kernel.
+        hidden: The residual stream, (batch, seq, n_embd).
+        normed: The input of the branch, (batch, seq, n_embd).
+        norm: The layer norm of the next branch.
     """
     own = branch.dropout
     with without_dropout():
@@ -319,14 +319,13 @@ def joined(
 def run_joined(
     layers: Sequence[TransformerLayer], last: LayerNorm1d, x: Tensor, call: Callable[..., Any]
 ) -> Tensor:
-    """Return what layers and the layer norm after them make of x, with :func:`joined` everywhere.
+    """Apply layers and the layer norm after them to x, with :func:`joined` throughout.
 
     Args:
-        layers: One or more.
-        last: What follows them.
+        layers: One or more layers.
+        last: The layer norm that follows them.
         x: (batch, seq, n_embd).
-        call: Calls what it gets first with the rest: :func:`minitorch.checkpoint`, or something that only
-            calls.
+        call: Calls its first argument with the others: :func:`minitorch.checkpoint`, or a plain call.
 
     Returns:
         (batch, seq, n_embd).

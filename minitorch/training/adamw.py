@@ -1,4 +1,4 @@
-"""AdamW for a GPU: all parameters in one launch, masters of float32, gradients clipped on the way."""
+"""AdamW for GPUs: one launch for all parameters, float32 master weights, fused gradient clipping."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ class _Place(NamedTuple):
 
 
 class AdamW(Adam):
-    """AdamW whose step is one launch for each kind of parameter, where the backend has such a kernel.
+    """AdamW with one launch per kind of parameter, where the backend has the fused kernel.
 
-    A parameter of 16 bits is the rounded copy of a master of float32, which is what moves: a step is often
-    smaller than half a unit of 16 bits, and would be lost there.  On a backend with the kernel, values move
-    in place: what shares a parameter's memory moves along.
+    An fp16 or bf16 parameter is the rounded copy of a float32 master weight, which the step updates: a step
+    is often smaller than half a 16-bit unit in the last place, and would be lost.  On a backend with the
+    kernel, values are updated in place, and tensors that share a parameter's memory change with it.
 
     Args:
-        parameters: What to optimise, tensors.
+        parameters: The parameters to optimise, tensors.
         lr: Learning rate.
         beta1: Decay of the running mean.
         beta2: Decay of the running mean of squares.
         eps: Added to the root of the mean of squares.
         weight_decay: Decoupled from the gradient; applied to parameters of two or more dimensions.
-        max_norm: Gradients are scaled so that the norm of them all is at most this; None leaves them.
+        max_norm: Scale the gradients so that their total norm is at most this; None does not clip.
 
     Attributes:
-        masters: Of the parameters of 16 bits that have had a gradient.
-        grad_norm: Of the last step, before clipping, (1,) and float64, where it is; None without max_norm.
+        masters: The master weights of the 16-bit parameters that have had a gradient.
+        grad_norm: The norm of the gradients of the last step before clipping, (1,), float64, on the
+            device; None without max_norm.
 
     Raises:
         ValueError: If ``max_norm`` is not above 0.
@@ -74,15 +75,15 @@ class AdamW(Adam):
     ):
         super().__init__(parameters, lr, beta1, beta2, eps, weight_decay)
         if max_norm is not None and not max_norm > 0.0:
-            raise ValueError(f"max_norm is a number above 0, got {max_norm!r}; 1.0 is common")
+            raise ValueError(f"max_norm must be a number above 0, got {max_norm!r}; 1.0 is common")
         self.max_norm = math.inf if max_norm is None else float(max_norm)
         self.masters: dict[Parameter, Tensor] = {}
-        self._copies: dict[Parameter, Tensor] = {}  # the values that the masters stand for
+        self._copies: dict[Parameter, Tensor] = {}  # the rounded values of the masters
         self._places: dict[Parameter, _Place] = {}
         self.grad_norm: Tensor | None = None
 
     def step(self) -> None:
-        """Clip the gradients, and move every parameter that has one."""
+        """Clip the gradients, and update every parameter that has one."""
         moving = [p for p in self.parameters if getattr(p.value, "grad", None) is not None]
         if not moving or not all(_is_listed(p.value, moving[0].value) for p in moving):
             if self.max_norm < math.inf:
@@ -122,7 +123,7 @@ class AdamW(Adam):
         return moved
 
     def _step_numbers(self) -> dict[str, Any]:
-        """Return the numbers of a step, as it stands."""
+        """Return the rates and the number of the current step."""
         return {
             "lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "eps": self.eps,
             "step": self.steps, "weight_decay": self.weight_decay,
@@ -132,10 +133,10 @@ class AdamW(Adam):
         self.steps += 1
 
     def _guard(self) -> Callable[[], bool]:
-        """Return what tells whether a step that was recorded still is the step to be taken.
+        """Return a function that tells whether a recorded step is still valid.
 
-        It is not once a parameter has got another value by ``update``, or the moments have come from
-        ``load_state_dict``: they lie elsewhere.
+        It becomes invalid when ``update`` replaces a parameter, or ``load_state_dict`` the moments, because
+        their addresses change.
         """
 
         def places() -> list[Any]:
@@ -153,18 +154,18 @@ class AdamW(Adam):
         return is_unmoved
 
     def _master(self, p: Parameter) -> Tensor:
-        """Return what moves for a parameter: itself, or of 16 bits its master."""
+        """Return the tensor to update for a parameter: its master weight if it has 16 bits, else itself."""
         value = p.value.detach()
         if not is_half(value.dtype):
             self.masters.pop(p, None)
             return value
-        # Someone who puts another value into the box means that one.
+        # A value that the caller assigned replaces the master.
         if self._copies.get(p) is not p.value:
             self.masters[p], self._copies[p] = value.to(FLOAT32), p.value
         return self.masters[p]
 
     def _moments(self, p: Parameter, master: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the moments of a parameter where it lies, zeros at first."""
+        """Return the moments of a parameter, on its device; zeros at first."""
         if p not in self.moments:
             m, v = (master.full(master.shape, 0.0, master.dtype) for _ in range(2))
         else:
@@ -174,7 +175,7 @@ class AdamW(Adam):
         return m, v
 
     def _moved(self, p: Parameter) -> Tensor:
-        """Return the next value of a parameter where there is no launch for all."""
+        """Return the next value of a parameter that the fused launch does not support."""
         value = p.value
         if not is_half(value.dtype):
             return super()._moved(p)
@@ -192,7 +193,7 @@ class AdamW(Adam):
             self._copies[p] = p.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what :meth:`Adam.state_dict` does, and copies of the masters, called "master.3"."""
+        """Return the state of :meth:`Adam.state_dict`, and copies of the masters, such as "master.3"."""
         state = super().state_dict()
         for place, p in enumerate(self.parameters):
             if p in self.masters:
@@ -216,7 +217,7 @@ class AdamW(Adam):
 
 
 def _is_listed(value: Any, like: Tensor) -> bool:
-    """Tell whether one launch can move a parameter together with another."""
+    """Tell whether the fused launch supports a parameter."""
     return (
         isinstance(value, Tensor)
         and value.backend is like.backend

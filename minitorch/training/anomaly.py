@@ -1,4 +1,4 @@
-"""Find the operation that first makes a number that is none: NaN, or infinity out of finite numbers."""
+"""Find the first operation that produces NaN, or infinity from finite numbers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import kernels
 from ..autodiff import Context, Switch, modes
 
 Index = tuple[int, ...]
-#: A frame within these is the library's and not the user's; ``contextlib`` stands between the two.
+#: Folders whose stack frames do not belong to the user; ``contextlib`` is between user and library.
 _LIBRARY = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
     os.path.dirname(str(kernels.__file__)),
     contextlib.__file__,
 )
-#: Files through which every call passes: to name them says nothing.
+#: Files that are left out of a report, because every call passes through them.
 _EVERY_CALL = {
     "anomaly.py", "autodiff.py", "base.py", "contextlib.py", "matmul_precision.py", "module.py",
     "operator_methods.py", "scalar.py", "scalar_functions.py",
@@ -36,10 +36,10 @@ class Site(NamedTuple):
     """Where a function was called.
 
     Attributes:
-        file: Of the user: the innermost that is not the library's.
-        line: In it.
-        name: Of the function there.
-        within: The library's own lines between that one and the operation, outermost first.
+        file: The user's file, that of the innermost frame outside the library.
+        line: The line in it.
+        name: The function that contains the line.
+        within: The library's lines between that one and the operation, outermost first.
     """
 
     file: str
@@ -57,16 +57,16 @@ class Site(NamedTuple):
 
 
 class AnomalyError(FloatingPointError):
-    """An operation has made NaN, or infinity out of finite numbers; see :class:`detect_anomaly`.
+    """An operation produced NaN, or infinity from finite numbers; see :class:`detect_anomaly`.
 
     Attributes:
-        operation: Its name, such as "Log".
-        phase: "forward", "backward" or "step", that of an optimiser.
+        operation: The name of the operation, such as "Log".
+        phase: "forward", "backward", or "step" for an optimiser.
         value: The number: nan, inf or -inf.
-        index: Where it stands, the first of its kind in row order; () for a scalar.
-        shape: Of the result, or of the gradient, in which it stands.
-        shapes: Of all that the operation was given.
-        site: Where the operation was called; None if its forward pass ran outside of the context.
+        index: The index of its first occurrence in row-major order; () for a scalar.
+        shape: The shape of the result, or of the gradient, that contains it.
+        shapes: The shapes of all inputs of the operation.
+        site: Where the operation was called; None if its forward pass ran outside the context.
     """
 
     operation: str = ""
@@ -78,7 +78,7 @@ class AnomalyError(FloatingPointError):
     site: Site | None = None
 
 
-# -- what the functions and optimisers call ------------------------------------------------------
+# -- the checks of functions and optimisers ------------------------------------------------------
 
 
 class _Checks:
@@ -88,12 +88,12 @@ class _Checks:
         """Run the ``forward`` of a function and check what it returns.
 
         Args:
-            function: Its class.
-            ctx: Learns where the function was called.
-            args: Of ``forward``.
+            function: The class of the function.
+            ctx: Its context, which records where the function was called.
+            args: The arguments of ``forward``.
 
         Raises:
-            AnomalyError: If a result is at fault.
+            AnomalyError: If a result contains an anomaly.
         """
         ctx.site = _site()
         results = function.forward(ctx, *args)
@@ -112,16 +112,16 @@ class _Checks:
         gradients: Iterable[tuple[int, Any]],
         given: Sequence[Any],
     ) -> None:
-        """Check what the ``backward`` of a function has returned.
+        """Check the gradients that the ``backward`` of a function returned.
 
         Args:
-            function: Its class.
-            ctx: Of the call.
-            gradients: With the place of the argument that each belongs to.
-            given: The gradients of the results, and what else went into it.
+            function: The class of the function.
+            ctx: The context of the call.
+            gradients: Pairs of the argument's position and its gradient.
+            given: The gradients of the results, and the other inputs of ``backward``.
 
         Raises:
-            AnomalyError: If a gradient is at fault.
+            AnomalyError: If a gradient contains an anomaly.
         """
         for place, gradient in gradients:
             if bad := _first_bad(gradient, given):
@@ -130,43 +130,43 @@ class _Checks:
 
 
 def check_step(optimizer: str, what: str, moved: Any, before: Any, gradient: Any) -> None:
-    """Check a parameter that an optimiser has moved.
+    """Check a parameter that an optimiser has updated.
 
     Args:
-        optimizer: Its class's name.
-        what: Which parameter.
+        optimizer: The name of its class.
+        what: The parameter, in words.
         moved: Its new value.
-        before: The old one.
-        gradient: That moved it.
+        before: Its old value.
+        gradient: Its gradient.
 
     Raises:
-        AnomalyError: If the new value is at fault.
+        AnomalyError: If the new value contains an anomaly.
     """
     given = (before, gradient)
     if bad := _first_bad(moved, given):
         raise _error(optimizer, "step", bad, what, given, _site())
 
 
-# -- how they are switched on --------------------------------------------------------------------
+# -- switching the checks on ---------------------------------------------------------------------
 
 
 class detect_anomaly(Switch):
-    """Within the context, or the function that it decorates, look at every number that is computed.
+    """Detect NaN and infinity in every result within the context, or the function that it decorates.
 
-    Every function of scalars and tensors, the fused ones too, has its results and its gradients checked,
-    and every optimiser the parameters that it moves, in this thread.  The first fault raises
-    :class:`AnomalyError`, which names the operation and the line that called it.  Put the forward pass
-    into the context too: only then does a fault in the backward pass know that line.
+    In this thread, the results and gradients of all functions of scalars and tensors are checked, including
+    fused ones, and the parameters that optimisers update.  The first anomaly raises :class:`AnomalyError`,
+    which names the operation and the line that called it.  Include the forward pass in the context, so that
+    an error in the backward pass can name that line.
 
-    A fault is
+    An anomaly is
 
-    - NaN, always;
-    - an infinity, where nothing that the operation was given is infinite: a division by zero, an overflow.
-      A mask of minus infinities is no fault, nor is the lse of a row that sees no key.
+    - any NaN;
+    - an infinity, if all inputs of the operation are finite: a division by zero, or an overflow.  A mask of
+      minus infinities is not an anomaly, nor is the lse of a fully masked row.
 
-    Only results are looked at: what overflows within an operation and ends as a number is not seen.
-    Each result is read on the host, so that a GPU is waited for: it is made for finding a fault, not for
-    every day.  The environment variable ``MINITORCH_DETECT_ANOMALY=1`` switches it on for a whole run.
+    Only results are checked: an intermediate overflow that ends as a finite number is not detected.  Each
+    result is read on the host, which synchronises with a GPU and is slow.  The environment variable
+    ``MINITORCH_DETECT_ANOMALY=1`` switches it on for a whole run.
 
     Example:
         >>> with minitorch.detect_anomaly():
@@ -177,14 +177,14 @@ class detect_anomaly(Switch):
 
 
 if os.environ.get("MINITORCH_DETECT_ANOMALY", "0") not in ("", "0"):
-    type(modes).anomaly = detect_anomaly.value  # of the class: it holds in every thread
+    type(modes).anomaly = detect_anomaly.value  # on the class, so that it applies to every thread
 
 
-# -- how they check ------------------------------------------------------------------------------
+# -- implementation ------------------------------------------------------------------------------
 
 
 class _Bad(NamedTuple):
-    """A number at fault, its index, and the shape of the result that it stands in."""
+    """An anomalous number, its index, and the shape of the result that contains it."""
 
     value: float
     place: Index
@@ -194,7 +194,7 @@ class _Bad(NamedTuple):
 def _error(
     operation: str, phase: str, bad: _Bad, result: str, given: Sequence[Any], site: Site | None
 ) -> AnomalyError:
-    """Return the error that says all that is known; ``result`` names what the number stands in."""
+    """Return the error with all known details; ``result`` names the tensor that contains the number."""
     arrays = [array for x in given if (array := _array(x)) is not None]
     place = (
         f" at index {bad.place} of {result}, shape {bad.shape}," if bad.shape else f" as {result}"
@@ -224,12 +224,12 @@ def _array(x: Any) -> npt.NDArray[Any] | None:
 
 
 def _first_bad(result: Any, given: Sequence[Any], answers: Sequence[float] = ()) -> _Bad | None:
-    """Return the first fault of a result.
+    """Return the first anomaly of a result.
 
     Args:
-        result: A tensor or a number; anything else has no faults.
-        given: What the operation was given: infinite numbers there excuse those of the result.
-        answers: Infinities that are no fault.
+        result: A tensor or a number; anything else is not checked.
+        given: The inputs of the operation; if one is infinite, so may be the result.
+        answers: Infinities that are not anomalies.
     """
     array = _array(result)
     if array is None or np.isfinite(array).all():
@@ -249,7 +249,7 @@ def _listed(arrays: Sequence[npt.NDArray[Any]]) -> str:
 
 
 def _described(array: npt.NDArray[Any]) -> str:
-    """Return what an operand is, in words: its shape, and whether its numbers are any."""
+    """Return a description of an operand: its shape, and whether it has NaN or infinity."""
     if array.ndim == 0:
         return f"{array.item()!r}"
     words = f"{array.dtype} {array.shape}"
@@ -261,7 +261,7 @@ def _described(array: npt.NDArray[Any]) -> str:
 
 
 def _site() -> Site:
-    """Return where the user's code has called the library."""
+    """Return where the user's code called the library."""
     within: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):

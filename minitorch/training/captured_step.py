@@ -1,4 +1,4 @@
-"""A whole training step as one launch: run eagerly at first, recorded, and replayed as a CUDA graph."""
+"""Capture a whole training step as a CUDA graph, and replay it with one launch."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from ..functions.base import is_tensor
 from ..optim import copy_of
 from ..tensor import Tensor
 
-#: Calls that run eagerly before three are recorded: kernels compile, an optimiser makes its moments.
+#: Number of eager calls before recording, in which kernels compile and optimisers create their moments.
 WARM_UP = 2
-#: Calls that are recorded, each while it runs: the first says how much memory they take, and what the
-#: others do not have in common is no part of a graph.
+#: Number of recorded calls: the first measures their memory, and the others must be identical but for the
+#: inputs.
 RECORDED = 3
 
 
 class GraphStep:
-    """What :func:`graph_step` returns: call it as the function itself.
+    """The result of :func:`graph_step`, which is called like the function itself.
 
     Args:
-        fn: See :func:`graph_step`.
-        warm_up: Likewise.
+        fn: The function, which takes arrays and tensors and returns tensors on the device.
+        warm_up: Number of eager calls before recording, at least 1.
 
     Attributes:
-        calls: So far, since the beginning or the last :meth:`reset`.
-        why_eager: Why calls run eagerly for good, in words; None where they are captured.
+        calls: Number of calls since creation or the last :meth:`reset`.
+        why_eager: The reason why calls are never captured, in words; None if they are.
     """
 
     def __init__(self, fn: Callable[..., Any], warm_up: int = WARM_UP):
@@ -45,7 +45,7 @@ class GraphStep:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the graph and let its memory go; the calls that follow are the first ones again."""
+        """Drop the graph and free its memory; the next calls warm up and record again."""
         self.calls = 0
         self._graph: Graph | None = None
         self._inputs: list[Any] = []
@@ -56,34 +56,34 @@ class GraphStep:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the next call is a replay."""
+        """Whether the next call replays the graph."""
         return self._graph is not None
 
     @property
     def kernels(self) -> int:
-        """Kernels of a replay; 0 before there is one."""
+        """Number of kernels in the graph; 0 before it exists."""
         return 0 if self._graph is None else self._graph.size
 
     @property
     def memory(self) -> int:
-        """Bytes on the device that are kept for what a replay computes; 0 before there is one."""
+        """Device memory reserved for the graph, in bytes; 0 before it exists."""
         return 0 if self._graph is None else self._graph.memory
 
     def __call__(self, *inputs: Any) -> Any:
-        """Do what the function does with these inputs; return what it returns.
+        """Call the function, or replay its graph, with these inputs; return its results.
 
         Raises:
-            TypeError: If an input is neither an array nor a tensor, or the function returns something else
-                than tensors.
-            ValueError: If an input has another shape or dtype than before, or requires a gradient.
-            CaptureError: While it is recorded, if it does what a graph cannot hold.
+            TypeError: If an input is neither an array nor a tensor, or the function returns anything but
+                tensors.
+            ValueError: If the shape or dtype of an input changes, or an input requires a gradient.
+            CaptureError: During recording, if the function does something that a graph cannot contain.
         """
         if self.why_eager is not None or modes.anomaly or active() is not None:
             return self._fn(*inputs)
         if self._graph is not None and not (
             self._device == current_device() and self._graph.is_valid()
         ):
-            self.reset()  # the optimiser's state was loaded, or a parameter got another value
+            self.reset()  # the optimiser's state was loaded, or a parameter was replaced
         self._take(inputs)
         self.calls += 1
         if self._graph is not None:
@@ -94,14 +94,14 @@ class GraphStep:
         return self._record()
 
     def _take(self, inputs: tuple[Any, ...]) -> None:
-        """Copy the inputs to where recorded calls find them."""
+        """Copy the inputs to the buffers of the graph."""
         if not self._inputs:
             self._inputs = [_place_for(x) for x in inputs]
         given = [(x.shape, x.dtype) for x in map(_checked, inputs)]
         known = [(x.shape, x.dtype) for x in self._inputs]
         if given != known:
             raise ValueError(
-                f"graph_step takes inputs of the same shapes and dtypes in each call, {_shown(known)} in "
+                f"graph_step needs inputs of the same shapes and dtypes in each call, {_shown(known)} in "
                 f"the first, got {_shown(given)}; call the function itself with these, or make another "
                 "graph_step for them"
             )
@@ -114,11 +114,11 @@ class GraphStep:
                 np.copyto(place.to_numpy(), x.to_numpy())
 
     def _record(self) -> Any:
-        """Call the function on the inputs and record it; make the graph of the last two such calls."""
+        """Call the function on the inputs and record it; build the graph after the last recorded call."""
         source = pool()
         assert source is not None, "or calls are eager"
         before, arena = self._recording, self._arena or Arena(source, driver.CUdeviceptr)
-        self._recording = self._arena = None  # a call that fails is followed by a first one
+        self._recording = self._arena = None  # after a failed call, start again
         hosts = [x.to_numpy() if is_tensor(x) else x for x in self._inputs if _is_host(x)]
         recording, state = Recording(arena, hosts, before), _random_state()
         with _uncollected(), recording, watching_numba(_refuse_numba):
@@ -137,36 +137,36 @@ class GraphStep:
 
 
 def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP) -> GraphStep:
-    """Capture a function that is called again and again, a training step say, as a CUDA graph.
+    """Capture a function that is called repeatedly, such as a training step, as a CUDA graph.
 
-    The first ``warm_up`` calls run as they are, then three are recorded while they run, and every later
-    call is a replay: the inputs are copied, the host launches once, and no Python of the function runs.
-    Results are those of calling it, bit for bit where its kernels are deterministic. On a machine without
-    CUDA, in the simulator, for a model on the host, and while ``MINITORCH_CUDA_SYNC`` or ``detect_anomaly``
-    looks at every kernel, all calls simply run the function.
+    The first ``warm_up`` calls run eagerly, the next three are recorded while they run, and every later
+    call is a replay: it copies the inputs and launches once, without running the function's Python code.
+    Results are those of an eager call, bit for bit if the kernels are deterministic.  Without CUDA, in the
+    simulator, for a model on the host, and under ``MINITORCH_CUDA_SYNC`` or ``detect_anomaly``, all calls
+    run the function.
 
-    A replay brings anew its inputs, and what layers make of them on the host; the seeds of dropout, from
-    Python's ``random`` as an eager call draws them; and the step, the learning rate and the other rates of
-    :class:`minitorch.AdamW`.  All else is what it was when the call was recorded: numbers of Python, modes
-    such as ``model.eval()``, ``matmul_precision``.  What differs between two recorded calls is an
-    error, and not frozen.  A parameter that gets another value by ``update``, or a state that is loaded
-    into the optimiser, is noticed: the calls that follow are the first ones again.  What Python keeps of
-    the recorded call, ``optimizer.grad_norm`` say, holds the numbers of the last replay.
+    A replay updates its inputs and the data that layers derive from them on the host; the seeds of dropout,
+    drawn from Python's ``random`` as in an eager call; and the step, the learning rate and the other rates
+    of :class:`minitorch.AdamW`.  Everything else is fixed at recording: Python numbers, modes such as
+    ``model.eval()``, and ``matmul_precision``.  If two recorded calls differ in anything else, an error is
+    raised.  If ``update`` replaces a parameter, or a state is loaded into the optimiser, the step is
+    recorded again.  Tensors that Python keeps from the recorded call, such as ``optimizer.grad_norm``, hold
+    the values of the last replay.
 
     Args:
-        fn: Takes NumPy arrays and tensors of shapes that do not change, and returns tensors on the device:
-            one, None, or tuples, lists and dicts of them.  It begins with ``zero_grad``, and whatever it
-            keeps from call to call it writes in place, as :class:`minitorch.AdamW` does with parameters and
-            moments.  All its work is launched by this library, from one thread.
-        warm_up: Calls that run eagerly first, 1 or more: kernels compile, and moments are made.
+        fn: Takes NumPy arrays and tensors of constant shapes, and returns tensors on the device: one, None,
+            or tuples, lists and dicts of them.  It begins with ``zero_grad``, and updates state that it
+            keeps between calls in place, as :class:`minitorch.AdamW` does with parameters and moments.  All
+            its work is launched by this library, from one thread.
+        warm_up: Number of eager calls before recording, at least 1.
 
     Returns:
-        A function of the same arguments, with ``is_captured``, ``why_eager`` and ``reset()``.  What it
-        returns belongs to the caller: the next call leaves it as it is.
+        A function of the same arguments, with ``is_captured``, ``why_eager`` and ``reset()``.  Later calls
+        do not overwrite its results.
 
     Raises:
-        TypeError: If ``warm_up`` is no whole number.
-        ValueError: If it is below 1.
+        TypeError: If ``warm_up`` is not a whole number.
+        ValueError: If ``warm_up`` is below 1.
 
     Example:
         >>> step = minitorch.graph_step(train_step)
@@ -191,13 +191,13 @@ def _why_eager() -> str | None:
 def _checked(x: Any) -> Any:
     if not (is_tensor(x) or isinstance(x, np.ndarray)):
         raise TypeError(
-            f"graph_step takes NumPy arrays and tensors, got {type(x).__name__}; a number that changes "
-            "from call to call goes in as an array of one element, one that stays belongs into the function"
+            f"inputs of graph_step must be NumPy arrays or tensors, got {type(x).__name__}; pass a number "
+            "that changes as an array of one element, and put a constant into the function"
         )
     if not isinstance(x, np.ndarray) and x.requires_grad():
         raise ValueError(
-            "an input of graph_step is a constant, and this tensor requires a gradient; pass its detach(), "
-            "and let the function close over what is learnt"
+            "inputs of graph_step must be constants, but this tensor requires a gradient; pass its "
+            "detach(), and let the function close over the parameters"
         )
     return x
 
@@ -221,7 +221,7 @@ def _refuse_numba(what: str) -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Let no garbage be collected: memory is then given back at the same moments in every call."""
+    """Disable garbage collection, so that every call frees memory at the same points."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -233,16 +233,16 @@ def _uncollected() -> Iterator[None]:
 
 
 def _random_state() -> tuple[Any, Any]:
-    """Return where Python's random numbers stand, and NumPy's."""
+    """Return the states of Python's and NumPy's random generators."""
     numpys: Any = np.random.get_state()
     return random.getstate(), (numpys[1].tobytes(), *numpys[2:])
 
 
 def _check_draws(recording: Recording, before: tuple[Any, Any]) -> None:
-    """Check that a replay leaves the random numbers as the recorded call did.
+    """Check that the recorded call drew no random numbers that a replay would not draw.
 
     Raises:
-        CaptureError: If the function drew others than seeds of dropout.
+        CaptureError: If the function drew other random numbers than seeds of dropout.
     """
     after = _random_state()
     random.setstate(before[0])
@@ -252,8 +252,8 @@ def _check_draws(recording: Recording, before: tuple[Any, Any]) -> None:
     random.setstate(after[0])
     if after != expected:
         raise CaptureError(
-            "the function draws random numbers on the host (random or numpy.random) beside the seeds of "
-            "dropout, and a graph would keep these for ever; draw them outside and pass them as inputs"
+            "the function draws random numbers on the host (random or numpy.random) in addition to the "
+            "seeds of dropout, and each replay would repeat them; draw them outside and pass them as inputs"
         )
 
 
@@ -270,6 +270,6 @@ def _owned(outputs: Any) -> Any:
         return copy_of(outputs)
     kind = "one on the host" if isinstance(outputs, Tensor) else type(outputs).__name__
     raise TypeError(
-        f"a function for graph_step returns tensors on the device, got {kind}: a replay runs no Python "
-        "that could make another; return the tensor and read it outside"
+        f"a function for graph_step must return tensors on the device, got {kind}, which a replay cannot "
+        "compute because it runs no Python; return the tensor and read it outside"
     )

@@ -1,4 +1,4 @@
-"""Interrupt a training and go on as if nothing had happened: all of its state in one safetensors file."""
+"""Save and resume a training run: all of its state in one safetensors file."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _OPTIMIZER, _MORE = BESIDE + "optimizer/", BESIDE + "more/"
 
 
 def random_state(generators: Generators | None = None) -> dict[str, Any]:
-    """Return where all random numbers stand, as JSON holds it.
+    """Return the states of all random generators, in JSON types.
 
     Args:
-        generators: Of the caller, by name.  Python's ``random``, from which dropout takes its seeds, and
-            ``numpy.random`` are always among them.
+        generators: The caller's generators, by name.  Python's ``random``, which provides the seeds of
+            dropout, and ``numpy.random`` are always included.
     """
     version, words, gauss = random.getstate()
     return {
@@ -52,20 +52,20 @@ def random_state(generators: Generators | None = None) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], generators: Generators | None = None) -> None:
-    """Have all random numbers go on from a state of :func:`random_state`.
+    """Restore the random generators from a state of :func:`random_state`.
 
     Args:
-        state: What it returned, from JSON or not.
-        generators: By the names given there.
+        state: The state, also after a round trip through JSON.
+        generators: The caller's generators, by the names given there.
 
     Raises:
-        ValueError: If a state is missing, or of another kind of generator.
+        ValueError: If a state is missing, or belongs to another kind of generator.
     """
     generators = generators or {}
     try:
         if generators.keys() != state["generators"].keys():
             raise ValueError(
-                f"generators {sorted(generators)}, saved were {sorted(state['generators'])}"
+                f"got the generators {sorted(generators)}, but {sorted(state['generators'])} were saved"
             )
         for name, rng in generators.items():
             rng.bit_generator.state = _arrays(state["generators"][name])
@@ -94,17 +94,17 @@ def _arrays(x: Any) -> Any:
 
 @dataclass
 class TrainingState:
-    """A training between two of its steps.
+    """The state of a training run between two steps.
 
     Attributes:
-        step: Steps that are done.
-        config: What is needed to build the model.
-        parameters: By name.
-        optimizer: As ``Optimizer.state_dict`` returns it, with arrays for tensors.
-        random: As :func:`random_state` returns it.
-        arrays: Whatever else the caller keeps, such as the losses so far.
-        notes: Likewise, anything that JSON holds.
-        source: Where it was read from, for errors.
+        step: Number of completed steps.
+        config: The configuration of the model.
+        parameters: The parameters, by name.
+        optimizer: The state of ``Optimizer.state_dict``, with arrays for tensors.
+        random: The state of :func:`random_state`.
+        arrays: Other arrays of the caller, such as the losses so far.
+        notes: Other values of the caller, in JSON types.
+        source: The file from which it was read, for error messages.
     """
 
     step: int
@@ -119,15 +119,15 @@ class TrainingState:
     def restore(
         self, model: Module, optimizer: Optimizer, generators: Generators | None = None
     ) -> None:
-        """Put a model, its optimiser and all random numbers where they were.
+        """Restore a model, its optimiser and all random generators.
 
         Args:
-            model: Built from ``config``.
-            optimizer: Of the same class as the saved one, over the same parameters.
-            generators: By the names that they were saved under.
+            model: A model built from ``config``.
+            optimizer: An optimiser of the saved class, with the same parameters.
+            generators: The caller's generators, by the names under which they were saved.
 
         Raises:
-            CheckpointError: If something of it belongs to another model, optimiser or generator.
+            CheckpointError: If a part of the state does not fit the model, the optimiser or a generator.
         """
         load_parameters(model, self.parameters, self.source)
         tensors = {
@@ -151,20 +151,20 @@ def save_training(
     arrays: Arrays | None = None,
     notes: dict[str, Any] | None = None,
 ) -> None:
-    """Write all that a training needs to go on; as safe from kills as ``save_checkpoint``.
+    """Write the state of a training run to a file, atomically, as ``save_checkpoint`` does.
 
     :func:`minitorch.training.model_files.read_checkpoint` reads the model alone from such a file.
 
     Args:
-        path: Of the file.
-        model: Whose parameters to save.
-        optimizer: That moves them.
-        config: What is needed to build the model again; anything that JSON holds.
-        step: Steps that are done.
-        generators: From which the data are drawn, by name.  Where data come in an order, their place is one
-            of ``notes``.
-        arrays: What else to keep, by name.
-        notes: Likewise, anything that JSON holds.
+        path: The path of the file.
+        model: The model whose parameters are saved.
+        optimizer: The optimiser of these parameters.
+        config: The configuration from which the model can be built, in JSON types.
+        step: Number of completed steps.
+        generators: The random generators of the data, by name.  For data that are read in order, store the
+            position in ``notes``.
+        arrays: Other arrays to save, by name.
+        notes: Other values to save, in JSON types.
 
     Raises:
         CheckpointError: If a parameter, a moment or an array is not finite; nothing is written.
@@ -189,17 +189,17 @@ def save_training(
 
 
 def read_training(path: str | os.PathLike[str]) -> TrainingState:
-    """Read what :func:`save_training` wrote.
+    """Read a file that :func:`save_training` wrote.
 
     Raises:
-        CheckpointError: If the file is missing, truncated, changed since it was written, or holds a model
-            and no training; one line that names the file.
+        CheckpointError: If the file is missing, truncated, changed since it was written, or holds only a
+            model; the message is one line that names the file.
     """
     arrays, texts = read_arrays(path)
     if "training" not in texts:
         raise CheckpointError(
-            f"{path}: holds a model, but not the state of its training; take a file of its folder of "
-            "checkpoints"
+            f"{path}: the file holds a model, but not the state of its training; pass a file of its folder "
+            "of checkpoints"
         )
     training = texts["training"]
 
@@ -223,7 +223,7 @@ def read_training(path: str | os.PathLike[str]) -> TrainingState:
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path}: not the state of a training ({error!r} is missing)"
+            f"{path}: the file is not the state of a training ({error!r} is missing)"
         ) from None
 
 
@@ -231,16 +231,18 @@ def read_training(path: str | os.PathLike[str]) -> TrainingState:
 
 
 class Checkpoints:
-    """A folder with the last checkpoints of one training; one process at a time writes to it.
+    """A folder with the last checkpoints of one training run; one process at a time writes to it.
 
     Args:
-        folder: Made when the first is saved.
-        keep: How many stay.
+        folder: The folder, which is created when the first checkpoint is saved.
+        keep: Number of checkpoints to keep.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3):
         if keep < 1:
-            raise ValueError(f"keep is the number of checkpoints that stay, 1 or more; got {keep}")
+            raise ValueError(
+                f"keep must be the number of checkpoints to keep, at least 1; got {keep}"
+            )
         self.folder, self.keep = Path(folder), keep
 
     @property
@@ -248,7 +250,7 @@ class Checkpoints:
         return self.folder.with_name(self.folder.name + ".before")
 
     def files(self) -> list[Path]:
-        """Return the files that are there, the oldest step first."""
+        """Return the existing files, the oldest step first."""
         return sorted(self.folder.glob("step-*.safetensors"), key=_step_of)
 
     def save(
@@ -261,10 +263,10 @@ class Checkpoints:
         arrays: Arrays | None = None,
         notes: dict[str, Any] | None = None,
     ) -> Path:
-        """Write a checkpoint, then remove those that are too many; return its file.
+        """Write a checkpoint, then remove the oldest beyond ``keep``; return its file.
 
-        Arguments as for :func:`save_training`.  Later steps than this one, which a training finds that has
-        gone on from an earlier checkpoint, stay until it comes to them.
+        The arguments are those of :func:`save_training`.  Files of later steps, which exist after resuming
+        from an earlier checkpoint, stay until the run reaches their steps.
         """
         path = self.folder / f"step-{step:08d}.safetensors"
         save_training(path, model, optimizer, config, step, generators, arrays, notes)
@@ -276,17 +278,19 @@ class Checkpoints:
         """Read a checkpoint.
 
         Args:
-            path: Of one of the files; the last one if None.
+            path: One of the files; the last one if None.
 
         Raises:
-            CheckpointError: If there is none, or it cannot be read: the error then names the one before it
-                that can.
+            CheckpointError: If there is none, or it cannot be read; the message then names the latest
+                earlier one that can.
         """
         files = self.files()
         if path is None and not files:
             before = Checkpoints(self._aside).files()
             more = f"; the training before it got to {before[-1]}" if before else ""
-            raise CheckpointError(f"{self.folder}: holds no checkpoint to go on from{more}")
+            raise CheckpointError(
+                f"{self.folder}: the folder holds no checkpoint to resume from{more}"
+            )
         path = files[-1] if path is None else Path(path)
         try:
             return read_training(path)
@@ -296,13 +300,15 @@ class Checkpoints:
                     read_training(earlier)
                 except CheckpointError:
                     continue
-                raise CheckpointError(f"{error}; the one before it is whole: {earlier}") from None
+                raise CheckpointError(
+                    f"{error}; the previous checkpoint is intact: {earlier}"
+                ) from None
             raise
 
     def set_aside(self) -> Path | None:
-        """Move the folder out of the way of a new training; return where it is, None if there was none.
+        """Rename the folder to make room for a new run; return the new path, None if there was no folder.
 
-        What was set aside before is removed.
+        A folder that was set aside earlier is removed.
         """
         if not self.files():
             return None
@@ -313,7 +319,7 @@ class Checkpoints:
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> None:
-    """Remove what a process has left in a folder that was killed while it wrote a checkpoint."""
+    """Remove the partial file of a process that was killed while it wrote a checkpoint."""
     for partial in Path(folder).glob("*.safetensors.*.partial"):
         partial.unlink(missing_ok=True)
 

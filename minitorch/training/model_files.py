@@ -1,4 +1,4 @@
-"""Save and load a model: one safetensors file with a digest, which no kill leaves half written."""
+"""Save and load a model as one safetensors file with a digest, written atomically."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..tensors.factories import from_numpy
 
 Arrays = dict[str, npt.NDArray[Any]]
 FORMAT = "minitorch-2"
-#: Without a digest; such files can still be read.
+#: The format without a digest, which can still be read.
 FIRST_FORMAT = "minitorch-1"
-#: Before the names of arrays that are no parameters; see :mod:`minitorch.training.checkpoints`.
+#: Prefix of arrays that are not parameters; see :mod:`minitorch.training.checkpoints`.
 BESIDE = "training/"
-#: What stands before the digest in the header, and what stands in its place while it is computed.
+#: The text before the digest in the header, and the placeholder while it is computed.
 _KEY, _BLANK = b'"digest":"', b"0" * 64
 
 
@@ -41,13 +41,12 @@ def save_checkpoint(path: str | os.PathLike[str], model: Module, config: dict[st
     the process is killed, one of the two is whole.
 
     Args:
-        path: Of the file.
-        model: Whose parameters to save.
-        config: What is needed to build the model again; anything that JSON holds.
+        path: The path of the file.
+        model: The model whose parameters are saved.
+        config: The configuration from which the model can be built, in JSON types.
 
     Raises:
-        CheckpointError: If a parameter is not finite: it could not be loaded again, and the old file
-            stays.
+        CheckpointError: If a parameter is not finite, as it could not be loaded again; the old file stays.
     """
     write_arrays(path, parameter_arrays(model), {"config": json.dumps(config)})
 
@@ -56,7 +55,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, Any
     """Read the parameters and the configuration of a model.
 
     Args:
-        path: Of a file of :func:`save_checkpoint`, or of a training that was interrupted.
+        path: The path of a file of :func:`save_checkpoint` or :func:`save_training`.
 
     Raises:
         CheckpointError: If the file is missing, truncated, changed since it was written, or no checkpoint
@@ -79,12 +78,12 @@ def parameter_arrays(model: Module) -> Arrays:
 
 
 def load_parameters(model: Module, arrays: Arrays, source: str = "") -> None:
-    """Set every parameter of a model from a checkpoint's arrays; all of them fit, or none is set.
+    """Set every parameter of a model from a checkpoint's arrays; on an error, none is changed.
 
     Args:
-        model: Its parameters keep their backend.
-        arrays: As :func:`read_checkpoint` returned them.
-        source: Named in errors.
+        model: The model, whose parameters keep their backend.
+        arrays: The arrays of :func:`read_checkpoint`.
+        source: The file, for error messages.
 
     Raises:
         CheckpointError: If a parameter is missing, unknown, of another shape or dtype, or not finite.
@@ -93,7 +92,7 @@ def load_parameters(model: Module, arrays: Arrays, source: str = "") -> None:
     if named.keys() != arrays.keys():
         odd = sorted(named.keys() ^ arrays.keys())
         raise CheckpointError(
-            f"{source}: holds the parameters of another model (first difference: {odd[0]}); build "
+            f"{source}: the parameters belong to another model (first difference: {odd[0]}); build "
             "the model from the checkpoint's own configuration"
         )
     for name, parameter in named.items():
@@ -124,15 +123,15 @@ def _check_finite(arrays: Arrays, source: str) -> None:
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[str, str]) -> None:
-    """Write arrays and texts so that either the whole new file is there or what was there before.
+    """Write arrays and texts to a file atomically: an interrupted write leaves the old file intact.
 
-    A digest of the file, computed with zeros in its own place, stands in its header.  It shows that a byte
-    has changed, not who has changed it: it is no signature.
+    The header contains a digest of the file, computed with zeros in its own place.  It detects accidental
+    changes and is not a signature.
 
     Args:
-        path: Of the file; its folder is made if need be.
-        arrays: By name, contiguous and finite.
-        metadata: By name; each a JSON text.
+        path: The path of the file, whose folder is created if necessary.
+        arrays: Arrays by name, contiguous and finite.
+        metadata: JSON texts by name.
 
     Raises:
         CheckpointError: If an array is not finite; nothing is written.
@@ -159,10 +158,10 @@ def write_arrays(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[st
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, Any]]:
-    """Read what :func:`write_arrays` wrote.
+    """Read a file that :func:`write_arrays` wrote.
 
     Returns:
-        Arrays of the caller's own, by name; and what the texts say as JSON, by name.
+        New arrays by name, and the decoded JSON texts by name.
 
     Raises:
         CheckpointError: If the file is missing, truncated, changed since it was written, or no checkpoint
@@ -170,13 +169,17 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, Any]]:
     """
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such checkpoint; train one first, or mend the path")
+        raise CheckpointError(
+            f"{path}: there is no such checkpoint; train one first, or correct the path"
+        )
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             kind = metadata.pop("format", None)
             if kind not in (FORMAT, FIRST_FORMAT):
-                raise CheckpointError(f"{path}: a safetensors file, but no checkpoint of minitorch")
+                raise CheckpointError(
+                    f"{path}: this safetensors file is not a checkpoint of minitorch"
+                )
             if kind == FORMAT or "digest" in metadata:
                 _check_digest(path.read_bytes())
                 metadata.pop("digest")
@@ -184,18 +187,18 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, Any]]:
         texts = {name: json.loads(text) for name, text in metadata.items()}
         if "config" not in texts:
             raise ValueError("it has no configuration")
-    # A TypeError: weights of a dtype that NumPy lacks, such as float8.
+    # TypeError: weights of a dtype that NumPy does not have, such as float8.
     except (SafetensorError, KeyError, OSError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path}: not a readable checkpoint ({error}); delete it or restore an older one"
+            f"{path}: the checkpoint cannot be read ({error}); delete it or restore an older one"
         ) from None
     return arrays, texts
 
 
 def _digest_place(payload: bytes | bytearray) -> int | None:
-    """Return where the digest stands in a safetensors file; None if it has none."""
+    """Return the position of the digest in a safetensors file; None if it has none."""
     end = 8 + int.from_bytes(payload[:8], "little")
-    # Only here: within a text the quotes are escaped, and after the header stand numbers.
+    # The match is unique: quotes within a text are escaped, and the header is followed by binary data.
     found = payload.find(_KEY, 8, end)
     return None if found < 0 else found + len(_KEY)
 
@@ -212,7 +215,7 @@ def _check_digest(payload: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the disk know the new name too, where the system can do that to a folder."""
+    """Flush the new file name to disk, where the system supports it for folders."""
     try:
         number = os.open(folder, os.O_RDONLY)
         try:

@@ -1,8 +1,8 @@
-"""Trade time for memory: what a function computes is dropped after the forward pass and computed again.
+"""Activation checkpointing: drop a function's intermediates after the forward pass, and recompute them.
 
-What stays is the *outline* of the graph: which function made which variable out of which others, without a
-number.  The backward pass walks it as it would have walked the graph itself, and asks the functions of the
-graph that is made anew; so every sum of gradients has its terms in the same order, and the same bits.
+What remains is the *outline* of the graph: which function computed which variable from which others,
+without data.  The backward pass walks the outline as it would walk the graph, and calls the functions of
+the recomputed graph.  Sums of gradients thus have the same order and the same bits.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..tensor import next_id
 
 
 class recording(Switch):
-    """Within the context functions of tensors record how they were applied, whatever is around it."""
+    """Enable gradient recording within the context, even inside ``no_grad``."""
 
     mode, value = "recording", True
 
 
 class Outline(Joint):
-    """A tensor of the graph without its numbers; it has what the chain rule asks a tensor for.
+    """A tensor of the graph without its data, with the interface that the chain rule uses.
 
     Args:
         like: The tensor, or its outline.
-        history: How it was made, of outlines too.
+        history: How it was computed, in terms of outlines.
     """
 
     def __init__(self, like: Any, history: History):
@@ -42,7 +42,7 @@ class Outline(Joint):
         return chain_rule(self.history, d_output)
 
     def expand(self, other: Any) -> Any:
-        """Return a gradient as it is: the tensor itself has brought it to its shape."""
+        """Return a gradient unchanged: the tensor itself has already reduced it to its shape."""
         return other
 
     def _ensure_tensor(self, b: Any) -> Any:
@@ -50,27 +50,27 @@ class Outline(Joint):
 
 
 class Again(Function):
-    """In an outline it stands for every function: its gradient is that of the one it stands for."""
+    """The function of every variable in an outline; it delegates to the recomputed function."""
 
     checks_itself = True
 
     @staticmethod
     def backward(ctx: Context, *grad_outputs: Any) -> tuple[Any, ...]:
-        """Return the gradients of the function, which is computed again if it must be."""
+        """Return the gradients of the function, recomputing the segment if necessary."""
         segment, place = ctx.saved_values
         return segment.gradients(place, grad_outputs)
 
 
-#: How a variable was made: by which function; and of each argument that has a gradient, what it is.
+#: How a variable was computed: the function, and the identity of each argument that has a gradient.
 Step = tuple[Any, tuple[Any, ...]]
 
 
 class Segment:
-    """A call that is made again when its gradients are asked for.
+    """A call that is repeated when its gradients are needed.
 
     Args:
-        fn: What is called.
-        inputs: With what.
+        fn: The function.
+        inputs: Its arguments.
     """
 
     def __init__(self, fn: Callable[..., Any], inputs: tuple[Any, ...]):
@@ -78,14 +78,14 @@ class Segment:
         self.random = random.getstate(), np.random.get_state()
         self.precision = get_matmul_precision()
         self.steps: list[Step] = []
-        #: Of the second call, by place; each leaves when its gradients have been computed.
+        #: The variables of the second call, by position; each is removed after its gradients are computed.
         self.histories: dict[int, History] = {}
 
     def first(self) -> Any:
-        """Call, and return the results with the outline for their history."""
+        """Call the function, and return the results with the outline as their history."""
         results, nodes, self.steps = self._called()
         returned = {x.unique_id for x in _listed(results) if is_tensor(x)}
-        made: dict[int, Any] = {}  # what stands for each variable, by its id
+        made: dict[int, Any] = {}  # the outline of each variable, by its id
 
         def stand_in(x: Any) -> Any:
             return made.get(x.unique_id, x) if _is_variable(x) else None
@@ -105,7 +105,7 @@ class Segment:
         return outlined if isinstance(results, (tuple, list)) else outlined[0]
 
     def gradients(self, place: int, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the gradients of the arguments of one function, None for what has none."""
+        """Return the gradients of the arguments of one function, None for arguments without one."""
         if place not in self.histories:
             self.histories = self._again()
         history = self.histories.pop(place)
@@ -113,7 +113,7 @@ class Segment:
         return tuple(next(found)[1] if _is_variable(x) else None for x in history.inputs)
 
     def _called(self) -> tuple[Any, list[Any], list[Step]]:
-        """Call; return the results, the variables that it made, and how it made each."""
+        """Call the function; return the results, the variables it created, and how each was computed."""
         last = next_id(), Joint(History()).unique_id  # tensors count up, joints down
 
         def is_new(x: Any) -> bool:
@@ -126,7 +126,9 @@ class Segment:
         def described(x: Any) -> Any:
             if not _is_variable(x):
                 return None
-            if is_new(x):  # or else a leaf that it has made itself, each time another
+            if is_new(
+                x
+            ):  # otherwise a leaf that the function created itself, a new one in each call
                 return "made", places.get(x.unique_id)
             return "given", x.unique_id
 
@@ -136,7 +138,7 @@ class Segment:
         return results, nodes, steps
 
     def _again(self) -> dict[int, History]:
-        """Call as the first time, with the same random numbers; return how each variable was made."""
+        """Repeat the call with the same random numbers; return how each variable was computed."""
         now = random.getstate(), np.random.get_state()
         random.setstate(self.random[0])
         np.random.set_state(self.random[1])
@@ -149,10 +151,9 @@ class Segment:
         if steps != self.steps:
             name = getattr(self.fn, "__name__", type(self.fn).__name__)
             raise RuntimeError(
-                f"checkpoint called {name} again for its gradients, and it computed something else than "
-                "the first time; what it does may depend on its inputs, on tensors and parameters that "
-                "stay what they are until the backward pass, and on random numbers that "
-                "minitorch.manual_seed decides"
+                f"checkpoint called {name} again for its gradients, and its computation differed from "
+                "the first call; it must depend only on its inputs, on tensors and parameters that do not "
+                "change before the backward pass, and on random numbers of minitorch.manual_seed"
             )
         return {place: node.history for place, node in enumerate(nodes)}
 
@@ -166,11 +167,11 @@ def _is_variable(x: Any) -> bool:
 
 
 def _made(results: Iterable[Any], is_new: Callable[[Any], bool]) -> list[Any]:
-    """Return the variables that functions have made, each after those that it was computed from.
+    """Return the variables that functions computed, each after its inputs.
 
     Args:
-        results: From which the others are found, depth first.
-        is_new: Tells whether a variable was made since then.
+        results: The results, from which the others are found, depth first.
+        is_new: Tells whether a variable was created by the call.
     """
     found: list[Any] = []
     seen: set[int] = set()
@@ -195,27 +196,27 @@ def _made(results: Iterable[Any], is_new: Callable[[Any], bool]) -> list[Any]:
 
 
 def checkpoint(fn: Callable[..., Any], *inputs: Any) -> Any:
-    """Return ``fn(*inputs)`` without keeping for the backward pass what it computes on the way.
+    """Return ``fn(*inputs)`` without storing its intermediate results for the backward pass.
 
-    The backward pass calls it again, once, just before its gradients are needed: a layer's activations
-    are in memory for one layer at a time, and the forward pass costs twice.  Gradients are those without
-    it, bit for bit: dropout draws the same numbers, and sums have their terms in the same order.
-    Parameters and tensors that the function takes from around it get their gradients too; calls may
-    stand within calls.  Outside of recording (:class:`minitorch.no_grad`) it only calls.
+    The backward pass calls the function again, once, just before its gradients are needed.  Applied to each
+    layer, it keeps the activations of only one layer in memory, and the forward pass is computed twice.
+    Gradients are the same bit for bit: dropout draws the same mask, and sums have the same order.
+    Parameters and tensors that the function closes over receive gradients too, and calls may be nested.
+    Within :class:`minitorch.no_grad` it only calls the function.
 
     Args:
-        fn: Returns a tensor, or a tuple or list of tensors and whatever else.  What it does depends on its
-            inputs, on tensors that stay what they are until the backward pass, and on random numbers that
-            ``manual_seed`` decides; a generator of its own would have gone on, and a mode such as
-            ``model.eval()`` must not change.
-        *inputs: Tensors, and what else it takes; they are kept.
+        fn: Returns a tensor, or a tuple or list of tensors and other values.  It must depend only on its
+            inputs, on tensors that do not change before the backward pass, and on random numbers of
+            ``manual_seed``; it must not use its own generator, and a mode such as ``model.eval()`` must
+            not change in between.
+        *inputs: The arguments of ``fn``, tensors and others, which are kept.
 
     Returns:
-        What ``fn`` returns; a tuple for a list.
+        The result of ``fn``; a tuple for a list.
 
     Raises:
-        RuntimeError: In the backward pass, if the second call computes with other functions or other
-            variables than the first.
+        RuntimeError: In the backward pass, if the second call applies other functions or variables than the
+            first.
 
     Source: Chen, Xu, Zhang and Guestrin (2016), Training deep nets with sublinear memory cost, section 3.
 

@@ -42,7 +42,7 @@ BLOCKS = {
         lambda o: BlockMask([[1]], 5, 5, "a"), TypeError, "block_size must be a whole", "'a'"
     ),
     "block of three": wrong(
-        lambda o: BlockMask([[1]], 5, 5, (16,) * 3), TypeError, "(rows, columns)", "give 64"
+        lambda o: BlockMask([[1]], 5, 5, (16,) * 3), TypeError, "(rows, columns)", "pass 64"
     ),
     "patterns of numbers": wrong(
         lambda o: BlockMask([[2]], 5, 5, 16, np.ones((1, 16, 16))), TypeError, "boolean", "float64",
@@ -56,7 +56,7 @@ BLOCKS = {
         lambda o: BlockMask.causal(10**9, 10**9), ValueError, "blocks of (64, 64)", "larger blocks"
     ),
     "stack of none": wrong(
-        lambda o: BlockMask.stack([]), ValueError, "a mask for each head", "none"
+        lambda o: BlockMask.stack([]), ValueError, "at least one mask", "none"
     ),
     "stack of numbers": wrong(
         lambda o: BlockMask.stack([1]), TypeError, "list of BlockMask", "1 (int)"
@@ -89,7 +89,7 @@ BLOCKS = {
         lambda o: BlockMask.strided(5, 5, 1, is_causal="no"), TypeError, "True or False", "'no'"
     ),
     "bigbird of an even window": wrong(
-        lambda o: BlockMask.bigbird(5, 5, window=2), ValueError, "must be odd", "got 2", "take 3"
+        lambda o: BlockMask.bigbird(5, 5, window=2), ValueError, "must be odd", "got 2", "use 3"
     ),
     "bigbird without heads": wrong(
         lambda o: BlockMask.bigbird(5, 5, heads=0), ValueError, "heads must be 1 or more"

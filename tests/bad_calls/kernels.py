@@ -72,7 +72,7 @@ OPERANDS = {
     ),
     "texts": wrong(lambda o: forward(*[np.array([["a"]])] * 3), TypeError, "q of <U1"),
     "two dtypes": wrong(
-        lambda o: forward(o.x, o.wide, o.x), TypeError, "one dtype", "float32, float64", "convert"
+        lambda o: forward(o.x, o.wide, o.x), TypeError, "the same dtype", "float32, float64", "convert"
     ),
     "masked arrays": wrong(
         lambda o: forward(o.x, np.ma.MaskedArray(o.x), o.x), TypeError, "masked array", "filled"
@@ -175,7 +175,7 @@ OPTIONS = {
     "dropout an array": wrong(
         attend(dropout_p=np.array(0.1)), TypeError, "dropout_p", "an array of shape ()"
     ),
-    "dropout unseeded": wrong(attend(dropout_p=0.1), ValueError, "needs a seed", "give seed="),
+    "dropout unseeded": wrong(attend(dropout_p=0.1), ValueError, "needs a seed", "pass seed="),
     "seed below 0": wrong(attend(seed=-1), ValueError, "from 0 to 2**64 - 1", "-1", "seed % 2**64"),
     "seed beyond": wrong(
         attend(dropout_p=0.1, seed=2**64), ValueError, "2**64 - 1", "18446744073709551616"
@@ -252,7 +252,7 @@ OPTIONS = {
         attend(alibi_slopes=[1, 2]), TypeError, "must be floating", "int64", "convert"
     ),
     "slopes ragged": wrong(
-        attend(alibi_slopes=[[1.0], [1.0, 2.0]]), ValueError, "equal lengths", "fill up"
+        attend(alibi_slopes=[[1.0], [1.0, 2.0]]), ValueError, "equal lengths", "pad the shorter"
     ),
     "slopes too few": wrong(attend(alibi_slopes=[1.0]), ValueError, "shape (2,)", "got (1,)"),
     "slopes NaN": wrong(
@@ -311,7 +311,7 @@ OPTIONS = {
         attend(precision=np.float16), TypeError, "precision must be a name", "float16"
     ),
     "precision of float64": wrong(
-        lambda o: forward(*[o.wide] * 3, precision="tf32"), ValueError, "operands of float32",
+        lambda o: forward(*[o.wide] * 3, precision="tf32"), ValueError, "float32 operands",
         "float64", "None"
     ),
     "rung unknown": wrong(attend(rung="warp9"), ValueError, "'warp9'", "'flash2'", "'auto'"),
@@ -393,13 +393,13 @@ PACKED = {
         "9223372036854775813"
     ),
     "counts": wrong(
-        pack([0, 2, 5]), ValueError, "the same sequences", "2 and 1", "the same length"
+        pack([0, 2, 5]), ValueError, "the same number of sequences", "2 and 1", "the same length"
     ),
     "a mask": wrong(
-        pack([0, 5], attn_mask=np.ones((5, 5), bool)), ValueError, "takes no attn_mask", "mask_mod"
+        pack([0, 5], attn_mask=np.ones((5, 5), bool)), ValueError, "not support attn_mask", "mask_mod"
     ),
     "a block mask": wrong(
-        pack([0, 5], block_mask=BlockMask.causal(5, 5)), ValueError, "takes no block_mask",
+        pack([0, 5], block_mask=BlockMask.causal(5, 5)), ValueError, "not support block_mask",
         "window_size"
     ),
     "four dimensions": wrong(

@@ -89,7 +89,7 @@ FUNCTIONS = {
         lambda o: mt.GELU(o.x), TypeError, "must be a tensor", "ndarray", "from_numpy"
     ),
     "dropout of 1.5": wrong(
-        lambda o: mt.dropout(o.matrix, 1.5), ValueError, "from 0 to 1", "1.5", "0 drops"
+        lambda o: mt.dropout(o.matrix, 1.5), ValueError, "from 0 to 1", "1.5", "0 turns"
     ),
     "dropout of NaN": wrong(
         lambda o: mt.dropout(o.matrix, np.nan), ValueError, "from 0 to 1", "nan"
@@ -115,7 +115,7 @@ FUNCTIONS = {
     ),
     "a target beyond": wrong(
         lambda o: mt.softmax_loss(o.matrix, np.array([0, 3])), ValueError, "from 0 to 2", "0 to 3",
-        "room"
+        "larger"
     ),
     "a target below 0": wrong(
         lambda o: mt.softmax_loss(o.matrix, np.array([0, -1])), ValueError, "from 0 to 2", "-1 to 0"
@@ -138,7 +138,7 @@ FUNCTIONS = {
         lambda o: mt.linear(o.matrix, None), TypeError, "weights must be a tensor"
     ),
     "linear with another bias": wrong(
-        lambda o: mt.linear(o.matrix, o.flipped, o.vector), ValueError, "need a bias (2,)", "(4,)"
+        lambda o: mt.linear(o.matrix, o.flipped, o.vector), ValueError, "need a bias of shape (2,)", "(4,)"
     ),
     "a gradient check of numbers": wrong(
         lambda o: mt.grad_check(lambda x: x, 1.0), TypeError, "argument 0 must be a tensor", "float"
@@ -179,7 +179,7 @@ MODULES = {
         lambda o: mt.Embedding("a", 2, o.backend), TypeError, "num_embeddings", "'a'"
     ),
     "a token beyond": wrong(
-        lambda o: mt.Embedding(5, 2, o.backend)(o.ids), ValueError, "from 0 to 4", "0 to 5", "room"
+        lambda o: mt.Embedding(5, 2, o.backend)(o.ids), ValueError, "from 0 to 4", "0 to 5", "larger"
     ),
     "a token below 0": wrong(
         lambda o: mt.Embedding(5, 2, o.backend)(np.array([-1])), ValueError, "-1 to -1"
@@ -228,7 +228,7 @@ MODULES = {
         "must be a tensor", "ndarray"
     ),
     "a dropout layer of 1": wrong(
-        lambda o: mt.Dropout(1.0), ValueError, "[0, 1)", "1.0", "0 drops nothing"
+        lambda o: mt.Dropout(1.0), ValueError, "[0, 1)", "1.0", "0 turns dropout off"
     ),
     "a dropout layer of NaN": wrong(lambda o: mt.Dropout(np.nan), ValueError, "[0, 1)", "nan"),
     "a dropout layer of text": wrong(

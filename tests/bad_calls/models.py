@@ -34,7 +34,7 @@ MODELS = {
         "numpy.array([ids])"
     ),
     "no text": wrong(
-        lambda o: model(o.backend)(np.zeros((0, 1), int)), ValueError, "a token at least", "(0, 1)"
+        lambda o: model(o.backend)(np.zeros((0, 1), int)), ValueError, "at least one token", "(0, 1)"
     ),
     "an empty text": wrong(
         lambda o: model(o.backend)(np.zeros((1, 0), int)), ValueError, "at least", "(1, 0)"
@@ -80,7 +80,7 @@ MODELS = {
     ),
     "a cold temperature": wrong(
         lambda o: model(o.backend).generate([1], 1, -1.0), ValueError, "not negative", "-1.0",
-        "likeliest"
+        "most likely"
     ),
     "a temperature that is none": wrong(
         lambda o: model(o.backend).generate([1], 1, np.nan), ValueError, "finite", "nan"
@@ -147,7 +147,7 @@ MODELS = {
     ),
     "keys of another length": wrong(
         lambda o: mt.LayerCache(1, 2, 9, 4, o.backend).append(o.heads, mt.zeros((1, 2, 2, 4), o.backend)),
-        ValueError, "one shape", "(1, 2, 3, 4) and (1, 2, 2, 4)"
+        ValueError, "same shape", "(1, 2, 3, 4) and (1, 2, 2, 4)"
     ),
     "more than there is room for": wrong(
         lambda o: mt.LayerCache(1, 2, 1, 4, o.backend).extended(2), ValueError, "is full", "2 more",
@@ -167,11 +167,11 @@ TRAINING = {
         lambda o: mt.Adam([Parameter(mt.Scalar(1.0))]).step(), TypeError, "Scalar", "SGD"
     ),
     "a step of no optimiser": wrong(
-        lambda o: mt.Optimizer([]).step(), NotImplementedError, "a subclass"
+        lambda o: mt.Optimizer([]).step(), NotImplementedError, "the subclass"
     ),
     "a Scalar and text": wrong(lambda o: mt.Scalar(1.0) + "a", TypeError, "'a'", "float()"),
     "points of text": wrong(
-        lambda o: mt.datasets["Xor"]("a"), ValueError, "how many points", "'a'"
+        lambda o: mt.datasets["Xor"]("a"), ValueError, "the number of points", "'a'"
     ),
     "points below 0": wrong(lambda o: mt.datasets["Simple"](-1), ValueError, "0 or more", "-1"),
     "half a point": wrong(

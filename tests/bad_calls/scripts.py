@@ -76,13 +76,13 @@ FILES = {
         lambda o: read_checkpoint("none"), CheckpointError, "none", "no such checkpoint"
     ),
     "an empty checkpoint": wrong(
-        written(b"", read_checkpoint), CheckpointError, "wrong.bin", "not a readable"
+        written(b"", read_checkpoint), CheckpointError, "wrong.bin", "cannot be read"
     ),
     "a cut checkpoint": wrong(
-        written(b"\xff" * 20, read_checkpoint), CheckpointError, "wrong.bin", "not a readable"
+        written(b"\xff" * 20, read_checkpoint), CheckpointError, "wrong.bin", "cannot be read"
     ),
     "a pickle": wrong(
-        written(b"\x80\x04N.", read_checkpoint), CheckpointError, "wrong.bin", "not a readable"
+        written(b"\x80\x04N.", read_checkpoint), CheckpointError, "wrong.bin", "cannot be read"
     ),
     "a folder": wrong(lambda o: read_checkpoint("."), CheckpointError, "no such checkpoint"),
     "parameters of another model": wrong(

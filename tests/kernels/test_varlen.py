@@ -218,13 +218,13 @@ WRONG = {
     ),
     "mask": (
         lambda: X.flash_attention_varlen(X, X, CU, CU, np.ones((4, 4), bool)), ValueError,
-        "takes no attn_mask: it has one shape",
+        "does not support attn_mask, which has one shape",
     ),
     "block mask": (
         lambda: X.flash_attention_varlen(
             X, X, CU, CU, block_mask=kernels.BlockMask(np.ones((1, 1, 1), int), 4, 4)
         ),
-        ValueError, "takes no block_mask",
+        ValueError, "does not support block_mask",
     ),
     "floats": (lambda: X.flash_attention_varlen(X, X, CU * 1.0, CU), TypeError, "whole numbers"),
     "total": (lambda: X.flash_attention_varlen(X, X, [0, 5], [0, 4]), ValueError, "cu_seqlens_q must"),

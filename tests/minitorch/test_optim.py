@@ -190,7 +190,7 @@ def test_both_backends_take_the_same_steps() -> None:
 
 
 def test_an_optimiser_must_say_how_to_step() -> None:
-    with pytest.raises(NotImplementedError, match="defines step"):
+    with pytest.raises(NotImplementedError, match="define step"):
         Optimizer([]).step()
 
 
@@ -266,7 +266,7 @@ def test_a_norm_that_is_no_number_can_raise(bad: float) -> None:
 
 def test_clipping_refuses_what_it_cannot_clip() -> None:
     for limit in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match="max_norm is a number above 0"):
+        with pytest.raises(ValueError, match="max_norm must be a number above 0"):
             clip_grad_norm_([], limit)
     with pytest.raises(TypeError, match="Scalar"):
         clip_grad_norm_([Parameter(Scalar(1.0))], 1.0)

@@ -44,7 +44,7 @@ def test_every_test_that_the_page_names_exists() -> None:
 def test_every_promise_names_a_test() -> None:
     promises = PAGE.read_text(encoding="utf-8").split("\n## ")[1:]
     assert len(promises) > 10
-    assert [text.splitlines()[0] for text in promises if "\nHeld by `tests/" not in text] == []
+    assert [text.splitlines()[0] for text in promises if "\nTested by `tests/" not in text] == []
 
 
 def test_every_record_is_shown_and_is_one(extension: ModuleType) -> None:

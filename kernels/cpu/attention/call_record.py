@@ -1,4 +1,4 @@
-"""The record through which kernels on the host receive a call: its numbers, arrays and options."""
+"""The record that passes a call to CPU kernels: its numbers, arrays and options."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from kernels.problem.question import Problem
 from kernels.runtime.jit import JIT_DISABLED
 from kernels.runtime.launch_notes import Loop, noted
 
-#: Multiply-adds of a call that are not worth waking the other threads for: they take 100 microseconds.
+#: Multiply-adds below which a call runs on one thread: waking the others takes 100 microseconds.
 ALONE_BELOW = 1 << 21
-#: Writes an ``ARRAY`` into the bytes of a record, which NumPy would take ten times as long for.
+#: Writes an ``ARRAY`` into the bytes of a record, ten times as fast as NumPy.
 _pack_array = struct.Struct("=9q").pack_into
-#: Bytes of a whole number of the record.
+#: Size of an integer of the record, in bytes.
 WORD = 8
-#: Where each field begins.
+#: Offset of each field.
 _OFFSETS = {name: int(SETTINGS.fields[name][1]) for name in SETTINGS.names or ()}  # type: ignore[index]
-#: Of every kernel: the record and the number of the work item.
+#: Arguments of every kernel: the record and the index of the work item.
 ITEM_SIGNATURE = void(SETTINGS_TYPE, int64)
 
 
 class CallOptions:
-    """One call, with lanes for query rows or for key columns.
+    """The record of a call, with query rows or key columns as lanes.
 
     Args:
         problem: The checked call.
-        operands: As kernels take them.
+        operands: The operands of the kernels.
         tile: (block_q, block_k).
         by_keys: Lanes are key columns and lines are query rows; else the reverse.
         backward: Derivatives of the scores are needed.
-        listed: Visit the tiles that the block mask lists, and no others.
+        listed: Visit only the tiles that the block mask lists.
 
     Attributes:
         settings: (1,) of ``SETTINGS``.
@@ -72,7 +72,7 @@ class CallOptions:
         self.problem, self.tile = problem, tile
         self.settings = np.zeros(1, SETTINGS)
         self._record, self._bytes = self.settings[0], self.settings.view(np.uint8).data
-        # The record has addresses; these keep what lies there.
+        # References to the arrays whose addresses are in the record.
         self._arrays: dict[str, Any] = {}
         self._work: Any = None
         o = self._record
@@ -103,7 +103,7 @@ class CallOptions:
             o["kept"] = keep_scale(problem.dropout_p)
 
     def name(self, **arrays: Any) -> None:
-        """Put arrays of four dimensions into the record."""
+        """Write arrays of four dimensions to the record."""
         for field, array in arrays.items():
             self._arrays[field] = array
             address = array.__array_interface__["data"][0]
@@ -134,14 +134,14 @@ class CallOptions:
                 self._work = np.diff(tiles.tile_ptr)
 
     def tile_table(self, of_keys: bool, parts: int = 1) -> int:
-        """Put the tiles of query rows, or of keys, into the record, those with the most work first.
+        """Write the tiles of query rows, or of keys, to the record, those with the most work first.
 
         Args:
             of_keys: Tiles of key columns.
-            parts: Among which the tiles are divided: ``i``, ``i + parts``, … are part ``i``.
+            parts: Number of parts; the tiles ``i``, ``i + parts``, … are part ``i``.
 
         Returns:
-            How many there are.
+            The number of tiles.
         """
         problem, block, bounds = (
             self.problem,
@@ -182,17 +182,17 @@ class CallOptions:
     def prepared(
         self, address: int, items: int, others: tuple[str, ...], phases: int = 1
     ) -> Callable[..., bool] | None:
-        """Return a function that runs a kernel on other arrays that lie as those of this record.
+        """Return a function that runs a kernel on other arrays of the same layout as those of this record.
 
         Args:
-            address: Of the kernel.
-            items: Work items.
-            others: Fields that a call brings beside its operands.
+            address: Address of the kernel.
+            items: Number of work items.
+            others: Fields of a call in addition to its operands.
             phases: How often the kernel runs, for the backward pass.
 
         Returns:
-            ``(seed, operands, *others)``, which tells whether it has run: not if an array is misaligned.
-            None where a call has functions of the user's, or nothing is compiled.
+            A function of ``(seed, operands, *others)``, which returns False without running if an array is
+            misaligned.  None if the call has user functions, or compilation is off.
         """
         if JIT_DISABLED or self._record["user_pass"]:
             return None
@@ -228,7 +228,7 @@ class CallOptions:
 
 
 def _start_of(array: Any) -> int:
-    """Return where an array begins; by its buffer, if it lends one, in a third of the time."""
+    """Return the address of an array; through its buffer, if it has one, in a third of the time."""
     try:
         return addressof(c_char.from_buffer(array))
     except (BufferError, TypeError, ValueError):
@@ -236,7 +236,7 @@ def _start_of(array: Any) -> int:
 
 
 def lie_as_viewed(given: Operands, viewed: Operands) -> bool:
-    """Tell whether the views of all arrays begin where the arrays do: none was copied."""
+    """Tell whether the views of all arrays have the addresses of the arrays, so that none was copied."""
     return all(
         view.ctypes.data == array.ctypes.data
         for name, array, view in zip(Operands._fields, given, viewed, strict=True)
@@ -247,7 +247,7 @@ def lie_as_viewed(given: Operands, viewed: Operands) -> bool:
 def _visible(
     whole: npt.NDArray[np.int64], block: int, of_keys: bool, lower: int, upper: int
 ) -> Any:
-    """Return how many places the lines of each tile see within the bounds."""
+    """Return the number of places that are visible to any line of each tile."""
     if of_keys:
         lower, upper = -upper, -lower
     start, lines, seq = whole[:, 5], whole[:, 4 if of_keys else 2], whole[:, 2 if of_keys else 4]
@@ -258,7 +258,7 @@ def _visible(
 def _in_order(whole: Any, work: Any, parts: int) -> Any:
     """Return a table of tiles, those with the most work first, (tiles, 6, 1, 1); see ``tile_table``."""
     order = np.argsort(-work, kind="stable")
-    # To and fro: the part that gets the larger tile of one round gets the smaller one of the next.
+    # Back and forth: the part that gets the larger tile of a round gets the smaller one of the next.
     rounds = len(order) // (2 * parts)
     if parts > 1 and rounds:
         pairs = order[: rounds * 2 * parts].reshape(rounds, 2, parts)

@@ -1,4 +1,4 @@
-"""Dropout over a tile of probabilities on the CPU: one pass, drawn again wherever it is needed."""
+"""Dropout of a tile of probabilities on the CPU: one pass, which the backward pass repeats."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ mix: Any = make_philox(njit).mix
 
 @njit
 def mix_words(words, seed):
-    """Turn counters into random words in place, as ``philox_7`` does with each.
+    """Turn counters into random words in place, as ``philox_7`` does for one counter.
 
-    One round after the other over all of them is what LLVM vectorises, not counter after counter.
+    The outer loop is over rounds, so that LLVM vectorises the inner one over counters.
 
     Args:
         words: (WORDS, count) uint32.
-        seed: Of 64 bits.
+        seed: Seed of 64 bits.
     """
     w0, w1, w2, w3 = words[0], words[1], words[2], words[3]  # (count,) each
     k0, k1 = seed & MASK, (seed >> 32) & MASK
@@ -48,10 +48,10 @@ def mix_words(words, seed):
 
 @njit_cached(fastmath=FASTMATH)
 def keep_pass(z, settings, place):
-    """Fill what dropout multiplies a tile of probabilities by: 0 or ``philox.keep_scale``.
+    """Fill the dropout factors of a tile of probabilities: 0 or ``philox.keep_scale``.
 
     Args:
-        z: (lines, lanes), written as far as ``place.width``.
+        z: (lines, lanes), written up to ``place.width``.
         settings: (1,) of ``SETTINGS``.
         place: A ``Place``.
 

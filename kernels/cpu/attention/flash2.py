@@ -1,9 +1,9 @@
-"""FlashAttention-2 on the CPU, forward: the paper's loop, a vector lane where CUDA has a thread.
+"""FlashAttention-2 forward on the CPU: the paper's loop, with a vector lane in place of a CUDA thread.
 
 Computes   out and lse.
 Source     FlashAttention-2, Algorithm 1.
-Work item  one query tile of one head, of one packed sequence where there are some; threads take the
-           next item of a table, the longest first.
+Work item  one query tile of one head, and of one sequence if sequences are packed; threads take items
+           from a table, the longest first.
 One lane   keeps row_max, row_sum and acc for one query row.  Tiles are therefore stored with the lanes
            along the contiguous axis: S is (cols, lanes), and no maximum or sum runs across lanes.
 Buffers    per work item, in the first- and second-level cache; nothing of size seq_q x seq_k.
@@ -12,8 +12,8 @@ Base 2     exp(x) = exp2(x · log2(e)), and exp2 is the cheaper function.  So th
            base 2, and P = exp2(S - m).  Options that compute with a score (softcap, score_mod, ALiBi, a
            floating mask) need it in base e: then q is scaled by scale alone, and P = exp2(unit · (S - m))
            with unit = log2(e).  lse is a natural logarithm either way.
-Options    bounds of what a row sees are here; all others are passes over the tile in ``tile_scores``,
-           called by their address, so that this kernel is compiled once whatever is asked.
+Options    the bounds of causal masks and windows are applied here; all others are passes over the tile in
+           ``tile_scores``, called by their address, so that this kernel is compiled once for all options.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
 from kernels.runtime.memory import Memory
 
-#: (block_q, block_k): rows for lanes, and keys so that S stays in the cache.
+#: (block_q, block_k): rows are lanes, and the number of keys keeps S in the cache.
 TILE = (128, 64)
-#: For block masks of rows that the tile above would join: it would visit what either of them sees.
+#: For block masks with blocks of fewer rows than the tile above, which would visit more keys.
 NARROW_TILE = (64, 64)
 
 
@@ -75,7 +75,7 @@ class Running(NamedTuple):
     Attributes:
         row_max: m.
         row_sum: l.
-        shift: m in base 2, 0 for a row that has seen no key.
+        shift: m in base 2, 0 for a row whose keys so far are all masked.
         rescale: e^(m_old - m), for O.
     """
 
@@ -130,7 +130,7 @@ def make_forward(real):
             item: Number of (batch, head) times the tiles of the table, plus the number of the tile.
         """
         o = settings[0]
-        # by value: a store to a tile might change the record, as far as LLVM knows
+        # by value: LLVM must assume that a store to a tile may change the record
         lower, upper, block_q, block_k = o.lower, o.upper, o.block_q, o.block_k
         # 3: for 1 <= i <= T_r, every head at once
         flat = item // o.tiles
@@ -165,7 +165,7 @@ def make_forward(real):
         # 6: for 1 <= j <= T_c
         for entry in range(begin, end):
             j, partial = tile_of(o, entry)
-            # 7: load K_j, V_j, but only the columns that a row may see
+            # 7: load K_j, V_j, but only columns that may be visible
             col = max(j * block_k, row + lower)
             cols = min(min((j + 1) * block_k, seq_k), row + rows + upper) - col
             if cols <= 0:
@@ -217,7 +217,7 @@ def forward(problem: Problem, size: tuple[int, int], operands: Operands) -> None
     Args:
         problem: The checked call.
         size: (block_q, block_k).
-        operands: As kernels take them, any strides; out and lse written.
+        operands: The operands, with any strides; out and lse are written.
     """
     if _has_few_rows(problem, size, operands):
         flash_decoding.forward(problem, operands)
@@ -240,7 +240,7 @@ def _options(problem: Problem, size: tuple[int, int], o: Operands) -> tuple[Call
 def prepare(
     problem: Problem, size: tuple[int, int], memory: Memory, operands: Operands, result: Any
 ) -> Callable[[Problem, Operands], Any] | None:
-    """Return what runs other calls of the kind of one that has run; see ``rungs.Rung.prepare_forward``."""
+    """Return a function that repeats a call on other arrays; see ``rungs.Rung.prepare_forward``."""
     given = operands.having(out=result[0], lse=result[1])
     viewed = given.viewed(memory, problem)
     if not lie_as_viewed(given, viewed) or _has_few_rows(problem, size, viewed):

@@ -1,11 +1,11 @@
-"""FlashAttention-2 on the CPU, backward: key tiles outside, one vector lane for each key.
+"""FlashAttention-2 backward on the CPU: the outer loop is over key tiles, and each lane is a key.
 
 Computes   dq, dk and dv.
 Source     FlashAttention-2, Algorithm 2.
 Work item  a hand of key tiles and a part of the query rows of one head; threads take the next item.
-           There are as many hands as parts, and as many phases: in phase n hand i meets part i - n.  So
-           no two items of a phase add to the same rows of dq, dk or dv, every sum has one order however
-           many threads there are, and there is one dq.
+           There are as many hands as parts, and as many phases: in phase n, hand i is paired with part
+           i - n.  No two items of a phase thus add to the same rows of dq, dk or dv, the order of every
+           sum is independent of the number of threads, and there is one dq.
 One lane   keeps dk and dv for one key.  S, P, dP and dS are stored as (rows, lanes).
 Buffers    per work item, in the first- and second-level cache; nothing of size seq_q x seq_k.
 Base 2     as in the forward kernel.
@@ -56,11 +56,11 @@ from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
 from kernels.runtime.memory import Memory
 
-#: Work items that the backward pass aims for; a fixed number, so that no sum depends on how many threads
-#: there are.
+#: Target number of work items of the backward pass, fixed so that sums do not depend on the number of
+#: threads.
 ITEMS = 8
-#: (block_q, block_k) where the query rows of all heads are enough for the work items: dk and dv are read
-#: and written once for so many rows.
+#: (block_q, block_k) where all heads have enough query rows for the work items: dk and dv are read and
+#: written once per query tile.
 TILE = (256, 64)
 
 
@@ -69,15 +69,15 @@ def make_backward(real):
 
     @njit_cached(fastmath=FASTMATH)
     def backward_item(settings, item):
-        """Add what a hand of key tiles and a part of the query rows give each other to dq, dk and dv.
+        """Add the contributions of a hand of key tiles and a part of the query rows to dq, dk and dv.
 
         Args:
             settings: (1,) of ``SETTINGS``.
-            item: Number of the part times the (batch, head)s, plus the number of (batch, head); the
-                last part, of which a causal call sees the most keys, comes first.
+            item: Index of the part times the number of (batch, head), plus the index of (batch, head);
+                the last part, which has the most visible keys in a causal call, comes first.
         """
         o = settings[0]
-        # by value: a store to a tile might change the record, as far as LLVM knows
+        # by value: LLVM must assume that a store to a tile may change the record
         lower, upper, block_q, block_k = o.lower, o.upper, o.block_q, o.block_k
         batch_heads = o.q.shape[0] * o.q.shape[1]
         flat, part = item % batch_heads, o.parts - 1 - item // batch_heads
@@ -126,10 +126,10 @@ def make_backward(real):
                 zero_tile(block_q if o.keep_pass != 0 else 0, lanes, real),
                 empty_tile(block_q, columns, real),
             )  # fmt: skip
-            # 8: for 1 <= i <= T_r, but only those that see a column of the tile
+            # 8: for 1 <= i <= T_r, but only rows with a visible column in the tile
             for entry in range(begin, end):
                 i, partial = tile_of(o, entry)
-                # only the rows that may see a column
+                # only rows with a visible column
                 row = max(max(i * block_q, start_row), col - upper)
                 last = min(min((i + 1) * block_q, stop_row), col + cols - lower)
                 while row < last:
@@ -189,12 +189,12 @@ def _address(dtype: np.dtype[Any]) -> int:
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
     """Fill dq, dk and dv.
 
-    Memory beside the gradients is delta.
+    The only memory in addition to the gradients is delta.
 
     Args:
         problem: The checked call.
         tile: (block_q, block_k).
-        operands: As kernels take them, any strides; dq, dk and dv written.
+        operands: The operands, with any strides; dq, dk and dv are written.
     """
     options, items, parts = _options(problem, tile, operands)
     for phase in range(parts):
@@ -219,14 +219,14 @@ def _options(problem: Problem, tile: tuple[int, int], o: Operands) -> tuple[Call
 
 
 def _delta(o: Operands) -> Any:
-    """Return what the kernel adds rowsum(dO ∘ O) to: (batch, heads, seq_q)."""
+    """Return the array to which the kernel adds rowsum(dO ∘ O), (batch, heads, seq_q)."""
     return np.zeros(o.lse.shape, o.lse.dtype) if o.dlse is None else -o.dlse
 
 
 def prepare(
     problem: Problem, tile: tuple[int, int], memory: Memory, operands: Operands, result: Any
 ) -> Callable[[Problem, Operands], Any] | None:
-    """Return what runs other calls of the kind of one that has run; see ``rungs.Rung.prepare_backward``."""
+    """Return a function that repeats a call on other arrays; see ``rungs.Rung.prepare_backward``."""
     gradients = result[:3]
     given = operands.having(**dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
     viewed = given.viewed(memory, problem)

@@ -1,4 +1,4 @@
-"""Few query rows against many keys on the CPU, as in decoding: keys in parts, merged by lse.
+"""Flash-Decoding on the CPU, for few query rows and many keys: the keys are split, and the parts merged.
 
 Computes   out and lse.
 Source     Dao et al., Flash-Decoding (2023): FlashAttention-2, Algorithm 1, on each part of the keys, and
@@ -6,7 +6,7 @@ Source     Dao et al., Flash-Decoding (2023): FlashAttention-2, Algorithm 1, on 
 Work item  the rows of one head against one part of the keys.
 One lane   one key of a tile for the scores, S is (rows, lanes); one element of out for the rest.
 Buffers    out and lse of each part: linear in seq_k / ``PART``.
-Traffic    k and v are read once, as they lie; nothing is transposed.
+Traffic    k and v are read once, in place; nothing is transposed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.jit import FASTMATH, njit_cached
 
-#: Rows for which this pays: beyond them lanes of query rows are as busy.
+#: Maximum number of rows for which this is faster: more rows fill the lanes of the other kernel.
 MOST_ROWS = 8
-#: Keys of a part, a fixed number, so that no sum depends on how many threads there are; and of a tile.
+#: Keys of a part, fixed so that sums do not depend on the number of threads; and keys of a tile.
 PART, BLOCK_K = 512, 64
 
 
 @njit(fastmath=FASTMATH)
 def scores_of_row(q_row, k, s_row):
-    """S = q_row · k for each key; k is read row by row.
+    """Compute S = q_row · k for each key, reading k row by row.
 
     Args:
         q_row: (head_dim,), scaled.
-        k: (cols, head_dim), elements of a row side by side.
+        k: (cols, head_dim), with contiguous rows.
         s_row: (cols,) or longer, written.
     """
     for c in range(k.shape[0]):
@@ -64,7 +64,7 @@ def add_values(weights, v, acc):
 
     Args:
         weights: (cols,) or longer.
-        v: (cols, value_dim), elements of a row side by side.
+        v: (cols, value_dim), with contiguous rows.
         acc: (value_dim,), read and written.
     """
     for c in range(v.shape[0]):
@@ -161,12 +161,12 @@ def make_part(real):
 
 @njit_cached(fastmath=FASTMATH)
 def merge_parts(out_parts, lse_parts, sink, out, lse):
-    """Merge the parts by their lse, and with them the sinks, as parts of which out is 0.
+    """Merge the parts by their lse, together with the sinks, which count as parts with out = 0.
 
     Args:
         out_parts: (parts, rows, value_dim).
         lse_parts: (parts, rows).
-        sink: (rows,), minus infinity where there is none.
+        sink: (rows,), minus infinity without sinks.
         out: (rows, value_dim), written.
         lse: (rows,), written.
     """
@@ -203,7 +203,7 @@ def rows_of_a_sequence(problem: Problem) -> int:
 
 
 def pays(problem: Problem, operands: Operands) -> bool:
-    """Tell whether this kernel is the one for a call."""
+    """Tell whether this kernel is the fastest for a call."""
     in_rows = all(x.strides[-1] == x.itemsize or x.shape[-1] == 1 for x in (operands.k, operands.v))
     return 0 < rows_of_a_sequence(problem) <= MOST_ROWS and in_rows
 
@@ -213,7 +213,7 @@ def forward(problem: Problem, operands: Operands) -> None:
 
     Args:
         problem: The checked call.
-        operands: As kernels take them; elements of a row of k and of v side by side; out and lse written.
+        operands: The operands; rows of k and v are contiguous; out and lse are written.
     """
     o = operands
     packed = problem.sequences
@@ -234,7 +234,7 @@ def forward(problem: Problem, operands: Operands) -> None:
     if parts > 1:
         dim = o.out.shape[-1]
         sink = o.lse.dtype.type(-np.inf) if o.sink is None else o.sink[..., 0]
-        merged = o.out.reshape(-1, dim)  # a copy where out lies in another order
+        merged = o.out.reshape(-1, dim)  # a copy if out is not contiguous
         merge_parts(
             out_parts.reshape(parts, -1, dim),
             lse_parts.reshape(parts, -1),

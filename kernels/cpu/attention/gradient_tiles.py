@@ -1,4 +1,4 @@
-"""The steps of the backward pass on a piece of a tile: S, P and dS; and the layout of a key tile.
+"""The steps of the backward pass on a piece of a tile, and the layout of a key tile.
 
 Piece      (rows, lanes), in the cache; rows are query rows and lanes are keys.
 Source     FlashAttention-2, Algorithm 2, lines 6 and 7, 10 to 14, 18.
@@ -31,17 +31,17 @@ from kernels.cpu.runtime.function_pointers import call, contiguous
 from kernels.cpu.runtime.vector_math import multiply_add
 from kernels.runtime.jit import FASTMATH
 
-#: Rows of a piece of a tile that the bounds cut through.
+#: Rows of a piece of a partly masked tile.
 PIECE_ROWS = 32
 
 
 class KeyTile(NamedTuple):
-    """A tile of keys, from its loading to its gradients; lanes are keys.
+    """A tile of keys with its gradients; lanes are keys.
 
     Attributes:
         k_t: (head_dim, lanes), times ``factor``.
         v_t: (value_dim, lanes).
-        k_rows: (cols, columns), times the scale; rows contiguous.
+        k_rows: (cols, columns), times the scale; rows are contiguous.
         dk: (head_dim, lanes), a sum.
         dv: (value_dim, lanes), a sum.
     """
@@ -54,13 +54,13 @@ class KeyTile(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Where a piece of S and what comes of it is stored; flat, for a piece has any number of lanes.
+    """The buffers of a piece of S and its derivatives, flat because the number of lanes varies.
 
     Attributes:
         s: (block_q · lanes,): S, then P.
-        dp: Likewise: dP, then dS.
-        slope: Likewise, or empty.
-        z: Likewise.
+        dp: (block_q · lanes,): dP, then dS.
+        slope: (block_q · lanes,): derivatives of the scores; or empty.
+        z: (block_q · lanes,): factors of dropout; or empty.
         dq: (block_q, columns).
     """
 
@@ -78,8 +78,8 @@ def load_keys(k, v, factor, scale):
     Args:
         k: (cols, head_dim), any strides.
         v: (cols, value_dim), any strides.
-        factor: What k is multiplied by for the scores.
-        scale: Likewise for dQ.
+        factor: Factor of k for the scores.
+        scale: Factor of k for dQ.
     """
     real, (cols, head_dim), value_dim = k.dtype, k.shape, v.shape[1]
     lanes = lanes_for(cols)
@@ -100,7 +100,7 @@ def add_key_gradients(tile, scale, dk, dv):
 
     Args:
         tile: A ``KeyTile``.
-        scale: What dk is multiplied by.
+        scale: Factor of dk.
         dk: (cols, head_dim), any strides.
         dv: (cols, value_dim), any strides.
     """
@@ -115,29 +115,29 @@ def add_key_gradients(tile, scale, dk, dv):
 
 @njit(fastmath=FASTMATH)
 def is_bounded(row, last_row, col, last_col, lower, upper):
-    """Tell whether the bounds hide anything in rows and columns, the last ones not counted."""
+    """Tell whether the bounds mask anything in half-open ranges of rows and columns."""
     first_sees_last = is_visible(row, last_col - 1, lower, upper)
     return not (first_sees_last and is_visible(last_row - 1, col, lower, upper))
 
 
 @njit(fastmath=FASTMATH)
 def piece_of(row, stop, col, cols, lower, upper):
-    """Return what of a tile to compute next: rows, lanes, and whether the bounds may hide anything there.
+    """Return the next piece of a tile to compute: rows, lanes, and whether it may be masked.
 
-    Rows that the bounds cut through are taken a few at a time, each few with the lanes that one of them
-    sees: half of what lies in a tile on a causal diagonal is hidden.  All others are one piece.
+    Partly masked rows are taken a few at a time, with the lanes that are visible to any of them, because
+    half of a tile on the causal diagonal is masked.  All other rows are one piece.
 
     Args:
-        row: The first one left.
-        stop: Where the tile's rows end.
+        row: The first remaining row.
+        stop: One past the last row of the tile.
         col: First column of the tile.
         cols: Its columns.
-        lower: See ``Problem``.
-        upper: Likewise.
+        lower: Lower bound of column - row, see ``Problem``.
+        upper: Upper bound of column - row, see ``Problem``.
 
     Returns:
-        How many rows; the first lane, at which a vector begins; the lane after the last; whether they
-        are bounded.
+        The number of rows; the first lane, aligned to a vector; one past the last lane; whether the bounds
+        may mask anything.
     """
     bounded = is_bounded(row, stop, col, col + cols, lower, upper)
     if not bounded:
@@ -158,7 +158,7 @@ def fill_scores(s, slope, q_tile, k_t, settings, place, bounded):
         k_t: (head_dim, lanes), scaled.
         settings: (1,) of ``SETTINGS``.
         place: A ``Place``.
-        bounded: The bounds may hide anything in it.
+        bounded: Whether the bounds may mask anything in it.
     """
     o = settings[0]
     # 10: S = Q_i K_jᵀ
@@ -205,7 +205,7 @@ def fill_gradient(s, dp, z, dout_tile, v_t, lse, delta, settings, place):
 
 @njit(fastmath=FASTMATH)
 def multiply_by_slope(ds, slope):
-    """Multiply dS by the derivative of S; where dS is 0 it stays 0, for a hidden slope may be infinite."""
+    """Multiply dS by the derivative of S; 0 stays 0, as a masked score's slope may be infinite."""
     zero = ds.dtype.type(0)
     for r in range(ds.shape[0]):
         ds_row, slope_row = ds[r], slope[r]  # (lanes,)
@@ -220,7 +220,7 @@ def add_row_products(a, b, total):
 
     Args:
         a: (rows, dim), any strides.
-        b: Likewise.
+        b: (rows, dim), any strides.
         total: (rows, 1).
     """
     rows, dim = a.shape

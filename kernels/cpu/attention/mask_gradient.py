@@ -1,11 +1,11 @@
-"""The gradient of a floating mask on the CPU: dS, summed over what the mask was repeated in.
+"""The gradient of a floating mask on the CPU: dS, summed over the broadcast dimensions of the mask.
 
 Computes   dmask.
-Source     FlashAttention-2, Algorithm 2, lines 8-14: dmask = dS, before the derivative of what comes
-           earlier in a score.
-Work item  one tile of the mask's own elements; S and dP are computed again for every batch, head, row
-           and column that read them.  Masks of few elements get a result for each (batch, head) first,
-           so that there is work for all threads.
+Source     FlashAttention-2, Algorithm 2, lines 8-14: dmask = dS, before the derivatives of the earlier
+           steps of a score.
+Work item  one tile of the mask's own elements; S and dP are recomputed for every batch, head, row and
+           column that reads them.  Small masks first get a result for each (batch, head), so that all
+           threads have work.
 One lane   one key, as in the backward pass.
 Buffers    per work item, in the first- and second-level cache.
 """
@@ -30,7 +30,7 @@ from kernels.runtime.jit import FASTMATH, njit_cached
 
 #: (block_q, block_k).
 TILE = (64, 64)
-#: Masks of fewer tiles than this are not enough work items.
+#: Minimum number of tiles of a mask that are enough work items.
 FEW_TILES = 16
 
 
@@ -40,7 +40,7 @@ def add_repeated(source, width, target):
 
     Args:
         source: (rows, lanes).
-        width: Lanes that count.
+        width: Number of valid lanes.
         target: (rows or 1, width or 1).
     """
     for r in range(source.shape[0]):
@@ -57,7 +57,7 @@ def add_repeated(source, width, target):
 
 @njit(fastmath=FASTMATH)
 def tile_range(tile, block, own, total):
-    """Return where a tile of a mask's elements begins and stops among ``total`` rows or columns."""
+    """Return the begin and end of a tile of mask elements among ``total`` rows or columns."""
     return (0, total) if own == 1 else (tile * block, min((tile + 1) * block, total))
 
 
@@ -71,7 +71,7 @@ def make_mask_gradient(real):
         Args:
             settings: (1,) of ``SETTINGS``; its ``out`` is dmask, (batches, heads, rows, columns), each
                 its own number or 1, or with a batch for each of the call's.
-            item: Number of (batch, head, tile of rows, tile of columns) of dmask.
+            item: Index of (batch, head, tile of rows, tile of columns) of dmask.
         """
         o = settings[0]
         size = o.out.shape
@@ -103,7 +103,7 @@ def make_mask_gradient(real):
                 for row in range(row_start, row_stop, block_q):
                     rows = min(block_q, row_stop - row)
                     if row + lower > col + cols - 1 or row + rows - 1 + upper < col:
-                        continue  # no row sees a column
+                        continue  # all columns are masked
                     place = Place(b, h, flat, np.int64(0), row, col, cols, np.int64(1))
                     if blocks_hide(o, place, rows):
                         continue
@@ -136,7 +136,7 @@ def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
 
     Args:
         problem: The checked call.
-        operands: As for the backward pass.
+        operands: The operands of the backward pass.
         dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
     """
     o = operands

@@ -1,4 +1,4 @@
-"""``mask_mod`` and ``score_mod`` compiled: a user's function of one score, over a whole tile."""
+"""Compile ``mask_mod`` and ``score_mod``, user functions of one score, to passes over a tile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.cpu.runtime.function_pointers import address_of, array_at
 from kernels.problem.question import Problem
 from kernels.scores.program import PLAIN, Features, make_score_program
 
-#: How many tiles a user's function has left unfinished, because it raised.
+#: Number of tiles that are unfinished because a user function raised.
 _FAILURES = np.zeros(1, np.int64)
 
 #: The arguments of a pass after the tile and its slope: batch, head, line, lane, width, by_keys.
@@ -24,15 +24,15 @@ _NUMBERS = (int64,) * 6
 
 @lru_cache(maxsize=64)
 def _own(function: Callable[..., Any]) -> Any:
-    """Return a user's function compiled; the same function is compiled once."""
+    """Return the compiled user function; each function is compiled once."""
     if hasattr(function, "py_func"):
         return function
-    # An index beyond an array that the function reads is an error here, as it is in Python.
+    # An out-of-bounds index into an array is an error, as in Python.
     return njit(error_model="numpy", boundscheck=True)(function)
 
 
 def _make_pass(mods: Features, real: Any) -> Any:
-    """Return the pass of users' functions over a tile; see :func:`pass_address`."""
+    """Return the pass of the user functions over a tile; see :func:`pass_address`."""
     mods = mods._replace(
         **{name: _own(mod) for name, mod in mods._asdict().items() if callable(mod)}
     )
@@ -51,8 +51,8 @@ def _make_pass(mods: Features, real: Any) -> Any:
 
     @njit(error_model="numpy")
     def user_pass(tile, slope, batch, head, line, lane, width, by_keys):
-        # What is called by its address cannot raise: where the user's function does, the tile stays as far
-        # as it is, and the caller learns it from _FAILURES.
+        # A function called by its address cannot raise.  If the user function does, the tile stays
+        # unfinished, and _FAILURES tells the caller.
         try:
             for i in range(tile.shape[0]):
                 for j in range(width):
@@ -66,9 +66,9 @@ def _make_pass(mods: Features, real: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _compiled(mods: Features, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """Compile the pass of users' functions: its dispatcher and address, or None and why not.
+    """Compile the pass of the user functions; return its dispatcher and address, or None and the reason.
 
-    The dispatcher is kept, for the address is that of its code.
+    The dispatcher is kept because it owns the code at the address.
     """
     tile = types.Array(from_dtype(dtype), 2, "C")
     try:
@@ -79,33 +79,33 @@ def _compiled(mods: Features, dtype: np.dtype[Any]) -> tuple[Any, Any]:
 
 
 def pass_address(problem: Problem) -> int:
-    """Return the address of the users' functions over a tile, 0 if a call has none.
+    """Return the address of the pass of the user functions over a tile, 0 if a call has none.
 
-    The pass takes a tile of scores and their derivative, (lines, lanes) each, or (0, lanes) where no
+    The pass takes a tile of scores and their derivative, (lines, lanes) each, or (0, lanes) if no
     derivative is needed, and the numbers of :class:`tile_scores.Place`.
 
     Args:
-        problem: A call that :func:`why_not_compiled` has nothing against.
+        problem: A call for which :func:`why_not_compiled` returns None.
     """
     mods = problem.features.of_users
     return 0 if mods == PLAIN else _compiled(mods, problem.dtype)[1]
 
 
 def failures() -> int:
-    """Return how many tiles users' functions have left unfinished so far, in this process."""
+    """Return the number of tiles that failing user functions left unfinished so far, in this process."""
     return int(_FAILURES[0])
 
 
 def check_finished(before: int) -> None:
-    """Check that no user's function has raised since :func:`failures` was asked.
+    """Check that no user function has raised since the count ``before`` of :func:`failures`.
 
     Raises:
-        ValueError: If one has; also if it was that of another call, on another thread meanwhile.
+        ValueError: If one has, including that of a simultaneous call on another thread.
     """
     if failures() != before:
         raise ValueError(
-            "mask_mod and score_mod must give a result for every place and never raise, and one of them "
-            'raised in this call; rung="naive" runs them as plain Python and shows where and why'
+            "mask_mod and score_mod must return a result for all indices and never raise, but one raised "
+            'in this call; rung="naive" runs them as plain Python and shows where and why'
         )
 
 

@@ -1,12 +1,12 @@
-"""What the options of attention make of a tile of scores: each is one pass over it, in the cache.
+"""Apply the options of attention to a tile of scores: each option is one pass over the tile in cache.
 
 Computes   the scores of a tile from scale · q · k, with their derivative.
-Source     ``scores.program``, compiled for one option at a time: a loop that asks nothing is vectorised,
+Source     ``scores.program``, compiled for one option at a time: a loop without branches is vectorised,
            and kernels are compiled once for all combinations.
 Tile       (lines, lanes), lanes contiguous: lanes are query rows and lines are key columns, or with
            ``by_keys`` the reverse.  The arrays of the options are viewed in the tile's order, too.
 Units      scores are in base e where an option computes with them, else in base 2; see ``flash2``.
-Compiled   apart from the kernels, which call a pass by its address, and only when a call needs it.
+Compiled   separately from the kernels, which call a pass by its address, and only when a call needs it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kernels.problem.operands import PER_HEAD
 from kernels.runtime.jit import FASTMATH, njit_cached
 from kernels.scores.program import Features, ScoreTarget, make_score_program
 
-#: How ``attn_mask`` is read.
+#: The kinds of ``attn_mask``.
 BOOL_MASK, FLOAT_MASK = 1, 2
-#: Scores reach a user's function as Python's numbers do.
+#: Dtype of the scores that a user function receives, that of Python floats.
 MOD_SCALAR = float64
 #: Bytes.
 CACHE_LINE = 64
 #: States of a block; see ``BlockMask``.
 HIDDEN, FULL, PARTIAL = 0, 1, 2
 
-#: An array by its address: of four dimensions, bytes to step through each.
+#: An array of four dimensions: its address, sizes, and strides in bytes.
 ARRAY = np.dtype([("address", "i8"), ("shape", "i8", (4,)), ("strides", "i8", (4,))])
 
 #: The options of a call, as one record that every pass receives.
@@ -56,13 +56,13 @@ SETTINGS = np.dtype(
         ("phase", "i8"),
         ("block_q", "i8"),
         ("block_k", "i8"),
-        ("factor", "f8"),  # multiplies q · k: the scale, times log2(e) where scores are in base 2
+        ("factor", "f8"),  # factor of q · k: the scale, times log2(e) where scores are in base 2
         ("unit", "f8"),  # P = 2^(unit · (S - L)): 1 where scores are in base 2, else log2(e)
         ("scale", "f8"),
         ("lower", "i8"),
         ("upper", "i8"),
-        ("bends", "i8"),  # the derivative of a score by scale · q · k is needed, and not 1
-        ("score_pass", "i8"),  # addresses; 0 where there is nothing to do
+        ("bends", "i8"),  # whether the derivative of a score by scale · q · k is needed and not 1
+        ("score_pass", "i8"),  # addresses; 0 if there is nothing to do
         ("keep_pass", "i8"),
         ("by_keys", "i8"),
         ("heads", "i8"),
@@ -77,7 +77,7 @@ SETTINGS = np.dtype(
         ("states", ARRAY),  # of the block mask: (its heads, 1, line blocks, lane blocks) int32
         ("patterns", ARRAY),  # (count, 1, lines, lanes) bytes
         ("pattern_heads", "i8"),  # heads of the block mask
-        ("listed", "i8"),  # the tiles to visit come from a list, as ``TileList`` has it
+        ("listed", "i8"),  # whether the tiles to visit come from a ``TileList``
         ("tile_ptr", ARRAY),  # (lines + 1, 1, 1, 1) int32, and so the next two
         ("tile_ids", ARRAY),
         ("tile_full", ARRAY),  # bytes
@@ -90,17 +90,17 @@ SETTINGS = np.dtype(
 
 
 class Place(NamedTuple):
-    """Where a tile lies.
+    """The position of a tile.
 
     Attributes:
-        batch: As the kernel counts.
-        head: Likewise.
-        flat: Number of (batch, head), as the kernel and the caller count.
-        sequence: Number of the packed sequence.
+        batch: Index of the batch in the kernel's arrays.
+        head: Index of the head.
+        flat: Index of (batch, head), in the kernel's and the caller's order.
+        sequence: Index of the packed sequence.
         line: First line.
         lane: First lane.
-        width: Lanes that are there; a tile may have more, whose values are not used.
-        partial: The block mask hides a part of the tile.
+        width: Number of valid lanes; a tile may have more, whose values are not used.
+        partial: Whether the block mask masks a part of the tile.
     """
 
     batch: Any
@@ -134,14 +134,14 @@ SETTINGS_TYPE = types.Array(from_dtype(SETTINGS), 1, "C")
 
 
 class Cap(NamedTuple):
-    """The numbers of a softcap in the dtype of scores, as the score program reads them."""
+    """The constants of a softcap in the dtype of scores, for the score program."""
 
     softcap: Any
     over_cap: Any
 
 
 class Apart(NamedTuple):
-    """What ALiBi reads of an element: the slope of its head, and row + diagonal - col or minus it."""
+    """The inputs of ALiBi for an element: the slope of its head, and ±(row + diagonal - col)."""
 
     slope: Any
     distance: Any
@@ -151,8 +151,8 @@ class Apart(NamedTuple):
 def make_target(real):
     """Return the score program's target of tiles of one dtype.
 
-    A pass is of one option, and a place is what this option reads of an element: :class:`Apart` for ALiBi,
-    the mask's element for a mask, (batch, head, row, col) as the caller counts for a user's function.
+    A pass applies one option, and its ``place`` is the input of that option for an element: :class:`Apart`
+    for ALiBi, the mask's element for a mask, the caller's (batch, head, row, col) for a user function.
     """
 
     def score_function(function):
@@ -179,17 +179,17 @@ def make_target(real):
         distance=njit(lambda place, call: real(abs(place.distance))),
         bias=njit(lambda place, call: place),
         in_mask=njit(lambda place, call: place != 0),
-        in_blocks=None,  # a block mask hides rectangles: ``hide_blocks``
+        in_blocks=None,  # a block mask masks rectangles: ``hide_blocks``
     )
 
 
 @njit(fastmath=FASTMATH)
 def copy_tile(source, target):
-    """Copy what a mask says of a tile; each row of a mask lies along the tile's lines or its lanes.
+    """Copy the elements of a mask for a tile; rows of the mask run along the tile's lines or its lanes.
 
     Args:
         source: (lines, width), any strides.
-        target: (lines, lanes), lanes >= width; the rest is left alone.
+        target: (lines, lanes), lanes >= width; the rest is unchanged.
     """
     if abs(source.strides[0]) < abs(source.strides[1]):  # read in the order of memory
         # One element of each cache line first: a processor waits for many lines at once, but not where
@@ -208,7 +208,7 @@ def copy_tile(source, target):
 
 @njit(fastmath=FASTMATH)
 def hide_blocks(tile, states, patterns, line, lane, width):
-    """S becomes minus infinity where the blocks that the tile meets hide it."""
+    """Set the scores of masked blocks to minus infinity."""
     minus_inf = tile.dtype.type(-np.inf)
     block_line, block_lane = patterns.shape[1], patterns.shape[2]
     top, lines = line, tile.shape[0]
@@ -234,7 +234,7 @@ def hide_blocks(tile, states, patterns, line, lane, width):
 
 @njit(fastmath=FASTMATH)
 def blocks_hide(o, place, lines):
-    """Tell whether the block mask hides a whole tile of so many lines; never without a block mask."""
+    """Tell whether the block mask masks a whole tile of so many lines; False without a block mask."""
     if o.states.address == 0:
         return False
     states = view(o.states, np.int32)[place.flat % o.heads % o.pattern_heads, 0]
@@ -256,11 +256,11 @@ def make_score_pass(real):
 
     @njit_cached(fastmath=FASTMATH)
     def score_pass(tile, slope, settings, where):
-        """Turn scale · q · k into scores; bounds of what a row sees are the kernel's own.
+        """Turn scale · q · k into scores; the kernel itself applies the causal and window bounds.
 
         Args:
             tile: (lines, lanes), read and written.
-            slope: (lines, lanes), the derivative of a score, written; (0, lanes) where it is not needed.
+            slope: (lines, lanes), the derivative of a score, written; (0, lanes) if not needed.
             settings: (1,) of :data:`SETTINGS`.
             where: A :class:`Place`.
         """
@@ -282,7 +282,7 @@ def make_score_pass(real):
         elif o.bends != 0:
             slope[:] = one
         if o.user_pass != 0:
-            # A hidden score stays minus infinity, whatever is added.
+            # A masked score stays minus infinity.
             call(o.user_pass, (
                 tile, slope, where.flat // o.heads + where.sequence, where.flat % o.heads,
                 where.line, where.lane, where.width, o.by_keys,

@@ -1,4 +1,4 @@
-"""What the attention kernels on the host share: which tiles they visit, and how a tile is loaded."""
+"""Common functions of the CPU attention kernels: which tiles they visit, and how a tile is loaded."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def make_end_row(real):
 
 @njit(fastmath=FASTMATH)
 def lanes_for(lines):
-    """Return how many lanes a tile has for so many rows: whole vectors, as a product asks for."""
+    """Return the number of lanes of a tile for a number of rows, rounded up to whole vectors."""
     return ceil_div(lines, LANES) * LANES
 
 
 @njit
 def empty_tile(lines, lanes, dtype):
-    """Return an array (lines, lanes) that begins with a line of the cache: a vector does not lie in two."""
+    """Return an array (lines, lanes) aligned to a cache line, so that no vector spans two."""
     size = lines * lanes
     buffer = np.empty(size + CACHE_LINE, dtype)
     skipped = -buffer.ctypes.data % CACHE_LINE // buffer.itemsize
@@ -55,7 +55,7 @@ def empty_tile(lines, lanes, dtype):
 
 @njit
 def zero_tile(lines, lanes, dtype):
-    """Return the same, zeros."""
+    """Return an aligned array (lines, lanes) of zeros."""
     tile = empty_tile(lines, lanes, dtype)
     tile[:] = 0
     return tile
@@ -63,7 +63,7 @@ def zero_tile(lines, lanes, dtype):
 
 @njit
 def as_tile(buffer, lines, lanes):
-    """Return the begin of a buffer, contiguous, as a tile (lines, lanes); of an empty one (0, lanes)."""
+    """Return the begin of a contiguous buffer as a tile (lines, lanes); (0, lanes) for an empty one."""
     size = buffer.itemsize
     shape = (lines if buffer.size != 0 else 0, lanes)
     return contiguous(array_at(buffer.ctypes.data, shape, (lanes * size, size), buffer.dtype))
@@ -71,11 +71,11 @@ def as_tile(buffer, lines, lanes):
 
 @njit(fastmath=FASTMATH)
 def transpose(source, target):
-    """Write the transpose of a tile: squares in registers, one number after the other at the edges.
+    """Write the transpose of a tile: squares in registers, and single elements at the edges.
 
     Args:
         source: (rows, dim), any strides.
-        target: (dim, lanes), lanes >= rows; the others are left alone.
+        target: (dim, lanes), lanes >= rows; the other lanes are unchanged.
     """
     rows, dim = source.shape
     side = VECTOR_BYTES // source.itemsize
@@ -110,10 +110,10 @@ def pack_transposed(source, factor, target):
 
 @njit(fastmath=FASTMATH)
 def add_rows(source, factor, target):
-    """Add factor * source to rows that lie side by side or, in a permuted array, do not.
+    """Add factor * source to rows of any strides.
 
     Args:
-        source: (rows, dim), or more of both; contiguous.
+        source: (rows, dim) or larger, contiguous.
         factor: Scalar of the same dtype.
         target: (rows, dim), any strides.
     """
@@ -148,7 +148,7 @@ def pack_rows(source, factor, target):
 
 @njit(fastmath=FASTMATH)
 def multiply(tile, factors):
-    """Multiply a tile by another of its shape, element by element."""
+    """Multiply a tile in place by another of its shape."""
     for i in range(tile.shape[0]):
         own, other = tile[i], factors[i]  # (lanes,)
         for lane in range(tile.shape[1]):
@@ -157,14 +157,14 @@ def multiply(tile, factors):
 
 @njit(fastmath=FASTMATH)
 def hide_out_of_bounds(s, line, lane, lower, upper):
-    """Set the scores that the bounds hide to minus infinity; line i sees lanes i + lower to i + upper.
+    """Set masked scores to minus infinity: only lanes i + lower to i + upper are visible to line i.
 
     Args:
         s: (lines, lanes), read and written.
         line: First line.
         lane: First lane.
-        lower: As in ``Problem`` where lines are query rows; else ``-upper``.
-        upper: Likewise; else ``-lower``.
+        lower: ``Problem.lower`` if lines are query rows, else ``-upper``.
+        upper: ``Problem.upper`` if lines are query rows, else ``-lower``.
     """
     minus_inf = s.dtype.type(-np.inf)
     for i in range(s.shape[0]):
@@ -176,7 +176,7 @@ def hide_out_of_bounds(s, line, lane, lower, upper):
 
 @njit(fastmath=FASTMATH)
 def entries(o, flat, tile, num_tiles, first, stop):
-    """Return the range of what a tile visits: entries of the list, or tiles where there is no list."""
+    """Return the range of visits of a tile: entries of the list, or tiles if there is no list."""
     if o.listed == 0:
         return first, stop
     line = flat % o.heads % o.pattern_heads * num_tiles + tile
@@ -186,7 +186,7 @@ def entries(o, flat, tile, num_tiles, first, stop):
 
 @njit(fastmath=FASTMATH)
 def tile_of(o, entry):
-    """Return the number of the tile that is visited, and 1 if the block mask hides a part of it."""
+    """Return the index of the visited tile, and 1 if the block mask masks a part of it."""
     if o.listed == 0:
         return entry, np.int64(0)
     full = view(o.tile_full, np.uint8)[entry, 0, 0, 0]

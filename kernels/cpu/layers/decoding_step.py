@@ -1,11 +1,11 @@
-"""One layer of a transformer in one step of decoding on the CPU: all of it in one kernel.
+"""A decoding step through one transformer layer on the CPU, in a single kernel.
 
-A step has so few numbers that to start some twenty kernels costs more than what they compute.  Here are
-no blocks, tiles, threads or options; the layers' own kernels serve everything else.
+A step is so small that starting some twenty kernels would take longer than their computation.  This kernel
+has no tiles, threads or options; the layers' own kernels handle everything else.
 
 Computes   x + attention(norm(x)), and of that y + feed-forward(norm(y)); the new keys and values.
 Source     the pre-norm layer of ``minitorch.models.transformer_layers``, operation by operation.
-One thread does everything.
+Thread     one thread does all work.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from kernels.runtime.jit import FASTMATH, njit_cached
 
 Array = np.ndarray[Any, Any]
 
-#: Multiply-adds of a step from which other threads are worth waking.
+#: Multiply-adds of a step from which waking other threads is faster.
 PARALLEL_FROM = 1 << 20
 
 
 class LayerWeights(NamedTuple):
-    """The parameters of a layer, contiguous and of one dtype; a bias that is not there is (0,).
+    """The parameters of a layer, contiguous and of one dtype; a missing bias has shape (0,).
 
     Attributes:
         norm_1: Scale and shift, (width,) each.
-        q: Weights (width, width) and bias of the projection.
-        k: Likewise.
-        v: Likewise.
-        out: Likewise.
-        norm_2: As norm_1.
+        q: Weights (width, width) and bias of the query projection.
+        k: Weights (width, width) and bias of the key projection.
+        v: Weights (width, width) and bias of the value projection.
+        out: Weights (width, width) and bias of the output projection.
+        norm_2: Scale and shift, (width,) each.
         widen: Weights (width, middle) and bias, before GELU.
         narrow: Weights (middle, width) and bias, after it.
     """
@@ -56,15 +56,15 @@ class LayerWeights(NamedTuple):
 
 @njit(fastmath=FASTMATH)
 def attend(q, k, v, keys, values, factor, out):
-    """Write new keys and values behind those of the cache, and attend to all of them causally.
+    """Append new keys and values to the cache, and attend to all of them causally.
 
     Args:
         q: (batch, count, heads, head_dim).
-        k: Likewise: the new keys.
-        v: Likewise: the new values.
-        keys: (length, batch, heads, head_dim): the cache, its last ``count`` positions for k; written.
-        values: Likewise, for v.
-        factor: Of the scores: log2(e) / sqrt(head_dim).
+        k: New keys, (batch, count, heads, head_dim).
+        v: New values, (batch, count, heads, head_dim).
+        keys: Cached keys, (length, batch, heads, head_dim); the last ``count`` positions are written.
+        values: Cached values, (length, batch, heads, head_dim); the last ``count`` positions are written.
+        factor: Factor of the scores, log2(e) / sqrt(head_dim).
         out: (batch, count, heads, head_dim), written.
     """
     batch, count, heads, dim = q.shape
@@ -135,14 +135,14 @@ def _layer_step(x, w, keys, values, eps, factor, out):
 
 
 def layer_step(x: Array, weights: LayerWeights, keys: Array, values: Array, eps: float) -> Array:
-    """Return what a layer makes of the newest positions; their keys and values go into the cache.
+    """Return the output of a layer for the newest positions, and append their keys and values to the cache.
 
     Args:
-        x: (batch, count, width), contiguous, of float32 or float64, as all arrays.
-        weights: Of the layer.
-        keys: (length, batch, heads, head_dim), contiguous: of all positions, those of x the last.
-        values: Likewise.
-        eps: Of the layer norms.
+        x: (batch, count, width), contiguous, float32 or float64 like all arrays.
+        weights: The parameters of the layer.
+        keys: Keys of all positions, (length, batch, heads, head_dim), contiguous; those of x are the last.
+        values: Values of all positions, (length, batch, heads, head_dim), contiguous.
+        eps: Added to the variance by the layer norms.
 
     Returns:
         (batch, count, width).
@@ -156,12 +156,12 @@ def layer_step(x: Array, weights: LayerWeights, keys: Array, values: Array, eps:
 
 
 def pays(positions: int, length: int, width: int, middle: int) -> bool:
-    """Tell whether this kernel is the one for a step.
+    """Tell whether this kernel is the fastest for a step.
 
     Args:
-        positions: Of the step, of all texts together.
-        length: Positions that they attend to.
-        width: Of the model.
-        middle: Of the feed-forward.
+        positions: Number of positions of the step, in all texts.
+        length: Number of positions that they attend to.
+        width: Width of the model.
+        middle: Width of the feed-forward network.
     """
     return positions * width * (4 * width + 2 * middle + 2 * length) < PARALLEL_FROM

@@ -1,8 +1,8 @@
 """Fused layers on the CPU: softmax, layer norm, cross entropy, embedding, SGD and Adam, each in one pass.
 
-GELU and linear layers have files of their own and are found here too.  Every function takes and returns
+GELU and linear layers have their own files and are exported here too.  Every function takes and returns
 NumPy arrays; ``minitorch.functions.fused`` makes them differentiable.  Composed of tensor operations, each
-of these would read and write its operands five to ten times.
+would read and write its operands five to ten times.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kernels.runtime.jit import FASTMATH, by_size, njit_cached
 
 Array = np.ndarray[Any, Any]
 
-#: Rows that one work item of a kernel with a sum over rows takes: fixed, so that the order of the sum
-#: does not depend on how many threads there are.
+#: Rows per work item of a kernel with a sum over rows, fixed so that the order of the sum does not depend
+#: on the number of threads.
 ROWS = 64
 
 adam_element = make_adam(njit(fastmath=FASTMATH))
@@ -42,7 +42,7 @@ def _flat(x: Array) -> Array:
 
 
 def place_ids(ids: Array) -> Array:
-    """Return whole numbers as the kernels take them: flat, int64; a copy only if they are not."""
+    """Return integers as a flat int64 array for the kernels, without a copy if possible."""
     return _flat(np.asarray(ids, np.int64))
 
 
@@ -51,7 +51,7 @@ def place_ids(ids: Array) -> Array:
 
 @njit(fastmath=FASTMATH)
 def softmax_row(x, out):
-    """Write softmax(x) to out; return the largest x and the logarithm of what exp(x - it) sums to.
+    """Write softmax(x) to out; return the maximum m of x and the logarithm of the sum of exp(x - m).
 
     A row of minus infinity becomes a row of zeros.
     """
@@ -190,7 +190,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array, eps: float) -> tuple[Array, 
 def layer_norm_backward(
     dout: Array, x: Array, gamma: Array, mean: Array, rstd: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of x, gamma and beta; mean and rstd as :func:`layer_norm` gave them."""
+    """Return the gradients of x, gamma and beta, given the mean and rstd of :func:`layer_norm`."""
     rows = _rows(x)
     n = x.shape[-1]
     dx = np.empty(x.shape, x.dtype)
@@ -209,7 +209,7 @@ def layer_norm_backward(
 def _cross_entropy(logits, targets, losses, probs):
     for row in prange(len(logits)):
         largest, log_total = softmax_row(logits[row], probs[row])
-        # In this order, hence no fastmath here: beside a large logit log_total would round away.
+        # In this order, hence without fastmath: added to a large logit, log_total would be rounded away.
         losses[row] = (largest - logits[row, targets[row]]) + log_total
 
 
@@ -240,7 +240,7 @@ def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
 def cross_entropy_backward(
     dlosses: Array, targets: Array, probs: Array, in_place: bool = False
 ) -> Array:
-    """Return the gradient of the logits, written over the probabilities if they are needed no more."""
+    """Return the gradient of the logits, overwriting the probabilities if they are no longer needed."""
     dlogits = probs if in_place else np.empty(probs.shape, probs.dtype)
     _cross_entropy_backward(probs, place_ids(targets), _flat(dlosses), dlogits)
     return dlogits
@@ -263,7 +263,7 @@ def embedding(table: Array, ids: Array) -> Array:
 
 
 def embedding_backward(dout: Array, ids: Array, num_rows: int) -> Array:
-    """Add up the gradients of the rows that were looked up; equal from run to run.
+    """Add up the gradients of the looked-up rows, deterministically.
 
     Args:
         dout: (…, dim).
@@ -280,7 +280,7 @@ def embedding_backward(dout: Array, ids: Array, num_rows: int) -> Array:
 
 @njit_cached()
 def _scatter_add(rows, ids, table):
-    # Serial: two threads could meet in one row, and the order of a sum must not change.
+    # Serial: two threads could update the same row, and the order of a sum must not change.
     for i in range(len(ids)):
         target, source = table[ids[i]], rows[i]
         for j in range(len(source)):
@@ -331,16 +331,16 @@ def adam_step(
     """Return the next value of a parameter; update its two moments in place.
 
     Args:
-        value: Any shape; grad, m and v have the same, m and v contiguous.
-        grad: Likewise.
-        m: Running mean of the gradient.
-        v: Running mean of its square.
-        lr: See ``pointwise.adam_constants``; likewise the others.
-        beta1: Likewise.
-        beta2: Likewise.
-        eps: Likewise.
-        step: Likewise.
-        weight_decay: Likewise.
+        value: The parameter, of any shape.
+        grad: Its gradient, of the same shape.
+        m: Running mean of the gradient, of the same shape, contiguous.
+        v: Running mean of its square, of the same shape, contiguous.
+        lr: Learning rate.
+        beta1: Decay of m.
+        beta2: Decay of v.
+        eps: Added to the root of v.
+        step: Number of the step, from 1.
+        weight_decay: Decoupled weight decay, as in AdamW.
     """
     out = np.empty(value.shape, value.dtype)
     constants = adam_constants(lr, beta1, beta2, eps, step, weight_decay)

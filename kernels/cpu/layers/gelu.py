@@ -1,4 +1,4 @@
-"""GELU on the CPU, in its tanh form: its value and its gradient, element by element, each in one pass."""
+"""GELU on the CPU, in its tanh form, and its gradient, each in one pass."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kernels.runtime.jit import FASTMATH, by_size
 
 Array = np.ndarray[Any, Any]
 
-#: Elements that one work item takes.
+#: Elements per work item.
 CHUNK = 4096
 
-#: There is no sum to vectorise, and in a fixed order the threads' loops and the serial ones, which LLVM
-#: optimises apart, agree bit for bit: in a forked child too.
+#: Without fastmath the parallel and the serial loops, which LLVM optimises separately, agree bit for bit,
+#: also in a forked child.  There is no sum to vectorise.
 ONE_ORDER = FASTMATH - {"reassoc"}
 
 gelu_value, gelu_gradient = make_gelu(njit(fastmath=ONE_ORDER), exp2)

@@ -1,6 +1,6 @@
-"""Linear layers on the CPU: bias and GELU, and their gradients, while a block of the product is in cache.
+"""Linear layers on the CPU, with bias and GELU fused while a block of the product is in cache.
 
-Composed of a product, a sum and GELU, each would read and write all rows once more.
+Composed of a product, a sum and GELU, each operation would read and write all rows again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.runtime.jit import FASTMATH, by_size, njit_cached
 
 Array = np.ndarray[Any, Any]
 
-#: Rows for which no BLAS is called, as in decoding: each weight is used too few times to be packed.
+#: Maximum number of rows without BLAS, as in decoding: each weight is used too rarely to be packed.
 FEW_ROWS = 4
 
 
@@ -53,14 +53,14 @@ def _by_blocks(rows, weights, bias, before, out, has_gelu, blocks):
 
 @njit(fastmath=FASTMATH)
 def multiply_few(rows, weights, bias, before, out, has_gelu):
-    """Do what ``linear`` does for a few rows: the weights are read once for each row, in order.
+    """Compute ``linear`` for a few rows, reading the weights in order once for each row.
 
     Args:
         rows: (rows, in_size).
         weights: (in_size, out_size).
         bias: (out_size,), or (0,) for none.
         before: (rows, out_size), written.
-        out: Likewise, written if ``has_gelu``; it may be ``before``.
+        out: (rows, out_size), written if ``has_gelu``; it may be ``before``.
         has_gelu: Apply GELU.
     """
     depth, pairs = weights.shape[0], weights.shape[0] // 2 * 2
@@ -107,7 +107,7 @@ def _few_rows(rows, weights, bias, before, out, has_gelu):
 def linear(
     rows: Array, weights: Array, bias: Array | None, has_gelu: bool
 ) -> tuple[Array, Array | None]:
-    """Return rows @ weights + bias, and GELU of it.
+    """Return rows @ weights + bias, optionally followed by GELU.
 
     Args:
         rows: (n, in_size), contiguous.
@@ -116,7 +116,7 @@ def linear(
         has_gelu: Apply GELU in its tanh form.
 
     Returns:
-        The result (n, out_size); and what stood before GELU, for the gradient, or None.
+        The result (n, out_size), and the input of GELU for the gradient, or None.
     """
     out = np.empty((len(rows), weights.shape[1]), rows.dtype)
     before = np.empty_like(out) if has_gelu else out
@@ -138,13 +138,14 @@ def linear_backward(
     """Return the gradients of rows, weights and bias.
 
     Args:
-        grad: (n, out_size), contiguous; of the result.
-        rows: As of :func:`linear`.
-        weights: Likewise.
-        before: As :func:`linear` returned it.
+        grad: Gradient of the result, (n, out_size), contiguous.
+        rows: (n, in_size), contiguous.
+        weights: (in_size, out_size), contiguous.
+        before: The input of GELU that :func:`linear` returned, or None.
 
     Returns:
-        grad @ weightsᵀ, rowsᵀ @ grad, and the sum of grad over rows, grad through GELU where there is one.
+        grad @ weightsᵀ, rowsᵀ @ grad, and the sum of grad over rows, where grad is first taken through GELU
+        if there is one.
     """
     dx, dweights = np.empty_like(rows), np.empty_like(weights)
     through = grad if before is None else np.empty_like(grad)

@@ -1,8 +1,8 @@
 """Matrix products by BLAS, on numba's threads.
 
-BLAS libraries keep threads of their own, which go on spinning after a product; on a machine with two
-cores they then take turns with numba's, and a training step becomes several times slower.  Here each of
-numba's threads calls BLAS for a block of the product, and BLAS itself is held to one thread.
+BLAS libraries have their own threads, which continue to spin after a product.  On two cores they displace
+numba's, and a training step becomes several times slower.  Here each of numba's threads calls BLAS for a
+block of the product, and BLAS itself is limited to one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from threadpoolctl import ThreadpoolController
 from kernels.common.geometry import PLAIN
 from kernels.runtime.jit import njit_cached
 
-#: Fewer multiply-adds than this are not worth waking a thread for.
+#: Multiply-adds below which one thread is used.
 PARALLEL_FROM = 500_000
 #: Up to so many multiply-adds OpenBLAS uses one thread by itself, of two matrices (interface/gemm.c: 65,536
 #: times 4) and of a matrix and a vector (interface/gemv.c: 2,304 times 4), so that nothing need be held.
@@ -53,7 +53,7 @@ def _set(library: Any, threads: int) -> None:
 
 
 class _Hold:
-    """Who holds the libraries that have one number of threads for all callers, and what it was before."""
+    """The count of callers that hold the globally threaded BLAS libraries, and their previous threads."""
 
     def __init__(self) -> None:
         self.lock, self.callers, self.before = threading.Lock(), 0, []
@@ -140,9 +140,9 @@ def matmul(a: Any, b: Any, out: Any) -> None:
     """Multiply (…, n, k) by (…, k, m) into (…, n, m); batch dimensions broadcast.
 
     Args:
-        a: Each matrix with contiguous rows or contiguous columns, or BLAS is not used.
-        b: Likewise.
-        out: Written; contiguous.
+        a: Left operand; BLAS is used only for matrices with contiguous rows or contiguous columns.
+        b: Right operand; BLAS is used only for matrices with contiguous rows or contiguous columns.
+        out: The product, contiguous, written.
     """
     if is_for_one_thread(out.shape, a.shape[-1]):
         np.matmul(a, b, out=out)

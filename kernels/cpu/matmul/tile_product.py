@@ -1,4 +1,4 @@
-"""C = A·B and C += A·B on tiles that lie in the cache, a block of C in registers at a time."""
+"""C = A·B and C += A·B on tiles in cache, with a block of C in registers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kernels.runtime.jit import FASTMATH, JIT_DISABLED, njit_cached
 
 
 def _make_columns(vectors):
-    """Return what :func:`product` does with columns, so many vectors at a time."""
+    """Return the step of :func:`product` for a number of vectors of columns."""
 
     @njit(fastmath=FASTMATH)
     def columns(c, a, b, add, start, stop):

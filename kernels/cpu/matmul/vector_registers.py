@@ -1,4 +1,4 @@
-"""A block of C in vector registers: what a product needs and Python has no words for.
+"""Intrinsics for matrix products that keep a block of C in vector registers.
 
 Computes   C += A·B, a block of C at a time: :func:`load_block`, :func:`add_outer` for each step of the
            depth, :func:`store_block`.
@@ -57,7 +57,7 @@ class _RegistersModel(models.PrimitiveModel):
 
 
 class _Lines:
-    """Rows of an array, from a column on, and what the compiler is to do there.
+    """A range of rows of an array, from a column on, in the compiler's representation.
 
     Args:
         compiler: Its context, and what writes instructions.

@@ -1,1 +1,1 @@
-"""What loops compiled for the CPU call: function pointers, vectorised math, a pool of memory."""
+"""The runtime of compiled CPU loops: function pointers, vectorised math, a memory pool."""

@@ -1,6 +1,6 @@
-"""Calls by address: what a kernel needs of a function that was compiled apart from it.
+"""Calls of separately compiled functions by address.
 
-A kernel that named the function would be compiled anew for each; an address is only a number.
+A kernel that referred to the function by name would be recompiled for each; an address is just a number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.runtime.jit import JIT_DISABLED, compile_signature, njit_cached
 
 
 def address_of(dispatcher: Any, signature: Any) -> int:
-    """Compile (or load from disk) a function for one signature and return where its machine code lies.
+    """Compile (or load from disk) a function for one signature and return the address of its code.
 
     The address is good for as long as the dispatcher lives.
     """
@@ -69,12 +69,12 @@ def take(_context, counter):
 
 @intrinsic(plain_python.array_at)
 def array_at(_context, address, shape, strides, dtype):
-    """Return an array that lies at an address; the caller keeps the memory alive.
+    """Return an array at an address; the caller keeps the memory alive.
 
     Args:
         address: Of the first element.
         shape: A tuple of ints.
-        strides: Likewise, in bytes.
+        strides: A tuple of ints, in bytes.
         dtype: Such as ``np.uint8`` or ``x.dtype``.
     """
     kind = types.Array(dtype.dtype, shape.count, "A")
@@ -97,7 +97,7 @@ def array_at(_context, address, shape, strides, dtype):
 
 @intrinsic(plain_python.contiguous)
 def contiguous(_context, array):
-    """Return an array as one whose elements lie side by side, which the caller knows that they do.
+    """Return an array typed as contiguous, which the caller guarantees.
 
     LLVM does not vectorise a loop over a stride that it only learns at run time.
     """

@@ -1,4 +1,4 @@
-"""Memory of large results, taken again: a page that the system gives out anew it first fills with zeros.
+"""A pool that reuses the memory of large results, because the system zeroes new pages.
 
 Beyond some 32 MB the C library returns an array's pages when it is freed.  The next result of that size
 then costs more for its pages than for its numbers.
@@ -12,7 +12,7 @@ import numpy as np
 
 #: Bytes from which memory is kept; the C library itself keeps what is smaller.
 KEPT_FROM = 1 << 20
-#: Bytes that are kept at most while nobody uses them.
+#: Maximum number of unused bytes that are kept.
 KEPT_MOST = 256 << 20
 #: Bytes that a block's address is a multiple of: a line of the cache, and the longest vector.
 ALIGNMENT = 64
@@ -22,7 +22,7 @@ _unused: dict[int, list[Piece]] = {}
 
 
 class Piece(NamedTuple):
-    """Memory, and what NumPy asks of it.
+    """A piece of memory and its NumPy array interface.
 
     Attributes:
         memory: Flat bytes.
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 class Owner:
-    """Who lends a piece of memory: NumPy keeps it for as long as an array or a view lies there."""
+    """The owner of a piece of memory, which NumPy keeps alive while an array or a view uses it."""
 
     __slots__ = ("__array_interface__", "piece", "size")
 
@@ -74,7 +74,7 @@ def _new(size: int) -> Piece:
 
 
 def _keep(piece: Piece, size: int) -> None:
-    """Keep unused memory, and let go of what has been unused the longest if it is too much."""
+    """Keep unused memory, and free the longest unused pieces beyond the limit."""
     pieces = _unused.pop(size, [])
     pieces.append(piece)
     _unused[size] = pieces
@@ -91,7 +91,7 @@ def _keep(piece: Piece, size: int) -> None:
 
 
 def unused_bytes() -> int:
-    """Return how much memory is kept for whoever comes next."""
+    """Return the number of unused bytes that are kept."""
     return sum(size * len(pieces) for size, pieces in tuple(_unused.items()))
 
 

@@ -20,7 +20,7 @@ _functions: list[Callable[..., None] | None] = [None]
 
 
 def intrinsic(plain: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return ``numba.extending.intrinsic`` as a decorator, or what puts ``plain`` in its place.
+    """Return ``numba.extending.intrinsic`` as a decorator, or one that returns ``plain``.
 
     Args:
         plain: A Python function that computes the same.
@@ -60,7 +60,7 @@ def take(counter: Any) -> int:
 
 
 def array_at(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
-    """Return an array that lies at an address."""
+    """Return an array at an address."""
     memory = SimpleNamespace(
         __array_interface__={
             "data": (int(address), False), "shape": tuple(map(int, shape)),

@@ -27,7 +27,7 @@ intrinsic: Any = extending.intrinsic
 
 
 class Format(NamedTuple):
-    """What the functions need to know of a dtype.
+    """The constants of the functions for a dtype.
 
     Attributes:
         real: The dtype.
@@ -38,7 +38,7 @@ class Format(NamedTuple):
         bias: Of the exponent.
         terms: Powers of the series of an exponential, whose argument is at most ln(2) / 2.  What the
             next one would add is less than a tenth of a unit in the last place.
-        log_terms: Likewise of the logarithm, whose argument squared is at most 0.0295.
+        log_terms: Powers of the series of the logarithm, whose argument squared is at most 0.0295.
         ln2: The leading digits of ln 2, so few that a product with an exponent is exact.
         ln2_rest: What they leave of it.
     """

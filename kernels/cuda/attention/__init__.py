@@ -1,1 +1,1 @@
-"""The rungs of attention on CUDA, one folder each, and what two or more of them share."""
+"""The rungs of attention on CUDA, one folder each, and their common code."""

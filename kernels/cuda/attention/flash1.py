@@ -61,7 +61,7 @@ def paper_tile(shared_elements: int, dim: int) -> Tile:
 
 
 def paper_tiles(elements: int, head_dim: int, value_dim: int) -> tuple[Tile, Tile]:
-    """Return the tiles of the forward and of the backward pass that fit in so many elements.
+    """Return the tiles of the forward and of the backward pass for a number of on-chip elements.
 
     Forward a third is left for S; backward three more tiles and two of scores must fit.
     """
@@ -85,14 +85,14 @@ def backward_tile(problem: Problem) -> Tile:
 
 
 def forward_elements(tile: Tile, head_dim: int, value_dim: int) -> int:
-    """Return how many elements of shared memory the forward kernel takes."""
+    """Return the number of elements of shared memory of the forward kernel."""
     block_q, block_k = tile
     tiles = (block_q + block_k) * (head_dim + 1 + value_dim + 1)
     return tiles + block_q * (block_k + 1) + 4 * block_q
 
 
 def backward_elements(tile: Tile, head_dim: int, value_dim: int) -> int:
-    """Return how many elements of shared memory the backward kernel takes."""
+    """Return the number of elements of shared memory of the backward kernel."""
     block_q, block_k = tile
     keys = block_k * (head_dim + 1 + value_dim + 1 + head_dim + value_dim)
     queries = block_q * (head_dim + 1 + 2 * (value_dim + 1))
@@ -411,7 +411,7 @@ def backward_kernel(
 
 
 def forward(problem: Problem, tile: Tile, operands: Operands) -> None:
-    """Fill out and lse; takes memory for l and m.
+    """Fill out and lse; allocates l and m.
 
     Args:
         problem: The checked call.

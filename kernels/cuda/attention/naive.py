@@ -1,4 +1,4 @@
-"""Attention by the textbook on CUDA: scores and probabilities lie in global memory as matrices.
+"""Textbook attention on CUDA, with scores and probabilities as matrices in global memory.
 
 Forward three launches: S = τ Q Kᵀ, softmax in place, O = P V.  Backward the same product five times, and
 in between one kernel that turns S and dP into P and dS, in place.  The product is the one of the tensors'
@@ -96,7 +96,7 @@ def softmax_kernel(threads: int, dtype: np.dtype[Any], features: Features = PLAI
 def softmax_backward_kernel(
     threads: int, dtype: np.dtype[Any], features: Features = PLAIN, has_dlse: bool = False
 ) -> Kernel:
-    """Return the kernel that recomputes probabilities and differentiates them, likewise."""
+    """Return the kernel that recomputes probabilities and differentiates them, for one dtype."""
     real, zero = scalar_type(dtype), dtype.type(0)
     block = RowBlock(threads, rows=1)
     slots, (_, row_sum_of) = block.slots, make_row_folds(block)
@@ -162,7 +162,7 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
 
 
 def _product_tile(tile: tuple[int, int]) -> ProductTile | None:
-    """Return the products' tile for one that a caller asks for; None leaves it to the table.
+    """Return the products' tile for the caller's tile; None leaves the choice to the table.
 
     Its sides are rounded up to what the threads of a block can share evenly.
     """
@@ -174,7 +174,7 @@ def _product_tile(tile: tuple[int, int]) -> ProductTile | None:
 
 
 def product_blocks(tile: tuple[int, int] | None) -> tuple[int, int]:
-    """Return rows and columns of a block of the products for a tile that a caller asks for or not."""
+    """Return rows and columns of a block of the products for the caller's tile or None."""
     own = _product_tile(tile or SIZES.product_tile)
     return SIZES.product_tile if own is None else (own.rows, own.cols)
 
@@ -206,7 +206,7 @@ def _empty_scores(problem: Problem, operands: Operands) -> Any:
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse; takes memory for the scores, batch · heads · seq_q · seq_k elements.
+    """Fill out and lse; allocates the scores, batch · heads · seq_q · seq_k elements.
 
     Args:
         problem: The checked call.
@@ -226,11 +226,11 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; takes twice the memory of the scores.
+    """Fill dq, dk and dv; allocates twice the memory of the scores.
 
     Args:
         problem: The checked call.
-        tile: As in the forward pass.
+        tile: Rows and columns of a block of the products, rounded up.
         operands: Those of the forward pass, its results, dout and dlse or None, and dq, dk and dv to
             be written.
     """

@@ -29,14 +29,14 @@ from kernels.runtime.targets import dynamic_shared_memory_bytes
 
 @dataclass(frozen=True)
 class RegisterLayout:
-    """The shape of the work of one block of threads.
+    """The layout of the work of one block of threads.
 
     Attributes:
-        block_q: Query rows a tile.
-        block_k: Key columns a tile.
+        block_q: Query rows per tile.
+        block_k: Key columns per tile.
         lanes: Threads along a row; a power of two, at most 32.
         rows_of_threads: Threads along a column.
-        resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
+        resident: Blocks per multiprocessor, which bounds the registers of a thread.
     """
 
     block_q: int
@@ -47,7 +47,7 @@ class RegisterLayout:
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
+        """Threads per block."""
         return self.lanes * self.rows_of_threads
 
     def row_stride(self, width: int) -> int:
@@ -60,7 +60,7 @@ class RegisterLayout:
 
 
 def widths(problem: Problem) -> tuple[int, int]:
-    """Return head_dim and value_dim rounded up: what a kernel is compiled for.
+    """Return head_dim and value_dim rounded up to the widths for which kernels are compiled.
 
     The sizes themselves are read from the operands, so that the 256 of each need few kernels.
     """
@@ -73,14 +73,14 @@ def widths_in(problem: Problem, step: int) -> tuple[int, int]:
 
 
 class Demand(NamedTuple):
-    """What of a problem decides the layouts of its kernels, and what they keep in shared memory.
+    """The properties of a problem that determine the layouts and shared memory of its kernels.
 
     Attributes:
-        widths: As :func:`widths` returns them.
+        widths: (head_dim, value_dim), rounded up by :func:`widths`.
         itemsize: Bytes of an element.
-        has_few_rows: Fewer query rows than a usual tile.
-        is_long: Options make much of a score: a user's function, or several of the others.
-        kinds_of_bits: Dropout, and a pattern or ``mask_mod``: each keeps a bit for a score of the tile.
+        has_few_rows: Whether there are fewer query rows than in a usual tile.
+        is_long: Whether options do much work per score: a user function, or several others.
+        kinds_of_bits: Number of bits per score: one for dropout, one for a pattern or ``mask_mod``.
     """
 
     widths: tuple[int, int]
@@ -91,7 +91,7 @@ class Demand(NamedTuple):
 
 
 def demand_of(problem: Problem) -> Demand:
-    """Return what a problem demands."""
+    """Return the demand of a problem."""
     return Demand(
         widths(problem),
         problem.dtype.itemsize,
@@ -167,7 +167,7 @@ def why_not_layout(
     """Return why a kernel cannot run a problem with a tile, or None.
 
     Args:
-        name: As in :func:`pick_layout`.
+        name: "forward", "dq", "dkdv" or "atomic".
         problem: The checked call.
         tile: (block_q, block_k), or None.
         tiles: Shared memory of the kernel, from layout and the two widths.
@@ -201,10 +201,10 @@ def make_load_tile(
     ``stop`` on and for columns that the source does not have, which are never read.
 
     Args:
-        layout: Who copies.
-        rows: Of the tile.
+        layout: Layout of the block.
+        rows: Rows of the tile.
         width: Columns of the tile, as many as the source has or more.
-        dtype: Of its elements, a numba type.
+        dtype: Dtype of its elements, a numba type.
         vectors: The source is aligned for 128-bit loads and has a multiple of four columns.
     """
     stride = layout.row_stride(width)
@@ -328,13 +328,13 @@ def make_accumulate(
 def make_store_tile(
     layout: RegisterLayout, rows: int, width: int, put: Callable[..., None]
 ) -> Callable[..., None]:
-    """Return ``store_tile(tx, ty, acc, target, b, h, first, limit)``: hand on the rows below ``limit``.
+    """Return ``store_tile(tx, ty, acc, target, b, h, first, limit)``: store the rows below ``limit``.
 
     Args:
-        layout: Who stores.
-        rows: Of the accumulator.
-        width: Of the accumulator; columns that the target does not have are left out.
-        put: What becomes of an element: ``put(target, index, value)``.
+        layout: Layout of the block.
+        rows: Rows of the accumulator.
+        width: Width of the accumulator; columns that the target does not have are left out.
+        put: Stores an element: ``put(target, index, value)``.
     """
     own_rows = rows // layout.rows_of_threads
     columns = layout.columns(width)
@@ -356,7 +356,7 @@ def make_store_tile(
 
 @device_function
 def assign(target, index, value):
-    """Write an element: the ``put`` of a tile that one block owns."""
+    """Write an element: the ``put`` of a tile owned by one block."""
     target[index] = value
 
 
@@ -367,9 +367,9 @@ def make_keep_tile(
     """Return ``keep_tile(tx, ty, s, factor, shared, offset)``: scores from registers to shared memory.
 
     Args:
-        layout: Of the block.
-        rows: Of the tile in the registers.
-        cols: Likewise.
+        layout: Layout of the block.
+        rows: Rows of the tile in the registers.
+        cols: Columns of the tile in the registers.
         is_turned: Rows of the registers become columns.
     """
     own_rows, own_cols = rows // layout.rows_of_threads, cols // layout.lanes

@@ -26,8 +26,8 @@ def sink_kernel(stored: np.dtype[Any], dtype: np.dtype[Any], has_dlse: bool) -> 
     """Return the kernel that fills the gradient of the sinks.
 
     Args:
-        stored: Of dout and out.
-        dtype: Of sums.
+        stored: Dtype of dout and out.
+        dtype: Dtype of sums.
         has_dlse: There is a gradient of lse.
     """
     own, real, zero = form(stored), scalar_type(dtype), dtype.type(0)
@@ -83,7 +83,7 @@ def sink_gradient(problem: Problem, operands: Operands, dsink: Any) -> None:
 
     Args:
         problem: The checked call.
-        operands: As kernels take them, on the device: dout, out, lse, sink, and dlse or None.
+        operands: The operands, on the device: dout, out, lse, sink, and dlse or None.
         dsink: (batch * heads,), written.
     """
     o, has_dlse = operands, operands.dlse is not None

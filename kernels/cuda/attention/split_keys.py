@@ -1,4 +1,4 @@
-"""Decoding: few query rows against many keys, whose tiles are divided among blocks and merged by lse."""
+"""Flash-Decoding on CUDA: for few query rows, keys are divided among blocks and merged by lse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernels.scores.program import Features
 
 
 class Tiles(Protocol):
-    """A layout: how many query rows and key columns a tile has."""
+    """A layout with the sizes of a tile."""
 
     @property
     def block_q(self) -> int:
@@ -35,13 +35,13 @@ class Tiles(Protocol):
 
 
 def parts_of(problem: Problem, layout: Tiles, grid: tuple[int, int]) -> int:
-    """Return among how many blocks the keys of one query tile are divided.
+    """Return the number of blocks among which the keys of one query tile are divided.
 
-    Only the shapes decide, so that results are equal bit for bit from device to device.
+    It depends only on shapes, so that results are bitwise equal on all devices.
 
     Args:
         problem: The checked call.
-        layout: Of the forward kernel.
+        layout: Layout of the forward kernel.
         grid: Query tiles, and batch · heads.
     """
     if problem.sequences is not None:  # their tiles are many, and of unequal length
@@ -69,7 +69,7 @@ def merge_kernel(dtype: np.dtype[Any], stored: np.dtype[Any], features: Features
     end_row = make_row_end(features, dtype)
 
     def flash2_merge(part_out, part_lse, out, lse, extras):
-        """Merge what parts of the keys gave.
+        """Merge the results of parts of the keys.
 
         Computes: L = log Σ exp(L_part), O = Σ exp(L_part - L) O_part
         Source: FlashAttention-2, section 3.1; the split of keys as in Flash-Decoding
@@ -115,8 +115,8 @@ def merge_parts(
         part_lse: (parts · batch, heads, seq_q).
         out: (batch, heads, seq_q, value_dim), written; of 16 bits or of the dtype of the parts.
         lse: (batch, heads, seq_q), written.
-        features: Of the kernel that computed the parts.
-        extras: Likewise.
+        features: Options of the kernel that computed the parts.
+        extras: Options of that kernel.
     """
     threads = SIZES.flat_threads
     blocks = PLAIN.ceil_div(math.prod(out.shape), threads)

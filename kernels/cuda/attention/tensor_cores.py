@@ -1,4 +1,4 @@
-"""What the tensor-core rungs share: what they need of a device and of a call."""
+"""Common requirements of the tensor-core rungs on devices and calls."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def lists_whole_tiles(problem: Problem, *tiles: tuple[int, int, bool]) -> bool:
 
 
 def _clipped(first: int, stop: int, count: int) -> tuple[int, int]:
-    """Return the part of a range that lies within an array of ``count`` places."""
+    """Return the part of a range within an array of ``count`` places."""
     return max(first, 0), min(stop, count)

@@ -1,9 +1,9 @@
-"""Bits of the elements of one tile, in shared memory: what dropout keeps, and what lists and mods let see.
+"""Bits of the elements of a tile in shared memory, for dropout, lists and mods.
 
-Philox gives eight neighbouring columns at a time, which belong to several threads, and a block of a
-pattern is found by divisions: whoever comes first does it, eight or four columns in a byte, and all read
-the bytes after the barrier that the tiles need anyway.  It also keeps a user's function out of the loops
-over a thread's registers, which the compiler unrolls only as long as they are short.
+Philox draws eight adjacent columns at a time, which belong to several threads, and locating a block of a
+pattern takes divisions.  The threads of a block share this work, write eight or four columns per byte, and
+read the bytes after the barrier that the tiles need anyway.  This also keeps user functions out of the
+loops over a thread's registers, which the compiler unrolls only if they are short.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class TileBits(NamedTuple):
     """The functions that :func:`make_tile_bits` returns; those of absent options do nothing.
 
     Attributes:
-        bytes: Of shared memory.
+        bytes: Bytes of shared memory.
         draw: ``(thread, bits, whole, place, extras)``: fill the bytes of the tile whose first element is at
             ``place``, a ``tile_scores.TilePlace``; ``whole`` means that bounds and lists hide none of it.
-        kept: ``(bits, r, c, extras)``: what dropout multiplies an element of the tile by.
-        listed: ``(bits, r, c)``: whether block mask and mask_mod let it be seen.
+        kept: ``(bits, r, c, extras)``: the dropout factor of an element of the tile.
+        listed: ``(bits, r, c)``: whether it is visible in the block mask and mask_mod.
     """
 
     bytes: int
@@ -53,10 +53,10 @@ def make_tile_bits(
     """Return the functions for a tile (block_q, block_k).
 
     Args:
-        features: Of the kernel.
-        layout: Who draws.
-        dtype: Of the probabilities.
-        offset: Of the bytes in shared memory.
+        features: Options of the kernel.
+        layout: Layout of the block.
+        dtype: Dtype of the probabilities.
+        offset: Offset of the bytes in shared memory.
     """
     zero, one = dtype.type(0), dtype.type(1)
     drops, has_lists = features.dropout, features.has_lists

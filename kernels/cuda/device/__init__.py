@@ -1,1 +1,1 @@
-"""Device functions and small kernels that every room of ``cuda`` calls."""
+"""Device functions and small kernels used by all CUDA code."""

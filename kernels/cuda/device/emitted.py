@@ -1,8 +1,8 @@
-"""Functions that a kernel calls and that the compiler inlines late: compiled once, whoever calls them.
+"""Functions that numba compiles once and LLVM inlines into kernels, for short compile times.
 
-What numba inlines it copies at every call, and types and lowers each copy: a tile's 64 elements times the
-functions of their options take it a minute.  What is emitted here is one function to numba and a call for
-each use; LLVM inlines it, of which it makes less work, and numbers that are known at a call are constants.
+Numba copies an inlined function at every call, and types and lowers each copy, which takes a minute for the
+options of a tile's 64 elements.  An emitted function is compiled once, with a call for each use.  LLVM then
+inlines it faster, and arguments that are known at a call become constants.
 """
 
 # An intrinsic's first argument is the compiler's; callers do not pass it.
@@ -18,7 +18,7 @@ from numba import types
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda, driver, intrinsic
 
-#: Whether numba.cuda is the owner whose compiler is known here; with the others numba inlines.
+#: Whether this numba.cuda has the compiler that is supported here; otherwise numba inlines.
 CAN_EMIT = driver is not None
 
 
@@ -28,7 +28,7 @@ class Emitted:
     Args:
         function: A plain one; may call device functions.
         signature: Numba's types of its result and arguments.
-        adapt: Of numba's target of the kernel makes that of the function; the same one when None.
+        adapt: Converts numba's target of the kernel to that of the function; the same one when None.
     """
 
     #: For a kernel's fingerprint; what was compiled last is no part of it.
@@ -68,7 +68,7 @@ def unrolled(count: int, body: Callable[..., None]) -> Any:
     is, however long.
 
     Args:
-        count: Of calls.
+        count: Number of calls.
         body: A plain function; it may call device functions.
     """
     inner = device_function(body)

@@ -1,4 +1,4 @@
-"""Numbers of 16 bits on the device: to float32 and back, element by element and eight at a time.
+"""Conversions between 16-bit numbers and float32 on the device.
 
 A kernel sees storage of float16 and bfloat16 as uint16: numba's own types for them would have to be
 linked, and a kernel that links cannot be kept on disk.  In the simulator each function is the plain Python
@@ -38,7 +38,7 @@ EIGHT = 2 * VECTOR
 
 
 def as_bits(array: Any) -> Any:
-    """See a device array of 16-bit numbers as uint16; any other array as it is."""
+    """View a device array of 16-bit numbers as uint16; return any other array unchanged."""
     if not is_half(array.dtype):
         return array
     bits = vars(array).get("_bits")
@@ -123,7 +123,7 @@ if IS_SIMULATOR:
 else:
 
     def _reinterpreted(of: Any, to: Any, llvm: Any) -> Any:
-        """Return the intrinsic that takes the bits of one type for another's."""
+        """Return the intrinsic that reinterprets the bits of one type as another."""
 
         @intrinsic
         def reinterpret(_context, x):
@@ -142,7 +142,7 @@ else:
 
     @intrinsic
     def _widen_float16(_context, bits):
-        """Return the float32 that 16 bits of float16 stand for: one ``cvt.f32.f16``."""
+        """Convert the 16 bits of a float16 to float32: one ``cvt.f32.f16``."""
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())

@@ -1,4 +1,4 @@
-"""Arrays on the device: views for the kernels, and the two kernels for what no view can do."""
+"""Memory on the device: views for the kernels, and kernels for copies, sums and fills."""
 
 from __future__ import annotations
 
@@ -138,12 +138,12 @@ def fill(array: Any, value: float) -> None:
 def device_constant(
     content: bytes, shape: tuple[int, ...], dtype: np.dtype[Any], device: int
 ) -> Any:
-    """Return an array on the current device with these bytes, which nobody writes to: calls share it.
+    """Return a cached read-only array on the current device with these bytes.
 
     Args:
         content: The numbers in row-major order.
-        shape: Of the array.
-        dtype: Of its elements.
+        shape: Shape of the array.
+        dtype: Dtype of its elements.
         device: The current one.
     """
     return to_device(np.frombuffer(content, dtype).reshape(shape))
@@ -163,19 +163,19 @@ class DeviceMemory(Memory):
         return current_device()
 
     def layouts(self, arrays: Iterable[Any]) -> tuple[Any, ...]:
-        """Return how arrays lie, and whether vectors of 16 bytes can be loaded from where they begin."""
+        """Return the layouts of arrays, and whether they are aligned for vectors of 16 bytes."""
         return tuple(
             [x if x is None else (x.shape, x.strides, device_pointer(x) % 16 == 0) for x in arrays]
         )
 
     def may_note(self) -> bool:
-        """Tell whether launches are not noted for a graph now."""
+        """Tell whether launches are not currently recorded for a graph."""
         return active() is None
 
     def noted(
         self, run: Callable[[Sequence[Any], int], Sequence[Any]], arrays: Sequence[Any], seed: int
     ) -> tuple[Sequence[Any], Callable[..., Sequence[Any]] | None]:
-        """Run a call, and return what repeats its launches; see :meth:`Memory.noted`."""
+        """Run a call, and return a function that repeats its launches; see :meth:`Memory.noted`."""
         return noted(run, arrays, seed)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
@@ -191,12 +191,12 @@ class DeviceMemory(Memory):
         return _empty(shape, strides, dtype)
 
     def laid_as(self, array: Any, operand: Any) -> Any:
-        """Return an array ordered in memory as an operand; see :meth:`Memory.laid_as`."""
+        """Return an array in the memory order of an operand; see :meth:`Memory.laid_as`."""
         strides = reordered(tuple(array.shape), element_strides(array), element_strides(operand))
         return array if strides is None else _copied(array, strides)
 
     def view(self, storage: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """See a flat storage through a shape and strides in elements; nothing is copied."""
+        """View a flat storage with a shape and strides in elements."""
         return device_view(storage, shape, strides)
 
     def four_dims(self, array: Any, shape: tuple[int, ...]) -> Any:
@@ -226,11 +226,11 @@ class DeviceMemory(Memory):
         return device_view(array, (*array.shape, 1), (*element_strides(array), 1))
 
     def rows(self, array: Any) -> Any:
-        """View (batch, heads, seq, 1) as (batch, heads, seq): what a kernel takes for lse."""
+        """View (batch, heads, seq, 1) as (batch, heads, seq), the form of lse in kernels."""
         return device_view(array, array.shape[:3], element_strides(array)[:3])
 
     def flat(self, array: Any) -> tuple[Any, tuple[int, ...] | None]:
-        """Return the flat storage and the strides of an array without gaps; see :meth:`Memory.flat`."""
+        """Return the flat storage and the strides of a dense array; see :meth:`Memory.flat`."""
         strides, storage = element_strides(array), flattened(array)
         return storage, None if strides == row_major_strides(tuple(array.shape)) else strides
 
@@ -244,7 +244,7 @@ class DeviceMemory(Memory):
         )
 
     def bring(self, array: Any) -> Any:
-        """Return a copy of a NumPy array on the device; a device array as it is."""
+        """Return a copy of a NumPy array on the device; a device array unchanged."""
         return to_device(array) if isinstance(array, np.ndarray) else array
 
     def constant(self, array: Any) -> Any:
@@ -270,7 +270,7 @@ class DeviceMemory(Memory):
         convert_flat(source, out)
 
     def bits(self, array: Any) -> Any:
-        """See an array of 16-bit numbers as uint16; nothing is copied."""
+        """View an array of 16-bit numbers as uint16."""
         return as_bits(array)
 
     def sum_to(self, gradient: Any, shape: tuple[int, ...]) -> Any:

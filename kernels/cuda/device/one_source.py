@@ -36,7 +36,7 @@ def batch_and_head(y, heads):
 
 
 def _make_device_philox() -> Philox:
-    """Return the generator on words of 32 bits: a product of 64 bits takes several instructions."""
+    """Return the generator on 32-bit words, because a 64-bit product takes several instructions."""
     if IS_SIMULATOR:  # Python's integers, for NumPy's warn of overflow
         return make_philox(same, lambda x: int(x) & MASK)
 

@@ -1,4 +1,4 @@
-"""What is asked of a device once, or put there once, and kept for each: its size, counters, tensor maps."""
+"""Cached properties and data of each device: its size, counters and tensor maps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.runtime.targets import IS_SIMULATOR, compute_capability, cuda, curr
 
 
 def multiprocessors() -> int:
-    """Return how many the current device has."""
+    """Return the number of multiprocessors of the current device."""
     return _multiprocessors(current_device())
 
 
@@ -55,7 +55,7 @@ def _no_clip(device: int) -> Any:
 def map_of(
     array: Any, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], dtype: str
 ) -> Any:
-    """Return the tensor map of an array, seen through a shape and strides; see :func:`device_map`."""
+    """Return the tensor map of an array under a shape and strides; see :func:`device_map`."""
     rest = shape, strides, box, dtype
     found = device_map(device_pointer(array), *rest)
     if (recipe := written()) is not None:
@@ -79,7 +79,7 @@ def _device_map(device: int, *encoded: Any) -> Any:
 
 
 def why_no_device(needed: tuple[int, int]) -> str | None:
-    """Return why the device has not the tensor cores that a kernel needs, or None.
+    """Return why the device lacks the tensor cores that a kernel needs, or None.
 
     Args:
         needed: The least compute capability.

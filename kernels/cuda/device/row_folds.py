@@ -1,4 +1,4 @@
-"""Maximum and sum over the threads that share a row, and how many of them do."""
+"""Maximum and sum over the threads that share a row, and the number of such threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tiles lie in the shared memory of a block."""
+"""The layout of tiles in the shared memory of a block."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def round_up(size: int, multiple: int) -> int:
 
 
 class SharedTiles:
-    """Where the tiles of a block lie in its dynamic shared memory, one after the other.
+    """The offsets of the tiles of a block in its dynamic shared memory, which are consecutive.
 
     Args:
-        elements: Of each tile, by name, in their order in memory.
+        elements: Number of elements of each tile, by name, in their order in memory.
     """
 
     def __init__(self, **elements: int):

@@ -46,7 +46,7 @@ class WarpRoles:
 
 @cache
 def make_next(count: int) -> Any:
-    """Return ``following(place, phase)``: the next of so many places, whose phase turns with each round."""
+    """Return ``following(place, phase)``: the next of a ring of places, whose phase flips in each round."""
 
     @device_function
     def following(place, phase):
@@ -60,7 +60,7 @@ def make_next(count: int) -> Any:
 def own_warpgroup():
     """Return the number of a thread's warpgroup in its block.
 
-    It is taken from one lane: so the compiler sees that a warp goes one way.  Where it does not, a product
+    It comes from one lane, so that the compiler knows that it is uniform in a warp.  Otherwise a product
     issued under a condition waits for those before it.
     """
     return int32(cuda.shfl_sync(0xFFFFFFFF, int32(cuda.threadIdx.x // WARPGROUP), 0))

@@ -75,7 +75,7 @@ def squares_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 @cache
 def norm_end_kernel() -> Kernel:
-    """Return the kernel that ends the norm and decides by what gradients are scaled."""
+    """Return the kernel that finishes the norm and computes the scale of gradients."""
     block = RowBlock(LAST_THREADS, 1)
     slots, (_, block_sum) = block.slots, make_row_folds(block)
 
@@ -106,12 +106,12 @@ def norm_end_kernel() -> Kernel:
 
 
 class AdamForm(NamedTuple):
-    """What a list of parameters has in common.
+    """The common dtypes of a list of parameters.
 
     Attributes:
         value: Dtype of what moves, and of its moments.
-        grad: Of the gradients.
-        copy: Of the parameters that are copies of what moves; None where it is the parameters.
+        grad: Dtype of the gradients.
+        copy: Dtype of parameters that are copies of a master weight; None if there is no master.
     """
 
     value: np.dtype[Any]
@@ -186,9 +186,9 @@ class Moved(NamedTuple):
 
     Attributes:
         value: What moves, in place: float32 or float64.
-        grad: Of any floating dtype.
+        grad: The gradient, of any floating dtype.
         m: Running mean of the gradient, of value's dtype; updated in place.
-        v: Likewise of its square.
+        v: Running mean of the square of the gradient.
         decays: Whether weight decay applies.
         copy: The parameter of 16 bits whose master value is, or None; it is written.
     """
@@ -212,7 +212,7 @@ def _sizes(arrays: Sequence[Any]) -> list[int]:
 
 
 def clip_of(grads: Sequence[Any], max_norm: float) -> Any:
-    """Return the norm of all gradients, and by what they shall be scaled: (2,) float64 on the device.
+    """Return the norm of all gradients and their scale, (2,) float64 on the device.
 
     The squares are added in an order that the sizes alone decide, so that the bits are the same every time.
 
@@ -249,14 +249,14 @@ def adam_many(
     """Take a step of AdamW for all parameters: one launch for each kind of dtypes among them.
 
     Args:
-        parameters: Of one element or more each.
-        clip: As :func:`clip_of` returned it; None scales by 1.
-        lr: See ``pointwise.adam_constants``; likewise the others.
-        beta1: Likewise.
-        beta2: Likewise.
-        eps: Likewise.
-        step: Likewise.
-        weight_decay: Likewise; of those that decay.
+        parameters: The parameters, each with at least one element.
+        clip: The result of :func:`clip_of`; None scales by 1.
+        lr: Learning rate.
+        beta1: Decay of m.
+        beta2: Decay of v.
+        eps: Added to the root of v.
+        step: Number of the step, from 1.
+        weight_decay: Weight decay of the parameters that decay.
         again: Returns the six numbers by name as a later step has them, for a graph that holds this one.
     """
     clip = no_clip() if clip is None else clip

@@ -134,7 +134,7 @@ def _flat(matrix: Any) -> Any:
 
 
 def losses_of(logits: Any, targets: Any) -> tuple[Any, Any, Any, Any]:
-    """Return the negative log-likelihood of each row's target, and what the backward pass takes.
+    """Return the negative log-likelihood of each row's target, and the inputs of the backward pass.
 
     Args:
         logits: (rows, classes), contiguous, of any floating dtype.
@@ -161,10 +161,10 @@ def logit_gradient(
 
     Args:
         dlosses: (rows,), of the dtype of sums.
-        targets: As in the forward pass; the others as it returned them.
-        logits: Likewise.
-        shifts: Likewise.
-        inverses: Likewise.
+        targets: (rows,) integers, the targets of the forward pass.
+        logits: The logits that the forward pass returned.
+        shifts: The shifts that the forward pass returned.
+        inverses: The inverse sums that the forward pass returned.
         in_place: Write it where the logits are, which nobody needs any more.
     """
     rows, n = logits.shape

@@ -27,7 +27,7 @@ _adam = make_adam(device_function)
 
 @cache
 def gelu_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the GELU kernel for one dtype, of 16 bits too."""
+    """Return the GELU kernel for one dtype, including 16-bit ones."""
     own, (stored, widen, narrow, _) = acc_dtype(dtype), form(dtype)
     constants = tuple(own.type(number) for number in GELU_CONSTANTS)
     value = make_gelu(device_function, EXP2[own]).value
@@ -55,7 +55,7 @@ def gelu_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 @cache
 def gelu_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel of GELU's gradient for one dtype, of 16 bits too."""
+    """Return the kernel of GELU's gradient for one dtype, including 16-bit ones."""
     own, (stored, widen, narrow, _) = acc_dtype(dtype), form(dtype)
     constants = tuple(own.type(number) for number in GELU_CONSTANTS)
     gradient = make_gelu(device_function, EXP2[own]).gradient
@@ -83,7 +83,7 @@ def gelu_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 @cache
 def embedding_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the lookup kernel for one dtype, of 16 bits too: it only moves them."""
+    """Return the lookup kernel for one dtype, including 16-bit ones, which it only copies."""
 
     def embedding(table, ids, out):
         """Look up rows of a table.
@@ -108,7 +108,7 @@ def embedding_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 @cache
 def embedding_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel of the gradient of a lookup for one dtype, of 16 bits too."""
+    """Return the kernel of the gradient of a lookup for one dtype, including 16-bit ones."""
     zero, (stored, widen, narrow, _) = acc_dtype(dtype).type(0), form(dtype)
 
     def embedding_backward(dout, uses, dtable):
@@ -140,7 +140,7 @@ def embedding_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
 
 @cache
 def dropout_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the dropout kernel for one dtype, of 16 bits too."""
+    """Return the dropout kernel for one dtype, including 16-bit ones."""
     own, (stored, widen, narrow, _) = acc_dtype(dtype), form(dtype)
     real, zero = scalar_type(own), own.type(0)
 

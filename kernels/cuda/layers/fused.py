@@ -70,7 +70,7 @@ def _launch_rows(kernel: Any, block: RowBlock, rows: Any, *args: Any) -> None:
 
 
 def place_ids(ids: Any) -> Any:
-    """Return whole numbers as the functions below take them: flat, int64, on the device.
+    """Return integers as a flat int64 array on the device.
 
     What is on the device stays there; ids from the host are copied, those that nobody can write to once.
     """
@@ -139,7 +139,7 @@ def gelu_backward(dout: Any, x: Any) -> Any:
 
 
 def gelu_backward_into(dout: Any, x: Any, dx: Any) -> None:
-    """Fill dx with the gradient of GELU's input; all of one dtype, of 16 bits too."""
+    """Fill dx with the gradient of GELU's input; all arrays have one dtype, including 16-bit ones."""
     flat = [as_bits(_flat(array)) for array in (dout, x, dx)]
     _launch_elements(elementwise.gelu_backward_kernel(x.dtype), flat[0].shape[0], *flat)
 
@@ -162,7 +162,7 @@ def cross_entropy(logits: Any, targets: Any) -> tuple[Any, ...]:
 
 
 def cross_entropy_backward(dlosses: Any, targets: Any, *kept: Any, in_place: bool = False) -> Any:
-    """Return the gradient of the logits, written over them if they are needed no more."""
+    """Return the gradient of the logits, overwriting them if they are no longer needed."""
     return logit_gradient(dlosses, place_ids(targets), *kept, in_place=in_place)
 
 
@@ -187,7 +187,7 @@ def embedding(table: Any, ids: Any) -> Any:
 
 
 def embedding_backward(dout: Any, ids: Any, num_rows: int) -> Any:
-    """Add up the gradients of the rows that were looked up; equal from run to run.
+    """Add up the gradients of the looked-up rows, deterministically.
 
     Args:
         dout: (…, dim).
@@ -219,13 +219,13 @@ def _uses(ids: np.ndarray[Any, Any], num_rows: int) -> np.ndarray[Any, Any]:
 
 
 def dropout(x: Any, seed: int, rate: float, scale: float) -> Any:
-    """Set elements to 0 at random and multiply the others; with the same seed the gradient too.
+    """Apply dropout with a seed; the same seed applies it to the gradient.
 
     Args:
         x: Any shape.
-        seed: Of the noise, from 0 to 2⁶³ - 1; element i depends on the seed and on i alone.
+        seed: Seed of the noise, from 0 to 2⁶³ - 1; element i depends on the seed and on i alone.
         rate: Probability of 0.
-        scale: Of what is kept.
+        scale: Factor of the other elements.
 
     Returns:
         Of x's shape.
@@ -266,16 +266,16 @@ def adam_step(
     """Return the next value of a parameter; update its two moments in place.
 
     Args:
-        value: Any shape; grad, m and v have the same.
-        grad: Likewise.
+        value: The parameter, of any shape.
+        grad: Its gradient, of the same shape.
         m: Running mean of the gradient.
         v: Running mean of its square.
-        lr: See ``pointwise.adam_constants``; likewise the others.
-        beta1: Likewise.
-        beta2: Likewise.
-        eps: Likewise.
-        step: Likewise.
-        weight_decay: Likewise.
+        lr: Learning rate.
+        beta1: Decay of m.
+        beta2: Decay of v.
+        eps: Added to the root of v.
+        step: Number of the step, from 1.
+        weight_decay: Decoupled weight decay, as in AdamW.
     """
     out, flat = _empty_like(value), _flat(value)
     constants = adam_constants(lr, beta1, beta2, eps, step, weight_decay)

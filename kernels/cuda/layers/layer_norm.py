@@ -1,4 +1,4 @@
-"""Layer norm on CUDA arrays, alone or of residual + dropout(x): which kernels, on how many blocks."""
+"""Layer norm on CUDA arrays, alone or of residual + dropout(x): the launches."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Noise(NamedTuple):
     """The dropout of x before it is added to the residual; the same in both passes.
 
     Attributes:
-        seed: Of the random words, from 0 to 2⁶³ - 1; element i of x depends on the seed and on i alone.
+        seed: Seed of the random words, from 0 to 2⁶³ - 1; element i depends only on the seed and i.
         rate: Probability of 0.
-        scale: Of what is kept.
+        scale: Factor of the other elements.
     """
 
     seed: int = 0
@@ -44,17 +44,17 @@ class Noise(NamedTuple):
     scale: float = 1.0
 
     def numbers(self, sums: np.dtype[Any]) -> tuple[int, int, Any]:
-        """Return the seed, the threshold and the scale as kernels take them."""
+        """Return the seed, the threshold and the scale as arguments of the kernels."""
         return self.seed, drop_threshold(self.rate), sums.type(self.scale)
 
 
 def _flat(array: Any) -> Any:
-    """View a contiguous array as kernels take it: flat, 16 bits as uint16."""
+    """View a contiguous array as flat, with 16 bits as uint16."""
     return as_bits(reshaped(array, (array.size,)))
 
 
 def _form(x: Any, gamma: Any, arrays: tuple[Any, ...], adds: bool, drops: bool) -> NormForm:
-    """Return what the kernels for some contiguous arrays are compiled for."""
+    """Return the parameters of the kernels for some contiguous arrays."""
     n = tuple(x.shape)[-1]
     vectors = n % EIGHT == 0 and all(device_pointer(a) % ALIGNMENT == 0 for a in arrays)
     return NormForm(row_tile(n, vectors), x.dtype, gamma.dtype, adds, drops)
@@ -84,11 +84,11 @@ def residual_layer_norm(
 
     Args:
         x: (…, n), of 16, 32 or 64 bits, contiguous.
-        residual: Likewise.
+        residual: (…, n), of the dtype of x, contiguous.
         gamma: (n,), of x's dtype or of that of its sums.
         beta: (n,), of gamma's.
         eps: Added to the variance.
-        noise: Of the dropout.
+        noise: The dropout of x.
 
     Returns:
         The sum (…, n), and what :func:`layer_norm` makes of it.
@@ -123,13 +123,13 @@ def _forward(
 
 
 class NormGradients(NamedTuple):
-    """What the backward pass returns.
+    """The result of the backward pass.
 
     Attributes:
-        dx: Of x.
-        dresidual: Of the residual; None without one.
+        dx: Gradient of x.
+        dresidual: Gradient of the residual; None without one.
         dgamma: (n,), of gamma's dtype.
-        dbeta: Likewise.
+        dbeta: (n,), of beta's dtype.
     """
 
     dx: Any
@@ -141,7 +141,7 @@ class NormGradients(NamedTuple):
 def layer_norm_backward(
     dout: Any, x: Any, gamma: Any, mean: Any, rstd: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of x, gamma and beta; mean and rstd as :func:`layer_norm` gave them."""
+    """Return the gradients of x, gamma and beta, given the mean and rstd of :func:`layer_norm`."""
     found = _backward(dout, None, x, gamma, mean, rstd, Noise())
     return found.dx, found.dgamma, found.dbeta
 
@@ -149,16 +149,16 @@ def layer_norm_backward(
 def residual_layer_norm_backward(
     dout: Any, dhidden: Any, hidden: Any, gamma: Any, mean: Any, rstd: Any, noise: Noise
 ) -> NormGradients:
-    """Return the gradients of what :func:`residual_layer_norm` takes.
+    """Return the gradients of the inputs of :func:`residual_layer_norm`.
 
     Args:
         dout: Gradient of the normalised sum, (…, n), of hidden's dtype, contiguous.
-        dhidden: Gradient of the sum itself, likewise.
+        dhidden: Gradient of the sum itself, of the same shape and dtype.
         hidden: The sum.
-        gamma: As in the forward pass.
-        mean: As the forward pass returned it.
-        rstd: Likewise.
-        noise: As in the forward pass.
+        gamma: (n,), the weights of the forward pass.
+        mean: The mean of each row that the forward pass returned.
+        rstd: The reciprocal standard deviation of each row that the forward pass returned.
+        noise: The dropout of the forward pass.
     """
     return _by_noise(_backward, noise)(dout, dhidden, hidden, gamma, mean, rstd, noise)
 

@@ -27,14 +27,14 @@ SUM_COLS, SUM_LANES = (4, 2) if IS_SIMULATOR else (32, 16)
 
 
 class NormForm(NamedTuple):
-    """What the kernels of layer norm are compiled for.
+    """The parameters of the kernels of layer norm.
 
     Attributes:
         tile: How a row lies in registers.
-        dtype: Of the rows.
-        weights: Of gamma and beta.
-        adds: What is normalised is residual + x, and is written too.
-        drops: x goes through dropout first.
+        dtype: Dtype of the rows.
+        weights: Dtype of gamma and beta.
+        adds: Whether the input is residual + x, which is written too.
+        drops: Whether dropout is applied to x first.
     """
 
     tile: RowTile

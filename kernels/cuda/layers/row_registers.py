@@ -1,4 +1,4 @@
-"""A row in registers: how the threads that share a row hold it, load it, store it and drop from it.
+"""A row in registers: its distribution among threads, loads, stores and dropout.
 
 What reads a row several times reads memory once.  A row too long for registers lies in the threads' local
 memory, which the cache holds.
@@ -28,11 +28,11 @@ _element_words = PHILOX.element_words
 
 
 class RowTile(NamedTuple):
-    """How a row lies in the registers of its threads, in pieces of eight elements.
+    """The distribution of a row over the registers of its threads, in pieces of eight elements.
 
     Attributes:
         block: Threads that share a row, and rows of a block.
-        pieces: Of a thread.
+        pieces: Pieces per thread.
         vectors: A piece is eight neighbours, moved by vectors of 128 bits; else it is elements that lie a
             row of threads apart.
     """
@@ -51,7 +51,7 @@ def row_tile(length: int, vectors: bool) -> RowTile:
     """Return the tile for rows of one length; sums depend on it alone.
 
     Args:
-        length: Of a row.
+        length: Length of a row.
         vectors: Rows begin at multiples of 16 bytes and are whole pieces.
     """
     if IS_SIMULATOR:
@@ -88,7 +88,7 @@ class RowAccess(NamedTuple):
 
 @cache
 def make_row_access(tile: RowTile, dtype: np.dtype[Any]) -> RowAccess:
-    """Return the functions for a tile and the dtype of an array, of 16 bits too."""
+    """Return the functions for a tile and the dtype of an array, including 16-bit ones."""
     threads, pieces, count = tile.block.threads, tile.pieces, tile.elements
     zero, (_, widen, narrow, _) = acc_dtype(dtype).type(0), form(dtype)
     read_eight, write_eight = make_read_eight(dtype), make_write_eight(dtype, narrow)

@@ -24,7 +24,7 @@ from kernels.runtime.targets import IS_SIMULATOR, cuda
 
 #: Threads of a multiprocessor that the kernels leave registers for.
 RESIDENT_THREADS = 1024
-#: What a thread asks for at a time.
+#: Number of bytes that a thread loads at a time.
 AHEAD_BYTES = 64
 
 
@@ -32,7 +32,7 @@ class LadderBlock(NamedTuple):
     """The shape of a block, which has one row.
 
     Attributes:
-        threads: That share the row.
+        threads: Threads that share the row.
         ahead: Vectors of four elements that a thread asks for before it looks at the first of them: so
             many bytes are on their way that the memory, and not its latency, sets the time.
     """
@@ -50,7 +50,7 @@ def ladder_block(length: int, itemsize: int) -> LadderBlock:
     """Return the block for rows of one length: the fewest threads that read it in one round.
 
     Args:
-        length: Of a row.
+        length: Length of a row.
         itemsize: Bytes of an element.
     """
     if IS_SIMULATOR:
@@ -62,7 +62,7 @@ def ladder_block(length: int, itemsize: int) -> LadderBlock:
 
 
 class _Passes(NamedTuple):
-    """The passes over a row, as a kernel calls them; see :func:`_make_passes`."""
+    """The passes over a row; see :func:`_make_passes`."""
 
     maximum: Any
     plain_sum: Any
@@ -78,7 +78,7 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
     Args:
         block: Its shape.
         whole: Whether rows are made of whole, aligned vectors: one load or store of 128 bits each.
-        dtype: Of x.
+        dtype: Dtype of x.
     """
     exp2, (row_max, row_sum) = EXP2[dtype], make_row_folds(RowBlock(block.threads, 1))
     real, zero, minus_inf = scalar_type(dtype), dtype.type(0), dtype.type(-math.inf)
@@ -102,7 +102,7 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
 
     @device_function
     def read(x, row, first, values):
-        """Read what the thread folds next."""
+        """Read the elements that the thread folds next."""
         for u in range(ahead):
             i = first + u * step
             w = p = y = z = minus_inf
@@ -133,7 +133,7 @@ def _make_passes(block: LadderBlock, whole: bool, dtype: np.dtype[Any]) -> _Pass
 
     @device_function
     def online_sum(x, row, thread, values, partial):
-        """Return the shift that the largest element asks for, and the sum of e^(x - shift)."""
+        """Return the shift for the largest element, and the sum of e^(x - shift)."""
         # m = -inf, d = 0
         largest, total = minus_inf, zero
         for first in range(thread * VECTOR, x.shape[1], stride):
@@ -183,7 +183,7 @@ def ladder_kernel(step: str, block: LadderBlock, whole: bool, dtype: np.dtype[An
         step: One of :data:`kernels.reference.softmax_ladder.READS`.
         block: Its shape.
         whole: Whether rows are made of whole, aligned vectors.
-        dtype: Of x and out.
+        dtype: Dtype of x and out.
     """
     real, count, zero = scalar_type(dtype), block.ahead * VECTOR, dtype.type(0)
     slots = RowBlock(block.threads, 1).slots

@@ -1,4 +1,4 @@
-"""One launch for a list of tensors, wherever they lie: a table of addresses, and who works on which part.
+"""One launch for a list of tensors: a table of addresses, and the division of work among blocks.
 
 A training step moves hundreds of small tensors; a launch for each takes longer than the work.
 """
@@ -79,7 +79,7 @@ def make_access(dtype: np.dtype[Any]) -> Access:
 
 
 class TensorList(NamedTuple):
-    """Tensors as kernels take them.
+    """A list of tensors as arguments of a kernel.
 
     Attributes:
         table: (tensors, columns + 1) int64 on the device: of each tensor the address of its array, or a
@@ -92,12 +92,12 @@ class TensorList(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Blocks that a launch takes."""
+        """Number of blocks of a launch."""
         return int(self.work.shape[0])
 
 
 def _entry(entry: Any) -> int:
-    """Return where an array begins; a number as it is."""
+    """Return the address of an array; a number unchanged."""
     if isinstance(entry, int):
         return entry
     return entry._ary.ctypes.data if IS_SIMULATOR else device_pointer(entry)
@@ -106,7 +106,7 @@ def _entry(entry: Any) -> int:
 def tensor_list(columns: Sequence[Sequence[Any]], sizes: Sequence[int]) -> TensorList:
     """Return the list for contiguous arrays on the device.
 
-    A training step finds its list here again: memory comes and goes at the same addresses.
+    Lists are cached, because a training step allocates the same addresses again.
 
     Args:
         columns: As many sequences as the kernel knows, of one array, or whole number, for each tensor.

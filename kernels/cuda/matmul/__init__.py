@@ -1,1 +1,1 @@
-"""Matrix products on CUDA cores and tensor cores, their epilogues, and which serves what."""
+"""Matrix products on CUDA cores and tensor cores, their epilogues, and the dispatcher."""

@@ -1,7 +1,7 @@
-"""The matrix product on CUDA cores: tiles in shared memory, and a tile of them in registers a thread.
+"""The matrix product on CUDA cores, with tiles in shared memory and registers.
 
-One kernel serves the tensors' ``@`` and the naive rung of attention.  It reads operands as they lie:
-transposed, broadcast, or in any other layout that strides describe.
+One kernel serves the tensors' ``@`` and the naive rung of attention.  It reads operands of any strides in
+place, such as transposed and broadcast ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.cuda.runtime.launcher import LATER
 from kernels.cuda.runtime.sizes import SIZES, ProductTile
 from kernels.runtime.targets import cuda
 
-#: A block has no more, on any device.
+#: Maximum number of threads per block, on any device.
 MAX_THREADS = 1024
 #: Steps along the depth between two tests for its end; a tile's depth is a multiple.
 UNROLL = 4
@@ -32,7 +32,7 @@ Ints = tuple[int, ...]
 
 
 def shared_elements(tile: ProductTile) -> int:
-    """Return the elements of shared memory that one block takes: two tiles of each operand."""
+    """Return the elements of shared memory of a block: two tiles of each operand."""
     return 2 * tile.depth * (tile.rows + tile.cols + 2 * VECTOR)
 
 
@@ -51,7 +51,7 @@ def _make_copy(lines: int, depth: int, threads: int, dtype: np.dtype[Any]) -> tu
 
     @device_function
     def share(thread, along, line_step, depth_step):
-        """Return the thread's first line and depth, and how far its elements lie apart.
+        """Return the thread's first line and depth, and the distances of its elements.
 
         Neighbouring threads walk along the dimension in which neighbours lie side by side: along the
         depth, and then a thread's elements lie along the lines, or the other way round.
@@ -139,7 +139,7 @@ def product_kernel(tile: ProductTile, dtype: np.dtype[Any], is_guarded: bool = F
 
     Args:
         tile: What a block computes at a time.
-        dtype: Of operands and result.
+        dtype: Dtype of operands and result.
         is_guarded: It does nothing unless a number on the device is the ticket.
     """
     real, zero = scalar_type(dtype), dtype.type(0)
@@ -245,10 +245,10 @@ def pick_tile(matrices: int, rows: int, cols: int, depth: int, itemsize: int) ->
     """Return the largest tile of the table that keeps the device busy, or the smallest one.
 
     Args:
-        matrices: Of the output.
-        rows: Likewise.
-        cols: Likewise.
-        depth: Of the sum; a long one can be divided among blocks.
+        matrices: Matrices of the output.
+        rows: Rows of the output.
+        cols: Columns of the output.
+        depth: Depth of the sum; a long one can be divided among blocks.
         itemsize: Bytes of an element.
     """
     tiles, most_parts = SIZES.product_tiles[itemsize], max(depth // SIZES.product_depth, 1)
@@ -287,7 +287,7 @@ def bind(
 
 
 def _parts(blocks: int, depth: int) -> int:
-    """Return among how many blocks a sum is divided where so many would work."""
+    """Return the number of blocks among which a sum is divided."""
     return min(2 * SIZES.product_blocks // blocks, depth // SIZES.product_depth)
 
 

@@ -1,4 +1,4 @@
-"""Dispatch matrix products: to tensor cores where they are as exact as requested, else to CUDA cores.
+"""Dispatch matrix products to tensor cores if these are accurate enough, otherwise to CUDA cores.
 
 ==================  ====================  ===========================================================
 kernel              device                operands
@@ -58,7 +58,7 @@ _TICKETS = count(1)
 
 
 class Epilogue(NamedTuple):
-    """What is done with a product before it is stored.
+    """The operations on a product before it is stored.
 
     Attributes:
         bias: (cols,), of the result's dtype, or None.
@@ -75,10 +75,10 @@ PLAIN = Epilogue()
 
 
 def kind_of(dtype: np.dtype[Any], precision: str, shape: Ints) -> str | None:
-    """Return what tensor cores multiply operands of a dtype as, or None if CUDA cores shall.
+    """Return the format in which tensor cores multiply operands, or None for CUDA cores.
 
     Args:
-        dtype: Of the operands and of the result.
+        dtype: Dtype of the operands and of the result.
         precision: What numbers of float32 may be rounded to; "float32" for nothing.
         shape: (batch, heads, rows, cols, depth).
 
@@ -122,7 +122,7 @@ def multiply(
         b: Flat.
         b_steps: In batch, heads, depth and columns.
         shape: (batch, heads, rows, cols, depth), the depth not 0.
-        kind: As :func:`kind_of` returns it.
+        kind: A result of :func:`kind_of`.
         epilogue: What is done before a number is stored; columns then are a multiple of eight, and the
             kind is not "split".
     """
@@ -174,7 +174,7 @@ def _multiply_split(out: Any, out_steps: Ints, a: Operand, b: Operand, ticket: i
 
 
 def _multiply_placed(a: Operand, b: Operand, target: Target, form: Form, plane: int = 0) -> None:
-    """Multiply operands that kernels can read where they lie; a long sum in parts."""
+    """Multiply operands that kernels can read in place, dividing a long sum into parts."""
     (batch, heads, rows, depth), cols = a.shape, b.shape[2]
     layout, parts = _layout(
         batch * heads, rows, cols, ceil_div(depth, form.depth), _is_hopper(), form.planes,
@@ -218,15 +218,15 @@ def _is_stored_in_pieces(out: Any, steps: Ints, shape: Ints) -> bool:
 def _layout(
     matrices: int, rows: int, cols: int, steps: int, is_hopper: bool, planes: int, is_whole: bool
 ) -> tuple[ProductLayout | WarpLayout, int]:
-    """Return who works, and into how many parts the depth is divided to keep the device busy.
+    """Return the layout, and the number of parts of the depth that keeps the device busy.
 
     Args:
-        matrices: Of the result.
-        rows: Of each.
-        cols: Likewise.
+        matrices: Matrices of the result.
+        rows: Rows of each.
+        cols: Columns of each matrix.
         steps: Tiles of the depth.
         is_hopper: Warpgroups can multiply.
-        planes: As in ``Form``.
+        planes: Planes per number, see ``Form``.
         is_whole: Sums must not be divided.
     """
     layouts = _HOPPER[planes] if is_hopper else _WARPS

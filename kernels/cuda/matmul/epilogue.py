@@ -1,4 +1,4 @@
-"""What Hopper's product does with a tile of the result while in registers: bias, GELU, rounding, storing.
+"""The epilogue of Hopper's product, on a tile in registers: bias, GELU, rounding, storing.
 
 The accumulators of a warpgroup are 64 rows, 16 of each warp: ``acc[t, e]`` of a lane is of row lane / 4, or
 eight below where e > 1, and of column 8 t + 2 (lane % 4) + e % 2.

@@ -1,4 +1,4 @@
-"""Launch the products on tensor cores: tensor maps of operands as they lie, order of tiles, parts."""
+"""Launch the products on tensor cores."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kernels.cuda.matmul.layout import LINE, PANEL, Form, Order, ProductLayout, 
 from kernels.cuda.matmul.operands import Ints, Operand
 from kernels.cuda.ptx.wgmma import ROWS
 
-#: Rows of the result that blocks work on at a time, about; see ``Order``.
+#: Approximate number of rows of the result in a band; see ``Order``.
 BAND_ROWS = 2048
 #: Rows and columns of a result that are stored at a time.
 _OUT_BOX = (ROWS, PANEL)
 
 
 class Target(NamedTuple):
-    """Where results go: matrices in memory, and what is done to them on the way.
+    """The destination of results: matrices in memory, with bias and the input of GELU.
 
     Attributes:
         array: Flat, on the device.
         steps: In batch, heads, rows and columns, in elements; the last is 1.
         bias: One number for each column, or 0.
         before_gelu: Laid out as ``array``: what GELU is applied to, or 0.
-        parts: Of the depth, whose sums lie one after the other where a head's matrix does.
+        parts: Number of parts of the depth, whose sums are consecutive, in the place of a head's matrix.
     """
 
     array: Any
@@ -45,7 +45,7 @@ def _map_of(array: Any, shape: Ints, steps: Ints, box: Ints, dtype: str) -> Any:
         shape: (batch, heads, lines, elements of a line).
         steps: In elements; the last is 1.
         box: Lines and elements that a copy brings.
-        dtype: Of the map.
+        dtype: Dtype of the map.
     """
     sizes, strides = _as_engine_takes(shape, steps, array.dtype.itemsize)
     return map_of(array, sizes, strides, (1, 1, *box), dtype)
@@ -62,12 +62,12 @@ def _as_engine_takes(shape: Ints, steps: Ints, size: int) -> tuple[Ints, Ints]:
 
 
 class _Plan(NamedTuple):
-    """What a launch takes that follows from shapes alone.
+    """The arguments of a launch that depend only on shapes.
 
     Attributes:
         sizes: rows, cols, steps of the depth, those of a part, parts, heads.
-        order: Of the tiles.
-        steps: Of a result of float32; see ``matmul.epilogue``.
+        order: Order of the tiles.
+        steps: Strides of a result of float32; see ``matmul.epilogue``.
     """
 
     sizes: Ints
@@ -83,12 +83,12 @@ def _plan(
     """Return the plan of a product.
 
     Args:
-        shape: Of the left operand: (batch, heads, rows, depth).
-        cols: Of the right one.
-        depth: Of a tile.
-        layout: Who works.
-        steps: Of the result.
-        parts: Of the depth.
+        shape: Shape of the left operand: (batch, heads, rows, depth).
+        cols: Columns of the right one.
+        depth: Depth of a tile.
+        layout: Layout of the block.
+        steps: Strides of the result.
+        parts: Number of parts of the depth.
         band: Tiles of rows of a band; by BAND_ROWS when None.
     """
     batch, heads, rows, whole_depth = shape
@@ -113,8 +113,8 @@ def multiply_on_hopper(
         a: (batch, heads, rows, depth); of ``planes`` the depth is that of one.
         b: (batch, heads, cols, depth).
         target: Written.
-        form: Of the kernel.
-        layout: Who works.
+        form: Form of the kernel.
+        layout: Layout of the block.
         plane: Elements from plane to plane.
         band: Tiles of rows of a band; by BAND_ROWS when None.
     """

@@ -1,4 +1,4 @@
-"""Products on tensor cores: how a block is staffed, where its tiles lie, in which order work is done."""
+"""Products on tensor cores: the roles of a block's warps, shared memory, and the order of work items."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TERMS = {1: ((0, 0),), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for.
+    """The compile-time parameters of a kernel.
 
     Attributes:
-        dtype: Of the products: "float16", "bfloat16" or "tf32".
-        out: Of the result: the same, or "float32".
+        dtype: Dtype of the products: "float16", "bfloat16" or "tf32".
+        out: Format of the result: the same, or "float32".
         a_turned: Neighbours of a lie side by side along its rows, not along the depth.
         b_turned: Those of b do along its columns.
         planes: Numbers that a number is the sum of, 1 or 3; planes lie one after the other in the depth.
@@ -77,15 +77,15 @@ class ProductLayout(WarpRoles):
 
 @dataclass(frozen=True)
 class WarpLayout:
-    """Who works on a tile of the result, where warps multiply: each its own rows and columns of it.
+    """The warps that share a tile of the result, each with its own rows and columns.
 
     Attributes:
-        rows: Of a tile: ``row_warps`` times a multiple of 16.
-        cols: Likewise: ``col_warps`` times a multiple of 16.
+        rows: Rows of a tile: ``row_warps`` times a multiple of 16.
+        cols: Columns of a tile: ``col_warps`` times a multiple of 16.
         row_warps: Warps one below the other.
         col_warps: Warps side by side.
         stages: Tiles of each operand that shared memory holds at a time.
-        resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
+        resident: Blocks per multiprocessor, which bounds the registers of a thread.
     """
 
     rows: int
@@ -107,7 +107,7 @@ class WarpLayout:
 
 
 def shared_tiles(layout: ProductLayout, form: Form) -> SharedTiles:
-    """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one."""
+    """Return the byte offsets of a block's tiles in shared memory, from its first aligned address."""
     is_half = form.out != "float32"
     return SharedTiles(
         a=layout.stages * form.planes * layout.a_bytes,
@@ -118,21 +118,21 @@ def shared_tiles(layout: ProductLayout, form: Form) -> SharedTiles:
 
 
 def shared_bytes(layout: ProductLayout, form: Form) -> int:
-    """Return the dynamic shared memory of a block, what its alignment takes included."""
+    """Return the dynamic shared memory of a block, including its alignment."""
     return round_up(shared_tiles(layout, form).elements, 16) + ALIGNMENT
 
 
 class Order(NamedTuple):
-    """In which order the tiles of the results are worked on.
+    """The order of the tiles of the results.
 
-    Blocks that work at a time shall have few rows of a and few columns of b between them: the L2 cache then
-    delivers what one of them has read to the others.  So tiles come column by column in bands of rows.
+    Blocks that run at the same time should share few rows of a and few columns of b, so that the L2 cache
+    serves repeated reads.  Tiles are therefore processed column by column in bands of rows.
 
     Attributes:
-        row_tiles: Of a matrix.
-        col_tiles: Likewise.
+        row_tiles: Row tiles of a matrix.
+        col_tiles: Column tiles of a matrix.
         band: Tiles of rows of a band.
-        matrices: Of the result.
+        matrices: Matrices of the result.
     """
 
     row_tiles: int

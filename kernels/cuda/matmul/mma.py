@@ -50,7 +50,7 @@ def make_copy_lines(threads: int, lines: int, width: int) -> Callable[..., None]
 
     Args:
         threads: Who copy, a multiple of width / 16.
-        lines: Of the tile.
+        lines: Lines of the tile.
         width: Bytes of a line, a multiple of 16.
     """
     chunks = width // CHUNK
@@ -78,7 +78,7 @@ def make_load(rows: int, width: int, is_left: bool, is_turned: bool) -> Callable
     ``fragments`` is (rows / 16, 4), tiles of the left operand, or (columns / 8, 2), tiles of the right one.
 
     Args:
-        rows: Of the left operand, or columns of the right one.
+        rows: Rows of the left operand, or columns of the right one.
         width: Bytes of a line of the tile.
         is_left: Which one it is.
         is_turned: Lines run across the depth.
@@ -110,7 +110,7 @@ def product_kernel(layout: WarpLayout, form: Form) -> Kernel:
     """Return the kernel for one layout and one form.
 
     Args:
-        layout: Who works.
+        layout: Layout of the block.
         form: What is multiplied, of one plane, and what is done with the result.
     """
     threads, stages, depth = layout.threads, layout.stages, form.depth

@@ -1,4 +1,4 @@
-"""Operands of a product as tensor cores take them: where they lie, or copied once, rounded or split."""
+"""Operands of products on tensor cores: read in place, or copied once, rounded or split."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class Operand(NamedTuple):
 
     @property
     def is_turned(self) -> bool:
-        """Whether neighbours lie side by side across the depth."""
+        """Whether the contiguous dimension is not the depth."""
         return _stored(self.shape, self.steps)[0]
 
     @property
     def stored(self) -> tuple[Ints, Ints]:
-        """Shape and steps with the dimension last along which neighbours lie side by side.
+        """Shape and steps, with the contiguous dimension last.
 
         What there is one of has a step of 0, whatever it was.
         """
         return _stored(self.shape, self.steps)[1:]
 
     def lies_well(self, kind: str) -> bool:
-        """Tell whether kernels can read it where it lies: pieces of 16 bytes of neighbours, in its dtype.
+        """Tell whether kernels can read it in place: contiguous pieces of 16 bytes, in its dtype.
 
         Args:
             kind: "float16", "bfloat16" or "tf32", which cannot be read across the depth.
@@ -98,7 +98,7 @@ def turned(ints: Ints) -> Ints:
 
 
 def _make_store(kind: str, source: Any) -> Callable[..., None]:
-    """Return ``store(out, at, apart, x, flag, ticket)``, which writes what stands for one number.
+    """Return ``store(out, at, apart, x, flag, ticket)``, which writes the representation of a number.
 
     Where that is three planes, a number that is not finite sets the flag to the ticket.
     """
@@ -243,10 +243,10 @@ def copy(
 
 
 def placed(operand: Operand, kind: str) -> Operand:
-    """Return an operand that kernels can read where it lies: itself, or a copy.
+    """Return an operand that kernels can read in place: itself, or a copy.
 
     Args:
-        operand: Of float32, or of the dtype that ``kind`` names.
+        operand: An operand in float32, or in the dtype that ``kind`` names.
         kind: "float16", "bfloat16" or "tf32".
     """
     if operand.lies_well(kind):
@@ -267,7 +267,7 @@ def split(operand: Operand, tile: int, ticket: int) -> tuple[Operand, int]:
     """Return an operand of float32 as three planes of bfloat16, one after the other in the depth.
 
     Args:
-        operand: Of float32.
+        operand: A float32 operand.
         tile: Depth of a tile, to a multiple of which each plane is filled up with zeros.
         ticket: What :func:`flag` becomes if a number is not finite.
 

@@ -84,7 +84,7 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
     """Return the kernel for one layout and one form.
 
     Args:
-        layout: Of the block.
+        layout: Layout of the block.
         form: What is multiplied, and what is done with the result.
     """
     stages, planes = layout.stages, form.planes

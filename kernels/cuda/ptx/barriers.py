@@ -1,4 +1,4 @@
-"""How warps wait for each other and for copies; one lane of a warp; who has how many registers.
+"""Barriers among warps and with copies, lane election, and register allocation of warpgroups.
 
 An ``mbarrier`` is eight bytes of shared memory.  A phase of it ends when as many threads have
 arrived as it was made for and all bytes announced have come; phases are counted modulo two, and who
@@ -17,17 +17,17 @@ from kernels.cuda.runtime.kernel import device_function
 
 @instruction("mbarrier.init.shared::cta.b64 [$barrier], $count;", barrier=U32, count=U32)
 def mbarrier_init(barrier, count):
-    """Make a barrier for so many arrivals a phase; one thread does."""
+    """Initialize a barrier for a number of arrivals per phase; called by one thread."""
 
 
 @instruction("fence.mbarrier_init.release.cluster;")
 def fence_mbarrier_init():
-    """Let the copy engine see barriers that were made before; cc 9.0."""
+    """Make previously initialized barriers visible to the copy engine; cc 9.0."""
 
 
 @instruction("mbarrier.arrive.shared::cta.b64 _, [$barrier];", barrier=U32)
 def mbarrier_arrive(barrier):
-    """Arrive, without waiting; what this thread read and wrote before stays before; cc 9.0."""
+    """Arrive without waiting; earlier reads and writes of this thread stay ordered before; cc 9.0."""
 
 
 @instruction(
@@ -62,12 +62,12 @@ def mbarrier_wait(barrier, parity):
 
 @instruction("fence.proxy.async.shared::cta;")
 def fence_proxy_async():
-    """Let ``wgmma`` and bulk copies see what this thread wrote to shared memory before; cc 9.0."""
+    """Make this thread's writes to shared memory visible to ``wgmma`` and bulk copies; cc 9.0."""
 
 
 @instruction("bar.sync $barrier, $threads;", barrier=U32, threads=U32)
 def bar_sync(barrier, threads):
-    """Wait at one of a block's 16 named barriers until so many threads, whole warps, have come.
+    """Wait at one of a block's 16 named barriers for a number of threads, in whole warps.
 
     Number 0 is that of ``cuda.syncthreads``.
     """
@@ -90,7 +90,7 @@ def elect_sync():
 
 @cache
 def make_setmaxnreg(action: str, registers: int) -> Any:
-    """Return a function by which a warpgroup gives registers back ("dec") or takes more ("inc"); cc 9.0.
+    """Return a function by which a warpgroup releases ("dec") or acquires ("inc") registers; cc 9.0.
 
     All its warps must call it; it waits until there are as many.  Each role of the threads must be one
     branch of a single if, and the kernel have launch bounds, or the compiler takes no notice.

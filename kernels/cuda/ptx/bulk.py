@@ -1,4 +1,4 @@
-"""Copies that one thread asks the copy engine for: rows of memory, and boxes of a tensor; cc 9.0.
+"""Asynchronous copies of the copy engine, of rows of memory and boxes of a tensor; cc 9.0.
 
 Into shared memory they end at an ``mbarrier``, to which they bring bytes; out of it they end group
 by group, as the thread that asked for them finds out.  A box has as many coordinates as its tensor
@@ -72,7 +72,7 @@ def make_tensor_load(dims: int) -> Any:
     """Return ``load(target, tensor_map, barrier, coordinates)``: a box into shared memory.
 
     Args:
-        dims: Of the tensor, 1 to 5: the length of ``coordinates``, a tuple.
+        dims: Number of dimensions of the tensor, 1 to 5: the length of ``coordinates``, a tuple.
     """
 
     @instruction(
@@ -91,7 +91,7 @@ def make_tensor_store(dims: int, is_added: bool = False) -> Any:
     """Return ``store(tensor_map, coordinates, source)``: a box out of shared memory.
 
     Args:
-        dims: Of the tensor, 1 to 5: the length of ``coordinates``, a tuple.
+        dims: Number of dimensions of the tensor, 1 to 5: the length of ``coordinates``, a tuple.
         is_added: To what is there, each addition atomic, in the dtype of the tensor map.
     """
     what = "cp.reduce.async.bulk" if is_added else "cp.async.bulk"

@@ -159,4 +159,4 @@ def red_add_v4(address, values):
     address=I64, x=F32,
 )  # fmt: skip
 def red_max(address, x):
-    """Put the larger of two float32 that are not negative into global memory, atomically."""
+    """Raise a non-negative float32 in global memory to the maximum of it and x, atomically."""

@@ -280,8 +280,8 @@ def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def refuse(*args: Any) -> Any:
         raise RuntimeError(
-            f"{function.__name__} is an instruction of a GPU, which numba's simulator has not; unset "
-            "NUMBA_ENABLE_CUDASIM, or take a rung without tensor cores"
+            f"{function.__name__} is a GPU instruction that numba's simulator does not have; unset "
+            "NUMBA_ENABLE_CUDASIM, or use a rung without tensor cores"
         )
 
     return refuse

@@ -1,4 +1,4 @@
-"""Float32 to packed pairs of 16 bits and back, float32 to TF32, and functions: one instruction each.
+"""Conversions between float32 and packed 16-bit pairs or TF32, and functions of one instruction.
 
 A pair is 32 bits: the first number in the low half.  Its dtype is a name, "float16" or "bfloat16":
 kernels keep 16-bit tensors as words, so that nothing of numba's own types for them has to be

@@ -1,4 +1,4 @@
-"""Philox4x32-7 as one block of instructions: many draws overlap, and none takes long to compile.
+"""Philox4x32-7 as one block of PTX, so that many draws overlap and compile fast.
 
 Written in Python its rounds are inlined one by one wherever they are drawn; the compiler takes minutes for
 the dozens of draws that keep a multiprocessor busy, and leaves loops of one draw in which each round waits
@@ -59,7 +59,7 @@ class Draw(NamedTuple):
         block: Added to the number of the column block.
         first: (word, shift) of the bits of columns 0 to 3: a result, and how far each bit is below the
             highest of its byte; bits of a column are those of a byte.
-        last: Likewise, of columns 4 to 7.
+        last: (word, shift) of the bits of columns 4 to 7, in the same way.
     """
 
     row: int
@@ -70,7 +70,7 @@ class Draw(NamedTuple):
 
 @cache
 def make_draw(draws: tuple[Draw, ...]) -> Any:
-    """Return ``draw(threshold, seed_low, seed_high, block, row, flat)``: bits of what attention keeps.
+    """Return ``draw(threshold, seed_low, seed_high, block, row, flat)``: the dropout bits of attention.
 
     It returns two words.  Byte c of what a draw's ``first`` names has the bit of column c of its block, and
     that of ``last`` the bit of column 4 + c: 1 if attention keeps it; see ``philox.keep``.

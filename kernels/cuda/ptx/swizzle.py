@@ -1,4 +1,4 @@
-"""Where the elements of a tile lie in shared memory, so that no eight of its rows meet in one bank.
+"""Swizzled layouts of tiles in shared memory, which avoid bank conflicts among eight rows.
 
 Shared memory delivers 128 bytes at a time, from 32 banks: eight pieces of 16 bytes whose addresses
 differ modulo 128.  ``ldmatrix`` reads eight rows of one 16-byte column; where rows are a multiple

@@ -1,4 +1,4 @@
-"""The host's half of tensor copies: 128 bytes that tell the copy engine what a tensor looks like."""
+"""Tensor maps: 128-byte descriptions of tensors for the copy engine, encoded on the host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def check_tensor_map(
         ValueError: It names what does not fit.
     """
     if dtype not in _DTYPES:
-        raise ValueError(f"a tensor map is of {', '.join(_DTYPES)}, got {dtype!r}")
+        raise ValueError(
+            f"the dtype of a tensor map must be one of {', '.join(_DTYPES)}, got {dtype!r}"
+        )
     if not 1 <= len(shape) <= 5 or not len(shape) == len(strides) == len(box):
         raise ValueError(
             "a tensor map has 1 to 5 dimensions, with a stride and a box for each; got "
@@ -68,7 +70,7 @@ def encode_tensor_map(
     On the device it must lie at a multiple of 64 bytes.
 
     Args:
-        address: Of the first element.
+        address: Address of the first element.
         shape: One to five dimensions, the fastest last, as NumPy's.
         strides: In bytes.
         box: Places along each dimension that a copy moves.

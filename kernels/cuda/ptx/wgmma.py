@@ -62,13 +62,13 @@ def descriptor_layout(swizzle: int, leading: int, stride: int) -> int:
 
 @device_function
 def descriptor(layout, address):
-    """Return the descriptor of what begins at a shared address; ``+ (bytes >> 4)`` moves it."""
+    """Return the descriptor of an operand at a shared address; ``+ (bytes >> 4)`` moves it."""
     return int64(uint64(layout) | uint64((address & 0x3FFFF) >> 4))
 
 
 @instruction("wgmma.fence.sync.aligned;")
 def wgmma_fence():
-    """Hand the accumulators, and A in registers, to the tensor cores."""
+    """Make the accumulators, and A in registers, available to the tensor cores."""
 
 
 @instruction("wgmma.commit_group.sync.aligned;")
@@ -106,8 +106,8 @@ def make_wgmma(
     own 16 rows; ``b`` a descriptor.
 
     Args:
-        cols: Of B, 8 to 256, a multiple of eight.
-        dtype: Of A and B: "float16", "bfloat16" or "tf32".
+        cols: Columns of B, 8 to 256, a multiple of eight.
+        dtype: Dtype of A and B: "float16", "bfloat16" or "tf32".
         a_in_registers: A is a fragment.
         a_transposed: The lines of A run along its rows; 16-bit dtypes only.
         b_transposed: The lines of B run along its columns; 16-bit dtypes only.

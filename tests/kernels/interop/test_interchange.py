@@ -230,8 +230,8 @@ def test_what_cannot_be_taken_is_named() -> None:
     for call, error, words in (
         (lambda: mt.from_dlpack([1.0]), TypeError, r"got list; use minitorch\.tensor"),
         (lambda: mt.from_dlpack(Foreign(np.ones(2, complex))), TypeError, "complex128"),
-        (lambda: mt.from_dlpack(Unreachable(np.ones(2))), TypeError, "kind 8, which neither"),
-        (lambda: dlpack.Imported(np.ones(2, complex).__dlpack__()), TypeError, "kind 5 with 128"),
+        (lambda: mt.from_dlpack(Unreachable(np.ones(2))), TypeError, "type 8, which neither"),
+        (lambda: dlpack.Imported(np.ones(2, complex).__dlpack__()), TypeError, "type 5 with 128"),
         (lambda: mt.from_numpy(OnDevice()), TypeError, r"use minitorch\.from_dlpack"),
         (lambda: dlpack.Imported(None), (TypeError, ValueError), "PyCapsule"),
     ):

@@ -540,7 +540,7 @@ NOISE = np.eye(32, dtype=bool)[None]
         (lambda: BlockMask.local_global(64, 64, 2, global_tokens=-1), ValueError, "global_tokens.*-1"),
         (lambda: BlockMask.local_global(64, 64, 2, global_tokens=[0.5]), TypeError, "whole numbers"),  # type: ignore[list-item]
         (lambda: BlockMask.strided(64, 64, 0), ValueError, "stride must be 1 or more"),
-        (lambda: BlockMask.bigbird(64, 64, window=2), ValueError, "odd.*got 2; take 3"),
+        (lambda: BlockMask.bigbird(64, 64, window=2), ValueError, "odd.*got 2; use 3"),
         (lambda: BlockMask.bigbird(64, 64, heads=0), ValueError, "heads must be 1"),
         (lambda: BlockMask.bigbird(64, 64, seed=-1), ValueError, "seed must be 0"),
         (lambda: BlockMask.bigbird(64, 64, random_blocks=-1), ValueError, "random_blocks"),

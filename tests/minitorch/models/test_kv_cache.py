@@ -208,7 +208,7 @@ WRONG = {
         ValueError, "causal=True",
     ),
     "sizes": (lambda: MODEL.make_cache(batch=0), ValueError, "batch of a cache must be 1 or more"),
-    "rewind": (lambda: filled(2).truncate(3), ValueError, "holds 2 positions and cannot keep 3"),
+    "rewind": (lambda: filled(2).truncate(3), ValueError, "cannot truncate a cache of 2 positions to 3"),
     "dropout": (
         lambda: TransformerLayer(4, 2, attention_dropout=1.0), ValueError, r"attention_dropout must be in",
     ),

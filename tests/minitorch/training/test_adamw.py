@@ -161,7 +161,7 @@ def test_another_value_in_the_box_is_what_moves() -> None:
 
 
 def test_a_norm_that_no_gradient_could_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_norm is a number above 0, got 0"):
+    with pytest.raises(ValueError, match="max_norm must be a number above 0, got 0"):
         AdamW([], max_norm=0.0)
 
 

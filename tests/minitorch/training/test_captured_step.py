@@ -109,7 +109,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     _keeps: "an earlier call of the function left behind",
     _grows: "launched 4 and 5 kernels",
     _lends: "shares memory of the device with another library",
-    _returns_a_number: "returns tensors on the device, got float",
+    _returns_a_number: "return tensors on the device, got float",
     _moves: "moves its parameters by SGD to new memory",
     _moves_on_the_host: "moves its parameters by SGD to new memory",
 }
@@ -138,7 +138,7 @@ def test_inputs_of_other_shapes_or_kinds_are_refused(device: FakeDriver) -> None
             step(wrong)
     with pytest.raises(ValueError, match="same shapes and dtypes in each call"):
         step(np.zeros((2, 3)), np.zeros(1))
-    with pytest.raises(TypeError, match="NumPy arrays and tensors, got int"):
+    with pytest.raises(TypeError, match="NumPy arrays or tensors, got int"):
         step(3)
     w.requires_grad_(True)
     with pytest.raises(ValueError, match="requires a gradient"):

@@ -114,7 +114,7 @@ def test_a_wrong_call_says_what_was_expected(module: Any) -> None:
     with pytest.raises(ValueError, match=r"one of \['naive', 'safe', 'online'\], got 'lazy'"):
         module.softmax("lazy", x, x)
     for out in (np.zeros((3, 2), np.float32), np.zeros((2, 3))):
-        with pytest.raises(ValueError, match=r"must be \(rows, length\) and alike, got"):
+        with pytest.raises(ValueError, match=r"the same shape \(rows, length\) and dtype, got"):
             module.softmax("safe", x, out)
     with pytest.raises(TypeError, match="float32 or float64, got int64"):
         module.softmax("safe", *[np.zeros((2, 3), np.int64)] * 2)

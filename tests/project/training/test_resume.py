@@ -84,12 +84,13 @@ def test_a_run_goes_on_with_its_own_options_only(
         line = refused(capsys, "--resume", unbroken, *options.split())
         assert all(word in line for word in words.split()), line
     line = refused(capsys, "--resume", "--out", tmp_path / "empty")
-    assert "empty/checkpoints: holds no checkpoint" in line
+    assert "empty/checkpoints: the folder holds no checkpoint" in line
     line = refused(capsys, "--resume", unbroken / "model.safetensors")
     assert "not the state of its training" in line
     last.write_bytes(last.read_bytes()[:-1])
     line = refused(capsys, "--resume", "--out", unbroken)
-    assert f"{last}: not a readable" in line and "whole: " in line and "step-00000008" in line
+    assert f"{last}: the checkpoint cannot be read" in line
+    assert "is intact: " in line and "step-00000008" in line
     # What does not decide what is learnt may be another; results go where the user says.
     train_gpt.main(["--resume", str(last.with_name("step-00000008.safetensors")), "--lr", "0.005",
                     "--sample", "1", "--keep", "1", "--out", str(tmp_path / "new")])  # fmt: skip

@@ -95,7 +95,7 @@ def test_a_checkpoint_writes_again(trained: tuple[Path, str]) -> None:
 def test_a_truncated_checkpoint_is_one_line(trained: tuple[Path, str], tmp_path: Path) -> None:
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes((trained[0] / "model.safetensors").read_bytes()[:-100])
-    fails_in_one_line(run("train_gpt.py", "--load", broken), "broken.safetensors", "not a readable")
+    fails_in_one_line(run("train_gpt.py", "--load", broken), "broken.safetensors", "cannot be read")
 
 
 def test_missing_files_and_wrong_text_are_one_line(tmp_path: Path) -> None:

@@ -43,12 +43,12 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; takes memory for delta.
+    """Fill dq, dk and dv; allocates delta.
 
     Args:
         problem: The checked call.
         tile: (block_q, block_k), multiples of four.
-        operands: As kernels take them, on the device; dq, dk and dv are written.
+        operands: The operands, on the device; dq, dk and dv are written.
     """
     q, k, v, dout, lse = operands.q, operands.k, operands.v, operands.dout, operands.lse
     dq, dk, dv, delta = operands.dq, operands.dk, operands.dv, delta_of(problem, operands)

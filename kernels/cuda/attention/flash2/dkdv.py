@@ -40,7 +40,7 @@ from kernels.scores.program import PLAIN, Features
 
 
 def dkdv_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
-    """Return where the tiles of the dk and dv kernel lie; P, dS and its transpose share a place."""
+    """Return the offsets of the tiles of the dk and dv kernel; P, dS and its transpose share a place."""
     block_q, block_k = layout.block_q, layout.block_k
     return SharedTiles(
         k=block_k * layout.row_stride(head_width),
@@ -55,7 +55,7 @@ def dkdv_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> Sha
 
 @device_function
 def add_atomically(target, index, value):
-    """Add to an element that other blocks add to: the ``put`` of a tile of dq."""
+    """Add atomically to an element of dq: the ``put`` of a shared tile."""
     cuda.atomic.add(target, index, value)
 
 
@@ -106,7 +106,7 @@ def dkdv_kernel(
     unscaled = one if features.bends else dtype.type(LN_2)
 
     def flash2_dkdv(dout, q, k, v, lse, delta, dq, dk, dv, scale, extras):
-        """Fill one key tile of dk and dv; with atomics, add what it gives to dq, which holds zeros before.
+        """Fill one key tile of dk and dv; with atomics, add its part of dq, which is zero before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq
         Source: FlashAttention-2, Algorithm 2, lines 5-18; without atomics all but line 15;

@@ -37,7 +37,7 @@ from kernels.scores.program import PLAIN, Features
 
 
 def dq_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
-    """Return where the tiles of the dq kernel lie."""
+    """Return the offsets of the tiles of the dq kernel."""
     return SharedTiles(
         q=layout.block_q * layout.row_stride(head_width),
         dout=layout.block_q * layout.row_stride(value_width),
@@ -89,7 +89,7 @@ def dq_kernel(
     vectors: bool,
     features: Features = PLAIN,
 ) -> Kernel:
-    """Return the kernel that fills dq; arguments as for ``flash2.forward_kernel``."""
+    """Return the kernel that fills dq; its arguments are those of ``flash2.forward_kernel``."""
     real = scalar_type(dtype)
     block_q, block_k = layout.block_q, layout.block_k
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads

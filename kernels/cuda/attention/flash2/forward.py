@@ -84,7 +84,7 @@ def make_row_reductions(lanes: int) -> tuple[Any, Any]:
 
 
 def forward_tiles(layout: RegisterLayout, head_width: int, value_width: int) -> SharedTiles:
-    """Return where the tiles of the forward kernel lie."""
+    """Return the offsets of the tiles of the forward kernel."""
     return SharedTiles(
         q=layout.block_q * layout.row_stride(head_width),
         k=layout.block_k * layout.row_stride(head_width),
@@ -179,7 +179,7 @@ def forward_kernel(
         layout: Tiles and threads.
         head_width: head_dim, or more.
         value_width: value_dim, or more.
-        dtype: Of all of them.
+        dtype: Dtype of all of them.
         vectors: q, k and v are aligned for 128-bit loads.
         features: Options of the call.
         is_split: The keys are divided among the third dimension of the grid; out and lse then have a
@@ -301,12 +301,12 @@ def tile(problem: Problem) -> tuple[int, int]:
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse; takes memory for the parts where the keys are divided among blocks.
+    """Fill out and lse; allocates the parts if the keys are divided among blocks.
 
     Args:
         problem: The checked call.
         tile: (block_q, block_k), multiples of four.
-        operands: As kernels take them, on the device; out and lse are written.
+        operands: The operands, on the device; out and lse are written.
     """
     layout, features = forward_layout(problem, tile), problem.features
     q, k, v, out, lse = operands.q, operands.k, operands.v, operands.out, operands.lse

@@ -1,4 +1,4 @@
-"""The gradient of a floating mask: a block sums what its part was added to, in a fixed order."""
+"""The gradient of a floating mask, summed over its broadcast dimensions in a fixed order."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def _make_store_sums(
 ) -> Callable[..., None]:
     """Return ``store_sums(thread, shared, dmask, b, h, seq_q, seq_k, first)``.
 
-    An element that all rows of the tile share is the sum over them, and likewise over columns.
+    An element that is shared by all rows, or all columns, of the tile is the sum over them.
 
     Args:
-        layout: Of the block.
-        dtype: Of the sums.
+        layout: Layout of the block.
+        dtype: Dtype of the sums.
         ds_tile: Offset in shared memory of the tile (block_q, block_k) whose first place is ``first``.
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
@@ -77,7 +77,7 @@ def _make_store_sums(
 
 @device_function
 def own_range(is_own, place, count):
-    """Return from which to which a block sums: its own place alone, or all that there are."""
+    """Return the range over which a block sums: its own index, or all if broadcast."""
     return (place if is_own else 0), (place + 1 if is_own else count)
 
 
@@ -90,7 +90,7 @@ def dmask_kernel(
     vectors: bool,
     features: Features,
 ) -> Kernel:
-    """Return the kernel that fills dmask; arguments as for ``flash2.forward_kernel``."""
+    """Return the kernel that fills dmask; its arguments are those of ``flash2.forward_kernel``."""
     real, block_q, block_k = scalar_type(dtype), layout.block_q, layout.block_k
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_rows, own_cols = block_q // rows_of_threads, block_k // lanes
@@ -196,11 +196,11 @@ def dmask_kernel(
 
 
 def mask_gradient(problem: Problem, operands: Operands, dmask: Any) -> None:
-    """Fill the gradient of a floating mask; takes memory for delta.
+    """Fill the gradient of a floating mask; allocates delta.
 
     Args:
         problem: The checked call.
-        operands: As for the backward pass.
+        operands: The operands of the backward pass.
         dmask: (mask batches, heads or 1, seq_q or 1, seq_k or 1), written.
     """
     layout, features = pick_layout("dq", problem, None), problem.features

@@ -1,4 +1,4 @@
-"""Scores and their gradients in the registers of a thread: the steps of flash2 between its products.
+"""Scores and their gradients in the registers of a thread, between the products of flash2.
 
 A thread has the elements ty, ty + rows_of_threads, … of one side of a tile and tx, tx + lanes, … of the
 other.  ``tile`` is the ``TilePlace`` of the tile's first element.
@@ -52,16 +52,16 @@ def make_gradients_by_rows(
     tile_bits: TileBits,
     of_bias: bool = False,
 ) -> Callable[..., None]:
-    """Return the function that makes dS, in place of dP, of the products in ``s`` and ``dp``.
+    """Return the function that computes dS, in place of dP, of the products in ``s`` and ``dp``.
 
     ``to_gradients(tx, ty, s, dp, shift, delta, whole, bits, tile, extras)``: ``shift`` and ``delta`` are L,
     base 2, and D of the thread's rows.
 
     Args:
-        layout: Of the block.
-        features: Of the kernel.
-        dtype: Of its operands.
-        tile_bits: Of the kernel.
+        layout: Layout of the block.
+        features: Options of the kernel.
+        dtype: Dtype of its operands.
+        tile_bits: The tile bits of the kernel.
         of_bias: See ``make_tile_scores``.
     """
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
@@ -94,17 +94,17 @@ def make_gradients_by_keys(
     lse_tile: int,
     delta_tile: int,
 ) -> Callable[..., None]:
-    """Return the function that makes (P ∘ Z)ᵀ of the products in ``s``, and dSᵀ of those in ``dp``.
+    """Return the function that computes (P ∘ Z)ᵀ of the products in ``s``, and dSᵀ of those in ``dp``.
 
     ``to_gradients(tx, ty, s, dp, shared, whole, bits, tile, extras)``, with Z the dropout.
 
     Args:
-        layout: Of the block.
-        features: Of the kernel.
-        dtype: Of its operands.
-        tile_bits: Of the kernel.
+        layout: Layout of the block.
+        features: Options of the kernel.
+        dtype: Dtype of its operands.
+        tile_bits: The tile bits of the kernel.
         lse_tile: Offset in shared memory of L, base 2, of the tile's rows.
-        delta_tile: Likewise of D.
+        delta_tile: Offset in shared memory of D of the tile's rows.
     """
     lanes, rows_of_threads = layout.lanes, layout.rows_of_threads
     own_keys, own_rows = layout.block_k // rows_of_threads, layout.block_q // lanes

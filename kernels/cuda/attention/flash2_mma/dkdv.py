@@ -63,7 +63,7 @@ from kernels.scores.program import PLAIN, Features
 def dkdv_tiles(
     layout: MmaKeyLayout, head_width: int, value_width: int, atomics: bool, terms: int = 1
 ) -> SharedTiles:
-    """Return where the tiles of the kernel lie, in bytes: two each of Q, dO, lse and delta."""
+    """Return the offsets of the tiles of the kernel, in bytes: two each of Q, dO, lse and delta."""
     size = terms * HALF
     k, v = (size * layout.block_k * width for width in (head_width, value_width))
     q, dout = (2 * size * layout.block_q * width for width in (head_width, value_width))
@@ -88,7 +88,7 @@ def dkdv_kernel(
     Args:
         layout: Tiles and warps.
         head_width: head_dim rounded up to a multiple of 16 · parts, or more.
-        value_width: value_dim likewise.
+        value_width: value_dim rounded up in the same way.
         dtype: See ``float32_terms.NUMBERS``.
         vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
             alone, where operands are scaled.
@@ -139,7 +139,7 @@ def dkdv_kernel(
     zero = np.float32(0)
 
     def flash2_mma_dkdv(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, extras):
-        """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
+        """Fill one key tile of dk and dv; with sums, add its part of dq to the sums, which are zero before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq / τ
         Source: FlashAttention-2, Algorithm 2, lines 5-18; without sums all but line 15;
@@ -180,8 +180,8 @@ def dkdv_kernel(
         memory = shared_address(bits)
         k_tile, v_tile, ds_tile = memory + k_offset, memory + v_offset, memory + ds_offset
         q_tile, dout_tile = memory + q_offset, memory + dout_offset
-        # Of 16 x 8 sums a lane has keys lane / 4 and eight below, columns 2 (lane % 4) and the next.
-        # Fragments are pairs of 16 bits, of each term.
+        # In a 16 x 8 tile of sums a lane has keys lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
+        # Fragments are pairs of 16-bit numbers, for each term.
         dk_acc = cuda.local.array((dk_tiles, 4), float32)  # (warp_keys, k_own) / 32: dK
         dv_acc = cuda.local.array((dv_tiles, 4), float32)  # (warp_keys, v_own) / 32: dV
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: Sᵀ, then (P ∘ Z)ᵀ
@@ -285,4 +285,4 @@ def dkdv_kernel(
 
 @device_function
 def add_nothing(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, t, part, chunk, extras):
-    """Do what ``add_dq`` does where dq has a kernel of its own."""
+    """Stand in for ``add_dq`` if dq has a separate kernel."""

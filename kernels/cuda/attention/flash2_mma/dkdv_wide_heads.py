@@ -71,7 +71,7 @@ P_READY, P_WHOLE, DS_WHOLE, DS_READY = 1, 2, 3, 4
 
 
 def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
-    """Return where the tiles of the kernel lie, in bytes: two each of Q, dO, lse and delta."""
+    """Return the offsets of the tiles of the kernel, in bytes: two each of Q, dO, lse and delta."""
     keys, queries = (HALF * rows * width for rows in (layout.block_k, layout.block_q))
     scores, rows = layout.block_q * layout.block_k, 2 * FLOAT32.itemsize * layout.block_q
     return SharedTiles(
@@ -89,7 +89,7 @@ def role_tiles(layout: MmaRoleLayout, width: int) -> SharedTiles:
 
 @cache
 def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
-    """Return the function that makes Pᵀ of the products of a warp of the first half, in place.
+    """Return the function that computes Pᵀ of the products of a warp of the first half, in place.
 
     ``to_probabilities(s, lse_row, factor, whole, lane, place, extras)``, for the warp's rows and keys from
     ``place`` on; ``lse_row`` is the address of L of the lane's first row.
@@ -124,7 +124,7 @@ def _make_to_probabilities(layout: MmaRoleLayout) -> Callable[..., None]:
 
 @cache
 def _make_to_ds(layout: MmaRoleLayout) -> Callable[..., None]:
-    """Return the function that makes dSᵀ of the products of a warp of the second half, in place.
+    """Return the function that computes dSᵀ of the products of a warp of the second half, in place.
 
     ``to_ds(s, delta_row, exchange, dp_unit)``: ``delta_row`` is the address of D of the lane's first row,
     ``exchange`` that of the lane's part of Pᵀ.
@@ -164,7 +164,7 @@ def roles_kernel(
         vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
             alone, where operands are scaled.
         sums: How those of dq lie in memory, or None.
-        features: Of the call: none but packed sequences.
+        features: Options of the call: none but packed sequences.
     """
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
     step_q, q_warps, turned = layout.step_q, layout.q_warps, layout.turned
@@ -196,12 +196,10 @@ def roles_kernel(
     store = make_store_sums if numbers.is_scaled else make_store_tile
     store_keys = store(turned, width, dtype, vectors, own)
     if threads < block_q:
-        raise ValueError(
-            f"{threads} threads cannot bring L and D of {block_q} rows, take more warps"
-        )
+        raise ValueError(f"{threads} threads cannot load L and D of {block_q} rows; use more warps")
 
     def flash2_mma_roles(dout, q, k, v, lse, delta, dq_sums, dk, dv, scale, extras):
-        """Fill one key tile of dk and dv; with sums, add what it gives to those of dq, zeros before.
+        """Fill one key tile of dk and dv; with sums, add its part of dq to the sums, which are zero before.
 
         Computes: dk and dv for one tile of keys of one (batch, head), and its part of dq / τ
         Source: FlashAttention-2, Algorithm 2, lines 5-18; without sums all but line 15
@@ -243,8 +241,8 @@ def roles_kernel(
         own_scores = memory + p_offset if of_scores else ds_tile
         own_rows = dout_tile if of_scores else q_tile
         exchange = memory + exchange_offset + CHUNK * (number * s_tiles * WARP + lane)
-        # Of 16 x 8 sums a lane has keys lane / 4 and eight below, columns 2 (lane % 4) and the next.
-        # Fragments are pairs of 16 bits.
+        # In a 16 x 8 tile of sums a lane has keys lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
+        # Fragments are pairs of 16-bit numbers.
         acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_keys, own) / 32: dV, or dK
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_keys, step_q) / 32: Sᵀ, Pᵀ, or dPᵀ, dSᵀ
         a_fragment = cuda.local.array((key_tiles, 4), uint32)  # (warp_keys, 16) / 32: K, V, P or dS

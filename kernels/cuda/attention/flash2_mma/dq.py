@@ -47,7 +47,7 @@ from kernels.scores.program import PLAIN, Features
 
 
 def dq_tiles(layout: MmaLayout, head_width: int, value_width: int, terms: int = 1) -> SharedTiles:
-    """Return where the tiles of the dq kernel lie, in bytes: two each of K and V."""
+    """Return the offsets of the tiles of the dq kernel, in bytes: two each of K and V."""
     size = terms * HALF
     q, dout = (size * layout.block_q * width for width in (head_width, value_width))
     k, v = (2 * size * layout.block_k * width for width in (head_width, value_width))
@@ -63,7 +63,7 @@ def dq_kernel(
     vectors: bool,
     features: Features = PLAIN,
 ) -> Kernel:
-    """Return the kernel that fills dq; arguments as for ``flash2_mma.forward_kernel``."""
+    """Return the kernel that fills dq; its arguments are those of ``flash2_mma.forward_kernel``."""
     block_q, block_k, threads = layout.block_q, layout.block_k, layout.threads
     row_tiles, col_tiles, own_tiles = layout.row_tiles, block_k // COLS, head_width // COLS
     warp_rows, own_rows = ROWS * row_tiles, 2 * row_tiles
@@ -126,8 +126,8 @@ def dq_kernel(
         memory = shared_address(bits)
         q_tile, dout_tile = memory + q_offset, memory + dout_offset
         k_tile, v_tile = memory + k_offset, memory + v_offset
-        # Of 16 x 8 sums a lane has rows lane / 4 and eight below, columns 2 (lane % 4) and the next.
-        # Fragments are pairs of 16 bits, of each term.
+        # In a 16 x 8 tile of sums a lane has rows lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
+        # Fragments are pairs of 16-bit numbers, for each term.
         acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, head_dim) / 32: dQ
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: S, then P
         dp = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: dP, then dS

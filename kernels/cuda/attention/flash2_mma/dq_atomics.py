@@ -1,8 +1,8 @@
-"""Sums of dQ to which the blocks of many key tiles add, in the order of the fragments, and their end.
+"""Atomic sums of dQ in the order of the fragments, and their conversion to dQ.
 
-A lane's accumulators are two neighbours in each of two rows.  Added where the elements of dQ lie, they
-would meet many sectors of memory; but the sums may lie in any order that those who read them know.  So each
-thread's four neighbours in registers are neighbours in memory, and a warp adds to 512 bytes in a row.
+A lane's accumulators are two adjacent elements in each of two rows.  In the memory order of dQ, a warp's
+additions would touch many sectors.  The sums therefore have their own order: the four accumulators of a
+thread are adjacent in memory, and a warp adds to 512 consecutive bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DqSums(NamedTuple):
     Attributes:
         q_warps: Warps along its rows.
         d_warps: Warps along its columns.
-        is_wide: Four sums are added at a time, which needs compute capability 9.0.
+        is_wide: Whether four sums are added at a time, which needs compute capability 9.0.
     """
 
     q_warps: int
@@ -57,7 +57,7 @@ class DqSums(NamedTuple):
 
 
 def dq_sums(layout: MmaKeyLayout, own: int, is_wide: bool) -> DqSums:
-    """Return how the warps share (block_q, own): so that shared memory has to deliver the least.
+    """Return how the warps share (block_q, own) with the least traffic of shared memory.
 
     Raises:
         ValueError: If the warps cannot share it.
@@ -77,11 +77,11 @@ def dq_sums(layout: MmaKeyLayout, own: int, is_wide: bool) -> DqSums:
 
 
 def slots_of(rows: int, block_q: int, sequences: int) -> int:
-    """Return how many tiles the sums of one (batch, head) take.
+    """Return the number of tiles of the sums of one (batch, head).
 
     Args:
-        rows: Of q.
-        block_q: Of a tile.
+        rows: Rows of q.
+        block_q: Query rows of a tile.
         sequences: Packed in it; 1 where none are packed.
     """
     return -(-rows // block_q) + sequences
@@ -166,7 +166,7 @@ def _make_multiply_ds(
 def make_add_dq(
     layout: MmaKeyLayout, sums: DqSums, width: int, own: int, dtype: str
 ) -> Callable[..., None]:
-    """Return what adds dS·K of one key tile and one query tile to the sums of dQ.
+    """Return the function that adds dS·K of one key tile and one query tile to the sums of dQ.
 
     ``add_dq(dq_sums, ds_tile, k_tile, lane, warp, flat, first_q, tile, part, chunk, extras)``: dSᵀ
     is (block_k, block_q) and K (block_k, width) in shared memory; the columns are ``own`` from the piece
@@ -213,7 +213,7 @@ def dq_end_kernel(
     features: Features = PLAIN,
     parts: int = 1,
 ) -> Kernel:
-    """Return the kernel that makes dq of its sums; arguments as of ``dkdv_kernel``."""
+    """Return the kernel that converts the sums to dq; its arguments are those of ``dkdv_kernel``."""
     own, block_q, threads = width // parts, layout.block_q, layout.threads
     q_warps, d_warps, is_wide = sums
     row_tiles, own_tiles = block_q // (ROWS * q_warps), own // (COLS * d_warps)

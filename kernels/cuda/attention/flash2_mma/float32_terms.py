@@ -1,4 +1,4 @@
-"""Float32 on tensor cores that multiply float16: a number is the sum of one or two of those, scaled.
+"""float32 operands on float16 tensor cores, as scaled sums of one or two float16 terms.
 
 A float16 has 11 bits of significand, as many as TF32, and tensor cores multiply it at twice the rate.  Two
 have 22, and one more by the sign of the second: x = high + low, and of a product the three larger parts
@@ -29,12 +29,12 @@ from kernels.runtime.dtypes import FLOAT32
 
 
 class Numbers(NamedTuple):
-    """What the numbers of operands are to tensor cores.
+    """The representation of operands on tensor cores.
 
     Attributes:
-        dtype: Of the numbers that are multiplied: "float16" or "bfloat16".
-        terms: How many of them add up to a number of an operand.
-        is_scaled: Operands are float32, split beforehand (``split_operands``), and so are results.
+        dtype: Dtype of the multiplied numbers: "float16" or "bfloat16".
+        terms: Number of terms that add up to an operand's number.
+        is_scaled: Whether operands, split beforehand (``split_operands``), and results are float32.
     """
 
     dtype: str
@@ -42,7 +42,7 @@ class Numbers(NamedTuple):
     is_scaled: bool = False
 
 
-#: By what kernels are compiled for: the dtype of operands, or of float32 the precision.
+#: Representations by the dtype of operands, or by the precision of float32.
 NUMBERS = {
     "float16": Numbers("float16"),
     "bfloat16": Numbers("bfloat16"),
@@ -78,21 +78,21 @@ def make_split(dtype: str) -> Callable[..., Any]:
 
 
 class Units(NamedTuple):
-    """What the numbers of scaled operands mean; it takes the place of a kernel's argument ``scale``.
+    """The units of scaled operands, which replace a kernel's argument ``scale``.
 
-    A number of a head is one of the tensor of 16 bits times the head's unit.
+    A number of a head is the 16-bit number times the unit of the head.
 
     Attributes:
-        scale: Of the scores.
+        scale: Scale of the scores.
         top: Probabilities are multiplied by 2**top before they become float16.
-        keep_scale: What dropout multiplies a probability by that it keeps.
-        q: Units, (batch, heads) float32.
-        k: Likewise.
-        v: Likewise.
-        dout: Likewise, or 0 in the forward pass; so are the following.
-        delta: Likewise; 2**TOP of them are more than any delta of the head.
-        v_norm: The largest norm of a row of the head, in its unit.
-        dout_norm: Likewise.
+        keep_scale: Factor of the probabilities that dropout keeps.
+        q: Units of q, (batch, heads) float32.
+        k: Units of k, (batch, heads) float32.
+        v: Units of v, (batch, heads) float32.
+        dout: Units of dout, (batch, heads) float32; this and the following are 0 in the forward pass.
+        delta: Units of delta; 2**TOP of them exceed any delta of the head.
+        v_norm: The largest norm of a row of v of the head, in its unit.
+        dout_norm: The largest norm of a row of dout of the head, in its unit.
     """
 
     scale: Any
@@ -117,17 +117,17 @@ def scale_type(numbers: Numbers, is_backward: bool = False) -> Any:
 
 
 class UnitFunctions(NamedTuple):
-    """The functions that :func:`make_units` returns, of ``(scale, b, h)``: what numbers are multiplied by.
+    """The functions of ``(scale, b, h)`` that :func:`make_units` returns, which return factors.
 
     Attributes:
-        scores: Products of q and k, which gives scale · q · k.
-        top: Not multiplied by: the power of two of probabilities.
-        out: Products of probabilities and v, which gives those of P and v.
-        dp: Products of dout and v, which gives dP in the unit of dS.
-        delta: Delta, likewise.
-        dq: Products of dS and k, which gives scale · dS · k.
-        dk: Products of dS and q, likewise.
-        dv: Products of probabilities and dout.
+        scores: Factor of products of q and k, for scale · q · k.
+        top: Not a factor: the power of two of probabilities.
+        out: Factor of products of probabilities and v, for P · v.
+        dp: Factor of products of dout and v, for dP in the unit of dS.
+        delta: Factor of delta, for the unit of dS.
+        dq: Factor of products of dS and k, for scale · dS · k.
+        dk: Factor of products of dS and q, for scale · dS · q.
+        dv: Factor of products of probabilities and dout.
     """
 
     scores: Callable[..., Any]
@@ -172,7 +172,7 @@ def make_units(numbers: Numbers) -> UnitFunctions:
 
     @device_function
     def bound(scale, b, h):
-        """Return what |dP ∘ Z - D| never exceeds; ∥dO∥·∥V∥ bounds dP."""
+        """Return an upper bound of |dP ∘ Z - D|; ∥dO∥·∥V∥ bounds dP."""
         dp = scale.v_norm[b, h] * scale.v[b, h] * (scale.dout_norm[b, h] * scale.dout[b, h])
         return scale.keep_scale * dp + top * scale.delta[b, h]
 

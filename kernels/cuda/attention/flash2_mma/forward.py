@@ -62,7 +62,7 @@ STAGES = 2
 def forward_tiles(
     layout: MmaLayout, head_width: int, value_width: int, terms: int = 1
 ) -> SharedTiles:
-    """Return where the tiles of the forward kernel lie, in bytes: those of K and V for each stage.
+    """Return the offsets of the tiles of the forward kernel, in bytes: those of K and V for each stage.
 
     An output of 16 bits takes the place of all of them at the end.
     """
@@ -89,7 +89,7 @@ def forward_kernel(
     Args:
         layout: Tiles and warps.
         head_width: head_dim rounded up to a multiple of 16, or more.
-        value_width: value_dim likewise.
+        value_width: value_dim rounded up in the same way.
         dtype: See ``float32_terms.NUMBERS``.
         vectors: Rows of all tensors are aligned for pieces of 16 bytes and are whole pieces; of results
             alone, where operands are scaled.
@@ -165,15 +165,15 @@ def forward_kernel(
         start = TilePlace(b, h, batch, head, row, 0, seq_q, seq_k)
         thread = cuda.threadIdx.x
         lane, warp = thread % WARP, thread // WARP
-        if skips:  # taken from one lane: so the compiler sees that a warp goes one way
+        if skips:  # from one lane, so that the compiler knows it is uniform in a warp
             warp = int(cuda.shfl_sync(0xFFFFFFFF, int32(warp), 0))
         warp_row = warp * warp_rows
         bits = cuda.shared.array(0, uint8)  # q, two each of k and v; then bits
         halves = cuda.shared.array(0, uint16)  # the same memory
         memory = shared_address(bits)
         q_tile, k_tile, v_tile = memory + q_offset, memory + k_offset, memory + v_offset
-        # Of 16 x 8 sums a lane has rows lane / 4 and eight below, columns 2 (lane % 4) and the next.
-        # Fragments are pairs of 16 bits, of each term.
+        # In a 16 x 8 tile of sums a lane has rows lane / 4 and + 8, and columns 2 (lane % 4) and + 1.
+        # Fragments are pairs of 16-bit numbers, for each term.
         acc = cuda.local.array((acc_tiles, 4), float32)  # (warp_rows, value_dim) / 32: O
         s = cuda.local.array((s_tiles, 4), float32)  # (warp_rows, block_k) / 32: S, then P
         a_fragment = cuda.local.array((a_tiles, 4), uint32)  # (warp_rows, 16) / 32: Q, or P

@@ -1,7 +1,7 @@
-"""Scores and their gradients in the fragments of a warp: the steps of the kernels between their products.
+"""Scores and their gradients in the fragments of a warp, between the products of the kernels.
 
-A lane has its elements of each 16 x 8 tile at ``ROW_OF`` and ``COL_OF`` from its first one.  In tiles that
-bounds and lists leave whole, a kernel without other options tests nothing.
+The elements of a lane in each 16 x 8 tile are at ``ROW_OF`` and ``COL_OF`` from its first one.  In tiles
+without masked elements, a kernel without other options tests nothing.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kernels.scores.program import PLAIN, Features
 def make_fragment_scores(
     layout: MmaLayout, features: Features, tile_bits: TileBits, is_folded: bool
 ) -> Callable[..., None]:
-    """Return the function that makes scores, base 2, of the products of a warp, in place.
+    """Return the function that computes scores, base 2, of the products of a warp, in place.
 
     ``to_scores(s, factor, whole, bits, lane, warp_row, place, extras)``, for the tile that begins at
     ``place``, a ``TilePlace``, and the warp's rows from ``warp_row`` on.
 
     Args:
-        layout: Of the block.
-        features: Of the kernel.
-        tile_bits: Likewise.
+        layout: Layout of the block.
+        features: Options of the kernel.
+        tile_bits: The tile bits of the kernel.
         is_folded: Products stay as they are, but for masked ones; the exponent has the factor.
     """
     row_tiles, col_tiles = layout.row_tiles, layout.block_k // COLS
@@ -68,7 +68,7 @@ def make_fragment_scores(
 def make_gradients_by_rows(
     layout: MmaLayout, features: Features, tile_bits: TileBits
 ) -> Callable[..., None]:
-    """Return the function that makes P of the products in ``s``, and dS of those in ``dp``.
+    """Return the function that computes P of the products in ``s``, and dS of those in ``dp``.
 
     ``to_gradients(s, dp, shift, delta, factor, dp_unit, whole, bits, lane, warp_row, place, extras)``:
     ``shift`` and ``delta`` are L, base 2, and D of the lane's rows, ``place`` as for scores.
@@ -114,7 +114,7 @@ def make_gradients_by_rows(
 def make_gradients_by_keys(
     layout: MmaKeyLayout, features: Features, tile_bits: TileBits
 ) -> Callable[..., None]:
-    """Return the function that makes (P ∘ Z)ᵀ of the products in ``s``, and dSᵀ of those in ``dp``.
+    """Return the function that computes (P ∘ Z)ᵀ of the products in ``s``, and dSᵀ of those in ``dp``.
 
     ``to_gradients(s, dp, lse_row, delta_row, edge, step, factor, dp_unit, whole, bits, lane, warp_key,
     own, extras)``: ``lse_row`` and ``delta_row`` are the addresses of L, base 2, and D of the lane's first

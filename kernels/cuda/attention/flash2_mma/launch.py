@@ -1,4 +1,4 @@
-"""The rung flash2_mma: which calls it takes, its tiles, its launches."""
+"""The rung flash2_mma: the calls that it supports, its tiles and its launches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kernels.scores.program import PLAIN, Features
 CAPABILITY = (8, 0)
 #: From which on four numbers are added to memory at a time.
 WIDE_ADDS = (9, 0)
-#: At most, beside the tiles: what options keep of each element of a tile.
+#: Maximum number of bytes of shared memory for option bits, in addition to the tiles.
 BITS_BYTES = 4096
 _T = TypeVar("_T")
 
@@ -48,7 +48,7 @@ class ByKeys(NamedTuple):
 
     Attributes:
         layout: Tiles and warps; two halves of them only where head_dim and value_dim become the same.
-        step: What head_dim and value_dim are rounded up to a multiple of.
+        step: head_dim and value_dim are rounded up to a multiple of this.
         parts: Blocks that share the columns of a key tile.
     """
 
@@ -57,7 +57,7 @@ class ByKeys(NamedTuple):
     parts: int = 1
 
     def widths(self, problem: Problem) -> tuple[int, int]:
-        """Return what head_dim and value_dim are rounded up to."""
+        """Return head_dim and value_dim, rounded up."""
         return widths_in(problem, self.step)
 
     def is_for(self, problem: Problem) -> bool:
@@ -66,7 +66,7 @@ class ByKeys(NamedTuple):
         return head == value or not isinstance(self.layout, MmaRoleLayout)
 
     def shared_bytes(self, problem: Problem, terms: int) -> int:
-        """Return the shared memory that the kernel takes, at most."""
+        """Return an upper bound of the shared memory of the kernel, in bytes."""
         head, value = self.widths(problem)
         if isinstance(self.layout, MmaRoleLayout):
             return role_tiles(self.layout, head).elements
@@ -116,7 +116,7 @@ _BY_KEYS: dict[int, tuple[ByKeys, ...]] = {
         ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2),
     ),
 }
-#: Where several options bend a score.
+#: Layouts where several options modify a score.
 _FORWARD_WITH_BENDS: dict[int, tuple[MmaLayout, ...]] = {
     256: (MmaLayout(64, 16, 4, patience=PATIENCE),),
 }
@@ -125,7 +125,7 @@ _BY_KEYS_WITH_BENDS: dict[int, tuple[ByKeys, ...]] = {
     128: (ByKeys(MmaKeyLayout(64, 128, 8, 16), 32), ByKeys(MmaKeyLayout(32, 64, 4, 16), 32)),
     256: (ByKeys(MmaKeyLayout(64, 64, 4, 16), 64, 2), ByKeys(MmaKeyLayout(16, 64, 4, 16), 128, 2)),
 }
-#: Likewise smaller tiles with options.
+#: Smaller tiles for several options.
 _BY_KEYS_WITH_OPTIONS: dict[int, tuple[ByKeys, ...]] = {
     64: (ByKeys(MmaKeyLayout(64, 64, 4, 32, resident=2), 16),),
     128: (ByKeys(MmaKeyLayout(64, 128, 8, 16), 32), ByKeys(MmaKeyLayout(32, 64, 4, 32), 32)),
@@ -172,7 +172,7 @@ def _first(table: dict[int, _T], problem: Problem) -> _T:
 
 
 def _compiled_for(problem: Problem) -> str:
-    """Return the name of the numbers that kernels are compiled for, see ``float32_terms.NUMBERS``."""
+    """Return the name of the representation of operands, see ``float32_terms.NUMBERS``."""
     if problem.dtype != FLOAT32:
         return NAMES[problem.dtype]
     return "tf32" if problem.precision == "tf32" else "float32"
@@ -207,12 +207,12 @@ def _forward_layout(problem: Problem, device: int) -> MmaLayout:
 
 
 def _widths(problem: Problem) -> tuple[int, int]:
-    """Return what head_dim and value_dim are rounded up to by the kernels by query rows."""
+    """Return head_dim and value_dim, rounded up for the kernels by query rows."""
     return widths_in(problem, 16)
 
 
 def _table_of(problem: Problem) -> int:
-    """Return in which table a layout stands: 0 without options, 1, or 2 if several bend a score."""
+    """Return the table of layouts: 0 without options, 1 with options, 2 if several modify a score."""
     if problem.features._replace(packed=False, sink=False) == PLAIN:
         return 0
     return 2 if problem.bend_count + (problem.score_mod is not None) > 1 else 1
@@ -241,17 +241,17 @@ def _is_small(problem: Problem) -> bool:
 
 
 class _Call(NamedTuple):
-    """What all kernels of a call take.
+    """The common arguments of the kernels of a call.
 
     Attributes:
-        problem: As asked.
-        operands: As given.
+        problem: The checked call.
+        operands: The operands.
         tensors: Those that are multiplied, of 16 bits as uint16: q, k, v, and in the backward pass dout.
-        features: Of the kernels.
+        features: Options of the kernels.
         compiled: What kernels are compiled for: numbers, and whether rows of all tensors, or of scaled
             ones those of results, are aligned for pieces of 16 bytes and are whole pieces.
-        scale: Of the scores, or units.
-        delta: Of the backward pass, else None.
+        scale: Scale of the scores, or units.
+        delta: delta in the backward pass, else None.
     """
 
     problem: Problem
@@ -263,7 +263,7 @@ class _Call(NamedTuple):
     delta: Any = None
 
     def extras(self, layout: MmaLayout | MmaKeyLayout, by_keys: bool = False) -> Extras:
-        """Return what the options need in a kernel."""
+        """Return the option arguments of a kernel."""
         blocks = layout.block_q, layout.block_k
         return make_extras(self.problem, self.operands, *blocks, by_keys=by_keys)
 
@@ -271,11 +271,11 @@ class _Call(NamedTuple):
 def _call(
     problem: Problem, operands: Operands, results: tuple[Any, ...], sums: Any = None
 ) -> _Call:
-    """Return what kernels take.
+    """Return the common arguments of the kernels.
 
     Args:
         problem: The checked call.
-        operands: As kernels take them; dout tells that gradients are wanted.
+        operands: The operands; dout tells that gradients are wanted.
         results: All that are written in the dtype of the problem, as kernels see them.
         sums: Of dq, to fill with zeros; None where there are none.
     """
@@ -295,7 +295,7 @@ def _call(
 def _split(
     problem: Problem, tensors: tuple[Any, ...], delta: Any, numbers: Numbers
 ) -> tuple[tuple[Any, ...], Units]:
-    """Return float32 operands as tensor cores take them, and their units."""
+    """Return float32 operands split into terms, and their units."""
     head, value = _widths(problem)
     widths = (head, head, value, value)[: len(tensors)]
     scale = keep_scale(problem.dropout_p)
@@ -316,12 +316,12 @@ def _split(
 
 
 def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill out and lse; of float32 it takes memory for the terms of q, k and v.
+    """Fill out and lse; for float32 it allocates the terms of q, k and v.
 
     Args:
         problem: The checked call, in 16 bits or float32.
-        tile: Its own.
-        operands: As kernels take them, on the device; out and lse are written.
+        tile: (block_q, block_k), the rung's own.
+        operands: The operands, on the device; out and lse are written.
     """
     out = as_bits(operands.out)
     call = _call(problem, operands, (out,))
@@ -344,12 +344,12 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
 
 def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None:
-    """Fill dq, dk and dv; takes memory for delta, and for sums of dq where it is not deterministic.
+    """Fill dq, dk and dv; allocates delta, and sums of dq if not deterministic.
 
     Args:
         problem: The checked call, in 16 bits or float32.
-        tile: Its own.
-        operands: As kernels take them, on the device; dq, dk and dv are written.
+        tile: (block_q, block_k), the rung's own.
+        operands: The operands, on the device; dq, dk and dv are written.
     """
     if problem.dtype == FLOAT32 and problem.score_mod is not None:
         # Its derivative may be anything, and dS has to be bounded before it is scaled to float16.
@@ -390,7 +390,7 @@ def _dq_sums(problem: Problem, by_keys: ByKeys, dq: Any) -> Any:
 
 
 def _by_keys(problem: Problem) -> ByKeys:
-    """Return how the kernel by key columns is compiled: what the device has the memory for."""
+    """Return the variant of the kernel by key columns for the device's shared memory."""
     terms = _numbers(problem).terms
 
     tables = _BY_KEYS, _BY_KEYS_WITH_OPTIONS, _BY_KEYS_WITH_BENDS

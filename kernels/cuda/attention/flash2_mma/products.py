@@ -1,4 +1,4 @@
-"""Two tiles multiplied on tensor cores, with fragments in registers: S = Q·Kᵀ, and O += P·V.
+"""Products of two tiles on tensor cores, with fragments in registers: S = Q·Kᵀ, and O += P·V.
 
 Each warp multiplies its own rows of the left tile, in tiles of 16, with all rows of the right one: a
 fragment of that is read from shared memory once for all of them.
@@ -37,7 +37,7 @@ TOGETHER = 2
 
 
 def steps_together(steps: int) -> int:
-    """Return how many steps, of so many, tensor cores add up together."""
+    """Return the number of steps that tensor cores sum before a float32 addition."""
     return next(n for n in range(TOGETHER, 0, -1) if steps % n == 0)
 
 
@@ -57,17 +57,16 @@ class Products(NamedTuple):
 
 @cache
 def make_products(dtype: str, row_tiles: int, stride: int) -> Products:
-    """Return what adds products of numbers of several terms to sums, as exactly as float32 adds.
+    """Return functions that add products of multi-term numbers to sums with the accuracy of float32.
 
-    Tensor cores cut off what does not fit a sum, always towards zero, by up to a unit in its last place.
-    Over the many products of a sum of terms that is more than what float32's own rounding loses.  So each
-    few begin at zero, the smaller ones of a step first, and what they come to, which is small beside the
-    whole, is added by CUDA cores, rounded to nearest.
+    Tensor cores truncate sums towards zero, by up to a unit in the last place.  Over the many products of
+    a sum this exceeds float32's own rounding.  Groups of a few products are therefore summed from zero, the
+    smaller ones of a step first, and CUDA cores add these small partial sums, rounding to nearest.
 
     Args:
         dtype: See ``float32_terms.NUMBERS``.
-        row_tiles: Of A: term t of tile m is ``a[first + t * row_tiles + m]``; those of the two tiles of B
-            are ``b[2 * t]`` and ``b[2 * t + 1]``, and ``part`` is (2 * row_tiles, 4) float32.
+        row_tiles: Row tiles of A: term t of tile m is ``a[first + t * row_tiles + m]``; those of the two
+            tiles of B are ``b[2 * t]`` and ``b[2 * t + 1]``, and ``part`` is (2 * row_tiles, 4) float32.
         stride: From the sums of one tile of A to those of the next.
     """
     numbers = NUMBERS[dtype]
@@ -108,8 +107,8 @@ def make_multiply(
     uint32 are scratch; the tiles are addresses, ``row`` is the warp's first in the tile of Q.
 
     Args:
-        layout: Who multiplies.
-        width: Of the tiles.
+        layout: Layout of the block.
+        width: Width of the tiles.
         dtype: See ``float32_terms.NUMBERS``.
         b_rows: Rows of the tile of K, where there are more of them than block_k.
     """
@@ -190,9 +189,9 @@ def _make_add_step(row_tiles: int, own_tiles: int, width: int, dtype: str) -> Ca
     """Return ``add_step(acc, a, b, v_rows, lane, chunk)``: acc += P·V of 16 columns of P, those in ``a``.
 
     Args:
-        row_tiles: Of 16 rows of P.
-        own_tiles: Of eight columns of V, from the piece ``chunk`` on.
-        width: Of the tile of V, whose 16 rows are at the address ``v_rows``.
+        row_tiles: Tiles of 16 rows of P.
+        own_tiles: Tiles of eight columns of V, from the piece ``chunk`` on.
+        width: Width of the tile of V, whose 16 rows are at the address ``v_rows``.
         dtype: "float16" or "bfloat16".
     """
     mma, place = MMA[dtype], make_tile_place(device_function, HALF * width)
@@ -218,8 +217,8 @@ def make_accumulate(
     ``acc`` is (row_tiles * own / 8, 4) float32; the others as for :func:`make_multiply`.
 
     Args:
-        layout: Who multiplies.
-        width: Of the tile of V.
+        layout: Layout of the block.
+        width: Width of the tile of V.
         dtype: See ``float32_terms.NUMBERS``.
         own: Columns of it that are multiplied, from the piece ``chunk`` on; all of them when 0.
         v_rows: Rows of the tile of V, where there are more of them than block_k.
@@ -255,9 +254,9 @@ def make_accumulate_stored(
     P is the warp's rows, from ``row`` on, of the tile of 16 bits at ``p_tile`` in shared memory.
 
     Args:
-        layout: Who multiplies.
+        layout: Layout of the block.
         depth: Columns of P and rows of V.
-        width: Of the tile of V.
+        width: Width of the tile of V.
         dtype: See ``float32_terms.NUMBERS``; of numbers of one term.
         own: Columns of V that are multiplied, from the piece ``chunk`` on.
     """
@@ -286,7 +285,7 @@ IN_TURN, IN_TURN_OF_MANY, MANY = 8, 4, 16
 def _make_accumulate_terms(
     layout: MmaLayout, width: int, dtype: str, own: int, v_rows: int
 ) -> Callable[..., None]:
-    """Return what :func:`make_accumulate` does, for numbers of several terms.
+    """Return the function of :func:`make_accumulate`, for numbers of several terms.
 
     As one loop over all columns would not be unrolled, and sums would be in local memory, groups of columns
     come one after the other.
@@ -341,7 +340,7 @@ def _make_accumulate_terms(
 def _one_after_the_other(
     make_step: Callable[[int], Callable[..., None]], count: int, begin: int = 0
 ) -> Callable[..., None]:
-    """Return what does so many steps, each with its number known: a loop so long is not unrolled.
+    """Return an unrolled loop over steps with constant indices, which the compiler would not unroll.
 
     Half of them after the other half: all that a function calls is copied where it is inlined, so that
     a chain, each link in the next, would be copied as often as it has links.
@@ -351,7 +350,7 @@ def _one_after_the_other(
 
     Args:
         make_step: Returns the step of a number.
-        count: Of steps.
+        count: Number of steps.
         begin: Number of the first.
     """
     if count == 1:

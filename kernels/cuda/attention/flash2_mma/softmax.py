@@ -47,15 +47,15 @@ def row_sum_of(value):
 def make_softmax_step(
     layout: MmaLayout, own_tiles: int, tile_bits: TileBits, patience: int
 ) -> Callable[..., None]:
-    """Return the function that makes probabilities of the scores of a warp, in place.
+    """Return the function that computes probabilities of the scores of a warp, in place.
 
     ``softmax_step(s, acc, row_max, row_sum, unit, top, bits, lane, warp_row, extras)``: ``unit`` is
     the factor that scores still lack, and probabilities are multiplied by two to the power of ``top``.
 
     Args:
-        layout: Of the block.
-        own_tiles: Of 8 columns, of the accumulators.
-        tile_bits: Of the kernel.
+        layout: Layout of the block.
+        own_tiles: Tiles of 8 columns of the accumulators.
+        tile_bits: The tile bits of the kernel.
         patience: See :class:`MmaLayout`.
     """
     row_tiles, own_rows, col_tiles = layout.row_tiles, 2 * layout.row_tiles, layout.block_k // COLS
@@ -116,9 +116,9 @@ def make_finish_rows(
     extras)``, for the tile whose rows begin at ``first``; ``out_unit`` multiplies out.
 
     Args:
-        layout: Of the block.
-        own_tiles: Of 8 columns, of the accumulators.
-        features: Of the kernel.
+        layout: Layout of the block.
+        own_tiles: Tiles of 8 columns of the accumulators.
+        features: Options of the kernel.
         is_wide: Out is float32: neither quotient nor logarithm may be approximate.
     """
     own_rows, ln_2 = 2 * layout.row_tiles, np.float32(LN_2)

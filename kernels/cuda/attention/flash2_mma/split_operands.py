@@ -1,4 +1,4 @@
-"""Split the float32 operands of a call into float16 that tensor cores multiply; see ``float32_terms``.
+"""Split the float32 operands of a call into float16 terms for tensor cores; see ``float32_terms``.
 
 Two kernels go over all operands: one finds the largest number of each head, the other scales and splits.
 Attention reads every key and value once for each tile of queries; they are split once.
@@ -26,11 +26,11 @@ from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
 
 THREADS, WARP = 256, 32
-#: Numbers that a thread reads at a time: as many as 16 bytes hold of 16 bits.
+#: Numbers that a thread reads at a time: 16 bytes of 16-bit numbers.
 PIECE = CHUNK // BITS.itemsize
-#: Blocks that share a head, at most: a lane of a warp for each.
+#: Maximum number of blocks that share a head: one for each lane of a warp.
 PARTS = 32
-#: Pieces that a thread shall have at least.
+#: Minimum number of pieces per thread.
 LEAST_PIECES = 4
 #: Exponents with their bias: a scaled number is below 2**15, and no scale or unit is subnormal.
 _SCALED, _LEAST = 268, 15
@@ -79,7 +79,7 @@ def measure_kernel(count: int, lanes: int) -> Kernel:
 
     Args:
         count: Operands.
-        lanes: Of a row; a power of two, up to 32.
+        lanes: Number of lanes that share a row; a power of two, up to 32.
     """
     zero, inf = _ZERO, _INF
 
@@ -135,12 +135,12 @@ def measure_kernel(count: int, lanes: int) -> Kernel:
 
 @cache
 def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel:
-    """Return the kernel that scales and splits; arguments as of :func:`measure_kernel`.
+    """Return the kernel that scales and splits; its arguments are those of :func:`measure_kernel`.
 
     Args:
         count: Operands.
         split: How many of them are split, the first; of the others only the units are wanted.
-        lanes: Of a row.
+        lanes: Number of lanes that share a row.
         numbers: The terms.
     """
     steps, terms = lanes.bit_length() - 1, numbers.terms
@@ -148,7 +148,7 @@ def split_kernel(count: int, split: int, lanes: int, numbers: Numbers) -> Kernel
     zero, inf = _ZERO, _INF
 
     def split_heads(sources, vectors, starts, stops, targets, largest, units, norms):
-        """Fill targets and units; put the norms of rows into norms, zeros before.
+        """Fill targets and units, and write the norms of rows to norms, which are zeros before.
 
         Computes: x · scale as one or two float16, the scale of a head a power of two
         Source: see ``float32_terms``

@@ -1,4 +1,4 @@
-"""Tiles on tensor cores: how warps share two, how one comes to shared memory and results to global memory.
+"""Tiles on tensor cores: how warps share two tiles, and copies from and to global memory.
 
 A block of warps works on two tiles.  Each warp owns whole rows of the one, in tiles of 16, and reads all
 rows of the other; the more of its own rows a fragment of the other is multiplied with, the less shared
@@ -44,17 +44,17 @@ ROW_OF, COL_OF = (0, 0, 8, 8), (0, 1, 0, 1)
 
 @dataclass(frozen=True)
 class MmaLayout:
-    """The shape of the work of one block of warps.
+    """The layout of the work of one block of warps.
 
     Attributes:
-        block_q: Query rows a tile: ``warps`` times a multiple of 16.
-        block_k: Key columns a tile, a multiple of 16.
-        warps: Of the block.
-        resident: Blocks that a multiprocessor shall hold; it bounds the registers of a thread.
+        block_q: Query rows per tile: ``warps`` times a multiple of 16.
+        block_k: Key columns per tile, a multiple of 16.
+        warps: Warps of the block.
+        resident: Blocks per multiprocessor, which bounds the registers of a thread.
         patience: By how many powers of two a maximum may grow before the forward kernel scales the rows of
             a warp to it; at most 8, so that 16 bits hold all exponentials.  0 scales them for each tile.
             See ``online_softmax.PATIENCE``.
-        skips: In the forward kernel a warp leaves out tiles of which its own rows see nothing.
+        skips: In the forward kernel, a warp skips tiles that are fully masked for its own rows.
     """
 
     block_q: int
@@ -66,7 +66,7 @@ class MmaLayout:
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
+        """Threads per block."""
         return WARP * self.warps
 
     @property
@@ -77,14 +77,14 @@ class MmaLayout:
 
 @dataclass(frozen=True)
 class MmaKeyLayout:
-    """The shape of the work of one block of warps that own keys.
+    """The layout of the work of one block of warps that own keys.
 
     Attributes:
-        block_q: Query rows a tile in shared memory.
+        block_q: Query rows per tile in shared memory.
         block_k: Keys of the block: ``warps`` times a multiple of 16.
-        warps: Of the block.
+        warps: Warps of the block.
         step_q: Query rows whose scores are in registers at a time, a multiple of 16 that divides block_q.
-        resident: As in :class:`MmaLayout`.
+        resident: Blocks per multiprocessor, which bounds the registers of a thread.
     """
 
     block_q: int
@@ -95,7 +95,7 @@ class MmaKeyLayout:
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
+        """Threads per block."""
         return WARP * self.warps
 
     @property
@@ -106,7 +106,7 @@ class MmaKeyLayout:
 
 @dataclass(frozen=True)
 class MmaRoleLayout(MmaKeyLayout):
-    """The shape of the work of two halves of a block: one computes Sᵀ and dV, the other dPᵀ and dK.
+    """The layout of two halves of a block: one computes Sᵀ and dV, the other dPᵀ and dK.
 
     The warps of a half share the keys, and ``block_q / step_q`` of them the query rows of the same keys,
     likewise the columns of dV or dK; ``step_q`` are then the query rows of a warp's scores.
@@ -138,12 +138,12 @@ def make_copy_tile(
     on and for columns that the source does not have; elements out of bounds are never read.
 
     Args:
-        threads: Who copy.
-        rows: Of the tile.
+        threads: Number of threads that copy.
+        rows: Rows of the tile.
         width: Columns of the tile, as many as the source has or more, a multiple of 16.
         vectors: The source is aligned for pieces of 16 bytes and has a multiple of eight columns: the
             copy is asynchronous.  Otherwise it goes through registers, element by element.
-        terms: Of a number: tiles of each one after the other, from as many parts of the source's rows.
+        terms: Terms of a number: their tiles are consecutive, from as many parts of the source's rows.
     """
     chunks = width // PIECE
     count = rows * chunks
@@ -221,8 +221,8 @@ def make_keep_tile(
     ``chunk`` on, of each term.
 
     Args:
-        layout: Whose they are.
-        rows: Of the tile at the address ``tile``.
+        layout: Layout of the block.
+        rows: Rows of the tile at the address ``tile``.
         width: Columns of the tile.
         dtype: See ``float32_terms.NUMBERS``.
         own: Columns of the numbers; those of scores, block_k, when 0.
@@ -267,8 +267,8 @@ def make_store_tile(
     array of uint16 that begins at the address ``memory``.
 
     Args:
-        layout: Who stores.
-        width: Of the tile; columns that the target does not have are left out.
+        layout: Layout of the block.
+        width: Width of the tile; columns that the target does not have are left out.
         dtype: "float16" or "bfloat16".
         vectors: The target is aligned for pieces of 16 bytes and has a multiple of eight columns.
         own: Columns of the accumulators, from the piece ``chunk`` on; all of them when 0.
@@ -303,7 +303,7 @@ def make_store_tile(
 def make_store_sums(
     layout: MmaLayout, width: int, dtype: str, vectors: bool, own: int = 0
 ) -> Callable[..., None]:
-    """Return what :func:`make_store_tile` does, into float32: nothing is rounded, nor turned."""
+    """Return the float32 variant of :func:`make_store_tile`, without rounding and transposition."""
     row_tiles, own_tiles, size = layout.row_tiles, (own or width) // COLS, FLOAT32.itemsize
 
     @device_function

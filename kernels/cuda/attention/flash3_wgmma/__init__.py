@@ -1,1 +1,1 @@
-"""FlashAttention-3 on Hopper: what its forward and backward kernels share."""
+"""FlashAttention-3 on Hopper: common code of its forward and backward kernels."""

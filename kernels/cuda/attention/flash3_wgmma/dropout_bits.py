@@ -1,8 +1,8 @@
-"""Bits of the elements of a tile in the registers of the lanes that have them: what dropout keeps.
+"""Dropout bits of a tile in the registers of the lanes that own its elements.
 
-flash2_mma draws bits together, into shared memory, behind a barrier of its block.  Warpgroups that run
-apart from each other have no such barrier.  Here each lane draws its part of the bits of its warp's 16
-rows, and exchanges them with its neighbours in two or three shuffles, while products are under way.
+flash2_mma draws bits into shared memory, with a barrier of the block, which independent warpgroups do not
+have.  Here each lane draws a part of the bits of its warp's 16 rows, and exchanges them with its neighbours
+in two or three shuffles, while products are running.
 
 An element of a lane is (t, i), as in the accumulators of ``wgmma``: tile t of eight columns, and
 i = 2 · half + e for the lower of its two rows (half) and the later of its two columns (e).
@@ -35,7 +35,7 @@ UPPER = 0xF0F0F0F0
 
 
 def bit_words(cols: int) -> int:
-    """Return how many words a lane needs for its elements of 16 rows and ``cols`` columns."""
+    """Return the number of words of a lane for its elements of 16 rows and ``cols`` columns."""
     return PLAIN.ceil_div(cols, 8 * TILES)
 
 
@@ -67,13 +67,13 @@ def lane_offset_of(by_keys: bool) -> Callable[..., Any]:
 
 @device_function
 def has_bit(bits, t, i):
-    """Return whether a lane's words have the bit of its element (t, i): those of what is seen."""
+    """Tell whether a lane's words of visible elements have the bit of its element (t, i)."""
     return uint32(bits[t // TILES] & uint32(1 << (4 * (t % TILES) + i))) != 0
 
 
 @device_function
 def with_bit(word, bit, place):
-    """Return a word with one more bit, if it is set."""
+    """Return a word with one more bit, if the bit is set."""
     return uint32(word | uint32(bit) << uint32(place))
 
 
@@ -94,12 +94,12 @@ def permuted(x, y, selector):
 
 @device_function
 def other(word, distance):
-    """Return the word of the lane so far away."""
+    """Return the word of the lane at a distance."""
     return uint32(cuda.shfl_xor_sync(ALL_LANES, int32(word), distance))
 
 
 class Kept(NamedTuple):
-    """The functions of what dropout keeps of a lane's elements.
+    """The functions for the dropout bits of a lane's elements.
 
     Attributes:
         draw: ``(bits, lane, flat, row, col, extras)``: set the bits; ``bits`` is a local array
@@ -120,7 +120,7 @@ def _make_kept(draw: Callable[..., None], place: Callable[..., Any]) -> Kept:
     """Return the functions, given where bits are.
 
     Args:
-        draw: As of :class:`Kept`.
+        draw: The function ``draw`` of :class:`Kept`.
         place: ``(t, i)``: the number of an element's word, its byte there, and how far the bit is below the
             byte's highest one.
     """
@@ -165,7 +165,7 @@ def make_kept(cols: int) -> Kept:
     are 128 columns.  A lane's bits of even tiles are a word, and those of odd tiles.
 
     Args:
-        cols: Of a tile, a multiple of 16, up to 128.
+        cols: Columns of a tile, a multiple of 16, up to 128.
 
     Raises:
         ValueError: If there are more.
@@ -257,7 +257,5 @@ def make_kept_by_keys(cols: int) -> Kept:
 def _checked_tiles(cols: int) -> int:
     """Return the tiles of eight columns of a tile of scores."""
     if cols > 8 * MOST_TILES:
-        raise ValueError(
-            f"dropout is drawn for tiles of up to {8 * MOST_TILES} columns, got {cols}"
-        )
+        raise ValueError(f"dropout supports tiles of up to {8 * MOST_TILES} columns, got {cols}")
     return PLAIN.ceil_div(cols, 8)

@@ -1,4 +1,4 @@
-"""The parts of a launch that Hopper's forward and backward rungs share: tensor maps, readable operands."""
+"""Common code of the launches of Hopper's rungs: tensor maps and readable operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import NAMES, is_half
 
-#: Of the L2 cache: what keys and values of the heads in work may take.
+#: Bytes of the L2 cache for the keys and values of the heads in work.
 CACHE_BYTES = 24 << 20
 
 
@@ -28,7 +28,7 @@ def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
 
     Args:
         array: (batch, heads, seq, dim) on the device; a stride of 0 repeats.
-        rows: Of a tile.
+        rows: Rows of a tile.
         dtype: "float16" or "bfloat16".
 
     Returns:
@@ -37,7 +37,7 @@ def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
     sizes, steps = list(array.shape), list(array.strides)
     for axis in (0, 1):
         if steps[axis] == 0 or sizes[axis] == 1:
-            # One head that all share; the engine asks for a stride all the same.
+            # A single shared head; the engine requires a stride nevertheless.
             sizes[axis], steps[axis] = 1, LINE
     if sizes[2] == 1:  # whatever its stride is
         steps[2] = LINE
@@ -48,18 +48,18 @@ def tensor_map(array: Any, rows: int, dtype: str) -> tuple[Any, int, int]:
 def read_maps(
     tiles: Iterable[tuple[Any, int]], dtype: str
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Return the tensor maps of operands, and what differs in each; see :func:`tensor_map`.
+    """Return the tensor maps of operands, and whether their heads and batches differ.
 
     Args:
         tiles: Operands, each with the rows of its tiles.
-        dtype: As in :func:`tensor_map`.
+        dtype: "float16" or "bfloat16".
     """
     found = [tensor_map(array, rows, dtype) for array, rows in tiles]
     return tuple(one[0] for one in found), tuple(chain.from_iterable(one[1:] for one in found))
 
 
 def readable(*arrays: Any) -> tuple[Any, ...]:
-    """Return arrays as the copy engine can read them: where they lie, or copied once."""
+    """Return arrays that the copy engine can read, copied if necessary."""
     if are_vectors(*arrays):
         return arrays
     return tuple(array if are_vectors(array) else row_major_copy(array) for array in arrays)
@@ -71,7 +71,7 @@ def widths_of(problem: Problem) -> Widths:
 
 
 def with_mask_bits(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
-    """Return a call with a floating mask of 16 bits as its bits, and of which dtype it is as ``mask``."""
+    """Return a call with the bits of a 16-bit floating mask, and its dtype as the option ``mask``."""
     if problem.mask == "float" and is_half(operands.mask.dtype):
         bits = as_bits(operands.mask)
         named = _of_mask(problem.unseeded, NAMES[operands.mask.dtype])

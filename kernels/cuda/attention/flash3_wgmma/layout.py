@@ -15,10 +15,10 @@ from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.scores.program import PLAIN, Features
 
-#: Named barriers of the forward kernel: the order in which consumers multiply, and the output tile of one
-#: consumer.  Each consumer has its own, numbered from these on.  0 belongs to ``cuda.syncthreads``.
+#: Named barriers of the forward kernel: the order of the consumers' products, and the output tile of one
+#: consumer.  Each consumer has its own, numbered from these.  0 belongs to ``cuda.syncthreads``.
 PING_PONG, OUT_BARRIER = 1, 4
-#: Of the backward kernels: all consumers' threads, and the threads of one consumer, numbered likewise.
+#: Named barriers of the backward kernels: all consumers, and one consumer, numbered from these.
 CONSUMERS_BARRIER, WARPGROUP_BARRIER = 1, 2
 #: The barrier of all consumers' threads behind ``clear_rows``, forward and backward.
 CLEAR_BARRIER = 7
@@ -58,8 +58,8 @@ class Widths(NamedTuple):
     """Columns that a kernel is compiled for: those of the operands, or more.
 
     Attributes:
-        head: Of q and k, a multiple of 16.
-        value: Of v and out, likewise.
+        head: Columns of q and k, a multiple of 16.
+        value: Columns of v and out, a multiple of 16.
     """
 
     head: int
@@ -77,10 +77,10 @@ class Widths(NamedTuple):
 
 
 def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
-    """Return the layout for heads of some widths: what fits in registers and in shared memory.
+    """Return the layout for heads of some widths that fits into registers and shared memory.
 
     Args:
-        widths: Of the kernel.
+        widths: Widths of the kernel.
         has_options: Beyond bounds: they take registers, and the blocks of masks are often of 128 rows.
     """
     width = max(widths)
@@ -95,13 +95,13 @@ def layout_of(widths: Widths, has_options: bool = False) -> ForwardLayout:
 
 
 def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> SharedTiles:
-    """Return where the tiles of a block lie in its shared memory, in bytes from its first aligned one.
+    """Return the byte offsets of a block's tiles in shared memory, from its first aligned address.
 
     The tile of out takes the place of that of q, which no one needs any more by then.
 
     Args:
-        layout: Of the block.
-        widths: Of the kernel.
+        layout: Layout of the block.
+        widths: Widths of the kernel.
         features: Options of the kernel: with a list of tiles there are the numbers of those in flight.
     """
     q_panels = max(widths.head_panels, widths.value_panels)
@@ -121,7 +121,7 @@ def item_bytes(layout: ForwardLayout) -> int:
 
 
 def shared_bytes(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> int:
-    """Return the dynamic shared memory of a block, what its alignment takes included."""
+    """Return the dynamic shared memory of a block, including its alignment."""
     return round_up(shared_tiles(layout, widths, features).elements, 16) + ALIGNMENT
 
 
@@ -138,20 +138,20 @@ def v_bytes(layout: ForwardLayout, widths: Widths) -> int:
 class Shape(NamedTuple):
     """The shape of a call of a kernel.
 
-    By what a head's, and a batch's, number is multiplied tells where it is in an array: 0 where it repeats.
+    The factors of head and batch indices are 1, or 0 where an operand repeats.
 
     Attributes:
-        rows: Of q.
-        cols: Of k.
-        heads: Of q.
-        q_by_head: Of q.
-        q_by_batch: Likewise.
-        k_by_head: Of k.
-        k_by_batch: Likewise.
-        v_by_head: Of v.
-        v_by_batch: Likewise.
-        dout_by_head: Of dout, and so of backward kernels alone.
-        dout_by_batch: Likewise.
+        rows: Rows of q.
+        cols: Columns of k.
+        heads: Number of heads of q.
+        q_by_head: Factor of the head index in q.
+        q_by_batch: Factor of the batch index in q.
+        k_by_head: Factor of the head index in k.
+        k_by_batch: Factor of the batch index in k.
+        v_by_head: Factor of the head index in v.
+        v_by_batch: Factor of the batch index in v.
+        dout_by_head: Factor of the head index in dout, in backward kernels.
+        dout_by_batch: Factor of the batch index in dout, in backward kernels.
     """
 
     rows: int
@@ -172,11 +172,11 @@ SHAPE = types.NamedUniTuple(int32, len(Shape._fields), Shape)
 
 
 class Schedule(NamedTuple):
-    """In which order the query tiles of all heads are worked on.
+    """The order of the query tiles of all heads.
 
-    A block that is done takes the next item.  Heads come in groups whose keys and values the
-    L2 cache holds together, and within a group the longest tiles come first: under a causal mask the
-    last ones, so that all blocks end at about the same time.
+    A block that is done takes the next item.  Heads are divided into groups whose keys and values fit into
+    the L2 cache, and within a group the longest tiles come first, under a causal mask the last ones, so
+    that all blocks end at about the same time.
 
     Attributes:
         tiles: Query tiles of a head.
@@ -206,7 +206,7 @@ def schedule_of(tiles: int, heads: int, bytes_a_head: int, cache_bytes: int) -> 
     Args:
         tiles: Query tiles of a head.
         heads: Batch times heads.
-        bytes_a_head: Of its keys and values.
-        cache_bytes: Of the L2 cache that they may fill.
+        bytes_a_head: Bytes of the keys and values of a head.
+        cache_bytes: Bytes of the L2 cache that they may fill.
     """
     return Schedule(tiles, heads, max(min(cache_bytes // max(bytes_a_head, 1), heads), 1))

@@ -1,4 +1,4 @@
-"""Masks as Hopper's rung reads them: in the order in which lanes have the elements.
+"""Masks packed in the order of the lanes' elements, for Hopper's rung.
 
 A lane's elements of a tile are scattered over two rows, two columns at a time; read from the mask itself
 each takes an address and a load.  Packed beforehand, a lane reads for 64 elements two words of bits of a
@@ -46,7 +46,7 @@ QUAD, _QUAD_BYTES = 4, 16
 
 
 def has_words(features: Features) -> bool:
-    """Tell whether a kernel reads words of a mask, and not the mask: a floating one of float32."""
+    """Tell whether a kernel reads packed words instead of the mask; not for a float32 mask."""
     return features.mask not in ("", "float")
 
 
@@ -56,7 +56,7 @@ def words_type(features: Features) -> Any:
 
 
 def _words_of(cols: int, has_pairs: bool) -> tuple[int, int]:
-    """Return how often a lane reads words of a tile, and how many at a time."""
+    """Return the number of loads of a lane per tile, and the words per load."""
     return (cols // STEP, QUAD) if has_pairs else (1, bit_words(cols))
 
 
@@ -113,7 +113,7 @@ def make_words_place(
 
 @cache
 def make_bring_pairs(cols: int) -> Callable[..., None]:
-    """Return ``bring_pairs(words, mask_words, place)``: load a lane's words of a floating mask of 16 bits.
+    """Return ``bring_pairs(words, mask_words, place)``: load a lane's words of a 16-bit floating mask.
 
     They lie in ``words`` behind the bits; ``place`` is the number of the first one.
 
@@ -135,7 +135,7 @@ def make_bring_pairs(cols: int) -> Callable[..., None]:
 
 @cache
 def make_pair_at(kind: str, cols: int) -> Callable[..., Any]:
-    """Return ``pair_at(place, extras)``: the element of a floating mask of 16 bits.
+    """Return ``pair_at(place, extras)``: the element of a 16-bit floating mask.
 
     ``place`` is a record with the lane's ``words`` and the element's number in it, ``t`` and ``i``.
 
@@ -237,7 +237,7 @@ def pack_kernel(cols: int, by_keys: bool) -> Kernel:
                     i_row, i_col = row + 8 * (i // 2), col + c
                     if by_keys:
                         i_row, i_col = i_col, i_row
-                    # What is beyond the end nobody asks for, unless one tile stands for all.
+                    # Words beyond the end are not read, unless one tile is shared by all.
                     i_row, i_col = min(i_row, seq_q - 1), min(i_col, seq_k - 1)
                     if c < cols:
                         word = with_bit(word, mask[b, h, i_row, i_col], 4 * u + i)
@@ -250,7 +250,7 @@ def pack_kernel(cols: int, by_keys: bool) -> Kernel:
 
 @cache
 def pack_pairs_kernel(cols: int, by_keys: bool) -> Kernel:
-    """Return the kernel that packs a floating mask of 16 bits for tiles of ``cols`` columns."""
+    """Return the kernel that packs a 16-bit floating mask for tiles of ``cols`` columns."""
     steps = cols // STEP
 
     def pack_pairs(mask, heads, groups, tiles, packed):

@@ -1,4 +1,4 @@
-"""The score program of Hopper's kernels: the places of a lane's elements, and their target."""
+"""The target of the score program for Hopper's kernels, and the indices of a lane's elements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Line(NamedTuple):
     Attributes:
         flat: Number of (batch, head), as in ``Extras``.
         b, h: See ``kernels.scores.program.Place``.
-        batch, head: Likewise; 0 without a user's function.
+        batch, head: See ``kernels.scores.program.Place``; 0 without a user function.
         slope: ALiBi's slope of the head, or 0.
         rows: Query rows of the sequence.
         cols: Keys of it.
@@ -46,7 +46,7 @@ class LanePlace(NamedTuple):
     Attributes:
         lane: Its number in the warp.
         row: Query row of the element, from the start of its sequence.
-        col: Key column, likewise.
+        col: Key column of the element, from the start of its sequence.
         line: That of the work item.
     """
 
@@ -61,7 +61,7 @@ class ElementPlace(NamedTuple):
 
     Attributes:
         b, h, batch, head: See ``Place``.
-        row, col: Likewise, clipped to the arrays.
+        row, col: See ``Place``; clipped to the arrays.
         distance: See :func:`distance_of`, from the row and column before clipping.
         slope: ALiBi's slope of the head.
         words: The lane's words of masks: bits, and behind them pairs of a floating mask of 16 bits.
@@ -119,7 +119,7 @@ def element_of(
     """Return ``element(place, distance, words, t, i)``, which makes an :class:`ElementPlace`.
 
     Args:
-        features: Of the kernel.
+        features: Options of the kernel.
         by_keys: Rows of the tile are keys.
         has_columns: No column of the tile is beyond the last one.
     """
@@ -149,9 +149,9 @@ def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> Sco
     Scores are divided by the softcap beforehand.
 
     Args:
-        features: Of the kernel.
-        cols: Of its tiles.
-        tanh: Of a float32.
+        features: Options of the kernel.
+        cols: Columns of its tiles.
+        tanh: Hyperbolic tangent of a float32.
         derives: See :class:`ScoreTarget`.
     """
     has_slopes, kind = features.slopes, features.mask
@@ -192,6 +192,6 @@ def score_target(features: Features, cols: int, tanh: Any, derives: bool) -> Sco
 
 
 def seen_words(features: Features, cols: int) -> int:
-    """Return how many words a lane has in ``seen``."""
+    """Return the number of words of a lane in ``seen``."""
     has_pairs = features.mask in UNPACK
     return bit_words(cols) + (QUAD * (cols // STEP) if has_pairs else 0)

@@ -1,8 +1,8 @@
 """The tiles that Hopper's kernels visit: producer and consumers must visit the same ones.
 
-Causal, window, block-sparse and packed calls are the same loop over other tiles; see ``visits``.  What
-bounds leave of a list is a piece of it, for tiles of a line ascend, and its length is known before the walk
-begins, so that a consumer can issue the next product before it waits for the last one.
+Causal, window, block-sparse and packed calls are the same loop over other tiles; see ``visits``.  The
+entries of a list within the bounds are contiguous, because tiles of a line ascend.  Their number is known
+in advance, so that a consumer can issue the next product before it waits for the last one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
     """Return the functions for tiles of ``block`` query rows, or of keys.
 
     Args:
-        features: Of the kernel.
+        features: Options of the kernel.
         block: Places of a tile of the kernel's own side.
         by_keys: That side is the keys.
     """

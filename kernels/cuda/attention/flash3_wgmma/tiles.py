@@ -52,7 +52,7 @@ def init_stages(first, count, filled_by, emptied_by):
 
     Args:
         first: Its address.
-        count: Of stages.
+        count: Number of stages.
         filled_by: Arrivals at the barrier of a full stage.
         emptied_by: Arrivals at the barrier of an empty stage.
     """
@@ -63,15 +63,15 @@ def init_stages(first, count, filled_by, emptied_by):
 
 @cache
 def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int, stages: int) -> Any:
-    """Return what fetches a tile of a tensor, and as many float32 of a vector.
+    """Return the function that fetches a tile of a tensor, and as many float32 of a vector.
 
     ``fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b)`` waits for an empty stage;
     ``full``, the stage's barrier of :func:`init_stages`, counts the bytes.
 
     Args:
-        panels: Of the tile.
-        panel_bytes: Of each.
-        numbers_bytes: Of the vector.
+        panels: Panels of the tile.
+        panel_bytes: Bytes of each.
+        numbers_bytes: Bytes of the vector.
         stages: In all.
     """
     load, bytes_ = make_load_tile(panels, panel_bytes), panels * panel_bytes + numbers_bytes
@@ -134,7 +134,7 @@ def make_multiply_dq(cols: int, dtype: str, depth: int) -> Any:
     """Return ``multiply(acc, left, right)``: acc = Aᵀ B, both stored by rows, a group of products.
 
     Args:
-        cols: Of B.
+        cols: Columns of B.
         dtype: "float16" or "bfloat16".
         depth: Rows of A and B, a multiple of 16.
     """
@@ -161,7 +161,7 @@ def make_accumulate(cols: int, dtype: str, depth: int) -> Any:
     """Return ``accumulate(acc, pairs, right, has_sums)``: acc += A B, A in registers, B stored by rows.
 
     Args:
-        cols: Of B.
+        cols: Columns of B.
         dtype: "float16" or "bfloat16".
         depth: Rows of B, a multiple of 16.
     """
@@ -203,9 +203,9 @@ def make_clear_rows(threads: int, rows: int, panels: int) -> Any:
     copies them too, and zero times infinity is NaN.
 
     Args:
-        threads: That share the work.
-        rows: Of the tile.
-        panels: Of the tile.
+        threads: Threads that share the work.
+        rows: Rows of the tile.
+        panels: Panels of the tile.
     """
     chunks, panel_bytes = LINE // CHUNK, rows * LINE
 
@@ -223,10 +223,10 @@ def make_clear_rows(threads: int, rows: int, panels: int) -> Any:
 
 @cache
 def make_hide(cols: int, by_keys: bool) -> Any:
-    """Return ``hide(numbers, edge)``: zeros where bounds or the ends of the arrays hide an element.
+    """Return ``hide(numbers, edge)``: zero the elements outside the bounds or the arrays.
 
     Args:
-        cols: Of the tile.
+        cols: Columns of the tile.
         by_keys: Its rows are keys and its columns queries.
     """
     tiles, offset = cols // 8, offset_of(by_keys)
@@ -247,7 +247,7 @@ def make_hide_pairs(cols: int) -> Any:
     """Return ``hide_pairs(pairs, edge)``: :func:`make_hide`'s function for packed pairs, rows being keys.
 
     Args:
-        cols: Of the tile.
+        cols: Columns of the tile.
     """
     tiles = cols // 8
 
@@ -268,8 +268,8 @@ def make_put_tile(panels: int, panel_bytes: int, is_packed: bool) -> Any:
     """Return ``put_tile(target, source, thread, b, h, row, left)``: a warpgroup's rows to memory.
 
     Args:
-        panels: Of the tile.
-        panel_bytes: Of each.
+        panels: Panels of the tile.
+        panel_bytes: Bytes of each.
         is_packed: Rows beyond those that are left belong to the next sequence: the target is an array
             (batch, heads, seq, dim), to which all threads copy.  Else it is a tensor map, and the one
             thread that calls issues a copy, which leaves out what is beyond the end.
@@ -313,14 +313,14 @@ def store_pairs(tile, line, column, t, panel_bytes, pairs):
 
 @cache
 def make_write_tile(cols: int, dtype: str, panel_bytes: int) -> Any:
-    """Return ``write_tile(tile, line, column, acc, factor, is_there, pairs)``: factor · acc, of 16 bits.
+    """Return ``write_tile(tile, line, column, acc, factor, is_there, pairs)``: factor · acc in 16 bits.
 
     Accumulators that were never written, of rows that see nothing, are zeros.
 
     Args:
-        cols: Of the tile.
+        cols: Columns of the tile.
         dtype: "float16" or "bfloat16".
-        panel_bytes: Of a panel of it.
+        panel_bytes: Bytes of a panel of it.
     """
     pack, steps = PACK[dtype], cols // 16
 

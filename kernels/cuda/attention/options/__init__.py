@@ -1,1 +1,1 @@
-"""Attention's options compiled for CUDA, the same for every rung."""
+"""The options of attention for CUDA, common to all rungs."""

@@ -1,4 +1,4 @@
-"""What the options of a call need in a kernel: numbers, and arrays that are copied to the device once."""
+"""The kernel arguments of the options of a call: numbers, and arrays copied to the device once."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from kernels.sparsity.block_mask import BlockMask
 def make_extras(
     problem: Problem, operands: Operands, block_q: int, block_k: int, by_keys: bool = False
 ) -> Extras:
-    """Return what a kernel with tiles of (block_q, block_k) needs; small arrays are copied once.
+    """Return the option arguments of a kernel with tiles of (block_q, block_k).
 
     Args:
         problem: The checked call.
-        operands: As kernels take them.
+        operands: The operands.
         block_q: Rows of the kernel's tiles.
         block_k: Columns of them.
         by_keys: The kernel's work items are tiles of keys.
 
     Raises:
-        ValueError: As :func:`kernels.cuda.attention.options.mods.check_places`.
+        ValueError: If a call with a user function has too many rows or columns.
     """
     numbers = _numbers(problem.unseeded)
     if problem.is_plain:

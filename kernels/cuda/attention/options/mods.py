@@ -1,11 +1,10 @@
-"""A user's ``score_mod`` or ``mask_mod`` as kernels of float32 call it: nothing in it becomes float64.
+"""Compile ``score_mod`` and ``mask_mod`` for float32 kernels without promotion to float64.
 
-Numba's rules are NumPy's: a whole number times a float32 is a float64, and so is what two branches leave
-where one has each.  A GPU computes it at half the speed or at a 64th, and takes several times as long for
-a whole number of 64 bits to become a floating one: for every score of a tile that is more than all the
-rest.  So a mod is compiled with rules of its own.  Where numba would turn to float64 though no operand is
-one, whole numbers become float32.  Among themselves they keep 64 bits; but places are said to be small, and
-the compiler, which sees how large a sum or a distance of them can be, drops the half that is always zero.
+Numba promotes like NumPy: an integer times a float32 is a float64, and so is the result of two branches of
+these types.  A GPU computes float64 at a half or a 64th of the speed, and converts 64-bit integers slowly,
+which would dominate the cost of a score.  Mods are therefore compiled with other typing rules: where numba
+would promote to float64 without a float64 operand, integers become float32.  Integer operations keep 64
+bits, but indices are declared to be small, so that the compiler drops the upper half.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from kernels.runtime.targets import intrinsic
 # An intrinsic's first argument is the compiler's; callers do not pass it.
 # pyright: reportCallIssue=false
 
-#: Rows and columns that a call with a mod may have.
+#: Maximum number of rows and columns of a call with a mod.
 MOST_PLACES = 1 << 26
-#: Bits of a place, and of one that may be a tile further.
+#: Bits of an index, and of one that may be a tile further.
 FIRST_PLACE, _PLACE = MOST_PLACES - 1, 2 * MOST_PLACES - 1
 #: Bits of 64 that a number of 32 leaves to its sign.
 _SPARE = 32
@@ -40,7 +39,7 @@ _FLOAT, _WIDE, _WHOLE = types.float32, types.float64, types.int64
 
 
 def check_places(problem: Problem) -> None:
-    """Check that a call has no more places than the kernels tell a mod of.
+    """Check that the indices of a call are within the range declared to the compiler.
 
     Raises:
         ValueError: If it has.
@@ -48,25 +47,25 @@ def check_places(problem: Problem) -> None:
     places = max(problem.seq_q, problem.seq_k)
     if (problem.mask_mod or problem.score_mod) and places > MOST_PLACES:
         raise ValueError(
-            f"on CUDA mask_mod and score_mod take at most {MOST_PLACES:,} rows and columns, got "
+            f"on CUDA mask_mod and score_mod support at most {MOST_PLACES:,} rows and columns, got "
             f"{places:,}; split the call"
         )
 
 
 @device_function
 def numbers_of_mods(flat, extras):
-    """Return batch and head of a flat number, as mods get them."""
+    """Return the batch and head of a flat index, for mods."""
     return batch_and_head(flat, max(extras.heads, 1))  # by what may be 0, a branch
 
 
 def score_function(
     function: Callable[..., Any], dtype: np.dtype[Any], distance: Any = types.none
 ) -> Any:
-    """Return what a kernel calls for a function of (score, batch, head, row, col), ``dtype`` too.
+    """Return the device function of a mod of (score, batch, head, row, col), for scores of ``dtype``.
 
     Args:
         function: A user's.
-        dtype: Of scores.
+        dtype: Dtype of scores.
         distance: Numba's type of what the kernel gives after col: None, or row - col where it has it as a
             float32, which from one element to the next takes one instruction, and of two places three.
     """
@@ -95,7 +94,7 @@ def score_function(
 
 
 def mask_function(function: Callable[..., Any], dtype: np.dtype[Any]) -> Any:
-    """Return what a kernel of ``dtype`` calls for a function of (batch, head, row, col), a bool."""
+    """Return the device function of a mod of (batch, head, row, col), which returns a bool."""
     inner = device_callable(function, dtype)
     if not _has_rules(function, dtype):
         return inner
@@ -135,7 +134,7 @@ def _has_rules(function: Callable[..., Any], dtype: np.dtype[Any]) -> bool:
 
 
 def _with_rules(target: Any) -> Any:
-    """Return numba's target of a kernel, that which emits instructions, with the rules."""
+    """Return numba's target context of a kernel with these rules."""
     own = copy(target)
     own.typing_context = _typing_with_rules(target.typing_context)
     signed: dict[Any, Any] = {}  # absolute value → of what
@@ -184,7 +183,7 @@ def _with_rules(target: Any) -> Any:
 
 
 def _typing_with_rules(typing: Any) -> Any:
-    """Return numba's typing context of a kernel with the rules."""
+    """Return numba's typing context of a kernel with these rules."""
     own = copy(typing)
 
     def is_narrow(kind: Any) -> bool:

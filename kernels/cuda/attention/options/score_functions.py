@@ -35,28 +35,28 @@ distance_of = make_masks(device_function).distance
 
 
 class Extras(NamedTuple):
-    """What the options of a call need in a kernel; a number 0 stands for an array that is not there.
+    """The kernel arguments of the options of a call; a missing array is the number 0.
 
     Attributes:
-        lower: Row ``row`` sees no column before row + lower.
-        upper: Nor after row + upper.
+        lower: Columns before row + lower are masked.
+        upper: Columns after row + upper are masked.
         heads: Query heads of the call: a kernel's (batch, head) has the flat number b · heads of the
             kernel + h, and the call's head is its remainder.
-        diagonal: Of ALiBi.
+        diagonal: The diagonal of ALiBi.
         softcap: The cap.
         over_cap: 1 / softcap; 0 without a softcap.
-        seed: Of dropout.
-        threshold: Of dropout, see ``philox.keep``.
-        keep_scale: What it multiplies by what it keeps, see ``philox.keep_scale``.
+        seed: Seed of dropout.
+        threshold: The threshold of dropout, see ``philox.keep``.
+        keep_scale: Factor of the kept probabilities, see ``philox.keep_scale``.
         slopes: (batch, heads, 1, 1).
-        sink: Likewise.
+        sink: (batch, heads, 1, 1).
         mask: (own batches, heads, seq_q, seq_k).
         mask_batch: (batch,) int64.
         states: (1 or heads, query blocks, key blocks) int32, see ``BlockMask``.
         patterns: (count, block_q, block_k) bool.
         tile_ptr: See ``TileList``; for the kernel's own tiles and direction.
-        tile_ids: Likewise.
-        tile_full: Likewise.
+        tile_ids: See ``TileList``.
+        tile_full: See ``TileList``.
         tiles: (tiles, 6) int64: where the kernel's tiles of packed sequences are, ``sequences.Tile``.
     """
 
@@ -111,7 +111,7 @@ class ScoreFunctions(NamedTuple):
     Attributes:
         score_of: ``(score, place, extras)``: the score after all options, from scale · q · k; natural
             logarithms as in the paper, and minus infinity where it is masked.
-        score_and_slope: Likewise; also its derivative by scale · q · k, zero where it is masked.
+        score_and_slope: The score and its derivative by scale · q · k, which is zero where it is masked.
         kept: ``(place, extras)``: the factor of dropout for a probability.
         program: The parts that scores are made of.
     """
@@ -161,8 +161,8 @@ def make_row_end(
     """Return ``end_row(row_sum, shift, b, h, extras)``: a row's 1 / l, which multiplies O, and L.
 
     Args:
-        features: Of the kernel.
-        dtype: Of sums.
+        features: Options of the kernel.
+        dtype: Dtype of sums.
         near: Both may be a unit in the last place off.
     """
     softmax = NEAR_SOFTMAX if near else SOFTMAX

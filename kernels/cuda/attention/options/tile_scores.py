@@ -1,4 +1,4 @@
-"""What the options make of the scores, the probabilities and the gradients of one tile of flash2.
+"""Apply the options to the scores, probabilities and gradients of one tile of flash2.
 
 A tile is whole where bounds and lists hide none of its elements: only then their tests are left out.
 Scores inside the kernels are in base 2.  Where an option bends them the natural logarithm is needed in
@@ -43,7 +43,7 @@ class TilePlace(NamedTuple):
 
 @device_function
 def moved(place, rows, cols):
-    """Return the ``TilePlace`` that lies some rows and columns further."""
+    """Return the ``TilePlace`` some rows and columns further."""
     b, h, batch, head, row, col, seq_q, seq_k = place
     return TilePlace(b, h, batch, head, row + rows, col + cols, seq_q, seq_k)
 
@@ -84,7 +84,7 @@ def edge_from(row, col, seq_q, seq_k, extras):
 
 @device_function
 def edge_of(place, extras):
-    """Return :func:`edge_from` of a thread's first element, a ``TilePlace``."""
+    """Return :func:`edge_from` for a thread's first element, a ``TilePlace``."""
     return edge_from(place.row, place.col, place.seq_q, place.seq_k, extras)
 
 
@@ -114,8 +114,8 @@ def make_tile_scores(
     """Return the functions of elements for a kernel's features.
 
     Args:
-        features: Of the kernel.
-        dtype: Of its operands.
+        features: Options of the kernel.
+        dtype: Dtype of its operands.
         of_bias: The gradient is that of what a mask adds, not of scale · q · k.
         by_keys: Keys sum over rows: a row beyond the end must count for nothing, whatever a user's
             function makes of its score.

@@ -1,4 +1,4 @@
-"""Which tiles a block of threads works on: its own place, and the tiles of the other side it visits.
+"""The tiles of a block of threads: its own tile, and the tiles of the other side that it visits.
 
 Causal, window, block-sparse and packed calls are the same loop over other tiles.
 """
@@ -53,7 +53,7 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
     """Return the functions for tiles of ``block`` query rows, or of keys.
 
     Args:
-        features: Of the kernel.
+        features: Options of the kernel.
         block: Places of a tile of the kernel's own side.
         by_keys: That side is the keys.
     """
@@ -160,7 +160,7 @@ def make_key_bounds(
 
 
 def tiles_of(seq: int, block: int, extras: Extras) -> int:
-    """Return how many tiles of ``block`` places a head has, or how many packed sequences have."""
+    """Return the number of tiles of ``block`` places of a head, or of all packed sequences."""
     return PLAIN.ceil_div(seq, block) if isinstance(extras.tiles, int) else extras.tiles.shape[0]
 
 
@@ -170,7 +170,7 @@ def grid_of(array: Any, seq: int, block: int, extras: Extras) -> tuple[int, int]
     Args:
         array: (batch, heads, …).
         seq: Query rows, or keys.
-        block: Of a tile.
-        extras: Of the kernel.
+        block: Places of a tile.
+        extras: Options of the kernel.
     """
     return tiles_of(seq, block, extras), array.shape[0] * array.shape[1]

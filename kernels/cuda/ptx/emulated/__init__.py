@@ -1,1 +1,1 @@
-"""NumPy that does what the instructions of ``ptx`` do."""
+"""NumPy emulations of the instructions of ``ptx``."""

@@ -69,7 +69,7 @@ def round_tf32(values: Any) -> Array:
 
 
 def read_tf32(bits: Any) -> Array:
-    """Return what tensor cores read of 32 bits: the upper 19."""
+    """Return the bits that tensor cores read as TF32: the upper 19 of 32."""
     return (np.asarray(bits, np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 

@@ -146,7 +146,7 @@ def cp_async(
 
 
 def box_places(box: tuple[int, ...], size: int, swizzle: int) -> Array:
-    """Return where the bytes of a box lie in shared memory: (*box, size), counted from its beginning.
+    """Return the offsets of the bytes of a box in shared memory, (*box, size), from its beginning.
 
     Args:
         box: Places along each dimension, the fastest last.
@@ -160,12 +160,12 @@ def box_places(box: tuple[int, ...], size: int, swizzle: int) -> Array:
 def inside(
     box: tuple[int, ...], start: Any, shape: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Return what of a box lies in a tensor: as slices of the box, and as slices of the tensor.
+    """Return the part of a box inside a tensor, as slices of the box and of the tensor.
 
     Args:
         box: Places along each dimension, the fastest last.
         start: The first place along each, the fastest *first*, as the instruction takes them.
-        shape: Of the tensor.
+        shape: Shape of the tensor.
     """
     of_box, of_tensor = [], []
     for first, places, length in zip(reversed(tuple(start)), box, shape, strict=True):
@@ -187,7 +187,7 @@ def tensor_load(
         tensor: Any array.
         box: Places along each dimension, the fastest last.
         start: The first place along each, the fastest *first*, as the instruction takes them.
-        swizzle: As the tensor map says.
+        swizzle: Swizzle of the tensor map.
     """
     values = np.zeros(box, tensor.dtype)
     of_box, of_tensor = inside(box, start, tensor.shape)

@@ -37,11 +37,11 @@ def operand_offsets(
 
     Args:
         lines: Rows of A, or columns of B.
-        depth: Of the product.
+        depth: Depth of the product.
         size: Bytes of an element.
         swizzle: Bytes of a line, 0 for none.
-        leading: Bytes, see ``wgmma``.
-        stride: Likewise.
+        leading: Leading distance in bytes, see ``wgmma``.
+        stride: Stride in bytes, see ``wgmma``.
         is_transposed: Lines run along the rows of A or the columns of B.
     """
     line, step = np.ogrid[:lines, :depth]

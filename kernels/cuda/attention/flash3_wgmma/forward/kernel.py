@@ -105,7 +105,7 @@ def forward_kernel(
     """Return the forward kernel for one layout, two widths, one dtype and some options.
 
     Args:
-        layout: Of the block.
+        layout: Layout of the block.
         widths: Columns that it is compiled for.
         dtype: "float16" or "bfloat16": of q, k, v and out.
         features: Options of the call.
@@ -148,7 +148,7 @@ def forward_kernel(
     words, has_kept, own_of = bit_words(block_k), features.dropout, line_of(features)
     has_bits, seen_count = has_kept or has_words(features), seen_words(features, block_k)
     clear_values = make_clear_rows(consumer_threads, block_k, value_panels)
-    # Of a stage which tile, and whether the block mask hides nothing of it.
+    # For each stage: its tile, and whether it is fully visible in the block mask.
     list_offset, is_listed = tiles["listed"], features.block_mask
     zero, minus_inf, log2_e, ln_2 = (np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2))
     pair = 2 * WARPGROUP  # threads of two consumers
@@ -227,7 +227,7 @@ def forward_kernel(
         else:
             claim()
             me, warp = int32(warpgroup - 1), int32(cuda.threadIdx.x // 32 % 4)
-            # Of the warpgroup's 64 rows a thread has two, eight apart; of eight columns two.
+            # A thread has two of the warpgroup's 64 rows, eight apart, and two of eight columns.
             acc = cuda.local.array((value_tiles, 4), float32)  # (64, value_dim) / 128: O
             s = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: S, then P
             p = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in pairs: P
@@ -260,7 +260,7 @@ def forward_kernel(
                 if skipped > 0:  # before any turn: others wait for the next q in theirs
                     release_slot(barriers + q_empty, thread, copied)
                     copied = int32(-1)
-                for _ in range(skipped):  # bounds hide all of it from my rows
+                for _ in range(skipped):  # fully masked for these rows
                     if ping_pong:
                         bar_sync(PING_PONG + me, pair)  # the one before has had its turn
                         bar_arrive(

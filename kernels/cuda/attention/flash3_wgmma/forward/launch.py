@@ -1,4 +1,4 @@
-"""The rung flash3_wgmma: which calls it takes, and what a launch takes beside the operands."""
+"""The rung flash3_wgmma: the calls that it supports, and the arguments of its launches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def layout_for(problem: Problem) -> tuple[ForwardLayout, Widths]:
 
 @lru_cache(maxsize=64)
 def features_for(problem: Problem) -> Features:
-    """Return what the kernel for a problem must have: not to ask what is seen of tiles that are whole."""
+    """Return the options of the kernel for a problem, without the element tests of whole tiles."""
     features, (layout, _) = problem.features, layout_for(problem)
     tiles = layout.block_q, layout.block_k, False
     return features._replace(whole_tiles=lists_whole_tiles(problem, tiles))
@@ -76,8 +76,8 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
 
     Args:
         problem: The checked call, in 16 bits.
-        tile: Its own.
-        operands: As kernels take them, on the device; out and lse are written.
+        tile: (block_q, block_k), the rung's own.
+        operands: The operands, on the device; out and lse are written.
     """
     problem, operands = with_mask_bits(problem, operands)
     q, k, v = readable(
@@ -107,8 +107,8 @@ def _work(
     Args:
         problem: The checked call.
         lead: Batches and heads of out.
-        differs: Of q, k and v, see :func:`tensor_map`.
-        extras: Of the kernel.
+        differs: Whether heads and batches of q, k and v differ, see :func:`tensor_map`.
+        extras: Options of the kernel.
     """
     (layout, _), (batch, heads) = layout_for(problem.unseeded), lead
     tiles, lines = tiles_of(problem.seq_q, layout.block_q, extras), batch * heads

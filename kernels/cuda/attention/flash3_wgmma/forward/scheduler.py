@@ -37,19 +37,19 @@ class Item(NamedTuple):
     """A work item; all numbers are int32.
 
     Attributes:
-        tiles: That it visits; -1 where there are no more items.
-        stop: Behind the last entry that it visits: a tile, or a place in the block mask's list.
-        full: The first tile of which bounds hide nothing.
-        full_stop: Behind the last of them.
-        line: Number of (batch, head).
-        b: Of the batch.
-        h: Of the head.
-        flat: As in ``scores``.
+        tiles: Number of visited tiles; -1 if there are no more items.
+        stop: One past the last visited entry: a tile, or an index in the block mask's list.
+        full: The first tile that is fully within the bounds.
+        full_stop: One past the last of them.
+        line: Index of (batch, head).
+        b: Batch index.
+        h: Head index.
+        flat: Flat index of (batch, head).
         row: The first, counted from the start of its sequence.
-        first_q: Of the sequence in q.
-        rows: Of the sequence.
-        first_k: Of the sequence in k.
-        cols: Of the sequence.
+        first_q: First row of the sequence in q.
+        rows: Rows of the sequence.
+        first_k: First row of the sequence in k.
+        cols: Columns of the sequence.
     """
 
     tiles: Any
@@ -98,13 +98,13 @@ def read_item(at):
 
 @device_function
 def skip_count_address(at, consumer):
-    """Return the address of a consumer's skip count: its rows see no key of so many of the first tiles."""
+    """Return the address of a consumer's skip count, the number of first tiles masked for its rows."""
     return at + WORD * (ITEM_NUMBERS + consumer)
 
 
 @device_function
 def read_skip_count(at, consumer):
-    """Return how many of an item's first tiles a consumer skips."""
+    """Return the number of an item's first tiles that a consumer skips."""
     return int32(ld_shared(skip_count_address(at, consumer)))
 
 
@@ -129,10 +129,10 @@ def make_produce_items(
     arrived, for a free slot, and for an item that is published, which the producer of keys waits for.
 
     Args:
-        layout: Of the block.
+        layout: Layout of the block.
         features: Options of the call.
-        panels: Of a tile of q.
-        panel_bytes: Of each.
+        panels: Panels of a tile of q.
+        panel_bytes: Bytes of each.
         q_size: Bytes from one slot to the next: a tile of q, or of out.
     """
     slots, consumers, block_q, block_k = (

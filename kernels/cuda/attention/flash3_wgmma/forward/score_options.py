@@ -1,7 +1,7 @@
-"""What options make of a tile of scores in Hopper's forward kernel, in the registers of its lanes.
+"""Apply options to a tile of scores in the registers of Hopper's forward kernel.
 
-A lane's elements are (t, i), as in ``dropout_bits``.  A tile of which bounds and lists hide nothing is
-whole; for whole tiles and for the others there is a function each: the many whole ones test nothing.
+A lane's elements are (t, i), as in ``dropout_bits``.  A tile without masked elements is whole.  Whole and
+partial tiles have separate functions, so that the frequent whole ones test nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from kernels.cuda.ptx.numbers import ex2, rcp
 from kernels.cuda.runtime.kernel import device_function
 from kernels.scores.program import PLAIN, Features, make_score_program
 
-#: Of the Taylor series of tanh(x) / x in x², from the last to the first.
+#: Coefficients of the Taylor series of tanh(x) / x in x², from the last to the first.
 _SERIES = tuple(np.float32(x) for x in (-17 / 315, 2 / 15, -1 / 3, 1.0))
-#: Below this the series is taken: the error of what is left out is as small there as a rounding.
+#: Below this the series is used, where its truncation error is as small as a rounding error.
 _SMALL, _TWICE_LOG2_E = np.float32(0.25), np.float32(2 * LOG2_E)
 
 
@@ -46,7 +46,7 @@ def tanh(x):
 
 
 class Elements(NamedTuple):
-    """The functions that :func:`make_elements` returns, and what a kernel must know beside them.
+    """The functions that :func:`make_elements` returns, and their properties.
 
     Both ``whole`` and ``edge`` are ``(s, seen, place, scale, extras)``: of the products in ``s`` they make
     scores, minus infinity where masked.  ``place`` is a ``score_terms.LanePlace``; ``seen`` are the lane's
@@ -54,11 +54,11 @@ class Elements(NamedTuple):
     of 16 bits.
 
     Attributes:
-        bends: Scores are natural logarithms; else still products, which the scale, if it is positive,
-            leaves in their order.
-        of_all: There is anything to do in tiles that are whole.
-        whole: For tiles that are.
-        edge: For the others.
+        bends: Whether scores are natural logarithms; otherwise they are still products, whose order a
+            positive scale does not change.
+        of_all: Whether whole tiles need ``whole``.
+        whole: The function for whole tiles.
+        edge: The function for partial tiles.
     """
 
     bends: bool

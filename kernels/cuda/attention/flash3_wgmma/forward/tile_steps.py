@@ -56,15 +56,15 @@ def make_issue_score_products(
 
 @cache
 def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Callable[..., None]]:
-    """Return what finds a lane's words of an item, and what fetches those of a tile.
+    """Return the functions that locate a lane's words of an item and fetch those of a tile.
 
     ``first_place(lane, b, h, row, extras)`` is where those of a mask begin for the warp's 16 rows from
     ``row`` on; ``fetch(seen, kept, place, lane, flat, row, col, mask_words, extras)`` gets them for the
     tile that begins at column ``col``, and draws those of what dropout keeps.
 
     Args:
-        features: Of the kernel.
-        cols: Of the tile.
+        features: Options of the kernel.
+        cols: Columns of the tile.
     """
     words, bring_pairs = bit_words(cols), make_bring_pairs(cols)
     has_kept = features.dropout
@@ -100,7 +100,7 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
     which factors.  A lane sums its own columns.
 
     Args:
-        cols: Of the tile.
+        cols: Columns of the tile.
         patience: See :class:`ForwardLayout`; the rows of a warp are scaled together.
     """
     tiles, one, is_patient, least = cols // 8, np.float32(1), patience > 0, np.float32(patience)
@@ -143,8 +143,8 @@ def make_drop(features: Features, cols: int) -> Callable[..., None]:
     """Return ``drop(p, kept)``: zeros in the packed probabilities that dropout does not keep.
 
     Args:
-        features: Of the kernel.
-        cols: Of the tile.
+        features: Options of the kernel.
+        cols: Columns of the tile.
     """
 
     @device_function
@@ -172,9 +172,9 @@ def make_write_out(cols: int, dtype: str, panel_bytes: int) -> Callable[..., Non
     that saw nothing, whose sum is 0, the accumulators may never have been written: it is zeros.
 
     Args:
-        cols: Of out.
+        cols: Columns of out.
         dtype: "float16" or "bfloat16".
-        panel_bytes: Of a panel of the tile.
+        panel_bytes: Bytes of a panel of the tile.
     """
     pack, steps, zero = PACK[dtype], cols // 16, np.float32(0)
 

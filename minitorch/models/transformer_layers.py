@@ -51,7 +51,8 @@ class MultiHeadAttention(Module):
 
     Raises:
         TypeError: For an option that the attention does not have, or one that it lacks.
-        ValueError: If n_head does not divide n_embd, or the attention cannot be causal or drop probabilities.
+        ValueError: If n_head does not divide n_embd, or the attention cannot be causal or drop
+            probabilities.
     """
 
     def __init__(
@@ -115,9 +116,7 @@ class MultiHeadAttention(Module):
         return x.view(batch, seq, self.n_head, self.attn_hidden_dim).permute(0, 2, 1, 3)
         # END TASK 5.10
 
-    def forward(
-        self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None) -> Tensor:
         """Return (batch, seq, n_embd) for (batch, seq, n_embd).
 
         Args:
@@ -144,7 +143,9 @@ class MultiHeadAttention(Module):
         if self.training:
             options["dropout_p"] = self.attention_dropout
         if key_mask is not None and self.is_exact:
-            options["attn_mask"] = key_mask_array(key_mask, k)[:, None, None, :]  # (batch, 1, 1, seq)
+            options["attn_mask"] = key_mask_array(key_mask, k)[
+                :, None, None, :
+            ]  # (batch, 1, 1, seq)
         masked: dict[str, Any] = {} if self.is_exact else {"key_mask": key_mask}
         if cache is not None:
             if not self.is_exact or key_mask is not None:

@@ -52,8 +52,8 @@ def linformer(
 
     Raises:
         TypeError: If an operand is no tensor, or they differ in dtype or backend.
-        ValueError: If a shape does not fit, a projection is shorter than the sequence, or for an option that
-            the method does not support.
+        ValueError: If a shape does not fit, a projection is shorter than the sequence, or for an option
+            that the method does not support.
 
     Source: Wang, Li, Khabsa, Fang and Ma, Linformer (2020), equation 7.
     """
@@ -78,12 +78,14 @@ def _check_projection(name: str, projection: Any, k: Tensor) -> None:
         )
     if projection.shape[-1] < seq:
         raise ValueError(
-            f"{name} of shape {projection.shape} projects {projection.shape[-1]} positions, and the sequence "
-            f"has {seq}; build it for the longest sequence. linear, performer, local, reformer and smyrf "
-            "take any length"
+            f"{name} of shape {projection.shape} projects {projection.shape[-1]} positions, and the "
+            f"sequence has {seq}; build it for the longest sequence. linear, performer, local, reformer "
+            "and smyrf take any length"
         )
     if projection.dtype != k.dtype:
-        raise TypeError(f"{name} must be {k.dtype}, as k is, got {projection.dtype}; convert it with to")
+        raise TypeError(
+            f"{name} must be {k.dtype}, as k is, got {projection.dtype}; convert it with to"
+        )
 
 
 def _columns(projection: Tensor, like: Tensor) -> Tensor:

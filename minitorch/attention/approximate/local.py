@@ -44,8 +44,8 @@ def local(
         TypeError: If an operand is no tensor, or they differ in dtype or backend.
         ValueError: If a shape does not fit, or for both masks.
 
-    Source: Child et al., Generating long sequences with sparse transformers (2019), section 4; the window of
-        Beltagy, Peters and Cohan, Longformer (2020), section 3.1.
+    Source: Child et al., Generating long sequences with sparse transformers (2019), section 4; the window
+        of Beltagy, Peters and Cohan, Longformer (2020), section 3.1.
     """
     check_options("local", Masked(attn_mask, dropout_p, is_causal, scale))
     check_operands("local", q, k, v)

@@ -12,7 +12,6 @@ from kernels.common.arguments import as_host_array, whole
 from ...module import Module
 from ...nn import max as max_over
 from ...tensor import Tensor
-from .chunks import swap
 from .kernel_sums import attend_by_features
 from .support import (
     Masked,
@@ -99,9 +98,11 @@ def performer(
     check_operands("performer", q, k, v)
     check_same_length("performer", q, k, is_causal)
     head_dim = q.shape[-1]
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    if not scale > 0.0:
-        raise ValueError(f"performer attention needs a positive scale, got {scale}; negate q instead")
+    factor = head_dim**-0.5 if scale is None else float(scale)
+    if not factor > 0.0:
+        raise ValueError(
+            f"performer attention needs a positive scale, got {factor}; negate q instead"
+        )
     if features is None:
         count = whole("num_features", num_features, 1)
         features = orthogonal_features(count, head_dim, whole("seed", seed, 0))
@@ -112,7 +113,7 @@ def performer(
         )
     keep = kept_keys(key_mask, k)
     weights = shared_constant(q, features.T)  # (head_dim, m)
-    log_q, log_k = (_log_features(widened(t) * scale**0.5, weights) for t in (q, k))  # (…, seq, m)
+    log_q, log_k = (_log_features(widened(t) * factor**0.5, weights) for t in (q, k))  # (…, seq, m)
     # Two shifts that cancel keep every exponential at 1 or below: one for each feature moves from the keys
     # to the queries, one for each query is in numerator and denominator.  1 / √m cancels too.
     shift = max_over(log_k.detach(), -2)  # (…, 1, m)
@@ -146,7 +147,10 @@ class Performer(Module):
     ):
         super().__init__()
         self.num_features = whole("num_features", num_features, 1)
-        self.seed, self.redraw_every = whole("seed", seed, 0), whole("redraw_every", redraw_every, 0)
+        self.seed, self.redraw_every = (
+            whole("seed", seed, 0),
+            whole("redraw_every", redraw_every, 0),
+        )
         self.chunk = whole("chunk", chunk, 1)
         self.calls = 0
 

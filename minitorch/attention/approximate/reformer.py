@@ -47,8 +47,8 @@ def reformer(
     Keys are the queries, normalised: k_j = q_j / ‖q_j‖.  In each round a random matrix R gives position i
     the bucket argmax([q_i R; -q_i R]).  Positions are sorted by bucket and then by position, and cut into
     chunks of ``chunk``.  A position attends to the positions of its chunk and of the chunk before, whatever
-    their buckets, but to itself only if it sees no other.  The rounds are merged by their log-sum-exp, and a
-    key that several of them show counts several times, as in the authors' code.
+    their buckets, but to itself only if it sees no other.  The rounds are merged by their log-sum-exp, and
+    a key that several of them show counts several times, as in the authors' code.
 
     Args:
         q: (…, heads, seq, head_dim).
@@ -77,8 +77,8 @@ def reformer(
     check_options("reformer", Masked(attn_mask, dropout_p, is_causal, scale))
     if k is not q:
         raise ValueError(
-            "reformer attention shares queries and keys: pass the same tensor as q and k; linformer, linear, "
-            "performer, local and smyrf take keys of their own"
+            "reformer attention shares queries and keys: pass the same tensor as q and k; linformer, "
+            "linear, performer, local and smyrf take keys of their own"
         )
     check_operands("reformer", q, k, v)
     seq, head_dim = q.shape[-2:]
@@ -86,8 +86,9 @@ def reformer(
     if buckets is None:
         buckets = min(2 * ceil_div(ceil_div(seq, chunk), 2), MOST_BUCKETS)
     if whole("buckets", buckets, 2) % 2:
-        raise ValueError(f"buckets must be an even number, got {buckets}: they come in pairs, R and -R")
-    scale = head_dim**-0.5 if scale is None else scale
+        raise ValueError(
+            f"buckets must be an even number, got {buckets}: they come in pairs, R and -R"
+        )
     seed = hash_seed(seed)
     hashed = widened(q.detach())
     keys = (q / ((widened(q) * widened(q)).sum(-1) + 1e-30) ** 0.5).to(q.dtype)
@@ -103,7 +104,7 @@ def reformer(
 
 def _one_round(
     q: Tensor, k: Tensor, v: Tensor, order: Tensor, chunk: int, is_causal: bool, dropout_p: float,
-    scale: float, keep: Tensor | None,
+    scale: float | None, keep: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (…, heads, seq, value_dim) and lse (…, heads, seq) of attention within sorted chunks."""
     seq = q.shape[-2]

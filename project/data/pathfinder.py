@@ -6,7 +6,8 @@ distance of the discs has the same distribution in both classes.
 
 Source: Linsley et al., Learning long-range spatial dependencies with horizontal gated recurrent units
 (2018).  The generator is our own.  Lengths of contours, numbers of distractors, thickness, discs,
-continuity and contrast are those of Tay et al., Long-Range Arena (2021); gaps and the lengths of larger paddles are ours.
+continuity and contrast are those of Tay et al., Long-Range Arena (2021); gaps and the
+lengths of larger paddles are ours.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ Array = np.ndarray[Any, Any]
 @by_size()
 def _gather(out, x, index):
     for row in prange(len(out)):
-        picks = index[row if len(index) > 1 else 0]
+        # Not index[row if … else 0]: the row of a prange is unsigned, and a choice of both is a float.
+        picks = index[row] if len(index) > 1 else index[0]
         for j in range(len(picks)):
             source, target = x[row, picks[j]], out[row, j]
             for i in range(len(target)):
@@ -29,7 +30,7 @@ def _gather(out, x, index):
 @by_size()
 def _scatter_add(source, index, out):
     for row in prange(len(out)):
-        targets = index[row if len(index) > 1 else 0]
+        targets = index[row] if len(index) > 1 else index[0]
         for j in range(len(targets)):
             added, target = source[row, j], out[row, targets[j]]
             for i in range(len(target)):

@@ -130,6 +130,21 @@ def test_rows_that_are_longer_than_a_tile_are_sorted(backend: TensorBackend, siz
         np.testing.assert_array_equal(order.to_numpy(), np.argsort(array, 1, kind="stable"))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_large_tensors_are_indexed_in_parallel(rows: int, dtype: Any) -> None:
+    random = np.random.default_rng(0)
+    array = random.integers(-9, 9, (3, 5000, 3)).astype(dtype)
+    index = random.integers(0, 5000, (rows, 6001, 1))
+    a = from_numpy(array, FastBackend)
+    picked = a.gather(1, index)
+    np.testing.assert_array_equal(picked.to_numpy(), taken(array, index, 1))
+    if dtype is not np.int64:
+        added = a.scatter_add(1, index, picked).to_numpy()
+        np.testing.assert_array_equal(added, scattered(array, index, picked.to_numpy(), 1))
+        np.testing.assert_array_equal(a.cumsum(1).to_numpy(), array.cumsum(1))
+
+
 @on_backends
 @at_most(12)
 @given(data=st.data(), exclusive=st.booleans(), reverse=st.booleans())

@@ -135,7 +135,9 @@ LOOPS: dict[str, Callable[[Any], Kernel]] = {
     "map": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, True, dtype, dtype),
     "map of rows": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, False, dtype, dtype),
     "map elu": lambda dtype: cuda_loops.map_kernel(operators.elu, True, dtype, dtype),
-    "zip elu_back": lambda dtype: cuda_loops.zip_kernel(operators.elu_back, True, dtype, dtype, dtype),
+    "zip elu_back": lambda dtype: cuda_loops.zip_kernel(
+        operators.elu_back, True, dtype, dtype, dtype
+    ),
     "zip keep": lambda dtype: cuda_loops.zip_kernel(operators.keep, True, dtype, dtype, dtype),
     "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, True, dtype, dtype, dtype),
     "zip of rows": lambda dtype: cuda_loops.zip_kernel(operators.add, False, dtype, dtype, dtype),

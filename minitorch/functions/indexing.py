@@ -32,6 +32,12 @@ def constant_like(like: AnyTensor, array: Any) -> AnyTensor:
     return like.wrap(memory.bring(np.ascontiguousarray(array)))
 
 
+def table_like(like: AnyTensor, array: Any) -> AnyTensor:
+    """Return a small array that many calls read, as :func:`constant_like`: a device gets it once."""
+    memory = like.f.attention.memory
+    return like.wrap(memory.constant(np.ascontiguousarray(array)))
+
+
 def as_index(like: Tensor, index: Any, dim: int, limit: int) -> Tensor:
     """Return indices as an int64 tensor on the backend of ``like``; bounds are checked on the host.
 
@@ -82,13 +88,17 @@ def as_index(like: Tensor, index: Any, dim: int, limit: int) -> Tensor:
 # -- layouts -----------------------------------------------------------------------------------
 
 
-def _cube(t: Tensor, dim: int, dtype: Any = None) -> Any:
-    """Return a tensor as a contiguous array (outer, size of ``dim``, inner), of no 16 bits."""
-    dtype = acc_dtype(t.dtype if dtype is None else dtype)
+def _cube(t: Tensor, dim: int, dtype: Any) -> Any:
+    """Return a tensor as a contiguous array (outer, size of ``dim``, inner) of a dtype."""
     if dtype != t.dtype or not t._tensor.is_contiguous():
         t = t.f.id_map(t, t.empty(t.shape, dtype))
     outer, inner = math.prod(t.shape[:dim]), math.prod(t.shape[dim + 1 :])
     return _viewed(t, (outer, t.shape[dim], inner)).array()
+
+
+def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that elements are added up, or compared, in."""
+    return acc_dtype(dtype) if is_floating(dtype) else INT64
 
 
 def _viewed(t: AnyTensor, shape: Ints) -> AnyTensor:
@@ -134,9 +144,9 @@ def gathered(a: AnyTensor, dim: int, index: AnyTensor) -> AnyTensor:
     """Pick elements along ``dim``; see :class:`Gather`."""
     if not _is_across(index, dim):
         return _moved(gathered(*_last(*_laid(a, index, dim))), a.dims - 1, dim)
-    out = a.f.indexing.gather(_cube(a, dim), _index_rows(index, a.shape[:dim]))
+    out = a.f.indexing.gather(_cube(a, dim, a.dtype), _index_rows(index, a.shape[:dim]))
     shape = (*a.shape[:dim], index.shape[dim], *a.shape[dim + 1 :])
-    return _viewed(_result(a, out), shape)
+    return _viewed(a.wrap(out), shape)
 
 
 def added(source: AnyTensor, dim: int, index: AnyTensor, size: int) -> AnyTensor:
@@ -145,7 +155,7 @@ def added(source: AnyTensor, dim: int, index: AnyTensor, size: int) -> AnyTensor
         source_, dim_, index_ = _last(*_laid(source, index, dim))
         return _moved(added(source_, dim_, index_, size), source.dims - 1, dim)
     rows = _index_rows(index, source.shape[:dim])
-    out = source.f.indexing.scatter_add(_cube(source, dim), rows, size)
+    out = source.f.indexing.scatter_add(_cube(source, dim, _sum_dtype(source.dtype)), rows, size)
     return _viewed(_result(source, out), (*source.shape[:dim], size, *source.shape[dim + 1 :]))
 
 
@@ -161,8 +171,7 @@ def _result(like: AnyTensor, array: Any) -> AnyTensor:
 def argsorted(a: AnyTensor, dim: int) -> AnyTensor:
     """Return the int64 places that sort ``a`` along ``dim``: stable, ascending, NaN last."""
     last = _moved(a, dim, a.dims - 1)
-    dtype = a.dtype if is_floating(a.dtype) else INT64
-    rows = _cube(last, last.dims - 1, dtype)  # (rows, n, 1)
+    rows = _cube(last, last.dims - 1, _sum_dtype(a.dtype))  # (rows, n, 1)
     flat = a.wrap(rows)
     matrix = _viewed(flat, (rows.shape[0], rows.shape[1])).array()
     _, order = a.f.indexing.sort(matrix)
@@ -171,7 +180,8 @@ def argsorted(a: AnyTensor, dim: int) -> AnyTensor:
 
 def summed_up(a: AnyTensor, dim: int, exclusive: bool, reverse: bool) -> AnyTensor:
     """Add up along ``dim``; see :class:`CumSum`."""
-    return _viewed(rounded(a, a.f.indexing.cumsum(_cube(a, dim), exclusive, reverse)), a.shape)
+    sums = a.f.indexing.cumsum(_cube(a, dim, _sum_dtype(a.dtype)), exclusive, reverse)
+    return _viewed(_result(a, sums), a.shape)
 
 
 # -- functions ---------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Gather, scatter-add, stable sort and cumulative sum on the CPU, equal bit for bit on every run.
 
-Arrays are contiguous.  Rows of the first dimension run in parallel, and sums within a row have a fixed
-order.
+Arrays are contiguous, not of 16 bits but for gather.  Rows of the first dimension run in parallel,
+and sums within a row have a fixed order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from kernels.runtime.dtypes import BITS, is_half
 from kernels.runtime.jit import by_size
 
 Array = np.ndarray[Any, Any]
@@ -64,7 +65,10 @@ def gather(x: Array, index: Array) -> Array:
         (outer, m, inner).
     """
     out = np.empty((len(x), index.shape[1], x.shape[2]), x.dtype)
-    _gather(out, x, index)
+    if is_half(x.dtype):  # which numba does not know; they are only moved
+        _gather(out.view(BITS), x.view(BITS), index)
+    else:
+        _gather(out, x, index)
     return out
 
 

@@ -1,7 +1,8 @@
 """Gather, scatter-add, stable sort and cumulative sum on CUDA, equal bit for bit on every run.
 
 No kernel adds with atomics: one thread writes each element of a result.  Arrays are contiguous, of float32,
-float64 or int64.  The functions of ``kernels.cpu.layers.indexing`` have the same names and arguments.
+float64 or int64; gather takes 16 bits, too.  The functions of ``kernels.cpu.layers.indexing``
+have the same names and arguments.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from numba import int64, void
 
 from kernels.common.geometry import ceil_div
+from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
 from kernels.cuda.runtime.sizes import SIZES
@@ -42,7 +44,8 @@ def _launch(kernel: Kernel, count: int, *args: Any) -> None:
 
 @cache
 def gather_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the gather kernel for one dtype."""
+    """Return the gather kernel for one dtype, of 16 bits too: it only moves them."""
+    dtype = form(dtype).stored
 
     def gather(x, index, out):
         """Pick elements along the middle dimension.
@@ -119,7 +122,7 @@ def gather(x: Any, index: Any) -> Any:
         (outer, m, inner).
     """
     out = empty_device((x.shape[0], index.shape[1], x.shape[2]), x.dtype)
-    _launch(gather_kernel(x.dtype), out.size, x, index, out)
+    _launch(gather_kernel(x.dtype), out.size, as_bits(x), index, as_bits(out))
     return out
 
 

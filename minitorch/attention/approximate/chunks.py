@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels.common.geometry import ceil_div
 
-from ...functions.indexing import Gather, constant_like
+from ...functions.indexing import Gather, table_like
 from ...tensor import Tensor
 from .support import shared_constant
 
@@ -23,7 +23,7 @@ def _placed(t: Tensor, dim: int, places: Any) -> Tensor:
     """Pick elements along a dimension at places that are equal for all others."""
     shape = [1] * t.dims
     shape[dim] = len(places)
-    return Gather.apply(t, dim, constant_like(t, places.reshape(shape)))
+    return Gather.apply(t, dim, table_like(t, places.reshape(shape)))
 
 
 def in_chunks(t: Tensor, chunk: int) -> Tensor:
@@ -106,7 +106,7 @@ def ungrouped(t: Tensor, order: Tensor, groups: Groups) -> Tensor:
     *lead, count, width, dim = t.shape
     places = order.argsort()  # the place of each position, (…, seq)
     # A table of where each place lies: (seq,) seen as one row that every head looks up.
-    table = constant_like(order, groups.found.reshape(*[1] * (order.dims - 1), -1))
+    table = table_like(order, groups.found.reshape(*[1] * (order.dims - 1), -1))
     found = Gather.apply(_repeated(table, order), order.dims - 1, places)  # (…, seq)
     rows = t.contiguous().view(*lead, count * width, dim)
     return Gather.apply(rows, rows.dims - 2, found.view(*found.shape, 1))

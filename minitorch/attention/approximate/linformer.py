@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kernels.common.arguments import whole
 
 from ...functions.base import check_tensor
-from ...functions.indexing import Gather, constant_like
+from ...functions.indexing import Gather, table_like
 from ...module import Module, Parameter
 from ...tensor import Tensor
 from ...tensor_ops import TensorBackend
@@ -94,7 +94,7 @@ def _columns(projection: Tensor, like: Tensor) -> Tensor:
     if projection.shape[-1] == seq:
         return projection
     first = np.arange(seq).reshape(*[1] * (projection.dims - 1), seq)
-    return Gather.apply(projection, projection.dims - 1, constant_like(projection, first))
+    return Gather.apply(projection, projection.dims - 1, table_like(projection, first))
 
 
 class Linformer(Module):

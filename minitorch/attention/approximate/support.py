@@ -10,7 +10,7 @@ from kernels.common.arguments import as_host_array
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
 from ...functions.base import check_tensor, is_tensor
-from ...functions.indexing import constant_like
+from ...functions.indexing import constant_like, table_like
 from ...tensor import Tensor
 
 #: Options of attention that a method supports beside ``key_mask``, which all of them do.
@@ -127,8 +127,7 @@ def widened(t: Tensor) -> Tensor:
 
 def shared_constant(like: Tensor, array: Any) -> Tensor:
     """Return a small array in the dtype of sums; calls with equal numbers share it on a device."""
-    array = np.ascontiguousarray(array, acc_dtype(like.dtype))
-    return like.wrap(like.f.attention.memory.constant(array))
+    return table_like(like, np.asarray(array, acc_dtype(like.dtype)))
 
 
 def check_same_length(method: str, q: Tensor, k: Tensor, is_causal: bool = True) -> None:

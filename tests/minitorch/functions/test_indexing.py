@@ -244,6 +244,18 @@ def test_dtypes_are_kept(backend: TensorBackend, dtype: Any) -> None:
 
 
 @on_backends
+@pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.int32, np.int64])
+def test_integers_are_moved_and_added_up(backend: TensorBackend, dtype: Any) -> None:
+    array = np.array([[1, 0, 1, 1], [0, 0, 1, 0]], dtype)
+    a = from_numpy(array, backend)
+    picked = a.gather(1, [[3], [2]])
+    assert picked.dtype == dtype
+    np.testing.assert_array_equal(picked.to_numpy(), [[1], [1]])
+    np.testing.assert_array_equal(a.cumsum(1).to_numpy(), array.astype(int).cumsum(1))
+    np.testing.assert_array_equal(a.argsort().to_numpy(), np.argsort(array, 1, kind="stable"))
+
+
+@on_backends
 def test_empty_tensors(backend: TensorBackend) -> None:
     a = minitorch.zeros((2, 0, 3), backend)
     assert a.sort(1)[0].shape == a.cumsum(0).shape == a.elu().shape == (2, 0, 3)

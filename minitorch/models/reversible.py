@@ -48,7 +48,7 @@ class ReversibleSequence(Module):
         TypeError: If an entry is not a pair of modules.
         ValueError: If there is no block.
 
-    Source: Gomez, Ren, Urtasun and Grosse, The reversible residual network (2017), equations 6 to 8;
+    Source: Gomez, Ren, Urtasun and Grosse, The reversible residual network (2017), section 3.1;
         Kitaev, Kaiser and Levskaya, Reformer (2020), section 3.
     """
 

@@ -247,15 +247,16 @@ class TransformerLayer(Module):
         )  # fmt: skip
         self.ff = FeedForward(n_embd, middle_dim, p_dropout, bias, backend, dtype)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None) -> Tensor:
         """Return (batch, seq, n_embd) for (batch, seq, n_embd); see :class:`MultiHeadAttention`."""
-        if cache is not None and (stepped := step(self, x, cache)) is not None:
+        if cache is not None and key_mask is None and (stepped := step(self, x, cache)) is not None:
             return stepped
+        masked = {} if key_mask is None else {"key_mask": key_mask}
         if cache is None and is_joined(self, x):
-            hidden, normed = joined(self.attention, x, self.ln_1(x), self.ln_2)
+            hidden, normed = joined(self.attention, x, self.ln_1(x), self.ln_2, **masked)
             return hidden + self.ff(normed)
         # TASK 5.10: Pre-norm: x + attention(ln_1(x)), then + ff(ln_2(x)).
-        x = x + self.attention(self.ln_1(x), cache)
+        x = x + self.attention(self.ln_1(x), cache, **masked)
         x = x + self.ff(self.ln_2(x))
         return x if cache is None else x.detach()
         # END TASK 5.10
@@ -340,8 +341,9 @@ def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
 
 
 def joined(
-    branch: MultiHeadAttention | FeedForward, hidden: Tensor, normed: Tensor, norm: LayerNorm1d
-) -> tuple[Tensor, Tensor]:
+    branch: MultiHeadAttention | FeedForward, hidden: Tensor, normed: Tensor, norm: LayerNorm1d,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return hidden + dropout(branch(normed)), and the layer norm of it: one kernel behind the branch.
 
     Args:
@@ -349,10 +351,11 @@ def joined(
         hidden: (batch, seq, n_embd), what the branch stands beside.
         normed: Likewise, what goes into it.
         norm: Of the next branch.
+        options: Of the branch.
     """
     own = branch.dropout
     with without_dropout():
-        x = branch(normed)
+        x = branch(normed, **options)
     rate = own.p_dropout if own.training else 0.0
     return residual_layer_norm(x, hidden, norm.weights.value, norm.bias.value, norm.eps, rate)
 

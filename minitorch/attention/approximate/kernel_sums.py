@@ -29,7 +29,7 @@ def attend_by_features(
     Returns:
         (…, seq_q, value_dim).
 
-    Source: Katharopoulos et al., Transformers are RNNs (2020), equations 4 to 6 and 9 to 12.
+    Source: Katharopoulos et al., Transformers are RNNs (2020), sections 3.2 and 3.3.
     """
     seq = phi_q.shape[-2]
     if not is_causal:

@@ -48,7 +48,7 @@ def linear(
         TypeError: If an operand is no tensor, or they differ in dtype or backend.
         ValueError: If a shape does not fit, or for an option that the method does not support.
 
-    Source: Katharopoulos, Vyas, Pappas and Fleuret, Transformers are RNNs (2020), equations 5 to 7.
+    Source: Katharopoulos, Vyas, Pappas and Fleuret, Transformers are RNNs (2020), section 3.2.
     """
     check_options("linear", Masked(attn_mask, dropout_p, is_causal, scale))
     check_operands("linear", q, k, v)

@@ -55,7 +55,7 @@ def linformer(
         ValueError: If a shape does not fit, a projection is shorter than the sequence, or for an option
             that the method does not support.
 
-    Source: Wang, Li, Khabsa, Fang and Ma, Linformer (2020), equation 7.
+    Source: Wang, Li, Khabsa, Fang and Ma, Linformer (2020), section 4.
     """
     check_options("linformer", Masked(attn_mask, dropout_p, is_causal, scale))
     check_operands("linformer", q, k, v)

@@ -92,7 +92,7 @@ def performer(
         TypeError: If an operand is no tensor, or they differ in dtype or backend.
         ValueError: If a shape does not fit, or for an option that the method does not support.
 
-    Source: Choromanski et al., Rethinking attention with Performers (2021), lemma 1 and equation 5.
+    Source: Choromanski et al., Rethinking attention with Performers (2021), lemma 1.
     """
     check_options("performer", Masked(attn_mask, dropout_p, is_causal, scale))
     check_operands("performer", q, k, v)

@@ -19,7 +19,7 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     Returns:
         (…, seq, value_dim), of the dtype of the first ``out``; 0 where every lse is minus infinity.
 
-    Source: Kitaev, Kaiser and Levskaya, Reformer (2020), equation 9; the same merge joins the tiles of
+    Source: Kitaev, Kaiser and Levskaya, Reformer (2020), appendix A; the same merge joins the tiles of
         FlashAttention and the devices of ring attention.
     """
     outs, lses = zip(*parts, strict=True)

@@ -266,13 +266,13 @@ def test_a_layer_attends_and_learns(method: str) -> None:
     assert all(p.value.grad is not None for p in layer.parameters())
 
 
-@on_methods
+@pytest.mark.parametrize("method", (*METHODS, "flash", "naive"))
 def test_a_layer_hides_masked_positions(method: str) -> None:
     minitorch.manual_seed(0)
     options = {"window": 3} if method == "local" else layer_options(method)
     if method in ("reformer", "smyrf"):
         options = {"seed": 1, "chunk" if method == "reformer" else "cluster": 13}
-    layer = MultiHeadAttention(
+    layer = TransformerLayer(
         8, 2, causal=False, p_dropout=0.0, backend=FastBackend, attention=method,
         attention_options=options,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -243,6 +244,27 @@ def test_orthogonal_features_are_orthogonal_and_of_gaussian_length() -> None:
         np.testing.assert_allclose(gram, np.diag(np.diag(gram)), atol=1e-12)
     lengths = (oracles.orthogonal_features(4000, 4, 1) ** 2).sum(-1)
     assert lengths.mean() == pytest.approx(4.0, rel=0.05)  # of a chi-squared number of four degrees
+
+
+def peak_bytes(method: str, seq: int) -> int:
+    """Return the most memory of arrays during a forward and a backward pass."""
+    options = {"num_features": 16} if method == "performer" else {}
+    if method == "linformer":
+        options = {"project_k": np.ones((8, seq))}
+    case = Case(method, (1, 1, seq, seq, 8, 8), options)
+    tracemalloc.start()
+    case.run(FastBackend)[0].sum().backward()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+@on_methods
+def test_memory_stays_far_below_a_matrix_of_scores(method: str) -> None:
+    seq = 16384
+    bound = seq * seq  # an eighth of the bytes of the scores of one head
+    peak = peak_bytes(method, seq)
+    assert peak < bound, f"{method} takes {peak:,} bytes"
 
 
 # -- as a layer ----------------------------------------------------------------------------------

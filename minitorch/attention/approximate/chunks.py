@@ -101,16 +101,16 @@ def grouped(t: Tensor, positions: Tensor, groups: Groups) -> Tensor:
     return rows.view(*lead, *groups.places.shape, dim)
 
 
-def ungrouped(t: Tensor, order: Tensor, groups: Groups) -> Tensor:
+def places_in_groups(order: Tensor, groups: Groups) -> Tensor:
+    """Return where each position lies among groups x width that do not overlap: (…, seq) int64."""
+    places = order.argsort()  # the place of each position, (…, seq)
+    # A table of where each place lies: one row, repeated for every head.
+    table = table_like(order, groups.found.reshape(*[1] * (order.dims - 1), -1))
+    return Gather.apply(order.f.id_map(table, order.empty(order.shape)), order.dims - 1, places)
+
+
+def ungrouped(t: Tensor, places: Tensor) -> Tensor:
     """Return the rows of groups at their positions: (…, seq, dim) for (…, groups, width, dim)."""
     *lead, count, width, dim = t.shape
-    places = order.argsort()  # the place of each position, (…, seq)
-    # A table of where each place lies: (seq,) seen as one row that every head looks up.
-    table = table_like(order, groups.found.reshape(*[1] * (order.dims - 1), -1))
-    found = Gather.apply(_repeated(table, order), order.dims - 1, places)  # (…, seq)
     rows = t.contiguous().view(*lead, count * width, dim)
-    return Gather.apply(rows, rows.dims - 2, found.view(*found.shape, 1))
-
-
-def _repeated(table: Tensor, like: Tensor) -> Tensor:
-    return like.f.id_map(table, like.empty(like.shape))
+    return Gather.apply(rows, rows.dims - 2, places.view(*places.shape, 1))

@@ -11,7 +11,14 @@ from kernels.common.arguments import whole
 from kernels.common.geometry import ceil_div
 
 from ...tensor import Tensor
-from .chunks import consecutive, grouped, grouped_positions, swap, ungrouped
+from .chunks import (
+    consecutive,
+    grouped,
+    grouped_positions,
+    places_in_groups,
+    swap,
+    ungrouped,
+)
 from .hashing import gaussian, hash_seed, nearest
 from .rounds import merged
 from .support import (
@@ -119,8 +126,9 @@ def _one_round(
         scale=scale,
         return_lse=True,
     )
-    lse = ungrouped(lse.contiguous().view(*lse.shape, 1), order, own)
-    return ungrouped(out, order, own), lse.view(*lse.shape[:-1])
+    places = places_in_groups(order, own)
+    lse = ungrouped(lse.contiguous().view(*lse.shape, 1), places)
+    return ungrouped(out, places), lse.view(*lse.shape[:-1])
 
 
 def _visible(

@@ -10,7 +10,15 @@ from kernels.common.geometry import ceil_div
 
 from ...nn import max as max_over
 from ...tensor import Tensor
-from .chunks import Groups, balanced, grouped, grouped_positions, swap, ungrouped
+from .chunks import (
+    Groups,
+    balanced,
+    grouped,
+    grouped_positions,
+    places_in_groups,
+    swap,
+    ungrouped,
+)
 from .hashing import gaussian, hash_seed
 from .rounds import merged
 from .support import Masked, check_operands, check_options, kept_keys, shared_constant, widened
@@ -86,8 +94,9 @@ def smyrf(
             scale=scale,
             return_lse=True,
         )
-        lse = ungrouped(lse.contiguous().view(*lse.shape, 1), order_q, of_q)
-        parts.append((ungrouped(out, order_q, of_q), lse.view(*lse.shape[:-1])))
+        places = places_in_groups(order_q, of_q)
+        lse = ungrouped(lse.contiguous().view(*lse.shape, 1), places)
+        parts.append((ungrouped(out, places), lse.view(*lse.shape[:-1])))
     return merged(parts)
 
 

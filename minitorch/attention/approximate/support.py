@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.common.arguments import as_host_array
+from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import acc_dtype, is_floating
 
 from ...functions.base import check_tensor, is_tensor
@@ -116,8 +117,11 @@ def kept_keys(key_mask: Any, k: Tensor) -> Tensor | None:
     """Return a key mask as a factor of keys, (…, 1, seq_k, 1): 1 for a visible key, 0 for a hidden one."""
     if key_mask is None:
         return None
-    array = key_mask_array(key_mask, k)[..., None, :, None]
-    return constant_like(k, array.astype(acc_dtype(k.dtype)))
+    dtype = acc_dtype(k.dtype)
+    array = computed(  # again by the replay of a captured step, if the mask is one of its inputs
+        lambda: key_mask_array(key_mask, k)[..., None, :, None].astype(dtype), key_mask
+    )
+    return constant_like(k, array)
 
 
 def widened(t: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from kernels.cuda.backend import (
     empty_device,
     fill,
     fused,
+    indexing,
     matmul_dispatch,
     repeats,
 )
@@ -129,6 +130,7 @@ class CudaOps(TensorOps):
     takes_half = True
     attention = launch.CUDA
     fused = fused
+    indexing = indexing
 
     @staticmethod
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:

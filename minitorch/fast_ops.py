@@ -11,7 +11,7 @@ from numba import prange
 from numba.extending import register_jitable
 
 from kernels import launch
-from kernels.cpu.backend import blas, fused, memory_pool
+from kernels.cpu.backend import blas, fused, indexing, memory_pool
 from kernels.runtime.jit import serial
 
 from .backends.bound_loops import Allocate, Loop, Run, with_layouts
@@ -248,6 +248,7 @@ class FastOps(TensorOps):
 
     attention = launch.CPU
     fused = fused
+    indexing = indexing
     make_map = staticmethod(tensor_map)
     make_zip = staticmethod(tensor_zip)
     make_reduce = staticmethod(tensor_reduce)

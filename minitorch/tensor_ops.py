@@ -17,6 +17,7 @@ from kernels.runtime.dtypes import is_half, lowest
 from kernels.runtime.memory import joined_step
 
 from . import operators
+from .backends import plain_indexing
 from .backends.bound_loops import Allocate, Kinds, Loop, Run, as_loop, with_layouts
 from .backends.dtype_promotion import Widening, floating, result_dtype
 from .backends.plain_math import unraising
@@ -58,6 +59,8 @@ class TensorOps(Widening):
     attention: launch.Target = launch.NUMPY
     #: Fused kernels of the layers of module 4, or None if there are only composed forms.
     fused: Any = None
+    #: Gather, scatter-add, sort and cumulative sum of arrays.
+    indexing: Any = plain_indexing
 
     @staticmethod
     def allocate(size: int, dtype: np.dtype[Any]) -> Storage:
@@ -158,16 +161,8 @@ class TensorOps(Widening):
 
         def zipped(a: AnyTensor, b: AnyTensor) -> AnyTensor:
             x, y = a._tensor, b._tensor
-            kind = (
-                x.shape,
-                x.strides,
-                x.dtype,
-                x.is_number,
-                y.shape,
-                y.strides,
-                y.dtype,
-                y.is_number,
-            )
+            kind = (x.shape, x.strides, x.dtype, x.is_number,
+                    y.shape, y.strides, y.dtype, y.is_number)  # fmt: skip
             if (known := kinds.get(kind)) is not None:
                 return a._new(known.result(x._storage, y._storage))
             shape = a.shape if a.shape == b.shape else shape_broadcast(a.shape, b.shape)
@@ -306,6 +301,7 @@ class TensorBackend:
         self.cuda = ops.cuda
         self.attention = ops.attention
         self.fused = ops.fused
+        self.indexing = ops.indexing
 
         # Loops compile on their first call, so that a backend costs nothing to make.
         map_, zip_, reduce_ = ops.map, ops.zip, ops.reduce
@@ -315,6 +311,7 @@ class TensorBackend:
         self.log_map = map_(operators.log)
         self.exp_map = map_(operators.exp)
         self.tanh_map = map_(operators.tanh)
+        self.elu_map = map_(operators.elu)
         self.id_map = map_(operators.id)
         self.id_cmap = self.id_map
         self.inv_map = map_(operators.inv)
@@ -328,6 +325,8 @@ class TensorBackend:
         self.log_back_zip = zip_(operators.log_back)
         self.inv_back_zip = zip_(operators.inv_back)
         self.pow_scalar_zip = zip_(operators.pow)
+        self.elu_back_zip = zip_(operators.elu_back)
+        self.keep_zip, self.drop_zip = zip_(operators.keep), zip_(operators.drop)
 
         self.add_reduce = reduce_(operators.add, 0.0)
         self.mul_reduce = reduce_(operators.mul, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -11,6 +11,8 @@ from kernels.common.arguments import whole
 from kernels.problem.options import Options
 from kernels.runtime.dtypes import COMPUTE_DTYPES, is_floating
 
+from ..attention.approximate.choices import APPROXIMATIONS, make_attention
+from ..attention.approximate.support import Masked, key_mask_array
 from ..attention.naive import naive_attention
 from ..autodiff import without_dropout
 from ..fast_ops import FastOps
@@ -25,7 +27,7 @@ from ..tensor_ops import SimpleBackend, TensorBackend
 from .decoding_step import LayerWeights, StepWeights, fused_step
 from .kv_cache import LayerCache, check_cache
 
-ATTENTIONS = ("flash", "naive")
+ATTENTIONS = ("flash", "naive", *APPROXIMATIONS)
 
 
 class MultiHeadAttention(Module):
@@ -38,11 +40,19 @@ class MultiHeadAttention(Module):
         p_dropout: Dropout probability of the projected output.
         bias: Whether the projections have a bias.
         backend: Backend of the parameters.
-        attention: "flash", the fused kernel, or "naive", composed of tensor operations.
+        attention: "flash", the fused kernel; "naive", composed of tensor operations; or an approximation:
+            "linformer", "linear", "performer", "local", "reformer" or "smyrf"; see
+            :mod:`minitorch.attention`.
         use_flash_attention: The published flag; True selects "flash".
         use_fused_kernel: Accepted for published code and ignored: softmax is fused where the backend can.
         attention_dropout: Dropout probability of the attention weights, in training.
+        attention_options: Options of an approximation, by name, such as ``{"num_features": 128}``.
         dtype: Dtype of the parameters; the default dtype when None.
+
+    Raises:
+        TypeError: For an option that the attention does not have, or one that it lacks.
+        ValueError: If n_head does not divide n_embd, or the attention cannot be causal or drop
+            attention weights.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class MultiHeadAttention(Module):
         *,
         attention: str = "flash",
         attention_dropout: float = 0.0,
+        attention_options: Mapping[str, Any] | None = None,
         dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
@@ -77,9 +88,23 @@ class MultiHeadAttention(Module):
         self.attention_dropout = attention_dropout
         self.attn_hidden_dim = n_embd // n_head
         flash = use_flash_attention or attention == "flash"
-        self.attend = Tensor.flash_attention if flash else naive_attention
+        options = attention_options or {}
+        self.is_exact = flash or attention == "naive"
+        self.shares_keys = not flash and attention == "reformer"
+        self.attend: Any
+        if not self.is_exact:
+            masked = Masked(dropout_p=attention_dropout, is_causal=causal)
+            self.attend = make_attention(attention, options, masked, backend, dtype)
+        elif options:
+            raise TypeError(
+                f"attention_options belong to the approximations {APPROXIMATIONS}, and this attention is "
+                f"{'flash' if flash else attention}; leave them out"
+            )
+        else:
+            self.attend = Tensor.flash_attention if flash else naive_attention
         self.q_projection = Linear(n_embd, n_embd, bias, backend, dtype)
-        self.k_projection = Linear(n_embd, n_embd, bias, backend, dtype)
+        if not self.shares_keys:
+            self.k_projection = Linear(n_embd, n_embd, bias, backend, dtype)
         self.v_projection = Linear(n_embd, n_embd, bias, backend, dtype)
         self.out_projection = Linear(n_embd, n_embd, bias, backend, dtype)
         self.dropout = Dropout(p_dropout)
@@ -91,17 +116,19 @@ class MultiHeadAttention(Module):
         return x.view(batch, seq, self.n_head, self.attn_hidden_dim).permute(0, 2, 1, 3)
         # END TASK 5.10
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None) -> Tensor:
         """Return (batch, seq, n_embd) for (batch, seq, n_embd).
 
         Args:
             x: (batch, seq, n_embd).
             cache: Keys and values of the positions before x, which are attended to; those of x are
                 appended.  The result is then a constant, because a cache has no gradient.
+            key_mask: (batch, seq), or (1, seq) for all; False or 0 masks a position as a key.
 
         Raises:
             ValueError: If the shape of x does not fit, the cache is full, or the layer with a cache is not
-                causal: earlier positions would have to attend to x.
+                causal: earlier positions would have to attend to x.  Also for a cache together with an
+                approximation or a mask.
         """
         check_tensor("input", x)
         if x.dims != 3 or x.shape[2] != self.n_embd:
@@ -111,17 +138,27 @@ class MultiHeadAttention(Module):
         check_cache(cache, LayerCache)
         # TASK 5.10: Project, split heads, attend, join heads, project; dropout_p only in training.
         q = self.split_heads(self.q_projection(x))  # (batch, n_head, seq, head_dim)
-        k = self.split_heads(self.k_projection(x))  # (batch, n_head, seq, head_dim)
+        k = q if self.shares_keys else self.split_heads(self.k_projection(x))  # likewise
         v = self.split_heads(self.v_projection(x))  # (batch, n_head, seq, head_dim)
         options: Options = {"is_causal": self.causal}
         if self.training:
             options["dropout_p"] = self.attention_dropout
+        if key_mask is not None and self.is_exact:
+            options["attn_mask"] = key_mask_array(key_mask, k)[
+                :, None, None, :
+            ]  # (batch, 1, 1, seq)
+        masked: dict[str, Any] = {} if self.is_exact else {"key_mask": key_mask}
         if cache is not None:
+            if not self.is_exact or key_mask is not None:
+                raise ValueError(
+                    "a cache needs flash or naive attention, and no key_mask; build the layer with "
+                    "attention='flash'"
+                )
             if not self.causal:
                 raise ValueError("a cache needs causal attention; build the layer with causal=True")
             options["causal_offset"] = cache.length
             q, (k, v) = q.detach(), cache.append(k, v)  # (batch, n_head, all so far, head_dim)
-        out = self.attend(q, k, v, **options)  # (batch, n_head, seq, head_dim)
+        out = self.attend(q, k, v, **options, **masked)  # (batch, n_head, seq, head_dim)
         joined = out.permute(0, 2, 1, 3).contiguous().view(*x.shape)  # (batch, seq, n_embd)
         result = self.dropout(self.out_projection(joined))
         return result if cache is None else result.detach()
@@ -172,8 +209,10 @@ class TransformerLayer(Module):
         backend: Backend of the parameters.
         use_fused_kernel: Accepted for published code and ignored.
         use_flash_attention: The published flag; True selects "flash".
-        attention: "flash", the fused kernel, or "naive", composed of tensor operations.
+        attention: "flash", "naive" or an approximation; see :class:`MultiHeadAttention`.
         attention_dropout: Dropout probability of the attention weights, in training.
+        attention_options: Options of an approximation, by name.
+        causal: Whether a position attends only to itself and earlier positions.
         middle_dim: Width of the feed-forward network.
         dtype: Dtype of the parameters; the default dtype when None.
         norm_dtype: Dtype of the parameters of the layer norms; ``dtype`` when None.
@@ -192,6 +231,8 @@ class TransformerLayer(Module):
         *,
         attention: str = "flash",
         attention_dropout: float = 0.0,
+        attention_options: Mapping[str, Any] | None = None,
+        causal: bool = True,
         middle_dim: int = 256,
         dtype: npt.DTypeLike | None = None,
         norm_dtype: npt.DTypeLike | None = None,
@@ -201,20 +242,22 @@ class TransformerLayer(Module):
         self.ln_1 = LayerNorm1d(n_embd, ln_eps, backend, norm_dtype or dtype)
         self.ln_2 = LayerNorm1d(n_embd, ln_eps, backend, norm_dtype or dtype)
         self.attention = MultiHeadAttention(
-            n_embd, n_head, True, p_dropout, bias, backend, use_fused_kernel, use_flash_attention,
-            attention=attention, attention_dropout=attention_dropout, dtype=dtype,
+            n_embd, n_head, causal, p_dropout, bias, backend, use_fused_kernel, use_flash_attention,
+            attention=attention, attention_dropout=attention_dropout,
+            attention_options=attention_options, dtype=dtype,
         )  # fmt: skip
         self.ff = FeedForward(n_embd, middle_dim, p_dropout, bias, backend, dtype)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None) -> Tensor:
         """Return (batch, seq, n_embd) for (batch, seq, n_embd); see :class:`MultiHeadAttention`."""
-        if cache is not None and (stepped := step(self, x, cache)) is not None:
+        if cache is not None and key_mask is None and (stepped := step(self, x, cache)) is not None:
             return stepped
+        masked = {} if key_mask is None else {"key_mask": key_mask}
         if cache is None and is_joined(self, x):
-            hidden, normed = joined(self.attention, x, self.ln_1(x), self.ln_2)
+            hidden, normed = joined(self.attention, x, self.ln_1(x), self.ln_2, **masked)
             return hidden + self.ff(normed)
         # TASK 5.10: Pre-norm: x + attention(ln_1(x)), then + ff(ln_2(x)).
-        x = x + self.attention(self.ln_1(x), cache)
+        x = x + self.attention(self.ln_1(x), cache, **masked)
         x = x + self.ff(self.ln_2(x))
         return x if cache is None else x.detach()
         # END TASK 5.10
@@ -299,8 +342,9 @@ def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
 
 
 def joined(
-    branch: MultiHeadAttention | FeedForward, hidden: Tensor, normed: Tensor, norm: LayerNorm1d
-) -> tuple[Tensor, Tensor]:
+    branch: MultiHeadAttention | FeedForward, hidden: Tensor, normed: Tensor, norm: LayerNorm1d,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return hidden + dropout(branch(normed)) and its layer norm, in one kernel after the branch.
 
     Args:
@@ -308,10 +352,11 @@ def joined(
         hidden: The residual stream, (batch, seq, n_embd).
         normed: The input of the branch, (batch, seq, n_embd).
         norm: The layer norm of the next branch.
+        options: Options of the branch.
     """
     own = branch.dropout
     with without_dropout():
-        x = branch(normed)
+        x = branch(normed, **options)
     rate = own.p_dropout if own.training else 0.0
     return residual_layer_norm(x, hidden, norm.weights.value, norm.bias.value, norm.eps, rate)
 

@@ -35,13 +35,10 @@ from ..tensor_functions import (
     View,
 )
 from ..tensor_ops import normalize_dim
+from .indexing_methods import IndexingMethods
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-    from ..backends.tensor_protocol import TensorLike as _Tensor
-else:
-    _Tensor = object
 
 
 def _inverse(b: float) -> float:
@@ -53,7 +50,7 @@ def _is_operand(b: Any) -> bool:
     return is_tensor(b) or isinstance(b, NUMBERS)
 
 
-class TensorOperators(_Tensor):
+class TensorOperators(IndexingMethods):
     """The operators and methods of :class:`minitorch.tensor.Tensor`, which inherits them."""
 
     def __add__(self, b: float | Self) -> Self:

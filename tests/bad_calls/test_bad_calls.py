@@ -9,6 +9,7 @@ import pytest
 
 from minitorch import FastBackend, SimpleBackend
 
+from . import approximate as bad_calls_approximate
 from . import blocks as bad_calls_blocks
 from . import factories as bad_calls_factories
 from . import kernels as bad_calls_kernels
@@ -29,6 +30,8 @@ AREAS: dict[str, tuple[list[dict[str, Wrong]], dict[str, Any]]] = {
     "block masks": ([bad_calls_blocks.BLOCKS], {"arrays": FastBackend}),
     "tensor operations": ([bad_calls_tensors.OPERATIONS], ON_HOST),
     "indexing and shapes": ([bad_calls_tensors.SHAPES], ON_HOST),
+    "gather, sort and sums": ([bad_calls_approximate.INDEXING], ON_HOST),
+    "approximate attention": ([bad_calls_approximate.APPROXIMATE], ON_HOST),
     "factories": ([bad_calls_factories.FACTORIES], ON_HOST),
     "attention on tensors": ([bad_calls_factories.ATTENTION], ON_HOST),
     "layers as functions": ([bad_calls_layers.FUNCTIONS], ON_HOST),

@@ -11,7 +11,7 @@ import numba
 import pytest
 
 from kernels.cuda.device.row_folds import RowBlock
-from kernels.cuda.layers import elementwise
+from kernels.cuda.layers import elementwise, indexing
 from kernels.cuda.layers import softmax as softmax_kernels
 from kernels.cuda.runtime.compiling import compile_ptx
 from kernels.cuda.runtime.kernel import Kernel
@@ -37,6 +37,13 @@ KERNELS: dict[str, Callable[[Any], Kernel]] = {
     "dropout": elementwise.dropout_kernel,
     "adam": elementwise.adam_kernel,
     "sgd": elementwise.sgd_kernel,
+    "gather": indexing.gather_kernel,
+    "scatter-add": indexing.scatter_add_kernel,
+    "cumulative sum": indexing.cumsum_kernel,
+    "sort, fill": indexing.sort_fill_kernel,
+    "sort, tile, block": lambda dtype: indexing.sort_tile_kernel(dtype, 1024),
+    "sort, pass": indexing.sort_pass_kernel,
+    "sort, crop": indexing.sort_crop_kernel,
 }
 for _name, _make in ROW_KERNELS.items():
     for _share, _block in BLOCKS.items():

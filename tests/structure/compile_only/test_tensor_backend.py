@@ -134,6 +134,11 @@ def test_the_product_of_the_course_does_no_float64_arithmetic() -> None:
 LOOPS: dict[str, Callable[[Any], Kernel]] = {
     "map": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, True, dtype, dtype),
     "map of rows": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, False, dtype, dtype),
+    "map elu": lambda dtype: cuda_loops.map_kernel(operators.elu, True, dtype, dtype),
+    "zip elu_back": lambda dtype: cuda_loops.zip_kernel(
+        operators.elu_back, True, dtype, dtype, dtype
+    ),
+    "zip keep": lambda dtype: cuda_loops.zip_kernel(operators.keep, True, dtype, dtype, dtype),
     "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, True, dtype, dtype, dtype),
     "zip of rows": lambda dtype: cuda_loops.zip_kernel(operators.add, False, dtype, dtype, dtype),
     "fold short": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, dtype, GPU.fold_short),

@@ -1,0 +1,117 @@
+"""Gather, scatter-add, stable sort and cumulative sum on the CPU, equal bit for bit on every run.
+
+Arrays are contiguous, not of 16 bits but for gather.  Rows of the first dimension run in parallel,
+and sums within a row have a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from kernels.runtime.dtypes import BITS, is_half
+from kernels.runtime.jit import by_size
+
+Array = np.ndarray[Any, Any]
+
+
+@by_size()
+def _gather(out, x, index):
+    for row in prange(len(out)):
+        # Not index[row if … else 0]: the row of a prange is unsigned, and a choice of both is a float.
+        picks = index[row] if len(index) > 1 else index[0]
+        for j in range(len(picks)):
+            source, target = x[row, picks[j]], out[row, j]
+            for i in range(len(target)):
+                target[i] = source[i]
+
+
+@by_size()
+def _scatter_add(source, index, out):
+    for row in prange(len(out)):
+        targets = index[row] if len(index) > 1 else index[0]
+        for j in range(len(targets)):
+            added, target = source[row, j], out[row, targets[j]]
+            for i in range(len(target)):
+                target[i] += added[i]
+
+
+@by_size()
+def _cumsum(x, out, exclusive, reverse):
+    for row in prange(len(out)):
+        n, inner = x.shape[1], x.shape[2]
+        for step in range(n):
+            k = n - 1 - step if reverse else step
+            before = k + 1 if reverse else k - 1
+            for i in range(inner):
+                # The sum up to the element before: its result, and itself if the result lacks it.
+                total = out[row, before, i] if step > 0 else x.dtype.type(0)
+                if exclusive:
+                    out[row, k, i] = total + x[row, before, i] if step > 0 else total
+                else:
+                    out[row, k, i] = total + x[row, k, i]
+
+
+def gather(x: Array, index: Array) -> Array:
+    """Pick elements along the middle dimension.
+
+    Args:
+        x: (outer, n, inner).
+        index: (outer, m), or (1, m) for every row: int64 from 0 to n - 1, checked by the caller.
+
+    Returns:
+        (outer, m, inner).
+    """
+    out = np.empty((len(x), index.shape[1], x.shape[2]), x.dtype)
+    if is_half(x.dtype):  # which numba does not know; they are only moved
+        _gather(out.view(BITS), x.view(BITS), index)
+    else:
+        _gather(out, x, index)
+    return out
+
+
+def scatter_add(source: Array, index: Array, n: int) -> Array:
+    """Add elements up at the places that an index names.
+
+    Args:
+        source: (outer, m, inner).
+        index: (outer, m), or (1, m) for every row: int64 from 0 to n - 1, checked by the caller.
+        n: Middle size of the result.
+
+    Returns:
+        (outer, n, inner), 0 where nothing is added.
+    """
+    out = np.zeros((len(source), n, source.shape[2]), source.dtype)
+    _scatter_add(source, index, out)
+    return out
+
+
+def sort(x: Array) -> tuple[Array, Array]:
+    """Sort each row in ascending order; equal elements keep their order, NaN comes last.
+
+    Args:
+        x: (rows, n).
+
+    Returns:
+        The sorted rows (rows, n), and the place that each element came from, (rows, n) int64.
+    """
+    order = np.argsort(x, axis=1, kind="stable")
+    return np.take_along_axis(x, order, 1), order
+
+
+def cumsum(x: Array, exclusive: bool, reverse: bool) -> Array:
+    """Add up along the middle dimension.
+
+    Args:
+        x: (outer, n, inner).
+        exclusive: Leave out the element itself.
+        reverse: Add up from the end.
+
+    Returns:
+        (outer, n, inner).
+    """
+    out = np.empty(x.shape, x.dtype)
+    _cumsum(x, out, exclusive, reverse)
+    return out

@@ -1,0 +1,385 @@
+"""Gather, scatter-add, stable sort and cumulative sum on CUDA, equal bit for bit on every run.
+
+No kernel adds with atomics: one thread writes each element of a result.  Arrays are contiguous, of float32,
+float64 or int64; gather takes 16 bits, too.  The functions of ``kernels.cpu.layers.indexing``
+have the same names and arguments.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import int64, void
+
+from kernels.common.geometry import ceil_div
+from kernels.cuda.device.half import as_bits, form
+from kernels.cuda.runtime.arrays import empty_device
+from kernels.cuda.runtime.kernel import Kernel, device_function, scalar_type
+from kernels.cuda.runtime.sizes import SIZES
+from kernels.runtime.targets import IS_SIMULATOR, cuda
+
+INT64 = np.dtype(np.int64)
+#: Elements of a row that one block sorts in shared memory, a power of two.
+SORT_TILE = 4 if IS_SIMULATOR else 1024
+
+
+def _cube(dtype: np.dtype[Any]) -> Any:
+    return scalar_type(dtype)[:, :, ::1]
+
+
+def _matrix(dtype: np.dtype[Any]) -> Any:
+    return scalar_type(dtype)[:, ::1]
+
+
+def _launch(kernel: Kernel, count: int, *args: Any) -> None:
+    """Launch one thread for each of ``count`` items; a grid without blocks cannot be launched."""
+    if count:
+        kernel[ceil_div(count, SIZES.flat_threads), SIZES.flat_threads](*args)
+
+
+# -- gather and scatter-add --------------------------------------------------------------------
+
+
+@cache
+def gather_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the gather kernel for one dtype, of 16 bits too: it only moves them."""
+    dtype = form(dtype).stored
+
+    def gather(x, index, out):
+        """Pick elements along the middle dimension.
+
+        Computes: out[o, j, i] = x[o, index[o, j], i]; an index of one row serves every o
+        Source: none
+        Grid: ceil(out.size / threads)
+        Block: any number of threads
+        One thread does: one element of out
+        Shared: none
+        Registers: none
+        Global traffic: one read, one write and one index an element
+        Needs: indices from 0 to x.shape[1] - 1
+        """
+        i, picks, inner = cuda.grid(1), out.shape[1], out.shape[2]
+        if i < out.shape[0] * picks * inner:
+            pick, col = i // inner, i % inner
+            row, pick = pick // picks, pick % picks
+            index_row = row if index.shape[0] > 1 else 0
+            out[row, pick, col] = x[row, index[index_row, pick], col]
+
+    return Kernel(gather, void(_cube(dtype), _matrix(INT64), _cube(dtype)))
+
+
+@cache
+def scatter_add_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the scatter-add kernel for one dtype."""
+    zero = dtype.type(0)
+
+    def scatter_add(source, targets, order, out):
+        """Add up, for each element of the result, what is sent to it, in the order of the source.
+
+        Computes: out[o, t, i] = Σ source[o, order[o, j], i] over the j with targets[o, j] = t
+        Source: none
+        Grid: ceil(out.size / threads)
+        Block: any number of threads
+        One thread does: one element of out: it finds the first j by bisection and adds from there
+        Shared: none
+        Registers: one sum
+        Global traffic: source read once, out written once; log2(count) targets read an element of out
+        Needs: targets in ascending order, and for each its place in the source, ascending among equals
+        """
+        i, rows, inner = cuda.grid(1), out.shape[1], out.shape[2]
+        if i < out.shape[0] * rows * inner:
+            target, col = i // inner, i % inner
+            row, target = target // rows, target % rows
+            index_row = row if targets.shape[0] > 1 else 0
+            count = targets.shape[1]
+            low, high = 0, count
+            while low < high:
+                middle = (low + high) // 2
+                if targets[index_row, middle] < target:
+                    low = middle + 1
+                else:
+                    high = middle
+            total = zero
+            while low < count and targets[index_row, low] == target:
+                total += source[row, order[index_row, low], col]
+                low += 1
+            out[row, target, col] = total
+
+    index = _matrix(INT64)
+    return Kernel(scatter_add, void(_cube(dtype), index, index, _cube(dtype)))
+
+
+def gather(x: Any, index: Any) -> Any:
+    """Pick elements along the middle dimension.
+
+    Args:
+        x: (outer, n, inner).
+        index: (outer, m), or (1, m) for every row: int64 from 0 to n - 1, checked by the caller.
+
+    Returns:
+        (outer, m, inner).
+    """
+    out = empty_device((x.shape[0], index.shape[1], x.shape[2]), x.dtype)
+    _launch(gather_kernel(x.dtype), out.size, as_bits(x), index, as_bits(out))
+    return out
+
+
+def scatter_add(source: Any, index: Any, n: int) -> Any:
+    """Add elements up at the places that an index names.
+
+    Args:
+        source: (outer, m, inner).
+        index: (outer, m), or (1, m) for every row: int64 from 0 to n - 1, checked by the caller.
+        n: Middle size of the result.
+
+    Returns:
+        (outer, n, inner), 0 where nothing is added.
+    """
+    out = empty_device((source.shape[0], n, source.shape[2]), source.dtype)
+    if out.size:
+        _launch(scatter_add_kernel(source.dtype), out.size, source, *sort(index), out)
+    return out
+
+
+# -- sort --------------------------------------------------------------------------------------
+
+
+@cache
+def _make_before(dtype: np.dtype[Any]) -> Any:
+    """Return ``before(a, i, b, j, n)``: whether element i of a row, a, comes before element j, b."""
+
+    @device_function
+    def before(a, i, b, j, n):
+        # Positions beyond the row come last; NaN last of the row; equal elements as they stood.
+        if i >= n or j >= n:
+            return i < j
+        if a < b or (b != b and a == a):
+            return True
+        if b < a or (a != a and b == b):
+            return False
+        return i < j
+
+    return before
+
+
+@cache
+def sort_fill_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel that prepares rows for sorting, for one dtype."""
+
+    def sort_fill(x, keys, order):
+        """Copy rows to a width that is a power of two, each element with its place.
+
+        Computes: keys[r, i] = x[r, i], order[r, i] = i; beyond the row the key is of no meaning
+        Source: none
+        Grid: ceil(keys.size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: none
+        Global traffic: one read and two writes an element
+        Needs: rows of one element or more
+        """
+        i, width = cuda.grid(1), keys.shape[1]
+        if i < keys.shape[0] * width:
+            row, col = i // width, i % width
+            keys[row, col] = x[row, min(col, x.shape[1] - 1)]
+            order[row, col] = col
+
+    return Kernel(sort_fill, void(_matrix(dtype), _matrix(dtype), _matrix(INT64)))
+
+
+@cache
+def sort_tile_kernel(dtype: np.dtype[Any], tile: int) -> Kernel:
+    """Return the kernel of the bitonic stages within a tile, for one dtype and a power of two."""
+    real, before = scalar_type(dtype), _make_before(dtype)
+
+    def sort_tile(keys, order, first, last, n):
+        """Merge runs of ``first`` elements, then of twice as many, up to ``last``; within tiles.
+
+        Computes: the stages of a bitonic sort whose distances are below the tile
+        Source: Batcher, Sorting networks and their applications (1968)
+        Grid: keys.size / tile
+        Block: tile / 2
+        One thread does: one pair at each distance
+        Shared: a tile of keys and one of places
+        Registers: none
+        Global traffic: each key and place read and written once
+        Needs: rows whose width is a multiple of the tile
+        """
+        own_keys = cuda.shared.array(tile, real)  # (tile,)
+        own_order = cuda.shared.array(tile, int64)  # (tile,)
+        thread, width = cuda.threadIdx.x, keys.shape[1]
+        tiles = width // tile
+        row, start = cuda.blockIdx.x // tiles, (cuda.blockIdx.x % tiles) * tile
+        for i in range(thread, tile, tile // 2):
+            own_keys[i] = keys[row, start + i]
+            own_order[i] = order[row, start + i]
+        cuda.syncthreads()  # the tile is loaded before another thread compares it
+        size = first
+        while size <= last:
+            distance = min(size, tile) // 2
+            while distance > 0:
+                low = 2 * distance * (thread // distance) + thread % distance
+                high = low + distance
+                a, i, b, j = own_keys[low], own_order[low], own_keys[high], own_order[high]
+                # Every other run descends, so that two of them are one bitonic sequence.
+                ascends = (start + low) & size == 0
+                if before(b, j, a, i, n) == ascends:
+                    own_keys[low], own_order[low] = b, j
+                    own_keys[high], own_order[high] = a, i
+                cuda.syncthreads()  # this distance is complete before the next one reads it
+                distance //= 2
+            size *= 2
+        for i in range(thread, tile, tile // 2):
+            keys[row, start + i] = own_keys[i]
+            order[row, start + i] = own_order[i]
+
+    signature = void(_matrix(dtype), _matrix(INT64), int64, int64, int64)
+    return Kernel(sort_tile, signature, tile // 2)
+
+
+@cache
+def sort_pass_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel of one bitonic distance through global memory, for one dtype."""
+    before = _make_before(dtype)
+
+    def sort_pass(keys, order, size, distance, n):
+        """Compare and exchange all pairs at one distance.
+
+        Computes: one distance of the bitonic merge of runs of ``size`` elements
+        Source: Batcher, Sorting networks and their applications (1968)
+        Grid: ceil(keys.size / 2 / threads)
+        Block: any number of threads
+        One thread does: one pair
+        Shared: none
+        Registers: the pair
+        Global traffic: each key and place read once, and written if it moves
+        Needs: rows whose width is a multiple of twice the distance
+        """
+        t, half = cuda.grid(1), keys.shape[1] // 2
+        if t < keys.shape[0] * half:
+            row, pair = t // half, t % half
+            low = 2 * distance * (pair // distance) + pair % distance
+            high = low + distance
+            a, i, b, j = keys[row, low], order[row, low], keys[row, high], order[row, high]
+            if before(b, j, a, i, n) == (low & size == 0):
+                keys[row, low], order[row, low] = b, j
+                keys[row, high], order[row, high] = a, i
+
+    return Kernel(sort_pass, void(_matrix(dtype), _matrix(INT64), int64, int64, int64))
+
+
+@cache
+def sort_crop_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel that takes sorted rows from their wider copy, for one dtype."""
+
+    def sort_crop(keys, order, values, places):
+        """Copy the first elements of each row.
+
+        Computes: values[r, i] = keys[r, i], places[r, i] = order[r, i]
+        Source: none
+        Grid: ceil(values.size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: none
+        Global traffic: two reads and two writes an element
+        Needs: nothing
+        """
+        i, n = cuda.grid(1), values.shape[1]
+        if i < values.shape[0] * n:
+            values[i // n, i % n] = keys[i // n, i % n]
+            places[i // n, i % n] = order[i // n, i % n]
+
+    own, index = _matrix(dtype), _matrix(INT64)
+    return Kernel(sort_crop, void(own, index, own, index))
+
+
+def sort(x: Any) -> tuple[Any, Any]:
+    """Sort each row in ascending order; equal elements keep their order, NaN comes last.
+
+    Args:
+        x: (rows, n).
+
+    Returns:
+        The sorted rows (rows, n), and the place that each element came from, (rows, n) int64.
+    """
+    rows, n = x.shape
+    width = max(2, 1 << (n - 1).bit_length() if n else 0)
+    keys, order = empty_device((rows, width), x.dtype), empty_device((rows, width), INT64)
+    if x.size:
+        _launch(sort_fill_kernel(x.dtype), keys.size, x, keys, order)
+        _sort_filled(keys, order, n)
+    if n == width:
+        return keys, order
+    values, places = empty_device((rows, n), x.dtype), empty_device((rows, n), INT64)
+    _launch(sort_crop_kernel(x.dtype), values.size, keys, order, values, places)
+    return values, places
+
+
+def _sort_filled(keys: Any, order: Any, n: int) -> None:
+    """Sort rows whose width is a power of two, each key with its place."""
+    width = keys.shape[1]
+    tile = min(SORT_TILE, width)
+    in_tile = sort_tile_kernel(keys.dtype, tile)[keys.size // tile, tile // 2]
+    in_tile(keys, order, 2, tile, n)
+    size = 2 * tile
+    while size <= width:
+        distance = size // 2
+        while distance >= tile:
+            _launch(sort_pass_kernel(keys.dtype), keys.size // 2, keys, order, size, distance, n)
+            distance //= 2
+        in_tile(keys, order, size, size, n)
+        size *= 2
+
+
+# -- cumulative sum ----------------------------------------------------------------------------
+
+
+@cache
+def cumsum_kernel(dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel of cumulative sums for one dtype."""
+    zero = dtype.type(0)
+
+    def cumsum(x, out, exclusive, reverse):
+        """Add up along the middle dimension, in order.
+
+        Computes: out[o, j, i] = Σ x[o, k, i] over k <= j; k < j if exclusive; k >= j or k > j in reverse
+        Source: none
+        Grid: ceil(outer · inner / threads)
+        Block: any number of threads
+        One thread does: one column, from its first element to its last
+        Shared: none
+        Registers: one sum
+        Global traffic: one read and one write an element
+        Needs: nothing
+        """
+        i, n, inner = cuda.grid(1), out.shape[1], out.shape[2]
+        if i < out.shape[0] * inner:
+            row, col = i // inner, i % inner
+            total = zero
+            for step in range(n):
+                k = n - 1 - step if reverse else step
+                value = x[row, k, col]
+                out[row, k, col] = total if exclusive else total + value
+                total += value
+
+    return Kernel(cumsum, void(_cube(dtype), _cube(dtype), int64, int64))
+
+
+def cumsum(x: Any, exclusive: bool, reverse: bool) -> Any:
+    """Add up along the middle dimension.
+
+    Args:
+        x: (outer, n, inner).
+        exclusive: Leave out the element itself.
+        reverse: Add up from the end.
+
+    Returns:
+        (outer, n, inner).
+    """
+    out = empty_device(tuple(x.shape), x.dtype)
+    _launch(cumsum_kernel(x.dtype), x.shape[0] * x.shape[2], x, out, int(exclusive), int(reverse))
+    return out

@@ -1,0 +1,68 @@
+"""Build an approximate attention from its name and options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+
+from ...tensor_ops import TensorBackend
+from .linear import linear
+from .linformer import Linformer
+from .local import local
+from .performer import Performer
+from .reformer import reformer
+from .smyrf import smyrf
+from .support import SUPPORTED, Masked, check_options
+
+#: What a call passes, and a layer does not fix when it is built.
+OF_A_CALL = {"q", "k", "v", "key_mask", *Masked._fields}
+_BUILDERS: dict[str, Callable[..., Any]] = {
+    "linformer": Linformer, "linear": linear, "performer": Performer, "local": local,
+    "reformer": reformer, "smyrf": smyrf,
+}  # fmt: skip
+APPROXIMATIONS = tuple(SUPPORTED)
+
+
+def make_attention(
+    method: str,
+    options: Mapping[str, Any],
+    masked: Masked,
+    backend: TensorBackend,
+    dtype: npt.DTypeLike | None,
+) -> Callable[..., Any]:
+    """Return a function, or a module if the method has parameters, of q, k, v and the options of a call.
+
+    Args:
+        method: One of ``APPROXIMATIONS``.
+        options: Those of the method itself, by name.
+        masked: What each call will ask for.
+        backend: Of parameters.
+        dtype: Likewise.
+
+    Raises:
+        TypeError: For an option that the method does not have, or one that it lacks.
+        ValueError: If the method does not support what each call will ask for.
+    """
+    check_options(method, masked)
+    build = _BUILDERS[method]
+    is_module = isinstance(build, type)
+    known = inspect.signature(build).parameters
+    names = [name for name in known if name not in OF_A_CALL | {"backend", "dtype"}]
+    needed = [name for name in names if known[name].default is inspect.Parameter.empty]
+    if unknown := sorted(set(options) - set(names)):
+        raise TypeError(
+            f"{method} attention has no option {', '.join(unknown)}; it has {', '.join(names)}"
+        )
+    if missing := [name for name in needed if name not in options]:
+        raise TypeError(
+            f"{method} attention needs {' and '.join(missing)}: pass attention_options="
+            f"{{{', '.join(f'{name!r}: …' for name in missing)}}}"
+        )
+    if not is_module:
+        return partial(build, **options)
+    places = {"backend": backend, "dtype": dtype} if "backend" in known else {}
+    return build(**options, **places)

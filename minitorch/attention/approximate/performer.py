@@ -1,0 +1,163 @@
+"""Performer: random features whose products estimate the softmax without bias (FAVOR+)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from kernels.common.arguments import as_host_array, whole
+
+from ...module import Module
+from ...nn import max as max_over
+from ...tensor import Tensor
+from .kernel_sums import attend_by_features
+from .support import (
+    Masked,
+    check_operands,
+    check_options,
+    check_same_length,
+    kept_keys,
+    shared_constant,
+    widened,
+)
+
+
+@lru_cache(maxsize=64)
+def orthogonal_features(count: int, head_dim: int, seed: int) -> Any:
+    """Draw vectors that are Gaussian each, and orthogonal within each block of head_dim.
+
+    Args:
+        count: Vectors; more than head_dim of them come in several independent blocks.
+        head_dim: Their size.
+        seed: Equal seeds draw equal vectors.
+
+    Returns:
+        (count, head_dim), float64, read-only.
+
+    Source: Choromanski et al., Rethinking attention with Performers (2021), section 2.4.
+    """
+    random = np.random.default_rng([seed, count, head_dim])
+    blocks = []
+    for first in range(0, count, head_dim):
+        # Q of a Gaussian matrix is uniform among orthogonal ones once the diagonal of R is positive.
+        basis, upper = np.linalg.qr(random.standard_normal((head_dim, head_dim)))
+        basis = (basis * np.sign(np.diag(upper))).T
+        norms = np.linalg.norm(random.standard_normal((head_dim, head_dim)), axis=1)
+        blocks.append((basis * norms[:, None])[: count - first])
+    features = np.concatenate(blocks)
+    features.setflags(write=False)
+    return features
+
+
+def performer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    key_mask: Any = None,
+    num_features: int = 256,
+    features: Any = None,
+    seed: int = 0,
+    chunk: int = 64,
+) -> Tensor:
+    """Attend in time and memory linear in the sequence, by positive random features of the softmax.
+
+    o_i = φ(q_i)ᵀ Σ_j φ(k_j) v_jᵀ / (φ(q_i)ᵀ Σ_j φ(k_j)) with φ(x) = exp(W y - ‖y‖² / 2) / √m and
+    y = √scale x: the mean of φ(q)ᵀφ(k) over W is e^(scale q·k).  The error falls as 1 / √m.
+
+    Args:
+        q: (…, heads, seq_q, head_dim).
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        attn_mask: Not supported.
+        dropout_p: Not supported: there are no probabilities to drop.
+        is_causal: Position i sees the positions j <= i only; seq_k must be seq_q.
+        scale: Of the scores, positive; 1 / sqrt(head_dim) when None.
+        key_mask: (…, seq_k); False or 0 hides a key.
+        num_features: m, if ``features`` is None.
+        features: W (m, head_dim), an array; None draws :func:`orthogonal_features`.
+        seed: Of that draw.
+        chunk: Positions of a chunk of the causal scan.
+
+    Returns:
+        (…, heads, seq_q, value_dim).
+
+    Raises:
+        TypeError: If an operand is no tensor, or they differ in dtype or backend.
+        ValueError: If a shape does not fit, or for an option that the method does not support.
+
+    Source: Choromanski et al., Rethinking attention with Performers (2021), lemma 1.
+    """
+    check_options("performer", Masked(attn_mask, dropout_p, is_causal, scale))
+    check_operands("performer", q, k, v)
+    check_same_length("performer", q, k, is_causal)
+    head_dim = q.shape[-1]
+    factor = head_dim**-0.5 if scale is None else float(scale)
+    if not factor > 0.0:
+        raise ValueError(
+            f"performer attention needs a positive scale, got {factor}; negate q instead"
+        )
+    if features is None:
+        count = whole("num_features", num_features, 1)
+        features = orthogonal_features(count, head_dim, whole("seed", seed, 0))
+    features = as_host_array("features", features)
+    if features.ndim != 2 or features.shape[1] != head_dim or len(features) == 0:
+        raise ValueError(
+            f"features must have shape (count, {head_dim}), got {features.shape}; see orthogonal_features"
+        )
+    keep = kept_keys(key_mask, k)
+    weights = shared_constant(q, features.T)  # (head_dim, m)
+    log_q, log_k = (_log_features(widened(t) * factor**0.5, weights) for t in (q, k))  # (…, seq, m)
+    # Two shifts that cancel keep every exponential at 1 or below: one for each feature moves from the keys
+    # to the queries, one for each query is in numerator and denominator.  1 / √m cancels too.
+    shift = max_over(log_k.detach(), -2)  # (…, 1, m)
+    phi_k = (log_k - shift).exp()
+    log_q = log_q + shift
+    phi_q = (log_q - max_over(log_q.detach(), -1)).exp()
+    phi_k = phi_k if keep is None else phi_k * keep
+    size = whole("chunk", chunk, 1)
+    return attend_by_features(phi_q, phi_k, widened(v), is_causal, size).to(q.dtype)
+
+
+def _log_features(y: Tensor, weights: Tensor) -> Tensor:
+    """Return W y - ‖y‖² / 2, (…, seq, m)."""
+    return y @ weights - (y * y).sum(-1) * 0.5
+
+
+class Performer(Module):
+    """Performer attention that draws new features during training.
+
+    New features every few steps keep a model from adapting to the errors of one draw.
+
+    Args:
+        num_features: See :func:`performer`.
+        seed: Of the first draw; later ones follow from it.
+        redraw_every: Calls in training between two draws; 0 keeps the first.
+        chunk: See :func:`performer`.
+    """
+
+    def __init__(
+        self, num_features: int = 256, seed: int = 0, redraw_every: int = 1000, chunk: int = 64
+    ):
+        super().__init__()
+        self.num_features = whole("num_features", num_features, 1)
+        self.seed, self.redraw_every = (
+            whole("seed", seed, 0),
+            whole("redraw_every", redraw_every, 0),
+        )
+        self.chunk = whole("chunk", chunk, 1)
+        self.calls = 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """Attend; see :func:`performer`."""
+        draw = self.calls // self.redraw_every if self.redraw_every else 0
+        self.calls += self.training
+        return performer(
+            q, k, v, num_features=self.num_features, seed=self.seed + draw, chunk=self.chunk, **options
+        )  # fmt: skip

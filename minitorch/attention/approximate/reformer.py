@@ -1,0 +1,150 @@
+"""Reformer: exact attention within chunks of positions that hash alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kernels.common.arguments import whole
+from kernels.common.geometry import ceil_div
+
+from ...tensor import Tensor
+from .chunks import (
+    consecutive,
+    grouped,
+    grouped_positions,
+    places_in_groups,
+    swap,
+    ungrouped,
+)
+from .hashing import gaussian, hash_seed, nearest
+from .rounds import merged
+from .support import (
+    Masked,
+    check_operands,
+    check_options,
+    kept_keys,
+    shared_constant,
+    widened,
+)
+
+#: Most buckets that are chosen without being asked for; each costs a product with every position.
+MOST_BUCKETS = 128
+
+
+def reformer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    key_mask: Any = None,
+    chunk: int = 64,
+    rounds: int = 2,
+    buckets: int | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """Attend exactly within chunks of positions sorted by their hash, each with the chunk before it.
+
+    Keys are the queries, normalised: k_j = q_j / ‖q_j‖.  In each round a random matrix R gives position i
+    the bucket argmax([q_i R; -q_i R]).  Positions are sorted by bucket and then by position, and cut into
+    chunks of ``chunk``.  A position attends to the positions of its chunk and of the chunk before, whatever
+    their buckets, but to itself only if it sees no other.  The rounds are merged by their log-sum-exp, and
+    a key that several of them show counts several times, as in the authors' code.
+
+    Args:
+        q: (…, heads, seq, head_dim).
+        k: The same tensor: queries and keys are shared.
+        v: (…, heads, seq, value_dim).
+        attn_mask: Not supported: positions are regrouped.
+        dropout_p: Probability of dropping a probability.
+        is_causal: Position i sees the positions j <= i only.
+        scale: Of the scores; 1 / sqrt(head_dim) when None.
+        key_mask: (…, seq); False or 0 hides a key from other positions.
+        chunk: Positions of a chunk; a sequence that it does not divide ends with a shorter one.
+        rounds: Hashes, each with its own R.
+        buckets: An even number; when None, as many as chunks, 128 at most.
+        seed: Of R; when None, ``manual_seed`` decides.
+
+    Returns:
+        (…, heads, seq, value_dim).
+
+    Raises:
+        TypeError: If an operand is no tensor, or they differ in dtype or backend.
+        ValueError: If k is not q, a shape or number does not fit, or for an option that the method does not
+            support.
+
+    Source: Kitaev, Kaiser and Levskaya, Reformer (2020), section 2.
+    """
+    check_options("reformer", Masked(attn_mask, dropout_p, is_causal, scale))
+    if k is not q:
+        raise ValueError(
+            "reformer attention shares queries and keys: pass the same tensor as q and k; linformer, "
+            "linear, performer, local and smyrf take keys of their own"
+        )
+    check_operands("reformer", q, k, v)
+    seq, head_dim = q.shape[-2:]
+    chunk, rounds = min(whole("chunk", chunk, 1), seq), whole("rounds", rounds, 1)
+    if buckets is None:
+        buckets = min(2 * ceil_div(ceil_div(seq, chunk), 2), MOST_BUCKETS)
+    if whole("buckets", buckets, 2) % 2:
+        raise ValueError(
+            f"buckets must be an even number, got {buckets}: they come in pairs, R and -R"
+        )
+    seed = hash_seed(seed)
+    hashed = widened(q.detach())
+    keys = (q / ((widened(q) * widened(q)).sum(-1) + 1e-30) ** 0.5).to(q.dtype)
+    keep = kept_keys(key_mask, k)
+    parts = []
+    for number in range(rounds):
+        rotation = gaussian((head_dim, buckets // 2), seed + number)
+        both = shared_constant(q, np.concatenate([rotation, -rotation], axis=1))
+        order = nearest(hashed @ both).view(*q.shape[:-1]).argsort()  # (…, heads, seq)
+        parts.append(_one_round(q, keys, v, order, chunk, is_causal, dropout_p, scale, keep))
+    return merged(parts)
+
+
+def _one_round(
+    q: Tensor, k: Tensor, v: Tensor, order: Tensor, chunk: int, is_causal: bool, dropout_p: float,
+    scale: float | None, keep: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return out (…, heads, seq, value_dim) and lse (…, heads, seq) of attention within sorted chunks."""
+    seq = q.shape[-2]
+    own, seen = consecutive(seq, chunk), consecutive(seq, chunk, back=chunk)
+    q_at, k_at = grouped_positions(order, own), grouped_positions(order, seen)
+    visible = _visible(q, q_at, k_at, own, seen, is_causal, keep)
+    out, lse = grouped(q, q_at, own).flash_attention(
+        grouped(k, k_at, seen),
+        grouped(v, k_at, seen),
+        attn_mask=visible.zeros(visible.shape).where(visible, -math.inf).to(q.dtype),
+        dropout_p=dropout_p,
+        scale=scale,
+        return_lse=True,
+    )
+    places = places_in_groups(order, own)
+    lse = ungrouped(lse.contiguous().view(*lse.shape, 1), places)
+    return ungrouped(out, places), lse.view(*lse.shape[:-1])
+
+
+def _visible(
+    q: Tensor, q_at: Tensor, k_at: Tensor, own: Any, seen: Any, is_causal: bool, keep: Tensor | None
+) -> Tensor:
+    """Return 1 where a query of a chunk sees a key, else 0: (…, heads, chunks, width_q, width_k)."""
+    lead = q.shape[:-2]
+    row, col = (
+        widened(t.to(widened(q).dtype)).view(*lead, *groups.places.shape, 1)
+        for t, groups in ((q_at, own), (k_at, seen))
+    )
+    col = swap(col)  # (…, chunks, 1, width_k)
+    is_one = shared_constant(q, seen.shown[:, None, :])  # (chunks, 1, width_k)
+    others = ((col < row) if is_causal else (col != row)) * is_one
+    if keep is not None:
+        kept = keep + keep.zeros((*lead, q.shape[-2], 1))  # (…, heads, seq, 1)
+        others = others * swap(grouped(kept, k_at, seen))
+    sees_none = others.sum(-1) == 0.0
+    return others + (col == row) * is_one * sees_none

@@ -1,0 +1,117 @@
+"""Smyrf: exact attention within balanced clusters of queries and keys with large products."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kernels.common.arguments import whole
+from kernels.common.geometry import ceil_div
+
+from ...nn import max as max_over
+from ...tensor import Tensor
+from .chunks import (
+    Groups,
+    balanced,
+    grouped,
+    grouped_positions,
+    places_in_groups,
+    swap,
+    ungrouped,
+)
+from .hashing import gaussian, hash_seed
+from .rounds import merged
+from .support import Masked, check_operands, check_options, kept_keys, shared_constant, widened
+
+
+def smyrf(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    *,
+    key_mask: Any = None,
+    cluster: int = 64,
+    rounds: int = 2,
+    seed: int | None = None,
+) -> Tensor:
+    """Attend exactly within clusters of equally many queries and keys that hash to near numbers.
+
+    F(q) = [q; 0; √(M² - ‖q‖²)] and G(k) = [k; √(M² - ‖k‖²); 0], with M² = max ‖q‖² + max ‖k‖², turn large
+    products into small distances: ‖F(q) - G(k)‖² = 2 M² - 2 q·k.  In each round a random direction a orders
+    queries by a·F(q) and keys by a·G(k).  Both orders are cut into as many clusters, whose sizes differ by
+    1 at most, and queries attend to the keys of the cluster of equal number.  The paper's hash
+    ⌊(a·x + b) / r⌋ grows with a·x, so that sorting needs neither b nor r.  The rounds are merged by their
+    log-sum-exp, and a key that several of them show counts several times.
+
+    Args:
+        q: (…, heads, seq_q, head_dim).
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        attn_mask: Not supported: positions are regrouped.
+        dropout_p: Probability of dropping a probability.
+        is_causal: Not supported: the keys of a cluster may all come later than a query.
+        scale: Of the scores; 1 / sqrt(head_dim) when None.
+        key_mask: (…, seq_k); False or 0 hides a key.
+        cluster: Most queries of a cluster.
+        rounds: Hashes, each with its own direction.
+        seed: Of the directions; when None, ``manual_seed`` decides.
+
+    Returns:
+        (…, heads, seq_q, value_dim); 0 for a query whose clusters hold hidden keys only.
+
+    Raises:
+        TypeError: If an operand is no tensor, or they differ in dtype or backend.
+        ValueError: If a shape or number does not fit, or for an option that the method does not support.
+
+    Source: Daras, Kitaev, Odena and Dimakis, SMYRF: efficient attention using asymmetric clustering (2020),
+        section 3 and algorithm 1.
+    """
+    check_options("smyrf", Masked(attn_mask, dropout_p, is_causal, scale))
+    check_operands("smyrf", q, k, v)
+    seq_q, head_dim, seq_k = q.shape[-2], q.shape[-1], k.shape[-2]
+    count = min(ceil_div(seq_q, whole("cluster", cluster, 1)), seq_k)
+    rounds, seed = whole("rounds", rounds, 1), hash_seed(seed)
+    of_q, of_k = balanced(seq_q, count), balanced(seq_k, count)
+    rest_q, rest_k = _lacking(widened(q.detach()), widened(k.detach()))  # each (…, seq, 1)
+    keep = kept_keys(key_mask, k)
+    parts = []
+    for number in range(rounds):
+        direction = gaussian((head_dim + 2,), seed + number)
+        a = shared_constant(q, direction[:head_dim, None])  # (head_dim, 1)
+        hash_q = widened(q.detach()) @ a + rest_q * float(direction[-1])
+        hash_k = widened(k.detach()) @ a + rest_k * float(direction[-2])
+        order_q, order_k = (t.view(*t.shape[:-1]).argsort() for t in (hash_q, hash_k))
+        k_at = grouped_positions(order_k, of_k)
+        out, lse = grouped(q, grouped_positions(order_q, of_q), of_q).flash_attention(
+            grouped(k, k_at, of_k),
+            grouped(v, k_at, of_k),
+            attn_mask=_mask(k, k_at, of_k, keep),
+            dropout_p=dropout_p,
+            scale=scale,
+            return_lse=True,
+        )
+        places = places_in_groups(order_q, of_q)
+        lse = ungrouped(lse.contiguous().view(*lse.shape, 1), places)
+        parts.append((ungrouped(out, places), lse.view(*lse.shape[:-1])))
+    return merged(parts)
+
+
+def _lacking(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return √(M² - ‖q‖²) and √(M² - ‖k‖²), (…, seq, 1) each: they bring every vector to the length M."""
+    squares_q, squares_k = (q * q).sum(-1), (k * k).sum(-1)
+    largest = max_over(squares_q, -2) + max_over(squares_k, -2)  # (…, 1, 1)
+    return (largest - squares_q) ** 0.5, (largest - squares_k) ** 0.5
+
+
+def _mask(k: Tensor, k_at: Tensor, groups: Groups, keep: Tensor | None) -> Any:
+    """Return what hides the filling of clusters and hidden keys, or None."""
+    if keep is None:
+        return None if groups.shown.all() else groups.shown[:, None, :]
+    kept = keep + keep.zeros((*k.shape[:-1], 1))  # (…, heads, seq_k, 1)
+    visible = swap(grouped(kept, k_at, groups)) * shared_constant(k, groups.shown[:, None, :])
+    hidden = visible.zeros(visible.shape).where(visible, -math.inf)  # (…, clusters, 1, width_k)
+    return hidden.to(k.dtype)

@@ -1,0 +1,142 @@
+"""Tensor methods that move elements by index, sort, sum up and choose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..functions.base import check_tensor
+from ..functions.indexing import (
+    CumSum,
+    Elu,
+    Gather,
+    ScatterAdd,
+    argsorted,
+    as_index,
+    where,
+)
+from ..tensor_ops import normalize_dim
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ..backends.tensor_protocol import TensorLike as _Tensor
+else:
+    _Tensor = object
+
+
+class IndexingMethods(_Tensor):
+    """Methods of :class:`minitorch.tensor.Tensor`, which inherits them."""
+
+    def gather(self, dim: int, index: Any) -> Self:
+        """Pick elements along ``dim``: out[…, j, …] = self[…, index[…, j, …], …].
+
+        An index whose other sizes are 1 is shared by all elements along those dimensions: with shape
+        (batch, count, 1) it picks whole rows of (batch, rows, width).
+
+        Args:
+            dim: The dimension.
+            index: Integers from 0 to size - 1 in a tensor, array or list, with as many dimensions as this
+                tensor; beside ``dim``, each size is this tensor's or 1.  Indices on a GPU are copied to
+                the host to be checked.
+
+        Returns:
+            This tensor's shape, with the count of indices at ``dim``.
+
+        Raises:
+            TypeError: If the indices are no integers, or lie on another backend.
+            ValueError: If their shape does not fit, or one is out of bounds.
+        """
+        dim = normalize_dim(dim, self.shape)
+        return Gather.apply(self, dim, as_index(self, index, dim, self.shape[dim]))
+
+    def scatter_add(self, dim: int, index: Any, source: Self) -> Self:
+        """Add elements of ``source`` to this tensor: out[…, index[…, j, …], …] += source[…, j, …].
+
+        The elements are added in their order, without atomics: equal results on every run.
+
+        Args:
+            dim: The dimension.
+            index: Integers, as for :meth:`gather`, with the shape of ``source``, or 1 in place of a size
+                beside ``dim``.
+            source: This tensor's shape, with any size at ``dim``.
+
+        Returns:
+            This tensor's shape.
+
+        Raises:
+            TypeError: If the source is no tensor, or the indices are no integers or on another backend.
+            ValueError: If a shape does not fit, or an index is out of bounds.
+        """
+        check_tensor("source", source)
+        dim, source = normalize_dim(dim, self.shape), self._ensure_tensor(source)
+        own = (*self.shape[:dim], *self.shape[dim + 1 :])
+        if source.dims != self.dims or (*source.shape[:dim], *source.shape[dim + 1 :]) != own:
+            raise ValueError(
+                f"scatter_add to shape {self.shape} along dimension {dim} needs a source of that shape, "
+                f"with any size at {dim}, got {source.shape}"
+            )
+        places = as_index(source, index, dim, self.shape[dim])
+        if places.shape[dim] != source.shape[dim]:
+            raise ValueError(
+                f"scatter_add needs an index for each of the {source.shape[dim]} elements of the source "
+                f"along dimension {dim}, got {places.shape[dim]}"
+            )
+        return self + ScatterAdd.apply(source, dim, places, self.shape[dim])
+
+    def argsort(self, dim: int = -1) -> Self:
+        """Return the places of the elements in ascending order along ``dim``, an int64 constant.
+
+        Equal elements keep their order, and NaN comes last.  For descending order, sort the negative.
+
+        Args:
+            dim: The dimension.
+
+        Returns:
+            This tensor's shape, int64.
+        """
+        return argsorted(self, normalize_dim(dim, self.shape))
+
+    def sort(self, dim: int = -1) -> tuple[Self, Self]:
+        """Sort along ``dim`` in ascending order; see :meth:`argsort`.
+
+        Args:
+            dim: The dimension.
+
+        Returns:
+            The sorted elements, differentiable, and the places that they came from, int64; both of this
+            tensor's shape.
+        """
+        dim = normalize_dim(dim, self.shape)
+        order = argsorted(self, dim)
+        return Gather.apply(self, dim, order), order
+
+    def cumsum(self, dim: int, exclusive: bool = False, reverse: bool = False) -> Self:
+        """Add up along ``dim``: each result is the sum of an element and all before it.
+
+        Args:
+            dim: The dimension.
+            exclusive: Leave out the element itself, so that the first result is 0.
+            reverse: Add up from the end.
+
+        Returns:
+            This tensor's shape.
+        """
+        return CumSum.apply(self, normalize_dim(dim, self.shape), bool(exclusive), bool(reverse))
+
+    def elu(self) -> Self:
+        """Return x where it is positive, else e^x - 1."""
+        return Elu.apply(self)
+
+    def where(self, condition: Any, other: float | Self) -> Self:
+        """Return this tensor where a condition is not 0, and another elsewhere; shapes broadcast.
+
+        Infinity and NaN in an element that is not chosen reach neither result nor gradients.
+
+        Args:
+            condition: A tensor, such as a comparison returns, or an array of booleans.
+            other: A tensor or a number.
+
+        Raises:
+            TypeError: If the condition is neither, or an operand is no tensor or number.
+        """
+        return where(condition, self, self._ensure_tensor(other))

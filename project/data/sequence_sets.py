@@ -1,0 +1,96 @@
+"""Sets of sequences with classes: drawn once from a seed, written to an .npz file, and read from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+#: Parts of a set.
+PARTS = ("train", "valid", "test")
+
+#: ``(random, number)`` to the elements of an example and its class.
+Draw = Callable[[np.random.Generator], tuple[npt.NDArray[np.uint8], int]]
+
+
+class Examples(NamedTuple):
+    """Examples in classes.
+
+    Attributes:
+        X: (count, length), uint8; a shorter example is filled up with 0.
+        y: (count,), the class of each.
+    """
+
+    X: npt.NDArray[np.uint8]
+    y: npt.NDArray[np.int64]
+
+
+def draw_set(
+    draw: Draw, counts: Mapping[str, int], length: int, seed: int, desc: str
+) -> dict[str, Examples]:
+    """Draw the parts of a set, with a progress bar.
+
+    Each example has a random generator of its own, so that it does not depend on the sizes of the parts.
+
+    Args:
+        draw: Returns the elements and the class of one example.
+        counts: Examples of each part.
+        length: Most elements of an example.
+        seed: Of everything that is random.
+        desc: What the progress bar shows.
+    """
+    parts = {}
+    with tqdm(total=sum(counts.values()), desc=desc, unit="example", delay=1) as bar:
+        for part, count in counts.items():
+            X, y = np.zeros((count, length), np.uint8), np.zeros(count, np.int64)
+            for i in range(count):
+                elements, y[i] = draw(np.random.default_rng([seed, PARTS.index(part), i]))
+                X[i, : len(elements)] = elements
+                bar.update()
+            parts[part] = Examples(X, y)
+    return parts
+
+
+def read_or_make(
+    path: str | Path, recipe: Mapping[str, Any], make: Callable[[], dict[str, Examples]]
+) -> dict[str, Examples]:
+    """Return a set from its file, which is made first if there is none; exit with one line if it differs.
+
+    Args:
+        path: Of the .npz file.
+        recipe: What the set was made from; it is kept in the file.
+        make: Makes the set.
+    """
+    path, text = Path(path), json.dumps(dict(recipe), sort_keys=True)
+    if path.exists():
+        return _read(path, text)
+    parts = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {f"{kind}_{part}": getattr(parts[part], kind) for part in parts for kind in ("X", "y")}
+    unfinished = path.with_name(f"{path.name}.part")
+    with unfinished.open("wb") as file:
+        np.savez_compressed(file, recipe=np.array(text), **arrays)
+    os.replace(unfinished, path)  # a run that is killed leaves no half a file under this name
+    return parts
+
+
+def _read(path: Path, recipe: str) -> dict[str, Examples]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = str(file["recipe"])
+            if found != recipe:
+                sys.exit(
+                    f"{path} was made from {found}, and this run asks for {recipe}; pass another path, or "
+                    "delete the file"
+                )
+            parts = [part for part in PARTS if f"X_{part}" in file]
+            return {part: Examples(file[f"X_{part}"], file[f"y_{part}"]) for part in parts}
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"{path}: not a set of sequences ({error}); delete the file to make it again")

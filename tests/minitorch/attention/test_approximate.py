@@ -1,0 +1,399 @@
+"""Each approximate attention against its own formula in NumPy: values, gradients, limits, bad calls."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import minitorch
+from minitorch import (
+    CudaBackend,
+    FastBackend,
+    MultiHeadAttention,
+    SimpleBackend,
+    Tensor,
+    TensorBackend,
+    TransformerLayer,
+    attention,
+    from_numpy,
+)
+from minitorch.attention.approximate.performer import Performer
+
+from ...support import approximate_oracles as oracles
+from ...support.examples import at_most
+from ...support.tolerances import assert_close_arrays
+
+pytestmark = pytest.mark.usefixtures("quick_barriers")
+
+Array = np.ndarray[Any, Any]
+METHODS = ("linformer", "linear", "performer", "local", "reformer", "smyrf")
+CAUSAL = ("linear", "performer", "local", "reformer")
+on_methods = pytest.mark.parametrize("method", METHODS)
+
+
+class Case:
+    """A call of a method: arrays, options, and the same call of its oracle."""
+
+    def __init__(self, method: str, shape: tuple[int, ...], options: dict[str, Any], seed: int = 0):
+        *lead, seq_q, seq_k, dim, value_dim = shape
+        random = np.random.default_rng(seed)
+        self.method, self.options = method, options
+        self.q = random.standard_normal((*lead, seq_q, dim))
+        self.k = random.standard_normal((*lead, seq_k, dim))
+        self.v = random.standard_normal((*lead, seq_k, value_dim))
+        self.arrays = {"q": self.q, "v": self.v} if method == "reformer" else {
+            "q": self.q, "k": self.k, "v": self.v
+        }  # fmt: skip
+
+    def expected(self, arrays: dict[str, Array]) -> Array:
+        oracle: Callable[..., Array] = getattr(oracles, self.method)
+        return oracle(arrays["q"], arrays.get("k", arrays["q"]), arrays["v"], **self.options)
+
+    def run(
+        self, backend: TensorBackend, dtype: Any = np.float64
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        tensors = {
+            name: from_numpy(array.astype(dtype), backend, requires_grad=True)
+            for name, array in self.arrays.items()
+        }
+        options = {
+            name: from_numpy(value.astype(dtype), backend) if name.startswith("project") else value
+            for name, value in self.options.items()
+        }
+        q, v = tensors["q"], tensors["v"]
+        out = getattr(attention, self.method)(q, tensors.get("k", q), v, **options)
+        return out, tensors
+
+    def check(self, backend: TensorBackend) -> None:
+        """Compare values, and gradients with differences of the oracle along a random direction."""
+        out, tensors = self.run(backend)
+        assert_close_arrays(out, self.expected(self.arrays), np.float64, self.method, size=10.0)
+        random = np.random.default_rng(1)
+        weights = random.standard_normal(out.shape)
+        out.backward(from_numpy(weights, backend))
+        for name, t in tensors.items():
+            direction = random.standard_normal(t.shape)
+            ends = [
+                (
+                    weights
+                    * self.expected({**self.arrays, name: self.arrays[name] + h * direction})
+                ).sum()
+                for h in (1e-5, -1e-5)
+            ]
+            assert t.grad is not None
+            found, slope = (t.grad.to_numpy() * direction).sum(), (ends[0] - ends[1]) / 2e-5
+            assert found == pytest.approx(slope, rel=1e-4, abs=1e-4), f"gradient of {name}"
+
+
+@st.composite
+def cases(draw: st.DrawFn, method: str, most: int = 19) -> Case:
+    """Draw a call whose sizes divide no chunk, or do."""
+    batch, heads, dim, value_dim = (draw(st.integers(1, 3)) for _ in range(4))
+    seq_q = draw(st.integers(1, most))
+    is_causal = method in CAUSAL and draw(st.booleans())
+    same = is_causal or method == "reformer"
+    seq_k = seq_q if same else draw(st.integers(1, most))
+    seed = draw(st.integers(0, 1000))
+    small = st.integers(1, 8)
+    options: dict[str, Any] = {}
+    if is_causal:
+        options["is_causal"] = True
+    if method != "linear" and draw(st.booleans()):
+        options["scale"] = draw(st.sampled_from([0.25, 1.5]))
+    if draw(st.booleans()):
+        mask = np.random.default_rng(seed).random((draw(st.sampled_from([1, batch])), seq_k)) < 0.7
+        options["key_mask"] = mask
+    if method == "linformer":
+        lead = draw(st.sampled_from([(), (heads,)]))
+        shape = (*lead, draw(small), seq_k + draw(st.integers(0, 2)))
+        for name in ("project_k", "project_v"):
+            options[name] = np.random.default_rng(len(name)).standard_normal(shape)
+    elif method == "local":
+        options["window"] = draw(st.integers(0, most))
+    elif method == "smyrf":
+        options |= {"cluster": draw(small), "rounds": draw(st.integers(1, 3)), "seed": seed}
+    elif method == "reformer":
+        options |= {"chunk": draw(small), "rounds": draw(st.integers(1, 3)), "seed": seed}
+        options["buckets"] = 2 * draw(st.integers(1, 3))
+    else:
+        options["chunk"] = draw(small)
+    if method == "performer":
+        options |= {"num_features": draw(st.integers(1, 9)), "seed": seed}
+    return Case(method, (batch, heads, seq_q, seq_k, dim, value_dim), options, seed)
+
+
+@on_methods
+@at_most(25)
+@given(data=st.data())
+def test_a_method_computes_its_formula_and_its_gradients(method: str, data: st.DataObject) -> None:
+    data.draw(cases(method)).check(FastBackend)
+
+
+@on_methods
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(SimpleBackend, id="simple"),
+        pytest.param(CudaBackend, id="cuda", marks=pytest.mark.simulator),
+    ],
+)
+@at_most(2)
+@given(data=st.data())
+def test_other_backends_agree(method: str, backend: TensorBackend, data: st.DataObject) -> None:
+    data.draw(cases(method, most=5)).check(backend)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "linformer": {},
+    "linear": {},
+    "performer": {"num_features": 16},
+    "local": {"window": 5},
+    "reformer": {"chunk": 4, "rounds": 2, "buckets": 4, "seed": 3},
+    "smyrf": {"cluster": 4, "rounds": 2, "seed": 3},
+}
+
+
+def plain_case(method: str, shape: tuple[int, ...] = (2, 2, 13, 13, 4, 4)) -> Case:
+    options = OPTIONS[method]
+    if method == "linformer":
+        random = np.random.default_rng(7)
+        options = {name: random.standard_normal((5, 13)) for name in ("project_k", "project_v")}
+    return Case(method, shape, options)
+
+
+@on_methods
+@pytest.mark.parametrize("dtype", [np.float16, minitorch.bfloat16, np.float32])
+def test_results_keep_the_dtype(method: str, dtype: Any) -> None:
+    case = plain_case(method)
+    out, tensors = case.run(FastBackend, dtype)
+    out.backward(from_numpy(np.ones(out.shape, dtype), FastBackend))
+    assert out.dtype == dtype
+    for name, t in tensors.items():
+        assert t.grad is not None and t.grad.dtype == dtype, name
+        assert np.isfinite(t.grad.to_numpy().astype(np.float32)).all(), name
+    if dtype == np.float32:
+        assert_close_arrays(out, case.expected(case.arrays), dtype, method, size=10.0)
+
+
+# -- the approximation made exact ----------------------------------------------------------------
+
+
+def exact(case: Case, visible: Any = None) -> Array:
+    scale = case.options.get("scale")
+    return oracles.exact(
+        case.q, case.k, case.v, visible=1.0 if visible is None else visible, scale=scale
+    )
+
+
+def test_linformer_with_the_identity_is_exact() -> None:
+    case = Case(
+        "linformer", (2, 2, 13, 13, 4, 3), {"project_k": np.eye(13), "project_v": np.eye(13)}
+    )
+    assert_close_arrays(case.run(FastBackend)[0], exact(case), np.float64)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_as_long_as_the_sequence_is_exact(is_causal: bool) -> None:
+    case = Case("local", (2, 2, 13, 13, 4, 3), {"window": 13, "is_causal": is_causal})
+    assert_close_arrays(
+        case.run(FastBackend)[0], exact(case, np.tri(13) if is_causal else None), np.float64
+    )
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_one_cluster_is_exact(rounds: int) -> None:
+    case = Case("smyrf", (2, 2, 13, 9, 4, 3), {"cluster": 13, "rounds": rounds, "seed": 0})
+    assert_close_arrays(case.run(FastBackend)[0], exact(case), np.float64)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_chunk_is_exact_attention_to_others(is_causal: bool) -> None:
+    case = Case(
+        "reformer", (2, 2, 13, 13, 4, 3), {"chunk": 13, "rounds": 2, "is_causal": is_causal}
+    )
+    case.k = case.q / np.linalg.norm(case.q, axis=-1, keepdims=True)
+    visible = np.tri(13, k=-1) if is_causal else 1.0 - np.eye(13)
+    visible[0, 0] = is_causal  # it sees no other
+    assert_close_arrays(case.run(FastBackend)[0], exact(case, visible), np.float64)
+
+
+def test_performers_error_falls_with_the_root_of_its_features() -> None:
+    errors = []
+    for count in (64, 4096):
+        squares = []
+        for seed in range(4):
+            options = {"num_features": count, "seed": seed, "scale": 0.1}
+            case = Case("performer", (1, 2, 32, 32, 8, 4), options)
+            squares.append((case.run(FastBackend)[0].to_numpy() - exact(case)) ** 2)
+        errors.append(np.sqrt(np.mean(squares)))
+    # 64 times as many features: an eighth of the error.
+    assert 5.0 < errors[0] / errors[1] < 13.0, errors
+
+
+def test_orthogonal_features_are_orthogonal_and_of_gaussian_length() -> None:
+    features = oracles.orthogonal_features(10, 4, 0)
+    for first in (0, 4, 8):
+        block = features[first : first + 4]
+        gram = block @ block.T
+        np.testing.assert_allclose(gram, np.diag(np.diag(gram)), atol=1e-12)
+    lengths = (oracles.orthogonal_features(4000, 4, 1) ** 2).sum(-1)
+    assert lengths.mean() == pytest.approx(4.0, rel=0.05)  # of a chi-squared number of four degrees
+
+
+def peak_bytes(method: str, seq: int) -> int:
+    """Return the most memory of arrays during a forward and a backward pass."""
+    options = {"num_features": 16} if method == "performer" else {}
+    if method == "linformer":
+        options = {"project_k": np.ones((8, seq))}
+    case = Case(method, (1, 1, seq, seq, 8, 8), options)
+    tracemalloc.start()
+    case.run(FastBackend)[0].sum().backward()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+@on_methods
+def test_memory_stays_far_below_a_matrix_of_scores(method: str) -> None:
+    seq = 16384
+    bound = seq * seq  # an eighth of the bytes of the scores of one head
+    peak = peak_bytes(method, seq)
+    assert peak < bound, f"{method} takes {peak:,} bytes"
+
+
+# -- as a layer ----------------------------------------------------------------------------------
+
+
+def layer_options(method: str) -> dict[str, Any] | None:
+    return {"length": 16, "count": 4} if method == "linformer" else None
+
+
+@on_methods
+def test_a_layer_attends_and_learns(method: str) -> None:
+    minitorch.manual_seed(0)
+    layer = TransformerLayer(
+        8, 2, p_dropout=0.0, backend=FastBackend, attention=method, causal=False,
+        attention_options=layer_options(method), middle_dim=16,
+    )  # fmt: skip
+    x = minitorch.randn((2, 13, 8), backend=FastBackend)
+    out = layer(x)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert all(p.value.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("method", (*METHODS, "flash", "naive"))
+def test_a_layer_hides_masked_positions(method: str) -> None:
+    minitorch.manual_seed(0)
+    options = {"window": 3} if method == "local" else layer_options(method)
+    if method in ("reformer", "smyrf"):
+        options = {"seed": 1, "chunk" if method == "reformer" else "cluster": 13}
+    layer = TransformerLayer(
+        8, 2, causal=False, p_dropout=0.0, backend=FastBackend, attention=method,
+        attention_options=options,
+    )  # fmt: skip
+    array = np.random.default_rng(0).standard_normal((2, 13, 8))
+    other, shown = array.copy(), np.arange(13) < 9
+    other[:, 9:] = 5.0
+    outs = [layer(from_numpy(a, FastBackend), key_mask=shown[None]) for a in (array, other)]
+    assert_close_arrays(outs[0].to_numpy()[:, :9], outs[1].to_numpy()[:, :9], np.float64)
+
+
+def test_reformer_has_no_keys_of_its_own() -> None:
+    layer = MultiHeadAttention(8, 2, attention="reformer")
+    assert not any(name.startswith("k_projection") for name, _ in layer.named_parameters())
+
+
+def test_performer_draws_new_features_in_training() -> None:
+    method = Performer(num_features=8, redraw_every=2)
+    q, k, v = (minitorch.rand((1, 1, 5, 4), FastBackend) for _ in range(3))
+    outs = [method(q, k, v).to_numpy() for _ in range(3)]
+    assert np.array_equal(outs[0], outs[1]) and not np.array_equal(outs[1], outs[2])
+    method.eval()
+    assert np.array_equal(method(q, k, v).to_numpy(), method(q, k, v).to_numpy())
+
+
+@pytest.mark.parametrize("method", ["reformer", "smyrf"])
+def test_manual_seed_decides_the_hashes(method: str) -> None:
+    q, v = minitorch.rand((1, 1, 32, 4), FastBackend), minitorch.rand((1, 1, 32, 4), FastBackend)
+    function = getattr(attention, method)
+    outs = []
+    for seed in (0, 0, 1):
+        minitorch.manual_seed(seed)
+        size = {"chunk" if method == "reformer" else "cluster": 4}
+        outs.append(function(q, q, v, **size).to_numpy())
+    assert np.array_equal(outs[0], outs[1]) and not np.array_equal(outs[0], outs[2])
+
+
+# -- bad calls -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "able"),
+    [
+        ("linformer", {"is_causal": True}, "linear, performer, local, reformer, flash, naive"),
+        ("smyrf", {"is_causal": True}, "linear, performer, local, reformer, flash, naive"),
+        ("performer", {"dropout_p": 0.1}, "linformer, local, reformer, smyrf, flash, naive"),
+        ("linear", {"scale": 0.5}, "linformer, performer, local, reformer, smyrf, flash, naive"),
+        ("reformer", {"attn_mask": np.ones((4, 4), bool)}, "local, flash, naive do; to hide whole"),
+    ],
+)
+def test_an_unsupported_option_names_the_methods_that_support_it(
+    method: str, options: dict[str, Any], able: str
+) -> None:
+    q = minitorch.rand((1, 1, 4, 2), FastBackend)
+    extra = {"project_k": minitorch.rand((2, 4), FastBackend)} if method == "linformer" else {}
+    with pytest.raises(ValueError, match=f"{method} attention does not support .*; {able}"):
+        getattr(attention, method)(q, q, q, **options, **extra)
+
+
+def test_operands_and_sizes_that_do_not_fit_are_refused() -> None:
+    q, short = (minitorch.rand((1, 2, n, 4), FastBackend) for n in (6, 5))
+    projection = minitorch.rand((3, 5), FastBackend)
+    with pytest.raises(ValueError, match="projects 5 positions, and the sequence has 6"):
+        attention.linformer(q, q, q, project_k=projection)
+    with pytest.raises(ValueError, match="as many queries as keys, got 6 and 5"):
+        attention.linear(q, short, short, is_causal=True)
+    with pytest.raises(ValueError, match="pass the same tensor as q and k"):
+        attention.reformer(q, short, short)
+    with pytest.raises(ValueError, match="an even number, got 3"):
+        attention.reformer(q, q, q, buckets=3)
+    with pytest.raises(ValueError, match="chunk must be 1 or more, got 0"):
+        attention.linear(q, q, q, chunk=0)
+    with pytest.raises(ValueError, match="equal leading dimensions"):
+        attention.smyrf(q, minitorch.rand((1, 1, 6, 4), FastBackend), q)
+    with pytest.raises(TypeError, match="one floating dtype on one backend"):
+        attention.performer(q, q, q.to(np.float32))
+    with pytest.raises(ValueError, match=r"key_mask must have shape \(1, 6\)"):
+        attention.local(q, q, q, key_mask=np.ones(6, bool))
+    with pytest.raises(ValueError, match="positive scale"):
+        attention.performer(q, q, q, scale=-1.0)
+    with pytest.raises(ValueError, match=r"features must have shape \(count, 4\)"):
+        attention.performer(q, q, q, features=np.ones((3, 5)))
+
+
+def test_options_of_a_layer_are_checked_when_it_is_built() -> None:
+    with pytest.raises(ValueError, match="linformer attention does not support is_causal"):
+        MultiHeadAttention(8, 2, attention="linformer", attention_options={"length": 4, "count": 2})
+    with pytest.raises(TypeError, match="needs length and count"):
+        MultiHeadAttention(8, 2, causal=False, attention="linformer")
+    with pytest.raises(TypeError, match="no option windows; it has window"):
+        MultiHeadAttention(8, 2, attention="local", attention_options={"windows": 3})
+    with pytest.raises(TypeError, match="belong to the approximations"):
+        MultiHeadAttention(8, 2, attention_options={"window": 3})
+    with pytest.raises(ValueError, match="attention must be one of"):
+        MultiHeadAttention(8, 2, attention="nystrom")
+
+
+def test_a_cache_needs_exact_attention() -> None:
+    layer = MultiHeadAttention(8, 2, backend=FastBackend, attention="local")
+    layer.eval()
+    cache = minitorch.KVCache(1, 1, 2, 8, 4, backend=FastBackend)
+    with pytest.raises(ValueError, match="a cache needs flash or naive attention"):
+        layer(minitorch.rand((1, 3, 8), FastBackend), cache.layers[0])

@@ -1,0 +1,152 @@
+"""The generated tasks of the Long-Range Arena: their answers are right, their bounds hold, seeds decide."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ...support.examples import at_most
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+from data import listops as listops_data  # noqa: E402
+from data import pathfinder as pathfinder_data  # noqa: E402
+from data.listops import VOCABULARY, ListOps, draw_expression, listops  # noqa: E402
+from data.pathfinder import PUBLISHED, Pathfinder, draw_picture, pathfinder  # noqa: E402
+
+SMALL = ListOps(depth=4, most_arguments=5, least_length=10, most_length=40,
+                counts={"train": 6, "valid": 2, "test": 2})  # fmt: skip
+FUNCTIONS = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(np.median(values)),
+    "[SM": lambda values: sum(values) % 10,
+}
+
+
+def evaluated(ids: Any) -> tuple[int, int]:
+    """Evaluate an expression with a stack; return its value and its depth."""
+    stack: list[list[Any]] = [[]]
+    depth = 1
+    for token in (VOCABULARY[i] for i in ids):
+        if token in FUNCTIONS:
+            stack.append([token])
+            depth = max(depth, len(stack))
+        elif token == "]":
+            operator, *values = stack.pop()
+            assert len(values) >= 2
+            stack[-1].append(FUNCTIONS[operator](values))
+        else:
+            stack[-1].append(int(token))
+    ((value,),) = stack
+    return value, depth
+
+
+@at_most(30)
+@given(seed=st.integers(0, 10**6))
+def test_an_expression_has_the_value_of_its_operations(seed: int) -> None:
+    ids, value = draw_expression(np.random.default_rng(seed), SMALL)
+    found, depth = evaluated(ids)
+    assert found == value
+    assert depth <= SMALL.depth
+    assert SMALL.least_length <= len(ids) <= SMALL.most_length
+
+
+def test_published_expressions_have_500_to_2000_tokens() -> None:
+    for seed in range(5):
+        ids, value = draw_expression(np.random.default_rng(seed), ListOps())
+        assert 500 <= len(ids) <= 2000 and evaluated(ids)[0] == value
+
+
+def test_a_set_is_written_once_and_read_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "listops.npz"
+    made = listops(path, 0, SMALL)
+    monkeypatch.setattr(listops_data, "draw_set", None)  # drawing again would fail
+    read = listops(path, 0, SMALL)
+    for part, examples in made.items():
+        assert len(examples.y) == SMALL.counts[part]
+        np.testing.assert_array_equal(read[part].X, examples.X)
+        np.testing.assert_array_equal(read[part].y, examples.y)
+    assert not (made["train"].X[0] == made["valid"].X[0]).all()
+    with pytest.raises(SystemExit, match="delete the file"):
+        listops(path, 1, SMALL)
+    path.write_bytes(b"none")
+    with pytest.raises(SystemExit, match="not a set of sequences"):
+        listops(path, 0, SMALL)
+
+
+def test_expressions_that_cannot_be_drawn_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be drawn"):
+        ListOps(depth=2, most_arguments=3)
+    with pytest.raises(ValueError, match="a depth of 2 or more"):
+        ListOps(depth=1)
+
+
+# -- Pathfinder ----------------------------------------------------------------------------------
+
+
+def apart(first: Any, second: Any) -> float:
+    """Return the least distance of two contours, measured at points along their paddles."""
+    places = np.linspace(0.0, 1.0, 9)[:, None]
+    points = [
+        (c[:, None, :2] + places * (c[:, None, 2:] - c[:, None, :2])).reshape(-1, 2)
+        for c in (first, second)
+    ]
+    return float(np.hypot(*(points[0][:, None] - points[1][None]).transpose(2, 0, 1)).min())
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_contours_stay_apart_and_markers_tell_the_class(size: int) -> None:
+    task = PUBLISHED[size]
+    for seed in range(6):
+        picture = draw_picture(np.random.default_rng(seed), task)
+        contours = picture.contours
+        assert picture.pixels.shape == (size, size) and picture.pixels.max() == 255
+        assert [len(c) for c in contours[:2]] == [task.contour_length] * 2
+        assert len(contours) == 2 + task.distractors
+        for i, first in enumerate(contours):
+            for second in contours[:i]:
+                # Paddles are measured at three points, and cross at none of them.
+                assert apart(first, second) > task.margin * 0.5
+        ends = [{tuple(c[0, :2]), tuple(c[-1, 2:])} for c in contours[:2]]
+        marked = [{tuple(m) for m in picture.markers} & both for both in ends]
+        assert sorted(map(len, marked)) == ([0, 2] if picture.label else [1, 1])
+
+
+def test_the_distance_of_the_markers_does_not_tell_the_class() -> None:
+    pictures = [draw_picture(np.random.default_rng([3, i]), PUBLISHED[32]) for i in range(400)]
+    distances = [[], []]
+    for picture in pictures:
+        distances[picture.label].append(float(np.hypot(*(picture.markers[0] - picture.markers[1]))))
+    apart, together = map(np.array, distances)
+    # The area under the curve of a classifier by distance: 1/2 is chance.
+    area = (apart[:, None] < together[None]).mean()
+    assert 0.42 < area < 0.58 and 0.4 < len(apart) / 400 < 0.6
+
+
+def test_a_seed_decides_the_images(tmp_path: Path) -> None:
+    counts = {"train": 3, "valid": 1, "test": 1}
+    first = pathfinder(tmp_path / "a.npz", 32, 5, counts=counts)
+    again = pathfinder(tmp_path / "b.npz", 32, 5, counts={"train": 2, "valid": 1, "test": 1})
+    other = pathfinder(tmp_path / "c.npz", 32, 6, counts=counts)
+    assert first["train"].X.shape == (3, 1024)
+    np.testing.assert_array_equal(first["train"].X[:2], again["train"].X)
+    assert not np.array_equal(first["train"].X, other["train"].X)
+
+
+def test_images_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pathfinder_data, "IMAGES", 3)
+    with pytest.raises(ValueError, match="do not fit into 32 x 32 pixels"):
+        draw_picture(np.random.default_rng(0), Pathfinder(contour_length=60))
+    with pytest.raises(ValueError, match="size must be one of"):
+        pathfinder("none.npz", 48)
+    with pytest.raises(ValueError, match="continuity must be 1 or more"):
+        Pathfinder(continuity=0.5)

@@ -182,6 +182,12 @@ def _as_storage(numbers: Any) -> Storage:
     return array.astype(_default_dtype)
 
 
+def _check_dims(dims: int) -> None:
+    assert dims <= MAX_DIMS, (
+        f"a tensor has at most {MAX_DIMS} dimensions, got {dims}; join some with view"
+    )
+
+
 class TensorData:
     """A flat storage seen through a shape and strides.
 
@@ -253,9 +259,7 @@ class TensorData:
             f"shape {shape} holds {self.size} elements, the storage has {len(self._storage)}"
         )
         # Compiled loops trust what follows: they check no index and have buffers of MAX_DIMS.
-        assert self.dims <= MAX_DIMS, (
-            f"a tensor has at most {MAX_DIMS} dimensions, got {self.dims}; join some with view"
-        )
+        _check_dims(self.dims)
         if self.size and not row_major:
             last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
             if min(shape, default=0) < 0:
@@ -279,7 +283,7 @@ class TensorData:
         data.strides = _row_major_strides(shape) if strides is None else strides
         data.dtype = dtype = storage.dtype
         data.dims, data.size, data.is_half = len(shape), len(storage), DTYPES[dtype]
-        assert data.dims <= MAX_DIMS, f"a tensor has at most {MAX_DIMS} dimensions, got {data.dims}"
+        _check_dims(data.dims)
         return data
 
     # Arrays for the compiled loops, made when a loop asks for them: kernels on a device do not.

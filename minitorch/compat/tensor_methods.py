@@ -195,7 +195,7 @@ def flash_attn2_bw(
     operands = make_operands(target.memory, problem, q.array(), k.array(), v.array(), None, None)
     ctx = Context(needs_input_grad=(True, True, True, False))
     results = operands.having(out=out.array(), lse=lse.array())
-    ctx.save_for_backward(target, problem, q, results)
+    ctx.save_for_backward(target, problem, q, (), results)
     dq, dk, dv, *_ = FlashAttention.backward(ctx, out_grad)
     return dq, dk, dv, causal_mask
 

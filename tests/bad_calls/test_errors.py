@@ -67,7 +67,7 @@ def test_nothing_moves_between_host_and_device_unseen() -> None:
         lambda: there.permute(1, 0) < host,
         lambda: host * from_numpy(np.ones(1), mt.CudaBackend),
     ):
-        with pytest.raises(TypeError, match=r"two places.*the host.*with cuda\(\) or cpu\(\)"):
+        with pytest.raises(TypeError, match=r"two devices.*the host.*with cuda\(\) or cpu\(\)"):
             call()
     with pytest.raises(TypeError, match=r"one backend, got FastOps, CudaOps, CudaOps"):
         host.flash_attention(there, there)

@@ -169,7 +169,10 @@ def repeats(function: _Function) -> _Function:
             else:
                 kind.append(arg)
         own = tuple(kind)
-        known = kinds.get(own)
+        try:
+            known = kinds.get(own)
+        except TypeError:  # arrays of another kind
+            return function(*args)
         if type(known) is tuple:
             repeat, make = known
             return make(repeat.arrays(starts, 0))

@@ -105,6 +105,6 @@ def test_a_function_with_an_empty_cell_is_named() -> None:
     def mod(batch: int, head: int, row: int, col: int) -> bool:
         return row < later
 
-    with pytest.raises(ValueError, match=r"mask_mod must give a result.*NameError"):
+    with pytest.raises(ValueError, match=r"mask_mod must return a result.*NameError"):
         as_mod("mask_mod", mod, PLACE)
     later = 3

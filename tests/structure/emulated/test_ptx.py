@@ -430,7 +430,7 @@ def test_registers_are_handed_out_in_eights() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": "float64"}, "is of float16"),
+        ({"dtype": "float64"}, "must be one of float16"),
         ({"box": (64,)}, "1 to 5 dimensions"),
         ({"strides": (100, 2)}, "multiples of 16 bytes"),
         ({"address": 8}, "multiples of 16 bytes"),
@@ -465,7 +465,7 @@ def test_in_the_simulator_an_instruction_says_that_there_is_none() -> None:
     def mma() -> None:
         """Do nothing."""
 
-    with pytest.raises(RuntimeError, match="mma is an instruction of a GPU"):
+    with pytest.raises(RuntimeError, match="mma is a GPU instruction"):
         inline._refusing(mma)()
 
 

@@ -117,11 +117,10 @@ def make_passes(
                 pack_tile(p, s)
         else:
             weigh_each(s, p, kept, seen, mask_words, numbers, factor, listed, place, extras)
-        if packs and not whole:
+        if by_keys and not whole:
             edge = edge_at(place, extras)
-            if is_plain:
-                hide(s, edge)
-            else:
+            hide(s, edge)
+            if not is_plain and packs:
                 hide_pairs(p, edge)
         if is_plain and packs:
             pack_tile(p, s)

@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from operator import add, matmul
 from statistics import median
@@ -39,24 +40,62 @@ TOKENS, WIDTH = 16384, 2048
 LENGTHS, DIMS = (777, 4096, 8192), (64, 128, 256)
 
 
+class Attention:
+    """PyTorch's attention by one of its backends; which one is chosen before the clock starts.
+
+    Args:
+        torch: PyTorch.
+        backend: A name of ``torch.nn.attention.SDPBackend``.
+        tensors: q, k and v.
+        is_causal: Mask later columns.
+    """
+
+    def __init__(self, torch: Any, backend: str, tensors: Any, is_causal: bool = False):
+        self._attend = torch.nn.functional.scaled_dot_product_attention
+        self._kernel = torch.nn.attention.sdpa_kernel
+        self._backend = getattr(torch.nn.attention.SDPBackend, backend)
+        self._tensors, self._is_causal = tensors, is_causal
+
+    def chosen(self) -> Any:
+        """Return the context in which PyTorch takes this backend."""
+        return self._kernel(self._backend)
+
+    def __call__(self) -> Any:
+        """Attend."""
+        return self._attend(*self._tensors, is_causal=self._is_causal)
+
+
+def context_of(step: Step) -> Any:
+    """Return the context in which a step is called."""
+    return step.chosen() if isinstance(step, Attention) else nullcontext()
+
+
+def in_context(step: Step) -> Any:
+    """Call a step in its context; return its result."""
+    with context_of(step):
+        return step()
+
+
 def host_time(step: Step) -> float:
     """Return the seconds that Python takes for one call."""
-    cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        step()
-    spent = time.perf_counter() - start
-    cuda.synchronize()
+    with context_of(step):
+        cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            step()
+        spent = time.perf_counter() - start
+        cuda.synchronize()
     return spent / CALLS
 
 
 def idle_time(step: Step) -> float:
     """Return the seconds from a call on an idle device until its result is there."""
-    cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    cuda.synchronize()
-    return time.perf_counter() - start
+    with context_of(step):
+        cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        cuda.synchronize()
+        return time.perf_counter() - start
 
 
 def in_turn(
@@ -74,26 +113,20 @@ def in_turn(
 
 def host_rows(torch: Any, rounds: int) -> list[Row]:
     """Time small calls: ours on PyTorch's tensors and on tensors of ours, and PyTorch's."""
-    shape, functional = SMALL, torch.nn.functional
-    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    leaves = [torch.randn(SMALL, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     q, k, v, dout = leaves
     out, lse = kernels.flash_attention_forward(q, k, v)
     own = [minitorch.from_dlpack(x, requires_grad=True) for x in (q, k, v)]
     recorded = [x.clone().requires_grad_() for x in (q, k, v)]
-    backend = torch.nn.attention.SDPBackend
-
-    def theirs(name: str, tensors: Any) -> Any:
-        with torch.nn.attention.sdpa_kernel(getattr(backend, name)):
-            return functional.scaled_dot_product_attention(*tensors)
-
-    kept = theirs("CUDNN_ATTENTION", recorded)
+    theirs = partial(Attention, torch)
+    kept = in_context(theirs("CUDNN_ATTENTION", recorded))
     squares = [torch.randn(64, 64, device="cuda") for _ in range(2)]
     ours = [minitorch.from_dlpack(x) for x in squares]
     table: dict[str, dict[str, Step]] = {
         "attention forward, PyTorch's tensors": {
             "ours": partial(kernels.flash_attention_forward, q, k, v),
-            "cuDNN": partial(theirs, "CUDNN_ATTENTION", (q, k, v)),
-            "FLASH": partial(theirs, "FLASH_ATTENTION", (q, k, v)),
+            "cuDNN": theirs("CUDNN_ATTENTION", (q, k, v)),
+            "FLASH": theirs("FLASH_ATTENTION", (q, k, v)),
         },
         "attention backward, PyTorch's tensors": {
             "ours": partial(kernels.flash_attention_backward, dout, q, k, v, out, lse),
@@ -101,7 +134,7 @@ def host_rows(torch: Any, rounds: int) -> list[Row]:
         },
         "q.flash_attention, recorded": {
             "ours": partial(own[0].flash_attention, *own[1:]),
-            "cuDNN": partial(theirs, "CUDNN_ATTENTION", recorded),
+            "cuDNN": theirs("CUDNN_ATTENTION", recorded),
         },
         "addition of 64 x 64": {"ours": partial(add, *ours), "PyTorch": partial(add, *squares)},
         "product of 64 x 64": {
@@ -122,23 +155,18 @@ def idle_rows(torch: Any, rounds: int) -> list[Row]:
     cases = [
         (dim, length, causal) for dim in DIMS for length in LENGTHS for causal in (False, True)
     ]
-    cudnn = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
     for dim, length, causal in tqdm(cases, desc="idle"):
         shape = 1, max(TOKENS // length, 1) * (WIDTH // dim), length, dim
         q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
         recorded = [x.clone().requires_grad_() for x in (q, k, v)]
         out, lse = kernels.flash_attention_forward(q, k, v, is_causal=causal)
 
-        def attend(tensors: Any, causal: bool = causal) -> Any:
-            with torch.nn.attention.sdpa_kernel(cudnn):
-                return torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=causal)
-
-        kept = attend(recorded)
+        kept = in_context(Attention(torch, "CUDNN_ATTENTION", recorded, causal))
         options = {"is_causal": causal, "deterministic": False}
         passes: dict[str, dict[str, Step]] = {
             "forward": {
                 "ours": partial(kernels.flash_attention_forward, q, k, v, is_causal=causal),
-                "theirs": partial(attend, (q, k, v)),
+                "theirs": Attention(torch, "CUDNN_ATTENTION", (q, k, v), causal),
             },
             "backward": {
                 "ours": partial(

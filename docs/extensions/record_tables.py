@@ -153,17 +153,33 @@ def peers(record: Record) -> str:
     return "\n\n".join(shown)
 
 
+def product(record: Record) -> str:
+    """Return the rates of a matrix product, ours and cuBLAS's."""
+    (row,) = _rows(record, "product")
+    rates = [f"{rate:.0f} TFLOP/s" for rate in row["tflops"].values()]
+    return markdown(["measured", "ours", "cuBLAS"], [[f"{row['dtype']} {row['case']}", *rates]])
+
+
 def call_overhead(record: Record) -> str:
-    """Return the time of Python for a call, and a matrix product beside cuBLAS."""
-    (call,), (product,) = _rows(record, "overhead"), _rows(record, "product")
-    rates = product["tflops"]
-    return markdown(
-        ["measured", "ours", "cuBLAS"],
-        [
-            [f"`{call['case']}`, Python's time for a call", f"{call['us']:.0f} µs", ""],
-            [f"{product['dtype']} {product['case']}", *(f"{rate:.0f} TFLOP/s" for rate in rates.values())],
-        ],
-    )  # fmt: skip
+    """Return the host time of small calls, and calls from an idle device beside cuDNN's."""
+    host = [row for row in record["rows"] if "us" in row]
+    idle = [row for row in record["rows"] if "us" not in row]
+    lines = []
+    for row in host:
+        own, *others = row["us"].items()
+        theirs = ", ".join(f"{us:.1f} ({name})" for name, us in others)
+        lines.append([row["call"], f"{own[1]:.1f}", theirs])
+    calls = markdown(["host time of a call, µs", "ours", "PyTorch"], lines)
+    lines = []
+    for row in idle:
+        call = _call({**row, "case": "causal" if row["causal"] else "dense"})
+        lines.append([call, *(f"{row[direction]:.2f}" for direction in ("forward", "backward"))])
+    means = (
+        math.exp(sum(math.log(row[d]) for row in idle) / len(idle)) for d in ("forward", "backward")
+    )
+    lines.append(["geometric mean", *(f"{mean:.2f}" for mean in means)])
+    head = ["one call on an idle device, cuDNN's time / ours", "forward", "backward"]
+    return calls + "\n\n" + markdown(head, lines)
 
 
 def rungs(record: Record) -> str:
@@ -335,7 +351,8 @@ TABLES = {
     "attention-dense": Table("against_torch", attention_dense),
     "attention-float32": Table("against_torch", attention_float32),
     "attention-options": Table("against_torch", attention_options),
-    "call-overhead": Table("against_torch", call_overhead),
+    "product": Table("against_torch", product),
+    "call-overhead": Table("calls", call_overhead),
     "peers": Table("peers", peers),
     "rungs": Table("bench_attention", rungs),
     "rungs-forward": Table("bench_attention", rungs_forward),

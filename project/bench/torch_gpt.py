@@ -83,7 +83,11 @@ class TorchGPT:
         ]  # fmt: skip
         fused = True if device == "cuda" else None  # its fastest; elsewhere its own choice
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), fused=fused)
-        self._score = torch.compile(self.loss) if compiled else self.loss
+        self._score = self.loss
+        if compiled:
+            # Where a version of PyTorch breaks the graph, the functions of a layer are compiled for each.
+            torch._dynamo.config.recompile_limit = 8 * len(self.layers)
+            self._score = torch.compile(self.loss)
 
     def _linear(self, x: Any, name: str) -> Any:
         weights, bias = self.weights[f"{name}.weights"], self.weights.get(f"{name}.bias")

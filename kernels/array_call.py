@@ -77,7 +77,7 @@ class Call:
 
         Args:
             tile: (block_q, block_k); the rung's own when None.
-            seen: Learns how such calls are repeated.
+            seen: Stores the plan for later calls.
         """
         plan = launch.plan_of(self.target, self.problem, self.operands, tile)
         results = plan.run(self.problem, self.operands)
@@ -95,10 +95,10 @@ class Call:
         """Return dq, dk and dv, of the operands' shapes, and those of the mask and the sinks if wanted.
 
         Args:
-            tile: As in :meth:`forward`.
+            tile: (block_q, block_k); the rung's own when None.
             with_mask: Also return the gradient of the floating mask.
             with_sink: Also return the gradient of the sinks.
-            seen: As in :meth:`forward`.
+            seen: Stores the plan for later calls.
         """
         check_types(mask_gradient=with_mask, sink_gradient=with_sink)
         if with_mask and self.problem.mask != "float":

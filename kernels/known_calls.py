@@ -1,8 +1,9 @@
-"""Attention calls of a known kind: launched from the layouts and addresses of their operands alone.
+"""Find the plan of an attention call on a GPU by the layouts of its operands, without wrapping them.
 
-To wrap, check and view the arrays of a small call takes longer than to launch it.  So the first call of a
-kind runs in full and leaves what repeats it; a later one only describes its operands, looks the kind up
-and launches.  A kind is the layout of each operand, the options, and where the call runs.
+Wrapping, checking and viewing the arrays of a small call takes longer than launching it.  The first call
+of a kind runs in full and stores its plan.  Later calls describe their operands by layout and address, look
+up the plan and repeat its launches.  A kind consists of the layout of each operand, the options and the
+device.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ def _of_torch(tensor: Any) -> tuple[Any, int]:
     return about, tensor.data_ptr()
 
 
-#: By the type of an operand, the function that returns its layout and its address.
+#: For each type of operand, the function that returns its layout and its address.
 DESCRIBE: dict[type, Callable[[Any], tuple[Any, int]]] = {DeviceArray: _of_device_array}
-#: Options that hold more than a kind can tell.
+#: Options whose values are not part of a kind: a call with one of them runs in full.
 _OPEN = ARRAYS.union(MODS)
 
 
 class Glance(NamedTuple):
-    """What can be told of a call without a look at its arrays.
+    """The description of a call by the layouts and addresses of its operands.
 
     Attributes:
-        kind: What :attr:`plan` is found by.
-        starts: Addresses of the operands.
-        seed: Among the options; 0 without.
-        plan: The plan of the kind, which repeats the call; None before the first call.
+        kind: The key of :attr:`plan`.
+        starts: The addresses of the operands.
+        seed: The option ``seed``; 0 if it is not given.
+        plan: The plan that repeats calls of this kind; None before the first call.
     """
 
     kind: Any
@@ -52,27 +53,27 @@ class Glance(NamedTuple):
     plan: Plan | None
 
     def learn(self, plan: Plan, operands: Operands) -> None:
-        """Remember the plan of a call that ran in full, if it repeats calls.
+        """Store the plan of this call, which has run in full, if it can repeat calls.
 
         Args:
-            plan: Of the call.
-            operands: As the plan was given them.
+            plan: The plan of the call.
+            operands: The operands that the plan received.
         """
         if plan.repeat is not None:
             found = [address_of(x) for x in operands if x is not None]
-            if found == self.starts:  # else a copy was computed with
+            if found == self.starts:  # otherwise the call used a copy of an operand
                 keep_plan(CUDA, self.kind, plan)
 
 
 def glance(operands: Sequence[Any], options: Options, *rest: Any) -> Glance | None:
-    """Return what can be told of a call without a look at its arrays; None if that is too little.
+    """Describe a call by the layouts of its operands; None if it has to run in full.
 
     Args:
-        operands: Arrays or data of a type among :data:`DESCRIBE`.
-        options: By name.
-        *rest: All else that the call depends on.
+        operands: Arrays of a type in :data:`DESCRIBE`.
+        options: Options by name.
+        *rest: Other values that the call depends on.
     """
-    if active() is not None:  # launches are noted for a graph
+    if active() is not None:  # launches are being recorded for a graph
         return None
     kind, starts, seed = [rung_of_run(), current_device(), *rest], list[int](), 0
     try:
@@ -90,18 +91,18 @@ def glance(operands: Sequence[Any], options: Options, *rest: Any) -> Glance | No
                 if type(drawn) is not int:
                     return None
                 given, seed = {**given, "seed": None}, check_seed(drawn)
-            # By type as well: True is 1, and 1.0 is too.
+            # With the types, because True == 1 == 1.0.
             kind += [*given.items(), *map(type, given.values())]
             if (window := given.get("window_size")) is not None:
                 kind += map(type, window)
         own = tuple(kind)
         return Glance(own, starts, seed, CUDA.plans.get(own))
     except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError):
-        return None  # of another type, or wrong: the call in full says what
+        return None  # an unknown type or a wrong value: the full call raises the error
 
 
 def learn_type(array: Any) -> None:
-    """Let tensors of PyTorch's be described, once one of them has been read."""
+    """Describe later tensors of PyTorch by layout and address, given one that has been read."""
     kind = type(array)
     if (kind.__module__, kind.__qualname__) == ("torch", "Tensor"):
         DESCRIBE[kind] = _of_torch

@@ -248,9 +248,9 @@ def backward(
         target: Where the operands are.
         problem: The checked call.
         operands: Those of :func:`forward`, its results, dout, and dlse or None.
-        tile: As in :func:`forward`.
-        with_mask: Also of the floating mask.
-        with_sink: Also of the sinks.
+        tile: (block_q, block_k); the rung's own when None.
+        with_mask: Also compute the gradient of the floating mask.
+        with_sink: Also compute the gradient of the sinks.
 
     Raises:
         TypeError: As in :func:`forward`.

@@ -48,7 +48,7 @@ class Rung:
         forward: ``(problem, tile, operands)``, fills out and lse.
         backward: ``(problem, tile, operands)``, fills dq, dk and dv.
         tile: (block_q, block_k) for a problem, unless the caller asks for another.
-        backward_tile: Likewise for the backward pass.
+        backward_tile: (block_q, block_k) of the backward pass.
         why_not: The reason why this rung cannot run a problem with a tile (None: its own), or None.
         dtypes: What it takes q, k, v, out and dout in, and writes its results in; others are converted
             before and after.  A floating mask, lse and slopes are always of the accumulator's dtype.
@@ -57,7 +57,7 @@ class Rung:
         prepare_forward: ``(problem, tile, memory, operands, result)`` of a call that has run: returns
             ``(problem, operands)`` that runs other calls of its kind with less work around the kernel, or
             None.
-        prepare_backward: Likewise.
+        prepare_backward: The same for the backward pass.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Target:
         mask_gradient: ``(problem, operands, dmask)``, fills the gradient of a floating mask; the same
             for every rung, for it needs a pass of its own.  It takes float32 or float64.
         sink_gradient: ``(problem, operands, dsink)``, fills the gradient of the sinks for each (batch,
-            head), likewise; it takes any dtype.
+            head), the same for every rung; it takes any dtype.
         plans: Of the kinds of calls that there have been; see ``launch.Plan``.
     """
 

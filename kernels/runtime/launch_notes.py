@@ -1,4 +1,4 @@
-"""What a call launches, noted for people to read."""
+"""Record the launches of a call for display."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Launched(NamedTuple):
     """A launch of a kernel on a GPU.
 
     Attributes:
-        kernel: Its name.
-        grid: Blocks.
-        block: Threads.
-        shared_bytes: Dynamic shared memory of a block.
-        registers: Of a thread; None in the simulator.
+        kernel: The name of the kernel.
+        grid: Number of blocks, in three dimensions.
+        block: Number of threads, in three dimensions.
+        shared_bytes: Dynamic shared memory of a block, bytes.
+        registers: Registers per thread; None in the simulator.
     """
 
     kernel: str
@@ -37,8 +37,8 @@ class Loop(NamedTuple):
     """A compiled loop on the CPU.
 
     Attributes:
-        items: The number of work items, each of which a thread runs whole.
-        threads: The number of threads that take them.
+        items: Number of work items, each of which runs on one thread.
+        threads: Number of threads.
     """
 
     items: int
@@ -50,7 +50,7 @@ class Loop(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The launches that this thread notes, or None."""
+    """The launches that this thread records, or None."""
 
     noted: list[Launched | Loop] | None = None
 
@@ -60,7 +60,7 @@ _thread = _Thread()
 
 @contextmanager
 def launches_noted() -> Iterator[list[Launched | Loop]]:
-    """Note the launches of this thread within a ``with`` block."""
+    """Record the launches of this thread within a ``with`` block."""
     before, _thread.noted = _thread.noted, []
     try:
         yield _thread.noted
@@ -69,5 +69,5 @@ def launches_noted() -> Iterator[list[Launched | Loop]]:
 
 
 def noted() -> list[Launched | Loop] | None:
-    """Return the launches that this thread notes, or None."""
+    """Return the launches that this thread records, or None."""
     return _thread.noted

@@ -199,17 +199,17 @@ class TensorOperators(IndexingMethods):
         *args: Any,
         **options: Unpack[Options],
     ) -> Any:
-        """Attend within each of several sequences that lie one after the other; nothing is padded.
+        """Compute attention within each of several packed sequences, without padding.
 
-        Rows and columns count from the start of their sequence: so do ``is_causal``, ``window_size``,
-        ``alibi_slopes``, the dropout bits and what a mod gets; its batch is the sequence's number.
+        Rows and columns are counted from the start of their sequence, for ``is_causal``, ``window_size``,
+        ``alibi_slopes``, dropout and mods.  The batch index that a mod receives is that of the sequence.
 
         Args:
             k: (total_k, heads, head_dim); these queries are (total_q, heads, head_dim).
             v: (total_k, heads, value_dim).
-            cu_seqlens_q: (count + 1,) whole numbers: 0 and the sums of the lengths, so that sequence i
-                has the query rows from ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``.
-            cu_seqlens_k: Likewise of key columns.
+            cu_seqlens_q: Cumulative lengths, (count + 1,) whole numbers that begin with 0: sequence i has
+                the query rows from ``cu_seqlens_q[i]`` up to ``cu_seqlens_q[i + 1]``.
+            cu_seqlens_k: Cumulative lengths of the keys, (count + 1,) whole numbers.
             args: Options by position; ``attn_mask`` and ``block_mask`` must be None.
             options: Options by name.
 
@@ -218,8 +218,8 @@ class TensorOperators(IndexingMethods):
             differentiable.
 
         Raises:
-            TypeError: As :meth:`flash_attention`, or if the sums are no whole numbers.
-            ValueError: Likewise, or if they do not fit, or for a mask.
+            TypeError: As :meth:`flash_attention`, or if the cumulative lengths are not whole numbers.
+            ValueError: As :meth:`flash_attention`, or if they do not fit the operands, or for a mask.
         """
         sums = cu_seqlens_q, cu_seqlens_k
         options = by_name("flash_attention_varlen", args, options)

@@ -1,12 +1,12 @@
-"""The launches of one call, noted while it runs the first time, and repeated with other arrays.
+"""Record the launches of a call, and repeat them with other arrays.
 
-A rung is written plainly: it allocates, picks kernels and launches.  While the first call of a kind runs, a
-:class:`Recipe` notes each launch and where each address among its arguments comes from: an operand, memory
-that the call took, or a constant of the kind.  To repeat the call is to take memory, to write addresses
-into the packed arguments, and to launch; nothing is chosen or checked again.
+A rung is written plainly: it allocates memory, chooses kernels and launches them.  While the first call of
+a kind runs, a :class:`Recipe` records each launch, and the origin of each address among its arguments: an
+operand, memory that the call allocated, or a constant.  Repeating the call means allocating memory, writing
+the addresses into the packed arguments and launching; nothing is chosen or checked again.
 
-What a call does beside launches must depend on its kind alone.  Where it does not, as where a number is
-drawn at random, the recipe is spoilt and the kind runs in full every time.
+Everything that a call does must depend on its kind alone.  If it does not, for example because it draws a
+random number, the recipe is invalid and every call of the kind runs in full.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any, NamedTuple
 from kernels.common.geometry import PLAIN
 from kernels.runtime.cuda_errors import LAUNCHED
 
-#: Of a packed argument, eight bytes.
+#: Mask of the eight bytes of a packed argument.
 ALL_BITS = 2**64 - 1
-#: Bytes that a piece of the scratch memory begins at a multiple of.
+#: Alignment of the parts of the scratch memory, bytes.
 ALIGNMENT = 512
 
 
 class Seed(int):
-    """The dropout seed of a call that is noted: the one number that later calls replace."""
+    """The dropout seed of a recorded call, which is the one number that later calls replace."""
 
 
 class Address(NamedTuple):
-    """Where an address comes from.
+    """The origin of an address.
 
     Attributes:
-        number: Of the operand; behind all operands, of the memory that the call took.
-        offset: Bytes from where that begins.
-        remake: Makes of the address an array that a kernel is given instead, which holds a tensor map.
+        number: Index of the operand, or the number of operands plus the index of the allocation.
+        offset: Bytes from the start of the operand or the allocation.
+        remake: Makes the tensor map that the kernel receives instead of the address; None for an address.
     """
 
     number: int
@@ -43,16 +43,16 @@ class Address(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """One launch of the first call.
+    """One launch of the recorded call.
 
     Attributes:
-        launcher: Of the kernel.
-        grid: Blocks.
-        block: Threads.
-        addresses: The words that hold addresses of operands or of memory.
+        launcher: The launcher of the kernel.
+        grid: Number of blocks, in three dimensions.
+        block: Number of threads, in three dimensions.
+        addresses: The words that hold addresses, each with its origin.
         seeds: The words that hold the seed.
         buffer: The packed arguments.
-        kept: Constants among the arguments.
+        kept: Arrays among the arguments that are constants.
     """
 
     launcher: Any
@@ -65,16 +65,16 @@ class _Noted(NamedTuple):
 
 
 class Recipe:
-    """Notes the launches of one call.
+    """Record the launches of one call, inside a ``with`` block.
 
     Args:
         operands: The number of operands.
 
     Attributes:
-        operands: As given.
+        operands: The number of operands.
         noted: The launches in order.
-        sizes: Bytes of each piece of memory that the call took.
-        is_spoilt: The call did something that cannot be repeated.
+        sizes: Bytes of each allocation of the call.
+        is_spoilt: Whether the call did something that cannot be repeated.
     """
 
     def __init__(self, operands: int):
@@ -90,26 +90,26 @@ class Recipe:
 
     def __exit__(self, *error: object) -> None:
         _thread.recipe = None
-        self._maps.clear()  # what they name is no more than a name from now on
+        self._maps.clear()  # their keys are ids of arrays that may be freed
 
     def took(self, memory: Any, size: int) -> None:
-        """Note memory that the call takes."""
+        """Record an allocation."""
         memory.place = self, self.operands + len(self.sizes)
         self.sizes.append(size)
 
     def mapped(self, found: Any, array: Any, remake: Callable[[int], Any]) -> None:
-        """Note an array that was made of the address of another: a tensor map.
+        """Record a tensor map, which depends on the address of an array.
 
         Args:
-            found: The array on the device, this object for this map alone.
-            array: Whose address it was made of.
-            remake: Makes it of an address.
+            found: The map on the device, as an object of its own.
+            array: The array that it describes.
+            remake: Makes the map for another address.
         """
         if (address := self.source(array)) is not None:
             self._maps[id(found)] = found, address._replace(remake=remake)
 
     def source(self, array: Any) -> Address | None:
-        """Return where the address of an array comes from; None for a constant."""
+        """Return the origin of the address of an array; None for a constant."""
         if (known := self._maps.get(id(array))) is not None:
             return known[1]
         memory: Any = getattr(array, "gpu_data", None)
@@ -123,12 +123,12 @@ class Recipe:
     def launched(
         self, launcher: Any, grid: Any, block: Any, args: Iterator[tuple[int, Any]], buffer: Any
     ) -> None:
-        """Note a launch.
+        """Record a launch.
 
         Args:
-            launcher: Of the kernel.
-            grid: Blocks.
-            block: Threads.
+            launcher: The launcher of the kernel.
+            grid: Number of blocks, in three dimensions.
+            block: Number of threads, in three dimensions.
             args: The arrays and numbers among the arguments, each with its word.
             buffer: A copy of the packed arguments.
         """
@@ -145,16 +145,16 @@ class Recipe:
         self.noted.append(_Noted(launcher, grid, block, addresses, seeds, buffer, kept))
 
     def finished(self, results: Sequence[Address | None]) -> Launches | None:
-        """Return what repeats the launches, or None if the call cannot be repeated.
+        """Return the launches to repeat, or None if the call cannot be repeated.
 
         Args:
-            results: Where the results of the call lie, None for those that it has not.
+            results: The origins of the results, None for those that the call does not compute.
         """
         found = [address for address in results if address is not None]
         numbers = list(dict.fromkeys(address.number for address in found))
         if self.is_spoilt or min(numbers, default=self.operands) < self.operands:
             return None
-        # Memory of results comes first, each in one piece; all other memory is one piece.
+        # Each result has its own allocation; all other memory is one allocation.
         others = [
             number
             for number in range(self.operands, self.operands + len(self.sizes))
@@ -200,14 +200,14 @@ class Step(NamedTuple):
     """One launch to repeat.
 
     Attributes:
-        launcher: Of the kernel.
+        launcher: The launcher of the kernel.
         function: The driver's handle of the kernel.
-        sizes: Grid, block and all else that the driver takes behind the kernel.
+        sizes: The arguments of the driver's launch after the kernel: grid, block and so on.
         words: The packed arguments, eight bytes each.
-        addresses: Words that hold an address, the number of what it is in, and the offset.
-        maps: Words that hold the address of a tensor map, what it is of, and the maps made so far.
-        seeds: Words that hold the seed.
-        kept: Owner of the words, and constants among the arguments.
+        addresses: For each address its word, the number of its memory, and the offset.
+        maps: For each tensor map its word, the origin of its array, and the maps made so far.
+        seeds: The words that hold the seed.
+        kept: The owner of the words, and arrays that are constants.
     """
 
     launcher: Any
@@ -221,20 +221,20 @@ class Step(NamedTuple):
 
 
 class Launches:
-    """Repeats the launches of a call.
+    """The launches of a call, to be repeated.
 
     Args:
-        steps: In order.
-        sizes: Bytes of each piece of memory that results lie in.
+        steps: The launches in order.
+        sizes: Bytes of each allocation that holds results.
         scratch: Bytes of all other memory.
-        starts: Where each other piece of memory begins in the scratch memory.
-        results: For each result the number of its piece, and the offset in bytes.
+        starts: Offset of each other allocation in the scratch memory.
+        results: For each result the index of its allocation, and the offset in bytes.
 
     Attributes:
-        sizes: As given.
-        scratch: As given.
-        starts: As given.
-        results: As given.
+        sizes: Bytes of each allocation that holds results.
+        scratch: Bytes of all other memory.
+        starts: Offset of each other allocation in the scratch memory.
+        results: For each result the index of its allocation, and the offset in bytes.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class Launches:
         """Launch with other operands, memory and seed.
 
         Args:
-            starts: Addresses of the operands, of the results' memory, and of the other pieces.
-            seed: Of dropout; a signed number of 64 bits.
+            starts: Addresses of the operands, the results' allocations and the parts of the scratch memory.
+            seed: Dropout seed, a signed 64-bit number.
         """
         with self._lock:
             for launcher, function, sizes, words, addresses, maps, seeds, _ in self._steps:
@@ -271,12 +271,12 @@ class Launches:
                 LAUNCHED.append(launcher.name)
 
 
-#: Addresses of one operand that tensor maps are kept for.
+#: Tensor maps that are kept for one operand, at most.
 _MOST_MAPS = 256
 
 
 def _made(source: Address, address: int, known: dict[int, tuple[Any, int]]) -> tuple[Any, int]:
-    """Return a new tensor map and its address, kept among those that are known."""
+    """Make a tensor map, and return it with its address."""
     assert source.remake is not None, "only tensor maps are made anew"
     if len(known) >= _MOST_MAPS:
         known.clear()
@@ -286,7 +286,7 @@ def _made(source: Address, address: int, known: dict[int, tuple[Any, int]]) -> t
 
 
 class _Thread(threading.local):
-    """The recipe that this thread writes, or None."""
+    """The recipe that this thread records, or None."""
 
     recipe: Recipe | None = None
 
@@ -295,11 +295,11 @@ _thread = _Thread()
 
 
 def written() -> Recipe | None:
-    """Return the recipe that this thread writes, or None."""
+    """Return the recipe that this thread records, or None."""
     return _thread.recipe
 
 
 def spoil() -> None:
-    """Note that the call does what cannot be repeated."""
+    """Mark the recorded call as one that cannot be repeated."""
     if _thread.recipe is not None:
         _thread.recipe.is_spoilt = True

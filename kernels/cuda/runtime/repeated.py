@@ -1,4 +1,4 @@
-"""Calls that repeat the launches of an earlier call of their kind, which a recipe has noted."""
+"""Repeat the launches of an earlier call, which a recipe has recorded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kernels.cuda.runtime.recipe import Launches, Recipe, Seed, written
 from kernels.cuda.runtime.recorder import active
 from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, current_device
 
-#: Bytes that vector loads want an operand to begin at a multiple of.
+#: Alignment in bytes that vector loads need.
 VECTOR = 16
-#: Computes results of arrays, None among them, and of a dropout seed.
+#: Computes results from arrays, which may be None, and a dropout seed.
 Run = Callable[[Sequence[Any], int], Sequence[Any]]
 
 
 class _Operand(Foreign):
-    """Memory of an operand of a call whose launches are noted."""
+    """The memory of an operand of a recorded call."""
 
     def __init__(self, recipe: Recipe, number: int, array: Any):
         super().__init__(address_of(array), array.gpu_data.size, array)
@@ -38,16 +38,16 @@ def address_of(array: Any) -> int:
 
 
 class Repeat:
-    """Repeats a call with other operands that lie as those of the first.
+    """Repeat a call with other operands of the same layouts.
 
     Args:
-        run: Computes the call in full.
-        places: Those of the operands that are no None.
-        launches: Of the call.
-        layouts: (shape, strides in bytes, dtype) of each result, None for those that it has not.
+        run: Runs the call in full.
+        places: Indices of the operands that are not None.
+        launches: The launches of the call.
+        layouts: (shape, strides in bytes, dtype) of each result; None for a result that is not computed.
 
     Attributes:
-        layouts: As given.
+        layouts: (shape, strides in bytes, dtype) of each result; None for a result that is not computed.
     """
 
     def __init__(self, run: Run, places: list[int], launches: Launches, layouts: list[Any]):
@@ -55,13 +55,13 @@ class Repeat:
         self._flat = [_flat(*layout) for layout in layouts if layout is not None]
 
     def __call__(self, arrays: Sequence[Any], seed: int) -> Sequence[Any]:
-        """Return the results for arrays, None among them."""
-        if active() is not None:  # the launches are noted for a graph
+        """Return the results for the operands, which may be None."""
+        if active() is not None:  # the launches are being recorded for a graph
             return self._run(arrays, seed)
         return self.arrays([address_of(arrays[place]) for place in self._places], seed)
 
     def at(self, starts: list[int], seed: int) -> list[Any]:
-        """Return the memory of each result that there is, for operands at these addresses."""
+        """Return the memory of each computed result, for operands at these addresses."""
         source, launches = pool(), self._launches
         assert source is not None, "only calls on the pool are repeated"
         kept = [Pooled(source, source.allocate(size), size) for size in launches.sizes]
@@ -82,7 +82,7 @@ class Repeat:
         ]
 
     def arrays(self, starts: list[int], seed: int) -> list[Any]:
-        """Return all results for operands at these addresses, None for those that there are not."""
+        """Return all results for operands at these addresses; None for those that are not computed."""
         found = iter(self.at(starts, seed))
         return [
             None if layout is None else array_on(next(found), layout) for layout in self.layouts
@@ -91,7 +91,7 @@ class Repeat:
     def storages(
         self, starts: list[int], seed: int
     ) -> list[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
-        """Return the results that there are: a flat array, its shape, and its strides in elements."""
+        """Return each computed result as a flat array, its shape, and its strides in elements."""
         return [
             (array_on(memory, flat), shape, strides)
             for memory, (flat, shape, strides) in zip(
@@ -110,12 +110,12 @@ def _flat(
 
 
 def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Repeat | None]:
-    """Run a call, and return its results and what repeats it, or None if nothing can.
+    """Run a call and record it; return its results, and a :class:`Repeat` or None if it cannot be repeated.
 
     Args:
-        run: Computes the call in full.
-        arrays: Its operands.
-        seed: Of dropout.
+        run: Runs the call in full.
+        arrays: The operands.
+        seed: Dropout seed.
     """
     if active() is not None or BLOCKING or pool() is None:
         return run(arrays, seed), None
@@ -138,21 +138,21 @@ def noted(run: Run, arrays: Sequence[Any], seed: int) -> tuple[Sequence[Any], Re
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-#: Kinds of calls that a function remembers; beyond them it begins again.
+#: Kinds of calls that a function stores, at most; then all are dropped.
 MOST_KINDS = 1024
-#: Of a kind that has come once, and of one that cannot be repeated.
+#: The entries of a kind that was called once, and of a kind that cannot be repeated.
 _SEEN, _PLAIN = object(), object()
 
 
 def repeats(function: _Function) -> _Function:
-    """Let later calls of a function repeat the launches of an earlier one.
+    """Decorate a function so that its calls repeat the launches of an earlier call of their kind.
 
-    The second call of a kind is noted: a kind that comes once costs a look-up.
+    The second call of a kind is recorded, so a kind that is called once costs only a look-up.
 
     Args:
-        function: Takes device arrays, None and values that can be hashed, in which there are no arrays;
-            returns an array, a tuple of arrays and None, or None.  What it launches depends on the layouts
-            of the arrays and on the other arguments alone.
+        function: A function of device arrays, None, and hashable values that contain no arrays.  It returns
+            an array, a tuple of arrays and None, or None.  Its launches must depend only on the layouts of
+            the arrays and on the other arguments.
     """
     kinds: dict[Any, Any] = {}
 
@@ -205,14 +205,14 @@ def repeats(function: _Function) -> _Function:
 
 
 def _as_list(result: Any) -> list[Any]:
-    """Return the arrays of a result, None among them."""
+    """Return the arrays of a result as a list."""
     if result is None:
         return []
     return [*result] if isinstance(result, tuple) else [result]
 
 
 def _maker(result: Any) -> Callable[[list[Any]], Any]:
-    """Return what makes a result like this one of its arrays."""
+    """Return a function that makes a result of the same form from its arrays."""
     if result is None:
         return lambda arrays: None
     if not isinstance(result, tuple):

@@ -13,7 +13,7 @@ from numba import int64, types, void
 
 from kernels.common.philox import WORDS
 from kernels.common.pointwise import GELU_CONSTANTS, make_adam, make_gelu
-from kernels.cuda.device.half import form
+from kernels.cuda.device.half import EIGHT, form, make_read_eight, make_write_eight
 from kernels.cuda.device.one_source import PHILOX
 from kernels.cuda.device.vector import EXP2
 from kernels.cuda.layers.softmax import matrix_type, vector_type
@@ -31,26 +31,35 @@ def gelu_kernel(dtype: np.dtype[Any]) -> Kernel:
     own, (stored, widen, narrow, _) = acc_dtype(dtype), form(dtype)
     constants = tuple(own.type(number) for number in GELU_CONSTANTS)
     value = make_gelu(device_function, EXP2[own]).value
+    read_eight, write_eight = make_read_eight(dtype), make_write_eight(dtype, narrow)
 
-    def gelu(x, out):
+    @device_function
+    def of_four(a, b, c, d):
+        return value(a, constants), value(b, constants), value(c, constants), value(d, constants)
+
+    def gelu(x, out, in_vectors):
         """Apply GELU in its tanh form to each element.
 
         Computes: out = x sigmoid(2u), u = sqrt(2/π) (x + 0.044715 x³)
         Source: Hendrycks and Gimpel, Gaussian Error Linear Units (2016), section 2
-        Grid: ceil(size / threads)
+        Grid: ceil(size / (8 · threads))
         Block: any number of threads
-        One thread does: one element
+        One thread does: eight neighbouring elements, by vectors of 128 bits where the arrays are aligned
         Shared: none
-        Registers: none
+        Registers: eight elements
         Global traffic: one read and one write an element
         Needs: nothing
         """
-        i = cuda.grid(1)
-        if i < x.shape[0]:
-            out[i] = narrow(value(widen(x[i]), constants))
+        first = EIGHT * cuda.grid(1)
+        if in_vectors and first + EIGHT <= x.shape[0]:
+            a, b, c, d, e, f, g, h = read_eight(x, first)
+            write_eight(out, first, of_four(a, b, c, d) + of_four(e, f, g, h))
+        else:
+            for i in range(first, min(first + EIGHT, x.shape[0])):
+                out[i] = narrow(value(widen(x[i]), constants))
 
     vector = vector_type(stored)
-    return Kernel(gelu, void(vector, vector))
+    return Kernel(gelu, void(vector, vector, int64))
 
 
 @cache
@@ -59,26 +68,38 @@ def gelu_backward_kernel(dtype: np.dtype[Any]) -> Kernel:
     own, (stored, widen, narrow, _) = acc_dtype(dtype), form(dtype)
     constants = tuple(own.type(number) for number in GELU_CONSTANTS)
     gradient = make_gelu(device_function, EXP2[own]).gradient
+    read_eight, write_eight = make_read_eight(dtype), make_write_eight(dtype, narrow)
 
-    def gelu_backward(dout, x, dx):
+    def gelu_backward(dout, x, dx, in_vectors):
         """Return through GELU.
 
         Computes: dx = dout ∘ gelu'(x)
         Source: as gelu
-        Grid: ceil(size / threads)
+        Grid: ceil(size / (8 · threads))
         Block: any number of threads
-        One thread does: one element
+        One thread does: eight neighbouring elements, by vectors of 128 bits where the arrays are aligned
         Shared: none
-        Registers: none
+        Registers: sixteen elements
         Global traffic: two reads and one write an element
         Needs: nothing
         """
-        i = cuda.grid(1)
-        if i < x.shape[0]:
-            dx[i] = narrow(gradient(widen(dout[i]), widen(x[i]), constants))
+        first = EIGHT * cuda.grid(1)
+        if in_vectors and first + EIGHT <= x.shape[0]:
+            a, b, c, d, e, f, g, h = read_eight(x, first)
+            p, q, r, s, t, u, v, w = read_eight(dout, first)
+            write_eight(
+                dx, first,
+                (gradient(p, a, constants), gradient(q, b, constants),
+                 gradient(r, c, constants), gradient(s, d, constants),
+                 gradient(t, e, constants), gradient(u, f, constants),
+                 gradient(v, g, constants), gradient(w, h, constants)),
+            )  # fmt: skip
+        else:
+            for i in range(first, min(first + EIGHT, x.shape[0])):
+                dx[i] = narrow(gradient(widen(dout[i]), widen(x[i]), constants))
 
     vector = vector_type(stored)
-    return Kernel(gelu_backward, void(vector, vector, vector))
+    return Kernel(gelu_backward, void(vector, vector, vector, int64))
 
 
 @cache

@@ -17,9 +17,10 @@ import numpy as np
 from kernels.common.geometry import ceil_div
 from kernels.common.philox import WORDS, drop_threshold
 from kernels.common.pointwise import adam_constants
-from kernels.cuda.device.half import as_bits
+from kernels.cuda.device.half import EIGHT, as_bits
 from kernels.cuda.device.memory import device_constant
 from kernels.cuda.device.row_folds import RowBlock, row_block
+from kernels.cuda.device.vector import ALIGNMENT
 from kernels.cuda.layers import elementwise
 from kernels.cuda.layers import softmax as softmax_kernels
 from kernels.cuda.layers.adamw import Moved as Moved
@@ -33,8 +34,15 @@ from kernels.cuda.layers.layer_norm import residual_layer_norm as residual_layer
 from kernels.cuda.layers.layer_norm import (
     residual_layer_norm_backward as residual_layer_norm_backward,
 )
-from kernels.cuda.runtime.arrays import empty_device, is_device_array, reshaped, to_device
+from kernels.cuda.runtime.arrays import (
+    device_pointer,
+    empty_device,
+    is_device_array,
+    reshaped,
+    to_device,
+)
 from kernels.cuda.runtime.recorder import computed
+from kernels.cuda.runtime.repeated import repeats
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import acc_dtype
 from kernels.runtime.targets import current_device
@@ -61,6 +69,13 @@ def _launch_elements(kernel: Any, count: int, *args: Any) -> None:
     """Launch one thread for each of ``count`` items; a grid without blocks cannot be launched."""
     if count:
         kernel[ceil_div(count, SIZES.flat_threads), SIZES.flat_threads](*args)
+
+
+def _launch_eights(kernel: Any, *arrays: Any) -> None:
+    """Launch one thread for every eight elements of arrays of one shape."""
+    in_vectors = all(device_pointer(array) % ALIGNMENT == 0 for array in arrays)
+    flat = [as_bits(_flat(array)) for array in arrays]
+    _launch_elements(kernel, ceil_div(arrays[0].size, EIGHT), *flat, int(in_vectors))
 
 
 def _launch_rows(kernel: Any, block: RowBlock, rows: Any, *args: Any) -> None:
@@ -126,8 +141,7 @@ def softmax_backward(dout: Any, out: Any) -> Any:
 def gelu(x: Any) -> Any:
     """Return GELU in its tanh form, element by element."""
     out = _empty_like(x)
-    flat = [as_bits(_flat(array)) for array in (x, out)]
-    _launch_elements(elementwise.gelu_kernel(x.dtype), flat[0].shape[0], *flat)
+    _launch_eights(elementwise.gelu_kernel(x.dtype), x, out)
     return out
 
 
@@ -138,10 +152,10 @@ def gelu_backward(dout: Any, x: Any) -> Any:
     return dx
 
 
+@repeats
 def gelu_backward_into(dout: Any, x: Any, dx: Any) -> None:
     """Fill dx with the gradient of GELU's input; all arrays have one dtype, including 16-bit ones."""
-    flat = [as_bits(_flat(array)) for array in (dout, x, dx)]
-    _launch_elements(elementwise.gelu_backward_kernel(x.dtype), flat[0].shape[0], *flat)
+    _launch_eights(elementwise.gelu_backward_kernel(x.dtype), dout, x, dx)
 
 
 # -- cross entropy -----------------------------------------------------------------------------

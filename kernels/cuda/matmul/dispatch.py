@@ -188,8 +188,8 @@ def _multiply_placed(a: Operand, b: Operand, target: Target, form: Form, plane: 
     steps = (heads * parts * matrix, parts * matrix, cols, 1)
     sums = Target(partial, steps, parts=parts)
     _launch(a, b, sums, form._replace(out="float32"), layout, plane)
-    blocks = ceil_div(batch * heads * matrix, SIZES.flat_threads)
-    sum_parts_kernel(target.array.dtype)[blocks, SIZES.flat_threads](
+    grid = rows, ceil_div(cols, SIZES.flat_threads), batch * heads
+    sum_parts_kernel(target.array.dtype)[grid, SIZES.flat_threads](
         partial, half.as_bits(target.array), target.steps, (heads, rows, cols, parts)
     )
 
@@ -255,7 +255,7 @@ def sum_parts_kernel(dtype: np.dtype[Any]) -> Kernel:
 
         Computes: out[i, j] = Σ_part partial[part, i, j] for each batch and head
         Source: none
-        Grid: ceil(elements of out / threads)
+        Grid: (rows, ceil(columns / threads), batch * heads); no thread divides to find its element
         Block: any number of threads
         One thread does: one element of out
         Shared: none
@@ -264,13 +264,12 @@ def sum_parts_kernel(dtype: np.dtype[Any]) -> Kernel:
         Needs: nothing
         """
         heads, rows, cols, parts = shape
-        matrix = rows * cols
-        n = cuda.grid(1)
-        number, place = n // matrix, n % matrix
+        matrix, number, row = rows * cols, cuda.blockIdx.z, cuda.blockIdx.x
+        col = cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x
         at = number // heads * out_steps[0] + number % heads * out_steps[1]
-        at += place // cols * out_steps[2] + place % cols
-        first = number * parts * matrix + place
-        if first + (parts - 1) * matrix < partial.shape[0]:
+        at += row * out_steps[2] + col
+        first = number * parts * matrix + row * cols + col
+        if col < cols:
             total = zero
             for part in range(parts):
                 total += partial[first + part * matrix]

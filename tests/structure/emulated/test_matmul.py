@@ -207,10 +207,11 @@ def test_the_backends_linear_layer_keeps_what_gelu_is_applied_to() -> None:
 
 
 @pytest.mark.simulator
+@pytest.mark.parametrize("size", [7, 8, 29])
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)
-def test_the_gradient_of_gelu_reads_and_writes_16_bits(dtype: Any) -> None:
-    x, grad = np.random.default_rng(0).standard_normal((2, 7)).astype(dtype)
-    out = empty_device((7,), dtype)
+def test_the_gradient_of_gelu_reads_and_writes_16_bits(dtype: Any, size: int) -> None:
+    x, grad = np.random.default_rng(0).standard_normal((2, size)).astype(dtype)
+    out = empty_device((size,), dtype)
     fused.gelu_backward_into(to_device(grad), to_device(x), out)
     expected = gelu_gradient(x.astype(np.float64)) * grad.astype(np.float64)
     assert_near(to_host(out), expected, KINDS[str(dtype)][1])

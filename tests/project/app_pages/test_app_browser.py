@@ -8,53 +8,19 @@ it fails.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ...support.browser import browser as browser
 from .test_app import PAGES, ROOT
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Start headless Chromium; without one skip the test and say so in the warnings, or fail."""
-    reason = None
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    try:
-        from playwright.sync_api import Error, sync_playwright
-    except ImportError:
-        reason = 'playwright is not installed: pip install -e ".[app,test]"'
-    else:
-        with sync_playwright() as playwright:
-            try:
-                chromium = playwright.chromium.launch(
-                    executable_path=found, args=["--no-sandbox", "--force-color-profile=srgb"]
-                )
-            except Error as error:
-                first = str(error).splitlines()[0]
-                reason = (
-                    "no browser: apt-get install chromium, or python -m playwright install "
-                    f"--with-deps chromium ({first})"
-                )
-            else:
-                yield chromium
-                chromium.close()
-    if reason and os.environ.get("MINITORCH_BROWSER") == "1":
-        pytest.fail(f"MINITORCH_BROWSER=1 asks for the test in a browser: {reason}", pytrace=False)
-    if reason:
-        warnings.warn(f"THE APP WAS NOT TESTED IN A BROWSER: {reason}", stacklevel=1)
-        pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")

@@ -41,17 +41,18 @@ class View(Function):
     def forward(ctx: Context, a: Tensor, shape: Any) -> Tensor:
         """Lay a new shape over the storage, which must be contiguous."""
         ctx.save_for_backward(a.shape)
-        return _reshaped(a, as_ints(shape))
+        return reshaped(a, as_ints(shape))
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
         """Lay the old shape over the gradient."""
         (shape,) = ctx.saved_values
         # The gradient of a permuted result arrives permuted: its storage is in another order.
-        return _reshaped(grad_output.contiguous(), shape), 0.0
+        return reshaped(grad_output.contiguous(), shape), 0.0
 
 
-def _reshaped(a: Tensor, shape: UserShape) -> Tensor:
+def reshaped(a: AnyTensor, shape: UserShape) -> AnyTensor:
+    """Return a view of a contiguous tensor with another shape, without history."""
     shape = tuple(shape)
     assert a._tensor.is_contiguous(), (
         f"Must be contiguous to view: shape {a.shape} has strides {a._tensor.strides}; call "

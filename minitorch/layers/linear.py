@@ -12,7 +12,7 @@ from kernels.runtime.dtypes import COMPUTE_DTYPES
 from ..autodiff import Context
 from ..functions.base import Function, check_tensor
 from ..functions.fused import dense
-from ..functions.views import swap_last
+from ..functions.views import reshaped, swap_last
 from ..nn import GELU
 
 if TYPE_CHECKING:
@@ -53,9 +53,10 @@ class Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, rows: Tensor, weights: Tensor, bias: Tensor | None, has_gelu: bool
+        ctx: Context, x: Tensor, weights: Tensor, bias: Tensor | None, has_gelu: bool
     ) -> Tensor:
-        """Return (n, out_size) for (n, in_size), (in_size, out_size) and (out_size,)."""
+        """Return (…, out_size) for (…, in_size), (in_size, out_size) and (out_size,)."""
+        rows = _as_rows(x)
         shape = rows.shape[0], weights.shape[1]
         out = rows.empty(shape, rows.dtype)
         before = rows.empty(shape, rows.dtype) if has_gelu else None
@@ -65,13 +66,14 @@ class Linear(Function):
             out._tensor, rows._tensor, weights._tensor, None if bias is None else bias._tensor,
             None if before is None else before._tensor,
         )  # fmt: skip
-        ctx.save_for_backward(rows, weights, before, bias is not None)
-        return out
+        ctx.save_for_backward(x.shape, rows, weights, before, bias is not None)
+        return reshaped(out, (*x.shape[:-1], shape[1]))
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         """Return grad @ weightsᵀ, rowsᵀ @ grad and the sum of grad over rows, grad through GELU."""
-        rows, weights, before, has_bias = ctx.saved_values
+        shape, rows, weights, before, has_bias = ctx.saved_values
+        grad_output = _as_rows(grad_output)
         if before is not None:
             outer = grad_output.to(rows.dtype).contiguous()
             grad_output = rows.empty(before.shape, rows.dtype)
@@ -79,11 +81,16 @@ class Linear(Function):
         multiply, cols = rows.f.matrix_multiply, weights.shape[1]
         bias = rows.f.add_reduce(grad_output, 0).view(cols) if has_bias else None
         return (
-            multiply(grad_output, swap_last(weights)),
+            reshaped(multiply(grad_output, swap_last(weights)), shape),
             multiply(swap_last(rows), grad_output),
             bias,
             None,
         )
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Return x as a matrix of its rows; a copy where it is not contiguous and has other dimensions."""
+    return x if x.dims == 2 else reshaped(x.contiguous(), (x.size // x.shape[-1], x.shape[-1]))
 
 
 def composed_linear(
@@ -137,14 +144,14 @@ def linear(
     fits = fits and _are_alike(x, weights) and (bias is None or _are_alike(x, bias))
     if fits and x.dtype in COMPUTE_DTYPES and hasattr(x.f.fused, "linear"):
         return FusedLinear.apply(x, weights, bias, has_gelu)
-    if x.dims != 2:  # one product of two matrices, which the gradient of the weights requires
-        rows = x.contiguous().view(x.size // x.shape[-1], x.shape[-1])
-        return linear(rows, weights, bias, has_gelu).view(*x.shape[:-1], *cols)
     is_one_kernel = (
         fits
         and (bias is not None or has_gelu)
-        and x.f.fuses_linear(x.dtype, (x.shape[0], *cols, x.shape[1]))
+        and x.f.fuses_linear(x.dtype, (x.size // x.shape[-1], *cols, x.shape[-1]))
     )
     if is_one_kernel:
         return Linear.apply(x, weights, bias, has_gelu)
+    if x.dims != 2:  # one product of two matrices, which the gradient of the weights requires
+        rows = x.contiguous().view(x.size // x.shape[-1], x.shape[-1])
+        return composed_linear(rows, weights, bias, has_gelu).view(*x.shape[:-1], *cols)
     return composed_linear(x, weights, bias, has_gelu)

@@ -41,7 +41,7 @@ class MultiHeadAttention(Module):
         bias: Whether the projections have a bias.
         backend: Backend of the parameters.
         attention: "flash", the fused kernel; "naive", composed of tensor operations; or an approximation:
-            "linformer", "linear", "performer", "local", "reformer" or "smyrf"; see
+            "linformer", "linear", "performer", "local", "reformer", "smyrf" or "block_sparse"; see
             :mod:`minitorch.attention`.
         use_flash_attention: The published flag; True selects "flash".
         use_fused_kernel: Accepted for published code and ignored: softmax is fused where the backend can.

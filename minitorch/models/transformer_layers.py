@@ -12,7 +12,7 @@ from kernels.problem.options import Options
 from kernels.runtime.dtypes import COMPUTE_DTYPES, is_floating
 
 from ..attention.approximate.choices import APPROXIMATIONS, make_attention
-from ..attention.approximate.support import Masked, key_mask_array
+from ..attention.approximate.support import Masked, key_mask_array, key_penalty
 from ..attention.naive import naive_attention
 from ..autodiff import without_dropout
 from ..fast_ops import FastOps
@@ -144,9 +144,11 @@ class MultiHeadAttention(Module):
         if self.training:
             options["dropout_p"] = self.attention_dropout
         if key_mask is not None and self.is_exact:
-            options["attn_mask"] = key_mask_array(key_mask, k)[
-                :, None, None, :
-            ]  # (batch, 1, 1, seq)
+            # A boolean mask makes naive attention build a matrix of penalties on the host.
+            is_naive = self.attend is naive_attention
+            options["attn_mask"] = (
+                key_penalty(key_mask, k) if is_naive else key_mask_array(key_mask, k)[:, None, None]
+            )  # (batch, 1, 1, seq)
         masked: dict[str, Any] = {} if self.is_exact else {"key_mask": key_mask}
         if cache is not None:
             if not self.is_exact or key_mask is not None:

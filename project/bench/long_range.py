@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from tqdm import tqdm
+from training.lra_methods import BACKENDS, METHODS, Settings, build_classifier
 
 import minitorch
 from bench.measuring import (
@@ -22,7 +23,6 @@ from bench.measuring import (
 from bench.record_files import Record
 from bench.table_cells import cell, markdown
 from kernels.cuda.runtime.arrays import pool
-from training.lra_methods import BACKENDS, METHODS, Settings, build_classifier
 
 #: With which everything is compared, and those that compute the same as it.
 NAIVE, FLASH = "naive", "flash"
@@ -120,6 +120,7 @@ class Pass:
         self.device = "cuda" if backend == "cuda" else "cpu"
 
     def __call__(self) -> None:
+        """Run both passes and forget the gradients."""
         self.attend(self.q, self.k, self.v).sum().backward()
         for operand in (self.q, self.k, self.v):
             operand.zero_grad_()

@@ -32,6 +32,8 @@ CURVE = {
     "valid_loss": np.float64, "step_seconds": np.float64,
 }  # fmt: skip
 BEST = "best.safetensors"
+#: Training losses in a record; of longer trainings it has every second one, or every third, and so on.
+MOST_POINTS = 1000
 
 
 class Judged(NamedTuple):
@@ -221,7 +223,11 @@ class Training:
             "resumed": self.resumed,
             "seconds": self._seconds,
             "captured": self.is_captured,
-            "curve": {name: self.curve[name] for name in CURVE},
+            "curve": {
+                "train_every": -(-max(self.done, 1) // MOST_POINTS),
+                "train": self.curve["train"][:: -(-max(self.done, 1) // MOST_POINTS)],
+                **{name: self.curve[name] for name in CURVE if name.startswith("valid")},
+            },
         }
         if not is_done:
             return row

@@ -126,6 +126,18 @@ def kept_keys(key_mask: Any, k: Tensor) -> Tensor | None:
     return constant_like(k, array)
 
 
+def key_penalty(key_mask: Any, k: Tensor) -> Tensor:
+    """Return a key mask as an addend of scores, (…, 1, 1, seq_k): 0 for a visible key, else -inf."""
+    dtype = acc_dtype(k.dtype)
+    array = computed(
+        lambda: np.where(key_mask_array(key_mask, k), 0.0, -np.inf)[..., None, None, :].astype(
+            dtype
+        ),
+        key_mask,
+    )
+    return constant_like(k, array).to(k.dtype)
+
+
 def widened(t: Tensor) -> Tensor:
     """Return a tensor in the dtype that sums are computed in: float32 for 16 bits."""
     return t.to(acc_dtype(t.dtype))

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.long_range import LENGTHS, lengths_table, peak_in_child, time_by_length
+from bench.long_range import HEAD_DIM, HEADS, LENGTHS, lengths_table, peak_in_child, time_by_length
 from bench.long_range_tables import lengths_panel, pictures, rates_table, results_table
 from bench.measuring import command_line, name_of, rows_of, timing_note, write_record
 from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser
@@ -274,7 +274,7 @@ def measure_lengths(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
-        write(args, argv, rows, note=note)
+        write(args, argv, rows, note=note, heads=HEADS, head_dim=HEAD_DIM)
 
     time_by_length(args.attention, sorted(set(args.lengths)), args.backend, args.budget, add)
     print(f"\n{lengths_table(rows)}\n")

@@ -40,7 +40,8 @@ class Method:
     options: Callable[[int, int], Mapping[str, Any]] = _none
 
 
-#: By the name of the attention; the learning rates are those of ``project/run_lra.py --tune``.
+#: By the name of the attention.  The learning rates are not tuned yet: ``project/run_lra.py --tune``
+#: compares several of them.
 METHODS: dict[str, Method] = {
     "naive": Method("Transformer", 1e-3),
     "flash": Method("FlashAttention", 1e-3),

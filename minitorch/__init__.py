@@ -62,6 +62,7 @@ if not _entrance.runs_as_command(__name__):
         from .layers.residual_layer_norm import residual_layer_norm
         from .models.kv_cache import KVCache, LayerCache
         from .models.reversible import ReversibleSequence
+        from .models.sequence_classifier import SequenceClassifier
         from .module import Module, Parameter
         from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear
         from .nn import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from .backends.matmul_precision import find_precision, in_own_precision
 from .layers.linear_cross_entropy import linear_cross_entropy
 from .models.decoding_step import summed
 from .models.kv_cache import KVCache, LayerCache, check_cache
+from .models.positions import kept_range
 from .models.transformer_layers import ATTENTIONS as ATTENTIONS
 from .models.transformer_layers import FeedForward as FeedForward
 from .models.transformer_layers import MultiHeadAttention as MultiHeadAttention
@@ -185,7 +185,7 @@ class DecoderLM(Module):
             )
         layers = self._layer_caches(cache)
         lasting = cache is None and self.backend.cuda
-        places = _first_places(seq) if lasting else np.arange(start, start + seq)
+        places = kept_range(0, seq) if lasting else np.arange(start, start + seq)
         positions = self.position_embeddings(places)  # (seq, n_embd)
         tokens = self.token_embeddings(idx)  # (batch, seq, n_embd)
         x = self.dropout(tokens + positions if cache is None else summed(tokens, positions))
@@ -320,14 +320,6 @@ class DecoderLM(Module):
 
 def _called(fn: Any, *inputs: Any) -> Any:
     return fn(*inputs)
-
-
-@lru_cache(maxsize=64)
-def _first_places(count: int) -> Any:
-    """Return 0, 1, 2, … as a read-only array, which is copied to a device once."""
-    places = np.arange(count)
-    places.setflags(write=False)
-    return places
 
 
 def prompt_ids(prompt: Any, n_vocab: int) -> list[int]:

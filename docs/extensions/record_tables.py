@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import readme_table
+from bench.long_range import lengths_table
 from bench.peer_figures import FIGURES, figure_of
 from bench.table_cells import cell, markdown
 from docutils import nodes
@@ -332,6 +333,12 @@ def gradient_errors(record: Record) -> str:
     return markdown(["relative root mean square of the error", "ours", "PyTorch"], lines)
 
 
+def lra_lengths(record: Record) -> str:
+    """Return the time of nine attentions by length, and from which length on each is faster than flash."""
+    call = f"batch 1, {record['heads']} heads, head_dim {record['head_dim']}, float32, no mask"
+    return f"{call}. A dash: not enough memory.\n\n{lengths_table(record['rows'])}"
+
+
 class Table(NamedTuple):
     """A table of a page.
 
@@ -364,6 +371,7 @@ TABLES = {
     "cpu-costs": Table("bench_cpu", cpu_costs, CPU),
     "accuracy": Table("against_torch", accuracy),
     "gradient-errors": Table("gradient_errors", gradient_errors),
+    "lra-lengths": Table("lra_lengths", lra_lengths, CPU),
 }
 
 

@@ -12,7 +12,7 @@ from kernels.problem.options import Options
 from kernels.runtime.dtypes import COMPUTE_DTYPES, is_floating
 
 from ..attention.approximate.choices import APPROXIMATIONS, make_attention
-from ..attention.approximate.support import Masked, key_mask_array
+from ..attention.approximate.support import Masked, key_mask_array, key_penalty
 from ..attention.naive import naive_attention
 from ..autodiff import without_dropout
 from ..fast_ops import FastOps
@@ -41,7 +41,7 @@ class MultiHeadAttention(Module):
         bias: Whether the projections have a bias.
         backend: Backend of the parameters.
         attention: "flash", the fused kernel; "naive", composed of tensor operations; or an approximation:
-            "linformer", "linear", "performer", "local", "reformer" or "smyrf"; see
+            "linformer", "linear", "performer", "local", "reformer", "smyrf" or "block_sparse"; see
             :mod:`minitorch.attention`.
         use_flash_attention: The published flag; True selects "flash".
         use_fused_kernel: Accepted for published code and ignored: softmax is fused where the backend can.
@@ -144,9 +144,11 @@ class MultiHeadAttention(Module):
         if self.training:
             options["dropout_p"] = self.attention_dropout
         if key_mask is not None and self.is_exact:
-            options["attn_mask"] = key_mask_array(key_mask, k)[
-                :, None, None, :
-            ]  # (batch, 1, 1, seq)
+            # A boolean mask makes naive attention build a matrix of penalties on the host.
+            is_naive = self.attend is naive_attention
+            options["attn_mask"] = (
+                key_penalty(key_mask, k) if is_naive else key_mask_array(key_mask, k)[:, None, None]
+            )  # (batch, 1, 1, seq)
         masked: dict[str, Any] = {} if self.is_exact else {"key_mask": key_mask}
         if cache is not None:
             if not self.is_exact or key_mask is not None:

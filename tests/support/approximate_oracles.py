@@ -86,6 +86,23 @@ def local(
     return exact(q, k, v, visible=visible * columns(key_mask, k), scale=scale)
 
 
+def block_sparse(
+    q: Array, k: Array, v: Array, *, block_size: int, pattern: str = "butterfly",
+    is_causal: bool = False, scale: float | None = None, key_mask: Array | None = None,
+) -> Array:  # fmt: skip
+    row, col = np.arange(q.shape[-2])[:, None], np.arange(k.shape[-2])[None, :]
+    counts = [-(-x.shape[-2] // block_size) for x in (q, k)]
+    own, other = row // block_size, col // block_size
+    if pattern == "butterfly":
+        own, other = (x * min(counts) // n for x, n in zip((own, other), counts, strict=True))
+        shown = np.vectorize(lambda a, b: bin(a ^ b).count("1") <= 1)(own, other)
+    else:
+        step = max(int(counts[1] ** 0.5), 1)
+        shown = (np.abs(own - other) <= step) | ((own - other) % step == 0)
+    visible = shown & ((col <= row) | (not is_causal))
+    return exact(q, k, v, visible=visible * columns(key_mask, k), scale=scale)
+
+
 def by_rounds(
     q: Array, k: Array, v: Array, scale: float | None, rounds: list[Callable[..., Array]]
 ) -> Array:

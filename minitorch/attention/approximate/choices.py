@@ -10,6 +10,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ...tensor_ops import TensorBackend
+from .block_sparse import block_sparse
 from .linear import linear
 from .linformer import Linformer
 from .local import local
@@ -22,7 +23,7 @@ from .support import SUPPORTED, Masked, check_options
 OF_A_CALL = {"q", "k", "v", "key_mask", *Masked._fields}
 _BUILDERS: dict[str, Callable[..., Any]] = {
     "linformer": Linformer, "linear": linear, "performer": Performer, "local": local,
-    "reformer": reformer, "smyrf": smyrf,
+    "reformer": reformer, "smyrf": smyrf, "block_sparse": block_sparse,
 }  # fmt: skip
 APPROXIMATIONS = tuple(SUPPORTED)
 

@@ -22,6 +22,7 @@ SUPPORTED = {
     "local": {"attn_mask", "dropout_p", "is_causal", "scale"},
     "reformer": {"dropout_p", "is_causal", "scale"},
     "smyrf": {"dropout_p", "scale"},
+    "block_sparse": {"attn_mask", "dropout_p", "is_causal", "scale"},
 }
 #: Methods that compute attention exactly, and support every option.
 EXACT = ("flash", "naive")
@@ -110,7 +111,8 @@ def key_mask_array(key_mask: Any, k: Tensor) -> Any:
             f"key_mask must have shape {wanted}, or 1 in place of a leading size, got {array.shape}: it "
             "hides whole keys, for every head"
         )
-    return array != 0
+    # The replay of a captured step computes it again, if the mask is one of its inputs.
+    return computed(lambda: array != 0, key_mask)
 
 
 def kept_keys(key_mask: Any, k: Tensor) -> Tensor | None:
@@ -122,6 +124,18 @@ def kept_keys(key_mask: Any, k: Tensor) -> Tensor | None:
         lambda: key_mask_array(key_mask, k)[..., None, :, None].astype(dtype), key_mask
     )
     return constant_like(k, array)
+
+
+def key_penalty(key_mask: Any, k: Tensor) -> Tensor:
+    """Return a key mask as an addend of scores, (…, 1, 1, seq_k): 0 for a visible key, else -inf."""
+    dtype = acc_dtype(k.dtype)
+    array = computed(
+        lambda: np.where(key_mask_array(key_mask, k), 0.0, -np.inf)[..., None, None, :].astype(
+            dtype
+        ),
+        key_mask,
+    )
+    return constant_like(k, array).to(k.dtype)
 
 
 def widened(t: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ from ...support.tolerances import assert_close_arrays
 pytestmark = pytest.mark.usefixtures("quick_barriers")
 
 Array = np.ndarray[Any, Any]
-METHODS = ("linformer", "linear", "performer", "local", "reformer", "smyrf")
-CAUSAL = ("linear", "performer", "local", "reformer")
+METHODS = ("linformer", "linear", "performer", "local", "reformer", "smyrf", "block_sparse")
+CAUSAL = ("linear", "performer", "local", "reformer", "block_sparse")
 on_methods = pytest.mark.parametrize("method", METHODS)
 
 
@@ -94,6 +94,8 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, method: str, most: int = 19) -> Case:
     """Draw a call whose sizes divide no chunk, or do."""
+    if method == "block_sparse" and most > 5:
+        most = 100  # several blocks of 16
     batch, heads, dim, value_dim = (draw(st.integers(1, 3)) for _ in range(4))
     seq_q = draw(st.integers(1, most))
     is_causal = method in CAUSAL and draw(st.booleans())
@@ -116,6 +118,8 @@ def cases(draw: st.DrawFn, method: str, most: int = 19) -> Case:
             options[name] = np.random.default_rng(len(name)).standard_normal(shape)
     elif method == "local":
         options["window"] = draw(st.integers(0, most))
+    elif method == "block_sparse":
+        options |= {"block_size": 16, "pattern": draw(st.sampled_from(["butterfly", "strided"]))}
     elif method == "smyrf":
         options |= {"cluster": draw(small), "rounds": draw(st.integers(1, 3)), "seed": seed}
     elif method == "reformer":
@@ -156,6 +160,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "local": {"window": 5},
     "reformer": {"chunk": 4, "rounds": 2, "buckets": 4, "seed": 3},
     "smyrf": {"cluster": 4, "rounds": 2, "seed": 3},
+    "block_sparse": {"block_size": 16},
 }
 
 
@@ -337,11 +342,15 @@ def test_manual_seed_decides_the_hashes(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "options", "able"),
     [
-        ("linformer", {"is_causal": True}, "linear, performer, local, reformer, flash, naive"),
-        ("smyrf", {"is_causal": True}, "linear, performer, local, reformer, flash, naive"),
-        ("performer", {"dropout_p": 0.1}, "linformer, local, reformer, smyrf, flash, naive"),
-        ("linear", {"scale": 0.5}, "linformer, performer, local, reformer, smyrf, flash, naive"),
-        ("reformer", {"attn_mask": np.ones((4, 4), bool)}, "local, flash, naive do; to hide whole"),
+        (
+            "linformer",
+            {"is_causal": True},
+            "linear, performer, local, reformer, block_sparse, flash",
+        ),
+        ("smyrf", {"is_causal": True}, "linear, performer, local, reformer, block_sparse, flash"),
+        ("performer", {"dropout_p": 0.1}, "linformer, local, reformer, smyrf, block_sparse, flash"),
+        ("linear", {"scale": 0.5}, "linformer, performer, local, reformer, smyrf, block_sparse"),
+        ("reformer", {"attn_mask": np.ones((4, 4), bool)}, "local, block_sparse, flash, naive do"),
     ],
 )
 def test_an_unsupported_option_names_the_methods_that_support_it(
@@ -372,6 +381,10 @@ def test_operands_and_sizes_that_do_not_fit_are_refused() -> None:
         attention.performer(q, q, q.to(np.float32))
     with pytest.raises(ValueError, match=r"key_mask must have shape \(1, 6\)"):
         attention.local(q, q, q, key_mask=np.ones(6, bool))
+    with pytest.raises(ValueError, match=r"pattern must be one of .*, got 'random'"):
+        attention.block_sparse(q, q, q, pattern="random")
+    with pytest.raises(ValueError, match="16"):
+        attention.block_sparse(q, q, q, block_size=20)
     with pytest.raises(ValueError, match="positive scale"):
         attention.performer(q, q, q, scale=-1.0)
     with pytest.raises(ValueError, match=r"features must have shape \(count, 4\)"):

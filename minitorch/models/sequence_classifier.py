@@ -1,0 +1,226 @@
+"""A transformer encoder that classifies sequences, or pairs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.common.arguments import whole
+from kernels.cuda.backend import computed
+from kernels.runtime.dtypes import acc_dtype
+
+from ..autodiff import no_grad
+from ..functions.indexing import constant_like, table_like
+from ..layers.linear_cross_entropy import linear_cross_entropy
+from ..module import Module
+from ..modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
+from ..nn import integer_array
+from ..tensor import Tensor
+from ..tensor_ops import SimpleBackend, TensorBackend
+from .positions import kept_range
+from .transformer_layers import TransformerLayer
+
+#: Standard deviation of the initial embeddings.
+EMBEDDING_STD = 0.1
+
+
+class SequenceClassifier(Module):
+    """A bidirectional transformer encoder with a linear head on the mean of its outputs.
+
+    Token and position embeddings, ``n_layer`` transformer layers, a layer norm, the mean over positions
+    that are not padding, and a linear layer.  With ``documents=2`` the same encoder reads two documents,
+    and the head sees [u, v, u ⊙ v, abs(u - v)] of their means u and v.
+
+    Args:
+        n_vocab: Number of tokens in the vocabulary; 256 for bytes and for pixels.
+        n_embd: Width of the model.
+        n_head: Number of heads.
+        n_positions: Maximum length of a sequence.
+        n_classes: Number of classes.
+        p_dropout: Dropout probability of the embeddings and of all branches.
+        n_layer: Number of transformer layers, named ``t_layer_1`` and so on.
+        middle_dim: Width of the feed-forward networks.
+        attention: "flash", "naive" or an approximation; see :class:`minitorch.MultiHeadAttention`.
+        attention_dropout: Dropout probability of the attention weights, in training.
+        attention_options: Options of an approximation, by name.
+        pad_id: Token that fills up shorter sequences.  It is masked as a key and left out of the mean.
+            None if every token counts, as for pixels.
+        documents: Documents of an example: 1, or 2 for a pair.
+        ln_eps: Added to the variance by the layer norms.
+        backend: Backend of the parameters.
+        dtype: Dtype of the parameters; the default dtype when None.
+
+    Raises:
+        ValueError: If a size is below 1, or there are neither one nor two documents.
+
+    Source: the encoder of the Long-Range Arena (Tay et al., 2021), and its two-tower form for Retrieval.
+    """
+
+    def __init__(
+        self,
+        n_vocab: int,
+        n_embd: int,
+        n_head: int,
+        n_positions: int,
+        n_classes: int,
+        p_dropout: float = 0.1,
+        *,
+        n_layer: int = 2,
+        middle_dim: int = 128,
+        attention: str = "flash",
+        attention_dropout: float = 0.0,
+        attention_options: Mapping[str, Any] | None = None,
+        pad_id: int | None = None,
+        documents: int = 1,
+        ln_eps: float = 1e-5,
+        backend: TensorBackend | None = None,
+        dtype: npt.DTypeLike | None = None,
+    ):
+        super().__init__()
+        backend = backend or SimpleBackend
+        sizes = {"n_vocab": n_vocab, "n_positions": n_positions, "n_layer": n_layer}
+        for name, size in (sizes | {"n_classes": n_classes}).items():
+            whole(name, size, 1)
+        if documents not in (1, 2):
+            raise ValueError(
+                f"documents must be 1, or 2 to classify pairs of documents, got {documents!r}"
+            )
+        self.n_vocab, self.n_embd, self.n_positions = n_vocab, n_embd, n_positions
+        self.n_classes, self.pad_id, self.documents = n_classes, pad_id, documents
+        self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, EMBEDDING_STD)
+        self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, EMBEDDING_STD)
+        self.layer_names = [f"t_layer_{i + 1}" for i in range(n_layer)]
+        for name in self.layer_names:
+            layer = TransformerLayer(
+                n_embd, n_head, p_dropout, ln_eps, backend=backend, attention=attention,
+                attention_dropout=attention_dropout, attention_options=attention_options,
+                causal=False, middle_dim=middle_dim, dtype=dtype,
+            )  # fmt: skip
+            setattr(self, name, layer)
+        self.dropout = Dropout(p_dropout)
+        self.ln = LayerNorm1d(n_embd, ln_eps, backend, dtype)
+        features = n_embd if documents == 1 else 4 * n_embd
+        self.head = Linear(features, n_classes, True, backend, dtype)
+
+    def forward(self, idx: Any) -> Tensor:
+        """Return the logits of the classes, (batch, n_classes).
+
+        Args:
+            idx: Token ids, (batch, seq), or (batch, 2, seq) for pairs; seq <= n_positions.
+
+        Raises:
+            ValueError: If the shape does not fit.
+        """
+        return self.head(self.features(idx))
+
+    def encode(self, idx: Any) -> Tensor:
+        """Return the mean of the encoder's outputs over the tokens of each sequence, (batch, n_embd).
+
+        Args:
+            idx: Token ids, (batch, seq); the mean of a sequence of padding alone is 0.
+
+        Raises:
+            ValueError: If the ids do not have two dimensions, or a sequence is empty or too long.
+        """
+        shape = np.shape(idx)
+        if len(shape) != 2 or 0 in shape or shape[1] > self.n_positions:
+            raise ValueError(
+                "a sequence classifier reads ids of shape (batch, seq) with 1 to "
+                f"{self.n_positions} tokens, got shape {shape}; cut longer sequences, or build the model "
+                "with a larger n_positions"
+            )
+        ids = integer_array(idx, self.n_vocab, "token ids")
+        seq = shape[1]
+        x = self.token_embeddings(ids) + self.position_embeddings(kept_range(0, seq))
+        x = self.dropout(x)  # (batch, seq, n_embd)
+        shown = None
+        if self.pad_id is not None:
+            shown = computed(lambda: ids != self.pad_id, ids)  # (batch, seq)
+        for name in self.layer_names:
+            x = getattr(self, name)(x, key_mask=shown)  # (batch, seq, n_embd)
+        x = self.ln(x)
+        if shown is None:
+            return (x.sum(1) * (1.0 / seq)).view(shape[0], self.n_embd)
+        dtype = acc_dtype(x.dtype)
+        weights = computed(lambda: _shares(shown).astype(dtype), shown)  # (batch, seq, 1)
+        pooled = (x * constant_like(x, weights)).sum(1)  # (batch, 1, n_embd)
+        return pooled.to(x.dtype).view(shape[0], self.n_embd)
+
+    def features(self, idx: Any) -> Tensor:
+        """Return the input of the head: (batch, n_embd), or (batch, 4 n_embd) for pairs.
+
+        Args:
+            idx: As for :meth:`forward`.
+
+        Raises:
+            ValueError: If the shape does not fit.
+        """
+        if self.documents == 1:
+            return self.encode(idx)
+        shape = np.shape(idx)
+        if len(shape) != 3 or shape[1] != 2:
+            raise ValueError(
+                f"a classifier of pairs reads ids of shape (batch, 2, seq), got {shape}; stack the two "
+                "documents of each pair, or build the model with documents=1"
+            )
+        ids = integer_array(idx, self.n_vocab, "token ids")
+        both = self.encode(ids.reshape(-1, shape[2]))  # (2 batch, n_embd)
+        u, v = (lookup(both, kept_range(first, len(ids) * 2, 2)) for first in (0, 1))
+        difference = u - v
+        parts = (u, v, u * v, difference.relu() + (-difference).relu())  # each (batch, n_embd)
+        return _joined(parts)
+
+    def loss(self, idx: Any, targets: Any) -> Tensor:
+        """Return the mean cross entropy in nats, of shape (1,).
+
+        Args:
+            idx: Token ids, as for :meth:`forward`.
+            targets: (batch,) classes, an integer array.
+        """
+        classes = integer_array(targets, self.n_classes, "targets")
+        weights, bias = self.head.weights.value, self.head.bias
+        assert bias is not None, "the head has a bias"
+        return linear_cross_entropy(self.features(idx), weights, classes, bias.value)
+
+    @no_grad()
+    def predict(self, idx: Any) -> npt.NDArray[np.int64]:
+        """Return the most likely class of each example, (batch,), without dropout.
+
+        Args:
+            idx: Token ids, as for :meth:`forward`.
+        """
+        was_training = self.training
+        self.eval()
+        try:
+            return self(idx).to_numpy().argmax(-1)
+        finally:
+            if was_training:
+                self.train()
+
+
+def _shares(shown: Any) -> Any:
+    """Return the share of each position in the mean of its sequence, (batch, seq, 1)."""
+    return (shown / np.maximum(shown.sum(-1, keepdims=True), 1))[..., None]
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """Concatenate tensors of one shape (batch, width) along the width."""
+    batch, width = parts[0].shape
+    count = len(parts)
+    total = None
+    for number, part in enumerate(parts):
+        chosen = table_like(part, _column(number, count).astype(acc_dtype(part.dtype)))
+        spread = part.view(batch, 1, width) * chosen  # (batch, count, width)
+        total = spread if total is None else total + spread
+    assert total is not None, "there are parts"
+    return total.to(parts[0].dtype).contiguous().view(batch, count * width)
+
+
+@lru_cache(maxsize=16)
+def _column(number: int, count: int) -> Any:
+    """Return (count, 1), 1 in one row and 0 elsewhere."""
+    return np.eye(count)[:, number : number + 1]

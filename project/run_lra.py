@@ -1,0 +1,299 @@
+"""Train exact, sparse and approximate attention on the Long-Range Arena, and compare them.
+
+python project/run_lra.py --task listops --attention performer
+python project/run_lra.py --task listops --all                 all nine; --all alone takes all tasks, too
+python project/run_lra.py --all --go-on                        what the record lacks
+python project/run_lra.py --task text --data aclImdb --all     the official files; a stand-in otherwise
+python project/run_lra.py --quick --all --task listops         a tiny size, to see that everything runs
+python project/run_lra.py --figures lengths                    time by length of all nine
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.long_range import HEAD_DIM, HEADS, LENGTHS, lengths_table, peak_in_child, time_by_length
+from bench.long_range_tables import lengths_panel, pictures, rates_table, results_table
+from bench.measuring import command_line, name_of, rows_of, timing_note, write_record
+from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser
+from common.one_by_one import run_one_by_one
+from data.long_range import GENERATED, TASKS, TEXT_LENGTH, load_task
+from data.pathfinder import PUBLISHED
+from training.lra_loop import Training
+from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings
+from training.script_helpers import check_backend, draw, ends_in_one_line, make_folder
+
+from minitorch.training.model_files import CheckpointError
+
+Rows = list[dict[str, Any]]
+#: That --tune compares.
+RATES = (3e-4, 1e-3, 3e-3)
+#: Options that say how to train, which a run in a process of its own gets, too.
+HANDED_ON = (
+    "backend",
+    "data",
+    "examples",
+    "size",
+    "length",
+    "steps",
+    "batch",
+    "judge_every",
+    "out",
+    "json",
+)
+INTERRUPTED = 130
+
+
+class Run(NamedTuple):
+    """What tells a training from others in a record."""
+
+    task: str
+    attention: str
+    seed: int
+    lr: float
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.task}-{self.attention}-seed-{self.seed}-lr-{self.lr:g}"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--task", nargs="+", choices=TASKS, help="(default: listops; with --all: all of them)")
+    add("--attention", nargs="+", choices=[*METHODS], help="(default: flash)")
+    add("--all", action="store_true", help="all nine attentions, each in a process of its own")
+    add("--seed", nargs="+", type=FROM_ZERO, default=[0], metavar="N",
+        help="of everything that is random; several train several times")  # fmt: skip
+    add("--lr", type=POSITIVE, metavar="X", help="learning rate (default: that of the method)")
+    add("--tune", action="store_true", help=f"train with each learning rate of {RATES}")
+    add("--data", metavar="DIR",
+        help="folder of a task's official files: aclImdb for text, AAN's three .tsv for retrieval, "
+        "CIFAR-10's binary version for image (default: a stand-in)")  # fmt: skip
+    add(
+        "--examples", type=COUNT, metavar="N", help="most training examples (default: as published)"
+    )
+    add("--size", type=int, choices=[*PUBLISHED], default=32, help="side of Pathfinder's images")
+    parser.option("--length", COUNT, TEXT_LENGTH, "bytes of a text, and of each document of a pair")
+    add("--steps", type=COUNT, metavar="N", help="of each training (default: as published)")
+    add("--batch", type=COUNT, metavar="N", help="examples of a step (default: as published)")
+    add(
+        "--judge-every",
+        type=COUNT,
+        metavar="N",
+        help="steps between two validations (default: 200)",
+    )
+    parser.choice("--backend", BACKENDS, "fast")
+    add("--eager", action="store_true",
+        help="launch kernels one by one; a GPU else replays steps as a CUDA graph")  # fmt: skip
+    add("--quick", action="store_true", help="a tiny size that runs in seconds")
+    add("--go-on", action="store_true",
+        help="add to the record: skip what it has, and continue what was interrupted")  # fmt: skip
+    add("--out", default="runs/lra", metavar="DIR", help="of sets, checkpoints and the record")
+    add(
+        "--json",
+        metavar="FILE",
+        help="the record (default: lra.json, or lra_lengths.json, in --out)",
+    )
+    add("--plots", metavar="DIR", help="draw accuracy against speed and memory, or time by length")
+    add("--figures", choices=["lengths"], help="do not train: measure the time by length")
+    add(
+        "--lengths",
+        nargs="+",
+        type=COUNT,
+        default=[*LENGTHS],
+        metavar="N",
+        help="of --figures lengths",
+    )
+    parser.option("--budget", POSITIVE, 20.0, "seconds for each length of --figures lengths")
+    args = parser.parse_args(argv)
+    if args.lr is not None and args.tune:
+        parser.error("--tune tries several learning rates; leave out --lr")
+    if args.all and args.attention:
+        parser.error("--all takes all attentions; leave out --attention, or --all")
+    args.task = args.task or [*(TASKS if args.all else ("listops",))]
+    if args.data is not None and (len(args.task) > 1 or args.task[0] in GENERATED):
+        parser.error("--data holds the files of one task: add --task text, retrieval or image")
+    args.attention = args.attention or [*(METHODS if args.all or args.figures else ("flash",))]
+    args.json = args.json or str(
+        Path(args.out) / ("lra_lengths.json" if args.figures else "lra.json")
+    )
+    return args
+
+
+# -- trainings -------------------------------------------------------------------------------------
+
+
+def settings_of(args: argparse.Namespace, task: str) -> Settings:
+    """Return the size of a task's model and training."""
+    given = {name: getattr(args, name) for name in ("steps", "batch", "judge_every")}
+    own = QUICK if args.quick else SETTINGS[task]
+    return replace(own, **{name: value for name, value in given.items() if value is not None})
+
+
+def runs_of(args: argparse.Namespace) -> list[Run]:
+    """Return the trainings that the options ask for."""
+    return [
+        Run(task, attention, seed, lr)
+        for task in args.task
+        for attention in args.attention
+        for lr in (RATES if args.tune else (args.lr or METHODS[attention].lr,))
+        for seed in args.seed
+    ]
+
+
+def key_of(row: dict[str, Any]) -> Run:
+    return Run(row["task"], row["attention"], row["seed"], row["lr"])
+
+
+def is_done(rows: Rows, run: Run, settings: Settings) -> bool:
+    """Tell whether a record has a training; exit with one line if it had other settings."""
+    for row in rows:
+        if key_of(row) == run:
+            other = [name for name, value in asdict(settings).items() if row.get(name) != value]
+            if other:
+                sys.exit(
+                    f"the record has {run.name} with another {', '.join(other)}; pass the options of "
+                    "that training, or another --out"
+                )
+            return bool(row["done"])
+    return False
+
+
+def read_rows(path: str) -> Rows:
+    """Return the rows of a record, none if there is no file; exit with one line if it is no record."""
+    try:
+        return rows_of(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(f"{path}: not a record of this script ({error!r}); name another with --json")
+
+
+def write(args: argparse.Namespace, argv: Sequence[str], rows: Rows, **more: Any) -> None:
+    device = "cuda" if args.backend == "cuda" else "cpu"
+    command = command_line("project/run_lra.py", [*argv], ("--json", "--out", "--plots"))
+    write_record(args.json, command, name_of(device), **more, rows=rows)
+
+
+def train_one(args: argparse.Namespace, run: Run, argv: Sequence[str]) -> None:
+    """Train, and put the row into the record; exit after Ctrl-C."""
+    settings = settings_of(args, run.task)
+    task = load_task(
+        run.task,
+        Path(args.out) / "sets",
+        args.data,
+        0,
+        args.quick,
+        args.examples,
+        args.size,
+        args.length,
+    )
+    print(f"{task.name}: {task.source}; {METHODS[run.attention].title}, {settings.steps} steps")
+    try:
+        training = Training(
+            task, run.attention, settings, run.seed, args.backend, Path(args.out) / run.name, run.lr,
+            args.go_on, args.eager,
+        )  # fmt: skip
+        row = training.run()
+    except CheckpointError as error:
+        sys.exit(str(error))
+    if row["done"]:
+        model = {
+            "vocabulary": task.vocabulary, "length": task.length, "classes": task.classes,
+            "pad_id": task.pad_id, "documents": task.documents,
+        }  # fmt: skip
+        row["peak_bytes"] = peak_in_child(run.attention, settings, args.backend, model)
+    rows = [other for other in read_rows(args.json) if key_of(other) != run]
+    write(args, argv, [*rows, row])
+    if not row["done"]:
+        print(
+            f"stopped by Ctrl-C after {training.done} of {settings.steps} steps; --go-on continues"
+        )
+        sys.exit(INTERRUPTED)
+    print(
+        f"test accuracy {row['test_accuracy']:.1%}, by the model of step {row['best_step']} (validation "
+        f"{row['valid_accuracy']:.1%}); {row['seconds']:.0f} s"
+    )
+
+
+def command_of(args: argparse.Namespace, run: Run) -> list[str]:
+    """Return the command of one training in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--go-on"]
+    for name, value in run._asdict().items():
+        command += [f"--{name}", str(value)]
+    for name in HANDED_ON:
+        if (value := getattr(args, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    return command + [f"--{name}" for name in ("eager", "quick") if getattr(args, name)]
+
+
+def train(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Train whatever the record lacks, print the tables and draw the pictures."""
+    if Path(args.json).exists() and not args.go_on:
+        sys.exit(
+            f"{args.json} exists; --go-on adds to it and skips what it has, --out or --json names another"
+        )
+    rows, runs = read_rows(args.json), runs_of(args)
+    left = [run for run in runs if not is_done(rows, run, settings_of(args, run.task))]
+    code = 0
+    if len(runs) == 1:
+        for run in left:
+            train_one(args, run, argv)
+    elif left:
+        lines, code = run_one_by_one({run.name: command_of(args, run) for run in left})
+        for line in lines:
+            print(" · ".join(line))
+        if Path(args.json).exists():
+            write(args, argv, read_rows(args.json))
+    rows = [row for row in read_rows(args.json) if key_of(row) in runs and row["done"]]
+    if rows and (len(runs) > 1 or not left):
+        print(f"\n{rates_table(rows) if args.tune else results_table(rows)}\n")
+    if args.plots and rows:
+        for name, panels in pictures(rows).items():
+            draw(make_folder(args.plots) / f"lra_{name}.png", *panels)
+    print(f"record {args.json}")
+    if code:
+        sys.exit(code)
+
+
+# -- time by length ------------------------------------------------------------------------------
+
+
+def measure_lengths(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Measure the time by length, print the table with the crossovers and draw the picture."""
+    rows: Rows = []
+    device = "cuda" if args.backend == "cuda" else "cpu"
+    note = f"{timing_note(device)}; a dash means that there was not enough memory"
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        write(args, argv, rows, note=note, heads=HEADS, head_dim=HEAD_DIM)
+
+    time_by_length(args.attention, sorted(set(args.lengths)), args.backend, args.budget, add)
+    print(f"\n{lengths_table(rows)}\n")
+    if args.plots:
+        draw(make_folder(args.plots) / "lra_lengths.png", lengths_panel(rows, name_of(device)))
+    print(f"record {args.json}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    given = sys.argv[1:] if argv is None else argv
+    args = parse_args(given)
+    check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
+    make_folder(args.out)
+    with ends_in_one_line("--batch, --length or --size"):
+        if args.figures:
+            measure_lengths(args, given)
+        else:
+            train(args, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""The training loop of the Long-Range Arena: steps, validation, the best model, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from data.long_range import Task
+from data.sequence_sets import Examples
+from tqdm import tqdm
+
+import minitorch
+from minitorch.training.checkpoints import Checkpoints, remove_partials
+from minitorch.training.model_files import (
+    CheckpointError,
+    load_parameters,
+    read_checkpoint,
+    save_checkpoint,
+)
+from training.lra_methods import METHODS, Settings, build
+from training.script_helpers import CtrlC, check_loss, learning_rate
+
+#: Steps between two readings of the loss: a reading waits for the device, which else works ahead.
+READ_EVERY = 10
+#: The curve's parts, with their dtypes in a checkpoint.
+CURVE = {
+    "train": np.float64, "valid_step": np.int64, "valid_accuracy": np.float64,
+    "valid_loss": np.float64, "step_seconds": np.float64,
+}  # fmt: skip
+BEST = "best.safetensors"
+#: Training losses in a record; of longer trainings it has every second one, or every third, and so on.
+MOST_POINTS = 1000
+
+
+class Judged(NamedTuple):
+    """How well a model classifies: the share of right classes, and the mean cross entropy in nats."""
+
+    accuracy: float
+    loss: float
+
+
+@minitorch.no_grad()
+def judge(
+    model: minitorch.SequenceClassifier, examples: Examples, batch: int, desc: str = "validation"
+) -> Judged:
+    """Return how well a model classifies examples, without dropout.
+
+    Args:
+        model: The classifier; it is in training mode afterwards.
+        examples: All of them count.
+        batch: Examples that are in memory at a time.
+        desc: What the progress bar shows.
+    """
+    model.eval()
+    right, loss = 0, 0.0
+    starts = range(0, len(examples.y), batch)
+    for start in tqdm(starts, desc=desc, unit="batch", leave=False, delay=1, disable=None):
+        y = examples.y[start : start + batch]
+        logits = model(examples.X[start : start + batch]).to_numpy().astype(np.float64)
+        right += int((logits.argmax(-1) == y).sum())
+        logits -= logits.max(-1, keepdims=True)
+        own = logits[np.arange(len(y)), y]
+        loss += float((np.log(np.exp(logits).sum(-1)) - own).sum())
+    model.train()
+    return Judged(right / len(examples.y), loss / len(examples.y))
+
+
+class Training:
+    """The training of one method on one task, which goes on from its last checkpoint.
+
+    Args:
+        task: With its examples.
+        attention: One of ``METHODS``.
+        settings: Of the model and the training.
+        seed: Of everything that is random.
+        backend: "fast" or "cuda".
+        folder: Of the checkpoints and the best model.
+        lr: The learning rate; that of the method when None.
+        goes_on: Whether to go on from a checkpoint in the folder, if there is one.
+        eager: Whether to launch the kernels of a step one by one, rather than to capture them.
+
+    Attributes:
+        curve: The losses that have been read, and the validations by their step.
+        done: Steps so far.
+        resumed: The steps from which it went on.
+
+    Raises:
+        CheckpointError: If a checkpoint cannot be read, or is of a training with other settings.
+    """
+
+    def __init__(
+        self, task: Task, attention: str, settings: Settings, seed: int, backend: str, folder: Path,
+        lr: float | None = None, goes_on: bool = False, eager: bool = False,
+    ):  # fmt: skip
+        self.task, self.settings, self.folder = task, settings, folder
+        self.lr = METHODS[attention].lr if lr is None else lr
+        minitorch.manual_seed(seed)
+        self.rng = np.random.default_rng(seed)
+        self.model = build(task, attention, settings, backend, seed)
+        self.optimizer = minitorch.AdamW(
+            self.model.parameters(), lr=self.lr, weight_decay=settings.weight_decay,
+            max_norm=settings.clip,
+        )  # fmt: skip
+        self.config = {
+            "task": task.name, "source": task.source, "attention": attention, "seed": seed,
+            "lr": self.lr, **asdict(settings),
+        }  # fmt: skip
+        self._take_step = self._step if eager else minitorch.graph_step(self._step)
+        self.curve: dict[str, list[Any]] = {name: [] for name in CURVE}
+        self.done, self.resumed, self._seconds = 0, [], 0.0
+        self._unread: list[minitorch.Tensor] = []
+        self.checkpoints = Checkpoints(folder / "checkpoints", 1)
+        for place in (folder, self.checkpoints.folder):
+            remove_partials(place)
+        if goes_on and self.checkpoints.files():
+            self._go_on()
+        else:
+            self.checkpoints.set_aside()
+
+    def _go_on(self) -> None:
+        state = self.checkpoints.read()
+        if state.config != self.config:
+            known = state.config if isinstance(state.config, dict) else {}
+            other = [key for key, value in self.config.items() if known.get(key) != value]
+            raise CheckpointError(
+                f"{state.source}: its training had another {', '.join(other)} than this one; pass the same "
+                "options, or another --out"
+            )
+        state.restore(self.model, self.optimizer, {"data": self.rng})
+        self.curve = {name: state.arrays[name].tolist() for name in CURVE}
+        self.done, self._seconds = state.step, state.notes["seconds"]
+        self.resumed = [*state.notes["resumed"], state.step]
+
+    def _step(self, X: Any, y: Any) -> minitorch.Tensor:
+        """Take one step; return the loss before it, unread."""
+        self.optimizer.zero_grad()
+        loss = self.model.loss(X, y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the steps are replays of a CUDA graph."""
+        return isinstance(self._take_step, minitorch.GraphStep) and self._take_step.is_captured
+
+    def run(self) -> dict[str, Any]:
+        """Train until the steps are done, or Ctrl-C; return the row of the record.
+
+        The row has ``"done": False`` after Ctrl-C, and no test accuracy then.
+        """
+        settings, train = self.settings, self.task.parts["train"]
+        valid = self.task.parts["valid"]
+        valid = Examples(valid.X[: settings.judged], valid.y[: settings.judged])
+        start = time.perf_counter() - self._seconds
+        bar = tqdm(total=settings.steps, initial=self.done, unit="step", dynamic_ncols=True,
+                   disable=None, desc=f"{self.task.name}, {self.config['attention']}")  # fmt: skip
+        read_at, is_first = time.perf_counter(), True
+        with bar, CtrlC() as ctrl_c:
+            while self.done < settings.steps and not ctrl_c.asked:
+                self.optimizer.lr = learning_rate(self.done / settings.steps, self.lr)
+                rows = self.rng.integers(0, len(train.y), settings.batch)
+                X = train.X[rows].astype(np.int64)
+                self._unread.append(self._take_step(X, train.y[rows]))
+                self.done += 1
+                bar.update()
+                is_judged = self.done % settings.judge_every == 0 or self.done == settings.steps
+                if self.done % READ_EVERY == 0 or is_judged or ctrl_c.asked:
+                    count = len(self._unread)
+                    self._read()
+                    now = time.perf_counter()
+                    if not is_first:  # the first steps compile
+                        self.curve["step_seconds"].append((now - read_at) / count)
+                    is_first = False
+                    if is_judged:
+                        self._judge(valid)
+                    self._seconds = time.perf_counter() - start
+                    if is_judged or ctrl_c.asked:
+                        self._save()
+                    read_at = time.perf_counter()
+                    self._show(bar)
+        return self._row(self.done == settings.steps)
+
+    def _show(self, bar: Any) -> None:
+        accuracies = self.curve["valid_accuracy"]
+        shown = f", validation {accuracies[-1]:.1%}" if accuracies else ""
+        recent = float(np.mean(self.curve["train"][-20:]))
+        bar.set_postfix_str(f"loss {recent:.3f}{shown}", refresh=False)
+
+    def _read(self) -> None:
+        for loss in self._unread:
+            step = len(self.curve["train"])
+            self.curve["train"].append(check_loss(loss.item(), f"the loss at step {step}", self.lr))
+        self._unread.clear()
+
+    def _judge(self, valid: Examples) -> None:
+        judged = judge(self.model, valid, self.settings.batch)
+        best = max(self.curve["valid_accuracy"], default=-1.0)
+        self.curve["valid_step"].append(self.done)
+        self.curve["valid_accuracy"].append(judged.accuracy)
+        self.curve["valid_loss"].append(judged.loss)
+        if judged.accuracy > best:
+            save_checkpoint(self.folder / BEST, self.model, self.config)
+
+    def _save(self) -> None:
+        notes = {"seconds": self._seconds, "resumed": self.resumed}
+        arrays = {name: np.array(self.curve[name], dtype) for name, dtype in CURVE.items()}
+        self.checkpoints.save(
+            self.model, self.optimizer, self.config, self.done, {"data": self.rng}, arrays, notes
+        )
+
+    def _row(self, is_done: bool) -> dict[str, Any]:
+        accuracies = self.curve["valid_accuracy"]
+        row = {
+            **self.config,
+            "stand_in": self.task.is_stand_in,
+            "length": self.task.length,
+            "done": is_done,
+            "resumed": self.resumed,
+            "seconds": self._seconds,
+            "captured": self.is_captured,
+            "curve": {
+                "train_every": -(-max(self.done, 1) // MOST_POINTS),
+                "train": self.curve["train"][:: -(-max(self.done, 1) // MOST_POINTS)],
+                **{name: self.curve[name] for name in CURVE if name.startswith("valid")},
+            },
+        }
+        if not is_done:
+            return row
+        load_parameters(self.model, read_checkpoint(self.folder / BEST)[0], str(self.folder / BEST))
+        test = judge(self.model, self.task.parts["test"], self.settings.batch, "test")
+        best = int(np.argmax(accuracies))
+        times = self.curve["step_seconds"]
+        return {
+            **row,
+            "best_step": self.curve["valid_step"][best],
+            "valid_accuracy": accuracies[best],
+            "test_accuracy": test.accuracy,
+            "test_loss": test.loss,
+            "step_ms": 1e3 * median(times) if times else None,
+        }

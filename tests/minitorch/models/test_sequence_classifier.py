@@ -1,0 +1,116 @@
+"""The encoder classifier: what it computes, what padding does, that it learns, and wrong calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minitorch
+from minitorch import FastBackend, SequenceClassifier
+from minitorch.transformer import ATTENTIONS
+
+from ...support.tolerances import assert_close_arrays
+
+OPTIONS = {
+    "linformer": {"length": 40, "count": 8},
+    "reformer": {"seed": 0, "chunk": 8},
+    "smyrf": {"seed": 0, "cluster": 8},
+    "block_sparse": {"block_size": 16},
+}
+
+
+def model(attention: str = "flash", **options: Any) -> SequenceClassifier:
+    minitorch.manual_seed(0)
+    return SequenceClassifier(
+        9, 8, 2, 40, 3, 0.0, attention=attention, attention_options=OPTIONS.get(attention),
+        middle_dim=16, backend=FastBackend, **options,
+    )  # fmt: skip
+
+
+def ids(*shape: int, low: int = 1, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).integers(low, 9, shape)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("documents", [1, 2])
+def test_every_attention_classifies_and_learns(attention: str, documents: int) -> None:
+    own = model(attention, pad_id=0, documents=documents)
+    X = ids(4, *[2] * (documents - 1), 37)
+    X[0, ..., 30:] = 0
+    assert own(X).shape == (4, 3)
+    own.loss(X, np.array([0, 1, 2, 0])).backward()
+    missing = [name for name, p in own.named_parameters() if p.value.grad is None]
+    assert missing == []
+
+
+@pytest.mark.parametrize("attention", ["naive", "flash", "performer", "linear"])
+def test_padding_does_not_change_the_logits(attention: str) -> None:
+    own = model(attention, pad_id=0)
+    X = ids(2, 20)
+    padded = np.concatenate([X, np.zeros((2, 13), int)], 1)
+    assert_close_arrays(own(padded), own(X).to_numpy(), own(X).dtype, attention, size=4.0)
+
+
+def test_without_a_pad_id_every_token_counts() -> None:
+    own = model()
+    X = ids(2, 20, low=0)
+    padded = np.concatenate([X, np.zeros((2, 13), int)], 1)
+    assert not np.allclose(own(padded).to_numpy(), own(X).to_numpy())
+
+
+def test_a_sequence_of_padding_alone_gets_finite_logits() -> None:
+    assert np.isfinite(model(pad_id=0)(np.zeros((1, 5), int)).to_numpy()).all()
+
+
+def test_the_head_of_a_pair_sees_both_documents_their_product_and_their_distance() -> None:
+    own = model(documents=2)
+    X = ids(3, 2, 11)
+    u, v = (own.encode(X[:, i]).to_numpy() for i in (0, 1))
+    expected = np.concatenate([u, v, u * v, np.abs(u - v)], 1)
+    assert_close_arrays(own.features(X), expected, own.features(X).dtype, size=4.0)
+
+
+def test_predict_returns_the_largest_logit_without_dropout_and_keeps_the_mode() -> None:
+    own = SequenceClassifier(9, 8, 2, 40, 3, 0.5, backend=FastBackend)
+    X = ids(5, 11)
+    found = own.predict(X)
+    assert np.array_equal(found, own.predict(X)) and own.training
+    own.eval()
+    assert np.array_equal(found, own(X).to_numpy().argmax(-1))
+
+
+def test_it_learns_which_token_is_there() -> None:
+    own = model(pad_id=0)
+    random = np.random.default_rng(0)
+    y = random.integers(3, size=24)
+    X = random.integers(4, 9, (24, 12))
+    X[np.arange(24), random.integers(12, size=24)] = y + 1
+    optimizer = minitorch.AdamW(own.parameters(), lr=1e-2)
+    loss = own.loss(X, y)
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = own.loss(X, y)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.3
+    assert (own.predict(X) == y).mean() > 0.9
+
+
+def test_wrong_calls_say_what_is_expected() -> None:
+    own = model(pad_id=0)
+    with pytest.raises(ValueError, match=r"1 to 40 tokens, got shape \(2, 41\); cut longer"):
+        own(ids(2, 41))
+    with pytest.raises(ValueError, match=r"got shape \(5,\)"):
+        own(ids(5))
+    with pytest.raises(ValueError, match=r"got shape \(2, 0\)"):
+        own(ids(2, 0))
+    with pytest.raises(ValueError, match="token ids must be from 0 to 8"):
+        own(ids(2, 5) + 9)
+    with pytest.raises(ValueError, match="targets must be from 0 to 2"):
+        own.loss(ids(2, 5), np.array([0, 3]))
+    with pytest.raises(ValueError, match=r"\(batch, 2, seq\), got \(2, 5\); stack the two"):
+        model(documents=2)(ids(2, 5))
+    with pytest.raises(ValueError, match="documents must be 1, or 2"):
+        model(documents=3)

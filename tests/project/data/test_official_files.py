@@ -1,0 +1,172 @@
+"""The loaders of the Long-Range Arena on tiny folders, the stand-ins, and what is missing or foreign."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+from data import long_range, official_files, stand_ins  # noqa: E402
+from data.long_range import load_task  # noqa: E402
+
+COUNTS = {"train": 40, "valid": 8, "test": 8}
+
+
+@pytest.fixture
+def imdb(tmp_path: Path) -> Path:
+    for part in ("train", "test"):
+        for label in ("pos", "neg"):
+            folder = tmp_path / "aclImdb" / part / label
+            folder.mkdir(parents=True)
+            for number in range(10):
+                (folder / f"{number}_7.txt").write_text(f"{label} {part} {number} é", "utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def aan(tmp_path: Path) -> Path:
+    for name in official_files.AAN_FILES.values():
+        lines = [f"{i % 2}.0\tA{i}\tB{i}\tfirst {i}\tsecond {i}" for i in range(6)]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+@pytest.fixture
+def cifar(tmp_path: Path) -> Path:
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for name in (*official_files.CIFAR_TRAIN, official_files.CIFAR_TEST):
+        records = random.integers(256, size=(4, official_files.CIFAR_RECORD)).astype(np.uint8)
+        records[:, 0] = np.arange(4)
+        records[0, 1:1025], records[0, 1025:2049], records[0, 2049:] = 100, 50, 10
+        records.tofile(folder / name)
+    return tmp_path
+
+
+def test_imdb_is_read_as_bytes_with_a_tenth_held_out(imdb: Path) -> None:
+    parts = official_files.imdb(imdb, 12)
+    assert [len(parts[part].y) for part in ("train", "valid", "test")] == [18, 2, 20]
+    for part, examples in parts.items():
+        for tokens, label in zip(examples.X, examples.y, strict=True):
+            text = tokens[tokens > 0].tobytes().decode("utf-8", "ignore")
+            words = ("pos" if label else "neg") + (" test" if part == "test" else " train")
+            assert text.startswith(words) and len(tokens) == 12
+    few = official_files.imdb(imdb, 12, {"train": 5, "valid": 1, "test": 3})
+    assert [len(examples.y) for examples in few.values()] == [5, 1, 3]
+
+
+def test_aan_is_read_as_pairs(aan: Path) -> None:
+    task = load_task("retrieval", aan, aan, length=10)
+    assert task.documents == 2 and task.source == "AAN" and not task.is_stand_in
+    X, y = task.parts["valid"]
+    assert X.shape == (6, 2, 10)
+    texts = [[document[document > 0].tobytes().decode() for document in pair] for pair in X]
+    for (first, second), label in zip(texts, y, strict=True):
+        number = int(first.removeprefix("first "))
+        assert second == f"second {number}" and label == number % 2
+
+
+def test_cifar_is_read_in_grey(cifar: Path) -> None:
+    parts = official_files.cifar10(cifar)
+    assert parts["train"].X.shape == (18, 1024) and len(parts["valid"].y) == 2
+    test = parts["test"]
+    grey = test.X[test.y == 0][0]
+    assert (grey == round(0.299 * 100 + 0.587 * 50 + 0.114 * 10)).all()
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (lambda path: official_files.imdb(path, 8), "train/pos, train/neg, test/pos and test/neg"),
+        (lambda path: official_files.aan(path, 8), "new_aan_pairs.train.tsv"),
+        (official_files.cifar10, "data_batch_1.bin to data_batch_5.bin and test_batch.bin"),
+    ],
+)
+def test_a_missing_or_foreign_folder_names_the_expected_files(
+    read: Any, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=f"no such folder; expected .*{words}"):
+        read(tmp_path / "none")
+    (tmp_path / "foreign.txt").write_text("foreign")
+    with pytest.raises(SystemExit, match=f"expected .*{words}"):
+        read(tmp_path)
+
+
+def test_damaged_files_are_named(aan: Path, cifar: Path) -> None:
+    lines = aan / "new_aan_pairs.eval.tsv"
+    lines.write_text("1.0\ta\tb\tx\ty\nno\n")
+    with pytest.raises(SystemExit, match=r"eval.tsv: line 2 must be 0 or 1, two ids .* 1 fields"):
+        official_files.aan(aan, 8)
+    batch = cifar / "cifar-10-batches-bin" / "data_batch_3.bin"
+    batch.write_bytes(b"\x01" * 100)
+    with pytest.raises(SystemExit, match=r"data_batch_3.bin: 100 bytes are no whole number"):
+        official_files.cifar10(cifar)
+    np.full(official_files.CIFAR_RECORD, 11, np.uint8).tofile(batch)
+    with pytest.raises(SystemExit, match="classes are 0 to 9, got 11"):
+        official_files.cifar10(cifar)
+
+
+def test_the_parts_of_a_stand_in_of_bytes_share_no_document() -> None:
+    documents = [bytes([65 + number]) * 700 for number in range(20)]
+    parts = stand_ins.divided(documents, 0)
+    assert [len(parts[part]) for part in ("train", "valid", "test")] == [16, 2, 2]
+    assert len({*parts["train"], *parts["valid"], *parts["test"]}) == 20
+
+
+def test_stand_ins_say_so_and_a_seed_decides_them(tmp_path: Path) -> None:
+    for name, shape in (("text", (40, 200)), ("retrieval", (40, 2, 200))):
+        task = load_task(name, tmp_path / "a", examples=40, length=200)
+        again = load_task(name, tmp_path / "b", examples=40, length=200)
+        other = load_task(name, tmp_path / "c", examples=40, length=200, seed=1)
+        assert task.is_stand_in and task.source.startswith("stand-in: bytes of Python's")
+        X, y = task.parts["train"]
+        assert X.shape == shape and 0.2 < y.mean() < 0.8
+        np.testing.assert_array_equal(X, again.parts["train"].X)
+        assert not np.array_equal(X, other.parts["train"].X)
+
+
+def test_the_passages_of_one_document_do_not_overlap(tmp_path: Path) -> None:
+    X, y = load_task("retrieval", tmp_path, examples=200, length=100).parts["train"]
+    same = (X[y == 1, 0] == X[y == 1, 1]).all(-1)
+    assert not same.any()
+
+
+def test_the_stand_in_for_image_is_digits_of_1024_pixels(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    task = load_task("image", tmp_path)
+    assert task.is_stand_in and task.length == 1024 and task.classes == 10
+    assert sum(len(examples.y) for examples in task.parts.values()) == 1797
+    image = task.parts["train"].X[0].reshape(32, 32)
+    assert image.max() == 255 and (image == image[::4, ::4].repeat(4, 0).repeat(4, 1)).all()
+
+
+def test_without_scikit_learn_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("sklearn"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(SystemExit, match=r"pip install -e .*digits.* or pass .* --data"):
+        load_task("image", tmp_path)
+
+
+def test_generated_tasks_are_small_when_quick_and_take_no_files(tmp_path: Path) -> None:
+    for name in long_range.GENERATED:
+        task = load_task(name, tmp_path, quick=True)
+        assert len(task.parts["train"].y) == 64 and not task.is_stand_in
+        with pytest.raises(SystemExit, match="reads no files; leave --data out"):
+            load_task(name, tmp_path, data=tmp_path)
+    with pytest.raises(ValueError, match="a task is one of"):
+        load_task("sudoku", tmp_path)

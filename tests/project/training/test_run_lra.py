@@ -1,0 +1,241 @@
+"""The script of the Long-Range Arena as a user runs it: it learns, goes on, draws, and refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+import run_lra  # noqa: E402
+from bench.long_range import crossovers, has_room, lengths_table  # noqa: E402
+from bench.long_range_tables import rates_table, results_table  # noqa: E402
+from data.long_range import load_task  # noqa: E402
+from training import lra_loop  # noqa: E402
+from training.lra_methods import METHODS, QUICK  # noqa: E402
+
+SMALL = ["--task", "listops", "--quick", "--steps", "20", "--judge-every", "5"]
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return json.loads((out / "lra.json").read_text())["rows"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+    """Run the script in this process; return the one line with which it ends."""
+    with pytest.raises(SystemExit) as ended:
+        run_lra.main([str(arg) for arg in args])
+    error = capsys.readouterr().err + (
+        ended.value.code if isinstance(ended.value.code, str) else ""
+    )
+    return error.rpartition("\r")[2]
+
+
+@pytest.fixture(autouse=True)
+def no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peaks of memory take a process each."""
+    monkeypatch.setattr(run_lra, "peak_in_child", lambda *args: 2**20)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_lra, "peak_in_child", lambda *args: 2**20)
+        run_lra.main([*SMALL, "--attention", "flash", "--out", str(out)])
+    return out
+
+
+@pytest.fixture
+def own(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy that may be changed."""
+    return Path(shutil.copytree(finished, tmp_path / "own"))
+
+
+@pytest.mark.parametrize("attention", ["flash", "linear"])
+def test_a_tiny_training_lowers_the_loss(attention: str, tmp_path: Path) -> None:
+    task = load_task("listops", tmp_path, quick=True)
+    settings = replace(QUICK, steps=60, judge_every=30)
+    row = lra_loop.Training(task, attention, settings, 0, "fast", tmp_path / "run", 1e-2).run()
+    losses = row["curve"]["train"]
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+    assert row["done"] and row["step_ms"] > 0 and 0 <= row["test_accuracy"] <= 1
+
+
+def test_the_best_model_is_the_one_that_is_tested(finished: Path) -> None:
+    (row,) = rows_of(finished)
+    curve = row["curve"]
+    best = max(curve["valid_accuracy"])
+    assert curve["valid_step"] == [5, 10, 15, 20] and len(curve["train"]) == 20
+    assert row["valid_accuracy"] == best
+    assert row["best_step"] == curve["valid_step"][curve["valid_accuracy"].index(best)]
+    assert row["source"] == "generated" and row["stand_in"] is False
+
+
+def test_a_resumed_training_continues_the_same_curve(tmp_path: Path) -> None:
+    task = load_task("listops", tmp_path, quick=True)
+    settings = replace(QUICK, steps=20, judge_every=5, dropout=0.2)
+
+    def training(folder: str, goes_on: bool = False) -> lra_loop.Training:
+        return lra_loop.Training(
+            task, "performer", settings, 3, "fast", tmp_path / folder, None, goes_on
+        )
+
+    unbroken = training("a").run()
+
+    class Stopped(Exception):
+        pass
+
+    broken, done = training("b"), 0
+    take = broken._take_step
+
+    def stop_after_12(*batch: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done > 12:
+            raise Stopped
+        return take(*batch)
+
+    broken._take_step = stop_after_12  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        broken.run()
+    resumed = training("b", goes_on=True)
+    assert resumed.resumed == [10]
+    row = resumed.run()
+    assert row["curve"] == unbroken["curve"]
+    assert row["test_accuracy"] == unbroken["test_accuracy"]
+    other = replace(settings, width=8)
+    with pytest.raises(lra_loop.CheckpointError, match="had another width than this one"):
+        lra_loop.Training(task, "performer", other, 3, "fast", tmp_path / "b", None, True)
+
+
+def test_going_on_adds_what_the_record_lacks(
+    own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = rows_of(own)
+    run_lra.main([*SMALL, "--attention", "linear", "--out", str(own), "--go-on"])
+    after = rows_of(own)
+    assert after[0] == before[0] and [row["attention"] for row in after] == ["flash", "linear"]
+    monkeypatch.setattr(run_lra, "train_one", None)  # training again would fail
+    capsys.readouterr()
+    run_lra.main([*SMALL, "--attention", "linear", "--out", str(own), "--go-on"])
+    assert "| linear attention |" in capsys.readouterr().out
+
+
+def test_several_trainings_take_a_process_each(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--attention", "flash", "local", "naive", "--out", str(own), "--go-on"]
+    pytest.importorskip("matplotlib")
+    run_lra.main([*SMALL, *options, "--plots", str(own / "plots")])
+    rows = {row["attention"]: row for row in rows_of(own)}
+    assert set(rows) == {"flash", "local", "naive"}
+    assert rows["naive"]["peak_bytes"] is None or rows["naive"]["peak_bytes"] > 0
+    assert rows["naive"]["curve"]["train"] == pytest.approx(
+        rows["flash"]["curve"]["train"], rel=1e-3
+    )
+    out = capsys.readouterr().out
+    assert "listops (generated)" in out and "| Transformer |" in out
+    for name in ("accuracy_speed", "accuracy_memory"):
+        assert (own / "plots" / f"lra_{name}.png").stat().st_size > 1000
+
+
+def test_ctrl_c_keeps_the_training_for_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(lra_loop.CtrlC):
+        def __enter__(self) -> Asked:
+            super().__enter__()
+            self.asked = True
+            return self
+
+    run = [*SMALL, "--attention", "flash", "--out", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(lra_loop, "CtrlC", Asked)
+        with pytest.raises(SystemExit) as ended:
+            run_lra.main(run)
+    assert ended.value.code == run_lra.INTERRUPTED
+    assert [row["done"] for row in rows_of(tmp_path)] == [False]
+    run_lra.main([*run, "--go-on"])
+    assert [row["done"] for row in rows_of(tmp_path)] == [True]
+
+
+def test_wrong_options_are_refused_in_one_line(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(own)]
+    for options, words in (
+        ([*SMALL, *out], "--go-on adds to it"),
+        ([*SMALL, *out, "--go-on", "--steps", "30"], "with another steps; pass the options"),
+        (["--task", "sudoku"], "invalid choice: 'sudoku'"),
+        (["--attention", "nystrom"], "invalid choice: 'nystrom'"),
+        (["--all", "--attention", "flash"], "leave out --attention, or --all"),
+        (["--tune", "--lr", "1"], "leave out --lr"),
+        (["--data", "x"], "add --task text, retrieval or image"),
+        (["--task", "text", "--data", str(tmp_path / "no"), "--out", str(tmp_path)], "train/pos"),
+        (["--steps", "0"], "must be a whole number, 1 or more"),
+    ):
+        assert words in refused(capsys, *options), options
+    (own / "lra.json").write_text("{}")
+    assert "not a record of this script" in refused(capsys, *SMALL, *out, "--go-on")
+
+
+def test_figures_of_lengths_measure_all_nine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    run_lra.main(["--figures", "lengths", "--lengths", "64", "32", "--budget", "0.01",
+                  "--out", str(tmp_path), "--plots", str(tmp_path)])  # fmt: skip
+    record = json.loads((tmp_path / "lra_lengths.json").read_text())
+    assert [row["length"] for row in record["rows"]] == [32, 64]
+    assert all(entry["median"] > 0 for row in record["rows"] for entry in row["ms"].values())
+    assert all(set(row["ms"]) == set(METHODS) for row in record["rows"])
+    assert "faster than flash from" in capsys.readouterr().out
+    assert (tmp_path / "lra_lengths.png").stat().st_size > 1000
+
+
+def test_a_crossover_is_the_length_from_which_on_a_method_stays_faster() -> None:
+    times = {"flash": (1, 2, 4, 8), "linear": (2, 1.5, 5, 6), "local": (0.5, 1, 2, 4),
+             "smyrf": (9, 9, 9, 9), "naive": (0.5, 3, None, None)}  # fmt: skip
+    rows = [
+        {"length": length, "ms": {
+            name: None if values[i] is None else {"median": values[i]} for name, values in times.items()
+        }}
+        for i, length in enumerate((256, 512, 1024, 2048))
+    ]  # fmt: skip
+    assert crossovers(rows) == {"linear": 2048, "local": 256, "smyrf": None, "naive": None}
+    table = lengths_table(rows)
+    assert "| Smyrf | 9 | 9 | 9 | 9 | not up to 2,048 |" in table
+    assert "| Transformer | 0.5 | 3 | – | – |" in table
+
+
+def test_naive_attention_stops_before_the_memory_is_full() -> None:
+    assert has_room("naive", 4096, "fast") and not has_room("naive", 32768, "fast")
+    assert has_room("flash", 32768, "fast") and has_room("naive", 32768, "cuda")
+
+
+def test_tables_name_the_source_and_the_spread_of_seeds() -> None:
+    base = {
+        "task": "text",
+        "source": "stand-in: bytes of Python's sources",
+        "done": True,
+        "lr": 1e-3,
+    }
+    rows = [
+        {**base, "attention": name, "seed": seed, "test_accuracy": accuracy, "valid_accuracy": accuracy,
+         "step_ms": ms, "peak_bytes": peak}
+        for name, seed, accuracy, ms, peak in (
+            ("naive", 0, 0.5, 10.0, 2**21), ("flash", 0, 0.5, 4.0, 2**20), ("flash", 1, 0.6, 6.0, 2**20)
+        )
+    ]  # fmt: skip
+    table = results_table(rows)
+    assert "text (stand-in: bytes of Python's sources)" in table
+    assert "| FlashAttention | 55.0 ± 5.0 | 2 | 5 | 2.00 | 1 | 0.50 |" in table
+    rates = rates_table([*rows, {**rows[0], "lr": 3e-3, "valid_accuracy": 0.7}])
+    assert "| text, Transformer | 50.0 | **70.0** |" in rates

@@ -24,7 +24,7 @@ from course.tasks import TASKS  # noqa: E402
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 #: A page whose blocks launch CUDA kernels says so in a comment; a single block says so as its language.
 SIMULATED = "<!-- blocks: simulator -->"
-PLAIN, ON_DEVICE = "python", "python simulator"
+PLAIN, ON_DEVICE, WITH_TORCH = "python", "python simulator", "python torch"
 FENCE = re.compile(r"^( *)(`{3,}|:{3,})(.*)$")
 LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(<?([^)\s>]+)>?\)")
 PACKAGES = ("minitorch", "kernels")
@@ -88,11 +88,11 @@ PROGRAMS = [
     pytest.param(
         page,
         language,
-        id=name_of(page) + " on a device" * (language == ON_DEVICE),
+        id=name_of(page) + language.removeprefix(PLAIN),
         marks=[pytest.mark.simulator] * (language == ON_DEVICE or is_simulated(page)),
     )
     for page in PAGES
-    for language in (PLAIN, ON_DEVICE)
+    for language in (PLAIN, ON_DEVICE, WITH_TORCH)
     if blocks(page, language)
 ]
 
@@ -102,6 +102,8 @@ def test_every_python_block_of_a_page_runs(
     page: Path, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One namespace a page; an error is at the page's own line."""
+    if language == WITH_TORCH:
+        pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # classes of a page belong to a module

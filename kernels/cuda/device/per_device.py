@@ -17,6 +17,9 @@ from kernels.cuda.runtime.arrays import (
 from kernels.cuda.runtime.recipe import written
 from kernels.runtime.targets import IS_SIMULATOR, compute_capability, cuda, current_device
 
+#: The compute capability of Hopper.
+HOPPER = (9, 0)
+
 
 def multiprocessors() -> int:
     """Return the number of multiprocessors of the current device."""
@@ -82,11 +85,13 @@ def why_no_device(needed: tuple[int, int]) -> str | None:
     """Return why the device lacks the tensor cores that a kernel needs, or None.
 
     Args:
-        needed: The least compute capability.
+        needed: The least compute capability; of :data:`HOPPER` the only generation.
     """
     if IS_SIMULATOR:
         return "numba's simulator has no tensor cores"
-    if (found := compute_capability()) < needed:
+    found = compute_capability()
+    # The instructions of 9.0a, wgmma among them, exist on no later generation.
+    if found < needed or (needed == HOPPER and found[0] > HOPPER[0]):
         least, have = (".".join(map(str, version)) for version in (needed, found))
         return f"it needs compute capability {least}, this device has {have}"
     return None

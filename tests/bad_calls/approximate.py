@@ -63,16 +63,21 @@ def attend(method: str, **options: Any) -> Any:
 APPROXIMATE = {
     "causal linformer": wrong(
         lambda o: attention.linformer(o.heads, o.heads, o.heads, project_k=o.matrix, is_causal=True),
-        ValueError, "is_causal", "linear, performer, local, reformer, flash, naive"
+        ValueError, "is_causal", "linear, performer, local, reformer, block_sparse, flash, naive"
     ),
     "causal smyrf": wrong(
         attend("smyrf", is_causal=True), ValueError, "linear, performer, local, reformer"
     ),
     "masked performer": wrong(
-        attend("performer", attn_mask=np.ones((3, 3), bool)), ValueError, "local, flash, naive", "key_mask"
+        attend("performer", attn_mask=np.ones((3, 3), bool)),
+        ValueError,
+        "local, block_sparse, flash, naive",
+        "key_mask",
     ),
     "dropout in linear attention": wrong(
-        attend("linear", dropout_p=0.5), ValueError, "linformer, local, reformer, smyrf, flash, naive"
+        attend("linear", dropout_p=0.5),
+        ValueError,
+        "linformer, local, reformer, smyrf, block_sparse, flash, naive",
     ),
     "projection shorter than the sequence": wrong(
         lambda o: attention.linformer(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from numba import int64, uint16, uint32
+from numba import int32, int64, uint16, uint32
 
 from kernels.cuda.attention.flash2_mma.float32_terms import NUMBERS, make_split
 from kernels.cuda.ptx.copies import (
@@ -158,11 +158,10 @@ def make_copy_tile(
         row_bytes = source.strides[2]
         address = global_address(source) + b * source.strides[0] + h * source.strides[1]
         address += (first + row) * row_bytes + chunk * CHUNK
-        # In 32 bits: these numbers stay in registers through the loop.
-        left = uint32(max(stop - first - row, 0)) if chunk * PIECE < source.shape[3] else uint32(0)
+        length = int32(stop - first) if chunk * PIECE < source.shape[3] else int32(0)
         for i in range(loads):
             if rows % step == 0 or row + i * step < rows:
-                bytes_ = CHUNK if uint32(i * step) < left else 0
+                bytes_ = CHUNK if row + i * step < length else 0
                 cp_async_16(target + place(row + i * step, chunk), address, bytes_)
                 address += step * row_bytes
 

@@ -9,7 +9,7 @@ from kernels import BlockMask
 from kernels.common.arguments import whole
 
 from ...tensor import Tensor
-from .support import Masked, check_operands, check_options, key_mask_array
+from .support import Masked, check_operands, check_options, one_mask
 
 PATTERNS = ("butterfly", "bigbird", "strided")
 
@@ -68,10 +68,7 @@ def block_sparse(
     check_operands("block_sparse", q, k, v)
     if pattern not in PATTERNS:
         raise ValueError(f"pattern must be one of {PATTERNS}, got {pattern!r}")
-    if key_mask is not None:
-        if attn_mask is not None:
-            raise ValueError("pass key_mask or attn_mask, not both; combine them with &")
-        attn_mask = key_mask_array(key_mask, k)[..., None, None, :]  # (…, 1, 1, seq_k)
+    attn_mask = one_mask(attn_mask, key_mask, k)
     mask = pattern_mask(pattern, q.shape[-2], k.shape[-2], whole("block_size", block_size, 1))
     return q.flash_attention(
         k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,

@@ -109,6 +109,15 @@ def places_in_groups(order: Tensor, groups: Groups) -> Tensor:
     return Gather.apply(order.f.id_map(table, order.empty(order.shape)), order.dims - 1, places)
 
 
+def ungrouped_results(
+    out: Tensor, lse: Tensor, order: Tensor, groups: Groups
+) -> tuple[Tensor, Tensor]:
+    """Return out (…, seq, dim) and lse (…, seq) at their positions, given those of attention in groups."""
+    places = places_in_groups(order, groups)
+    lse = ungrouped(lse.contiguous().view(*lse.shape, 1), places)
+    return ungrouped(out, places), lse.view(*lse.shape[:-1])
+
+
 def ungrouped(t: Tensor, places: Tensor) -> Tensor:
     """Return the rows of groups at their positions: (…, seq, dim) for (…, groups, width, dim)."""
     *lead, count, width, dim = t.shape

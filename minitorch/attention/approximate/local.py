@@ -7,7 +7,7 @@ from typing import Any
 from kernels.common.arguments import whole
 
 from ...tensor import Tensor
-from .support import Masked, check_operands, check_options, key_mask_array
+from .support import Masked, check_operands, check_options, one_mask
 
 
 def local(
@@ -50,10 +50,7 @@ def local(
     check_options("local", Masked(attn_mask, dropout_p, is_causal, scale))
     check_operands("local", q, k, v)
     size = whole("window", window, 0)
-    if key_mask is not None:
-        if attn_mask is not None:
-            raise ValueError("pass key_mask or attn_mask, not both; combine them with &")
-        attn_mask = key_mask_array(key_mask, k)[..., None, None, :]  # (…, 1, 1, seq_k)
+    attn_mask = one_mask(attn_mask, key_mask, k)
     return q.flash_attention(
         k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         window_size=(size, size),

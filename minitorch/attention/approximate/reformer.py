@@ -15,9 +15,8 @@ from .chunks import (
     consecutive,
     grouped,
     grouped_positions,
-    places_in_groups,
     swap,
-    ungrouped,
+    ungrouped_results,
 )
 from .hashing import gaussian, hash_seed, nearest
 from .rounds import merged
@@ -126,9 +125,7 @@ def _one_round(
         scale=scale,
         return_lse=True,
     )
-    places = places_in_groups(order, own)
-    lse = ungrouped(lse.contiguous().view(*lse.shape, 1), places)
-    return ungrouped(out, places), lse.view(*lse.shape[:-1])
+    return ungrouped_results(out, lse, order, own)
 
 
 def _visible(

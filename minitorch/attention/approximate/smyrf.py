@@ -15,9 +15,8 @@ from .chunks import (
     balanced,
     grouped,
     grouped_positions,
-    places_in_groups,
     swap,
-    ungrouped,
+    ungrouped_results,
 )
 from .hashing import gaussian, hash_seed
 from .rounds import merged
@@ -94,9 +93,7 @@ def smyrf(
             scale=scale,
             return_lse=True,
         )
-        places = places_in_groups(order_q, of_q)
-        lse = ungrouped(lse.contiguous().view(*lse.shape, 1), places)
-        parts.append((ungrouped(out, places), lse.view(*lse.shape[:-1])))
+        parts.append(ungrouped_results(out, lse, order_q, of_q))
     return merged(parts)
 
 

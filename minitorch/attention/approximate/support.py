@@ -115,6 +115,19 @@ def key_mask_array(key_mask: Any, k: Tensor) -> Any:
     return computed(lambda: array != 0, key_mask)
 
 
+def one_mask(attn_mask: Any, key_mask: Any, k: Tensor) -> Any:
+    """Return the mask of a call as ``attn_mask``, of which a key mask is (…, 1, 1, seq_k); or None.
+
+    Raises:
+        ValueError: If both are given.
+    """
+    if key_mask is None:
+        return attn_mask
+    if attn_mask is not None:
+        raise ValueError("pass key_mask or attn_mask, not both; combine them with &")
+    return key_mask_array(key_mask, k)[..., None, None, :]
+
+
 def kept_keys(key_mask: Any, k: Tensor) -> Tensor | None:
     """Return a key mask as a factor of keys, (…, 1, seq_k, 1): 1 for a visible key, 0 for a hidden one."""
     if key_mask is None:

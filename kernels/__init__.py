@@ -105,9 +105,9 @@ def flash_attention_backward(
         options: Options by name; the same values as in the forward pass.
 
     Returns:
-        dq, dk and dv, of the shapes of q, k and v and the library of q; with ``mask_gradient`` also that of the mask, and
-        with ``sink_gradient`` that of the sinks, (heads,) and of the dtype of lse.  The
-        dimensions of each gradient have the same order in memory as those of its operand.
+        dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask, and
+        with ``sink_gradient`` that of the sinks, (heads,) and of the dtype of lse.  All are arrays of the
+        library of q.  The dimensions of each gradient have the same order in memory as those of its operand.
 
     Raises:
         TypeError: If an operand is not a floating-point array, an option has the wrong type, or dout, out

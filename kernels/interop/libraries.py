@@ -97,6 +97,7 @@ class Torch(Library):
         self._dtypes = {dtype.num: theirs for dtype, theirs in dtypes.items()}
         self._strings = {theirs: dtype.str for dtype, theirs in dtypes.items()}
         self._empty, self._empty_strided = module.empty, module.empty_strided
+        self._records = module.is_grad_enabled
         # What torch.compile's own code calls: a tenth of the time of torch.cuda.current_stream.
         self._stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or (
             lambda number: module.cuda.current_stream(number).cuda_stream
@@ -106,14 +107,12 @@ class Torch(Library):
         """Return a tensor as NumPy's or numba's array; see :func:`as_array`.
 
         Raises:
-            ValueError: If the tensor requires grad, or is on another device than the current one.
+            ValueError: If the tensor requires grad where PyTorch records, or is on another device than the current one.
             TypeError: If neither NumPy nor CUDA can read it.
         """
         if array.requires_grad:
-            raise ValueError(
-                "the tensor requires grad, but kernels on arrays record no gradients; call "
-                "kernels.interop.torch.flash_attention, which PyTorch differentiates, or pass x.detach()"
-            )
+            self._check_grad(array)
+            array = array.detach()
         typestr = self._strings.get(array.dtype)
         if typestr is None or array.layout is not self.module.strided:
             raise TypeError(
@@ -147,6 +146,23 @@ class Torch(Library):
         if array.dtype == BFLOAT16:
             return self.module.from_numpy(array.view(np.int16)).view(self.module.bfloat16)
         return self.module.from_numpy(array)
+
+    def _check_grad(self, array: Any) -> None:
+        if self._records():
+            raise ValueError(
+                "the tensor requires grad, but kernels on arrays record no gradients; call "
+                "kernels.interop.torch.flash_attention, which PyTorch differentiates, or pass x.detach()"
+            )
+
+    def describe(self, array: Any) -> tuple[Any, int]:
+        """Return the layout of a tensor, and its address.
+
+        Raises:
+            ValueError: If the tensor requires grad where PyTorch records.
+        """
+        if array.requires_grad:
+            self._check_grad(array)
+        return (array.shape, array.stride(), array.dtype, array.device), array.data_ptr()
 
     def _current_stream(self, array: Any) -> int:
         """Return PyTorch's current stream of a tensor's device; 0 is the legacy default stream."""

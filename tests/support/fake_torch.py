@@ -71,6 +71,7 @@ class FakeTorch(SimpleNamespace):
         self.stream, self.made, self.is_capturing = 0, list[int](), False
         self.cuda = SimpleNamespace(is_current_stream_capturing=lambda: self.is_capturing)
         self._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda number: self.stream)
+        self.is_grad_enabled = lambda: True
         self._addresses = count(1 << 50, 1 << 30)
 
     def empty_strided(self, shape: Any, strides: Any, dtype: Any, device: Any) -> Tensor:

@@ -107,7 +107,8 @@ def flash_attention_backward(
     Returns:
         dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask, and
         with ``sink_gradient`` that of the sinks, (heads,) and of the dtype of lse.  All are arrays of the
-        library of q.  The dimensions of each gradient have the same order in memory as those of its operand.
+        library of q.  The dimensions of each gradient have the same order in memory as those of its
+        operand.
 
     Raises:
         TypeError: If an operand is not a floating-point array, an option has the wrong type, or dout, out

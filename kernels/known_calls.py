@@ -27,7 +27,6 @@ def _of_device_array(array: Any) -> tuple[Any, int]:
     return (array.shape, array.strides, array.dtype), address_of(array)
 
 
-
 #: For each type of operand, the function that returns its layout and its address.
 DESCRIBE: dict[type, Callable[[Any], tuple[Any, int]]] = {DeviceArray: _of_device_array}
 #: Options whose values are not part of a kind: a call with one of them runs in full.

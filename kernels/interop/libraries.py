@@ -107,7 +107,7 @@ class Torch(Library):
         """Return a tensor as NumPy's or numba's array; see :func:`as_array`.
 
         Raises:
-            ValueError: If the tensor requires grad where PyTorch records, or is on another device than the current one.
+            ValueError: If the tensor requires grad where PyTorch records, or is not on the current device.
             TypeError: If neither NumPy nor CUDA can read it.
         """
         if array.requires_grad:

@@ -17,11 +17,16 @@ _modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
+#: CUDA graphs of torch.compile leave the operators out: the kernels run on the legacy default stream.
+_TAGS = [getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)]
+_OPTIONS: Any = {"mutates_args": (), **({"tags": _TAGS} if _TAGS else {})}
+
+
 def is_traced(tensors: tuple[Any, ...]) -> bool:
     """Tell whether a call has to be an operator of PyTorch, which takes longer than calling the kernels."""
     if torch.compiler.is_compiling() or _modes():
         return True
-    for tensor in tensors:
+    for tensor in tensors:  # noqa: SIM110 - any() takes longer
         if type(tensor) not in _PLAIN:
             return True
     return False
@@ -90,7 +95,7 @@ def _options(
     return options
 
 
-@torch.library.custom_op("minitorch::flash_attention", mutates_args=())
+@torch.library.custom_op("minitorch::flash_attention", **_OPTIONS)
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
     sink: Tensor | None, seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
@@ -105,7 +110,7 @@ def _forward(
     return kernels.flash_attention_forward(q, k, v, **options)
 
 
-@torch.library.custom_op("minitorch::flash_attention_backward", mutates_args=())
+@torch.library.custom_op("minitorch::flash_attention_backward", **_OPTIONS)
 def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     attn_mask: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None, seed: Tensor | None,
@@ -131,7 +136,9 @@ def _like(operand: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
     repeats = any(step == 0 and size != 1 for step, size in zip(steps, shape, strict=False))
     if len(steps) != len(shape) or repeats:
         return operand.new_empty(shape, dtype=dtype)
-    order = sorted(range(len(shape)), key=lambda i: (steps[i], shape[i] != 1, -i), reverse=True)
+    order = sorted(
+        range(len(shape)), key=lambda i: (steps[i], bool(shape[i] != 1), -i), reverse=True
+    )
     places = [order.index(i) for i in range(len(shape))]
     return operand.new_empty([shape[i] for i in order], dtype=dtype).permute(places)
 

@@ -49,7 +49,8 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        dout, dlse = gradients
         *_, out, _lse = saved = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
         dout = torch.zeros_like(out) if dout is None else dout
@@ -57,7 +58,7 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # for a second derivative, or within torch.func
             dq, dk, dv, *others = _Gradient.apply(*args)  # type: ignore[misc]
         else:
-            dq, dk, dv, *others = _Gradient.forward(*args)
+            dq, dk, dv, *others = _Gradient.forward(*args)  # type: ignore[call-arg]
         dmask, dsink = (others.pop(0) if want else None for want in wanted)
         return dq, dk, dv, dmask, None, dsink, None
 
@@ -103,9 +104,9 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], dout: Any, dlse: Any, *args: Any
+        info: Any, in_dims: tuple[Any, ...], *args: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        *tensors, out, lse, wanted, options = args
+        dout, dlse, *tensors, out, lse, wanted, options = args
         if any(wanted):
             raise NotImplementedError(
                 "vmap of flash_attention has no gradient of attn_mask or sink; detach it, or loop"

@@ -27,7 +27,7 @@ def register_with_transformers() -> None:
     attention sinks and dropout work as in the model's own attention.
 
     Raises:
-        ImportError: If transformers is not installed, or has no attention interface (before 4.48).
+        ImportError: If transformers is not installed, or has no attention interface (before 4.53).
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface

@@ -55,7 +55,7 @@ def flash_attention(
         scale: Factor of the scores; 1/sqrt(head_dim) when None.
         enable_gqa: Let groups of adjacent query heads share one head of k and v.
         causal_offset: Shift of the diagonal of ``is_causal``, ``window_size`` and ``alibi_slopes``.
-        window_size: (left, right): columns visible to each side of the diagonal, inclusive; -1 is unbounded.
+        window_size: (left, right): columns visible to each side of the diagonal, inclusive; -1: unbounded.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
         alibi_slopes: (heads,) or (batch, heads), constants.
         sink: (heads,), one logit per head, in the softmax's denominator only.  It receives a gradient.
@@ -79,7 +79,7 @@ def flash_attention(
         TypeError: If an operand is not a tensor, dtypes differ, or an option has the wrong type.
         ValueError: If tensors are on different devices, or a shape or a value is invalid.
     """
-    arrays = q, k, v, attn_mask, alibi_slopes, sink
+    arrays: Any = q, k, v, attn_mask, alibi_slopes, sink
     _check_tensors(arrays)
     if torch.is_autocast_enabled(q.device.type):
         arrays = *_in_autocast(q.device.type, *arrays[:4]), alibi_slopes, sink
@@ -93,11 +93,18 @@ def flash_attention(
         options["enable_gqa"] = enable_gqa
     if dropout_p or softcap or causal_offset or window_size is not None:
         options.update(
-            dropout_p=dropout_p, softcap=softcap, causal_offset=causal_offset, window_size=window_size
+            dropout_p=dropout_p,
+            softcap=softcap,
+            causal_offset=causal_offset,
+            window_size=window_size,
         )
     if not (block_mask is mask_mod is score_mod is precision is None and rung == "auto"):
         options.update(
-            block_mask=block_mask, mask_mod=mask_mod, score_mod=score_mod, precision=precision, rung=rung
+            block_mask=block_mask,
+            mask_mod=mask_mod,
+            score_mod=score_mod,
+            precision=precision,
+            rung=rung,
         )
     if is_traced(arrays):
         out, lse = compiled_attention(*arrays, seed, options)

@@ -49,8 +49,8 @@ def register_with_sdpa() -> None:
     register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
     if register is None:
         raise RuntimeError(
-            f"PyTorch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; update it, "
-            "or call kernels.interop.torch.flash_attention"
+            f"PyTorch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl; update "
+            "it, or call kernels.interop.torch.flash_attention"
         )
     register(NAME, register_fn=_activate)
 

@@ -83,9 +83,7 @@ def logits_and_gradients(name: str, attention: str, device: str, padded: str | N
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("padded", [None, "right", "left"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "bert"])
-def test_logits_and_gradients_are_those_of_sdpa(
-    name: str, padded: str | None, device: str
-) -> None:
+def test_logits_and_gradients_are_those_of_sdpa(name: str, padded: str | None, device: str) -> None:
     actual = logits_and_gradients(name, "minitorch_flash", device, padded)
     expected = logits_and_gradients(name, "sdpa", device, padded)
     assert len(actual) == len(expected) > 10

@@ -73,18 +73,21 @@ class Call:
         return self._torch.autograd.grad(out, self._leaves, self._dout)
 
 
+def reason_against(step: Step) -> str | None:
+    """Run a step a few times; return why it cannot run, or None."""
+    try:
+        for _ in range(WARM_UP):
+            step()
+    except (RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
 def row_of(kind: str, steps: dict[str, Step], device: str, budget: float, **case: Any) -> Row:
     """Time contestants; return the time of each, and that of PyTorch's fastest over ours."""
-    times, why_not = {}, {}
-    usable = dict(steps)
-    for name, step in steps.items():
-        try:
-            for _ in range(WARM_UP):
-                step()
-        except (RuntimeError, ValueError) as error:
-            why_not[name] = str(error).splitlines()[0]
-            del usable[name]
-    times = interleaved(usable, device, budget)
+    reasons = {name: reason_against(step) for name, step in steps.items()}
+    why_not = {name: reason for name, reason in reasons.items() if reason}
+    times = interleaved({n: s for n, s in steps.items() if n not in why_not}, device, budget)
     row: Row = {"kind": kind, **case}
     row["ms"] = {name: spread(found, 1e3) for name, found in times.items()}
     if why_not:
@@ -129,17 +132,19 @@ def step_row(
             attend=attend if name == OURS else None,
         )  # fmt: skip
         turns = cycle([[gpt.place(x) for x in pair] for pair in ids])
-        return lambda: gpt.step(*next(turns), size.lr)
+
+        def step() -> None:
+            inputs, targets = next(turns)
+            gpt.step(inputs, targets, size.lr)
+
+        return step
 
     if compiled:
         torch._dynamo.reset()
     steps = {name: step_of(name) for name in (OURS, *backends)}
-    case = {
-        "batch": size.batch,
-        "context": size.context,
-        "layers": size.layers,
-        "width": size.width,
-    }
+    case: Row = {
+        "batch": size.batch, "context": size.context, "layers": size.layers, "width": size.width,
+    }  # fmt: skip
     return row_of("compiled step" if compiled else "step", steps, device, budget, **case)
 
 
@@ -174,11 +179,11 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("PyTorch is not installed; run pip install torch")
     device = args.device or ("cpu" if why_no_cuda() else "cuda")
     size = size_of("gpt2-small", quick=args.quick)
-    case: Any = torch, import_module("kernels.interop.torch").flash_attention, device, args.seconds
+    attend = import_module("kernels.interop.torch").flash_attention
     parts: dict[str, Callable[[], list[Row]]] = {
-        "call": lambda: call_rows(*case, args.quick),
-        "step": lambda: [step_row(*case, size, False)],
-        "compiled": lambda: [step_row(*case, size, True)],
+        "call": lambda: call_rows(torch, attend, device, args.seconds, args.quick),
+        "step": lambda: [step_row(torch, attend, device, args.seconds, size, False)],
+        "compiled": lambda: [step_row(torch, attend, device, args.seconds, size, True)],
     }
     path = args.json
     if args.publish:

@@ -13,6 +13,7 @@ transformers = pytest.importorskip(
 )
 
 from kernels.interop.torch import register_with_transformers  # noqa: E402
+from kernels.interop.torch.hugging_face import attention  # noqa: E402
 
 DEVICES = [
     "cpu",
@@ -137,3 +138,29 @@ def test_dropout_is_that_of_the_seed() -> None:
     finally:
         for layer in model.bert.encoder.layer:
             layer.attention.self.dropout.p = 0.0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_attend_within_themselves(causal: bool) -> None:
+    query, key, value = (torch.randn(1, heads, 9, 4) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    module = torch.nn.Module()
+    packed, _ = attention(
+        module, query, key, value, None, is_causal=causal, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds
+    )
+    for part in (slice(0, 4), slice(4, 9)):
+        alone, _ = attention(
+            module, *(x[:, :, part] for x in (query, key, value)), None, is_causal=causal
+        )
+        torch.testing.assert_close(packed[:, part], alone)
+
+
+def test_a_bias_adds_to_the_scores_beside_a_mask() -> None:
+    query, key, value = (torch.randn(2, 3, 6, 4) for _ in range(3))
+    bias, seen = torch.randn(1, 3, 6, 6), torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    hidden = torch.zeros(6, 6).masked_fill(~seen[0, 0], -float("inf"))[None, None]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    expected = sdpa(query, key, value, bias + hidden).transpose(1, 2)
+    for mask in (seen, hidden):
+        out, _ = attention(torch.nn.Module(), query, key, value, mask, position_bias=bias)
+        torch.testing.assert_close(out, expected)

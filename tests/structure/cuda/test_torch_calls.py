@@ -11,8 +11,9 @@ from unittest.mock import patch
 import pytest
 
 import kernels
+from kernels.cuda.runtime.memory_pool import Pool
 from kernels.interop import dlpack, libraries
-from kernels.known_calls import DESCRIBE
+from kernels.known_calls import DESCRIBE, glance, learn_type
 from kernels.runtime.targets import IS_SIMULATOR
 
 from ...support.fake_device import FakeDriver, fake_device
@@ -21,7 +22,7 @@ from ...support.fake_torch import FakeTorch, Tensor
 pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver to record")
 
 SHAPE = (1, 2, 40, 64)
-#: Bytes of a tensor map, which is made for each new address.
+#: Bytes of a tensor map.
 TENSOR_MAP = 128
 
 
@@ -44,8 +45,17 @@ def torch_on_a_device() -> Iterator[tuple[FakeTorch, FakeDriver, list[Any]]]:
         dlpack._EXPORTS.clear()
 
 
+def no_allocation(pool: Pool, size: int) -> Any:
+    """Stand for an allocation from our pool, but of a tensor map, which is made for each new address."""
+    assert size == TENSOR_MAP, "a known call has its memory from PyTorch"
+    return allocate(pool, size)
+
+
+allocate = Pool.allocate
+
+
 def test_a_known_call_runs_in_the_memory_and_in_the_order_of_pytorch() -> None:
-    with torch_on_a_device() as (fake, own, waits):
+    with torch_on_a_device() as (fake, _, waits):
         q, k, v = (fake.randn(*SHAPE) for _ in range(3))
 
         def call() -> list[Any]:
@@ -58,9 +68,8 @@ def test_a_known_call_runs_in_the_memory_and_in_the_order_of_pytorch() -> None:
             call()
         assert not waits, "PyTorch's default stream is ours"
         fake.stream = 7
-        before = sum(size for size in own.memory.values() if size > TENSOR_MAP)
-        results = call()
-        assert sum(size for size in own.memory.values() if size > TENSOR_MAP) == before
+        with patch.object(Pool, "allocate", no_allocation):
+            results = call()
         assert waits == [("legacy", 7), (7, "legacy")] * 2
         assert {type(x) for x in results} == {Tensor}
         assert {x.data_ptr() for x in results} <= set(fake.made)
@@ -81,6 +90,19 @@ def test_a_call_in_full_on_another_stream_waits_both_ways() -> None:
         waits.clear()
         dlpack._EXPORTS.clear()  # PyTorch has freed the results
         assert waits == [("legacy", 7)] * 4, "their memory is free after the work of its stream"
+
+
+def test_tensors_are_described_by_layout_and_address() -> None:
+    with torch_on_a_device() as (fake, *_):
+        q, other = fake.randn(*SHAPE), fake.randn(*SHAPE)
+        learn_type(q)
+        one = glance([q, other], {})
+        assert one is not None and one.starts == [q.data_ptr(), other.data_ptr()]
+        shifted = Tensor(q.data_ptr() + 2, q.shape, q.stride(), q.dtype)  # not aligned
+        for tensor in (shifted, fake.randn(*SHAPE, dtype="bfloat16"), fake.randn(1, 2, 64, 40)):
+            found = glance([tensor, other], {})
+            assert found is not None and found.kind != one.kind
+        assert glance([fake.randn(*SHAPE, requires_grad=True), other], {}) is None
 
 
 def test_a_captured_stream_is_refused() -> None:

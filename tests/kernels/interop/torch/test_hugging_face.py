@@ -146,7 +146,14 @@ def test_packed_sequences_attend_within_themselves(causal: bool) -> None:
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     module = torch.nn.Module()
     packed, _ = attention(
-        module, query, key, value, None, is_causal=causal, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds
+        module,
+        query,
+        key,
+        value,
+        None,
+        is_causal=causal,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
     )
     for part in (slice(0, 4), slice(4, 9)):
         alone, _ = attention(

@@ -72,6 +72,8 @@ def _check(dropout_p: float, return_debug_mask: bool = False) -> None:
         )
 
 
+# PyTorch calls both with tensors that require grad, and records their results itself.
+@torch.no_grad()
 def forward(
     query: Tensor,
     key: Tensor,
@@ -108,6 +110,7 @@ def forward(
     return out, lse, None, None, *lengths, state, offset, query.new_empty(0)
 
 
+@torch.no_grad()
 def backward(
     grad_out: Tensor,
     query: Tensor,

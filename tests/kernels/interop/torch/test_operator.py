@@ -161,6 +161,7 @@ def near(batch: Any, head: Any, row: Any, col: Any) -> Any:
         {"dropout_p": 0.4},
         {"dropout_p": 0.4, "seed": 2**64 - 1},
         {"score_mod": (shifted, one), "mask_mod": near},
+        {"block_mask": kernels.BlockMask(np.ones((1, 1), np.uint8), 7, 7, 16)},
         {"window_size": (2, 1), "causal_offset": 1, "softcap": 2.0, "scale": 0.4, "rung": "naive"},
     ],
     ids=lambda options: ",".join(options),

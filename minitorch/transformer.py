@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kernels.common.arguments import whole
 
 from .autodiff import is_recording, no_grad
-from .backends.matmul_precision import find_precision, in_own_precision
+from .backends.matmul_precision import in_own_precision, precision_and_dtypes
 from .layers.linear_cross_entropy import linear_cross_entropy
 from .models.decoding_step import summed
 from .models.kv_cache import KVCache, LayerCache, check_cache
@@ -93,14 +93,8 @@ class DecoderLM(Module):
     ):
         super().__init__()
         backend = backend or SimpleBackend
-        self.precision = own = None if precision is None else find_precision(precision)
+        self.precision, dtype, norms = precision_and_dtypes(precision, dtype)
         self.recompute = recompute
-        if own is not None and dtype is not None:
-            raise ValueError(
-                f"precision={precision!r} determines the dtype of the parameters, got dtype={dtype!r:.40} "
-                "as well; leave one of them out"
-            )
-        dtype, norms = (dtype, dtype) if own is None else (own.dtype, own.norms)
         self.backend = backend
         for name, size in (
             ("n_vocab", n_vocab),

@@ -24,6 +24,8 @@ EXTRAS = {
     "digits": [SKLEARN],
     "app": [MATPLOTLIB, "streamlit>=1.40,<2"],
     "docs": ["docutils>=0.21,<0.22", "furo>=2024.8,<2027", "myst-parser>=4,<6", "sphinx>=8.1,<9"],
+    # The operator of kernels.interop.torch, and attention for Hugging Face's models.
+    "torch": ["torch>=2.5,<3", "transformers>=4.53,<6"],
     # A peer for the benchmarks.  The CPU build is smaller; see pytorch.org for how to choose one.
     "bench": ["torch>=2.4,<3"],
     "dist": ["build>=1,<2", "twine>=5,<7"],

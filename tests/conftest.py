@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -72,3 +73,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reason = _why_skipped("cuda")
     if reason:
         terminalreporter.write_line(f"NO GPU TEST HAS RUN: {reason}", yellow=True, bold=True)
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        names = " and ".join(missing)
+        reason = f"{names} missing; pip install -e '.[torch]'"
+        terminalreporter.write_line(
+            f"NO TEST OF {names.upper()} HAS RUN: {reason}", yellow=True, bold=True
+        )

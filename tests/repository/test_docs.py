@@ -24,7 +24,9 @@ from course.tasks import TASKS  # noqa: E402
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 #: A page whose blocks launch CUDA kernels says so in a comment; a single block says so as its language.
 SIMULATED = "<!-- blocks: simulator -->"
-PLAIN, ON_DEVICE, WITH_TORCH = "python", "python simulator", "python torch"
+PLAIN, ON_DEVICE = "python", "python simulator"
+#: A block that needs packages beyond the requirements names them.
+WITH_TORCH, WITH_MODELS = "python torch", "python torch transformers"
 FENCE = re.compile(r"^( *)(`{3,}|:{3,})(.*)$")
 LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(<?([^)\s>]+)>?\)")
 PACKAGES = ("minitorch", "kernels")
@@ -92,7 +94,7 @@ PROGRAMS = [
         marks=[pytest.mark.simulator] * (language == ON_DEVICE or is_simulated(page)),
     )
     for page in PAGES
-    for language in (PLAIN, ON_DEVICE, WITH_TORCH)
+    for language in (PLAIN, ON_DEVICE, WITH_TORCH, WITH_MODELS)
     if blocks(page, language)
 ]
 
@@ -102,8 +104,9 @@ def test_every_python_block_of_a_page_runs(
     page: Path, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One namespace a page; an error is at the page's own line."""
-    if language == WITH_TORCH:
-        pytest.importorskip("torch")
+    if language in (WITH_TORCH, WITH_MODELS):
+        for name in language.split()[1:]:
+            pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # classes of a page belong to a module

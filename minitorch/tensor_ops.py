@@ -257,7 +257,7 @@ class TensorOps(Widening):
         before_gelu: TensorData | None,
     ) -> None:  # fmt: skip
         """Fill ``out`` with rows @ weights + bias; or ``before_gelu`` with that, and ``out`` with GELU."""
-        raise NotImplementedError("a backend whose fuses_linear is True must define linear_into")
+        raise NotImplementedError("a backend with fuses_linear must define linear_into")
 
     @classmethod
     def linear_backward(
@@ -265,9 +265,7 @@ class TensorOps(Widening):
         has_bias: bool,
     ) -> tuple[TensorData, TensorData, TensorData | None]:  # fmt: skip
         """Return the gradients of rows, weights and bias; ``grad``, contiguous, is that of the output."""
-        raise NotImplementedError(
-            "a backend whose fuses_linear is True must define linear_backward"
-        )
+        raise NotImplementedError("a backend with fuses_linear must define linear_backward")
 
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:

@@ -140,6 +140,7 @@ if not _entrance.runs_as_command(__name__):
         )
         from .tensors.factories import tensor as _tensor
         from .tensors.gradient_check import grad_central_difference, grad_check
+        from .tensors.joining import cat, stack
         from .testing import MathTest, MathTestVariable
         from .training.adamw import AdamW
         from .training.anomaly import AnomalyError, detect_anomaly

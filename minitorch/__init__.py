@@ -54,6 +54,7 @@ if not _entrance.runs_as_command(__name__):
         from .cuda_kernel_ops import CudaKernelOps
         from .cuda_ops import CudaBackend, CudaOps, mm_practice, sum_practice
         from .datasets import datasets
+        from .drawing.expression_graph import ExpressionGraph
         from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d
         from .fast_ops import FastBackend, FastOps
         from .functions.base import Function

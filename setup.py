@@ -31,6 +31,9 @@ EXTRAS = {
         # The threads of the emulated GPU (tests/support/emulated/gpu.py).
         "greenlet>=3.0.1,<4",
         "hypothesis>=6.139,<7",
+        # Run the scripts in a notebook (tests/project/test_notebooks.py).
+        "ipykernel>=6.29,<8",
+        "nbclient>=0.10,<1",
         # Drives the Chromium that is installed; "playwright install chromium" gets one.
         "playwright>=1.40,<2",
         "pytest>=8,<10",

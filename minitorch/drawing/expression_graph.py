@@ -55,17 +55,21 @@ class ExpressionGraph:
         tallest = max(map(len, by_column.values()))
         p = Picture(ACROSS * len(by_column) - 20, DOWN * tallest + 4, "The graph of a computation")
         places: dict[int, tuple[float, float]] = {}
-        for column, variables in sorted(by_column.items()):
+        for column, variables in by_column.items():
             top = 10 + DOWN * (tallest - len(variables)) / 2
             for row, variable in enumerate(variables):
-                x, y = places[variable.unique_id] = 10 + ACROSS * column, top + DOWN * row
-                first, second, colour = _label(variable)
-                p.box(x, y, WIDTH, HEIGHT, fill=colour)
-                p.text(x + WIDTH / 2, y + 18, first, 13)
-                p.text(x + WIDTH / 2, y + 34, second, 12)
-                for parent in _inputs(variable):
-                    left, level = places[parent.unique_id]
-                    p.arrow(left + WIDTH, level + HEIGHT / 2, x, y + HEIGHT / 2)
+                places[variable.unique_id] = 10 + ACROSS * column, top + DOWN * row
+        for variable, _ in self.columns.values():
+            x, y = places[variable.unique_id]
+            for parent in _inputs(variable):
+                left, level = places[parent.unique_id]
+                p.arrow(left + WIDTH, level + HEIGHT / 2, x, y + HEIGHT / 2)
+        for variable, _ in self.columns.values():  # above the arrows
+            x, y = places[variable.unique_id]
+            first, second, colour = _label(variable)
+            p.box(x, y, WIDTH, HEIGHT, fill=colour)
+            p.text(x + WIDTH / 2, y + 18, first, 13)
+            p.text(x + WIDTH / 2, y + 34, second, 12)
         return p.svg()
 
 

@@ -9,7 +9,16 @@ from typing import Any
 from ..support.rooms import ROOT, declared, imported_names, imports, room_of, sources
 
 #: Modules of optional extras, which a function may import.
-EXTRAS = {"matplotlib", "torch", "streamlit", "plotly", "networkx", "pydoc_data", "sklearn"}
+EXTRAS = {
+    "matplotlib",
+    "torch",
+    "streamlit",
+    "plotly",
+    "networkx",
+    "pydoc_data",
+    "IPython",
+    "sklearn",
+}
 #: What minitorch may import of kernels.
 OPEN_ROOMS = {"interop", "common", "runtime", "problem", "scores"}
 OPEN_FILES = {

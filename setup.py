@@ -23,7 +23,15 @@ EXTRAS = {
     # The digits of project/run_digits.py, which come with the library.
     "digits": [SKLEARN],
     "app": [MATPLOTLIB, "streamlit>=1.40,<2"],
-    "docs": ["docutils>=0.21,<0.22", "furo>=2024.8,<2027", "myst-parser>=4,<6", "sphinx>=8.1,<9"],
+    "docs": [
+        "docutils>=0.21,<0.22",
+        "furo>=2024.8,<2027",
+        "ipykernel>=6.29,<8",
+        MATPLOTLIB,
+        "myst-nb>=1.2,<2",
+        "myst-parser>=4,<6",
+        "sphinx>=8.1,<9",
+    ],
     # A peer for the benchmarks.  The CPU build is smaller; see pytorch.org for how to choose one.
     "bench": ["torch>=2.4,<3"],
     "dist": ["build>=1,<2", "twine>=5,<7"],

@@ -71,7 +71,7 @@ setup(
     packages=find_packages(include=[name for p in PACKAGES for name in (p, f"{p}.*")]),
     package_data={name: ["py.typed"] for name in PACKAGES},
     zip_safe=False,
-    python_requires=">=3.10,<3.14",
+    python_requires=">=3.10,<3.15",
     install_requires=[line for line in LINES if line and not line.startswith("#")],
     extras_require=EXTRAS,
     classifiers=[
@@ -87,6 +87,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Education",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",

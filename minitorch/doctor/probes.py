@@ -78,7 +78,7 @@ def _numba_cuda() -> Any:
     """Import ``numba.cuda`` as ``kernels/runtime/targets.py`` does; NumPy 2.5 lacks a name it reads."""
     numpy = import_module("numpy")
     if not hasattr(numpy, "row_stack"):
-        numpy.row_stack = numpy.vstack
+        numpy.row_stack = numpy.vstack  # type: ignore[attr-defined]
     return import_module("numba.cuda")
 
 

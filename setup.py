@@ -23,7 +23,15 @@ EXTRAS = {
     # The digits of project/run_digits.py, which come with the library.
     "digits": [SKLEARN],
     "app": [MATPLOTLIB, "streamlit>=1.40,<2"],
-    "docs": ["docutils>=0.21,<0.22", "furo>=2024.8,<2027", "myst-parser>=4,<6", "sphinx>=8.1,<9"],
+    "docs": [
+        "docutils>=0.21,<0.22",
+        "furo>=2024.8,<2027",
+        "ipykernel>=6.29,<8",
+        MATPLOTLIB,
+        "myst-nb>=1.2,<2",
+        "myst-parser>=4,<6",
+        "sphinx>=8.1,<9",
+    ],
     # The operator of kernels.interop.torch, and attention for Hugging Face's models.
     "torch": ["torch>=2.5,<3", "transformers>=4.53,<6"],
     # A peer for the benchmarks.  The CPU build is smaller; see pytorch.org for how to choose one.
@@ -33,6 +41,9 @@ EXTRAS = {
         # The threads of the emulated GPU (tests/support/emulated/gpu.py).
         "greenlet>=3.0.1,<4",
         "hypothesis>=6.139,<7",
+        # Run the scripts in a notebook (tests/project/test_notebooks.py).
+        "ipykernel>=6.29,<8",
+        "nbclient>=0.10,<1",
         # Drives the Chromium that is installed; "playwright install chromium" gets one.
         "playwright>=1.40,<2",
         "pytest>=8,<10",
@@ -62,7 +73,7 @@ setup(
     packages=find_packages(include=[name for p in PACKAGES for name in (p, f"{p}.*")]),
     package_data={name: ["py.typed"] for name in PACKAGES},
     zip_safe=False,
-    python_requires=">=3.10,<3.14",
+    python_requires=">=3.10,<3.15",
     install_requires=[line for line in LINES if line and not line.startswith("#")],
     extras_require=EXTRAS,
     classifiers=[
@@ -78,6 +89,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Education",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",

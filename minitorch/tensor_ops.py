@@ -313,8 +313,7 @@ class TensorBackend:
         self.exp_map = map_(operators.exp)
         self.tanh_map = map_(operators.tanh)
         self.elu_map = map_(operators.elu)
-        self.id_map = map_(operators.id)
-        self.id_cmap = self.id_map
+        self.id_map = self.id_cmap = map_(operators.id)
         self.inv_map = map_(operators.inv)
 
         self.add_zip = zip_(operators.add)
@@ -337,6 +336,9 @@ class TensorBackend:
         self.matrix_multiply = ops.matrix_multiply
         self.fuses_linear, self.linear_into = ops.fuses_linear, ops.linear_into
         self.linear_backward = ops.linear_backward
+
+    def __repr__(self) -> str:
+        return f"TensorBackend({self.ops.__name__})"
 
     def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:
         """Return the maximum over a dimension, finite even for a row of minus infinities; see ``nn``."""

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from common.notebooks import show_picture, without_bar
 from tqdm import tqdm
 
 import minitorch
@@ -143,7 +144,9 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._start = time.perf_counter()
-        self._bar = tqdm(total=self.total, unit=self.unit, disable=None, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=self.total, unit=self.unit, disable=without_bar(), dynamic_ncols=True
+        )
         return self
 
     def update(self, done: int, figures: str) -> None:
@@ -215,26 +218,21 @@ def draw(path: Path, *panels: Panel) -> None:
         panels: What to draw, from left to right.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print(f'no picture {path}: matplotlib is missing (pip install -e ".[plot]")')
         return
-    matplotlib.use("Agg")  # no window
-    from matplotlib import pyplot as plt
-
-    width = 5.0 * len(panels)
-    figure, grid = plt.subplots(
-        1, len(panels), figsize=(width, 4.2), layout="constrained", squeeze=False
-    )
+    # Not by pyplot, whose settings are those of the notebook that runs a script.
+    figure = Figure(figsize=(5.0 * len(panels), 4.2), layout="constrained")
+    grid: Any = figure.subplots(1, len(panels), squeeze=False)
     for panel, axes in zip(panels, grid[0], strict=True):
         panel(axes)
     try:
         figure.savefig(path, dpi=120)
-        print(f"picture {path}")
     except OSError as error:
         sys.exit(f"the picture cannot be written ({error}); name another folder with --out")
-    finally:
-        plt.close(figure)
+    print(f"picture {path}")
+    show_picture(path)
 
 
 def curves(

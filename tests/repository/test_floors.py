@@ -17,6 +17,7 @@ EXTRAS = {
     "plotly",
     "networkx",
     "pydoc_data",
+    "IPython",
     "sklearn",
 }
 #: What minitorch may import of kernels.

@@ -30,7 +30,6 @@ numbered = tensor_data(small_floats)
 # --- task 2.1: storage and indexing ----------------------------------------------------------
 
 
-@pytest.mark.task2_1
 def test_strides_are_row_major_unless_given() -> None:
     assert TensorData([0.0] * 15, (3, 5)).strides == (5, 1)
     assert TensorData([0.0] * 15, (5, 3), (1, 5)).strides == (1, 5)

@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     two.add_argument(
         "--task", action="append", metavar="3.2", help="only this one; may be repeated"
     )
-    two.add_argument("--module", type=int, help="the tasks of this module; that of the tree if not given")
+    two.add_argument(
+        "--module", type=int, help="the tasks of this module; that of the tree if not given"
+    )
     two.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     two.add_argument("--gpu", action="store_true", help="run CUDA tasks on the GPU, not simulated")
     two.add_argument("--seconds", type=int, help="time limit of each task")

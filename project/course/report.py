@@ -12,7 +12,6 @@ from pathlib import Path
 from course.markers import CourseError
 from course.verdict import Result
 
-
 #: Of the tests that failed after the first one, so many are listed.
 LISTED = 8
 

@@ -257,7 +257,7 @@ TASKS = (
         "Walk through the loops of a kernel with a pencil: how often is each array read, how often "
         "written, and by which tile? Only the meter can say that the formula is right. Then let the "
         "formula choose the tile.",
-        TRAFFIC, needs=("5.4", "5.7"), simulator=True, metered=True,
+        TRAFFIC, needs=("5.4", "5.7"), free=2, simulator=True, metered=True,
     ),
     Task(
         "5.9", "Block-sparse attention", 10,

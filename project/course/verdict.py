@@ -161,6 +161,7 @@ def _short(test: str) -> str:
 def _text(test: str, record: dict[str, Any], task: Task) -> str:
     """Return what went wrong in a test: its name and the whole error, without empty lines."""
     lines = [line.rstrip() for line in record["message"].splitlines() if line.strip()]
+    lines = [line for line in lines if "@reproduce_failure" not in line]
     text = "\n".join(lines) or record["outcome"]
     if re.match(r"\w+(Error|Exception):\n", text):  # NumPy's assertions begin with an empty line
         text = text.replace("\n", " ", 1)

@@ -32,7 +32,7 @@ def check_backend(option: str, backend: minitorch.TensorBackend) -> None:
         option: How the user asked for it.
         backend: The backend.
     """
-    reason = backend.attention.memory.why_not()
+    reason = backend.memory.why_not()
     if reason is not None:
         sys.exit(f"{option} cannot run: {reason}")
 

@@ -46,11 +46,12 @@ simulated = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 
 
 def textbook(
-    arrays: Sequence[Array], seen: Any = True, factor: Any = 1.0, bias: Any = 0.0
+    arrays: Sequence[Array], seen: Any = True, factor: Any = 1.0, bias: Any = 0.0, cap: float = 0.0
 ) -> tuple[Array, Array]:
     """Return out and lse; ``factor`` multiplies probabilities, ``bias`` is added to scores."""
     q, k, v = arrays[:3]
     s = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1]) + bias
+    s = cap * np.tanh(s / cap) if cap else s
     s = np.where(seen, s, -np.inf)
     largest = s.max(-1, keepdims=True)
     p = np.exp(s - np.where(largest == -np.inf, 0.0, largest))
@@ -86,7 +87,7 @@ def drawn(seq_q: int, seq_k: int, dim: int, seed: int = 0) -> tuple[Array, ...]:
 
 def run(
     target: launch.Target, rung: str, arrays: tuple[Array, ...], tile: Any = None,
-    backward: bool = False, **options: Any,
+    backward: bool = False, dlse: Any = None, **options: Any,
 ) -> dict[str, Array]:  # fmt: skip
     """Run one rung on arrays of the host and return what it computes, on the host."""
     on_device = target is launch.CUDA
@@ -98,7 +99,7 @@ def run(
     out, lse = launch.forward(target, problem, operands, tile)
     results = {"out": out, "lse": lse}
     if backward:
-        operands = operands.having(out=out, lse=lse, dout=dout)
+        operands = operands.having(out=out, lse=lse, dout=dout, dlse=dlse)
         gradients = launch.backward(target, problem, operands, tile)
         results |= {name: getattr(gradients, name) for name in ("dq", "dk", "dv")}
     return {name: x.copy_to_host() if on_device else x for name, x in results.items()}
@@ -109,11 +110,15 @@ def check_forward(results: dict[str, Array], expected: tuple[Array, Array]) -> N
     assert_close_arrays(results["lse"], expected[1], np.float64, "lse", 10.0)
 
 
-def check_gradients(results: dict[str, Array], arrays: tuple[Array, ...], **options: Any) -> None:
+def check_gradients(
+    results: dict[str, Array], arrays: tuple[Array, ...], dlse: Any = 0.0, **options: Any
+) -> None:
     *operands, dout = arrays
 
     def loss(q: Array, k: Array, v: Array) -> float:
-        return float((textbook((q, k, v), **options)[0] * dout).sum())
+        out, lse = textbook((q, k, v), **options)
+        # The sum of -inf · 0 would be NaN.
+        return float((out * dout).sum() + np.where(np.isfinite(lse), lse * dlse, 0.0).sum())
 
     for name, expected in zip(
         ("dq", "dk", "dv"), measured_gradients(loss, tuple(operands)), strict=True
@@ -207,6 +212,21 @@ def test_a_row_that_sees_nothing_is_zero() -> None:
     assert (results["dk"][..., 2:, :] == 0.0).all()
 
 
+@pytest.mark.task5_2
+def test_the_gradient_of_lse_is_subtracted_from_delta() -> None:
+    arrays = drawn(5, 7, 3)
+    dlse = np.random.default_rng(7).standard_normal((1, 2, 5))
+    results = run(launch.NUMPY, "naive", arrays, backward=True, dlse=dlse)
+    check_gradients(results, arrays, dlse=dlse)
+
+
+@pytest.mark.task5_2
+def test_gradients_of_q_and_k_go_through_the_capped_score() -> None:
+    arrays = drawn(5, 7, 3)
+    results = run(launch.NUMPY, "naive", arrays, backward=True, softcap=0.7)
+    check_gradients(results, arrays, cap=0.7)
+
+
 # --- task 5.3: tiles ------------------------------------------------------------------------------
 
 
@@ -226,6 +246,19 @@ def test_tiles_of_large_scores_do_not_overflow() -> None:
     q, k, v, dout = drawn(6, 8, 2)
     arrays = (q * 1e3, k * 1e3, v, dout)
     check_forward(run(launch.NUMPY, "flash2", arrays, (2, 3)), textbook(arrays))
+
+
+@pytest.mark.task5_3
+@each_tile
+def test_rows_may_see_nothing_in_a_tile_or_at_all(tile: Any) -> None:
+    arrays = drawn(7, 8, 2)
+    for seen, options in (
+        (np.eye(7, 8, k=2, dtype=bool), {}),  # a row sees one key
+        (below(7, 8) & (np.arange(7)[:, None] >= 3), {"is_causal": True}),  # the first see none
+    ):
+        mask = np.broadcast_to(seen, (1, 2, 7, 8))
+        results = run(launch.NUMPY, "flash2", arrays, tile, attn_mask=mask, **options)
+        check_forward(results, textbook(arrays, seen))
 
 
 # --- tasks 5.4 and 5.5: FlashAttention on CUDA ------------------------------------------------------

@@ -46,7 +46,6 @@ def _name_of(value: object) -> str | None:
     return getattr(value, "__name__", "").replace("<lambda>", "") or None
 
 
-
 ANY = small_floats
 POSITIVE = floats(min_value=0.0, max_value=100.0)
 NOT_ZERO = floats(min_value=0.01, max_value=100.0).flatmap(lambda x: sampled_from([x, -x]))

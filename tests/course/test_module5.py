@@ -35,11 +35,12 @@ from minitorch import (
     from_numpy,
 )
 
+from ..support.missing_barriers import missing_barriers as missing_barriers
 from ..support.tolerances import assert_close_arrays
 
 Array = npt.NDArray[Any]
 LEARNING_STEPS = 100
-simulated = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+simulated = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers", "missing_barriers")]
 
 
 # --- the textbook ------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ def test_tests_of_later_modules_and_of_no_task_are_left_out() -> None:
 
 def test_what_a_tree_lacks_is_left_out_with_what_uses_it() -> None:
     text = "from .a import f, g\n\n\nclass A:\n    x = f\n\n    def y(self):\n        return g\n"
-    assert without(
+    assert tree_files.without(
         text, "minitorch/b.py", lambda place, name: (place, name) == ("minitorch/a", "f")
     ) == ("from .a import g\n\n\nclass A:\n\n    def y(self):\n        return g\n")
 

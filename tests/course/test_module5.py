@@ -35,6 +35,7 @@ from minitorch import (
     from_numpy,
 )
 
+from ..support.attention_mistakes import gradient_mistake, online_mistake
 from ..support.missing_barriers import missing_barriers as missing_barriers
 from ..support.tolerances import assert_close_arrays
 
@@ -106,9 +107,21 @@ def run(
     return {name: x.copy_to_host() if on_device else x for name, x in results.items()}
 
 
-def check_forward(results: dict[str, Array], expected: tuple[Array, Array]) -> None:
-    assert_close_arrays(results["out"], expected[0], np.float64, "out", 10.0)
-    assert_close_arrays(results["lse"], expected[1], np.float64, "lse", 10.0)
+def check_forward(
+    results: dict[str, Array],
+    expected: tuple[Array, Array],
+    arrays: tuple[Array, ...] = (),
+    block_k: int = 0,
+) -> None:
+    """Compare out and lse; with the operands and a tile, name a mistake that gives what is wrong."""
+    try:
+        if not np.isnan(expected[0]).any() and np.isnan(results["out"]).any():
+            raise AssertionError("out has NaN: -inf - (-inf), where a row sees nothing in a tile?")
+        assert_close_arrays(results["out"], expected[0], np.float64, "out", 10.0)
+        assert_close_arrays(results["lse"], expected[1], np.float64, "lse", 10.0)
+    except AssertionError as error:
+        why = online_mistake(results, arrays, block_k) if block_k else ""
+        raise AssertionError(f"{why}{error}") from None
 
 
 def check_gradients(
@@ -121,10 +134,13 @@ def check_gradients(
         # The sum of -inf · 0 would be NaN.
         return float((out * dout).sum() + np.where(np.isfinite(lse), lse * dlse, 0.0).sum())
 
-    for name, expected in zip(
-        ("dq", "dk", "dv"), measured_gradients(loss, tuple(operands)), strict=True
-    ):
-        np.testing.assert_allclose(results[name], expected, rtol=1e-5, atol=1e-7, err_msg=name)
+    gradients = measured_gradients(loss, tuple(operands))
+    for name, expected in zip(("dq", "dk", "dv"), gradients, strict=True):
+        got = results[name]
+        if got.shape == expected.shape and np.allclose(got, expected, rtol=1e-5, atol=1e-7):
+            continue
+        why = "" if options else gradient_mistake(name, got, arrays, textbook(arrays), dlse)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7, err_msg=f"{why}{name}")
 
 
 def below(seq_q: int, seq_k: int) -> Array:
@@ -171,7 +187,9 @@ def test_statistics_of_one_pass_are_those_of_two(block: int) -> None:
     x[:4] = -np.inf
     maximum, total = online_statistics(x, block)
     assert maximum == x.max()
-    assert total == pytest.approx(np.exp(x - x.max()).sum())
+    assert total == pytest.approx(np.exp(x - x.max()).sum()), (
+        "where the maximum grows, the sum so far must shrink by e^(m - m_new)"
+    )
 
 
 @pytest.mark.task5_1
@@ -199,8 +217,8 @@ def test_the_textbook(is_causal: bool, size: tuple[int, int, int]) -> None:
     arrays = drawn(*size)
     seen = below(*size[:2]) if is_causal else True
     results = run(launch.NUMPY, "naive", arrays, backward=True, is_causal=is_causal)
-    check_forward(results, textbook(arrays, seen))
-    check_gradients(results, arrays, seen=seen)
+    check_forward(results, textbook(arrays, seen), arrays, 0 if is_causal else size[1])
+    check_gradients(results, arrays, **({"seen": seen} if is_causal else {}))
 
 
 @pytest.mark.task5_2
@@ -239,7 +257,7 @@ def test_attention_by_tiles(is_causal: bool, tile: Any, size: tuple[int, int, in
     arrays = drawn(*size)
     seen = below(*size[:2]) if is_causal else True
     results = run(launch.NUMPY, "flash2", arrays, tile, is_causal=is_causal)
-    check_forward(results, textbook(arrays, seen))
+    check_forward(results, textbook(arrays, seen), arrays, 0 if is_causal else tile[1])
 
 
 @pytest.mark.task5_3
@@ -273,7 +291,8 @@ class TestFlash1:
     @each_tile
     def test_algorithm_1(self, tile: Any, size: tuple[int, int, int]) -> None:
         arrays = drawn(*size)
-        check_forward(run(launch.CUDA, "flash1", arrays, tile), textbook(arrays))
+        results = run(launch.CUDA, "flash1", arrays, tile)
+        check_forward(results, textbook(arrays), arrays, tile[1])
 
     @pytest.mark.task5_4
     def test_algorithm_1_does_not_overflow(self) -> None:
@@ -352,7 +371,9 @@ def test_bits_of_dropout_have_their_rate_and_depend_on_every_coordinate() -> Non
     for col in range(16):
         words = PHILOX.attention_words(5, 1, 3, col // 8)
         half = words[col % 8 // 2] >> 16 * (col % 2) & 0xFFFF
-        assert bool(PHILOX.keep(5, 1, 3, col, threshold)) == (half >= threshold)
+        assert bool(PHILOX.keep(5, 1, 3, col, threshold)) == (half >= threshold), (
+            f"column {col} has the {'high' if col % 2 else 'low'} half of word {col % 8 // 2}"
+        )
 
 
 # --- task 5.7: FlashAttention-2 -----------------------------------------------------------------------
@@ -366,7 +387,8 @@ class TestFlash2:
     @pytest.mark.parametrize("tile", [(4, 4), (8, 4)], ids=str)
     def test_flash2(self, tile: Any, size: tuple[int, int, int]) -> None:
         arrays = drawn(*size)
-        check_forward(run(launch.CUDA, "flash2", arrays, tile), textbook(arrays))
+        results = run(launch.CUDA, "flash2", arrays, tile)
+        check_forward(results, textbook(arrays), arrays, tile[1])
 
     @pytest.mark.task5_7
     def test_flash2_under_a_mask_and_dropout(self) -> None:
@@ -460,6 +482,18 @@ def test_multi_head_attention_is_attention_of_each_head() -> None:
     out: Any = layer.out_projection
     expected = joined @ out.weights.value.to_numpy() + out.bias.value.to_numpy()
     assert_close_arrays(layer(from_numpy(x, SimpleBackend)), expected, np.float64, "out", 10.0)
+
+
+@pytest.mark.task5_10
+def test_a_layer_adds_attention_and_feed_forward_to_its_input() -> None:
+    minitorch.manual_seed(0)
+    layer = TransformerLayer(6, 2, p_dropout=0.0, attention="naive")
+    x = from_numpy(np.random.default_rng(0).standard_normal((1, 5, 6)), SimpleBackend)
+    middle = x + layer.attention(layer.ln_1(x))
+    expected = (middle + layer.ff(layer.ln_2(middle))).to_numpy()
+    assert np.allclose(layer(x).to_numpy(), expected), (
+        "a layer is x + attention(ln_1(x)), and then that + ff(ln_2(that))"
+    )
 
 
 @pytest.mark.task5_10

@@ -224,8 +224,13 @@ def test_reduce_starts_at_start_and_goes_from_the_left() -> None:
 
 @pytest.mark.task0_3
 def test_lists_of_different_length_are_refused() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        zipWith(add)([1.0, 2.0], [1.0])
+    try:
+        pairs = list(zipWith(add)([1.0, 2.0], [1.0]))
+    except ValueError:
+        return
+    pytest.fail(
+        f"zipWith of two numbers and of one gives {pairs}, without an error: zip(strict=True)"
+    )
 
 
 @pytest.mark.task0_1

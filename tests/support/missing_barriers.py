@@ -1,6 +1,6 @@
 """Name a barrier that a kernel lacks: two threads of a block use an element, and no barrier is between.
 
-The simulator runs threads in some order, so a kernel without a barrier may compute the right thing there. Here
+The simulator runs threads in some order, so a kernel without a barrier may compute the right thing. Here
 each access to shared memory is noted with the number of barriers that its thread has passed. A pair of a
 write and a read by two threads after the same number of barriers is an error in any order.
 """

@@ -6,8 +6,7 @@ in a report that ends as it should; neither exit codes nor output count. Tests t
 them: if one of these passes, the submission has changed what judges it.
 
 What is right may have to be fast as well, for some of the points: as a ratio of two times, measured when
-everything else has passed. Tasks run beside each other, as many as :data:`AT_ONCE`; speed is measured while
-nothing else runs.
+everything else has passed. Tasks run beside each other; speed is measured while no other task runs.
 """
 
 from __future__ import annotations
@@ -32,9 +31,6 @@ from course.starter_trees import ROOT, module_of
 from course.tasks import SPEED, Task, tasks_of
 from course.verdict import Result, Verdict, judge, notes
 from course.workplace import Workplace, assemble
-
-#: So many tasks are graded at the same time; on a GPU, which they would share, one.
-AT_ONCE = min(2, os.cpu_count() or 1)
 
 
 def expression(task: Task, gpu: bool) -> str:
@@ -253,6 +249,7 @@ def grade(
     gpu: bool = False,
     seconds: int | None = None,
     memory_mb: int | None = None,
+    jobs: int = 2,
 ) -> int:
     """Grade a tree, print a table and return the exit code.
 
@@ -264,6 +261,7 @@ def grade(
         gpu: Run CUDA tasks on the GPU; without one they are blocked, neither passed nor failed.
         seconds: Time limit of each task, in place of its own.
         memory_mb: Memory limit of each task, likewise.
+        jobs: Tasks that are graded at the same time; on a GPU, which they would share, one.
 
     Returns:
         0 if nothing failed, 1 if something did, 2 if everything was blocked.
@@ -289,7 +287,8 @@ def grade(
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
         places = [
-            Workplace(Path(folder).resolve() / str(i), gpu) for i in range(1 if gpu else AT_ONCE)
+            Workplace(Path(folder).resolve() / str(i), gpu)
+            for i in range(1 if gpu else min(jobs, os.cpu_count() or 1))
         ]
         for place in places:
             assemble(submission, place.tree, last)

@@ -228,11 +228,9 @@ TASKS = (
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
-        "Lines 10 to 15 of the paper, with s, m_tile, old_weight, new_weight and inverse in shared "
-        "memory. Elements of S are dealt out to threads by e in range(thread, …, threads); a barrier "
-        "stands wherever another thread reads what was written. score_of(τ q · k, flat, b, h, "
-        "row + r, col + c, extras) returns minus infinity where row r of the tile does not see "
-        "column c. dot_rows and dot_row_column return elements of A Bᵀ and of A B.",
+        "Three kernels, each a step: Algorithm 0 whole, the online softmax of an Algorithm 1 with a row for "
+        "each thread, then lines 10 to 15 of the rung, whose threads share a tile: a barrier stands "
+        "wherever another thread reads what was written. The guide has a table of the helpers.",
         FLASH, simulator=True,
     ),
     Task(

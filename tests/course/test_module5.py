@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from numba import types
 
 import kernels
 import minitorch
 from kernels import launch
 from kernels.common.philox import PLAIN as PHILOX
 from kernels.common.philox import attention_threshold, keep_scale
+from kernels.cuda.attention.practice import algorithm0, make_flash1_rows
 from kernels.problem.operands import make_operands
 from kernels.reference.softmax_ladder import (
     naive_softmax,
@@ -285,6 +287,31 @@ def test_rows_may_see_nothing_in_a_tile_or_at_all(tile: Any) -> None:
 
 class TestFlash1:
     pytestmark = simulated
+
+    @pytest.mark.task5_4
+    @pytest.mark.parametrize("threads", [1, 4])
+    def test_algorithm_0_with_a_thread_for_each_row(self, threads: int) -> None:
+        q, k, v, dout = drawn(5, 7, 3)
+        q[0, :, 2] *= 1e3  # without the maximum, the exponentials overflow
+        arrays = (q, k, v, dout)
+        s, out = cuda.to_device(np.empty((2, 5, 7))), cuda.to_device(np.full((2, 5, 3), 7.0))
+        operands = [cuda.to_device(x[0]) for x in (q, k, v)]
+        algorithm0[(-(-5 // threads), 2), threads](*operands, s, out, 1.0 / np.sqrt(3))
+        expected, _ = textbook(arrays)
+        assert_close_arrays(out.copy_to_host(), expected[0], np.float64, "out", 10.0)
+
+    @pytest.mark.task5_4
+    @each_tile
+    def test_algorithm_1_with_a_thread_for_each_row(self, tile: Any) -> None:
+        arrays = drawn(5, 7, 3)
+        operands = [cuda.to_device(x[0]) for x in arrays[:3]]
+        out = cuda.to_device(np.empty((2, 5, 3)))
+        m, total = (cuda.to_device(np.empty((2, 5))) for _ in range(2))
+        kernel = make_flash1_rows(*tile, 3, types.float64)
+        kernel[2, tile[0]](*operands, out, m, total, 1.0 / np.sqrt(3))
+        lse = m.copy_to_host() + np.log(total.copy_to_host())
+        results = {"out": out.copy_to_host()[None], "lse": lse[None]}
+        check_forward(results, textbook(arrays), arrays, tile[1])
 
     @pytest.mark.task5_4
     @each_size

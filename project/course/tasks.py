@@ -228,8 +228,8 @@ TASKS = (
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
-        "Three kernels, each a step: Algorithm 0 whole, the online softmax of an Algorithm 1 with a row for "
-        "each thread, then lines 10 to 15 of the rung, whose threads share a tile: a barrier stands "
+        "Three kernels, each a step: Algorithm 0 whole, the online softmax of an Algorithm 1 with a row "
+        "for each thread, then lines 10 to 15 of the rung, whose threads share a tile: a barrier stands "
         "wherever another thread reads what was written. The guide has a table of the helpers.",
         FLASH, simulator=True,
     ),

@@ -175,7 +175,7 @@ class Progress:
     ) -> bool:
         self._bar.close()
         self._seconds = self.seconds
-        if isinstance(error, minitorch.AnomalyError):
+        if isinstance(error, FloatingPointError):  # of detect_anomaly
             sys.exit(f"after {self.unit} {self.done}: {error}")
         self.stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
         return self.stopped and self.done > 0  # before the first figures nothing is learnt
@@ -200,7 +200,7 @@ def ends_in_one_line(smaller: str) -> Iterator[None]:
         sys.exit("stopped by Ctrl-C")
     except MemoryError:
         sys.exit(f"out of memory; take a smaller {smaller}")
-    except minitorch.AnomalyError as error:
+    except FloatingPointError as error:  # of detect_anomaly
         sys.exit(str(error))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -238,7 +240,7 @@ def _solved(tree: Path) -> list[Any]:
 SMALL = {
     0: (30, "numba kernels scalar tensor_data"),
     1: (40, "numba kernels tensor_data"),
-    2: (175, "flash test_tensor_general test_conv"),
+    2: (90, "flash numba fast_loops test_tensor_general test_conv"),
     3: (185, "flash test_conv"),
     4: (200, "flash"),
 }
@@ -254,11 +256,33 @@ def test_a_starter_tree_has_what_its_module_needs_and_no_more(module: int, tmp_p
     assert not [file for file in files for name in later.split() if name in file]
     assert all(file in files for task in tasks_until(module) for file in task.tests)
     needed = (tmp_path / "tree" / "requirements.txt").read_text(encoding="utf-8")
-    assert ("numba" in needed) == (module >= 2)
+    assert ("numba" in needed) == (module >= 3)
     assert json.loads((tmp_path / "tree" / "course.json").read_text()) == {"module": module}
     readme = (tmp_path / "tree" / "README.md").read_text(encoding="utf-8")
     assert f"python -m pytest -m task{module}_1" in readme
     assert len(readme.splitlines()) < 70
+
+
+SCRIPTS = {
+    0: "run_manual.py",
+    1: "run_scalar.py --EPOCHS 2",
+    2: "run_tensor.py --EPOCHS 2",
+    3: "run_fast_tensor.py --EPOCHS 2",
+}
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_the_script_of_a_module_runs_in_its_tree_when_it_is_solved(
+    module: int, tmp_path: Path
+) -> None:
+    tree = tmp_path / "tree"
+    start(module, tree)
+    fill(tree, [task.id for task in tasks_of(module)], read_bodies(ROOT))
+    script, *options = SCRIPTS[module].split()
+    command = [sys.executable, f"project/{script}", *options, "--PLOT", "false"]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 TESTS = """

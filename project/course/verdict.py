@@ -127,8 +127,11 @@ def judge(
             first = min(others, key=lambda name: tuple(map(int, name.split("."))))
             return wrong(f"waits for task {first}, which is not written yet", first)
         first = failures.pop(others.index("") if "" in others else 0)
-        also = dict.fromkeys(_text(*other, task).split("\n")[0] for other in failures)
-        return wrong(_text(*first, task), also=also)
+        message = _text(*first, task)
+        if STUB.search(message):  # what was drawn says nothing
+            message = message.split("\n")[0]
+        also = dict.fromkeys(_brief(*other, task) for other in failures)
+        return wrong(message, also=(line for line in also if line not in message))
     if not finished:
         how = f"signal {-end.code}" if end.code < 0 else f"exit code {end.code}"
         return wrong(
@@ -156,6 +159,13 @@ def _passed(phases: dict[str, Any]) -> bool:
 
 def _short(test: str) -> str:
     return test.split("::")[-1]
+
+
+def _brief(test: str, record: dict[str, Any], task: Task) -> str:
+    """Return what went wrong in one line; the same for each test that a missing body fails."""
+    line = _text(test, record, task).split("\n")[0]
+    stub = STUB.search(line)
+    return line[stub.end(1) - len(stub[1]) - len("Task ") :] if stub else line
 
 
 def _text(test: str, record: dict[str, Any], task: Task) -> str:

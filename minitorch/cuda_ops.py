@@ -236,10 +236,22 @@ class CudaOps(TensorOps):
         epilogue = matmul_dispatch.Epilogue(numbers, before is not None, before)
         matmul_dispatch.multiply(*operands, kind, epilogue)
 
-    @staticmethod
-    def gelu_backward_into(out: TensorData, grad: TensorData, before: TensorData) -> None:
-        """Fill ``out`` with the gradient of the input of GELU."""
-        fused.gelu_backward_into(grad._storage, before._storage, out._storage)
+    @classmethod
+    def linear_backward(
+        cls, grad: TensorData, rows: TensorData, weights: TensorData, before_gelu: TensorData | None,
+        has_bias: bool,
+    ) -> tuple[TensorData, TensorData, TensorData | None]:  # fmt: skip
+        """Return the gradients of rows, weights and bias; see :meth:`TensorOps.linear_backward`."""
+        drows, dweights, dbias = _linear_backward(
+            grad._storage, rows._storage, rows.strides, weights._storage, weights.strides,
+            None if before_gelu is None else before_gelu._storage, has_bias,
+            (*rows.shape, weights.shape[1]), get_matmul_precision(),
+        )  # fmt: skip
+        return (
+            TensorData.fresh(drows, rows.shape),
+            TensorData.fresh(dweights, weights.shape),
+            None if dbias is None else TensorData.fresh(dbias, weights.shape[1:]),
+        )
 
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -330,6 +342,57 @@ def _fold(
     )
     if not last:
         _fold(fn, start, out, outputs, target, parts, (outputs, outputs, 0, 1))
+
+
+@repeats
+def _linear_backward(
+    grad: Storage, rows: Storage, row_steps: Ints, weights: Storage, weight_steps: Ints,
+    before_gelu: Storage | None, has_bias: bool, shape: Ints, precision: str,
+) -> tuple[Storage, Storage, Storage | None]:  # fmt: skip
+    """Return the gradients of a linear layer, flat and row-major.
+
+    Args:
+        grad: Of the output, (count, cols), row-major.
+        rows: (count, depth).
+        row_steps: Its strides.
+        weights: (depth, cols).
+        weight_steps: Its strides.
+        before_gelu: What GELU was applied to, (count, cols), row-major; None without GELU.
+        has_bias: Whether to return the gradient of the bias.
+        shape: (count, depth, cols).
+        precision: That products of float32 may use.
+    """
+    count, depth, cols = shape
+    dtype = rows.dtype
+    if before_gelu is not None:
+        grad = fused.gelu_backward(grad, before_gelu)
+    along = (cols, 1)
+
+    def product(a: Storage, a_steps: Ints, b: Storage, b_steps: Ints, sizes: Ints) -> Storage:
+        out = empty_device((sizes[0] * sizes[1],), dtype)
+        operands = (
+            out,
+            (0, 0, sizes[1], 1),
+            a,
+            (0, 0, *a_steps),
+            b,
+            (0, 0, *b_steps),
+            (1, 1, *sizes),
+        )
+        kind = matmul_dispatch.kind_of(dtype, precision, (1, 1, *sizes))
+        if kind is None:
+            cuda_core_matmul.multiply(*operands)
+        else:
+            matmul_dispatch.multiply(*operands, kind)
+        return out
+
+    drows = product(grad, along, weights, weight_steps[::-1], (count, depth, cols))
+    dweights = product(rows, row_steps[::-1], grad, along, (depth, cols, count))
+    dbias = None
+    if has_bias:
+        dbias = empty_device((cols,), dtype)
+        _fold(operators.add, 0.0, dbias, cols, grad, count, (cols, cols, 0, 1))
+    return drows, dweights, dbias
 
 
 CudaBackend = TensorBackend(CudaOps)

@@ -260,11 +260,14 @@ class TensorOps(Widening):
         """Fill ``out`` with rows @ weights + bias; or ``before_gelu`` with that, and ``out`` with GELU."""
         raise NotImplementedError("a backend whose fuses_linear is True must define linear_into")
 
-    @staticmethod
-    def gelu_backward_into(out: TensorData, grad: TensorData, before: TensorData) -> None:
-        """Fill ``out`` with the gradient of the input of GELU; all contiguous, of one dtype."""
+    @classmethod
+    def linear_backward(
+        cls, grad: TensorData, rows: TensorData, weights: TensorData, before_gelu: TensorData | None,
+        has_bias: bool,
+    ) -> tuple[TensorData, TensorData, TensorData | None]:  # fmt: skip
+        """Return the gradients of rows, weights and bias; ``grad``, contiguous, is that of the output."""
         raise NotImplementedError(
-            "a backend whose fuses_linear is True must define gelu_backward_into"
+            "a backend whose fuses_linear is True must define linear_backward"
         )
 
     @classmethod
@@ -336,7 +339,7 @@ class TensorBackend:
         self._max_zip = zip_(operators.max)
         self.matrix_multiply = ops.matrix_multiply
         self.fuses_linear, self.linear_into = ops.fuses_linear, ops.linear_into
-        self.gelu_backward_into = ops.gelu_backward_into
+        self.linear_backward = ops.linear_backward
 
     def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:
         """Return the maximum over a dimension, finite even for a row of minus infinities; see ``nn``."""

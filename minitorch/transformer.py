@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kernels.common.arguments import whole
 
 from .autodiff import is_recording, no_grad
-from .backends.matmul_precision import find_precision, in_own_precision
+from .backends.matmul_precision import in_own_precision, precision_and_dtypes
 from .layers.linear_cross_entropy import linear_cross_entropy
 from .models.decoding_step import summed
 from .models.kv_cache import KVCache, LayerCache, check_cache
@@ -49,8 +49,10 @@ class DecoderLM(Module):
         use_fused_kernel: Accepted for published code and ignored.
         use_flash_attention: The published flag; True selects "flash".
         n_layer: Number of transformer layers, named ``t_layer_1`` and so on.
-        attention: "flash", the fused kernel, or "naive", composed of tensor operations.
+        attention: "flash", the fused kernel; "naive", composed of tensor operations; or an approximation
+            that can be causal, such as "local".  A cache needs one of the first two.
         attention_dropout: Dropout probability of the attention weights, in training.
+        attention_options: Options of an approximation, by name, such as ``{"window": 64}``.
         middle_dim: Width of the feed-forward networks.
         tie_weights: Compute the logits with the embedding table instead of a separate layer.
         dtype: Dtype of the parameters; the default dtype when None.
@@ -82,6 +84,7 @@ class DecoderLM(Module):
         n_layer: int = 4,
         attention: str = "flash",
         attention_dropout: float = 0.0,
+        attention_options: Mapping[str, Any] | None = None,
         middle_dim: int = 256,
         tie_weights: bool = False,
         dtype: npt.DTypeLike | None = None,
@@ -90,14 +93,8 @@ class DecoderLM(Module):
     ):
         super().__init__()
         backend = backend or SimpleBackend
-        self.precision = own = None if precision is None else find_precision(precision)
+        self.precision, dtype, norms = precision_and_dtypes(precision, dtype)
         self.recompute = recompute
-        if own is not None and dtype is not None:
-            raise ValueError(
-                f"precision={precision!r} determines the dtype of the parameters, got dtype={dtype!r:.40} "
-                "as well; leave one of them out"
-            )
-        dtype, norms = (dtype, dtype) if own is None else (own.dtype, own.norms)
         self.backend = backend
         for name, size in (
             ("n_vocab", n_vocab),
@@ -115,7 +112,7 @@ class DecoderLM(Module):
             layer = TransformerLayer(
                 n_embd, n_head, p_dropout, ln_eps, bias, backend, use_fused_kernel,
                 use_flash_attention, attention=attention, attention_dropout=attention_dropout,
-                middle_dim=middle_dim, dtype=dtype, norm_dtype=norms,
+                attention_options=attention_options, middle_dim=middle_dim, dtype=dtype, norm_dtype=norms,
             )  # fmt: skip
             setattr(self, name, layer)
         self.dropout = Dropout(p_dropout)

@@ -43,6 +43,7 @@ HANDED_ON = (
     "steps",
     "batch",
     "judge_every",
+    "precision",
     "out",
     "json",
 )
@@ -92,6 +93,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="steps between two validations (default: 200)",
     )
     parser.choice("--backend", BACKENDS, "fast")
+    parser.choice("--precision", ("float32", "bfloat16"), "float32")
     add("--eager", action="store_true",
         help="launch kernels one by one; a GPU else replays steps as a CUDA graph")  # fmt: skip
     add("--quick", action="store_true", help="a tiny size that runs in seconds")
@@ -134,7 +136,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def settings_of(args: argparse.Namespace, task: str) -> Settings:
     """Return the size of a task's model and training."""
-    given = {name: getattr(args, name) for name in ("steps", "batch", "judge_every")}
+    names = "steps", "batch", "judge_every", "precision"
+    given = {name: getattr(args, name) for name in names}
     own = QUICK if args.quick else SETTINGS[task]
     return replace(own, **{name: value for name, value in given.items() if value is not None})
 
@@ -204,15 +207,16 @@ def train_one(args: argparse.Namespace, run: Run, argv: Sequence[str]) -> None:
         row = training.run()
     except CheckpointError as error:
         sys.exit(str(error))
+    rows = [other for other in read_rows(args.json) if key_of(other) != run]
+    write(args, argv, [*rows, row])
     if row["done"]:
         model = {
             "vocabulary": task.vocabulary, "length": task.length, "classes": task.classes,
             "pad_id": task.pad_id, "documents": task.documents,
         }  # fmt: skip
         row["peak_bytes"] = peak_in_child(run.attention, settings, args.backend, model)
-    rows = [other for other in read_rows(args.json) if key_of(other) != run]
-    write(args, argv, [*rows, row])
-    if not row["done"]:
+        write(args, argv, [*rows, row])
+    else:
         print(
             f"stopped by Ctrl-C after {training.done} of {settings.steps} steps; --go-on continues"
         )
@@ -274,9 +278,12 @@ def measure_lengths(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row)
-        write(args, argv, rows, note=note, heads=HEADS, head_dim=HEAD_DIM)
+        write(args, argv, rows, note=note, heads=HEADS, head_dim=HEAD_DIM, precision=args.precision)
 
-    time_by_length(args.attention, sorted(set(args.lengths)), args.backend, args.budget, add)
+    lengths = sorted(set(args.lengths))
+    time_by_length(
+        args.attention, lengths, args.backend, args.budget, add, precision=args.precision
+    )
     print(f"\n{lengths_table(rows)}\n")
     if args.plots:
         draw(make_folder(args.plots) / "lra_lengths.png", lengths_panel(rows, name_of(device)))

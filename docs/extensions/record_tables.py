@@ -238,6 +238,12 @@ def training_speed(record: Record) -> str:
     return _speeds(record, "speed", "ours", "PyTorch")
 
 
+def training_steps(record: Record) -> str:
+    """Return tokens a second of eager steps beside eager, and of captured beside compiled ones."""
+    sides = {"eager": "PyTorch", "compiled": "PyTorch, compiled"}
+    return "\n\n".join(_speeds(record, kind, "ours", theirs) for kind, theirs in sides.items())
+
+
 def training_attention(record: Record) -> str:
     """Return tokens a second with flash attention beside naive attention."""
     return _speeds(record, "attention", "flash", "naive")
@@ -364,6 +370,7 @@ TABLES = {
     "rungs": Table("bench_attention", rungs),
     "rungs-forward": Table("bench_attention", rungs_forward),
     "training-speed": Table("bench_training", training_speed),
+    "training-steps": Table("steps", training_steps),
     "training-attention": Table("bench_training", training_attention),
     "training-memory": Table("bench_training", training_memory),
     "training-losses": Table("bench_training", training_losses),

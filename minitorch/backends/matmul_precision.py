@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32
 
@@ -102,6 +103,29 @@ def find_precision(name: str) -> Precision:
         names = ", ".join(map(repr, PRECISIONS))
         raise ValueError(f"the precision of a model must be one of {names}; got {name!r:.40}")
     return PRECISIONS[name]
+
+
+def precision_and_dtypes(
+    precision: str | None, dtype: npt.DTypeLike | None
+) -> tuple[Precision | None, npt.DTypeLike | None, npt.DTypeLike | None]:
+    """Return the policy of a model, the dtype of its parameters and that of its norms.
+
+    Args:
+        precision: Name of the policy, or None.
+        dtype: Of all parameters, or None.
+
+    Raises:
+        ValueError: If there is no such precision, or both are given.
+    """
+    if precision is None:
+        return None, dtype, dtype
+    own = find_precision(precision)
+    if dtype is not None:
+        raise ValueError(
+            f"precision={precision!r} determines the dtype of the parameters, got dtype={dtype!r:.40} "
+            "as well; leave one of them out"
+        )
+    return own, own.dtype, own.norms
 
 
 def in_own_precision(method: Callable[..., Any]) -> Callable[..., Any]:

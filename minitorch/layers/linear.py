@@ -12,7 +12,7 @@ from kernels.runtime.dtypes import COMPUTE_DTYPES
 from ..autodiff import Context
 from ..functions.base import Function, check_tensor
 from ..functions.fused import dense
-from ..functions.views import reshaped, swap_last
+from ..functions.views import reshaped
 from ..nn import GELU
 
 if TYPE_CHECKING:
@@ -73,17 +73,15 @@ class Linear(Function):
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         """Return grad @ weightsᵀ, rowsᵀ @ grad and the sum of grad over rows, grad through GELU."""
         shape, rows, weights, before, has_bias = ctx.saved_values
-        grad_output = _as_rows(grad_output)
-        if before is not None:
-            outer = grad_output.to(rows.dtype).contiguous()
-            grad_output = rows.empty(before.shape, rows.dtype)
-            rows.f.gelu_backward_into(grad_output._tensor, outer._tensor, before._tensor)
-        multiply, cols = rows.f.matrix_multiply, weights.shape[1]
-        bias = rows.f.add_reduce(grad_output, 0).view(cols) if has_bias else None
+        grad = _as_rows(grad_output).to(rows.dtype).contiguous()
+        drows, dweights, dbias = rows.f.linear_backward(
+            grad._tensor, rows._tensor, weights._tensor, None if before is None else before._tensor,
+            has_bias,
+        )  # fmt: skip
         return (
-            reshaped(multiply(grad_output, swap_last(weights)), shape),
-            multiply(swap_last(rows), grad_output),
-            bias,
+            reshaped(rows._new(drows), shape),
+            rows._new(dweights),
+            None if dbias is None else rows._new(dbias),
             None,
         )
 

@@ -14,6 +14,7 @@ from kernels.cuda.backend import computed
 from kernels.runtime.dtypes import acc_dtype
 
 from ..autodiff import no_grad
+from ..backends.matmul_precision import in_own_precision, precision_and_dtypes
 from ..functions.indexing import constant_like, table_like
 from ..layers.linear_cross_entropy import linear_cross_entropy
 from ..module import Module
@@ -53,9 +54,11 @@ class SequenceClassifier(Module):
         ln_eps: Added to the variance by the layer norms.
         backend: Backend of the parameters.
         dtype: Dtype of the parameters; the default dtype when None.
+        precision: "float32", "tf32" or "bfloat16", instead of a dtype; see :class:`minitorch.Precision`.
 
     Raises:
-        ValueError: If a size is below 1, or there are neither one nor two documents.
+        ValueError: If a size is below 1, there are neither one nor two documents, there is no such
+            precision, or a dtype is given as well.
 
     Source: the encoder of the Long-Range Arena (Tay et al., 2021), and its two-tower form for Retrieval.
     """
@@ -79,9 +82,11 @@ class SequenceClassifier(Module):
         ln_eps: float = 1e-5,
         backend: TensorBackend | None = None,
         dtype: npt.DTypeLike | None = None,
+        precision: str | None = None,
     ):
         super().__init__()
         backend = backend or SimpleBackend
+        self.precision, dtype, norms = precision_and_dtypes(precision, dtype)
         sizes = {"n_vocab": n_vocab, "n_positions": n_positions, "n_layer": n_layer}
         for name, size in (sizes | {"n_classes": n_classes}).items():
             whole(name, size, 1)
@@ -98,14 +103,15 @@ class SequenceClassifier(Module):
             layer = TransformerLayer(
                 n_embd, n_head, p_dropout, ln_eps, backend=backend, attention=attention,
                 attention_dropout=attention_dropout, attention_options=attention_options,
-                causal=False, middle_dim=middle_dim, dtype=dtype,
+                causal=False, middle_dim=middle_dim, dtype=dtype, norm_dtype=norms,
             )  # fmt: skip
             setattr(self, name, layer)
         self.dropout = Dropout(p_dropout)
-        self.ln = LayerNorm1d(n_embd, ln_eps, backend, dtype)
+        self.ln = LayerNorm1d(n_embd, ln_eps, backend, norms)
         features = n_embd if documents == 1 else 4 * n_embd
         self.head = Linear(features, n_classes, True, backend, dtype)
 
+    @in_own_precision
     def forward(self, idx: Any) -> Tensor:
         """Return the logits of the classes, (batch, n_classes).
 
@@ -117,6 +123,7 @@ class SequenceClassifier(Module):
         """
         return self.head(self.features(idx))
 
+    @in_own_precision
     def encode(self, idx: Any) -> Tensor:
         """Return the mean of the encoder's outputs over the tokens of each sequence, (batch, n_embd).
 
@@ -174,6 +181,7 @@ class SequenceClassifier(Module):
         parts = (u, v, u * v, difference.relu() + (-difference).relu())  # each (batch, n_embd)
         return _joined(parts)
 
+    @in_own_precision
     def loss(self, idx: Any, targets: Any) -> Tensor:
         """Return the mean cross entropy in nats, of shape (1,).
 

@@ -23,7 +23,10 @@ from bench.measuring import (
 from bench.record_files import Record
 from bench.table_cells import cell, markdown
 from kernels.cuda.runtime.arrays import pool
+from kernels.runtime.dtypes import BFLOAT16
 
+#: By the name of a precision.
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 #: With which everything is compared, and those that compute the same as it.
 NAIVE, FLASH = "naive", "flash"
 HEADS, HEAD_DIM = 2, 32
@@ -96,20 +99,24 @@ class Pass:
         length: Of the sequence.
         backend: "fast" or "cuda".
         batch: Sequences.
+        precision: "float32" or "bfloat16", the dtype of the operands.
     """
 
-    def __init__(self, attention: str, length: int, backend: str, batch: int = 1):
+    def __init__(
+        self, attention: str, length: int, backend: str, batch: int = 1, precision: str = "float32"
+    ):
         minitorch.manual_seed(0)
+        dtype = DTYPES[precision]
         layer = minitorch.MultiHeadAttention(
             HEADS * HEAD_DIM, HEADS, False, 0.0, backend=BACKENDS[backend], attention=attention,
-            attention_options=METHODS[attention].options(length, 0), dtype=np.float32,
+            attention_options=METHODS[attention].options(length, 0), dtype=dtype,
         )  # fmt: skip
         self.attend: Callable[..., Any] = layer.attend
         random = np.random.default_rng(0)
         shape = batch, HEADS, length, HEAD_DIM
         self.q, self.k, self.v = (
             minitorch.from_numpy(
-                random.standard_normal(shape).astype(np.float32),
+                random.standard_normal(shape).astype(dtype),
                 BACKENDS[backend],
                 requires_grad=True,
             )
@@ -134,7 +141,7 @@ def has_room(attention: str, length: int, backend: str, batch: int = 1) -> bool:
 
 def time_by_length(
     attentions: Sequence[str], lengths: Sequence[int], backend: str, budget: float,
-    add: Callable[[Record], None], batch: int = 1,
+    add: Callable[[Record], None], batch: int = 1, precision: str = "float32",
 ) -> None:  # fmt: skip
     """Measure a forward and a backward pass of each attention at each length, in interleaved rounds.
 
@@ -145,6 +152,7 @@ def time_by_length(
         budget: Seconds for the rounds of a length.
         add: Called with each row: ``{"length": …, "ms": {attention: spread or None}}``.
         batch: Sequences.
+        precision: "float32" or "bfloat16", the dtype of the operands.
     """
     device = "cuda" if backend == "cuda" else "cpu"
     for length in tqdm(lengths, desc="time by length", unit="length", disable=None):
@@ -153,7 +161,7 @@ def time_by_length(
             if not has_room(name, length, backend, batch):
                 continue
             try:
-                passes[name] = Pass(name, length, backend, batch)
+                passes[name] = Pass(name, length, backend, batch, precision)
                 passes[name]()
             except Exception as error:
                 if not out_of_memory(error):

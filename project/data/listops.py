@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -132,10 +133,6 @@ def listops(path: str | Path, seed: int = 0, task: ListOps | None = None) -> dic
         path,
         recipe,
         lambda: draw_set(
-            lambda random: draw_expression(random, task),
-            task.counts,
-            task.most_length,
-            seed,
-            "ListOps",
+            partial(draw_expression, task=task), task.counts, task.most_length, seed, "ListOps"
         ),
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -295,12 +296,15 @@ def pathfinder(
         raise ValueError(f"size must be one of {tuple(PUBLISHED)}, got {size}; or pass a task")
     chosen = replace(task or PUBLISHED[size], **changes)
 
-    def draw(random: np.random.Generator) -> tuple[npt.NDArray[np.uint8], int]:
-        picture = draw_picture(random, chosen)
-        return picture.pixels.reshape(-1), picture.label
-
     recipe = {"task": "pathfinder", "seed": seed, **asdict(chosen)}
-    desc = f"Pathfinder-{chosen.size}"
+    draw, desc = partial(_draw_example, task=chosen), f"Pathfinder-{chosen.size}"
     return read_or_make(
         path, recipe, lambda: draw_set(draw, chosen.counts, chosen.size**2, seed, desc)
     )
+
+
+def _draw_example(
+    random: np.random.Generator, task: Pathfinder
+) -> tuple[npt.NDArray[np.uint8], int]:
+    picture = draw_picture(random, task)
+    return picture.pixels.reshape(-1), picture.label

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +19,8 @@ from tqdm import tqdm
 
 #: Parts of a set.
 PARTS = ("train", "valid", "test")
+#: Examples that a process draws at a time, and how many such chunks are not worth other processes.
+CHUNK, FEW_CHUNKS = 200, 10
 
 #: ``(random, number)`` to the elements of an example and its class.
 Draw = Callable[[np.random.Generator], tuple[npt.NDArray[np.uint8], int]]
@@ -35,27 +41,51 @@ class Examples(NamedTuple):
 def draw_set(
     draw: Draw, counts: Mapping[str, int], length: int, seed: int, desc: str
 ) -> dict[str, Examples]:
-    """Draw the parts of a set, with a progress bar.
+    """Draw the parts of a set on all cores, with a progress bar.
 
-    Each example has a random generator of its own, so that it does not depend on the sizes of the parts.
+    Each example has a random generator of its own, so that it depends neither on the sizes of the parts nor
+    on the number of cores.
 
     Args:
-        draw: Returns the elements and the class of one example.
+        draw: Returns the elements and the class of one example; other processes import it.
         counts: Examples of each part.
         length: Most elements of an example.
         seed: Of everything that is random.
         desc: What the progress bar shows.
     """
-    parts = {}
-    with tqdm(total=sum(counts.values()), desc=desc, unit="example", delay=1) as bar:
-        for part, count in counts.items():
-            X, y = np.zeros((count, length), np.uint8), np.zeros(count, np.int64)
-            for i in range(count):
-                elements, y[i] = draw(np.random.default_rng([seed, PARTS.index(part), i]))
-                X[i, : len(elements)] = elements
-                bar.update()
-            parts[part] = Examples(X, y)
-    return parts
+    chunks = [
+        (part, start, min(start + CHUNK, count))
+        for part, count in counts.items()
+        for start in range(0, count, CHUNK)
+    ]
+    drawn: dict[str, list[Examples]] = {part: [] for part in counts}
+    draw_one = partial(_draw_chunk, draw, length, seed)
+    with ExitStack() as stack:
+        bar = stack.enter_context(
+            tqdm(total=sum(counts.values()), desc=desc, unit="example", delay=1)
+        )
+        done: Iterable[Examples] = map(draw_one, chunks)
+        if len(chunks) > FEW_CHUNKS:
+            context = multiprocessing.get_context("spawn")  # a fork would copy locks of threads
+            pool = stack.enter_context(ProcessPoolExecutor(mp_context=context))
+            done = pool.map(draw_one, chunks)
+        for (part, start, stop), examples in zip(chunks, done, strict=True):
+            drawn[part].append(examples)
+            bar.update(stop - start)
+    return {
+        part: Examples(*map(np.concatenate, zip(*examples, strict=True)))
+        for part, examples in drawn.items()
+    }
+
+
+def _draw_chunk(draw: Draw, length: int, seed: int, chunk: tuple[str, int, int]) -> Examples:
+    """Draw the examples of a part from one number to another."""
+    part, start, stop = chunk
+    X, y = np.zeros((stop - start, length), np.uint8), np.zeros(stop - start, np.int64)
+    for i in range(stop - start):
+        elements, y[i] = draw(np.random.default_rng([seed, PARTS.index(part), start + i]))
+        X[i, : len(elements)] = elements
+    return Examples(X, y)
 
 
 def read_or_make(

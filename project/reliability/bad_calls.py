@@ -1,4 +1,4 @@
-"""Every wrong call of the tables in tests/bad_calls_*.py: how many there are, and what each of them raised.
+"""Every wrong call of the tables in tests/bad_calls/*.py: how many there are, and what each of them raised.
 
     python project/reliability/bad_calls.py                  half a minute on two cores
 

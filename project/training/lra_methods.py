@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from data.long_range import Task
 
 import minitorch
@@ -85,6 +84,7 @@ class Settings:
         dropout: Probability of all branches.
         clip: Largest norm of all gradients together.
         weight_decay: Of AdamW.
+        precision: "float32", or "bfloat16"; see :class:`minitorch.Precision`.
     """
 
     steps: int
@@ -98,6 +98,7 @@ class Settings:
     dropout: float = 0.1
     clip: float = 1.0
     weight_decay: float = 0.01
+    precision: str = "float32"
 
 
 #: By task.  Source: the small configuration of Xiong et al., Nyströmformer (2021), which FlashAttention's
@@ -118,7 +119,7 @@ QUICK = Settings(
 def build(
     task: Task, attention: str, settings: Settings, backend: str, seed: int = 0
 ) -> minitorch.SequenceClassifier:
-    """Build the model of a task with one of the attentions, in float32."""
+    """Build the model of a task with one of the attentions."""
     return build_classifier(
         attention, settings, backend, seed,
         vocabulary=task.vocabulary, length=task.length, classes=task.classes, pad_id=task.pad_id,
@@ -135,5 +136,5 @@ def build_classifier(
         vocabulary, settings.width, settings.heads, length, classes, settings.dropout,
         n_layer=settings.layers, middle_dim=settings.hidden, attention=attention,
         attention_options=METHODS[attention].options(length, seed), pad_id=pad_id,
-        documents=documents, backend=BACKENDS[backend], dtype=np.float32,
+        documents=documents, backend=BACKENDS[backend], precision=settings.precision,
     )  # fmt: skip

@@ -186,6 +186,12 @@ class FakeDriver:
     def cuDeviceGetMemPool(self, number: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, 0
 
+    def cuMemPoolTrimTo(self, pool: int, keep: int) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
+    def cuCtxSynchronize(self) -> tuple[Any, ...]:
+        return (Result.CUDA_SUCCESS,)
+
     def cuMemPoolGetAttribute(self, pool: int, attribute: int) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, 1
 

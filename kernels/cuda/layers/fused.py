@@ -145,17 +145,12 @@ def gelu(x: Any) -> Any:
     return out
 
 
-def gelu_backward(dout: Any, x: Any) -> Any:
-    """Return the gradient of GELU's input."""
-    dx = _empty_like(x)
-    gelu_backward_into(dout, x, dx)
-    return dx
-
-
 @repeats
-def gelu_backward_into(dout: Any, x: Any, dx: Any) -> None:
-    """Fill dx with the gradient of GELU's input; all arrays have one dtype, including 16-bit ones."""
+def gelu_backward(dout: Any, x: Any) -> Any:
+    """Return the gradient of GELU's input; all arrays have one dtype, including 16-bit ones."""
+    dx = _empty_like(x)
     _launch_eights(elementwise.gelu_backward_kernel(x.dtype), dout, x, dx)
+    return dx
 
 
 # -- cross entropy -----------------------------------------------------------------------------

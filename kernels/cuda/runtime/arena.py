@@ -101,6 +101,7 @@ class Arena:
             MemoryError: If the device has not that much left.
         """
         if self._call and self._stretch is None and self._places.extent:
+            self._source.trim()  # the first call has left its pieces
             self._stretch = self._source.allocate(self._places.extent)
             self.bytes = self._places.extent
         self._call += 1
@@ -132,8 +133,8 @@ class Arena:
             )
         if not self.is_laid_out:
             block = self._source.allocate(size)
-            return ArenaBlock(block[0], self._call, start, size, block)
-        address = self._address_of(int(self._stretch[0]) + start)
+            return ArenaBlock(block.address, self._call, start, size, block)
+        address = self._address_of(int(self._stretch.address) + start)
         return ArenaBlock(address, self._call, start, size, None)
 
     def free(self, block: ArenaBlock) -> None:
@@ -153,4 +154,4 @@ class Arena:
 
     def __del__(self) -> None:
         if self._stretch is not None:
-            self._source.free(self._stretch)
+            self._source.release(self._stretch)

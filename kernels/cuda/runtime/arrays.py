@@ -55,10 +55,10 @@ class Pooled(MemoryPointer):
     device_ctypes_pointer: Any = None
 
     def __init__(self, source: Any, block: Block, size: int):
-        super().__init__(None, block[0], size)  # numba reads no context of a pointer
+        super().__init__(None, block.address, size)  # numba reads no context of a pointer
         self.source = source
         self.block = block
-        self.address = int(block[0])
+        self.address = int(block.address)
         self.device_ctypes_pointer = c_void_p(self.address)
 
     def __del__(self) -> None:

@@ -1,11 +1,13 @@
-"""Device memory from CUDA's stream-ordered allocator, which keeps what is freed for the next to ask."""
+"""Device memory from CUDA's stream-ordered allocator, and a cache of freed blocks before it."""
 
 from __future__ import annotations
 
 import gc
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,17 +17,40 @@ from kernels.runtime.cuda_errors import explain_code, out_of_memory
 STAGED = 64 << 10
 #: Bytes that are copied in such pieces at most; each takes a call of the driver.
 MOST_STAGED = 32 * STAGED
-#: The address of a block of memory as the driver has it, and the device it lies on.
-Block = tuple[Any, int]
+#: Sizes are multiples of this, and larger ones of up to ``LARGEST_UNIT``, a sixteenth of the size at most.
+SMALLEST_UNIT, LARGEST_UNIT = 512, 2 << 20
+#: Memory that is held may exceed the most that was in use by a half and these bytes.
+SPARE = 64 << 20
+
+
+class Block(NamedTuple):
+    """A block of memory; blocks compare by their addresses.
+
+    Attributes:
+        start: Its address.
+        device: It lies on.
+        size: Bytes.
+        address: As the driver has it.
+    """
+
+    start: int
+    device: int
+    size: int
+    address: Any
 
 
 class Pool:
-    """The memory pool that the driver keeps for each device.
+    """The memory pool that the driver keeps for each device, and a cache of freed blocks.
 
-    To allocate and to free are entries of the legacy default stream, where kernels are launched too.
-    Memory is free for the next operation once the last kernel launched before has used it, and
-    neither call waits for the device; cuMemAlloc and cuMemFree cost more and do wait.  So an array
-    that is used on another stream must be kept until that stream has done its work.
+    An allocation gets the freed block of its size and device with the lowest address.  This needs no call
+    of the driver, and each training step has its tensors at the same addresses.  All work is in the order
+    of the legacy default stream, to which the driver's allocations belong too, so a block may be written to
+    as soon as the last kernel that uses it has been launched.  An array that is used on another stream must
+    be kept until that stream has done its work.
+
+    The cache is emptied if the device has too little memory, and if the blocks held exceed the most that
+    were in use by a half.  cuMemAllocAsync then finds memory for other sizes in what was freed; it takes
+    2 µs, and at times milliseconds.
 
     Nothing is asked of the driver before the first allocation.
 
@@ -42,6 +67,11 @@ class Pool:
         self._success = driver.CUresult.CUDA_SUCCESS
         self._no_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self._several = False
+        self._cached: dict[tuple[int, int], list[Block]] = {}  # by size and device
+        self._is_cached = True
+        self._held = self._most_used = self._most_held = (
+            0  # bytes, counted where a block is not cached
+        )
         # What could not be freed where its last reference went; a finaliser runs on any thread.
         self._left: deque[Block] = deque()
 
@@ -64,27 +94,71 @@ class Pool:
         return True
 
     def allocate(self, size: int) -> Block:
-        """Return ``size`` bytes on the current device, one or more.
+        """Return ``size`` bytes or a few more on the current device.
+
+        Args:
+            size: One or more.
 
         Raises:
             MemoryError: If the device has not that much left.
             RuntimeError: If the driver fails, or a kernel has failed before.
         """
+        unit = SMALLEST_UNIT
+        if size > 32 * SMALLEST_UNIT:
+            unit = min(1 << (size.bit_length() - 5), LARGEST_UNIT)
+        size = (size + unit - 1) & -unit
+        device = self._device() if self._several else 0
+        try:
+            return heappop(self._cached[size, device])
+        except (KeyError, IndexError):
+            return self._new_block(size)
+
+    def free(self, block: Block) -> None:
+        """Take a block back from any thread; what has been launched may still use it."""
+        if self._is_cached:
+            try:
+                heappush(self._cached[block.size, block.device], block)
+            except KeyError:
+                heappush(self._cached.setdefault((block.size, block.device), []), block)
+        else:
+            self.release(block)
+
+    def release(self, block: Block) -> None:
+        """Give a block back to the driver, in stream order, as one of an unusual size should be."""
+        if self._several and block.device != self._device():
+            self._left.append(block)  # the stream of another device orders nothing
+            return
+        (error,) = self._free(block.address, self._stream)
+        if error == self._no_context:
+            self._left.append(block)
+        else:
+            self._held -= block.size
+
+    def _new_block(self, size: int) -> Block:
+        """Return a block from the driver."""
         if self._left:
             self._free_left()
+        if self._held + size > self._most_held:
+            in_cache = self._bytes_in_cache()
+            self._most_used = max(self._most_used, self._held - in_cache + size)
+            self._most_held = self._most_used + self._most_used // 2 + SPARE
+            if self._held + size > self._most_held:
+                self._empty_cache()
         error, address = self._allocate(size, self._stream)
         if error != self._success:
             address = self._allocate_again(error, address, size)
-        return address, self._device() if self._several else 0
+        self._held += size
+        return Block(int(address), self._device() if self._several else 0, size, address)
 
-    def free(self, block: Block) -> None:
-        """Give a block back, in stream order."""
-        if self._several and block[1] != self._device():
-            self._left.append(block)  # the stream of another device orders nothing
-            return
-        (error,) = self._free(block[0], self._stream)
-        if error == self._no_context:
-            self._left.append(block)
+    def _bytes_in_cache(self) -> int:
+        return sum(size * len(blocks) for (size, _), blocks in [*self._cached.items()])
+
+    def _empty_cache(self) -> None:
+        """Give all cached blocks back to the driver."""
+        for blocks in [*self._cached.values()]:
+            with suppress(IndexError):  # other threads take blocks, too
+                while True:
+                    self.release(heappop(blocks))
 
     def upload(self, address: int, array: np.ndarray[Any, Any]) -> None:
         """Copy a contiguous array of the host to an address, in stream order; it may be written to at once.
@@ -123,16 +197,27 @@ class Pool:
     def trim(self) -> None:
         """Give what is free back to the device, for others or for one large piece; waits for its work."""
         self._enter()
+        self._empty_cache()
         self._free_left()
         self._call(self._driver.cuCtxSynchronize)
         self._call(self._driver.cuMemPoolTrimTo, self._pool(), 0)
 
     def in_use(self) -> int:
         """Return how many bytes of the current device are allocated, once its work is done."""
-        return self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
+        self._enter()
+        self._free_left()
+        held = self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
+        device = self._device() if self._several else 0
+        cached = {key: len(blocks) for key, blocks in self._cached.items()}
+        return held - sum(size * count for (size, own), count in cached.items() if own == device)
 
     def reset_peak(self) -> int:
-        """Begin to watch for the peak anew; return what is in use."""
+        """Begin to watch for the peak anew; return what is in use.
+
+        Until :meth:`peak` no freed block is cached, so that the driver counts what is in use.
+        """
+        self._is_cached = False
+        self._empty_cache()
         high = self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH
         self._enter()
         zero = self._driver.cuuint64_t(0)  # the one value that the driver takes
@@ -140,8 +225,10 @@ class Pool:
         return self.in_use()
 
     def peak(self) -> int:
-        """Return the most bytes of the current device in use since :meth:`reset_peak`."""
-        return self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+        """Return the most bytes of the current device in use since :meth:`reset_peak`, which ends here."""
+        peak = self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+        self._is_cached = True
+        return peak
 
     def _read(self, attribute: Any) -> int:
         self._enter()
@@ -170,7 +257,7 @@ class Pool:
     def _free_left(self) -> None:
         """Free what was left behind, as far as it can be freed here."""
         for _ in range(len(self._left)):
-            self.free(self._left.popleft())
+            self.release(self._left.popleft())
 
     def _pool(self) -> Any:
         return self._call(self._driver.cuDeviceGetMemPool, self._device())

@@ -62,7 +62,8 @@ def reformer(
         v: (…, heads, seq, value_dim).
         attn_mask: Not supported: positions are regrouped.
         dropout_p: Probability of dropping a probability.
-        is_causal: Position i sees the positions j <= i only.
+        is_causal: Position i sees the positions j <= i only.  Which of them it sees also depends on the
+            later ones, because all positions are sorted together.
         scale: Of the scores; 1 / sqrt(head_dim) when None.
         key_mask: (…, seq); False or 0 hides a key from other positions.
         chunk: Positions of a chunk; a sequence that it does not divide ends with a shorter one.

@@ -45,6 +45,19 @@ def test_every_attention_classifies_and_learns(attention: str, documents: int) -
     assert missing == []
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_bfloat16_computes_what_float32_does(attention: str) -> None:
+    X = ids(4, 37)
+    exact, rounded = (
+        model(attention, pad_id=0, precision=name)(X).to_numpy().astype(np.float64)
+        for name in ("float32", "bfloat16")
+    )
+    difference = float(np.abs(exact - rounded).max())
+    # Hashes of rounded numbers differ.
+    allowed = 1.0 if attention in ("reformer", "smyrf") else 0.05
+    assert 0.0 < difference <= allowed * np.abs(exact).max()
+
+
 @pytest.mark.parametrize("attention", ["naive", "flash", "performer", "linear"])
 def test_padding_does_not_change_the_logits(attention: str) -> None:
     own = model(attention, pad_id=0)
@@ -114,3 +127,5 @@ def test_wrong_calls_say_what_is_expected() -> None:
         model(documents=2)(ids(2, 5))
     with pytest.raises(ValueError, match="documents must be 1, or 2"):
         model(documents=3)
+    with pytest.raises(ValueError, match="determines the dtype"):
+        model(precision="bfloat16", dtype=np.float32)

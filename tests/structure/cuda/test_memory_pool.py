@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis.strategies import integers, lists, tuples
 
 from kernels.cuda.runtime import arrays
-from kernels.cuda.runtime.memory_pool import Pool
+from kernels.cuda.runtime.memory_pool import SPARE, Block, Pool
 from kernels.runtime import cuda_errors, targets
 
 CAPACITY = 1 << 20
@@ -29,17 +29,19 @@ class Result(enum.IntEnum):
 
 
 class Driver:
-    """A driver of one device of ``CAPACITY`` bytes, or of several, that counts what is allocated."""
+    """A driver of one device, or of several, that counts what is allocated."""
 
     CUresult = Result
     CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED=115)
     CUmemPool_attribute = SimpleNamespace(
-        CU_MEMPOOL_ATTR_RELEASE_THRESHOLD=4, CU_MEMPOOL_ATTR_USED_MEM_CURRENT=7
-    )
+        CU_MEMPOOL_ATTR_RELEASE_THRESHOLD=4, CU_MEMPOOL_ATTR_USED_MEM_CURRENT=7,
+        CU_MEMPOOL_ATTR_USED_MEM_HIGH=8,
+    )  # fmt: skip
     CUstream = staticmethod(int)
     cuuint64_t = staticmethod(int)
 
-    def __init__(self, devices: int = 1, threshold: int = 0):
+    def __init__(self, devices: int = 1, threshold: int = 0, capacity: int = CAPACITY):
+        self.capacity, self.calls, self.high = capacity, 0, 0
         self.blocks: dict[int, tuple[int, int]] = {}  # address → device, size
         self.thresholds = [threshold] * devices
         self.current: int | None = None
@@ -61,10 +63,13 @@ class Driver:
 
     def cuMemPoolGetAttribute(self, pool: int, attribute: int) -> tuple[Any, ...]:
         used = sum(size for device, size in self.blocks.values() if device == pool)
-        return Result.CUDA_SUCCESS, self.thresholds[pool] if attribute == 4 else used
+        return Result.CUDA_SUCCESS, {4: self.thresholds[pool], 7: used, 8: self.high}[attribute]
 
     def cuMemPoolSetAttribute(self, pool: int, attribute: int, value: int) -> tuple[Any, ...]:
-        self.thresholds[pool] = value
+        if attribute == 8:
+            self.high = self.used
+        else:
+            self.thresholds[pool] = value
         return (Result.CUDA_SUCCESS,)
 
     def cuMemPoolTrimTo(self, pool: int, keep: int) -> tuple[Any, ...]:
@@ -80,18 +85,23 @@ class Driver:
         return (Result.CUDA_SUCCESS,)
 
     def cuMemGetInfo(self) -> tuple[Any, ...]:
-        used = sum(size for _, size in self.blocks.values())
-        return Result.CUDA_SUCCESS, CAPACITY - used, CAPACITY
+        return Result.CUDA_SUCCESS, self.capacity - self.used, self.capacity
+
+    @property
+    def used(self) -> int:
+        return sum(size for _, size in self.blocks.values())
 
     def cuMemAllocAsync(self, size: int, stream: int) -> tuple[Any, ...]:
+        self.calls += 1
         if self.fault is not None:
             return self.fault, None
         if self.current is None:
             return Result.CUDA_ERROR_INVALID_CONTEXT, None
-        if sum(size for _, size in self.blocks.values()) + self.waste + size > CAPACITY:
+        if self.used + self.waste + size > self.capacity:
             return Result.CUDA_ERROR_OUT_OF_MEMORY, None
         self.next_address += 256
         self.blocks[self.next_address] = (self.current, size)
+        self.high = max(self.high, self.used)
         return Result.CUDA_SUCCESS, self.next_address
 
     def cuMemFreeAsync(self, address: int, stream: int) -> tuple[Any, ...]:
@@ -111,20 +121,63 @@ def pool_of(driver: Driver) -> Pool:
 def test_each_block_is_freed_once_whichever_thread_drops_it(steps: list[tuple[int, int]]) -> None:
     driver = Driver(devices=2)
     pool = pool_of(driver)
-    held = []
+    held: list[Block] = []
     for size, action in steps:
         driver.current = (0, 1, None, 0)[action]
         if action < 2:
-            held.append(pool.allocate(size))
-            assert driver.blocks[held[-1][0]] == (action, size) and held[-1][1] == action
+            block = pool.allocate(size)
+            assert driver.blocks[block.address] == (action, block.size) and block.device == action
+            assert size <= block.size <= size + max(size // 16, 511)
+            assert block.address not in {other.address for other in held}
+            held.append(block)
         elif held:
             pool.free(held.pop(0))  # on no device, or perhaps on the other one
+    while held:
+        pool.free(held.pop())
     for device in (0, 1, 0):
         driver.current = device
-        while held:
-            pool.free(held.pop())
-        pool.free(pool.allocate(1))
+        assert pool.in_use() == 0
+        pool.trim()
     assert driver.blocks == {}
+
+
+def test_a_freed_block_goes_to_the_next_allocation_of_its_size() -> None:
+    driver = Driver(devices=2)
+    pool = pool_of(driver)
+    driver.current, blocks = 0, list[Block]()
+    for _ in range(3):
+        blocks = [pool.allocate(size) for size in (1000, 1024, 5000)]
+        for block in blocks:
+            pool.free(block)
+    assert driver.calls == 3
+    driver.current = 1
+    assert pool.allocate(1000).address not in {block.address for block in blocks}
+
+
+def test_what_is_cached_stays_below_half_of_what_was_in_use() -> None:
+    driver = Driver(capacity=1 << 40)
+    pool = pool_of(driver)
+    blocks = [pool.allocate(SPARE) for _ in range(6)]
+    for block in blocks:
+        pool.free(block)
+    for size in range(SPARE, 6 * SPARE, SPARE // 2):
+        pool.free(pool.allocate(size))
+        assert driver.used <= 9 * SPARE + SPARE
+    assert driver.used > 0 == pool.in_use()
+
+
+def test_the_peak_counts_what_is_in_use() -> None:
+    driver = Driver()
+    pool = pool_of(driver)
+    kept = pool.allocate(4096)
+    pool.free(pool.allocate(8192))
+    for _ in range(2):
+        assert pool.reset_peak() == 4096
+        for size in (512, 1024):
+            pool.free(pool.allocate(size))
+        assert pool.peak() - 4096 == 1024
+        pool.free(pool.allocate(8192))
+    pool.free(kept)
 
 
 def test_memory_is_kept_unless_someone_chose_otherwise() -> None:
@@ -138,8 +191,8 @@ def test_a_thread_without_a_context_gets_one() -> None:
     driver = Driver()
     pool = pool_of(driver)
     driver.current = None
-    block = pool.allocate(8)
-    assert pool.in_use() == 8
+    block = pool.allocate(512)
+    assert pool.in_use() == 512
     pool.free(block)
     assert pool.in_use() == 0
 

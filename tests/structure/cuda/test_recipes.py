@@ -14,7 +14,7 @@ import kernels
 from kernels import BlockMask, launch
 from kernels.cuda.device import per_device
 from kernels.cuda.runtime import recipe
-from kernels.cuda.runtime.arrays import device_view, element_strides, to_device
+from kernels.cuda.runtime.arrays import device_view, element_strides, pool, to_device
 from kernels.runtime.targets import IS_SIMULATOR
 
 from ...support.fake_device import FakeDriver, fake_device
@@ -147,6 +147,9 @@ class Device:
 def test_a_repeated_call_launches_what_a_first_one_does(call: str, shape: Any) -> None:
     with fake_device() as own:
         device = Device(own)
+        memory = pool()
+        assert memory is not None
+        memory._is_cached = False  # so that each allocation has an address of its own
         with patch.object(per_device, "encode_tensor_map", device.encoded):
             for repeat in range(3):
                 options = {**CALLS[call]}

@@ -1,0 +1,123 @@
+"""Draw the weights of each attention of the Long-Range Arena, and examples of its tasks, into docs/images.
+
+    python project/draw_lra.py
+
+The picture of a method shows its weights beside those of exact attention on the same operands.  They are
+the result of attention whose values are the identity matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from data import stand_ins
+from data.pathfinder import PUBLISHED, draw_picture
+
+import minitorch
+from minitorch import attention
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+LENGTH, HEAD_DIM = 128, 16
+#: Roots of weights are drawn, so that small ones can be seen; darker than this is black.
+DARKEST = 0.5
+
+
+def tensor(array: Any) -> minitorch.Tensor:
+    """Return a float32 tensor on the CPU."""
+    return minitorch.from_numpy(np.asarray(array, np.float32), minitorch.FastBackend)
+
+
+def operands() -> tuple[minitorch.Tensor, minitorch.Tensor, minitorch.Tensor]:
+    """Return q and k, (1, 1, 128, 16), in four groups that attend to themselves, and the identity as v."""
+    random = np.random.default_rng(3)
+    centres = random.standard_normal((4, HEAD_DIM)) * 2.0
+    group = np.repeat([0, 1, 2, 0, 3, 1, 2, 3], LENGTH // 8)
+    q, k = (centres[group] + 0.6 * random.standard_normal((LENGTH, HEAD_DIM)) for _ in range(2))
+    return tensor(q[None, None]), tensor(k[None, None]), tensor(np.eye(LENGTH)[None, None])
+
+
+def project(count: int) -> minitorch.Tensor:
+    """Return a projection of Linformer, (count, 128): a learned one would mix positions as it needs."""
+    random = np.random.default_rng(1)
+    return tensor(random.standard_normal((count, LENGTH)) * LENGTH**-0.5)
+
+
+#: By the name of the method: its title, and the weights of queries and keys.
+METHODS: dict[str, tuple[str, Callable[[Any, Any, Any], minitorch.Tensor]]] = {
+    "block_sparse": (
+        "block-sparse: a butterfly of blocks of 16",
+        lambda q, k, v: attention.block_sparse(q, k, v, pattern="butterfly", block_size=16),
+    ),
+    "local": (
+        "local: 10 positions on each side",
+        lambda q, k, v: attention.local(q, k, v, window=10),
+    ),
+    "linformer": (
+        "Linformer: 16 mixtures, not trained",
+        lambda q, k, v: attention.linformer(q, k, v, project_k=project(16)),
+    ),
+    "linear": ("linear attention: elu + 1", attention.linear),
+    "performer": (
+        "Performer: 256 random features",
+        lambda q, k, v: attention.performer(q, k, v, num_features=256, seed=0),
+    ),
+    "reformer": (
+        "Reformer: chunks of 16, two rounds",
+        lambda q, k, v: attention.reformer(q, q, v, chunk=16, rounds=2, seed=0),
+    ),
+    "smyrf": (
+        "Smyrf: clusters of 16, two rounds",
+        lambda q, k, v: attention.smyrf(q, k, v, cluster=16, rounds=2, seed=0),
+    ),
+}
+
+
+def draw_weights() -> None:
+    """Draw a picture for each method."""
+    q, k, v = operands()
+    exact = q.flash_attention(k, v).to_numpy()[0, 0]
+    for name, (title, method) in METHODS.items():
+        own = method(q, k, v).to_numpy()[0, 0]
+        figure, axes = plt.subplots(1, 2, figsize=(7.0, 3.7), layout="constrained")
+        for ax, weights, text in zip(axes, (exact, own), ("exact attention", title), strict=True):
+            ax.imshow(np.sqrt(np.clip(weights, 0.0, None)), cmap="Greys", vmin=0.0, vmax=DARKEST)
+            ax.set(title=text, xlabel="key", ylabel="query")
+            ax.title.set_fontsize(10)
+        save(figure, f"attention_{name}.png")
+
+
+def draw_examples() -> None:
+    """Draw images of Pathfinder of each size and class, and two digits."""
+    figure, axes = plt.subplots(2, 5, figsize=(10.0, 4.6), layout="constrained")
+    for column, task in zip(axes.T, PUBLISHED.values(), strict=False):
+        found: dict[int, Any] = {}
+        number = 0
+        while len(found) < 2:
+            picture = draw_picture(np.random.default_rng([7, number]), task)
+            found.setdefault(picture.label, picture.pixels)
+            number += 1
+        for ax, label, text in zip(column, (1, 0), ("joined", "not joined"), strict=True):
+            ax.imshow(found[label], cmap="Greys_r")
+            ax.set_title(f"Pathfinder-{task.size}: {text}", fontsize=9)
+    digits = stand_ins.image({"train": 2, "valid": 1, "test": 1})["train"].X
+    for ax, digit in zip(axes[:, -1], digits, strict=True):
+        ax.imshow(digit.reshape(32, 32), cmap="Greys_r")
+        ax.set_title("Image (stand-in: a digit)", fontsize=9)
+    for ax in axes.flat:
+        ax.set(xticks=[], yticks=[])
+    save(figure, "lra_examples.png")
+
+
+def save(figure: Any, name: str) -> None:
+    """Write a figure, and forget it."""
+    figure.savefig(IMAGES / name, dpi=80, metadata={"Software": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    draw_weights()
+    draw_examples()

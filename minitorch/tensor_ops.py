@@ -54,9 +54,8 @@ class TensorOps(Widening):
     make_reduce: Callable[..., Any]
     #: Cached products by the layouts of their operands; each backend has its own.
     _products: Kinds
-    #: Where storages are.
+    #: Where storages are, and the target of fused attention; see kernels/rungs.py.
     memory: Memory = HostMemory()
-    #: The name of the target of fused attention for this backend; see kernels/rungs.py.
     target = "numpy"
     #: Fused kernels of the layers of module 4, or None if there are only composed forms.
     fused: Any = None
@@ -302,8 +301,7 @@ class TensorBackend:
 
     def __init__(self, ops: type[TensorOps]):
         self.ops = ops
-        self.cuda = ops.cuda
-        self.memory, self.target = ops.memory, ops.target
+        self.cuda, self.memory, self.target = ops.cuda, ops.memory, ops.target
         self.fused = ops.fused
         self.indexing = ops.indexing
 

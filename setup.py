@@ -15,6 +15,8 @@ PACKAGES = ("minitorch", "kernels")
 MATPLOTLIB = "matplotlib>=3.9,<4"
 SKLEARN = "scikit-learn>=1.5,<2"
 
+COURSE = ["hypothesis>=6.139,<7", "pytest>=8,<10", "pytest-xdist>=3.5,<4"]
+
 EXTRAS = {
     # CUDA kernels on an NVIDIA GPU. cu13 needs driver 580 or newer; for an older one install
     # "numba-cuda[cu12]" instead.
@@ -37,17 +39,17 @@ EXTRAS = {
     # A peer for the benchmarks.  The CPU build is smaller; see pytorch.org for how to choose one.
     "bench": ["torch>=2.4,<3"],
     "dist": ["build>=1,<2", "twine>=5,<7"],
+    # What a student needs besides the library.
+    "course": COURSE,
     "test": [
+        *COURSE,
         # The threads of the emulated GPU (tests/support/emulated/gpu.py).
         "greenlet>=3.0.1,<4",
-        "hypothesis>=6.139,<7",
         # Run the scripts in a notebook (tests/project/test_notebooks.py).
         "ipykernel>=6.29,<8",
         "nbclient>=0.10,<1",
         # Drives the Chromium that is installed; "playwright install chromium" gets one.
         "playwright>=1.40,<2",
-        "pytest>=8,<10",
-        "pytest-xdist>=3.5,<4",
         # Builds the wheel that tests/repository/test_packaging.py installs.
         "setuptools>=70.1",
         SKLEARN,

@@ -172,11 +172,11 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
     def array(self) -> Any:
         """Return the elements as an array for the kernels, a view on the tensor's device."""
         data = self._tensor
-        return self.backend.attention.memory.view(data._storage, data.shape, data.strides)
+        return self.backend.memory.view(data._storage, data.shape, data.strides)
 
     def wrap(self, array: Any) -> Tensor:
         """Return a constant tensor on this backend around a contiguous array from a kernel."""
-        storage, strides = self.backend.attention.memory.flat(array)
+        storage, strides = self.backend.memory.flat(array)
         return self._new(TensorData(storage, tuple(array.shape), strides))
 
     def on(self, storage: Any, shape: Ints, strides: Ints) -> Tensor:

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kernels import launch
 from kernels.runtime.dtypes import is_half, lowest
-from kernels.runtime.memory import joined_step
+from kernels.runtime.memory import HostMemory, Memory, joined_step
 
 from . import operators
 from .backends import plain_indexing
@@ -55,8 +54,9 @@ class TensorOps(Widening):
     make_reduce: Callable[..., Any]
     #: Cached products by the layouts of their operands; each backend has its own.
     _products: Kinds
-    #: The target of fused attention for this backend; see kernels/launch.py.
-    attention: launch.Target = launch.NUMPY
+    #: Where storages are, and the target of fused attention; see kernels/rungs.py.
+    memory: Memory = HostMemory()
+    target = "numpy"
     #: Fused kernels of the layers of module 4, or None if there are only composed forms.
     fused: Any = None
     #: Gather, scatter-add, sort and cumulative sum of arrays.
@@ -299,8 +299,7 @@ class TensorBackend:
 
     def __init__(self, ops: type[TensorOps]):
         self.ops = ops
-        self.cuda = ops.cuda
-        self.attention = ops.attention
+        self.cuda, self.memory, self.target = ops.cuda, ops.memory, ops.target
         self.fused = ops.fused
         self.indexing = ops.indexing
 

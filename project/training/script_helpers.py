@@ -33,7 +33,7 @@ def check_backend(option: str, backend: minitorch.TensorBackend) -> None:
         option: How the user asked for it.
         backend: The backend.
     """
-    reason = backend.attention.memory.why_not()
+    reason = backend.memory.why_not()
     if reason is not None:
         sys.exit(f"{option} cannot run: {reason}")
 
@@ -178,7 +178,7 @@ class Progress:
     ) -> bool:
         self._bar.close()
         self._seconds = self.seconds
-        if isinstance(error, minitorch.AnomalyError):
+        if isinstance(error, FloatingPointError):  # of detect_anomaly
             sys.exit(f"after {self.unit} {self.done}: {error}")
         self.stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
         return self.stopped and self.done > 0  # before the first figures nothing is learnt
@@ -203,7 +203,7 @@ def ends_in_one_line(smaller: str) -> Iterator[None]:
         sys.exit("stopped by Ctrl-C")
     except MemoryError:
         sys.exit(f"out of memory; take a smaller {smaller}")
-    except minitorch.AnomalyError as error:
+    except FloatingPointError as error:  # of detect_anomaly
         sys.exit(str(error))
 
 

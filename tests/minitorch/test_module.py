@@ -94,7 +94,6 @@ def test_train_and_eval_reach_every_module(depth: int) -> None:
     assert modes(chain) == [True] * depth
 
 
-@pytest.mark.task0_4
 def test_calling_a_module_without_forward_says_so() -> None:
     with pytest.raises(TypeError, match="no forward"):
         Module()()

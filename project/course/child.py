@@ -318,6 +318,22 @@ def collect(job: dict[str, Any]) -> dict[str, Any]:
     return {"tests": found, "code": int(code), "no_gpu": targets and targets.why_no_cuda()}
 
 
+def hide_the_course() -> None:
+    """Find no module of the course, which may be installed from its folder (``pip install -e``)."""
+    course = os.path.realpath(Path(__file__).parents[2])
+    inner = os.path.realpath(sys.prefix)  # an environment inside its folder
+    sys.path[:] = [
+        path
+        for path in sys.path
+        if not _inside(os.path.realpath(path), course) or _inside(os.path.realpath(path), inner)
+    ]
+    sys.meta_path[:] = [
+        finder
+        for finder in sys.meta_path
+        if not getattr(finder, "__module__", "").startswith("__editable__")
+    ]
+
+
 def main() -> None:
     """Do the job."""
     job = json.loads(sys.stdin.read())
@@ -329,6 +345,7 @@ def main() -> None:
         tree = job["tree"]
         os.chdir(tree)
         sys.path.insert(0, tree)
+        hide_the_course()
         if job["trusted"]:
             write(collect(job))
             return

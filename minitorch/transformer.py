@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kernels.common.arguments import whole
 
-from .autodiff import is_recording, no_grad
+from .autodiff import is_recording, no_grad, without_drawing
 from .backends.matmul_precision import in_own_precision, precision_and_dtypes
 from .fast_ops import FastBackend
 from .layers.linear_cross_entropy import linear_cross_entropy
@@ -144,8 +144,8 @@ class DecoderLM(Module):
             backend: Backend of the parameters; ``FastBackend`` when None.
             dtype: Dtype of the parameters; that of the stored embeddings when None.
             precision: See the class; instead of a dtype.
-            options: Further arguments of the class, such as ``attention="naive"`` or ``p_dropout=0.0``.  The
-                dropout of embeddings and of branches is the folder's ``resid_pdrop``.
+            options: Further arguments of the class, such as ``attention="naive"`` or ``p_dropout=0.0``,
+                which is the folder's ``resid_pdrop`` otherwise.
 
         Raises:
             CheckpointError: If a file is missing, has another format, or belongs to another architecture.
@@ -156,7 +156,8 @@ class DecoderLM(Module):
             dtype = found.dtype
         backend = backend or FastBackend
         chosen = {**found.options, "backend": backend, "dtype": dtype, "precision": precision}
-        model = cls(**{**chosen, **options})
+        with without_drawing():
+            model = cls(**{**chosen, **options})
         load_pretrained(model, found)
         model.eos_token_id = found.eos_token_id
         model.eval()
@@ -171,8 +172,8 @@ class DecoderLM(Module):
             tokenizer: A ``tokenizers.Tokenizer`` to write as tokenizer.json, or None.
 
         Raises:
-            ValueError: If the structure is not that of a GPT-2: approximate attention, a layer without bias,
-                or a head with one.
+            ValueError: If the structure is not that of a GPT-2: with approximate attention, a layer without
+                bias, or a head with one.
         """
         write_pretrained(folder, self, tokenizer)
 

@@ -27,7 +27,7 @@ CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json
 MODEL_TYPES = ("gpt2",)
 #: Names of GELU in its tanh form.
 ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
-#: Settings that change what the model computes: the only value that is supported, which is also the default.
+#: Settings that change what the model computes: the only supported value, which is also the default.
 FIXED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,

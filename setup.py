@@ -15,6 +15,8 @@ PACKAGES = ("minitorch", "kernels")
 MATPLOTLIB = "matplotlib>=3.9,<4"
 SKLEARN = "scikit-learn>=1.5,<2"
 
+COURSE = ["hypothesis>=6.139,<7", "pytest>=8,<10", "pytest-xdist>=3.5,<4"]
+
 EXTRAS = {
     # CUDA kernels on an NVIDIA GPU. cu13 needs driver 580 or newer; for an older one install
     # "numba-cuda[cu12]" instead.
@@ -23,18 +25,33 @@ EXTRAS = {
     # The digits of project/run_digits.py, which come with the library.
     "digits": [SKLEARN],
     "app": [MATPLOTLIB, "streamlit>=1.40,<2"],
-    "docs": ["docutils>=0.21,<0.22", "furo>=2024.8,<2027", "myst-parser>=4,<6", "sphinx>=8.1,<9"],
+    "docs": [
+        "docutils>=0.21,<0.22",
+        "furo>=2024.8,<2027",
+        "ipykernel>=6.29,<8",
+        MATPLOTLIB,
+        "myst-nb>=1.2,<2",
+        "myst-parser>=4,<6",
+        "sphinx>=8.1,<9",
+    ],
+    # The operator of kernels.interop.torch, and attention for Hugging Face's models.
+    "torch": ["torch>=2.5,<3", "transformers>=4.53,<6"],
+    # Texts for the weights of Hugging Face, in project/generate.py.
+    "tokenizers": ["tokenizers>=0.21,<1"],
     # A peer for the benchmarks.  The CPU build is smaller; see pytorch.org for how to choose one.
     "bench": ["torch>=2.4,<3"],
     "dist": ["build>=1,<2", "twine>=5,<7"],
+    # What a student needs besides the library.
+    "course": COURSE,
     "test": [
+        *COURSE,
         # The threads of the emulated GPU (tests/support/emulated/gpu.py).
         "greenlet>=3.0.1,<4",
-        "hypothesis>=6.139,<7",
+        # Run the scripts in a notebook (tests/project/test_notebooks.py).
+        "ipykernel>=6.29,<8",
+        "nbclient>=0.10,<1",
         # Drives the Chromium that is installed; "playwright install chromium" gets one.
         "playwright>=1.40,<2",
-        "pytest>=8,<10",
-        "pytest-xdist>=3.5,<4",
         # Builds the wheel that tests/repository/test_packaging.py installs.
         "setuptools>=70.1",
         SKLEARN,
@@ -60,7 +77,7 @@ setup(
     packages=find_packages(include=[name for p in PACKAGES for name in (p, f"{p}.*")]),
     package_data={name: ["py.typed"] for name in PACKAGES},
     zip_safe=False,
-    python_requires=">=3.10,<3.14",
+    python_requires=">=3.10,<3.15",
     install_requires=[line for line in LINES if line and not line.startswith("#")],
     extras_require=EXTRAS,
     classifiers=[
@@ -76,6 +93,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Education",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",

@@ -1,4 +1,4 @@
-"""Configuration of the site: Sphinx with MyST, built offline; see ``make docs``."""
+"""Configuration of the site: Sphinx with MyST-NB, built offline; see ``make docs``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ html_title = project
 language = "en"
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -41,6 +41,13 @@ suppress_warnings = ["docutils.directive_order"]
 # Markdown
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 4  # links such as page.md#a-heading, as on GitHub
+
+# Cells of docs/notebooks run at each build, in a folder of their own.
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_timeout = 120
+nb_execution_raise_on_error = True
+nb_merge_streams = True
 
 # Docstrings are Google's.  Types stand in the signatures, and are not links.
 autodoc_member_order = "bysource"

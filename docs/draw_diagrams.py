@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kernel_diagrams import mma_fragments, ping_pong, swizzle
-from picture import AMBER, BLUE, GREEN, INK, PALE, RED, Picture
+
+from kernels.common.picture import AMBER, BLUE, GREEN, INK, PALE, RED, Picture
 
 FOLDER = Path(__file__).resolve().parent / "diagrams"
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from picture import AMBER, BLUE, GREEN, INK, PALE, RED, Picture
-
 from kernels.common.geometry import same
+from kernels.common.picture import AMBER, BLUE, GREEN, INK, PALE, RED, Picture
 from kernels.cuda.ptx.fragments import PLAIN
 from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place
 

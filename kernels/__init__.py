@@ -61,12 +61,12 @@ def flash_attention_forward(
     Returns:
         out (…, heads, seq_q, value_dim), and lse (…, heads, seq_q), the natural logarithm of the
         sum of the exponentials of each row's scores; lse is float32 for fp16 and bf16 operands.  Both are
-        NumPy arrays, or numba device arrays.  The dimensions of out have the same order in memory as
-        those of q.
+        arrays of the library of q, on its device: NumPy, PyTorch, CuPy, numba.  The dimensions of out have
+        the same order in memory as those of q.
 
     Raises:
         TypeError: If an operand is not a floating-point array, or an option has the wrong type.
-        ValueError: If a shape or a value is invalid.
+        ValueError: If a shape or a value is invalid, or a PyTorch tensor requires grad.
 
     Source: FlashAttention-2, Algorithm 1.
     """
@@ -106,8 +106,9 @@ def flash_attention_backward(
 
     Returns:
         dq, dk and dv, of the shapes of q, k and v; with ``mask_gradient`` also that of the mask, and
-        with ``sink_gradient`` that of the sinks, (heads,) and of the dtype of lse.  The
-        dimensions of each gradient have the same order in memory as those of its operand.
+        with ``sink_gradient`` that of the sinks, (heads,) and of the dtype of lse.  All are arrays of the
+        library of q.  The dimensions of each gradient have the same order in memory as those of its
+        operand.
 
     Raises:
         TypeError: If an operand is not a floating-point array, an option has the wrong type, or dout, out

@@ -11,12 +11,13 @@ from kernels import launch
 from kernels.call_plan import CallPlan, plan_by_running
 from kernels.common.arguments import as_host_array, as_plain
 from kernels.cuda.runtime.arrays import device_view, element_strides, is_device_array
-from kernels.interop.dlpack import as_array
+from kernels.interop.libraries import Library, as_array, library_of
 from kernels.known_calls import Glance, glance, learn_type
 from kernels.problem.argument_types import check_types
 from kernels.problem.operands import in_order, make_operands
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.question import Problem, check_gradient_operands, problem_of
+from kernels.runtime.targets import current_device, on_device
 
 #: What a gradient takes beside q, k and v.
 _RESULTS = ("dout", "out", "lse", "dlse")
@@ -131,13 +132,16 @@ class Call:
         return gradient if summed is gradient else memory.laid_as(summed, operand)
 
 
-def forward(q: Any, k: Any, v: Any, options: Options, tile: Any) -> tuple[Any, Any]:
+def forward(q: Any, k: Any, v: Any, options: Options, tile: Any) -> tuple[Any, ...]:
     """Return out and lse; see :func:`kernels.flash_attention_forward`."""
+    library = library_of(q)
+    if library is not None and (number := library.device(q)) != current_device():
+        with on_device(number):
+            return forward(q, k, v, options, tile)
     seen = glance((q, k, v), options, "forward", tile)
     if seen is not None and seen.plan is not None:
-        out, lse = seen.plan.repeat.arrays(seen.starts, seen.seed)
-        return out, lse
-    return Call(q, k, v, options).forward(tile, seen)
+        return _repeated(seen, library, q)
+    return results_of(library, Call(q, k, v, options).forward(tile, seen))
 
 
 def backward(
@@ -158,12 +162,36 @@ def backward(
         with_mask: Also return the gradient of the floating mask.
         with_sink: Also return the gradient of the sinks.
     """
+    library = library_of(operands[0])
+    if library is not None and (number := library.device(operands[0])) != current_device():
+        with on_device(number):
+            return backward(operands, results, options, tile, with_mask, with_sink)
     dout, out, lse, dlse = results
     given = (*operands, out, lse, dout) if dlse is None else (*operands, out, lse, dout, dlse)
     seen = glance(given, options, "backward", tile, with_mask, with_sink)
     if seen is not None and seen.plan is not None:
-        return tuple(seen.plan.repeat.arrays(seen.starts, seen.seed)[:3])
-    return Call(*operands, options, results).backward(tile, with_mask, with_sink, seen)
+        return _repeated(seen, library, operands[0])[:3]
+    call = Call(*operands, options, results)
+    return results_of(library, call.backward(tile, with_mask, with_sink, seen))
+
+
+def _repeated(seen: Glance, library: Library | None, like: Any) -> tuple[Any, ...]:
+    """Return the results of a known call as arrays of the caller's library."""
+    assert seen.plan is not None, "the caller looks first"
+    repeat = seen.plan.repeat
+    if library is None:
+        return tuple(repeat.arrays(seen.starts, seen.seed))
+    return tuple(library.repeat(repeat, seen.starts, seen.seed, like))
+
+
+def results_of(library: Library | None, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return NumPy's or numba's arrays as arrays of a library, without a copy.
+
+    Args:
+        library: The caller's library; None for NumPy and numba.
+        arrays: The results of a call.
+    """
+    return arrays if library is None else tuple(map(library.result, arrays))
 
 
 def as_operand(array: Any) -> Any:
@@ -238,8 +266,15 @@ def _target(operands: Sequence[Any]) -> launch.Target:
         return launch.CUDA
     if all(isinstance(operand, np.ndarray) for operand in operands):
         return launch.CPU
-    kinds = ", ".join(dict.fromkeys(type(operand).__name__ for operand in operands))
+    places = "; ".join(dict.fromkeys(map(_place, operands)))
     raise TypeError(
-        f"kernels take NumPy arrays, or arrays on one CUDA device, got {kinds}; convert them with "
-        "numpy.asarray or numba.cuda.to_device"
+        f"kernels take arrays that are all on the host, or all on one CUDA device, got {places}; convert "
+        "them with numpy.asarray or numba.cuda.to_device, or tensors of PyTorch with x.to(device)"
     )
+
+
+def _place(operand: Any) -> str:
+    name = type(operand).__name__
+    if isinstance(operand, np.ndarray):
+        return f"{name} on the host"
+    return f"{name} on a CUDA device" if is_device_array(operand) else name

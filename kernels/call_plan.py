@@ -13,9 +13,9 @@ from kernels.problem.question import Problem
 from kernels.runtime.launch_notes import Launched, Loop, launches_noted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CallPlan:
-    """The execution plan of a kind of attention call; ``print`` shows it as a table.
+    """The execution plan of a kind of attention call; its text is a table.
 
     Attributes:
         target: The device of the arrays: "cpu" or "cuda".
@@ -39,8 +39,7 @@ class CallPlan:
     moved_bytes: int
     passed_over: dict[str, str]
 
-    def __str__(self) -> str:
-        """Return the plan as lines."""
+    def __repr__(self) -> str:
         lines = [
             f"{'backward' if self.backward else 'forward'} on {self.target} by {self.rung}",
             f"  tile         {self.tile[0]} query rows x {self.tile[1]} key columns",

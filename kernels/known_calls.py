@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from kernels.cuda.runtime.arrays import DeviceArray
 from kernels.cuda.runtime.recorder import active
 from kernels.cuda.runtime.repeated import VECTOR, address_of
+from kernels.interop.libraries import Torch, library_of
 from kernels.launch import CUDA, Plan, keep_plan
 from kernels.problem.operands import Operands
 from kernels.problem.option_values import check_seed
@@ -24,11 +25,6 @@ from kernels.runtime.targets import current_device
 
 def _of_device_array(array: Any) -> tuple[Any, int]:
     return (array.shape, array.strides, array.dtype), address_of(array)
-
-
-def _of_torch(tensor: Any) -> tuple[Any, int]:
-    about = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-    return about, tensor.data_ptr()
 
 
 #: For each type of operand, the function that returns its layout and its address.
@@ -103,6 +99,6 @@ def glance(operands: Sequence[Any], options: Options, *rest: Any) -> Glance | No
 
 def learn_type(array: Any) -> None:
     """Describe later tensors of PyTorch by layout and address, given one that has been read."""
-    kind = type(array)
-    if (kind.__module__, kind.__qualname__) == ("torch", "Tensor"):
-        DESCRIBE[kind] = _of_torch
+    library = library_of(array)
+    if isinstance(library, Torch):
+        DESCRIBE[type(array)] = library.describe

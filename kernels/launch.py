@@ -21,6 +21,7 @@ from kernels.rungs import CPU as CPU
 from kernels.rungs import CUDA as CUDA
 from kernels.rungs import NUMPY as NUMPY
 from kernels.rungs import RUNGS as RUNGS
+from kernels.rungs import TARGETS as TARGETS
 from kernels.rungs import Rung as Rung
 from kernels.rungs import Target as Target
 from kernels.rungs import Tile as Tile

@@ -221,8 +221,10 @@ CUDA = Target(
     cuda_sink.sink_gradient,
 )
 
+#: Target by name.
+TARGETS = {target.name: target for target in (CUDA, CPU, NUMPY)}
 #: Every name that a rung has on some target, the fastest first.
-RUNGS = tuple(dict.fromkeys(rung.name for target in (CUDA, CPU, NUMPY) for rung in target.rungs))
+RUNGS = tuple(dict.fromkeys(rung.name for target in TARGETS.values() for rung in target.rungs))
 
 
 def check_rung(problem: Problem) -> None:

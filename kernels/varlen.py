@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kernels.array_call import Call, as_operand, heads_first
+from kernels.array_call import Call, as_operand, heads_first, results_of
+from kernels.interop.libraries import library_of, on_device_of
 from kernels.launch import Tile
 from kernels.problem.options import Options
 from kernels.problem.packed_problem import check_packed, make_packed_problem
@@ -55,14 +56,15 @@ def flash_attention_varlen_forward(
 
     Source: FlashAttention-2, Algorithm 1; the layout is that of FlashAttention.
     """
-    call = _call(
-        (q, k, v),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        by_name("flash_attention_varlen_forward", args, options),
-    )
-    out, lse = call.forward(tile)
-    return heads_first(out), lse
+    with on_device_of(q):
+        call = _call(
+            (q, k, v),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            by_name("flash_attention_varlen_forward", args, options),
+        )
+        out, lse = call.forward(tile)
+        return results_of(library_of(q), (heads_first(out), lse))
 
 
 @takes_attention_options
@@ -109,17 +111,18 @@ def flash_attention_varlen_backward(
 
     Source: FlashAttention-2, Algorithm 2.
     """
-    dout, out = (_heads_first(name, array) for name, array in (("dout", dout), ("out", out)))
-    results = dout, out, as_operand(lse), as_operand(dlse)
-    call = _call(
-        (q, k, v),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        by_name("flash_attention_varlen_backward", args, options),
-        results,
-    )
-    dq, dk, dv, *others = call.backward(tile, with_sink=sink_gradient)
-    return *map(heads_first, (dq, dk, dv)), *others
+    with on_device_of(q):
+        dout, out = (_heads_first(name, array) for name, array in (("dout", dout), ("out", out)))
+        results = dout, out, as_operand(lse), as_operand(dlse)
+        call = _call(
+            (q, k, v),
+            cu_seqlens_q,
+            cu_seqlens_k,
+            by_name("flash_attention_varlen_backward", args, options),
+            results,
+        )
+        dq, dk, dv, *others = call.backward(tile, with_sink=sink_gradient)
+        return results_of(library_of(q), (*map(heads_first, (dq, dk, dv)), *others))
 
 
 def _heads_first(name: str, operand: Any) -> Any:

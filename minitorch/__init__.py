@@ -54,6 +54,7 @@ if not _entrance.runs_as_command(__name__):
         from .cuda_kernel_ops import CudaKernelOps
         from .cuda_ops import CudaBackend, CudaOps, mm_practice, sum_practice
         from .datasets import datasets
+        from .drawing.expression_graph import ExpressionGraph
         from .fast_conv import Conv1dFun, Conv2dFun, conv1d, conv2d
         from .fast_ops import FastBackend, FastOps
         from .functions.base import Function
@@ -140,6 +141,7 @@ if not _entrance.runs_as_command(__name__):
         )
         from .tensors.factories import tensor as _tensor
         from .tensors.gradient_check import grad_central_difference, grad_check
+        from .tensors.joining import cat, stack
         from .testing import MathTest, MathTestVariable
         from .training.adamw import AdamW
         from .training.anomaly import AnomalyError, detect_anomaly

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels import launch
 from kernels.common.geometry import ceil_div
 from kernels.cuda.backend import (
     SIZES,
     Adopted,
+    DeviceMemory,
     as_bits,
     cuda_core_matmul,
     empty_device,
@@ -128,7 +128,8 @@ class CudaOps(TensorOps):
 
     cuda = True
     takes_half = True
-    attention = launch.CUDA
+    memory = DeviceMemory()
+    target = "cuda"
     fused = fused
     indexing = indexing
 

@@ -10,7 +10,6 @@ import numpy as np
 from numba import prange
 from numba.extending import register_jitable
 
-from kernels import launch
 from kernels.cpu.backend import blas, fused, indexing, memory_pool
 from kernels.runtime.jit import serial
 
@@ -246,7 +245,7 @@ def aligned(shape1, strides1, shape2, strides2):
 class FastOps(TensorOps):
     """Operations as compiled parallel loops."""
 
-    attention = launch.CPU
+    target = "cpu"
     fused = fused
     indexing = indexing
     make_map = staticmethod(tensor_map)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import textwrap
 from typing import Any
 
@@ -144,11 +145,29 @@ class Module:
         return forward(*args, **kwargs)
 
     def __repr__(self) -> str:
-        name = type(self).__name__
+        name, sizes = type(self).__name__, self._sizes()
         if not self._modules:
-            return f"{name}()"
+            return f"{name}({sizes})"
         lines = "\n".join(f"({key}): {child!r}" for key, child in self._modules.items())
-        return f"{name}(\n{textwrap.indent(lines, '  ')}\n)"
+        return f"{name}({sizes}\n{textwrap.indent(lines, '  ')}\n)"
+
+    def _sizes(self) -> str:
+        """Return the numbers and the shapes of the parameters that this module itself has."""
+        own = [(k, v) for k, v in vars(self).items() if k != "training" and k[0] != "_"]
+        facts = [f"{key}={value}" for key, value in own if isinstance(value, (int, float))]
+        shapes = [(k, getattr(p.value, "shape", None)) for k, p in self._parameters.items()]
+        return ", ".join(
+            [*facts, *(f"{key}={shape}" for key, shape in shapes if shape is not None)]
+        )
+
+    def _repr_html_(self, key: str = "") -> str:
+        """Return the tree of modules for a notebook, whose parts open and close."""
+        text = html.escape(f"{key}{type(self).__name__}({self._sizes()})")
+        if not self._modules:
+            return f"<div>{text}</div>"
+        parts = "".join(child._repr_html_(f"{name}: ") for name, child in self._modules.items())
+        inner = f'<div style="margin-left: 1.5em">{parts}</div>'
+        return f"<details {'' if key else 'open'}><summary>{text}</summary>{inner}</details>"
 
 
 class Parameter:

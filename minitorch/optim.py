@@ -45,6 +45,11 @@ class Optimizer:
         """Move every parameter that has a gradient."""
         raise NotImplementedError("define step in the subclass of Optimizer")
 
+    def __repr__(self) -> str:
+        facts = {k: v for k, v in self._numbers().items() if k != "optimizer"}
+        facts["parameters"] = len(self.parameters)
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in facts.items())})"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the optimiser's state, without the parameters: numbers, and tensors by name.
 

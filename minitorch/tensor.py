@@ -22,15 +22,16 @@ from .functions.base import chain_rule, check_tensor, is_tensor
 from .tensor_data import (
     Ints,
     TensorData,
-    UserIndex,
     UserShape,
     UserStrides,
     is_device_storage,
 )
 from .tensor_functions import To
 from .tensor_ops import TensorBackend, TensorOps
+from .tensors.container import Container
 from .tensors.interchange import Lending
 from .tensors.operator_methods import TensorOperators
+from .tensors.shape_methods import ShapeMethods
 
 _ids = count(1)
 
@@ -55,7 +56,7 @@ def constant(ops: type[TensorOps], value: str, dtype: np.dtype[Any]) -> TensorDa
     return data
 
 
-class Tensor(TensorOperators, Lending):
+class Tensor(TensorOperators, ShapeMethods, Container, Lending):
     """An n-dimensional array that records how it was computed.
 
     Args:
@@ -171,11 +172,11 @@ class Tensor(TensorOperators, Lending):
     def array(self) -> Any:
         """Return the elements as an array for the kernels, a view on the tensor's device."""
         data = self._tensor
-        return self.backend.attention.memory.view(data._storage, data.shape, data.strides)
+        return self.backend.memory.view(data._storage, data.shape, data.strides)
 
     def wrap(self, array: Any) -> Tensor:
         """Return a constant tensor on this backend around a contiguous array from a kernel."""
-        storage, strides = self.backend.attention.memory.flat(array)
+        storage, strides = self.backend.memory.flat(array)
         return self._new(TensorData(storage, tuple(array.shape), strides))
 
     def on(self, storage: Any, shape: Ints, strides: Ints) -> Tensor:
@@ -186,28 +187,6 @@ class Tensor(TensorOperators, Lending):
         """Return the only element as a number."""
         assert self.size == 1, f"item needs one element, shape {self.shape} has {self.size}"
         return float(self.to_numpy().item())
-
-    def __getitem__(self, key: int | UserIndex) -> float:
-        return self._tensor.get(self._key(key))
-
-    def __setitem__(self, key: int | UserIndex, val: float) -> None:
-        self._tensor.set(self._key(key), val)
-
-    def _key(self, key: Any) -> UserIndex:
-        keys = key if isinstance(key, tuple) else (key,)
-        if not all(isinstance(k, (int, np.integer)) and not isinstance(k, bool) for k in keys):
-            raise TypeError(
-                f"a tensor needs one integer index per dimension, got {key!r}; for slices use "
-                "to_numpy()"
-            )
-        return tuple(int(k) for k in keys)
-
-    def __iter__(self) -> Any:
-        # Without this, Python would index with 0, 1, 2, … and fail on the second dimension.
-        return iter(self.to_numpy())
-
-    def __repr__(self) -> str:
-        return self._tensor.to_string()
 
     def __hash__(self) -> int:
         return hash(self.unique_id)

@@ -22,7 +22,7 @@ from .backends.elements import HELD, as_element, checked_shape, dtype_of
 MAX_DIMS = 32
 
 
-class IndexingError(RuntimeError):
+class IndexingError(RuntimeError, IndexError):
     """An index, or a pair of shapes, that does not fit."""
 
 

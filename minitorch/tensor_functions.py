@@ -80,22 +80,28 @@ class Mul(Function):
 
 
 class PowerScalar(Function):
-    """a ** exponent, where the exponent is a constant."""
+    """a ** exponent."""
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, exponent: Tensor) -> Tensor:
         """Raise each element to the power."""
-        ctx.save_for_backward(a, exponent)
-        return a.f.pow_scalar_zip(a, exponent)
+        out = a.f.pow_scalar_zip(a, exponent)
+        ctx.save_for_backward(a, exponent, out)
+        return out
 
     @staticmethod
-    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, float]:
-        """Multiply by exponent * a ** (exponent - 1)."""
-        a, exponent = ctx.saved_values
-        f = grad_output.f
-        one_less = f.add_zip(exponent, exponent._ensure_tensor(-1.0))
-        slope = f.mul_zip(f.pow_scalar_zip(a, one_less), exponent)
-        return f.mul_zip(slope, grad_output), 0.0
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """Multiply by exponent * a ** (exponent - 1), and by the power times log(a) for the exponent."""
+        a, exponent, out = ctx.saved_values
+        f, (of_base, of_exponent) = grad_output.f, ctx.needs_input_grad
+        d_base = d_exponent = 0.0
+        if of_base:
+            one_less = f.add_zip(exponent, exponent._ensure_tensor(-1.0))
+            slope = f.mul_zip(f.pow_scalar_zip(a, one_less), exponent)
+            d_base = f.mul_zip(slope, grad_output)
+        if of_exponent:
+            d_exponent = f.mul_zip(f.mul_zip(out, f.log_map(a)), grad_output)
+        return d_base, d_exponent
 
 
 class Sigmoid(Function):

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kernels import launch
 from kernels.runtime.dtypes import is_half, lowest
-from kernels.runtime.memory import joined_step
+from kernels.runtime.memory import HostMemory, Memory, joined_step
 
 from . import operators
 from .backends import plain_indexing
@@ -55,8 +54,9 @@ class TensorOps(Widening):
     make_reduce: Callable[..., Any]
     #: Cached products by the layouts of their operands; each backend has its own.
     _products: Kinds
-    #: The target of fused attention for this backend; see kernels/launch.py.
-    attention: launch.Target = launch.NUMPY
+    #: Where storages are, and the target of fused attention; see kernels/rungs.py.
+    memory: Memory = HostMemory()
+    target = "numpy"
     #: Fused kernels of the layers of module 4, or None if there are only composed forms.
     fused: Any = None
     #: Gather, scatter-add, sort and cumulative sum of arrays.
@@ -257,7 +257,7 @@ class TensorOps(Widening):
         before_gelu: TensorData | None,
     ) -> None:  # fmt: skip
         """Fill ``out`` with rows @ weights + bias; or ``before_gelu`` with that, and ``out`` with GELU."""
-        raise NotImplementedError("a backend whose fuses_linear is True must define linear_into")
+        raise NotImplementedError("a backend with fuses_linear must define linear_into")
 
     @classmethod
     def linear_backward(
@@ -265,9 +265,7 @@ class TensorOps(Widening):
         has_bias: bool,
     ) -> tuple[TensorData, TensorData, TensorData | None]:  # fmt: skip
         """Return the gradients of rows, weights and bias; ``grad``, contiguous, is that of the output."""
-        raise NotImplementedError(
-            "a backend whose fuses_linear is True must define linear_backward"
-        )
+        raise NotImplementedError("a backend with fuses_linear must define linear_backward")
 
     @classmethod
     def matmul_into(cls, out: TensorData, a: TensorData, b: TensorData) -> None:
@@ -301,8 +299,7 @@ class TensorBackend:
 
     def __init__(self, ops: type[TensorOps]):
         self.ops = ops
-        self.cuda = ops.cuda
-        self.attention = ops.attention
+        self.cuda, self.memory, self.target = ops.cuda, ops.memory, ops.target
         self.fused = ops.fused
         self.indexing = ops.indexing
 
@@ -315,8 +312,7 @@ class TensorBackend:
         self.exp_map = map_(operators.exp)
         self.tanh_map = map_(operators.tanh)
         self.elu_map = map_(operators.elu)
-        self.id_map = map_(operators.id)
-        self.id_cmap = self.id_map
+        self.id_map = self.id_cmap = map_(operators.id)
         self.inv_map = map_(operators.inv)
 
         self.add_zip = zip_(operators.add)
@@ -339,6 +335,9 @@ class TensorBackend:
         self.matrix_multiply = ops.matrix_multiply
         self.fuses_linear, self.linear_into = ops.fuses_linear, ops.linear_into
         self.linear_backward = ops.linear_backward
+
+    def __repr__(self) -> str:
+        return f"TensorBackend({self.ops.__name__})"
 
     def shift_reduce(self, a: AnyTensor, dim: int) -> AnyTensor:
         """Return the maximum over a dimension, finite even for a row of minus infinities; see ``nn``."""

@@ -15,7 +15,14 @@ import sys
 import time
 from typing import Any
 
-from common.command_line import COUNT, FROM_ZERO, NOT_NEGATIVE, SHARE, OneLineParser
+from common.command_line import (
+    COUNT,
+    FROM_ZERO,
+    NOT_NEGATIVE,
+    SHARE,
+    OneLineParser,
+    replace_unprintable,
+)
 from training.gpt_options import BACKENDS
 from training.script_helpers import check_backend, ends_in_one_line
 
@@ -86,8 +93,7 @@ def write(model: minitorch.DecoderLM, tokenizer: Any, args: argparse.Namespace) 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
-    if callable(reconfigure := getattr(sys.stdout, "reconfigure", None)):  # a notebook has none
-        reconfigure(errors="replace")
+    replace_unprintable()
     check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
     with ends_in_one_line("--max-tokens"):
         write(*load(args), args)

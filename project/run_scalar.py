@@ -106,11 +106,9 @@ class ScalarTrain:
         """Train a new model: in each epoch one step along the gradient of the mean loss."""
         self.learning_rate, self.max_epochs = learning_rate, max_epochs
         self.model = Network(self.hidden_layers)
-        optim = minitorch.SGD(self.model.parameters(), learning_rate)
         losses: list[float] = []
         for epoch in range(1, max_epochs + 1):
             total_loss, correct = 0.0, 0
-            optim.zero_grad()
             for point, label in zip(data.X, data.y, strict=True):
                 out = self.run_one(point)
                 chosen = out if label == 1 else 1.0 - out  # probability of the point's own class
@@ -119,7 +117,8 @@ class ScalarTrain:
                 (loss / data.N).backward()  # adds to the derivatives of the points before
                 total_loss += loss.data
             losses.append(total_loss)
-            optim.step()
+            for p in self.model.parameters():  # a new number, whose derivative is still to come
+                p.update(Scalar(p.value.data - learning_rate * (p.value.derivative or 0.0)))
             if is_logged(epoch, max_epochs):
                 log_fn(epoch, total_loss, correct, losses)
 

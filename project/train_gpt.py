@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.command_line import replace_unprintable
+from common.notebooks import show_picture
 from data.text import PROMPT, Corpus, encode, read_text
 from training.gpt_loop import JUDGE_SHARE, Trainer, judge, train_step, warm_up
 from training.gpt_options import (
@@ -112,15 +114,13 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw the loss curve, if matplotlib is there."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print("no picture of the loss curve: matplotlib is missing (pip install matplotlib)")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     curve = result["curve"]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     axes.plot(
         curve["step"], curve["train"], color="#9db8d9", linewidth=0.8, label="train, each step"
     )
@@ -137,8 +137,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
     print(f"loss curve     {path}")
+    show_picture(path)
 
 
 def write(model: minitorch.DecoderLM, config: dict[str, Any], args: argparse.Namespace) -> None:
@@ -306,8 +306,7 @@ def resume(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(__doc__, argv)
-    # The model writes what it has read; a terminal of another encoding shows "?" for some of it.
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    replace_unprintable()
     check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
     try:
         with np.errstate(all="ignore"):  # what is no number ends the run with a line of its own

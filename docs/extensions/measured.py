@@ -10,8 +10,9 @@ from typing import Any
 from bench.table_cells import colour_of
 from docutils import nodes
 from docutils.statemachine import StringList
-from picture import INK, Picture
 from sphinx.util.docutils import SphinxDirective
+
+from kernels.common.picture import INK, Picture
 
 DOCS = Path(__file__).resolve().parents[1]
 LEFT, TOP, WIDE, HIGH = 70, 20, 400, 240

@@ -104,8 +104,7 @@ def make_philox(
     @compile_
     def keep(seed, batch_head, row, col, threshold):
         """Tell whether attention keeps a probability; ``threshold``: :func:`attention_threshold`."""
-        # TASK 5.6: Column col has half of word col % 8 // 2 of the counter of column block col // 8: the
-        # low 16 bits where col is even, the high ones where it is odd.  They must reach the threshold.
+        # TASK 5.6: Half a word of block col // 8, low 16 bits for an even col, reaches the threshold.
         w0, w1, w2, w3 = attention_words(seed, batch_head, row, col // COLUMNS)
         number = col % COLUMNS // 2
         low = w0 if number == 0 else w1

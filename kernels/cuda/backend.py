@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.cuda.device.half import as_bits, form
-from kernels.cuda.device.memory import fill, row_major_copy
+from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
 from kernels.cuda.layers import fused, indexing
 from kernels.cuda.matmul import cuda_cores as cuda_core_matmul
 from kernels.cuda.matmul import dispatch as matmul_dispatch
@@ -34,8 +34,8 @@ from kernels.cuda.runtime.sizes import SIZES, FoldShape
 
 __all__ = [  # noqa: RUF022  # grouped by use
     # Arrays on the device.
-    "address_of", "as_bits", "device_view", "element_strides", "empty_device", "fill", "flattened",
-    "is_device_array", "pool", "repeats", "row_major_copy", "to_device", "to_host",
+    "DeviceMemory", "address_of", "as_bits", "device_view", "element_strides", "empty_device", "fill",
+    "flattened", "is_device_array", "pool", "repeats", "row_major_copy", "to_device", "to_host",
     # Kernels of the library's own.
     "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function", "form",
     "scalar_type",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -185,7 +186,7 @@ def as_array(array: Any) -> Any:
         return array
     described = getattr(array, "__cuda_array_interface__", None)
     if described is not None:
-        return _wrapped(described, array)
+        return wrapped(described, array)
     if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         return array
     kind, _ = array.__dlpack_device__()
@@ -197,7 +198,7 @@ def as_array(array: Any) -> Any:
             "nor CUDA can access; move it to the host or to a CUDA device"
         )
     imported = Imported(array.__dlpack__(stream=LEGACY_STREAM))  # its owner makes that stream wait
-    return _wrapped(imported.__cuda_array_interface__, imported)
+    return wrapped(imported.__cuda_array_interface__, imported)
 
 
 def _from_host(array: Any) -> Any:
@@ -223,7 +224,7 @@ def _from_host(array: Any) -> Any:
         raise
 
 
-def _wrapped(described: dict[str, Any], owner: Any) -> Any:
+def wrapped(described: dict[str, Any], owner: Any) -> Any:
     """Return a numba device array of another library's memory, which ``owner`` keeps alive."""
     if IS_SIMULATOR:
         raise RuntimeError(
@@ -240,9 +241,7 @@ def _wrapped(described: dict[str, Any], owner: Any) -> Any:
             f"the array is on CUDA device {device}, but kernels run on device {current}; copy it "
             f"there, or call numba.cuda.select_device({device}) first"
         )
-    stream = described.get("stream")
-    if stream not in (None, LEGACY_STREAM):
-        _make_wait(cuda.default_stream(), cuda.external_stream(stream))
+    wait_for(described.get("stream"))
     if described.get("mask") is not None:
         raise TypeError("masked arrays are not supported; fill the array first")
     steps = described.get("strides")
@@ -258,6 +257,22 @@ def device_of(address: int) -> int:
         if not int(error):
             return int(device)
     return current_device()
+
+
+def wait_for(stream: int | None) -> None:
+    """Make the legacy default stream wait for the current work of another; the host does not wait.
+
+    Args:
+        stream: A CUDA stream; None, 0 and 1 are the legacy default stream itself.
+    """
+    if stream not in (None, 0, LEGACY_STREAM):
+        _make_wait(cuda.default_stream(), cuda.external_stream(stream))
+
+
+def let_wait(stream: int | None) -> None:
+    """Make another stream wait for the current work of the legacy default stream; see :func:`wait_for`."""
+    if stream not in (None, 0, LEGACY_STREAM):
+        _make_wait(cuda.external_stream(stream), cuda.default_stream())
 
 
 def _make_wait(waiting: Any, working: Any) -> None:
@@ -300,10 +315,23 @@ def to_dlpack(array: Any, stream: int | None = None) -> Any:
             "stream 0 is ambiguous between CUDA's default streams; pass 1 for the legacy one or 2 for "
             "that of the thread"
         )
+    owner = array
     if stream not in (None, -1, LEGACY_STREAM):
-        _make_wait(cuda.external_stream(stream), cuda.default_stream())
+        let_wait(stream)
+        owner = _OnStream(array, stream)
     pointer, device = device_pointer(array), dlpack_device(array)
-    return _capsule(pointer, device, array.shape, array.strides, array.dtype, array)
+    return _capsule(pointer, device, array.shape, array.strides, array.dtype, owner)
+
+
+class _OnStream:
+    """An array that a reader uses on a stream of its own: its memory is free after the reader's work."""
+
+    def __init__(self, array: Any, stream: int):
+        self._array, self._stream = array, stream
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of Python the driver may be gone
+            wait_for(self._stream)
 
 
 def _capsule(

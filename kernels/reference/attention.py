@@ -15,40 +15,14 @@ import numpy.typing as npt
 from ..common.geometry import PLAIN as GEOMETRY
 from ..problem.operands import Operands
 from ..problem.question import Problem
+from . import lines
 from .scores import Scores, packed_parts
 
 Array = npt.NDArray[Any]
 
 
-def _swap(x: Array) -> Array:
-    return np.swapaxes(x, -1, -2)
-
-
-def _shift_of(row_max: Array) -> Array:
-    # -inf - (-inf) would be NaN in a fully masked row; -inf - 0 is not.
-    return np.where(row_max == -np.inf, row_max.dtype.type(0), row_max)
-
-
-def _divisor(row_sum: Array) -> Array:
-    # 0 / 1 in a row that sees no key; by equality, so that a NaN stays one.
-    return np.where(row_sum == 0, 1, row_sum)[..., None]  # (…, rows, 1)
-
-
-def _log(x: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        return np.log(x)  # log 0 = -inf is the lse of a fully masked row
-
-
 def _delta(operands: Operands) -> Array:
-    """Return D = rowsum(dO ∘ O), less the gradient of lse: dS = P ∘ (dP - D) serves both results."""
-    # TASK 5.2: D = rowsum(dO ∘ O), which saves the sum of dP ∘ P; minus dlse if there is one.
-    delta = (operands.dout * operands.out).sum(axis=-1)  # (…, seq_q)
-    return delta if operands.dlse is None else delta - operands.dlse
-    # END TASK 5.2
-
-
-def _times(x: Array, factor: Any) -> Array:
-    return x if factor is None else x * factor
+    return lines.delta_of(operands.dout, operands.out, operands.dlse)
 
 
 def attention(problem: Problem, tile: Any, operands: Operands) -> None:
@@ -64,14 +38,7 @@ def attention(problem: Problem, tile: Any, operands: Operands) -> None:
     for scores, own in packed_parts(problem, operands):
         rows, cols = slice(0, own.q.shape[2]), slice(0, own.k.shape[2])
         s, _ = scores.tile(rows, cols)  # (…, seq_q, seq_k)
-        # TASK 5.2: P = exp(S - m), O = (P ∘ Z) V over rowsum P, L = m + log rowsum P.
-        shift = _shift_of(s.max(axis=-1, initial=-np.inf))  # (…, seq_q)
-        p = np.exp(s - shift[..., None])  # (…, seq_q, seq_k)
-        total = p.sum(axis=-1)  # (…, seq_q)
-        p = _times(p, scores.kept(rows, cols))
-        out = (p @ own.v) / _divisor(total)  # (…, seq_q, value_dim)
-        lse = shift + _log(total)  # (…, seq_q)
-        # END TASK 5.2
+        out, lse = lines.softmax_times(s, scores.kept(rows, cols), own.v)
         own.out[...], own.lse[...] = scores.with_sink(out, lse)
 
 
@@ -92,15 +59,13 @@ class _Tile(NamedTuple):
 def _backward_of(scores: Scores, own: Operands, rows: slice, cols: slice, delta: Array) -> _Tile:
     # S = τ Q Kᵀ     P = exp(S - L)
     s, derivative = scores.tile(rows, cols)  # (…, rows, cols)
-    p = np.exp(s - _shift_of(own.lse[..., rows])[..., None])
+    p = np.exp(s - lines.shift_of(own.lse[..., rows])[..., None])
     # O = (P ∘ Z) V
-    kept = scores.kept(rows, cols)
-    dp = _times(own.dout[..., rows, :] @ _swap(own.v[..., cols, :]), kept)
-    # TASK 5.2: The gradient of softmax: dS = P ∘ (dP - D).
+    z = scores.kept(rows, cols)
+    dp = (own.dout[..., rows, :] @ np.swapaxes(own.v[..., cols, :], -1, -2)) * z
     # P = softmax(S)
-    ds = p * (dp - delta[..., rows, None])
-    # END TASK 5.2
-    return _Tile(_times(p, kept), ds, ds * derivative)
+    ds = lines.softmax_gradient(p, dp, delta[..., rows])
+    return _Tile(p * z, ds, ds * derivative)
 
 
 def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
@@ -116,13 +81,9 @@ def attention_backward(problem: Problem, tile: Any, operands: Operands) -> None:
     for scores, own in packed_parts(problem, operands):
         rows, cols = slice(0, own.q.shape[2]), slice(0, own.k.shape[2])
         whole = _backward_of(scores, own, rows, cols, _delta(own))
-        # TASK 5.2: The forward line stands above; each product of two matrices has two gradients.
-        # O = P V
-        own.dv[...] = _swap(whole.p) @ own.dout  # (…, seq_k, value_dim)
-        # S = τ Q Kᵀ
-        own.dq[...] = (whole.dqk @ own.k) * problem.scale  # (…, seq_q, head_dim)
-        own.dk[...] = (_swap(whole.dqk) @ own.q) * problem.scale  # (…, seq_k, head_dim)
-        # END TASK 5.2
+        own.dq[...], own.dk[...], own.dv[...] = lines.product_gradients(
+            whole.p, whole.dqk, own.q, own.k, own.dout, problem.scale
+        )
 
 
 def mask_gradient(problem: Problem, operands: Operands, dmask: Array) -> None:
@@ -157,7 +118,7 @@ def sink_gradient(problem: Problem, operands: Operands, dsink: Array) -> None:
     """
     sums = operands.lse.dtype
     wide = operands.having(dout=operands.dout.astype(sums), out=operands.out.astype(sums))
-    p = np.exp(operands.sink[..., 0] - _shift_of(operands.lse))  # (batch, heads, seq_q)
+    p = np.exp(operands.sink[..., 0] - lines.shift_of(operands.lse))  # (batch, heads, seq_q)
     dsink[...] = -(p * _delta(wide)).sum(axis=-1).reshape(-1)
 
 
@@ -183,10 +144,10 @@ def _forward_tile(
     block_q, block_k = tile
     seq_q, seq_k = own.q.shape[2], own.k.shape[2]
     rows = slice(row, min(row + block_q, seq_q))
-    # 4: load Q_i     5: O = 0, l = 0, m = -inf
-    acc = np.zeros_like(own.out[..., rows, :])  # (…, block_q, value_dim)
+    # 4: load Q_i     5: m = -inf, l = 0, O = 0
     row_max = np.full_like(own.lse[..., rows], -np.inf)  # (…, block_q)
-    row_sum = np.zeros_like(row_max)  # (…, block_q)
+    acc = np.zeros_like(own.out[..., rows, :])  # (…, block_q, value_dim)
+    known = lines.Rows(row_max, np.zeros_like(row_max), acc)
     first = GEOMETRY.first_tile(row, block_k, seq_k, problem.lower)
     stop = GEOMETRY.tiles_stop(rows.stop, block_k, seq_k, problem.upper)
     # 6: for 1 <= j <= T_c
@@ -194,24 +155,11 @@ def _forward_tile(
         # 7: load K_j, V_j
         cols = slice(j * block_k, min((j + 1) * block_k, seq_k))
         # 8: S = Q_i K_jᵀ
-        # TASK 5.3: S of the tile; the new maximum; rescale l and acc, then add.
         s, _ = scores.tile(rows, cols)  # (…, block_q, block_k)
-        # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-        row_max_new = np.maximum(row_max, s.max(axis=-1))  # (…, block_q)
-        shift = _shift_of(row_max_new)
-        p = np.exp(s - shift[..., None])  # (…, block_q, block_k)
-        rescale = np.exp(row_max - shift)  # (…, block_q)
-        row_sum = rescale * row_sum + p.sum(axis=-1)
-        # 10: O = diag(e^(m - m_new)) O + (P ∘ Z) V_j, Z the dropout
-        p = _times(p, scores.kept(rows, cols))
-        acc = rescale[..., None] * acc + p @ own.v[..., cols, :]
-        row_max = row_max_new
-        # END TASK 5.3
+        # 9, 10: the new m, then l and O
+        known = lines.add_tile(known, s, scores.kept(rows, cols), own.v[..., cols, :])
     # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-    # TASK 5.3: One division at the end, and L = m + log l; a row that saw nothing is zero.
-    out = acc / _divisor(row_sum)  # (…, block_q, value_dim)
-    lse = _shift_of(row_max) + _log(row_sum)  # (…, block_q)
-    # END TASK 5.3
+    out, lse = lines.finished(known)  # (…, block_q, value_dim), (…, block_q)
     own.out[..., rows, :], own.lse[..., rows] = scores.with_sink(out, lse)
 
 
@@ -255,10 +203,11 @@ def _backward_tile(
         rows = slice(row, min(row + block_q, seq_q))
         # 10, 11, 13, 14: S, P, dP and dS, as in the textbook
         one = _backward_of(scores, own, rows, cols, delta)  # (…, block_q, block_k)
-        # 12: dV_j += Pᵀ dO_i
-        dv_acc += _swap(one.p) @ own.dout[..., rows, :]
-        # 15: dQ_i += dS K_j     16: dK_j += dSᵀ Q_i
-        own.dq[..., rows, :] += (one.dqk @ own.k[..., cols, :]) * problem.scale
-        dk_acc += (_swap(one.dqk) @ own.q[..., rows, :]) * problem.scale
+        # 12: dV_j += Pᵀ dO_i     15: dQ_i += dS K_j     16: dK_j += dSᵀ Q_i
+        q, k, dout = own.q[..., rows, :], own.k[..., cols, :], own.dout[..., rows, :]
+        dq, dk, dv = lines.product_gradients(one.p, one.dqk, q, k, dout, problem.scale)
+        own.dq[..., rows, :] += dq
+        dk_acc += dk
+        dv_acc += dv
     # 18: write dK_j, dV_j
     own.dk[..., cols, :], own.dv[..., cols, :] = dk_acc, dv_acc

@@ -81,11 +81,11 @@ class Scores:
         whole = np.logaddexp(lse, self.operands.sink[..., 0])  # (…, rows)
         return out * np.exp(lse - whole)[..., None], whole
 
-    def kept(self, rows: slice, cols: slice) -> Array | None:
-        """Return the dropout factors, 0 or ``keep_scale``; None without dropout."""
+    def kept(self, rows: slice, cols: slice) -> Any:
+        """Return the dropout factors, 0 or ``keep_scale``; the number 1 without dropout."""
         problem = self.problem
         if not problem.dropout_p:
-            return None
+            return 1
         batch_head = self.batch * problem.heads + self.head  # (batch, heads, 1, 1)
         row, col = np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop)
         keep = kept(problem.seed, problem.dropout_p, batch_head, row, col)

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from importlib import import_module
 from threading import Lock
@@ -226,6 +226,11 @@ def current_device() -> int:
         if error == driver.CUresult.CUDA_SUCCESS:
             return int(device)
     return int(cuda.current_context().device.id)  # makes one current on this thread
+
+
+def on_device(number: int) -> Any:
+    """Return a context manager that makes a CUDA device the current one of this thread."""
+    return nullcontext() if number == current_device() else cuda.gpus[number]
 
 
 def compute_capability() -> tuple[int, int]:

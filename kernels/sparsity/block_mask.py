@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kernels.common.arguments import shown, whole
 from kernels.sparsity import builders, elements
-from kernels.sparsity.picture import as_text, save_png
+from kernels.sparsity.picture import as_svg, as_text, save_png
 from kernels.sparsity.states import (
     FULL,
     HIDDEN,
@@ -237,6 +237,10 @@ class BlockMask:
             f"block_size={self._grid.block}, density={self.density:.4g}, "
             f"patterns={len(self.patterns)})"
         )
+
+    def _repr_svg_(self) -> str:
+        """Return a picture of the first head for a notebook."""
+        return as_svg(self.picture(), repr(self))
 
     def picture(self, width: int = 64, head: int = 0) -> str:
         """Return a text with one character per block of a head: ``█`` full, ``▒`` partial, ``·`` hidden.

@@ -1,13 +1,15 @@
-"""Pictures of block-sparse masks, as text and as PNG."""
+"""Pictures of block-sparse masks, as text, SVG and PNG."""
 
 from __future__ import annotations
 
 import os
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from kernels.common.geometry import ceil_div
+from kernels.common.picture import Picture
 from kernels.sparsity.states import FULL, HIDDEN, PARTIAL, States
 
 #: State → its character in a text, its colour in a picture and its name.
@@ -36,6 +38,32 @@ def as_text(states: States, width: int) -> str:
         most = np.maximum.reduceat(most, start, axis=axis)
     signs = np.array([look[0] for look in LOOKS.values()])
     return "\n".join("".join(line) for line in signs[np.where(least == most, least, PARTIAL)])
+
+
+def as_svg(text: str, title: str) -> str:
+    """Return a text of :func:`as_text` as a picture, with a square for each character.
+
+    Args:
+        text: One line for each row of blocks.
+        title: Stands below the picture.
+    """
+    lines = text.splitlines()
+    columns, rows = max(map(len, lines), default=1), max(len(lines), 1)
+    cell = 320 / max(columns, rows)
+    height = rows * cell
+    colours = {sign: colour for sign, colour, _ in LOOKS.values()}
+    p = Picture(640, round(height) + 50, title)
+    for row, line in enumerate(lines):
+        column = 0
+        for sign, run in groupby(line):
+            count = len([*run])
+            p.area(10 + column * cell, 10 + row * cell, count * cell, cell, colours[sign])
+            column += count
+    for i, (_, colour, name) in enumerate(LOOKS.values()):
+        p.box(350, 10 + 30 * i, 20, 20, fill=colour)
+        p.text(380, 25 + 30 * i, name, 13, "start")
+    p.text(10, height + 35, title, 12, "start")
+    return p.svg()
 
 
 def save_png(

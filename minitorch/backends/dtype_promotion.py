@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.launch import Target
 from kernels.runtime.dtypes import FLOAT32, acc_dtype, is_floating, is_half
+from kernels.runtime.memory import Memory
 
 from ..tensor_data import Ints, Storage, TensorData, get_default_dtype
 from .tensor_protocol import AnyTensor, TensorLike
@@ -53,7 +53,7 @@ class Widening:
     takes_half = False
 
     if TYPE_CHECKING:  # what the methods below need of the backend
-        attention: Target
+        memory: Memory
 
         @staticmethod
         def allocate(size: int, dtype: np.dtype[Any]) -> Storage: ...  # noqa: D102
@@ -89,7 +89,7 @@ class Widening:
         wide = np.result_type(FLOAT32, *(t.dtype for t in inputs))
         computed = TensorData(cls.allocate(out.size, wide), out.shape, out.strides)
         loop(computed, *inputs, *options)
-        cls.attention.memory.convert_into(computed._storage, out._storage)
+        cls.memory.convert_into(computed._storage, out._storage)
 
     @classmethod
     def run_elements(
@@ -106,12 +106,12 @@ class Widening:
         """Return data of 16 bits in float32, laid out alike; other data as it is."""
         if not t.is_half:
             return t
-        return TensorData(cls.attention.memory.convert(t._storage, FLOAT32), t.shape, t.strides)
+        return TensorData(cls.memory.convert(t._storage, FLOAT32), t.shape, t.strides)
 
     @classmethod
     def move(cls, loop: Callable[..., None], out: TensorData, a: TensorData) -> None:
         """Run the loop that copies: what is only moved, or only converted, is not computed with."""
-        memory = cls.attention.memory
+        memory = cls.memory
         if out.is_half and out.dtype == a.dtype:
             bits = (TensorData(memory.bits(t._storage), t.shape, t.strides) for t in (out, a))
             loop(*bits)

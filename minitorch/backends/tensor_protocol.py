@@ -21,6 +21,7 @@ class TensorLike(Protocol):
 
     _tensor: TensorData
     backend: Any  # a TensorBackend, whose own methods take tensors
+    history: Any  # a History, or None
 
     @property
     def f(self) -> Any: ...  # noqa: D102
@@ -40,6 +41,8 @@ class TensorLike(Protocol):
     def zeros(self, shape: UserShape | None = None) -> Self: ...  # noqa: D102
     def contiguous(self) -> Self: ...  # noqa: D102
     def view(self, *shape: int) -> Self: ...  # noqa: D102
+    def permute(self, *order: int) -> Self: ...  # noqa: D102
+    def item(self) -> float: ...  # noqa: D102
     def expand(self, other: Self) -> Self: ...  # noqa: D102
     def __mul__(self, b: Any) -> Self: ...
     def _new(self, tensor_data: TensorData) -> Self: ...

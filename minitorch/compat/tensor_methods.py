@@ -13,6 +13,7 @@ from functools import wraps
 from operator import attrgetter
 from typing import Any
 
+from kernels import launch
 from kernels.problem.operands import make_operands
 from kernels.problem.options import Options
 
@@ -191,7 +192,8 @@ def flash_attn2_bw(
         m: The maximum of each row; not used.
         causal_mask: Whether later columns are masked; the same value as in the forward pass.
     """
-    target, problem = q.f.attention, attention_call(q, k, v, _options(causal_mask)).problem
+    target = launch.TARGETS[q.f.target]
+    problem = attention_call(q, k, v, _options(causal_mask)).problem
     operands = make_operands(target.memory, problem, q.array(), k.array(), v.array(), None, None)
     ctx = Context(needs_input_grad=(True, True, True, False))
     results = operands.having(out=out.array(), lse=lse.array())

@@ -42,7 +42,7 @@ _ON_NUMPY = {"numba", "scipy", "ml_dtypes"}
 
 
 def ranges() -> dict[str, str]:
-    """Return the range of versions of Python and of each dependency: "numpy" → ">=2.1.2,<2.5"."""
+    """Return the range of versions of Python and of each dependency: "numpy" → ">=2.1.2,<2.6"."""
     found: dict[str, str] = {}
     if (ROOT / "requirements.txt").is_file() and (ROOT / "setup.py").is_file():
         lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()

@@ -74,10 +74,18 @@ def package(name: str) -> dict[str, Any]:
     return {"version": str(getattr(module, "__version__", "")), "file": _file(module)}
 
 
+def _numba_cuda() -> Any:
+    """Import ``numba.cuda`` as ``kernels/runtime/targets.py`` does; NumPy 2.5 lacks a name it reads."""
+    numpy = import_module("numpy")
+    if not hasattr(numpy, "row_stack"):
+        numpy.row_stack = numpy.vstack  # type: ignore[attr-defined]
+    return import_module("numba.cuda")
+
+
 def cuda() -> dict[str, Any]:
     """Import ``numba.cuda``, from whichever package, and compile an empty kernel; this needs no GPU."""
     numba = import_module("numba")
-    module = import_module("numba.cuda")
+    module = _numba_cuda()
     found: dict[str, Any] = {"file": _file(module), "simulator": bool(numba.config.ENABLE_CUDASIM)}
     if not found["simulator"]:
         try:
@@ -93,7 +101,7 @@ def cuda() -> dict[str, Any]:
 
 def launch() -> dict[str, Any]:
     """Run a kernel on the GPU."""
-    numpy, module = import_module("numpy"), import_module("numba.cuda")
+    numpy, module = import_module("numpy"), _numba_cuda()
     numbers = module.to_device(numpy.zeros(32, numpy.float32))
 
     def count(out: Any) -> None:

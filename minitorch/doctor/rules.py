@@ -57,7 +57,7 @@ def is_within(version: str, bounds: str) -> bool:
 
     Args:
         version: Such as "2.4.6"; anything after the numbers is ignored.
-        bounds: Such as ">=2.1.2,<2.5".
+        bounds: Such as ">=2.1.2,<2.6".
 
     Raises:
         ValueError: If a bound is not ``>=`` or ``<`` and a version.
@@ -142,15 +142,11 @@ def packages(facts: dict[str, Any]) -> Iterator[Finding]:
                 pip(name + bounds, option="--force-reinstall"),
             )
         if installed and not is_within(installed, bounds):
-            yield _wrong_version(facts, name, installed, bounds)
+            yield _wrong_version(name, installed, bounds)
 
 
-def _wrong_version(facts: dict[str, Any], name: str, installed: str, bounds: str) -> Finding:
-    remedy = pip(name + bounds)
-    mine = facts.get("installed", {}).get("numba-cuda")
-    if name == "numpy" and mine and numbers(installed) >= (2, 5):
-        return Finding(f"NumPy {installed} is too new for numba-cuda {mine}", remedy)
-    return Finding(f"{name} is {installed}; needed is {bounds}", remedy)
+def _wrong_version(name: str, installed: str, bounds: str) -> Finding:
+    return Finding(f"{name} is {installed}; needed is {bounds}", pip(name + bounds))
 
 
 def kernels(facts: dict[str, Any]) -> Iterator[Finding]:
@@ -191,8 +187,6 @@ def cuda(facts: dict[str, Any]) -> Iterator[Finding]:
     if "error" in found:
         mine = facts.get("installed", {}).get("numba-cuda")
         broken = extra_for(facts) if mine else "numba" + facts["ranges"].get("numba", "")
-        if mine and "row_stack" in found["error"]:
-            return  # NumPy is too new for it, as its version shows
         named = re.search(r"\b(NUMBA|CUDA)_[A-Z_]+\b", found["error"])
         yield Finding(
             f"numba.cuda cannot be imported: {found['error']}",

@@ -199,7 +199,7 @@ class FlashAttention(Function):
         Raises:
             ValueError: Also for a ``score_mod`` without its derivative, if there will be a gradient.
         """
-        target, operands = q.backend.attention, None
+        target, operands = launch.TARGETS[q.backend.target], None
         seen = _glance(q, k, v, options) if make is problem_of else None
         if seen is not None and seen.plan is not None:
             problem = seen.plan.problem

@@ -66,7 +66,7 @@ def rounded(like: AnyTensor, array: Any, dtype: Any = None) -> AnyTensor:
         dtype: Dtype of the tensor; that of ``like`` if None.
     """
     dtype = like.dtype if dtype is None else dtype
-    return like.wrap(like.f.attention.memory.convert(array, dtype))
+    return like.wrap(like.f.memory.convert(array, dtype))
 
 
 class Softmax(Function):

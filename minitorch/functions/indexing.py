@@ -28,13 +28,13 @@ INT64 = np.dtype(np.int64)
 
 def constant_like(like: AnyTensor, array: Any) -> AnyTensor:
     """Return an array of the host as a constant on the backend of a tensor."""
-    memory = like.f.attention.memory
+    memory = like.f.memory
     return like.wrap(memory.bring(np.ascontiguousarray(array)))
 
 
 def table_like(like: AnyTensor, array: Any) -> AnyTensor:
     """Return a small array that many calls read, as :func:`constant_like`: a device gets it once."""
-    memory = like.f.attention.memory
+    memory = like.f.memory
     return like.wrap(memory.constant(np.ascontiguousarray(array)))
 
 

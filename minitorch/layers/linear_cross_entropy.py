@@ -39,7 +39,7 @@ class LinearCrossEntropy(Function):
         ctx: Context, x: Tensor, weights: Tensor, bias: Tensor | None, targets: Any, rows: int
     ) -> Tensor:
         """Return (1,) for (n, width), (width, classes), (classes,) and n integers; ``rows`` of a chunk."""
-        memory, count, sums = x.f.attention.memory, x.shape[0], acc_dtype(x.dtype)
+        memory, count, sums = x.f.memory, x.shape[0], acc_dtype(x.dtype)
         array, ids = stored(x, "cross_entropy"), x.f.fused.place_ids(targets)
         unit = None if ctx.no_grad else dense(ones((min(rows, count),), x.backend, dtype=sums))
         dx = x.empty(x.shape, x.dtype)

@@ -89,6 +89,15 @@ class LayerCache:
             )
         self._storages = [backend.ops.allocate(capacity * self._step, self.dtype) for _ in range(2)]
 
+    def __repr__(self) -> str:
+        return f"LayerCache({self._about()})"
+
+    def _about(self) -> str:
+        return (
+            f"batch={self.batch}, heads={self.heads}, length={self.length}, capacity={self.capacity}, "
+            f"head_dim={self.head_dim}, dtype={self.dtype}, backend={self.backend.ops.__name__}"
+        )
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of further positions.
 
@@ -216,6 +225,9 @@ class KVCache:
         self.layers = [
             LayerCache(batch, heads, capacity, head_dim, backend, dtype) for _ in range(layers)
         ]
+
+    def __repr__(self) -> str:
+        return f"KVCache(layers={len(self.layers)}, {self.layers[0]._about()})"
 
     @property
     def length(self) -> int:

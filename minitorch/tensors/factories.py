@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kernels.common.arguments import as_host_array, as_plain, shown, whole
 from kernels.cuda.backend import element_strides, flattened, row_major_copy
-from kernels.interop.dlpack import as_array
+from kernels.interop.libraries import as_array
 from kernels.runtime.dtypes import BFLOAT16, is_floating, rounded
 from kernels.runtime.memory import is_dense
 

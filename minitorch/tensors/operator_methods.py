@@ -84,6 +84,9 @@ class TensorOperators(IndexingMethods):
     def __rtruediv__(self, b: float | Self) -> Self:
         return Mul.apply(self._ensure_tensor(b), Inv.apply(self))
 
+    def __rpow__(self, base: float) -> Self:
+        return PowerScalar.apply(self._ensure_tensor(base), self)
+
     def __matmul__(self, b: Self) -> Self:
         """Multiply matrices; see ``TensorOps.matrix_multiply``."""
         return MatMul.apply(self, self._ensure_tensor(b))

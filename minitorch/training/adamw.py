@@ -92,7 +92,7 @@ class AdamW(Adam):
             return
         self.steps += 1
         like = moving[0].value
-        fused, memory = like.f.fused, like.f.attention.memory
+        fused, memory = like.f.fused, like.f.memory
         values = [p.value.detach().contiguous() for p in moving]
         grads = [p.value.grad.contiguous().array() for p in moving]
         clip = None

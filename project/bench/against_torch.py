@@ -16,18 +16,15 @@ import argparse
 import itertools
 import multiprocessing
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 from common.command_line import COUNT
 from tqdm import tqdm
 
-import kernels
 import minitorch
 from bench.measuring import (
     command_line,
@@ -42,7 +39,6 @@ from bench.our_attention import OurCall, errors, reference, why_failed
 from bench.peer_cases import Case, cases
 from bench.peer_figures import DIRECTIONS, GROUPS, OPTIONS, SDPA, Row, details, table
 from bench.torch_attention import FLEX, TorchCall, load_torch, prepare
-from kernels.cuda.runtime.arrays import to_device
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.traffic.formulas import attention_backward_flops, attention_flops
 
@@ -273,24 +269,6 @@ def product(torch: Any, budget: float) -> Row:
     }
 
 
-def overhead(torch: Any) -> Row:
-    """Return how long Python takes to launch one forward call, the device's work left out."""
-    q, k, v = (to_device(np.ones((1, 2, 64, 64), FLOAT16)) for _ in range(3))
-    readings = []
-    for _ in range(30):
-        start = time.perf_counter()
-        for _ in range(50):
-            kernels.flash_attention_forward(q, k, v, is_causal=True)
-        readings.append((time.perf_counter() - start) / 50)
-        torch.cuda.synchronize()
-    return {
-        "group": "overhead",
-        "case": "flash_attention forward",
-        "dtype": "float16",
-        "us": 1e6 * median(readings),
-    }
-
-
 def options(group: Any) -> None:
     """Add the options of the command line to a group of a parser."""
     add = group.add_argument
@@ -341,8 +319,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             for _ in tqdm(steps, total=len(first), unit="call", desc="compile"):
                 pass
     try:
-        if "overhead" in args.groups and all(row["group"] != "overhead" for row in rows):
-            rows.append(overhead(torch))
         if "product" in args.groups and all(row["group"] != "product" for row in rows):
             rows.append(product(torch, args.seconds))
         for one in tqdm(todo, unit="call", desc="time"):

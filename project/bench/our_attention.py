@@ -11,6 +11,7 @@ from bench.measuring import out_of_memory
 from bench.peer_cases import Case
 from bench.record_files import Record
 from kernels.cuda.runtime.arrays import is_device_array, to_device, to_host
+from kernels.interop.libraries import as_array
 
 
 class OurCall:
@@ -65,9 +66,8 @@ class OurCall:
 
     def first_heads(self, count: int = 1) -> list[Any]:
         """Return out, dq, dk and dv of so many heads in float64, (heads, length, head_dim)."""
-        found = (
-            to_host(x) if is_device_array(x) else x for x in (self.results[0], *self.gradients)
-        )
+        arrays = map(as_array, (self.results[0], *self.gradients))
+        found = (to_host(x) if is_device_array(x) else x for x in arrays)
         by_head = (x[0] if self.sums is None else x.transpose(1, 0, 2) for x in found)
         return [array[:count].astype(np.float64) for array in by_head]
 

@@ -86,7 +86,7 @@ FIGURES = (
         for direction in DIRECTIONS
     ),
 )  # fmt: skip
-GROUPS = ("dense", "masks", "options", "float32", "accuracy", "product", "overhead")
+GROUPS = ("dense", "masks", "options", "float32", "accuracy", "product")
 
 
 def ratio_of(row: Row, figure: Figure, direction: str) -> float | None:
@@ -158,8 +158,6 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         if row["group"] == "product":
             lines.append(line(f"{row['dtype']} {row['case']} / cuBLAS", row["ratio"], 0.7, 0.9, 1))
-        if row["group"] == "overhead":
-            lines.append(line(f"{row['case']}, us of Python", row["us"], 60.0, 25.0, 1, True))
     return "\n".join(lines)
 
 

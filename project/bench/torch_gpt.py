@@ -38,7 +38,7 @@ class TorchGPT:
 
     Args:
         model: Whose weights are copied; without dropout.
-        name: One of :data:`BACKENDS`, or :data:`FUSED`.
+        name: One of :data:`BACKENDS`, :data:`FUSED`, or the name of a ``torch.nn.attention.SDPBackend``.
         device: "cpu" or "cuda".
         lr: Highest learning rate.
         beta2: Of AdamW.
@@ -47,16 +47,18 @@ class TorchGPT:
         clip: Norm of all gradients beyond which they are scaled down; None for any.
         parts: Of a batch, one after the other, whose gradients are added up: for less memory.
         compiled: Compile the loss and its gradient with ``torch.compile``, in its default mode.
+        attend: Called instead of PyTorch's ``scaled_dot_product_attention``.
     """
 
     def __init__(
         self, model: minitorch.DecoderLM, name: str, device: str, lr: float, beta2: float,
         weight_decay: float, precision: str = "float32", clip: float | None = None, parts: int = 1,
-        compiled: bool = False,
+        compiled: bool = False, attend: Any = None,
     ):  # fmt: skip
         import torch  # type: ignore[import-not-found]
         from torch.nn import attention  # type: ignore[import-not-found]
 
+        self._attend_by = attend or torch.nn.functional.scaled_dot_product_attention
         self.torch, self.device, self.clip, self.parts = torch, device, clip, parts
         kind = torch.float64 if precision == "float64" else torch.float32
         self.layers, self.heads, self.eps = model.layer_names, model.n_head, model.ln.eps
@@ -69,7 +71,7 @@ class TorchGPT:
             )
             for key, p in model.named_parameters()
         }
-        chosen = FUSED_BACKENDS if name == FUSED else (BACKENDS[device][name],)
+        chosen = FUSED_BACKENDS if name == FUSED else (BACKENDS[device].get(name, name),)
         backends = [getattr(attention.SDPBackend, one) for one in chosen]
         self._attention = lambda: attention.sdpa_kernel(backends)
         self._rounding = (
@@ -108,7 +110,7 @@ class TorchGPT:
         if cache is not None:
             k, v = cache.append(name, k, v)
         # A single row comes last and sees all columns.
-        out = self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=seq > 1)
+        out = self._attend_by(q, k, v, is_causal=seq > 1)
         return self._linear(
             out.transpose(1, 2).reshape(batch, seq, width), f"{name}.out_projection"
         )

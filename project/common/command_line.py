@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -78,3 +79,10 @@ def script_parser(description: str | None, out: str) -> OneLineParser:
         "--out", default=out, metavar="DIR", help="where results go (default: %(default)s)"
     )
     return parser
+
+
+def replace_unprintable() -> None:
+    """Show "?" for characters that a terminal's encoding lacks; a notebook's output has all of them."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")

@@ -290,9 +290,18 @@ def _marks(session: Any) -> dict[str, list[str]]:
 
 
 def _first_error(text: str) -> str:
-    """Return what pytest's report of a broken file says in the end."""
+    """Return where a file could not be imported, and why, of pytest's report on it."""
     errors = [line[1:].strip() for line in text.splitlines() if re.match(r"E\s", line)]
-    return (errors or text.strip().splitlines() or ["?"])[-1]
+    why = (errors or text.strip().splitlines() or ["?"])[-1]
+    syntax = re.findall(r'File "(.+)", line (\d+)', "\n".join(errors))
+    places = syntax or re.findall(r"^(\S+\.py):(\d+): in ", text, re.MULTILINE)
+    # The package says what to do about an import that fails, which is not where it failed.
+    places = [place for place in places if not place[0].endswith("entrance.py")]
+    if not places:
+        return why
+    file, line = places[-1]
+    code = f"; the line is {errors[-3]!r}" if syntax and len(errors) > 2 else ""
+    return f"{os.path.relpath(file).replace(os.sep, '/')}, line {line}: {why}{code}"
 
 
 def collect(job: dict[str, Any]) -> dict[str, Any]:

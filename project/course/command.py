@@ -4,6 +4,8 @@
     python project/course.py start 3 my-module-3 --from my-module-2
     python project/course.py grade my-module-3                task by task: passed, failed, blocked
     python project/course.py grade . --task 3.2 --json result.json
+    python project/course.py grade --all submissions --csv points.csv --jobs 2
+    python project/course.py release 3 module-3               what students get, and an autograder
 
 ``grade`` ends with 0 if nothing failed, 1 if something did, 2 if it could not be run.
 """
@@ -14,8 +16,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from course.batch import grade_folder
 from course.grader import grade
 from course.markers import CourseError
+from course.release import release
 from course.starter_trees import left_behind, start
 from course.tasks import find_task
 
@@ -38,11 +42,28 @@ def main(argv: list[str] | None = None) -> int:
     two.add_argument(
         "--task", action="append", metavar="3.2", help="only this one; may be repeated"
     )
-    two.add_argument("--module", type=int, help="only the tasks of this module")
+    two.add_argument(
+        "--module", type=int, help="the tasks of this module; that of the tree if not given"
+    )
     two.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     two.add_argument("--gpu", action="store_true", help="run CUDA tasks on the GPU, not simulated")
+    two.add_argument(
+        "--all", type=Path, metavar="DIR", help="grade every submission in this folder; needs --csv"
+    )
+    two.add_argument(
+        "--csv",
+        type=Path,
+        metavar="FILE",
+        help="with --all: the table; reports go to a folder beside it",
+    )
+    two.add_argument(
+        "--jobs", type=int, default=2, help="tasks, with --all submissions, at the same time"
+    )
     two.add_argument("--seconds", type=int, help="time limit of each task")
     two.add_argument("--memory-mb", type=int, help="memory limit of each task")
+    three = commands.add_parser("release", help="write what students get, and an autograder")
+    three.add_argument("module", type=int, metavar="MODULE", help="0 to 5")
+    three.add_argument("dir", type=Path, metavar="DIR", help="a new or an empty folder")
     args = parser.parse_args(argv)
     try:
         if args.command == "start":
@@ -54,6 +75,18 @@ def main(argv: list[str] | None = None) -> int:
                     f"of this, copy it by hand:\n  " + "\n  ".join(left)
                 )
             return 0
+        if args.command == "release":
+            release(args.module, args.dir)
+            print(f"{args.dir}/student is for students, {args.dir}/autograder.zip for Gradescope")
+            return 0
+        if args.jobs < 1:
+            raise CourseError(f"--jobs must be 1 or more, got {args.jobs}")
+        if args.all is not None:
+            if args.csv is None or args.json is not None or args.dir != Path("."):
+                raise CourseError(
+                    "--all DIR goes with --csv FILE, and without --json and another DIR"
+                )
+            return grade_folder(args.all, args.csv, args.jobs, _options(args))
         return grade(
             args.dir,
             [find_task(name) for name in args.task or ()],
@@ -62,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
             gpu=args.gpu,
             seconds=args.seconds,
             memory_mb=args.memory_mb,
+            jobs=args.jobs,
         )
     except (CourseError, ValueError, OSError) as error:
         print(f"course.py: {error}", file=sys.stderr)
@@ -69,6 +103,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("course.py: interrupted", file=sys.stderr)
         return 2
+
+
+def _options(args: argparse.Namespace) -> list[str]:
+    """Return the options of one submission, to hand on."""
+    options = ["--gpu"] if args.gpu else []
+    for name in args.task or ():
+        options += ["--task", find_task(name).id]
+    for name in ("module", "seconds", "memory_mb"):
+        if (value := getattr(args, name)) is not None:
+            options += [f"--{name.replace('_', '-')}", str(value)]
+    return options
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Grades a tree: the tests of each task, in a process of their own, from the course and not the student.
 
 The tree that is graded is made of the course's files, the files of the student that have tasks in them
-and any that the student has added. Points are given for a report in which every test that the course
-has for a task has run and passed; neither exit codes nor output count. Tests that must fail run among
+and any that the student has added. Points are given for each test of the course that has run and passed,
+in a report that ends as it should; neither exit codes nor output count. Tests that must fail run among
 them: if one of these passes, the submission has changed what judges it.
 
 What is right may have to be fast as well, for some of the points: as a ratio of two times, measured when
-everything else has passed. Tasks run beside each other, as many as :data:`AT_ONCE`; speed is measured while
-nothing else runs.
+everything else has passed. Tasks run beside each other; speed is measured while no other task runs.
 """
 
 from __future__ import annotations
@@ -29,12 +28,9 @@ from course.canaries import add_canaries
 from course.markers import CourseError
 from course.report import finish, print_row, refuse_unwritable
 from course.starter_trees import ROOT, module_of
-from course.tasks import SPEED, Task, tasks_of, tasks_until
+from course.tasks import SPEED, Task, tasks_of
 from course.verdict import Result, Verdict, judge, notes
 from course.workplace import Workplace, assemble
-
-#: So many tasks are graded at the same time; on a GPU, which they would share, one.
-AT_ONCE = min(2, os.cpu_count() or 1)
 
 
 def expression(task: Task, gpu: bool) -> str:
@@ -155,12 +151,14 @@ def _grade_right(
     verdict, _ = _run(place, task, expected, root)
     for path, content in swapped.items():
         path.write_bytes(content)
-    result.passed, result.message = verdict.passed, verdict.message
+    result.passed, result.message, result.also = verdict.passed, verdict.message, [*verdict.also]
     result.waits_for, result.speed_possible = verdict.waits_for, task.speed if of_speed else 0
     if verdict.waits_for:
         result.status = "waiting"
     elif not verdict.message:
         result.status, result.points = "passed", task.points - result.speed_possible
+    elif verdict.honest:
+        result.points = task.points_for(verdict.passed, len(expected))
     result.seconds = round(time.perf_counter() - begin, 2)
     return result
 
@@ -251,17 +249,19 @@ def grade(
     gpu: bool = False,
     seconds: int | None = None,
     memory_mb: int | None = None,
+    jobs: int = 2,
 ) -> int:
     """Grade a tree, print a table and return the exit code.
 
     Args:
         submission: The student's tree.
-        chosen: The tasks; those of ``module`` if empty, or every task that the tree has.
-        module: Only the tasks of this one.
+        chosen: The tasks; those of ``module`` if empty.
+        module: The module of the tree when None.
         json_file: Where the result goes as JSON too.
         gpu: Run CUDA tasks on the GPU; without one they are blocked, neither passed nor failed.
         seconds: Time limit of each task, in place of its own.
         memory_mb: Memory limit of each task, likewise.
+        jobs: Tasks that are graded at the same time; on a GPU, which they would share, one.
 
     Returns:
         0 if nothing failed, 1 if something did, 2 if everything was blocked.
@@ -275,7 +275,7 @@ def grade(
     if not (submission / "minitorch").is_dir():
         raise CourseError(f"{submission} has no folder minitorch; name the student's tree")
     last = module_of(submission)
-    tasks = chosen or (tasks_until(last) if module is None else tasks_of(module))
+    tasks = chosen or tasks_of(last if module is None else module)
     late = [task.id for task in tasks if task.module > last]
     if late or not tasks:
         raise CourseError(
@@ -287,7 +287,8 @@ def grade(
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="course-") as folder:
         places = [
-            Workplace(Path(folder).resolve() / str(i), gpu) for i in range(1 if gpu else AT_ONCE)
+            Workplace(Path(folder).resolve() / str(i), gpu)
+            for i in range(1 if gpu else min(jobs, os.cpu_count() or 1))
         ]
         for place in places:
             assemble(submission, place.tree, last)

@@ -17,8 +17,10 @@ from course.tasks import MODULES, SPEED, Task, tasks_of
 
 GUIDES, README = "docs/guides", "README.md"
 #: What the guide of the last module leads to.
-BESIDE = ("docs/rungs/*.md", "docs/ladder.md")
+BESIDE = ("docs/symbols.md", "docs/rungs/*.md", "docs/ladder.md")
 PICTURES = (".svg", ".png")
+
+START = "course.py start"
 
 FENCED = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 DIRECTIVE = re.compile(r"```\{([\w-]+)\} *(.*?)\n(.*)```", re.DOTALL)
@@ -35,7 +37,7 @@ def write_pages(module: int, out: Path, root: Path) -> None:
         out: The tree.
         root: The course.
     """
-    pages = [*_guides(module, root), "docs/symbols.md"]
+    pages = _guides(module, root)
     if module == MODULES[-1].number:
         pages += [p.relative_to(root).as_posix() for g in BESIDE for p in sorted(root.glob(g))]
     for page in pages:
@@ -97,6 +99,9 @@ def plain(text: str, page: str, known: set[str], module: int) -> tuple[str, set[
             return "(The site shows a table here, which it makes from the records of the measurements.)"
         raise ValueError(f"{page}: a starter tree has no plain form of the directive {{{name}}}")
 
+    # A student has a tree: how to start one is not for these pages.
+    paragraphs = text.split("\n\n")
+    text = "\n\n".join(part for part in paragraphs if START not in part)
     parts = FENCED.split(text)  # prose, fenced, prose, …
     return "".join(
         block(part) if i % 2 else LINK.sub(link, part) for i, part in enumerate(parts)
@@ -105,56 +110,60 @@ def plain(text: str, page: str, known: set[str], module: int) -> tuple[str, set[
 
 def points_of(task: Task) -> str:
     """Return the points of a task in words."""
-    return f"{task.points} points" + (f", {task.speed} of them for speed" if task.speed else "")
+    return f"{task.points}" + (f", {task.speed} of them for speed" if task.speed else "")
 
 
 def command(task: Task) -> str:
     """Return the command that runs the tests of a task."""
-    run = f"python -m pytest -m {task.mark}"
     if task.simulator:
-        run = f'NUMBA_ENABLE_CUDASIM=1 python -m pytest -m "{task.mark} and simulator and not cuda"'
-    return f"{run} {' '.join(task.tests)}"
+        return (
+            f'NUMBA_ENABLE_CUDASIM=1 python -m pytest -m "{task.mark} and simulator and not cuda"'
+        )
+    return f"python -m pytest -m {task.mark}"
 
 
 def _readme(module: int, root: Path) -> str:
-    tasks = tasks_of(module)
-    lines = [
-        f"# Module {module}: {MODULES[module].title}",
-        "",
-        "Write what is missing, task by task. A place to write looks like this; the two comments stay:",
-        "",
-        "```python",
-        "    # TASK 1.1: a hint",
-        '    raise NotImplementedError("Task 1.1: a hint")',
-        "    # END TASK 1.1",
-        "```",
-        "",
-        "`make venv` makes an environment and installs what is needed. `make test` runs the tests of "
-        "this module, and `python project/course.py grade .` prints a table of tasks and points. You "
-        "may add functions and imports in the files named below, and files of your own; every other "
-        "file is taken from the course when your work is graded.",
-        "",
-        f"Points: {sum(task.points for task in tasks)}.",
-        "",
-        "The guide, to be read first:",
-        "",
-    ]
-    guides = {page: read_text(root / page) for page in _guides(module, root)}
-    own = {page: text for page, text in guides.items() if f"/module{module}" in page}
-    lines += [f"- [{HEADING.findall(text)[0]}]({page})" for page, text in own.items()]
-    regions = marked_regions(root)
+    """Return the one page that a student begins with: where to write, in which order, what to run."""
+    tasks, regions = tasks_of(module), marked_regions(root)
+    guides = {
+        page: read_text(root / page) for page in _guides(module, root) if f"e{module}" in page
+    }
+    rows, hints = list[str](), list[str]()
     for task in tasks:
-        lines += ["", f"## Task {task.id}: {task.title} ({points_of(task)})", "", task.hint, ""]
-        if task.needs:
-            lines += [f"Builds on {' and '.join(task.needs)}: solve these first.", ""]
-        lines += ["| file | function | hint |", "|---|---|---|"]
+        names: dict[str, list[str]] = {}
         for r in regions:
             if r.key.task == task.id:
-                hint = r.hint.replace("|", "\\|")
-                lines.append(f"| `{r.key.file}` | `{r.key.name}` | {hint} |")
-        section = next(page for page, text in own.items() if f"## Task {task.id}:" in text)
-        lines += ["", f"Guide: [{PurePosixPath(section).name}]({section}), task {task.id}."]
-        lines += ["", f"Mark `{task.mark}`:", "", "```", command(task)]
-        lines += [f"python -m pytest -m {task.mark} {SPEED}  # how fast"] if task.speed else []
-        lines += ["```"]
-    return "\n".join(lines) + "\n"
+                names.setdefault(r.key.file, []).append(r.key.name)
+        places = "; ".join(
+            f"`{file}`: {', '.join(dict.fromkeys(own))}" for file, own in names.items()
+        )
+        page = next(page for page, text in guides.items() if f"## Task {task.id}:" in text)
+        link = f"[{task.id}]({page})"
+        rows.append(f"| {link} | {task.title} | {points_of(task)} | {places} |")
+        after = f" After {' and '.join(task.needs)}." if task.needs else ""
+        hints.append(f"- **{task.id}** {task.hint}{after}")
+    first = tasks[0]
+    more = module < MODULES[-1].number
+    return "\n".join([
+        f"# Module {module}: {MODULES[module].title}", "",
+        "1. `make venv` makes an environment, `source .venv/bin/activate` enters it.",
+        "2. Read " + ", then ".join(f"[{HEADING.findall(t)[0]}]({p})" for p, t in guides.items())
+        + ".",
+        "3. Write the tasks below in their order. A place to write looks like this; the two "
+        "comments stay:", "",
+        "   ```python", f"   # TASK {first.id}: a hint",
+        f'   raise NotImplementedError("Task {first.id}: a hint")',
+        f"   # END TASK {first.id}", "   ```", "",
+        f"4. `{command(first)}` runs the tests of one task, and "
+        f"`python project/course.py grade . --task {first.id}` judges it as your teacher's grader does.",
+        "5. `python project/course.py grade .` prints the points of this module.", "",
+        "You may add functions and imports in the files named here, and files of your own. Every other "
+        "file is taken from the course when your work is graded."
+        + f" The course's own `course.py start {module + 1} NEW --from OLD` begins the next module "
+        "with what you wrote in this one." * more,
+        "", f"| task, guide | title | {sum(task.points for task in tasks)} points | write |",
+        "|---|---|---|---|", *rows, "", "## Hints", "", *hints, "", "## Commands", "", "```",
+        *(f"{command(task)}" for task in tasks),
+        *(f"python -m pytest -m {task.mark} {SPEED}  # how fast" for task in tasks if task.speed),
+        "```", "",
+    ])  # fmt: skip

@@ -12,6 +12,9 @@ from pathlib import Path
 from course.markers import CourseError
 from course.verdict import Result
 
+#: Of the tests that failed after the first one, so many are listed.
+LISTED = 8
+
 
 def print_row(result: Result) -> None:
     """Print what became of a task."""
@@ -21,9 +24,12 @@ def print_row(result: Result) -> None:
         f"{result.task:5} {result.title:32} {result.status:8} {points:>7} {tests:>8} "
         f"{result.seconds:8.1f}"
     )
-    for line in (result.message, result.speed and f"speed: {result.speed}"):
-        if line:
-            print(f"      {line}")
+    lines = result.message.splitlines() + result.also[:LISTED]
+    if len(result.also) > LISTED:
+        lines.append(f"and {len(result.also) - LISTED} more")
+    lines += [f"speed: {result.speed}"] if result.speed else []
+    for line in lines:
+        print(f"      {line}")
     sys.stdout.flush()
 
 

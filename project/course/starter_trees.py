@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from course.markers import (
-    PACKAGES,
     CourseError,
     Key,
     Region,
@@ -22,13 +21,16 @@ from course.markers import (
     stub,
 )
 from course.pages import write_pages
-from course.tasks import MODULES, SPEED, TASKS, Task, tasks_of, tasks_until
+from course.tasks import MODULES, SPEED, TASKS, Task, find_task, tasks_of, tasks_until
+from course.tree_files import tree_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Says of which module a starter tree is.
 STAMP = "course.json"
+#: A library, in an import or by its name.
+IMPORTED = re.compile(r"""(?:^ *(?:import|from) |["'])(\w+)""", re.MULTILINE)
 #: Of the tests; the grader needs them in every tree.
-HELPERS = {"__init__", "conftest", "strategies", "support/tolerances"}
+HELPERS = {"__init__", "conftest", "strategies"}
 
 
 # -- starter trees -------------------------------------------------------------------------------
@@ -91,12 +93,13 @@ def left_behind(earlier: Path, root: Path = ROOT) -> list[str]:
         earlier: The tree.
         root: The course.
     """
-    found, known = [], set(sources(root))
+    found, known = [], _texts(module_of(earlier), root)
     for file in sources(earlier):
         if file not in known:
             found.append(f"{file}: a file of your own")
             continue
-        around = [replaced(read_text(tree / file), file, lambda r: []) for tree in (earlier, root)]
+        texts = read_text(earlier / file), known[file]
+        around = [replaced(text, file, lambda r: []) for text in texts]
         if around[0] != around[1]:
             found.append(f"{file}: changed outside of the marked bodies")
     return found
@@ -113,15 +116,23 @@ def write_tree(
         body_of: Region → lines, or None for the course's own.
         root: The course.
     """
-    for file in (*_package_files(root), *_test_files(module, root), *_scripts(module, root)):
+    for file, text in _texts(module, root).items():
         target = out / file
         target.parent.mkdir(parents=True, exist_ok=True)
-        if file.endswith(".py"):
-            target.write_text(replaced(read_text(root / file), file, body_of), encoding="utf-8")
-        else:
-            shutil.copyfile(root / file, target)
-    for file in ("setup.py", "requirements.txt", ".gitignore"):
+        target.write_text(replaced(text, file, body_of), encoding="utf-8")
+    for file in ("setup.py", ".gitignore"):
         shutil.copyfile(root / file, out / file)
+    named = {
+        word
+        for file, text in _texts(module, root).items()
+        if not file.startswith("project/course/")
+        for word in IMPORTED.findall(text)
+    }
+    if "numba" in named:
+        named.add("scipy")  # numba takes BLAS from there
+    needed = read_text(root / "requirements.txt").splitlines(keepends=True)
+    needed = [line for line in needed if line[0] != "#" and re.split(r"\W", line)[0] in named]
+    (out / "requirements.txt").write_text("".join(needed), encoding="utf-8")
     marks = [task.mark for task in tasks_until(module)]
     settings = read_text(root / "pyproject.toml")
     # A starter tree, in which a student calls the grader, has a selection of marks there already.
@@ -135,63 +146,17 @@ def write_tree(
     (out / STAMP).write_text(json.dumps({"module": module}) + "\n", encoding="utf-8")
 
 
-def _package_files(root: Path) -> list[str]:
-    return [
-        path.relative_to(root).as_posix()
-        for package in PACKAGES
-        for path in sorted((root / package).rglob("*"))
-        if path.is_file() and path.suffix in (".py", ".typed")
-    ]
-
-
-def _test_files(module: int, root: Path) -> list[str]:
-    """Return the test files of the tasks up to a module, and the helpers that they import."""
+@lru_cache
+def _texts(module: int, root: Path) -> dict[str, str]:
+    """Return the Python files of a tree, as in the course."""
     tasks = tasks_until(module)
-    chosen = {file for task in tasks for file in task.tests}
-    chosen |= {SPEED for task in tasks if task.speed}
-    return _closure(root, root, chosen | {f"tests/{name}.py" for name in HELPERS})
-
-
-def _scripts(module: int, root: Path) -> list[str]:
-    """Return the scripts of the modules up to this one, what they import, and the grader."""
-    project = root / "project"
-    wanted = {f"project/{name}.py" for m in MODULES[: module + 1] for name in m.scripts}
-    wanted |= {path.relative_to(root).as_posix() for path in (project / "course").glob("*.py")}
-    return _closure(root, project, wanted | {"project/course.py"})
-
-
-def _closure(root: Path, base: Path, files: set[str]) -> list[str]:
-    """Return files, those that they import from a folder, and the files of the packages they lie in.
-
-    Args:
-        root: Of the tree.
-        base: Where absolute names are looked up; relative ones are looked up beside the file.
-        files: Paths inside the tree.
-    """
-    todo, done = set(files), set[str]()
-    own = root / "tests", root / "project"
-    while todo:
-        file = todo.pop()
-        path = root / file
-        if file in done or not path.is_file():
-            continue
-        done.add(file)
-        found = [folder / "__init__.py" for folder in path.parents if folder.is_relative_to(base)]
-        for node in ast.walk(ast.parse(read_text(path))):
-            start, names = base, list[str]()
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                start = path.parents[node.level - 1] if node.level else base
-                within = [node.module] if node.module else []
-                names = [*within, *(".".join((*within, alias.name)) for alias in node.names)]
-            found += [start.joinpath(*name.split(".")).with_suffix(".py") for name in names]
-        todo |= {
-            place.relative_to(root).as_posix()
-            for place in found
-            if any(place.is_relative_to(folder) for folder in own)
-        }
-    return sorted(done)
+    tests = {file for task in tasks for file in task.tests}
+    speed = {SPEED} if any(task.speed for task in tasks) else set()
+    marked = {r.key.file for r in marked_regions(root) if find_task(r.key.task).module <= module}
+    files = {f"project/{name}.py" for m in MODULES[: module + 1] for name in m.scripts}
+    files |= {path.relative_to(root).as_posix() for path in (root / "project/course").glob("*.py")}
+    files |= {"project/course.py", *(f"tests/{name}.py" for name in HELPERS), *(marked - tests)}
+    return tree_texts(root, module, tests | speed, files)
 
 
 def _expressions(tasks: list[Task]) -> tuple[str, str]:
@@ -233,7 +198,7 @@ def _makefile(module: int) -> str:
         "",
         "venv:",
         "\tpython3 -m venv .venv",
-        "\t.venv/bin/python -m pip install --quiet --editable '.[plot,test]'",
+        "\t.venv/bin/python -m pip install --quiet --editable '.[plot,course]'",
     ]
     return "\n".join(lines) + "\n"
 

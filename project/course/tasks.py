@@ -21,6 +21,7 @@ class Task:
         hint: The idea that solves it.
         tests: The files whose tests with this task's mark decide.
         needs: Tasks of the same module that it builds on.
+        free: How many of the tests pass in a starter tree; they give no points.
         speed: How many of the points are for speed, see ``SPEED``.
         simulator: The tests run in the CUDA simulator, so that no GPU is needed.
         metered: They run there even if there is a GPU: only there can traffic be counted.
@@ -36,6 +37,7 @@ class Task:
     hint: str
     tests: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    free: int = 0
     speed: int = 0
     simulator: bool = False
     metered: bool = False
@@ -47,6 +49,11 @@ class Task:
     def module(self) -> int:
         """Number of the module."""
         return int(self.id.split(".")[0])
+
+    def points_for(self, passed: int, tests: int) -> int:
+        """Return the points, without those for speed, if some of the tests have passed."""
+        share = max(passed - self.free, 0) / (tests - self.free)
+        return int((self.points - self.speed) * share)
 
     def is_simulated(self, gpu: bool) -> bool:
         """Tell whether the tests run in the simulator, when there is a GPU to use or there is none."""
@@ -88,7 +95,6 @@ DATA, TENSORS = ("tests/minitorch/test_tensor_data.py",), ("tests/minitorch/test
 GENERAL = ("tests/minitorch/test_tensor_general.py",)
 KERNELS = (
     "tests/minitorch/test_cuda_ops.py",
-    "tests/structure/cuda/test_cuda_ops.py",
     "tests/course/test_course_kernels.py",
 )
 CONV, LAYERS = ("tests/minitorch/test_conv.py",), ("tests/minitorch/test_nn.py",)
@@ -128,7 +134,7 @@ TASKS = (
         "1.2", "Scalars, forward", 10,
         "Operators of Scalar apply a ScalarFunction; its forward computes on plain floats and saves "
         "what backward will need.",
-        SCALARS,
+        SCALARS, free=1,
     ),
     Task(
         "1.3", "Chain rule", 10,
@@ -169,13 +175,13 @@ TASKS = (
     Task(
         "3.2", "Matrix multiplication", 10,
         "Parallel over rows of the output; no index buffers, one product and one sum inside.",
-        GENERAL, speed=3,
+        GENERAL, free=8, speed=3,
     ),
     Task(
         "3.3", "CUDA map, zip and reduce", 15,
         "One thread, one element; a reduction shares its partial sums within a block. A barrier "
         "between the write of one thread and the read of another.",
-        KERNELS, simulator=True,
+        KERNELS, free=7, simulator=True,
     ),
     Task(
         "3.4", "CUDA matrix multiplication", 15,
@@ -186,9 +192,11 @@ TASKS = (
     Task(
         "4.1", "Convolution in one dimension", 10,
         "A sum over channels and over the kernel; what lies outside the input counts as zero.",
-        CONV,
+        CONV, free=1,
     ),
-    Task("4.2", "Convolution in two dimensions", 10, "The same sum with one loop more.", CONV),
+    Task(
+        "4.2", "Convolution in two dimensions", 10, "The same sum with one loop more.", CONV, free=1
+    ),
     Task(
         "4.3", "Pooling", 10,
         "Cut the image into tiles with view and permute; pooling is then a mean of rows.",
@@ -198,7 +206,7 @@ TASKS = (
         "4.4", "Softmax, dropout and max", 15,
         "The gradient of a maximum goes to where it is; exp overflows unless the maximum is "
         "subtracted first.",
-        LAYERS,
+        LAYERS, free=1,
     ),
     Task(
         "5.1", "The softmax ladder", 5,
@@ -220,11 +228,9 @@ TASKS = (
     ),
     Task(
         "5.4", "Algorithm 1 as a CUDA kernel", 15,
-        "Lines 10 to 15 of the paper, with s, m_tile, old_weight, new_weight and inverse in shared "
-        "memory. Elements of S are dealt out to threads by e in range(thread, …, threads); a barrier "
-        "stands wherever another thread reads what was written. score_of(τ q · k, flat, b, h, "
-        "row + r, col + c, extras) returns minus infinity where row r of the tile does not see "
-        "column c. dot_rows and dot_row_column return elements of A Bᵀ and of A B.",
+        "Three kernels, each a step: Algorithm 0 whole, the online softmax of an Algorithm 1 with a row "
+        "for each thread, then lines 10 to 15 of the rung, whose threads share a tile: a barrier stands "
+        "wherever another thread reads what was written. The guide has a table of the helpers.",
         FLASH, simulator=True,
     ),
     Task(
@@ -249,7 +255,7 @@ TASKS = (
         "Walk through the loops of a kernel with a pencil: how often is each array read, how often "
         "written, and by which tile? Only the meter can say that the formula is right. Then let the "
         "formula choose the tile.",
-        TRAFFIC, needs=("5.4", "5.7"), simulator=True, metered=True,
+        TRAFFIC, needs=("5.4", "5.7"), free=2, simulator=True, metered=True,
     ),
     Task(
         "5.9", "Block-sparse attention", 10,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from course.tasks import Task
@@ -26,7 +27,8 @@ class Result:
             points, and no fault of this one) or "blocked" (for a GPU: neither a pass nor a zero).
         points: Given.
         possible: Given for passing.
-        message: One line: the first that went wrong; empty if nothing did.
+        message: The first that went wrong, in full; empty if nothing did.
+        also: The other tests that failed, a line each.
         waits_for: The id of the task that is waited for, or empty.
         tests: How many tests decide.
         passed: How many of them passed.
@@ -43,6 +45,7 @@ class Result:
     points: int = 0
     possible: int = 0
     message: str = ""
+    also: list[str] = field(default_factory=list)
     waits_for: str = ""
     tests: int = 0
     passed: int = 0
@@ -58,13 +61,17 @@ class Verdict:
 
     Attributes:
         passed: How many of the expected tests passed.
-        message: The first thing that is wrong, in one line, or empty.
+        message: The first thing that is wrong, in full, or empty.
         waits_for: The id of the task whose missing body is all that is wrong, or empty.
+        also: The other tests that failed, a line each.
+        honest: The tests that passed count: the run ended by itself, and what must fail has failed.
     """
 
     passed: int
     message: str = ""
     waits_for: str = ""
+    also: tuple[str, ...] = ()
+    honest: bool = False
 
 
 def judge(
@@ -84,9 +91,16 @@ def judge(
         if "id" in record:
             phases.setdefault(record["id"], {})[record["when"]] = record
     good = [test for test in expected if _passed(phases.get(test, {}))]
+    finished = any("finished" in record for record in records)
+    accepted = [
+        meaning
+        for test, meaning in canaries.items()
+        if phases.get(test, {}).get("call", {}).get("outcome") != "failed"
+    ]
+    honest = finished and not accepted and not end.late and not end.full
 
-    def wrong(message: str, waits_for: str = "") -> Verdict:
-        return Verdict(len(good), message, waits_for)
+    def wrong(message: str, waits_for: str = "", also: Iterable[str] = ()) -> Verdict:
+        return Verdict(len(good), message, waits_for, tuple(also), honest)
 
     running = next((r["begun"] for r in reversed(records) if "begun" in r), "")
     hidden = {test.split("::")[0] for test in canaries}  # no student is to look for these
@@ -99,23 +113,25 @@ def judge(
         return wrong(f"stopped when its files had more than {MOST_WRITTEN >> 20} MB{where}")
     for record in records:
         if "broken" in record:
-            file = record["broken"]
-            return wrong(f"{'tests' if file in hidden else file}: {record['message']}")
+            return wrong(f"a file cannot be imported. {record['message']}")
     failures = [
         (test, record)
         for test in expected
         for record in phases.get(test, {}).values()
         if record["outcome"] != "passed"
     ]
-    finished = any("finished" in record for record in records)
     if failures:
         stubs = [STUB.search(record["message"]) for _, record in failures]
         others = [stub[1] if stub and stub[1] != task.id else "" for stub in stubs]
         if all(others) and finished:
             first = min(others, key=lambda name: tuple(map(int, name.split("."))))
             return wrong(f"waits for task {first}, which is not written yet", first)
-        test, record = failures[others.index("")] if "" in others else failures[0]
-        return wrong(f"{_short(test)}: {_line(record, task)}")
+        first = failures.pop(others.index("") if "" in others else 0)
+        message = _text(*first, task)
+        if STUB.search(message):  # what was drawn says nothing
+            message = message.split("\n")[0]
+        also = dict.fromkeys(_brief(*other, task) for other in failures)
+        return wrong(message, also=(line for line in also if line not in message))
     if not finished:
         how = f"signal {-end.code}" if end.code < 0 else f"exit code {end.code}"
         return wrong(
@@ -125,9 +141,8 @@ def judge(
     missing = [test for test in expected if test not in good]
     if missing:
         return wrong(f"{len(missing)} of {len(expected)} tests did not run: {_short(missing[0])}")
-    for test, meaning in canaries.items():
-        if phases.get(test, {}).get("call", {}).get("outcome") != "failed":
-            return wrong(f"the submission makes the tests accept {meaning}")
+    if accepted:
+        return wrong(f"the submission makes the tests accept {accepted[0]}")
     return wrong("")
 
 
@@ -146,10 +161,20 @@ def _short(test: str) -> str:
     return test.split("::")[-1]
 
 
-def _line(record: dict[str, Any], task: Task) -> str:
-    """Return what went wrong in a test, in one line."""
-    lines = [line.strip() for line in record["message"].splitlines() if line.strip()]
-    text = lines[0] if lines else record["outcome"]
+def _brief(test: str, record: dict[str, Any], task: Task) -> str:
+    """Return what went wrong in one line; the same for each test that a missing body fails."""
+    line = _text(test, record, task).split("\n")[0]
+    stub = STUB.search(line)
+    return line[stub.end(1) - len(stub[1]) - len("Task ") :] if stub else line
+
+
+def _text(test: str, record: dict[str, Any], task: Task) -> str:
+    """Return what went wrong in a test: its name and the whole error, without empty lines."""
+    lines = [line.rstrip() for line in record["message"].splitlines() if line.strip()]
+    lines = [line for line in lines if "@reproduce_failure" not in line]
+    text = "\n".join(lines) or record["outcome"]
+    if re.match(r"\w+(Error|Exception):\n", text):  # NumPy's assertions begin with an empty line
+        text = text.replace("\n", " ", 1)
     if text.startswith(("MemoryError", "numpy._core._exceptions._ArrayMemoryError")):
         text = f"out of memory, the limit is {task.memory_mb} MB ({text})"
-    return text if len(text) <= 240 else text[:239] + "…"
+    return f"{_short(test)}: {text}"

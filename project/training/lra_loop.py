@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from common.notebooks import without_bar
 from data.long_range import Task
 from data.sequence_sets import Examples
 from tqdm import tqdm
@@ -58,7 +59,7 @@ def judge(
     model.eval()
     right, loss = 0, 0.0
     starts = range(0, len(examples.y), batch)
-    for start in tqdm(starts, desc=desc, unit="batch", leave=False, delay=1, disable=None):
+    for start in tqdm(starts, desc=desc, unit="batch", leave=False, delay=1, disable=without_bar()):
         y = examples.y[start : start + batch]
         logits = model(examples.X[start : start + batch]).to_numpy().astype(np.float64)
         right += int((logits.argmax(-1) == y).sum())
@@ -158,7 +159,7 @@ class Training:
         valid = Examples(valid.X[: settings.judged], valid.y[: settings.judged])
         start = time.perf_counter() - self._seconds
         bar = tqdm(total=settings.steps, initial=self.done, unit="step", dynamic_ncols=True,
-                   disable=None, desc=f"{self.task.name}, {self.config['attention']}")  # fmt: skip
+                   disable=without_bar(), desc=f"{self.task.name}, {self.config['attention']}")  # fmt: skip
         read_at, is_first = time.perf_counter(), True
         with bar, CtrlC() as ctrl_c:
             while self.done < settings.steps and not ctrl_c.asked:

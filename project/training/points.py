@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -153,7 +154,8 @@ def add_training_options(parser: OneLineParser, hidden: int, rate: float) -> Non
 
 def make_points(args: argparse.Namespace) -> Graph:
     """Seed every generator and make the points that the options ask for; exit if there are none."""
-    minitorch.manual_seed(args.seed)
+    random.seed(args.seed)  # as minitorch.manual_seed, which modules 0 and 1 have not
+    np.random.seed(args.seed % 2**32)
     data = DATASETS[args.DATASET](args.PTS)
     if data.N == 0:  # a spiral of one point
         sys.exit(f"--DATASET {args.DATASET} needs at least 2 points, got --PTS {args.PTS}")

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+from common.notebooks import show_picture, without_bar
 from tqdm import tqdm
 
 import minitorch
@@ -32,7 +33,7 @@ def check_backend(option: str, backend: minitorch.TensorBackend) -> None:
         option: How the user asked for it.
         backend: The backend.
     """
-    reason = backend.attention.memory.why_not()
+    reason = backend.memory.why_not()
     if reason is not None:
         sys.exit(f"{option} cannot run: {reason}")
 
@@ -143,7 +144,9 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._start = time.perf_counter()
-        self._bar = tqdm(total=self.total, unit=self.unit, disable=None, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=self.total, unit=self.unit, disable=without_bar(), dynamic_ncols=True
+        )
         return self
 
     def update(self, done: int, figures: str) -> None:
@@ -175,7 +178,7 @@ class Progress:
     ) -> bool:
         self._bar.close()
         self._seconds = self.seconds
-        if isinstance(error, minitorch.AnomalyError):
+        if isinstance(error, FloatingPointError):  # of detect_anomaly
             sys.exit(f"after {self.unit} {self.done}: {error}")
         self.stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
         return self.stopped and self.done > 0  # before the first figures nothing is learnt
@@ -200,7 +203,7 @@ def ends_in_one_line(smaller: str) -> Iterator[None]:
         sys.exit("stopped by Ctrl-C")
     except MemoryError:
         sys.exit(f"out of memory; take a smaller {smaller}")
-    except minitorch.AnomalyError as error:
+    except FloatingPointError as error:  # of detect_anomaly
         sys.exit(str(error))
 
 
@@ -215,26 +218,21 @@ def draw(path: Path, *panels: Panel) -> None:
         panels: What to draw, from left to right.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print(f'no picture {path}: matplotlib is missing (pip install -e ".[plot]")')
         return
-    matplotlib.use("Agg")  # no window
-    from matplotlib import pyplot as plt
-
-    width = 5.0 * len(panels)
-    figure, grid = plt.subplots(
-        1, len(panels), figsize=(width, 4.2), layout="constrained", squeeze=False
-    )
+    # Not by pyplot, whose settings are those of the notebook that runs a script.
+    figure = Figure(figsize=(5.0 * len(panels), 4.2), layout="constrained")
+    grid: Any = figure.subplots(1, len(panels), squeeze=False)
     for panel, axes in zip(panels, grid[0], strict=True):
         panel(axes)
     try:
         figure.savefig(path, dpi=120)
-        print(f"picture {path}")
     except OSError as error:
         sys.exit(f"the picture cannot be written ({error}); name another folder with --out")
-    finally:
-        plt.close(figure)
+    print(f"picture {path}")
+    show_picture(path)
 
 
 def curves(

@@ -160,28 +160,40 @@ SHAPES = {
         lambda o: o.flipped.view(6), AssertionError, "(3, 2)", "strides (1, 3)",
         "contiguous() first"
     ),
-    "index short": wrong(lambda o: o.matrix[0], IndexingError, "(0,)", "(2, 3)", "for each"),
+    "index outside a row": wrong(
+        lambda o: o.matrix[2], IndexingError, "index 2", "dimension 0", "(2, 3)", "-2 to 1"
+    ),
     "index long": wrong(
-        lambda o: o.matrix[0, 0, 0], IndexingError, "3 entries", "(2, 3)", "for each"
+        lambda o: o.matrix[0, 0, 0], IndexingError, "3 dimensions", "(2, 3)", "at most one entry for each"
     ),
     "index outside": wrong(lambda o: o.matrix[5, 0], IndexingError, "(5, 0)", "(2, 3)", "size - 1"),
     "index far outside": wrong(
         lambda o: o.matrix[2**70, 0], IndexingError, "1180591620717411303424"
     ),
-    "index negative": wrong(lambda o: o.matrix[-1, 0], IndexingError, "(-1, 0)", "negative"),
-    "index of a slice": wrong(lambda o: o.matrix[:, 1], TypeError, "slice", "to_numpy()"),
-    "index a float": wrong(lambda o: o.matrix[0, 1.5], TypeError, "(0, 1.5)", "to_numpy()"),
-    "index flags": wrong(
-        lambda o: o.matrix[True, False], TypeError, "one integer", "(True, False)"
+    "index far outside a row": wrong(
+        lambda o: o.matrix[2**70], IndexingError, "1180591620717411303424", "(2, 3)"
     ),
-    "index a list": wrong(
-        lambda o: o.matrix[[0, 1]], TypeError, "one integer", "[0, 1]", "to_numpy()"
+    "index too negative": wrong(
+        lambda o: o.matrix[-3, 0], IndexingError, "(-3, 0)", "(2, 3)", "-size"
     ),
-    "index an array": wrong(
-        lambda o: o.matrix[np.ones(2, int)], TypeError, "one integer", "array([1, 1])"
+    "index a float": wrong(lambda o: o.matrix[0, 1.5], TypeError, "got 1.5", "to int64"),
+    "index flags": wrong(lambda o: o.matrix[True, False], TypeError, "made of integers", "got True"),
+    "index a list outside": wrong(
+        lambda o: o.matrix[[0, 2]], IndexingError, "index 2", "dimension 0", "(2, 3)"
     ),
-    "index text": wrong(lambda o: o.matrix["a"], TypeError, "one integer", "'a'"),
-    "index nothing": wrong(lambda o: o.matrix[None], TypeError, "one integer", "None"),
+    "index a mask of another shape": wrong(
+        lambda o: o.matrix[np.ones(3, bool)], IndexingError, "a mask", "(2,) of (2, 3)", "got (3,)"
+    ),
+    "index arrays of two lengths": wrong(
+        lambda o: o.matrix[[0, 1], [0, 1, 2]], IndexingError, "broadcast", "(2,) (3,)"
+    ),
+    "index text": wrong(lambda o: o.matrix["a"], TypeError, "made of integers", "'a'"),
+    "index a slice of floats": wrong(
+        lambda o: o.matrix[0.0:1.0], TypeError, "a slice is made of integers", "0.0"
+    ),
+    "set a row": wrong(
+        lambda o: o.matrix.__setitem__(0, 1.0), TypeError, "only single elements", "(2, 3)", "where"
+    ),
     "set outside": wrong(
         lambda o: o.matrix.__setitem__((0, 3), 1.0), IndexingError, "(0, 3)", "(2, 3)"
     ),

@@ -13,6 +13,7 @@ import pytest
 from kernels.common.geometry import ceil_div
 from minitorch import CudaBackend, Tensor, cuda_ops, from_numpy, operators
 
+from ..support.missing_barriers import missing_barriers as missing_barriers
 from ..support.tolerances import assert_close_arrays
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
@@ -102,3 +103,27 @@ def test_the_tiled_product_of_batches_in_any_layout(
         *out.tuple(), out.size, *left.tuple(), *right.tuple()
     )
     assert_close_arrays(out, x @ y, np.float64, f"{a} @ {b}", 50.0)
+
+
+@pytest.mark.task3_3
+@pytest.mark.usefixtures("missing_barriers")
+def test_no_barrier_of_a_reduction_is_missing() -> None:
+    a, out = on_device(drawn((2, 7, 1))), on_device(np.zeros((2, 1, 1)))
+    cuda_ops.tensor_reduce(operators.add)[out.size, 8](*out.tuple(), out.size, *a.tuple(), 1, 0.0)
+    total = on_device(np.zeros(1))
+    cuda_ops.jit_sum_practice[1, 32](total._tensor._storage, a._tensor._storage, 14)
+    assert_close_arrays(total, drawn((2, 7, 1)).sum(keepdims=True)[0, 0], np.float64, "sum", 50.0)
+
+
+@pytest.mark.task3_4
+@pytest.mark.usefixtures("missing_barriers")
+def test_no_barrier_of_a_product_is_missing() -> None:
+    a, b = on_device(drawn((1, 2, 33))), on_device(drawn((1, 33, 2), seed=2))
+    out = on_device(np.zeros((1, 2, 2)))
+    tile = cuda_ops.THREADS_PER_BLOCK
+    cuda_ops.tensor_matrix_multiply[(1, 1, 1), (tile, tile, 1)](
+        *out.tuple(), out.size, *a.tuple(), *b.tuple()
+    )
+    small = on_device(np.zeros((1, 2, 2)))
+    operands = (on_device(drawn((2, 2)))._tensor._storage for _ in range(2))
+    cuda_ops.jit_mm_practice[1, (2, 2)](small._tensor._storage, *operands, 2)

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from numba import types
 
 import kernels
 import minitorch
 from kernels import launch
 from kernels.common.philox import PLAIN as PHILOX
 from kernels.common.philox import attention_threshold, keep_scale
+from kernels.cuda.attention.practice import algorithm0, make_flash1_rows
 from kernels.problem.operands import make_operands
 from kernels.reference.softmax_ladder import (
     naive_softmax,
@@ -35,22 +37,25 @@ from minitorch import (
     from_numpy,
 )
 
+from ..support.attention_mistakes import gradient_mistake, online_mistake
+from ..support.missing_barriers import missing_barriers as missing_barriers
 from ..support.tolerances import assert_close_arrays
 
 Array = npt.NDArray[Any]
 LEARNING_STEPS = 100
-simulated = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
+simulated = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers", "missing_barriers")]
 
 
 # --- the textbook ------------------------------------------------------------------------------
 
 
 def textbook(
-    arrays: Sequence[Array], seen: Any = True, factor: Any = 1.0, bias: Any = 0.0
+    arrays: Sequence[Array], seen: Any = True, factor: Any = 1.0, bias: Any = 0.0, cap: float = 0.0
 ) -> tuple[Array, Array]:
     """Return out and lse; ``factor`` multiplies probabilities, ``bias`` is added to scores."""
     q, k, v = arrays[:3]
     s = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1]) + bias
+    s = cap * np.tanh(s / cap) if cap else s
     s = np.where(seen, s, -np.inf)
     largest = s.max(-1, keepdims=True)
     p = np.exp(s - np.where(largest == -np.inf, 0.0, largest))
@@ -86,7 +91,7 @@ def drawn(seq_q: int, seq_k: int, dim: int, seed: int = 0) -> tuple[Array, ...]:
 
 def run(
     target: launch.Target, rung: str, arrays: tuple[Array, ...], tile: Any = None,
-    backward: bool = False, **options: Any,
+    backward: bool = False, dlse: Any = None, **options: Any,
 ) -> dict[str, Array]:  # fmt: skip
     """Run one rung on arrays of the host and return what it computes, on the host."""
     on_device = target is launch.CUDA
@@ -98,27 +103,46 @@ def run(
     out, lse = launch.forward(target, problem, operands, tile)
     results = {"out": out, "lse": lse}
     if backward:
-        operands = operands.having(out=out, lse=lse, dout=dout)
+        operands = operands.having(out=out, lse=lse, dout=dout, dlse=dlse)
         gradients = launch.backward(target, problem, operands, tile)
         results |= {name: getattr(gradients, name) for name in ("dq", "dk", "dv")}
     return {name: x.copy_to_host() if on_device else x for name, x in results.items()}
 
 
-def check_forward(results: dict[str, Array], expected: tuple[Array, Array]) -> None:
-    assert_close_arrays(results["out"], expected[0], np.float64, "out", 10.0)
-    assert_close_arrays(results["lse"], expected[1], np.float64, "lse", 10.0)
+def check_forward(
+    results: dict[str, Array],
+    expected: tuple[Array, Array],
+    arrays: tuple[Array, ...] = (),
+    block_k: int = 0,
+) -> None:
+    """Compare out and lse; with the operands and a tile, name a mistake that gives what is wrong."""
+    try:
+        if not np.isnan(expected[0]).any() and np.isnan(results["out"]).any():
+            raise AssertionError("out has NaN: -inf - (-inf), where a row sees nothing in a tile?")
+        assert_close_arrays(results["out"], expected[0], np.float64, "out", 10.0)
+        assert_close_arrays(results["lse"], expected[1], np.float64, "lse", 10.0)
+    except AssertionError as error:
+        why = online_mistake(results, arrays, block_k) if block_k else ""
+        raise AssertionError(f"{why}{error}") from None
 
 
-def check_gradients(results: dict[str, Array], arrays: tuple[Array, ...], **options: Any) -> None:
+def check_gradients(
+    results: dict[str, Array], arrays: tuple[Array, ...], dlse: Any = 0.0, **options: Any
+) -> None:
     *operands, dout = arrays
 
     def loss(q: Array, k: Array, v: Array) -> float:
-        return float((textbook((q, k, v), **options)[0] * dout).sum())
+        out, lse = textbook((q, k, v), **options)
+        # The sum of -inf · 0 would be NaN.
+        return float((out * dout).sum() + np.where(np.isfinite(lse), lse * dlse, 0.0).sum())
 
-    for name, expected in zip(
-        ("dq", "dk", "dv"), measured_gradients(loss, tuple(operands)), strict=True
-    ):
-        np.testing.assert_allclose(results[name], expected, rtol=1e-5, atol=1e-7, err_msg=name)
+    gradients = measured_gradients(loss, tuple(operands))
+    for name, expected in zip(("dq", "dk", "dv"), gradients, strict=True):
+        got = results[name]
+        if got.shape == expected.shape and np.allclose(got, expected, rtol=1e-5, atol=1e-7):
+            continue
+        why = "" if options else gradient_mistake(name, got, arrays, textbook(arrays), dlse)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7, err_msg=f"{why}{name}")
 
 
 def below(seq_q: int, seq_k: int) -> Array:
@@ -165,7 +189,9 @@ def test_statistics_of_one_pass_are_those_of_two(block: int) -> None:
     x[:4] = -np.inf
     maximum, total = online_statistics(x, block)
     assert maximum == x.max()
-    assert total == pytest.approx(np.exp(x - x.max()).sum())
+    assert total == pytest.approx(np.exp(x - x.max()).sum()), (
+        "where the maximum grows, the sum so far must shrink by e^(m - m_new)"
+    )
 
 
 @pytest.mark.task5_1
@@ -193,8 +219,8 @@ def test_the_textbook(is_causal: bool, size: tuple[int, int, int]) -> None:
     arrays = drawn(*size)
     seen = below(*size[:2]) if is_causal else True
     results = run(launch.NUMPY, "naive", arrays, backward=True, is_causal=is_causal)
-    check_forward(results, textbook(arrays, seen))
-    check_gradients(results, arrays, seen=seen)
+    check_forward(results, textbook(arrays, seen), arrays, 0 if is_causal else size[1])
+    check_gradients(results, arrays, **({"seen": seen} if is_causal else {}))
 
 
 @pytest.mark.task5_2
@@ -205,6 +231,21 @@ def test_a_row_that_sees_nothing_is_zero() -> None:
     for name in ("out", "dq"):
         assert (results[name][..., :2, :] == 0.0).all(), name
     assert (results["dk"][..., 2:, :] == 0.0).all()
+
+
+@pytest.mark.task5_2
+def test_the_gradient_of_lse_is_subtracted_from_delta() -> None:
+    arrays = drawn(5, 7, 3)
+    dlse = np.random.default_rng(7).standard_normal((1, 2, 5))
+    results = run(launch.NUMPY, "naive", arrays, backward=True, dlse=dlse)
+    check_gradients(results, arrays, dlse=dlse)
+
+
+@pytest.mark.task5_2
+def test_gradients_of_q_and_k_go_through_the_capped_score() -> None:
+    arrays = drawn(5, 7, 3)
+    results = run(launch.NUMPY, "naive", arrays, backward=True, softcap=0.7)
+    check_gradients(results, arrays, cap=0.7)
 
 
 # --- task 5.3: tiles ------------------------------------------------------------------------------
@@ -218,7 +259,7 @@ def test_attention_by_tiles(is_causal: bool, tile: Any, size: tuple[int, int, in
     arrays = drawn(*size)
     seen = below(*size[:2]) if is_causal else True
     results = run(launch.NUMPY, "flash2", arrays, tile, is_causal=is_causal)
-    check_forward(results, textbook(arrays, seen))
+    check_forward(results, textbook(arrays, seen), arrays, 0 if is_causal else tile[1])
 
 
 @pytest.mark.task5_3
@@ -228,6 +269,19 @@ def test_tiles_of_large_scores_do_not_overflow() -> None:
     check_forward(run(launch.NUMPY, "flash2", arrays, (2, 3)), textbook(arrays))
 
 
+@pytest.mark.task5_3
+@each_tile
+def test_rows_may_see_nothing_in_a_tile_or_at_all(tile: Any) -> None:
+    arrays = drawn(7, 8, 2)
+    for seen, options in (
+        (np.eye(7, 8, k=2, dtype=bool), {}),  # a row sees one key
+        (below(7, 8) & (np.arange(7)[:, None] >= 3), {"is_causal": True}),  # the first see none
+    ):
+        mask = np.broadcast_to(seen, (1, 2, 7, 8))
+        results = run(launch.NUMPY, "flash2", arrays, tile, attn_mask=mask, **options)
+        check_forward(results, textbook(arrays, seen))
+
+
 # --- tasks 5.4 and 5.5: FlashAttention on CUDA ------------------------------------------------------
 
 
@@ -235,11 +289,37 @@ class TestFlash1:
     pytestmark = simulated
 
     @pytest.mark.task5_4
+    @pytest.mark.parametrize("threads", [1, 4])
+    def test_algorithm_0_with_a_thread_for_each_row(self, threads: int) -> None:
+        q, k, v, dout = drawn(5, 7, 3)
+        q[0, :, 2] *= 1e3  # without the maximum, the exponentials overflow
+        arrays = (q, k, v, dout)
+        s, out = cuda.to_device(np.empty((2, 5, 7))), cuda.to_device(np.full((2, 5, 3), 7.0))
+        operands = [cuda.to_device(x[0]) for x in (q, k, v)]
+        algorithm0[(-(-5 // threads), 2), threads](*operands, s, out, 1.0 / np.sqrt(3))
+        expected, _ = textbook(arrays)
+        assert_close_arrays(out.copy_to_host(), expected[0], np.float64, "out", 10.0)
+
+    @pytest.mark.task5_4
+    @each_tile
+    def test_algorithm_1_with_a_thread_for_each_row(self, tile: Any) -> None:
+        arrays = drawn(5, 7, 3)
+        operands = [cuda.to_device(x[0]) for x in arrays[:3]]
+        out = cuda.to_device(np.empty((2, 5, 3)))
+        m, total = (cuda.to_device(np.empty((2, 5))) for _ in range(2))
+        kernel = make_flash1_rows(*tile, 3, types.float64)
+        kernel[2, tile[0]](*operands, out, m, total, 1.0 / np.sqrt(3))
+        lse = m.copy_to_host() + np.log(total.copy_to_host())
+        results = {"out": out.copy_to_host()[None], "lse": lse[None]}
+        check_forward(results, textbook(arrays), arrays, tile[1])
+
+    @pytest.mark.task5_4
     @each_size
     @each_tile
     def test_algorithm_1(self, tile: Any, size: tuple[int, int, int]) -> None:
         arrays = drawn(*size)
-        check_forward(run(launch.CUDA, "flash1", arrays, tile), textbook(arrays))
+        results = run(launch.CUDA, "flash1", arrays, tile)
+        check_forward(results, textbook(arrays), arrays, tile[1])
 
     @pytest.mark.task5_4
     def test_algorithm_1_does_not_overflow(self) -> None:
@@ -318,7 +398,9 @@ def test_bits_of_dropout_have_their_rate_and_depend_on_every_coordinate() -> Non
     for col in range(16):
         words = PHILOX.attention_words(5, 1, 3, col // 8)
         half = words[col % 8 // 2] >> 16 * (col % 2) & 0xFFFF
-        assert bool(PHILOX.keep(5, 1, 3, col, threshold)) == (half >= threshold)
+        assert bool(PHILOX.keep(5, 1, 3, col, threshold)) == (half >= threshold), (
+            f"column {col} has the {'high' if col % 2 else 'low'} half of word {col % 8 // 2}"
+        )
 
 
 # --- task 5.7: FlashAttention-2 -----------------------------------------------------------------------
@@ -332,7 +414,8 @@ class TestFlash2:
     @pytest.mark.parametrize("tile", [(4, 4), (8, 4)], ids=str)
     def test_flash2(self, tile: Any, size: tuple[int, int, int]) -> None:
         arrays = drawn(*size)
-        check_forward(run(launch.CUDA, "flash2", arrays, tile), textbook(arrays))
+        results = run(launch.CUDA, "flash2", arrays, tile)
+        check_forward(results, textbook(arrays), arrays, tile[1])
 
     @pytest.mark.task5_7
     def test_flash2_under_a_mask_and_dropout(self) -> None:
@@ -426,6 +509,18 @@ def test_multi_head_attention_is_attention_of_each_head() -> None:
     out: Any = layer.out_projection
     expected = joined @ out.weights.value.to_numpy() + out.bias.value.to_numpy()
     assert_close_arrays(layer(from_numpy(x, SimpleBackend)), expected, np.float64, "out", 10.0)
+
+
+@pytest.mark.task5_10
+def test_a_layer_adds_attention_and_feed_forward_to_its_input() -> None:
+    minitorch.manual_seed(0)
+    layer = TransformerLayer(6, 2, p_dropout=0.0, attention="naive")
+    x = from_numpy(np.random.default_rng(0).standard_normal((1, 5, 6)), SimpleBackend)
+    middle = x + layer.attention(layer.ln_1(x))
+    expected = (middle + layer.ff(layer.ln_2(middle))).to_numpy()
+    assert np.allclose(layer(x).to_numpy(), expected), (
+        "a layer is x + attention(ln_1(x)), and then that + ff(ln_2(that))"
+    )
 
 
 @pytest.mark.task5_10

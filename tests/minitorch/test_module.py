@@ -4,6 +4,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis.strategies import integers
@@ -93,7 +94,6 @@ def test_train_and_eval_reach_every_module(depth: int) -> None:
     assert modes(chain) == [True] * depth
 
 
-@pytest.mark.task0_4
 def test_calling_a_module_without_forward_says_so() -> None:
     with pytest.raises(TypeError, match="no forward"):
         Module()()
@@ -186,6 +186,30 @@ def test_repr_shows_the_tree_of_modules() -> None:
             ")",
         ]
     )
+
+
+class Sized(Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.label, self._hidden = size, "<a>", 3
+        self.weights = Parameter(np.zeros((size, 2)))
+
+
+def test_repr_shows_numbers_and_the_shapes_of_parameters() -> None:
+    assert repr(Sized(3)) == "Sized(size=3, weights=(3, 2))"
+    outer = Sized(1)
+    outer.child = Sized(2)
+    assert repr(outer) == (
+        "Sized(size=1, weights=(1, 2)\n  (child): Sized(size=2, weights=(2, 2))\n)"
+    )
+
+
+def test_a_notebook_shows_a_module_as_a_tree_that_opens() -> None:
+    outer = Tree()
+    page = outer._repr_html_()
+    assert page.startswith("<details open><summary>Tree()</summary>")
+    assert page.count("<details") == page.count("</details>") == 2
+    assert "<div>first: Leaf()</div>" in page
 
 
 class Tracked:

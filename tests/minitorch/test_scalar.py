@@ -48,6 +48,15 @@ def test_central_difference_measures_slopes() -> None:
     assert_close(central_difference(lambda a, b, c: a - b * c * c, 1, 2, 3, arg=2), -12.0)
 
 
+@pytest.mark.task1_1
+def test_central_difference_is_two_sided() -> None:
+    slope = central_difference(lambda x: x * x, 1.0, epsilon=0.5)
+    assert slope == pytest.approx(2.0), (
+        f"the slope of x² at 1 with epsilon 0.5 is {slope}, expected 2.0: the two-sided difference "
+        "(f(x + epsilon) - f(x - epsilon)) / (2 epsilon) is exact there"
+    )
+
+
 # --- task 1.2: scalars, forward --------------------------------------------------------------
 
 

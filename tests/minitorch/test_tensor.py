@@ -61,7 +61,6 @@ def applied(fn: Callable[..., float], *operands: Array) -> Array:
 # --- task 2.3: operations --------------------------------------------------------------------
 
 
-@pytest.mark.task2_3
 @given(data())
 def test_a_tensor_holds_the_numbers_it_was_made_of(data: DataObject) -> None:
     shape = data.draw(shapes())

@@ -335,7 +335,6 @@ def test_operands_far_from_zero(backend: TensorBackend) -> None:
     assert a.grad.to_numpy().tolist() == [0.0, 0.0, 1.25, 0.0, 0.0]
 
 
-@pytest.mark.task3_1
 @pytest.mark.parametrize(
     ("kernel", "fn"),
     [

@@ -24,7 +24,11 @@ from course.tasks import TASKS  # noqa: E402
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 #: A page whose blocks launch CUDA kernels says so in a comment; a single block says so as its language.
 SIMULATED = "<!-- blocks: simulator -->"
-PLAIN, ON_DEVICE, WITH_TORCH = "python", "python simulator", "python torch"
+PLAIN, ON_DEVICE = "python", "python simulator"
+#: A block that needs packages beyond the requirements names them.
+WITH_TORCH, WITH_MODELS = "python torch", "python torch transformers"
+#: A cell of a notebook, a page of docs/notebooks.
+CELL = "{code-cell} python"
 FENCE = re.compile(r"^( *)(`{3,}|:{3,})(.*)$")
 LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(<?([^)\s>]+)>?\)")
 PACKAGES = ("minitorch", "kernels")
@@ -92,7 +96,7 @@ PROGRAMS = [
         marks=[pytest.mark.simulator] * (language == ON_DEVICE or is_simulated(page)),
     )
     for page in PAGES
-    for language in (PLAIN, ON_DEVICE, WITH_TORCH)
+    for language in (PLAIN, ON_DEVICE, WITH_TORCH, WITH_MODELS, CELL)
     if blocks(page, language)
 ]
 
@@ -102,8 +106,11 @@ def test_every_python_block_of_a_page_runs(
     page: Path, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One namespace a page; an error is at the page's own line."""
-    if language == WITH_TORCH:
-        pytest.importorskip("torch")
+    if language in (WITH_TORCH, WITH_MODELS):
+        for name in language.split()[1:]:
+            pytest.importorskip(name)
+    if language == CELL:  # most of them draw
+        pytest.importorskip("matplotlib").use("Agg")
     monkeypatch.chdir(tmp_path)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # classes of a page belong to a module
@@ -179,14 +186,16 @@ def public_names() -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = [
-        name for name in ("sphinx", "furo", "myst_parser") if importlib.util.find_spec(name) is None
+        name for name in ("sphinx", "furo", "myst_nb") if importlib.util.find_spec(name) is None
     ]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: pip install -e '.[docs]', or make docs")
     folder = tmp_path_factory.mktemp("docs")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
     done = subprocess.run(
-        [*command, "-d", str(folder / "trees"), str(DOCS), str(folder / "site")],
+        # The cells of notebooks have a test of their own.
+        [*command, "-D", "nb_execution_mode=off", "-d", str(folder / "trees"), str(DOCS),
+         str(folder / "site")],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,18 @@ from typing import Any
 from ..support.rooms import ROOT, declared, imported_names, imports, room_of, sources
 
 #: Modules of optional extras, which a function may import.
-EXTRAS = {"matplotlib", "torch", "streamlit", "plotly", "networkx", "pydoc_data", "sklearn"}
+EXTRAS = {
+    "matplotlib",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "streamlit",
+    "plotly",
+    "networkx",
+    "pydoc_data",
+    "IPython",
+    "sklearn",
+}
 #: What minitorch may import of kernels.
 OPEN_ROOMS = {"interop", "common", "runtime", "problem", "scores"}
 OPEN_FILES = {
@@ -87,6 +98,14 @@ def test_only_targets_imports_numba_cuda() -> None:
         if name.startswith(("numba.cuda", "cuda."))
     }  # fmt: skip
     assert users == {"kernels/runtime/targets.py"}
+
+
+def test_only_the_room_of_pytorch_imports_it() -> None:
+    users = {
+        path for path in sources() for name in imported_names(path)
+        if name.split(".")[0] in ("torch", "transformers") and not path.startswith("project/")
+    }  # fmt: skip
+    assert {path.rpartition("/")[0] for path in users} == {"kernels/interop/torch"}
 
 
 def test_there_are_no_star_imports() -> None:

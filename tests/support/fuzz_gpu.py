@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import minitorch
+from kernels.interop.libraries import as_array
 from kernels.runtime.dtypes import BFLOAT16, is_half
 
 from .attention_strategies import FEATURES, Case, bounds, cases, option
@@ -153,7 +154,7 @@ def attend(case: Case, kind: Kind, put: Any) -> dict[str, Any]:
     """Make a call forward and backward; return the results by name, where they are."""
     options = {"rung": kind.rung, "deterministic": kind.deterministic}
     if kind.entry != "tensors":
-        return case.call(put, **options)
+        return {name: as_array(x) for name, x in case.call(put, **options).items()}
     if "attn_mask" in case.options:
         options["attn_mask"] = minitorch.from_dlpack(
             put(case.options["attn_mask"]), requires_grad=case.has_mask_gradient

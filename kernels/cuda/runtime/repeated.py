@@ -48,11 +48,22 @@ class Repeat:
 
     Attributes:
         layouts: (shape, strides in bytes, dtype) of each result; None for a result that is not computed.
+        scratch: Bytes of memory that a call needs for intermediate values.
+        parts: (shape, strides in elements, number of the dtype) of each computed result; None if two
+            results share an allocation.
     """
 
     def __init__(self, run: Run, places: list[int], launches: Launches, layouts: list[Any]):
         self._run, self._places, self._launches, self.layouts = run, places, launches, layouts
-        self._flat = [_flat(*layout) for layout in layouts if layout is not None]
+        computed = [layout for layout in layouts if layout is not None]
+        self._flat = [_flat(*layout) for layout in computed]
+        self.scratch = launches.scratch
+        self.parts: list[Any] | None = None
+        if launches.results == [(number, 0) for number in range(len(computed))]:
+            self.parts = [
+                (shape, strides, dtype.num)
+                for (_, shape, strides), (_, _, dtype) in zip(self._flat, computed, strict=True)
+            ]
 
     def __call__(self, arrays: Sequence[Any], seed: int) -> Sequence[Any]:
         """Return the results for the operands, which may be None."""
@@ -80,6 +91,18 @@ class Repeat:
             kept[number].view(offset) if offset else kept[number]
             for number, offset in launches.results
         ]
+
+    def into(self, starts: list[int], results: list[int], scratch: int, seed: int) -> None:
+        """Launch with memory of the caller, where :attr:`parts` are in allocations of their own.
+
+        Args:
+            starts: Addresses of the operands.
+            results: Addresses of the computed results.
+            scratch: Address of :attr:`scratch` bytes, aligned to 512; any number if there are none.
+            seed: Dropout seed.
+        """
+        parts = [scratch + start for start in self._launches.starts] if scratch else []
+        self._launches.run([*starts, *results, *parts], seed)
 
     def arrays(self, starts: list[int], seed: int) -> list[Any]:
         """Return all results for operands at these addresses; None for those that are not computed."""

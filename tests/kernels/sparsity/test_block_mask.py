@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numba
 import numpy as np
@@ -466,6 +467,16 @@ def test_a_shrunk_picture_shows_what_a_square_of_blocks_has_in_common(
             square = mask.states[-1, lines, j * step : (j + 1) * step]
             kinds = set(square.ravel().tolist())
             assert sign == (signs.get(kinds.pop(), "▒") if len(kinds) == 1 else "▒")
+
+
+def test_a_notebook_shows_a_picture_with_the_colour_of_each_block() -> None:
+    mask = BlockMask.causal(48, 48, block_size=16)
+    svg = ElementTree.fromstring(mask._repr_svg_())
+    areas = [node.attrib for node in svg.iter() if "stroke" not in node.attrib]
+    widths = [float(node["width"]) for node in areas if node.get("height") == f"{320 / 3:g}"]
+    # By rows: partial and hidden; full, partial and hidden; full and partial.
+    assert np.allclose(widths, np.array([1, 2, 1, 1, 1, 2, 1]) * 320 / 3, atol=1e-3)
+    assert repr(mask) in mask._repr_svg_()
 
 
 @pytest.mark.parametrize("heads", [1, 5])

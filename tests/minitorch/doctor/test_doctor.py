@@ -281,12 +281,9 @@ NO_DRIVER = _set(driver={"driver": None, "reason": "no libcuda.so.1", "devices":
 #: What is wrong → what is said, and what to do about it.
 SICK: dict[str, tuple[Change, str, str]] = {
     "wrong Python": (_set("python", version="3.9.18"), "Python 3.9.18", "PYTHON=python3.12"),
-    "Python too new": (_set("python", version="3.14.0"), "Python 3.14.0", "PYTHON=python3.12"),
-    "NumPy too new for numba-cuda": (
-        _both(_numpy("2.5.0"), _set(cuda={"error": "AttributeError: no attribute 'row_stack'"})),
-        "NumPy 2.5.0 is too new for numba-cuda 0.30.4", 'pip install "numpy>=2.1.2,<2.5"',
-    ),
-    "NumPy too old": (_numpy("1.26.4"), "numpy is 1.26.4", 'pip install "numpy>=2.1.2,<2.5"'),
+    "Python too new": (_set("python", version="3.15.0"), "Python 3.15.0", "PYTHON=python3.12"),
+    "NumPy too new": (_numpy("2.6.0"), "numpy is 2.6.0", 'pip install "numpy>=2.1.2,<2.6"'),
+    "NumPy too old": (_numpy("1.26.4"), "numpy is 1.26.4", 'pip install "numpy>=2.1.2,<2.6"'),
     "a dependency is missing": (
         _set("packages", "tqdm", installed=None, file=None), "not installed: tqdm",
         'pip install "tqdm>=4.60,<5"',

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ sys.path.insert(0, str(ROOT / "project"))
 from course import grader as course_grader  # noqa: E402
 from course.command import main  # noqa: E402
 from course.grader import Expected  # noqa: E402
+from course.markers import fill, is_solved, read_bodies  # noqa: E402
 from course.starter_trees import start  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
@@ -79,3 +83,37 @@ def test_the_command_runs(tmp_path: Path) -> None:
     run = [sys.executable, str(script), "start", "1", str(tmp_path / "one")]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert "README.md lists the tasks" in done.stdout
+
+
+def test_a_folder_of_submissions_becomes_a_table_and_is_not_graded_twice(tmp_path: Path) -> None:
+    folder, table = tmp_path / "all", tmp_path / "points.csv"
+    folder.mkdir()
+    for name in ("ada", "=1+1", "broken"):
+        start(0, folder / name)
+    (folder / "broken" / "course.json").write_text("{", encoding="utf-8")
+    fill(folder / "ada", ["0.4"], read_bodies(ROOT))
+    command = ["grade", "--all", str(folder), "--csv", str(table), "--task", "0.4"]
+    assert main(command) == 2  # one of them could not be graded
+    rows = list(csv.DictReader(table.open(encoding="utf-8")))
+    assert [(r["submission"], r["0.4"], r["possible"]) for r in rows] == [
+        ("'=1+1", "0", "10"), ("ada", "10", "10"), ("broken", "", ""),
+    ]  # fmt: skip
+    assert "is damaged" in rows[2]["error"]
+    assert "passed" in (tmp_path / "points" / "ada.txt").read_text(encoding="utf-8")
+    shutil.rmtree(folder / "broken")
+    before = (tmp_path / "points" / "ada.json").stat().st_mtime_ns
+    assert main(command) == 0
+    assert (tmp_path / "points" / "ada.json").stat().st_mtime_ns == before
+    assert main(["grade", "--all", str(folder)]) == 2
+
+
+def test_a_release_keeps_the_solutions_out_of_what_students_get(tmp_path: Path) -> None:
+    assert main(["release", "1", str(tmp_path / "one")]) == 0
+    own = {key: body for key, body in read_bodies(ROOT).items() if key.task.startswith("1.")}
+    given = read_bodies(tmp_path / "one" / "student")
+    assert all(not is_solved(given[key]) for key in own)
+    workflow = (tmp_path / "one" / "student" / ".github" / "workflows" / "grade.yml").read_text()
+    assert "course.py grade ." in workflow
+    with zipfile.ZipFile(tmp_path / "one" / "autograder.zip") as file:
+        assert {"setup.sh", "run_autograder", "course/minitorch/scalar.py"} <= {*file.namelist()}
+        compile(file.read("run_autograder"), "run_autograder", "exec")

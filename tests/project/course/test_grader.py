@@ -94,10 +94,10 @@ def test_a_starter_tree_gets_none(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_the_first_assertion_that_fails_is_shown(student: Path, counts: Any) -> None:
     in_train(student, "        self.training = None\n")
     result = graded(student, counts)
-    assert (result.status, result.points) == ("failed", 0)
+    assert (result.status, result.points) == ("failed", 7)  # of 10, for three of four tests
     assert result.message.startswith("test_train_and_eval_reach_every_module: assert")
-    assert "\n" not in result.message
-    assert 0 < result.passed < result.tests
+    assert "At index 0 diff: None != True" in result.message  # all of it
+    assert (result.also, result.passed, result.tests) == ([], 3, 4)
 
 
 def test_an_endless_loop_is_stopped(student: Path, counts: Any) -> None:
@@ -129,7 +129,7 @@ def test_what_goes_on_when_the_tests_are_over_is_stopped_and_no_hidden_test_name
 def test_endless_printing_is_stopped(student: Path, counts: Any) -> None:
     in_train(student, "        while True: print('more' * 1000)\n")
     message = graded(student, counts).message
-    assert message == "test_train_and_eval_reach_every_module: OSError: [Errno 27] File too large"
+    assert message.startswith("test_train_and_eval_reach_every_module: OSError: [Errno 27]")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there the limit of memory holds")
@@ -401,12 +401,12 @@ def test_what_is_right_and_slow_loses_the_points_of_speed(tmp_path: Path) -> Non
     task, tree = find_task("5.3"), tmp_path / "five"
     start(5, tree)
     fill(tree, ["5.2", "5.3"], read_bodies(ROOT))
-    file = tree / "kernels" / "reference" / "attention.py"
+    file = tree / "kernels" / "reference" / "lines.py"
     right = file.read_text(encoding="utf-8")
-    one_by_one = """        p = np.zeros_like(s)
-        for place in np.ndindex(*s.shape):
-            p[place] = np.exp(s[place] - shift[place[:-1]])"""
-    line = "        p = np.exp(s - shift[..., None])"
+    one_by_one = """    p = np.zeros_like(s)
+    for place in np.ndindex(*s.shape):
+        p[place] = np.exp(s[place] - shift[place[:-1]])"""
+    line = "    p = np.exp(s - shift[..., None])"
     head, found, tile = right.rpartition(line)
     slow = head + one_by_one + tile
     assert found

@@ -35,10 +35,14 @@ def test_the_guide_of_a_module_is_in_its_tree(module: int, tmp_path: Path) -> No
     assert not any(f"module{m}" in name for name in names for m in range(module + 1, 6))
     readme = pages[tree / "README.md"]
     for task in tasks_of(module):
-        section = readme.split(f"## Task {task.id}: ")[1]
-        guide = LINK.search(section[section.index("Guide: ") :])
+        guide = re.search(rf"^\| \[{re.escape(task.id)}\]\((.+?)\)", readme, re.MULTILINE)
         assert guide is not None
         assert f"## Task {task.id}: " in pages[tree / guide[1]]
+    for path, text in pages.items():
+        for name in re.findall(r"pytest.* (tests/[\w/.]+)", text):
+            assert (tree / name).exists(), f"{path} names {name}, which the tree has not"
+        if path != tree / "README.md":
+            assert "course.py start" not in text, f"{path} tells to start a tree inside of one"
     for path, text in pages.items():
         assert "```{" not in text, f"{path} has a directive that only the site knows"
         for target, _ in LINK.findall(FENCED.sub("", text)):

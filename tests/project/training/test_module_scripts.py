@@ -474,7 +474,7 @@ def test_a_gpu_gives_the_losses_of_the_cpu(
 def test_without_matplotlib_a_script_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # its import fails
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # its import fails
     call(run_manual, tmp_path, "--PTS", "5")
     assert "matplotlib is missing" in capsys.readouterr().out
 

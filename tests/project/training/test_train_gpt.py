@@ -338,11 +338,11 @@ def test_make_train_passes_the_text_and_minds_the_version(tmp_path: Path) -> Non
             [environment / "bin" / "python", "-c", ""], capture_output=True, text=True
         ).stdout.strip()
 
-    for old in ("2.7", "3.9", "3.14"):
+    for old in ("2.7", "3.9", "3.15"):
         done = make(old)
         assert done.returncode != 0 and not environment.exists()
         assert done.stderr.startswith(
-            f"{tmp_path}/python{old} is Python {old}; needed is 3.10 to 3.13"
+            f"{tmp_path}/python{old} is Python {old}; needed is 3.10 to 3.14"
         )
     assert make("3.10").returncode == 0 and version() == "3.10"
     done = make("3.12", "TEXT=it's my $file (1).txt")

@@ -24,7 +24,6 @@ from ...support.tolerances import assert_close_arrays
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 
 
-@pytest.mark.task3_3
 @pytest.mark.parametrize("excess", [-1, 0, 1])
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_vectors_of_any_length_around_a_block_are_mapped_whole(blocks: int, excess: int) -> None:
@@ -34,7 +33,6 @@ def test_vectors_of_any_length_around_a_block_are_mapped_whole(blocks: int, exce
     assert_equal(on_cuda(x) + on_cuda(x[::-1].copy()), x + x[::-1], f"{x.size} elements")
 
 
-@pytest.mark.task3_3
 def test_operands_that_lie_alike_are_indexed_as_vectors() -> None:
     joined = join_dims
     assert joined((2, 3, 4), (12, 4, 1), (12, 4, 1)) == [(24,), (1,), (1,)]

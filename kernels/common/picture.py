@@ -37,6 +37,10 @@ class Picture:
         if text:
             self.text(x + w / 2, y + h / 2 + 5, text)
 
+    def area(self, x: float, y: float, w: float, h: float, fill: str) -> None:
+        """Fill a rectangle, without a border."""
+        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}"/>')
+
     def text(self, x: float, y: float, text: str, size: int = 14, anchor: str = "middle") -> None:
         """Write a line of text; y is its base line."""
         self.parts.append(

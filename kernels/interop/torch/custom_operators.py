@@ -1,0 +1,190 @@
+"""Attention as custom operators, for torch.compile and all else that records or changes operators."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kernels
+
+#: Sets of options that no operator of PyTorch can take, such as functions; an operator takes their number.
+_SETS: list[dict[str, Any]] = [{}]
+_NUMBERS: dict[tuple[Any, ...], int] = {}
+_NAMES = "block_mask", "mask_mod", "score_mod", "precision", "rung"
+#: The number of modes that receive every operator, such as those of fake tensors.
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+#: CUDA graphs of torch.compile leave the operators out: the kernels run on the legacy default stream.
+_TAGS = [getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)]
+_OPTIONS: Any = {"mutates_args": (), **({"tags": _TAGS} if _TAGS else {})}
+
+
+def is_traced(tensors: tuple[Any, ...]) -> bool:
+    """Tell whether a call has to be an operator of PyTorch, which takes longer than calling the kernels."""
+    if torch.compiler.is_compiling() or _modes():
+        return True
+    for tensor in tensors:  # noqa: SIM110 - any() takes longer
+        if type(tensor) not in _PLAIN:
+            return True
+    return False
+
+
+def compiled_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
+    sink: Tensor | None, seed: int | None, options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return out and lse by the custom operator.
+
+    Args:
+        q: (…, heads, seq_q, head_dim).
+        k: (…, heads, seq_k, head_dim).
+        v: (…, heads, seq_k, value_dim).
+        attn_mask: As the kernels take it.
+        alibi_slopes: Likewise.
+        sink: Likewise.
+        seed: Of dropout; drawn where None.
+        options: The other options of the kernels.
+    """
+    drawn = None
+    if seed is not None:
+        drawn = torch.tensor(seed if seed < 2**63 else seed - 2**64)
+    elif options.get("dropout_p"):
+        drawn = torch.randint(2**63 - 1, ())
+    left, right = options.get("window_size") or (-1, -1)
+    others = 0
+    if "rung" in options:
+        others = _number(*[options[name] for name in _NAMES])
+    return _forward(
+        q, k, v, attn_mask, alibi_slopes, sink, drawn, options.get("dropout_p", 0.0),
+        options["is_causal"], options.get("scale"), options.get("enable_gqa", False),
+        options.get("causal_offset", 0), left, right, options.get("softcap", 0.0),
+        options["deterministic"], others,
+    )  # fmt: skip
+
+
+@torch.compiler.assume_constant_result
+def _number(*own: Any) -> int:
+    """Return the number of a set of options, which is kept from now on."""
+    if own not in _NUMBERS:
+        _SETS.append(dict(zip(_NAMES, own, strict=True)))
+        _NUMBERS[own] = len(_SETS) - 1
+    return _NUMBERS[own]
+
+
+def _options(
+    attn_mask: Any, alibi_slopes: Any, sink: Any, seed: Any, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool, causal_offset: int, left: int, right: int, softcap: float,
+    deterministic: bool, others: int,
+) -> Any:  # fmt: skip
+    """Return the options of the kernels for the arguments of the operator."""
+    options = {
+        "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap,
+        "deterministic": deterministic, **_SETS[others],
+    }  # fmt: skip
+    given = {"attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sink": sink}
+    options.update({name: array for name, array in given.items() if array is not None})
+    if dropout_p:
+        options.update(dropout_p=dropout_p, seed=int(seed) % 2**64)
+    if causal_offset:
+        options["causal_offset"] = causal_offset
+    if (left, right) != (-1, -1):
+        options["window_size"] = left, right
+    return options
+
+
+@torch.library.custom_op("minitorch::flash_attention", **_OPTIONS)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None,
+    sink: Tensor | None, seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool, causal_offset: int, left: int, right: int, softcap: float, deterministic: bool,
+    others: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return out and lse."""
+    options = _options(
+        attn_mask, alibi_slopes, sink, seed, dropout_p, is_causal, scale, enable_gqa, causal_offset,
+        left, right, softcap, deterministic, others,
+    )  # fmt: skip
+    return kernels.flash_attention_forward(q, k, v, **options)
+
+
+@torch.library.custom_op("minitorch::flash_attention_backward", **_OPTIONS)
+def _backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    attn_mask: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None, seed: Tensor | None,
+    dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool, causal_offset: int,
+    left: int, right: int, softcap: float, deterministic: bool, others: int, mask_gradient: bool,
+    sink_gradient: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Return dq, dk and dv, and the gradients of the mask and of the sinks if wanted."""
+    options = _options(
+        attn_mask, alibi_slopes, sink, seed, dropout_p, is_causal, scale, enable_gqa, causal_offset,
+        left, right, softcap, deterministic, others,
+    )  # fmt: skip
+    more = {"mask_gradient": mask_gradient, "sink_gradient": sink_gradient}
+    gradients = kernels.flash_attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, **more, **options
+    )
+    return list(gradients)
+
+
+def _like(operand: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor whose dimensions have the order in memory of an operand's, as results do."""
+    steps = operand.stride()
+    repeats = any(step == 0 and size != 1 for step, size in zip(steps, shape, strict=False))
+    if len(steps) != len(shape) or repeats:
+        return operand.new_empty(shape, dtype=dtype)
+    order = sorted(
+        range(len(shape)), key=lambda i: (steps[i], bool(shape[i] != 1), -i), reverse=True
+    )
+    places = [order.index(i) for i in range(len(shape))]
+    return operand.new_empty([shape[i] for i in order], dtype=dtype).permute(places)
+
+
+@_forward.register_fake
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    enable_gqa = others[7]
+    until = -3 if enable_gqa else -2
+    batch = torch.broadcast_shapes(q.shape[:until], k.shape[:until], v.shape[:until])
+    rows = *batch, *q.shape[until:-1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _like(q, (*rows, v.shape[-1]), q.dtype), q.new_empty(rows, dtype=dtype)
+
+
+@_backward.register_fake
+def _fake_backward(
+    dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    attn_mask: Any, alibi_slopes: Any, sink: Any, *others: Any,
+) -> list[Tensor]:  # fmt: skip
+    *_, mask_gradient, sink_gradient = others
+    found = [_like(x, x.shape, x.dtype) for x in (q, k, v)]
+    if mask_gradient:
+        found.append(_like(attn_mask, attn_mask.shape, attn_mask.dtype))
+    if sink_gradient:
+        found.append(sink.new_empty(sink.shape, dtype=lse.dtype))
+    return found
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, attn_mask, alibi_slopes, sink, seed, *ctx.numbers = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, attn_mask, alibi_slopes, sink, seed)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, attn_mask, alibi_slopes, sink, seed = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[3], ctx.needs_input_grad[5]
+    found = _backward(
+        torch.zeros_like(out) if dout is None else dout, dlse, q, k, v, out, lse, attn_mask,
+        alibi_slopes, sink, seed, *ctx.numbers, *wanted,
+    )  # fmt: skip
+    others = iter(found[3:])
+    dmask, dsink = (next(others) if want else None for want in wanted)
+    if dsink is not None:
+        dsink = dsink.to(sink.dtype)
+    return *found[:3], dmask, None, dsink, *[None] * (1 + len(ctx.numbers))
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

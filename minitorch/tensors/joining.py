@@ -1,0 +1,59 @@
+"""Join tensors along a dimension that they have, or along a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..backends.dtype_promotion import result_dtype
+from ..functions.base import check_tensor
+from ..functions.joining import Cat
+from ..tensor import Tensor
+from ..tensor_ops import normalize_dim
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Join tensors along a dimension; differentiable.
+
+    Args:
+        tensors: At least one; their shapes agree beside ``dim``.
+        dim: The dimension.
+
+    Returns:
+        A contiguous tensor on the backend of the first and of the widest of their dtypes.
+
+    Raises:
+        TypeError: If one is no tensor, or they are on two devices.
+        ValueError: If there is none, or a shape does not fit.
+    """
+    if not tensors:
+        raise ValueError("cat needs at least one tensor, got none")
+    for each in tensors:
+        check_tensor("each argument of cat", each)
+    first = tensors[0]
+    dim = normalize_dim(dim, first.shape)
+    beside = (*first.shape[:dim], *first.shape[dim + 1 :])
+    for each in tensors:
+        if each.dims != first.dims or (*each.shape[:dim], *each.shape[dim + 1 :]) != beside:
+            raise ValueError(
+                f"cat along dimension {dim} joins tensors whose other sizes are equal, got shapes "
+                f"{', '.join(str(t.shape) for t in tensors):.200}"
+            )
+    dtype = result_dtype(*tensors) if len({t.dtype for t in tensors}) > 1 else first.dtype
+    return Cat.apply(dim, *[first._ensure_tensor(t).to(dtype) for t in tensors])
+
+
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Join tensors of equal shape along a new dimension; see :func:`cat`.
+
+    Args:
+        tensors: At least one.
+        dim: Where the new dimension stands in the result.
+    """
+    for each in tensors:
+        check_tensor("each argument of stack", each)
+    if len({each.shape for each in tensors}) > 1:
+        raise ValueError(
+            f"stack joins tensors of one shape, got {', '.join(str(t.shape) for t in tensors):.200}; cat "
+            "joins them along a dimension that they have"
+        )
+    return cat([each.unsqueeze(dim) for each in tensors], dim)

@@ -1,0 +1,112 @@
+"""Tensor methods that change the shape, and cut a tensor in parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kernels.common.arguments import whole
+
+from ..functions.base import as_ints
+from ..functions.subscripts import Slice
+from ..tensor_ops import normalize_dim
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ..backends.tensor_protocol import TensorLike as _Tensor
+else:
+    _Tensor = object
+
+
+class ShapeMethods(_Tensor):
+    """Methods of :class:`minitorch.tensor.Tensor`, which inherits them."""
+
+    @property
+    def T(self) -> Self:
+        """The tensor with its dimensions in reverse order, a view."""
+        return self.permute(*reversed(range(self.dims)))
+
+    def reshape(self, *shape: int | Sequence[int]) -> Self:
+        """Return the elements in row-major order under another shape: a view of a contiguous tensor.
+
+        Args:
+            shape: Sizes, one by one or as one tuple; one of them may be -1, which stands for the size
+                that is left.
+
+        Raises:
+            ValueError: If the shape has another number of elements.
+        """
+        only = shape[0] if len(shape) == 1 else None
+        sizes = as_ints(only if isinstance(only, (tuple, list)) else shape)
+        known = math.prod(size for size in sizes if size != -1)
+        fits = self.size == known if -1 not in sizes else known and self.size % known == 0
+        if sizes.count(-1) > 1 or min(sizes, default=0) < -1 or not fits:
+            raise ValueError(
+                f"cannot reshape {self.shape}, {self.size} elements, to {sizes}; the sizes must multiply "
+                "to as many elements, and one of them at most may be -1"
+            )
+        sizes = tuple(self.size // known if size == -1 else size for size in sizes)
+        return self.contiguous().view(*sizes)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Self:
+        """Join the dimensions from ``start_dim`` to ``end_dim``, inclusive, to one; see :meth:`reshape`.
+
+        Raises:
+            ValueError: If ``start_dim`` comes after ``end_dim``.
+        """
+        if self.dims == 0:
+            return self.reshape(1)
+        first, last = (normalize_dim(dim, self.shape) for dim in (start_dim, end_dim))
+        if first > last:
+            raise ValueError(
+                f"flatten joins the dimensions from start_dim to end_dim, got {start_dim} and {end_dim} of "
+                f"shape {self.shape}"
+            )
+        joined = math.prod(self.shape[first : last + 1])
+        return self.reshape(*self.shape[:first], joined, *self.shape[last + 1 :])
+
+    def squeeze(self, dim: int | None = None) -> Self:
+        """Drop dimension ``dim`` if its size is 1, or without ``dim`` every dimension of size 1."""
+        drops = range(self.dims) if dim is None else (normalize_dim(dim, self.shape),)
+        sizes = enumerate(self.shape)
+        return self.reshape(tuple(n for i, n in sizes if n != 1 or i not in drops))
+
+    def unsqueeze(self, dim: int) -> Self:
+        """Insert a dimension of size 1 before ``dim``; -1 appends one."""
+        at = normalize_dim(dim, (*self.shape, 1))
+        return self.reshape(*self.shape[:at], 1, *self.shape[at:])
+
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> list[Self]:
+        """Cut the tensor along ``dim``.
+
+        Args:
+            sizes: The size of every part, of which the last may be smaller, or a size for each part.
+            dim: The dimension.
+
+        Returns:
+            The parts, which share storage where they are one piece of it.
+
+        Raises:
+            ValueError: If a size is below 1, or the sizes do not sum to that of the dimension.
+        """
+        dim = normalize_dim(dim, self.shape)
+        total = self.shape[dim]
+        if isinstance(sizes, Sequence):
+            parts = [whole("a size", size) for size in sizes]
+        else:
+            each = whole("sizes", sizes)
+            parts = [min(each, total - at) for at in range(0, total, each)] if each > 0 else [each]
+        if min(parts, default=0) < 0 or sum(parts) != total:
+            raise ValueError(
+                f"cannot split dimension {dim} of shape {self.shape} into {sizes}; give a size of at least "
+                f"1, or a list of sizes that sum to {total}"
+            )
+        ends = [sum(parts[: i + 1]) for i in range(len(parts))]
+        ranges = [range(end - size, end) for size, end in zip(parts, ends, strict=True)]
+        return [Slice.apply(self, dim, places) for places in ranges]
+
+    def tolist(self) -> Any:
+        """Return the elements as nested lists of Python numbers, or as one number for shape ()."""
+        return self.to_numpy().tolist()

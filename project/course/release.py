@@ -1,0 +1,84 @@
+"""Writes what a teacher hands out of a module, and the autograder that judges it.
+
+A student gets a starter tree, with a workflow that grades each push on GitHub. The autograder is a zip file
+for Gradescope: it has the course with its solutions, and is for the teacher alone.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+from course.markers import PACKAGES
+from course.starter_trees import ROOT, start
+
+WORKFLOW = """# GitHub Classroom: the points of each push. Your teacher's grader has tests of its own.
+name: grade
+on: [push, workflow_dispatch]
+jobs:
+  grade:
+    runs-on: ubuntu-latest
+    timeout-minutes: 20
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "3.12"
+          cache: pip
+          cache-dependency-path: setup.py
+      - run: python -m pip install --editable '.[course]'
+      - run: python project/course.py grade .
+"""
+#: Of Gradescope: installs what is needed, once.
+SETUP = """#!/usr/bin/env bash
+set -e
+apt-get update && apt-get install --yes python3 python3-venv python3-pip
+python3 -m venv /autograder/venv
+/autograder/venv/bin/python -m pip install --editable '/autograder/source/course[course]'
+"""
+#: Likewise: grades a submission.
+RUN = """#!/autograder/venv/bin/python
+import json, subprocess, sys
+from pathlib import Path
+
+result = Path("/autograder/results/course.json")
+done = subprocess.run(
+    [sys.executable, "/autograder/source/course/project/course.py", "grade", "/autograder/submission",
+     "--module", "{module}", "--json", str(result)],
+    capture_output=True, text=True,
+)
+if result.exists():
+    tests = [
+        {{"name": f"{{t['task']}} {{t['title']}}", "score": t["points"], "max_score": t["possible"],
+          "output": "\\n".join([t["message"], *t["also"]])}}
+        for t in json.loads(result.read_text())["tasks"]
+    ]
+    results = {{"tests": tests}}
+else:
+    results = {{"score": 0, "output": done.stdout + done.stderr}}
+Path("/autograder/results/results.json").write_text(json.dumps(results))
+"""
+#: What the grader needs of the course.
+GRADED = (*PACKAGES, "tests", "project")
+
+
+def release(module: int, out: Path) -> None:
+    """Write ``student``, a starter tree with a workflow, and ``autograder.zip`` to a new folder.
+
+    Args:
+        module: 0 to 5.
+        out: A folder that does not exist, or is empty.
+    """
+    start(module, out / "student")
+    workflow = out / "student" / ".github" / "workflows" / "grade.yml"
+    workflow.parent.mkdir(parents=True)
+    workflow.write_text(WORKFLOW, encoding="utf-8")
+    with zipfile.ZipFile(out / "autograder.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        for name, text in (("setup.sh", SETUP), ("run_autograder", RUN.format(module=module))):
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = 0o755 << 16
+            file.writestr(entry, text)
+        for path in (path for folder in GRADED for path in sorted((ROOT / folder).rglob("*.py"))):
+            file.write(path, f"course/{path.relative_to(ROOT).as_posix()}")
+        for name in ("setup.py", "pyproject.toml", "requirements.txt"):
+            file.write(ROOT / name, f"course/{name}")

@@ -1,0 +1,173 @@
+"""Models of Hugging Face compute the same with our attention as with PyTorch's."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install torch")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is missing: pip install transformers"
+)
+
+from kernels.interop.torch import register_with_transformers  # noqa: E402
+from kernels.interop.torch.hugging_face import attention  # noqa: E402
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.cuda]),
+]
+SIZE = {"vocab_size": 40}
+
+
+@cache
+def model_of(name: str, attention: str, device: str) -> Any:
+    """Return a small random model of a kind, in float32, with the same weights for every attention."""
+    register_with_transformers()
+    config, kind = {
+        "gpt2": (
+            transformers.GPT2Config(
+                n_embd=24, n_layer=2, n_head=3, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0,
+                embd_pdrop=0.0, **SIZE,
+            ),
+            transformers.GPT2LMHeadModel,
+        ),
+        "llama": (
+            transformers.LlamaConfig(
+                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=64, **SIZE,
+            ),
+            transformers.LlamaForCausalLM,
+        ),
+        "mistral": (
+            transformers.MistralConfig(
+                hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=64, sliding_window=5, **SIZE,
+            ),
+            transformers.MistralForCausalLM,
+        ),
+        "bert": (
+            transformers.BertConfig(
+                hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=32,
+                max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                **SIZE,
+            ),
+            transformers.BertForMaskedLM,
+        ),
+    }[name]  # fmt: skip
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    model = kind(config).to(device)
+    assert model.config._attn_implementation == attention
+    return model
+
+
+def logits_and_gradients(name: str, attention: str, device: str, padded: str | None) -> list[Any]:
+    model = model_of(name, attention, device)
+    model.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(SIZE["vocab_size"], (3, 13), generator=generator).to(device)
+    mask = torch.ones_like(ids)
+    if padded == "right":
+        mask[1, 9:] = mask[2, 4:] = 0
+    elif padded == "left":
+        mask[1, :4] = mask[2, :9] = 0
+    given = {} if padded is None else {"attention_mask": mask}
+    logits = model(ids, **given).logits
+    weights = torch.randn(logits.shape, generator=generator).to(device)
+    (logits * weights * mask[..., None]).sum().backward()
+    return [logits[mask.bool()], *[p.grad for p in model.parameters() if p.grad is not None]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("padded", [None, "right", "left"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral", "bert"])
+def test_logits_and_gradients_are_those_of_sdpa(name: str, padded: str | None, device: str) -> None:
+    actual = logits_and_gradients(name, "minitorch_flash", device, padded)
+    expected = logits_and_gradients(name, "sdpa", device, padded)
+    assert len(actual) == len(expected) > 10
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cache", ["dynamic", "static", None])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+def test_generated_tokens_are_those_of_sdpa(name: str, cache: str | None, device: str) -> None:
+    ids = torch.randint(SIZE["vocab_size"], (2, 7), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    own = {} if cache is None else {"cache_implementation": cache}
+    found = [
+        model_of(name, attention, device)
+        .eval()
+        .generate(
+            ids.to(device), attention_mask=mask.to(device), max_new_tokens=9, do_sample=False,
+            use_cache=cache is not None, pad_token_id=0, **own,
+        )
+        for attention in ("minitorch_flash", "sdpa")
+    ]  # fmt: skip
+    assert found[0].shape == (2, 16)
+    assert torch.equal(*found)
+
+
+def test_a_model_compiles_without_a_graph_break() -> None:
+    model = model_of("llama", "minitorch_flash", "cpu").eval()
+    ids = torch.arange(11)[None] % SIZE["vocab_size"]
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        explained = torch._dynamo.explain(model)(ids, use_cache=False)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected)
+    assert explained.graph_break_count == 0
+
+
+def test_dropout_is_that_of_the_seed() -> None:
+    model = model_of("bert", "minitorch_flash", "cpu").train()
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.dropout.p = 0.5
+    try:
+        results = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            results.append(model(torch.arange(9)[None]).logits)
+        assert torch.equal(results[0], results[1])
+        assert not torch.allclose(results[0], results[2])
+    finally:
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.dropout.p = 0.0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_attend_within_themselves(causal: bool) -> None:
+    query, key, value = (torch.randn(1, heads, 9, 4) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    module = torch.nn.Module()
+    packed, _ = attention(
+        module,
+        query,
+        key,
+        value,
+        None,
+        is_causal=causal,
+        cu_seq_lens_q=bounds,
+        cu_seq_lens_k=bounds,
+    )
+    for part in (slice(0, 4), slice(4, 9)):
+        alone, _ = attention(
+            module, *(x[:, :, part] for x in (query, key, value)), None, is_causal=causal
+        )
+        torch.testing.assert_close(packed[:, part], alone)
+
+
+def test_a_bias_adds_to_the_scores_beside_a_mask() -> None:
+    query, key, value = (torch.randn(2, 3, 6, 4) for _ in range(3))
+    bias, seen = torch.randn(1, 3, 6, 6), torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
+    hidden = torch.zeros(6, 6).masked_fill(~seen[0, 0], -float("inf"))[None, None]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    expected = sdpa(query, key, value, bias + hidden).transpose(1, 2)
+    for mask in (seen, hidden):
+        out, _ = attention(torch.nn.Module(), query, key, value, mask, position_bias=bias)
+        torch.testing.assert_close(out, expected)

@@ -1,0 +1,317 @@
+"""Attention as an operator of PyTorch: the formula, its gradients, and what PyTorch does to operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install torch")
+
+import kernels  # noqa: E402
+from kernels.interop.torch import flash_attention  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
+FLOAT64 = torch.float64
+LAYOUTS = {
+    "row-major": lambda x: x,
+    "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "part of a larger one": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "columns first": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
+def textbook(q: Any, k: Any, v: Any, mask: Any = None, sink: Any = None, **options: Any) -> Any:
+    """Return out and lse by the formula, for PyTorch to differentiate."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    scores = q @ k.mT * (options.get("scale") or q.shape[-1] ** -0.5)
+    row = torch.arange(q.shape[2], device=q.device)[:, None] + options.get("causal_offset", 0)
+    col = torch.arange(k.shape[2], device=q.device)
+    if cap := options.get("softcap"):
+        scores = cap * torch.tanh(scores / cap)
+    if (slopes := options.get("alibi_slopes")) is not None:
+        scores = scores - slopes[:, None, None] * (row - col).abs()
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask
+    seen = torch.ones_like(scores, dtype=torch.bool)
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    if options.get("is_causal"):
+        seen = seen & (col <= row)
+    if window := options.get("window_size"):
+        seen = seen & (col >= row - window[0]) & (col <= row + window[1])
+    scores = scores.masked_fill(~seen, -1e30)
+    if sink is not None:
+        column = sink[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], -1)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp()[..., : k.shape[2]] @ v, lse
+
+
+@st.composite
+def calls(draw: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Draw tensors that require grad, q, k, v, and perhaps a mask and sinks, and options."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+
+    def tensor(*shape: int) -> Any:
+        made = torch.randn(shape, generator=generator, dtype=FLOAT64)
+        return LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))](made) if len(shape) == 4 else made
+
+    batch, heads, groups = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    rows, cols, dim = (draw(st.integers(1, 9)) for _ in range(3))
+    options: dict[str, Any] = {"enable_gqa": True} if groups > 1 else {}
+    tensors = [
+        tensor(batch, heads * groups, rows, dim),
+        tensor(batch, heads, cols, dim),
+        tensor(batch, heads, cols, draw(st.integers(1, 5))),
+    ]
+    given = draw(
+        st.sets(st.sampled_from(["mask", "hide", "sink", "scale", "cap", "slopes", "window"]))
+    )
+    causal = draw(st.booleans())
+    options["is_causal"] = causal
+    tensors.append(tensor(rows, cols) if "mask" in given else None)
+    tensors.append(tensor(heads * groups) if "sink" in given else None)
+    if "hide" in given and "mask" not in given:
+        mask = torch.rand(batch, 1, rows, cols, generator=generator) < 0.7
+        mask[..., 0] = True  # every row sees a key
+        tensors[3] = mask
+    options |= {"scale": 0.3} if "scale" in given else {}
+    options |= {"softcap": 1.5} if "cap" in given else {}
+    if "slopes" in given:
+        options["alibi_slopes"] = torch.rand(heads * groups, generator=generator, dtype=FLOAT64)
+    if "window" in given and "hide" not in given and rows <= cols:
+        options["window_size"] = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    return tensors, options
+
+
+def attend(tensors: list[Any], options: dict[str, Any]) -> Any:
+    q, k, v, mask, sink = tensors
+    return flash_attention(q, k, v, mask, sink=sink, **options, return_lse=True)
+
+
+@given(calls())
+def test_results_and_gradients_are_those_of_the_formula(call: Any) -> None:
+    tensors, options = call
+    leaves = [x for x in tensors if x is not None and x.dtype == FLOAT64]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    q, k, v, mask, sink = tensors
+    actual, expected = attend(tensors, options), textbook(q, k, v, mask, sink, **options)
+    weights = [torch.randn_like(x) for x in expected]
+    found = torch.autograd.grad(actual, leaves, weights)
+    wanted = torch.autograd.grad(expected, leaves, weights)
+    for one, other in zip((*actual, *found), (*expected, *wanted), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+@settings(max_examples=12)
+@given(calls(), st.booleans())
+def test_the_custom_operator_passes_the_checks_of_pytorch(call: Any, dropout: bool) -> None:
+    tensors, options = call
+    q, k, v, mask, sink = (
+        x.requires_grad_() if x is not None and x.dtype == FLOAT64 else x for x in tensors
+    )
+    left, right = options.get("window_size", (-1, -1))
+    seed = torch.tensor(3) if dropout else None
+    numbers = (
+        0.5 if dropout else 0.0, options["is_causal"], options.get("scale"),
+        options.get("enable_gqa", False), 0, left, right, options.get("softcap", 0.0), True, 0,
+    )  # fmt: skip
+    args = q, k, v, mask, options.get("alibi_slopes"), sink, seed, *numbers
+    forward = torch.ops.minitorch.flash_attention
+    torch.library.opcheck(forward, args)
+    out, lse = (x.detach() for x in forward(*args))
+    inner = [None if x is None else x.detach() for x in args[:6]]
+    wanted = mask is not None and mask.dtype == FLOAT64, sink is not None
+    backward = out, None, *inner[:3], out, lse, *inner[3:], seed, *numbers, *wanted
+    torch.library.opcheck(
+        torch.ops.minitorch.flash_attention_backward, backward,
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+
+
+def some(*shape: int, dtype: Any = torch.float32, device: str = "cpu") -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)
+    ]
+
+
+def shifted(score: Any, batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return score - 0.1 * (row - col)
+
+
+def one(score: Any, batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return 1.0
+
+
+def near(batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return abs(row - col) < 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True},
+        {"dropout_p": 0.4},
+        {"dropout_p": 0.4, "seed": 2**64 - 1},
+        {"score_mod": (shifted, one), "mask_mod": near},
+        {"block_mask": kernels.BlockMask(np.ones((1, 1), np.uint8), 7, 7, 16)},
+        {"window_size": (2, 1), "causal_offset": 1, "softcap": 2.0, "scale": 0.4, "rung": "naive"},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_compiled_attention_is_that_of_eager_without_a_graph_break(options: dict[str, Any]) -> None:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return 2.0 * flash_attention(q, k, v.sin(), **options)
+
+    tensors = some(2, 3, 7, 4)
+    torch.manual_seed(1)
+    expected = attend(*tensors)
+    wanted = torch.autograd.grad(expected.sum(), tensors)
+    torch.manual_seed(1)
+    actual = torch.compile(attend, fullgraph=True, backend="aot_eager")(*tensors)
+    found = torch.autograd.grad(actual.sum(), tensors)
+    for one, other in zip((actual, *found), (expected, *wanted), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_compiled_function_takes_other_lengths() -> None:
+    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (5, 9, 13):
+        q, k, v = some(1, 2, length, 4)
+        torch.testing.assert_close(
+            compiled(q, k, v, is_causal=True), flash_attention(q, k, v, is_causal=True)
+        )
+
+
+def test_torch_func_maps_and_differentiates() -> None:
+    q, k, v = (x.detach() for x in some(5, 2, 3, 7, 4, dtype=FLOAT64))
+    mask = torch.randn(5, 7, 7, dtype=FLOAT64)
+
+    def score(attend: Any) -> Any:
+        return lambda q, k, v, mask: attend(q, k, v, mask).sin().sum()
+
+    def plain(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return textbook(q, k, v, mask)[0]
+
+    func = torch.func
+    torch.testing.assert_close(
+        func.vmap(flash_attention)(q, k, v, mask), func.vmap(plain)(q, k, v, mask)
+    )
+    for dims, args in (
+        ((0, 0, 0, None), (q, k, v, mask[0])),
+        ((0, None, None, None), (q, k[0], v[0], mask[0])),
+    ):
+        found, wanted = (
+            func.vmap(func.grad(score(attend), argnums=(0, 1, 2)), dims)(*args)
+            for attend in (flash_attention, plain)
+        )
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_rounds_operands_as_for_sdpa(device: str) -> None:
+    tensors = some(1, 2, 16, 16, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out, lse = flash_attention(*tensors, is_causal=True, return_lse=True)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    rounded = [x.detach().bfloat16() for x in tensors]
+    assert torch.equal(out, flash_attention(*rounded, is_causal=True))
+    out.sum().backward()
+    assert {x.grad.dtype for x in tensors} == {torch.float32}
+
+
+def test_dropout_is_drawn_from_the_generator_of_pytorch() -> None:
+    tensors = some(1, 2, 9, 4)
+    results = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        results.append(flash_attention(*tensors, dropout_p=0.5))
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    own = flash_attention(*tensors, dropout_p=0.5, seed=7)
+    arrays = [x.detach().numpy() for x in tensors]
+    same = kernels.flash_attention_forward(*arrays, dropout_p=0.5, seed=7)[0]
+    np.testing.assert_array_equal(own.detach().numpy(), same)
+
+
+def test_gradients_reach_only_what_requires_them() -> None:
+    q, k, v = some(1, 2, 5, 4)
+    mask = torch.zeros(5, 5)
+    out = flash_attention(q, k.detach(), v, mask, sink=torch.zeros(2))
+    out.sum().backward()
+    assert q.grad is not None and v.grad is not None and k.grad is None and mask.grad is None
+    with torch.no_grad():
+        assert not flash_attention(q, k, v).requires_grad
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = some(1, 2, 5, 4)
+    (dq,) = torch.autograd.grad(flash_attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_bad_operands_are_named() -> None:
+    q, k, v = some(1, 2, 5, 4)
+    mask = torch.zeros(5, 5)
+    for call, error, words in (
+        (lambda: flash_attention(q, k, v.detach().numpy()), TypeError, "v must be a torch.Tensor"),
+        (lambda: flash_attention(q, k.to("meta"), v), ValueError, "q is on cpu and k on meta"),
+        (lambda: flash_attention(q, k, v, mask.to("meta")), ValueError, "attn_mask on meta"),
+        (lambda: flash_attention(q, k.double(), v), TypeError, "float64"),
+        (lambda: flash_attention(q, k, v, dropout_p=1.5), ValueError, "dropout_p"),
+        (lambda: flash_attention(q, k[:, :1], v[:, :1].expand(1, 3, 5, 4)), ValueError, "heads|lead"),
+        (lambda: flash_attention(*(x.to(torch.complex64) for x in (q, k, v))), TypeError, "complex64"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            call()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_gpu_computes_what_sdpa_does(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    tensors = some(2, 4, 130, 64, dtype=kind, device="cuda")
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    expected = sdpa(*(x.double() for x in tensors), is_causal=True)
+    wanted = torch.autograd.grad(expected.sum(), tensors)
+    bound = 1e-5 if dtype == "float32" else 3e-2
+    for _ in range(3):  # the first call runs in full, later ones repeat its launches
+        out = flash_attention(*tensors, is_causal=True)
+        found = torch.autograd.grad(out.sum(), tensors)
+        for one, other in zip((out, *found), (expected, *wanted), strict=True):
+            torch.testing.assert_close(one.double(), other.double(), atol=bound, rtol=bound)
+
+
+@pytest.mark.cuda
+def test_calls_take_their_place_on_the_current_stream() -> None:
+    q, k, v = (x.detach() for x in some(1, 8, 4096, 64, dtype=torch.float16, device="cuda"))
+    expected = [flash_attention(q, k, v), flash_attention(q + 1, k, v)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        with torch.cuda.stream(stream):
+            moving = q.clone()
+            torch.cuda._sleep(2_000_000)
+            moving += 1
+            out = flash_attention(moving, k, v)
+            del moving
+            other = torch.zeros_like(q)  # may have the memory of what was deleted
+            total = out + other
+        stream.synchronize()
+        assert torch.equal(total, expected[1])
+
+
+@pytest.mark.cuda
+def test_a_graph_that_captures_attention_says_what_to_do() -> None:
+    q, k, v = (x.detach() for x in some(1, 2, 64, 64, dtype=torch.float16, device="cuda"))
+    flash_attention(q, k, v)
+    with pytest.raises(RuntimeError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        flash_attention(q, k, v)

@@ -1,0 +1,52 @@
+"""The picture of a graph of computations."""
+
+from __future__ import annotations
+
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import minitorch
+from minitorch import ExpressionGraph, Scalar, tensor
+
+
+def texts(svg: str) -> list[str]:
+    return [
+        node.text or "" for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("text")
+    ]
+
+
+def test_the_picture_shows_each_variable_once() -> None:
+    x = Scalar(2.0, name="x")
+    y = x * x
+    graph = ExpressionGraph(y + y)
+    assert repr(graph) == "ExpressionGraph(3 variables)"
+    assert sorted(texts(graph._repr_svg_())) == ["2", "4", "8", "Add", "Mul", "x"]
+
+
+def test_tensors_show_their_shapes() -> None:
+    x = tensor([[1.0, 2.0]], requires_grad=True)
+    shown = texts(ExpressionGraph((x * 3.0).sum())._repr_svg_())
+    assert {"leaf", "constant", "Mul", "Sum", "(1, 2)", "(1,)"} <= {*shown}
+
+
+def test_a_function_of_several_results_is_drawn() -> None:
+    q = minitorch.rand((1, 1, 4, 2), requires_grad=True)
+    out, lse = q.flash_attention(q, q, return_lse=True)
+    assert "(1, 1, 4)" in texts(ExpressionGraph(lse.sum() + out.sum())._repr_svg_())
+
+
+def test_a_graph_may_be_deep_but_not_too_large() -> None:
+    x = Scalar(1.0)
+    for _ in range(5000):
+        x = x * 1.0
+    with pytest.raises(ValueError, match="more than 200 variables"):
+        ExpressionGraph(x)
+    assert len(ExpressionGraph(x, most=20_000).columns) == 10_001
+
+
+@pytest.mark.parametrize("wrong", [1.0, None, "x"])
+def test_what_is_no_variable_has_no_graph(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="starts from a Scalar or a Tensor"):
+        ExpressionGraph(wrong)

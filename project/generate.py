@@ -61,7 +61,7 @@ def load(args: argparse.Namespace) -> tuple[minitorch.DecoderLM, Any]:
             args.folder, BACKENDS[args.backend], precision=args.precision
         )
         return model, read_tokenizer(args.folder, model.n_vocab)
-    except (CheckpointError, ValueError) as error:
+    except (CheckpointError, TypeError, ValueError) as error:
         sys.exit(str(error))
 
 

@@ -83,7 +83,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"NO GPU TEST HAS RUN: {reason}", yellow=True, bold=True)
     optional = ("torch", "transformers", "tokenizers")
     if missing := [name for name in optional if find_spec(name) is None]:
-        names = " and ".join(missing)
+        names = ", ".join(missing)
         reason = f"{names} missing; pip install -e '.[tokenizers,torch]'"
         terminalreporter.write_line(
             f"NO TEST OF {names.upper()} HAS RUN: {reason}", yellow=True, bold=True

@@ -42,7 +42,7 @@ SIZES = {
     "n_layer": "n_layer",
 }
 #: Modules of a model and of a layer: GPT-2's name and ours.  ``c_attn`` holds three of ours, side by side.
-OUTER = {
+OUTER: dict[str, tuple[str, ...]] = {
     "wte": ("token_embeddings",),
     "wpe": ("position_embeddings",),
     "ln_f": ("ln",),

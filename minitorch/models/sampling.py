@@ -66,16 +66,17 @@ def make_sampler(
     def sample(logits: Logits) -> int:
         if temperature == 0:
             return int(logits.argmax())
-        probs = np.exp((logits - logits.max()) / temperature)  # (n_vocab,)
+        ids = np.arange(len(logits))
+        if top_k is not None and top_k < len(logits):
+            ids = np.sort(np.argpartition(logits, -top_k)[-top_k:])
+        scores = logits[ids]  # (n_vocab or top_k,)
+        probs = np.exp((scores - scores.max()) / temperature)
         probs /= probs.sum()
-        if top_k is not None and top_k < len(probs):
-            probs[np.argsort(-probs, kind="stable")[top_k:]] = 0.0
-            probs /= probs.sum()
         if top_p < 1.0:
-            order = np.argsort(-probs, kind="stable")
+            order = np.argsort(-scores, kind="stable")
             before = np.cumsum(probs[order]) - probs[order]  # of the tokens that are more likely
             probs[order[before >= top_p]] = 0.0
             probs /= probs.sum()
-        return int(rng.choice(len(probs), p=probs))
+        return int(ids[rng.choice(len(ids), p=probs)])
 
     return sample

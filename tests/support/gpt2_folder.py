@@ -43,9 +43,7 @@ def weights_of(config: dict[str, Any], seed: int = 0) -> Arrays:
         for name in ("ln_1", "ln_2"):
             shapes |= {f"h.{i}.{name}.{kind}": (width,) for kind in ("weight", "bias")}
     shapes |= {f"ln_f.{kind}": (width,) for kind in ("weight", "bias")}
-    return {
-        name: rng.normal(0.5, 0.5, shape).astype(np.float32) for name, shape in shapes.items()
-    }
+    return {name: rng.normal(0.5, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def write_folder(

@@ -261,7 +261,7 @@ def test_the_tokenizer_is_written_and_read(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     tokenizer_of(24).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match="token 23.*ends at 22"):
+    with pytest.raises(CheckpointError, match=r"token 23.*ends at 22"):
         read_tokenizer(tmp_path, 23)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -37,7 +37,7 @@ def piece(a: AnyTensor, dim: int, places: range) -> AnyTensor | None:
         return None
     # The storage of the view begins where its first element lies.
     first, size = places.start * data.strides[dim], math.prod(shape)
-    storage = a.f.attention.memory.part(data._storage, first, first + size)
+    storage = a.f.memory.part(data._storage, first, first + size)
     return a._new(TensorData.fresh(storage, shape, strides_as(data.strides, shape)))
 
 

@@ -36,6 +36,8 @@ EXTRAS = {
     ],
     # The operator of kernels.interop.torch, and attention for Hugging Face's models.
     "torch": ["torch>=2.5,<3", "transformers>=4.53,<6"],
+    # Texts for the weights of Hugging Face, in project/generate.py.
+    "tokenizers": ["tokenizers>=0.21.4,<1"],
     # A peer for the benchmarks.  The CPU build is smaller; see pytorch.org for how to choose one.
     "bench": ["torch>=2.4,<3"],
     "dist": ["build>=1,<2", "twine>=5,<7"],

@@ -152,11 +152,13 @@ class _Modes(threading.local):
     Attributes:
         recording: Whether functions of tensors record their history; see :class:`no_grad`.
         dropping: Whether dropout layers drop elements; see :class:`without_dropout`.
+        drawing: Whether layers draw their initial weights; see :class:`without_drawing`.
         anomaly: Checks of results and gradients, or None; see :class:`minitorch.detect_anomaly`.
     """
 
     recording = True
     dropping = True
+    drawing = True
     anomaly: AnomalyChecks | None = None
 
 
@@ -202,6 +204,12 @@ class without_dropout(Switch):
     """Make dropout layers the identity within the context; the caller applies dropout."""
 
     mode, value = "dropping", False
+
+
+class without_drawing(Switch):
+    """Within the context, new layers have weights of 0, which is faster; the caller loads others."""
+
+    mode, value = "drawing", False
 
 
 def is_recording() -> bool:

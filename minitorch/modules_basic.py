@@ -62,7 +62,8 @@ class Embedding(Module):
         self.backend = backend
         self.num_embeddings = whole("num_embeddings", num_embeddings, 1)
         self.embedding_dim = whole("embedding_dim", embedding_dim, 1)
-        table = randn((num_embeddings, embedding_dim), backend, dtype=dtype)
+        draw = randn if modes.drawing else zeros
+        table = draw((num_embeddings, embedding_dim), backend, dtype=dtype)
         self.weights = Parameter(table if std == 1.0 else table * std)
 
     def forward(self, x: Any) -> Tensor:
@@ -120,6 +121,8 @@ class Linear(Module):
         limit = 1.0 / math.sqrt(in_size)
 
         def uniform(*shape: int) -> Parameter:
+            if not modes.drawing:
+                return Parameter(zeros(shape, backend, dtype=dtype))
             return Parameter((rand(shape, backend, dtype=dtype) - 0.5) * (2.0 * limit))
 
         self.weights = uniform(in_size, out_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,12 +11,15 @@ import numpy.typing as npt
 
 from kernels.common.arguments import whole
 
-from .autodiff import is_recording, no_grad
+from .autodiff import is_recording, no_grad, without_drawing
 from .backends.matmul_precision import in_own_precision, precision_and_dtypes
+from .fast_ops import FastBackend
 from .layers.linear_cross_entropy import linear_cross_entropy
 from .models.decoding_step import summed
 from .models.kv_cache import KVCache, LayerCache, check_cache
 from .models.positions import kept_range
+from .models.pretrained import load_pretrained, read_pretrained, write_pretrained
+from .models.sampling import make_sampler, prompt_ids
 from .models.transformer_layers import ATTENTIONS as ATTENTIONS
 from .models.transformer_layers import FeedForward as FeedForward
 from .models.transformer_layers import MultiHeadAttention as MultiHeadAttention
@@ -24,7 +27,6 @@ from .models.transformer_layers import TransformerLayer as TransformerLayer
 from .models.transformer_layers import is_joined, run_joined
 from .module import Module
 from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
-from .nn import integer_array, number
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 from .training.recompute import checkpoint
@@ -55,6 +57,7 @@ class DecoderLM(Module):
         attention_options: Options of an approximation, by name, such as ``{"window": 64}``.
         middle_dim: Width of the feed-forward networks.
         tie_weights: Compute the logits with the embedding table instead of a separate layer.
+        head_bias: Whether the separate layer has a bias, if the other linear layers have one.
         dtype: Dtype of the parameters; the default dtype when None.
         precision: "float32", "tf32" or "bfloat16", instead of a dtype: the formats in which the whole model
             stores, multiplies and sums; see :class:`minitorch.Precision`.
@@ -63,6 +66,7 @@ class DecoderLM(Module):
 
     Attributes:
         precision: The policy, or None.
+        eos_token_id: The token that ends a text, or None; :meth:`from_pretrained` sets it.
 
     Raises:
         ValueError: If there is no such precision, or a dtype is given as well.
@@ -87,6 +91,7 @@ class DecoderLM(Module):
         attention_options: Mapping[str, Any] | None = None,
         middle_dim: int = 256,
         tie_weights: bool = False,
+        head_bias: bool = True,
         dtype: npt.DTypeLike | None = None,
         precision: str | None = None,
         recompute: bool = False,
@@ -117,7 +122,60 @@ class DecoderLM(Module):
             setattr(self, name, layer)
         self.dropout = Dropout(p_dropout)
         self.ln = LayerNorm1d(n_embd, ln_eps, backend, norms)
-        self.lm_head = None if tie_weights else Linear(n_embd, n_vocab, bias, backend, dtype)
+        self.lm_head = None
+        if not tie_weights:
+            self.lm_head = Linear(n_embd, n_vocab, bias and head_bias, backend, dtype)
+        self.eos_token_id: int | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        backend: TensorBackend | None = None,
+        *,
+        dtype: npt.DTypeLike | None = None,
+        precision: str | None = None,
+        **options: Any,
+    ) -> DecoderLM:
+        """Read a GPT-2 in the format of Hugging Face, in evaluation mode; nothing is downloaded.
+
+        Args:
+            folder: A folder with config.json and model.safetensors.
+            backend: Backend of the parameters; ``FastBackend`` when None.
+            dtype: Dtype of the parameters; that of the stored embeddings when None.
+            precision: See the class; instead of a dtype.
+            options: Further arguments of the class, such as ``attention="naive"`` or ``p_dropout=0.0``,
+                which is the folder's ``resid_pdrop`` otherwise.
+
+        Raises:
+            CheckpointError: If a file is missing, has another format, or belongs to another architecture.
+            ValueError: If an option does not fit.
+        """
+        found = read_pretrained(folder)
+        if dtype is None and precision is None:
+            dtype = found.dtype
+        backend = backend or FastBackend
+        chosen = {**found.options, "backend": backend, "dtype": dtype, "precision": precision}
+        with without_drawing():
+            model = cls(**{**chosen, **options})
+        load_pretrained(model, found)
+        model.eos_token_id = found.eos_token_id
+        model.eval()
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
+        """Write the model as a GPT-2 in the format of Hugging Face, which ``transformers`` can load.
+
+        Args:
+            folder: The folder, which is created if necessary; config.json and model.safetensors in it are
+                replaced.
+            tokenizer: A ``tokenizers.Tokenizer`` to write as tokenizer.json, or None.
+
+        Raises:
+            ValueError: If the structure is not that of a GPT-2: with approximate attention, a layer without
+                bias, or a head with one.
+        """
+        write_pretrained(folder, self, tokenizer)
 
     def forward(self, idx: Any, cache: KVCache | None = None) -> Tensor:
         """Return the logits of the next token at every position.
@@ -245,25 +303,17 @@ class DecoderLM(Module):
         # END TASK 5.10
 
     def generate(
-        self, prompt: Any, count: int, temperature: float = 1.0, seed: int | None = None
-    ) -> list[int]:
-        """Continue a text; see :meth:`continuation`.
-
-        Args:
-            prompt: Token ids, at least one.
-            count: Number of tokens to add.
-            temperature: Divisor of the logits before sampling; 0 takes the most likely token.
-            seed: Seed of the sampling; None draws a random one.
-
-        Returns:
-            The ids of the prompt and of the continuation.
-        """
-        added = self.continuation(prompt, count, temperature, seed)
+        self, prompt: Any, count: int, temperature: float = 1.0, seed: int | None = None,
+        *, top_k: int | None = None, top_p: float = 1.0,
+    ) -> list[int]:  # fmt: skip
+        """Return the ids of a prompt and of its continuation; arguments as for :meth:`continuation`."""
+        added = self.continuation(prompt, count, temperature, seed, top_k=top_k, top_p=top_p)
         return [*prompt_ids(prompt, self.n_vocab), *added]
 
     def continuation(
-        self, prompt: Any, count: int, temperature: float = 1.0, seed: int | None = None
-    ) -> Iterator[int]:
+        self, prompt: Any, count: int, temperature: float = 1.0, seed: int | None = None,
+        *, top_k: int | None = None, top_p: float = 1.0,
+    ) -> Iterator[int]:  # fmt: skip
         """Yield the tokens that continue a text, each as soon as it is chosen.
 
         Keys and values are cached, so that a token costs one step of the model and attention to the
@@ -276,24 +326,21 @@ class DecoderLM(Module):
             count: Number of tokens to add.
             temperature: Divisor of the logits before sampling; 0 takes the most likely token.
             seed: Seed of the sampling; None draws a random one.
+            top_k: Sample among this many of the most likely tokens; None for all.
+            top_p: Sample among the fewest most likely tokens whose probabilities sum to at least this.
 
         Raises:
             TypeError: If an argument has the wrong type.
             ValueError: If the prompt is empty or has an unknown token, or the count, the temperature or the
-                seed is negative.
+                seed is negative, top_k below 1, or top_p not in (0, 1].
         """
         ids = prompt_ids(prompt, self.n_vocab)
         if whole("count", count) < 0:
             raise ValueError(f"count must be the number of tokens to add, 0 or more; got {count}")
-        if not 0.0 <= number("temperature", temperature) < math.inf:
-            raise ValueError(
-                f"temperature must be finite and not negative, got {temperature}; 0 takes the most "
-                "likely token"
-            )
-        rng = np.random.default_rng(None if seed is None else whole("seed", seed, 0))
+        choose = make_sampler(temperature, top_k, top_p, seed)
         cache = self.make_cache(capacity=min(len(ids) + count, self.n_positions))
         for _ in range(count):
-            ids.append(_choose(self._next_logits(ids, cache), temperature, rng))
+            ids.append(choose(self._next_logits(ids, cache)))
             yield ids[-1]
 
     @no_grad()
@@ -317,28 +364,3 @@ class DecoderLM(Module):
 
 def _called(fn: Any, *inputs: Any) -> Any:
     return fn(*inputs)
-
-
-def prompt_ids(prompt: Any, n_vocab: int) -> list[int]:
-    """Return a prompt as a list of token ids.
-
-    Raises:
-        TypeError: If it holds anything but whole numbers.
-        ValueError: If it is empty, is not one-dimensional, or has an id out of range.
-    """
-    ids = integer_array(prompt, n_vocab, "tokens of the prompt")
-    if ids.ndim != 1:
-        raise ValueError(
-            f"the prompt must be one list of token ids, got shape {ids.shape}; pass one text"
-        )
-    if len(ids) == 0:
-        raise ValueError("the prompt must hold at least one token; pass a space, or a line break")
-    return ids.tolist()
-
-
-def _choose(logits: npt.NDArray[np.float64], temperature: float, rng: np.random.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    scaled = (logits - logits.max()) / temperature
-    probs = np.exp(scaled) / np.exp(scaled).sum()
-    return int(rng.choice(len(probs), p=probs))

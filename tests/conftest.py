@@ -82,9 +82,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     if reason := _why_skipped("cuda"):
         terminalreporter.write_line(f"NO GPU TEST HAS RUN: {reason}", yellow=True, bold=True)
-    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-        names = " and ".join(missing)
-        reason = f"{names} missing; pip install -e '.[torch]'"
+    optional = ("torch", "transformers", "tokenizers")
+    if missing := [name for name in optional if find_spec(name) is None]:
+        names = ", ".join(missing)
+        reason = f"{names} missing; pip install -e '.[tokenizers,torch]'"
         terminalreporter.write_line(
             f"NO TEST OF {names.upper()} HAS RUN: {reason}", yellow=True, bold=True
         )

@@ -144,6 +144,11 @@ def write_arrays(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[st
     place = _digest_place(payload)
     assert place is not None, "the header has no digest; safetensors writes JSON in another way now"
     payload[place : place + len(_BLANK)] = hashlib.sha256(payload).hexdigest().encode()
+    write_file(path, payload)
+
+
+def write_file(path: Path, payload: bytes | bytearray) -> None:
+    """Write a file atomically, with its folder if necessary; see :func:`write_arrays`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:

@@ -59,8 +59,9 @@ NUMBER = number(float, lambda x: True, "a number")
 POSITIVE = number(float, lambda x: x > 0, "a number above 0")
 NOT_NEGATIVE = number(float, lambda x: x >= 0, "a number, 0 or more")
 PROBABILITY = number(float, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+SHARE = number(float, lambda x: 0 < x <= 1, "a number above 0, at most 1")
 #: What --help calls a value of each kind, else X.
-METAVARS = {COUNT: "N", FROM_ZERO: "N", PROBABILITY: "P"}
+METAVARS = {COUNT: "N", FROM_ZERO: "N", PROBABILITY: "P", SHARE: "P"}
 
 
 def script_parser(description: str | None, out: str) -> OneLineParser:

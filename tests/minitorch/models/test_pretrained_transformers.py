@@ -1,0 +1,159 @@
+"""transformers and DecoderLM compute the same logits from the same folder, in both directions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is missing: pip install torch")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is missing: pip install transformers"
+)
+
+from minitorch import CudaBackend, DecoderLM, FastBackend  # noqa: E402
+from minitorch.models.pretrained import read_tokenizer  # noqa: E402
+from minitorch.training.model_files import CheckpointError  # noqa: E402
+
+#: Of logits in float32.
+CLOSE = 1e-4
+BACKENDS = ["fast", pytest.param("cuda", marks=[pytest.mark.cuda])]
+
+
+def model_of(**changes: Any) -> Any:
+    """Return a tiny random GPT-2 whose biases and norms are random, too."""
+    torch.manual_seed(0)
+    options = {
+        "vocab_size": 61, "n_positions": 19, "n_embd": 24, "n_layer": 2, "n_head": 3, "bos_token_id": 0,
+        "eos_token_id": 0, "initializer_range": 0.3, **changes,
+    }  # fmt: skip
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def ids_of(model: Any, seq: int = 13) -> Any:
+    return np.random.default_rng(1).integers(0, model.config.vocab_size, (2, seq))
+
+
+def logits_of(model: Any, ids: Any) -> Any:
+    with torch.no_grad():
+        return model(torch.tensor(ids)).logits.float().numpy()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"n_inner": 40},
+        {"layer_norm_epsilon": 1e-2},
+        {"tie_word_embeddings": False},
+        {"n_head": 1, "n_layer": 3},
+        {"activation_function": "gelu_pytorch_tanh"},
+    ],
+)
+def test_logits_are_equal_both_ways(changes: dict[str, Any], backend: str, tmp_path: Path) -> None:
+    model = model_of(**changes)
+    model.save_pretrained(tmp_path / "theirs")
+    ids = ids_of(model)
+    where = {"fast": FastBackend, "cuda": CudaBackend}[backend]
+    ours = DecoderLM.from_pretrained(tmp_path / "theirs", where)
+    expected = logits_of(model, ids)
+    np.testing.assert_allclose(ours.forward(ids).to_numpy(), expected, atol=CLOSE)
+    ours.save_pretrained(tmp_path / "ours")
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert isinstance(back, transformers.GPT2LMHeadModel)
+    np.testing.assert_allclose(logits_of(back.eval(), ids), expected, atol=CLOSE)
+
+
+def test_the_inner_model_alone_is_read(tmp_path: Path) -> None:
+    model = model_of()
+    model.transformer.save_pretrained(tmp_path)  # a GPT2Model, without the prefix of names
+    ids = ids_of(model)
+    ours = DecoderLM.from_pretrained(tmp_path)
+    np.testing.assert_allclose(ours.forward(ids).to_numpy(), logits_of(model, ids), atol=CLOSE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_weights_are_equal_both_ways(dtype: str, tmp_path: Path) -> None:
+    model = model_of().to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "theirs")
+    ours = DecoderLM.from_pretrained(tmp_path / "theirs")
+    assert str(ours.token_embeddings.weights.value.dtype) == dtype
+    ours.save_pretrained(tmp_path / "ours")
+    back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours", dtype="auto")
+    for (name, a), (_, b) in zip(
+        model.named_parameters(), back.named_parameters(), strict=True
+    ):  # fmt: skip
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+    wide = DecoderLM.from_pretrained(tmp_path / "theirs", dtype=np.float32)
+    ids = ids_of(model)
+    np.testing.assert_allclose(
+        wide.forward(ids).to_numpy(), logits_of(model.float(), ids), atol=CLOSE
+    )
+
+
+def test_greedy_continuations_are_equal(tmp_path: Path) -> None:
+    model = model_of()
+    model.save_pretrained(tmp_path)
+    ids = ids_of(model, 4)[:1]
+    expected = model.generate(
+        torch.tensor(ids), max_new_tokens=15, min_new_tokens=15, do_sample=False,
+        attention_mask=torch.ones(1, 4), suppress_tokens=None, pad_token_id=0,
+    )[0].tolist()  # fmt: skip
+    ours = DecoderLM.from_pretrained(tmp_path)
+    # transformers does not choose the end token before min_new_tokens.
+    assert 0 not in ours.generate(ids[0], 15, temperature=0)[4:]
+    assert ours.generate(ids[0], 15, temperature=0) == expected
+
+
+def test_shards_are_merged_as_the_error_says(tmp_path: Path) -> None:
+    model = model_of()
+    shards, merged = tmp_path / "shards", tmp_path / "merged"
+    model.save_pretrained(shards, max_shard_size="10KB")
+    with pytest.raises(CheckpointError, match="sharded") as error:
+        DecoderLM.from_pretrained(shards)
+    command = str(error.value).partition("with transformers: ")[2]
+    names = {
+        "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
+        "NEW_FOLDER": str(merged),
+    }
+    exec(command, names)
+    ids = ids_of(model)
+    np.testing.assert_allclose(
+        DecoderLM.from_pretrained(merged).forward(ids).to_numpy(), logits_of(model, ids), atol=CLOSE
+    )
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'llama'.*gpt2"):
+        DecoderLM.from_pretrained(tmp_path)
+
+
+def test_a_tokenizer_that_is_written_is_one_of_transformers(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|endoftext|>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}
+    vocabulary["he"] = 257
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("h", "e")]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    model_of(vocab_size=258).save_pretrained(tmp_path / "a")
+    ours = DecoderLM.from_pretrained(tmp_path / "a")
+    ours.save_pretrained(tmp_path / "b", tokenizer)
+    text = "the ß of he"
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
+    assert theirs(text)["input_ids"] == read_tokenizer(tmp_path / "b", 258).encode(text).ids

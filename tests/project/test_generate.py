@@ -1,0 +1,93 @@
+"""The script that continues a text with the weights of a folder."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+import generate  # noqa: E402
+
+from minitorch import DecoderLM  # noqa: E402
+
+from ..support.gpt2_folder import write_folder  # noqa: E402
+
+SPEED = re.compile(
+    r"(\d+) tokens of the prompt and the first new one in [\d.]+ s(, then [\d.,]+ tokens/s)?"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder whose tokens are the bytes of UTF-8, and an end token that no text has."""
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
+    folder = write_folder(
+        tmp_path_factory.mktemp("gpt2"), vocab_size=257, n_positions=40, eos_token_id=256
+    )
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {c: i for i, c in enumerate(alphabet)} | {"<|endoftext|>": 256}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def written(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[str, str]:
+    """Run the script; return the text and the last line."""
+    capsys.readouterr()
+    generate.main([str(arg) for arg in args])
+    text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
+    return text, last
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: Any) -> str:
+    """Run the script; return the one line with which it ends."""
+    with pytest.raises(SystemExit) as ended:
+        generate.main([str(arg) for arg in args])
+    found = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
+    assert found.strip().count("\n") == 0
+    return found
+
+
+def test_the_text_is_the_prompt_and_its_continuation(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--max-tokens", 20, "--top-k", 9, "--top-p", 0.9, "--seed", 3]
+    text, last = written(capsys, folder, "--prompt", "Straße", *options)
+    found = SPEED.fullmatch(last)
+    assert found and found[1] == "7"
+    assert text.startswith("Straße")
+    assert written(capsys, folder, "--prompt", "Straße", *options)[0] == text
+
+
+def test_letters_of_several_tokens_are_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = generate.read_tokenizer(folder, 257).encode("é ß!").ids
+    monkeypatch.setattr(DecoderLM, "continuation", lambda *args, **kwargs: iter([*ids, 256, 1]))
+    text, _ = written(capsys, folder, "--prompt", "a ")
+    assert text == "a é ß!"  # and nothing after the end token
+
+
+def test_one_token_has_no_speed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, last = written(capsys, folder, "--prompt", "a", "--max-tokens", 1)
+    found = SPEED.fullmatch(last)
+    assert found and found[2] is None
+
+
+def test_what_cannot_be_read_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "not a folder" in refused(capsys, tmp_path / "none", "--prompt", "a")
+    assert "config.json" in refused(capsys, tmp_path, "--prompt", "a")
+    assert "tokenizer.json" in refused(capsys, write_folder(tmp_path), "--prompt", "a")
+    assert "at least one word" in refused(capsys, folder, "--prompt", "")
+    assert "--prompt" in refused(capsys, folder)
+    assert "--top-p" in refused(capsys, folder, "--prompt", "a", "--top-p", 0)
+    assert "--top-k" in refused(capsys, folder, "--prompt", "a", "--top-k", 0)

@@ -42,7 +42,10 @@ def test_the_output_of_a_notebook_needs_no_encoding(monkeypatch: pytest.MonkeyPa
     assert ascii_only.buffer.getvalue().strip() == b"?"  # type: ignore[attr-defined]
 
 
-def test_scripts_run_in_a_notebook_with_bars_and_pictures(tmp_path: Path) -> None:
+def test_scripts_run_in_a_notebook_with_bars_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # some test of this process may have set it
     gpt, tasks, manual, backend, shell = outputs(
         f"%run project/train_gpt.py {SMALL} --out {tmp_path}/gpt",
         f"%run project/train_tasks.py --task copy --steps 4 --width 16 --out {tmp_path}/tasks",

@@ -206,6 +206,25 @@ def test_the_backends_linear_layer_keeps_what_gelu_is_applied_to() -> None:
     assert_near(out.to_array(), gelu(expected), 2.0**-7)
 
 
+@no_simulator
+def test_the_backends_gradients_of_a_linear_layer_are_two_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("minitorch.cuda_ops.empty_device", empty)
+    rng = np.random.default_rng(0)
+    grad, rows = (rng.standard_normal((20, cols)).astype(BFLOAT16) for cols in (72, 16))
+    weights = rng.standard_normal((72, 16)).astype(BFLOAT16).T  # (16, 72), columns side by side
+    with emulated_products((8, 0)):
+        drows, dweights, dbias = CudaOps.linear_backward(
+            _data(grad), _data(rows), _data(weights), None, False
+        )
+    assert dbias is None
+    wide, wide_rows, wide_weights = (x.astype(np.float64) for x in (grad, rows, weights))
+    for found, expected in ((drows, wide @ wide_weights.T), (dweights, wide_rows.T @ wide)):
+        size = np.abs(expected).max()
+        assert_near(found.to_array().astype(np.float64) / size, expected / size, 2.0**-8)
+
+
 @pytest.mark.simulator
 @pytest.mark.parametrize("size", [7, 8, 29])
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=str)

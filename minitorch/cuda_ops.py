@@ -370,16 +370,9 @@ def _linear_backward(
 
     def product(a: Storage, a_steps: Ints, b: Storage, b_steps: Ints, sizes: Ints) -> Storage:
         out = empty_device((sizes[0] * sizes[1],), dtype)
-        operands = (
-            out,
-            (0, 0, sizes[1], 1),
-            a,
-            (0, 0, *a_steps),
-            b,
-            (0, 0, *b_steps),
-            (1, 1, *sizes),
-        )
-        kind = matmul_dispatch.kind_of(dtype, precision, (1, 1, *sizes))
+        out_steps, a_steps, b_steps = ((0, 0, *x) for x in ((sizes[1], 1), a_steps, b_steps))
+        operands = _Matrices(out, out_steps, a, a_steps, b, b_steps, (1, 1, *sizes))
+        kind = matmul_dispatch.kind_of(dtype, precision, operands.shape)
         if kind is None:
             cuda_core_matmul.multiply(*operands)
         else:

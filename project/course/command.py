@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _options(args: argparse.Namespace) -> list[str]:
-    """Return the options of one submission, to hand on."""
+    """Return the options for grading one submission."""
     options = ["--gpu"] if args.gpu else []
     for name in args.task or ():
         options += ["--task", find_task(name).id]

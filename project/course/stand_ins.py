@@ -31,7 +31,7 @@ def to_device(array: Any) -> Any:
 
 
 def as_bits(array: Any) -> Any:
-    """Return storage of 16 bits as whole numbers."""
+    """Return 16-bit storage as integers."""
     return array.view(BITS)
 
 

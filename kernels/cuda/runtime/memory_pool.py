@@ -150,8 +150,10 @@ class Pool:
         self._held += size
         return Block(int(address), self._device() if self._several else 0, size, address)
 
-    def _bytes_in_cache(self) -> int:
-        return sum(size * len(blocks) for (size, _), blocks in [*self._cached.items()])
+    def _bytes_in_cache(self, device: int | None = None) -> int:
+        """Return the bytes of cached blocks, on one device or on all."""
+        cached = [*self._cached.items()]  # other threads add sizes
+        return sum(size * len(found) for (size, own), found in cached if device in (None, own))
 
     def _empty_cache(self) -> None:
         """Give all cached blocks back to the driver."""
@@ -207,9 +209,7 @@ class Pool:
         self._enter()
         self._free_left()
         held = self._read(self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
-        device = self._device() if self._several else 0
-        cached = {key: len(blocks) for key, blocks in self._cached.items()}
-        return held - sum(size * count for (size, own), count in cached.items() if own == device)
+        return held - self._bytes_in_cache(self._device() if self._several else 0)
 
     def reset_peak(self) -> int:
         """Begin to watch for the peak anew; return what is in use.

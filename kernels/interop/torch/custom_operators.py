@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.interop.torch.eager import with_arrays
 
 #: Sets of options that no operator of PyTorch can take, such as functions; an operator takes their number.
 _SETS: list[dict[str, Any]] = [{}]
@@ -84,8 +85,7 @@ def _options(
         "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "softcap": softcap,
         "deterministic": deterministic, **_SETS[others],
     }  # fmt: skip
-    given = {"attn_mask": attn_mask, "alibi_slopes": alibi_slopes, "sink": sink}
-    options.update({name: array for name, array in given.items() if array is not None})
+    options = with_arrays(options, attn_mask, alibi_slopes, sink)
     if dropout_p:
         options.update(dropout_p=dropout_p, seed=int(seed) % 2**64)
     if causal_offset:

@@ -21,7 +21,7 @@ def eager_attention(*args: Any) -> tuple[Tensor, Tensor]:
     return _Attention.apply(*args)  # type: ignore[return-value]
 
 
-def _with_arrays(options: dict[str, Any], *arrays: Tensor | None) -> Any:
+def with_arrays(options: dict[str, Any], *arrays: Tensor | None) -> Any:
     """Return the options of the kernels with attn_mask, alibi_slopes and sink where they are given."""
     given = zip(("attn_mask", "alibi_slopes", "sink"), arrays, strict=True)
     return {**options, **{name: array for name, array in given if array is not None}}
@@ -30,7 +30,7 @@ def _with_arrays(options: dict[str, Any], *arrays: Tensor | None) -> Any:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Any, sink: Any, options: dict[str, Any]
 ) -> Any:
-    return kernels.flash_attention_forward(q, k, v, **_with_arrays(options, mask, slopes, sink))
+    return kernels.flash_attention_forward(q, k, v, **with_arrays(options, mask, slopes, sink))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -84,7 +84,7 @@ class _Gradient(torch.autograd.Function):
         dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, slopes: Any, sink: Any,
         out: Tensor, lse: Tensor, wanted: tuple[bool, bool], options: dict[str, Any],
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        own = _with_arrays(options, mask, slopes, sink)
+        own = with_arrays(options, mask, slopes, sink)
         more = {"mask_gradient": wanted[0], "sink_gradient": wanted[1]}
         found = kernels.flash_attention_backward(dout, q, k, v, out, lse, dlse=dlse, **more, **own)
         if wanted[1]:

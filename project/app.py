@@ -12,22 +12,17 @@ The last is for a lesson: the attention page then shows no source.  ``?page=atte
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import streamlit as st
-from app_pages import (
-    attention_page,
-    conv_page,
-    graph_page,
-    ladder_page,
-    math_page,
-    tensor_page,
-    training_page,
-)
+from app_pages.guide import show_guide
+from app_pages.widgets import refuse
 
 LAST_MODULE = 5
+FOLDER = Path(__file__).resolve().parent / "app_pages"
 
 
 class Page(NamedTuple):
@@ -35,29 +30,91 @@ class Page(NamedTuple):
 
     Attributes:
         module: Of the course.
-        title: In the sidebar.
-        show: Shows it; takes whether to hide source.
+        title: In the sidebar, and above the page.
+        place: The file in ``app_pages`` and the function that shows the page; it takes whether to hide
+            source.
+        about: What the page shows and what to try.
+        guide: The page of the guide and the section that the page belongs to.
     """
 
     module: int
     title: str
-    show: Callable[[bool], None]
+    place: tuple[str, str]
+    about: str
+    guide: tuple[str, str]
 
 
 #: By the name in the address.
 PAGES = {
-    "math": Page(0, "Math sandbox", math_page.page),
-    "manual": Page(0, "Classify by hand", training_page.manual_page),
-    "autodiff": Page(1, "Scalar graph and autodiff", graph_page.scalar_page),
-    "scalar": Page(1, "Train with scalars", training_page.scalar_page),
-    "tensor": Page(2, "Tensor strides and views", tensor_page.page),
-    "gradients": Page(2, "Tensor graph and autodiff", graph_page.tensor_page),
-    "train": Page(2, "Train with tensors", training_page.tensor_page),
-    "fast": Page(3, "Train on the fast backend", training_page.fast_page),
-    "convolution": Page(4, "Convolution and pooling", conv_page.page),
-    "attention": Page(5, "Attention, tile by tile", attention_page.page),
-    "ladder": Page(5, "The ladder, measured", ladder_page.page),
-}
+    "math": Page(
+        0, "Math sandbox", ("math_page", "page"),
+        "The functions of `operators` as curves, `map`, `zipWith` and `reduce` on a list of "
+        "numbers, and the names of the parameters in a tree of modules. Move a slider and look at "
+        "the point on the curve.",
+        ("module0", "Task 0.1"),
+    ),
+    "manual": Page(
+        0, "Classify by hand", ("training_page", "manual_page"),
+        "A linear model with two weights and a bias. The black line is where its sum is 0. "
+        "Separate each data set with the three sliders, and find those that no line separates.",
+        ("module0", "Try it"),
+    ),
+    "autodiff": Page(
+        1, "Scalar graph and autodiff", ("graph_page", "scalar_page"),
+        "An expression as a graph: boxes are variables, ellipses are functions. Each edge into a "
+        "function has the function's local derivative. Move the slider, and derivatives flow back "
+        "along the edges.",
+        ("module1", "Task 1.3"),
+    ),
+    "scalar": Page(
+        1, "Train with scalars", ("training_page", "scalar_page"),
+        "The training of `project/run_scalar.py`. Colours show the predicted class, and the black "
+        "line is the boundary between the two classes.",
+        ("module1", "Task 1.5"),
+    ),
+    "tensor": Page(
+        2, "Tensor strides and views", ("tensor_page", "page"),
+        "One storage under a view. Permute the dimensions: shape and strides change, and the "
+        "storage does not. Below, the shape that two shapes broadcast to.",
+        ("module2", "Task 2.1"),
+    ),
+    "gradients": Page(
+        2, "Tensor graph and autodiff", ("graph_page", "tensor_page"),
+        "The graph of an expression of tensors, with shapes. A gradient has the shape of its "
+        "variable: where a variable was broadcast, the gradient is summed.",
+        ("module2", "Task 2.4"),
+    ),
+    "train": Page(
+        2, "Train with tensors", ("training_page", "tensor_page"),
+        "The training of `project/run_tensor.py`, all points at once, in plain Python loops.",
+        ("module2", "Task 2.5"),
+    ),
+    "fast": Page(
+        3, "Train on the fast backend", ("training_page", "fast_page"),
+        "The training of `project/run_fast_tensor.py` with compiled loops. Compare its time with "
+        "module 2.",
+        ("module3", "Task 3.5"),
+    ),
+    "convolution": Page(
+        4, "Convolution and pooling", ("conv_page", "page"),
+        "One element of the output is the sum of a window of the input times the kernel. Move the "
+        "window, and change the kernel.",
+        ("module4", "Task 4.2"),
+    ),
+    "attention": Page(
+        5, "Attention, tile by tile", ("attention_page", "page"),
+        "A kernel of `kernels/cuda` ran in numba's simulator. At each barrier its shared memory "
+        "and registers were recorded, and its global arrays counted the elements read and "
+        "written. Go through the steps.",
+        ("module5", "Task 5.3"),
+    ),
+    "ladder": Page(
+        5, "The ladder, measured", ("ladder_page", "page"),
+        "The times and the memory of each implementation of attention, as measured on several "
+        "devices.",
+        ("module5-traffic", "Task 5.8"),
+    ),
+}  # fmt: skip
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -79,7 +136,12 @@ def main() -> None:
         )
         st.stop()
     args = parse(sys.argv[1:])
-    names = [name for name, page in PAGES.items() if page.module <= args.module]
+    names = [
+        name
+        for name, page in PAGES.items()
+        # A starter tree has the pages of its module and of earlier ones.
+        if page.module <= args.module and (FOLDER / f"{page.place[0]}.py").exists()
+    ]
     if "page" not in st.session_state:
         # Not by index: an older Streamlit takes another index for another widget, and forgets the click.
         asked = st.query_params.get("page")
@@ -91,7 +153,15 @@ def main() -> None:
         key="page",
     )
     st.query_params["page"] = name
-    PAGES[name].show(args.hide_function_defs)
+    page = PAGES[name]
+    st.title(page.title)
+    st.markdown(page.about)
+    show_guide(*page.guide)
+    file, function = page.place
+    try:
+        getattr(importlib.import_module(f"app_pages.{file}"), function)(args.hide_function_defs)
+    except (NotImplementedError, ImportError) as error:  # in a starter tree
+        refuse(f"this page needs code that is not written yet: {error}")
 
 
 main()

@@ -13,8 +13,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from app_pages.pictures import matrix, new_figure, show
 from app_pages.recording import MASKS, Recording, Settings, Step, record
-from app_pages.tile_view import Story
-from app_pages.widgets import choose
+from app_pages.tile_view import Story, TileView
+from app_pages.tile_words import sentence
+from app_pages.widgets import choose, refuse
 from kernels.traffic.formulas import TRAFFIC, HeadShape, total
 
 RUNGS = ("naive", "flash1", "flash2")
@@ -126,32 +127,58 @@ def _tiles(axes: Any, states: Any, colours: Any, story: Story, wide: bool, tall:
     axes.set(xlim=(0, s.seq if wide else 1), ylim=(s.seq if tall else 1, 0))  # rows count downwards
 
 
-def tile_picture(story: Story, number: int) -> Figure:
+#: What the tile in hand consists of: name → title and the format of its numbers.
+PARTS = {
+    "Q": ("Q_{i}  (shared)", "{:.2f}"),
+    "K": ("K_{j}  (shared)", "{:.2f}"),
+    "V": ("V_{j}  (shared)", "{:.2f}"),
+    "O": ("accumulator O", "{:.2f}"),
+    "S": ("S of the tile", "{:.2f}"),
+    "P": ("P of the tile", "{:.3f}"),
+    "m, l": ("row_max | row_sum | rescale", "{:.3f}"),
+}
+
+
+def parts_of(view: TileView) -> dict[str, Any]:
+    """Return the matrix of each of PARTS at a step, None for one that is not known yet."""
+    statistics = [view.row_max, view.row_sum, view.rescale]
+    known = [np.full(len(view.q_tile), np.nan) if x is None else x for x in statistics]
+    values = view.q_tile, view.k_tile, view.v_tile, view.acc, view.scores, view.probs
+    return dict(zip(PARTS, (*values, np.stack(known, axis=1)), strict=True))
+
+
+def tile_picture(view: TileView | None) -> Figure:
     """Draw the tiles of a visit: operands above, then scores, probabilities and statistics."""
-    view = story.tiles(number)
-    figure = new_figure(9, 4)
+    figure = new_figure(11, 4.6)
     grid = figure.subplots(2, 4)
     if view is None:
         for axes in grid.ravel():
             axes.set_axis_off()
         figure.suptitle("between two visits: nothing is computed")
         return figure
-    i, j = view.visit
-    statistics = [view.row_max, view.row_sum, view.rescale]
-    known = [np.full(len(view.q_tile), np.nan) if x is None else x for x in statistics]
-    panels = [
-        (view.q_tile, f"Q_{i}  (shared)"),
-        (view.k_tile, f"K_{j}  (shared)"),
-        (view.v_tile, f"V_{j}  (shared)"),
-        (view.acc, "accumulator O"),
-        (view.scores, "S of the tile"),
-        (view.probs, "P of the tile"),
-        (np.stack(known, axis=1), "row_max | row_sum | rescale"),
-    ]
-    for axes, (values, title) in zip(grid.ravel(), panels, strict=False):
-        numbers = "{:.1f}" if title.endswith(("(shared)", "O")) else "{:.2g}"
+    parts = parts_of(view)
+    for axes, (name, values) in zip(grid.ravel(), parts.items(), strict=False):
+        title = PARTS[name][0].format(i=view.visit[0], j=view.visit[1])
+        numbers = "{:.1f}" if name in "QKVO" else "{:.2g}"
         matrix(axes, values, title if values is not None else f"{title}: not yet", numbers)
     grid[1][3].set_axis_off()
+    return figure
+
+
+def zoomed(view: TileView | None, name: str) -> Figure:
+    """Draw one part of a tile, as large as its numbers need."""
+    values = parts_of(view)[name] if view is not None else None
+    title, numbers = PARTS[name]
+    if view is None or values is None:
+        figure = new_figure(6, 1)
+        matrix(figure.subplots(), None, f"{name} is not known at this step")
+        return figure
+    rows, cols = values.shape
+    figure = new_figure(max(4.0, 0.65 * cols + 0.4), 0.42 * rows + 0.6)
+    title = title.format(i=view.visit[0], j=view.visit[1])
+    matrix(
+        figure.subplots(), values, title, numbers, most_numbers=values.size, font=10, aspect="auto"
+    )
     return figure
 
 
@@ -223,16 +250,11 @@ def source_around(recording: Recording, step: Step) -> None:
 
 def page(hide_source: bool = False) -> None:
     """Show the page."""
-    st.title("Attention, tile by tile")
-    st.markdown(
-        "The kernel of `kernels/cuda` runs in numba's simulator; at each barrier its shared memory and "
-        "registers were written down, and its global arrays count every element that travels."
-    )
     rung, settings = controls()
     try:
         found = recordings(*settings)
     except RuntimeError as error:
-        st.error(str(error))
+        refuse(str(error))
         return
     recording = next(each for each in found if each.settings.rung == rung)
     story = Story(recording)
@@ -243,17 +265,17 @@ def page(hide_source: bool = False) -> None:
         f"**{step.kernel}**, block {step.block}: {step.comment or 'a barrier'}"
         f" — step {number} of {len(recording.steps) - 1}"
     )
-    left, right = st.columns((3, 2))
-    with left:
-        show(
-            naive_picture(step, recording.settings.seq)
-            if rung == "naive"
-            else tile_picture(story, number)
-        )
-    with right:
-        counters(step, before)
+    if words := sentence(story, number):
+        st.info(words)
+    if rung == "naive":
+        show(naive_picture(step, recording.settings.seq))
+    else:
+        view = story.tiles(number)
+        zoom = choose("numbers of", ["the whole tile", *PARTS], "zoom")
+        show(tile_picture(view) if zoom == "the whole tile" else zoomed(view, zoom))
     left, right = st.columns(2)
     with left:
+        counters(step, before)
         if rung != "naive":
             show(overview(story, number))
     with right:

@@ -36,7 +36,6 @@ def images() -> dict[str, Any]:
 
 def page(hide_source: bool = False) -> None:
     """Show the page."""
-    st.title("Convolution and pooling")
     found = images()
     image = found[choose("image", found, "image")]
     start = KERNELS[choose("kernel", KERNELS, "kernel")]

@@ -2,84 +2,27 @@
 
 from __future__ import annotations
 
-import ast
-import operator
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import streamlit as st
 
 import minitorch
-from app_pages.widgets import choose
+from app_pages.expressions import evaluate
+from app_pages.widgets import choose, refuse
 from minitorch import Scalar
 
-#: What an expression may call.
-METHODS = ("exp", "log", "relu", "sigmoid", "sum", "mean")
 EXAMPLES = (
     "x * y + y",
     "(x * x + y).sigmoid() * z",
     "(x + y) * y",
     "(x * y).exp() - z.relu()",
     "-(x.sigmoid().log())",
+    "(x - y) ** 2",
 )
 NAMES = ("x", "y", "z")
-#: Characters of an expression at most.
-LONGEST = 1000
-#: What the signs mean.
-SIGNS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.USub: operator.neg,
-}
-
-
-def evaluate(text: str, variables: dict[str, Any]) -> Any:
-    """Return the value of an expression of + - * /, the variables and METHODS; no code of it is run.
-
-    Raises:
-        ValueError: If it has anything else, or is no expression.
-    """
-    if len(text) > LONGEST:
-        raise ValueError(
-            f"it has {len(text):,} characters, {LONGEST:,} are the most; write a shorter one"
-        )
-    try:
-        return _value(ast.parse(text.strip(), mode="eval").body, variables)
-    except SyntaxError as error:
-        raise ValueError(f"{text!r} is no expression: {error.msg}") from None
-    except (RecursionError, MemoryError):
-        raise ValueError("it is too deep; write a shorter one") from None
-
-
-def _value(node: ast.expr, variables: dict[str, Any]) -> Any:
-    """Return the value of a part of an expression; raise ValueError for what is not known here."""
-    match node:
-        case ast.Constant(value=int() | float()):
-            return node.value
-        case ast.Name() if node.id in variables:
-            return variables[node.id]
-        case ast.BinOp() if type(node.op) in SIGNS:
-            return SIGNS[type(node.op)](_value(node.left, variables), _value(node.right, variables))
-        case ast.UnaryOp() if type(node.op) in SIGNS:
-            return SIGNS[type(node.op)](_value(node.operand, variables))
-        case ast.Call(func=ast.Attribute(value=inner, attr=name), keywords=[]) if name in METHODS:
-            owner = _value(inner, variables)
-            if not hasattr(owner, name):
-                raise ValueError(
-                    f"{ast.unparse(node.func)} is not known here: no variable is in it"
-                )
-            return getattr(owner, name)(*(_value(arg, variables) for arg in node.args))
-    text = ast.unparse(node)
-    match node:
-        case ast.Name():
-            raise ValueError(f"{text} is not known here; {', '.join(variables)} are")
-        case ast.Constant():
-            raise ValueError(f"{text} is no number")
-        case ast.Call() if not isinstance(node.func, ast.Attribute):
-            raise ValueError(f"{text}: functions are methods here, as in x.exp()")
-    raise ValueError(f"{text} is not known here; + - * / and {', '.join(METHODS)} are")
+#: Colours of variables: not visited, reached by a share, visited; of functions, and of the last edges.
+WHITE, GREEN, BLUE, AMBER, STRONG = "#ffffff", "#dcf2e0", "#bcd8f5", "#f8e0a8", "#c2410c"
 
 
 def _content(variable: Any) -> str:
@@ -89,31 +32,65 @@ def _content(variable: Any) -> str:
     return str(tuple(variable.shape))
 
 
-def flowing(result: Any, one: Any) -> list[tuple[Any, Any]]:
-    """Return each variable with the derivative that has reached it, in the order of backpropagation."""
+def _number(value: Any) -> str:
+    """Return a derivative in a few characters: a number, or the shape of a tensor."""
+    return f"{value:.4g}" if isinstance(value, (int, float)) else _content(value)
+
+
+class Visit(NamedTuple):
+    """A variable that backpropagation visits.
+
+    Attributes:
+        variable: Its inputs get a share each.
+        derivative: Of the result by the variable, complete.
+        shares: One for each input of the function that made the variable.
+    """
+
+    variable: Any
+    derivative: Any
+    shares: list[tuple[Any, Any]]
+
+
+def flowing(result: Any, one: Any) -> list[Visit]:
+    """Return the visits of backpropagation, in its order.
+
+    Args:
+        result: The variable at which it begins.
+        one: The derivative of the result by itself.
+    """
     derivatives = {result.unique_id: one}
     order = []
     for variable in minitorch.topological_sort(result):
         derivative = derivatives[variable.unique_id]
-        order.append((variable, derivative))
-        if not variable.is_leaf():
-            for parent, share in variable.chain_rule(derivative):
-                if not parent.is_constant():
-                    known = derivatives.get(parent.unique_id)
-                    derivatives[parent.unique_id] = share if known is None else known + share
+        shares = [] if variable.is_leaf() else list(variable.chain_rule(derivative))
+        order.append(Visit(variable, derivative, shares))
+        for parent, share in shares:
+            if not parent.is_constant():
+                known = derivatives.get(parent.unique_id)
+                derivatives[parent.unique_id] = share if known is None else known + share
     return order
 
 
-def as_dot(result: Any, order: list[tuple[Any, Any]], done: int) -> str:
+def as_dot(result: Any, order: list[Visit], done: int) -> str:
     """Return the graph in the DOT language.
+
+    An edge into a function shows the local derivative, and the share that has flowed back along it.
 
     Args:
         result: The last variable.
         order: Of :func:`flowing`.
         done: How many of them backpropagation has visited; these show their derivative.
     """
-    reached = {variable.unique_id: derivative for variable, derivative in order[:done]}
-    lines = ["digraph {", 'rankdir="LR"; node [shape=box, style=filled, fontname="sans-serif"];']
+    visited = {visit.variable.unique_id: visit for visit in order[:done]}
+    last = order[done - 1].variable.unique_id if done else None
+    arrived: dict[str, list[str]] = {}
+    for visit in visited.values():
+        for parent, share in visit.shares:
+            arrived.setdefault(parent.unique_id, []).append(_number(share))
+    lines = [
+        "digraph {", 'rankdir="LR"; nodesep=0.35; ranksep=0.7;',
+        'node [shape=box, style=filled, fontname="sans-serif"]; edge [fontname="sans-serif", fontsize=12];',
+    ]  # fmt: skip
     seen: set[str] = set()
     waiting: list[Any] = [result]
     while waiting:
@@ -122,27 +99,33 @@ def as_dot(result: Any, order: list[tuple[Any, Any]], done: int) -> str:
         if node in seen:
             continue
         seen.add(node)
-        label, colour = _content(variable), "#ffffff"
+        label, colour = _content(variable), WHITE
         history = variable.history
         is_leaf = variable.is_leaf() or variable.is_constant()
         if is_leaf and variable.name and variable.name != str(variable.unique_id):
             label = f"{variable.name}: {label}"
-        if variable.unique_id in reached:
-            derivative = reached[variable.unique_id]
-            is_number = isinstance(derivative, (int, float))
-            text = f"{derivative:.4g}" if is_number else _content(derivative)
-            label += f"\\nd = {text}"
-            colour = "#bcd8f5"
+        shares = arrived.get(variable.unique_id, [])
+        visit = visited.get(variable.unique_id)
+        if visit is not None:
+            total = _number(visit.derivative)
+            has_terms = len(shares) > 1 and isinstance(visit.derivative, (int, float))
+            terms = f"{' + '.join(shares)} = " if has_terms else ""
+            label += f"\\nd = {terms}{total}"
+            colour = BLUE
+        elif shares and not variable.is_constant():
+            label, colour = f"{label}\\nso far {' + '.join(shares)}", GREEN
         lines.append(f'{node} [label="{label}", fillcolor="{colour}"];')
         if is_leaf:
             continue
         function = f"f{variable.unique_id}"
         name = history.last_fn.__name__
-        lines.append(f'{function} [label="{name}", shape=ellipse, fillcolor="#f8e0a8"];')
+        lines.append(f'{function} [label="{name}", shape=ellipse, fillcolor="{AMBER}"];')
         lines.append(f"{function} -> {node};")
+        edges = _edges(variable, visit)
+        strong = f', color="{STRONG}", penwidth=2' if variable.unique_id == last else ""
         for i, parent in enumerate(history.inputs):
             if hasattr(parent, "unique_id"):
-                lines.append(f"v{parent.unique_id} -> {function};")
+                lines.append(f'v{parent.unique_id} -> {function} [label="{edges[i]}"{strong}];')
                 waiting.append(parent)
             else:  # an option, such as a dimension
                 lines.append(
@@ -152,6 +135,29 @@ def as_dot(result: Any, order: list[tuple[Any, Any]], done: int) -> str:
     return "\n".join([*lines, "}"])
 
 
+def _edges(variable: Any, visit: Visit | None) -> list[str]:
+    """Return what stands at the edges from the inputs to the function that made a variable."""
+    if not isinstance(
+        variable, Scalar
+    ):  # the derivative of a tensor by a tensor is no single number
+        if visit is None:
+            return [""] * len(variable.history.inputs)
+        shares = {parent.unique_id: _number(share) for parent, share in visit.shares}
+        inputs = variable.history.inputs
+        return [
+            f"share {shares[p.unique_id]}" if getattr(p, "unique_id", None) in shares else ""
+            for p in inputs
+        ]
+    local = [_number(value) for _, value in variable.chain_rule(1.0)]
+    if visit is None:
+        return [f"∂ = {value}" for value in local]
+    d = _number(visit.derivative)
+    return [
+        f"{d} · {value} = {_number(share)}"
+        for value, (_, share) in zip(local, visit.shares, strict=True)
+    ]
+
+
 def _show(variables: dict[str, Any], examples: tuple[str, ...], make_one: Any) -> None:
     """Show an expression of some variables."""
     example = choose("an expression", [*examples, "my own"], "example")
@@ -159,28 +165,41 @@ def _show(variables: dict[str, Any], examples: tuple[str, ...], make_one: Any) -
     try:
         result = evaluate(text, variables)
         if not hasattr(result, "history"):
-            raise ValueError(f"{text} has no variable in it")
+            raise ValueError("it has no variable in it")
         order = flowing(result, make_one(result))
-    except (ValueError, ArithmeticError, TypeError) as error:
-        st.error(f"{text}: {error}")
+    except OverflowError:
+        refuse(f"{text}: a number in it is too large for a floating-point number")
         return
-    done = st.slider("steps of backpropagation", 0, len(order), 0, key="done")
+    except (ValueError, ArithmeticError, TypeError, IndexError) as error:
+        known = {"math domain error": "a logarithm or a root of a number that is not positive"}
+        refuse(f"{text}: {known.get(str(error), error)}")
+        return
+    state = st.session_state
+    state["done"] = min(state.get("done", 0), len(order))  # another expression may have fewer steps
+    done = st.slider("steps of backpropagation", 0, len(order), key="done")
     st.graphviz_chart(as_dot(result, order, done))
     st.caption(
-        "Boxes are variables, ellipses the functions in their history. Backpropagation visits a variable "
-        "when everything that uses it has been visited; a variable used twice gets the sum of two shares."
+        "Backpropagation visits a variable when everything that uses it has been visited. Its derivative "
+        "d times the local derivative ∂ of an edge is the share of that edge's input. A variable that is "
+        "used twice gets two shares, and its derivative is their sum."
     )
     columns = st.columns(len(variables))
-    reached = {variable.unique_id: derivative for variable, derivative in order[:done]}
+    reached = {visit.variable.unique_id: visit.derivative for visit in order[:done]}
     for column, (name, variable) in zip(columns, variables.items(), strict=True):
         derivative = reached.get(variable.unique_id)
-        shown = "–" if derivative is None else str(derivative)[:40]
+        shown = "–" if derivative is None else _number(derivative)
         column.metric(f"derivative by {name}", shown)
+        if derivative is not None and not isinstance(derivative, float):
+            column.code(_numbers(derivative))
+
+
+def _numbers(tensor: Any) -> str:
+    """Return the numbers of a tensor with three digits."""
+    return np.array2string(tensor.to_numpy(), precision=3, suppress_small=True)
 
 
 def scalar_page(hide_source: bool = False) -> None:
     """Show the page of module 1."""
-    st.title("An expression of scalars and its derivatives")
     starts = {"x": 2.0, "y": 3.0, "z": -1.0}
     columns = zip(st.columns(len(starts)), starts.items(), strict=True)
     values = {
@@ -193,7 +212,6 @@ def scalar_page(hide_source: bool = False) -> None:
 
 def tensor_page(hide_source: bool = False) -> None:
     """Show the page of module 2."""
-    st.title("An expression of tensors and its gradients")
     rows = st.slider("rows of x", 1, 4, 2, key="rows")
     cols = st.slider("columns of x and y", 1, 4, 3, key="cols")
     shapes = {"x": (rows, cols), "y": (cols,), "z": (rows, 1)}
@@ -203,5 +221,11 @@ def tensor_page(hide_source: bool = False) -> None:
         variables[name] = minitorch.rand(shape, requires_grad=True)
         variables[name].name = name
     st.caption("Shapes: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
-    examples = ("(x * y).sum()", "(x + y).sigmoid() * z", "(x * z).exp().sum()", "x + y + z")
+    examples = (
+        "(x * y).sum()",
+        "(x + y).sigmoid() * z",
+        "(x * z).exp().sum()",
+        "x + y + z",
+        "x ** 2 / y",
+    )
     _show(variables, examples, lambda result: result.zeros(result.shape) + 1.0)

@@ -9,7 +9,7 @@ from typing import Any
 import streamlit as st
 
 from app_pages.pictures import new_figure, show
-from app_pages.widgets import choose
+from app_pages.widgets import choose, refuse
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 #: Key of a row → its name, and whether more is better.
@@ -42,12 +42,11 @@ def measurements() -> tuple[dict[str, dict[str, Any]], list[str]]:
 
 def page(hide_source: bool = False) -> None:
     """Show the page."""
-    st.title("The ladder, measured")
     found, refused = measurements()
     if refused:
         st.warning(f"no results of project/bench_attention.py: {', '.join(refused)}")
     if not found:
-        st.error(f"no results in {RESULTS}; make some with python project/bench_attention.py")
+        refuse(f"no results in {RESULTS}; make some with python project/bench_attention.py")
         return
     widest = max(found, key=lambda name: len(found[name]["rows"][0]))
     index = list(found).index(widest)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import streamlit as st
-from run_scalar import Network
 
 from app_pages.pictures import show_panels
-from app_pages.widgets import choose
+from app_pages.widgets import choose, refuse
 from minitorch import operators
+from minitorch.module import Module, Parameter
 
 ONE: dict[str, Callable[[float], float]] = {
     "neg": operators.neg,
@@ -34,13 +34,39 @@ TWO: dict[str, Callable[[float, float], float]] = {
 POSITIVE = {"log", "inv"}
 
 
+class Layer(Module):
+    """As many weights and biases as it has outputs.
+
+    Args:
+        width: Number of outputs.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        for i in range(width):
+            self.add_parameter(f"weight_{i}", 1.0)
+            self.add_parameter(f"bias_{i}", 0.0)
+
+
+class Network(Module):
+    """A tree of two layers and a parameter of its own.
+
+    Args:
+        width: Outputs of the first layer.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.scale = Parameter(1.0)
+        self.layer1, self.layer2 = Layer(width), Layer(1)
+
+
 def _with_second(function: Callable[[float, float], float], y: float) -> Callable[[float], float]:
     return lambda x: function(x, y)
 
 
 def page(hide_source: bool = False) -> None:
     """Show the page."""
-    st.title("Math sandbox")
     name = choose("function", [*ONE, *TWO], "function", index=1)
     low = 0.1 if name in POSITIVE else -5.0
     x = st.slider("x", low, 5.0, 1.0, 0.1, key="x")
@@ -65,20 +91,24 @@ def page(hide_source: bool = False) -> None:
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
-        st.error(f"numbers with commas between them are needed, as in 1, 2, 3; got {text!r}")
+        refuse(f"numbers with commas between them are needed, as in 1, 2, 3; got {text!r}")
         return
     one = ONE[choose("map", ONE, "map")]
     safe = [number for number in numbers if one not in (operators.log, operators.inv) or number > 0]
-    results = {
-        "map(function)(list)": operators.map(one)(safe),
-        "negList(list)": operators.negList(numbers),
-        "addLists(list, list)": operators.addLists(numbers, numbers),
-        "sum(list)": operators.sum(numbers),
-        "prod(list)": operators.prod(numbers),
-    }
+    try:
+        results = {
+            "map(function)(list)": operators.map(one)(safe),
+            "negList(list)": operators.negList(numbers),
+            "addLists(list, list)": operators.addLists(numbers, numbers),
+            "sum(list)": operators.sum(numbers),
+            "prod(list)": operators.prod(numbers),
+        }
+    except OverflowError:
+        refuse(f"a result is too large for a floating-point number; got the list {text}")
+        return
     st.dataframe([{"": key, "result": str(result)} for key, result in results.items()])
     st.header("A tree of modules")
-    width = st.slider("hidden units of run_scalar.py's network", 1, 6, 2, key="width")
+    width = st.slider("outputs of the first layer", 1, 6, 2, key="width")
     network = Network(width)
     rows = [{"parameter": key, "value": str(p.value)} for key, p in network.named_parameters()]
     st.metric("parameters", len(rows))

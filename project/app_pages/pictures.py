@@ -38,7 +38,10 @@ def show_panels(*panels: Panel, where: Any = st, size: float = 4.4) -> None:
     show(figure, where)
 
 
-def matrix(axes: Any, values: Any, title: str, numbers: str = "{:.2g}", **options: Any) -> None:
+def matrix(
+    axes: Any, values: Any, title: str, numbers: str = "{:.2g}", most_numbers: int = MOST_NUMBERS,
+    font: int = 8, **options: Any,
+) -> None:  # fmt: skip
     """Draw a matrix, or a vector as a column, its numbers in the cells where there is room.
 
     Args:
@@ -46,6 +49,8 @@ def matrix(axes: Any, values: Any, title: str, numbers: str = "{:.2g}", **option
         values: None draws the title only.
         title: Above it.
         numbers: How a number is written; "" writes none.
+        most_numbers: A larger matrix shows none either.
+        font: Size of the numbers.
         options: Of ``imshow``.
     """
     axes.set_title(title, fontsize=9)
@@ -57,7 +62,7 @@ def matrix(axes: Any, values: Any, title: str, numbers: str = "{:.2g}", **option
     values = values[:, None] if values.ndim == 1 else values
     finite = np.where(np.isfinite(values), values, np.nan)
     axes.imshow(finite, **{"cmap": "RdBu_r", "vmin": -MOST, "vmax": MOST, **options})
-    if numbers and values.size <= MOST_NUMBERS:
+    if numbers and values.size <= most_numbers:
         for (row, col), value in np.ndenumerate(values):
             text = numbers.format(value).replace("-inf", "-∞").replace("nan", "–")
             is_dark = 0.7 * MOST < abs(value) < np.inf
@@ -67,6 +72,6 @@ def matrix(axes: Any, values: Any, title: str, numbers: str = "{:.2g}", **option
                 text,
                 ha="center",
                 va="center",
-                fontsize=7,
+                fontsize=font,
                 color="white" if is_dark else "black",
             )

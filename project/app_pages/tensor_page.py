@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 
 import minitorch
 from app_pages.pictures import show_panels
-from app_pages.widgets import choose
+from app_pages.widgets import choose, refuse
 from kernels.common.geometry import ceil_div
 from minitorch.tensor_data import TensorData, index_to_position
 
@@ -36,7 +36,6 @@ def _cells(axes: Any, table: Any, marked: Any, title: str) -> None:
 
 def page(hide_source: bool = False) -> None:
     """Show the page."""
-    st.title("Storage, strides, views")
     columns = st.columns(3)
     sizes = [
         columns[i].slider(f"size of dimension {i}", 1, 5, start, key=f"size{i}")
@@ -79,6 +78,6 @@ def page(hide_source: bool = False) -> None:
         known = [tuple(int(size) for size in text.split(",") if size.strip()) for text in shapes]
         together = minitorch.shape_broadcast(*known)
     except (ValueError, IndexError, minitorch.IndexingError) as error:
-        st.error(str(error))
+        refuse(str(error))
         return
     st.metric("shape of a + b", str(tuple(together)))

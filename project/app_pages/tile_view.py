@@ -36,6 +36,8 @@ class TileView:
 
     Attributes:
         visit: Number of the query tile and of the key tile.
+        first_row: Row of the call at which the query tile begins.
+        first_col: Column at which the key tile begins.
         q_tile: (rows, head_dim).
         k_tile: (cols, head_dim).
         v_tile: (cols, head_dim).
@@ -48,6 +50,8 @@ class TileView:
     """
 
     visit: Visit
+    first_row: int
+    first_col: int
     q_tile: Array
     k_tile: Array
     v_tile: Array
@@ -98,6 +102,21 @@ class Story:
         seq, settings = self.settings.seq, self.settings
         return ceil_div(seq, settings.block_q), ceil_div(seq, settings.block_k)
 
+    @property
+    def has_tiles(self) -> bool:
+        """Whether the rung goes tile by tile."""
+        return any(visit is not None for visit in self.visits)
+
+    def before(self, number: int) -> Array | None:
+        """Return (rows,), the running maxima before the visit of a step; None between visits."""
+        visit = self.visits[number]
+        if visit is None:
+            return None
+        while self.stage(self.recording.steps[number]) != "loaded":
+            number -= 1
+        view = self.tiles(number)
+        return None if view is None else view.row_max
+
     def progress(self, number: int) -> Array:
         """Return (query tiles, key tiles): 0 never visited, 1 still to come, 2 done, 3 now."""
         states = np.zeros(self.shape, np.int64)
@@ -129,7 +148,7 @@ class Story:
         return row, col, min(s.block_q, s.seq - row), min(s.block_k, s.seq - col), s.head_dim
 
     def _of_flash1(self, number: int, step: Step, visit: Visit) -> TileView:
-        row, _, rows, cols, dim = self._sizes(visit)
+        row, col, rows, cols, dim = self._sizes(visit)
         shared, stage = step.shared, self.stage(step)
         done = STAGES[step.kernel].index(stage)
         s = shared["s"][:rows, :cols]
@@ -150,7 +169,7 @@ class Story:
             # The kernel has e^(m - m_new) l in one number.
             old = np.where(old_sum == 0, 1, old_sum)
             view["rescale"] = shared["old_weight"][:rows] / old
-        return TileView(visit, **view)
+        return TileView(visit, row, col, **view)
 
     def _before(self, number: int, name: str, visit: Visit) -> Any:
         """Return a part of the visit's tiles at the step after which the kernel overwrites it."""
@@ -161,7 +180,7 @@ class Story:
         return getattr(view, name)
 
     def _of_flash2(self, number: int, step: Step, visit: Visit) -> TileView:
-        _, _, rows, cols, dim = self._sizes(visit)
+        row, col, rows, cols, dim = self._sizes(visit)
         at, flat = step.numbers, step.shared["shared"]
         names = ["q_tile", "k_tile", "v_tile", "p_tile"]
         starts = [int(at[name]) for name in names]
@@ -191,7 +210,7 @@ class Story:
             stride = self.settings.block_k + VECTOR
             p = flat[starts[3] : starts[3] + self.settings.block_q * stride]
             view["probs"] = p.reshape(-1, stride)[:rows, :cols]
-        return TileView(visit, **view)
+        return TileView(visit, row, col, **view)
 
     def _threads(self, step: Step) -> Any:
         """Return lanes, threads along a column, and tx and ty of each thread."""

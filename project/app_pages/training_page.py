@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
+import random
 import time
 from collections.abc import Callable
-from typing import Any
 
+import numpy as np
 import streamlit as st
-from run_fast_tensor import FastTrain
-from run_manual import BIAS, WEIGHTS, ManualTrain
-from run_scalar import ScalarTrain
-from run_tensor import TensorTrain
-from training.points import DATASETS, Trainer, boundary, count_correct
+from training.points import DATASETS, GRID, Trainer, boundary, count_correct
 from training.script_helpers import curves
 
-import minitorch
 from app_pages.pictures import show_panels
 from app_pages.widgets import choose
 from minitorch.datasets import Graph
 
-#: Seconds from one picture to the next while a training runs.
-CADENCE = 0.7
+#: Seconds from one picture to the next, at least, and the part of the time that drawing may take.
+CADENCE, SHARE = 0.25, 0.2
+#: Points along each side of the pictures drawn during a training.
+COARSE = 20
+
+
+class Pace:
+    """Decides when to draw: a few times a second, and less often where a picture takes long."""
+
+    def __init__(self) -> None:
+        self.next = time.monotonic() + CADENCE
+
+    def run(self, draw: Callable[[], object]) -> None:
+        """Draw if it is time."""
+        start = time.monotonic()
+        if start >= self.next:
+            draw()
+            took = time.monotonic() - start
+            self.next = start + max(CADENCE, took / SHARE)
 
 
 def choose_points() -> Graph:
@@ -28,19 +42,20 @@ def choose_points() -> Graph:
     name = choose("points", DATASETS, "dataset", st.sidebar)
     count = st.sidebar.slider("number of points", 10, 150, 50, 10, key="points")
     seed = st.sidebar.number_input("seed", 0, 1000, 0, key="seed")
-    minitorch.manual_seed(int(seed))
+    random.seed(int(seed))  # as minitorch.manual_seed, which modules 0 and 1 have not
+    np.random.seed(int(seed))
     return DATASETS[name](count)
 
 
 def manual_page(hide_source: bool = False) -> None:
     """Show the page of module 0: weights by hand."""
-    st.title("A linear classifier by hand")
+    script = importlib.import_module("run_manual")
     data = choose_points()
-    starts = zip(("w1", "w2", "b"), (*WEIGHTS, BIAS), st.columns(3), strict=True)
+    starts = zip(("w1", "w2", "b"), (*script.WEIGHTS, script.BIAS), st.columns(3), strict=True)
     *weights, bias = [
         column.slider(name, -20.0, 20.0, start, 0.5, key=name) for name, start, column in starts
     ]
-    classifier = ManualTrain()
+    classifier = script.ManualTrain()
     classifier.set_weights(weights, bias)
     correct = count_correct(classifier, data)
     st.metric("right", f"{correct} of {data.N}")
@@ -48,21 +63,21 @@ def manual_page(hide_source: bool = False) -> None:
     show_panels(boundary(classifier, data, title), where=st.columns(2)[0], size=5)
 
 
-def _training_page(title: str, make: Callable[[int], Trainer], hidden: int, rate: float) -> None:
-    st.title(title)
+def _training_page(script: str, trainer_name: str) -> None:
+    """Show the trainer of a script of the course, which its starter tree may lack."""
     data = choose_points()
     side = st.sidebar
-    width = side.slider("hidden units", 1, 20, hidden, key="hidden")
+    width = side.slider("hidden units", 1, 20, 8, key="hidden")
     rates = (0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
-    step = side.select_slider("learning rate", rates, rate, key="rate")
-    epochs = side.slider("epochs", 10, 500, 200, 10, key="epochs")
-    trainer = make(width)
+    rate = side.select_slider("learning rate", rates, 0.3, key="rate")
+    epochs = side.slider("epochs", 10, 500, 300, 10, key="epochs")
+    trainer: Trainer = getattr(importlib.import_module(script), trainer_name)(width)
     metric, picture, bar = st.empty(), st.empty(), st.empty()
 
-    def draw(losses: list[float], epoch: int) -> None:
+    def draw(losses: list[float], epoch: int, side: int = GRID) -> None:
         correct = count_correct(trainer, data)
         metric.metric("right", f"{correct} of {data.N}")
-        panels = [boundary(trainer, data, f"epoch {epoch}: {correct} of {data.N}")]
+        panels = [boundary(trainer, data, f"epoch {epoch}: {correct} of {data.N}", side)]
         if losses:
             line = ("", range(1, len(losses) + 1), losses)
             panels.append(curves("epoch", "loss of all points", line))
@@ -71,31 +86,31 @@ def _training_page(title: str, make: Callable[[int], Trainer], hidden: int, rate
     if not st.button("train", key="train", type="primary"):
         draw([], 0)
         return
-    last = [time.monotonic()]
+    pictures, bars, start = Pace(), Pace(), time.monotonic()
+    last: list[float] = []
 
     def log(epoch: int, total_loss: float, correct: int, losses: list[float]) -> None:
-        bar.progress(epoch / epochs, f"epoch {epoch} of {epochs}, loss {total_loss:.3f}")
-        if time.monotonic() - last[0] > CADENCE or epoch == epochs:
-            draw(losses, epoch)
-            last[0] = time.monotonic()
+        last[:] = losses
+        text = f"epoch {epoch} of {epochs}, loss {total_loss:.3f}"
+        bars.run(lambda: bar.progress(epoch / epochs, text))
+        pictures.run(lambda: draw(losses, epoch, COARSE))
 
-    trainer.train(data, step, epochs, log)
+    trainer.train(data, rate, epochs, log)
+    seconds = time.monotonic() - start
+    bar.progress(1.0, f"{epochs} epochs in {seconds:.1f} s, loss {last[-1]:.3f}")
+    draw(last, epochs)
 
 
 def scalar_page(hide_source: bool = False) -> None:
     """Show the page of module 1."""
-    _training_page("A network of scalars", ScalarTrain, 4, 0.3)
+    _training_page("run_scalar", "ScalarTrain")
 
 
 def tensor_page(hide_source: bool = False) -> None:
     """Show the page of module 2."""
-    _training_page("A network of tensors", TensorTrain, 4, 0.3)
+    _training_page("run_tensor", "TensorTrain")
 
 
 def fast_page(hide_source: bool = False) -> None:
     """Show the page of module 3."""
-
-    def make(width: int) -> Any:
-        return FastTrain(width)
-
-    _training_page("A network on the fast backend", make, 10, 0.05)
+    _training_page("run_fast_tensor", "FastTrain")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -29,3 +30,8 @@ def choose(
         names: What stands in the list for an option.
     """
     return where.selectbox(label, list(options), index=index, key=key, format_func=names)
+
+
+def refuse(message: str, where: Any = st) -> None:
+    """Show an error as it is: Markdown would read some of its characters as marks."""
+    where.error(re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(message.split())))

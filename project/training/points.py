@@ -90,21 +90,22 @@ def count_correct(classifier: Classifier, data: Graph) -> int:
     return int(((probabilities(classifier, data.X) > 0.5) == np.array(data.y)).sum())
 
 
-def boundary(classifier: Classifier, data: Graph, title: str) -> Panel:
+def boundary(classifier: Classifier, data: Graph, title: str, side: int = GRID) -> Panel:
     """Return a panel of the points, upon what the classifier says of the plane around them.
 
     Args:
         classifier: Judges the points of a grid.
         data: The points; those on the wrong side are ringed.
         title: Above the picture.
+        side: Points along each side of the grid.
     """
 
     def panel(axes: Any) -> None:
         X, y = np.array(data.X), np.array(data.y)
         low, high = np.minimum(X.min(0), 0.0) - 0.02, np.maximum(X.max(0), 1.0) + 0.02
-        first, second = (np.linspace(low[i], high[i], GRID) for i in (0, 1))
+        first, second = (np.linspace(low[i], high[i], side) for i in (0, 1))
         grid = [(x1, x2) for x2 in second.tolist() for x1 in first.tolist()]
-        level = probabilities(classifier, grid).reshape(GRID, GRID)
+        level = probabilities(classifier, grid).reshape(side, side)
         axes.contourf(first, second, level, levels=np.linspace(0, 1, 11), cmap="RdBu_r", alpha=0.6)
         axes.contour(first, second, level, levels=[0.5], colors="black", linewidths=1.0)
         for label, marker, color in ((0, "o", "#1e40af"), (1, "^", "#991b1b")):

@@ -256,7 +256,10 @@ def page(hide_source: bool = False) -> None:
     except RuntimeError as error:
         refuse(str(error))
         return
-    recording = next(each for each in found if each.settings.rung == rung)
+    recording = next((each for each in found if each.settings.rung == rung), None)
+    if recording is None:
+        refuse(f"{rung} is not written yet; choose another kernel")
+        return
     story = Story(recording)
     number = choose_step(len(recording.steps), story.last_steps())
     step = recording.steps[number]

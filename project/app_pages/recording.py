@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, FunctionType
@@ -272,7 +273,7 @@ def run(settings: Settings) -> Recording:
 
 
 def record(*settings: Settings) -> list[Recording]:
-    """Record calls, in a process of its own.
+    """Record calls, in a process of its own; a rung that a student has not written yet is left out.
 
     Raises:
         RuntimeError: If it fails, or takes longer than LIMIT seconds; it says why.
@@ -303,7 +304,11 @@ def main() -> None:
     cuda_cores.SIZES = replace(cuda_cores.SIZES, product_blocks=0)
     split_keys.SIZES = replace(split_keys.SIZES, split_blocks=0)
     settings = pickle.loads(sys.stdin.buffer.read())
-    sys.stdout.buffer.write(pickle.dumps([run(each) for each in settings]))
+    recordings = []
+    for each in settings:
+        with suppress(NotImplementedError):
+            recordings.append(run(each))
+    sys.stdout.buffer.write(pickle.dumps(recordings))
 
 
 if __name__ == "__main__":

@@ -156,7 +156,9 @@ def _readme(module: int, root: Path) -> str:
         f"   # END TASK {first.id}", "   ```", "",
         f"4. `{command(first)}` runs the tests of one task, and "
         f"`python project/course.py grade . --task {first.id}` judges it as your teacher's grader does.",
-        "5. `python project/course.py grade .` prints the points of this module.", "",
+        "5. `python project/course.py grade .` prints the points of this module.",
+        "6. `make app` opens pages in a browser that show the ideas of this module, computed by your code.",
+        "",
         "You may add functions and imports in the files named here, and files of your own. Every other "
         "file is taken from the course when your work is graded."
         + f" The course's own `course.py start {module + 1} NEW --from OLD` begins the next module "

@@ -120,7 +120,8 @@ def write_tree(
         target = out / file
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(replaced(text, file, body_of), encoding="utf-8")
-    for file in ("setup.py", ".gitignore"):
+    for file in ("setup.py", ".gitignore", ".streamlit/config.toml"):
+        (out / file).parent.mkdir(exist_ok=True)
         shutil.copyfile(root / file, out / file)
     named = {
         word
@@ -155,7 +156,13 @@ def _texts(module: int, root: Path) -> dict[str, str]:
     marked = {r.key.file for r in marked_regions(root) if find_task(r.key.task).module <= module}
     files = {f"project/{name}.py" for m in MODULES[: module + 1] for name in m.scripts}
     files |= {path.relative_to(root).as_posix() for path in (root / "project/course").glob("*.py")}
-    files |= {"project/course.py", *(f"tests/{name}.py" for name in HELPERS), *(marked - tests)}
+    files |= {f"project/app_pages/{name}.py" for m in MODULES[: module + 1] for name in m.pages}
+    files |= {
+        "project/course.py",
+        "project/app.py",
+        *(f"tests/{name}.py" for name in HELPERS),
+        *(marked - tests),
+    }
     return tree_texts(root, module, tests | speed, files)
 
 
@@ -179,10 +186,11 @@ def _makefile(module: int) -> str:
         "# make test    the tests of this module, compiled without optimisation, which takes half the time",
         "#              (pytest alone compiles as for use, and looks for the smallest example too)",
         "# make grade   task by task, with points",
+        "# make app     this module's ideas in a browser, computed by your code",
         "ARGS ?= -n 2",
         "PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)",
         "",
-        ".PHONY: test grade venv",
+        ".PHONY: test grade app venv",
         "export MINITORCH_SHRINK = 0",
         "",
         "# Numba's cache does not tell what is optimised from what is not.",
@@ -195,6 +203,11 @@ def _makefile(module: int) -> str:
         "",
         "grade:",
         "\t$(PYTHON) project/course.py grade .",
+        "",
+        "app:",
+        "\ttest -x .venv/bin/python || $(MAKE) venv",
+        "\t.venv/bin/python -m pip install --quiet --editable '.[app]'",
+        f"\t.venv/bin/python -m streamlit run project/app.py -- {module}",
         "",
         "venv:",
         "\tpython3 -m venv .venv",

@@ -73,20 +73,24 @@ class Module:
         number: 0 to 5.
         title: A few words.
         scripts: What of ``project/`` belongs to it.
+        pages: What of ``project/app_pages`` belongs to it.
     """
 
     number: int
     title: str
     scripts: tuple[str, ...] = ()
+    pages: tuple[str, ...] = ()
 
 
 MODULES = (
-    Module(0, "Fundamentals", ("run_manual",)),
-    Module(1, "Autodiff", ("run_scalar",)),
-    Module(2, "Tensors", ("run_tensor",)),
+    Module(0, "Fundamentals", ("run_manual",), ("math_page", "training_page")),
+    Module(1, "Autodiff", ("run_scalar",), ("graph_page",)),
+    Module(2, "Tensors", ("run_tensor",), ("tensor_page",)),
     Module(3, "Efficiency", ("run_fast_tensor", "parallel_check")),
-    Module(4, "Networks", ("run_digits", "run_sentiment")),
-    Module(5, "FlashAttention", ("train_gpt", "train_tasks", "bench_attention")),
+    Module(4, "Networks", ("run_digits", "run_sentiment"), ("conv_page",)),
+    Module(
+        5, "FlashAttention", ("train_gpt", "train_tasks", "bench_attention"), ("attention_page",)
+    ),
 )
 
 OPERATORS = ("tests/minitorch/test_operators.py",)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attention_diagrams
+import course_diagrams
+import hardware_diagrams
 from kernel_diagrams import mma_fragments, ping_pong, swizzle
 
 from kernels.common.picture import AMBER, BLUE, GREEN, INK, PALE, RED, Picture
@@ -244,14 +247,23 @@ PICTURES = {
     "mma-fragments": mma_fragments,
     "swizzle": swizzle,
     "ping-pong": ping_pong,
+    **course_diagrams.PICTURES,
+    **hardware_diagrams.PICTURES,
+    **attention_diagrams.PICTURES,
 }
+
+
+def drawn() -> dict[str, str]:
+    """Return the text of each file, by its name."""
+    animations = {name: draw() for name, draw in attention_diagrams.ANIMATIONS.items()}
+    return {name: draw().svg() for name, draw in PICTURES.items()} | animations
 
 
 def main() -> None:
     """Write every picture."""
     FOLDER.mkdir(exist_ok=True)
-    for name, draw in PICTURES.items():
-        (FOLDER / f"{name}.svg").write_text(draw().svg(), encoding="utf-8", newline="\n")
+    for name, text in drawn().items():
+        (FOLDER / f"{name}.svg").write_text(text, encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -80,6 +80,19 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
+def printed(page: Path) -> dict[int, str]:
+    """Return the output that a page shows below a block, by the first line of the block."""
+    found, before = {}, None
+    for line, language, text in split(page)[1]:
+        ends = (
+            before and before[0] + len(before[2].splitlines()) + 3
+        )  # its fence, an empty line, a fence
+        if language == "text" and before and before[1] == PLAIN and line == ends:
+            found[before[0]] = text
+        before = line, language, text
+    return found
+
+
 def blocks(page: Path, wanted: str = PLAIN) -> list[tuple[int, str]]:
     return [(line, text) for line, language, text in split(page)[1] if language == wanted]
 
@@ -103,9 +116,10 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(("page", "language"), PROGRAMS)
 def test_every_python_block_of_a_page_runs(
-    page: Path, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One namespace a page; an error is at the page's own line."""
+    page: Path, language: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One namespace a page; an error is at the page's own line, and output below a block is right."""
     if language in (WITH_TORCH, WITH_MODELS):
         for name in language.split()[1:]:
             pytest.importorskip(name)
@@ -116,8 +130,12 @@ def test_every_python_block_of_a_page_runs(
     monkeypatch.setitem(sys.modules, "page", module)  # classes of a page belong to a module
     minitorch.manual_seed(0)
     before = minitorch.get_default_dtype()
+    shown = printed(page)
     for line, text in blocks(page, language):
+        capsys.readouterr()
         exec(compile("\n" * (line - 1) + text, str(page), "exec"), module.__dict__)
+        if line in shown:
+            assert capsys.readouterr().out.rstrip("\n") == shown[line], f"{page}:{line}"
     assert minitorch.get_default_dtype() == before, "a page leaves the default dtype as it was"
 
 
@@ -148,13 +166,11 @@ def test_the_diagrams_are_what_the_script_draws_and_all_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
-    drawn = load(DOCS / "draw_diagrams.py").PICTURES
+    drawn = load(DOCS / "draw_diagrams.py").drawn()
     committed = {
         path.stem: path.read_text(encoding="utf-8") for path in DOCS.glob("diagrams/*.svg")
     }
-    assert committed == {name: draw().svg() for name, draw in drawn.items()}, (
-        "run python docs/draw_diagrams.py"
-    )
+    assert committed == drawn, "run python docs/draw_diagrams.py"
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [name for name in drawn if f"diagrams/{name}.svg" not in text] == []
 

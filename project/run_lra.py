@@ -6,6 +6,7 @@ python project/run_lra.py --all --go-on                        what the record l
 python project/run_lra.py --task text --data aclImdb --all     the official files; a stand-in otherwise
 python project/run_lra.py --quick --all --task listops         a tiny size, to see that everything runs
 python project/run_lra.py --figures lengths                    time by length of all nine
+python project/run_lra.py --figures steps                      time and memory of steps on all tasks
 """
 
 from __future__ import annotations
@@ -17,12 +18,26 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.long_range import HEAD_DIM, HEADS, LENGTHS, lengths_table, peak_in_child, time_by_length
-from bench.long_range_tables import lengths_panel, pictures, rates_table, results_table
+from bench.long_range import (
+    HEAD_DIM,
+    HEADS,
+    LENGTHS,
+    lengths_table,
+    peak_in_child,
+    time_by_length,
+    time_of_steps,
+)
+from bench.long_range_tables import (
+    lengths_panel,
+    pictures,
+    rates_table,
+    results_table,
+    steps_tables,
+)
 from bench.measuring import command_line, name_of, rows_of, timing_note, write_record
 from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser
 from common.one_by_one import run_one_by_one
-from data.long_range import GENERATED, TASKS, TEXT_LENGTH, load_task
+from data.long_range import GENERATED, TASKS, TEXT_LENGTH, Task, load_task
 from data.pathfinder import PUBLISHED
 from training.lra_loop import Training
 from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings
@@ -103,10 +118,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add(
         "--json",
         metavar="FILE",
-        help="the record (default: lra.json, or lra_lengths.json, in --out)",
+        help="the record (default: lra.json, lra_lengths.json or lra_steps.json in --out)",
     )
     add("--plots", metavar="DIR", help="draw accuracy against speed and memory, or time by length")
-    add("--figures", choices=["lengths"], help="do not train: measure the time by length")
+    add("--figures", choices=["lengths", "steps"],
+        help="do not train: measure the time by length, or training steps on the tasks")  # fmt: skip
     add(
         "--lengths",
         nargs="+",
@@ -115,19 +131,19 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="of --figures lengths",
     )
-    parser.option("--budget", POSITIVE, 20.0, "seconds for each length of --figures lengths")
+    parser.option("--budget", POSITIVE, 20.0, "seconds for each length, or task, of --figures")
     args = parser.parse_args(argv)
     if args.lr is not None and args.tune:
         parser.error("--tune tries several learning rates; leave out --lr")
     if args.all and args.attention:
         parser.error("--all takes all attentions; leave out --attention, or --all")
-    args.task = args.task or [*(TASKS if args.all else ("listops",))]
+    takes_all = args.all or args.figures == "steps"
+    args.task = args.task or [*(TASKS if takes_all else ("listops",))]
     if args.data is not None and (len(args.task) > 1 or args.task[0] in GENERATED):
         parser.error("--data holds the files of one task: add --task text, retrieval or image")
     args.attention = args.attention or [*(METHODS if args.all or args.figures else ("flash",))]
-    args.json = args.json or str(
-        Path(args.out) / ("lra_lengths.json" if args.figures else "lra.json")
-    )
+    name = f"lra_{args.figures}.json" if args.figures else "lra.json"
+    args.json = args.json or str(Path(args.out) / name)
     return args
 
 
@@ -185,19 +201,16 @@ def write(args: argparse.Namespace, argv: Sequence[str], rows: Rows, **more: Any
     write_record(args.json, command, name_of(device), **more, rows=rows)
 
 
+def task_of(args: argparse.Namespace, name: str, examples: int | None) -> Task:
+    """Return a task with as many training examples as are asked for, or all."""
+    sets = Path(args.out) / "sets"
+    return load_task(name, sets, args.data, 0, args.quick, examples, args.size, args.length)
+
+
 def train_one(args: argparse.Namespace, run: Run, argv: Sequence[str]) -> None:
     """Train, and put the row into the record; exit after Ctrl-C."""
     settings = settings_of(args, run.task)
-    task = load_task(
-        run.task,
-        Path(args.out) / "sets",
-        args.data,
-        0,
-        args.quick,
-        args.examples,
-        args.size,
-        args.length,
-    )
+    task = task_of(args, run.task, args.examples)
     print(f"{task.name}: {task.source}; {METHODS[run.attention].title}, {settings.steps} steps")
     try:
         training = Training(
@@ -210,11 +223,7 @@ def train_one(args: argparse.Namespace, run: Run, argv: Sequence[str]) -> None:
     rows = [other for other in read_rows(args.json) if key_of(other) != run]
     write(args, argv, [*rows, row])
     if row["done"]:
-        model = {
-            "vocabulary": task.vocabulary, "length": task.length, "classes": task.classes,
-            "pad_id": task.pad_id, "documents": task.documents,
-        }  # fmt: skip
-        row["peak_bytes"] = peak_in_child(run.attention, settings, args.backend, model)
+        row["peak_bytes"] = peak_in_child(run.attention, settings, args.backend, task.model)
         write(args, argv, [*rows, row])
     else:
         print(
@@ -267,7 +276,19 @@ def train(args: argparse.Namespace, argv: Sequence[str]) -> None:
         sys.exit(code)
 
 
-# -- time by length ------------------------------------------------------------------------------
+# -- figures -------------------------------------------------------------------------------------
+
+
+def measure_steps(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Measure training steps of all attentions on the tasks, and print speed-up and memory."""
+    rows: Rows = []
+    note = f"{timing_note('cuda' if args.backend == 'cuda' else 'cpu')}; one batch, again and again"
+    for name in args.task:
+        settings = settings_of(args, name)
+        task = task_of(args, name, 8 * settings.batch)
+        rows += time_of_steps(args.attention, task, settings, args.backend, args.budget, args.eager)
+        write(args, argv, rows, note=note)
+    print(f"\n{steps_tables(rows)}\n\nrecord {args.json}")
 
 
 def measure_lengths(args: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -296,7 +317,9 @@ def main(argv: list[str] | None = None) -> None:
     check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
     make_folder(args.out)
     with ends_in_one_line("--batch, --length or --size"):
-        if args.figures:
+        if args.figures == "steps":
+            measure_steps(args, given)
+        elif args.figures:
             measure_lengths(args, given)
         else:
             train(args, given)

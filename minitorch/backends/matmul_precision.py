@@ -88,7 +88,7 @@ PRECISIONS = {
         Precision("float32", FLOAT32, FLOAT32, "float32"),
         Precision("tf32", FLOAT32, FLOAT32, "tf32"),
         # Its range is that of float32: no gradient is lost, and the loss needs no scaling.
-        Precision("bfloat16", BFLOAT16, FLOAT32, "float32"),
+        Precision("bfloat16", BFLOAT16, FLOAT32, "bfloat16"),
     )
 }
 

@@ -162,15 +162,17 @@ class Lookup(Function):
     @staticmethod
     def forward(ctx: Context, table: Tensor, ids: Any) -> Tensor:
         """Return (*ids.shape, dim) for a table (count, dim) and an integer array."""
-        ctx.save_for_backward(ids, table.shape[0], table.dtype)
-        return rounded(table, table.f.fused.embedding(stored(table, "embedding"), ids))
+        fused = table.f.fused
+        placed = fused.place_ids(ids)  # once, for both passes
+        ctx.save_for_backward(ids, placed, table.shape[0], table.dtype)
+        return rounded(table, fused.embedding(stored(table, "embedding"), placed, ids.shape))
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
         """Add up the gradients of each row."""
-        ids, rows, dtype = ctx.saved_values
+        ids, placed, rows, dtype = ctx.saved_values
         dout = stored(grad_output, "embedding", dtype)
-        dtable = grad_output.f.fused.embedding_backward(dout, ids, rows)
+        dtable = grad_output.f.fused.embedding_backward(dout, ids, placed, rows)
         return rounded(grad_output, dtable, dtype), None
 
 

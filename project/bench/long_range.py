@@ -1,13 +1,19 @@
-"""Time and memory of the nine attentions of the Long-Range Arena: peak of a step, and time by length."""
+"""Time and memory of the nine attentions of the Long-Range Arena: of training steps, and by length."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
+from data.long_range import Task
 from tqdm import tqdm
+from training.lra_loop import Training
 from training.lra_methods import BACKENDS, METHODS, Settings, build_classifier
 
 import minitorch
@@ -23,10 +29,8 @@ from bench.measuring import (
 from bench.record_files import Record
 from bench.table_cells import cell, markdown
 from kernels.cuda.runtime.arrays import pool
-from kernels.runtime.dtypes import BFLOAT16
+from minitorch.backends.matmul_precision import find_precision
 
-#: By the name of a precision.
-DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 #: With which everything is compared, and those that compute the same as it.
 NAIVE, FLASH = "naive", "flash"
 HEADS, HEAD_DIM = 2, 32
@@ -36,6 +40,8 @@ LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 MOST_BYTES, KEPT_MATRICES = 4 * 2**30, 6
 #: Length of the step before a measured one, which compiles.
 WARM_UP = 256
+#: Steps before measured ones: the first compile, later ones are captured.
+STEPS_BEFORE = 4
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -68,7 +74,8 @@ def peak_of_step(
             y = np.zeros(settings.batch, np.int64)
             wait("cuda" if backend == "cuda" else "cpu")
             before = memory.reset_peak() if memory is not None else reset_peak_memory()
-            own.loss(X, y).backward()
+            with minitorch.matmul_precision(find_precision(settings.precision).products):
+                own.loss(X, y).backward()
         wait("cuda" if backend == "cuda" else "cpu")
         return (memory.peak() if memory is not None else peak_memory()) - before
     except Exception as error:
@@ -86,6 +93,83 @@ def peak_in_child(
     except RuntimeError as error:
         print(f"no peak of memory: {error}")
         return None
+
+
+# -- training steps --------------------------------------------------------------------------------
+
+
+def time_of_steps(
+    attentions: Sequence[str], task: Task, settings: Settings, backend: str, budget: float,
+    eager: bool = False,
+) -> list[Record]:  # fmt: skip
+    """Measure a training step of each attention on a task, in interleaved rounds, and its memory.
+
+    Args:
+        attentions: Of ``METHODS``.
+        task: With examples for a batch at least.
+        settings: Of the model and the training.
+        backend: "fast" or "cuda".
+        budget: Seconds for the rounds.
+        eager: Whether to launch the kernels of a step one by one, rather than to capture them.
+
+    Returns:
+        A row for each attention; None is the time, or the peak, where memory was too small.
+    """
+    train = task.parts["train"]
+    X, y = train.X[: settings.batch].astype(np.int64), train.y[: settings.batch]
+    model = task.model
+    peaks: dict[str, int | None] = {}
+    steps: dict[str, Callable[[], Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in tqdm(attentions, desc=task.name, unit="attention", disable=None, leave=False):
+            # A GPU's pool has a peak of its own; that of the system's memory needs a fresh process.
+            of_step = peak_of_step if backend == "cuda" else peak_in_child
+            peaks[name] = of_step(name, settings, backend, model)
+            try:
+                training = Training(
+                    task, name, settings, 0, backend, Path(folder) / name, eager=eager
+                )
+                steps[name] = partial(training.take_step, X, y)
+                for _ in range(STEPS_BEFORE):
+                    steps[name]()
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                steps.pop(name, None)
+        times = interleaved(steps, "cuda" if backend == "cuda" else "cpu", budget)
+    return [
+        {
+            "task": task.name, "source": task.source, "length": task.length, "attention": name,
+            "batch": settings.batch, "precision": settings.precision, "peak_bytes": peaks[name],
+            "ms": spread(times[name], 1e3) if name in times else None,
+        }
+        for name in attentions
+    ]  # fmt: skip
+
+
+def over_naive(rows: Iterable[Record], key: Callable[[Record], float | None]) -> dict[str, Any]:
+    """Return for each attention what a figure of naive attention is over its own.
+
+    Args:
+        rows: Of :func:`time_of_steps`, of any tasks.
+        key: The figure of a row.
+
+    Returns:
+        By attention a dict: the ratio by task, and their geometric mean under "all"; tasks for which one
+        of the two figures is missing are left out.
+    """
+    rows = [*rows]
+    base = {row["task"]: key(row) for row in rows if row["attention"] == NAIVE}
+    found: dict[str, Any] = {}
+    for row in rows:
+        above, below = base.get(row["task"]), key(row)
+        own = found.setdefault(row["attention"], {})
+        if above and below:
+            own[row["task"]] = above / below
+    for own in found.values():
+        if own:
+            own["all"] = geometric_mean(own.values())
+    return found
 
 
 # -- time by length --------------------------------------------------------------------------------
@@ -106,7 +190,8 @@ class Pass:
         self, attention: str, length: int, backend: str, batch: int = 1, precision: str = "float32"
     ):
         minitorch.manual_seed(0)
-        dtype = DTYPES[precision]
+        own = find_precision(precision)
+        dtype, self.products = own.dtype, own.products
         layer = minitorch.MultiHeadAttention(
             HEADS * HEAD_DIM, HEADS, False, 0.0, backend=BACKENDS[backend], attention=attention,
             attention_options=METHODS[attention].options(length, 0), dtype=dtype,
@@ -128,7 +213,8 @@ class Pass:
 
     def __call__(self) -> None:
         """Run both passes and forget the gradients."""
-        self.attend(self.q, self.k, self.v).sum().backward()
+        with minitorch.matmul_precision(self.products):
+            self.attend(self.q, self.k, self.v).sum().backward()
         for operand in (self.q, self.k, self.v):
             operand.zero_grad_()
 

@@ -9,7 +9,7 @@ from typing import Any
 from training.lra_methods import METHODS
 from training.script_helpers import Panel
 
-from bench.long_range import NAIVE
+from bench.long_range import NAIVE, over_naive
 from bench.record_files import Record
 from bench.table_cells import cell, colour_of, markdown
 
@@ -135,6 +135,27 @@ def pictures(rows: Sequence[Record]) -> dict[str, list[Panel]]:
         ),
     }
     return {name: [make(task) for task in titles(rows)] for name, make in costs.items()}
+
+
+def steps_tables(rows: Sequence[Record]) -> str:
+    """Return two tables as Markdown: speed-up and share of memory of training steps, by task."""
+    tasks = [*titles(rows)]
+    speed = over_naive(rows, lambda row: row["ms"] and row["ms"]["median"])
+    memory = over_naive(rows, lambda row: row["peak_bytes"])
+    head = [*tasks, "geometric mean"]
+    lines, shares = [], []
+    for name in speed:
+        title = METHODS[name].title
+        found = [speed[name].get(task) for task in (*tasks, "all")]
+        lines.append([title, *("–" if ratio is None else f"{ratio:.2f}" for ratio in found)])
+        found = [memory[name].get(task) for task in (*tasks, "all")]
+        shares.append([title, *("–" if ratio is None else f"{1 / ratio:.3f}" for ratio in found)])
+    return "\n\n".join(
+        [
+            markdown(["speed of a step / Transformer's", *head], lines),
+            markdown(["memory of a step / Transformer's", *head], shares),
+        ]
+    )
 
 
 def lengths_panel(rows: Sequence[Record], title: str) -> Panel:

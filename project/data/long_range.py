@@ -51,6 +51,14 @@ class Task:
         return self.parts["train"].X.shape[-1]
 
     @property
+    def model(self) -> dict[str, Any]:
+        """What a model must know of it: arguments of :func:`training.lra_methods.build_classifier`."""
+        return {
+            "vocabulary": self.vocabulary, "length": self.length, "classes": self.classes,
+            "pad_id": self.pad_id, "documents": self.documents,
+        }  # fmt: skip
+
+    @property
     def is_stand_in(self) -> bool:
         """Whether it replaces the official files."""
         return self.source.startswith("stand-in")

@@ -15,6 +15,7 @@ from data.sequence_sets import Examples
 from tqdm import tqdm
 
 import minitorch
+from minitorch.backends.matmul_precision import find_precision
 from minitorch.training.checkpoints import Checkpoints, remove_partials
 from minitorch.training.model_files import (
     CheckpointError,
@@ -88,6 +89,7 @@ class Training:
         curve: The losses that have been read, and the validations by their step.
         done: Steps so far.
         resumed: The steps from which it went on.
+        take_step: Takes a step on ids and classes, and returns the loss before it, unread.
 
     Raises:
         CheckpointError: If a checkpoint cannot be read, or is of a training with other settings.
@@ -110,7 +112,7 @@ class Training:
             "task": task.name, "source": task.source, "attention": attention, "seed": seed,
             "lr": self.lr, **asdict(settings),
         }  # fmt: skip
-        self._take_step = self._step if eager else minitorch.graph_step(self._step)
+        self.take_step = self._step if eager else minitorch.graph_step(self._step)
         self.curve: dict[str, list[Any]] = {name: [] for name in CURVE}
         self.done, self.resumed, self._seconds = 0, [], 0.0
         self._unread: list[minitorch.Tensor] = []
@@ -139,15 +141,17 @@ class Training:
     def _step(self, X: Any, y: Any) -> minitorch.Tensor:
         """Take one step; return the loss before it, unread."""
         self.optimizer.zero_grad()
-        loss = self.model.loss(X, y)
-        loss.backward()
+        own = find_precision(self.settings.precision)
+        with minitorch.matmul_precision(own.products):  # in the backward pass, too
+            loss = self.model.loss(X, y)
+            loss.backward()
         self.optimizer.step()
         return loss.detach()
 
     @property
     def is_captured(self) -> bool:
         """Whether the steps are replays of a CUDA graph."""
-        return isinstance(self._take_step, minitorch.GraphStep) and self._take_step.is_captured
+        return isinstance(self.take_step, minitorch.GraphStep) and self.take_step.is_captured
 
     def run(self) -> dict[str, Any]:
         """Train until the steps are done, or Ctrl-C; return the row of the record.
@@ -166,7 +170,7 @@ class Training:
                 self.optimizer.lr = learning_rate(self.done / settings.steps, self.lr)
                 rows = self.rng.integers(0, len(train.y), settings.batch)
                 X = train.X[rows].astype(np.int64)
-                self._unread.append(self._take_step(X, train.y[rows]))
+                self._unread.append(self.take_step(X, train.y[rows]))
                 self.done += 1
                 bar.update()
                 is_judged = self.done % settings.judge_every == 0 or self.done == settings.steps

@@ -120,11 +120,7 @@ def build(
     task: Task, attention: str, settings: Settings, backend: str, seed: int = 0
 ) -> minitorch.SequenceClassifier:
     """Build the model of a task with one of the attentions."""
-    return build_classifier(
-        attention, settings, backend, seed,
-        vocabulary=task.vocabulary, length=task.length, classes=task.classes, pad_id=task.pad_id,
-        documents=task.documents,
-    )  # fmt: skip
+    return build_classifier(attention, settings, backend, seed, **task.model)
 
 
 def build_classifier(

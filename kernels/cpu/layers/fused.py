@@ -249,32 +249,34 @@ def cross_entropy_backward(
 # -- embedding ---------------------------------------------------------------------------------
 
 
-def embedding(table: Array, ids: Array) -> Array:
+def embedding(table: Array, placed: Array, shape: tuple[int, ...]) -> Array:
     """Return rows of a table.
 
     Args:
         table: (num_rows, dim).
-        ids: Integers from 0 to num_rows - 1 of any shape, checked by the caller.
+        placed: (count,) of :func:`place_ids`: integers from 0 to num_rows - 1, checked by the caller.
+        shape: Of the ids, count in all.
 
     Returns:
-        (*ids.shape, dim).
+        (*shape, dim).
     """
-    return np.take(table, ids, axis=0)
+    return np.take(table, placed, axis=0).reshape(*shape, table.shape[1])
 
 
-def embedding_backward(dout: Array, ids: Array, num_rows: int) -> Array:
+def embedding_backward(dout: Array, ids: Array, placed: Array, num_rows: int) -> Array:
     """Add up the gradients of the looked-up rows, deterministically.
 
     Args:
         dout: (…, dim).
-        ids: Integers, as many as dout has rows.
+        ids: Integers, as many as dout has rows; a GPU's kernel may need them on the host.
+        placed: (count,) of :func:`place_ids`, the same integers.
         num_rows: Rows of the table.
 
     Returns:
         (num_rows, dim).
     """
     dtable = np.zeros((num_rows, dout.shape[-1]), dout.dtype)
-    _scatter_add(_rows(dout), place_ids(ids), dtable)
+    _scatter_add(_rows(dout), placed, dtable)
     return dtable
 
 

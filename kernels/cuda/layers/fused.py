@@ -21,7 +21,7 @@ from kernels.cuda.device.half import EIGHT, as_bits
 from kernels.cuda.device.memory import device_constant
 from kernels.cuda.device.row_folds import RowBlock, row_block
 from kernels.cuda.device.vector import ALIGNMENT
-from kernels.cuda.layers import elementwise
+from kernels.cuda.layers import elementwise, embedding_sums
 from kernels.cuda.layers import softmax as softmax_kernels
 from kernels.cuda.layers.adamw import Moved as Moved
 from kernels.cuda.layers.adamw import adam_many as adam_many
@@ -178,29 +178,30 @@ def cross_entropy_backward(dlosses: Any, targets: Any, *kept: Any, in_place: boo
 # -- embedding ---------------------------------------------------------------------------------
 
 
-def embedding(table: Any, ids: Any) -> Any:
+def embedding(table: Any, placed: Any, shape: tuple[int, ...]) -> Any:
     """Return rows of a table.
 
     Args:
         table: (num_rows, dim).
-        ids: Integers from 0 to num_rows - 1 of any shape, on the host, checked by the caller.
+        placed: (count,) of :func:`place_ids`: integers from 0 to num_rows - 1, checked by the caller.
+        shape: Of the ids, count in all.
 
     Returns:
-        (*ids.shape, dim).
+        (*shape, dim).
     """
-    out = empty_device((*ids.shape, table.shape[1]), table.dtype)
+    out = empty_device((*shape, table.shape[1]), table.dtype)
     kernel = elementwise.embedding_kernel(table.dtype)
-    rows = as_bits(_rows(out))
-    _launch_elements(kernel, math.prod(out.shape), as_bits(table), place_ids(ids), rows)
+    _launch_elements(kernel, math.prod(out.shape), as_bits(table), placed, as_bits(_rows(out)))
     return out
 
 
-def embedding_backward(dout: Any, ids: Any, num_rows: int) -> Any:
+def embedding_backward(dout: Any, ids: Any, placed: Any, num_rows: int) -> Any:
     """Add up the gradients of the looked-up rows, deterministically.
 
     Args:
         dout: (…, dim).
-        ids: Integers, as many as dout has rows, on the host: there they are put in order.
+        ids: Integers, as many as dout has rows, on the host.
+        placed: (count,) of :func:`place_ids`, the same integers.
         num_rows: Rows of the table.
 
     Returns:
@@ -208,6 +209,9 @@ def embedding_backward(dout: Any, ids: Any, num_rows: int) -> Any:
     """
     rows = _rows(dout)
     dtable = empty_device((num_rows, rows.shape[1]), dout.dtype)
+    if embedding_sums.fits(num_rows, rows.shape[0], dout.dtype):
+        embedding_sums.add_up(rows, placed, dtable)
+        return dtable
     ids = np.asarray(ids).reshape(-1)
     uses = computed(lambda: _uses(ids, num_rows), ids)
     kernel = elementwise.embedding_backward_kernel(dout.dtype)

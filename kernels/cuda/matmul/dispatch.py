@@ -12,15 +12,15 @@ kernel              device                operands
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import count, product
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import int64, types, void
 
 from kernels.common.geometry import ceil_div
 from kernels.cuda.device import half
+from kernels.cuda.device.partial_sums import sum_parts
 from kernels.cuda.device.per_device import multiprocessors, why_no_device
 from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.matmul import cuda_cores
@@ -29,12 +29,10 @@ from kernels.cuda.matmul.layout import Form, ProductLayout, WarpLayout
 from kernels.cuda.matmul.operands import Ints, Operand, copy, flag, placed, split
 from kernels.cuda.ptx.swizzle import CHUNK
 from kernels.cuda.runtime.arrays import device_pointer, empty_device
-from kernels.cuda.runtime.kernel import Kernel, scalar_type
 from kernels.cuda.runtime.recorder import drawn
 from kernels.cuda.runtime.repeated import repeats
-from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import FLOAT32, NAMES, is_half
-from kernels.runtime.targets import compute_capability, cuda
+from kernels.runtime.targets import compute_capability
 
 # Measured on an H200; see docs/notes-cuda.md.
 #: Planes → layouts for Hopper, with what a step of the depth and what a tile costs beside its steps.  The
@@ -49,7 +47,7 @@ _WARPS = ((WarpLayout(128, 128, 2, 2, 3, 2), 2.2, 8.0),)
 _SUMMED = 280_000
 #: What another kernel costs that adds up the parts, in steps.
 _SUM_STEPS = 10.0
-_MOST_PARTS = 16
+_MOST_PARTS = 128
 #: Multiply-adds, and rows, columns and depth, from which on numbers are split, not left to CUDA cores.
 _SPLIT_WORK, _SPLIT_SIDE = 1 << 29, 128
 #: Depth of a tile of split numbers.
@@ -188,10 +186,7 @@ def _multiply_placed(a: Operand, b: Operand, target: Target, form: Form, plane: 
     steps = (heads * parts * matrix, parts * matrix, cols, 1)
     sums = Target(partial, steps, parts=parts)
     _launch(a, b, sums, form._replace(out="float32"), layout, plane)
-    grid = rows, ceil_div(cols, SIZES.flat_threads), batch * heads
-    sum_parts_kernel(target.array.dtype)[grid, SIZES.flat_threads](
-        partial, half.as_bits(target.array), target.steps, (heads, rows, cols, parts)
-    )
+    sum_parts(partial, target.array, target.steps, (batch, heads, rows, cols), parts)
 
 
 def _launch(a: Operand, b: Operand, target: Target, form: Form, layout: Any, plane: int) -> None:
@@ -242,39 +237,3 @@ def _layout(
     (layout, _, _), parts = min(product(layouts, range(1, most + 1)), key=cost)
     # Rounding may leave none for the last.
     return layout, ceil_div(steps, ceil_div(steps, parts))
-
-
-@cache
-def sum_parts_kernel(dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel that adds up the parts of products, and rounds the sums to a dtype."""
-    stored, _, narrow, _ = half.form(dtype)
-    zero = np.float32(0)
-
-    def sum_parts(partial, out, out_steps, shape):
-        """Add parts in order, so that the result is equal from run to run.
-
-        Computes: out[i, j] = Σ_part partial[part, i, j] for each batch and head
-        Source: none
-        Grid: (rows, ceil(columns / threads), batch * heads); no thread divides to find its element
-        Block: any number of threads
-        One thread does: one element of out
-        Shared: none
-        Registers: one sum
-        Global traffic: each element of partial read once, each of out written once
-        Needs: nothing
-        """
-        heads, rows, cols, parts = shape
-        matrix, number, row = rows * cols, cuda.blockIdx.z, cuda.blockIdx.x
-        col = cuda.blockIdx.y * cuda.blockDim.x + cuda.threadIdx.x
-        at = number // heads * out_steps[0] + number % heads * out_steps[1]
-        at += row * out_steps[2] + col
-        first = number * parts * matrix + row * cols + col
-        if col < cols:
-            total = zero
-            for part in range(parts):
-                total += partial[first + part * matrix]
-            out[at] = narrow(total)
-
-    partial, four = types.Array(scalar_type(FLOAT32), 1, "C"), types.UniTuple(int64, 4)
-    result = types.Array(scalar_type(stored), 1, "C")
-    return Kernel(sum_parts, void(partial, result, four, four))

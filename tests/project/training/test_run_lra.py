@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
 import run_lra  # noqa: E402
+from bench import long_range  # noqa: E402
 from bench.long_range import crossovers, has_room, lengths_table  # noqa: E402
 from bench.long_range_tables import rates_table, results_table  # noqa: E402
 from data.long_range import load_task  # noqa: E402
@@ -93,7 +94,7 @@ def test_a_resumed_training_continues_the_same_curve(tmp_path: Path) -> None:
         pass
 
     broken, done = training("b"), 0
-    take = broken._take_step
+    take = broken.take_step
 
     def stop_after_12(*batch: Any) -> Any:
         nonlocal done
@@ -102,7 +103,7 @@ def test_a_resumed_training_continues_the_same_curve(tmp_path: Path) -> None:
             raise Stopped
         return take(*batch)
 
-    broken._take_step = stop_after_12  # type: ignore[method-assign]
+    broken.take_step = stop_after_12  # type: ignore[method-assign]
     with pytest.raises(Stopped):
         broken.run()
     resumed = training("b", goes_on=True)
@@ -239,3 +240,20 @@ def test_tables_name_the_source_and_the_spread_of_seeds() -> None:
     assert "| FlashAttention | 55.0 ± 5.0 | 2 | 5 | 2.00 | 1 | 0.50 |" in table
     rates = rates_table([*rows, {**rows[0], "lr": 3e-3, "valid_accuracy": 0.7}])
     assert "| text, Transformer | 50.0 | **70.0** |" in rates
+
+
+def test_the_steps_of_all_attentions_are_compared_with_naive_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = iter(2**20 * n for n in (8, 2, 8, 4))
+    monkeypatch.setattr(long_range, "peak_in_child", lambda *args: next(peaks))
+    options = ["--task", "listops", "image", "--attention", "naive", "flash", "--budget", "0.1"]
+    pytest.importorskip("sklearn")
+    run_lra.main(["--figures", "steps", "--quick", *options, "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "lra_steps.json").read_text())["rows"]
+    assert [(row["task"], row["attention"]) for row in rows] == [
+        (task, name) for task in ("listops", "image") for name in ("naive", "flash")
+    ]
+    assert all(row["ms"]["median"] > 0 for row in rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert "| FlashAttention | 0.250 | 0.500 | 0.354 |" in lines

@@ -13,6 +13,7 @@ import pytest
 from kernels.cuda.device.row_folds import RowBlock
 from kernels.cuda.layers import elementwise, indexing
 from kernels.cuda.layers import softmax as softmax_kernels
+from kernels.cuda.layers.embedding_sums import embedding_sums_kernel
 from kernels.cuda.runtime.compiling import compile_ptx
 from kernels.cuda.runtime.kernel import Kernel
 from minitorch import fast_conv
@@ -34,6 +35,7 @@ KERNELS: dict[str, Callable[[Any], Kernel]] = {
     "gelu backward": elementwise.gelu_backward_kernel,
     "embedding": elementwise.embedding_kernel,
     "embedding backward": elementwise.embedding_backward_kernel,
+    "embedding sums": embedding_sums_kernel,
     "dropout": elementwise.dropout_kernel,
     "adam": elementwise.adam_kernel,
     "sgd": elementwise.sgd_kernel,

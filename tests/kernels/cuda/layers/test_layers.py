@@ -129,7 +129,9 @@ def test_arrays_without_elements_launch_nothing() -> None:
     )
     assert tuple(dx.shape) == (0, 3)
     assert dgamma.copy_to_host().tolist() == dbeta.copy_to_host().tolist() == [0.0] * 3
-    looked_up = fused.embedding(cuda.to_device(np.ones((2, 3))), np.empty((0, 4), int))
+    looked_up = fused.embedding(
+        cuda.to_device(np.ones((2, 3))), fused.place_ids(np.empty((0, 4), int)), (0, 4)
+    )
     assert tuple(looked_up.shape) == (0, 4, 3)
 
 
@@ -437,7 +439,7 @@ def test_fused_layers_give_the_same_bits_every_time(dtype: npt.DTypeLike) -> Non
             fused.cross_entropy_backward(losses, ids, *kept),
             fused.softmax(x),
             fused.softmax_backward(x, fused.softmax(x)),
-            fused.embedding_backward(x, ids, 60),
+            *(fused.embedding_backward(x, ids, fused.place_ids(ids), rows) for rows in (60, 1000)),
             *fused.layer_norm_backward(x, x, gamma, mean, rstd),
         ]
         return [result.copy_to_host().tobytes() for result in results]
@@ -446,16 +448,36 @@ def test_fused_layers_give_the_same_bits_every_time(dtype: npt.DTypeLike) -> Non
     assert all(bits() == first for _ in range(20))
 
 
+def check_gradient_of_lookups(
+    rows: int, shape: tuple[int, int], dim: int, dtype: npt.DTypeLike
+) -> None:
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, rows - 1, shape)
+    ids[: shape[0] // 2] = 0  # half of one row, as padding; none of the last
+    dout = rng.standard_normal((*shape, dim)).astype(dtype)
+    device_dout, placed = cuda.to_device(dout), fused.place_ids(ids)
+    found = fused.embedding_backward(device_dout, ids, placed, rows).copy_to_host()
+    expected = np.zeros((rows, dim))
+    np.add.at(expected, ids, dout.astype(np.float64))
+    assert_close_arrays(found, expected, dtype, "gradient of a lookup", ids.size**0.5)
+
+
+@on_dtypes
+@pytest.mark.parametrize("rows", [2, 3, 9])
+def test_gradients_of_lookups(dtype: npt.DTypeLike, rows: int) -> None:
+    check_gradient_of_lookups(rows, (4, 5), 3, dtype)
+
+
 @pytest.mark.cuda
 @on_dtypes
-def test_large_lookups_and_dropout(dtype: npt.DTypeLike) -> None:
-    rng = np.random.default_rng(3)
-    ids = rng.integers(0, 1000, (64, 129))
-    dout = rng.standard_normal((64, 129, 65)).astype(dtype)
-    found = fused.embedding_backward(cuda.to_device(dout), ids, 1001).copy_to_host()
-    expected = np.zeros((1001, 65))
-    np.add.at(expected, ids, dout.astype(np.float64))
-    assert_close_arrays(found, expected, dtype, "gradient of a lookup", 20.0)
+@pytest.mark.parametrize("rows", [2, 101, 1001])
+def test_gradients_of_many_lookups(dtype: npt.DTypeLike, rows: int) -> None:
+    check_gradient_of_lookups(rows, (64, 129), 65, dtype)
+
+
+@pytest.mark.cuda
+@on_dtypes
+def test_large_dropout(dtype: npt.DTypeLike) -> None:
     x = cuda.to_device(np.ones((1000, 1003), dtype))
     dropped = fused.dropout(x, 5, 0.3, 1.0).copy_to_host()
     assert abs(dropped.mean() - 0.7) < 0.002

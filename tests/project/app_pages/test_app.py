@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
 streamlit = pytest.importorskip(
     "streamlit", reason='the app is not installed: pip install -e ".[app]"'
 )
-from app_pages import attention_page, graph_page, ladder_page  # noqa: E402
+from app_pages import attention_page, graph_page, ladder_page, training_page  # noqa: E402
 from streamlit.testing.v1 import AppTest  # noqa: E402
 
 PAGES = (
@@ -296,6 +296,26 @@ def test_a_training_learns_and_draws(page: str, hidden: int, least: int) -> None
     app.button(key="train").click()
     assert int(metrics(ran(app))["right"].split()[0]) > least
     assert pictures(app) != before
+
+
+def test_pictures_take_a_fifth_of_the_time_and_come_four_times_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, drawn = [0.0], []
+    monkeypatch.setattr(training_page.time, "monotonic", lambda: now[0])
+    for cost, most in ((0.0, 40), (1.0, 2)):
+        now[0] = 0.0
+        drawn.clear()
+        pace = training_page.Pace()
+
+        def draw(cost: float = cost) -> None:
+            drawn.append(now[0])
+            now[0] += cost
+
+        while now[0] < 10.0:
+            pace.run(draw)
+            now[0] += 0.01
+        assert 0 < len(drawn) <= most
 
 
 def test_the_ladder_shows_what_was_measured() -> None:

@@ -236,13 +236,15 @@ def _solved(tree: Path) -> list[Any]:
     return [r for r in marked_regions(tree) if is_solved(bodies[r.key])]
 
 
-#: Module → the most files that its tree has without the grader, and what none of them may name.
+#: Beside what a student reads and writes.
+AROUND = ("project/course", "project/app", "docs/diagrams", ".streamlit")
+#: Module → the most files that its tree has without those, and what none of them may name.
 SMALL = {
-    0: (42, "numba kernels scalar tensor_data"),
-    1: (54, "numba kernels tensor_data"),
-    2: (106, "flash numba fast_loops test_tensor_general test_conv"),
-    3: (204, "flash test_conv"),
-    4: (222, "flash"),
+    0: (30, "numba kernels scalar tensor_data"),
+    1: (40, "numba kernels tensor_data"),
+    2: (90, "flash numba fast_loops test_tensor_general test_conv"),
+    3: (185, "flash test_conv"),
+    4: (200, "flash"),
 }
 
 
@@ -251,7 +253,7 @@ def test_a_starter_tree_has_what_its_module_needs_and_no_more(module: int, tmp_p
     most, later = SMALL[module]
     start(module, tmp_path / "tree")
     files = {p.relative_to(tmp_path / "tree").as_posix() for p in (tmp_path / "tree").rglob("*")}
-    files = {file for file in files if not file.startswith("project/course")}
+    files = {file for file in files if not file.startswith(AROUND)}
     assert len([file for file in files if (tmp_path / "tree" / file).is_file()]) <= most
     assert not [file for file in files for name in later.split() if name in file]
     assert all(file in files for task in tasks_until(module) for file in task.tests)
@@ -261,6 +263,37 @@ def test_a_starter_tree_has_what_its_module_needs_and_no_more(module: int, tmp_p
     readme = (tmp_path / "tree" / "README.md").read_text(encoding="utf-8")
     assert f"python -m pytest -m task{module}_1" in readme
     assert len(readme.splitlines()) < 70
+
+
+#: Opens the app as Streamlit does, and prints each of its pages with its errors.
+APP = """
+import sys
+sys.path[:0] = ["project", "."]
+sys.argv = ["project/app.py", "1"]  # as in its Makefile
+from streamlit.testing.v1 import AppTest
+for page in ("math", "autodiff", "tensor"):
+    app = AppTest.from_file("project/app.py", default_timeout=60)
+    app.query_params["page"] = page
+    app.run()
+    print(page, len(app.exception), [e.value for e in app.error], app.sidebar.radio[0].options)
+"""
+
+
+def test_the_app_of_a_starter_tree_shows_its_module_and_says_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("streamlit", reason='the app is not installed: pip install -e ".[app]"')
+    start(1, tmp_path / "tree")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", APP], cwd=tmp_path / "tree", env=environment, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    math, autodiff, tensor = done.stdout.splitlines()
+    assert math.startswith("math 0 []"), "module 0 is solved in this tree"
+    assert autodiff.startswith("autodiff 0") and "not written yet" in autodiff
+    assert tensor.startswith("tensor 0 []") and "2 · " not in tensor, "its page is not in this tree"
 
 
 SCRIPTS = {

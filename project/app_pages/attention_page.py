@@ -269,7 +269,7 @@ def page(hide_source: bool = False) -> None:
         f" — step {number} of {len(recording.steps) - 1}"
     )
     if words := sentence(story, number):
-        st.info(words)
+        st.markdown(f"> {words}")
     if rung == "naive":
         show(naive_picture(step, recording.settings.seq))
     else:

@@ -70,8 +70,8 @@ def evaluate(text: str, variables: dict[str, Any]) -> Any:
 def _value(node: ast.expr, variables: dict[str, Any]) -> Any:
     """Return the value of a part of an expression; raise ValueError for what is not known here."""
     match node:
-        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
-            return float(node.value)
+        case ast.Constant(value=(int() | float()) as number) if not isinstance(number, bool):
+            return float(number)
         case ast.Name() if node.id in variables:
             return variables[node.id]
         case ast.BinOp() if type(node.op) in SIGNS:

@@ -9,8 +9,8 @@ import streamlit as st
 
 GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 FORMULA = re.compile(r"\$\$\n(.*?)\n\$\$", re.DOTALL)
-#: Pictures and links lead to files that the app does not serve.
-PICTURE = re.compile(r"^!\[.*\n", re.MULTILINE)
+#: Pictures, with their captions, and links lead to files that the app does not serve.
+PICTURE = re.compile(r"^!\[.*\n(?:\n\*[^*\n].*\*\n)?", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]+\)")
 
 

@@ -63,13 +63,13 @@ def manual_page(hide_source: bool = False) -> None:
     show_panels(boundary(classifier, data, title), where=st.columns(2)[0], size=5)
 
 
-def _training_page(script: str, trainer_name: str) -> None:
+def _training_page(script: str, trainer_name: str, usual_rate: float = 0.3) -> None:
     """Show the trainer of a script of the course, which its starter tree may lack."""
     data = choose_points()
     side = st.sidebar
     width = side.slider("hidden units", 1, 20, 8, key="hidden")
     rates = (0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
-    rate = side.select_slider("learning rate", rates, 0.3, key="rate")
+    rate = side.select_slider("learning rate", rates, usual_rate, key="rate")
     epochs = side.slider("epochs", 10, 500, 300, 10, key="epochs")
     trainer: Trainer = getattr(importlib.import_module(script), trainer_name)(width)
     metric, picture, bar = st.empty(), st.empty(), st.empty()
@@ -113,4 +113,4 @@ def tensor_page(hide_source: bool = False) -> None:
 
 def fast_page(hide_source: bool = False) -> None:
     """Show the page of module 3."""
-    _training_page("run_fast_tensor", "FastTrain")
+    _training_page("run_fast_tensor", "FastTrain", 0.1)  # minibatches: more steps an epoch

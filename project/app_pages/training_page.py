@@ -18,7 +18,7 @@ from minitorch.datasets import Graph
 
 #: Seconds from one picture to the next, at least, and the part of the time that drawing may take.
 CADENCE, SHARE = 0.25, 0.2
-#: Points along each side of the pictures drawn during a training.
+#: Points along each side of the pictures drawn before the end of a training.
 COARSE = 20
 
 
@@ -84,7 +84,7 @@ def _training_page(script: str, trainer_name: str, usual_rate: float = 0.3) -> N
         show_panels(*panels, where=picture)
 
     if not st.button("train", key="train", type="primary"):
-        draw([], 0)
+        draw([], 0, COARSE)
         return
     pictures, bars, start = Pace(), Pace(), time.monotonic()
     last: list[float] = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -128,6 +131,40 @@ def backward_tile() -> Picture:
     return p
 
 
+def recorded_tiles() -> str:
+    """Draw one query tile of the kernel flash2 after each of its three key tiles, as the app records it."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "project"))
+    from app_pages.recording import Settings, record
+    from app_pages.tile_view import Story
+    from app_pages.tile_words import sentence
+
+    story, frames = Story(record(Settings("flash2", 12, 4, 4, 4, seed=3))[0]), []
+    for number in story.last_steps():
+        view = story.tiles(number)
+        if view is None or view.visit[0] != 2:
+            continue
+        p = Picture(
+            480,
+            330,
+            "One query tile of flash2 after each of its key tiles, recorded from the kernel",
+        )
+        j = view.visit[1]
+        for tile in range(3):
+            fill = AMBER if tile == j else GREEN if tile < j else PALE
+            p.box(165 + 58 * tile, 10, 52, 28, f"K{tile}, V{tile}", fill)
+        p.text(155, 29, "query tile 2, key tiles", 13, "end")
+        columns: list[Any] = [view.row_max, view.row_sum, view.rescale]
+        _numbers(p, 10, 75, view.scores, f"S = τ Q2 K{j}ᵀ", BLUE)
+        _numbers(p, 175, 75, view.probs, "P = e^(S − m)", BLUE)
+        _numbers(p, 340, 75, np.stack(columns, axis=1), "m, l, rescale", AMBER)
+        _numbers(p, 10, 215, view.acc, "O, rescaled", AMBER)
+        p.text(165, 266, "+ P V of this tile: comes next", 13, "start")
+        for line, text in enumerate(wrap(sentence(story, number), 52)[:3]):
+            p.text(165, 206 + 17 * line, text, 12, "start")
+        frames.append(p)
+    return animated(frames, 4.0)
+
+
 def tiled_attention() -> Picture:
     """Draw what one block of FlashAttention-2 holds while it walks along the keys."""
     p = Picture(480, 275, "One query tile walks along the key tiles; its state stays on the chip")
@@ -218,4 +255,4 @@ PICTURES = {
     "pipeline": pipeline,
     "dropout-counter": dropout_counter,
 }
-ANIMATIONS = {"softmax-row": softmax_row}
+ANIMATIONS = {"softmax-row": softmax_row, "recorded-tiles": recorded_tiles}

@@ -102,7 +102,7 @@ def attend(q, k, v, keys, values, factor, out):
 def norm(x, weights, eps, out):
     """Write the layer norm of (rows, width) to ``out``; weights are scale and shift."""
     for row in range(len(x)):
-        norm_row(x[row], weights[0], weights[1], eps, out[row])
+        norm_row(x[row], weights[0], weights[1], eps, x.dtype.type(1), out[row])
 
 
 @njit(fastmath=FASTMATH)

@@ -169,15 +169,15 @@ class DecoderLM(Module):
         precision: str | None = None,
         **options: Any,
     ) -> DecoderLM:
-        """Read a GPT-2 in the format of Hugging Face, in evaluation mode; nothing is downloaded.
+        """Read a GPT-2 or a Llama in the format of Hugging Face, in evaluation mode; nothing is downloaded.
 
         Args:
-            folder: A folder with config.json and model.safetensors.
+            folder: A folder with config.json and model.safetensors, or shards with their index.
             backend: Backend of the parameters; ``FastBackend`` when None.
             dtype: Dtype of the parameters; that of the stored embeddings when None.
             precision: See the class; instead of a dtype.
             options: Further arguments of the class, such as ``attention="naive"`` or ``p_dropout=0.0``,
-                which is the folder's ``resid_pdrop`` otherwise.
+                which is the ``resid_pdrop`` of a GPT-2's folder otherwise.
 
         Raises:
             CheckpointError: If a file is missing, has another format, or belongs to another architecture.
@@ -196,7 +196,9 @@ class DecoderLM(Module):
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
-        """Write the model as a GPT-2 in the format of Hugging Face, which ``transformers`` can load.
+        """Write the model in the format of Hugging Face, which ``transformers`` can load.
+
+        A model with rotary positions is written as a Llama, another one as a GPT-2.
 
         Args:
             folder: The folder, which is created if necessary; config.json and model.safetensors in it are
@@ -204,8 +206,7 @@ class DecoderLM(Module):
             tokenizer: A ``tokenizers.Tokenizer`` to write as tokenizer.json, or None.
 
         Raises:
-            ValueError: If the structure is not that of a GPT-2: with approximate attention, a layer without
-                bias, or a head with one.
+            ValueError: If the structure is that of neither; it says in what.
         """
         write_pretrained(folder, self, tokenizer)
 

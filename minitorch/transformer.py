@@ -132,7 +132,8 @@ class DecoderLM(Module):
         self.n_head = n_head
         std = TIED_EMBEDDING_STD if tie_weights else EMBEDDING_STD
         self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, std)
-        self.position_embeddings, self.rotary = None, None
+        self.position_embeddings: Any = None  # an Embedding, unless positions are rotary
+        self.rotary: Rotary | None = None
         if rotary_theta is not None:
             dim = n_embd // whole("n_head", n_head, 1) if head_dim is None else head_dim
             self.rotary = Rotary(dim, n_positions, rotary_theta, rotary_scaling)

@@ -194,14 +194,10 @@ def test_another_configuration_is_refused(
 def test_a_model_of_neither_shape_is_not_written(
     options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    shape: dict[str, Any] = {
-        "rotary_theta": 1e4,
-        "norm": "rms",
-        "feed_forward": "swiglu",
-        "bias": False,
-        **options,
-    }
-    model = DecoderLM(5, 4, 2, 3, n_layer=1, **shape)
+    llama: dict[str, Any] = {
+        "rotary_theta": 1e4, "norm": "rms", "feed_forward": "swiglu", "bias": False,
+    }  # fmt: skip
+    model = DecoderLM(5, 4, 2, 3, n_layer=1, **{**llama, **options})
     with pytest.raises(ValueError, match=words):
         model.save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new").exists()

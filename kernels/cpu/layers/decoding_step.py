@@ -1,8 +1,8 @@
 """A decoding step through one transformer layer on the CPU, in a single kernel or in five.
 
 A step is so small that starting some twenty kernels would take longer than their computation.  The single
-kernel has no tiles, threads or options.  Large weights take most of a step's time to arrive from memory, and
-five kernels then read them on all threads.  The layers' own kernels handle everything else.
+kernel has no tiles, threads or options.  Large weights take most of a step's time to arrive from memory,
+and five kernels then read them on all threads.  The layers' own kernels handle everything else.
 
 Computes   x + attention(norm(x)), and of that y + feed-forward(norm(y)); the new keys and values.
 Source     the pre-norm layer of ``minitorch.models.transformer_layers``, operation by operation.

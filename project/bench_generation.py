@@ -37,11 +37,18 @@ from kernels.runtime.targets import why_no_cuda
 Continue = Callable[[], list[int]]
 OURS, EAGER, COMPILED = "ours", "transformers, eager", "transformers, static cache, compiled"
 #: Arguments of DecoderLM: GPT-2 small, and a model so small that its figures are none.
-SMALL = {
+SMALL: dict[str, Any] = {
     "n_vocab": 50_257, "n_embd": 768, "n_head": 12, "n_positions": 1024, "n_layer": 12,
     "middle_dim": 3072,
 }  # fmt: skip
-TINY = {"n_vocab": 61, "n_embd": 32, "n_head": 2, "n_positions": 64, "n_layer": 2, "middle_dim": 64}
+TINY: dict[str, Any] = {
+    "n_vocab": 61,
+    "n_embd": 32,
+    "n_head": 2,
+    "n_positions": 64,
+    "n_layer": 2,
+    "middle_dim": 64,
+}
 PROMPT, TOKENS = 32, 64
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -83,7 +90,7 @@ def theirs(
     return run
 
 
-def measured(folder: str, device: str, sizes: dict[str, int], rounds: int) -> dict[str, Any]:
+def measured(folder: str, device: str, sizes: dict[str, Any], rounds: int) -> dict[str, Any]:
     """Return tokens per second of each contestant, and our ratio to each."""
     prompt = np.random.default_rng(0).integers(0, sizes["n_vocab"], PROMPT).tolist()
     count = min(TOKENS, sizes["n_positions"] - PROMPT)

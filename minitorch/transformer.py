@@ -16,6 +16,8 @@ from .backends.matmul_precision import in_own_precision, precision_and_dtypes
 from .fast_ops import FastBackend
 from .layers.linear_cross_entropy import linear_cross_entropy
 from .models.decoding_step import summed
+from .models.feed_forward import FeedForward as FeedForward
+from .models.feed_forward import GatedFeedForward as GatedFeedForward
 from .models.kv_cache import KVCache, LayerCache, check_cache
 from .models.positions import kept_range
 from .models.pretrained import load_pretrained, read_pretrained, write_pretrained
@@ -23,8 +25,6 @@ from .models.rotary import Rotary
 from .models.sampling import make_sampler, prompt_ids
 from .models.transformer_layers import ATTENTIONS as ATTENTIONS
 from .models.transformer_layers import NORMS, chosen_name, is_joined, run_joined
-from .models.transformer_layers import FeedForward as FeedForward
-from .models.transformer_layers import GatedFeedForward as GatedFeedForward
 from .models.transformer_layers import MultiHeadAttention as MultiHeadAttention
 from .models.transformer_layers import TransformerLayer as TransformerLayer
 from .module import Module

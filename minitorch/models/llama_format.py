@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..modules_basic import RMSNorm
+from .feed_forward import GatedFeedForward
 from .rotary import checked_scaling
-from .transformer_layers import GatedFeedForward
 from .weight_format import Config, Format, Weight, head_of
 
 #: Names of x · sigmoid(x).

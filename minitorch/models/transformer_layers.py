@@ -21,10 +21,11 @@ from ..functions.fused import dense
 from ..layers.residual_layer_norm import residual_layer_norm
 from ..module import Module
 from ..modules_basic import Dropout, LayerNorm1d, Linear, RMSNorm
-from ..nn import number, silu
+from ..nn import number
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
 from .decoding_step import LayerWeights, StepWeights, fused_step
+from .feed_forward import FeedForward, GatedFeedForward
 from .kv_cache import LayerCache, check_cache
 from .rotary import Rotary
 
@@ -221,73 +222,6 @@ class MultiHeadAttention(Module):
         result = self.dropout(self.out_projection(joined))
         return result if cache is None else result.detach()
         # END TASK 5.10
-
-
-class FeedForward(Module):
-    """Two linear layers with GELU between them, applied to each position.
-
-    Args:
-        n_embd: Width of the model.
-        middle_dim: Width between the layers.
-        p_dropout: Dropout probability of the output.
-        bias: Whether the layers have a bias.
-        backend: Backend of the parameters.
-        dtype: Dtype of the parameters; the default dtype when None.
-    """
-
-    def __init__(
-        self,
-        n_embd: int,
-        middle_dim: int = 256,
-        p_dropout: float = 0.1,
-        bias: bool = True,
-        backend: TensorBackend | None = None,
-        dtype: npt.DTypeLike | None = None,
-    ):
-        super().__init__()
-        backend = backend or SimpleBackend
-        self.linear_in = Linear(n_embd, middle_dim, bias, backend, dtype)
-        self.linear_out = Linear(middle_dim, n_embd, bias, backend, dtype)
-        self.dropout = Dropout(p_dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (…, n_embd) for (…, n_embd)."""
-        return self.dropout(self.linear_out(self.linear_in(x, has_gelu=True)))
-
-
-class GatedFeedForward(Module):
-    """SwiGLU: silu(x @ gate) · (x @ in), and a linear layer back, applied to each position.
-
-    Args:
-        n_embd: Width of the model.
-        middle_dim: Width between the layers.
-        p_dropout: Dropout probability of the output.
-        bias: Whether the layers have a bias.
-        backend: Backend of the parameters.
-        dtype: Dtype of the parameters; the default dtype when None.
-
-    Source: Shazeer (2020), GLU variants improve transformer.
-    """
-
-    def __init__(
-        self,
-        n_embd: int,
-        middle_dim: int = 256,
-        p_dropout: float = 0.1,
-        bias: bool = False,
-        backend: TensorBackend | None = None,
-        dtype: npt.DTypeLike | None = None,
-    ):
-        super().__init__()
-        backend = backend or SimpleBackend
-        self.linear_gate = Linear(n_embd, middle_dim, bias, backend, dtype)
-        self.linear_in = Linear(n_embd, middle_dim, bias, backend, dtype)
-        self.linear_out = Linear(middle_dim, n_embd, bias, backend, dtype)
-        self.dropout = Dropout(p_dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (…, n_embd) for (…, n_embd)."""
-        return self.dropout(self.linear_out(silu(self.linear_gate(x)) * self.linear_in(x)))
 
 
 class TransformerLayer(Module):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from kernels.runtime.dtypes import BFLOAT16, rounded
-from minitorch import Rotary, from_numpy
-from minitorch.models.transformer_layers import GatedFeedForward
+from minitorch import GatedFeedForward, Rotary, from_numpy
 
 from ...support.llama_folder import LLAMA3, config_of, frequencies_of
 from ...support.tolerances import assert_close_arrays

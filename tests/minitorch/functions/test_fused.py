@@ -252,13 +252,13 @@ def check_extremes(
     x = np.array(
         [[1e4, 0.0, -1e4, 3.0], [-1e9, -1e9, -1e9, -1e9 - 1e3], [80.0, 90.0, -88.0, 1e-30]]
     )
-    if name == "layer norm":
+    if "norm" in name:
         x = np.array([[1e15, -1e15, 0.0, 1.0], [1e-20, 0.0, 0.0, 0.0]])
     x = x.astype(dtype)
     layer = LAYERS[name]
     operands = [from_numpy(x, backend, requires_grad=True)]
-    if name == "layer norm":
-        operands += [from_numpy(y.astype(dtype), backend) for y in (np.ones(4), np.zeros(4))]
+    weights = {"layer norm": (np.ones(4), np.zeros(4)), "RMS norm": (np.ones(4),)}
+    operands += [from_numpy(y.astype(dtype), backend) for y in weights.get(name, ())]
     wide = [np.asarray(operand).astype(np.float64) for operand in operands]
     out = getattr(layer, form)(*operands)
     assert_close_arrays(out, layer.value(*wide), dtype, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,11 +56,19 @@ class Rotate(Function):
 
 
 def _rotated(x: Any, cos: Any, sin: Any) -> Any:
-    f, last, half = x.f, x.dims - 1, x.shape[-1] // 2
-    order = np.r_[half : 2 * half, :half].reshape(*[1] * last, 2 * half)
-    swapped = gathered(x, last, table_like(x, order))  # (batch, seq, heads, dim)
+    f, last = x.f, x.dims - 1
+    order = table_like(x, _swap(x.dims, x.shape[-1]))  # (1, 1, 1, dim)
+    swapped = gathered(x, last, order)  # (batch, seq, heads, dim)
     out = f.add_zip(f.mul_zip(x, cos), f.mul_zip(swapped, sin))
     return out if out.dtype == x.dtype else f.id_map(out, x.empty(x.shape))
+
+
+@lru_cache(maxsize=16)
+def _swap(dims: int, dim: int) -> Any:
+    """Return the places of the last dimension with its halves exchanged, (1, …, 1, dim)."""
+    order = np.roll(np.arange(dim), dim // 2).reshape(*[1] * (dims - 1), dim)
+    order.setflags(write=False)
+    return order
 
 
 class Rotary:

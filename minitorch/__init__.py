@@ -63,9 +63,10 @@ if not _entrance.runs_as_command(__name__):
         from .layers.residual_layer_norm import residual_layer_norm
         from .models.kv_cache import KVCache, LayerCache
         from .models.reversible import ReversibleSequence
+        from .models.rotary import Rotary
         from .models.sequence_classifier import SequenceClassifier
         from .module import Module, Parameter
-        from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear
+        from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear, RMSNorm, rms_norm
         from .nn import (
             GELU,
             argmax,
@@ -76,6 +77,7 @@ if not _entrance.runs_as_command(__name__):
             max,
             maxpool2d,
             one_hot,
+            silu,
             softmax,
             softmax_loss,
             tile,
@@ -147,7 +149,13 @@ if not _entrance.runs_as_command(__name__):
         from .training.anomaly import AnomalyError, detect_anomaly
         from .training.captured_step import CaptureError, GraphStep, graph_step
         from .training.recompute import checkpoint
-        from .transformer import DecoderLM, FeedForward, MultiHeadAttention, TransformerLayer
+        from .transformer import (
+            DecoderLM,
+            FeedForward,
+            GatedFeedForward,
+            MultiHeadAttention,
+            TransformerLayer,
+        )
 
         bfloat16 = BFLOAT16.type
         tensor = _tensor  # the function: without this line, type checkers see the file of that name

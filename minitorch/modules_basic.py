@@ -1,4 +1,4 @@
-"""Layers with parameters: embedding, linear, layer norm, dropout."""
+"""Layers with parameters: embedding, linear, layer and RMS norm, dropout."""
 
 from __future__ import annotations
 
@@ -139,7 +139,24 @@ class Linear(Module):
         return linear(x, self.weights.value, bias, has_gelu)
 
 
-class LayerNorm1d(Module):
+class _Norm(Module):
+    """What layers have in common that normalise the last dimension; see :class:`LayerNorm1d`."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        backend: TensorBackend = SimpleBackend,
+        dtype: npt.DTypeLike | None = None,
+    ):
+        super().__init__()
+        if not isinstance(eps, NUMBERS) or not 0.0 <= eps < math.inf:
+            raise ValueError(f"eps must be a number of at least 0, got {eps!r:.40}; 1e-5 is common")
+        self.dim, self.eps = whole("dim", dim, 1), float(eps)
+        self.weights = Parameter(ones((dim,), backend, dtype=_floating(dtype)))
+
+
+class LayerNorm1d(_Norm):
     """Normalise the last dimension to mean 0 and variance 1, then scale and shift it.
 
     Args:
@@ -156,17 +173,31 @@ class LayerNorm1d(Module):
         backend: TensorBackend = SimpleBackend,
         dtype: npt.DTypeLike | None = None,
     ):
-        super().__init__()
-        dtype = _floating(dtype)
-        if not isinstance(eps, NUMBERS) or not 0.0 <= eps < math.inf:
-            raise ValueError(f"eps must be a number of at least 0, got {eps!r:.40}; 1e-5 is common")
-        self.dim, self.eps = whole("dim", dim, 1), float(eps)
-        self.weights = Parameter(ones((dim,), backend, dtype=dtype))
-        self.bias = Parameter(zeros((dim,), backend, dtype=dtype))
+        super().__init__(dim, eps, backend, dtype)
+        self.bias = Parameter(zeros((dim,), backend, dtype=_floating(dtype)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (…, dim) for (…, dim)."""
         return layer_norm(x, self.weights.value, self.bias.value, self.eps)
+
+
+class RMSNorm(_Norm):
+    """Divide the last dimension by its root mean square, then scale it.
+
+    Args:
+        dim: Length of the last dimension.
+        eps: Added to the mean square.
+        backend: Backend of the parameters.
+        dtype: Dtype of the parameters; the default dtype when None.
+
+    Source: Zhang and Sennrich (2019), Root mean square layer normalization.
+    """
+
+    bias = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (…, dim) for (…, dim)."""
+        return rms_norm(x, self.weights.value, self.eps)
 
 
 def layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
@@ -183,6 +214,30 @@ def composed_layer_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> T
     deviation = x - x.mean(last)
     variance = (deviation * deviation).mean(last)
     return (deviation / (variance + eps) ** 0.5 * gamma + beta).to(x.dtype)
+
+
+def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """Return RMS norm over the last dimension: fused where the backend has it, else composed.
+
+    Args:
+        x: (…, n).
+        gamma: Factors, (n,).
+        eps: Added to the mean square.
+
+    Returns:
+        (…, n).
+    """
+    check_tensor("input", x)
+    x = x if is_floating(x.dtype) else x * 1.0  # the mean of integers is not an integer
+    if x.f.fused is None:
+        return composed_rms_norm(x, gamma, eps)
+    return LayerNorm.apply(x, gamma, None, eps)
+
+
+def composed_rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    """Return RMS norm over the last dimension, composed of tensor operations, in the dtype of x."""
+    square = (x * x).mean(x.dims - 1)
+    return (x / (square + eps) ** 0.5 * gamma).to(x.dtype)
 
 
 class Dropout(Module):

@@ -258,6 +258,15 @@ def GELU(input: Tensor) -> Tensor:
     return Gelu.apply(input) if fused else composed_gelu(input)
 
 
+def silu(input: Tensor) -> Tensor:
+    """Return x · sigmoid(x), composed of tensor operations.
+
+    Source: Elfwing, Uchibe and Doya (2018), Sigmoid-weighted linear units.
+    """
+    check_tensor("input", input)
+    return input * input.sigmoid()
+
+
 def dropout(input: Tensor, rate: float, ignore: bool = False) -> Tensor:
     """Set each element to 0 with probability ``rate``; the others are unchanged.
 

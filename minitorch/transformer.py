@@ -16,17 +16,19 @@ from .backends.matmul_precision import in_own_precision, precision_and_dtypes
 from .fast_ops import FastBackend
 from .layers.linear_cross_entropy import linear_cross_entropy
 from .models.decoding_step import summed
+from .models.feed_forward import FeedForward as FeedForward
+from .models.feed_forward import GatedFeedForward as GatedFeedForward
 from .models.kv_cache import KVCache, LayerCache, check_cache
 from .models.positions import kept_range
 from .models.pretrained import load_pretrained, read_pretrained, write_pretrained
+from .models.rotary import Rotary
 from .models.sampling import make_sampler, prompt_ids
 from .models.transformer_layers import ATTENTIONS as ATTENTIONS
-from .models.transformer_layers import FeedForward as FeedForward
+from .models.transformer_layers import NORMS, chosen_name, is_joined, run_joined
 from .models.transformer_layers import MultiHeadAttention as MultiHeadAttention
 from .models.transformer_layers import TransformerLayer as TransformerLayer
-from .models.transformer_layers import is_joined, run_joined
 from .module import Module
-from .modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
+from .modules_basic import Dropout, Embedding, Linear, lookup
 from .tensor import Tensor
 from .tensor_ops import SimpleBackend, TensorBackend
 from .training.recompute import checkpoint
@@ -39,13 +41,16 @@ EMBEDDING_STD, TIED_EMBEDDING_STD = 0.3, 0.02
 class DecoderLM(Module):
     """A language model: embeddings, transformer layers, and logits of the next token.
 
+    Without options it has GPT-2's structure.  Llama's has ``rotary_theta``, ``norm="rms"``,
+    ``feed_forward="swiglu"``, ``bias=False`` and often ``n_kv_head``.
+
     Args:
         n_vocab: Number of tokens in the vocabulary.
         n_embd: Width of the model.
         n_head: Number of heads.
         n_positions: Maximum length of the context.
         p_dropout: Dropout probability of the embeddings and of all branches.
-        ln_eps: Added to the variance by the layer norms.
+        ln_eps: Added to the variance, or to the mean square, by the norms.
         bias: Whether the linear layers have a bias.
         backend: Backend of the parameters.
         use_fused_kernel: Accepted for published code and ignored.
@@ -58,6 +63,14 @@ class DecoderLM(Module):
         middle_dim: Width of the feed-forward networks.
         tie_weights: Compute the logits with the embedding table instead of a separate layer.
         head_bias: Whether the separate layer has a bias, if the other linear layers have one.
+        n_kv_head: Number of heads of keys and values, a divisor of n_head; n_head when None.
+        head_dim: Size of a head; n_embd / n_head when None.
+        rotary_theta: Base of the frequencies of rotary positions, such as 10,000; None for learned position
+            embeddings.
+        rotary_scaling: Change of these frequencies for long contexts; see
+            :class:`minitorch.Rotary`.
+        norm: "layer", layer norms; or "rms", RMS norms.
+        feed_forward: "gelu", two linear layers; or "swiglu", :class:`GatedFeedForward`.
         dtype: Dtype of the parameters; the default dtype when None.
         precision: "float32", "tf32" or "bfloat16", instead of a dtype: the formats in which the whole model
             stores, multiplies and sums; see :class:`minitorch.Precision`.
@@ -66,10 +79,12 @@ class DecoderLM(Module):
 
     Attributes:
         precision: The policy, or None.
+        rotary: The rotary positions of all layers, or None.
         eos_token_id: The token that ends a text, or None; :meth:`from_pretrained` sets it.
 
     Raises:
-        ValueError: If there is no such precision, or a dtype is given as well.
+        ValueError: If there is no such precision, or a dtype is given as well; also for a scaling without
+            rotary positions.
     """
 
     def __init__(
@@ -92,6 +107,12 @@ class DecoderLM(Module):
         middle_dim: int = 256,
         tie_weights: bool = False,
         head_bias: bool = True,
+        n_kv_head: int | None = None,
+        head_dim: int | None = None,
+        rotary_theta: float | None = None,
+        rotary_scaling: Mapping[str, Any] | None = None,
+        norm: str = "layer",
+        feed_forward: str = "gelu",
         dtype: npt.DTypeLike | None = None,
         precision: str | None = None,
         recompute: bool = False,
@@ -111,17 +132,29 @@ class DecoderLM(Module):
         self.n_head = n_head
         std = TIED_EMBEDDING_STD if tie_weights else EMBEDDING_STD
         self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, std)
-        self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, std)
+        self.position_embeddings: Any = None  # an Embedding, unless positions are rotary
+        self.rotary: Rotary | None = None
+        if rotary_theta is not None:
+            dim = n_embd // whole("n_head", n_head, 1) if head_dim is None else head_dim
+            self.rotary = Rotary(dim, n_positions, rotary_theta, rotary_scaling)
+        elif rotary_scaling is not None:
+            raise ValueError(
+                "rotary_scaling belongs to rotary positions; pass rotary_theta as well, such as 10000.0"
+            )
+        else:
+            self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, std)
         self.layer_names = [f"t_layer_{i + 1}" for i in range(n_layer)]
         for name in self.layer_names:
             layer = TransformerLayer(
                 n_embd, n_head, p_dropout, ln_eps, bias, backend, use_fused_kernel,
                 use_flash_attention, attention=attention, attention_dropout=attention_dropout,
-                attention_options=attention_options, middle_dim=middle_dim, dtype=dtype, norm_dtype=norms,
+                attention_options=attention_options, middle_dim=middle_dim, n_kv_head=n_kv_head,
+                head_dim=head_dim, rotary=self.rotary, norm=norm, feed_forward=feed_forward, dtype=dtype,
+                norm_dtype=norms,
             )  # fmt: skip
             setattr(self, name, layer)
         self.dropout = Dropout(p_dropout)
-        self.ln = LayerNorm1d(n_embd, ln_eps, backend, norms)
+        self.ln = NORMS[chosen_name("norm", norm, NORMS)](n_embd, ln_eps, backend, norms)
         self.lm_head = None
         if not tie_weights:
             self.lm_head = Linear(n_embd, n_vocab, bias and head_bias, backend, dtype)
@@ -137,15 +170,15 @@ class DecoderLM(Module):
         precision: str | None = None,
         **options: Any,
     ) -> DecoderLM:
-        """Read a GPT-2 in the format of Hugging Face, in evaluation mode; nothing is downloaded.
+        """Read a GPT-2 or a Llama in the format of Hugging Face, in evaluation mode; nothing is downloaded.
 
         Args:
-            folder: A folder with config.json and model.safetensors.
+            folder: A folder with config.json and model.safetensors, or shards with their index.
             backend: Backend of the parameters; ``FastBackend`` when None.
             dtype: Dtype of the parameters; that of the stored embeddings when None.
             precision: See the class; instead of a dtype.
             options: Further arguments of the class, such as ``attention="naive"`` or ``p_dropout=0.0``,
-                which is the folder's ``resid_pdrop`` otherwise.
+                which is the ``resid_pdrop`` of a GPT-2's folder otherwise.
 
         Raises:
             CheckpointError: If a file is missing, has another format, or belongs to another architecture.
@@ -164,7 +197,9 @@ class DecoderLM(Module):
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
-        """Write the model as a GPT-2 in the format of Hugging Face, which ``transformers`` can load.
+        """Write the model in the format of Hugging Face, which ``transformers`` can load.
+
+        A model with rotary positions is written as a Llama, another one as a GPT-2.
 
         Args:
             folder: The folder, which is created if necessary; config.json and model.safetensors in it are
@@ -172,8 +207,7 @@ class DecoderLM(Module):
             tokenizer: A ``tokenizers.Tokenizer`` to write as tokenizer.json, or None.
 
         Raises:
-            ValueError: If the structure is not that of a GPT-2: with approximate attention, a layer without
-                bias, or a head with one.
+            ValueError: If the structure is that of neither; it says in what.
         """
         write_pretrained(folder, self, tokenizer)
 
@@ -200,15 +234,16 @@ class DecoderLM(Module):
             capacity: Maximum number of positions; ``n_positions`` when None.
         """
         table = self.token_embeddings.weights.value
+        attention = getattr(self, self.layer_names[0]).attention
         return KVCache(
-            len(self.layer_names), batch, self.n_head,
+            len(self.layer_names), batch, attention.n_kv_head,
             self.n_positions if capacity is None else capacity,
-            self.n_embd // self.n_head, table.backend, table.dtype,
+            attention.attn_hidden_dim, table.backend, table.dtype,
         )  # fmt: skip
 
     @in_own_precision
     def hidden(self, idx: Any, cache: KVCache | None = None) -> Tensor:
-        """Return the output of the last layer norm, (batch, seq, n_embd), for (batch, seq) token ids.
+        """Return the output of the last norm, (batch, seq, n_embd), for (batch, seq) token ids.
 
         Args:
             idx: Token ids, (batch, seq), a tensor or an integer array.
@@ -239,11 +274,13 @@ class DecoderLM(Module):
                 f"the context holds {self.n_positions} tokens, got {seq}{before}; pass the last ones"
             )
         layers = self._layer_caches(cache)
-        lasting = cache is None and self.backend.cuda
-        places = kept_range(0, seq) if lasting else np.arange(start, start + seq)
-        positions = self.position_embeddings(places)  # (seq, n_embd)
-        tokens = self.token_embeddings(idx)  # (batch, seq, n_embd)
-        x = self.dropout(tokens + positions if cache is None else summed(tokens, positions))
+        x = self.token_embeddings(idx)  # (batch, seq, n_embd)
+        if self.position_embeddings is not None:
+            lasting = cache is None and self.backend.cuda
+            places = kept_range(0, seq) if lasting else np.arange(start, start + seq)
+            positions = self.position_embeddings(places)  # (seq, n_embd)
+            x = x + positions if cache is None else summed(x, positions)
+        x = self.dropout(x)
         if cache is None:
             return self._through_layers(x)
         for name, layer_cache in zip(self.layer_names, layers, strict=True):
@@ -251,10 +288,10 @@ class DecoderLM(Module):
         return self.ln(x)  # (batch, seq, n_embd)
 
     def _through_layers(self, x: Tensor) -> Tensor:
-        """Apply the layers and the last layer norm to (batch, seq, n_embd)."""
+        """Apply the layers and the last norm to (batch, seq, n_embd)."""
         call = checkpoint if self.recompute else _called
         layers = [getattr(self, name) for name in self.layer_names]
-        if type(self.ln) is LayerNorm1d and all(is_joined(layer, x) for layer in layers):
+        if type(self.ln) in NORMS.values() and all(is_joined(layer, x) for layer in layers):
             return run_joined(layers, self.ln, x, call)
         for layer in layers:
             x = call(layer, x)  # (batch, seq, n_embd)

@@ -1,4 +1,4 @@
-"""Continue a text with the weights of a GPT-2 in the format of Hugging Face.
+"""Continue a text with the weights of a GPT-2 or a Llama in the format of Hugging Face.
 
 python project/generate.py DIR --prompt "The attention of"
 python project/generate.py DIR --prompt "Once" --temperature 0              the most likely tokens

@@ -1,9 +1,11 @@
-"""Train a character-level GPT whose attention is `flash_attention`, and let it write.
+"""Train a GPT whose attention is `flash_attention`, and let it write.
 
 python project/train_gpt.py                        on Python's own manual
 python project/train_gpt.py --text file.txt        on a text of yours
 python project/train_gpt.py --backend cuda         on a GPU
 python project/train_gpt.py --backend cuda --preset gpt2-small --precision bfloat16 --max-seconds 3600
+python project/train_gpt.py --tokenizer bpe        tokens are byte pairs instead of characters
+python project/train_gpt.py --init DIR             go on with a GPT-2 or a Llama of Hugging Face
 python project/train_gpt.py --resume               on, from where the last run was killed or stopped
 python project/train_gpt.py --load runs/gpt/model.safetensors --prompt "The "
 """
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 from common.command_line import replace_unprintable
 from common.notebooks import show_picture
-from data.text import PROMPT, Corpus, encode, read_text
+from data.text import PROMPT, Corpus, read_text
 from training.gpt_loop import JUDGE_SHARE, Trainer, judge, train_step, warm_up
 from training.gpt_options import (
     BACKENDS,
@@ -30,10 +32,19 @@ from training.gpt_options import (
     parse_args,
     with_defaults,
 )
-from training.gpt_presets import characters_of, reader, spelled
+from training.gpt_tokens import (
+    byte_pairs_of,
+    encoded,
+    folder_of,
+    text_reader,
+    tokenizer_of,
+    tokens_of,
+)
 from training.script_helpers import check_backend, check_loss, make_folder
 
 import minitorch
+from minitorch.autodiff import without_drawing
+from minitorch.models.pretrained import Pretrained, load_pretrained
 from minitorch.training.checkpoints import Checkpoints, TrainingState, remove_partials
 from minitorch.training.model_files import (
     CheckpointError,
@@ -43,8 +54,8 @@ from minitorch.training.model_files import (
 )
 
 __all__ = ["build", "judge", "main", "train_step"]  # what the benchmarks and experiments take
-#: The folder of the checkpoints, in that of the results.
-CHECKPOINTS = "checkpoints"
+#: The folders of the checkpoints and of the model for transformers, in that of the results.
+CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
 
 
 def build(config: dict[str, Any], backend: str, recompute: bool = False) -> minitorch.DecoderLM:
@@ -60,20 +71,29 @@ def build(config: dict[str, Any], backend: str, recompute: bool = False) -> mini
     """
     config = with_defaults(config)
     check_config(config)
-    return minitorch.DecoderLM(
-        n_vocab=config["vocabulary"],
-        n_embd=config["width"],
-        n_head=config["heads"],
-        n_positions=config["context"],
-        p_dropout=config["dropout"],
-        n_layer=config["layers"],
-        middle_dim=4 * config["width"],
-        attention=config["attention"],
-        tie_weights=config["tie_weights"],
-        backend=BACKENDS[backend],
-        precision=config["precision"],
-        recompute=recompute,
-    )
+    shape = config["model"] or {
+        "n_vocab": config["vocabulary"],
+        "n_embd": config["width"],
+        "n_head": config["heads"],
+        "n_positions": config["context"],
+        "n_layer": config["layers"],
+        "middle_dim": 4 * config["width"],
+        "tie_weights": config["tie_weights"],
+        "head_bias": config["tokenizer"] is None,  # a GPT-2 has none
+    }
+    try:
+        model = minitorch.DecoderLM(
+            **shape,
+            p_dropout=config["dropout"],
+            attention=config["attention"],
+            backend=BACKENDS[backend],
+            precision=config["precision"],
+            recompute=recompute,
+        )
+    except TypeError as error:
+        raise ValueError(f"the configuration describes no model ({error})") from None
+    model.eos_token_id = config.get("eos_token_id")
+    return model
 
 
 def judge_finally(
@@ -92,9 +112,9 @@ def judge_finally(
 def report(result: dict[str, Any], args: argparse.Namespace) -> None:
     """Print the figures of a training."""
     print(
-        f"train loss     {result['train_loss']:.3f} nats per character "
+        f"train loss     {result['train_loss']:.3f} nats per {result['unit']} "
         f"(last {min(50, result['steps'])} steps)\n"
-        f"held-out loss  {result['held_out_loss']:.3f} nats per character "
+        f"held-out loss  {result['held_out_loss']:.3f} nats per {result['unit']} "
         f"({result['held_out_windows']})\n"
         f"speed          {result['tokens_per_second']:,.0f} tokens/s over {result['steps']} steps, "
         f"{result['seconds']:.0f} s"
@@ -132,7 +152,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         curve["step"][-1], result["held_out_loss"], "D", color="#166534", markersize=5,
         label=f"held out, {result['held_out_windows']}: {result['held_out_loss']:.3f}",
     )  # fmt: skip
-    axes.set(xlabel="step", ylabel="loss, nats per character")
+    axes.set(xlabel="step", ylabel=f"loss, nats per {result['unit']}")
     axes.set_ylim(top=min(max(curve["train"]), 4.0))
     axes.grid(alpha=0.3)
     axes.legend()
@@ -142,11 +162,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def write(model: minitorch.DecoderLM, config: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print how the model continues the prompt, character by character."""
-    ids, read = list(encode_prompt(config, args)), reader(config["characters"])
+    """Print how the model continues the prompt, token by token."""
+    ids, read = list(encode_prompt(config, args)), text_reader(config)
     print(read(ids), end="", flush=True)
     try:
         for token in model.continuation(ids, args.sample, args.temperature, args.seed):
+            if token == model.eos_token_id:
+                break
             print(read([token]), end="", flush=True)
     except ValueError as error:  # weights so large that the scores are no numbers
         sys.exit(f"\nthe model cannot write ({error}); train it again with a lower --lr")
@@ -159,7 +181,7 @@ def encode_prompt(config: dict[str, Any], args: argparse.Namespace) -> Any:
     if not prompt:
         sys.exit("--prompt must hold at least one character")
     try:
-        return encode(spelled(prompt, config["characters"]), config["characters"])
+        return encoded(prompt, config)
     except ValueError as error:
         sys.exit(f"--prompt {prompt!r} cannot be continued: {error}")
 
@@ -174,7 +196,8 @@ def load_and_write(args: argparse.Namespace) -> None:
         least = (
             12 * config["layers"] * width**2 + (config["vocabulary"] + config["context"]) * width
         )
-        if least > sum(array.size for array in arrays.values()):  # before memory is taken for it
+        weights = sum(array.size for array in arrays.values())
+        if config["model"] is None and least > weights:  # before memory is taken for it
             sys.exit(f"{args.load}: its configuration describes a larger model than its weights")
         config["attention"] = args.attention or config["attention"]  # both have the same weights
         model = build(config, args.backend)
@@ -186,8 +209,19 @@ def load_and_write(args: argparse.Namespace) -> None:
     write(model, config, args)
 
 
-def start(args: argparse.Namespace, corpus: Corpus, state: TrainingState | None) -> Trainer:
-    """Return a trainer that begins, or goes on from a state; exit with one line if it cannot."""
+def start(
+    args: argparse.Namespace, corpus: Corpus, kept: dict[str, Any], found: Pretrained | None,
+    state: TrainingState | None,
+) -> Trainer:  # fmt: skip
+    """Return a trainer that begins, or goes on from a state; exit with one line if it cannot.
+
+    Args:
+        args: The options.
+        corpus: The text.
+        kept: The part of the configuration that tells what tokens are.
+        found: The weights to begin with, or None.
+        state: Of the training to go on with; None for a new one.
+    """
     keys = (
         "width",
         "heads",
@@ -198,16 +232,23 @@ def start(args: argparse.Namespace, corpus: Corpus, state: TrainingState | None)
         "tie_weights",
         "precision",
     )
-    config = {
-        "characters": corpus.characters,
-        "vocabulary": args.vocabulary or len(corpus.characters),
-        "prompt": corpus.prompt,
-        **{key: getattr(args, key) for key in keys},
-    }
+    config = with_defaults(
+        {
+            "characters": "",
+            "prompt": corpus.prompt,
+            **{key: getattr(args, key) for key in keys},
+            **kept,
+        }
+    )
     encode_prompt(config, args)  # fail before the training, not after it
     try:
-        model = build(config, args.backend, args.recompute)
-    except ValueError as error:
+        if found is None:
+            model = build(config, args.backend, args.recompute)
+        else:
+            with without_drawing():
+                model = build(config, args.backend, args.recompute)
+            load_pretrained(model, found)
+    except (CheckpointError, ValueError) as error:
         sys.exit(str(error))
     out = make_folder(args.out)
     print(
@@ -243,26 +284,40 @@ def train_and_write(args: argparse.Namespace, state: TrainingState | None = None
     begin = time.perf_counter()
     args.attention = args.attention or "flash"
     minitorch.manual_seed(args.seed)
-    text = read_text(args.text)
-    characters = None if args.vocabulary is None else characters_of(args.vocabulary)
-    if characters is not None:
-        text = spelled(text, characters)
-    corpus = Corpus.from_text(text, args.context, characters)
+    text, found = read_text(args.text), None
+    if args.init is None and args.tokenizer == "characters":
+        corpus, kept = tokens_of(args, text)
+    else:
+        if state is not None:  # with the tokenizer that the run began with
+            names = "tokenizer", "model", "vocabulary", "eos_token_id"
+            kept = {name: state.config[name] for name in names}
+        elif args.init is not None:
+            found, kept = folder_of(args)
+        else:
+            kept = byte_pairs_of(args, text)
+        try:
+            ids = encoded(text, kept)
+        except ValueError as error:
+            sys.exit(str(error))
+        corpus = Corpus.from_ids(text, ids, args.context)
     if state is not None and state.notes["text"] != corpus.digest:
         sys.exit(
             f"{state.source}: its run learns another text than {args.text or 'the manual of this Python'}; "
             "name the same with --text"
         )
-    trainer = start(args, corpus, state)
+    trainer = start(args, corpus, kept, found, state)
     model, config, out = trainer.model, trainer.config, Path(args.out)
     try:
         result = trainer.run()
         save_checkpoint(out / "model.safetensors", model, config)
+        result["unit"] = "character" if config["tokenizer"] is None else "token"
         judge_finally(model, corpus, args, result)
         record = json.dumps({**result, "args": vars(args)}, indent=1)
         (out / "result.json").write_text(record + "\n")
         report(result, args)
         print(f"checkpoint     {out / 'model.safetensors'}")
+        if config["tokenizer"] is not None:
+            save_for_transformers(model, config, out / PRETRAINED)
         draw(result, out / "loss.png")
     except CheckpointError as error:
         sys.exit(f"{error}; --lr is now {args.lr}")
@@ -276,6 +331,16 @@ def train_and_write(args: argparse.Namespace, state: TrainingState | None = None
     print()
     write(model, config, args)
     print(f"\nall done in {time.perf_counter() - begin:.0f} s")
+
+
+def save_for_transformers(model: minitorch.DecoderLM, config: dict[str, Any], folder: Path) -> None:
+    """Write a model and its tokenizer in the format of Hugging Face, if its structure is known there."""
+    try:
+        model.save_pretrained(folder, tokenizer_of(config))
+    except ValueError as error:
+        print(f"no folder for transformers: {error}")
+        return
+    print(f"transformers   {folder}, also for project/generate.py")
 
 
 def resume(args: argparse.Namespace, given: dict[str, Any]) -> None:

@@ -87,34 +87,36 @@ class Softmax(Function):
 
 
 class LayerNorm(Function):
-    """Normalise the last dimension, then scale and shift it."""
+    """Normalise the last dimension, then scale and shift it; without a shift, an RMS norm."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-        """Return (…, n) for (…, n), (n,) and (n,).
+    def forward(ctx: Context, x: Tensor, gamma: Tensor, beta: Tensor | None, eps: float) -> Tensor:
+        """Return (…, n) for (…, n), (n,) and (n,), or None for an RMS norm.
 
         Raises:
             ValueError: If the sizes differ; the kernel would read beyond gamma and beta.
         """
-        if not gamma.shape == beta.shape == x.shape[-1:]:
+        shifts = () if beta is None else (beta,)
+        if any(t.shape != x.shape[-1:] for t in (gamma, *shifts)):
+            kind, of = ("layer", "weights and a bias") if shifts else ("RMS", "weights")
             raise ValueError(
-                f"layer norm of shape {x.shape} needs weights and a bias of shape {x.shape[-1:]}, "
-                f"got {gamma.shape} and {beta.shape}"
+                f"{kind} norm of shape {x.shape} needs {of} of shape {x.shape[-1:]}, "
+                f"got {' and '.join(str(t.shape) for t in (gamma, *shifts))}"
             )
         rows = stored(x, "layer_norm")
-        weights, bias = stored_weights(x, "layer_norm", gamma, beta)
-        out, mean, rstd = x.f.fused.layer_norm(rows, weights, bias, eps)
-        ctx.save_for_backward(x, gamma.dtype, rows, weights, mean, rstd)
+        weights, *bias = stored_weights(x, "layer_norm", gamma, *shifts)
+        out, mean, rstd = x.f.fused.layer_norm(rows, weights, bias[0] if bias else None, eps)
+        ctx.save_for_backward(x, gamma.dtype, rows, weights, mean, rstd, bool(bias))
         return rounded(x, out)
 
     @staticmethod
-    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         """Return the gradients of x, gamma and beta."""
-        x, dtype, rows, weights, mean, rstd = ctx.saved_values
+        x, dtype, rows, weights, mean, rstd, centred = ctx.saved_values
         backward, dout = x.f.fused.layer_norm_backward, stored(grad_output, "layer_norm", x.dtype)
-        dx, *others = backward(dout, rows, weights, mean, rstd)
+        dx, *others = backward(dout, rows, weights, mean, rstd, centred)
         dgamma, dbeta = (rounded(x, gradient, dtype) for gradient in others)
-        return rounded(x, dx), dgamma, dbeta, None
+        return rounded(x, dx), dgamma, dbeta if centred else None, None
 
 
 class Gelu(Function):

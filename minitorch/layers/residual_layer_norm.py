@@ -1,4 +1,4 @@
-"""The operations between two branches of a transformer, fused: residual + dropout(x), and its layer norm.
+"""The operations between two branches of a transformer, fused: residual + dropout(x), and its norm.
 
 Without such a kernel they are composed, which is also the reference of the tests.
 """
@@ -13,7 +13,7 @@ from ..autodiff import Context
 from ..functions.base import Function, check_tensor
 from ..functions.dropout_seeds import dropout_seed
 from ..functions.fused import rounded, stored, stored_weights
-from ..modules_basic import Dropout, layer_norm
+from ..modules_basic import Dropout, layer_norm, rms_norm
 
 if TYPE_CHECKING:
     from ..tensor import Tensor
@@ -28,7 +28,7 @@ class ResidualLayerNorm(Function):
         x: Tensor,
         residual: Tensor,
         gamma: Tensor,
-        beta: Tensor,
+        beta: Tensor | None,
         eps: float,
         seed: int,
         p_dropout: float,
@@ -36,12 +36,18 @@ class ResidualLayerNorm(Function):
         """Return the sum and its norm, (…, n), for (…, n) twice and (n,) twice."""
         fused, layer = x.f.fused, "layer_norm"
         noise = fused.Noise(seed, p_dropout, 1.0 / (1.0 - p_dropout))
-        weights, bias = stored_weights(x, layer, gamma, beta)
+        shifts = () if beta is None else (beta,)
+        weights, *bias = stored_weights(x, layer, gamma, *shifts)
         hidden, out, mean, rstd = fused.residual_layer_norm(
-            stored(x, layer), stored(residual, layer), weights, bias, eps, noise
+            stored(x, layer),
+            stored(residual, layer),
+            weights,
+            bias[0] if bias else None,
+            eps,
+            noise,
         )
         total = x.wrap(hidden)  # x itself is not needed again
-        ctx.save_for_backward(total, gamma.dtype, noise, hidden, weights, mean, rstd)
+        ctx.save_for_backward(total, gamma.dtype, noise, bool(bias), hidden, weights, mean, rstd)
         return total, x.wrap(out)
 
     @staticmethod
@@ -49,37 +55,39 @@ class ResidualLayerNorm(Function):
         ctx: Context, grad_hidden: Tensor | None, grad_out: Tensor | None
     ) -> tuple[Any, ...]:
         """Return the gradients of x, residual, gamma and beta, recomputing the dropout mask."""
-        total, dtype, noise, *saved = ctx.saved_values
+        total, dtype, noise, centred, *saved = ctx.saved_values
         dhidden, dout = (
             stored(total.zeros() if grad is None else grad, "layer_norm", total.dtype)
             for grad in (grad_hidden, grad_out)
         )
-        found = total.f.fused.residual_layer_norm_backward(dout, dhidden, *saved, noise)
+        found = total.f.fused.residual_layer_norm_backward(dout, dhidden, *saved, noise, centred)
         dgamma, dbeta = (
             rounded(total, dweights, dtype) for dweights in (found.dgamma, found.dbeta)
         )
         dx, dresidual = total.wrap(found.dx), total.wrap(found.dresidual)
-        return dx, dresidual, dgamma, dbeta, None, None, None
+        return dx, dresidual, dgamma, dbeta if centred else None, None, None, None
 
 
 def composed_residual_layer_norm(
-    x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, eps: float, p_dropout: float = 0.0
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, p_dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result of :func:`residual_layer_norm`, composed of three operations."""
     hidden = residual + Dropout(p_dropout)(x)
+    if beta is None:
+        return hidden, rms_norm(hidden, gamma, eps)
     return hidden, layer_norm(hidden, gamma, beta, eps)
 
 
 def residual_layer_norm(
-    x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, eps: float, p_dropout: float = 0.0
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor | None, eps: float, p_dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return residual + dropout(x) and its layer norm, in one kernel where the backend has it.
 
     Args:
         x: The result of a branch, (…, n).
         residual: The residual stream, of the shape and dtype of x.
         gamma: Weights of the layer norm, (n,).
-        beta: Bias of the layer norm, (n,).
+        beta: Bias of the layer norm, (n,); None for an RMS norm.
         eps: Added to the variance.
         p_dropout: Probability that an element of x becomes 0; the others are divided by 1 - p_dropout.
             Pass 0 outside training.
@@ -92,10 +100,11 @@ def residual_layer_norm(
         TypeError: If an operand is not a tensor.
         ValueError: If the shapes do not fit, or the probability is not in [0, 1).
     """
-    operands = {"x": x, "residual": residual, "gamma": gamma, "beta": beta}
+    weights = {"gamma": gamma} if beta is None else {"gamma": gamma, "beta": beta}
+    operands = {"x": x, "residual": residual, **weights}
     for name, t in operands.items():
         check_tensor(name, t)
-    if x.shape != residual.shape or not gamma.shape == beta.shape == x.shape[-1:]:
+    if x.shape != residual.shape or any(w.shape != x.shape[-1:] for w in weights.values()):
         shapes = ", ".join(f"{name} {t.shape}" for name, t in operands.items())
         raise ValueError(
             "residual_layer_norm needs x and residual of one shape (…, n), gamma and beta (n,), got "

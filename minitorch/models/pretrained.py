@@ -1,4 +1,4 @@
-"""Read and write a language model as a folder of Hugging Face, in the layout of GPT-2."""
+"""Read and write a language model as a folder of Hugging Face, in the layout of GPT-2 or of Llama."""
 
 from __future__ import annotations
 
@@ -21,43 +21,14 @@ from ..training.model_files import (
     parameter_arrays,
     write_file,
 )
+from .gpt2_format import GPT2
+from .llama_format import LLAMA
+from .weight_format import HEAD, Config, Format
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
-#: Values of ``model_type`` in config.json that can be read.
-MODEL_TYPES = ("gpt2",)
-#: Names of GELU in its tanh form.
-ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh")
-#: Settings that change what the model computes: the only supported value, which is also the default.
-FIXED = {
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}
-#: Sizes: GPT-2's name and that of the argument of DecoderLM.
-SIZES = {
-    "vocab_size": "n_vocab",
-    "n_embd": "n_embd",
-    "n_head": "n_head",
-    "n_positions": "n_positions",
-    "n_layer": "n_layer",
-}
-#: Modules of a model and of a layer: GPT-2's name and ours.  ``c_attn`` holds three of ours, side by side.
-OUTER: dict[str, tuple[str, ...]] = {
-    "wte": ("token_embeddings",),
-    "wpe": ("position_embeddings",),
-    "ln_f": ("ln",),
-}
-INNER = {
-    "ln_1": ("ln_1",),
-    "attn.c_attn": tuple(f"attention.{name}_projection" for name in "qkv"),
-    "attn.c_proj": ("attention.out_projection",),
-    "ln_2": ("ln_2",),
-    "mlp.c_fc": ("ff.linear_in",),
-    "mlp.c_proj": ("ff.linear_out",),
-}
-PREFIX, HEAD = "transformer.", "lm_head.weight"
-#: Masks of attention, which older files contain.
-BUFFERS = (".attn.bias", ".attn.masked_bias")
+#: The names of the files of sharded weights.
+INDEX = f"{WEIGHTS}.index.json"
+FORMATS = (GPT2, LLAMA)
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -68,13 +39,15 @@ class Pretrained(NamedTuple):
 
     Attributes:
         source: The file of the weights, for errors.
+        format: The layout of the weights.
         options: Arguments of :class:`minitorch.DecoderLM`.
         eos_token_id: The token that ends a text, or None.
-        weights: Arrays by GPT-2's names, without their prefix.
+        weights: Arrays by their names in the format, without its prefix.
         dtype: Dtype of the token embeddings.
     """
 
     source: Path
+    format: Format
     options: dict[str, Any]
     eos_token_id: int | None
     weights: Arrays
@@ -82,81 +55,57 @@ class Pretrained(NamedTuple):
 
 
 def read_pretrained(folder: str | os.PathLike[str]) -> Pretrained:
-    """Read the configuration and the weights of a GPT-2.
+    """Read the configuration and the weights of a GPT-2 or a Llama.
 
     Args:
-        folder: A folder with config.json and model.safetensors.
+        folder: A folder with config.json and model.safetensors, or shards with their index.
 
     Raises:
-        CheckpointError: If a file is missing or cannot be read, the weights are in shards or in a pickle
-            file, or the configuration is that of another architecture.
+        CheckpointError: If a file is missing or cannot be read, the weights are in a pickle file, or the
+            configuration is that of another architecture.
     """
     folder = Path(folder)
-    _check_files(folder)
-    options, eos_token_id = _read_config(folder / CONFIG)
-    weights = _read_weights(folder / WEIGHTS)
-    if "wte.weight" not in weights:
+    files = _weight_files(folder)
+    config = Config(_read_object(folder / CONFIG), folder / CONFIG)
+    kind = config.values.get("model_type")
+    own = next((one for one in FORMATS if kind in one.model_types), None)
+    if own is None:
+        known = " or ".join(name for one in FORMATS for name in one.model_types)
         raise CheckpointError(
-            f"{folder / WEIGHTS}: wte.weight is missing, found {', '.join(sorted(weights)[:3])}, …; use "
-            "the folder of a GPT2LMHeadModel"
+            f"{folder / CONFIG}: model_type is {kind!r:.40}, supported is {known}; use the folder of a "
+            f"{' or a '.join(one.name for one in FORMATS)}"
         )
-    dtype = weights["wte.weight"].dtype
-    return Pretrained(folder / WEIGHTS, options, eos_token_id, weights, dtype)
+    options = own.options(config)
+    weights: Arrays = {}
+    for file in files:
+        weights |= _read_weights(file, own)
+    source = folder / (WEIGHTS if len(files) == 1 else INDEX)
+    if own.table not in weights:
+        raise CheckpointError(
+            f"{source}: {own.table} is missing, found {', '.join(sorted(weights)[:3])}, …; use the folder "
+            f"of a {own.class_name}"
+        )
+    eos = config.values.get("eos_token_id")
+    if isinstance(eos, list) and eos:  # any of them ends a text
+        eos = eos[0]
+    if type(eos) is not int or not 0 <= eos < options["n_vocab"]:
+        eos = None
+    return Pretrained(source, own, options, eos, weights, weights[own.table].dtype)
 
 
-def _read_config(source: Path) -> tuple[dict[str, Any], int | None]:
-    """Return the arguments of DecoderLM, and the token that ends a text or None."""
+def _read_object(source: Path) -> dict[str, Any]:
+    """Return the contents of a JSON file."""
     try:
-        config = json.loads(source.read_text(encoding="utf-8"))
-        kind = config.get("model_type")
-    except (OSError, ValueError, AttributeError) as error:
+        found = json.loads(source.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{source}: not a JSON object that can be read ({error})") from None
-    if kind not in MODEL_TYPES:
-        raise CheckpointError(
-            f"{source}: model_type is {kind!r:.40}, supported is {' or '.join(MODEL_TYPES)}; use the "
-            "folder of a GPT-2"
-        )
-    activation = config.get("activation_function", ACTIVATIONS[0])
-    if activation not in ACTIVATIONS:
-        raise CheckpointError(
-            f"{source}: activation_function is {activation!r:.40}, supported is "
-            f"{' or '.join(ACTIVATIONS)}"
-        )
-    for name, needed in FIXED.items():
-        if config.get(name, needed) is not needed:
-            raise CheckpointError(
-                f"{source}: {name} is {config[name]!r:.40}, supported is {needed}"
-            )
-    sizes = {ours: _size(config, theirs, source) for theirs, ours in SIZES.items()}
-    width = sizes["n_embd"]
-    if width % sizes["n_head"]:
-        raise CheckpointError(
-            f"{source}: n_embd {width} is not a multiple of n_head {sizes['n_head']}"
-        )
-    inner = 4 * width if config.get("n_inner") is None else _size(config, "n_inner", source)
-    eos = config.get("eos_token_id")
-    return {
-        **sizes,
-        "middle_dim": inner,
-        "ln_eps": config.get("layer_norm_epsilon", 1e-5),
-        "p_dropout": config.get("resid_pdrop", 0.1),
-        "attention_dropout": config.get("attn_pdrop", 0.1),
-        "tie_weights": config.get("tie_word_embeddings", True),
-        "head_bias": False,
-    }, eos if type(eos) is int and 0 <= eos < sizes["n_vocab"] else None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{source}: not a JSON object that can be read, got {found!r:.40}")
+    return found
 
 
-def _size(config: dict[str, Any], name: str, source: Path) -> int:
-    size = config.get(name)
-    if type(size) is not int or size < 1:
-        raise CheckpointError(
-            f"{source}: {name} must be a whole number, 1 or more; got {size!r:.40}"
-        )
-    return size
-
-
-def _check_files(folder: Path) -> None:
-    """Check that a folder has the files of a model.
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files of the weights, after checking that a folder has the files of a model.
 
     Raises:
         CheckpointError: If it lacks one, or has it in a form that is not read; with the remedy.
@@ -169,18 +118,14 @@ def _check_files(folder: Path) -> None:
     found = sorted(path.name for path in folder.iterdir())
     missing = [name for name in (CONFIG, WEIGHTS) if name not in found]
     if not missing:
-        return
-    # transformers reads both forms and writes one file again.
-    convert = (
-        "write one file with transformers: AutoModelForCausalLM.from_pretrained("
-        f"{str(folder)!r}).save_pretrained(NEW_FOLDER, max_shard_size='100GB')"
-    )
-    if missing == [WEIGHTS] and f"{WEIGHTS}.index.json" in found:
-        raise CheckpointError(f"{folder}: the weights are sharded, expected {WEIGHTS}; {convert}")
-    if missing == [WEIGHTS] and "pytorch_model.bin" in found:
+        return [folder / WEIGHTS]
+    if missing == [WEIGHTS] and INDEX in found:
+        return _shards(folder)
+    if missing == [WEIGHTS] and any(name.startswith("pytorch_model") for name in found):
         raise CheckpointError(
-            f"{folder}: pytorch_model.bin is a pickle file, which may run code and is never read; "
-            f"{convert}"
+            f"{folder}: pytorch_model.bin is a pickle file, which may run code and is never read; convert "
+            f"it with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+            ".save_pretrained(NEW_FOLDER)"
         )
     raise CheckpointError(
         f"{folder}: {' and '.join(missing)} missing; expected {CONFIG} and {WEIGHTS}, found "
@@ -188,12 +133,29 @@ def _check_files(folder: Path) -> None:
     )
 
 
-def _read_weights(path: Path) -> Arrays:
-    """Return the arrays of a safetensors file by name, without the prefix and without masks."""
+def _shards(folder: Path) -> list[Path]:
+    """Return the files that the index of sharded weights names."""
+    named = _read_object(folder / INDEX).get("weight_map")
+    values = list(named.values()) if isinstance(named, dict) else []
+    if not values or not all(isinstance(name, str) and Path(name).name == name for name in values):
+        raise CheckpointError(
+            f"{folder / INDEX}: weight_map must name the file of each weight, in this folder, got "
+            f"{named!r:.60}"
+        )
+    files = sorted({folder / name for name in values})
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(
+            f"{folder}: {len(absent)} of {len(files)} shards are missing, the first is {absent[0]}"
+        )
+    return files
+
+
+def _read_weights(path: Path, own: Format) -> Arrays:
+    """Return the arrays of a safetensors file by name, without the prefix and without buffers."""
     try:
         with safe_open(path, framework="numpy") as file:
-            names = [name for name in file.keys() if not name.endswith(BUFFERS)]  # noqa: SIM118
-            return {name.removeprefix(PREFIX): file.get_tensor(name) for name in names}
+            names = [name for name in file.keys() if not name.endswith(own.buffers)]  # noqa: SIM118
+            return {name.removeprefix(own.prefix): file.get_tensor(name) for name in names}
     # TypeError: a dtype that NumPy does not have, such as float8.
     except (SafetensorError, OSError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the weights cannot be read ({error})") from None
@@ -209,27 +171,27 @@ def load_pretrained(model: Module, found: Pretrained) -> None:
     Raises:
         CheckpointError: If a weight is missing, unknown, of another shape, or not finite.
     """
-    source, weights = found.source, dict(found.weights)
+    source, own, weights = found.source, found.format, dict(found.weights)
     parameters = {name: p.value for name, p in model.named_parameters()}
-    names = _names(model)
-    if HEAD not in names:
+    needed = own.weights(model)
+    if HEAD not in needed:
         weights.pop(HEAD, None)  # some files repeat the table of embeddings
-    if missing := sorted(names.keys() - weights.keys()):
+    if missing := sorted(needed.keys() - weights.keys()):
         raise CheckpointError(
-            f"{source}: {len(missing)} weights of a GPT-2 are missing, the first is {missing[0]}; its "
+            f"{source}: {len(missing)} weights of a {own.name} are missing, the first is {missing[0]}; its "
             f"{CONFIG} belongs to another file"
         )
-    if unknown := sorted(weights.keys() - names.keys()):
+    if unknown := sorted(weights.keys() - needed.keys()):
         raise CheckpointError(
-            f"{source}: {len(unknown)} weights are not those of a GPT-2 of the {CONFIG} beside it, the "
-            f"first is {unknown[0]}; use the folder of a GPT2LMHeadModel"
+            f"{source}: {len(unknown)} weights are not those of a {own.name} of the {CONFIG} beside it, "
+            f"the first is {unknown[0]}; use the folder of a {own.class_name}"
         )
     arrays: Arrays = {}
-    for theirs, ours in names.items():
+    for theirs, (ours, transposed) in needed.items():
         array = weights.pop(theirs)
         shapes = [parameters[name].shape for name in ours]
         shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
-        shape = shape[::-1] if theirs == HEAD else shape
+        shape = shape[::-1] if transposed else shape
         if array.shape != shape:
             raise CheckpointError(
                 f"{source}: {theirs} has shape {array.shape}, the {CONFIG} beside it needs {shape}; "
@@ -240,25 +202,10 @@ def load_pretrained(model: Module, found: Pretrained) -> None:
                 f"{source}: {theirs} is {array.dtype}, expected floating-point weights; use a file that "
                 "is not quantised"
             )
-        array = array.T if theirs == HEAD else array
+        array = array.T if transposed else array
         for name, part in zip(ours, np.split(array, len(ours), axis=-1), strict=True):
             arrays[name] = np.asarray(rounded(part, parameters[name].dtype), order="C")
     load_parameters(model, arrays, str(source))
-
-
-def _names(model: Any) -> dict[str, tuple[str, ...]]:
-    """Return GPT-2's name of each weight, and the names of the parameters that it holds side by side."""
-    modules = dict(OUTER)
-    for i, layer in enumerate(model.layer_names):
-        for theirs, ours in INNER.items():
-            modules[f"h.{i}.{theirs}"] = tuple(f"{layer}.{name}" for name in ours)
-    found = {
-        f"{theirs}.{kind}": tuple(f"{name}.{own}" for name in ours)
-        for theirs, ours in modules.items()
-        for kind, own in (("weight", "weights"), ("bias", "bias"))
-        if kind == "weight" or theirs not in ("wte", "wpe")
-    }
-    return found if model.lm_head is None else {**found, HEAD: ("lm_head.weights",)}
 
 
 def read_tokenizer(folder: str | os.PathLike[str], n_vocab: int) -> Any:
@@ -302,42 +249,30 @@ def read_tokenizer(folder: str | os.PathLike[str], n_vocab: int) -> Any:
 
 
 def write_pretrained(folder: str | os.PathLike[str], model: Any, tokenizer: Any = None) -> None:
-    """Write a :class:`minitorch.DecoderLM` as the folder of a GPT-2; see its ``save_pretrained``."""
+    """Write a :class:`minitorch.DecoderLM` as the folder of a model; see its ``save_pretrained``."""
     folder = Path(folder)
-    first = getattr(model, model.layer_names[0])
+    own = GPT2 if model.rotary is None else LLAMA
+    reason = own.why_not(model)
+    if not getattr(model, model.layer_names[0]).attention.is_exact:
+        reason = (
+            f"a {own.name} has exact attention, and this model approximates it; build it with "
+            "attention='flash'"
+        )
+    if reason is not None:
+        raise ValueError(reason)
     arrays = parameter_arrays(model)
-    names = _names(model)
-    used = {name for ours in names.values() for name in ours}
-    if odd := sorted(used ^ arrays.keys()):
-        raise ValueError(
-            f"a GPT-2 has biases in all layers and none in its head, and this model differs in {odd[0]}; "
-            "build it with bias=True, and with tie_weights=True or head_bias=False"
-        )
-    if not first.attention.is_exact:
-        raise ValueError(
-            "a GPT-2 has exact attention, and this model approximates it; build it with attention='flash'"
-        )
     files: Arrays = {}
-    for theirs, ours in names.items():
+    for theirs, (ours, transposed) in own.weights(model).items():
         array = np.concatenate([arrays.pop(name) for name in ours], axis=-1)
-        array = np.asarray(array.T if theirs == HEAD else array, order="C")
-        files[theirs if theirs == HEAD else PREFIX + theirs] = array
+        array = np.asarray(array.T if transposed else array, order="C")
+        files[theirs if theirs == HEAD else own.prefix + theirs] = array
     config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": MODEL_TYPES[0],
-        **{theirs: getattr(model, ours) for theirs, ours in SIZES.items() if theirs != "n_layer"},
-        "n_layer": len(model.layer_names),
-        "n_inner": first.ff.linear_in.out_size,
-        "activation_function": ACTIVATIONS[0],
-        "layer_norm_epsilon": model.ln.eps,
-        "embd_pdrop": model.dropout.p_dropout,
-        "resid_pdrop": first.ff.dropout.p_dropout,
-        "attn_pdrop": first.attention.attention_dropout,
+        "architectures": [own.class_name],
+        "model_type": own.model_types[0],
+        **own.config(model),
         "tie_word_embeddings": model.lm_head is None,
-        "bos_token_id": model.eos_token_id,
         "eos_token_id": model.eos_token_id,
-        "dtype": str(files[f"{PREFIX}wte.weight"].dtype),
-        **FIXED,
+        "dtype": str(files[own.prefix + own.table].dtype),
     }
     # "pt": the layout of PyTorch, without which transformers refuses the file.
     write_file(folder / WEIGHTS, save(files, metadata={"format": "pt"}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -20,21 +20,37 @@ from ..functions.base import check_tensor
 from ..functions.fused import dense
 from ..layers.residual_layer_norm import residual_layer_norm
 from ..module import Module
-from ..modules_basic import Dropout, LayerNorm1d, Linear
+from ..modules_basic import Dropout, LayerNorm1d, Linear, RMSNorm
 from ..nn import number
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
 from .decoding_step import LayerWeights, StepWeights, fused_step
+from .feed_forward import FeedForward, GatedFeedForward
 from .kv_cache import LayerCache, check_cache
+from .rotary import Rotary
 
 ATTENTIONS = ("flash", "naive", *APPROXIMATIONS)
+#: Norms by name: that of GPT-2, and that of Llama.
+NORMS: dict[str, type[LayerNorm1d] | type[RMSNorm]] = {"layer": LayerNorm1d, "rms": RMSNorm}
+FEED_FORWARDS = ("gelu", "swiglu")
+
+
+def chosen_name(name: str, value: Any, choices: Iterable[str]) -> str:
+    """Check that an option is one of some names and return it.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if value not in (names := tuple(choices)):
+        raise ValueError(f"{name} must be one of {names}, got {value!r:.40}")
+    return value
 
 
 class MultiHeadAttention(Module):
     """Multi-head self-attention.
 
     Args:
-        n_embd: Width of the model, a multiple of n_head.
+        n_embd: Width of the model, a multiple of n_head unless ``head_dim`` is given.
         n_head: Number of heads.
         causal: Whether a position attends only to itself and earlier positions.
         p_dropout: Dropout probability of the projected output.
@@ -47,12 +63,18 @@ class MultiHeadAttention(Module):
         use_fused_kernel: Accepted for published code and ignored: softmax is fused where the backend can.
         attention_dropout: Dropout probability of the attention weights, in training.
         attention_options: Options of an approximation, by name, such as ``{"num_features": 128}``.
+        n_kv_head: Number of heads of keys and values, a divisor of n_head: each serves a group of query
+            heads.  n_head when None.  Fewer need flash or naive attention.
+        head_dim: Size of a head; n_embd / n_head when None.
+        rotary: Rotary positions, which turn queries and keys; None for positions that the model adds.
         dtype: Dtype of the parameters; the default dtype when None.
 
     Raises:
         TypeError: For an option that the attention does not have, or one that it lacks.
-        ValueError: If n_head does not divide n_embd, or the attention cannot be causal or drop
-            attention weights.
+        ValueError: If n_head does not divide n_embd, n_kv_head does not divide n_head, or the attention
+            cannot be causal, drop attention weights, or have groups of heads.
+
+    Source: Vaswani et al. (2017), section 3.2.2; Ainslie et al. (2023), GQA, for groups of heads.
     """
 
     def __init__(
@@ -69,11 +91,15 @@ class MultiHeadAttention(Module):
         attention: str = "flash",
         attention_dropout: float = 0.0,
         attention_options: Mapping[str, Any] | None = None,
+        n_kv_head: int | None = None,
+        head_dim: int | None = None,
+        rotary: Rotary | None = None,
         dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
         backend = backend or SimpleBackend
-        if whole("n_embd", n_embd, 1) % whole("n_head", n_head, 1) != 0:
+        uneven = whole("n_embd", n_embd, 1) % whole("n_head", n_head, 1) != 0
+        if head_dim is None and uneven:
             raise ValueError(
                 f"n_embd must be a multiple of n_head, got {n_embd} and {n_head}; each head has an "
                 "equal share of the width"
@@ -86,11 +112,25 @@ class MultiHeadAttention(Module):
             )
         self.n_embd, self.n_head, self.causal = n_embd, n_head, causal
         self.attention_dropout = attention_dropout
-        self.attn_hidden_dim = n_embd // n_head
+        self.attn_hidden_dim = whole(
+            "head_dim", n_embd // n_head if head_dim is None else head_dim, 1
+        )
+        self.n_kv_head = whole("n_kv_head", n_head if n_kv_head is None else n_kv_head, 1)
+        if n_head % self.n_kv_head:
+            raise ValueError(
+                f"n_kv_head must divide n_head, got {n_kv_head} and {n_head}; each head of keys and values "
+                "serves equally many query heads"
+            )
+        self.rotary = rotary
         flash = use_flash_attention or attention == "flash"
         options = attention_options or {}
         self.is_exact = flash or attention == "naive"
         self.shares_keys = not flash and attention == "reformer"
+        if not self.is_exact and self.n_kv_head != n_head:
+            raise ValueError(
+                f"groups of heads need attention 'flash' or 'naive', got {attention!r} and n_kv_head "
+                f"{n_kv_head}; leave n_kv_head out"
+            )
         self.attend: Any
         if not self.is_exact:
             masked = Masked(dropout_p=attention_dropout, is_causal=causal)
@@ -102,19 +142,29 @@ class MultiHeadAttention(Module):
             )
         else:
             self.attend = Tensor.flash_attention if flash else naive_attention
-        self.q_projection = Linear(n_embd, n_embd, bias, backend, dtype)
+        q_width, kv_width = (heads * self.attn_hidden_dim for heads in (n_head, self.n_kv_head))
+        self.q_projection = Linear(n_embd, q_width, bias, backend, dtype)
         if not self.shares_keys:
-            self.k_projection = Linear(n_embd, n_embd, bias, backend, dtype)
-        self.v_projection = Linear(n_embd, n_embd, bias, backend, dtype)
-        self.out_projection = Linear(n_embd, n_embd, bias, backend, dtype)
+            self.k_projection = Linear(n_embd, kv_width, bias, backend, dtype)
+        self.v_projection = Linear(n_embd, kv_width, bias, backend, dtype)
+        self.out_projection = Linear(q_width, n_embd, bias, backend, dtype)
         self.dropout = Dropout(p_dropout)
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """View (batch, seq, n_embd) as (batch, n_head, seq, head_dim)."""
-        # TASK 5.10: View the width as (n_head, head_dim); bring the heads before seq.
-        batch, seq, _ = x.shape
-        return x.view(batch, seq, self.n_head, self.attn_hidden_dim).permute(0, 2, 1, 3)
+        """View (batch, seq, heads · head_dim) as (batch, heads, seq, head_dim)."""
+        # TASK 5.10: View the width as (heads, head_dim); bring the heads before seq.
+        batch, seq, width = x.shape
+        heads = width // self.attn_hidden_dim  # of queries, or of keys and values
+        return x.view(batch, seq, heads, self.attn_hidden_dim).permute(0, 2, 1, 3)
         # END TASK 5.10
+
+    def turned(self, x: Tensor, cache: LayerCache | None) -> Tensor:
+        """Turn projected queries or keys by rotary positions, (batch, seq, heads · head_dim), if any."""
+        if self.rotary is None:
+            return x
+        batch, seq, width = x.shape
+        heads = x.view(batch, seq, width // self.attn_hidden_dim, self.attn_hidden_dim)
+        return self.rotary(heads, 0 if cache is None else cache.length).view(*x.shape)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None) -> Tensor:
         """Return (batch, seq, n_embd) for (batch, seq, n_embd).
@@ -137,10 +187,16 @@ class MultiHeadAttention(Module):
             )
         check_cache(cache, LayerCache)
         # TASK 5.10: Project, split heads, attend, join heads, project; dropout_p only in training.
-        q = self.split_heads(self.q_projection(x))  # (batch, n_head, seq, head_dim)
-        k = q if self.shares_keys else self.split_heads(self.k_projection(x))  # likewise
-        v = self.split_heads(self.v_projection(x))  # (batch, n_head, seq, head_dim)
+        q = self.split_heads(
+            self.turned(self.q_projection(x), cache)
+        )  # (batch, n_head, seq, head_dim)
+        k = q  # (batch, n_kv_head, seq, head_dim)
+        if not self.shares_keys:
+            k = self.split_heads(self.turned(self.k_projection(x), cache))
+        v = self.split_heads(self.v_projection(x))  # (batch, n_kv_head, seq, head_dim)
         options: Options = {"is_causal": self.causal}
+        if self.n_kv_head != self.n_head:
+            options["enable_gqa"] = True
         if self.training:
             options["dropout_p"] = self.attention_dropout
         if key_mask is not None and self.is_exact:
@@ -161,52 +217,21 @@ class MultiHeadAttention(Module):
             options["causal_offset"] = cache.length
             q, (k, v) = q.detach(), cache.append(k, v)  # (batch, n_head, all so far, head_dim)
         out = self.attend(q, k, v, **options, **masked)  # (batch, n_head, seq, head_dim)
-        joined = out.permute(0, 2, 1, 3).contiguous().view(*x.shape)  # (batch, seq, n_embd)
+        width = self.n_head * self.attn_hidden_dim
+        joined = out.permute(0, 2, 1, 3).contiguous().view(*x.shape[:2], width)
         result = self.dropout(self.out_projection(joined))
         return result if cache is None else result.detach()
         # END TASK 5.10
 
 
-class FeedForward(Module):
-    """Two linear layers with GELU between them, applied to each position.
-
-    Args:
-        n_embd: Width of the model.
-        middle_dim: Width between the layers.
-        p_dropout: Dropout probability of the output.
-        bias: Whether the layers have a bias.
-        backend: Backend of the parameters.
-        dtype: Dtype of the parameters; the default dtype when None.
-    """
-
-    def __init__(
-        self,
-        n_embd: int,
-        middle_dim: int = 256,
-        p_dropout: float = 0.1,
-        bias: bool = True,
-        backend: TensorBackend | None = None,
-        dtype: npt.DTypeLike | None = None,
-    ):
-        super().__init__()
-        backend = backend or SimpleBackend
-        self.linear_in = Linear(n_embd, middle_dim, bias, backend, dtype)
-        self.linear_out = Linear(middle_dim, n_embd, bias, backend, dtype)
-        self.dropout = Dropout(p_dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (…, n_embd) for (…, n_embd)."""
-        return self.dropout(self.linear_out(self.linear_in(x, has_gelu=True)))
-
-
 class TransformerLayer(Module):
-    """Attention and a feed-forward network, each with a preceding layer norm and a residual connection.
+    """Attention and a feed-forward network, each with a preceding norm and a residual connection.
 
     Args:
         n_embd: Width of the model.
         n_head: Number of heads.
         p_dropout: Dropout probability of the output of both branches.
-        ln_eps: Added to the variance by the layer norms.
+        ln_eps: Added to the variance, or to the mean square, by the norms.
         bias: Whether the linear layers have a bias.
         backend: Backend of the parameters.
         use_fused_kernel: Accepted for published code and ignored.
@@ -216,8 +241,16 @@ class TransformerLayer(Module):
         attention_options: Options of an approximation, by name.
         causal: Whether a position attends only to itself and earlier positions.
         middle_dim: Width of the feed-forward network.
+        n_kv_head: Number of heads of keys and values; see :class:`MultiHeadAttention`.
+        head_dim: Size of a head; see :class:`MultiHeadAttention`.
+        rotary: Rotary positions, or None.
+        norm: "layer", :class:`minitorch.LayerNorm1d`; or "rms", :class:`minitorch.RMSNorm`.
+        feed_forward: "gelu", :class:`FeedForward`; or "swiglu", :class:`GatedFeedForward`.
         dtype: Dtype of the parameters; the default dtype when None.
-        norm_dtype: Dtype of the parameters of the layer norms; ``dtype`` when None.
+        norm_dtype: Dtype of the parameters of the norms; ``dtype`` when None.
+
+    Raises:
+        ValueError: For an unknown norm or feed-forward network; see also :class:`MultiHeadAttention`.
     """
 
     def __init__(
@@ -236,19 +269,28 @@ class TransformerLayer(Module):
         attention_options: Mapping[str, Any] | None = None,
         causal: bool = True,
         middle_dim: int = 256,
+        n_kv_head: int | None = None,
+        head_dim: int | None = None,
+        rotary: Rotary | None = None,
+        norm: str = "layer",
+        feed_forward: str = "gelu",
         dtype: npt.DTypeLike | None = None,
         norm_dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
         backend = backend or SimpleBackend
-        self.ln_1 = LayerNorm1d(n_embd, ln_eps, backend, norm_dtype or dtype)
-        self.ln_2 = LayerNorm1d(n_embd, ln_eps, backend, norm_dtype or dtype)
+        make_norm = NORMS[chosen_name("norm", norm, NORMS)]
+        self.ln_1 = make_norm(n_embd, ln_eps, backend, norm_dtype or dtype)
+        self.ln_2 = make_norm(n_embd, ln_eps, backend, norm_dtype or dtype)
         self.attention = MultiHeadAttention(
             n_embd, n_head, causal, p_dropout, bias, backend, use_fused_kernel, use_flash_attention,
             attention=attention, attention_dropout=attention_dropout,
-            attention_options=attention_options, dtype=dtype,
+            attention_options=attention_options, n_kv_head=n_kv_head, head_dim=head_dim, rotary=rotary,
+            dtype=dtype,
         )  # fmt: skip
-        self.ff = FeedForward(n_embd, middle_dim, p_dropout, bias, backend, dtype)
+        is_gated = chosen_name("feed_forward", feed_forward, FEED_FORWARDS) == "swiglu"
+        make = GatedFeedForward if is_gated else FeedForward
+        self.ff = make(n_embd, middle_dim, p_dropout, bias, backend, dtype)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None) -> Tensor:
         """Return (batch, seq, n_embd) for (batch, seq, n_embd); see :class:`MultiHeadAttention`."""
@@ -296,11 +338,14 @@ def step_weights(layer: TransformerLayer) -> StepWeights:
 def _has_kernel(layer: TransformerLayer) -> bool:
     """Tell whether the decoding kernel computes the same function as a layer, on the fast backend."""
     attention, ff = layer.attention, layer.ff
+    if type(ff) is not FeedForward or attention.rotary is not None:
+        return False
     linears = [attention.q_projection, attention.k_projection, attention.v_projection]
     linears += [attention.out_projection, ff.linear_in, ff.linear_out]
     values = [box.value for box in layer.parameters()]
     return (
         attention.causal
+        and attention.n_kv_head == attention.n_head
         and attention.attend is Tensor.flash_attention
         and not any("forward" in module.__dict__ for module in (attention, ff))
         and all(type(norm) is LayerNorm1d for norm in (layer.ln_1, layer.ln_2))
@@ -331,46 +376,49 @@ def step(layer: TransformerLayer, x: Tensor, cache: LayerCache) -> Tensor | None
 
 
 def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
-    """Tell whether the backend of x fuses a residual connection, dropout and the following layer norm."""
+    """Tell whether the backend of x fuses a residual connection, dropout and the following norm."""
     parts = layer, layer.attention, layer.ff
-    known = [type(part) for part in parts] == [TransformerLayer, MultiHeadAttention, FeedForward]
     return (
-        known
+        type(layer) is TransformerLayer
+        and type(layer.attention) is MultiHeadAttention
+        and type(layer.ff) in (FeedForward, GatedFeedForward)
         and hasattr(x.f.fused, "residual_layer_norm")
         and is_floating(x.dtype)
         and not any("forward" in part.__dict__ for part in parts)
-        and type(layer.ln_1) is type(layer.ln_2) is LayerNorm1d
+        and type(layer.ln_1) is type(layer.ln_2) in NORMS.values()
     )
 
 
 def joined(
-    branch: MultiHeadAttention | FeedForward, hidden: Tensor, normed: Tensor, norm: LayerNorm1d,
-    **options: Any,
+    branch: MultiHeadAttention | FeedForward | GatedFeedForward, hidden: Tensor, normed: Tensor,
+    norm: LayerNorm1d | RMSNorm, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return hidden + dropout(branch(normed)) and its layer norm, in one kernel after the branch.
+    """Return hidden + dropout(branch(normed)) and its norm, in one kernel after the branch.
 
     Args:
         branch: The branch, whose dropout is applied by the kernel.
         hidden: The residual stream, (batch, seq, n_embd).
         normed: The input of the branch, (batch, seq, n_embd).
-        norm: The layer norm of the next branch.
+        norm: The norm of the next branch.
         options: Options of the branch.
     """
     own = branch.dropout
     with without_dropout():
         x = branch(normed, **options)
     rate = own.p_dropout if own.training else 0.0
-    return residual_layer_norm(x, hidden, norm.weights.value, norm.bias.value, norm.eps, rate)
+    beta = None if norm.bias is None else norm.bias.value
+    return residual_layer_norm(x, hidden, norm.weights.value, beta, norm.eps, rate)
 
 
 def run_joined(
-    layers: Sequence[TransformerLayer], last: LayerNorm1d, x: Tensor, call: Callable[..., Any]
-) -> Tensor:
-    """Apply layers and the layer norm after them to x, with :func:`joined` throughout.
+    layers: Sequence[TransformerLayer], last: LayerNorm1d | RMSNorm, x: Tensor,
+    call: Callable[..., Any],
+) -> Tensor:  # fmt: skip
+    """Apply layers and the norm after them to x, with :func:`joined` throughout.
 
     Args:
         layers: One or more layers.
-        last: The layer norm that follows them.
+        last: The norm that follows them.
         x: (batch, seq, n_embd).
         call: Calls its first argument with the others: :func:`minitorch.checkpoint`, or a plain call.
 

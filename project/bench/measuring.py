@@ -251,8 +251,8 @@ def slug_of(device: str) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    loaded = ("numpy", "numba", "numba_cuda", "torch")
-    found = {name: sys.modules[name].__version__ for name in loaded if name in sys.modules}
+    loaded = ("numpy", "numba", "numba_cuda", "torch", "transformers")
+    found = {name: sys.modules[name].__version__ for name in loaded if sys.modules.get(name)}
     return {"python": platform.python_version(), **found}
 
 

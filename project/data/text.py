@@ -54,10 +54,11 @@ def read_text(path: str | None) -> str:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as tokens, one per character.
+    """A text as tokens.
 
     Attributes:
-        characters: The vocabulary; a character's id is its place in it.
+        characters: The vocabulary; a character's id is its place in it.  Empty where tokens are not
+            characters.
         train: Ids to learn from.
         held_out: Ids to judge by.
         prompt: What a writing begins with, unless the user says otherwise.
@@ -78,11 +79,23 @@ class Corpus:
             characters: The vocabulary; those of the text, in order, when None.
         """
         characters = "".join(sorted(set(text))) if characters is None else characters
-        ids = encode(text, characters)
+        return cls.from_ids(text, encode(text, characters), context, characters)
+
+    @classmethod
+    def from_ids(cls, text: str, ids: Tokens, context: int, characters: str = "") -> Corpus:
+        """Split the tokens of a text; exit with one line if they are too few for the context.
+
+        Args:
+            text: All of it.
+            ids: Its tokens.
+            context: Of the model.
+            characters: The vocabulary, where tokens are characters.
+        """
         cut = int(len(ids) * (1.0 - HELD_OUT))
         if len(ids) - cut < context + 1 or cut < context + 1:
+            unit = "characters" if characters else "tokens"
             sys.exit(
-                f"the text has {len(text)} characters; training with a context of {context} needs "
+                f"the text has {len(ids)} {unit}; training with a context of {context} needs "
                 f"at least {int((context + 2) / HELD_OUT)}: take a longer text or a shorter context"
             )
         prompt = PROMPT if set(PROMPT) <= set(text) else text[: len(PROMPT)]

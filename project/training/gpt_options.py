@@ -20,6 +20,7 @@ from kernels.problem.shapes import MAX_HEAD_DIM
 from minitorch.backends.matmul_precision import PRECISIONS
 from minitorch.transformer import ATTENTIONS
 from training.gpt_presets import PRESETS, characters_of
+from training.gpt_tokens import LEAST
 from training.script_helpers import SCHEDULES, WARM_UP
 
 BACKENDS = {
@@ -37,6 +38,11 @@ FREE = (
     "text", "out", "max_seconds", "backend", "checkpoint_every", "keep", "sample", "temperature",
     "prompt", "resume", "peak", "recompute", "eager",
 )  # fmt: skip
+#: What --init takes from its folder; and what it changes unless the command line says otherwise.
+OF_FOLDER = (
+    "preset", "width", "heads", "layers", "vocabulary", "tie_weights", "tokenizer", "vocab_size",
+)  # fmt: skip
+FINE_TUNING: dict[str, Any] = {"lr": 1e-4, "clip": 1.0}
 
 
 def parse_args(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
@@ -45,9 +51,28 @@ def parse_args(description: str | None, argv: list[str] | None = None) -> argpar
     args = parser.parse_args(argv)
     if args.load is not None and args.resume is not None:
         parser.error("--load writes and --resume trains: take one of them")
+    given = given_options(argv)
     if args.preset is not None:
-        vars(args).update({**PRESETS[args.preset], **given_options(argv)})
-    if args.vocabulary is not None:
+        vars(args).update({**PRESETS[args.preset], **given})
+    if args.init is not None:
+        if taken := [name for name in OF_FOLDER if name in given]:
+            parser.error(
+                f"--init takes the model and the tokenizer of its folder; leave out "
+                f"--{taken[0].replace('_', '-')}"
+            )
+        if args.load is not None:
+            parser.error("--load writes and --init trains: take one of them")
+        vars(args).update({**FINE_TUNING, **given})
+    if args.tokenizer == "bpe":
+        if args.vocab_size < LEAST:
+            parser.error(
+                f"--vocab-size must be {LEAST} or more, for each byte and the end of a text; got "
+                f"{args.vocab_size}"
+            )
+        args.vocabulary = given.get("vocabulary")  # not a preset's, which is for bytes
+    elif "vocab_size" in given:
+        parser.error("--vocab-size belongs to --tokenizer bpe; pass both")
+    elif args.vocabulary is not None:
         try:
             characters_of(args.vocabulary)
         except ValueError as error:
@@ -132,9 +157,25 @@ def _parser(description: str | None) -> OneLineParser:
     add(
         "--vocabulary",
         "tokens are bytes, 256 or more, or 96 for line break and printable ASCII (default: tokens are "
-        "the characters of the text)",
+        "the characters of the text); with --tokenizer bpe, rows of the table of tokens (default: as many)",
         type=COUNT, metavar="N",
     )  # fmt: skip
+    add(
+        "--tokenizer",
+        "tokens are characters or bytes, or bpe: byte pairs, which the library tokenizers learns from the "
+        f"text {default}",
+        choices=("characters", "bpe"), default="characters",
+    )  # fmt: skip
+    add(
+        "--vocab-size", f"with --tokenizer bpe: tokens to learn, at most {default}",
+        type=COUNT, default=1024, metavar="N",
+    )  # fmt: skip
+    add(
+        "--init",
+        "begin with the weights and the tokenizer of a folder of Hugging Face, of a GPT-2 or a Llama; the "
+        f"defaults are then --lr {FINE_TUNING['lr']:g} --clip {FINE_TUNING['clip']:g}",
+        metavar="DIR",
+    )
     add(
         "--precision",
         "what the model stores, multiplies and sums in; bfloat16 keeps weights of float32 in the optimiser "
@@ -225,7 +266,12 @@ def _is_count(value: Any) -> bool:
 CONFIG: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "characters": (
         "a text of characters that all differ",
-        lambda x: isinstance(x, str) and 0 < len(x) == len(set(x)),
+        lambda x: isinstance(x, str) and len(x) == len(set(x)),
+    ),
+    "tokenizer": ("the JSON text of a tokenizer, or null", lambda x: isinstance(x, str | None)),
+    "model": (
+        "an object with arguments of DecoderLM, or null",
+        lambda x: isinstance(x, dict | None),
     ),
     "prompt": ("a text", lambda x: isinstance(x, str)),
     "width": ("a whole number, 1 or more", _is_count),
@@ -246,9 +292,9 @@ CONFIG: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with what older ones lack: a token for each character, in float32."""
     characters = config.get("characters")
-    own = {"precision": "float32"}
+    own: dict[str, Any] = {"precision": "float32", "tokenizer": None, "model": None}
     if isinstance(characters, str):
-        own["vocabulary"] = len(characters)  # type: ignore[assignment]
+        own["vocabulary"] = len(characters)
     return {**own, **config}
 
 
@@ -265,10 +311,14 @@ def check_config(config: dict[str, Any]) -> None:
         if not fits(config[key]):
             raise ValueError(f"{key} must be {wanted}, got {config[key]!r:.40}")
     characters, vocabulary = config["characters"], config["vocabulary"]
+    if not characters and config["tokenizer"] is None:
+        raise ValueError(f"characters must be {CONFIG['characters'][0]}, got {characters!r}")
     if len(characters) > vocabulary:
         raise ValueError(
             f"vocabulary must have a token for each of the {len(characters)} characters, got {vocabulary}"
         )
+    if config["model"] is not None:
+        return
     width, heads = config["width"], config["heads"]
     if width % heads != 0:
         raise ValueError(

@@ -1,11 +1,12 @@
-"""A decoding step through one transformer layer on the CPU, in a single kernel.
+"""A decoding step through one transformer layer on the CPU, in a single kernel or in five.
 
-A step is so small that starting some twenty kernels would take longer than their computation.  This kernel
-has no tiles, threads or options; the layers' own kernels handle everything else.
+A step is so small that starting some twenty kernels would take longer than their computation.  The single
+kernel has no tiles, threads or options.  Large weights take most of a step's time to arrive from memory,
+and five kernels then read them on all threads.  The layers' own kernels handle everything else.
 
 Computes   x + attention(norm(x)), and of that y + feed-forward(norm(y)); the new keys and values.
 Source     the pre-norm layer of ``minitorch.models.transformer_layers``, operation by operation.
-Thread     one thread does all work.
+Thread     one thread does all work, or each a range of the depth of a product, or heads of attention.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import njit, prange
 
 from kernels.common.online_softmax import LOG2_E
 from kernels.cpu.attention.flash_decoding import add_values, scores_of_row
 from kernels.cpu.attention.tiles import inverse_sum, shift_of
-from kernels.cpu.layers.fused import norm_row
-from kernels.cpu.layers.linear import multiply_few
+from kernels.cpu.layers.few_rows import FEW_ROWS, PARTS, multiply_three
+from kernels.cpu.layers.fused import layer_norm, norm_row
+from kernels.cpu.layers.linear import linear, multiply_few
 from kernels.cpu.matmul.tile_product import exp2
-from kernels.runtime.jit import FASTMATH, njit_cached
+from kernels.runtime.jit import FASTMATH, by_size, njit_cached
 
 Array = np.ndarray[Any, Any]
 
-#: Multiply-adds of a step from which waking other threads is faster.
-PARALLEL_FROM = 1 << 20
+#: Multiply-adds of a step from which waking other threads is faster, and of attention alone.
+PARALLEL_FROM, PARALLEL_ATTENTION_FROM = 1 << 20, 1 << 18
 
 
 class LayerWeights(NamedTuple):
@@ -55,54 +57,66 @@ class LayerWeights(NamedTuple):
 
 
 @njit(fastmath=FASTMATH)
-def attend(q, k, v, keys, values, factor, out):
-    """Append new keys and values to the cache, and attend to all of them causally.
+def append(k, v, keys, values):
+    """Write new keys and values, (batch, count, heads, head_dim), to the last positions of the cache."""
+    before = len(keys) - k.shape[1]
+    keys[before:] = k.transpose(1, 0, 2, 3)
+    values[before:] = v.transpose(1, 0, 2, 3)
+
+
+@njit(fastmath=FASTMATH)
+def attend_head(q, keys, values, factor, b, h, out):
+    """Attend causally with one head of one text.
 
     Args:
         q: (batch, count, heads, head_dim).
-        k: New keys, (batch, count, heads, head_dim).
-        v: New values, (batch, count, heads, head_dim).
-        keys: Cached keys, (length, batch, heads, head_dim); the last ``count`` positions are written.
-        values: Cached values, (length, batch, heads, head_dim); the last ``count`` positions are written.
+        keys: Keys of all positions, (length, batch, heads, head_dim).
+        values: Values of all positions, (length, batch, heads, head_dim).
         factor: Factor of the scores, log2(e) / sqrt(head_dim).
+        b: The text.
+        h: The head.
         out: (batch, count, heads, head_dim), written.
     """
-    batch, count, heads, dim = q.shape
+    count, dim = q.shape[1], q.shape[3]
     before = len(keys) - count
     scores = np.empty(len(keys), q.dtype)  # (length,)
     probs = np.empty(len(keys), q.dtype)  # (length,)
     row = np.empty(dim, q.dtype)  # (head_dim,)
-    keys[before:] = k.transpose(1, 0, 2, 3)
-    values[before:] = v.transpose(1, 0, 2, 3)
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(count):
-                seen = before + i + 1
-                s, p = scores[:seen], probs[:seen]
-                # S = q · K, in base 2; P = exp(S - max S); O = P · V / sum P
-                for d in range(dim):
-                    row[d] = q[b, i, h, d] * factor
-                scores_of_row(row, keys[:seen, b, h], s)
-                largest = s[0]
-                for c in range(seen):
-                    largest = max(largest, s[c])
-                shift, total = q.dtype.type(shift_of(largest)), q.dtype.type(0)
-                for c in range(seen):
-                    p[c] = exp2(s[c] - shift)
-                    total += p[c]
-                acc = out[b, i, h]  # (head_dim,)
-                acc[:] = 0
-                add_values(p, values[:seen, b, h], acc)
-                inverse = q.dtype.type(inverse_sum(total))
-                for d in range(dim):
-                    acc[d] *= inverse
+    for i in range(count):
+        seen = before + i + 1
+        s, p = scores[:seen], probs[:seen]
+        # S = q · K, in base 2; P = exp(S - max S); O = P · V / sum P
+        for d in range(dim):
+            row[d] = q[b, i, h, d] * factor
+        scores_of_row(row, keys[:seen, b, h], s)
+        largest = s[0]
+        for c in range(seen):
+            largest = max(largest, s[c])
+        shift, total = q.dtype.type(shift_of(largest)), q.dtype.type(0)
+        for c in range(seen):
+            p[c] = exp2(s[c] - shift)
+            total += p[c]
+        acc = out[b, i, h]  # (head_dim,)
+        acc[:] = 0
+        add_values(p, values[:seen, b, h], acc)
+        inverse = q.dtype.type(inverse_sum(total))
+        for d in range(dim):
+            acc[d] *= inverse
+
+
+@by_size(fastmath=FASTMATH)
+def _attend(q, k, v, keys, values, factor, out):
+    append(k, v, keys, values)
+    heads = q.shape[2]
+    for item in prange(len(q) * heads):
+        attend_head(q, keys, values, factor, item // heads, item % heads, out)
 
 
 @njit(fastmath=FASTMATH)
 def norm(x, weights, eps, out):
     """Write the layer norm of (rows, width) to ``out``; weights are scale and shift."""
     for row in range(len(x)):
-        norm_row(x[row], weights[0], weights[1], eps, out[row])
+        norm_row(x[row], weights[0], weights[1], eps, x.dtype.type(1), out[row])
 
 
 @njit(fastmath=FASTMATH)
@@ -121,10 +135,10 @@ def _layer_step(x, w, keys, values, eps, factor, out):
     multiply(normed, w.q, q)
     multiply(normed, w.k, k)
     multiply(normed, w.v, v)
-    attend(
-        q.reshape(split), k.reshape(split), v.reshape(split), keys, values, factor,
-        joined.reshape(split),
-    )  # fmt: skip
+    append(k.reshape(split), v.reshape(split), keys, values)
+    for b in range(batch):
+        for h in range(heads):
+            attend_head(q.reshape(split), keys, values, factor, b, h, joined.reshape(split))
     multiply(joined, w.out, added)
     y = x + added  # (rows, width)
     norm(y, w.norm_2, eps, normed)
@@ -147,16 +161,45 @@ def layer_step(x: Array, weights: LayerWeights, keys: Array, values: Array, eps:
     Returns:
         (batch, count, width).
     """
-    rows = x.reshape(-1, x.shape[-1])
-    out = np.empty_like(rows)
+    rows = x.reshape(-1, x.shape[-1])  # (batch · count, width)
     real = x.dtype.type
     factor = real(LOG2_E / math.sqrt(keys.shape[-1]))
-    _layer_step(rows, weights, keys, values, real(eps), factor, out)
+    if (
+        multiply_adds(len(rows), len(keys), rows.shape[1], weights.widen[0].shape[1])
+        < PARALLEL_FROM
+    ):
+        out = np.empty_like(rows)
+        _layer_step(rows, weights, keys, values, real(eps), factor, out)
+    else:
+        out = _shared_step(rows, weights, keys, values, eps, factor)
     return out.reshape(x.shape)
 
 
-def pays(positions: int, length: int, width: int, middle: int) -> bool:
-    """Tell whether this kernel is the fastest for a step.
+def _shared_step(
+    x: Array, w: LayerWeights, keys: Array, values: Array, eps: float, factor: Any
+) -> Array:
+    """Return what ``_layer_step`` computes of (rows, width), in kernels that all threads share."""
+    rows, (_, batch, heads, dim) = len(x), keys.shape
+    split = batch, rows // batch, heads, dim
+    normed, *_ = layer_norm(x, *w.norm_1, eps)
+    projected = np.empty((3, *x.shape), x.dtype)  # (3, rows, width)
+    parts = np.empty((3, PARTS, *x.shape), x.dtype)
+    multiply_three(normed, w.q[0], w.k[0], w.v[0], parts, projected)
+    for out, (_, bias) in zip(projected, (w.q, w.k, w.v), strict=True):
+        if len(bias):
+            out += bias
+    joined = np.empty_like(x)
+    work = 2 * x.size * len(keys)
+    run = _attend.parallel if work >= PARALLEL_ATTENTION_FROM else _attend.serial
+    run(*projected.reshape(3, *split), keys, values, factor, joined.reshape(split))
+    y = x + linear(joined, *w.out, False)[0]  # (rows, width)
+    normed, *_ = layer_norm(y, *w.norm_2, eps)
+    middle, _ = linear(normed, *w.widen, True)  # (rows, middle)
+    return y + linear(middle, *w.narrow, False)[0]
+
+
+def multiply_adds(positions: int, length: int, width: int, middle: int) -> int:
+    """Return the multiply-adds of a step.
 
     Args:
         positions: Number of positions of the step, in all texts.
@@ -164,4 +207,9 @@ def pays(positions: int, length: int, width: int, middle: int) -> bool:
         width: Width of the model.
         middle: Width of the feed-forward network.
     """
-    return positions * width * (4 * width + 2 * middle + 2 * length) < PARALLEL_FROM
+    return positions * width * (4 * width + 2 * middle + 2 * length)
+
+
+def pays(positions: int, length: int, width: int, middle: int) -> bool:
+    """Tell whether these kernels are the fastest for a step; arguments as of :func:`multiply_adds`."""
+    return positions <= FEW_ROWS or multiply_adds(positions, length, width, middle) < PARALLEL_FROM

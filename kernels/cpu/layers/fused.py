@@ -120,30 +120,33 @@ def softmax_backward(dout: Array, out: Array) -> Array:
 
 
 @njit(fastmath=FASTMATH)
-def norm_row(x, gamma, beta, eps, out):
-    """Write the layer norm of x to out; return its mean and its reciprocal standard deviation."""
+def norm_row(x, gamma, beta, eps, share, out):
+    """Write the layer norm of x to out; return its mean and its reciprocal standard deviation.
+
+    ``share`` is 1, or 0 for an RMS norm, whose mean and shift are 0.
+    """
     n = len(x)
     total = x.dtype.type(0)
     for i in range(n):
         total += x[i]
-    center = total / x.dtype.type(n)
+    center = total / x.dtype.type(n) * share
     squares = x.dtype.type(0)
     for i in range(n):
         squares += (x[i] - center) * (x[i] - center)
     inverse = x.dtype.type(1) / np.sqrt(squares / x.dtype.type(n) + x.dtype.type(eps))
     for i in range(n):
-        out[i] = (x[i] - center) * inverse * gamma[i] + beta[i]
+        out[i] = (x[i] - center) * inverse * gamma[i] + beta[i] * share
     return center, inverse
 
 
 @by_size(fastmath=FASTMATH)
-def _layer_norm(x, gamma, beta, eps, out, mean, rstd):
+def _layer_norm(x, gamma, beta, eps, share, out, mean, rstd):
     for row in prange(len(x)):
-        mean[row], rstd[row] = norm_row(x[row], gamma, beta, eps, out[row])
+        mean[row], rstd[row] = norm_row(x[row], gamma, beta, eps, share, out[row])
 
 
 @by_size(fastmath=FASTMATH)
-def _layer_norm_backward(dout, x, gamma, mean, rstd, dx, dgamma_parts, dbeta_parts):
+def _layer_norm_backward(dout, x, gamma, mean, rstd, share, dx, dgamma_parts, dbeta_parts):
     rows, n = x.shape
     for part in prange(len(dgamma_parts)):
         dgamma, dbeta = dgamma_parts[part], dbeta_parts[part]
@@ -161,20 +164,22 @@ def _layer_norm_backward(dout, x, gamma, mean, rstd, dx, dgamma_parts, dbeta_par
                 dbeta[i] += g[i]
                 sum_g += g[i] * gamma[i]
                 sum_gx += g[i] * gamma[i] * xhat
-            sum_g /= v.dtype.type(n)
+            sum_g *= share / v.dtype.type(n)
             sum_gx /= v.dtype.type(n)
             for i in range(n):
                 xhat = (v[i] - center) * inverse
                 d[i] = (g[i] * gamma[i] - sum_g - xhat * sum_gx) * inverse
 
 
-def layer_norm(x: Array, gamma: Array, beta: Array, eps: float) -> tuple[Array, Array, Array]:
+def layer_norm(
+    x: Array, gamma: Array, beta: Array | None, eps: float
+) -> tuple[Array, Array, Array]:
     """Normalise the last dimension to mean 0 and variance 1, then scale and shift it.
 
     Args:
         x: (…, n).
         gamma: (n,).
-        beta: (n,).
+        beta: (n,); None for an RMS norm, which takes the mean for 0 and has no shift.
         eps: Added to the variance.
 
     Returns:
@@ -183,22 +188,34 @@ def layer_norm(x: Array, gamma: Array, beta: Array, eps: float) -> tuple[Array, 
     out = np.empty(x.shape, x.dtype)
     rows = _rows(x)
     mean, rstd = np.empty(len(rows), x.dtype), np.empty(len(rows), x.dtype)
-    _layer_norm(rows, _flat(gamma), _flat(beta), eps, out.reshape(rows.shape), mean, rstd)
+    share = x.dtype.type(beta is not None)
+    shift = gamma if beta is None else beta
+    _layer_norm(rows, _flat(gamma), _flat(shift), eps, share, out.reshape(rows.shape), mean, rstd)
     return out, mean, rstd
 
 
 def layer_norm_backward(
-    dout: Array, x: Array, gamma: Array, mean: Array, rstd: Array
+    dout: Array, x: Array, gamma: Array, mean: Array, rstd: Array, centred: bool = True
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of x, gamma and beta, given the mean and rstd of :func:`layer_norm`."""
+    """Return the gradients of x, gamma and beta.
+
+    Args:
+        dout: Gradient of the result, (…, n).
+        x: (…, n).
+        gamma: (n,).
+        mean: (rows,), of :func:`layer_norm`.
+        rstd: (rows,), of :func:`layer_norm`.
+        centred: False for an RMS norm; the gradient of beta is then without meaning.
+    """
     rows = _rows(x)
     n = x.shape[-1]
     dx = np.empty(x.shape, x.dtype)
     parts = -(-len(rows) // ROWS)
     dgamma, dbeta = np.empty((parts, n), x.dtype), np.empty((parts, n), x.dtype)
     _layer_norm_backward(
-        _rows(dout), rows, _flat(gamma), mean, rstd, dx.reshape(rows.shape), dgamma, dbeta
-    )
+        _rows(dout), rows, _flat(gamma), mean, rstd, x.dtype.type(centred), dx.reshape(rows.shape),
+        dgamma, dbeta,
+    )  # fmt: skip
     return dx, dgamma.sum(axis=0), dbeta.sum(axis=0)
 
 

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
+from kernels.cpu.layers.few_rows import FEW_ROWS, PARTS, multiply_by_parts
 from kernels.cpu.layers.gelu import gelu_constants, gelu_gradient, gelu_value
 from kernels.cpu.matmul import blas
 from kernels.runtime.jit import FASTMATH, by_size, njit_cached
 
 Array = np.ndarray[Any, Any]
 
-#: Maximum number of rows without BLAS, as in decoding: each weight is used too rarely to be packed.
-FEW_ROWS = 4
+#: Multiply-adds from which the threads share a product of a few rows.
+SHARED_FROM = 1 << 19
 
 
 @njit(fastmath=FASTMATH)
@@ -104,6 +105,11 @@ def _few_rows(rows, weights, bias, before, out, has_gelu):
     multiply_few(rows, weights, bias, before, out, has_gelu)
 
 
+@njit_cached(fastmath=FASTMATH)
+def _finish(before, bias, out, has_gelu):
+    finish(before, bias, out, has_gelu)
+
+
 def linear(
     rows: Array, weights: Array, bias: Array | None, has_gelu: bool
 ) -> tuple[Array, Array | None]:
@@ -122,8 +128,12 @@ def linear(
     before = np.empty_like(out) if has_gelu else out
     bias = np.empty(0, rows.dtype) if bias is None else bias
     multiply_adds = out.size * weights.shape[0]
-    if len(rows) <= FEW_ROWS and multiply_adds < blas.PARALLEL_FROM:
+    if len(rows) <= FEW_ROWS and multiply_adds < SHARED_FROM:
         _few_rows(rows, weights, bias, before, out, has_gelu)
+    elif len(rows) <= FEW_ROWS:
+        multiply_by_parts(rows, weights, np.empty((PARTS, *out.shape), out.dtype), before)
+        if has_gelu or len(bias):
+            _finish(before, bias, out, has_gelu)
     else:
         blocks = blas.row_blocks(len(rows), multiply_adds)
         run = _by_blocks.parallel if blocks > 1 else _by_blocks.serial

@@ -66,7 +66,7 @@ def layer_norm(x: Any, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Any
     Args:
         x: (…, n), of 16, 32 or 64 bits, contiguous.
         gamma: (n,), of x's dtype or of that of its sums.
-        beta: (n,), of gamma's.
+        beta: (n,), of gamma's; None for an RMS norm, which takes the mean for 0 and has no shift.
         eps: Added to the variance.
 
     Returns:
@@ -86,7 +86,7 @@ def residual_layer_norm(
         x: (…, n), of 16, 32 or 64 bits, contiguous.
         residual: (…, n), of the dtype of x, contiguous.
         gamma: (n,), of x's dtype or of that of its sums.
-        beta: (n,), of gamma's.
+        beta: (n,), of gamma's; None for an RMS norm.
         eps: Added to the variance.
         noise: The dropout of x.
 
@@ -111,13 +111,14 @@ def _forward(
     out, hidden = empty_device(shape, x.dtype), empty_device(shape, x.dtype) if adds else None
     mean, rstd = (empty_device((height,), sums) for _ in range(2))
     if height * n:
+        share, beta = (0.0, gamma) if beta is None else (1.0, beta)
         arrays = (x, gamma, beta, *((residual,) if adds else ()))
         own = _form(x, gamma, arrays, adds, noise.rate > 0.0)
         block = own.tile.block
         norm_kernel(own)[ceil_div(height, block.rows), (block.threads, block.rows)](
             _flat(x), _flat(residual) if adds else 0, _flat(gamma), _flat(beta),
             _flat(hidden) if adds else 0, _flat(out), mean, rstd, n, sums.type(1.0 / n),
-            sums.type(eps), *noise.numbers(sums),
+            sums.type(share), sums.type(eps), *noise.numbers(sums),
         )  # fmt: skip
     return hidden, out, mean, rstd
 
@@ -139,16 +140,26 @@ class NormGradients(NamedTuple):
 
 
 def layer_norm_backward(
-    dout: Any, x: Any, gamma: Any, mean: Any, rstd: Any
+    dout: Any, x: Any, gamma: Any, mean: Any, rstd: Any, centred: bool = True
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients of x, gamma and beta, given the mean and rstd of :func:`layer_norm`."""
-    found = _backward(dout, None, x, gamma, mean, rstd, Noise())
+    """Return the gradients of x, gamma and beta.
+
+    Args:
+        dout: Gradient of the result, (…, n), of x's dtype, contiguous.
+        x: (…, n), contiguous.
+        gamma: (n,), the weights of the forward pass.
+        mean: (rows,), of :func:`layer_norm`.
+        rstd: (rows,), of :func:`layer_norm`.
+        centred: False for an RMS norm; the gradient of beta is then without meaning.
+    """
+    found = _backward(dout, None, x, gamma, mean, rstd, Noise(), centred)
     return found.dx, found.dgamma, found.dbeta
 
 
 def residual_layer_norm_backward(
-    dout: Any, dhidden: Any, hidden: Any, gamma: Any, mean: Any, rstd: Any, noise: Noise
-) -> NormGradients:
+    dout: Any, dhidden: Any, hidden: Any, gamma: Any, mean: Any, rstd: Any, noise: Noise,
+    centred: bool = True,
+) -> NormGradients:  # fmt: skip
     """Return the gradients of the inputs of :func:`residual_layer_norm`.
 
     Args:
@@ -159,14 +170,16 @@ def residual_layer_norm_backward(
         mean: The mean of each row that the forward pass returned.
         rstd: The reciprocal standard deviation of each row that the forward pass returned.
         noise: The dropout of the forward pass.
+        centred: False for an RMS norm; ``dbeta`` is then without meaning.
     """
-    return _by_noise(_backward, noise)(dout, dhidden, hidden, gamma, mean, rstd, noise)
+    return _by_noise(_backward, noise)(dout, dhidden, hidden, gamma, mean, rstd, noise, centred)
 
 
 @repeats
 def _backward(
-    dout: Any, dhidden: Any, hidden: Any, gamma: Any, mean: Any, rstd: Any, noise: Noise
-) -> NormGradients:
+    dout: Any, dhidden: Any, hidden: Any, gamma: Any, mean: Any, rstd: Any, noise: Noise,
+    centred: bool,
+) -> NormGradients:  # fmt: skip
     adds, drops = dhidden is not None, noise.rate > 0.0
     shape, height = tuple(hidden.shape), mean.shape[0]
     n, sums = shape[-1], acc_dtype(hidden.dtype)
@@ -186,7 +199,7 @@ def _backward(
         norm_backward_kernel(own)[blocks, (block.threads, block.rows)](
             _flat(dout), _flat(dhidden) if adds else 0, _flat(hidden), _flat(gamma), mean, rstd,
             _flat(dx), _flat(dresidual) if adds else 0, parts, n, sums.type(1.0 / n),
-            *noise.numbers(sums),
+            sums.type(centred), *noise.numbers(sums),
         )  # fmt: skip
     grid = ceil_div(2 * n, SUM_COLS)
     norm_sums_kernel(gamma.dtype)[grid, (SUM_COLS, SUM_LANES)](

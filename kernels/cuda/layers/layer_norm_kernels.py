@@ -56,14 +56,15 @@ def norm_kernel(own_form: NormForm) -> Kernel:
     round_own, drop = rows.round, rows.drop
 
     def layer_norm(
-        x, residual, gamma, beta, hidden, out, mean, rstd, n, inverse_n, eps, seed, threshold, scale
-    ):
+        x, residual, gamma, beta, hidden, out, mean, rstd, n, inverse_n, share, eps, seed, threshold,
+        scale,
+    ):  # fmt: skip
         """Normalise each row to mean 0 and variance 1, then scale and shift it.
 
         Computes: h = residual + dropout(x), or x; out = γ (h - μ) r + β with μ = mean(h),
-            r = 1 / sqrt(var(h) + ε)
-        Source: Ba, Kiros and Hinton, Layer Normalization (2016), equation 4; Srivastava et al., Dropout
-            (2014)
+            r = 1 / sqrt(var(h) + ε); with share 0 instead of 1, μ and β are 0: an RMS norm
+        Source: Ba, Kiros and Hinton, Layer Normalization (2016), equation 4; Zhang and Sennrich, Root Mean
+            Square Layer Normalization (2019), equation 4; Srivastava et al., Dropout (2014)
         Grid: ceil(rows / block.rows)
         Block: (block.threads, block.rows)
         One thread does: its pieces of one row
@@ -89,7 +90,7 @@ def norm_kernel(own_form: NormForm) -> Kernel:
         total = zero
         for k in range(count):
             total += own[k]
-        center = row_sum(partial, total) * inverse_n
+        center = row_sum(partial, total) * inverse_n * share
         # r = 1 / sqrt(Σ (h - μ)² / n + ε).  Not from Σ h²: where μ is large, that cancels.
         squares = zero
         for k in range(count):
@@ -101,7 +102,7 @@ def norm_kernel(own_form: NormForm) -> Kernel:
             own[k] *= inverse * other[k]
         load_weights(other, beta, 0, thread, stop)
         for k in range(count):
-            own[k] += other[k]
+            own[k] += other[k] * share
         store(out, start, own, thread, stop)
         if thread == 0 and stop > 0:
             mean[row] = center
@@ -111,7 +112,8 @@ def norm_kernel(own_form: NormForm) -> Kernel:
     given = vector_type(form(weights).stored)
     extra = stored if adds else int64
     signature = void(
-        stored, extra, given, given, extra, stored, vector, vector, int64, real, real, int64, int64, real
+        stored, extra, given, given, extra, stored, vector, vector, int64, real, real, real, int64, int64,
+        real,
     )  # fmt: skip
     return Kernel(layer_norm, signature, block.threads * rows_of_block)
 
@@ -128,13 +130,14 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
     store_sums = make_row_access(tile, sums).store
 
     def layer_norm_backward(
-        dout, dhidden, hidden, gamma, mean, rstd, dx, dresidual, parts, n, inverse_n, seed, threshold,
-        scale,
+        dout, dhidden, hidden, gamma, mean, rstd, dx, dresidual, parts, n, inverse_n, share, seed,
+        threshold, scale,
     ):  # fmt: skip
         """Return through layer norm, and through the sum and the dropout before it.
 
         Computes: dh = r (g - mean(g) - ĥ mean(g ∘ ĥ)) + dhidden with g = γ dout, ĥ = (h - μ) r;
-            dresidual = dh, dx = dropout(dh); parts[i] = Σ dout ∘ ĥ and behind it Σ dout over the rows of
+            without mean(g) for an RMS norm, whose share is 0 instead of 1; dresidual = dh,
+            dx = dropout(dh); parts[i] = Σ dout ∘ ĥ and behind it Σ dout over the rows of
             one line of threads
         Source: none
         Grid: as many blocks as give the parts
@@ -171,7 +174,7 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
                 grad[k] *= other[k]
                 sum_g += grad[k]
                 sum_gx += grad[k] * own[k]
-            mean_g = row_sum(partial, sum_g) * inverse_n
+            mean_g = row_sum(partial, sum_g) * inverse_n * share
             mean_gx = row_sum(partial, sum_gx) * inverse_n
             for k in range(count):
                 grad[k] = (grad[k] - mean_g - own[k] * mean_gx) * inverse
@@ -191,7 +194,7 @@ def norm_backward_kernel(own_form: NormForm) -> Kernel:
     extra = stored if adds else int64
     signature = void(
         stored, extra, stored, vector_type(form(weights).stored), vector, vector, stored, extra, vector,
-        int64, real, int64, int64, real,
+        int64, real, real, int64, int64, real,
     )  # fmt: skip
     return Kernel(layer_norm_backward, signature, block.threads * rows_of_block)
 

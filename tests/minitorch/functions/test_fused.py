@@ -25,7 +25,7 @@ from minitorch import (
     from_numpy,
 )
 from minitorch.functions.fused import CrossEntropy, Gelu, LayerNorm, Lookup, Softmax
-from minitorch.modules_basic import composed_layer_norm
+from minitorch.modules_basic import composed_layer_norm, composed_rms_norm
 from minitorch.nn import composed_gelu, composed_softmax, composed_softmax_loss
 
 from ...support.tolerances import assert_close_arrays
@@ -65,6 +65,17 @@ def layer_norm_gradient(dout: Array, x: Array, gamma: Array, beta: Array) -> tup
     along = (d_hat * x_hat).mean(-1, keepdims=True)
     rows = tuple(range(x.ndim - 1))
     return (d_hat - mean - x_hat * along) * rstd, (dout * x_hat).sum(rows), dout.sum(rows)
+
+
+def rms_norm_of(x: Array, gamma: Array) -> Array:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * gamma
+
+
+def rms_norm_gradient(dout: Array, x: Array, gamma: Array) -> tuple[Array, ...]:
+    rstd = 1.0 / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+    d_hat, rows = dout * gamma, tuple(range(x.ndim - 1))
+    along = (d_hat * x * rstd).mean(-1, keepdims=True)
+    return (d_hat - x * rstd * along) * rstd, (dout * x * rstd).sum(rows)
 
 
 def gelu_of(x: Array) -> Array:
@@ -111,6 +122,12 @@ LAYERS = {
         layer_norm_of,
         layer_norm_gradient,
     ),
+    "RMS norm": Layer(
+        lambda x, gamma: LayerNorm.apply(x, gamma, None, EPS),
+        lambda x, gamma: composed_rms_norm(x, gamma, EPS),
+        rms_norm_of,
+        rms_norm_gradient,
+    ),
     "gelu": Layer(Gelu.apply, composed_gelu, gelu_of, gelu_gradient),
     "cross entropy": Layer(
         lambda x: CrossEntropy.apply(x, targets_for(x)),
@@ -134,9 +151,11 @@ def check(
     """Compare one form of a layer, value and gradients, with NumPy; the layout in memory is drawn."""
     layer = LAYERS[name]
     arrays = [x.astype(dtype)]
+    n = x.shape[-1]
+    if "norm" in name:
+        arrays.append(np.linspace(0.5, 1.5, n).astype(dtype))
     if name == "layer norm":
-        n = x.shape[-1]
-        arrays += [np.linspace(0.5, 1.5, n).astype(dtype), np.linspace(-1, 1, n).astype(dtype)]
+        arrays.append(np.linspace(-1, 1, n).astype(dtype))
     wide = [array.astype(np.float64) for array in arrays]
     operands = [data.draw(laid_out(array, backend)) for array in arrays]
     for operand in operands:
@@ -147,7 +166,7 @@ def check(
     dout = np.linspace(-1.0, 2.0, out.size).reshape(out.shape).astype(dtype)
     out.backward(data.draw(laid_out(dout, backend)))
     # A row of nearly equal numbers, which the norm stretches a hundredfold, has large gradients.
-    size = 5.0 + (normalised(wide[0])[1].max() * len(x) if name == "layer norm" else 0.0)
+    size = 5.0 + (normalised(wide[0])[1].max() * len(x) if "norm" in name else 0.0)
     gradients = layer.gradient(dout.astype(np.float64), *wide)
     for i, (operand, gradient) in enumerate(zip(operands, gradients, strict=True)):
         assert_close_arrays(operand.grad, gradient, dtype, f"gradient {i} of {form} {name}", size)
@@ -160,7 +179,7 @@ def small_inputs(draw: DrawFn, name: str, most: int = 5) -> Array:
     shape = tuple(draw(integers(1, most)) for _ in range(dims))
     x = draw(lattice(shape))
     # No row of equal numbers for layer norm: its variance would be rounding.
-    return x + np.arange(shape[-1]) if name == "layer norm" else x
+    return x + np.arange(shape[-1]) if "norm" in name else x
 
 
 # -- softmax, layer norm, GELU, cross entropy --------------------------------------------------
@@ -233,13 +252,13 @@ def check_extremes(
     x = np.array(
         [[1e4, 0.0, -1e4, 3.0], [-1e9, -1e9, -1e9, -1e9 - 1e3], [80.0, 90.0, -88.0, 1e-30]]
     )
-    if name == "layer norm":
+    if "norm" in name:
         x = np.array([[1e15, -1e15, 0.0, 1.0], [1e-20, 0.0, 0.0, 0.0]])
     x = x.astype(dtype)
     layer = LAYERS[name]
     operands = [from_numpy(x, backend, requires_grad=True)]
-    if name == "layer norm":
-        operands += [from_numpy(y.astype(dtype), backend) for y in (np.ones(4), np.zeros(4))]
+    weights = {"layer norm": (np.ones(4), np.zeros(4)), "RMS norm": (np.ones(4),)}
+    operands += [from_numpy(y.astype(dtype), backend) for y in weights.get(name, ())]
     wide = [np.asarray(operand).astype(np.float64) for operand in operands]
     out = getattr(layer, form)(*operands)
     assert_close_arrays(out, layer.value(*wide), dtype, name)

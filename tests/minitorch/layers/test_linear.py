@@ -24,7 +24,7 @@ def test_value_and_gradients_are_those_of_the_composed_form(
     dtype: type, data: st.DataObject, rows: int, in_size: int, out_size: int, bias: bool,
     has_gelu: bool, in_blocks: bool,
 ) -> None:  # fmt: skip
-    """Of rows in two dimensions, in any layout; a few at once, or blocks of two in parallel."""
+    """Of rows in two dimensions, in any layout; a few at once on one thread or all, or blocks of two."""
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     shapes = [(2, rows, in_size), (in_size, out_size), (out_size,)][: 2 + bias]
     arrays = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
@@ -46,6 +46,8 @@ def test_value_and_gradients_are_those_of_the_composed_form(
             patch.setattr(blas, "PARALLEL_FROM", 1)
             patch.setattr(blas, "BLOCK_ROWS", 2)
             patch.setattr(kernel, "FEW_ROWS", 0)
+        elif data.draw(st.booleans()):
+            patch.setattr(kernel, "SHARED_FROM", 0)
         found = computed(linear)
     for name, one, wanted in zip(
         ("out", "dx", "dweights", "dbias"), found, computed(composed_linear), strict=False

@@ -33,6 +33,14 @@ EVERYWHERE = [
 CHUNKS = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
+#: Llama's structure: keys in the cache are turned by their positions, and serve groups of heads.
+LLAMA = {
+    "rotary_theta": 100.0, "norm": "rms", "feed_forward": "swiglu", "head_dim": 6, "n_kv_head": 1,
+    "bias": False,
+}  # fmt: skip
+STRUCTURES = [pytest.param({}, id="gpt2"), pytest.param(LLAMA, id="llama")]
+
+
 def model_of(backend: Any = FastBackend, **options: Any) -> DecoderLM:
     minitorch.manual_seed(1)
     settings = {"n_layer": 2, "middle_dim": 16, "dtype": np.float64, **options}
@@ -74,14 +82,15 @@ def test_nothing_is_copied_but_what_is_new(backend: Any) -> None:
 # -- in a model --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("attention", ["flash", "naive"])
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @given(chunks=CHUNKS)
 @settings(max_examples=5)
 def test_logits_of_chunks_are_those_of_the_whole(
-    backend: Any, attention: str, chunks: list[int]
+    backend: Any, attention: str, structure: Any, chunks: list[int]
 ) -> None:
-    model = model_of(backend, attention=attention, n_layer=1)
+    model = model_of(backend, attention=attention, n_layer=1, **structure)
     ids = np.random.default_rng(3).integers(0, 11, (2, sum(chunks)))[:, :9]
     cache = model.make_cache(batch=2)
     expected = model(ids).to_numpy()
@@ -105,11 +114,14 @@ def recomputed(model: DecoderLM, ids: list[int], count: int, temperature: float,
     return ids
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("attention", ["flash", "naive"])
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_the_text_is_that_of_recomputing(backend: Any, attention: str, temperature: float) -> None:
-    model = model_of(backend, attention=attention, n_layer=1)
+def test_the_text_is_that_of_recomputing(
+    backend: Any, attention: str, temperature: float, structure: Any
+) -> None:
+    model = model_of(backend, attention=attention, n_layer=1, **structure)
     for length, count in [(4, 3), (1, 14), (11, 2)]:  # within the context, beyond it
         prompt = np.random.default_rng(length).integers(0, 11, length).tolist()
         expected = recomputed(model, prompt, count, temperature, seed=4)
@@ -117,9 +129,10 @@ def test_the_text_is_that_of_recomputing(backend: Any, attention: str, temperatu
 
 
 @pytest.mark.simulator
-def test_the_text_on_a_device_is_that_of_the_host() -> None:
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_text_on_a_device_is_that_of_the_host(structure: Any) -> None:
     host, device = (
-        DecoderLM(5, 4, 2, 4, 0.0, backend=backend, n_layer=1, middle_dim=4)
+        DecoderLM(5, 4, 2, 4, 0.0, backend=backend, n_layer=1, middle_dim=4, **structure)
         for backend in (FastBackend, CudaBackend)
     )
     for p, own in zip(host.parameters(), device.parameters(), strict=True):

@@ -175,19 +175,17 @@ def test_a_missing_folder_or_file_names_what_is_expected(tmp_path: Path) -> None
     refused(tmp_path, "model.safetensors missing", "found config.json, notes.txt")
 
 
-def test_shards_and_pickle_files_are_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_pickle_file_is_refused_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     # A pickle file that would end the process.
     (tmp_path / "pytorch_model.bin").write_bytes(b"cposix\n_exit\n(I3\ntR.")
-    refused(tmp_path, "pickle", "never read", "save_pretrained", "max_shard_size")
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    refused(tmp_path, "sharded", "save_pretrained", "max_shard_size")
+    refused(tmp_path, "pickle", "never read", "save_pretrained")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "llama"}, ["'llama'", "gpt2"]),
+        ({"model_type": "bert"}, ["'bert'", "gpt2 or llama"]),
         ({"model_type": None}, ["None", "gpt2"]),
         ({"activation_function": "relu"}, ["'relu'", "gelu_new"]),
         ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx", "False"]),

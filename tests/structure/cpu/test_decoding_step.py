@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from kernels.cpu.layers import decoding_step as kernel
+from kernels.cpu.layers import linear
 from kernels.problem.rungs import RUNG_VARIABLE
 from minitorch import FastBackend, Linear, Tensor, TransformerLayer, from_numpy
 from minitorch.models.kv_cache import LayerCache
@@ -46,11 +47,13 @@ def some(batch: int, count: int, dtype: Any = np.float64) -> Tensor:
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.sampled_from([np.float32, np.float64]),
     st.booleans(),
+    st.booleans(),
 )
-@settings(max_examples=15)
+@settings(max_examples=25)
 def test_steps_are_those_of_the_modules(
-    batch: int, chunks: list[int], dtype: Any, bias: bool
+    batch: int, chunks: list[int], dtype: Any, bias: bool, shared: bool
 ) -> None:
+    """In one kernel, or in some that all threads share."""
     layer, fused, composed = (
         layer_of(dtype, bias=bias),
         cache_of(batch, dtype),
@@ -58,10 +61,14 @@ def test_steps_are_those_of_the_modules(
     )
     for count in chunks:
         x = some(batch, count, dtype)
-        out = step(layer, x, fused)
-        assert out is not None and out.is_constant()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel, "PARALLEL_FROM", 0)
+            if shared and batch * count <= kernel.FEW_ROWS:
+                patch.setattr(kernel, "PARALLEL_FROM", 0)
+                patch.setattr(kernel, "PARALLEL_ATTENTION_FROM", 40)
+                patch.setattr(linear, "SHARED_FROM", 0)
+            out = step(layer, x, fused)
+            assert out is not None and out.is_constant()
+            patch.setattr(kernel, "pays", lambda *_: False)
             wanted = layer(x, composed)
         assert_close_arrays(out.to_numpy(), wanted.to_numpy(), dtype, "a step")
         assert fused.length == composed.length

@@ -50,17 +50,24 @@ def kept(seed: int, rate: float, shape: tuple[int, ...]) -> Array:
     return keep.reshape(shape) / (1.0 - rate)
 
 
-def norm_of(hidden: Array, gamma: Array, beta: Array) -> Array:
-    """Return layer norm in float64."""
-    deviation = hidden - hidden.mean(-1, keepdims=True)
-    return deviation / np.sqrt(hidden.var(-1, keepdims=True) + EPS) * gamma + beta
+def normal_of(hidden: Array, centred: bool) -> tuple[Array, Array]:
+    """Return rows divided by their deviation, or by their root mean square, and its reciprocal."""
+    deviation = hidden - hidden.mean(-1, keepdims=True) * centred
+    rstd = 1.0 / np.sqrt((deviation**2).mean(-1, keepdims=True) + EPS)
+    return deviation * rstd, rstd
 
 
-def norm_gradients(dout: Array, hidden: Array, gamma: Array) -> tuple[Array, Array, Array]:
+def norm_of(hidden: Array, gamma: Array, beta: Array | None) -> Array:
+    """Return layer norm in float64; without beta RMS norm."""
+    return normal_of(hidden, beta is not None)[0] * gamma + (0.0 if beta is None else beta)
+
+
+def norm_gradients(
+    dout: Array, hidden: Array, gamma: Array, centred: bool = True
+) -> tuple[Array, Array, Array]:
     """Return the gradients of hidden, gamma and beta in float64."""
-    rstd = 1.0 / np.sqrt(hidden.var(-1, keepdims=True) + EPS)
-    normal, g = (hidden - hidden.mean(-1, keepdims=True)) * rstd, dout * gamma
-    mean, along = g.mean(-1, keepdims=True), (g * normal).mean(-1, keepdims=True)
+    (normal, rstd), g = normal_of(hidden, centred), dout * gamma
+    mean, along = g.mean(-1, keepdims=True) * centred, (g * normal).mean(-1, keepdims=True)
     rows = tuple(range(hidden.ndim - 1))
     return (g - mean - normal * along) * rstd, (dout * normal).sum(rows), dout.sum(rows)
 
@@ -82,28 +89,32 @@ def operands(draw: Any, dtype: np.dtype[Any]) -> list[Array]:
     return [x, residual, gamma, beta, dhidden, dout]
 
 
-def ran(function: Any, arrays: list[Array], rate: float, place: Any) -> tuple[list[Any], list[Any]]:
+def ran(
+    function: Any, arrays: list[Array], rate: float, place: Any, centred: bool = True
+) -> tuple[list[Any], list[Any]]:
     """Run the function, or its composed form; return its results and the gradients of all operands."""
-    x, residual, gamma, beta, *grads = map(place, arrays)
-    for t in (x, residual, gamma, beta):
+    *inputs, dhidden, dout = map(place, arrays)
+    inputs = inputs if centred else inputs[:3]  # an RMS norm has no shift
+    for t in inputs:
         t.requires_grad_(True)
     minitorch.manual_seed(3)
-    hidden, out = function(x, residual, gamma, beta, EPS, rate)
-    ((hidden * grads[0]).sum() + (out * grads[1]).sum()).backward()
-    return [hidden, out], [t.grad for t in (x, residual, gamma, beta)]
+    hidden, out = function(*inputs, *[None] * (4 - len(inputs)), EPS, rate)
+    ((hidden * dhidden).sum() + (out * dout).sum()).backward()
+    return [hidden, out], [t.grad for t in inputs]
 
 
-def check_textbook(arrays: list[Array], rate: float, place: Any) -> None:
+def check_textbook(arrays: list[Array], rate: float, place: Any, centred: bool = True) -> None:
     """Compare the function on the device with float64, value and gradients."""
     dtype = arrays[0].dtype
-    (hidden, out), grads = ran(residual_layer_norm, arrays, rate, place)
+    (hidden, out), grads = ran(residual_layer_norm, arrays, rate, place, centred)
     x, residual, gamma, beta, dhidden, dout = (array.astype(np.float64) for array in arrays)
     minitorch.manual_seed(3)
     factor = kept(random.getrandbits(63), rate, x.shape) if rate else np.ones(x.shape)
     expected = rounded(residual + x * factor, dtype).astype(np.float64)
     assert_close_arrays(hidden, expected, dtype, "the sum", 4.0)
-    assert_close_arrays(out, norm_of(expected, gamma, beta), dtype, "its norm", 4.0)
-    through, dgamma, dbeta = norm_gradients(dout, expected, gamma)
+    wanted_norm = norm_of(expected, gamma, beta if centred else None)
+    assert_close_arrays(out, wanted_norm, dtype, "its norm", 4.0)
+    through, dgamma, dbeta = norm_gradients(dout, expected, gamma, centred)
     wanted = [(through + dhidden) * factor, through + dhidden, dgamma, dbeta]
     names = "x", "residual", "gamma", "beta"
     for name, found, gradient, operand in zip(names, grads, wanted, arrays, strict=False):
@@ -119,27 +130,31 @@ def check_textbook(arrays: list[Array], rate: float, place: Any) -> None:
 def test_the_sum_and_its_norm_are_the_textbooks(
     dtype: np.dtype[Any], rate: float, data: DataObject
 ) -> None:
-    arrays = data.draw(operands(dtype))
-    check_textbook(arrays, rate, lambda array: data.draw(laid_out(array, CudaBackend)))
+    arrays, centred = data.draw(operands(dtype)), data.draw(booleans())
+    check_textbook(arrays, rate, lambda array: data.draw(laid_out(array, CudaBackend)), centred)
 
 
 @on_device
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 @at_most(3 if IS_SIMULATOR else 15)
-@given(arrays=operands(FLOAT64))
-def test_one_kernel_does_what_three_steps_do(rate: float, arrays: list[Array]) -> None:
+@given(arrays=operands(FLOAT64), centred=booleans())
+def test_one_kernel_does_what_three_steps_do(
+    rate: float, arrays: list[Array], centred: bool
+) -> None:
     """With the same bits of dropout, for the seed comes from the same source."""
     one, composed = (
-        ran(function, arrays, rate, lambda array: from_numpy(array, CudaBackend))
+        ran(function, arrays, rate, lambda array: from_numpy(array, CudaBackend), centred)
         for function in (residual_layer_norm, composed_residual_layer_norm)
     )
     for found, expected in zip([*one[0], *one[1]], [*composed[0], *composed[1]], strict=True):
         assert_close_arrays(found, expected.to_numpy(), FLOAT64, "result", 20.0)
 
 
-def test_other_backends_compose_it() -> None:
+@pytest.mark.parametrize("centred", [True, False])
+def test_other_backends_compose_it(centred: bool) -> None:
     arrays = [np.arange(6.0).reshape(2, 3), np.ones((2, 3)), np.ones(3), np.zeros(3)]
-    x, residual, gamma, beta = (from_numpy(a, FastBackend) for a in arrays)
+    x, residual, gamma, shift = (from_numpy(a, FastBackend) for a in arrays)
+    beta = shift if centred else None
     results = [
         residual_layer_norm(x, residual, gamma, beta, EPS, 0.0),
         composed_residual_layer_norm(x, residual, gamma, beta, EPS),
@@ -169,9 +184,9 @@ def test_layer_norm_of_16_bits_keeps_weights_of_float32(dtype: np.dtype[Any]) ->
     x, weights, bias = (from_numpy(a, CudaBackend, True) for a in (rows, gamma, beta))
     out = LayerNorm.apply(x, weights, bias, EPS)
     out.backward(from_numpy(grad, CudaBackend))
-    wide = [a.astype(np.float64) for a in (grad, rows, gamma)]
-    assert_close_arrays(out, norm_of(wide[1], gamma, beta), dtype, "out", 4.0)
-    dx, dgamma, dbeta = norm_gradients(*wide)
+    wide_grad, wide_rows = (a.astype(np.float64) for a in (grad, rows))
+    assert_close_arrays(out, norm_of(wide_rows, gamma, beta), dtype, "out", 4.0)
+    dx, dgamma, dbeta = norm_gradients(wide_grad, wide_rows, gamma.astype(np.float64))
     assert_close_arrays(x.grad, dx, dtype, "dx", 4.0)
     # Sums of float32 are rounded to no 16 bits on their way.
     assert_close_arrays(weights.grad, dgamma, FLOAT32, "dgamma", 10.0)
@@ -221,7 +236,8 @@ def test_sizes_that_no_block_divides(
     x, residual, dhidden, dout = (rounded(a, dtype) for a in rows)
     gamma, beta = (rounded(rng.standard_normal(shape[1]), dtype) for _ in range(2))
     arrays = [x, residual, gamma, beta, dhidden, dout]
-    check_textbook(arrays, rate, lambda array: from_numpy(array, CudaBackend))
+    for centred in (True, False):
+        check_textbook(arrays, rate, lambda array: from_numpy(array, CudaBackend), centred)
 
 
 @pytest.mark.cuda

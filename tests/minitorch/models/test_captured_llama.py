@@ -1,0 +1,40 @@
+"""The steps of a model of Llama's shape can be captured: on a device that computes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import minitorch
+
+from ...support.captured_training import FIRST, idle_device
+from ...support.fake_device import FakeDriver
+
+device = pytest.fixture(idle_device)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_step_is_captured(device: FakeDriver, precision: str, recompute: bool) -> None:
+    minitorch.manual_seed(0)
+    model = minitorch.DecoderLM(
+        20, 64, 4, 32, 0.1, bias=False, n_layer=2, n_kv_head=2, rotary_theta=1e4, norm="rms",
+        feed_forward="swiglu", tie_weights=True, backend=minitorch.CudaBackend, precision=precision,
+        recompute=recompute,
+    )  # fmt: skip
+    optimizer = minitorch.AdamW(model.parameters(), max_norm=1.0)
+
+    def step(inputs: Any, targets: Any) -> minitorch.Tensor:
+        optimizer.zero_grad()
+        loss = model.loss(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    captured = minitorch.graph_step(step)
+    random = np.random.default_rng(0)
+    for _ in range(FIRST + 2):
+        captured(*random.integers(0, 20, (2, 3, 24)))
+    assert captured.is_captured and captured.why_eager is None

@@ -1,0 +1,142 @@
+"""The training script with byte pairs, and from the weights of a folder of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "project"))
+
+import train_gpt
+
+from minitorch import DecoderLM
+from minitorch.models.pretrained import read_tokenizer
+
+from ...support import gpt2_folder, llama_folder
+
+tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
+
+TEXT = "The cat sat on the mat. Żółć and the rat ran to the cat. " * 60
+SHORT = ["--steps", "3", "--batch", "2", "--context", "8", "--sample", "5", "--keep", "1"]
+SMALL = [*SHORT, *["--width", "16", "--heads", "2", "--layers", "1"]]
+FOLDERS = {"gpt2": gpt2_folder, "llama": llama_folder}
+
+
+def train(capsys: pytest.CaptureFixture[str], tmp_path: Path, *options: Any) -> str:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    train_gpt.main(["--text", str(text), "--out", str(tmp_path), *map(str, options)])
+    return capsys.readouterr().out
+
+
+def refused(*options: Any) -> str:
+    with pytest.raises(SystemExit) as done:
+        train_gpt.main([*map(str, options)])
+    return str(done.value.code)
+
+
+def folder_with_tokenizer(kind: str, folder: Path, vocabulary: int = 300) -> Path:
+    FOLDERS[kind].write_folder(folder, vocab_size=vocabulary)
+    level = tokenizers.pre_tokenizers.ByteLevel
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = level(), tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=level.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_byte_pairs_are_learnt_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = train(capsys, tmp_path, *SMALL, "--tokenizer", "bpe", "--vocab-size", 270)
+    assert "nats per token" in out and "\nThe " in out
+    assert json.loads((tmp_path / "result.json").read_text())["unit"] == "token"
+    model = DecoderLM.from_pretrained(tmp_path / "pretrained")
+    tokenizer = read_tokenizer(tmp_path / "pretrained", model.n_vocab)
+    assert model.n_vocab == tokenizer.get_vocab_size() == 270
+    assert model.eos_token_id == tokenizer.token_to_id("<|endoftext|>")
+    ids = tokenizer.encode("Żółć, the cat").ids
+    assert tokenizer.decode(ids) == "Żółć, the cat" and len(ids) < 13
+    train_gpt.main(
+        ["--load", str(tmp_path / "model.safetensors"), "--prompt", "the cat", "--sample", "3"]
+    )
+    assert capsys.readouterr().out.startswith("the cat")
+
+
+def test_byte_pairs_are_those_of_the_run_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*SMALL, "--tokenizer", "bpe", "--vocab-size", "270", "--max-seconds", "600"]
+    train(capsys, tmp_path / "..", *options, "--out", tmp_path / "a")
+    pair = tmp_path / "a" / "checkpoints"
+    out = train(capsys, tmp_path, "--resume", pair, "--out", tmp_path / "a")
+    assert "going on after step 3" in out
+    assert DecoderLM.from_pretrained(tmp_path / "a" / "pretrained").n_vocab == 270
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_is_fine_tuned_and_written_back(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_with_tokenizer(kind, tmp_path / "there")
+    out = train(
+        capsys, tmp_path, *SHORT, "--init", folder, "--lr", "1e-9", "--schedule", "constant"
+    )
+    assert "nats per token" in out
+    before, after = (DecoderLM.from_pretrained(x) for x in (folder, tmp_path / "pretrained"))
+    ids = np.array([[1, 2, 3]])
+    # The rate is so small that the weights are still those of the folder.
+    np.testing.assert_allclose(
+        after.forward(ids).to_numpy(), before.forward(ids).to_numpy(), atol=1e-3
+    )
+    assert after.eos_token_id == 7
+    tokenizer = read_tokenizer(tmp_path / "pretrained", 300)
+    assert tokenizer.to_str() == read_tokenizer(folder, 300).to_str()
+    train_gpt.main(
+        ["--load", str(tmp_path / "model.safetensors"), "--prompt", "the cat", "--sample", "3"]
+    )
+    assert "the cat" in capsys.readouterr().out
+    assert "going on" in train(capsys, tmp_path, "--resume", tmp_path / "checkpoints")
+
+
+def test_what_does_not_fit_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_with_tokenizer("gpt2", tmp_path / "there", 260)
+    line = refused(*SHORT, "--init", folder)
+    assert "token 269" in line and "ends at 259" in line
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refused(*SHORT, "--init", folder)
+    assert "not a folder" in refused("--init", tmp_path / "nowhere")
+    folder = folder_with_tokenizer("gpt2", tmp_path / "there")
+    assert "11 positions" in refused(*SHORT, "--init", folder, "--context", 12)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    options = ["--text", text, *SMALL, "--tokenizer", "bpe", "--vocab-size", 270]
+    line = refused(*options, "--vocabulary", 260)
+    assert "token 269" in line and "--vocabulary" in line
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "pip install tokenizers" in refused(*options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--tokenizer bpe --vocab-size 256", "257 or more"),
+        ("--vocab-size 300", "--tokenizer bpe"),
+        ("--init DIR --width 8", "leave out --width"),
+        ("--init DIR --preset toy", "leave out --preset"),
+        ("--init DIR --load FILE", "take one of them"),
+    ],
+)
+def test_options_that_exclude_each_other(
+    options: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(*options.split())
+    assert words in capsys.readouterr().err

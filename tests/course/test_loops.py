@@ -88,8 +88,10 @@ def check_reduce(tensor_reduce: Callable[..., Any]) -> None:
             what = f"sum over dimension {dim} of {array.shape} onto an output that holds {held.tolist()}"
             for a in (by_rows(array), by_columns(array)):
                 got = filled(
-                    what, lambda out, a: run(*out.tuple(), *a.tuple(), dim), by_rows(held), a
-                )
+                    what,
+                    lambda out, a, dim: run(*out.tuple(), *a.tuple(), dim),
+                    by_rows(held), a, dim,
+                )  # fmt: skip
                 first, last = array.take([0], dim), array.take([-1], dim)
                 mistakes = {
                     "what out held is lost: fold onto it, for it is the start": sums,

@@ -37,7 +37,8 @@ def away_from_edges(name: str, *xs: Scalar) -> bool:
 
 NOT_ZERO = floats(min_value=0.25, max_value=4.0).flatmap(lambda x: sampled_from([x, -x]))
 #: What is written → the same on Scalars, its value, and its slope in each Scalar.
-FUNCTIONS: dict[str, tuple[Callable[..., Scalar], Callable[..., float], tuple[Callable[..., float], ...]]] = {
+Row = tuple[Callable[..., Scalar], Callable[..., float], tuple[Callable[..., float], ...]]
+FUNCTIONS: dict[str, Row] = {
     "a + b": (lambda a, b: a + b, lambda a, b: a + b, (lambda a, b: 1.0, lambda a, b: 1.0)),
     "a - b": (lambda a, b: a - b, lambda a, b: a - b, (lambda a, b: 1.0, lambda a, b: -1.0)),
     "a * b": (lambda a, b: a * b, lambda a, b: a * b, (lambda a, b: b, lambda a, b: a)),

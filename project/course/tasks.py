@@ -90,7 +90,7 @@ MODULES = (
 )
 
 OPERATORS = ("tests/minitorch/test_operators.py",)
-SCALARS = ("tests/minitorch/test_scalar.py", "tests/minitorch/test_autodiff.py")
+SCALARS = ("tests/minitorch/test_autodiff.py", "tests/minitorch/test_scalar.py")
 DATA, LOOPS = ("tests/minitorch/test_tensor_data.py",), "tests/course/test_loops.py"
 TENSORS = (LOOPS, "tests/minitorch/test_tensor.py")
 GENERAL = (LOOPS, "tests/minitorch/test_tensor_general.py")

@@ -14,6 +14,7 @@ from ..support.mistakes import assert_close_or_explain, filled
 
 X = np.array([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])  # (2, 3)
 OPERANDS = {"(2, 3)": X, "(3,)": X[1], "(2, 1)": X[:, 2:], "(1, 3)": X[:1]}
+LARGE = np.arange(400.0 * 300.0).reshape(400, 300)
 BY_ORDINAL = "an ordinal of {} is used as a position: find the index, then index_to_position"
 
 
@@ -43,7 +44,7 @@ def check_map(tensor_map: Callable[..., Any]) -> None:
     for shape, array in OPERANDS.items():
         expected = -np.broadcast_to(array, (2, 3))
         for a in (by_rows(array), by_columns(array) if array.ndim == 2 else by_rows(array)):
-            what = f"map of shape {shape} and strides {a.strides} to (2, 3) and strides (1, 2)"
+            what = f"map of {shape}, strides {a.strides}, to (2, 3), strides (1, 2)"
             out = by_columns(np.zeros((2, 3)))
             got = filled(what, lambda out, a: run(*out.tuple(), *a.tuple()), out, a)
             mistakes = {BY_ORDINAL.format("out"): in_order_of_columns(expected)}
@@ -63,7 +64,7 @@ def check_zip(tensor_zip: Callable[..., Any]) -> None:
         for right, y in OPERANDS.items():
             if np.broadcast_shapes(x.shape, y.shape) != (2, 3):
                 continue
-            what = f"zip of {left} and {right} to (2, 3), which broadcast"
+            what = f"zip of {left} and {right} to (2, 3): broadcast_index finds the index in each operand"
             out = by_columns(np.zeros((2, 3)))
             a, b = by_rows(x), by_columns(y) if y.ndim == 2 else by_rows(y)
             got = filled(
@@ -102,6 +103,21 @@ def check_reduce(tensor_reduce: Callable[..., Any]) -> None:
                 assert_close_or_explain(got, held + sums, what, mistakes, 1e3)
 
 
+def check_large(loop: Callable[..., Any], fn: Callable[..., float], *operands: Any) -> None:
+    """Compare where several threads share the work; the same loop is right for few elements."""
+    a, *others = (by_rows(x) for x in operands)  # and out lies by columns
+    shape = np.broadcast_shapes(*(x.shape for x in operands))
+    expected, dim = (fn(*operands), ()) if fn is not operators.add else (a.to_array().sum(0), (0,))
+    out = by_columns(np.zeros((1, shape[1]) if dim else shape))
+    triples = (x for t in (a, *others) for x in t.tuple())
+    loop(fn)(*out.tuple(), *triples, *dim)
+    if not np.allclose(out.to_array(), expected):
+        pytest.fail(
+            "wrong for many elements, and right for few: threads share an index buffer or a sum; make "
+            "it inside the prange loop"
+        )
+
+
 @pytest.mark.task2_3
 def test_map_of_the_simple_backend() -> None:
     check_map(tensor_ops.tensor_map)
@@ -120,16 +136,19 @@ def test_reduce_of_the_simple_backend() -> None:
 @pytest.mark.task3_1
 def test_map_of_the_fast_backend() -> None:
     check_map(fast_ops.tensor_map)
+    check_large(fast_ops.tensor_map, operators.neg, LARGE)
 
 
 @pytest.mark.task3_1
 def test_zip_of_the_fast_backend() -> None:
     check_zip(fast_ops.tensor_zip)
+    check_large(fast_ops.tensor_zip, weighted, LARGE, LARGE[:1])
 
 
 @pytest.mark.task3_1
 def test_reduce_of_the_fast_backend() -> None:
     check_reduce(fast_ops.tensor_reduce)
+    check_large(fast_ops.tensor_reduce, operators.add, LARGE)
 
 
 @pytest.mark.task3_2

@@ -43,6 +43,20 @@ class Bend(ScalarFunction):
         return d_output * (y + 1), d_output * x
 
 
+class Product(ScalarFunction):
+    """f(x, y) = x y, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Context, x: float, y: float) -> float:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Context, d_output: float) -> tuple[float, float]:
+        x, y = ctx.saved_values
+        return d_output * y, d_output * x
+
+
 # --- task 1.3: chain rule --------------------------------------------------------------------
 
 
@@ -151,8 +165,8 @@ def test_a_leaf_used_twice_by_one_function_gets_both_shares() -> None:
 def test_a_diamond_is_summed_before_it_is_handed_on() -> None:
     """Both arms come from `shared`; handing it on at the first arrival would count it twice."""
     x = Scalar(2.0)
-    shared = x * x
-    left, right = shared * 3.0, Slant.apply(shared, shared)
+    shared = Product.apply(x, x)
+    left, right = Product.apply(shared, 3.0), Slant.apply(shared, shared)
     (left + right).backward()
     expected = (3.0 + 1.0 + 2.0) * 2.0 * x.data
     assert x.derivative == expected, (
@@ -187,10 +201,10 @@ def test_any_graph_differentiates_exactly(data) -> None:
         i, j = data.draw(pick), data.draw(pick)
         a, b = nodes[i], nodes[j]
         if data.draw(integers(0, 1), label="multiply"):
-            nodes.append(a * b)
+            nodes.append(Product.apply(a, b))
             slopes.append(slopes[i] * b.data + a.data * slopes[j])
         else:
-            nodes.append(a - b * 0.25)
+            nodes.append(a + Product.apply(b, -0.25))
             slopes.append(slopes[i] - slopes[j] * 0.25)
     nodes[-1].backward()
     # The last slope may be a small difference of large ones, so measure against the largest.

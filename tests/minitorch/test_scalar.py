@@ -113,9 +113,14 @@ def test_a_function_has_its_value_and_records_how_it_was_computed(
     call, inputs, out = called(name, x, y)
     expected = FUNCTIONS[name][1](*(v.data for v in inputs))
     assert out.data == pytest.approx(expected), f"{call} is {out.data}, expected {expected}"
-    assert out.history is not None and out.history.last_fn is not None, (
+    history = out.history
+    assert history is not None and history.last_fn is not None, (
         f"{call}: the result has no history; return what apply of the ScalarFunction returns"
     )
+    if name in ("a * b", "1 / a", "a.exp()", "a.sigmoid()", "a.relu()"):
+        assert history.ctx is not None and history.ctx.saved_values, (
+            f"{call}: {history.last_fn.__name__}.forward saves nothing, and backward will need it"
+        )
 
 
 @pytest.mark.task1_2

@@ -62,12 +62,8 @@ def test_index_and_position_by_hand() -> None:
             f"element {ordinal} of shape (2, 3) has index {index[:2].tolist()}, expected {expected}: the "
             "last dimension runs fastest; remainder and quotient by its size"
         )
-        position = result_of(
-            f"index_to_position({index.tolist()}, [1, 2])",
-            index_to_position,
-            index,
-            np.array([1, 2]),
-        )
+        call = f"index_to_position({index.tolist()}, [1, 2]), an index in a buffer that is longer,"
+        position = result_of(call, index_to_position, index, np.array([1, 2]))
         assert position == expected[0] + 2 * expected[1], (
             f"index {index.tolist()} with strides [1, 2] has position {position}, expected "
             f"{expected[0] + 2 * expected[1]}: there are as many dimensions as strides, and an index may "

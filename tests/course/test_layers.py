@@ -62,9 +62,9 @@ def check_convolution(
     """Convolve both ways: same size, fewer outputs than inputs, and a kernel beyond the image."""
     rng = np.random.default_rng(1)
     image = rng.uniform(0.5, 2.0, (2, 3, *size))
-    weight = rng.uniform(0.5, 2.0, (2, 3, *kernel))
+    weight = rng.uniform(0.5, 2.0, (3, 3, *kernel))
     for shape, reverse in itertools.product((size, tuple(n - 1 for n in size)), (False, True)):
-        out = TensorData(np.full(4 * int(np.prod(shape)), 7.0), (2, 2, *shape))
+        out = TensorData(np.full(6 * int(np.prod(shape)), 7.0), (2, 3, *shape))
         a, w = (TensorData(x.reshape(-1).copy(), x.shape) for x in (image, weight))
         what = f"input {image.shape}, weight {weight.shape}, out {out.shape}, reverse={reverse}"
         got = filled(

@@ -66,7 +66,8 @@ def check_zip(tensor_zip: Callable[..., Any]) -> None:
                 continue
             what = f"zip of {left} and {right} to (2, 3): broadcast_index finds the index in each operand"
             out = by_columns(np.zeros((2, 3)))
-            a, b = by_rows(x), by_columns(y) if y.ndim == 2 else by_rows(y)
+            a = by_columns(x) if left == "(2, 3)" else by_rows(x)  # as out lies
+            b = by_rows(y)
             got = filled(
                 what, lambda out, a, b: run(*out.tuple(), *a.tuple(), *b.tuple()), out, a, b
             )
@@ -75,6 +76,10 @@ def check_zip(tensor_zip: Callable[..., Any]) -> None:
                 BY_ORDINAL.format("out"): in_order_of_columns(expected),
                 "the operands are exchanged: fn(a, b)": np.broadcast_to(y - 2.0 * x, (2, 3)),
             }
+            if left == right == "(2, 3)":
+                mistakes[
+                    "storages are read one by one, where only one operand lies as out does"
+                ] = x - 2.0 * in_order_of_columns(y)
             assert_close_or_explain(got, expected, what, mistakes)
 
 
@@ -94,7 +99,14 @@ def check_reduce(tensor_reduce: Callable[..., Any]) -> None:
                     by_rows(held), a, dim,
                 )  # fmt: skip
                 first, last = array.take([0], dim), array.take([-1], dim)
+                other = a.strides[1 - dim]
+                starts = np.arange(array.shape[1 - dim]) * other
+                places = starts[:, None] + np.arange(array.shape[dim]) * other
+                along = np.where(places < a.size, a._storage[places % a.size], np.nan).sum(1)
                 mistakes = {
+                    "the step is the stride of another dimension: take that of reduce_dim": (
+                        held + np.expand_dims(along, dim)
+                    ),
                     "what out held is lost: fold onto it, for it is the start": sums,
                     "the first element is left out": held + sums - first,
                     "the last element is left out": held + sums - last,
@@ -153,9 +165,13 @@ def test_reduce_of_the_fast_backend() -> None:
 
 @pytest.mark.task3_2
 @pytest.mark.parametrize("batches", [(2, 2), (2, 1), (1, 2)], ids=str)
-def test_the_product_of_the_fast_backend(batches: tuple[int, int]) -> None:
-    rng = np.random.default_rng(1)
-    x, y = (rng.uniform(0.5, 2.0, (n, 3, 3)) for n in batches)
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (2, 5, 3)], ids=str)
+def test_the_product_of_the_fast_backend(
+    sizes: tuple[int, int, int], batches: tuple[int, int]
+) -> None:
+    rng, (rows, depth, cols) = np.random.default_rng(1), sizes
+    x = rng.uniform(0.5, 2.0, (batches[0], rows, depth))
+    y = rng.uniform(0.5, 2.0, (batches[1], depth, cols))
     expected = x @ y
     for order in ((0, 1, 2), (0, 2, 1), (2, 1, 0)):
 
@@ -163,7 +179,7 @@ def test_the_product_of_the_fast_backend(batches: tuple[int, int]) -> None:
             stored = np.ascontiguousarray(array.transpose(order))
             return TensorData(stored.reshape(-1), stored.shape).permute(*np.argsort(order).tolist())
 
-        out, a, b = laid_out(np.zeros((2, 3, 3))), laid_out(x), laid_out(y)
+        out, a, b = laid_out(np.zeros((2, rows, cols))), laid_out(x), laid_out(y)
         what = f"{x.shape} @ {y.shape}, out of strides {out.strides}"
         got = filled(
             what,
@@ -177,9 +193,13 @@ def test_the_product_of_the_fast_backend(batches: tuple[int, int]) -> None:
         first[0] = expected[0]
         mistakes = {
             "out is written in its own order: positions come from out_strides": flat,
-            "the right operand is transposed: its rows go with k": x @ y.swapaxes(1, 2),
-            "the left operand is transposed: its columns go with k": x.swapaxes(1, 2) @ y,
+            "the sum over k ends too early: it has a_shape[2] terms": x[..., :rows] @ y[:, :rows],
         }
+        if rows == depth == cols:
+            mistakes |= {
+                "the right operand is transposed: its rows go with k": x @ y.swapaxes(1, 2),
+                "the left operand is transposed: its columns go with k": x.swapaxes(1, 2) @ y,
+            }
         if 1 in batches and not np.allclose(got, expected) and np.allclose(got[0], expected[0]):
             mistakes = {"an operand with batch size 1 repeats: its batch stride counts as 0": first}
         assert_close_or_explain(got, expected, what, mistakes)

@@ -110,19 +110,20 @@ def online_mistake(results: dict[str, Array], arrays: tuple[Array, ...], block_k
             out, lse = finish(acc, total, m)
         if np.allclose(results["out"], out) and np.allclose(results["lse"], lse):
             return f"{sentence}\n"
-    with np.errstate(all="ignore"):
-        for sentence, out in _flash1_results(s, v, block_k):
-            if np.allclose(results["out"], out):
-                return f"{sentence}\n"
-        for sentence, out in _softmax_results(s, v, q.shape[-1], block_k):
-            if np.allclose(results["out"], out):
-                return f"{sentence}\n"
     m = s.max(-1)
     log_sum = np.log(np.exp(s - m[..., None]).sum(-1))
-    out = np.exp(s - (m + log_sum)[..., None]) @ v
-    if np.allclose(results["lse"], m / np.log(2.0) + log_sum):
-        return "m is to base 2: multiply it by ln 2 for L\n"
-    if (results["out"] * out > 0.0).all():
+    right = np.exp(s - (m + log_sum)[..., None]) @ v
+    if np.allclose(results["out"], right):
+        is_base_2 = np.allclose(results["lse"], m / np.log(2.0) + log_sum)
+        return "m is to base 2: multiply it by ln 2 for L\n" if is_base_2 else ""
+    with np.errstate(all="ignore"):
+        for sentence, out in (
+            *_flash1_results(s, v, block_k),
+            *_softmax_results(s, v, q.shape[-1], block_k),
+        ):
+            if np.allclose(results["out"], out):
+                return f"{sentence}\n"
+    if (results["out"] * right > 0.0).all():
         return "out is right but for factors: is it divided once by l, the sum of the whole row?\n"
     return ""
 

@@ -49,8 +49,8 @@ class _Watched(np.ndarray):
                 raise AssertionError(
                     f"thread {_number(thread)} reads {self._name_of(place, frame)} in line "
                     f"{frame.f_lineno} of {Path(frame.f_code.co_filename).name}, and no thread of "
-                    "the block has written it: is cuda.syncthreads() missing above, does it lie beyond "
-                    "the end of a tile, or was it to be filled with 0?"
+                    "the block has written it: either cuda.syncthreads() is missing above line "
+                    f"{frame.f_lineno}, or it lies beyond the end of a tile, or was to be filled with 0"
                 )
 
     def _name_of(self, place: int, frame: Any) -> str:

@@ -102,7 +102,7 @@ def test_an_operator_computes_what_its_name_says(
 def test_an_operator_at_its_edge(
     operator: Callable[..., float], args: tuple[float, ...], want: float
 ) -> None:
-    got = result_of(f"{operator.__name__}{args}", operator, *args)
+    got = result_of(f"{operator.__name__}{args}, expected to be {want!r},", operator, *args)
     assert math.isclose(got, want), f"{operator.__name__}{args} returns {got!r}, expected {want!r}"
 
 

@@ -234,9 +234,9 @@ def test_comparisons_serve_as_conditions(x: float, y: float) -> None:
 @pytest.mark.task1_2
 def test_a_scalar_equals_nothing_that_is_no_number() -> None:
     for other in (None, "1.0"):
-        call = f"Scalar(1.0) == {other!r}"
+        call = f"Scalar(1.0) == {other!r}, where __eq__ is to return NotImplemented,"
         equal = result_of(call, lambda other=other: Scalar(1.0) == other)
-        assert equal is False, f"{call} is {equal!r}: return NotImplemented, and Python says False"
+        assert equal is False, f"{call} is {equal!r}, expected False"
 
 
 def test_a_scalar_cannot_be_hashed() -> None:

@@ -1,7 +1,6 @@
 """Softmax of one vector in three steps, naive, safe and online, for learning.
 
-FlashAttention is the third step with one change: it also sums the output.  ``cpu/softmax_ladder.py`` and
-``cuda/softmax_ladder.py`` have the same steps as kernels, and ``evolution.py`` continues to attention.
+FlashAttention is the third step with one change: it also sums the output.
 """
 
 from __future__ import annotations

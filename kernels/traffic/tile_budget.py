@@ -44,7 +44,7 @@ def least_traffic_tile(rung: str, shape: HeadShape, elements: int) -> tuple[int,
         (block_q, block_k).
 
     Raises:
-        ValueError: If not even the smallest tile fits.
+        ValueError: If not even the smallest tile fits; it names the number of elements.
     """
     tiles = [
         (STEP * i, STEP * j)

@@ -70,13 +70,16 @@ def expected_tests(place: Workplace, tasks: list[Task]) -> Expected:
         keep = {"simulator"} if simulated else set()
         drop = {"cuda"} if simulated or not simulator else set()
         for task in own:
-            expected.tests[task.id] = [
+            found = [
                 test
                 for test, its in marks.items()
                 if test.split("::")[0] in task.tests
                 and {task.mark} | keep <= its
                 and not drop & its
             ]
+            # What fails first is shown in full.
+            found.sort(key=lambda test: task.tests.index(test.split("::")[0]))
+            expected.tests[task.id] = found
         if speed:
             for task in tasks:
                 expected.speed[task.id] = [

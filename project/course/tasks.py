@@ -94,14 +94,17 @@ MODULES = (
 )
 
 OPERATORS = ("tests/minitorch/test_operators.py",)
-SCALARS = ("tests/minitorch/test_scalar.py", "tests/minitorch/test_autodiff.py")
-DATA, TENSORS = ("tests/minitorch/test_tensor_data.py",), ("tests/minitorch/test_tensor.py",)
-GENERAL = ("tests/minitorch/test_tensor_general.py",)
+SCALARS = ("tests/minitorch/test_autodiff.py", "tests/minitorch/test_scalar.py")
+DATA, LOOPS = ("tests/minitorch/test_tensor_data.py",), "tests/course/test_loops.py"
+TENSORS = (LOOPS, "tests/minitorch/test_tensor.py")
+GENERAL = (LOOPS, "tests/minitorch/test_tensor_general.py")
 KERNELS = (
-    "tests/minitorch/test_cuda_ops.py",
     "tests/course/test_course_kernels.py",
+    "tests/minitorch/test_cuda_ops.py",
 )
-CONV, LAYERS = ("tests/minitorch/test_conv.py",), ("tests/minitorch/test_nn.py",)
+SMALL = "tests/course/test_layers.py"
+CONV = (SMALL, "tests/minitorch/test_conv.py")
+LAYERS = (SMALL, "tests/minitorch/test_nn.py")
 FLASH, TRAFFIC = ("tests/course/test_module5.py",), ("tests/course/test_module5_traffic.py",)
 #: Measures how fast a right solution is, task by task.
 SPEED = "tests/course/speed.py"

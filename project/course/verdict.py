@@ -12,6 +12,8 @@ from course.workplace import MOST_WRITTEN, Ending
 
 #: What a body that is not written yet raises, in the simulator with the place of the thread before it.
 STUB = re.compile(r"NotImplementedError: (?:.*: )?Task (\d+\.\d+): ")
+#: How pytest shows a condition whose test has said already what is wrong.
+RESTATED = re.compile(r"assert (False|not )|\s*\+ +(where|and) ")
 Phases = dict[str, dict[str, dict[str, Any]]]
 
 
@@ -172,6 +174,8 @@ def _text(test: str, record: dict[str, Any], task: Task) -> str:
     """Return what went wrong in a test: its name and the whole error, without empty lines."""
     lines = [line.rstrip() for line in record["message"].splitlines() if line.strip()]
     lines = [line for line in lines if "@reproduce_failure" not in line]
+    if lines and re.match(r"AssertionError: \S", lines[0]):  # the test says what is wrong
+        lines = [line for line in lines if not RESTATED.match(line)]
     text = "\n".join(lines) or record["outcome"]
     if re.match(r"\w+(Error|Exception):\n", text):  # NumPy's assertions begin with an empty line
         text = text.replace("\n", " ", 1)

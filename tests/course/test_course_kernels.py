@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from kernels.common.geometry import ceil_div
+from kernels.runtime.targets import IS_SIMULATOR
 from minitorch import CudaBackend, Tensor, cuda_ops, from_numpy, operators
 
 from ..support.missing_barriers import missing_barriers as missing_barriers
+from ..support.mistakes import assert_close_or_explain, filled
 from ..support.tolerances import assert_close_arrays
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
@@ -38,74 +40,6 @@ def weighted(x: float, y: float) -> float:
 
 
 @pytest.mark.task3_3
-@pytest.mark.parametrize(
-    ("a", "b", "out"),
-    [
-        ((3, 5), (3, 5), (3, 5)),
-        ((3, 1), (1, 4), (3, 4)),
-        ((5,), (2, 3, 5), (2, 3, 5)),
-        ((2, 3, 1), (3, 4), (2, 3, 4)),
-    ],
-    ids=str,
-)
-def test_map_and_zip_of_any_layouts_and_shapes(
-    a: tuple[int, ...], b: tuple[int, ...], out: tuple[int, ...]
-) -> None:
-    x, y = drawn(a), drawn(b, seed=2)
-    left, right = on_device(x), on_device(y, tuple(range(len(b))))
-    result = on_device(np.zeros(out))
-    blocks = ceil_div(result.size, THREADS) + 1  # one more than needed
-    cuda_ops.tensor_zip(weighted)[blocks, THREADS](
-        *result.tuple(), result.size, *left.tuple(), *right.tuple()
-    )
-    assert_close_arrays(result, x - 2.0 * y, np.float64, f"zip of {a} and {b}")
-    for operand, array in ((left, x), (right, y)):
-        cuda_ops.tensor_map(operators.neg)[blocks, THREADS](
-            *result.tuple(), result.size, *operand.tuple()
-        )
-        expected = -np.broadcast_to(array, out)
-        assert_close_arrays(result, expected, np.float64, f"map of {array.shape}")
-
-
-@pytest.mark.task3_3
-@pytest.mark.parametrize("length", [1, 2, 5, 7, 8, 9, 21, 40])
-def test_a_block_folds_a_dimension_of_any_length(length: int) -> None:
-    array = drawn((3, length, 2))
-    a, out = on_device(array), on_device(np.full((3, 1, 2), 7.0))  # what out held does not count
-    for fn, start, expected in (
-        (operators.add, 10.0, 10.0 + array.sum(1, keepdims=True)),
-        (operators.max, 0.0, array.max(1, keepdims=True)),
-    ):
-        cuda_ops.tensor_reduce(fn)[out.size, THREADS](*out.tuple(), out.size, *a.tuple(), 1, start)
-        assert_close_arrays(out, expected, np.float64, f"{fn.__name__} of {length}", 50.0)
-
-
-@pytest.mark.task3_4
-@pytest.mark.parametrize(
-    ("a", "b", "order"),
-    [
-        ((1, 3, 2), (1, 2, 4), (0, 1, 2)),
-        ((2, 5, 33), (2, 33, 3), (2, 1, 0)),
-        ((2, 3, 4), (1, 4, 2), (0, 1, 2)),
-        ((1, 2, 3), (2, 3, 1), (1, 2, 0)),
-    ],
-    ids=str,
-)
-def test_the_tiled_product_of_batches_in_any_layout(
-    a: tuple[int, ...], b: tuple[int, ...], order: tuple[int, ...]
-) -> None:
-    x, y = drawn(a), drawn(b, seed=2)
-    left, right = on_device(x, order), on_device(y, order)
-    out = on_device(np.zeros((max(a[0], b[0]), a[1], b[2])), order)
-    tile = cuda_ops.THREADS_PER_BLOCK
-    grid = (ceil_div(a[1], tile), ceil_div(b[2], tile), out.shape[0])
-    cuda_ops.tensor_matrix_multiply[grid, (tile, tile, 1)](
-        *out.tuple(), out.size, *left.tuple(), *right.tuple()
-    )
-    assert_close_arrays(out, x @ y, np.float64, f"{a} @ {b}", 50.0)
-
-
-@pytest.mark.task3_3
 @pytest.mark.usefixtures("missing_barriers")
 def test_no_barrier_of_a_reduction_is_missing() -> None:
     a, out = on_device(drawn((2, 7, 1))), on_device(np.zeros((2, 1, 1)))
@@ -127,3 +61,175 @@ def test_no_barrier_of_a_product_is_missing() -> None:
     small = on_device(np.zeros((1, 2, 2)))
     operands = (on_device(drawn((2, 2)))._tensor._storage for _ in range(2))
     cuda_ops.jit_mm_practice[1, (2, 2)](small._tensor._storage, *operands, 2)
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize(
+    ("a", "b", "out"),
+    [
+        ((3, 5), (3, 5), (3, 5)),
+        ((3, 1), (1, 4), (3, 4)),
+        ((1, 4), (3, 1), (3, 4)),
+        ((5,), (2, 3, 5), (2, 3, 5)),
+        ((2, 3, 1), (3, 4), (2, 3, 4)),
+    ],
+    ids=str,
+)
+def test_map_and_zip_of_any_layouts_and_shapes(
+    a: tuple[int, ...], b: tuple[int, ...], out: tuple[int, ...]
+) -> None:
+    x, y = drawn(a), drawn(b, seed=2)
+    left, right = on_device(x), on_device(y, tuple(range(len(b))))
+    result = on_device(np.zeros(out))
+    blocks = ceil_div(result.size, THREADS) + 1  # one more than needed
+    expected = x - 2.0 * y
+    mistakes = {
+        "the operands are exchanged: fn(a, b)": y - 2.0 * x,
+        "an ordinal of out is used as a position: to_index, then index_to_position": (
+            expected.reshape(out[::-1]).transpose(range(len(out))[::-1])
+        ),
+    }
+    what = f"zip of {a} and {b}: broadcast_index finds the index in each operand"
+    run = cuda_ops.tensor_zip(weighted)[blocks, THREADS]
+    got = filled(
+        what,
+        lambda out, a, b: run(*out.tuple(), out.size, *a.tuple(), *b.tuple()),
+        result, left, right,
+    )  # fmt: skip
+    assert_close_or_explain(got, expected, what, mistakes)
+    for operand, array in ((left, x), (right, y)):
+        what = f"map of {array.shape} to {out}"
+        run = cuda_ops.tensor_map(operators.neg)[blocks, THREADS]
+        got = filled(
+            what, lambda out, a, run=run: run(*out.tuple(), out.size, *a.tuple()), result, operand
+        )
+        assert_close_or_explain(got, -np.broadcast_to(array, out), what, {})
+
+
+@pytest.mark.task3_3
+def test_threads_beyond_out_size_write_nothing() -> None:
+    array = drawn((2, 5))
+    a, out = on_device(array, (0, 1)), on_device(np.full((2, 5), 7.0), (0, 1))
+    for name, kernel, operands in (
+        ("map", cuda_ops.tensor_map(operators.neg), a.tuple()),
+        ("zip", cuda_ops.tensor_zip(weighted), (*a.tuple(), *a.tuple())),
+    ):
+        kernel[2, THREADS](*out.tuple(), 9, *operands)
+        assert out.to_numpy()[1, 4] == 7.0, (
+            f"{name}: with out_size = 9, thread 9 has written element 9: guard by i < out_size"
+        )
+
+
+@pytest.mark.task3_3
+@pytest.mark.parametrize("length", [1, 2, 5, 7, 8, 9, 21, 40])
+def test_a_block_folds_a_dimension_of_any_length(length: int) -> None:
+    array = drawn((3, length, 2))
+    a, out = on_device(array), on_device(np.full((3, 1, 2), 7.0))  # what out held does not count
+    for fn, start, expected in (
+        (operators.add, 10.0, 10.0 + array.sum(1, keepdims=True)),
+        (operators.max, 0.0, array.max(1, keepdims=True)),
+    ):
+        run = cuda_ops.tensor_reduce(fn)[out.size, THREADS]
+        what = f"{fn.__name__} of {length} elements by {THREADS} threads"
+        got = filled(
+            what,
+            lambda out, a, run, start: run(*out.tuple(), out.size, *a.tuple(), 1, start),
+            out, a, run, start,
+        )  # fmt: skip
+        mistakes = {}
+        if fn is operators.add:
+            power = 2 ** int(np.log2(length))
+            mistakes = {
+                "start is left out": expected - start,
+                "what out held is added: start takes its place": expected - start + 7.0,
+                f"only the first {THREADS} elements are folded: each thread takes every {THREADS}th": (
+                    start + array[:, :THREADS].sum(1, keepdims=True)
+                ),
+                "the tree is right for powers of two only": (
+                    start + array[:, :power].sum(1, keepdims=True)
+                ),
+            }
+            if start != 0.0 and np.allclose((got - expected) % start, 0.0):
+                mistakes = {"start is folded in more than once: once for a block": got}
+            elif (got < expected + 1e-9).all():
+                mistakes[
+                    "elements are left out: does the tree work for any number, not only 2^k?"
+                ] = got
+        assert_close_or_explain(got, expected, what, mistakes, 50.0)
+
+
+@pytest.mark.task3_4
+@pytest.mark.parametrize(
+    ("a", "b", "order"),
+    [
+        ((2, 5, 33), (2, 33, 3), (2, 1, 0)),
+        ((2, 3, 4), (1, 4, 2), (0, 1, 2)),
+        ((1, 2, 3), (2, 3, 1), (1, 2, 0)),
+    ],
+    ids=str,
+)
+def test_the_tiled_product_of_batches_in_any_layout(
+    a: tuple[int, ...], b: tuple[int, ...], order: tuple[int, ...]
+) -> None:
+    x, y = drawn(a), drawn(b, seed=2)
+    left, right = on_device(x, order), on_device(y, order)
+    out = on_device(np.zeros((max(a[0], b[0]), a[1], b[2])), order)
+    tile = cuda_ops.THREADS_PER_BLOCK
+    grid = (ceil_div(a[1], tile), ceil_div(b[2], tile), out.shape[0])
+    run = cuda_ops.tensor_matrix_multiply[grid, (tile, tile, 1)]
+    what = f"{a} @ {b}"
+    if a[0] != b[0]:
+        what += ", where a batch of 1 repeats"
+    got = filled(
+        what,
+        lambda out, a, b: run(*out.tuple(), out.size, *a.tuple(), *b.tuple()),
+        out, left, right,
+    )  # fmt: skip
+    whole = a[2] // tile * tile
+    mistakes = {
+        "the last tile of k, which is short, is left out": x[..., :whole] @ y[..., :whole, :],
+        "the first tile of k is left out": x[..., tile:] @ y[..., tile:, :],
+    }
+    if a[0] != b[0] and not np.allclose(got[1], (x @ y)[1]) and np.allclose(got[0], (x @ y)[0]):
+        mistakes = {"an operand with fewer matrices repeats: take z modulo its number": got}
+    assert_close_or_explain(got, x @ y, what, mistakes, 50.0)
+
+
+class Counted(np.ndarray):
+    """An array of the simulator that counts how often each element is read."""
+
+    reads: Any
+
+    def __getitem__(self, key: Any) -> Any:
+        self.reads[key] += 1
+        return np.asarray(self)[key]
+
+
+def counted(array: Any) -> tuple[Any, Any]:
+    """Return what a kernel takes for a flat array, and the counts of its elements."""
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    watched = array.reshape(-1).copy().view(Counted)
+    watched.reads = np.zeros(watched.size, int)
+    return FakeCUDAArray(watched), watched.reads
+
+
+@pytest.mark.task3_4
+@pytest.mark.skipif(not IS_SIMULATOR, reason="reads are counted in the simulator only")
+def test_a_product_reads_each_element_once_for_a_tile_of_the_output() -> None:
+    x, y, size = drawn((3, 3)), drawn((3, 3), seed=2), np.array([1, 3, 3])
+    out = on_device(np.zeros((1, 3, 3)), (0, 1, 2))
+    tile, strides = cuda_ops.THREADS_PER_BLOCK, np.array([9, 3, 1])
+    for name in ("mm_practice", "tensor_matrix_multiply"):
+        (a, of_a), (b, of_b) = counted(x), counted(y)
+        if name == "mm_practice":
+            cuda_ops.jit_mm_practice[1, (3, 3)](out._tensor._storage, a, b, 3)
+        else:
+            cuda_ops.tensor_matrix_multiply[(1, 1, 1), (tile, tile, 1)](
+                *out.tuple(), out.size, a, size, strides, b, size, strides
+            )
+        for operand, reads in (("a", of_a), ("b", of_b)):
+            assert (reads == 1).all(), (
+                f"{name} reads elements of {operand} in global memory up to {reads.max()} times, for one "
+                "tile of the output: load each into shared memory once, and multiply from there"
+            )

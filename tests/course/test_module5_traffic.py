@@ -136,10 +136,15 @@ def test_no_tile_that_fits_moves_less_than_the_chosen_one(
             moved[tile] = total(counts).moved
     chosen = least_traffic_tile(rung, shape, elements)
     assert chosen in moved, f"{chosen} does not fit, or its sides are no multiples of {STEP}"
-    assert moved[chosen] == min(moved.values()), f"{chosen} is chosen of {moved}"
+    least = min(moved.values())
+    assert moved[chosen] == least, (
+        f"{chosen} is chosen and moves {moved[chosen]}; the least is {least}, of {moved}"
+    )
     equals = [tile for tile in moved if moved[tile] == moved[chosen]]
     least = min(tile_elements(rung, shape, tile) for tile in equals)
-    assert tile_elements(rung, shape, chosen) == least, f"{chosen} is chosen of {equals}"
+    assert tile_elements(rung, shape, chosen) == least, (
+        f"{chosen} is chosen of {equals}, which move equally many: take the one that needs the least room"
+    )
 
 
 @pytest.mark.parametrize(("rung", "times"), [("flash1", 4.0), ("flash2", 2.0)])
@@ -154,5 +159,11 @@ def test_a_chip_of_256_elements_is_enough_for_the_budget(rung: str, times: float
 
 @each_rung
 def test_a_chip_that_is_too_small_is_an_error(rung: str) -> None:
-    with pytest.raises(ValueError, match="elements"):
-        least_traffic_tile(rung, unbounded(8, 64), 100)
+    try:
+        tile = least_traffic_tile(rung, unbounded(8, 64), 100)
+    except ValueError as error:
+        assert "100" in str(error), (
+            f"a ValueError that names the 100 elements is expected, not: {error}"
+        )
+    else:
+        pytest.fail(f"no tile fits into 100 elements, and {tile} is returned: raise a ValueError")

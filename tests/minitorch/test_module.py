@@ -61,7 +61,11 @@ class Chain(Module):
 @pytest.mark.task0_4
 def test_named_parameters_give_own_ones_first_then_dotted_paths() -> None:
     named = Tree().named_parameters()
-    assert [name for name, _ in named] == NAMES
+    names = [name for name, _ in named]
+    assert names == NAMES, (
+        f"named_parameters gives {names}, expected {NAMES}: first the module's own, then those of each "
+        "child and all below it, the child's name and a dot in front"
+    )
     assert [p.value for _, p in named] == [10.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
@@ -87,11 +91,13 @@ def test_train_and_eval_reach_every_module(depth: int) -> None:
         return [module.training] + [mode for child in module.modules() for mode in modes(child)]
 
     chain = Chain(depth)
-    assert modes(chain) == [True] * depth
-    assert chain.eval() is None
-    assert modes(chain) == [False] * depth
-    assert chain.train() is None
-    assert modes(chain) == [True] * depth
+    for switch in (chain.eval, chain.train):
+        training = switch == chain.train
+        assert switch() is None
+        assert modes(chain) == [training] * depth, (
+            f"after {switch.__name__}(), training is {modes(chain)} from the root of a chain of {depth} "
+            f"modules down, expected {training} in each"
+        )
 
 
 def test_calling_a_module_without_forward_says_so() -> None:

@@ -34,7 +34,7 @@ from minitorch.operators import (
     zipWith,
 )
 
-from ..strategies import assert_close, small_floats
+from ..strategies import assert_close, result_of, small_floats
 
 # --- task 0.1: operators ---------------------------------------------------------------------
 
@@ -77,8 +77,8 @@ def test_an_operator_computes_what_its_name_says(
     data: DataObject,
 ) -> None:
     args = [data.draw(number) for number in numbers]
-    got, want = operator(*args), formula(*args)
     call = f"{operator.__name__}({', '.join(map(repr, args))})"
+    got, want = result_of(call, operator, *args), formula(*args)
     # A bool, an int or a class of one's own would not do: backends compile these functions.
     assert type(got) is float, f"{call} returns {got!r} of type {type(got).__name__}, not a float"
     assert math.isclose(got, want, rel_tol=1e-9, abs_tol=1e-12), (
@@ -102,7 +102,7 @@ def test_an_operator_computes_what_its_name_says(
 def test_an_operator_at_its_edge(
     operator: Callable[..., float], args: tuple[float, ...], want: float
 ) -> None:
-    got = operator(*args)
+    got = result_of(f"{operator.__name__}{args}, expected to be {want!r},", operator, *args)
     assert math.isclose(got, want), f"{operator.__name__}{args} returns {got!r}, expected {want!r}"
 
 
@@ -190,15 +190,18 @@ def test_sum_distribute(xs: list[float], ys: list[float]) -> None:
 @pytest.mark.task0_3
 @given(lists(small_floats))
 def test_sum_adds_up_any_list(xs: list[float]) -> None:
-    assert sum(xs) == pytest.approx(math.fsum(xs), abs=1e-9)
+    total = result_of(f"sum({xs})", sum, xs)
+    assert total == pytest.approx(math.fsum(xs), abs=1e-9), f"sum({xs}) is {total}"
     assert isinstance(sum([]), float)
 
 
 @pytest.mark.task0_3
 @given(small_floats, small_floats, small_floats)
 def test_prod_multiplies_up(x: float, y: float, z: float) -> None:
+    assert prod([]) == 1.0, (
+        f"prod([]) is {prod([])}, expected 1.0: begin with what changes no product"
+    )
     assert prod([x, y, z]) == pytest.approx(x * y * z)
-    assert prod([]) == 1.0
 
 
 @pytest.mark.task0_3
@@ -214,8 +217,13 @@ def test_neg_list_changes_every_sign(xs: list[float]) -> None:
 
 @pytest.mark.task0_3
 def test_reduce_starts_at_start_and_goes_from_the_left() -> None:
-    assert reduce(operators.max, -1e9)([]) == -1e9
-    assert reduce(lambda total, x: 10 * total + x, 0.0)([1.0, 2.0, 3.0]) == 123.0
+    empty = result_of("reduce(fn, 7.0)([])", reduce(add, 7.0), [])
+    assert empty == 7.0, f"reduce(fn, 7.0)([]) is {empty}: the result for an empty list is start"
+    digits = reduce(lambda total, x: 10 * total + x, 0.0)([1.0, 2.0, 3.0])
+    assert digits == 123.0, (
+        f"with fn(a, b) = 10 a + b, reduce(fn, 0.0)([1.0, 2.0, 3.0]) is {digits}, expected 123.0: "
+        "fn gets the value so far first, then the next element, from left to right"
+    )
 
 
 @pytest.mark.task0_3
@@ -231,8 +239,9 @@ def test_lists_of_different_length_are_refused() -> None:
 
 @pytest.mark.task0_1
 def test_sigmoid_does_not_overflow_far_from_zero() -> None:
-    assert sigmoid(-1e6) == 0.0, "e^-x overflows there; e^x / (1 + e^x) is the same and does not"
-    assert sigmoid(1e6) == 1.0
+    call = "sigmoid(-1e6), where e^-x overflows and e^x / (1 + e^x), which is the same, does not,"
+    assert result_of(call, sigmoid, -1e6) == 0.0
+    assert result_of("sigmoid(1e6)", sigmoid, 1e6) == 1.0
 
 
 @pytest.mark.task0_1

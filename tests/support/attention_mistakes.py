@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,48 @@ ONLINE: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., An
 }  # fmt: skip
 
 
+#: Sentence → weights of the old sum and of the tile's, in the new sum; of the old output and of the
+#: tile's, in the new output; and its divisor. Given a = e^(m - m_new), b = e^(m~ - m_new), the old and
+#: the new sum.
+FLASH1: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "l_new lacks the factor e^(m~ - m_new) of the tile's sum": (
+        lambda a, b, old, new: (a, 1, a * old, b, new)
+    ),
+    "l_new lacks the factor e^(m - m_new) of the old sum": (
+        lambda a, b, old, new: (1, b, a * old, b, new)
+    ),
+    "O is divided by l already: what is added up so far is l O": (
+        lambda a, b, old, new: (a, b, a, b, new)
+    ),
+    "O lacks the factor e^(m~ - m_new) of the tile's product": (
+        lambda a, b, old, new: (a, b, a * old, 1, new)
+    ),
+    "O lacks the factor e^(m - m_new) of the old output": (
+        lambda a, b, old, new: (a, b, old, b, new)
+    ),
+    "O is not divided by l_new": lambda a, b, old, new: (a, b, a * old, b, 1),
+}  # fmt: skip
+
+
+def _flash1_results(s: Array, v: Array, block_k: int) -> Iterator[tuple[str, Array]]:
+    """Yield what each mistake in line 11 or 12 of Algorithm 1 computes for out."""
+    for sentence, weights in FLASH1.items():
+        m, total = np.full(s.shape[:-1], -np.inf), np.zeros(s.shape[:-1])
+        out = np.zeros((*s.shape[:-1], v.shape[-1]))
+        for col in range(0, s.shape[-1], block_k):
+            tile = s[..., col : col + block_k]
+            m_tile = tile.max(-1)
+            p, new = np.exp(tile - m_tile[..., None]), np.maximum(m, m_tile)
+            a, b = np.exp(m - new), np.exp(m_tile - new)
+            old_sum, tile_sum, *_ = weights(a, b, total, 1)
+            after = old_sum * total + tile_sum * p.sum(-1)
+            _, _, *parts = weights(a, b, total, after)
+            of_old, of_tile, divisor = (np.broadcast_to(x, total.shape)[..., None] for x in parts)
+            out = (of_old * out + of_tile * (p @ v[..., col : col + block_k, :])) / divisor
+            m, total = new, after
+        yield sentence, out
+
+
 def online_mistake(results: dict[str, Array], arrays: tuple[Array, ...], block_k: int) -> str:
     """Return the sentence of the mistake that gives these results without masks, or nothing.
 
@@ -68,12 +110,78 @@ def online_mistake(results: dict[str, Array], arrays: tuple[Array, ...], block_k
             out, lse = finish(acc, total, m)
         if np.allclose(results["out"], out) and np.allclose(results["lse"], lse):
             return f"{sentence}\n"
+    m = s.max(-1)
+    log_sum = np.log(np.exp(s - m[..., None]).sum(-1))
+    right = np.exp(s - (m + log_sum)[..., None]) @ v
+    if np.allclose(results["out"], right):
+        is_base_2 = np.allclose(results["lse"], m / np.log(2.0) + log_sum)
+        return "m is to base 2: multiply it by ln 2 for L\n" if is_base_2 else ""
+    with np.errstate(all="ignore"):
+        for sentence, out in (
+            *_flash1_results(s, v, block_k),
+            *_softmax_results(s, v, q.shape[-1], block_k),
+        ):
+            if np.allclose(results["out"], out):
+                return f"{sentence}\n"
+    if (results["out"] * right > 0.0).all():
+        return "out is right but for factors: is it divided once by l, the sum of the whole row?\n"
+    return ""
+
+
+def _softmax_results(s: Array, v: Array, dim: int, block_k: int) -> Iterator[tuple[str, Array]]:
+    """Yield what mistakes before the sums compute for out."""
+    factors = {
+        "the scale τ is missing in S": np.sqrt(dim),
+        "the scale τ is there twice in S": 1.0 / np.sqrt(dim),
+        "exp in place of exp2: log2 e is in the scores already": 1.0 / np.log(2.0),
+    }
+    for sentence, factor in factors.items():
+        p = np.exp(s * factor - (s * factor).max(-1, keepdims=True))
+        yield sentence, p @ v / p.sum(-1, keepdims=True)
+    for lanes in (2, 4, 8, 16) if s.shape[-1] <= block_k else ():
+        p = np.empty_like(s)
+        for lane in range(min(lanes, s.shape[-1])):
+            own = s[..., lane::lanes]
+            p[..., lane::lanes] = np.exp(own - own.max(-1, keepdims=True))
+        sentence = "the maximum is that of a thread's own columns: take row_max_of over the row"
+        yield sentence, p @ v / p.sum(-1, keepdims=True)
+
+
+def statistics_mistake(x: Array, block: int, total: float) -> str:
+    """Return the sentence of the mistake that gives this sum of exponentials, or nothing."""
+
+    def summed(x: Array, weight: Callable[[float], float]) -> float:
+        m, total = -np.inf, 0.0
+        for start in range(0, len(x), block):
+            part = x[start : start + block]
+            new = max(m, part.max())
+            if new > -np.inf:
+                total, m = total * weight(m - new) + np.exp(part - new).sum(), new
+        return total
+
+    whole = len(x) // block * block
+    with np.errstate(all="ignore"):
+        mistakes = {
+            "where the maximum grows, the sum so far must shrink by e^(m - m_new), and it does not": (
+                summed(x, lambda change: 1.0)
+            ),
+            "the factor e^(m - m_new) has the wrong sign: the sum so far must shrink": (
+                summed(x, lambda change: np.exp(-change))
+            ),
+            "the last block, which is short, is left out": summed(x[:whole], np.exp),
+        }
+    if np.isnan(total) and x[0] == -np.inf:
+        return "-inf - (-inf) is NaN: skip a block while there is no maximum yet\n"
+    for sentence, wrong in mistakes.items():
+        if np.allclose(total, wrong, equal_nan=True):
+            return f"{sentence}\n"
     return ""
 
 
 def gradient_mistake(
-    name: str, got: Array, arrays: tuple[Array, ...], right: tuple[Array, Array], dlse: Any
-) -> str:
+    name: str, got: Array, arrays: tuple[Array, ...], right: tuple[Array, Array], dlse: Any,
+    factor: Any = 1.0, tile: tuple[int, int] | None = None,
+) -> str:  # fmt: skip
     """Return the sentence of the mistake that gives a gradient without masks, or nothing.
 
     Args:
@@ -82,11 +190,14 @@ def gradient_mistake(
         arrays: q, k, v and dout.
         right: out and lse.
         dlse: The gradient of lse, or 0.
+        factor: Of dropout, or 1.
+        tile: (block_q, block_k), or None without tiles.
     """
     (q, k, v, dout), (out, lse) = arrays, right
     scale = 1.0 / np.sqrt(q.shape[-1])
     p = np.exp(scale * q @ np.swapaxes(k, -1, -2) - lse[..., None])  # (…, seq_q, seq_k)
-    dp = dout @ np.swapaxes(v, -1, -2)
+    undropped = dout @ np.swapaxes(v, -1, -2)
+    dp = undropped * factor
     d = (dout * out).sum(-1)[..., None]
     more = np.broadcast_to(dlse, lse.shape)[..., None]
 
@@ -102,7 +213,43 @@ def gradient_mistake(
         "the factor τ is missing in dQ and dK": of(p * (dp - d + more)) / scale,
         "the factor τ is there twice, in dS and in dQ or dK": of(p * (dp - d + more)) * scale,
     }
-    for sentence, wrong in mistakes.items() if name != "dv" else ():
+    if np.ndim(factor):
+        mistakes |= {
+            "Z is missing in dP: dP = (dO Vᵀ) ∘ Z": of(p * (undropped - d + more)),
+            "dS takes P ∘ Z in place of P: dS = P ∘ (dP - D)": of(p * factor * (dp - d + more)),
+        }
+    right_ds = p * (dp - d + more)
+    if name == "dv":
+        mistakes = (
+            {"dV takes P in place of P ∘ Z": np.swapaxes(p, -1, -2) @ dout}
+            if np.ndim(factor)
+            else {}
+        )
+    if tile:
+        mistakes |= _of_tiles(name, right_ds, p * factor, (q, k, dout), scale, tile)
+    for sentence, wrong in mistakes.items():
         if wrong.shape == got.shape and np.allclose(got, wrong, rtol=1e-5, atol=1e-7):
             return f"{sentence}\n"
     return ""
+
+
+def _of_tiles(
+    name: str, ds: Array, p: Array, arrays: tuple[Array, ...], scale: float, tile: tuple[int, int]
+) -> dict[str, Array]:
+    """Return what mistakes with tiles compute."""
+    (q, k, dout), (rows, cols) = arrays, ds.shape[-2:]
+    if name == "dq":
+        last = (cols - 1) // tile[1] * tile[1]
+        return {
+            "dQ is overwritten by each tile of keys: add to it": scale
+            * ds[..., last:]
+            @ k[..., last:, :]
+        }
+    # Rows that the last tile lacks still hold what the tile before it has left there.
+    twice = np.ones(rows)
+    if rows > tile[0] and rows % tile[0]:
+        start = rows // tile[0] * tile[0]
+        twice[start - tile[0] + rows % tile[0] : start] = 2.0
+    left, right, factor = (p, dout, 1.0) if name == "dv" else (ds, q, scale)
+    more = factor * np.swapaxes(left * twice[:, None], -1, -2) @ right
+    return {"rows beyond the end of the last tile are added up: loop over rows, not block_q": more}

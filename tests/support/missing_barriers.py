@@ -1,5 +1,7 @@
 """Name a barrier that a kernel lacks: two threads of a block use an element, and no barrier is between.
 
+Likewise an element that is read though no thread of the block has written it.
+
 The simulator runs threads in some order, so a kernel without a barrier may compute the right thing. Here
 each access to shared memory is noted with the number of barriers that its thread has passed. A pair of a
 write and a read by two threads after the same number of barriers is an error in any order.
@@ -31,11 +33,29 @@ class _Watched(np.ndarray):
 
     def __getitem__(self, key: Any) -> Any:
         self._note(key, self.written, self.read, "reads", "writes")
+        self._refuse_unwritten(key)
         return np.asarray(self)[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._note(key, self.read, self.written, "writes", "reads")
         np.asarray(self)[key] = value
+
+    def _refuse_unwritten(self, key: Any) -> None:
+        thread: Any = threading.current_thread()
+        for place in np.ravel(self.places[key]).tolist():
+            writer = self.written.get(place)
+            if writer is None or writer[1][0] != _xyz(thread.blockIdx):
+                frame = _frame_of_task()
+                raise AssertionError(
+                    f"thread {_number(thread)} reads {self._name_of(place, frame)} in line "
+                    f"{frame.f_lineno} of {Path(frame.f_code.co_filename).name}, and no thread of "
+                    "the block has written it: either cuda.syncthreads() is missing above line "
+                    f"{frame.f_lineno}, or it lies beyond the end of a tile, or was to be filled with 0"
+                )
+
+    def _name_of(self, place: int, frame: Any) -> str:
+        name = next((n for n, x in frame.f_locals.items() if x is self), "shared memory")
+        return f"{name}[{', '.join(map(str, np.unravel_index(place, self.shape)))}]"
 
     def _note(self, key: Any, others: Any, own: Any, does: str, did: str) -> None:
         thread: Any = threading.current_thread()
@@ -45,13 +65,11 @@ class _Watched(np.ndarray):
         for place in np.ravel(self.places[key]).tolist():
             other = others.get(place)
             if other and other[0] is not thread and other[1] == passed:
-                name = next((n for n, x in frame.f_locals.items() if x is self), "shared memory")
-                index = ", ".join(map(str, np.unravel_index(place, self.shape)))
                 raise AssertionError(
-                    f"thread {_number(thread)} {does} {name}[{index}] in line {frame.f_lineno}, thread "
-                    f"{_number(other[0])} {did} it in line {other[2]}, and no barrier is between: "
-                    f"cuda.syncthreads() is missing above line {max(frame.f_lineno, other[2])} of "
-                    f"{Path(frame.f_code.co_filename).name}"
+                    f"thread {_number(thread)} {does} {self._name_of(place, frame)} in line "
+                    f"{frame.f_lineno}, thread {_number(other[0])} {did} it in line {other[2]}, and "
+                    "no barrier is between: cuda.syncthreads() is missing above line "
+                    f"{max(frame.f_lineno, other[2])} of {Path(frame.f_code.co_filename).name}"
                 )
             before = own.get(place)
             if before and before[1] == passed and before[0] is not thread and own is self.read:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 import subprocess
 import sys
@@ -117,3 +118,20 @@ def test_a_release_keeps_the_solutions_out_of_what_students_get(tmp_path: Path) 
     with zipfile.ZipFile(tmp_path / "one" / "autograder.zip") as file:
         assert {"setup.sh", "run_autograder", "course/minitorch/scalar.py"} <= {*file.namelist()}
         compile(file.read("run_autograder"), "run_autograder", "exec")
+
+
+def test_the_autograder_grades_what_it_has_unpacked(tmp_path: Path) -> None:
+    """As Gradescope runs it, in a folder of this test instead of its own."""
+    place = tmp_path / "autograder"
+    assert main(["release", "0", str(tmp_path / "zero")]) == 0
+    with zipfile.ZipFile(tmp_path / "zero" / "autograder.zip") as file:
+        file.extractall(place / "source")
+    (place / "results").mkdir()
+    shutil.copytree(tmp_path / "zero" / "student", place / "submission" / "packed")
+    script = (place / "source" / "run_autograder").read_text().replace("/autograder/", f"{place}/")
+    (place / "run_autograder.py").write_text(script)
+    subprocess.run([sys.executable, place / "run_autograder.py"], check=True, cwd=tmp_path)
+    results = json.loads((place / "results" / "results.json").read_text())
+    assert [test["max_score"] for test in results["tests"]] == [10, 10, 10, 10], results
+    assert all(test["score"] == 0 for test in results["tests"])
+    assert "Task 0.1: " in results["tests"][0]["output"]

@@ -95,7 +95,9 @@ def test_the_first_assertion_that_fails_is_shown(student: Path, counts: Any) -> 
     in_train(student, "        self.training = None\n")
     result = graded(student, counts)
     assert (result.status, result.points) == ("failed", 7)  # of 10, for three of four tests
-    assert result.message.startswith("test_train_and_eval_reach_every_module: assert")
+    assert result.message.startswith(
+        "test_train_and_eval_reach_every_module: AssertionError: after"
+    )
     assert "At index 0 diff: None != True" in result.message  # all of it
     assert (result.also, result.passed, result.tests) == ([], 3, 4)
 

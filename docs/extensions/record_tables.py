@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import readme_table
 from bench.long_range import lengths_table
+from bench.long_range_tables import results_table
 from bench.peer_figures import FIGURES, figure_of
 from bench.table_cells import cell, markdown
 from docutils import nodes
@@ -341,8 +342,14 @@ def gradient_errors(record: Record) -> str:
 
 def lra_lengths(record: Record) -> str:
     """Return the time of nine attentions by length, and from which length on each is faster than flash."""
-    call = f"batch 1, {record['heads']} heads, head_dim {record['head_dim']}, float32, no mask"
+    precision = record.get("precision", "float32")
+    call = f"batch 1, {record['heads']} heads, head_dim {record['head_dim']}, {precision}, no mask"
     return f"{call}. A dash: not enough memory.\n\n{lengths_table(record['rows'])}"
+
+
+def lra_results(record: Record) -> str:
+    """Return accuracy, time and memory of the trainings on each task."""
+    return f"A dash: not measured; {record['note']}.\n\n{results_table(record['rows'])}"
 
 
 class Table(NamedTuple):
@@ -379,6 +386,7 @@ TABLES = {
     "accuracy": Table("against_torch", accuracy),
     "gradient-errors": Table("gradient_errors", gradient_errors),
     "lra-lengths": Table("lra_lengths", lra_lengths, CPU),
+    "lra-results": Table("lra", lra_results),
 }
 
 

@@ -30,6 +30,8 @@ from bench.record_files import Record
 from bench.table_cells import cell, markdown
 from kernels.cuda.runtime.arrays import pool
 from minitorch.backends.matmul_precision import find_precision
+from minitorch.training.captured_step import RECORDED
+from minitorch.training.captured_step import WARM_UP as WARM_UP_CALLS
 
 #: With which everything is compared, and those that compute the same as it.
 NAIVE, FLASH = "naive", "flash"
@@ -40,8 +42,8 @@ LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 MOST_BYTES, KEPT_MATRICES = 4 * 2**30, 6
 #: Length of the step before a measured one, which compiles.
 WARM_UP = 256
-#: Steps before measured ones: the first compile, later ones are captured.
-STEPS_BEFORE = 4
+#: Steps before measured ones: the first compile, the others are captured, with no other step between.
+STEPS_BEFORE = WARM_UP_CALLS + RECORDED
 
 
 # -- memory --------------------------------------------------------------------------------------

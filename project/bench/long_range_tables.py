@@ -91,6 +91,10 @@ def rates_table(rows: Sequence[Record]) -> str:
     return markdown(["validation accuracy, %", *(f"lr {lr:g}" for lr in rates)], lines)
 
 
+def _legend_below(axes: Any) -> None:
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+
+
 def scatter(rows: Sequence[Record], task: str, key: str, label: str, scale: float = 1.0) -> Panel:
     """Return a panel of accuracy against a cost, a point for each attention.
 
@@ -118,7 +122,7 @@ def scatter(rows: Sequence[Record], task: str, key: str, label: str, scale: floa
         axes.set(xscale="log", xlabel=label, ylabel="test accuracy, %", title=titles(rows)[task])
         axes.grid(alpha=0.3)
         if axes.has_data():
-            axes.legend(fontsize=7)
+            _legend_below(axes)
 
     return panel
 
@@ -169,10 +173,11 @@ def lengths_panel(rows: Sequence[Record], title: str) -> Panel:
             y = [entry["median"] for _, entry in known]
             axes.plot(x, y, "o-", color=colour_of(name, names), label=METHODS[name].title,
                       linewidth=1.2, markersize=3)  # fmt: skip
-        axes.set(xlabel="length", ylabel="forward and backward, ms", title=title)
+        axes.set(xlabel="length", ylabel="forward and backward, ms")
+        axes.set_title(f"one sequence, 2 heads of 32 columns; {title}", fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        _legend_below(axes)
 
     return panel

@@ -184,6 +184,22 @@ def call_overhead(record: Record) -> str:
     return calls + "\n\n" + markdown(head, lines)
 
 
+def torch_operator(record: Record) -> str:
+    """Return the times of our operator of PyTorch beside the backends of SDPA, in milliseconds."""
+    names = list(record["rows"][0]["ms"])
+    lines = []
+    for row in record["rows"]:
+        what = "GPT-2 small, a " + row["kind"]
+        if row["kind"] == "call":
+            batch, heads, seq, dim = row["shape"]
+            what = f"one call: batch {batch}, {heads} heads, N {seq:,}, d {dim}"
+        times = [row["ms"].get(name) for name in names]
+        cells = [cell(None if ms is None else ms["median"]) for ms in times]
+        lines.append([what, *cells, f"{row['ratio']['median']:.2f}"])
+    heads = [name.removesuffix("_ATTENTION") for name in names]
+    return markdown(["forward and backward, bfloat16, ms", *heads, "fastest other / ours"], lines)
+
+
 def rungs(record: Record) -> str:
     """Return milliseconds and MiB of every rung by length."""
     rows = record["rows"]
@@ -387,6 +403,7 @@ TABLES = {
     "gradient-errors": Table("gradient_errors", gradient_errors),
     "lra-lengths": Table("lra_lengths", lra_lengths, CPU),
     "lra-results": Table("lra", lra_results),
+    "torch-operator": Table("torch", torch_operator),
 }
 
 

@@ -182,9 +182,11 @@ def _checked_ids(array: Any, limit: int, name: str, given: Any) -> Any:
         kind = f"{array.dtype} with fractions" if is_floating(array.dtype) else shown(given)
         raise TypeError(f"{name} must be whole numbers, got {kind}; convert them with astype(int)")
     if array.size and not (array.min() >= 0 and array.max() < limit):
+        least, largest = float(array.min()), float(array.max())
+        found = f"{largest:g}" if least == largest else f"{least:g} to {largest:g}"
         raise ValueError(
-            f"{name} must be from 0 to {limit - 1}, got {float(array.min()):g} to "
-            f"{float(array.max()):g}; correct the value, or make the table or the number of classes larger"
+            f"{name} must be from 0 to {limit - 1}, got {found}; correct the value, or make the table or "
+            "the number of classes larger"
         )
     return array
 

@@ -145,7 +145,8 @@ def _shards(folder: Path) -> list[Path]:
     files = sorted({folder / name for name in values})
     if absent := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(
-            f"{folder}: {len(absent)} of {len(files)} shards are missing, the first is {absent[0]}"
+            f"{folder}: {len(absent)} of {len(files)} shards missing, the first is {absent[0]}; get all "
+            f"files that {INDEX} names"
         )
     return files
 
@@ -158,7 +159,10 @@ def _read_weights(path: Path, own: Format) -> Arrays:
             return {name.removeprefix(own.prefix): file.get_tensor(name) for name in names}
     # TypeError: a dtype that NumPy does not have, such as float8.
     except (SafetensorError, OSError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: the weights cannot be read ({error})") from None
+        raise CheckpointError(
+            f"{path}: the weights cannot be read ({error}); get the file again, or another one in float32, "
+            "float16 or bfloat16"
+        ) from None
 
 
 def load_pretrained(model: Module, found: Pretrained) -> None:
@@ -227,11 +231,13 @@ def read_tokenizer(folder: str | os.PathLike[str], n_vocab: int) -> Any:
             f"{path}: reading it needs the library tokenizers; pip install tokenizers"
         ) from None
     if not path.is_file():
-        old = "" if not path.with_name("merges.txt").is_file() else (
-            f"; transformers makes it of merges.txt: AutoTokenizer.from_pretrained({str(folder)!r})"
-            f".save_pretrained({str(folder)!r})"
-        )  # fmt: skip
-        raise CheckpointError(f"{path}: the tokenizer is missing; expected {TOKENIZER}{old}")
+        remedy = f"copy {TOKENIZER} from where the weights come from"
+        if path.with_name("merges.txt").is_file():
+            remedy = (
+                f"make it of merges.txt with transformers: AutoTokenizer.from_pretrained({str(folder)!r})"
+                f".save_pretrained({str(folder)!r})"
+            )
+        raise CheckpointError(f"{path}: the tokenizer is missing; {remedy}")
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower class

@@ -123,7 +123,7 @@ def test_shards_are_read(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": places}))
     np.testing.assert_array_equal(logits(DecoderLM.from_pretrained(folder)), logits(whole))
     (folder / "part-1.safetensors").unlink()
-    refused(folder, "1 of 3 shards", "part-1.safetensors")
+    refused(folder, "1 of 3 shards", "part-1.safetensors", "get all files")
     for wrong in ({}, {"weight_map": {"a": "../b"}}, {"weight_map": {"a": 1}}):
         index.write_text(json.dumps(wrong))
         refused(folder, "weight_map", "in this folder")

@@ -60,8 +60,8 @@ def reshaped(a: AnyTensor, shape: UserShape) -> AnyTensor:
     )
     size = math.prod(shape)
     assert size == a.size and min(shape, default=1) >= 0, (
-        f"cannot view shape {a.shape}, {a.size} elements, as {shape}, {size} elements; the "
-        "sizes must be equal, and none is inferred from -1"
+        f"cannot view shape {a.shape}, {a.size} elements, as {shape}, {size} elements; give "
+        "sizes of equal product, or call reshape, which infers one from -1"
     )
     return a._new(type(a._tensor).fresh(a._tensor._storage, shape))
 

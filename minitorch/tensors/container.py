@@ -49,8 +49,9 @@ class Container(_Tensor):
         if place is None:
             raise TypeError(
                 f"only single elements are written, with an integer for each dimension of shape "
-                f"{self.shape}, got {key!r:.60}; choose between two tensors with where, join parts with "
-                "minitorch.cat, or write to to_numpy(), which shares memory on the host"
+                f"{self.shape}, got {key!r:.60}; choose between two tensors with "
+                "a.where(condition, b), join parts with minitorch.cat, or write to to_numpy(), which "
+                "shares memory on the host"
             )
         self._tensor.set(place, val)
 

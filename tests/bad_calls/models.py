@@ -41,7 +41,7 @@ MODELS = {
     ),
     "a text of letters": wrong(lambda o: model(o.backend)("ab"), ValueError, "(batch, seq)", "()"),
     "a token beyond": wrong(
-        lambda o: model(o.backend)(np.array([[5]])), ValueError, "0 to 4", "5 to 5"
+        lambda o: model(o.backend)(np.array([[5]])), ValueError, "0 to 4", "got 5;"
     ),
     "half a token": wrong(
         lambda o: model(o.backend)(np.array([[0.5]])), TypeError, "whole numbers", "float64"
@@ -52,7 +52,7 @@ MODELS = {
     ),
     "a target beyond": wrong(
         lambda o: model(o.backend).loss(o.tokens, np.full((1, 2), 9)), ValueError, "targets",
-        "9 to 9"
+        "got 9;"
     ),
     "an empty prompt": wrong(
         lambda o: model(o.backend).generate([], 1), ValueError, "at least one token", "a space"
@@ -64,10 +64,10 @@ MODELS = {
         lambda o: model(o.backend).generate(1, 1), ValueError, "one list", "shape ()"
     ),
     "a prompt beyond": wrong(
-        lambda o: model(o.backend).generate([7], 1), ValueError, "0 to 4", "7 to 7"
+        lambda o: model(o.backend).generate([7], 1), ValueError, "0 to 4", "got 7;"
     ),
     "a prompt below 0": wrong(
-        lambda o: model(o.backend).generate([-1], 1), ValueError, "0 to 4", "-1 to -1"
+        lambda o: model(o.backend).generate([-1], 1), ValueError, "0 to 4", "got -1;"
     ),
     "a prompt of halves": wrong(
         lambda o: model(o.backend).generate([0.5], 1), TypeError, "the prompt", "fractions"

@@ -35,7 +35,7 @@ from bench.long_range_tables import (
     steps_tables,
 )
 from bench.measuring import command_line, name_of, rows_of, timing_note, write_record
-from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser
+from common.command_line import COUNT, FROM_ZERO, POSITIVE, PROBABILITY, OneLineParser
 from common.one_by_one import run_one_by_one
 from data.long_range import GENERATED, TASKS, TEXT_LENGTH, Task, load_task
 from data.pathfinder import PUBLISHED
@@ -58,6 +58,7 @@ HANDED_ON = (
     "steps",
     "batch",
     "judge_every",
+    "dropout",
     "precision",
     "out",
     "json",
@@ -107,6 +108,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="steps between two validations (default: 200)",
     )
+    add(
+        "--dropout",
+        type=PROBABILITY,
+        metavar="P",
+        help="of all branches (default: that of the size)",
+    )
     parser.choice("--backend", BACKENDS, "fast")
     parser.choice("--precision", ("float32", "bfloat16"), "float32")
     add("--eager", action="store_true",
@@ -152,7 +159,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def settings_of(args: argparse.Namespace, task: str) -> Settings:
     """Return the size of a task's model and training."""
-    names = "steps", "batch", "judge_every", "precision"
+    names = "steps", "batch", "judge_every", "dropout", "precision"
     given = {name: getattr(args, name) for name in names}
     own = QUICK if args.quick else SETTINGS[task]
     return replace(own, **{name: value for name, value in given.items() if value is not None})

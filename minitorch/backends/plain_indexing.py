@@ -1,4 +1,4 @@
-"""Gather, scatter-add, stable sort and cumulative sum in plain Python: the simple backend's, to read first.
+"""Gather, scatter-add, stable sort, inverse and cumulative sum in plain Python, for the simple backend.
 
 ``kernels.cpu.layers.indexing`` documents the arguments.
 """
@@ -13,12 +13,12 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 
-def gather(x: Array, index: Array) -> Array:
-    """Pick elements along the middle dimension: out[o, j] = x[o, index[o, j]]."""
+def gather(x: Array, index: Array, missing: int = 0) -> Array:
+    """Pick elements along the middle dimension: out[o, j] = x[o, index[o, j]], a number for -1."""
     out = np.empty((len(x), index.shape[1], x.shape[2]), x.dtype)
     for row, picks in enumerate(np.broadcast_to(index, (len(x), index.shape[1]))):
         for j, pick in enumerate(picks):
-            out[row, j] = x[row, pick]
+            out[row, j] = x[row, pick] if pick >= 0 else missing
     return out
 
 
@@ -39,6 +39,15 @@ def sort(x: Array) -> tuple[Array, Array]:
         keys = [(math.isnan(x), 0.0 if math.isnan(x) else x) for x in elements]
         order[row] = sorted(range(len(keys)), key=keys.__getitem__)
     return np.take_along_axis(x, order, 1), order
+
+
+def invert(order: Array) -> Array:
+    """Return the inverse of each row, a permutation: where each place stands."""
+    out = np.empty_like(order)
+    for row, places in enumerate(order):
+        for i, place in enumerate(places):
+            out[row, place] = i
+    return out
 
 
 def cumsum(x: Array, exclusive: bool, reverse: bool) -> Array:

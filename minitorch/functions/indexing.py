@@ -140,11 +140,12 @@ def _laid(t: AnyTensor, index: AnyTensor, dim: int) -> tuple[AnyTensor, AnyTenso
     return _moved(t, dim, t.dims - 1), _moved(full, dim, t.dims - 1)
 
 
-def gathered(a: AnyTensor, dim: int, index: AnyTensor) -> AnyTensor:
-    """Pick elements along ``dim``; see :class:`Gather`."""
+def gathered(a: AnyTensor, dim: int, index: AnyTensor, missing: int = 0) -> AnyTensor:
+    """Pick elements along ``dim``, or ``missing`` where the index is -1; see :class:`Gather`."""
     if not _is_across(index, dim):
-        return _moved(gathered(*_last(*_laid(a, index, dim))), a.dims - 1, dim)
-    out = a.f.indexing.gather(_cube(a, dim, a.dtype), _index_rows(index, a.shape[:dim]))
+        return _moved(gathered(*_last(*_laid(a, index, dim)), missing), a.dims - 1, dim)
+    rows = _index_rows(index, a.shape[:dim])
+    out = a.f.indexing.gather(_cube(a, dim, a.dtype), rows, missing)
     shape = (*a.shape[:dim], index.shape[dim], *a.shape[dim + 1 :])
     return _viewed(a.wrap(out), shape)
 
@@ -157,6 +158,13 @@ def added(source: AnyTensor, dim: int, index: AnyTensor, size: int) -> AnyTensor
     rows = _index_rows(index, source.shape[:dim])
     out = source.f.indexing.scatter_add(_cube(source, dim, _sum_dtype(source.dtype)), rows, size)
     return _viewed(_result(source, out), (*source.shape[:dim], size, *source.shape[dim + 1 :]))
+
+
+def inverted(order: AnyTensor) -> AnyTensor:
+    """Return the inverse of permutations along the last dimension, int64."""
+    order = order.contiguous()
+    rows = _viewed(order, (math.prod(order.shape[:-1]), order.shape[-1])).array()
+    return _viewed(order.wrap(order.f.indexing.invert(rows)), order.shape)
 
 
 def _last(t: AnyTensor, index: AnyTensor) -> tuple[AnyTensor, int, AnyTensor]:
@@ -201,6 +209,36 @@ class Gather(Function):
         """Add the gradients up where the elements came from."""
         dim, index, size = ctx.saved_values
         return added(grad_output, dim, index, size), None, None
+
+
+class Regroup(Function):
+    """Elements picked along one dimension, of which it is known where each of them goes."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, a: Tensor, dim: int, index: Tensor, uses: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Return what :class:`Gather` does.
+
+        Args:
+            ctx: Keeps ``uses``.
+            a: Any shape.
+            dim: Of which elements are picked.
+            index: As for :func:`gathered`.
+            uses: Indices into the result, one for each element of ``a`` along ``dim``; -1 for none.  The
+                gradient of a pick that they leave out is lost.
+        """
+        ctx.save_for_backward(dim, uses)
+        return gathered(a, dim, index)
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        """Pick the gradients of each element's uses, which takes no sorting, and add them up."""
+        dim, (first, *others) = ctx.saved_values
+        total = gathered(grad_output, dim, first)
+        for index in others:
+            total = total.f.add_zip(total, gathered(grad_output, dim, index))
+        return total, None, None, None
 
 
 class ScatterAdd(Function):

@@ -169,46 +169,53 @@ def _grow(paddles, count, angle, turns, reach, gap, apart, edge, size):
     return True
 
 
-def _grown(
-    random: np.random.Generator, task: Pathfinder, length: int, paddles: Array, count: int,
-    far_from: list[Array],
-) -> bool:  # fmt: skip
-    """Append a contour of ``length`` paddles that begins at random; tell whether there was room.
+@njit_cached()
+def _place(random, paddles, count, length, avoided, away, steepest, reach, gap, apart, edge, size):
+    """Append a contour of ``length`` paddles that begins at random; tell whether one of the tries had room.
 
     Args:
-        random: The generator.
-        task: The parameters.
-        length: Paddles of the contour.
+        random: NumPy's generator.
         paddles: (most, 4), those of other contours first; the rest is written.
         count: Of the others.
-        far_from: Points (x, y) that it must not begin near.
+        length: Paddles of the contour.
+        avoided: (points, 2); it must not begin within ``away`` of them.
+        away: In pixels.
+        steepest: Turn from paddle to paddle.
+        reach: Length of a paddle.
+        gap: Between the paddles.
+        apart: Between the middle lines of two contours.
+        edge: Between a middle line and the edge of the image.
+        size: Of the image.
     """
-    edge = task.margin + task.thickness / 2.0
-    apart = task.margin + task.thickness  # between the middle lines of two contours
-    start = random.uniform(edge, task.size - edge, 2)
-    if any(np.hypot(*(start - point)) < task.seed_distance for point in far_from):
-        return False
-    paddles[count, :2] = start
-    steepest = math.pi / 4 / task.continuity
-    turns = random.uniform(-steepest, steepest, (length, TURNS))
-    angle = random.uniform(0.0, 2.0 * math.pi)
-    return _grow(
-        paddles, count, angle, turns, task.paddle_length, task.gap, apart, edge, float(task.size)
-    )
+    for _ in range(ATTEMPTS):
+        start = random.uniform(edge, size - edge, 2)
+        is_near = False
+        for point in avoided:
+            is_near |= math.hypot(start[0] - point[0], start[1] - point[1]) < away
+        if is_near:
+            continue
+        paddles[count, :2] = start
+        turns = random.uniform(-steepest, steepest, (length, TURNS))
+        angle = random.uniform(0.0, 2.0 * math.pi)
+        if _grow(paddles, count, angle, turns, reach, gap, apart, edge, size):
+            return True
+    return False
 
 
 def _contours(random: np.random.Generator, task: Pathfinder) -> list[Array]:
     """Return the two long contours and the distractors."""
     lengths = [task.contour_length] * 2 + [task.distractor_length] * task.distractors
     bounds = np.cumsum([0, *lengths])
+    steepest = math.pi / 4 / task.continuity
+    apart, edge = task.margin + task.thickness, task.margin + task.thickness / 2.0
     for _ in range(IMAGES):
         paddles = np.zeros((bounds[-1], 4))
         for number, length in enumerate(lengths):
-            begun = [paddles[0, :2]] if number == 1 else []
-            placed = any(
-                _grown(random, task, length, paddles, bounds[number], begun)
-                for _ in range(ATTEMPTS)
-            )
+            begun = paddles[: int(number == 1), :2].copy()  # the two long ones begin apart
+            placed = _place(
+                random, paddles, bounds[number], length, begun, task.seed_distance, steepest,
+                task.paddle_length, task.gap, apart, edge, float(task.size),
+            )  # fmt: skip
             longs = np.split(paddles, bounds[1:-1])[:2]
             if not placed or (number == 1 and not _pairs_of_ends(longs, task)):
                 break  # no room, or no pairs of markers: begin anew

@@ -1,4 +1,4 @@
-"""Gather, scatter-add, stable sort and cumulative sum on the CPU, equal bit for bit on every run.
+"""Gather, scatter-add, stable sort, inverse and cumulative sum on the CPU, equal bit for bit on every run.
 
 Arrays are contiguous, not of 16 bits but for gather.  Rows of the first dimension run in parallel,
 and sums within a row have a fixed order.
@@ -18,12 +18,16 @@ Array = np.ndarray[Any, Any]
 
 
 @by_size()
-def _gather(out, x, index):
+def _gather(out, x, index, missing):
     for row in prange(len(out)):
         # Not index[row if … else 0]: the row of a prange is unsigned, and a choice of both is a float.
         picks = index[row] if len(index) > 1 else index[0]
         for j in range(len(picks)):
-            source, target = x[row, picks[j]], out[row, j]
+            target = out[row, j]
+            if picks[j] < 0:
+                target[:] = missing
+                continue
+            source = x[row, picks[j]]
             for i in range(len(target)):
                 target[i] = source[i]
 
@@ -54,21 +58,21 @@ def _cumsum(x, out, exclusive, reverse):
                     out[row, k, i] = total + x[row, k, i]
 
 
-def gather(x: Array, index: Array) -> Array:
+def gather(x: Array, index: Array, missing: int = 0) -> Array:
     """Pick elements along the middle dimension.
 
     Args:
         x: (outer, n, inner).
-        index: (outer, m), or (1, m) for every row: int64 from 0 to n - 1, checked by the caller.
+        index: (outer, m), or (1, m) for every row: int64 below n, checked by the caller.
+        missing: What a negative index picks; 0 for numbers of 16 bits.
 
     Returns:
         (outer, m, inner).
     """
     out = np.empty((len(x), index.shape[1], x.shape[2]), x.dtype)
-    if is_half(x.dtype):  # which numba does not know; they are only moved
-        _gather(out.view(BITS), x.view(BITS), index)
-    else:
-        _gather(out, x, index)
+    # Numba does not know 16 bits; they are only moved.
+    to, source = (a.view(BITS) if is_half(a.dtype) else a for a in (out, x))
+    _gather(to, source, index, source.dtype.type(missing))
     return out
 
 
@@ -99,6 +103,13 @@ def sort(x: Array) -> tuple[Array, Array]:
     """
     order = np.argsort(x, axis=1, kind="stable")
     return np.take_along_axis(x, order, 1), order
+
+
+def invert(order: Array) -> Array:
+    """Return the inverse of each row, a permutation: (rows, n) int64."""
+    out = np.empty_like(order)
+    np.put_along_axis(out, order, np.arange(order.shape[1])[None], 1)
+    return out
 
 
 def cumsum(x: Array, exclusive: bool, reverse: bool) -> Array:

@@ -1,4 +1,4 @@
-"""Gather, scatter-add, stable sort and cumulative sum on CUDA, equal bit for bit on every run.
+"""Gather, scatter-add, stable sort, inverse and cumulative sum on CUDA, equal bit for bit on every run.
 
 No kernel adds with atomics: one thread writes each element of a result.  Arrays are contiguous, of float32,
 float64 or int64; gather takes 16 bits, too.  The functions of ``kernels.cpu.layers.indexing``
@@ -47,10 +47,11 @@ def gather_kernel(dtype: np.dtype[Any]) -> Kernel:
     """Return the gather kernel for one dtype, of 16 bits too: it only moves them."""
     dtype = form(dtype).stored
 
-    def gather(x, index, out):
+    def gather(x, index, out, missing):
         """Pick elements along the middle dimension.
 
-        Computes: out[o, j, i] = x[o, index[o, j], i]; an index of one row serves every o
+        Computes: out[o, j, i] = x[o, index[o, j], i], or ``missing`` where the index is negative; an
+            index of one row serves every o
         Source: none
         Grid: ceil(out.size / threads)
         Block: any number of threads
@@ -58,16 +59,18 @@ def gather_kernel(dtype: np.dtype[Any]) -> Kernel:
         Shared: none
         Registers: none
         Global traffic: one read, one write and one index an element
-        Needs: indices from 0 to x.shape[1] - 1
+        Needs: indices below x.shape[1]
         """
         i, picks, inner = cuda.grid(1), out.shape[1], out.shape[2]
         if i < out.shape[0] * picks * inner:
             pick, col = i // inner, i % inner
             row, pick = pick // picks, pick % picks
             index_row = row if index.shape[0] > 1 else 0
-            out[row, pick, col] = x[row, index[index_row, pick], col]
+            found = index[index_row, pick]
+            out[row, pick, col] = x[row, found, col] if found >= 0 else missing
 
-    return Kernel(gather, void(_cube(dtype), _matrix(INT64), _cube(dtype)))
+    signature = void(_cube(dtype), _matrix(INT64), _cube(dtype), scalar_type(dtype))
+    return Kernel(gather, signature)
 
 
 @cache
@@ -111,18 +114,20 @@ def scatter_add_kernel(dtype: np.dtype[Any]) -> Kernel:
     return Kernel(scatter_add, void(_cube(dtype), index, index, _cube(dtype)))
 
 
-def gather(x: Any, index: Any) -> Any:
+def gather(x: Any, index: Any, missing: int = 0) -> Any:
     """Pick elements along the middle dimension.
 
     Args:
         x: (outer, n, inner).
-        index: (outer, m), or (1, m) for every row: int64 from 0 to n - 1, checked by the caller.
+        index: (outer, m), or (1, m) for every row: int64 below n, checked by the caller.
+        missing: What a negative index picks; 0 for numbers of 16 bits.
 
     Returns:
         (outer, m, inner).
     """
     out = empty_device((x.shape[0], index.shape[1], x.shape[2]), x.dtype)
-    _launch(gather_kernel(x.dtype), out.size, as_bits(x), index, as_bits(out))
+    bits = as_bits(x)
+    _launch(gather_kernel(x.dtype), out.size, bits, index, as_bits(out), bits.dtype.type(missing))
     return out
 
 
@@ -333,6 +338,40 @@ def _sort_filled(keys: Any, order: Any, n: int) -> None:
             distance //= 2
         in_tile(keys, order, size, size, n)
         size *= 2
+
+
+# -- inverse -----------------------------------------------------------------------------------
+
+
+@cache
+def invert_kernel() -> Kernel:
+    """Return the kernel of inverse permutations."""
+
+    def invert(order, out):
+        """Tell for each element of a permutation where it stands.
+
+        Computes: out[r, order[r, i]] = i
+        Source: none
+        Grid: ceil(order.size / threads)
+        Block: any number of threads
+        One thread does: one element
+        Shared: none
+        Registers: none
+        Global traffic: one read and one write an element
+        Needs: rows that are permutations: no two threads write one element
+        """
+        i, n = cuda.grid(1), order.shape[1]
+        if i < order.shape[0] * n:
+            out[i // n, order[i // n, i % n]] = i % n
+
+    return Kernel(invert, void(_matrix(INT64), _matrix(INT64)))
+
+
+def invert(order: Any) -> Any:
+    """Return the inverse of each row, a permutation: (rows, n) int64."""
+    out = empty_device(tuple(order.shape), INT64)
+    _launch(invert_kernel(), out.size, order, out)
+    return out
 
 
 # -- cumulative sum ----------------------------------------------------------------------------

@@ -9,9 +9,8 @@ import numpy as np
 
 from kernels.common.geometry import ceil_div
 
-from ...functions.indexing import Gather, table_like
+from ...functions.indexing import Regroup, gathered, table_like
 from ...tensor import Tensor
-from .support import shared_constant
 
 
 def swap(t: Tensor) -> Tensor:
@@ -19,11 +18,11 @@ def swap(t: Tensor) -> Tensor:
     return t.permute(*range(t.dims - 2), t.dims - 1, t.dims - 2)
 
 
-def _placed(t: Tensor, dim: int, places: Any) -> Tensor:
-    """Pick elements along a dimension at places that are equal for all others."""
-    shape = [1] * t.dims
+def _table(like: Tensor, dim: int, places: Any) -> Tensor:
+    """Return places that are equal for all other dimensions, as an index along one."""
+    shape = [1] * like.dims
     shape[dim] = len(places)
-    return Gather.apply(t, dim, table_like(t, places.reshape(shape)))
+    return table_like(like, places.reshape(shape))
 
 
 def in_chunks(t: Tensor, chunk: int) -> Tensor:
@@ -31,9 +30,7 @@ def in_chunks(t: Tensor, chunk: int) -> Tensor:
     *lead, seq, dim = t.shape
     chunks = ceil_div(seq, chunk)
     if chunks * chunk != seq:
-        slots = np.arange(chunks * chunk)
-        filled = _placed(t, t.dims - 2, np.minimum(slots, seq - 1))
-        t = filled * shared_constant(t, (slots < seq)[:, None])
+        t = _resized(t, seq, chunks * chunk)
     return t.contiguous().view(*lead, chunks, chunk, dim)
 
 
@@ -41,7 +38,17 @@ def in_sequence(t: Tensor, seq: int) -> Tensor:
     """Join (…, chunks, chunk, dim) to (…, seq, dim); undo :func:`in_chunks`."""
     *lead, chunks, chunk, dim = t.shape
     t = t.contiguous().view(*lead, chunks * chunk, dim)
-    return t if chunks * chunk == seq else _placed(t, t.dims - 2, np.arange(seq))
+    return t if chunks * chunk == seq else _resized(t, chunks * chunk, seq)
+
+
+def _resized(t: Tensor, old: int, new: int) -> Tensor:
+    """Cut the last rows off, or append rows of zeros."""
+    rows = t.dims - 2
+    to, back = (
+        _table(t, rows, np.where(np.arange(size) < other, np.arange(size), -1))
+        for size, other in ((new, old), (old, new))
+    )
+    return Regroup.apply(t, rows, to, (back,))
 
 
 class Groups(NamedTuple):
@@ -50,12 +57,13 @@ class Groups(NamedTuple):
     Attributes:
         places: (groups, width): the places of each group; behind its last one they repeat.
         shown: (groups, width): whether a place is one of the group.
-        found: (seq,): where each place lies among the groups x width, if the groups do not overlap.
+        found: Arrays (seq,): where each place lies among the groups x width, as often as it does; -1 for no
+            further time.
     """
 
     places: Any
     shown: Any
-    found: Any
+    found: tuple[Any, ...]
 
 
 @lru_cache(maxsize=256)
@@ -76,50 +84,86 @@ def _groups(starts: Any, stops: Any, seq: int) -> Groups:
     width = int((stops - starts).max())
     places = starts[:, None] + np.arange(width)
     shown = places < stops[:, None]
-    found = np.zeros(seq, np.int64)
-    found[places[shown]] = np.flatnonzero(shown)
-    return Groups(np.minimum(places, stops[:, None] - 1), shown, found)
+    where, slots = places[shown], np.flatnonzero(shown)
+    # A slot's number among those of its place: the slots are in order.
+    order = np.argsort(where, kind="stable")
+    firsts = np.searchsorted(where[order], where[order])
+    number = np.arange(len(order)) - firsts
+    found = np.full((int(number.max()) + 1, seq), -1)
+    found[number, where[order]] = slots[order]
+    return Groups(np.minimum(places, stops[:, None] - 1), shown, tuple(found))
 
 
-def grouped_positions(order: Tensor, groups: Groups) -> Tensor:
+class Grouping(NamedTuple):
+    """Groups of the positions of a sequence.
+
+    Attributes:
+        groups: Of its sorted places.
+        positions: (…, groups x width) int64: the position in each slot; behind the last one of a group they
+            repeat.
+        known: The same, but -1 there.
+        uses: Each (…, seq) int64: the slots of each position; -1 for none.
+    """
+
+    groups: Groups
+    positions: Tensor
+    known: Tensor
+    uses: tuple[Tensor, ...]
+
+
+def grouping(order: Tensor, places: Tensor, groups: Groups) -> Grouping:
     """Return the positions in each group.
 
     Args:
         order: (…, seq) int64: the positions in sorted order.
-        groups: Of its places.
-
-    Returns:
-        (…, groups x width), int64.
+        places: (…, seq): its inverse, the place of each position.
+        groups: Of the places.
     """
-    return _placed(order, order.dims - 1, groups.places.reshape(-1))
+    last, slots = order.dims - 1, groups.places.reshape(-1)
+    filled = np.where(groups.shown.reshape(-1), slots, -1)
+
+    def uses(found: Any) -> Tensor:
+        table = _table(order, last, found)
+        return gathered(order.f.id_map(table, order.empty(order.shape)), last, places)
+
+    return Grouping(
+        groups,
+        gathered(order, last, _table(order, last, slots)),
+        gathered(order, last, _table(order, last, filled), missing=-1),
+        tuple(map(uses, groups.found)),
+    )
 
 
-def grouped(t: Tensor, positions: Tensor, groups: Groups) -> Tensor:
-    """Return the rows of each group: (…, groups, width, dim) for (…, seq, dim)."""
+def grouped(t: Tensor, own: Grouping) -> Tensor:
+    """Return the rows of each group: (…, groups, width, dim) for (…, seq, dim).
+
+    The gradient leaves the repeated rows out: they must be masked as keys, and not be read as queries.
+    """
     *lead, _, dim = t.shape
-    rows = Gather.apply(t, t.dims - 2, positions.view(*positions.shape, 1))
-    return rows.view(*lead, *groups.places.shape, dim)
+    rows = Regroup.apply(t, t.dims - 2, _rows(own.positions), tuple(map(_rows, own.uses)))
+    return rows.view(*lead, *own.groups.places.shape, dim)
 
 
-def places_in_groups(order: Tensor, groups: Groups) -> Tensor:
-    """Return where each position lies among groups x width that do not overlap: (…, seq) int64."""
-    places = order.argsort()  # the place of each position, (…, seq)
-    # A table of where each place lies: one row, repeated for every head.
-    table = table_like(order, groups.found.reshape(*[1] * (order.dims - 1), -1))
-    return Gather.apply(order.f.id_map(table, order.empty(order.shape)), order.dims - 1, places)
+def ungrouped_results(out: Tensor, lse: Tensor, own: Grouping) -> tuple[Tensor, Tensor]:
+    """Return out (…, seq, dim) and lse (…, seq) at their positions, given those of attention in groups.
+
+    Args:
+        out: (…, groups, width, dim).
+        lse: (…, groups, width).
+        own: The groups, which do not overlap.
+    """
+    lse = ungrouped(lse.contiguous().view(*lse.shape, 1), own)
+    return ungrouped(out, own), lse.view(*lse.shape[:-1])
 
 
-def ungrouped_results(
-    out: Tensor, lse: Tensor, order: Tensor, groups: Groups
-) -> tuple[Tensor, Tensor]:
-    """Return out (…, seq, dim) and lse (…, seq) at their positions, given those of attention in groups."""
-    places = places_in_groups(order, groups)
-    lse = ungrouped(lse.contiguous().view(*lse.shape, 1), places)
-    return ungrouped(out, places), lse.view(*lse.shape[:-1])
-
-
-def ungrouped(t: Tensor, places: Tensor) -> Tensor:
+def ungrouped(t: Tensor, own: Grouping) -> Tensor:
     """Return the rows of groups at their positions: (…, seq, dim) for (…, groups, width, dim)."""
     *lead, count, width, dim = t.shape
     rows = t.contiguous().view(*lead, count * width, dim)
-    return Gather.apply(rows, rows.dims - 2, places.view(*places.shape, 1))
+    (uses,) = own.uses
+    return Regroup.apply(rows, rows.dims - 2, _rows(uses), (_rows(own.known),))
+
+
+def _rows(index: Tensor) -> Tensor:
+    """Return (…, count) as an index of whole rows."""
+    return index.view(*index.shape, 1)

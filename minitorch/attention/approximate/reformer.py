@@ -10,14 +10,9 @@ import numpy as np
 from kernels.common.arguments import whole
 from kernels.common.geometry import ceil_div
 
+from ...functions.indexing import inverted
 from ...tensor import Tensor
-from .chunks import (
-    consecutive,
-    grouped,
-    grouped_positions,
-    swap,
-    ungrouped_results,
-)
+from .chunks import Grouping, consecutive, grouped, grouping, swap, ungrouped_results
 from .hashing import gaussian, hash_seed, nearest
 from .rounds import merged
 from .support import (
@@ -115,34 +110,35 @@ def _one_round(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (…, heads, seq, value_dim) and lse (…, heads, seq) of attention within sorted chunks."""
     seq = q.shape[-2]
-    own, seen = consecutive(seq, chunk), consecutive(seq, chunk, back=chunk)
-    q_at, k_at = grouped_positions(order, own), grouped_positions(order, seen)
-    visible = _visible(q, q_at, k_at, own, seen, is_causal, keep)
-    out, lse = grouped(q, q_at, own).flash_attention(
-        grouped(k, k_at, seen),
-        grouped(v, k_at, seen),
+    places = inverted(order)
+    own = grouping(order, places, consecutive(seq, chunk))
+    seen = grouping(order, places, consecutive(seq, chunk, back=chunk))
+    visible = _visible(q, own, seen, is_causal, keep)
+    out, lse = grouped(q, own).flash_attention(
+        grouped(k, seen),
+        grouped(v, seen),
         attn_mask=visible.zeros(visible.shape).where(visible, -math.inf).to(q.dtype),
         dropout_p=dropout_p,
         scale=scale,
         return_lse=True,
     )
-    return ungrouped_results(out, lse, order, own)
+    return ungrouped_results(out, lse, own)
 
 
 def _visible(
-    q: Tensor, q_at: Tensor, k_at: Tensor, own: Any, seen: Any, is_causal: bool, keep: Tensor | None
+    q: Tensor, own: Grouping, seen: Grouping, is_causal: bool, keep: Tensor | None
 ) -> Tensor:
     """Return 1 where a query of a chunk sees a key, else 0: (…, heads, chunks, width_q, width_k)."""
     lead = q.shape[:-2]
     row, col = (
-        widened(t.to(widened(q).dtype)).view(*lead, *groups.places.shape, 1)
-        for t, groups in ((q_at, own), (k_at, seen))
+        widened(each.positions.to(widened(q).dtype)).view(*lead, *each.groups.places.shape, 1)
+        for each in (own, seen)
     )
     col = swap(col)  # (…, chunks, 1, width_k)
-    is_one = shared_constant(q, seen.shown[:, None, :])  # (chunks, 1, width_k)
+    is_one = shared_constant(q, seen.groups.shown[:, None, :])  # (chunks, 1, width_k)
     others = ((col < row) if is_causal else (col != row)) * is_one
     if keep is not None:
         kept = keep + keep.zeros((*lead, q.shape[-2], 1))  # (…, heads, seq, 1)
-        others = others * swap(grouped(kept, k_at, seen))
+        others = others * swap(grouped(kept, seen))
     sees_none = others.sum(-1) == 0.0
     return others + (col == row) * is_one * sees_none

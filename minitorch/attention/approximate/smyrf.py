@@ -8,16 +8,10 @@ from typing import Any
 from kernels.common.arguments import whole
 from kernels.common.geometry import ceil_div
 
+from ...functions.indexing import inverted
 from ...nn import max as max_over
 from ...tensor import Tensor
-from .chunks import (
-    Groups,
-    balanced,
-    grouped,
-    grouped_positions,
-    swap,
-    ungrouped_results,
-)
+from .chunks import Grouping, Groups, balanced, grouped, grouping, swap, ungrouped_results
 from .hashing import gaussian, hash_seed
 from .rounds import merged
 from .support import Masked, check_operands, check_options, kept_keys, shared_constant, widened
@@ -83,17 +77,16 @@ def smyrf(
         a = shared_constant(q, direction[:head_dim, None])  # (head_dim, 1)
         hash_q = widened(q.detach()) @ a + rest_q * float(direction[-1])
         hash_k = widened(k.detach()) @ a + rest_k * float(direction[-2])
-        order_q, order_k = (t.view(*t.shape[:-1]).argsort() for t in (hash_q, hash_k))
-        k_at = grouped_positions(order_k, of_k)
-        out, lse = grouped(q, grouped_positions(order_q, of_q), of_q).flash_attention(
-            grouped(k, k_at, of_k),
-            grouped(v, k_at, of_k),
-            attn_mask=_mask(k, k_at, of_k, keep),
+        q_at, k_at = _grouping(hash_q, of_q), _grouping(hash_k, of_k)
+        out, lse = grouped(q, q_at).flash_attention(
+            grouped(k, k_at),
+            grouped(v, k_at),
+            attn_mask=_mask(k, k_at, keep),
             dropout_p=dropout_p,
             scale=scale,
             return_lse=True,
         )
-        parts.append(ungrouped_results(out, lse, order_q, of_q))
+        parts.append(ungrouped_results(out, lse, q_at))
     return merged(parts)
 
 
@@ -104,11 +97,18 @@ def _lacking(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return (largest - squares_q) ** 0.5, (largest - squares_k) ** 0.5
 
 
-def _mask(k: Tensor, k_at: Tensor, groups: Groups, keep: Tensor | None) -> Any:
+def _grouping(hashes: Tensor, groups: Groups) -> Grouping:
+    """Return the groups of positions in the order of their hashes, (…, seq, 1)."""
+    order = hashes.view(*hashes.shape[:-1]).argsort()
+    return grouping(order, inverted(order), groups)
+
+
+def _mask(k: Tensor, k_at: Grouping, keep: Tensor | None) -> Any:
     """Return what hides the filling of clusters and hidden keys, or None."""
+    shown = k_at.groups.shown
     if keep is None:
-        return None if groups.shown.all() else groups.shown[:, None, :]
+        return None if shown.all() else shown[:, None, :]
     kept = keep + keep.zeros((*k.shape[:-1], 1))  # (…, heads, seq_k, 1)
-    visible = swap(grouped(kept, k_at, groups)) * shared_constant(k, groups.shown[:, None, :])
+    visible = swap(grouped(kept, k_at)) * shared_constant(k, shown[:, None, :])
     hidden = visible.zeros(visible.shape).where(visible, -math.inf)  # (…, clusters, 1, width_k)
     return hidden.to(k.dtype)

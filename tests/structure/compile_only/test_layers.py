@@ -42,6 +42,7 @@ KERNELS: dict[str, Callable[[Any], Kernel]] = {
     "gather": indexing.gather_kernel,
     "scatter-add": indexing.scatter_add_kernel,
     "cumulative sum": indexing.cumsum_kernel,
+    "inverse": lambda dtype: indexing.invert_kernel(),
     "sort, fill": indexing.sort_fill_kernel,
     "sort, tile, block": lambda dtype: indexing.sort_tile_kernel(dtype, 1024),
     "sort, pass": indexing.sort_pass_kernel,

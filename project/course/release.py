@@ -82,5 +82,11 @@ def release(module: int, out: Path) -> None:
             file.writestr(entry, text)
         for path in (path for folder in GRADED for path in sorted((ROOT / folder).rglob("*.py"))):
             file.write(path, f"course/{path.relative_to(ROOT).as_posix()}")
-        for name in ("setup.py", "pyproject.toml", "requirements.txt", ".gitignore"):
+        for name in (
+            "setup.py",
+            "pyproject.toml",
+            "requirements.txt",
+            ".gitignore",
+            ".streamlit/config.toml",
+        ):
             file.write(ROOT / name, f"course/{name}")

@@ -106,10 +106,11 @@ class Plan:
         """Return the function that runs later calls, or None if they run in full, too."""
         prepare = self.rung.prepare_backward if self.wanted.backward else self.rung.prepare_forward
         asked = problem.sinkless if self.wanted.backward else problem
-        as_it_is = self._taken(asked) is asked and not (self.wanted.mask or self.wanted.sink)
+        taken = self._taken(asked)
+        as_it_is = taken.dtype == asked.dtype and not (self.wanted.mask or self.wanted.sink)
         if prepare is None or not as_it_is:
             return None
-        return prepare(asked, self.tile, self.target.memory, operands, result)
+        return prepare(taken, self.tile, self.target.memory, operands, result)
 
     def _taken(self, problem: Problem) -> Problem:
         taken = self.rung.taken(problem)

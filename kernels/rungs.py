@@ -12,6 +12,7 @@ import numpy as np
 from kernels.cpu.attention import flash2 as cpu_flash2
 from kernels.cpu.attention import flash2_backward as cpu_flash2_backward
 from kernels.cpu.attention import mask_gradient as cpu_mask_gradient
+from kernels.cpu.attention.listed_mods import listed
 from kernels.cuda.attention import flash1
 from kernels.cuda.attention import naive as cuda_naive
 from kernels.cuda.attention import sink as cuda_sink
@@ -58,6 +59,7 @@ class Rung:
             ``(problem, operands)`` that runs other calls of its kind with less work around the kernel, or
             None.
         prepare_backward: The same for the backward pass.
+        listed: Returns a problem whose ``mask_mod`` has been evaluated into a block mask, or the problem.
     """
 
     name: str
@@ -71,13 +73,15 @@ class Rung:
     why_no_device: Callable[[], str | None] = lambda: None
     prepare_forward: Callable[..., Any] | None = None
     prepare_backward: Callable[..., Any] | None = None
+    listed: Callable[[Problem], Problem] = lambda problem: problem
 
     def taken(self, problem: Problem) -> Problem | None:
-        """Return a problem in the dtype in which this rung takes it, or None if there is none.
+        """Return a problem as this rung takes it, or None if there is no dtype for it.
 
         Operands of 16 bits go to a rung that does not know them as float32.  Operands of float32 go as 16
         bits to a rung that knows those, if the call's precision allows it.
         """
+        problem = self.listed(problem)
         own, half = problem.dtype, _HALF_BY_NAME.get(problem.precision)
         if half is not None and half in self.dtypes:
             return problem if half == own else replace(problem, dtype=half)
@@ -170,6 +174,7 @@ CPU = Target(
             cpu_flash2.why_not,
             prepare_forward=cpu_flash2.prepare,
             prepare_backward=cpu_flash2_backward.prepare,
+            listed=listed,
         ),
         _NAIVE,
     ),

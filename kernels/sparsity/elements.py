@@ -53,7 +53,7 @@ def from_dense(mask: Any, block_size: Any = 64) -> Layout:
     def fill(head: int, row: int, rows: int, out: Bools) -> None:
         out[:rows, : grid.seq_k] = by_head[head, row : row + rows]
 
-    return _from_strips(grid, len(by_head), fill)
+    return from_strips(grid, len(by_head), fill)[0]
 
 
 def from_mask_mod(
@@ -89,18 +89,26 @@ def from_mask_mod(
     def fill(head: int, row: int, rows: int, out: Bools) -> None:
         evaluate(mod, head, row, rows, grid.seq_k, out)
 
-    return _from_strips(grid, whole("heads", heads, 1), fill)
+    return from_strips(grid, whole("heads", heads, 1), fill)[0]
 
 
-def _from_strips(grid: Grid, heads: int, fill: Callable[[int, int, int, Bools], None]) -> Layout:
-    """Return the layout of elements that are produced one row of blocks at a time.
+def from_strips(
+    grid: Grid,
+    heads: int,
+    fill: Callable[[int, int, int, Bools], None],
+    most_patterns: int | None = None,
+) -> tuple[Layout, bool]:
+    """Return the layout of elements that are produced one row of blocks at a time, and whether it is exact.
 
     Args:
         grid: The blocks.
         heads: Number of heads.
         fill: ``fill(head, row, rows, out)`` writes the visibility of ``rows`` rows from ``row`` on to the
             beginning of ``out``, (block_q, key blocks · block_k).
+        most_patterns: Maximum number of patterns; with more, partial blocks are full and the layout is not
+            exact.
     """
+    is_exact = True
     states = np.zeros((heads, *grid.counts), np.int32)
     numbers: dict[bytes, int] = {}  # bits of a pattern → state
     strip = np.zeros((grid.block_q, grid.counts[1] * grid.block_k), bool)
@@ -113,12 +121,18 @@ def _from_strips(grid: Grid, heads: int, fill: Callable[[int, int, int, Bools], 
         every: Any = strip[:rows].all(axis=0)
         line = states[head, i]  # (key blocks,)
         line[some.reshape(-1, grid.block_k).any(axis=1)] = FULL
+        if not is_exact:
+            continue
         partial = np.flatnonzero((line == FULL) & ~every.reshape(-1, grid.block_k).all(axis=1))
         blocks = strip.reshape(grid.block_q, grid.counts[1], grid.block_k)[:, partial].swapaxes(
             0, 1
         )
         line[partial] = [numbers.setdefault(key, PARTIAL + len(numbers)) for key in pack(blocks)]
-    return Layout(grid, Blocks(states, unpack(numbers, grid)))
+        if most_patterns is not None and len(numbers) > most_patterns:
+            is_exact = False
+            states[states >= PARTIAL] = FULL
+            numbers.clear()
+    return Layout(grid, Blocks(states, unpack(numbers, grid))), is_exact
 
 
 def _evaluate(mod: Any, head: int, row: int, rows: int, cols: int, out: Bools) -> None:

@@ -23,7 +23,7 @@ _NUMBERS = (int64,) * 6
 
 
 @lru_cache(maxsize=64)
-def _own(function: Callable[..., Any]) -> Any:
+def own_mod(function: Callable[..., Any]) -> Any:
     """Return the compiled user function; each function is compiled once."""
     if hasattr(function, "py_func"):
         return function
@@ -34,7 +34,7 @@ def _own(function: Callable[..., Any]) -> Any:
 def _make_pass(mods: Features, real: Any) -> Any:
     """Return the pass of the user functions over a tile; see :func:`pass_address`."""
     mods = mods._replace(
-        **{name: _own(mod) for name, mod in mods._asdict().items() if callable(mod)}
+        **{name: own_mod(mod) for name, mod in mods._asdict().items() if callable(mod)}
     )
     target, minus_inf, failures = make_target(real), real(-np.inf), _FAILURES.ctypes.data
     modified, is_shown, _ = make_score_program(mods._replace(derivative=None), target)

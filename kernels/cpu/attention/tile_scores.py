@@ -223,11 +223,15 @@ def hide_blocks(tile, states, patterns, line, lane, width):
             if state == HIDDEN:
                 tile[top - line : bottom - line, left - lane : right - lane] = minus_inf
             elif state >= PARTIAL:
-                pattern = patterns[state - PARTIAL]  # (block_line, block_lane)
-                for r in range(top, bottom):
-                    for c in range(left, right):
-                        if pattern[r - i * block_line, c - j * block_lane] == 0:
-                            tile[r - line, c - lane] = minus_inf
+                own_lines = slice(top - i * block_line, bottom - i * block_line)
+                own_lanes = slice(left - j * block_lane, right - j * block_lane)
+                shown = patterns[state - PARTIAL, own_lines, own_lanes]
+                kept = np.empty((bottom - top, right - left), np.uint8)  # contiguous, for vectors
+                copy_tile(shown, kept)
+                for r in range(bottom - top):
+                    s, keep = tile[top - line + r, left - lane : right - lane], kept[r]
+                    for c in range(right - left):
+                        s[c] = s[c] if keep[c] != 0 else minus_inf
             left = right
         top = bottom
 

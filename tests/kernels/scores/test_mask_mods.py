@@ -1,0 +1,177 @@
+"""A bare ``mask_mod`` on calls of several tiles: the same attention as under its elements as an array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernels
+
+from ...support.tolerances import assert_close_arrays
+
+IDS = np.random.default_rng(0).integers(0, 3, 512)
+
+
+def before(batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return col <= row
+
+
+def dilated_by_head(batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return ((row - col) % (head + 2) == 0) & (col <= row)
+
+
+def prefix_by_batch(batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return (col <= row) | (col < 70 + 64 * batch)
+
+
+def same_document(batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return IDS[row] == IDS[col]
+
+
+def near_with_default(batch: Any, head: Any, row: Any, col: Any, limit: int = 40) -> Any:
+    return abs(row - col) < limit
+
+
+def nothing_after_200(batch: Any, head: Any, row: Any, col: Any) -> Any:
+    return row < 200
+
+
+def everything(*place: Any) -> Any:
+    return place[2] >= 0
+
+
+MASK_MODS = (
+    before, dilated_by_head, prefix_by_batch, same_document, near_with_default, nothing_after_200,
+    everything,
+)  # fmt: skip
+
+
+def elements(mod: Any, *shape: int) -> Any:
+    """Return the mask as an array, (batch, heads, seq_q, seq_k)."""
+    return np.broadcast_to(mod(*np.indices(shape, sparse=True)), shape)
+
+
+def attention(operands: Any, dout: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+    """Return out, lse and the gradients."""
+    out, lse = kernels.flash_attention_forward(*operands, **options)
+    return out, lse, *kernels.flash_attention_backward(dout, *operands, out, lse, **options)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(MASK_MODS),
+    st.integers(1, 2),
+    st.integers(120, 300),
+    st.integers(1, 300),
+    st.sampled_from(
+        [
+            {},
+            {"is_causal": True},
+            {"is_causal": True, "causal_offset": 40, "window_size": (90, 0)},
+            {"window_size": (30, 100)},
+            {"dropout_p": 0.3, "seed": 5},
+            {"softcap": 2.0, "sink": np.ones(2)},
+            {"alibi_slopes": np.array([0.1, 0.2])},
+            {"score_mod": (lambda s, b, h, r, c: s * 2 - h, lambda s, b, h, r, c: 2.0)},
+            {"enable_gqa": True},
+        ]
+    ),
+)
+def test_a_mask_mod_hides_what_its_elements_hide(
+    mod: Any, batch: int, seq_q: int, seq_k: int, options: dict[str, Any]
+) -> None:
+    rng = np.random.default_rng(1)
+    key_heads = 1 if "enable_gqa" in options else 2
+    shapes = (2, seq_q), (key_heads, seq_k), (key_heads, seq_k), (2, seq_q)
+    *operands, dout = (rng.standard_normal((batch, *shape, 5)) for shape in shapes)
+    mask = elements(mod, batch, 2, seq_q, seq_k)
+    results = attention(operands, dout, {"mask_mod": mod, **options})
+    expected = attention(operands, dout, {"attn_mask": mask, **options})
+    for name, result, right in zip(
+        ("out", "lse", "dq", "dk", "dv"), results, expected, strict=True
+    ):
+        assert_close_arrays(result, right, np.float64, name)
+
+
+def test_a_floating_mask_has_its_gradient_under_a_mask_mod() -> None:
+    rng = np.random.default_rng(2)
+    q, k, v, dout = (rng.standard_normal((2, 2, 200, 5)) for _ in range(4))
+    bias = rng.standard_normal((200, 200))
+    hidden = np.where(elements(before, 1, 1, 200, 200)[0, 0], bias, -np.inf)
+    gradients = []
+    calls: tuple[dict[str, Any], ...] = (
+        {"attn_mask": bias, "mask_mod": before},
+        {"attn_mask": hidden},
+    )
+    for options in calls:
+        out, lse = kernels.flash_attention_forward(q, k, v, **options)
+        gradients.append(
+            kernels.flash_attention_backward(dout, q, k, v, out, lse, mask_gradient=True, **options)
+        )
+    for result, right in zip(*gradients, strict=True):
+        assert_close_arrays(result, right, np.float64, "gradient")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_tiles_that_a_mask_mod_masks_are_not_read(dtype: Any) -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((2, 400, 8)).astype(dtype) for _ in range(3))
+    k[:, 192:], v[:, 192:] = np.nan, np.nan
+    mod = lambda b, h, r, c: c < 130  # noqa: E731
+    out, lse = kernels.flash_attention_forward(q, k, v, mask_mod=mod)
+    assert np.isfinite(out.astype(np.float32)).all() and np.isfinite(lse).all()
+
+
+def test_a_mask_without_repetition_hides_the_same() -> None:
+    rng = np.random.default_rng(4)
+    shown = rng.random((1100, 2200)) < 0.5
+    q, k, v = (rng.standard_normal((4, length, 3)) for length in (1100, 2200, 2200))
+
+    def random_by_head(batch: Any, head: Any, row: Any, col: Any) -> Any:
+        return shown[row, (col + head) % 2200] & (col > 300)
+
+    mask = elements(random_by_head, 1, 4, 1100, 2200)[0]
+    out, lse = kernels.flash_attention_forward(q, k, v, mask_mod=random_by_head)
+    expected = kernels.flash_attention_forward(q, k, v, attn_mask=mask)
+    assert_close_arrays(out, expected[0], np.float64, "out")
+    assert_close_arrays(lse, expected[1], np.float64, "lse")
+
+
+def test_a_captured_number_that_changes_changes_the_mask() -> None:
+    q = np.random.default_rng(5).standard_normal((1, 200, 4))
+    for limit in (60, 150, 60):
+        out, _ = kernels.flash_attention_forward(
+            q, q, q, mask_mod=lambda b, h, r, c, limit=limit: c < limit
+        )
+        expected, _ = kernels.flash_attention_forward(q, q[:, :limit], q[:, :limit])
+        assert_close_arrays(out, expected, np.float64, "out")
+
+
+def test_the_bits_of_calls_are_the_same() -> None:
+    q = np.random.default_rng(6).standard_normal((2, 300, 8)).astype(np.float32)
+    options = {"mask_mod": dilated_by_head}
+    first, *others = (attention((q, q, q), q, options) for _ in range(4))
+    for other in others:
+        assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_mask_mod_that_raises_in_a_later_row_is_an_error() -> None:
+    q, short = np.ones((1, 200, 4)), np.ones(150, bool)
+    with pytest.raises(
+        ValueError, match="mask_mod and score_mod must return a result for all indices"
+    ):
+        kernels.flash_attention_forward(q, q, q, mask_mod=lambda b, h, r, c: short[r])
+
+
+def test_a_mask_mod_is_not_called_out_of_bounds() -> None:
+    q = np.random.default_rng(7).standard_normal((1, 300, 4))
+    near = np.ones(180, bool)
+    out, _ = kernels.flash_attention_forward(
+        q, q, q, mask_mod=lambda b, h, r, c: near[r - c], window_size=(50, 0)
+    )
+    expected, _ = kernels.flash_attention_forward(q, q, q, window_size=(50, 0))
+    assert_close_arrays(out, expected, np.float64, "out")

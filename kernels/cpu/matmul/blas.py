@@ -105,7 +105,7 @@ def row_blocks(rows: int, multiply_adds: int) -> int:
 
 @njit_cached(parallel=True)
 def _by_rows(a, b, out, blocks):
-    """Multiply (rows, depth) by (depth, cols), a block of rows for each work item."""
+    """Multiply (rows, depth) by (depth, cols) or (depth,), a block of rows for each work item."""
     size = (len(a) + blocks - 1) // blocks
     for block in prange(blocks):
         start, stop = block * size, min((block + 1) * size, len(a))
@@ -130,16 +130,6 @@ def _by_matrices(a, b, out):
         np.dot(a[i], b[i], out[i])
 
 
-@njit_cached(parallel=True)
-def _by_columns(a, b_t, out, blocks):
-    """Multiply a row, (depth,), by (cols, depth)ᵀ: a range of the columns for each work item."""
-    size = (len(b_t) + blocks - 1) // blocks
-    for block in prange(blocks):
-        start, stop = block * size, min((block + 1) * size, len(b_t))
-        if start < stop:
-            np.dot(b_t[start:stop], a, out[start:stop])
-
-
 def is_for_one_thread(shape: tuple[int, ...], depth: int) -> bool:
     """Tell whether BLAS itself keeps a product of this shape on the calling thread."""
     is_vector = shape[-1] == 1 or shape[-2] == 1
@@ -162,7 +152,7 @@ def matmul(a: Any, b: Any, out: Any) -> None:
         if multiply_adds < PARALLEL_FROM:
             np.matmul(a, b, out=out)
         elif out.ndim == 2 and len(a) == 1 and a.flags.c_contiguous and b.flags.f_contiguous:
-            _by_columns(a[0], b.T, out[0], row_blocks(b.shape[1], multiply_adds))
+            _by_rows(b.T, a[0], out[0], row_blocks(b.shape[1], multiply_adds))
         elif (
             out.ndim == 2
             and a.flags.c_contiguous

@@ -99,15 +99,15 @@ class Grouping(NamedTuple):
 
     Attributes:
         groups: Of its sorted places.
+        order: (…, seq) int64: the positions in sorted order.
         positions: (…, groups x width) int64: the position in each slot; behind the last one of a group they
             repeat.
-        known: The same, but -1 there.
         uses: Each (…, seq) int64: the slots of each position; -1 for none.
     """
 
     groups: Groups
+    order: Tensor
     positions: Tensor
-    known: Tensor
     uses: tuple[Tensor, ...]
 
 
@@ -119,19 +119,14 @@ def grouping(order: Tensor, places: Tensor, groups: Groups) -> Grouping:
         places: (…, seq): its inverse, the place of each position.
         groups: Of the places.
     """
-    last, slots = order.dims - 1, groups.places.reshape(-1)
-    filled = np.where(groups.shown.reshape(-1), slots, -1)
+    last = order.dims - 1
 
     def uses(found: Any) -> Tensor:
         table = _table(order, last, found)
         return gathered(order.f.id_map(table, order.empty(order.shape)), last, places)
 
-    return Grouping(
-        groups,
-        gathered(order, last, _table(order, last, slots)),
-        gathered(order, last, _table(order, last, filled), missing=-1),
-        tuple(map(uses, groups.found)),
-    )
+    positions = gathered(order, last, _table(order, last, groups.places.reshape(-1)))
+    return Grouping(groups, order, positions, tuple(map(uses, groups.found)))
 
 
 def grouped(t: Tensor, own: Grouping) -> Tensor:
@@ -152,16 +147,19 @@ def ungrouped_results(out: Tensor, lse: Tensor, own: Grouping) -> tuple[Tensor, 
         lse: (…, groups, width).
         own: The groups, which do not overlap.
     """
-    lse = ungrouped(lse.contiguous().view(*lse.shape, 1), own)
-    return ungrouped(out, own), lse.view(*lse.shape[:-1])
-
-
-def ungrouped(t: Tensor, own: Grouping) -> Tensor:
-    """Return the rows of groups at their positions: (…, seq, dim) for (…, groups, width, dim)."""
-    *lead, count, width, dim = t.shape
-    rows = t.contiguous().view(*lead, count * width, dim)
+    last, groups = own.order.dims - 1, own.groups
+    filled = np.where(groups.shown, groups.places, -1).reshape(-1)
+    # The position in each slot, and -1 behind the last one of a group.
+    known = gathered(own.order, last, _table(own.order, last, filled), missing=-1)
     (uses,) = own.uses
-    return Regroup.apply(rows, rows.dims - 2, _rows(uses), (_rows(own.known),))
+
+    def ungrouped(t: Tensor) -> Tensor:
+        *lead, count, width, dim = t.shape
+        rows = t.contiguous().view(*lead, count * width, dim)
+        return Regroup.apply(rows, rows.dims - 2, _rows(uses), (_rows(known),))
+
+    lse = ungrouped(lse.contiguous().view(*lse.shape, 1))
+    return ungrouped(out), lse.view(*lse.shape[:-1])
 
 
 def _rows(index: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,23 @@ def idle_device() -> Iterator[FakeDriver]:
     with fake_device() as own:
         yield own
         assert active() is None, "a recording was left behind"
+
+
+def assert_captured(model: Any, batches: Iterable[Iterable[Any]]) -> None:
+    """Assert that steps of AdamW on ``FIRST`` or more batches of ids and targets are captured."""
+    optimizer = minitorch.AdamW(model.parameters(), max_norm=1.0)
+
+    def step(ids: Any, targets: Any) -> minitorch.Tensor:
+        optimizer.zero_grad()
+        loss = model.loss(ids, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    captured = minitorch.graph_step(step)
+    for batch in batches:
+        captured(*batch)
+    assert captured.is_captured and captured.why_eager is None
 
 
 class Training:

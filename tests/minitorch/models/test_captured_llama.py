@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 import minitorch
 
-from ...support.captured_training import FIRST, idle_device
+from ...support.captured_training import FIRST, assert_captured, idle_device
 from ...support.fake_device import FakeDriver
 
 device = pytest.fixture(idle_device)
@@ -24,17 +22,5 @@ def test_a_step_is_captured(device: FakeDriver, precision: str, recompute: bool)
         feed_forward="swiglu", tie_weights=True, backend=minitorch.CudaBackend, precision=precision,
         recompute=recompute,
     )  # fmt: skip
-    optimizer = minitorch.AdamW(model.parameters(), max_norm=1.0)
-
-    def step(inputs: Any, targets: Any) -> minitorch.Tensor:
-        optimizer.zero_grad()
-        loss = model.loss(inputs, targets)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    captured = minitorch.graph_step(step)
     random = np.random.default_rng(0)
-    for _ in range(FIRST + 2):
-        captured(*random.integers(0, 20, (2, 3, 24)))
-    assert captured.is_captured and captured.why_eager is None
+    assert_captured(model, (random.integers(0, 20, (2, 3, 24)) for _ in range(FIRST + 2)))

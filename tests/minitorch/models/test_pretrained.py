@@ -19,19 +19,8 @@ from minitorch.models.pretrained import read_tokenizer
 from minitorch.training.model_files import CheckpointError
 
 from ...support.gpt2_folder import config_of, expected_logits, weights_of, write_folder
+from ...support.pretrained_models import EVERYWHERE, IDS, assert_learns, logits, refused
 from ...support.tolerances import assert_close_arrays
-
-IDS = np.array([3, 0, 22, 7, 7, 19, 1])
-EVERYWHERE = [
-    pytest.param(minitorch.SimpleBackend, id="simple"),
-    pytest.param(minitorch.FastBackend, id="fast"),
-    pytest.param(minitorch.CudaBackend, id="cuda", marks=pytest.mark.simulator),
-]
-
-
-def logits(model: DecoderLM, ids: Any = IDS) -> Any:
-    return model.forward(np.array([ids])).to_numpy()[0]
-
 
 # -- what is read --------------------------------------------------------------------------------
 
@@ -145,26 +134,10 @@ def test_reading_draws_no_random_numbers(tmp_path: Path) -> None:
 
 def test_a_model_read_can_learn(tmp_path: Path) -> None:
     model = DecoderLM.from_pretrained(write_folder(tmp_path))
-    optimizer = minitorch.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(5):
-        loss = model.loss(IDS[None, :-1], IDS[None, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    assert_learns(model)
 
 
 # -- what is refused -----------------------------------------------------------------------------
-
-
-def refused(folder: Path, *words: str) -> None:
-    with pytest.raises(CheckpointError) as error:
-        DecoderLM.from_pretrained(folder)
-    message = str(error.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
 
 
 def test_a_missing_folder_or_file_names_what_is_expected(tmp_path: Path) -> None:

@@ -13,24 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-import minitorch
 from minitorch import DecoderLM
-from minitorch.training.model_files import CheckpointError
 
 from ...support.llama_folder import LLAMA3, config_of, expected_logits, weights_of, write_folder
+from ...support.pretrained_models import EVERYWHERE, IDS, assert_learns, logits, refused
 from ...support.tolerances import assert_close_arrays
 
-IDS = np.array([3, 0, 22, 7, 7, 19, 1])
-EVERYWHERE = [
-    pytest.param(minitorch.SimpleBackend, id="simple"),
-    pytest.param(minitorch.FastBackend, id="fast"),
-    pytest.param(minitorch.CudaBackend, id="cuda", marks=pytest.mark.simulator),
-]
 LINEAR = {"rope_type": "linear", "factor": 2.0}
-
-
-def logits(model: DecoderLM, ids: Any = IDS) -> Any:
-    return model.forward(np.array([ids])).to_numpy()[0]
 
 
 # -- what is read --------------------------------------------------------------------------------
@@ -131,26 +120,10 @@ def test_shards_are_read(tmp_path: Path) -> None:
 
 def test_a_model_read_can_learn_and_continue(tmp_path: Path) -> None:
     model = DecoderLM.from_pretrained(write_folder(tmp_path))
-    optimizer = minitorch.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(5):
-        loss = model.loss(IDS[None, :-1], IDS[None, 1:])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    assert_learns(model)
 
 
 # -- what is refused -----------------------------------------------------------------------------
-
-
-def refused(folder: Path, *words: str) -> None:
-    with pytest.raises(CheckpointError) as error:
-        DecoderLM.from_pretrained(folder)
-    message = str(error.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

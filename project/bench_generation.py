@@ -36,7 +36,7 @@ from kernels.runtime.targets import why_no_cuda
 
 Continue = Callable[[], list[int]]
 OURS, EAGER, COMPILED = "ours", "transformers, eager", "transformers, static cache, compiled"
-#: Arguments of DecoderLM: GPT-2 small, and a model so small that its figures are none.
+#: Arguments of DecoderLM: GPT-2 small, and a tiny model to try the script with, whose times mean nothing.
 SMALL: dict[str, Any] = {
     "n_vocab": 50_257, "n_embd": 768, "n_head": 12, "n_positions": 1024, "n_layer": 12,
     "middle_dim": 3072,

@@ -88,7 +88,7 @@ class Rotary:
         frequencies: Angle of one position, (head_dim / 2,), float64.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If a value is not a number.
         ValueError: If head_dim is odd, a number is not positive, or the scaling has another type.
 
     Source: Su et al. (2021), RoFormer, section 3.2.2; for "linear", Chen et al. (2023), Extending context
@@ -152,7 +152,7 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return a scaling with the numbers of its type only; None for none.
 
     Raises:
-        TypeError: If a number is none.
+        TypeError: If a value is not a number.
         ValueError: If the type is unknown, or a number is missing or not positive.
     """
     if scaling is None:

@@ -27,6 +27,7 @@ from kernels.problem.option_values import (
     check_window,
 )
 from kernels.problem.options import ARRAYS, MODS, Options
+from kernels.problem.origin import Origin
 from kernels.problem.packed_sequences import Sequences
 from kernels.problem.rungs import rung_of_run
 from kernels.problem.shapes import check_dtypes, check_shapes
@@ -65,6 +66,7 @@ class Problem:
         sink: Whether the call has sinks.
         dropout_p: Probability of dropping an attention weight.
         seed: Seed of the dropout mask, as a signed number of 64 bits.
+        origin: The place of the call in the dropout mask of a larger attention, or None.
         block_mask: A block-sparse pattern, or None.
         mask_mod: ``(batch, head, row, col) -> bool``, or None.
         score_mod: A function of a score with its derivative, or None.
@@ -92,6 +94,7 @@ class Problem:
     sink: bool = False
     dropout_p: float = 0.0
     seed: int = 0
+    origin: Origin | None = None
     block_mask: BlockMask | None = None
     mask_mod: Callable[..., Any] | None = None
     score_mod: ScoreMod | None = None

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kernels.common.geometry import same
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK, PLAIN, attention_threshold, keep_scale
 from kernels.problem.operands import PER_HEAD, Operands
+from kernels.problem.origin import Origin
 from kernels.problem.question import Problem
 from kernels.scores.mods import evaluate
 from kernels.scores.program import Place, ScoreTarget, make_score_program
@@ -86,8 +87,10 @@ class Scores:
         problem = self.problem
         if not problem.dropout_p:
             return 1
-        batch_head = self.batch * problem.heads + self.head  # (batch, heads, 1, 1)
-        row, col = np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop)
+        first = problem.origin or Origin(problem.heads)
+        batch_head = self.batch * first.heads + self.head + first.batch_head  # (batch, heads, 1, 1)
+        row = np.arange(rows.start, rows.stop)[:, None] + first.row
+        col = np.arange(cols.start, cols.stop) + first.col
         keep = kept(problem.seed, problem.dropout_p, batch_head, row, col)
         return keep * self.operands.q.dtype.type(keep_scale(problem.dropout_p))
 

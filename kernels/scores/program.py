@@ -37,6 +37,7 @@ class Features(NamedTuple):
         score_mod: The user function, or None.
         derivative: The derivative of score_mod, or None.
         sink: Whether there are sinks.
+        moved: Whether the dropout bits are those of a part of a larger attention.
         whole_tiles: Whether listed tiles are fully visible in the block mask; a rung sets it for its tiles.
     """
 
@@ -50,6 +51,7 @@ class Features(NamedTuple):
     score_mod: Callable[..., Any] | None = None
     derivative: Callable[..., Any] | None = None
     sink: bool = False
+    moved: bool = False
     whole_tiles: bool = False
 
     @property
@@ -102,6 +104,7 @@ def features_of(problem: Any) -> Features:
         score_mod=score_mod,
         derivative=derivative,
         sink=problem.sink,
+        moved=problem.dropout_p > 0.0 and problem.origin is not None,
     )
 
 

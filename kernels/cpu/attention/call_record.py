@@ -29,6 +29,7 @@ from kernels.cpu.attention.tile_scores import (
 from kernels.cpu.matmul.tile_product import product_address
 from kernels.cpu.runtime.function_pointers import run_alone, run_items, settings_argument
 from kernels.problem.operands import PER_HEAD, Operands
+from kernels.problem.origin import Origin
 from kernels.problem.question import Problem
 from kernels.runtime.jit import JIT_DISABLED
 from kernels.runtime.launch_notes import Loop, noted
@@ -101,6 +102,8 @@ class CallOptions:
             o["keep_pass"] = keep_address(problem.dtype)
             o["seed"], o["threshold"] = problem.seed, attention_threshold(problem.dropout_p)
             o["kept"] = keep_scale(problem.dropout_p)
+            origin = problem.origin or Origin(problem.heads)
+            o["whole_heads"], o["first_head"], o["first_row"], o["first_col"] = origin
 
     def name(self, **arrays: Any) -> None:
         """Write arrays of four dimensions to the record."""

@@ -59,10 +59,12 @@ def keep_pass(z, settings, place):
     """
     o = settings[0]
     threshold, kept, zero = np.uint32(o.threshold), z.dtype.type(o.kept), z.dtype.type(0)
-    flat = np.uint32(place.flat + place.sequence * o.heads)
+    batch = place.flat // o.heads + place.sequence
+    flat = np.uint32(batch * o.whole_heads + place.flat % o.heads + o.first_head)
     lines, width, by_keys = z.shape[0], place.width, o.by_keys != 0
     cols, rows = (width, lines) if by_keys else (lines, width)
     first_col, first_row = (place.lane, place.line) if by_keys else (place.line, place.lane)
+    first_col, first_row = first_col + o.first_col, first_row + o.first_row
     first = first_col // COLUMNS
     blocks = (first_col + cols + COLUMNS - 1) // COLUMNS - first
     # By keys all rows' blocks at once; else the rows of one block, in the order of the lanes.

@@ -17,7 +17,12 @@ import numpy as np
 from numba import uint32, uint64
 
 from kernels.common.philox import COLUMNS, HALF, HALF_MASK
-from kernels.cuda.attention.options.score_functions import block_at, make_score_functions, place_of
+from kernels.cuda.attention.options.score_functions import (
+    block_at,
+    make_first_bit,
+    make_score_functions,
+    place_of,
+)
 from kernels.cuda.attention.register_tiles import RegisterLayout
 from kernels.cuda.device.one_source import PHILOX
 from kernels.cuda.runtime.kernel import device_function
@@ -59,7 +64,7 @@ def make_tile_bits(
         offset: Offset of the bytes in shared memory.
     """
     zero, one = dtype.type(0), dtype.type(1)
-    drops, has_lists = features.dropout, features.has_lists
+    drops, moved, has_lists = features.dropout, features.moved, features.has_lists
     has_blocks, has_mod = features.block_mask, features.mask_mod is not None
     groups, threads = layout.block_k // FOUR, layout.threads
     # A tile may begin in the middle of a counter's columns, if it is no multiple of them wide.
@@ -67,6 +72,7 @@ def make_tile_bits(
     draws = layout.block_k // together
     count_kept, count_listed = layout.block_q * draws * drops, layout.block_q * groups * has_lists
     listed_offset = offset + count_kept
+    first_bit = make_first_bit(moved)
     in_mod = make_score_functions(Features(mask_mod=features.mask_mod), dtype).program.is_shown
 
     @device_function
@@ -74,18 +80,25 @@ def make_tile_bits(
         return ((word & HALF_MASK) >= threshold) | (((word >> HALF) >= threshold) << 1)
 
     @device_function
+    def counter_kept(flat, row, block, extras):
+        threshold = uint32(extras.threshold)
+        w0, w1, w2, w3 = attention_words(extras.seed, flat, row, block)
+        return (
+            pair_kept(w0, threshold)
+            | (pair_kept(w1, threshold) << 2)
+            | (pair_kept(w2, threshold) << 4)
+            | (pair_kept(w3, threshold) << 6)
+        )
+
+    @device_function
     def draw_kept(thread, bits, place, extras):
-        threshold, flat = uint32(extras.threshold), place.batch * extras.heads + place.head
+        flat, row, col = first_bit(place, extras)
         for n in range(thread, count_kept, threads):
-            first = place.col + n % draws * together
-            row = place.row + n // draws
-            w0, w1, w2, w3 = attention_words(extras.seed, flat, row, first // COLUMNS)
-            byte = (
-                pair_kept(w0, threshold)
-                | (pair_kept(w1, threshold) << 2)
-                | (pair_kept(w2, threshold) << 4)
-                | (pair_kept(w3, threshold) << 6)
-            )
+            own_row, first = row + n // draws, col + n % draws * together
+            byte = counter_kept(flat, own_row, first // COLUMNS, extras)
+            if moved:  # the columns may be those of two counters
+                byte |= counter_kept(flat, own_row, first // COLUMNS + 1, extras) << COLUMNS
+                byte &= (1 << COLUMNS + first % COLUMNS) - 1
             bits[offset + n] = byte >> first % COLUMNS
 
     @device_function

@@ -194,8 +194,13 @@ def test_gradients_compile_with_every_option_at_once(name: str) -> None:
 @pytest.mark.parametrize("name", ["forward", "dq", "dkdv"])
 @pytest.mark.parametrize(
     "features",
-    [Features(mask="bool"), Features(dropout=True), Features(block_mask=True)],
-    ids=["boolean mask", "dropout", "block mask"],
+    [
+        Features(mask="bool"),
+        Features(dropout=True),
+        Features(dropout=True, moved=True),
+        Features(block_mask=True),
+    ],
+    ids=["boolean mask", "dropout", "dropout of a part", "block mask"],
 )
 def test_an_option_leaves_the_tiles_in_registers(name: str, features: Features) -> None:
     ptx = ptx_of(WITH_OPTIONS[name](FLOAT32, features), (9, 0))

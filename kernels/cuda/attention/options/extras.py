@@ -13,6 +13,7 @@ from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device.memory import device_constant
 from kernels.cuda.runtime.arrays import to_device
 from kernels.problem.operands import PER_HEAD, Operands
+from kernels.problem.origin import Origin
 from kernels.problem.question import Problem
 from kernels.runtime.targets import current_device
 from kernels.sparsity.block_mask import BlockMask
@@ -46,6 +47,8 @@ def make_extras(
     if problem.block_mask is not None:
         found |= _block_arrays(problem.block_mask, device)
         found |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, device)
+    if problem.features.moved:
+        found["origin"] = _origin(problem.origin, device)
     if problem.sequences is not None:
         block = block_k if by_keys else block_q
         found["tiles"] = _tiles(problem.sequences, block, by_keys, device)
@@ -83,6 +86,12 @@ def _list_arrays(
     """Return the tiles that a mask visits on the device, copied once for a kernel's tiles."""
     tiles = mask.tile_list(block_q, block_k, by_keys)
     return {name: _copied(array) for name, array in tiles._asdict().items()}
+
+
+@lru_cache(maxsize=256)
+def _origin(origin: Origin, device: int) -> Any:
+    """Return the place of a call in a larger dropout mask on the device, (4,) int64."""
+    return _copied(np.array(origin))
 
 
 @lru_cache(maxsize=64)

@@ -57,6 +57,7 @@ class Extras(NamedTuple):
         tile_ptr: See ``TileList``; for the kernel's own tiles and direction.
         tile_ids: See ``TileList``.
         tile_full: See ``TileList``.
+        origin: (4,) int64, a ``problem.origin.Origin``: where the dropout bits of the call begin.
         tiles: (tiles, 6) int64: where the kernel's tiles of packed sequences are, ``sequences.Tile``.
     """
 
@@ -78,6 +79,7 @@ class Extras(NamedTuple):
     tile_ptr: Any = 0
     tile_ids: Any = 0
     tile_full: Any = 0
+    origin: Any = 0
     tiles: Any = 0
 
 
@@ -98,6 +100,7 @@ def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
         (listed, ints),
         (listed, ints),
         (listed, flags),
+        (features.moved, types.Array(int64, 1, "A")),
         (features.packed, types.Array(int64, 2, "A")),
     )
     return types.NamedTuple([*numbers, *(kind if has else int64 for has, kind in arrays)], Extras)
@@ -123,11 +126,36 @@ class ScoreFunctions(NamedTuple):
 
 
 @cache
+def make_first_bit(moved: bool) -> Callable[..., tuple[Any, Any, Any]]:
+    """Return ``first_bit(place, extras)``: batch_head, row and column of a place in the dropout mask.
+
+    Args:
+        moved: The call is a part of a larger attention, whose :class:`kernels.problem.origin.Origin` is in
+            the extras.
+    """
+
+    @device_function
+    def first_bit(place, extras):
+        if not moved:
+            return place.batch * extras.heads + place.head, place.row, place.col
+        heads, head, row, col = (
+            extras.origin[0],
+            extras.origin[1],
+            extras.origin[2],
+            extras.origin[3],
+        )
+        return place.batch * heads + place.head + head, place.row + row, place.col + col
+
+    return first_bit
+
+
+@cache
 def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunctions:
     """Return the device functions for a kernel's features; those of absent options do nothing."""
     one, zero, minus_inf = dtype.type(1), dtype.type(0), dtype.type(-math.inf)
     program = make_score_program(features, cuda_target(dtype))
     (modified, _, is_visible), drops = program, features.dropout
+    first_bit = make_first_bit(features.moved)
 
     @device_function
     def score_and_slope(score, place, extras):
@@ -145,9 +173,9 @@ def make_score_functions(features: Features, dtype: np.dtype[Any]) -> ScoreFunct
     def kept(place, extras):
         if not drops:
             return one
-        flat = place.batch * extras.heads + place.head
+        flat, row, col = first_bit(place, extras)
         # TASK 5.6: keep(…) decides; what is kept counts keep_scale, which extras has.
-        is_kept = keep(extras.seed, flat, place.row, place.col, extras.threshold)
+        is_kept = keep(extras.seed, flat, row, col, extras.threshold)
         return extras.keep_scale if is_kept else zero
         # END TASK 5.6
 

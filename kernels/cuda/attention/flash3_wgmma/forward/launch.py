@@ -68,6 +68,8 @@ def why_not(problem: Problem, tile: tuple[int, int] | None) -> str | None:
         return f"its copies need a head_dim and a value dim that are multiples of 8, got {dims}"
     if problem.scale <= 0.0:
         return f"it takes a positive scale, got {problem.scale}"
+    if problem.features.moved:
+        return "it draws the dropout bits of whole attentions only"
     return tensor_cores.why_not_here(tile, CAPABILITY)
 
 

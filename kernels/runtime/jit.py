@@ -83,7 +83,7 @@ def _named(function: FunctionType) -> list[object]:
     return found + [getattr(m, name) for m in modules for name in names if hasattr(m, name)]
 
 
-def fingerprint(function: Any, *arguments: Type) -> str:
+def fingerprint(function: Any, *arguments: Type, by_dtype: bool = True) -> str:
     """Return a hash of the code and options of a function and of all project functions that it calls.
 
     Numba's cache checks only the file of the function, so that a change of a helper in another file would
@@ -95,6 +95,7 @@ def fingerprint(function: Any, *arguments: Type) -> str:
         function: A plain function or a dispatcher.
         arguments: Types of arguments.  Numba's key has their names, but not the order of the fields of
             named tuples.
+        by_dtype: Captured numbers of two dtypes differ.
     """
     seen: set[int] = set()
     parts: list[object] = []
@@ -122,6 +123,10 @@ def fingerprint(function: Any, *arguments: Type) -> str:
             stack.extend(item)
         elif isinstance(item, dict):
             stack.extend(item.items())
+        elif isinstance(item, np.generic) and not by_dtype:
+            parts.append(repr(item.item()))
+        elif isinstance(item, np.dtype) and not by_dtype:
+            continue
         elif isinstance(item, (bool, int, float, str, np.generic, np.dtype, Type)):
             parts.append((repr(item), getattr(item, "fields", None)))
         elif isinstance(item, np.ndarray):
@@ -171,8 +176,9 @@ def njit_cached(
         dispatcher: Any = numba.njit(cache=cache, error_model="numpy", **options)(target)
         cache_file = getattr(dispatcher._cache, "_cache_file", None)
         if cache_file is not None:  # None: no cache, or no folder for one is writable
-            cache_file._source_stamp = stamp = fingerprint(dispatcher)
-            captured = _captured(target)
+            # The kernels of two dtypes share a file, and a file with another stamp is written anew.
+            cache_file._source_stamp = fingerprint(dispatcher, by_dtype=False)
+            stamp, captured = fingerprint(dispatcher), _captured(target)
 
             def index_key(signature: Any, codegen: Any) -> Any:
                 return signature, codegen.magic_tuple(), stamp, captured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ... import operators
 from ...tensor import Tensor
 
 
@@ -22,19 +23,36 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     Source: Kitaev, Kaiser and Levskaya, Reformer (2020), appendix A; the same merge joins the tiles of
         FlashAttention and the devices of ring attention.
     """
-    outs, lses = zip(*parts, strict=True)
-    if len(parts) == 1:
-        return outs[0]
+    return parts[0][0] if len(parts) == 1 else _combined(parts, *_weights(parts)[1:])
+
+
+def merged_with_lse(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return :func:`merged` and the log-sum-exp of all scores, (…, seq), so that more sets can follow."""
+    largest, weights, total = _weights(parts)
+    # The total is at least 1, and log adds EPS to it.
+    return _combined(parts, weights, total), largest + (total - operators.EPS).log()
+
+
+def _weights(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Return each row's largest lse, e^(lse - largest) of each set, and their sum or 1; all (…, seq)."""
+    lses = [lse for _, lse in parts]
     largest = lses[0].detach()
     for lse in lses[1:]:
         largest = largest.where(lse.detach() < largest, lse.detach())
     # -inf - (-inf) would be NaN; the shift cancels, so that any finite number will do.
     shift = largest.where(largest > -math.inf, 0.0)
-    weights = [(lse - shift).exp() for lse in lses]  # each (…, seq)
+    weights = [(lse - shift).exp() for lse in lses]
     total = weights[0]
     for weight in weights[1:]:
         total = total + weight
-    total = total + (total.detach() == 0.0)
+    return largest, weights, total + (total.detach() == 0.0)
+
+
+def _combined(
+    parts: Sequence[tuple[Tensor, Tensor]], weights: Sequence[Tensor], total: Tensor
+) -> Tensor:
+    """Return the sum of the sets by their shares of the weights."""
+    outs = [out for out, _ in parts]
     shares = [(weight / total).view(*weight.shape, 1) for weight in weights]
     result = outs[0] * shares[0]
     for out, share in zip(outs[1:], shares[1:], strict=True):

@@ -1,0 +1,129 @@
+"""What a group of ranks can do: exchange arrays, whatever engine moves them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+#: What a reduction does with the elements of all ranks.
+REDUCTIONS = ("sum", "max", "min")
+
+
+class Transfer(Protocol):
+    """An operation that has begun.  Its arrays must not be changed, or read, before it is over."""
+
+    def wait(self) -> None:
+        """Return when the operation is over."""
+        ...
+
+
+class Group(ABC):
+    """Ranks that exchange arrays.
+
+    Every method but the last four begins an operation and returns a :class:`Transfer` at once.  All ranks
+    of a group call its collective methods, which are all but ``send``, ``receive`` and ``abort``, in the
+    same order.  Arrays are contiguous; those that belong together have one shape and dtype on all ranks.
+
+    Attributes:
+        rank: Number of this process in the group, from 0.
+        size: Number of ranks.
+        on_host: Whether arrays are NumPy arrays; otherwise they lie on a CUDA device.
+    """
+
+    rank: int
+    size: int
+    on_host: bool
+
+    @abstractmethod
+    def send(self, array: Any, to: int) -> Transfer:
+        """Send an array to a rank, which receives it; messages between two ranks keep their order."""
+
+    @abstractmethod
+    def receive(self, array: Any, source: int) -> Transfer:
+        """Fill an array with the next one that a rank sends."""
+
+    @abstractmethod
+    def all_reduce(self, array: Any, operation: str = "sum") -> Transfer:
+        """Replace an array by the sum of those of all ranks, the same bits on each.
+
+        Args:
+            array: float32, float64 or integers.
+            operation: "sum", "max" or "min".
+        """
+
+    @abstractmethod
+    def all_gather(self, array: Any, out: Any) -> Transfer:
+        """Fill ``out``, (size, …), with the arrays of all ranks."""
+
+    @abstractmethod
+    def reduce_scatter(self, array: Any, out: Any) -> Transfer:
+        """Fill ``out`` with the sum over all ranks of their ``array[rank]``.
+
+        Args:
+            array: (size, …), float32, float64 or integers.
+            out: (…).
+        """
+
+    @abstractmethod
+    def all_to_all(self, array: Any, out: Any) -> Transfer:
+        """Fill ``out[source]`` with ``array[rank]`` of each source; both are (size, …)."""
+
+    @abstractmethod
+    def broadcast(self, array: Any, root: int = 0) -> Transfer:
+        """Fill the arrays of all ranks with that of one."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+
+    @abstractmethod
+    def split(self, color: int) -> Group:
+        """Return the group of the ranks that pass the same color, in their present order."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> NoReturn:
+        """End all processes that were launched together, with one line that names this rank."""
+        raise SystemExit(reason)
+
+    def check_rank(self, name: str, rank: int) -> None:
+        """Check that an argument is a rank of the group.
+
+        Raises:
+            ValueError: It names the argument.
+        """
+        if not 0 <= rank < self.size:
+            raise ValueError(
+                f"{name} must be a rank from 0 to {self.size - 1}, got {rank}; the group has "
+                f"{self.size} ranks"
+            )
+
+
+class Grid(NamedTuple):
+    """The two groups of a rank in a grid.
+
+    Attributes:
+        data: The ranks that hold the same part of other sequences, for data parallel training.
+        ring: The ranks that hold the other parts of the same sequences.
+    """
+
+    data: Group
+    ring: Group
+
+
+def grid(group: Group, data: int, ring: int) -> Grid:
+    """Arrange ranks in ``data`` rings of ``ring`` neighbours; every rank calls it.
+
+    Args:
+        group: All ranks.
+        data: Number of rings.
+        ring: Number of ranks that share a sequence.
+
+    Raises:
+        ValueError: If the group does not have data x ring ranks.
+    """
+    if min(data, ring) < 1 or data * ring != group.size:
+        raise ValueError(
+            f"a grid of {data} x {ring} needs {data * ring} ranks, the group has {group.size}; choose data "
+            f"and ring whose product is {group.size}, or start another number of processes"
+        )
+    return Grid(data=group.split(group.rank % ring), ring=group.split(group.rank // ring))

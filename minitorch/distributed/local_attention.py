@@ -1,0 +1,129 @@
+"""Attention of some rows of a sequence to others, by one call of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from kernels import Problem, launch
+from kernels.problem.operands import make_operands
+from kernels.problem.options import Options
+from kernels.problem.origin import Origin
+from kernels.problem.packed_problem import make_packed_problem
+from kernels.problem.question import problem_of
+
+from ..functions.flash_attention import FlashAttention, attention_call
+from ..tensor import Tensor
+from ..tensor_data import TensorData
+
+#: How a problem is made of operands and options; see ``problem_of``.
+Make = Callable[[Any, Any, Any, Options], Problem]
+
+
+class Part(NamedTuple):
+    """One call as a part of a larger attention.
+
+    Attributes:
+        options: The options of the call.
+        make: Makes its problem.
+    """
+
+    options: Options
+    make: Make
+
+
+def part_of(
+    options: Options,
+    row: int = 0,
+    col: int = 0,
+    sums: tuple[int, ...] = (),
+    heads: int = 0,
+    batch_head: int = 0,
+) -> Part:
+    """Return the call whose rows and columns begin elsewhere in the attention that the options are for.
+
+    Args:
+        options: Those of the whole attention.
+        row: First query row.
+        col: First key column.
+        sums: Cumulative lengths of packed sequences, rows and columns alike, or ().
+        heads: Number of query heads of the whole attention.
+        batch_head: Flat index of the first (batch, head).
+    """
+    own: Options = {**options}
+    if row != col and (options.get("is_causal") or options.get("window_size") is not None):
+        own["causal_offset"] = row - col
+    make: Make = problem_of
+    if sums:
+        make = partial(make_packed_problem, cu_seqlens_q=sums, cu_seqlens_k=sums)
+    if options.get("dropout_p"):
+        make = partial(_moved, make, Origin(heads, batch_head, row, col))
+    return Part(own, make)
+
+
+def _moved(make: Make, origin: Origin, q: Any, k: Any, v: Any, options: Options) -> Problem:
+    return replace(make(q, k, v, options), origin=origin)
+
+
+def rows_of(a: Tensor, rows: range) -> Tensor:
+    """View some rows of (…, heads, seq, dim), without history.
+
+    Other rows lie between those of two heads: the view is for kernels and element-wise operations.
+    """
+    data, dim = a._tensor, a.dims - 2
+    shape = (*a.shape[:dim], len(rows), a.shape[-1])
+    first = rows.start * data.strides[dim]
+    last = first + sum((n - 1) * step for n, step in zip(shape, data.strides, strict=True))
+    storage = a.f.memory.part(data._storage, first, last + 1)
+    return a._new(TensorData.fresh(storage, shape, data.strides))
+
+
+def heads_first(a: Tensor) -> Tensor:
+    """View (seq, …, heads, dim) as (…, heads, seq, dim)."""
+    return a.permute(*range(1, a.dims - 1), 0, a.dims - 1)
+
+
+def sequence_first(a: Tensor) -> Tensor:
+    """View (…, heads, seq, dim) as (seq, …, heads, dim)."""
+    return a.permute(a.dims - 2, *range(a.dims - 2), a.dims - 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """Return out (…, heads, rows, value_dim) and lse (…, heads, rows); differentiable.
+
+    Args:
+        q: (…, heads, rows, head_dim).
+        k: (…, key heads, keys, head_dim).
+        v: (…, key heads, keys, value_dim).
+        part: The call.
+    """
+    options: Options = {**part.options, "return_lse": True}
+    out, lse = FlashAttention.apply_several(q, k, v, None, None, options, part.make)
+    return out, lse
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, part: Part, dout: Tensor, out: Tensor, lse: Tensor
+) -> list[Tensor]:
+    """Return what a call adds to dq, dk and dv, of the shapes of q, k and v.
+
+    P = exp(S - L) with the L of all keys, and D = rowsum(dO ∘ O) with the O of all keys: the gradients of
+    the whole attention are the sums of those of its parts.
+
+    Args:
+        q: As in :func:`attend`.
+        k: As in :func:`attend`.
+        v: As in :func:`attend`.
+        part: The call.
+        dout: Gradient of the whole out, (…, heads, rows, value_dim).
+        out: The result of attention to all keys, (…, heads, rows, value_dim).
+        lse: Of all keys, (…, heads, rows).
+    """
+    problem = attention_call(q, k, v, part.options, part.make).problem
+    target = launch.TARGETS[q.backend.target]
+    operands = make_operands(target.memory, problem, q.array(), k.array(), v.array())
+    operands = operands.having(out=out.array(), lse=lse.array(), dout=dout.array())
+    found = launch.backward(target, problem, operands)
+    return [q.wrap(x) for x in (found.dq, found.dk, found.dv)]

@@ -1,0 +1,168 @@
+"""Groups over MPI, for processes on the cores of one machine or of several."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import numpy as np
+
+from kernels.runtime.dtypes import is_half
+
+from .group import REDUCTIONS, Group, Transfer
+
+
+def _mpi() -> Any:
+    """Return mpi4py's module, which starts MPI when it is first imported."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ImportError(
+            f"minitorch.distributed needs mpi4py and an MPI library ({error}); install both with "
+            "pip install 'minitorch-flash[mpi]'"
+        ) from error
+    return MPI
+
+
+class _Request:
+    """An operation of MPI that has begun; it keeps the arrays alive."""
+
+    def __init__(self, request: Any, *arrays: Any):
+        self._request, self._arrays = request, arrays
+
+    def wait(self) -> None:
+        """Return when the operation is over."""
+        self._request.Wait()
+        self._arrays = ()
+
+
+def _contiguous(name: str, array: Any) -> Any:
+    """Check that an array can be a message."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            f"{name} must be a NumPy array, got {type(array).__name__}; MPI moves host memory, pass "
+            "Tensor.to_numpy()"
+        )
+    if not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} must be contiguous, got shape {array.shape} with strides {array.strides}; pass "
+            "numpy.ascontiguousarray(array)"
+        )
+    return array
+
+
+def _bytes(name: str, array: Any) -> Any:
+    """Return an array as bytes: MPI moves every dtype so, those too that it does not know."""
+    return _contiguous(name, array).reshape(-1).view(np.uint8)
+
+
+def _numbers(name: str, array: Any) -> Any:
+    """Return an array that MPI can add up."""
+    if is_half(_contiguous(name, array).dtype):
+        raise TypeError(
+            f"{name} is {array.dtype}, of which MPI computes no sums; convert it to float32"
+        )
+    return array
+
+
+def _check_sizes(array: Any, whole: Any, names: str, size: int) -> None:
+    if whole.shape != (size, *array.shape) or whole.dtype != array.dtype:
+        raise ValueError(
+            f"{names} must have shapes (…) and (size, …) and one dtype, got {array.shape} of {array.dtype} "
+            f"and {whole.shape} of {whole.dtype} in a group of {size}"
+        )
+
+
+class MPIGroup(Group):
+    """The ranks of an MPI communicator.
+
+    Args:
+        communicator: An intracommunicator of mpi4py.
+    """
+
+    on_host = True
+
+    def __init__(self, communicator: Any):
+        self.communicator = communicator
+        self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
+
+    def send(self, array: Any, to: int) -> Transfer:
+        """See :meth:`Group.send`."""
+        self.check_rank("to", to)
+        message = _bytes("array", array)
+        return _Request(self.communicator.Isend(message, to), message)
+
+    def receive(self, array: Any, source: int) -> Transfer:
+        """See :meth:`Group.receive`."""
+        self.check_rank("source", source)
+        message = _bytes("array", array)
+        return _Request(self.communicator.Irecv(message, source), message)
+
+    def all_reduce(self, array: Any, operation: str = "sum") -> Transfer:
+        """See :meth:`Group.all_reduce`."""
+        if operation not in REDUCTIONS:
+            raise ValueError(f"operation must be one of {REDUCTIONS}, got {operation!r}")
+        mpi, array = _mpi(), _numbers("array", array)
+        reduction = getattr(mpi, operation.upper())
+        return _Request(self.communicator.Iallreduce(mpi.IN_PLACE, array, reduction), array)
+
+    def all_gather(self, array: Any, out: Any) -> Transfer:
+        """See :meth:`Group.all_gather`."""
+        _check_sizes(array, out, "array and out", self.size)
+        own, whole = _bytes("array", array), _bytes("out", out)
+        return _Request(self.communicator.Iallgather(own, whole), own, whole)
+
+    def reduce_scatter(self, array: Any, out: Any) -> Transfer:
+        """See :meth:`Group.reduce_scatter`."""
+        _check_sizes(out, array, "out and array", self.size)
+        own, whole = _numbers("out", out), _numbers("array", array)
+        return _Request(self.communicator.Ireduce_scatter_block(whole, own), own, whole)
+
+    def all_to_all(self, array: Any, out: Any) -> Transfer:
+        """See :meth:`Group.all_to_all`."""
+        _check_sizes(out[:1].reshape(out.shape[1:]), array, "out[0] and array", self.size)
+        own, whole = _bytes("array", array), _bytes("out", out)
+        return _Request(self.communicator.Ialltoall(own, whole), own, whole)
+
+    def broadcast(self, array: Any, root: int = 0) -> Transfer:
+        """See :meth:`Group.broadcast`."""
+        self.check_rank("root", root)
+        message = _bytes("array", array)
+        return _Request(self.communicator.Ibcast(message, root), message)
+
+    def barrier(self) -> None:
+        """See :meth:`Group.barrier`."""
+        self.communicator.Barrier()
+
+    def split(self, color: int) -> MPIGroup:
+        """See :meth:`Group.split`."""
+        return MPIGroup(self.communicator.Split(color, self.rank))
+
+    def abort(self, reason: str) -> NoReturn:
+        """See :meth:`Group.abort`."""
+        print(f"rank {self.rank} of {self.size}: {reason}", file=sys.stderr, flush=True)
+        self.communicator.Abort(1)
+        raise SystemExit(reason)  # not reached
+
+
+@lru_cache(maxsize=1)
+def world() -> MPIGroup:
+    """Return the group of all processes that ``mpiexec`` has started together.
+
+    From then on an exception that a script does not catch ends all of them, since the others would wait
+    for this rank.  A process that was started alone is a world of one.
+
+    Raises:
+        ImportError: If mpi4py or an MPI library is missing.
+    """
+    group = MPIGroup(_mpi().COMM_WORLD.Dup())
+    if group.size > 1:
+
+        def abort(kind: Any, error: Any, trace: Any) -> None:
+            traceback.print_exception(kind, error, trace)
+            group.abort(f"{kind.__name__}: {error}")
+
+        sys.excepthook = abort
+    return group

@@ -82,10 +82,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     if reason := _why_skipped("cuda"):
         terminalreporter.write_line(f"NO GPU TEST HAS RUN: {reason}", yellow=True, bold=True)
-    optional = ("torch", "transformers", "tokenizers")
+    optional = {
+        "torch": "torch",
+        "transformers": "torch",
+        "tokenizers": "tokenizers",
+        "mpi4py": "mpi",
+    }
     if missing := [name for name in optional if find_spec(name) is None]:
-        names = ", ".join(missing)
-        reason = f"{names} missing; pip install -e '.[tokenizers,torch]'"
+        names, extras = ", ".join(missing), sorted({optional[name] for name in missing})
+        reason = f"{names} missing; pip install -e '.[{','.join(extras)}]'"
         terminalreporter.write_line(
             f"NO TEST OF {names.upper()} HAS RUN: {reason}", yellow=True, bold=True
         )

@@ -67,11 +67,21 @@ def _numbers(name: str, array: Any) -> Any:
     return array
 
 
-def _check_sizes(array: Any, whole: Any, names: str, size: int) -> None:
-    if whole.shape != (size, *array.shape) or whole.dtype != array.dtype:
+def _check(array: Any, out: Any, expected: tuple[int, ...], size: int) -> None:
+    """Check the shape of ``out``, and that both arrays have one dtype."""
+    if out.shape != expected or out.dtype != array.dtype:
         raise ValueError(
-            f"{names} must have shapes (…) and (size, …) and one dtype, got {array.shape} of {array.dtype} "
-            f"and {whole.shape} of {whole.dtype} in a group of {size}"
+            f"out must be {expected} of {array.dtype} for an array of shape {array.shape} in a group of "
+            f"{size} ranks, got {out.shape} of {out.dtype}"
+        )
+
+
+def _check_parts(array: Any, size: int) -> None:
+    """Check that an array has a part for each rank."""
+    if array.shape[:1] != (size,):
+        raise ValueError(
+            f"array must have a part for each rank, (size, …), got shape {array.shape} in a group of "
+            f"{size} ranks"
         )
 
 
@@ -110,19 +120,21 @@ class MPIGroup(Group):
 
     def all_gather(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_gather`."""
-        _check_sizes(array, out, "array and out", self.size)
+        _check(array, out, (self.size, *array.shape), self.size)
         own, whole = _bytes("array", array), _bytes("out", out)
         return _Request(self.communicator.Iallgather(own, whole), own, whole)
 
     def reduce_scatter(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.reduce_scatter`."""
-        _check_sizes(out, array, "out and array", self.size)
+        _check_parts(array, self.size)
+        _check(array, out, array.shape[1:], self.size)
         own, whole = _numbers("out", out), _numbers("array", array)
         return _Request(self.communicator.Ireduce_scatter_block(whole, own), own, whole)
 
     def all_to_all(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_to_all`."""
-        _check_sizes(out[:1].reshape(out.shape[1:]), array, "out[0] and array", self.size)
+        _check_parts(array, self.size)
+        _check(array, out, array.shape, self.size)
         own, whole = _bytes("array", array), _bytes("out", out)
         return _Request(self.communicator.Ialltoall(own, whole), own, whole)
 

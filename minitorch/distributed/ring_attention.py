@@ -154,25 +154,33 @@ class RingAttention(Function):
         dq: list[Any] = [None] * len(own)
         arriving: list[Shift] = []
 
+        def add(
+            i: int, b: Segment, part: Part, block: Sequence[Tensor], sums: list[Tensor]
+        ) -> None:
+            rows, (keys, values) = own[i].here, (rows_of(x, b.here) for x in block)
+            results = rows_of(dout, rows), rows_of(out, rows), lses[i]
+            own_dq, *others = gradients(rows_of(q, rows), keys, values, part, *results)
+            own_dq = own_dq.to(wide)
+            dq[i] = own_dq if dq[i] is None else dq[i] + own_dq
+            _add_to([rows_of(x, b.here) for x in sums], others)
+
         def visit(owner: int, block: Sequence[Tensor]) -> None:
             sums = [x.full(x.shape, 0.0, wide) for x in block]
             for i, b, part in call.parts(owner):
-                rows, (keys, values) = own[i].here, (rows_of(x, b.here) for x in block)
-                results = rows_of(dout, rows), rows_of(out, rows), lses[i]
-                more, *others = gradients(rows_of(q, rows), keys, values, part, *results)
-                more = more.to(wide)
-                dq[i] = more if dq[i] is None else dq[i] + more
-                for total, other in zip(sums, others, strict=True):
-                    its = rows_of(total, b.here)
-                    its.f.id_map(its + other, its)
+                add(i, b, part, block, sums)
             if arriving:
-                for total, other in zip(sums, arriving.pop().wait(), strict=True):
-                    total.f.id_map(total + other, total)
+                _add_to(sums, arriving.pop().wait())
             arriving.append(Shift(group, sums))
 
         circulate(group, (k, v), visit)
         dk, dv = arriving.pop().wait()
         return Cat.apply(q.dims - 2, *dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def _add_to(totals: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Add tensors to others in place."""
+    for total, other in zip(totals, others, strict=True):
+        total.f.id_map(total + other, total)
 
 
 def _by_gathering(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

@@ -1,28 +1,37 @@
-"""What the tests of attention over several ranks run on each of them; ``mpiexec`` starts this module."""
+"""What the tests of several ranks run on each; ``mpiexec`` starts this module with the name of a check."""
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import minitorch
-from minitorch.distributed import positions, ring_attention, world
+from minitorch.distributed import grid, positions, ring_attention, world
 
 from ...support.tolerances import assert_close_arrays
 
 GROUP = world()
 #: The same draws on every rank, and no second look at one that failed: the others would not follow.
 DRAWN = settings(
-    derandomize=True, database=None, deadline=None, phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=60,
+    phases=[Phase.generate],
+    suppress_health_check=[*HealthCheck],
+)
+DTYPES = st.sampled_from([np.float16, np.float32, np.float32, np.float64, np.float64])
 
 
 class Case(NamedTuple):
-    """One attention, of which each rank holds a part."""
+    """One attention, of which each rank holds a part; q, k, v and dout are of the whole sequence."""
 
     q: Any
     k: Any
@@ -30,19 +39,25 @@ class Case(NamedTuple):
     dout: Any
     sums: Any
     layout: str
+    method: str
     options: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        """The dimension of the sequence."""
+        return 0 if self.sums is not None else self.q.ndim - 2
 
 
 @st.composite
-def cases(draw: Any, methods: Any = st.just("ring")) -> tuple[Case, str]:
-    """Draw a whole sequence whose rows the ranks can share, every option, and a method."""
-    method, layout = draw(methods), draw(st.sampled_from(["zigzag", "contiguous"]))
-    chunk = draw(st.integers(1, 12))
-    seq = chunk * GROUP.size * (2 if layout == "zigzag" else 1)
+def cases(draw: Any) -> Case:
+    """Draw a sequence whose rows the ranks can share, with every option."""
+    method = draw(st.sampled_from(["ring", "ring", "all-gather", "ulysses"]))
+    layout = draw(st.sampled_from(["zigzag", "contiguous"]))
+    seq = draw(st.integers(1, 12)) * GROUP.size * (2 if layout == "zigzag" else 1)
     share = GROUP.size if method == "ulysses" else 1
     key_heads, groups = share * draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    heads, dim, value_dim = key_heads * groups, draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    packed, dtype = draw(st.booleans()), draw(st.sampled_from([np.float32, np.float64]))
+    dim, value_dim = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    packed, dtype = draw(st.booleans()), draw(DTYPES)
     lead = () if packed else draw(st.sampled_from([(), (1,), (2,)]))
     random = np.random.default_rng(draw(st.integers(0, 2**16)))
 
@@ -50,10 +65,16 @@ def cases(draw: Any, methods: Any = st.just("ring")) -> tuple[Case, str]:
         shape = (seq, heads, dim) if packed else (*lead, heads, seq, dim)
         return random.standard_normal(shape).astype(dtype)
 
+    heads = key_heads * groups
+    operands = (
+        array(heads, dim),
+        array(key_heads, dim),
+        array(key_heads, value_dim),
+        array(heads, value_dim),
+    )
     sums = None
     if packed:
-        inner = draw(st.lists(st.integers(0, seq), max_size=6))
-        sums = np.array([0, *sorted(inner), seq])
+        sums = np.array([0, *sorted(draw(st.lists(st.integers(0, seq), max_size=6))), seq])
     options: dict[str, Any] = {"enable_gqa": groups > 1, "is_causal": draw(st.booleans())}
     if draw(st.booleans()):
         options["window_size"] = draw(st.tuples(st.integers(-1, seq), st.integers(-1, seq)))
@@ -61,52 +82,186 @@ def cases(draw: Any, methods: Any = st.just("ring")) -> tuple[Case, str]:
         options |= {"dropout_p": 0.3, "seed": draw(st.integers(0, 2**64 - 1))}
     if draw(st.booleans()):
         options["softcap"] = 2.0
-    own = (
-        array(heads, dim),
-        array(key_heads, dim),
-        array(key_heads, value_dim),
-        array(heads, value_dim),
-    )
-    return Case(*own, sums, layout, options), method
+    return Case(*operands, sums, layout, method, options)
 
 
-def computed(case: Case, method: str = "", rows: Any = slice(None)) -> list[Any]:
-    """Return out, dq, dk and dv, on one device unless a method is given."""
-    axis = 0 if case.sums is not None else case.q.ndim - 2
-    own = [minitorch.from_numpy(np.take(x, rows, axis) if method else x) for x in case[:4]]
-    q, k, v, dout = own
+def computed(operands: tuple[Any, ...], attend: Callable[..., Any]) -> list[Any]:
+    """Return out, dq, dk and dv."""
+    q, k, v, dout = (minitorch.from_numpy(x) for x in operands)
     for leaf in (q, k, v):
         leaf.requires_grad_(True)
-    if method:
-        place = {"layout": case.layout, "cu_seqlens": case.sums, "method": method}
-        out = ring_attention(q, k, v, GROUP, **place, **case.options)
-    elif case.sums is not None:
-        out = q.flash_attention_varlen(k, v, case.sums, case.sums, **case.options)
-    else:
-        out = q.flash_attention(k, v, **case.options)
+    out = attend(q, k, v)
     out.backward(dout)
-    results = [out.to_numpy(), *(x.grad.to_numpy() for x in (q, k, v))]
-    return results if method else [np.take(x, rows, axis) for x in results]
+    gradients: list[Any] = [q.grad, k.grad, v.grad]
+    return [out.to_numpy(), *(x.to_numpy() for x in gradients)]
 
 
-@settings(DRAWN, max_examples=40)
-@given(cases(st.sampled_from(["ring", "ring", "all-gather", "ulysses"])))
-def all_methods_are_one_device(drawn: tuple[Case, str]) -> None:
-    """Compare out and gradients of this rank's rows, and two runs bit for bit."""
-    case, method = drawn
-    axis = 0 if case.sums is not None else case.q.ndim - 2
-    rows = positions(case.q.shape[axis], GROUP, case.layout)
-    found = computed(case, method, rows)
-    for name, x, wanted in zip(
-        ("out", "dq", "dk", "dv"), found, computed(case, "", rows), strict=True
-    ):
-        what = f"{name} of {method}, {case.layout}, {case.q.shape}, {case.sums}, {case.options}"
-        assert_close_arrays(
-            x, wanted, case.q.dtype, what=what, size=max(1.0, float(abs(wanted).max(initial=0)))
-        )
-    for x, again in zip(found, computed(case, method, rows), strict=True):
+def on_ranks(case: Case) -> list[Any]:
+    """Return the results of this rank."""
+    rows = positions(case.q.shape[case.rows], GROUP, case.layout)
+    place = {"layout": case.layout, "method": case.method, "cu_seqlens": case.sums}
+    return computed(
+        tuple(np.take(x, rows, case.rows) for x in case[:4]),
+        lambda q, k, v: ring_attention(q, k, v, GROUP, **place, **case.options),
+    )
+
+
+def on_one_device(case: Case) -> list[Any]:
+    """Return the rows of this rank, computed in float64 by one device."""
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if case.sums is None:
+            return q.flash_attention(k, v, **case.options)
+        return q.flash_attention_varlen(k, v, case.sums, case.sums, **case.options)
+
+    whole = computed(tuple(x.astype(np.float64) for x in case[:4]), attend)
+    rows = positions(case.q.shape[case.rows], GROUP, case.layout)
+    return [np.take(x, rows, case.rows) for x in whole]
+
+
+@settings(DRAWN)
+@given(cases())
+def attention(case: Case) -> None:
+    """Every method with every option is one device, to rounding, and two runs are equal bit for bit."""
+    found = on_ranks(case)
+    for name, x, wanted in zip(("out", "dq", "dk", "dv"), found, on_one_device(case), strict=True):
+        what = f"{name} by {case.method} of {case}"
+        size = max(1.0, float(abs(wanted).max(initial=0.0)))
+        assert_close_arrays(x, wanted, case.q.dtype, what=what, size=size)
+    for x, again in zip(found, on_ranks(case), strict=True):
         np.testing.assert_array_equal(x, again)
 
 
+def default_seed() -> None:
+    """Without a seed the bits are those of one device after the same ``manual_seed``, on every rank."""
+    q = np.zeros((1, 8 * GROUP.size, 4))
+    v = np.random.default_rng(1).standard_normal(q.shape)
+    case = Case(q, q, v, v, None, "zigzag", "ring", {"dropout_p": 0.5})
+    minitorch.manual_seed(3)
+    wanted = on_one_device(case)
+    minitorch.manual_seed(3 if GROUP.rank == 0 else 100 + GROUP.rank)
+    for x, y in zip(on_ranks(case), wanted, strict=True):
+        assert_close_arrays(x, y, np.float64)
+
+
+@settings(DRAWN, max_examples=20)
+@given(DTYPES, st.lists(st.integers(0, 5), max_size=3), st.integers(0, 2**16))
+def exchanges(dtype: Any, shape: list[int], seed: int) -> None:
+    """Each operation of a group moves or adds what it says."""
+    size, rank = GROUP.size, GROUP.rank
+    every = np.random.default_rng(seed).standard_normal((size, size, *shape)).astype(dtype)
+    own, out = every[rank].copy(), np.empty_like(every[0])
+
+    gathered = np.empty_like(every)
+    GROUP.all_gather(own, gathered).wait()
+    np.testing.assert_array_equal(gathered, every)
+
+    GROUP.all_to_all(own, out).wait()
+    np.testing.assert_array_equal(out, every[:, rank])
+
+    message = own.copy()
+    GROUP.broadcast(message, size - 1).wait()
+    np.testing.assert_array_equal(message, every[size - 1])
+
+    source = (rank - 1) % size
+    transfers = [GROUP.receive(out, source), GROUP.send(own, (rank + 1) % size)]
+    for transfer in transfers:
+        transfer.wait()
+    np.testing.assert_array_equal(out, every[source])
+
+    if dtype == np.float16:
+        with pytest.raises(TypeError, match="convert it to float32"):
+            GROUP.all_reduce(own)
+        return
+    part = np.empty_like(own[0])
+    GROUP.reduce_scatter(own, part).wait()
+    assert_close_arrays(part, every[:, rank].sum(axis=0), dtype, size=size)
+    for operation in ("sum", "max", "min"):
+        total = own.copy()
+        GROUP.all_reduce(total, operation).wait()
+        assert_close_arrays(total, getattr(every, operation)(axis=0), dtype, size=size)
+        totals = np.empty((size, *total.shape), dtype)
+        GROUP.all_gather(total, totals).wait()
+        for other in totals:  # ranks that add up gradients must keep equal weights
+            np.testing.assert_array_equal(other, total)
+
+
+def grids() -> None:
+    """A grid has a row and a column of ranks for each rank, in their order."""
+    for ring in range(1, GROUP.size + 1):
+        if GROUP.size % ring:
+            with pytest.raises(ValueError, match=rf"the group has {GROUP.size}"):
+                grid(GROUP, 1, ring)
+            continue
+        found = grid(GROUP, GROUP.size // ring, ring)
+        for group, wanted in (
+            (found.ring, [GROUP.rank // ring * ring + i for i in range(ring)]),
+            (found.data, [GROUP.rank % ring + i * ring for i in range(GROUP.size // ring)]),
+        ):
+            ranks = np.empty((group.size, 1), np.int64)
+            group.all_gather(np.array([GROUP.rank]), ranks).wait()
+            assert ranks[:, 0].tolist() == wanted
+            assert wanted[group.rank] == GROUP.rank
+    GROUP.barrier()
+
+
+def wrong_calls() -> None:
+    """Every rank gets the same error, in words, and none waits for another."""
+    x = minitorch.from_numpy(np.ones((1, 3, 6, 4), np.float32))
+    flat = minitorch.from_numpy(np.ones((6, 3, 4), np.float32))
+    longer = minitorch.from_numpy(np.ones((1, 3, 6 + 2 * GROUP.rank, 4), np.float32))
+    odd = minitorch.from_numpy(np.ones((1, 3, 5, 4), np.float32))
+    for operands, options, error, words in (
+        ((longer,) * 3, {}, ValueError, "rank 0 has q"),
+        ((x,) * 3, {"softcap": float(GROUP.rank)}, ValueError, "rank 1"),
+        ((odd,) * 3, {}, ValueError, "does not divide into 4 equal chunks"),
+        ((x,) * 3, {"method": "ulysses"}, ValueError, "do not both divide by 2; use method='ring'"),
+        ((x,) * 3, {"method": "tree"}, ValueError, "method must be one of"),
+        ((x,) * 3, {"layout": "striped"}, ValueError, "layout must be one of"),
+        ((x, odd, odd), {}, ValueError, "must agree in all sizes but heads and dim"),
+        ((x,) * 3, {"cu_seqlens": [0, 12]}, ValueError, "shape \\(total, heads, dim\\)"),
+        ((flat,) * 3, {"cu_seqlens": [0, 6]}, ValueError, "end with the 12 query rows"),
+        ((flat,) * 3, {"cu_seqlens": [0.0, 12.0]}, TypeError, "whole numbers"),
+        ((x,) * 3, {"dropout_p": 2.0}, ValueError, "dropout_p must be"),
+        ((x, x, np.ones(3)), {}, TypeError, "v must be a tensor"),
+    ):
+        with pytest.raises(error, match=words):
+            ring_attention(*operands, GROUP, **options)
+    array = np.ones((2, 3))
+    for call, error, words in (
+        (lambda: GROUP.send(array, 2), ValueError, "to must be a rank from 0 to 1, got 2"),
+        (lambda: GROUP.receive(array.T, 0), ValueError, "must be contiguous"),
+        (lambda: GROUP.all_reduce([1.0]), TypeError, "must be a NumPy array"),
+        (lambda: GROUP.all_reduce(array, "mean"), ValueError, "operation must be one of"),
+        (lambda: GROUP.all_gather(array, array), ValueError, "in a group of 2"),
+        (lambda: GROUP.reduce_scatter(np.ones((3, 2)), array), ValueError, "a part for each rank"),
+        (lambda: GROUP.all_to_all(array, np.ones((3, 3))), ValueError, "in a group of 2"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+
+
+def memory() -> None:
+    """A rank holds its part, two blocks of keys and values, and backward as many of their gradients."""
+    rows, heads, dim = 512, 2, 32
+    operands = [minitorch.from_numpy(np.ones((1, heads, rows, dim))) for _ in range(4)]
+    block = 2 * operands[0].to_numpy().nbytes
+    for leaf in operands[:3]:
+        leaf.requires_grad_(True)
+    for _ in range(2):  # the first call compiles
+        tracemalloc.start()
+        out: Any = ring_attention(*operands[:3], GROUP, is_causal=True)
+        forward = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        out.backward(operands[3])
+        backward = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # Results, blocks under way, and temporaries of half a rank's rows.
+    assert forward / block < 0.55 + 2 + 1.25, forward / block
+    assert backward / block < 2.1 + 2 + 2 + 1.25, backward / block
+
+
+CHECKS = (attention, default_seed, exchanges, grids, wrong_calls, memory)
+
 if __name__ == "__main__":
-    all_methods_are_one_device()
+    {check.__name__: check for check in CHECKS}[sys.argv[1]]()

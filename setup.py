@@ -15,6 +15,9 @@ PACKAGES = ("minitorch", "kernels")
 MATPLOTLIB = "matplotlib>=3.9,<4"
 SKLEARN = "scikit-learn>=1.5,<2"
 
+# The second is a wheel with the MPI library, so that no system package is needed.
+MPI = ["mpi4py>=4.1,<5; sys_platform != 'win32'", "mpich>=4.3,<6; sys_platform != 'win32'"]
+
 COURSE = ["hypothesis>=6.139,<7", "pytest>=8,<10", "pytest-xdist>=3.5,<4"]
 
 EXTRAS = {
@@ -38,6 +41,8 @@ EXTRAS = {
     "torch": ["torch>=2.5,<3", "transformers>=4.53,<6"],
     # Texts for the weights of Hugging Face, in project/generate.py.
     "tokenizers": ["tokenizers>=0.21.4,<1"],
+    # Groups of processes for minitorch.distributed, and mpiexec, which starts them.
+    "mpi": MPI,
     # A peer for the benchmarks.  The CPU build is smaller; see pytorch.org for how to choose one.
     "bench": ["torch>=2.4,<3"],
     "dist": ["build>=1,<2", "twine>=5,<7"],
@@ -54,6 +59,8 @@ EXTRAS = {
         "playwright>=1.40,<2",
         # Builds the wheel that tests/repository/test_packaging.py installs.
         "setuptools>=70.1",
+        # Run attention over several ranks (tests/minitorch/distributed).
+        *MPI,
         SKLEARN,
     ],
     "lint": ["pyright[nodejs]>=1.1.390,<2", "ruff>=0.9,<0.18"],

@@ -11,6 +11,7 @@ from ..support.rooms import ROOT, declared, imported_names, imports, room_of, so
 #: Modules of optional extras, which a function may import.
 EXTRAS = {
     "matplotlib",
+    "mpi4py",
     "tokenizers",
     "torch",
     "transformers",

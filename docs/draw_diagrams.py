@@ -10,6 +10,7 @@ from pathlib import Path
 import attention_diagrams
 import course_diagrams
 import hardware_diagrams
+import ring_diagram
 from kernel_diagrams import mma_fragments, ping_pong, swizzle
 
 from kernels.common.picture import AMBER, BLUE, GREEN, INK, PALE, RED, Picture
@@ -250,6 +251,7 @@ PICTURES = {
     **course_diagrams.PICTURES,
     **hardware_diagrams.PICTURES,
     **attention_diagrams.PICTURES,
+    **ring_diagram.PICTURES,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,20 @@ def test_a_wrong_call_says_on_every_rank_what_is_wrong() -> None:
 
 def test_memory_does_not_grow_with_the_ranks() -> None:
     run_on_ranks(4, "memory")
+
+
+def test_the_program_of_the_guide_runs(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "guides" / "many-devices.md").read_text(encoding="utf-8")
+    program = tmp_path / "ring.py"
+    program.write_text("".join(re.findall(r"^```python mpi4py\n(.*?)^```", guide, re.M | re.S)))
+    done = subprocess.run(
+        [str(MPIEXEC), "-n", "2", sys.executable, str(program)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=SECONDS,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    differences = [float(x) for x in re.findall(r"largest difference (\S+)", done.stdout)]
+    assert len(differences) == 2 and max(differences) < 1e-5
 
 
 def test_an_error_on_one_rank_ends_all() -> None:

@@ -154,12 +154,14 @@ class _Modes(threading.local):
         dropping: Whether dropout layers drop elements; see :class:`without_dropout`.
         drawing: Whether layers draw their initial weights; see :class:`without_drawing`.
         anomaly: Checks of results and gradients, or None; see :class:`minitorch.detect_anomaly`.
+        leaf_is_done: Called with each tensor whose gradient a backward pass has completed, or None.
     """
 
     recording = True
     dropping = True
     drawing = True
     anomaly: AnomalyChecks | None = None
+    leaf_is_done: Callable[[Any], None] | None = None
 
 
 modes = _Modes()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kernels.runtime.dtypes import acc_dtype, is_floating, is_half, rounded
 
-from .autodiff import History, Variable, backpropagate
+from .autodiff import History, Variable, backpropagate, modes
 from .backends.dtype_promotion import result_dtype
 from .backends.elements import NUMBERS, as_dtype, as_element, as_float, checked_shape, dtype_of
 from .cuda_ops import CudaBackend
@@ -348,6 +348,8 @@ class Tensor(TensorOperators, ShapeMethods, Container, Lending):
             x = x.to(self.dtype)
         # Never in place: `x` may be the gradient of another leaf too.
         self.grad = x if self.grad is None else self.grad + x
+        if modes.leaf_is_done is not None:
+            modes.leaf_is_done(self)
 
     def chain_rule(self, d_output: Any) -> Iterable[tuple[Variable, Any]]:
         """Pair each input with its gradient, given the gradient of this tensor."""

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run_on_ranks(size: int, check: str) -> None:
-    """Run one check of ``on_ranks`` on several ranks of one thread each."""
-    program = [sys.executable, "-m", "tests.minitorch.distributed.on_ranks", check]
+def run_on_ranks(size: int, check: str, module: str = "on_ranks") -> None:
+    """Run one check of a module beside this one on several ranks of one thread each."""
+    program = [sys.executable, "-m", f"tests.minitorch.distributed.{module}", check]
     one_thread = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [str(MPIEXEC), "-n", str(size), *program],
@@ -58,6 +58,17 @@ def test_a_wrong_call_says_on_every_rank_what_is_wrong() -> None:
 
 def test_memory_does_not_grow_with_the_ranks() -> None:
     run_on_ranks(4, "memory")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("check", ["gradients", "curves"])
+def test_training_on_ranks_is_that_of_one_device(size: int, check: str) -> None:
+    run_on_ranks(size, check, "training_on_ranks")
+
+
+@pytest.mark.parametrize("check", ["state", "other_weights"])
+def test_ranks_share_a_training(check: str) -> None:
+    run_on_ranks(3, check, "training_on_ranks")
 
 
 def test_the_program_of_the_guide_runs(tmp_path: Path) -> None:

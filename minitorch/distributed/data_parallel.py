@@ -1,0 +1,232 @@
+"""Training on several ranks with other examples each: averaged gradients, and a shared optimiser state.
+
+    average = GradientAverage(model.parameters(), group)
+    optimizer = ShardedOptimizer(model.parameters(), group, minitorch.AdamW, lr=1e-3)
+    ...
+    with average.during_backward():
+        loss.backward()
+    optimizer.step()
+
+Source: Li et al., PyTorch Distributed (2020), for buckets that are reduced during the backward pass;
+Rajbhandari et al., ZeRO (2020), section 5.1, for the shares of the optimiser's state.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kernels.runtime.dtypes import acc_dtype
+
+from ..autodiff import modes, no_grad
+from ..functions.subscripts import piece
+from ..module import Parameter
+from ..optim import Optimizer, clip_grad_norm_
+from ..tensor import Tensor
+from .exchange import message, received
+from .group import Group, Transfer
+
+#: Bytes of a bucket: large enough that its latency is nothing beside its transfer.
+BUCKET_BYTES = 4 << 20
+
+
+def check_same_model(parameters: Sequence[Parameter], group: Group) -> None:
+    """Check that all ranks have the same parameters, bit for bit.
+
+    Raises:
+        ValueError: It names the first rank that has others.
+    """
+    code = 0
+    for p in parameters:
+        array = np.ascontiguousarray(p.value.to_numpy())
+        code = zlib.crc32(repr((array.shape, str(array.dtype))).encode(), code)
+        code = zlib.crc32(array.reshape(-1).view(np.uint8), code)
+    codes = np.empty((group.size, 1), np.int64)
+    group.all_gather(np.array([code], np.int64), codes).wait()
+    if (other := np.flatnonzero(codes[:, 0] != codes[0, 0])).size:
+        raise ValueError(
+            f"all ranks must begin with the same parameters, and those of rank {other[0]} are not those of "
+            "rank 0; call manual_seed with the same seed before the model is made, or load the same file"
+        )
+
+
+class _Bucket:
+    """Gradients that travel together.
+
+    Args:
+        parameters: In the order in which their gradients are expected.
+        group: The ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], group: Group):
+        self.parameters, self._group = parameters, group
+        self.left = len(parameters)
+        like: Tensor = parameters[0].value
+        sizes = [p.value.size for p in parameters]
+        self._places = [
+            range(stop - size, stop) for size, stop in zip(sizes, np.cumsum(sizes), strict=True)
+        ]
+        self._flat = like.full((sum(sizes),), 0.0, acc_dtype(like.dtype))
+        self._array: Any = None
+        self._transfer: Transfer | None = None
+
+    def begin(self) -> None:
+        """Begin to add up the gradients of all ranks; a parameter without one counts as 0."""
+        for p, place in zip(self.parameters, self._places, strict=True):
+            if (grad := p.value.grad) is not None:
+                flat = grad.contiguous().view(grad.size).to(self._flat.dtype)
+                grad.f.id_map(flat, piece(self._flat, 0, place))
+        self._array = message(self._flat, self._group)
+        self._transfer = self._group.all_reduce(self._array)
+
+    def finish(self) -> None:
+        """Wait for the sums, and replace the gradients by the averages."""
+        assert self._transfer is not None, "it has begun"
+        self._transfer.wait()
+        average = received(self._array, self._flat) * (1.0 / self._group.size)
+        for p, place in zip(self.parameters, self._places, strict=True):
+            own = piece(average, 0, place).view(*p.value.shape)
+            p.value.grad = own.to(p.value.dtype)
+
+
+class GradientAverage:
+    """Averages the gradients of all ranks in buckets, while the backward pass goes on.
+
+    The average of mean losses over equally many examples is the mean loss of all of them, so that training
+    is that of one device with all examples, to rounding.
+
+    Args:
+        parameters: Of the model, the same on all ranks.
+        group: The ranks.
+        bucket_bytes: Bytes of gradients that are sent at a time; a larger gradient is sent alone.
+
+    Raises:
+        ValueError: If the ranks have other parameters.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], group: Group, bucket_bytes: int = BUCKET_BYTES
+    ):
+        self._group, self._bucket_bytes = group, bucket_bytes
+        self._parameters = [*parameters]
+        check_same_model(self._parameters, group)
+
+    @contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Average the gradients that are complete when the context ends.
+
+        A backward pass outside of it adds to the gradients of this rank only.  So gradients are accumulated
+        over several batches: the last backward pass is run within the context.
+        """
+        buckets = self._buckets()
+        bucket_of = {id(p.value): bucket for bucket in buckets for p in bucket.parameters}
+        begun = 0
+
+        def ready(leaf: Any) -> None:
+            nonlocal begun
+            if (bucket := bucket_of.get(id(leaf))) is None:
+                return
+            bucket.left -= 1
+            # In the same order on all ranks, as collective operations have to be.
+            while begun < len(buckets) and buckets[begun].left == 0:
+                buckets[begun].begin()
+                begun += 1
+
+        before, modes.leaf_is_done = modes.leaf_is_done, ready
+        try:
+            yield
+        finally:
+            modes.leaf_is_done = before
+        for bucket in buckets[begun:]:
+            bucket.begin()
+        for bucket in buckets:
+            bucket.finish()
+
+    def _buckets(self) -> list[_Bucket]:
+        """Return empty buckets; the last parameters have their gradients first."""
+        found: list[list[Parameter]] = []
+        size = math.inf
+        for p in reversed(self._parameters):
+            own = p.value.size * acc_dtype(p.value.dtype).itemsize
+            is_alike = bool(found) and found[-1][0].value.dtype == p.value.dtype
+            if size + own > self._bucket_bytes or not is_alike:
+                found.append([])
+                size = 0
+            found[-1].append(p)
+            size += own
+        return [_Bucket(bucket, self._group) for bucket in found]
+
+
+class ShardedOptimizer:
+    """An optimiser whose state is spread over the ranks (ZeRO-1): each moves a share of the parameters.
+
+    Gradients must be the same on all ranks, as :class:`GradientAverage` makes them.
+
+    Args:
+        parameters: Of the model, the same on all ranks.
+        group: The ranks.
+        make: The class of the optimiser, such as :class:`minitorch.AdamW`: ``make(parameters, **options)``.
+        max_norm: Largest norm of all gradients together; None leaves them as they are.
+        options: Of the optimiser.
+
+    Attributes:
+        own: The optimiser of this rank's share.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], group: Group, make: Callable[..., Optimizer], *,
+        max_norm: float | None = None, **options: Any,
+    ):  # fmt: skip
+        self._group, self._max_norm = group, max_norm
+        self.parameters = [*parameters]
+        self._shares: list[list[Parameter]] = [[] for _ in range(group.size)]
+        sizes = [0] * group.size
+        for p in sorted(self.parameters, key=lambda p: -p.value.size):
+            smallest = sizes.index(min(sizes))
+            self._shares[smallest].append(p)
+            sizes[smallest] += p.value.size
+        self.own = make(self._shares[group.rank], **options)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate."""
+        return self.own.lr  # type: ignore[attr-defined]
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.own.lr = value  # type: ignore[attr-defined]
+
+    def zero_grad(self) -> None:
+        """Drop the gradient of every parameter."""
+        for p in self.parameters:
+            p.value.grad = None
+
+    @no_grad()
+    def step(self) -> None:
+        """Move the parameters of this rank's share, and take the others from their ranks."""
+        if self._max_norm is not None:
+            clip_grad_norm_(self.parameters, self._max_norm)
+        self.own.step()
+        sent = []
+        for owner, share in enumerate(self._shares):
+            for p in share:
+                array = message(p.value.detach(), self._group)
+                sent.append((owner, p, array, self._group.broadcast(array, owner)))
+        for owner, p, array, transfer in sent:
+            transfer.wait()
+            if owner != self._group.rank:
+                new = received(array, p.value).view(*p.value.shape)
+                p.value.f.id_map(new, p.value.detach())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's share; see :meth:`minitorch.AdamW.state_dict`."""
+        return self.own.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state that :meth:`state_dict` returned on this rank."""
+        self.own.load_state_dict(state)

@@ -74,8 +74,8 @@ class Pathfinder:
             )
         if 4 * self.seed_distance > self.size:
             raise ValueError(
-                "the first contour begins 2 seed_distance from each edge, so that seed_distance is at most a "
-                f"quarter of size, got {self.seed_distance} and {self.size}"
+                "seed_distance is at most a quarter of size, since the first contour begins at twice that "
+                f"distance from each edge, got {self.seed_distance} and {self.size}"
             )
         if self.contour_length < 3 or self.distractors < 0:
             raise ValueError(

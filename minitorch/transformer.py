@@ -403,7 +403,8 @@ class DecoderLM(Module):
     ) -> npt.NDArray[np.float64]:
         """Return the logits of the token after ``ids``, without dropout, (n_vocab,)."""
         was_training = self.training
-        self.eval()
+        if was_training:
+            self.eval()  # this visits each module
         try:
             new = len(ids) - cache.length
             if captured is not None and new == 1 and len(ids) <= cache.capacity:

@@ -207,14 +207,16 @@ class CudaOps(TensorOps):
         operands = _matrices(out, a, b) if out.size else None
         if operands is None:
             return None
-        steps = operands.out_steps, operands.a_steps, operands.b_steps
-        out_steps, a_steps, b_steps = steps
-        kind = matmul_dispatch.kind_of(out.dtype, get_matmul_precision(), operands.shape)
+        # The launch is kept for later calls, and must not keep the operands of this one.
+        _, out_steps, _, a_steps, _, b_steps, shape = operands
+        kind = matmul_dispatch.kind_of(out.dtype, get_matmul_precision(), shape)
         if kind is not None:
             return lambda o, x, y: matmul_dispatch.multiply(
-                o, out_steps, x, a_steps, y, b_steps, operands.shape, kind
+                o, out_steps, x, a_steps, y, b_steps, shape, kind
             )
-        return None if out.is_half else cuda_core_matmul.bind(out.dtype, *steps, operands.shape)
+        if out.is_half:
+            return None
+        return cuda_core_matmul.bind(out.dtype, out_steps, a_steps, b_steps, shape)
 
     @classmethod
     def fuses_linear(cls, dtype: np.dtype[Any], shape: Ints) -> bool:

@@ -15,6 +15,8 @@ from .autodiff import is_recording, no_grad, without_drawing
 from .backends.matmul_precision import in_own_precision, precision_and_dtypes
 from .fast_ops import FastBackend
 from .layers.linear_cross_entropy import linear_cross_entropy
+from .models.captured_decoding import CapturedDecoding, can_capture
+from .models.captured_decoding import read as read_logits
 from .models.decoding_step import summed
 from .models.feed_forward import FeedForward as FeedForward
 from .models.feed_forward import GatedFeedForward as GatedFeedForward
@@ -159,6 +161,7 @@ class DecoderLM(Module):
         if not tie_weights:
             self.lm_head = Linear(n_embd, n_vocab, bias and head_bias, backend, dtype)
         self.eos_token_id: int | None = None
+        self._captured: CapturedDecoding | None = None
 
     @classmethod
     def from_pretrained(
@@ -276,8 +279,10 @@ class DecoderLM(Module):
         layers = self._layer_caches(cache)
         x = self.token_embeddings(idx)  # (batch, seq, n_embd)
         if self.position_embeddings is not None:
+            spot = layers[0].spot if layers[0] is not None else None
             lasting = cache is None and self.backend.cuda
             places = kept_range(0, seq) if lasting else np.arange(start, start + seq)
+            places = places if spot is None else spot.places
             positions = self.position_embeddings(places)  # (seq, n_embd)
             x = x + positions if cache is None else summed(x, positions)
         x = self.dropout(x)
@@ -354,9 +359,12 @@ class DecoderLM(Module):
         """Yield the tokens that continue a text, each as soon as it is chosen.
 
         Keys and values are cached, so that a token costs one step of the model and attention to the
-        previous tokens.  A text longer than ``n_positions`` is continued from its last ``n_positions``
-        tokens.  Each new token then shifts their positions, which changes all keys and values, and costs a
-        pass over the whole context.
+        previous tokens.  On a GPU, with flash attention, a step is the replay of a CUDA graph, which the
+        model keeps with its cache for the next text.
+
+        A text longer than ``n_positions`` is continued from its last ``n_positions`` tokens.  Each new
+        token then shifts their positions, which changes all keys and values, and costs a pass over the
+        whole context.
 
         Args:
             prompt: Token ids, at least one.
@@ -375,17 +383,32 @@ class DecoderLM(Module):
         if whole("count", count) < 0:
             raise ValueError(f"count must be the number of tokens to add, 0 or more; got {count}")
         choose = make_sampler(temperature, top_k, top_p, seed)
-        cache = self.make_cache(capacity=min(len(ids) + count, self.n_positions))
-        for _ in range(count):
-            ids.append(choose(self._next_logits(ids, cache)))
-            yield ids[-1]
+        capacity = min(len(ids) + count, self.n_positions)
+        # Kept from text to text; taken away while one is written, so that two do not share a cache.
+        captured, self._captured = self._captured, None
+        if captured is None or captured.cache.capacity < capacity:
+            captured = CapturedDecoding(self, capacity) if can_capture(self) else None
+        cache = self.make_cache(capacity=capacity) if captured is None else captured.cache
+        cache.clear()
+        try:
+            for _ in range(count):
+                ids.append(choose(self._next_logits(ids, cache, captured)))
+                yield ids[-1]
+        finally:
+            self._captured = captured
 
     @no_grad()
-    def _next_logits(self, ids: list[int], cache: KVCache) -> npt.NDArray[np.float64]:
+    def _next_logits(
+        self, ids: list[int], cache: KVCache, captured: CapturedDecoding | None
+    ) -> npt.NDArray[np.float64]:
         """Return the logits of the token after ``ids``, without dropout, (n_vocab,)."""
         was_training = self.training
-        self.eval()
+        if was_training:
+            self.eval()  # this visits each module
         try:
+            new = len(ids) - cache.length
+            if captured is not None and new == 1 and len(ids) <= cache.capacity:
+                return read_logits(captured.logits(ids[-1]))
             if len(ids) <= self.n_positions:
                 hidden = self.hidden(np.array([ids[cache.length :]]), cache)  # (1, new, n_embd)
             else:
@@ -393,7 +416,7 @@ class DecoderLM(Module):
             # Compute and read the logits of the last position only.
             rows = hidden.view(*hidden.shape[1:])  # (new or seq, n_embd)
             last = lookup(rows, np.array([[rows.shape[0] - 1]]))  # (1, 1, n_embd)
-            return self.score(last).to_numpy()[0, 0].astype(np.float64)
+            return read_logits(self.score(last))
         finally:
             if was_training:
                 self.train()

@@ -47,7 +47,7 @@ from minitorch.training.model_files import CheckpointError
 
 Rows = list[dict[str, Any]]
 #: That --tune compares.
-RATES = (3e-4, 1e-3, 3e-3)
+RATES = (1e-3, 2e-3, 4e-3)
 #: Options that say how to train, which a run in a process of its own gets, too.
 HANDED_ON = (
     "backend",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import readme_table
 from bench.long_range import lengths_table
-from bench.long_range_tables import results_table
+from bench.long_range_tables import results_table, steps_tables
 from bench.peer_figures import FIGURES, figure_of
 from bench.table_cells import cell, markdown
 from docutils import nodes
@@ -368,6 +368,11 @@ def lra_results(record: Record) -> str:
     return f"A dash: not measured; {record['note']}.\n\n{results_table(record['rows'])}"
 
 
+def lra_steps(record: Record) -> str:
+    """Return speed-up and memory of training steps on each task."""
+    return f"A dash: not measured; {record['note']}.\n\n{steps_tables(record['rows'])}"
+
+
 class Table(NamedTuple):
     """A table of a page.
 
@@ -403,6 +408,7 @@ TABLES = {
     "gradient-errors": Table("gradient_errors", gradient_errors),
     "lra-lengths": Table("lra_lengths", lra_lengths, CPU),
     "lra-results": Table("lra", lra_results),
+    "lra-steps": Table("lra_steps", lra_steps),
     "torch-operator": Table("torch", torch_operator),
 }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import shown, whole
-from kernels.cuda.backend import device_view
+from kernels.cuda.backend import device_view, put_rows
+from kernels.problem.options import Options
 from kernels.runtime.dtypes import is_floating
 
 from ..backends.elements import as_dtype
@@ -15,6 +17,7 @@ from ..functions.base import check_tensor
 from ..tensor import Tensor
 from ..tensor_data import Storage, TensorData, get_default_dtype, is_device_storage
 from ..tensor_ops import TensorBackend
+from ..tensors.factories import zeros
 
 
 def check_cache(cache: Any, kind: type[Any]) -> None:
@@ -41,6 +44,22 @@ def _checked_sizes(**sizes: Any) -> None:
             raise ValueError(f"{name} of a cache must be 1 or more, got {size}")
 
 
+class Spot(NamedTuple):
+    """Where the tokens of a step lie, as data, so that a captured step can be replayed at another place.
+
+    Attributes:
+        places: Their positions, (count,) int64, on the host.
+        index: The positions, (1, count), on the device.
+        shown: (1, capacity) booleans on the host: the positions to which they attend.
+        turns: Cosines and sines of rotary positions, (count, 1, head_dim) each; or None.
+    """
+
+    places: npt.NDArray[np.int64]
+    index: Any
+    shown: npt.NDArray[np.bool_]
+    turns: tuple[Tensor, Tensor] | None = None
+
+
 class LayerCache:
     """The keys and values of one attention layer, (batch, heads, length, head_dim), with spare capacity.
 
@@ -57,6 +76,7 @@ class LayerCache:
 
     Attributes:
         length: Number of filled positions.
+        spot: Where a captured step writes, whatever the length is; None otherwise.
 
     Raises:
         TypeError: If a size is not a whole number, the backend not a backend, or the dtype not floating.
@@ -79,6 +99,7 @@ class LayerCache:
             )
         self.batch, self.heads, self.head_dim = batch, heads, head_dim
         self.capacity, self.length = capacity, 0
+        self.spot: Spot | None = None
         self.backend = backend
         self.known: Any = None  # the layer's ``StepWeights``
         self._step = batch * heads * head_dim  # elements of one position
@@ -121,16 +142,34 @@ class LayerCache:
                 f"k and v must have the same shape, got {k.shape} and {v.shape}; append both for every "
                 "position"
             )
-        start, self.length = self.length, self.length + k.shape[2]
+        start, stop = self.length, self.length + k.shape[2]
         for new, storage in zip((k, v), self._storages, strict=True):
-            rows = self._rows(storage, start)  # (count, batch, heads, head_dim)
-            source = new._new(new._tensor.permute(2, 0, 1, 3))
-            if self.backend.cuda:
-                self.backend.id_map(source, rows)
+            source = new._new(new._tensor.permute(2, 0, 1, 3))  # (count, batch, heads, head_dim)
+            if self.spot is not None:
+                self._put(source, storage, self.spot)
+            elif self.backend.cuda:
+                self.backend.id_map(source, self._rows(storage, start, stop))
             else:  # so small that NumPy finishes before a parallel loop has started
-                rows.to_numpy()[...] = source.to_numpy()
-        k, v = (self._rows(storage, 0) for storage in self._storages)
+                self._rows(storage, start, stop).to_numpy()[...] = source.to_numpy()
+        if self.spot is None:
+            self.length = stop
+        else:
+            stop = self.capacity
+        k, v = (self._rows(storage, 0, stop) for storage in self._storages)
         return k._new(k._tensor.permute(1, 2, 0, 3)), v._new(v._tensor.permute(1, 2, 0, 3))
+
+    def visible(self) -> Options:
+        """Return the options of attention for queries that :meth:`append` is about to append."""
+        if self.spot is None:
+            return {"is_causal": True, "causal_offset": self.length}
+        return {"is_causal": False, "attn_mask": self.spot.shown[:, None, None]}
+
+    def clear(self) -> None:
+        """Empty the cache and write zeros: attention multiplies hidden values by 0, and 0 NaN is NaN."""
+        self.length = 0
+        for storage in self._storages:
+            rows = self._rows(storage, 0, self.capacity)
+            self.backend.id_map(zeros(rows.shape, self.backend, dtype=self.dtype), rows)
 
     def extended(self, count: int) -> list[npt.NDArray[Any]]:
         """Reserve further positions, for a kernel on the host to fill.
@@ -159,9 +198,15 @@ class LayerCache:
             )
         self.length = length
 
-    def _rows(self, storage: Storage, start: int) -> Tensor:
-        """Return the positions from ``start`` on, (count, batch, heads, head_dim), as views."""
-        count = self.length - start
+    def _put(self, source: Tensor, storage: Storage, spot: Spot) -> None:
+        """Write rows, (count, batch, heads, head_dim), at the places of a spot, on a GPU."""
+        rows = source.contiguous()._tensor._storage
+        x = device_view(rows, (source.shape[0], self._step), (self._step, 1))
+        put_rows(x, spot.index, device_view(storage, (self.capacity, self._step), (self._step, 1)))
+
+    def _rows(self, storage: Storage, start: int, stop: int) -> Tensor:
+        """Return some positions, (count, batch, heads, head_dim), as views."""
+        count = stop - start
         first, size = start * self._step, count * self._step
         if is_device_storage(storage):
             part = device_view(storage, (size,), (1,), first)
@@ -242,3 +287,18 @@ class KVCache:
         """
         for layer in self.layers:
             layer.truncate(length)
+
+    def clear(self) -> None:
+        """Empty the cache and write zeros to it."""
+        for layer in self.layers:
+            layer.clear()
+
+    def place(self, spot: Spot | None) -> None:
+        """Let a captured step write at a spot; None: after the filled positions again."""
+        for layer in self.layers:
+            layer.spot = spot
+
+    def advance(self, count: int) -> None:
+        """Count positions that a captured step has filled."""
+        for layer in self.layers:
+            layer.length += count

@@ -17,6 +17,7 @@ from ..autodiff import Context
 from ..backends.tensor_protocol import TensorLike
 from ..functions.base import Function
 from ..functions.indexing import gathered, table_like
+from ..modules_basic import lookup
 from ..nn import number
 from ..tensor import Tensor
 from ..tensors.factories import from_numpy
@@ -128,6 +129,19 @@ class Rotary:
             )
         cos, sin = (table[start:stop] for table in self._up_to(stop, x))  # (seq, 1, head_dim)
         return Rotate.apply(x, cos, sin)
+
+    def turns(self, places: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of given positions, (count, 1, head_dim) each.
+
+        Args:
+            places: (count,) positions, an integer array.
+            like: A tensor of the backend and dtype of the queries.
+        """
+        cos, sin = (
+            lookup(table.view(*table.shape[::2]), places).view(len(places), 1, table.shape[-1])
+            for table in self._up_to(self.n_positions, like)
+        )
+        return cos, sin
 
     def _up_to(self, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of at least the first ``stop`` positions, on the backend of a tensor.

@@ -27,7 +27,7 @@ from ..tensor_ops import SimpleBackend, TensorBackend
 from .decoding_step import LayerWeights, StepWeights, fused_step
 from .feed_forward import FeedForward, GatedFeedForward
 from .kv_cache import LayerCache, check_cache
-from .rotary import Rotary
+from .rotary import Rotary, Rotate
 
 ATTENTIONS = ("flash", "naive", *APPROXIMATIONS)
 #: Norms by name: that of GPT-2, and that of Llama.
@@ -164,6 +164,8 @@ class MultiHeadAttention(Module):
             return x
         batch, seq, width = x.shape
         heads = x.view(batch, seq, width // self.attn_hidden_dim, self.attn_hidden_dim)
+        if cache is not None and cache.spot is not None and cache.spot.turns is not None:
+            return Rotate.apply(heads, *cache.spot.turns).view(*x.shape)
         return self.rotary(heads, 0 if cache is None else cache.length).view(*x.shape)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None) -> Tensor:
@@ -214,7 +216,7 @@ class MultiHeadAttention(Module):
                 )
             if not self.causal:
                 raise ValueError("a cache needs causal attention; build the layer with causal=True")
-            options["causal_offset"] = cache.length
+            options.update(cache.visible())
             q, (k, v) = q.detach(), cache.append(k, v)  # (batch, n_head, all so far, head_dim)
         out = self.attend(q, k, v, **options, **masked)  # (batch, n_head, seq, head_dim)
         width = self.n_head * self.attn_hidden_dim

@@ -43,7 +43,7 @@ def results_table(rows: Sequence[Record]) -> str:
     """Return a table for each task: accuracy, time of a step and memory of each attention, as Markdown.
 
     Accuracies are those of the best validated model on the test part, as mean and standard deviation over
-    the seeds.  Speed-up and memory are relative to naive attention.
+    the seeds.  Speed-up and memory are relative to naive attention.  A figure that no row has is left out.
     """
     rows = finished(rows)
     parts = []
@@ -67,6 +67,8 @@ def results_table(rows: Sequence[Record]) -> str:
             title, "test accuracy, %", "seeds", "step, ms", "speed-up", "peak of a step, MiB",
             "memory / Transformer's",
         ]  # fmt: skip
+        known = [place for place, cells in enumerate(zip(*lines, strict=True)) if {*cells} != {"–"}]
+        head, *lines = ([line[place] for place in known] for line in (head, *lines))
         parts.append(markdown(head, lines))
     return "\n\n".join(parts)
 

@@ -1,13 +1,12 @@
 """Pathfinder: are two marked ends joined by one dashed contour?  Drawn images, read pixel by pixel.
 
 An image shows two long contours and several short distractors, each a chain of paddles (short segments with
-gaps between them).  Discs mark two ends: both of one long contour (class 1), or one of each (class 0).  The
-distance of the discs has the same distribution in both classes.
+gaps between them).  The long contours begin near the centre, a fixed distance apart.  One disc marks the
+beginning of one of them, and another one the end of the same contour (class 1) or of the other (class 0).
 
 Source: Linsley et al., Learning long-range spatial dependencies with horizontal gated recurrent units
-(2018).  The generator is our own.  Lengths of contours, numbers of distractors, thickness, discs,
-continuity and contrast are those of Tay et al., Long-Range Arena (2021); gaps and the
-lengths of larger paddles are ours.
+(2018), with the parameters of Tay et al., Long-Range Arena (2021).  The generator is our own: contours grow
+one after the other, and paddles are drawn by their distance from a pixel.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ CLASSES = 2
 ATTEMPTS, IMAGES = 200, 10_000
 #: Directions that are tried for a paddle before its contour is given up.
 TURNS = 8
-#: Width of the bins in which the distances of markers are alike for both classes, in sides of the image.
-DISTANCE_BIN = 0.03
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,10 @@ class Pathfinder:
         gap: Between the paddles of a contour.
         margin: Between contours, and to the edge of the image.
         marker_radius: Of the discs.
-        seed_distance: Least distance between the beginnings of the long contours.
+        seed_distance: Between the beginnings of the long contours.  The first lies at least twice as far
+            from each edge.
         continuity: Smoothness, 1 or more: a contour turns by 45 degrees / continuity at most.
-        paddle_contrast: Least brightness of a paddle; the most is 1.
+        paddle_contrast: Brightness of the long contours; that of distractors and discs is 1.
         counts: Examples of each part.
     """
 
@@ -74,6 +72,11 @@ class Pathfinder:
                 "continuity must be 1 or more and paddle_contrast above 0 and at most 1, got "
                 f"{self.continuity} and {self.paddle_contrast}"
             )
+        if 4 * self.seed_distance > self.size:
+            raise ValueError(
+                "seed_distance is at most a quarter of size, since the first contour begins at twice that "
+                f"distance from each edge, got {self.seed_distance} and {self.size}"
+            )
         if self.contour_length < 3 or self.distractors < 0:
             raise ValueError(
                 "a contour needs 3 paddles or more, and the number of distractors is 0 or more, got "
@@ -91,12 +94,12 @@ PUBLISHED = {
     task.size: task
     for task in (
         Pathfinder(),
-        Pathfinder(64, distractors=22, paddle_length=2.5, thickness=1.0, gap=1.0, margin=1.5,
-                   marker_radius=2.5, seed_distance=12.0, continuity=1.8),
-        Pathfinder(128, distractors=35, paddle_length=4.0, thickness=1.5, gap=2.0, margin=2.5,
-                   marker_radius=3.0, seed_distance=20.0, continuity=1.8, paddle_contrast=0.9),
-        Pathfinder(256, distractors=30, paddle_length=9.0, thickness=2.0, gap=3.0, margin=3.0,
-                   marker_radius=5.0, seed_distance=40.0, continuity=1.8, paddle_contrast=1.0),
+        Pathfinder(64, paddle_length=3.5, thickness=1.0, marker_radius=2.5, seed_distance=12.0,
+                   continuity=1.8, paddle_contrast=1.0),
+        Pathfinder(128, distractors=8, paddle_length=5.0, thickness=1.5, gap=2.5, margin=2.5,
+                   marker_radius=3.0, seed_distance=20.0, continuity=1.8, paddle_contrast=1.0),
+        Pathfinder(256, distractors=7, paddle_length=5.0, thickness=2.0, gap=3.0, margin=3.0,
+                   marker_radius=5.0, seed_distance=27.0, continuity=1.8, paddle_contrast=1.0),
     )
 }  # fmt: skip
 
@@ -170,7 +173,7 @@ def _grow(paddles, count, angle, turns, reach, gap, apart, edge, size):
 
 
 @njit_cached()
-def _place(random, paddles, count, length, avoided, away, steepest, reach, gap, apart, edge, size):
+def _place(random, paddles, count, length, low, away, steepest, reach, gap, apart, edge, size):
     """Append a contour of ``length`` paddles that begins at random; tell whether one of the tries had room.
 
     Args:
@@ -178,8 +181,8 @@ def _place(random, paddles, count, length, avoided, away, steepest, reach, gap, 
         paddles: (most, 4), those of other contours first; the rest is written.
         count: Of the others.
         length: Paddles of the contour.
-        avoided: (points, 2); it must not begin within ``away`` of them.
-        away: In pixels.
+        low: Least distance of its beginning from the edge of the image.
+        away: 0, or how far from the first paddle it begins, wherever the edge is.
         steepest: Turn from paddle to paddle.
         reach: Length of a paddle.
         gap: Between the paddles.
@@ -188,13 +191,11 @@ def _place(random, paddles, count, length, avoided, away, steepest, reach, gap, 
         size: Of the image.
     """
     for _ in range(ATTEMPTS):
-        start = random.uniform(edge, size - edge, 2)
-        is_near = False
-        for point in avoided:
-            is_near |= math.hypot(start[0] - point[0], start[1] - point[1]) < away
-        if is_near:
-            continue
-        paddles[count, :2] = start
+        paddles[count, :2] = random.uniform(low, size - low, 2)
+        if away > 0.0:
+            direction = random.uniform(0.0, 2.0 * math.pi)
+            paddles[count, 0] = paddles[0, 0] + away * math.cos(direction)
+            paddles[count, 1] = paddles[0, 1] + away * math.sin(direction)
         turns = random.uniform(-steepest, steepest, (length, TURNS))
         angle = random.uniform(0.0, 2.0 * math.pi)
         if _grow(paddles, count, angle, turns, reach, gap, apart, edge, size):
@@ -211,43 +212,19 @@ def _contours(random: np.random.Generator, task: Pathfinder) -> list[Array]:
     for _ in range(IMAGES):
         paddles = np.zeros((bounds[-1], 4))
         for number, length in enumerate(lengths):
-            begun = paddles[: int(number == 1), :2].copy()  # the two long ones begin apart
-            placed = _place(
-                random, paddles, bounds[number], length, begun, task.seed_distance, steepest,
-                task.paddle_length, task.gap, apart, edge, float(task.size),
-            )  # fmt: skip
-            longs = np.split(paddles, bounds[1:-1])[:2]
-            if not placed or (number == 1 and not _pairs_of_ends(longs, task)):
-                break  # no room, or no pairs of markers: begin anew
+            low = edge if number else 2.0 * task.seed_distance
+            away = task.seed_distance if number == 1 else 0.0
+            if not _place(
+                random, paddles, bounds[number], length, low, away, steepest, task.paddle_length, task.gap,
+                apart, edge, float(task.size),
+            ):  # fmt: skip
+                break  # no room: begin anew
         else:
             return np.split(paddles, bounds[1:-1])
     raise ValueError(
         f"{len(lengths)} contours do not fit into {task.size} x {task.size} pixels; ask for fewer "
         "distractors, shorter contours or a larger image"
     )
-
-
-def _pairs_of_ends(contours: list[Array], task: Pathfinder) -> list[tuple[Array, Array]]:
-    """Return all pairs of markers that differ in their class and hardly in their distance.
-
-    The ends of one contour lie closer together, or farther apart, than those of two.  Were markers drawn
-    without regard to that, their distance alone would tell the class of 7 images in 10.
-
-    Args:
-        contours: The two long ones.
-        task: The parameters.
-
-    Returns:
-        (on two contours, on one contour), each (2, 2); both distances lie in one bin.
-    """
-    ends = [(c[0, :2], c[-1, 2:]) for c in contours]
-    same = [np.stack(pair) for pair in ends]
-    other = [np.stack([a, b]) for a in ends[0] for b in ends[1]]
-
-    def place(pair: Array) -> int:
-        return int(np.hypot(*(pair[0] - pair[1])) // (task.size * DISTANCE_BIN))
-
-    return [(a, b) for a in other for b in same if place(a) == place(b)]
 
 
 def draw_picture(random: np.random.Generator, task: Pathfinder) -> Picture:
@@ -257,13 +234,13 @@ def draw_picture(random: np.random.Generator, task: Pathfinder) -> Picture:
         ValueError: If the contours do not fit into it.
     """
     contours, label = _contours(random, task), int(random.integers(2))
-    pairs = _pairs_of_ends(contours[:2], task)
-    markers = pairs[random.integers(len(pairs))][label]
-    paddles = np.concatenate(contours)
-    bright = random.uniform(task.paddle_contrast, 1.0, len(paddles))
+    first = random.integers(2)
+    last = first if label else 1 - first
+    markers = np.stack([contours[first][0, :2], contours[last][-1, 2:]])
     image = np.zeros((task.size, task.size))
-    for paddle, brightness in zip(paddles, bright, strict=True):
-        _paint(image, paddle, task.thickness / 2.0, brightness)
+    for number, contour in enumerate(contours):
+        for paddle in contour:
+            _paint(image, paddle, task.thickness / 2.0, 1.0 if number > 1 else task.paddle_contrast)
     for marker in markers:
         _paint(image, np.concatenate([marker, marker + 1e-6]), task.marker_radius, 1.0)
     return Picture(np.round(image * 255.0).astype(np.uint8), label, contours, markers)

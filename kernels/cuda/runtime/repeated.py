@@ -208,20 +208,24 @@ def repeats(function: _Function) -> _Function:
         return note(own, args)
 
     def note(own: Any, args: tuple[Any, ...]) -> Any:
+        # What is kept from this call must not hold its arrays.
         places = [place for place, arg in enumerate(args) if type(arg) is DeviceArray]
-        results: list[Any] = []
+        others = [None if type(arg) is DeviceArray else arg for arg in args]
+        makers: list[Callable[[list[Any]], Any]] = []
 
         def in_full(arrays: Sequence[Any], seed: int) -> Sequence[Any]:
-            given = [*args]
+            given = [*others]
             for place, array in zip(places, arrays, strict=True):
                 given[place] = array
-            results.append(function(*given))
-            return _as_list(results[-1])
+            result = function(*given)
+            if not makers:
+                makers.append(_maker(result))
+            return _as_list(result)
 
-        _, repeat = noted(in_full, [args[place] for place in places], 0)
-        (result,) = results
-        kinds[own] = _PLAIN if repeat is None else (repeat, _maker(result))
-        return result
+        results, repeat = noted(in_full, [args[place] for place in places], 0)
+        (make,) = makers
+        kinds[own] = _PLAIN if repeat is None else (repeat, make)
+        return make([*results])
 
     run.cache_clear = kinds.clear  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]

@@ -274,3 +274,20 @@ def test_every_layer_of_a_model_gets_the_rate() -> None:
         minitorch.manual_seed(3)
         losses.append(model.loss(ids, ids).item())
     assert losses[0] == losses[1]
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_gpu_writes_texts_like_the_cpu(structure: Any) -> None:
+    written = []
+    for backend in (CudaBackend, FastBackend):
+        model = model_of(backend, n_layer=1, **structure)
+        # Two texts at once, of which the first outgrows the context, and a third one after them.
+        first, second = model.continuation([1, 2, 3], 8, 0), model.continuation([5], 3, 0)
+        texts = [[], []]
+        for token in first:
+            texts[0].append(token)
+            texts[1] += [] if (other := next(second, None)) is None else [other]
+        texts.append(model.generate([4, 4], 4, 0))
+        written.append(texts)
+    assert written[0] == written[1]

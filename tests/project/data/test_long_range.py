@@ -92,6 +92,9 @@ def test_expressions_that_cannot_be_drawn_are_refused() -> None:
 
 # -- Pathfinder ----------------------------------------------------------------------------------
 
+#: Where a contour begins, and where it ends: places in its paddles.
+BOTH_ENDS = (np.s_[0, :2], np.s_[-1, 2:])
+
 
 def apart(first: Any, second: Any) -> float:
     """Return the least distance of two contours, measured at points along their paddles."""
@@ -116,12 +119,14 @@ def test_contours_stay_apart_and_markers_tell_the_class(size: int) -> None:
             for second in contours[:i]:
                 # Paddles are measured at three points, and cross at none of them.
                 assert apart(first, second) > task.margin * 0.5
-        ends = [{tuple(c[0, :2]), tuple(c[-1, 2:])} for c in contours[:2]]
-        marked = [{tuple(m) for m in picture.markers} & both for both in ends]
-        assert sorted(map(len, marked)) == ([0, 2] if picture.label else [1, 1])
+        begins, ends = ([tuple(c[place]) for c in contours[:2]] for place in BOTH_ENDS)
+        between = np.hypot(*np.subtract(*begins))
+        assert between == pytest.approx(task.seed_distance)
+        first, last = (tuple(marker) for marker in picture.markers)
+        assert (begins.index(first) == ends.index(last)) == bool(picture.label)
 
 
-def test_the_distance_of_the_markers_does_not_tell_the_class() -> None:
+def test_classes_are_as_frequent_and_the_distance_of_the_markers_hardly_tells_them() -> None:
     pictures = [draw_picture(np.random.default_rng([3, i]), PUBLISHED[32]) for i in range(400)]
     distances = [[], []]
     for picture in pictures:
@@ -129,7 +134,7 @@ def test_the_distance_of_the_markers_does_not_tell_the_class() -> None:
     apart, together = map(np.array, distances)
     # The area under the curve of a classifier by distance: 1/2 is chance.
     area = (apart[:, None] < together[None]).mean()
-    assert 0.42 < area < 0.58 and 0.4 < len(apart) / 400 < 0.6
+    assert 0.4 < area < 0.6 and 0.4 < len(apart) / 400 < 0.6
 
 
 def test_a_seed_decides_the_images(tmp_path: Path) -> None:
@@ -150,3 +155,5 @@ def test_images_that_cannot_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch
         pathfinder("none.npz", 48)
     with pytest.raises(ValueError, match="continuity must be 1 or more"):
         Pathfinder(continuity=0.5)
+    with pytest.raises(ValueError, match="a quarter of size"):
+        Pathfinder(seed_distance=9.0)

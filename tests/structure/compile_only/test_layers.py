@@ -11,7 +11,7 @@ import numba
 import pytest
 
 from kernels.cuda.device.row_folds import RowBlock
-from kernels.cuda.layers import elementwise, indexing
+from kernels.cuda.layers import elementwise, indexing, put_rows
 from kernels.cuda.layers import softmax as softmax_kernels
 from kernels.cuda.layers.embedding_sums import embedding_sums_kernel
 from kernels.cuda.runtime.compiling import compile_ptx
@@ -42,6 +42,7 @@ KERNELS: dict[str, Callable[[Any], Kernel]] = {
     "gather": indexing.gather_kernel,
     "scatter-add": indexing.scatter_add_kernel,
     "cumulative sum": indexing.cumsum_kernel,
+    "put": put_rows.put_kernel,
     "inverse": lambda dtype: indexing.invert_kernel(),
     "sort, fill": indexing.sort_fill_kernel,
     "sort, tile, block": lambda dtype: indexing.sort_tile_kernel(dtype, 1024),

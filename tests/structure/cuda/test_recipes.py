@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import kernels
+import minitorch
 from kernels import BlockMask, launch
 from kernels.cuda.device import per_device
 from kernels.cuda.runtime import recipe
@@ -185,3 +187,32 @@ def test_what_draws_a_number_is_not_repeated() -> None:
         recipe.spoil()
     assert own.is_spoilt
     recipe.spoil()  # where nothing is written nothing is spoilt
+
+
+def test_what_is_kept_of_a_kind_of_call_holds_none_of_its_arrays() -> None:
+    with fake_device() as driver:
+
+        def held() -> int:
+            """Return the bytes in use."""
+            gc.collect()
+            source = pool()
+            assert source is not None
+            source.trim()
+            return sum(driver.memory.values())
+
+        model = minitorch.SequenceClassifier(
+            16,
+            64,
+            2,
+            256,
+            10,
+            attention="naive",
+            backend=minitorch.CudaBackend,
+            precision="bfloat16",
+        )
+        before = held()
+        for _ in range(3):
+            model.loss(np.ones((8, 256), np.int64), np.zeros(8, np.int64)).backward()
+        for parameter in model.parameters():
+            parameter.value.zero_grad_()
+        assert held() - before < 2 * 256 * 256  # the scores of a head in 16 bits

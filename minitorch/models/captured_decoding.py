@@ -1,0 +1,73 @@
+"""Decoding on a GPU, one token at a time, where each step is a replay of a CUDA graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.cuda.backend import to_device
+
+from ..tensor import Tensor
+from ..training.captured_step import graph_step
+from .kv_cache import KVCache, Spot
+
+#: Capacities are multiples of this, so that texts of different lengths share a graph.
+UNIT = 128
+
+
+class CapturedDecoding:
+    """The steps of one text at a time.
+
+    Launched one by one, the kernels of a step take longer to launch than to run.  The graph has the same
+    launches for every position: the step writes its key and value where an index says, and attends to the
+    whole cache under a mask.  The first five steps are eager or recorded.
+
+    Args:
+        model: A :class:`minitorch.DecoderLM` of which :func:`can_capture` is true.
+        capacity: Maximum number of positions of a text.
+
+    Attributes:
+        cache: Keys and values of the text so far.
+    """
+
+    def __init__(self, model: Any, capacity: int):
+        self._model = model
+        capacity = min(-(-capacity // UNIT) * UNIT, model.n_positions)
+        self.cache: KVCache = model.make_cache(capacity=capacity)
+        self._step = graph_step(self._eager)
+
+    def logits(self, token: int) -> Tensor:
+        """Return the logits after one more token, (1, 1, n_vocab), and put it into the cache."""
+        place = self.cache.length
+        shown = np.arange(self.cache.capacity)[None] <= place  # (1, capacity)
+        found = self._step(np.array([[token]]), np.array([place]), shown)
+        self.cache.advance(1)
+        return found
+
+    def _eager(self, ids: Any, places: Any, shown: Any) -> Tensor:
+        """Take a step; the arguments are its ids, (1, 1), and the members of a :class:`Spot`."""
+        model = self._model
+        index = to_device(places[None])
+        turns = None
+        if model.rotary is not None:
+            turns = model.rotary.turns(places, model.token_embeddings.weights.value)
+        self.cache.place(Spot(places, index, shown, turns))
+        try:
+            return model.score(model.hidden(ids, self.cache))
+        finally:
+            self.cache.place(None)
+
+
+def can_capture(model: Any) -> bool:
+    """Tell whether the steps of a model can be replayed: it has flash attention on a GPU."""
+    layers = [getattr(model, name) for name in model.layer_names]
+    return model.backend.cuda and all(
+        layer.attention.attend is Tensor.flash_attention for layer in layers
+    )
+
+
+def read(logits: Tensor) -> npt.NDArray[np.float64]:
+    """Return the logits of one token, (1, 1, n_vocab), on the host, (n_vocab,)."""
+    return logits.to_numpy()[0, 0].astype(np.float64)

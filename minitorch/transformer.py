@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,7 @@ class DecoderLM(Module):
     Attributes:
         precision: The policy, or None.
         rotary: The rotary positions of all layers, or None.
+        places: Positions of so many tokens, where they are a part of a sequence; None: they begin it.
         eos_token_id: The token that ends a text, or None; :meth:`from_pretrained` sets it.
 
     Raises:
@@ -161,6 +162,7 @@ class DecoderLM(Module):
         if not tie_weights:
             self.lm_head = Linear(n_embd, n_vocab, bias and head_bias, backend, dtype)
         self.eos_token_id: int | None = None
+        self.places: Callable[[int], Any] | None = None
         self._captured: CapturedDecoding | None = None
 
     @classmethod
@@ -279,10 +281,7 @@ class DecoderLM(Module):
         layers = self._layer_caches(cache)
         x = self.token_embeddings(idx)  # (batch, seq, n_embd)
         if self.position_embeddings is not None:
-            spot = layers[0].spot if layers[0] is not None else None
-            lasting = cache is None and self.backend.cuda
-            places = kept_range(0, seq) if lasting else np.arange(start, start + seq)
-            places = places if spot is None else spot.places
+            places = self._places(start, seq, layers[0])
             positions = self.position_embeddings(places)  # (seq, n_embd)
             x = x + positions if cache is None else summed(x, positions)
         x = self.dropout(x)
@@ -291,6 +290,16 @@ class DecoderLM(Module):
         for name, layer_cache in zip(self.layer_names, layers, strict=True):
             x = getattr(self, name)(x, layer_cache)  # (batch, seq, n_embd)
         return self.ln(x)  # (batch, seq, n_embd)
+
+    def _places(self, start: int, seq: int, cache: LayerCache | None) -> Any:
+        """Return the positions of tokens, of which there are ``start`` in the cache, (seq,)."""
+        if self.places is not None:
+            return self.places(seq)
+        if cache is None and self.backend.cuda:
+            return kept_range(0, seq)
+        if cache is not None and cache.spot is not None:
+            return cache.spot.places
+        return np.arange(start, start + seq)
 
     def _through_layers(self, x: Tensor) -> Tensor:
         """Apply the layers and the last norm to (batch, seq, n_embd)."""

@@ -2,6 +2,7 @@
 
 from .data_parallel import GradientAverage, ShardedOptimizer
 from .group import Grid, Group, Transfer, grid
+from .model_parts import spread_sequence
 from .mpi import MPIGroup, world
 from .ring_attention import ring_attention
 from .sequence_parts import positions
@@ -16,5 +17,6 @@ __all__ = [
     "grid",
     "positions",
     "ring_attention",
+    "spread_sequence",
     "world",
 ]

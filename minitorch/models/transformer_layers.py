@@ -122,6 +122,7 @@ class MultiHeadAttention(Module):
                 "serves equally many query heads"
             )
         self.rotary = rotary
+        self.places: Callable[[int], Any] | None = None  # as of the model
         flash = use_flash_attention or attention == "flash"
         options = attention_options or {}
         self.is_exact = flash or attention == "naive"
@@ -164,6 +165,8 @@ class MultiHeadAttention(Module):
             return x
         batch, seq, width = x.shape
         heads = x.view(batch, seq, width // self.attn_hidden_dim, self.attn_hidden_dim)
+        if self.places is not None:
+            return Rotate.apply(heads, *self.rotary.turns(self.places(seq), x)).view(*x.shape)
         if cache is not None and cache.spot is not None and cache.spot.turns is not None:
             return Rotate.apply(heads, *cache.spot.turns).view(*x.shape)
         return self.rotary(heads, 0 if cache is None else cache.length).view(*x.shape)

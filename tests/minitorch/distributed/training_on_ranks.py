@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minitorch
-from minitorch.distributed import GradientAverage, ShardedOptimizer
+from minitorch.distributed import (
+    GradientAverage,
+    ShardedOptimizer,
+    grid,
+    positions,
+    spread_sequence,
+)
 
 from .on_ranks import DRAWN, GROUP
 
@@ -19,12 +25,13 @@ VOCABULARY, SEQ, STEPS = 11, 6, 4
 FEW = settings(DRAWN, max_examples=15)
 
 
-def model(seed: int, backend: Any = minitorch.FastBackend, dtype: Any = np.float64) -> Any:
+def model(seed: int, dtype: Any = np.float64, **options: Any) -> Any:
     """Return a small model, the same on all ranks."""
     minitorch.manual_seed(seed)
     return minitorch.DecoderLM(
-        VOCABULARY, 12, 2, SEQ, 0.0, n_layer=1, middle_dim=16, backend=backend, dtype=dtype
-    )
+        VOCABULARY, 12, 2, options.pop("seq", SEQ), 0.0, n_layer=1, middle_dim=16,
+        backend=minitorch.FastBackend, dtype=dtype, **options,
+    )  # fmt: skip
 
 
 def batches(seed: int, count: int, share: int) -> Any:
@@ -149,7 +156,33 @@ def other_weights() -> None:
         GradientAverage(own.parameters(), GROUP)
 
 
-CHECKS = (gradients, curves, state, other_weights)
+@FEW
+@given(
+    seed=st.integers(0, 99),
+    method=st.sampled_from(["ring", "all-gather"]),
+    layout=st.sampled_from(["zigzag", "contiguous"]),
+    rotary_theta=st.sampled_from([None, 100.0]),
+)
+def grids(seed: int, method: str, layout: str, rotary_theta: float | None) -> None:
+    """Two rings of ranks, each with other sequences, train as one device does."""
+    data, ring = grid(GROUP, 2, GROUP.size // 2)
+    seq = 4 * ring.size
+    random = np.random.default_rng(seed)
+    drawn = random.integers(0, VOCABULARY, (STEPS, data.size, 2, 2, seq))
+    options = {"seq": seq, "rotary_theta": rotary_theta, "n_kv_head": 1}
+    whole, own = model(seed, **options), model(seed, **options)
+    optimizer = minitorch.AdamW(whole.parameters(), lr=0.01)
+    expected = train(whole, optimizer, drawn.reshape(STEPS, -1, 2, seq))
+    spread_sequence(own, ring, method=method, layout=layout)
+    average = GradientAverage(own.parameters(), GROUP)
+    mine = drawn[:, data.rank][..., positions(seq, ring, layout)]
+    optimizer = ShardedOptimizer(own.parameters(), data, minitorch.AdamW, lr=0.01)
+    losses = np.array([train(own, optimizer, mine, average)]).T  # (steps, 1)
+    GROUP.all_reduce(losses).wait()
+    np.testing.assert_allclose(losses[:, 0] / GROUP.size, expected, rtol=1e-9)
+
+
+CHECKS = (gradients, curves, state, other_weights, grids)
 
 if __name__ == "__main__":
     {check.__name__: check for check in CHECKS}[sys.argv[1]]()

@@ -1,0 +1,47 @@
+"""A language model whose ranks read a part of each sequence."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+from .group import Group
+from .ring_attention import ring_attention
+from .sequence_parts import positions
+
+
+def spread_sequence(
+    model: Any, group: Group, *, method: str = "ring", layout: str = "zigzag"
+) -> None:
+    """Let a language model read, on each rank, its part of every sequence.
+
+    With ``mine = positions(seq, group, layout)``, ``model.loss(ids[:, mine], targets[:, mine])`` is then
+    the mean over the tokens of this rank.  The average over the ranks, of losses and of gradients, is that
+    of the whole sequences.
+
+    Args:
+        model: A :class:`minitorch.DecoderLM` with exact attention, the same on all ranks.
+        group: The ranks that share a sequence.
+        method: See :func:`ring_attention`.
+        layout: See :func:`positions`.
+
+    Raises:
+        ValueError: If the attention of the model is an approximation.
+    """
+    layers = [getattr(model, name) for name in model.layer_names]
+    if not all(layer.attention.is_exact for layer in layers):
+        raise ValueError(
+            "a sequence is spread over ranks by ring_attention, which is exact, and this model has an "
+            "approximation; build it with attention='flash'"
+        )
+
+    @lru_cache(maxsize=8)
+    def places(rows: int) -> Any:
+        found = positions(rows * group.size, group, layout)
+        found.setflags(write=False)  # a GPU keeps its copy
+        return found
+
+    model.places = places
+    for layer in layers:
+        layer.attention.places = places
+        layer.attention.attend = partial(ring_attention, group=group, method=method, layout=layout)

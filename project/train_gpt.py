@@ -6,6 +6,7 @@ python project/train_gpt.py --backend cuda         on a GPU
 python project/train_gpt.py --backend cuda --preset gpt2-small --precision bfloat16 --max-seconds 3600
 python project/train_gpt.py --tokenizer bpe        tokens are byte pairs instead of characters
 python project/train_gpt.py --init DIR             go on with a GPT-2 or a Llama of Hugging Face
+mpiexec -n 4 python project/train_gpt.py --data-parallel 2 --ring 2     by four processes together
 python project/train_gpt.py --resume               on, from where the last run was killed or stopped
 python project/train_gpt.py --load runs/gpt/model.safetensors --prompt "The "
 """
@@ -32,6 +33,7 @@ from training.gpt_options import (
     parse_args,
     with_defaults,
 )
+from training.gpt_ranks import Ranks
 from training.gpt_tokens import (
     byte_pairs_of,
     encoded,
@@ -97,11 +99,12 @@ def build(config: dict[str, Any], backend: str, recompute: bool = False) -> mini
 
 
 def judge_finally(
-    model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace, result: dict[str, Any]
-) -> None:
+    model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace, result: dict[str, Any],
+    ranks: Ranks,
+) -> None:  # fmt: skip
     """Add the loss on the whole held-out text, or on what the time allows of it."""
     inputs, targets = corpus.held_out_windows(args.context)
-    losses = judge(model, inputs, targets, args.batch, JUDGE_SHARE * args.max_seconds)
+    losses = judge(model, inputs, targets, args.batch, JUDGE_SHARE * args.max_seconds, ranks)
     done, of = len(losses), len(inputs)
     result["held_out_loss"] = check_loss(float(np.mean(losses)), "the held-out loss", args.lr)
     result["held_out_windows"] = (
@@ -211,7 +214,7 @@ def load_and_write(args: argparse.Namespace) -> None:
 
 def start(
     args: argparse.Namespace, corpus: Corpus, kept: dict[str, Any], found: Pretrained | None,
-    state: TrainingState | None,
+    state: TrainingState | None, ranks: Ranks,
 ) -> Trainer:  # fmt: skip
     """Return a trainer that begins, or goes on from a state; exit with one line if it cannot.
 
@@ -221,6 +224,7 @@ def start(
         kept: The part of the configuration that tells what tokens are.
         found: The weights to begin with, or None.
         state: Of the training to go on with; None for a new one.
+        ranks: Those that train together.
     """
     keys = (
         "width",
@@ -257,14 +261,16 @@ def start(
         f"{args.attention} attention, {args.precision}"
     )
     checkpoints = Checkpoints(out / CHECKPOINTS, args.keep)
-    for folder in (out, checkpoints.folder):  # of a process that was killed while it wrote
-        remove_partials(folder)
-    if state is None and (before := checkpoints.set_aside()):
-        print(
-            f"the checkpoints of the run before are in {before}; --resume {before} goes on with it"
-        )
-    warm_up(model, corpus, args)
-    trainer = Trainer(model, config, corpus, args, checkpoints)
+    if ranks.is_first:
+        for folder in (out, checkpoints.folder):  # of a process that was killed while it wrote
+            remove_partials(folder)
+        if state is None and (before := checkpoints.set_aside()):
+            print(
+                f"the checkpoints of the run before are in {before}; --resume {before} goes on with it"
+            )
+    ranks.spread(model)
+    warm_up(model, corpus, args, ranks)
+    trainer = Trainer(model, config, corpus, args, checkpoints, ranks)
     if state is not None:
         try:
             trainer.resume(state)  # after what has drawn random numbers
@@ -281,6 +287,16 @@ def train_and_write(args: argparse.Namespace, state: TrainingState | None = None
         args: The options.
         state: Of the training to go on with; None for a new one.
     """
+    ranks = Ranks(args.data_parallel, args.ring)
+    try:
+        _train_and_write(args, state, ranks)
+    except SystemExit as stop:
+        ranks.end(stop.code)
+        raise
+
+
+def _train_and_write(args: argparse.Namespace, state: TrainingState | None, ranks: Ranks) -> None:
+    """Do what :func:`train_and_write` does, on one of several ranks."""
     begin = time.perf_counter()
     args.attention = args.attention or "flash"
     minitorch.manual_seed(args.seed)
@@ -305,13 +321,16 @@ def train_and_write(args: argparse.Namespace, state: TrainingState | None = None
             f"{state.source}: its run learns another text than {args.text or 'the manual of this Python'}; "
             "name the same with --text"
         )
-    trainer = start(args, corpus, kept, found, state)
+    trainer = start(args, corpus, kept, found, state, ranks)
     model, config, out = trainer.model, trainer.config, Path(args.out)
     try:
         result = trainer.run()
-        save_checkpoint(out / "model.safetensors", model, config)
         result["unit"] = "character" if config["tokenizer"] is None else "token"
-        judge_finally(model, corpus, args, result)
+        judge_finally(model, corpus, args, result, ranks)
+        if not ranks.is_first:
+            return
+        ranks.join()
+        save_checkpoint(out / "model.safetensors", model, config)
         record = json.dumps({**result, "args": vars(args)}, indent=1)
         (out / "result.json").write_text(record + "\n")
         report(result, args)

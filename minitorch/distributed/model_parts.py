@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from .sequence_parts import positions
 
 def spread_sequence(
     model: Any, group: Group, *, method: str = "ring", layout: str = "zigzag"
-) -> None:
+) -> Callable[[], None]:
     """Let a language model read, on each rank, its part of every sequence.
 
     With ``mine = positions(seq, group, layout)``, ``model.loss(ids[:, mine], targets[:, mine])`` is then
@@ -24,6 +25,9 @@ def spread_sequence(
         group: The ranks that share a sequence.
         method: See :func:`ring_attention`.
         layout: See :func:`positions`.
+
+    Returns:
+        A function after which the model reads whole sequences again.
 
     Raises:
         ValueError: If the attention of the model is an approximation.
@@ -41,7 +45,12 @@ def spread_sequence(
         found.setflags(write=False)  # a GPU keeps its copy
         return found
 
-    model.places = places
-    for layer in layers:
-        layer.attention.places = places
-        layer.attention.attend = partial(ring_attention, group=group, method=method, layout=layout)
+    def place(chosen: Any, attends: Any) -> None:
+        model.places = chosen
+        for layer, attend in zip(layers, attends, strict=True):
+            layer.attention.places, layer.attention.attend = chosen, attend
+
+    whole = [layer.attention.attend for layer in layers]
+    attend = partial(ring_attention, group=group, method=method, layout=layout)
+    place(places, [attend] * len(layers))
+    return lambda: place(None, whole)

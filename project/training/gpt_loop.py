@@ -24,6 +24,7 @@ from minitorch.training.checkpoints import (
 )
 from minitorch.training.model_files import CheckpointError
 from training.gpt_presets import flops_per_token, peak_tflops, utilisation
+from training.gpt_ranks import Ranks
 from training.script_helpers import CtrlC, learning_rate, remedy
 
 #: Steps between two readings of the loss: a reading waits for the device, which else works ahead.
@@ -39,16 +40,23 @@ JUDGE_SHARE = 0.25
 CURVE = {"step": np.int64, "train": np.float64, "held_out_step": np.int64, "held_out": np.float64}
 
 
+#: One process alone.
+ALONE = Ranks()
+
+
 @minitorch.no_grad()
 def judge(
-    model: minitorch.DecoderLM, inputs: Any, targets: Any, batch: int, seconds: float
-) -> list[float]:
+    model: minitorch.DecoderLM, inputs: Any, targets: Any, batch: int, seconds: float,
+    ranks: Ranks = ALONE,
+) -> list[float]:  # fmt: skip
     """Return the loss of each window, as the mean of its batch, in nats per character.
 
     Windows are taken in their order; when the seconds are over, the rest is left out, but not the
-    first batch.
+    first batch.  Several ranks take all windows.
     """
     start = time.perf_counter()
+    seconds = seconds if ranks.size == 1 else math.inf
+    inputs, targets = ranks.columns(inputs), ranks.columns(targets)
     losses: list[float] = []
     model.eval()
     with tqdm(total=len(inputs), desc="held out", unit="window", leave=False, delay=1) as bar:
@@ -58,7 +66,7 @@ def judge(
             losses += [model.loss(inputs[part], targets[part]).item()] * count
             bar.update(count)
     model.train()
-    return losses
+    return ranks.mean(losses)
 
 
 def train_step(
@@ -67,8 +75,9 @@ def train_step(
     inputs: Any,
     targets: Any,
     accumulate: int = 1,
+    ranks: Ranks = ALONE,
 ) -> minitorch.Tensor:
-    """Take one step; return the loss before it, unread.
+    """Take one step; return the loss before it, unread: that of this rank's part.
 
     Args:
         model: To be trained.
@@ -76,17 +85,22 @@ def train_step(
         inputs: (batch, context).
         targets: Likewise.
         accumulate: Into how many parts the batch is cut, so that one is in memory at a time.
+        ranks: Those that share the batch.
     """
     optimizer.zero_grad()
+    inputs, targets = (ranks.columns(ranks.rows(x, accumulate)) for x in (inputs, targets))
     parts = [*zip(*(np.split(x, accumulate) for x in (inputs, targets)), strict=True)]
     own = model.precision
     # A backward pass multiplies by the setting that holds where it is called.
     with minitorch.matmul_precision("float32" if own is None else own.products):
         if accumulate == 1:
             loss = model.loss(inputs, targets)
-            loss.backward()
+            with ranks.during_backward():
+                loss.backward()
         else:
             loss = _accumulated(model, optimizer, parts)
+            with ranks.during_backward():
+                pass  # the sums are complete
     optimizer.step()
     return loss.detach()
 
@@ -112,7 +126,9 @@ def _accumulated(
     return total
 
 
-def warm_up(model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace) -> None:
+def warm_up(
+    model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace, ranks: Ranks = ALONE
+) -> None:
     """Compile what training needs, and leave the model as it is."""
     if args.backend == "simple":
         print("the simple backend computes number by number in Python and compiles nothing; it is made "
@@ -125,7 +141,7 @@ def warm_up(model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace
     still = minitorch.AdamW(model.parameters(), lr=0.0, max_norm=args.clip)
     parts = min(args.accumulate, 2)
     batch = corpus.batch(np.random.default_rng(args.seed), parts * args.batch, args.context)
-    train_step(model, still, *batch, parts).item()
+    train_step(model, still, *batch, parts, ranks).item()
     still.zero_grad()
     print(f"... ready after {time.perf_counter() - start:.1f} s", flush=True)
 
@@ -155,6 +171,7 @@ class Trainer:
         corpus: The text.
         args: The options.
         checkpoints: Where they go.
+        ranks: Those that train together.
 
     Attributes:
         curve: The losses that have been read: train by step, and the held-out loss by its step.
@@ -170,7 +187,9 @@ class Trainer:
         corpus: Corpus,
         args: argparse.Namespace,
         checkpoints: Checkpoints,
+        ranks: Ranks = ALONE,
     ):
+        self.ranks = ranks
         self.model, self.config, self.corpus, self.args = model, config, corpus, args
         self.checkpoints = checkpoints
         self.optimizer = minitorch.AdamW(
@@ -178,9 +197,10 @@ class Trainer:
         )
 
         def step(inputs: Any, targets: Any) -> minitorch.Tensor:
-            return train_step(self.model, self.optimizer, inputs, targets, args.accumulate)
+            return train_step(self.model, self.optimizer, inputs, targets, args.accumulate, ranks)
 
-        self._take_step = step if args.eager else minitorch.graph_step(step)
+        # A graph holds no messages.
+        self._take_step = step if args.eager or ranks.size > 1 else minitorch.graph_step(step)
         self.tokens = args.batch * args.accumulate * args.context  # of a step
         self.flops = flops_per_token(model, args.context)
         self.peak = args.peak or peak_tflops(args.backend, args.precision)
@@ -229,7 +249,7 @@ class Trainer:
                         f"loss {recent:.3f}, {rate:,.0f} tokens/s{of_peak}", refresh=False
                     )
                 bar.update()
-                if ctrl_c.asked:
+                if self.ranks.largest(ctrl_c.asked):
                     break
         self._read()
         if args.checkpoint_every and self._saved != self.done:
@@ -243,7 +263,7 @@ class Trainer:
             "curve_windows": len(self.judged_by[0]),
             "steps": self.done,
             "by_clock": self.by_clock,
-            "stopped": ctrl_c.asked,
+            "stopped": bool(self.ranks.largest(ctrl_c.asked)),
             "resumed": self.resumed,
             "seconds": seconds,
             "tokens_per_second": rate,
@@ -261,7 +281,8 @@ class Trainer:
     def _set_rate(self) -> bool:
         """Set the learning rate of the next step; return whether the clock allows one."""
         args = self.args
-        progress, clock = self.done / args.steps, self.seconds / args.max_seconds
+        progress = self.done / args.steps
+        clock = self.ranks.largest(self.seconds / args.max_seconds)
         # Once the clock decides, it stays so: until then, a run depends on its options only.
         self.by_clock = self.by_clock or clock > min(progress + CLOCK_SLACK, 1.0)
         if self.done > 0 and clock >= 1.0:
@@ -280,8 +301,8 @@ class Trainer:
 
     def _read(self) -> None:
         """Move the losses of the last steps to the curve."""
-        for loss in self._unread:
-            step, value = len(self.curve["step"]), loss.item()
+        for value in self.ranks.mean([loss.item() for loss in self._unread]):
+            step = len(self.curve["step"])
             if not math.isfinite(value):
                 self._fail(step, f"the loss at step {step} is {value}")
             self.curve["train"].append(value)
@@ -291,9 +312,8 @@ class Trainer:
     def _add_point(self) -> None:
         """Add a point to the held-out curve."""
         self._read()
-        losses = judge(
-            self.model, *self.judged_by, self.args.batch, JUDGE_SHARE * self.args.max_seconds
-        )
+        seconds = JUDGE_SHARE * self.args.max_seconds
+        losses = judge(self.model, *self.judged_by, self.args.batch, seconds, self.ranks)
         mean = float(np.mean(losses))
         if not math.isfinite(mean):
             self._fail(self.done, f"the held-out loss after {self.done} steps is {mean}")
@@ -305,6 +325,9 @@ class Trainer:
 
     def _save(self) -> None:
         self._read()
+        self._saved = self.done
+        if not self.ranks.is_first:
+            return
         notes = {
             "args": vars(self.args),
             "seconds": self.seconds,
@@ -320,7 +343,6 @@ class Trainer:
             )
         except CheckpointError as error:
             self._fail(self.done, str(error))
-        self._saved = self.done
 
     def resume(self, state: TrainingState) -> None:
         """Go on from a checkpoint.
@@ -375,7 +397,7 @@ class Trainer:
                 for step in (step for step in self._rates if step <= last):
                     self.optimizer.lr = self._rates[step]
                     self._step()
-                judge(self.model, *self.judged_by, self.args.batch, 0.0)
+                judge(self.model, *self.judged_by, self.args.batch, 0.0, self.ranks)
         except minitorch.AnomalyError as error:
             return f"at step {step} {error}"
         return f"run again, the steps from {moment.step} to {step} were finite"

@@ -36,7 +36,7 @@ clock counts the seconds of all its parts."""
 #: Options that may differ from those of the run that --resume continues; the others decide what it learns.
 FREE = (
     "text", "out", "max_seconds", "backend", "checkpoint_every", "keep", "sample", "temperature",
-    "prompt", "resume", "peak", "recompute", "eager",
+    "prompt", "resume", "peak", "recompute", "eager", "data_parallel", "ring",
 )  # fmt: skip
 #: What --init takes from its folder; and what it changes unless the command line says otherwise.
 OF_FOLDER = (
@@ -72,12 +72,32 @@ def parse_args(description: str | None, argv: list[str] | None = None) -> argpar
         args.vocabulary = given.get("vocabulary")  # not a preset's, which is for bytes
     elif "vocab_size" in given:
         parser.error("--vocab-size belongs to --tokenizer bpe; pass both")
-    elif args.vocabulary is not None:
+    try:
+        check_ranks(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.vocabulary is not None and args.tokenizer != "bpe":
         try:
             characters_of(args.vocabulary)
         except ValueError as error:
             parser.error(str(error))
     return args
+
+
+def check_ranks(args: argparse.Namespace) -> None:
+    """Check that processes can share batches and sequences.
+
+    Raises:
+        ValueError: One line.
+    """
+    if args.batch % args.data_parallel:
+        raise ValueError(
+            f"--batch must be a multiple of --data-parallel, got {args.batch} and {args.data_parallel}"
+        )
+    if args.ring > 1 and args.context % (2 * args.ring):
+        raise ValueError(
+            f"--context must be a multiple of twice --ring, got {args.context} and {args.ring}"
+        )
 
 
 def given_options(argv: list[str] | None = None) -> dict[str, Any]:
@@ -112,7 +132,9 @@ def options_of_run(
             )
     known = {name: value for name, value in run.items() if name in vars(args)}
     fresh = {name: given[name] for name in FREE if name in given}
-    return argparse.Namespace(**{**vars(args), **known, "load": None, **fresh})
+    found = argparse.Namespace(**{**vars(args), **known, "load": None, **fresh})
+    check_ranks(found)
+    return found
 
 
 def _parser(description: str | None) -> OneLineParser:
@@ -240,13 +262,17 @@ def _parser(description: str | None) -> OneLineParser:
         f"steps between two checkpoints in DIR/checkpoints; 0 writes none {default}",
         type=FROM_ZERO, default=100, metavar="N",
     )  # fmt: skip
+    add("--data-parallel", f"processes that read other examples, of mpiexec {default}",
+        type=COUNT, default=1, metavar="N")  # fmt: skip
+    add("--ring", f"processes that share each sequence, of mpiexec {default}",
+        type=COUNT, default=1, metavar="N")  # fmt: skip
     add("--keep", f"checkpoints that stay {default}", type=COUNT, default=3, metavar="N")
     add(
         "--resume",
         "go on from a checkpoint, or from the last one of a run's folder (without PATH: of --out), with "
         "the options that its run began with; of others only --text (of the same text), --out, "
         "--max-seconds, --backend, --checkpoint-every, --keep, --sample, --temperature, --prompt, --peak, "
-        "--recompute and --eager may be given",
+        "--recompute, --eager, --data-parallel and --ring may be given",
         nargs="?", const="", metavar="PATH",
     )  # fmt: skip
     add(

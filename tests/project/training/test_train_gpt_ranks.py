@@ -1,0 +1,43 @@
+"""``train_gpt.py`` on several ranks learns what one process learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ...support.ranks import needs_mpi, python
+
+pytestmark = needs_mpi
+GRID = "--data-parallel", "2", "--ring", "2"
+
+
+def trained(ranks: int, out: Path, *options: str) -> dict[str, Any]:
+    """Run it and return its result."""
+    small = "--steps 12 --layers 1 --width 16 --heads 2 --context 16 --sample 0 --max-seconds 200"
+    given = [*([] if "--resume" in options else small.split()), *options]
+    done = python(ranks, "project/train_gpt.py", "--out", str(out), *given)
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "result.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("parts", [("--batch", "8"), ("--batch", "4", "--accumulate", "2")])
+def test_several_ranks_learn_what_one_does(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    alone = trained(0, tmp_path / "alone", *parts)
+    several = trained(4, tmp_path / "several", *parts, *GRID)
+    np.testing.assert_allclose(several["curve"]["train"], alone["curve"]["train"], atol=2e-5)
+    assert several["held_out_loss"] == pytest.approx(alone["held_out_loss"], abs=2e-5)
+    # All steps are done: other ranks read the checkpoint, and judge the model again.
+    other = "--resume", "--data-parallel", "1", "--ring", "2"
+    again = trained(2, tmp_path / "several", *other)
+    assert again["resumed"] == [12]
+    assert again["held_out_loss"] == pytest.approx(alone["held_out_loss"], abs=2e-5)
+
+
+def test_a_wrong_number_of_ranks_is_one_line(tmp_path: Path) -> None:
+    done = python(2, "project/train_gpt.py", "--out", str(tmp_path), *GRID)
+    assert done.returncode != 0 and "mpiexec -n 4" in done.stderr
+    assert "Traceback" not in done.stderr

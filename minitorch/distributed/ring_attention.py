@@ -33,7 +33,7 @@ from ..autodiff import Context
 from ..functions.base import Function, check_tensor
 from ..functions.dropout_seeds import dropout_seed
 from ..functions.joining import Cat
-from ..functions.subscripts import Slice
+from ..functions.subscripts import Slice, piece
 from ..tensor import Tensor
 from .exchange import Gathered, Shift, ToHeads, ToSequence, circulate
 from .group import Group
@@ -162,10 +162,11 @@ class RingAttention(Function):
             own_dq, *others = gradients(rows_of(q, rows), keys, values, part, *results)
             own_dq = own_dq.to(wide)
             dq[i] = own_dq if dq[i] is None else dq[i] + own_dq
-            _add_to([rows_of(x, b.here) for x in sums], others)
+            _add_to([piece(x, 0, b.here) for x in sums], [sequence_first(x) for x in others])
 
         def visit(owner: int, block: Sequence[Tensor]) -> None:
-            sums = [x.full(x.shape, 0.0, wide) for x in block]
+            # The rows of a segment are one piece of memory where the sequence comes first.
+            sums = [x.full(sequence_first(x).shape, 0.0, wide) for x in block]
             for i, b, part in call.parts(owner):
                 add(i, b, part, block, sums)
             if arriving:
@@ -173,12 +174,12 @@ class RingAttention(Function):
             arriving.append(Shift(group, sums))
 
         circulate(group, (k, v), visit)
-        dk, dv = arriving.pop().wait()
-        return Cat.apply(q.dims - 2, *dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        dk, dv = (heads_first(x).to(k.dtype) for x in arriving.pop().wait())
+        return Cat.apply(q.dims - 2, *dq).to(q.dtype), dk, dv, None
 
 
-def _add_to(totals: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Add tensors to others in place."""
+def _add_to(totals: Sequence[Any], others: Sequence[Tensor]) -> None:
+    """Add tensors to others without gaps, in place."""
     for total, other in zip(totals, others, strict=True):
         total.f.id_map(total + other, total)
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import minitorch
+from minitorch import CudaBackend, FastBackend
 from minitorch.distributed import grid, positions, ring_attention, world
 
 from ...support.tolerances import assert_close_arrays
@@ -85,9 +86,11 @@ def cases(draw: Any) -> Case:
     return Case(*operands, sums, layout, method, options)
 
 
-def computed(operands: tuple[Any, ...], attend: Callable[..., Any]) -> list[Any]:
+def computed(
+    operands: tuple[Any, ...], attend: Callable[..., Any], backend: Any = FastBackend
+) -> list[Any]:
     """Return out, dq, dk and dv."""
-    q, k, v, dout = (minitorch.from_numpy(x) for x in operands)
+    q, k, v, dout = (minitorch.from_numpy(x, backend) for x in operands)
     for leaf in (q, k, v):
         leaf.requires_grad_(True)
     out = attend(q, k, v)
@@ -96,13 +99,14 @@ def computed(operands: tuple[Any, ...], attend: Callable[..., Any]) -> list[Any]
     return [out.to_numpy(), *(x.to_numpy() for x in gradients)]
 
 
-def on_ranks(case: Case) -> list[Any]:
+def on_ranks(case: Case, backend: Any = FastBackend) -> list[Any]:
     """Return the results of this rank."""
     rows = positions(case.q.shape[case.rows], GROUP, case.layout)
     place = {"layout": case.layout, "method": case.method, "cu_seqlens": case.sums}
     return computed(
         tuple(np.take(x, rows, case.rows) for x in case[:4]),
         lambda q, k, v: ring_attention(q, k, v, GROUP, **place, **case.options),
+        backend,
     )
 
 
@@ -130,6 +134,24 @@ def attention(case: Case) -> None:
         assert_close_arrays(x, wanted, case.q.dtype, what=what, size=size)
     for x, again in zip(found, on_ranks(case), strict=True):
         np.testing.assert_array_equal(x, again)
+
+
+def device() -> None:
+    """Tensors on a device travel through the host."""
+    sys.setswitchinterval(1e-4)  # the simulator's threads hand over often
+    random, seq = np.random.default_rng(2), 4 * GROUP.size
+    options = {"is_causal": True, "dropout_p": 0.3, "seed": 5}
+    for method, heads, sums in (
+        ("ring", 1, None),
+        ("ring", 1, [0, 3, seq]),
+        ("all-gather", 1, None),
+        ("ulysses", GROUP.size, None),
+    ):
+        shape = (heads, seq, 2) if sums is None else (seq, heads, 2)
+        operands = (random.standard_normal(shape) for _ in range(4))
+        case = Case(*operands, sums, "zigzag", method, options)
+        for x, wanted in zip(on_ranks(case, CudaBackend), on_one_device(case), strict=True):
+            assert_close_arrays(x, wanted, np.float64, what=method)
 
 
 def default_seed() -> None:
@@ -261,7 +283,7 @@ def memory() -> None:
     assert backward / block < 2.1 + 2 + 2 + 1.25, backward / block
 
 
-CHECKS = (attention, default_seed, exchanges, grids, wrong_calls, memory)
+CHECKS = (attention, device, default_seed, exchanges, grids, wrong_calls, memory)
 
 if __name__ == "__main__":
     {check.__name__: check for check in CHECKS}[sys.argv[1]]()

@@ -48,6 +48,11 @@ def test_ranks_form_a_grid(size: int) -> None:
     run_on_ranks(size, "grids")
 
 
+@pytest.mark.simulator
+def test_tensors_on_a_device_travel_too() -> None:
+    run_on_ranks(2, "device")
+
+
 def test_dropout_takes_the_seed_of_rank_0() -> None:
     run_on_ranks(2, "default_seed")
 

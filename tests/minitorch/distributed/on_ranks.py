@@ -233,7 +233,7 @@ def wrong_calls() -> None:
     flat = minitorch.from_numpy(np.ones((6, 3, 4), np.float32))
     longer = minitorch.from_numpy(np.ones((1, 3, 6 + 2 * GROUP.rank, 4), np.float32))
     odd = minitorch.from_numpy(np.ones((1, 3, 5, 4), np.float32))
-    for operands, options, error, words in (
+    calls: tuple[Any, ...] = (
         ((longer,) * 3, {}, ValueError, "rank 0 has q"),
         ((x,) * 3, {"softcap": float(GROUP.rank)}, ValueError, "rank 1"),
         ((odd,) * 3, {}, ValueError, "does not divide into 4 equal chunks"),
@@ -246,7 +246,8 @@ def wrong_calls() -> None:
         ((flat,) * 3, {"cu_seqlens": [0.0, 12.0]}, TypeError, "whole numbers"),
         ((x,) * 3, {"dropout_p": 2.0}, ValueError, "dropout_p must be"),
         ((x, x, np.ones(3)), {}, TypeError, "v must be a tensor"),
-    ):
+    )
+    for operands, options, error, words in calls:
         with pytest.raises(error, match=words):
             ring_attention(operands[0], operands[1], operands[2], GROUP, **options)
     array = np.ones((2, 3))

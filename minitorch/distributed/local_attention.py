@@ -70,7 +70,8 @@ def _moved(make: Make, origin: Origin, q: Any, k: Any, v: Any, options: Options)
 def rows_of(a: Tensor, rows: range) -> Tensor:
     """View some rows of (…, heads, seq, dim), without history.
 
-    Other rows lie between those of two heads: the view is for kernels and element-wise operations.
+    Other rows lie between those of two heads: the view is an operand of attention, which takes any strides.
+    Tensor operations expect one piece of memory.
     """
     data, dim = a._tensor, a.dims - 2
     shape = (*a.shape[:dim], len(rows), a.shape[-1])

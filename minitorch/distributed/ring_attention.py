@@ -38,6 +38,7 @@ from ..tensor import Tensor
 from .exchange import Gathered, Shift, ToHeads, ToSequence, circulate
 from .group import Group
 from .local_attention import Part, attend, gradients, heads_first, part_of, rows_of, sequence_first
+from .row_sums import RowSums, joined
 from .sequence_parts import Segment, pair, segments
 
 METHODS = ("ring", "all-gather", "ulysses")
@@ -141,7 +142,7 @@ class RingAttention(Function):
                 found[i] = new if found[i] is None else merged_with_lse([found[i], new])
 
         circulate(call.group, (k, v), visit)
-        out = Cat.apply(q.dims - 2, *(out.to(q.dtype) for out, _ in found))
+        out = joined([(a.here, out) for a, (out, _) in zip(own, found, strict=True)], q)
         ctx.save_for_backward(q, k, v, out, [lse for _, lse in found], call)
         return out
 
@@ -155,32 +156,29 @@ class RingAttention(Function):
         arriving: list[Shift] = []
 
         def add(
-            i: int, b: Segment, part: Part, block: Sequence[Tensor], sums: list[Tensor]
+            i: int, b: Segment, part: Part, block: Sequence[Tensor], sums: list[RowSums]
         ) -> None:
             rows, (keys, values) = own[i].here, (rows_of(x, b.here) for x in block)
             results = rows_of(dout, rows), rows_of(out, rows), lses[i]
             own_dq, *others = gradients(rows_of(q, rows), keys, values, part, *results)
             own_dq = own_dq.to(wide)
             dq[i] = own_dq if dq[i] is None else dq[i] + own_dq
-            _add_to([rows_of(x, b.here) for x in sums], others)
+            for total, other in zip(sums, others, strict=True):
+                total.add(b.here, other)
 
         def visit(owner: int, block: Sequence[Tensor]) -> None:
-            sums = [x.full(x.shape, 0.0, wide) for x in block]
+            sums = [RowSums(x, wide) for x in block]
             for i, b, part in call.parts(owner):
                 add(i, b, part, block, sums)
+            every = [b.here for b in call.segments(owner)]
+            done = [x.finished(every) for x in sums]
             if arriving:
-                _add_to(sums, arriving.pop().wait())
-            arriving.append(Shift(group, sums))
+                done = [x + y for x, y in zip(arriving.pop().wait(), done, strict=True)]
+            arriving.append(Shift(group, done))
 
         circulate(group, (k, v), visit)
-        dk, dv = arriving.pop().wait()
-        return Cat.apply(q.dims - 2, *dq).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
-
-
-def _add_to(totals: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    """Add tensors to others in place."""
-    for total, other in zip(totals, others, strict=True):
-        total.f.id_map(total + other, total)
+        dk, dv = (heads_first(x).to(k.dtype) for x in arriving.pop().wait())
+        return joined([(a.here, x) for a, x in zip(own, dq, strict=True)], q), dk, dv, None
 
 
 def _by_gathering(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

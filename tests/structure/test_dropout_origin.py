@@ -37,13 +37,12 @@ def check_bits(target: str, rung: str, origin: Any, sizes: Any, bring: Any, back
     place = launch.TARGETS[target]
     out, lse = launch.plan_of(place, problem, operands).run(problem, operands)
     given = operands.having(out=out, lse=lse, dout=bring(dout))
-    if seq_q == seq_k:  # dout has the width of v
-        gradients = launch.backward(place, problem, given)
     flat = np.arange(batch)[:, None] * HEADS + np.arange(heads) + first
     whole = kernels.dropout_mask((flat.max() + 1, row + seq_q, col + seq_k), RATE, SEED)
     expected = whole[flat][:, :, row:, col:] / RATE / seq_k
     np.testing.assert_allclose(back(out), expected, rtol=1e-12)
-    if seq_q == seq_k:
+    if seq_q == seq_k:  # dout has the width of v
+        gradients = launch.backward(place, problem, given)
         np.testing.assert_allclose(back(gradients.dv), expected.swapaxes(2, 3), rtol=1e-12)
 
 

@@ -1,12 +1,5 @@
 """Training on several ranks with other examples each: averaged gradients, and a shared optimiser state.
 
-    average = GradientAverage(model.parameters(), group)
-    optimizer = ShardedOptimizer(model.parameters(), group, minitorch.AdamW, lr=1e-3)
-    ...
-    with average.during_backward():
-        loss.backward()
-    optimizer.step()
-
 Source: Li et al., PyTorch Distributed (2020), for buckets that are reduced during the backward pass;
 Rajbhandari et al., ZeRO (2020), section 5.1, for the shares of the optimiser's state.
 """

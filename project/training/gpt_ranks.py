@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 import minitorch
+from minitorch.distributed import GradientAverage, grid, positions, spread_sequence, world
 
 
 class Ranks:
@@ -36,8 +37,6 @@ class Ranks:
         if self.size == 1:
             return
         try:
-            from minitorch.distributed import grid, world
-
             self._world = world()
             self._grid = grid(self._world, data, ring)
         except (ImportError, ValueError) as error:
@@ -53,8 +52,6 @@ class Ranks:
         """Let a model read parts of the sequences, and check that it is the same on all ranks."""
         if self.size == 1:
             return
-        from minitorch.distributed import GradientAverage, spread_sequence
-
         try:
             self._average = GradientAverage(model.parameters(), self._world)
         except ValueError as error:
@@ -77,8 +74,6 @@ class Ranks:
         """Return this rank's positions of each row, (rows, context)."""
         if self.size == self._shares:
             return array
-        from minitorch.distributed import positions
-
         return np.ascontiguousarray(array[:, positions(array.shape[-1], self._grid.ring)])
 
     def during_backward(self) -> AbstractContextManager[None]:

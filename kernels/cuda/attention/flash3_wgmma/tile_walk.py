@@ -28,13 +28,14 @@ class Walk(NamedTuple):
         entries: ``(flat, start, size, first, stop, extras)``: from which entry to which it visits, where
             the bounds leave the tiles from ``first`` up to ``stop``.
         tile_of: ``(entry, extras)``: the number of the tile visited.
-        is_whole: ``(entry, extras)``: whether the block mask hides none of its elements.
+        pattern_of: ``(entry, extras)``: the number of its words in the block mask; 0 if it hides none of its
+            elements.
     """
 
     place: Callable[..., Any]
     entries: Callable[..., Any]
     tile_of: Callable[..., Any]
-    is_whole: Callable[..., Any]
+    pattern_of: Callable[..., Any]
 
 
 @cache
@@ -91,5 +92,5 @@ def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
         packed_place if features.packed else place,
         listed_entries if features.block_mask else all_entries,
         tile_of,
-        visits.is_whole,
+        visits.pattern_of,
     )

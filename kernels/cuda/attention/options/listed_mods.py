@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numba import int64, types, uint8, void
+from numba import int32, int64, types, uint8, void
 
 from kernels.cuda.attention.options.mods import MOST_PLACES, mask_function
 from kernels.cuda.runtime.arrays import empty_device, to_host
@@ -123,7 +123,8 @@ def evaluate_kernel(
                             has_all = False
                 bits[i, j, r, byte] = uint8(found)
         # Of all threads of the block.
-        is_some, is_every = cuda.syncthreads_or(has_any), cuda.syncthreads_and(has_all)
+        is_some = cuda.syncthreads_or(int32(has_any))
+        is_every = cuda.syncthreads_and(int32(has_all))
         if cuda.threadIdx.x == 0:
             state = PARTIAL if is_some else HIDDEN
             states[i, j] = uint8(FULL if is_every else state)

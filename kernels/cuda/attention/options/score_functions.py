@@ -57,6 +57,9 @@ class Extras(NamedTuple):
         tile_ptr: See ``TileList``; for the kernel's own tiles and direction.
         tile_ids: See ``TileList``.
         tile_full: See ``TileList``.
+        tile_patterns: (entries,) int32: for each entry 0, or 1 + the index of the tile's words; they take the
+            place of ``patterns`` and ``tile_full`` in kernels that read words.
+        pattern_words: Words of the tiles that differ, uint32.
         tiles: (tiles, 6) int64: where the kernel's tiles of packed sequences are, ``sequences.Tile``.
     """
 
@@ -78,13 +81,22 @@ class Extras(NamedTuple):
     tile_ptr: Any = 0
     tile_ids: Any = 0
     tile_full: Any = 0
+    tile_patterns: Any = 0
+    pattern_words: Any = 0
     tiles: Any = 0
 
 
 @cache
-def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
-    """Return numba's type of :class:`Extras` for a kernel."""
+def extras_type(features: Features, dtype: np.dtype[Any], by_words: bool = False) -> Any:
+    """Return numba's type of :class:`Extras` for a kernel.
+
+    Args:
+        features: Options of the kernel.
+        dtype: Dtype of its sums.
+        by_words: It reads the partial tiles of a block mask as words.
+    """
     real, listed = scalar_type(dtype), features.block_mask
+    by_elements, by_words = listed and not by_words, listed and by_words
     mask = array_type({"bool": np.dtype(bool), "float": dtype}.get(features.mask, BITS), 4)
     ints, flags = types.Array(types.int32, 1, "A"), types.Array(types.boolean, 1, "A")
     numbers = int64, int64, int64, int64, real, real, int64, int64, real
@@ -94,10 +106,12 @@ def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
         (features.mask, mask),
         (features.mask, types.Array(int64, 1, "A")),
         (listed, types.Array(types.int32, 3, "A")),
-        (listed, types.Array(types.boolean, 3, "A")),
+        (by_elements, types.Array(types.boolean, 3, "A")),
         (listed, ints),
         (listed, ints),
-        (listed, flags),
+        (by_elements, flags),
+        (by_words, ints),
+        (by_words, types.Array(uint32, 1, "C")),
         (features.packed, types.Array(int64, 2, "A")),
     )
     return types.NamedTuple([*numbers, *(kind if has else int64 for has, kind in arrays)], Extras)

@@ -25,9 +25,9 @@ class ScoreMod(NamedTuple):
 def varying(mask_mod: Any) -> Any:
     """Mark a ``mask_mod`` that every call evaluates anew, for each element that it computes.
 
-    Without the mark, the first call of a kind evaluates the function once into a block mask, and later calls
-    skip the tiles that it masks.  That does not pay for a function that is a different one in each call, for
-    example because it captures a number that changes.
+    Without the mark, the first call of a kind evaluates the function once into a block mask, and later
+    calls skip the tiles that it masks.  That does not pay for a function that differs from call to call,
+    for example because it captures a number that changes.
 
     Args:
         mask_mod: The function.

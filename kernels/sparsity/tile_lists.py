@@ -115,12 +115,12 @@ def make_tile_patterns(
         tiles: Query rows and key columns of a tile.
         listed: The list, from :func:`make_tile_list`.
         by_keys: See :func:`make_tile_list`.
-        pack: Packs patterns, (count, rows, columns) bool, True where an element of the tile is visible; False
-            beyond the last row and column.
+        pack: Packs patterns, (count, rows, columns) bool: True where an element of the tile is visible,
+            False beyond the last row and column.
 
     Returns:
-        (entries,) int32: 0 for a tile in which every place is visible, otherwise 1 + the index of its pattern;
-        and a list of what ``pack`` returned.
+        (entries,) int32: 0 for a tile in which every place is visible, otherwise 1 + the index of its
+        pattern; and a list of what ``pack`` returned.
     """
     tile_q, tile_k = tiles
     rows, cols = cut(grid.seq_q, grid.block_q, tile_q), cut(grid.seq_k, grid.block_k, tile_k)

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int32, int64, types, uint32, uint64, void
+from numba import int64, types, uint32, uint64, void
 
 from kernels.common.geometry import PLAIN, same
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import (

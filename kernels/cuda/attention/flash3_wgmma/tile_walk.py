@@ -28,8 +28,8 @@ class Walk(NamedTuple):
         entries: ``(flat, start, size, first, stop, extras)``: from which entry to which it visits, where
             the bounds leave the tiles from ``first`` up to ``stop``.
         tile_of: ``(entry, extras)``: the number of the tile visited.
-        pattern_of: ``(entry, extras)``: the number of its words in the block mask; 0 if it hides none of its
-            elements.
+        pattern_of: ``(entry, extras)``: the number of the tile's words in the block mask; 0 if it hides
+            nothing there.
     """
 
     place: Callable[..., Any]

@@ -3,8 +3,12 @@
 Numba promotes like NumPy: an integer times a float32 is a float64, and so is the result of two branches of
 these types.  A GPU computes float64 at a half or a 64th of the speed, and converts 64-bit integers slowly,
 which would dominate the cost of a score.  Mods are therefore compiled with other typing rules: where numba
-would promote to float64 without a float64 operand, integers become float32.  Integer operations keep 64
-bits, but indices are declared to be small, so that the compiler drops the upper half.
+would promote to float64 without a float64 operand, integers become float32.
+
+Integers have 64 bits, as in numba, so that no sum or product of indices overflows.  A comparison, quotient,
+remainder or absolute value is emitted twice: in 32 bits, if the operands fit, and in 64.  Indices are
+declared to be small, so that the compiler knows for most operands that they fit, keeps the first form, and
+drops the upper half of the sums before.  For a product of two indices it does not know, and keeps both.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import math
 import operator
 from collections.abc import Callable
 from copy import copy
+from functools import reduce
 from types import FunctionType
 from typing import Any
 
@@ -35,6 +40,11 @@ MOST_PLACES = 1 << 26
 FIRST_PLACE, _PLACE = MOST_PLACES - 1, 2 * MOST_PLACES - 1
 #: Bits of 64 that a number of 32 leaves to its sign.
 _SPARE = 32
+#: Comparisons of whole numbers → how the compiler writes them.
+_COMPARISONS = {
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
+    operator.ne: "!=",
+}  # fmt: skip
 _FLOAT, _WIDE, _WHOLE = types.float32, types.float64, types.int64
 
 
@@ -141,15 +151,30 @@ def _with_rules(target: Any) -> Any:
     differences: dict[Any, Any] = {}  # of two places → as a float32
     own.distances = {}
 
+    def fits(builder: Any, value: Any, spare: int) -> Any:
+        """Tell whether a number has so many more bits than it needs; the compiler mostly knows."""
+        bits = value.type(spare)
+        return builder.icmp_signed("==", builder.ashr(builder.shl(value, bits), bits), value)
+
+    def half(builder: Any, value: Any) -> Any:
+        return builder.trunc(value, target.get_value_type(types.int32))
+
+    def narrowest(builder: Any, values: Any, small: Any, wide: Any) -> Any:
+        """Return what 32 bits give, if the operands fit; else ``wide``."""
+        # A whole number as a result may need a bit more: the least number divided by -1.
+        spare = _SPARE if small.type == wide.type else _SPARE + 1
+        are_small = [fits(builder, value, spare) for value in values]
+        if small.type != wide.type:
+            small = builder.sext(small, wide.type)
+        return builder.select(reduce(builder.and_, are_small), small, wide)
+
     def convert(builder: Any, value: Any) -> Any:
         """Return a whole number of 64 bits as a float32."""
         if value in differences:
             return differences[value]
-        # The compiler knows of most numbers whether they fit in 32 bits, and keeps one of the two.
-        spare, half = value.type(_SPARE), builder.trunc(value, target.get_value_type(types.int32))
-        fits = builder.icmp_signed("==", builder.ashr(builder.shl(value, spare), spare), value)
-        halves = target.cast(builder, half, types.int32, _FLOAT)
-        return builder.select(fits, halves, target.cast(builder, value, _WHOLE, _FLOAT))
+        is_small = fits(builder, value, _SPARE)
+        small = target.cast(builder, half(builder, value), types.int32, _FLOAT)
+        return builder.select(is_small, small, target.cast(builder, value, _WHOLE, _FLOAT))
 
     def cast(builder: Any, value: Any, kind: Any, wanted: Any) -> Any:
         if (kind, wanted) != (_WHOLE, _FLOAT):
@@ -165,8 +190,12 @@ def _with_rules(target: Any) -> Any:
         key = getattr(function, "typing_key", None), *signature.args
 
         def absolute(builder: Any, values: Any, *args: Any) -> Any:
-            result = found(builder, values, *args)
-            signed[result] = values[0]
+            (number,) = values
+            small = half(builder, number)
+            negative = builder.icmp_signed("<", small, small.type(0))
+            small = builder.select(negative, builder.neg(small), small)
+            result = narrowest(builder, values, small, found(builder, values, *args))
+            signed[result] = number
             return result
 
         def difference(builder: Any, values: Any, *args: Any) -> Any:
@@ -175,7 +204,33 @@ def _with_rules(target: Any) -> Any:
                 differences[result] = own.distances[tuple(values)]
             return result
 
-        others = {(abs, _WHOLE): absolute, (operator.sub, _WHOLE, _WHOLE): difference}
+        def compared(builder: Any, values: Any, *args: Any) -> Any:
+            halves = [half(builder, value) for value in values]
+            small = builder.icmp_signed(_COMPARISONS[key[0]], *halves)
+            return narrowest(builder, values, small, found(builder, values, *args))
+
+        def divided(builder: Any, values: Any, *args: Any) -> Any:
+            number, divisor = values
+            power = getattr(divisor, "constant", None)
+            if isinstance(power, int) and power > 0 and power & (power - 1) == 0:
+                # Python rounds quotients down, and remainders are not negative.
+                if key[0] is operator.mod:
+                    return builder.and_(number, number.type(power - 1))
+                return builder.ashr(number, number.type(power.bit_length() - 1))
+            narrow = target.get_function(key[0], types.int32(types.int32, types.int32))
+            # The lower half of a divisor that is not 0 may be.
+            own_half = half(builder, divisor)
+            fitting = builder.select(fits(builder, divisor, _SPARE), own_half, own_half.type(1))
+            small = narrow(builder, [half(builder, number), fitting])
+            return narrowest(builder, values, small, found(builder, values, *args))
+
+        others: dict[Any, Any] = {
+            (abs, _WHOLE): absolute,
+            (operator.sub, _WHOLE, _WHOLE): difference,
+            **{(test, _WHOLE, _WHOLE): compared for test in _COMPARISONS},
+            (operator.mod, _WHOLE, _WHOLE): divided,
+            (operator.floordiv, _WHOLE, _WHOLE): divided,
+        }
         return others.get(key, found)
 
     own.cast, own.get_function = cast, get_function

@@ -57,7 +57,7 @@ class Extras(NamedTuple):
         tile_ptr: See ``TileList``; for the kernel's own tiles and direction.
         tile_ids: See ``TileList``.
         tile_full: See ``TileList``.
-        tile_patterns: (entries,) int32: for each entry 0, or 1 + the index of the tile's words; they take the
+        tile_patterns: (entries,) int32: for each entry 0, or 1 + the index of the tile's words; takes the
             place of ``patterns`` and ``tile_full`` in kernels that read words.
         pattern_words: Words of the tiles that differ, uint32.
         tiles: (tiles, 6) int64: where the kernel's tiles of packed sequences are, ``sequences.Tile``.

@@ -38,7 +38,7 @@ class Visits(NamedTuple):
             the tiles from ``first`` up to ``stop``.
         tile_of: ``(entry, extras)``: the number of the tile visited.
         is_whole: ``(entry, extras)``: whether the block mask hides none of its elements.
-        pattern_of: ``(entry, extras)``: its number in ``Extras.tile_patterns``, for kernels that read words.
+        pattern_of: ``(entry, extras)``: its number in ``Extras.tile_patterns``, in kernels that read words.
         is_within: ``(tile, first, stop)``: whether the bounds leave the tile of an entry.
     """
 

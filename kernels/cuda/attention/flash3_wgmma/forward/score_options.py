@@ -49,8 +49,8 @@ class Elements(NamedTuple):
 
     Both ``whole`` and ``edge`` are ``(s, seen, place, scale, extras)``: of the products in ``s`` they make
     scores, minus infinity where masked.  ``place`` is a ``score_terms.LanePlace``; ``seen`` are the lane's
-    bits of a boolean mask and, for ``edge``, of a block mask, and behind them words of a floating mask of 16
-    bits.
+    bits of a boolean mask and, for ``edge``, of a block mask, and behind them words of a floating mask of
+    16 bits.
 
     Attributes:
         bends: Whether scores are natural logarithms; otherwise they are still products, whose order a

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels.cuda.attention.options import listed_mods
+from kernels.cuda.runtime import recorder
+from kernels.cuda.runtime.recipe import Recipe
 from kernels.problem.listed_mods import Asked, on_host
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import IS_SIMULATOR
@@ -124,3 +126,11 @@ def test_a_function_that_the_device_cannot_run_is_evaluated_on_the_host() -> Non
     asked = Asked(prefix(7), Grid(40, 33, *BLOCK), 1, (-40, 33), FLOAT32)
     with patch.object(listed_mods, "_on_device", fails):
         assert mask_of(listed_mods.on_device, asked) == mask_of(on_host, asked)
+
+
+def test_an_evaluation_is_no_part_of_a_recorded_call() -> None:
+    asked = Asked(prefix(9), Grid(40, 33, *BLOCK), 1, (-40, 33), FLOAT32)
+    with patch.object(recorder._thread, "recording", object()), Recipe(0) as recipe:
+        mask = mask_of(listed_mods.on_device, asked)
+        assert not recipe.is_spoilt and not recipe.noted and not recipe.sizes
+    assert mask == mask_of(on_host, asked)

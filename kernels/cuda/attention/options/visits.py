@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import int32, int64, uint64
+from numba import int64, uint64
 
 from kernels.common.geometry import PLAIN
 from kernels.cuda.attention.options.score_functions import Extras
@@ -38,7 +38,6 @@ class Visits(NamedTuple):
             the tiles from ``first`` up to ``stop``.
         tile_of: ``(entry, extras)``: the number of the tile visited.
         is_whole: ``(entry, extras)``: whether the block mask hides none of its elements.
-        pattern_of: ``(entry, extras)``: its number in ``Extras.tile_patterns``, in kernels that read words.
         is_within: ``(tile, first, stop)``: whether the bounds leave the tile of an entry.
     """
 
@@ -46,7 +45,6 @@ class Visits(NamedTuple):
     entries: Callable[..., Any]
     tile_of: Callable[..., Any]
     is_whole: Callable[..., Any]
-    pattern_of: Callable[..., Any]
     is_within: Callable[..., Any]
 
 
@@ -59,7 +57,7 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
         block: Places of a tile of the kernel's own side.
         by_keys: That side is the keys.
     """
-    is_packed, has_list, reads_words = features.packed, features.block_mask, features.has_patterns
+    is_packed, has_list = features.packed, features.block_mask
 
     @device_function
     def place(x, y, rows, cols, extras):
@@ -94,14 +92,10 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
         return bool(extras.tile_full[uint64(entry)]) if has_list else True
 
     @device_function
-    def pattern_of(entry, extras):
-        return int32(extras.tile_patterns[uint64(entry)]) if reads_words else int32(0)
-
-    @device_function
     def is_within(tile, first, stop):
         return first <= tile < stop if has_list else True
 
-    return Visits(place, entries, tile_of, is_whole, pattern_of, is_within)
+    return Visits(place, entries, tile_of, is_whole, is_within)
 
 
 @cache

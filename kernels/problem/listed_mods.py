@@ -22,8 +22,8 @@ from kernels.sparsity.states import FULL, Bools, Grid, Layout
 BLOCK = (128, 64)
 #: Maximum number of blocks of all heads, whose states take 16 MiB.
 MOST_BLOCKS = 2**22
-#: Maximum number of different partial blocks, which take 16 MiB.
-MOST_PATTERNS = 2048
+#: Maximum number of different partial blocks, which take 32 MiB.
+MOST_PATTERNS = 4096
 
 
 class Evaluated(NamedTuple):
@@ -39,18 +39,20 @@ class Evaluated(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is evaluated.
+    """What is evaluated: elements for each batch and each head of it.
 
     Attributes:
         function: The user function.
         grid: The blocks.
-        heads: Number of heads.
+        batches: Number of batches, 1 if the function does not use the batch.
+        heads: Number of heads, likewise.
         bounds: The bounds ``lower`` and ``upper`` of a ``Problem``; elements beyond them are hidden.
         dtype: The dtype in which the kernels compute scores.
     """
 
     function: Callable[..., Any]
     grid: Grid
+    batches: int
     heads: int
     bounds: tuple[int, int]
     dtype: np.dtype[Any]
@@ -64,13 +66,13 @@ Evaluate = Callable[[Asked], tuple[Layout, bool]]
 def listed(problem: Problem, evaluate: Evaluate) -> Problem:
     """Return a problem with a block mask in the place of its ``mask_mod``.
 
-    The function is evaluated for each element within the bounds, once for all heads if it does not use
-    the head.  A call without a block mask evaluates it for every (batch, head), which is more work.  The
-    problem is returned as it is:
+    The function is evaluated for each element within the bounds, once for all batches and heads if it does
+    not use them.  The block mask has one list for all, or one for each head, or one for each (batch, head),
+    which the kernels count on through.  A call without a block mask evaluates the function for every
+    (batch, head), which is more work.  The problem is returned as it is:
 
     - if there is a single row of blocks, as in decoding, where every step has another seq_k;
     - if the function is marked by ``kernels.varying``;
-    - if the function uses the batch and there are several, because block masks have no batch;
     - if the call is packed or has a block mask of its own;
     - if the function does not compile, or raises, which the kernels then report;
     - if there are more blocks than ``MOST_BLOCKS``, or more patterns than ``MOST_PATTERNS`` and nothing to
@@ -90,14 +92,17 @@ def listed(problem: Problem, evaluate: Evaluate) -> Problem:
 
 def evaluated(problem: Problem, evaluate: Evaluate) -> Evaluated | None:
     """Return the elements of a problem's ``mask_mod``, or None where :func:`listed` changes nothing."""
-    mod, batches = problem.mask_mod, math.prod(problem.lead[:-1])
+    mod = problem.mask_mod
     if mod is None or problem.block_mask is not None or problem.sequences is not None:
         return None
-    if problem.seq_q <= BLOCK[0] or is_varying(mod) or (batches > 1 and _uses(mod, 0)):
+    if problem.seq_q <= BLOCK[0] or is_varying(mod):
         return None
-    grid, heads = Grid(problem.seq_q, problem.seq_k, *BLOCK), problem.heads if _uses(mod, 1) else 1
-    bounds = problem.lower, problem.upper
-    return _evaluated(evaluate, Asked(mod, grid, heads, bounds, problem.acc_dtype))
+    batches = math.prod(problem.lead[:-1]) if _uses(mod, 0) else 1
+    heads = problem.heads if _uses(mod, 1) else 1
+    repeats = problem.heads // heads if batches > 1 else 1
+    grid, bounds = Grid(problem.seq_q, problem.seq_k, *BLOCK), (problem.lower, problem.upper)
+    asked = Asked(mod, grid, batches, heads, bounds, problem.acc_dtype)
+    return _evaluated(evaluate, asked, repeats)
 
 
 def _uses(function: Callable[..., Any], place: int) -> bool:
@@ -110,10 +115,16 @@ def _uses(function: Callable[..., Any], place: int) -> bool:
 
 
 @lru_cache(maxsize=32)
-def _evaluated(evaluate: Evaluate, asked: Asked) -> Evaluated | None:
-    """Evaluate a function, or return None if it fails or the result is of no use."""
+def _evaluated(evaluate: Evaluate, asked: Asked, repeats: int) -> Evaluated | None:
+    """Evaluate a function, or return None if it fails or the result is of no use.
+
+    Args:
+        evaluate: Evaluates the function on a target.
+        asked: What is evaluated.
+        repeats: Number of heads for each one that is evaluated.
+    """
     grid = asked.grid
-    if asked.heads * math.prod(grid.counts) > MOST_BLOCKS:
+    if asked.batches * asked.heads * repeats * math.prod(grid.counts) > MOST_BLOCKS:
         return None
     try:
         layout, is_exact = evaluate(asked)
@@ -122,6 +133,7 @@ def _evaluated(evaluate: Evaluate, asked: Asked) -> Evaluated | None:
     if not is_exact and (layout.blocks.states == FULL).all():
         return None
     states, patterns = layout.blocks
+    states = np.repeat(states, repeats, axis=0)
     return Evaluated(BlockMask(states, *grid.seq, BLOCK, patterns), is_exact)
 
 
@@ -136,9 +148,9 @@ def on_host(asked: Asked) -> tuple[Layout, bool]:
         raise TypeError("numba cannot compile the function")
 
     def fill(head: int, row: int, rows: int, out: Bools) -> None:
-        evaluate(head, row, rows, asked.grid.seq_k, *asked.bounds, out)
+        evaluate(*divmod(head, asked.heads), row, rows, asked.grid.seq_k, *asked.bounds, out)
 
-    return from_strips(asked.grid, asked.heads, fill, MOST_PATTERNS)
+    return from_strips(asked.grid, asked.batches * asked.heads, fill, MOST_PATTERNS)
 
 
 @lru_cache(maxsize=64)

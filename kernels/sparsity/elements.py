@@ -90,7 +90,7 @@ def from_mask_mod(
     bounds = -grid.seq_q, grid.seq_k
 
     def fill(head: int, row: int, rows: int, out: Bools) -> None:
-        evaluate(head, row, rows, grid.seq_k, *bounds, out)
+        evaluate(0, head, row, rows, grid.seq_k, *bounds, out)
 
     return from_strips(grid, whole("heads", heads, 1), fill)[0]
 
@@ -177,7 +177,15 @@ def from_lines(
 
 
 def _fill(
-    mod: Any, head: int, row: int, rows: int, seq_k: int, lower: int, upper: int, out: Bools
+    mod: Any,
+    batch: int,
+    head: int,
+    row: int,
+    rows: int,
+    seq_k: int,
+    lower: int,
+    upper: int,
+    out: Bools,
 ) -> None:
     """Write the results of a ``mask_mod`` for ``rows`` rows from ``row`` on; False out of bounds."""
     for r in range(rows):
@@ -187,7 +195,7 @@ def _fill(
         line[:first] = False
         line[stop:] = False
         for col in range(first, stop):
-            line[col] = bool(mod(0, head, row + r, col))
+            line[col] = bool(mod(batch, head, row + r, col))
 
 
 _compiled_fill = numba.njit(error_model="numpy")(_fill)
@@ -198,8 +206,8 @@ def compiled_fill(
 ) -> Callable[..., None] | None:
     """Return a compiled function that evaluates a ``mask_mod``, or None if numba cannot compile it.
 
-    It is ``fill(head, row, rows, seq_k, lower, upper, out)``, which writes the results for ``rows`` rows
-    from ``row`` on, for the columns from row + lower up to row + upper; others are False.  The batch is 0.
+    It is ``fill(batch, head, row, rows, seq_k, lower, upper, out)``, which writes the results for ``rows``
+    rows from ``row`` on, for the columns from row + lower up to row + upper; others are False.
 
     Args:
         mask_mod: The user function.
@@ -213,7 +221,7 @@ def compiled_fill(
         return None
     fill = partial(_compiled_fill, mod)
     try:
-        fill(0, 0, 0, 0, 0, 0, np.zeros((0, 0), bool))  # compiles without evaluating an element
+        fill(0, 0, 0, 0, 0, 0, 0, np.zeros((0, 0), bool))  # compiles without evaluating an element
     except Exception:  # numba may raise any error
         return None
     return fill

@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from kernels import make_problem
 from kernels.cuda.attention.options.extras import make_extras
+from kernels.cuda.attention.options.listed_mods import evaluate_kernel
 from kernels.cuda.attention.options.mods import (
     MOST_PLACES,
     _with_rules,
@@ -138,6 +139,20 @@ def ptx_of_mask(mod: Any) -> str:
 @needs_nvvm
 def test_a_mask_mod_computes_in_float32() -> None:
     assert ".f64" not in ptx_of_mask(same_document)
+
+
+@needs_nvvm
+def test_captured_arrays_are_not_in_constant_memory() -> None:
+    """Which has 64 KB, and which lanes that read different elements read one after the other."""
+    many = np.arange(20_000) // 7
+    ptx = ptx_of_mask(lambda batch, head, row, col: many[row] == many[col])
+    assert "ld.global" in ptx and ".const" not in ptx
+
+
+@needs_nvvm
+def test_the_kernel_that_evaluates_a_mask_mod_compiles() -> None:
+    kernel = evaluate_kernel(same_document, (128, 64), FLOAT32)
+    assert ".f64" not in compile_ptx(kernel.source, kernel.signature)
 
 
 @needs_nvvm

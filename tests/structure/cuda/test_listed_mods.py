@@ -25,7 +25,7 @@ from ...support.attention_strategies import Case
 from ...support.cuda_attention import run
 from ...support.examples import at_most
 from ...support.layouts import on_device
-from ...support.mask_mods import dilated, documents, elements, mask_mods, prefix
+from ...support.mask_mods import by_batch, dilated, documents, elements, mask_mods, prefix
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 #: Small enough for lists to have several blocks in the simulator.
@@ -40,10 +40,10 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-def case_of(mod: Any, seq_q: int, seq_k: int, **options: Any) -> Case:
+def case_of(mod: Any, seq_q: int, seq_k: int, batch: int = 1, **options: Any) -> Case:
     rng = np.random.default_rng(0)
-    shapes = (1, 2, seq_q, 3), (1, 2, seq_k, 3), (1, 2, seq_k, 2), (1, 2, seq_q, 2)
-    q, k, v, dout = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    shapes = (seq_q, 3), (seq_k, 3), (seq_k, 2), (seq_q, 2)
+    q, k, v, dout = (rng.standard_normal((batch, 2, *x)).astype(np.float32) for x in shapes)
     return Case(q, k, v, dout, {"mask_mod": mod, **options}, (8, 4))
 
 
@@ -54,15 +54,22 @@ def mask_of(evaluate: Any, asked: Asked) -> BlockMask:
 
 
 @at_most(40 if IS_SIMULATOR else 15)
-@given(mask_mods(), *LENGTHS, st.integers(1, 2), st.sampled_from([(-99, 99), (-5, 0), (3, 90)]))
+@given(
+    mask_mods(),
+    *LENGTHS,
+    st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]),
+    st.sampled_from([(-99, 99), (-5, 0), (3, 90)]),
+)
 def test_blocks_have_the_elements_of_the_function(
-    mod: Any, seq_q: int, seq_k: int, heads: int, bounds: tuple[int, int]
+    mod: Any, seq_q: int, seq_k: int, lists: tuple[int, int], bounds: tuple[int, int]
 ) -> None:
-    asked = Asked(mod, Grid(seq_q, seq_k, *BLOCK), heads, bounds, FLOAT32)
+    batches, heads = lists
+    asked = Asked(mod, Grid(seq_q, seq_k, *BLOCK), batches, heads, bounds, FLOAT32)
     mask, by_host = mask_of(listed_mods.on_device, asked), mask_of(on_host, asked)
+    wanted = elements(mod, batches, heads, seq_q, seq_k).reshape(-1, seq_q, seq_k)
     row, col = np.indices((seq_q, seq_k))
     inside = (row + bounds[0] <= col) & (col <= row + bounds[1])
-    np.testing.assert_array_equal(mask.dense(), elements(mod, 1, heads, seq_q, seq_k)[0] & inside)
+    np.testing.assert_array_equal(mask.dense(), wanted & inside)
     assert mask == by_host
 
 
@@ -96,8 +103,15 @@ def test_a_varying_function_gives_the_same_bits() -> None:
         np.testing.assert_array_equal(listed[name], array, err_msg=name)
 
 
-def plan_of(mod: Any, seq: int = LONG) -> str:
-    case = case_of(mod, seq, seq)
+@pytest.mark.parametrize("mod", [by_batch(9), lambda b, h, r, c: (r + c) % (b + h + 2) == 0])
+def test_batches_have_lists_of_their_own(mod: Any) -> None:
+    case = case_of(mod, 17, 35, batch=2)
+    case.check(run(case, "flash2"), "by flash2")
+    assert "evaluated once" in plan_of(mod, 17, batch=2)
+
+
+def plan_of(mod: Any, seq: int = LONG, batch: int = 1) -> str:
+    case = case_of(mod, seq, seq, batch=batch)
     return repr(kernels.plan(*map(on_device, case.operands), mask_mod=mod, rung="flash2"))
 
 
@@ -123,13 +137,13 @@ def test_a_function_that_the_device_cannot_run_is_evaluated_on_the_host() -> Non
     def fails(asked: Asked) -> Any:
         raise RuntimeError("File uses too much global constant data")
 
-    asked = Asked(prefix(7), Grid(40, 33, *BLOCK), 1, (-40, 33), FLOAT32)
+    asked = Asked(prefix(7), Grid(40, 33, *BLOCK), 1, 1, (-40, 33), FLOAT32)
     with patch.object(listed_mods, "_on_device", fails):
         assert mask_of(listed_mods.on_device, asked) == mask_of(on_host, asked)
 
 
 def test_an_evaluation_is_no_part_of_a_recorded_call() -> None:
-    asked = Asked(prefix(9), Grid(40, 33, *BLOCK), 1, (-40, 33), FLOAT32)
+    asked = Asked(prefix(9), Grid(40, 33, *BLOCK), 1, 1, (-40, 33), FLOAT32)
     with patch.object(recorder._thread, "recording", object()), Recipe(0) as recipe:
         mask = mask_of(listed_mods.on_device, asked)
         assert not recipe.is_spoilt and not recipe.noted and not recipe.sizes

@@ -31,7 +31,7 @@ def on_device(asked: Asked) -> tuple[Layout, bool]:
 
     The states of blocks come to the host, and the bits where blocks are partial.  The evaluation is part
     of no recorded call, because it is not repeated.  A function that the device cannot run, such as one
-    with captured arrays beyond the 64 KB of constants of a kernel, is evaluated on the host.
+    with captured arrays beyond the 64 KB of constants of a float64 kernel, is evaluated on the host.
 
     Raises:
         MemoryError: If the device has too little memory left.
@@ -60,7 +60,7 @@ def _on_device(asked: Asked) -> tuple[Layout, bool]:
     def read(head: int, i: int) -> Line:
         if i % step == 0:
             launch = kernel[(columns, min(step, lines - i)), THREADS]
-            launch(head, i, *grid.seq, *asked.bounds, states, bits)
+            launch(*divmod(head, asked.heads), i, *grid.seq, *asked.bounds, states, bits)
             found.update(states=to_host(states), bits=None)
 
         def patterns(chosen: Any) -> list[bytes]:
@@ -73,7 +73,7 @@ def _on_device(asked: Asked) -> tuple[Layout, bool]:
         line = found["states"][i % step]  # (key blocks,)
         return Line(line != HIDDEN, line == FULL, patterns)
 
-    return from_lines(grid, asked.heads, read, MOST_PATTERNS)
+    return from_lines(grid, asked.batches * asked.heads, read, MOST_PATTERNS)
 
 
 @lru_cache(maxsize=64)
@@ -89,7 +89,7 @@ def evaluate_kernel(
     """
     (block_q, block_k), in_mod = block, mask_function(function, dtype)
 
-    def evaluate_blocks(head, first, seq_q, seq_k, lower, upper, states, bits):
+    def evaluate_blocks(batch, head, first, seq_q, seq_k, lower, upper, states, bits):
         """Fill states and bits.
 
         Computes: the state of each block, and a bit for each of its elements, the highest bit of a
@@ -115,7 +115,7 @@ def evaluate_kernel(
                     if at_row < seq_q and at_col < seq_k:
                         distance, is_seen = at_col - at_row, False
                         if lower <= distance and distance <= upper:
-                            is_seen = in_mod(0, head, at_row, at_col)
+                            is_seen = in_mod(batch, head, at_row, at_col)
                         if is_seen:
                             found += 1
                             has_any = True
@@ -129,5 +129,5 @@ def evaluate_kernel(
             state = PARTIAL if is_some else HIDDEN
             states[i, j] = uint8(FULL if is_every else state)
 
-    numbers = *[int64] * 6, types.Array(uint8, 2, "C"), types.Array(uint8, 4, "C")
+    numbers = *[int64] * 7, types.Array(uint8, 2, "C"), types.Array(uint8, 4, "C")
     return Kernel(evaluate_blocks, void(*numbers))

@@ -17,11 +17,12 @@ import math
 import operator
 from collections.abc import Callable
 from copy import copy
-from functools import reduce
+from functools import partial, reduce
 from types import FunctionType
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 
 from kernels.cuda.device.emitted import CAN_EMIT, Emitted
@@ -40,6 +41,8 @@ MOST_PLACES = 1 << 26
 FIRST_PLACE, _PLACE = MOST_PLACES - 1, 2 * MOST_PLACES - 1
 #: Bits of 64 that a number of 32 leaves to its sign.
 _SPARE = 32
+#: LLVM's number of the address space.
+_GLOBAL_MEMORY = 1
 #: Comparisons of whole numbers → how the compiler writes them.
 _COMPARISONS = {
     operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
@@ -159,13 +162,21 @@ def _with_rules(target: Any) -> Any:
     def half(builder: Any, value: Any) -> Any:
         return builder.trunc(value, target.get_value_type(types.int32))
 
-    def narrowest(builder: Any, values: Any, small: Any, wide: Any) -> Any:
-        """Return what 32 bits give, if the operands fit; else ``wide``."""
+    def narrowest(builder: Any, values: Any, small: Any, wide: Any, is_signed: bool = True) -> Any:
+        """Return what 32 bits give, if the operands fit; else ``wide``.
+
+        Args:
+            builder: LLVM's.
+            values: The operands.
+            small: The result of 32 bits.
+            wide: That of 64.
+            is_signed: It may be negative; otherwise an index needs no test for that.
+        """
         # A whole number as a result may need a bit more: the least number divided by -1.
         spare = _SPARE if small.type == wide.type else _SPARE + 1
         are_small = [fits(builder, value, spare) for value in values]
         if small.type != wide.type:
-            small = builder.sext(small, wide.type)
+            small = (builder.sext if is_signed else builder.zext)(small, wide.type)
         return builder.select(reduce(builder.and_, are_small), small, wide)
 
     def convert(builder: Any, value: Any) -> Any:
@@ -194,7 +205,7 @@ def _with_rules(target: Any) -> Any:
             small = half(builder, number)
             negative = builder.icmp_signed("<", small, small.type(0))
             small = builder.select(negative, builder.neg(small), small)
-            result = narrowest(builder, values, small, found(builder, values, *args))
+            result = narrowest(builder, values, small, found(builder, values, *args), False)
             signed[result] = number
             return result
 
@@ -222,7 +233,9 @@ def _with_rules(target: Any) -> Any:
             own_half = half(builder, divisor)
             fitting = builder.select(fits(builder, divisor, _SPARE), own_half, own_half.type(1))
             small = narrow(builder, [half(builder, number), fitting])
-            return narrowest(builder, values, small, found(builder, values, *args))
+            # Remainders have the sign of the divisor.
+            is_signed = key[0] is operator.floordiv or not (isinstance(power, int) and power > 0)
+            return narrowest(builder, values, small, found(builder, values, *args), is_signed)
 
         others: dict[Any, Any] = {
             (abs, _WHOLE): absolute,
@@ -234,7 +247,38 @@ def _with_rules(target: Any) -> Any:
         return others.get(key, found)
 
     own.cast, own.get_function = cast, get_function
+    own.make_constant_array = partial(_captured_array, target)
     return own
+
+
+def _captured_array(target: Any, builder: Any, kind: Any, array: Any) -> Any:
+    """Return an array that a function captures, in global memory.
+
+    Numba puts it into constant memory, which holds 64 KB, and which lanes that read different elements read
+    one after the other.
+    """
+    array = np.ascontiguousarray(array)
+    content = bytearray(array.tobytes())
+    data = ir.Constant(ir.ArrayType(ir.IntType(8), len(content)), content)
+    name = builder.module.get_unique_name("captured")
+    held = ir.GlobalVariable(builder.module, data.type, name, addrspace=_GLOBAL_MEMORY)
+    held.linkage, held.global_constant, held.initializer, held.align = "internal", True, data, 16
+    result = target.make_array(kind)(target, builder)
+    pointer = builder.addrspacecast(held, ir.PointerType(data.type))
+    shape, strides = (
+        [target.get_constant(types.intp, number) for number in numbers]
+        for numbers in (array.shape, array.strides)
+    )
+    target.populate_array(
+        result,
+        data=builder.bitcast(pointer, result.data.type),
+        shape=shape,
+        strides=strides,
+        itemsize=target.get_constant(types.intp, array.itemsize),
+        parent=None,
+        meminfo=None,
+    )
+    return result._getvalue()
 
 
 def _typing_with_rules(typing: Any) -> Any:

@@ -52,7 +52,7 @@ class Extras(NamedTuple):
         sink: (batch, heads, 1, 1).
         mask: (own batches, heads, seq_q, seq_k).
         mask_batch: (batch,) int64.
-        states: (1 or heads, query blocks, key blocks) int32, see ``BlockMask``.
+        states: (1, heads, or batches · heads; query blocks, key blocks) int32, see ``BlockMask``.
         patterns: (count, block_q, block_k) bool.
         tile_ptr: See ``TileList``; for the kernel's own tiles and direction.
         tile_ids: See ``TileList``.
@@ -246,12 +246,13 @@ def mask_at(place, extras):
 def block_at(place, extras):
     """Return the state of the block that an element is in, and the element's row and column there.
 
-    The place of the element is a record with ``head``, ``row`` and ``col``.
+    The place of the element is a record with ``batch``, ``head``, ``row`` and ``col``.
     """
     # A division of 64 bits takes several times as long as one of 32.
     rows, cols = uint32(extras.patterns.shape[1]), uint32(extras.patterns.shape[2])
     row, col = uint32(place.row), uint32(place.col)
-    line = uint32(place.head) % uint32(extras.states.shape[0])
+    flat = uint32(place.batch) * uint32(extras.heads) + uint32(place.head)
+    line = uint32(flat) % uint32(extras.states.shape[0])
     state = extras.states[uint64(line), uint64(row // rows), uint64(col // cols)]
     return state, row % rows, col % cols
 

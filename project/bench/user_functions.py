@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from bench.peer_cases import Case
 
 #: Names of the cases that no change is tuned for: two of masks and two of scores.

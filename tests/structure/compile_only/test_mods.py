@@ -190,6 +190,8 @@ LARGE = [
         lambda a, b, c: (a + 2_000_000_000) % 10 > (b * 3) // 7,
         lambda a, b, c: (a * 1_000_003) % 11 >= c,
         lambda a, b, c: a // -1 != abs(b),
+        lambda a, b, c: (a % 999) * (b % 777) % 7 <= c,
+        lambda a, b, c: abs((a % 999) * (b % -777) - 5) // 3 != abs(c) // 100,
     ],
 )
 def test_whole_numbers_are_exact_whatever_their_size(function: Any) -> None:

@@ -8,7 +8,8 @@ would promote to float64 without a float64 operand, integers become float32.
 Integers have 64 bits, as in numba, so that no sum or product of indices overflows.  A comparison, quotient,
 remainder or absolute value is emitted twice: in 32 bits, if the operands fit, and in 64.  Indices are
 declared to be small, so that the compiler knows for most operands that they fit, keeps the first form, and
-drops the upper half of the sums before.  For a product of two indices it does not know, and keeps both.
+drops the upper half of the sums before.  Of a product of two indices it would not know, so only the second
+form is emitted.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _COMPARISONS = {
     operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
     operator.ne: "!=",
 }  # fmt: skip
+#: What is emitted as numba does.
+_COMBINATIONS = operator.add, operator.sub, operator.mul
 _FLOAT, _WIDE, _WHOLE = types.float32, types.float64, types.int64
 
 
@@ -152,14 +155,25 @@ def _with_rules(target: Any) -> Any:
     own.typing_context = _typing_with_rules(target.typing_context)
     signed: dict[Any, Any] = {}  # absolute value → of what
     differences: dict[Any, Any] = {}  # of two places → as a float32
+    bounded: dict[Any, Any] = {}  # not negative → whether it fits in 32 bits, and these
+    large: set[Any] = set()  # products of two indices, and their sums
     own.distances = {}
 
     def fits(builder: Any, value: Any, spare: int) -> Any:
         """Tell whether a number has so many more bits than it needs; the compiler mostly knows."""
+        if value in bounded:
+            return bounded[value][0]
         bits = value.type(spare)
         return builder.icmp_signed("==", builder.ashr(builder.shl(value, bits), bits), value)
 
+    def constant_of(value: Any) -> int:
+        """Return a number that is known now; 0 if it is not."""
+        known = getattr(value, "constant", 0)
+        return known if isinstance(known, int) else 0
+
     def half(builder: Any, value: Any) -> Any:
+        if value in bounded:
+            return bounded[value][1]
         return builder.trunc(value, target.get_value_type(types.int32))
 
     def narrowest(builder: Any, values: Any, small: Any, wide: Any, is_signed: bool = True) -> Any:
@@ -170,14 +184,18 @@ def _with_rules(target: Any) -> Any:
             values: The operands.
             small: The result of 32 bits.
             wide: That of 64.
-            is_signed: It may be negative; otherwise an index needs no test for that.
+            is_signed: The result may be negative; if not, it needs no test as an index.
         """
         # A whole number as a result may need a bit more: the least number divided by -1.
         spare = _SPARE if small.type == wide.type else _SPARE + 1
-        are_small = [fits(builder, value, spare) for value in values]
-        if small.type != wide.type:
-            small = (builder.sext if is_signed else builder.zext)(small, wide.type)
-        return builder.select(reduce(builder.and_, are_small), small, wide)
+        are_small = reduce(builder.and_, [fits(builder, value, spare) for value in values])
+        if small.type == wide.type:
+            return builder.select(are_small, small, wide)
+        extended = (builder.sext if is_signed else builder.zext)(small, wide.type)
+        result = builder.select(are_small, extended, wide)
+        if not is_signed:
+            bounded[result] = are_small, small
+        return result
 
     def convert(builder: Any, value: Any) -> Any:
         """Return a whole number of 64 bits as a float32."""
@@ -202,6 +220,8 @@ def _with_rules(target: Any) -> Any:
 
         def absolute(builder: Any, values: Any, *args: Any) -> Any:
             (number,) = values
+            if number in large:
+                return found(builder, values, *args)
             small = half(builder, number)
             negative = builder.icmp_signed("<", small, small.type(0))
             small = builder.select(negative, builder.neg(small), small)
@@ -209,37 +229,46 @@ def _with_rules(target: Any) -> Any:
             signed[result] = number
             return result
 
-        def difference(builder: Any, values: Any, *args: Any) -> Any:
+        def combined(builder: Any, values: Any, *args: Any) -> Any:
             result = found(builder, values, *args)
-            if tuple(values) in own.distances:
+            is_product = key[0] is operator.mul and not any(map(constant_of, values))
+            if is_product or large.intersection(values):
+                large.add(result)
+            if key[0] is operator.sub and tuple(values) in own.distances:
                 differences[result] = own.distances[tuple(values)]
             return result
 
         def compared(builder: Any, values: Any, *args: Any) -> Any:
+            if large.intersection(values):
+                return found(builder, values, *args)
             halves = [half(builder, value) for value in values]
             small = builder.icmp_signed(_COMPARISONS[key[0]], *halves)
             return narrowest(builder, values, small, found(builder, values, *args))
 
         def divided(builder: Any, values: Any, *args: Any) -> Any:
-            number, divisor = values
-            power = getattr(divisor, "constant", None)
-            if isinstance(power, int) and power > 0 and power & (power - 1) == 0:
-                # Python rounds quotients down, and remainders are not negative.
-                if key[0] is operator.mod:
-                    return builder.and_(number, number.type(power - 1))
-                return builder.ashr(number, number.type(power.bit_length() - 1))
+            (number, divisor), is_mod = values, key[0] is operator.mod
+            known = constant_of(divisor)
+            # Python rounds quotients down, so that remainders have the sign of the divisor.
+            is_signed = not is_mod or known <= 0
+            if known > 0 and known & (known - 1) == 0:
+                if is_mod:
+                    return builder.and_(number, number.type(known - 1))
+                return builder.ashr(number, number.type(known.bit_length() - 1))
+            if large.intersection(values):
+                result = found(builder, values, *args)
+                if not is_signed and known < MOST_PLACES:
+                    bounded[result] = ir.Constant(ir.IntType(1), 1), half(builder, result)
+                return result
             narrow = target.get_function(key[0], types.int32(types.int32, types.int32))
             # The lower half of a divisor that is not 0 may be.
             own_half = half(builder, divisor)
             fitting = builder.select(fits(builder, divisor, _SPARE), own_half, own_half.type(1))
             small = narrow(builder, [half(builder, number), fitting])
-            # Remainders have the sign of the divisor.
-            is_signed = key[0] is operator.floordiv or not (isinstance(power, int) and power > 0)
             return narrowest(builder, values, small, found(builder, values, *args), is_signed)
 
         others: dict[Any, Any] = {
             (abs, _WHOLE): absolute,
-            (operator.sub, _WHOLE, _WHOLE): difference,
+            **{(name, _WHOLE, _WHOLE): combined for name in _COMBINATIONS},
             **{(test, _WHOLE, _WHOLE): compared for test in _COMPARISONS},
             (operator.mod, _WHOLE, _WHOLE): divided,
             (operator.floordiv, _WHOLE, _WHOLE): divided,

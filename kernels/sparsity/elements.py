@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numba
 import numpy as np
@@ -202,7 +202,7 @@ _compiled_fill = numba.njit(error_model="numpy")(_fill)
 
 
 def compiled_fill(
-    mask_mod: Callable[..., Any], error_model: str = "python"
+    mask_mod: Callable[..., Any], error_model: Literal["python", "numpy"] = "python"
 ) -> Callable[..., None] | None:
     """Return a compiled function that evaluates a ``mask_mod``, or None if numba cannot compile it.
 

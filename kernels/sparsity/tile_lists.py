@@ -148,7 +148,8 @@ def make_tile_patterns(
         some = chosen[first[start : start + _PACKED_TOGETHER]]
         shown = np.zeros((len(some), tile_q, tile_k), bool)
         for out, entry in zip(shown, some.tolist(), strict=True):
-            _fill_tile(out, blocks, head[entry], (rows, cols), (i[entry], j[entry]))
+            tile = int(i[entry]), int(j[entry])
+            _fill_tile(out, blocks, int(head[entry]), (rows, cols), tile)
         packed.append(pack(shown))
     return numbers, packed
 

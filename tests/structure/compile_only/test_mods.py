@@ -198,7 +198,7 @@ def test_whole_numbers_are_exact_whatever_their_size(function: Any) -> None:
     """The rules change what numba emits for any target, so the host's shows what they compute."""
     signature = types.boolean(*[types.int64] * 3)
 
-    @intrinsic
+    @intrinsic  # whose first argument is the compiler's
     def with_rules(typing: Any, a: Any, b: Any, c: Any) -> Any:
         def emit(context: Any, builder: Any, _: Any, values: Any) -> Any:
             flags = targetconfig.ConfigStack().top().copy()
@@ -212,7 +212,7 @@ def test_whole_numbers_are_exact_whatever_their_size(function: Any) -> None:
 
     @njit
     def found(a, b, c):
-        return with_rules(a, b, c)
+        return with_rules(a, b, c)  # pyright: ignore[reportCallIssue]
 
     for a in LARGE:
         for b in LARGE:

@@ -50,7 +50,7 @@ def case_of(mod: Any, seq_q: int, seq_k: int, batch: int = 1, **options: Any) ->
 def mask_of(evaluate: Any, asked: Asked) -> BlockMask:
     (grid, (states, patterns)), is_exact = evaluate(asked)
     assert is_exact
-    return BlockMask(states, *grid.seq, grid.block, patterns)
+    return BlockMask(states, grid.seq_q, grid.seq_k, grid.block, patterns)
 
 
 @at_most(40 if IS_SIMULATOR else 15)

@@ -290,7 +290,7 @@ def _captured_array(target: Any, builder: Any, kind: Any, array: Any) -> Any:
     content = bytearray(array.tobytes())
     data = ir.Constant(ir.ArrayType(ir.IntType(8), len(content)), content)
     name = builder.module.get_unique_name("captured")
-    held = ir.GlobalVariable(builder.module, data.type, name, addrspace=_GLOBAL_MEMORY)
+    held: Any = ir.GlobalVariable(builder.module, data.type, name, addrspace=_GLOBAL_MEMORY)
     held.linkage, held.global_constant, held.initializer, held.align = "internal", True, data, 16
     result = target.make_array(kind)(target, builder)
     pointer = builder.addrspacecast(held, ir.PointerType(data.type))

@@ -34,7 +34,15 @@ def varying(mask_mod: Any) -> Any:
 
     Returns:
         The same function, so that this is a decorator, too.
+
+    Raises:
+        TypeError: If it is not a function that can be marked.
     """
+    if not (callable(mask_mod) and hasattr(mask_mod, "__dict__")):
+        raise TypeError(
+            "varying marks a function of (batch, head, row, col), got "
+            f"{type(mask_mod).__name__}; define the function with def or lambda"
+        )
     mask_mod.is_varying = True
     return mask_mod
 

@@ -34,7 +34,6 @@ def on_device(asked: Asked) -> tuple[Layout, bool]:
     with captured arrays beyond the 64 KB of constants of a float64 kernel, is evaluated on the host.
 
     Raises:
-        MemoryError: If the device has too little memory left.
         TypeError: If numba cannot compile the function.
     """
     if why_no_cuda() is not None or max(asked.grid.seq) > MOST_PLACES:
@@ -42,9 +41,7 @@ def on_device(asked: Asked) -> tuple[Layout, bool]:
     try:
         with aside():
             return _on_device(asked)
-    except MemoryError:
-        raise
-    except Exception:  # of numba or ptxas
+    except Exception:  # of numba or ptxas, or for want of memory
         return on_host(asked)
 
 

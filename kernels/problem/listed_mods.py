@@ -67,8 +67,8 @@ def listed(problem: Problem, evaluate: Evaluate) -> Problem:
     """Return a problem with a block mask in the place of its ``mask_mod``.
 
     The function is evaluated for each element within the bounds, once for all batches and heads if it does
-    not use them.  The block mask has states for all, for each head, or for each (batch, head) in turn, which
-    only kernels know how to read.  A call without a block mask evaluates the function for every
+    not use them.  The block mask has states for all, for each head, or for each (batch, head) in turn,
+    which only kernels know how to read.  A call without a block mask evaluates the function for every
     (batch, head), which is more work.  The problem is returned as it is:
 
     - if there is a single row of blocks, as in decoding, where every step has another seq_k;

@@ -18,6 +18,7 @@ from kernels.problem.options import Options
 from kernels.problem.question import Problem, make_problem
 from kernels.problem.signature import by_name, takes_attention_options
 from kernels.reference.scores import kept
+from kernels.scores.mods import varying
 from kernels.sparsity.block_mask import BlockMask
 from kernels.varlen import flash_attention_varlen_backward, flash_attention_varlen_forward
 
@@ -37,6 +38,7 @@ __all__ = [
     "make_problem",
     "plan",
     "takes_attention_options",
+    "varying",
 ]
 
 

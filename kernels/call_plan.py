@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from kernels.launch import Plan, Tile
+from kernels.problem.listed_mods import evaluated
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.launch_notes import Launched, Loop, launches_noted
+from kernels.sparsity.block_mask import FULL, HIDDEN
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,6 +30,7 @@ class CallPlan:
             bounds of ``is_causal`` and ``window_size``.
         moved_bytes: Bytes of all operands and results, each counted once: a lower bound of the traffic.
         passed_over: Faster rungs, and why they cannot run the call.
+        mask_mod: How ``mask_mod`` is evaluated, in words; "" if there is none.
     """
 
     target: str
@@ -38,6 +41,7 @@ class CallPlan:
     flop: int
     moved_bytes: int
     passed_over: dict[str, str]
+    mask_mod: str = ""
 
     def __repr__(self) -> str:
         lines = [
@@ -46,6 +50,8 @@ class CallPlan:
             f"  products     {self.flop:,} FLOP",
             f"  least moved  {self.moved_bytes:,} bytes",
         ]
+        if self.mask_mod:
+            lines.append(f"  mask_mod     {self.mask_mod}")
         lines += [f"  launch       {launch}" for launch in self.launches]
         lines += [f"  not {name}: {reason}" for name, reason in self.passed_over.items()]
         return "\n".join(lines)
@@ -69,7 +75,24 @@ def plan_by_running(plan: Plan, problem: Problem, operands: Operands) -> CallPla
             rung.name: rung.reason(problem, None) or f"the call asks for {plan.rung.name}"
             for rung in rungs[: rungs.index(plan.rung)]
         },
+        mask_mod=_mask_mod(plan, problem),
     )
+
+
+def _mask_mod(plan: Plan, problem: Problem) -> str:
+    """Return what became of ``mask_mod``, in words."""
+    if problem.mask_mod is None:
+        return ""
+    evaluate = plan.rung.evaluate
+    found = None if evaluate is None else evaluated(problem, evaluate)
+    if found is None:
+        return "evaluated for each element"
+    mask, patterns = found.mask, len(found.mask.patterns)
+    hidden, full = (float(np.mean(mask.states == state)) for state in (HIDDEN, FULL))
+    text = f"evaluated once: {hidden:.0%} of the blocks are hidden, {full:.0%} full"
+    if not found.is_exact:
+        return f"{text} or partial, and again for each element of those"
+    return f"{text}, the others have {patterns} pattern{'s' * (patterns != 1)}"
 
 
 def _bytes(array: Any) -> int:

@@ -12,7 +12,6 @@ import numpy as np
 from kernels.cpu.attention import flash2 as cpu_flash2
 from kernels.cpu.attention import flash2_backward as cpu_flash2_backward
 from kernels.cpu.attention import mask_gradient as cpu_mask_gradient
-from kernels.cpu.attention.listed_mods import listed
 from kernels.cuda.attention import flash1
 from kernels.cuda.attention import naive as cuda_naive
 from kernels.cuda.attention import sink as cuda_sink
@@ -22,9 +21,11 @@ from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
 from kernels.cuda.attention.flash2_mma import launch as flash2_mma
 from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
 from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
+from kernels.cuda.attention.options.listed_mods import on_device
 from kernels.cuda.device import per_device
 from kernels.cuda.device.memory import DeviceMemory
 from kernels.cuda.runtime.sizes import SIZES
+from kernels.problem.listed_mods import Evaluate, listed, on_host
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.problem.rungs import unknown_rung, unusable_rung
@@ -59,7 +60,8 @@ class Rung:
             ``(problem, operands)`` that runs other calls of its kind with less work around the kernel, or
             None.
         prepare_backward: The same for the backward pass.
-        listed: Returns a problem whose ``mask_mod`` has been evaluated into a block mask, or the problem.
+        evaluate: Evaluates a ``mask_mod`` into a block mask, once for each kind of call; None: the kernels
+            evaluate it for each element.
     """
 
     name: str
@@ -73,7 +75,7 @@ class Rung:
     why_no_device: Callable[[], str | None] = lambda: None
     prepare_forward: Callable[..., Any] | None = None
     prepare_backward: Callable[..., Any] | None = None
-    listed: Callable[[Problem], Problem] = lambda problem: problem
+    evaluate: Evaluate | None = None
 
     def taken(self, problem: Problem) -> Problem | None:
         """Return a problem as this rung takes it, or None if there is no dtype for it.
@@ -81,7 +83,7 @@ class Rung:
         Operands of 16 bits go to a rung that does not know them as float32.  Operands of float32 go as 16
         bits to a rung that knows those, if the call's precision allows it.
         """
-        problem = self.listed(problem)
+        problem = problem if self.evaluate is None else listed(problem, self.evaluate)
         own, half = problem.dtype, _HALF_BY_NAME.get(problem.precision)
         if half is not None and half in self.dtypes:
             return problem if half == own else replace(problem, dtype=half)
@@ -174,7 +176,7 @@ CPU = Target(
             cpu_flash2.why_not,
             prepare_forward=cpu_flash2.prepare,
             prepare_backward=cpu_flash2_backward.prepare,
-            listed=listed,
+            evaluate=on_host,
         ),
         _NAIVE,
     ),
@@ -196,6 +198,7 @@ CUDA = Target(
                 dtypes,
                 module is flash3_wgmma,
                 partial(per_device.why_no_device, module.CAPABILITY),
+                evaluate=on_device,
             )
             for name, module, gradients, dtypes in (
                 ("flash3_wgmma", flash3_wgmma, flash3_wgmma_backward, HALF_DTYPES),
@@ -209,6 +212,7 @@ CUDA = Target(
             cuda_flash2.tile,
             flash2_backward.tile,
             flash2_backward.why_not,
+            evaluate=on_device,
         ),
         Rung(
             "flash1",

@@ -22,6 +22,36 @@ class ScoreMod(NamedTuple):
     derivative: Function | None = None
 
 
+def varying(mask_mod: Any) -> Any:
+    """Mark a ``mask_mod`` that every call evaluates anew, for each element that it computes.
+
+    Without the mark, the first call of a kind evaluates the function once into a block mask, and later
+    calls skip the tiles that it masks.  That does not pay for a function that differs from call to call,
+    for example because it captures a number that changes.
+
+    Args:
+        mask_mod: The function.
+
+    Returns:
+        The same function, so that this is a decorator, too.
+
+    Raises:
+        TypeError: If it is not a function that can be marked.
+    """
+    if not (callable(mask_mod) and hasattr(mask_mod, "__dict__")):
+        raise TypeError(
+            "varying marks a function of (batch, head, row, col), got "
+            f"{type(mask_mod).__name__}; define the function with def or lambda"
+        )
+    mask_mod.is_varying = True
+    return mask_mod
+
+
+def is_varying(mask_mod: Function) -> bool:
+    """Tell whether a function is marked by :func:`varying`."""
+    return getattr(mask_mod, "is_varying", False)
+
+
 def check_mod(name: str, function: Any, arguments: str) -> None:
     """Check the arguments of a user function, and its result for indices of 0.
 
@@ -119,6 +149,7 @@ def _content(function: FunctionType) -> tuple[Any, ...]:
     names = tuple(_names(code))
     return (
         code,
+        is_varying(function),
         tuple(map(_comparable, function.__defaults__ or ())),
         tuple(_comparable(cell.cell_contents) for cell in function.__closure__ or ()),
         tuple(_used_of(world[name], names) for name in names if name in world),
@@ -148,9 +179,10 @@ def _checked(name: str, kept: _Kept, arguments: str) -> Function:
     source = kept.function
     cells = tuple(CellType(cell.cell_contents) for cell in source.__closure__ or ())
     # A copy, with the current values of its captured variables, because kernels cache it by identity.
-    return FunctionType(
+    copy = FunctionType(
         source.__code__, source.__globals__, source.__name__, source.__defaults__, cells
     )
+    return varying(copy) if is_varying(source) else copy
 
 
 def as_mod(name: str, function: Any, arguments: str) -> Function | None:

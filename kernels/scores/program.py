@@ -70,6 +70,11 @@ class Features(NamedTuple):
         return self.block_mask or self.mask_mod is not None
 
     @property
+    def has_patterns(self) -> bool:
+        """Whether a block mask has listed tiles that are visible in part."""
+        return self.block_mask and not self.whole_tiles
+
+    @property
     def has_mods(self) -> bool:
         """Whether there are user functions, which need the indices of elements."""
         return self.score_mod is not None or self.mask_mod is not None

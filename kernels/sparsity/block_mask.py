@@ -28,7 +28,7 @@ from kernels.sparsity.states import (
     combine,
     stack,
 )
-from kernels.sparsity.tile_lists import TileList, make_tile_list
+from kernels.sparsity.tile_lists import TileList, make_tile_list, make_tile_patterns
 
 __all__ = ["FULL", "HIDDEN", "PARTIAL", "BlockMask", "TileList"]
 
@@ -187,6 +187,21 @@ class BlockMask:
         while len(self._lists) > KEPT_LISTS:
             self._lists.pop(next(iter(self._lists)), None)
         return found
+
+    def tile_patterns(
+        self, block_q: int, block_k: int, by_keys: bool, pack: Callable[[Any], Any]
+    ) -> tuple[Any, list[Any]]:
+        """Return the pattern of each tile of :meth:`tile_list`, and the packed patterns.
+
+        Args:
+            block_q: Query rows of a kernel's tile.
+            block_k: Key columns of a kernel's tile.
+            by_keys: See :meth:`tile_list`.
+            pack: See ``tile_lists.make_tile_patterns``, which also describes the result.
+        """
+        tiles = self.tile_list(block_q, block_k, by_keys)
+        size = block_q, block_k
+        return make_tile_patterns(self._blocks, self._grid, size, tiles, by_keys, pack)
 
     def __and__(self, other: Any) -> BlockMask:
         """Return the intersection of two masks; a single head applies to all heads of the other."""

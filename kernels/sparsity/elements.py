@@ -6,11 +6,13 @@ The elements are processed one row of blocks at a time, so that they are never a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numba
 import numpy as np
+import numpy.typing as npt
 from numba.core.dispatcher import Dispatcher
 
 from kernels.common.arguments import as_host_array, whole
@@ -84,10 +86,11 @@ def from_mask_mod(
         )
     check_mod("mask_mod", mask_mod, "(batch, head, row, col)")
     grid = check_grid(seq_q, seq_k, block_size)
-    evaluate, mod = _evaluator(mask_mod)
+    evaluate = compiled_fill(mask_mod) or partial(_fill, mask_mod)
+    bounds = -grid.seq_q, grid.seq_k
 
     def fill(head: int, row: int, rows: int, out: Bools) -> None:
-        evaluate(mod, head, row, rows, grid.seq_k, out)
+        evaluate(0, head, row, rows, grid.seq_k, *bounds, out)
 
     return from_strips(grid, whole("heads", heads, 1), fill)[0]
 
@@ -105,29 +108,67 @@ def from_strips(
         heads: Number of heads.
         fill: ``fill(head, row, rows, out)`` writes the visibility of ``rows`` rows from ``row`` on to the
             beginning of ``out``, (block_q, key blocks · block_k).
-        most_patterns: Maximum number of patterns; with more, partial blocks are full and the layout is not
-            exact.
+        most_patterns: See :func:`from_lines`.
     """
-    is_exact = True
-    states = np.zeros((heads, *grid.counts), np.int32)
-    numbers: dict[bytes, int] = {}  # bits of a pattern → state
     strip = np.zeros((grid.block_q, grid.counts[1] * grid.block_k), bool)
-    for head, i in np.ndindex(*states.shape[:2]):
+    blocks = strip.reshape(grid.block_q, grid.counts[1], grid.block_k)
+
+    def read(head: int, i: int) -> Line:
         row = i * grid.block_q
         rows = min(grid.block_q, grid.seq_q - row)
         strip[rows:] = False
         fill(head, row, rows, strip)
         some: Any = strip.any(axis=0)  # (key blocks · block_k,)
         every: Any = strip[:rows].all(axis=0)
+        return Line(
+            some.reshape(-1, grid.block_k).any(axis=1),
+            every.reshape(-1, grid.block_k).all(axis=1),
+            lambda chosen: pack(blocks[:, chosen].swapaxes(0, 1)),
+        )
+
+    return from_lines(grid, heads, read, most_patterns)
+
+
+class Line(NamedTuple):
+    """The elements of one row of blocks.
+
+    Attributes:
+        some: (key blocks,) bool: whether any element is visible.
+        every: (key blocks,) bool: whether all elements are; False is allowed for a short last block.
+        patterns: Returns the packed bits of the blocks with these indices, see ``states.pack``.
+    """
+
+    some: Bools
+    every: Bools
+    patterns: Callable[[npt.NDArray[np.intp]], list[bytes]]
+
+
+def from_lines(
+    grid: Grid,
+    heads: int,
+    read: Callable[[int, int], Line],
+    most_patterns: int | None = None,
+) -> tuple[Layout, bool]:
+    """Return the layout of rows of blocks, and whether it is exact.
+
+    Args:
+        grid: The blocks.
+        heads: Number of heads.
+        read: ``read(head, i)`` returns row ``i`` of the blocks, in order.
+        most_patterns: Maximum number of patterns; with more, partial blocks are full and the layout is not
+            exact.
+    """
+    is_exact = True
+    states = np.zeros((heads, *grid.counts), np.int32)
+    numbers: dict[bytes, int] = {}  # bits of a pattern → state
+    for head, i in np.ndindex(*states.shape[:2]):
+        some, every, patterns = read(head, i)
         line = states[head, i]  # (key blocks,)
-        line[some.reshape(-1, grid.block_k).any(axis=1)] = FULL
+        line[some] = FULL
         if not is_exact:
             continue
-        partial = np.flatnonzero((line == FULL) & ~every.reshape(-1, grid.block_k).all(axis=1))
-        blocks = strip.reshape(grid.block_q, grid.counts[1], grid.block_k)[:, partial].swapaxes(
-            0, 1
-        )
-        line[partial] = [numbers.setdefault(key, PARTIAL + len(numbers)) for key in pack(blocks)]
+        chosen = np.flatnonzero(some & ~every)
+        line[chosen] = [numbers.setdefault(key, PARTIAL + len(numbers)) for key in patterns(chosen)]
         if most_patterns is not None and len(numbers) > most_patterns:
             is_exact = False
             states[states >= PARTIAL] = FULL
@@ -135,28 +176,52 @@ def from_strips(
     return Layout(grid, Blocks(states, unpack(numbers, grid))), is_exact
 
 
-def _evaluate(mod: Any, head: int, row: int, rows: int, cols: int, out: Bools) -> None:
-    """Write the results of a ``mask_mod`` for the rows from ``row`` on, compiled or as plain Python."""
+def _fill(
+    mod: Any,
+    batch: int,
+    head: int,
+    row: int,
+    rows: int,
+    seq_k: int,
+    lower: int,
+    upper: int,
+    out: Bools,
+) -> None:
+    """Write the results of a ``mask_mod`` for ``rows`` rows from ``row`` on; False out of bounds."""
     for r in range(rows):
-        for c in range(cols):
-            out[r, c] = bool(mod(0, head, row + r, c))
+        line = out[r]  # (key blocks · block_k,)
+        first = min(max(row + r + lower, 0), seq_k)
+        stop = max(min(row + r + upper + 1, seq_k), first)
+        line[:first] = False
+        line[stop:] = False
+        for col in range(first, stop):
+            line[col] = bool(mod(batch, head, row + r, col))
 
 
-_compiled = numba.njit(_evaluate)
+_compiled_fill = numba.njit(error_model="numpy")(_fill)
 
 
-def _evaluator(mask_mod: Callable[..., Any]) -> tuple[Callable[..., None], Any]:
-    """Return ``_evaluate`` and its function argument, both compiled if numba can."""
+def compiled_fill(
+    mask_mod: Callable[..., Any], error_model: Literal["python", "numpy"] = "python"
+) -> Callable[..., None] | None:
+    """Return a compiled function that evaluates a ``mask_mod``, or None if numba cannot compile it.
+
+    It is ``fill(batch, head, row, rows, seq_k, lower, upper, out)``, which writes the results for ``rows``
+    rows from ``row`` on, for the columns from row + lower up to row + upper; others are False.
+
+    Args:
+        mask_mod: The user function.
+        error_model: What a division by zero does: "python" raises, "numpy" does not.
+    """
     mod: Any = mask_mod
     if isinstance(mod, FunctionType):
         # An out-of-bounds index into an array is an error, as in Python.
-        mod = numba.njit(boundscheck=True)(mod)
-    if isinstance(mod, Dispatcher):
-        try:
-            _compiled(
-                mod, 0, 0, 0, 0, np.zeros((0, 0), bool)
-            )  # compiles without evaluating an element
-            return _compiled, mod
-        except Exception:  # numba may raise any error; the function then runs as Python
-            pass
-    return _evaluate, mask_mod
+        mod = numba.njit(error_model=error_model, boundscheck=True)(mod)
+    if not isinstance(mod, Dispatcher):
+        return None
+    fill = partial(_compiled_fill, mod)
+    try:
+        fill(0, 0, 0, 0, 0, 0, 0, np.zeros((0, 0), bool))  # compiles without evaluating an element
+    except Exception:  # numba may raise any error
+        return None
+    return fill

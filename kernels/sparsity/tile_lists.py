@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 from kernels.sparsity.states import FULL, PARTIAL, Blocks, Bools, Grid
 
 Ints = npt.NDArray[np.int64]
+#: Number of patterns that are packed at a time, which bounds the memory they take.
+_PACKED_TOGETHER = 256
 
 
 class TileList(NamedTuple):
@@ -94,6 +97,86 @@ def make_tile_list(
         full.reshape(visited.shape)[visited],
     )
     # END TASK 5.9
+
+
+def make_tile_patterns(
+    blocks: Blocks,
+    grid: Grid,
+    tiles: tuple[int, int],
+    listed: TileList,
+    by_keys: bool,
+    pack: Callable[[Bools], Any],
+) -> tuple[Any, list[Any]]:
+    """Return the pattern of each tile of a list, and the packed patterns.
+
+    Args:
+        blocks: The mask.
+        grid: Its blocks.
+        tiles: Query rows and key columns of a tile.
+        listed: The list, from :func:`make_tile_list`.
+        by_keys: See :func:`make_tile_list`.
+        pack: Packs patterns, (count, rows, columns) bool: True where an element of the tile is visible,
+            False beyond the last row and column.
+
+    Returns:
+        (entries,) int32: 0 for a tile in which every place is visible, otherwise 1 + the index of its
+        pattern; and a list of what ``pack`` returned.
+    """
+    tile_q, tile_k = tiles
+    rows, cols = cut(grid.seq_q, grid.block_q, tile_q), cut(grid.seq_k, grid.block_k, tile_k)
+    numbers = np.zeros(len(listed.tile_ids), np.int32)
+    lines = len(cols.first if by_keys else rows.first)
+    line = np.repeat(np.arange(len(listed.tile_ptr) - 1), np.diff(listed.tile_ptr))  # (entries,)
+    head, own = line // max(lines, 1), line % max(lines, 1)
+    i, j = (listed.tile_ids, own) if by_keys else (own, listed.tile_ids)
+    is_short = ((i + 1) * tile_q > grid.seq_q) | ((j + 1) * tile_k > grid.seq_k)
+    chosen = np.flatnonzero(~listed.tile_full | is_short)
+    if not len(chosen):
+        return numbers, []
+    row_parts, col_parts = _parts_of(rows, i[chosen]), _parts_of(cols, j[chosen])
+    states = blocks.states[  # (chosen, row parts, column parts)
+        head[chosen, None, None], rows.block[row_parts][:, :, None], cols.block[col_parts][:, None]
+    ]
+    # Tiles that agree in these are alike.
+    counts = rows.counts[i[chosen], None], cols.counts[j[chosen], None]
+    places = rows.place[row_parts], cols.place[col_parts]
+    key = np.concatenate([*counts, *places, states.reshape(len(chosen), -1)], axis=1)
+    _, first, number = np.unique(key, axis=0, return_index=True, return_inverse=True)
+    numbers[chosen] = 1 + number.reshape(-1)
+    packed = []
+    for start in range(0, len(first), _PACKED_TOGETHER):
+        some = chosen[first[start : start + _PACKED_TOGETHER]]
+        shown = np.zeros((len(some), tile_q, tile_k), bool)
+        for out, entry in zip(shown, some.tolist(), strict=True):
+            tile = int(i[entry]), int(j[entry])
+            _fill_tile(out, blocks, int(head[entry]), (rows, cols), tile)
+        packed.append(pack(shown))
+    return numbers, packed
+
+
+def _fill_tile(
+    out: Bools, blocks: Blocks, head: int, sides: tuple[Parts, Parts], tile: tuple[int, int]
+) -> None:
+    """Write the visibility of the elements of a tile."""
+    (rows, cols), (i, j), top = sides, tile, 0
+    for r in range(rows.first[i], rows.first[i] + rows.counts[i]):
+        (first_row, stop_row), left = rows.places[rows.place[r]], 0
+        for c in range(cols.first[j], cols.first[j] + cols.counts[j]):
+            first_col, stop_col = cols.places[cols.place[c]]
+            state = blocks.states[head, rows.block[r], cols.block[c]]
+            shown: Any = state == FULL
+            if state >= PARTIAL:
+                shown = blocks.patterns[state - PARTIAL, first_row:stop_row, first_col:stop_col]
+            right = left + stop_col - first_col
+            out[top : top + stop_row - first_row, left:right] = shown
+            left = right
+        top += stop_row - first_row
+
+
+def _parts_of(side: Parts, tile: Ints) -> Ints:
+    """Return the parts of tiles, (tiles, most parts); the last one repeats where there are fewer."""
+    step = np.arange(side.counts.max(initial=1))
+    return side.first[tile][:, None] + np.minimum(step, side.counts[tile][:, None] - 1)
 
 
 def _spread(blocks: Bools, rows: Parts, cols: Parts) -> Bools:

@@ -4,6 +4,7 @@
     python project/experiments/peers.py --device cuda --deadline 140          one GPU
     python project/experiments/peers.py --device cuda --dtypes float16 --cases dense causal
     python project/experiments/peers.py --device cuda --dtypes float16 --jobs 12   compiled side by side
+    python project/experiments/peers.py --device cuda --dtypes bfloat16 --functions --peers FlexAttention
 
 TFLOP/s count the scores that the option leaves.  A ratio is the peer's time over ours within a round:
 above 1 the kernels are faster.  The error is the largest one of out, and of the gradients relative to their
@@ -26,6 +27,7 @@ from bench.measuring import interleaved, ratio, spread, timing_note
 from bench.our_attention import OurCall, errors, reference, why_failed
 from bench.peer_cases import Case, cases
 from bench.torch_attention import FLEX, PEERS, TorchCall, Unavailable, load_torch, prepare
+from bench.user_functions import HELD_OUT, user_cases
 from common.command_line import COUNT
 from harness import Experiment, Record, Report, Result, markdown, timed_cell
 
@@ -51,7 +53,9 @@ def options(parser: Any) -> None:
     parser.option("--head-dim", int, 64, "of q, k and v")
     add = parser.add_argument
     add("--dtypes", nargs="+", choices=list(DTYPES), default=["float32"], help="(default: float32)")
-    add("--cases", nargs="+", choices=list(cases(1, 64)), help="(default: all)")
+    names = [*cases(1, 64), *user_cases(1, 64)]
+    add("--cases", nargs="+", choices=names, help="(default: all options, or all functions)")
+    add("--functions", action="store_true", help="compare functions of users instead of options")
     add("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="(default: all)")
     parser.option("--seconds", float, 0.4, "to spend on timing each pair and direction")
     parser.option("--deadline", float, 600.0, "seconds after which no other pair begins")
@@ -152,7 +156,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         timing=timing_note(args.device),
         note=f"{installed}in float32 no peer uses TF32",
     )
-    known = cases(args.heads, args.length)
+    known = _known(args)
     chosen = [known[name] for name in args.cases or known]
     # FlexAttention compiles for each case, which takes longest: it comes last.
     late = [peer for peer in args.peers if peer == FLEX]
@@ -164,6 +168,11 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         plan = [(case, early) for case in chosen] + [(case, late) for case in chosen if late]
         for case, peers in report.progress(plan, f"case of {dtype}"):
             _measure_case(args, report, rivals, case, peers, start)
+
+
+def _known(args: argparse.Namespace) -> dict[str, Case]:
+    """Return the cases to choose from, by name."""
+    return (user_cases if args.functions else cases)(args.heads, args.length)
 
 
 def _compile(args: argparse.Namespace, report: Report, chosen: list[Case]) -> None:
@@ -185,7 +194,7 @@ def _run_once(args: argparse.Namespace, dtype: str, name: str, peer: str) -> Non
     torch = load_torch()
     if torch is not None:
         prepare(torch, args.device)
-    rivals, case = Rivals(args, dtype, torch), cases(args.heads, args.length)[name]
+    rivals, case = Rivals(args, dtype, torch), _known(args)[name]
     with suppress(Exception):
         call: Any = rivals.ours_of(case) if peer == OURS else rivals.peer_of(peer, case)
         call.forward()
@@ -215,6 +224,8 @@ def _measure_case(
     wanted = None if case.dropout_p else reference(case, rivals.first, rivals.dtype)
     for peer in peers:
         row: Record = {"case": case.name, "peer": peer, "dtype": rivals.name}
+        if args.functions:
+            row["held_out"] = case.name in HELD_OUT
         try:
             if peer == OURS and why_not is not None:
                 raise Unavailable(why_not)

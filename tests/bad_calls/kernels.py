@@ -281,6 +281,9 @@ OPTIONS = {
         attend(block_mask=BlockMask.stack([BlockMask.causal(5, 5)] * 3)), ValueError, "3 heads",
         "2", "or one"
     ),
+    "varying nothing": wrong(
+        lambda o: kernels.varying(None), TypeError, "varying marks a function", "got NoneType"
+    ),
     "mask_mod text": wrong(
         attend(mask_mod="causal"), TypeError, "mask_mod must be a function", "'causal'"
     ),

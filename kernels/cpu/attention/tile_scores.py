@@ -76,7 +76,10 @@ SETTINGS = np.dtype(
         ("mask_batch", ARRAY),  # (batch, 1, 1, 1) int64
         ("states", ARRAY),  # of the block mask: (its heads, 1, line blocks, lane blocks) int32
         ("patterns", ARRAY),  # (count, 1, lines, lanes) bytes
-        ("pattern_heads", "i8"),  # heads of the block mask
+        (
+            "pattern_heads",
+            "i8",
+        ),  # lists of the block mask: 1, or one for each head or (batch, head)
         ("listed", "i8"),  # whether the tiles to visit come from a ``TileList``
         ("tile_ptr", ARRAY),  # (lines + 1, 1, 1, 1) int32, and so the next two
         ("tile_ids", ARRAY),
@@ -246,7 +249,7 @@ def blocks_hide(o, place, lines):
     """Tell whether the block mask masks a whole tile of so many lines; False without a block mask."""
     if o.states.address == 0:
         return False
-    states = view(o.states, np.int32)[place.flat % o.heads % o.pattern_heads, 0]
+    states = view(o.states, np.int32)[place.flat % o.pattern_heads, 0]
     size = o.patterns.shape
     for i in range(place.line // size[2], (place.line + lines - 1) // size[2] + 1):
         for j in range(place.lane // size[3], (place.lane + place.width - 1) // size[3] + 1):
@@ -325,7 +328,7 @@ def make_score_pass(real):
                 for lane in range(lanes):
                     s[lane] = s[lane] if in_mask(keep[lane], None) else minus_inf
         if where.partial != 0 and o.states.address != 0:
-            states = view(o.states, np.int32)[where.flat % o.heads % o.pattern_heads, 0]
+            states = view(o.states, np.int32)[where.flat % o.pattern_heads, 0]
             patterns = view(o.patterns, np.uint8)[:, 0]  # (count, block_line, block_lane)
             hide_blocks(tile, states, patterns, where.line, where.lane, where.width)
 

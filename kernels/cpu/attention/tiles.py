@@ -179,7 +179,7 @@ def entries(o, flat, tile, num_tiles, first, stop):
     """Return the range of visits of a tile: entries of the list, or tiles if there is no list."""
     if o.listed == 0:
         return first, stop
-    line = flat % o.heads % o.pattern_heads * num_tiles + tile
+    line = flat % o.pattern_heads * num_tiles + tile
     tile_ptr = view(o.tile_ptr, np.int32)
     return np.int64(tile_ptr[line, 0, 0, 0]), np.int64(tile_ptr[line + 1, 0, 0, 0])
 

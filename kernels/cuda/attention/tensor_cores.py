@@ -35,6 +35,11 @@ def rows_in_bounds(problem: Problem) -> tuple[int, int]:
     return _clipped(-problem.upper, problem.seq_k - problem.lower, problem.seq_q)
 
 
+def is_bounded(problem: Problem) -> bool:
+    """Tell whether the bounds of a call hide elements."""
+    return problem.lower > 1 - problem.seq_q or problem.upper < problem.seq_k - 1
+
+
 def lists_whole_tiles(problem: Problem, *tiles: tuple[int, int, bool]) -> bool:
     """Return whether the block mask is the only mask, and masks nothing in the tiles that it lists.
 
@@ -43,8 +48,7 @@ def lists_whole_tiles(problem: Problem, *tiles: tuple[int, int, bool]) -> bool:
         tiles: For each kernel: block_q, block_k, and whether its work items are tiles of keys.
     """
     mask, features = problem.block_mask, features_of(problem)
-    is_bounded = problem.lower > 1 - problem.seq_q or problem.upper < problem.seq_k - 1
-    if mask is None or is_bounded or features._replace(block_mask=False) != PLAIN:
+    if mask is None or is_bounded(problem) or features._replace(block_mask=False) != PLAIN:
         return False
     return all(bool(np.all(mask.tile_list(*one).tile_full)) for one in tiles)
 

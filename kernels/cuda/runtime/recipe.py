@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kernels.common.geometry import PLAIN
@@ -297,6 +298,16 @@ _thread = _Thread()
 def written() -> Recipe | None:
     """Return the recipe that this thread records, or None."""
     return _thread.recipe
+
+
+@contextmanager
+def unwritten() -> Iterator[None]:
+    """Leave what this thread does in a ``with`` block out of the recipe that it records."""
+    recipe, _thread.recipe = _thread.recipe, None
+    try:
+        yield
+    finally:
+        _thread.recipe = recipe
 
 
 def spoil() -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kernels.cuda.runtime.arena import Arena
-from kernels.cuda.runtime.recipe import spoil
+from kernels.cuda.runtime.recipe import spoil, unwritten
 from kernels.runtime.cuda_errors import CaptureError
 
 
@@ -207,6 +208,20 @@ _thread = _Thread()
 def active() -> Recording | None:
     """Return what this thread records now, or None."""
     return _thread.recording
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Leave what this thread does in a ``with`` block out of what it records, for a graph and for a recipe.
+
+    For work that only the first call of a kind does, and whose results are kept.
+    """
+    recording, _thread.recording = _thread.recording, None
+    try:
+        with unwritten():
+            yield
+    finally:
+        _thread.recording = recording
 
 
 def drawn(again: Callable[[], int]) -> int:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import kernels
 
+from ...support.mask_mods import elements
 from ...support.tolerances import assert_close_arrays
 
 IDS = np.random.default_rng(0).integers(0, 3, 512)
@@ -48,11 +49,6 @@ MASK_MODS = (
     before, dilated_by_head, prefix_by_batch, same_document, near_with_default, nothing_after_200,
     everything,
 )  # fmt: skip
-
-
-def elements(mod: Any, *shape: int) -> Any:
-    """Return the mask as an array, (batch, heads, seq_q, seq_k)."""
-    return np.broadcast_to(mod(*np.indices(shape, sparse=True)), shape)
 
 
 def attention(operands: Any, dout: Any, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -149,6 +145,16 @@ def test_a_captured_number_that_changes_changes_the_mask() -> None:
         )
         expected, _ = kernels.flash_attention_forward(q, q[:, :limit], q[:, :limit])
         assert_close_arrays(out, expected, np.float64, "out")
+
+
+def test_a_varying_mask_mod_hides_the_same() -> None:
+    q = np.random.default_rng(8).standard_normal((1, 2, 300, 4))
+    results = [
+        attention((q, q, q), q, {"mask_mod": mod})
+        for mod in (dilated_by_head, kernels.varying(lambda *place: dilated_by_head(*place)))
+    ]
+    for result, expected in zip(*results, strict=True):
+        assert_close_arrays(result, expected, np.float64, "varying")
 
 
 def test_the_bits_of_calls_are_the_same() -> None:

@@ -8,11 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba import float32, float64, int64, void
+from numba import float32, float64, int64, njit, types, void
+from numba.core import targetconfig
+from numba.extending import intrinsic
 
 from kernels import make_problem
 from kernels.cuda.attention.options.extras import make_extras
-from kernels.cuda.attention.options.mods import MOST_PLACES, mask_function, score_function
+from kernels.cuda.attention.options.listed_mods import evaluate_kernel
+from kernels.cuda.attention.options.mods import (
+    MOST_PLACES,
+    _with_rules,
+    mask_function,
+    score_function,
+)
 from kernels.cuda.runtime.compiling import compile_ptx
 from kernels.problem.operands import Operands
 from kernels.runtime.targets import cuda
@@ -118,15 +126,98 @@ def test_a_product_of_places_has_64_bits() -> None:
     assert "cvt.rn.f32.s64" in ptx_of(large_product)
 
 
-@needs_nvvm
-def test_a_mask_mod_computes_in_float32() -> None:
-    function = mask_function(same_document, FLOAT32)
+def ptx_of_mask(mod: Any) -> str:
+    """Return what a small kernel compiles to that calls a function of indices."""
+    function = mask_function(mod, FLOAT32)
 
     def kernel(seen, batch, head, row, col):
         seen[0] = function(batch, head, row, col)
 
-    ptx = compile_ptx(kernel, void(int64[::1], int64, int64, int64, int64))
-    assert ".f64" not in ptx
+    return compile_ptx(kernel, void(int64[::1], int64, int64, int64, int64))
+
+
+@needs_nvvm
+def test_a_mask_mod_computes_in_float32() -> None:
+    assert ".f64" not in ptx_of_mask(same_document)
+
+
+@needs_nvvm
+def test_captured_arrays_are_not_in_constant_memory() -> None:
+    """Which has 64 KB, and which lanes that read different elements read one after the other."""
+    many = np.arange(20_000) // 7
+    ptx = ptx_of_mask(lambda batch, head, row, col: many[row] == many[col])
+    assert "ld.global" in ptx and ".const" not in ptx
+
+
+@needs_nvvm
+def test_the_kernel_that_evaluates_a_mask_mod_compiles() -> None:
+    kernel = evaluate_kernel(same_document, (128, 64), FLOAT32)
+    assert ".f64" not in compile_ptx(kernel.source, kernel.signature)
+
+
+@needs_nvvm
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, r, c: (r - c) % 4 == 0 and c <= r,
+        lambda b, h, r, c: (r - c) % 12 < 5,
+        lambda b, h, r, c: abs(r - c) < 1024 or c < 64,
+        lambda b, h, r, c: r // 300 == c // 300,
+        lambda b, h, r, c: (r - c + 1024) // (h + 2) > c % (b + 1),
+    ],
+)
+def test_a_mask_mod_of_sums_of_indices_computes_in_32_bits(mod: Any) -> None:
+    ptx = ptx_of_mask(mod)
+    # A remainder of 4 is compared in 64 bits, of which the machine code has the lower half alone.
+    assert not re.findall(r"(?:setp\.[gl]|div|rem|mul|mad)\S*\.[su]64\b", ptx)
+
+
+#: Arguments → what is not exact in 32 bits of them, or nearly not.
+LARGE = [
+    0, 1, 2, 3, 7, -1, -2, -7, 300, 2**27 - 1, 2**30 - 1, 2**30, -(2**30) - 1, 2**31 - 1, 2**31, -(2**31),
+    2**32, 2**32 + 5, -(2**33), 2**40 + 7, -(2**45),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b, c: (a - b) % 4 == 0 and b <= a,
+        lambda a, b, c: a // c == b // c if c != 0 else False,
+        lambda a, b, c: (a % c if c != 0 else 0) < b % 16,
+        lambda a, b, c: abs(a - b) < c,
+        lambda a, b, c: a // 8 > b // -8 or a % -4 < b // -1,
+        lambda a, b, c: (a + 2_000_000_000) % 10 > (b * 3) // 7,
+        lambda a, b, c: (a * 1_000_003) % 11 >= c,
+        lambda a, b, c: a // -1 != abs(b),
+        lambda a, b, c: (a % 999) * (b % 777) % 7 <= c,
+        lambda a, b, c: abs((a % 999) * (b % -777) - 5) // 3 != abs(c) // 100,
+    ],
+)
+def test_whole_numbers_are_exact_whatever_their_size(function: Any) -> None:
+    """The rules change what numba emits for any target, so the host's shows what they compute."""
+    signature = types.boolean(*[types.int64] * 3)
+
+    @intrinsic  # whose first argument is the compiler's
+    def with_rules(typing: Any, a: Any, b: Any, c: Any) -> Any:
+        def emit(context: Any, builder: Any, _: Any, values: Any) -> Any:
+            flags = targetconfig.ConfigStack().top().copy()
+            flags.error_model = "numpy"  # as for a GPU
+            compiled = _with_rules(context).compile_subroutine(
+                builder, function, signature, flags=flags, caching=False
+            )
+            return context.call_internal(builder, compiled.fndesc, signature, values)
+
+        return signature, emit
+
+    @njit
+    def found(a, b, c):
+        return with_rules(a, b, c)  # pyright: ignore[reportCallIssue]
+
+    for a in LARGE:
+        for b in LARGE:
+            for c in LARGE:
+                assert found(a, b, c) == function(a, b, c), (a, b, c)
 
 
 def test_more_places_than_a_mod_is_told_of_are_refused() -> None:

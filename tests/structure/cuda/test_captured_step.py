@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis.strategies import integers, lists, tuples
 
 import minitorch
+from kernels import launch
 from kernels.cuda.runtime.arena import ALIGNMENT, Arena
 from kernels.cuda.runtime.arrays import to_device
 from kernels.cuda.runtime.memory_pool import MOST_STAGED, STAGED, Block
 from kernels.cuda.runtime.numba_watch import watching_numba
+from kernels.problem import listed_mods
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch.training.captured_step import WARM_UP
 
@@ -116,6 +118,27 @@ def test_results_belong_to_the_caller(device: FakeDriver) -> None:
     places = {int(storage.gpu_data.device_pointer) for storage in storages}
     assert len(places) == len(storages), "each its own"
     assert all(rest["none"] is None and x.shape == (2, 3) for x, rest in found)
+
+
+def test_a_mask_mod_that_a_recorded_call_evaluates_is_no_part_of_the_graph(
+    device: FakeDriver,
+) -> None:
+    calls: list[int] = []
+
+    def fn(x: minitorch.Tensor) -> minitorch.Tensor:
+        if len(calls) == WARM_UP:  # this call is recorded, and the first of its kind
+            listed_mods._evaluated.cache_clear()
+            launch.CUDA.plans.clear()
+        device.launches.clear()
+        out = x.flash_attention(x, x, mask_mod=lambda b, h, r, c: (r - c) % 7 == 0)
+        calls.append([one.kernel for one in device.launches].count("evaluate_blocks"))
+        return out
+
+    step = minitorch.graph_step(fn)
+    for _ in range(FIRST + 2):
+        step(minitorch.full((1, 2, 200, 8), 1.0, minitorch.CudaBackend))
+    assert step.is_captured, step.why_eager
+    assert calls == [1, *[0] * (WARM_UP - 1), 1, *[0] * (len(calls) - WARM_UP - 1)]
 
 
 def test_a_wrong_input_leaves_the_step_untaken(device: FakeDriver) -> None:

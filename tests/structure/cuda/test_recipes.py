@@ -128,6 +128,7 @@ class Device:
         return [
             (one.kernel, one.sizes, [self._named(word, known) for word in one.words])
             for one in self.own.launches
+            if one.kernel != "evaluate_blocks"  # of a mask_mod, by the first call of its kind alone
         ]
 
     def _named(self, word: int, known: dict[int, str]) -> Any:

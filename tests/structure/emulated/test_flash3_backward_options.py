@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kernels
 from kernels import launch
@@ -18,6 +21,8 @@ from kernels.runtime.dtypes import FLOAT16
 from ...support.attention_strategies import MASK_MODS, SCORE_MODS, Case
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper_backward
 from ...support.emulated.target import EMULATED
+from ...support.examples import at_most
+from ...support.mask_mods import mask_mods
 
 SEQ_Q, SEQ_K = 70, 131
 
@@ -147,6 +152,17 @@ def test_lists_of_whole_tiles_take_kernels_that_hide_nothing(deterministic: bool
     k[:, :, 128:], v[:, :, 128:], q[:, 1, :128], dout[:, 1, :128] = np.nan, np.inf, np.nan, np.inf
     poisoned = replace(case, q=q, k=k, v=v, dout=dout)
     _check(case, _gradients(poisoned, expected, deterministic), expected)
+
+
+@at_most(2)
+@given(mask_mods(), st.booleans(), st.sampled_from([{}, {"is_causal": True}, {"softcap": 2.0}]))
+def test_a_mask_mod_that_was_evaluated_is_the_textbooks(
+    mod: Any, deterministic: bool, options: dict[str, Any]
+) -> None:
+    case = _case({"mask_mod": mod, **options})
+    expected = case.oracle()
+    with patch("kernels.problem.listed_mods.BLOCK", (16, 32)):
+        _check(case, _gradients(case, expected, deterministic), expected)
 
 
 #: Bounds, and the keys of the tile that no row reads: one before every window, one that the list has.

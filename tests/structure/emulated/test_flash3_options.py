@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numba import float32, types, void
 
 import kernels
@@ -27,6 +30,8 @@ from ...support.emulated.gpu import held_back
 from ...support.emulated.gpu import launch as emulate
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
 from ...support.emulated.target import EMULATED
+from ...support.examples import at_most
+from ...support.mask_mods import mask_mods
 from ...support.tolerances import assert_close_arrays
 
 #: What is emulated: two consumers in turns, and small tiles.
@@ -155,6 +160,20 @@ def test_lists_of_whole_tiles_take_a_kernel_that_hides_nothing() -> None:
     with emulated_hopper(SMALL):
         assert flash3_wgmma.features_for(case.problem(rung="flash3_wgmma")).whole_tiles
     _check(case, _forward(replace(case, k=k, v=v)))
+
+
+@at_most(3)
+@given(
+    mask_mods(),
+    st.sampled_from([{}, {"is_causal": True}, {"dropout_p": 0.3, "seed": 4}, {"softcap": 2.0}]),
+    st.sampled_from([ForwardLayout(2, 32, 2, 2, True), ForwardLayout(1, 48, 2, 1, False)]),
+)
+def test_a_mask_mod_that_was_evaluated_is_the_textbooks(
+    mod: Any, options: dict[str, Any], layout: ForwardLayout
+) -> None:
+    case = _case({"mask_mod": mod, **options})
+    with patch("kernels.problem.listed_mods.BLOCK", (16, 32)):
+        _check(case, _forward(case, layout))
 
 
 def test_tiles_of_keys_before_every_window_are_never_read() -> None:

@@ -22,6 +22,7 @@ from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout
 from kernels.cuda.attention.options import extras
 from kernels.cuda.device import memory
 from kernels.cuda.runtime.kernel import Kernel
+from kernels.problem.listed_mods import on_host
 from kernels.runtime.dtypes import FLOAT16
 from kernels.runtime.memory import HostMemory
 from kernels.scores.program import Features
@@ -33,7 +34,9 @@ from .gpu import launch as emulate
 EMULATED = replace(
     launch.CUDA,
     memory=HostMemory(),
-    rungs=tuple(rung for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes),
+    rungs=tuple(
+        replace(rung, evaluate=on_host) for rung in launch.CUDA.rungs if FLOAT16 in rung.dtypes
+    ),
     mask_gradient=launch.NUMPY.mask_gradient,
     sink_gradient=launch.NUMPY.sink_gradient,
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.attention.register_tiles import widths_in
+from kernels.cuda.attention.tensor_cores import is_bounded
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.memory import row_major_copy
 from kernels.cuda.device.per_device import map_of
@@ -18,6 +19,7 @@ from kernels.cuda.device.warpgroups import LINE, PANEL
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.runtime.dtypes import NAMES, is_half
+from kernels.sparsity.block_mask import BlockMask
 
 #: Bytes of the L2 cache for the keys and values of the heads in work.
 CACHE_BYTES = 24 << 20
@@ -68,6 +70,25 @@ def readable(*arrays: Any) -> tuple[Any, ...]:
 def widths_of(problem: Problem) -> Widths:
     """Return the widths that kernels for a problem are compiled for, forward and backward."""
     return Widths(*widths_in(problem, 16))
+
+
+def within_blocks(problem: Problem) -> Problem:
+    """Return a call whose block mask also hides what its bounds hide, and which has no bounds then.
+
+    The words of a partial tile then tell all that is hidden there.
+    """
+    if problem.block_mask is None or not is_bounded(problem):
+        return problem
+    return _within_blocks(problem.unseeded).with_seed(problem.seed)
+
+
+@lru_cache(maxsize=256)
+def _within_blocks(problem: Problem) -> Problem:
+    mask = problem.block_mask
+    assert mask is not None, "within_blocks asks first"
+    lengths, block = (mask.seq_q, mask.seq_k), (mask.block_q, mask.block_k)
+    mask = mask & BlockMask.band(*lengths, problem.lower, problem.upper, block)
+    return replace(problem, block_mask=mask, lower=-problem.seq_q, upper=problem.seq_k)
 
 
 def with_mask_bits(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:

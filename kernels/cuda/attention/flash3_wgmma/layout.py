@@ -24,6 +24,8 @@ CONSUMERS_BARRIER, WARPGROUP_BARRIER = 1, 2
 CLEAR_BARRIER = 7
 #: Numbers that describe a work item.
 ITEM_NUMBERS = 13
+#: Bytes of a listed tile in shared memory: its number and that of its words.
+LISTED = 2 * WORD
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLA
         v=layout.stages * v_bytes(layout, widths),
         barriers=8 * (3 * layout.items + 4 * layout.stages),
         numbers=item_bytes(layout) * layout.items,
-        listed=WORD * layout.stages * features.block_mask,
+        listed=LISTED * layout.stages * features.block_mask,
     )
 
 

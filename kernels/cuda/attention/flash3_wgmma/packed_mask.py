@@ -3,8 +3,8 @@
 A lane's elements of a tile are scattered over two rows, two columns at a time; read from the mask itself
 each takes an address and a load.  Packed beforehand, a lane reads for 64 elements two words of bits of a
 boolean mask, or eight times 16 bytes of a floating one of 16 bits, and neighbouring lanes read what lies
-side by side.  A mask that all heads share is packed once for all of them.  Of a block mask the bits are
-made tile by tile, sixteen rows and columns at a time.
+side by side.  A mask that all heads share is packed once for all of them.  Of a block mask each different
+tile is packed, once for all calls.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import int32, int64, types, uint32, uint64, void
+from numba import int64, types, uint32, uint64, void
 
 from kernels.common.geometry import PLAIN, same
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
     TILES,
     bit_words,
-    lane_offset_of,
-    offset_of,
     with_bit,
 )
 from kernels.cuda.device.one_source import batch_and_head, ceil_div
+from kernels.cuda.device.warpgroups import WARPGROUP
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global_v4
 from kernels.cuda.ptx.numbers import UNPACK
 from kernels.cuda.runtime.arrays import empty_device
@@ -32,12 +31,11 @@ from kernels.cuda.runtime.kernel import WARP, WORD, Kernel, array_type, device_f
 from kernels.runtime.dtypes import BITS
 from kernels.runtime.targets import cuda
 from kernels.scores.program import Features
-from kernels.sparsity.states import FULL, PARTIAL, SIDE
 
 #: Rows of which a warp has the elements; threads of a block that packs.
 ROWS, THREADS = 16, 256
-#: Bits of all elements, and of the eight that a lane has of ``SIDE`` rows and columns.
-ALL, EIGHT = 0xFFFFFFFF, 0xFF
+#: Bits of all elements.
+ALL = 0xFFFFFFFF
 #: Numba's type of the words.
 WORDS = types.Array(uint32, 1, "C")
 #: Columns of a floating mask of which a lane has four words, pairs: two tiles of eight, 16 bytes.
@@ -155,54 +153,51 @@ def make_pair_at(kind: str, cols: int) -> Callable[..., Any]:
 
 
 @cache
-def make_block_bits(cols: int, by_keys: bool = False) -> Callable[..., Any]:
-    """Return ``block_bits(n, place, extras)``: a lane's word ``n`` of the elements that a block mask shows.
+def make_pattern_word(rows: int, cols: int) -> Callable[..., Any]:
+    """Return ``pattern_word(n, pattern, extras)``: a lane's word ``n`` of a partial tile of a block mask.
 
-    ``place`` is the ``score_terms.LanePlace`` of the tile; arguments as for :func:`make_words_place`.
+    ``pattern`` is the number of the tile in ``extras.tile_patterns``, which is not 0.
+
+    Args:
+        rows: Rows of a tile of the block, 16 for each warp of the warpgroups that multiply.
+        cols: Columns of it.
     """
-    tiles, offset, lane_offset = cols // 8, offset_of(by_keys), lane_offset_of(by_keys)
+    words = bit_words(cols)
+    size = rows // ROWS * WARP * words
 
     @device_function
-    def block_bits(n, place, extras):
-        row, col, line = place.row, place.col, place.line
-        down, right = lane_offset(place.lane)
-        first_row, first_col = offset(n * TILES, 0)
-        last_row = int32((line.rows - 1) // SIDE * SIDE)
-        last_col = int32((line.cols - 1) // SIDE * SIDE)
-        # The first of SIDE rows and columns, clipped to the arrays: the bounds mask elements beyond them.
-        at_row = min(int32(row - down + first_row), last_row)
-        at_col = min(int32(col - right + first_col), last_col)
-        rows, cols_of = uint32(extras.patterns.shape[1]), uint32(extras.patterns.shape[2])
-        i, r = uint32(uint32(at_row) // rows), uint32(uint32(at_row) % rows)
-        j, c = uint32(uint32(at_col) // cols_of), uint32(uint32(at_col) % cols_of)
-        head, found = uint64(line.flat % extras.heads % extras.states.shape[0]), uint32(0)
-        for u in range(0, min(TILES, tiles - n * TILES), 2):
-            # They are all in one block: its state is looked up once.
-            state = extras.states[head, uint64(i), uint64(j)]
-            bits = uint32(EIGHT if state == FULL else 0)
-            if state >= PARTIAL:
-                for v in range(2):
-                    for e in range(4):
-                        own_r, own_c = offset(v, e)
-                        kept = extras.patterns[
-                            int64(state - PARTIAL),
-                            int64(r + down + own_r),
-                            int64(c + right + own_c),
-                        ]
-                        bits = with_bit(bits, kept, 4 * v + e)
-            found = uint32(found | bits << uint32(4 * u))
-            # The next ones may be in the next block; no division is needed for that.
-            if by_keys and at_row < last_row:
-                at_row, r = int32(at_row + SIDE), uint32(r + SIDE)
-                if r == rows:
-                    i, r = uint32(i + 1), uint32(0)
-            if not by_keys and at_col < last_col:
-                at_col, c = int32(at_col + SIDE), uint32(c + SIDE)
-                if c == cols_of:
-                    j, c = uint32(j + 1), uint32(0)
-        return found
+    def pattern_word(n, pattern, extras):
+        thread = cuda.threadIdx.x - WARPGROUP  # the first warpgroup copies
+        # Unsigned: a signed index may be negative, to count from the end, and each would be tested.
+        place = uint64(pattern - 1) * uint64(size) + uint64(thread * words + n)
+        return extras.pattern_words[place]
 
-    return block_bits
+    return pattern_word
+
+
+def pack_patterns(shown: Any) -> Any:
+    """Return the words of the lanes for patterns of tiles, as :func:`make_pattern_word` reads them.
+
+    Args:
+        shown: (patterns, rows, columns) bool, rows being the rows of the warps; multiples of 16 and 8.
+
+    Returns:
+        (patterns, rows / 16, lanes, words) uint32.
+    """
+    count, rows, cols = shown.shape
+    words = bit_words(cols)
+    padded = np.zeros((count, rows, 8 * TILES * words), bool)
+    padded[:, :, :cols] = shown
+    # An element of a lane is (8 n + u, i): i = 2 · half + e, see ``dropout_bits``.
+    apart = padded.reshape(count, rows // ROWS, 2, WARP // 4, words, TILES, 4, 2)
+    lanes = apart.transpose(0, 1, 3, 6, 4, 5, 2, 7)  # (…, lane / 4, lane % 4, n, u, half, e)
+    bits = lanes.reshape(count, rows // ROWS, WARP, words, 4 * TILES)
+    return np.packbits(bits, axis=-1, bitorder="little").view("<u4")[..., 0]
+
+
+def pack_patterns_by_keys(shown: Any) -> Any:
+    """Return :func:`pack_patterns` where the rows of the warps are keys."""
+    return pack_patterns(shown.swapaxes(1, 2))
 
 
 @cache

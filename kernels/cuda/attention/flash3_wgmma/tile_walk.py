@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import int32
+from numba import int32, uint64
 
 from kernels.cuda.attention.options.visits import make_visits
 from kernels.cuda.runtime.kernel import device_function
@@ -28,13 +28,14 @@ class Walk(NamedTuple):
         entries: ``(flat, start, size, first, stop, extras)``: from which entry to which it visits, where
             the bounds leave the tiles from ``first`` up to ``stop``.
         tile_of: ``(entry, extras)``: the number of the tile visited.
-        is_whole: ``(entry, extras)``: whether the block mask hides none of its elements.
+        pattern_of: ``(entry, extras)``: the number of the tile's words in the block mask; 0 if it hides
+            nothing there.
     """
 
     place: Callable[..., Any]
     entries: Callable[..., Any]
     tile_of: Callable[..., Any]
-    is_whole: Callable[..., Any]
+    pattern_of: Callable[..., Any]
 
 
 @cache
@@ -48,6 +49,12 @@ def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
     """
     visits = make_visits(features, block, by_keys)
     packed, listed, listed_tile = visits.place, visits.entries, visits.tile_of
+
+    has_patterns = features.has_patterns
+
+    @device_function
+    def pattern_of(entry, extras):
+        return int32(extras.tile_patterns[uint64(entry)]) if has_patterns else int32(0)
 
     @device_function
     def place(number, y, rows, cols, extras):
@@ -91,5 +98,5 @@ def make_walk(features: Features, block: int, by_keys: bool = False) -> Walk:
         packed_place if features.packed else place,
         listed_entries if features.block_mask else all_entries,
         tile_of,
-        visits.is_whole,
+        pattern_of,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +21,12 @@ from kernels.sparsity.block_mask import BlockMask
 
 
 def make_extras(
-    problem: Problem, operands: Operands, block_q: int, block_k: int, by_keys: bool = False
+    problem: Problem,
+    operands: Operands,
+    block_q: int,
+    block_k: int,
+    by_keys: bool = False,
+    pack: Callable[[Any], Any] | None = None,
 ) -> Extras:
     """Return the option arguments of a kernel with tiles of (block_q, block_k).
 
@@ -30,6 +36,8 @@ def make_extras(
         block_q: Rows of the kernel's tiles.
         block_k: Columns of them.
         by_keys: The kernel's work items are tiles of keys.
+        pack: Packs the patterns of tiles to words, see ``tile_lists.make_tile_patterns``; None for a kernel
+            that reads elements.
 
     Raises:
         ValueError: If a call with a user function has too many rows or columns.
@@ -45,8 +53,11 @@ def make_extras(
         kind = batches.shape, batches.dtype, device
         found |= {"mask": operands.mask, "mask_batch": device_constant(batches.tobytes(), *kind)}
     if problem.block_mask is not None:
-        found |= _block_arrays(problem.block_mask, device)
         found |= _list_arrays(problem.block_mask, block_q, block_k, by_keys, device)
+        if pack is None:
+            found |= _block_arrays(problem.block_mask, device)
+        else:
+            found |= _word_arrays(problem.block_mask, block_q, block_k, by_keys, pack, device)
     if problem.features.moved:
         found["origin"] = _origin(problem.origin, device)
     if problem.sequences is not None:
@@ -75,8 +86,8 @@ def _numbers(problem: Problem) -> Extras:
 
 @lru_cache(maxsize=64)
 def _block_arrays(mask: BlockMask, device: int) -> dict[str, Any]:
-    """Return the blocks of a mask on the device, copied once."""
-    return {"states": _copied(mask.states), "patterns": _copied(mask.patterns)}
+    """Return the patterns of a mask on the device, copied once."""
+    return {"patterns": _copied(mask.patterns)}
 
 
 @lru_cache(maxsize=256)
@@ -85,7 +96,23 @@ def _list_arrays(
 ) -> dict[str, Any]:
     """Return the tiles that a mask visits on the device, copied once for a kernel's tiles."""
     tiles = mask.tile_list(block_q, block_k, by_keys)
-    return {name: _copied(array) for name, array in tiles._asdict().items()}
+    lists = {name: _copied(array) for name, array in tiles._asdict().items()}
+    return {"states": _copied(mask.states), **lists}
+
+
+@lru_cache(maxsize=256)
+def _word_arrays(
+    mask: BlockMask,
+    block_q: int,
+    block_k: int,
+    by_keys: bool,
+    pack: Callable[[Any], Any],
+    device: int,
+) -> dict[str, Any]:
+    """Return the words of the tiles that a mask visits on the device, copied once for a kernel's tiles."""
+    numbers, packed = mask.tile_patterns(block_q, block_k, by_keys, pack)
+    words = np.concatenate([x.ravel() for x in packed] or [np.zeros(1, np.uint32)])
+    return {"tile_full": 0, "tile_patterns": _copied(numbers), "pattern_words": _copied(words)}
 
 
 @lru_cache(maxsize=256)

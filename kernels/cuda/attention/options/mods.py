@@ -3,8 +3,13 @@
 Numba promotes like NumPy: an integer times a float32 is a float64, and so is the result of two branches of
 these types.  A GPU computes float64 at a half or a 64th of the speed, and converts 64-bit integers slowly,
 which would dominate the cost of a score.  Mods are therefore compiled with other typing rules: where numba
-would promote to float64 without a float64 operand, integers become float32.  Integer operations keep 64
-bits, but indices are declared to be small, so that the compiler drops the upper half.
+would promote to float64 without a float64 operand, integers become float32.
+
+Integers have 64 bits, as in numba, so that no sum or product of indices overflows.  A comparison, quotient,
+remainder or absolute value is emitted twice: in 32 bits, if the operands fit, and in 64.  Indices are
+declared to be small, so that the compiler knows for most operands that they fit, keeps the first form, and
+drops the upper half of the sums before.  Of a product of two indices it would not know, so only the second
+form is emitted.
 """
 
 from __future__ import annotations
@@ -13,10 +18,12 @@ import math
 import operator
 from collections.abc import Callable
 from copy import copy
+from functools import partial, reduce
 from types import FunctionType
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 
 from kernels.cuda.device.emitted import CAN_EMIT, Emitted
@@ -35,6 +42,15 @@ MOST_PLACES = 1 << 26
 FIRST_PLACE, _PLACE = MOST_PLACES - 1, 2 * MOST_PLACES - 1
 #: Bits of 64 that a number of 32 leaves to its sign.
 _SPARE = 32
+#: LLVM's number of the address space.
+_GLOBAL_MEMORY = 1
+#: Comparisons of whole numbers → how the compiler writes them.
+_COMPARISONS = {
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==",
+    operator.ne: "!=",
+}  # fmt: skip
+#: What is emitted as numba does.
+_COMBINATIONS = operator.add, operator.sub, operator.mul
 _FLOAT, _WIDE, _WHOLE = types.float32, types.float64, types.int64
 
 
@@ -139,17 +155,55 @@ def _with_rules(target: Any) -> Any:
     own.typing_context = _typing_with_rules(target.typing_context)
     signed: dict[Any, Any] = {}  # absolute value → of what
     differences: dict[Any, Any] = {}  # of two places → as a float32
+    bounded: dict[Any, Any] = {}  # not negative → whether it fits in 32 bits, and these
+    large: set[Any] = set()  # products of two indices, and their sums
     own.distances = {}
+
+    def fits(builder: Any, value: Any, spare: int) -> Any:
+        """Tell whether a number has so many more bits than it needs; the compiler mostly knows."""
+        if value in bounded:
+            return bounded[value][0]
+        bits = value.type(spare)
+        return builder.icmp_signed("==", builder.ashr(builder.shl(value, bits), bits), value)
+
+    def constant_of(value: Any) -> int:
+        """Return a number that is known now; 0 if it is not."""
+        known = getattr(value, "constant", 0)
+        return known if isinstance(known, int) else 0
+
+    def half(builder: Any, value: Any) -> Any:
+        if value in bounded:
+            return bounded[value][1]
+        return builder.trunc(value, target.get_value_type(types.int32))
+
+    def narrowest(builder: Any, values: Any, small: Any, wide: Any, is_signed: bool = True) -> Any:
+        """Return what 32 bits give, if the operands fit; else ``wide``.
+
+        Args:
+            builder: LLVM's.
+            values: The operands.
+            small: The result of 32 bits.
+            wide: That of 64.
+            is_signed: The result may be negative; if not, it needs no test as an index.
+        """
+        # A whole number as a result may need a bit more: the least number divided by -1.
+        spare = _SPARE if small.type == wide.type else _SPARE + 1
+        are_small = reduce(builder.and_, [fits(builder, value, spare) for value in values])
+        if small.type == wide.type:
+            return builder.select(are_small, small, wide)
+        extended = (builder.sext if is_signed else builder.zext)(small, wide.type)
+        result = builder.select(are_small, extended, wide)
+        if not is_signed:
+            bounded[result] = are_small, small
+        return result
 
     def convert(builder: Any, value: Any) -> Any:
         """Return a whole number of 64 bits as a float32."""
         if value in differences:
             return differences[value]
-        # The compiler knows of most numbers whether they fit in 32 bits, and keeps one of the two.
-        spare, half = value.type(_SPARE), builder.trunc(value, target.get_value_type(types.int32))
-        fits = builder.icmp_signed("==", builder.ashr(builder.shl(value, spare), spare), value)
-        halves = target.cast(builder, half, types.int32, _FLOAT)
-        return builder.select(fits, halves, target.cast(builder, value, _WHOLE, _FLOAT))
+        is_small = fits(builder, value, _SPARE)
+        small = target.cast(builder, half(builder, value), types.int32, _FLOAT)
+        return builder.select(is_small, small, target.cast(builder, value, _WHOLE, _FLOAT))
 
     def cast(builder: Any, value: Any, kind: Any, wanted: Any) -> Any:
         if (kind, wanted) != (_WHOLE, _FLOAT):
@@ -165,21 +219,95 @@ def _with_rules(target: Any) -> Any:
         key = getattr(function, "typing_key", None), *signature.args
 
         def absolute(builder: Any, values: Any, *args: Any) -> Any:
-            result = found(builder, values, *args)
-            signed[result] = values[0]
+            (number,) = values
+            if number in large:
+                return found(builder, values, *args)
+            small = half(builder, number)
+            negative = builder.icmp_signed("<", small, small.type(0))
+            small = builder.select(negative, builder.neg(small), small)
+            result = narrowest(builder, values, small, found(builder, values, *args), False)
+            signed[result] = number
             return result
 
-        def difference(builder: Any, values: Any, *args: Any) -> Any:
+        def combined(builder: Any, values: Any, *args: Any) -> Any:
             result = found(builder, values, *args)
-            if tuple(values) in own.distances:
+            is_product = key[0] is operator.mul and not any(map(constant_of, values))
+            if is_product or large.intersection(values):
+                large.add(result)
+            if key[0] is operator.sub and tuple(values) in own.distances:
                 differences[result] = own.distances[tuple(values)]
             return result
 
-        others = {(abs, _WHOLE): absolute, (operator.sub, _WHOLE, _WHOLE): difference}
+        def compared(builder: Any, values: Any, *args: Any) -> Any:
+            if large.intersection(values):
+                return found(builder, values, *args)
+            halves = [half(builder, value) for value in values]
+            small = builder.icmp_signed(_COMPARISONS[key[0]], *halves)
+            return narrowest(builder, values, small, found(builder, values, *args))
+
+        def divided(builder: Any, values: Any, *args: Any) -> Any:
+            (number, divisor), is_mod = values, key[0] is operator.mod
+            known = constant_of(divisor)
+            # Python rounds quotients down, so that remainders have the sign of the divisor.
+            is_signed = not is_mod or known <= 0
+            if known > 0 and known & (known - 1) == 0:
+                if is_mod:
+                    return builder.and_(number, number.type(known - 1))
+                return builder.ashr(number, number.type(known.bit_length() - 1))
+            if large.intersection(values):
+                result = found(builder, values, *args)
+                if not is_signed and known < MOST_PLACES:
+                    bounded[result] = ir.Constant(ir.IntType(1), 1), half(builder, result)
+                return result
+            narrow = target.get_function(key[0], types.int32(types.int32, types.int32))
+            # The lower half of a divisor that is not 0 may be.
+            own_half = half(builder, divisor)
+            fitting = builder.select(fits(builder, divisor, _SPARE), own_half, own_half.type(1))
+            small = narrow(builder, [half(builder, number), fitting])
+            return narrowest(builder, values, small, found(builder, values, *args), is_signed)
+
+        others: dict[Any, Any] = {
+            (abs, _WHOLE): absolute,
+            **{(name, _WHOLE, _WHOLE): combined for name in _COMBINATIONS},
+            **{(test, _WHOLE, _WHOLE): compared for test in _COMPARISONS},
+            (operator.mod, _WHOLE, _WHOLE): divided,
+            (operator.floordiv, _WHOLE, _WHOLE): divided,
+        }
         return others.get(key, found)
 
     own.cast, own.get_function = cast, get_function
+    own.make_constant_array = partial(_captured_array, target)
     return own
+
+
+def _captured_array(target: Any, builder: Any, kind: Any, array: Any) -> Any:
+    """Return an array that a function captures, in global memory.
+
+    Numba puts it into constant memory, which holds 64 KB, and which lanes that read different elements read
+    one after the other.
+    """
+    array = np.ascontiguousarray(array)
+    content = bytearray(array.tobytes())
+    data = ir.Constant(ir.ArrayType(ir.IntType(8), len(content)), content)
+    name = builder.module.get_unique_name("captured")
+    held: Any = ir.GlobalVariable(builder.module, data.type, name, addrspace=_GLOBAL_MEMORY)
+    held.linkage, held.global_constant, held.initializer, held.align = "internal", True, data, 16
+    result = target.make_array(kind)(target, builder)
+    pointer = builder.addrspacecast(held, ir.PointerType(data.type))
+    shape, strides = (
+        [target.get_constant(types.intp, number) for number in numbers]
+        for numbers in (array.shape, array.strides)
+    )
+    target.populate_array(
+        result,
+        data=builder.bitcast(pointer, result.data.type),
+        shape=shape,
+        strides=strides,
+        itemsize=target.get_constant(types.intp, array.itemsize),
+        parent=None,
+        meminfo=None,
+    )
+    return result._getvalue()
 
 
 def _typing_with_rules(typing: Any) -> Any:

@@ -52,11 +52,14 @@ class Extras(NamedTuple):
         sink: (batch, heads, 1, 1).
         mask: (own batches, heads, seq_q, seq_k).
         mask_batch: (batch,) int64.
-        states: (1 or heads, query blocks, key blocks) int32, see ``BlockMask``.
+        states: (1, heads, or batches · heads; query blocks, key blocks) int32, see ``BlockMask``.
         patterns: (count, block_q, block_k) bool.
         tile_ptr: See ``TileList``; for the kernel's own tiles and direction.
         tile_ids: See ``TileList``.
         tile_full: See ``TileList``.
+        tile_patterns: (entries,) int32: for each entry 0, or 1 + the index of the tile's words; takes the
+            place of ``patterns`` and ``tile_full`` in kernels that read words.
+        pattern_words: Words of the tiles that differ, uint32.
         origin: (4,) int64, a ``problem.origin.Origin``: where the dropout bits of the call begin.
         tiles: (tiles, 6) int64: where the kernel's tiles of packed sequences are, ``sequences.Tile``.
     """
@@ -79,14 +82,23 @@ class Extras(NamedTuple):
     tile_ptr: Any = 0
     tile_ids: Any = 0
     tile_full: Any = 0
+    tile_patterns: Any = 0
+    pattern_words: Any = 0
     origin: Any = 0
     tiles: Any = 0
 
 
 @cache
-def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
-    """Return numba's type of :class:`Extras` for a kernel."""
+def extras_type(features: Features, dtype: np.dtype[Any], by_words: bool = False) -> Any:
+    """Return numba's type of :class:`Extras` for a kernel.
+
+    Args:
+        features: Options of the kernel.
+        dtype: Dtype of its sums.
+        by_words: It reads the partial tiles of a block mask as words.
+    """
     real, listed = scalar_type(dtype), features.block_mask
+    by_elements, by_words = listed and not by_words, listed and by_words
     mask = array_type({"bool": np.dtype(bool), "float": dtype}.get(features.mask, BITS), 4)
     ints, flags = types.Array(types.int32, 1, "A"), types.Array(types.boolean, 1, "A")
     numbers = int64, int64, int64, int64, real, real, int64, int64, real
@@ -96,10 +108,12 @@ def extras_type(features: Features, dtype: np.dtype[Any]) -> Any:
         (features.mask, mask),
         (features.mask, types.Array(int64, 1, "A")),
         (listed, types.Array(types.int32, 3, "A")),
-        (listed, types.Array(types.boolean, 3, "A")),
+        (by_elements, types.Array(types.boolean, 3, "A")),
         (listed, ints),
         (listed, ints),
-        (listed, flags),
+        (by_elements, flags),
+        (by_words, ints),
+        (by_words, types.Array(uint32, 1, "C")),
         (features.moved, types.Array(int64, 1, "A")),
         (features.packed, types.Array(int64, 2, "A")),
     )
@@ -260,12 +274,13 @@ def mask_at(place, extras):
 def block_at(place, extras):
     """Return the state of the block that an element is in, and the element's row and column there.
 
-    The place of the element is a record with ``head``, ``row`` and ``col``.
+    The place of the element is a record with ``batch``, ``head``, ``row`` and ``col``.
     """
     # A division of 64 bits takes several times as long as one of 32.
     rows, cols = uint32(extras.patterns.shape[1]), uint32(extras.patterns.shape[2])
     row, col = uint32(place.row), uint32(place.col)
-    line = uint32(place.head) % uint32(extras.states.shape[0])
+    flat = uint32(place.batch) * uint32(extras.heads) + uint32(place.head)
+    line = uint32(flat) % uint32(extras.states.shape[0])
     state = extras.states[uint64(line), uint64(row // rows), uint64(col // cols)]
     return state, row % rows, col % cols
 

@@ -74,7 +74,7 @@ def make_visits(features: Features, block: int, by_keys: bool = False) -> Visits
         if not has_list:
             return first, stop
         # TASK 5.9: The line of (head, tile) in tile_ptr: where its entries begin and end.
-        head = flat % extras.heads % extras.states.shape[0]
+        head = flat % extras.states.shape[0]
         line = uint64(head * ceil_div(size, block) + start // block)
         return int64(extras.tile_ptr[line]), int64(extras.tile_ptr[line + uint64(1)])
         # END TASK 5.9

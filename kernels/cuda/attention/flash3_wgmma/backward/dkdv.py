@@ -155,11 +155,14 @@ def dkdv_kernel(
     wait_for_additions = make_cp_async_bulk_wait_group(0)
     few_registers, more_registers = layout.registers
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
-    visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, True)
-    elements, row_base = make_elements(features, block_q, True), make_row_base(features.packed)
+    visits_of, tile_of, pattern_of = make_visits_of(features, block_q, block_k, True)
+    elements, row_base = (
+        make_elements(features, block_k, block_q, True),
+        make_row_base(features.packed),
+    )
     scale_of, factor_of, slope_scale_of = elements.scale, elements.factor, elements.slope_scale
-    words, own_of = elements.words, line_of(features)
-    weigh, slope_of = make_passes(features, block_q, dtype, True, has_dv)
+    words, own_of, has_patterns = elements.words, line_of(features), features.has_patterns
+    weigh, slope_of = make_passes(features, block_k, block_q, dtype, True, has_dv)
     clear_q, clear_dout = (
         make_clear_rows(consumer_threads, block_q, n) for n in (head_panels, value_panels)
     )
@@ -311,7 +314,8 @@ def dkdv_kernel(
                     lse_now = tile + lse_offset + q_now * rows_size + WORD * own_row
                     delta_now = tile + delta_offset + dout_now * rows_size + WORD * own_row
                     dout_tile = tile + dout_offset + dout_now * dout_size
-                    is_whole = is_full_tile(
+                    # The words of a block mask hide what is out of bounds, too.
+                    is_whole = has_patterns or is_full_tile(
                         row, block_q, rows, col, block_k, cols, extras.lower, extras.upper
                     )
                     # dO_i, D_i are there
@@ -334,7 +338,7 @@ def dkdv_kernel(
                     place = LanePlace(lane, int32(row + own_row), own_col, own)
                     weigh(
                         s, p, kept, seen, mask_words, lse_now, factor, is_whole,
-                        is_listed_whole(first + n, extras), place, extras,
+                        pattern_of(first + n, extras), place, extras,
                     )  # fmt: skip
                     if has_dv:
                         # 12: dV_j = dV_j + Pᵀ dO_i, computed while dS is
@@ -436,6 +440,6 @@ def dkdv_kernel(
     gradients = array_type(BITS, 4) if is_packed else MAPS
     signature = void(
         MAPS, MAPS, MAPS, MAPS, gradients, gradients, ROW_NUMBERS, ROW_NUMBERS, sums, counters, SHAPE,
-        float64, schedule, words_type(features), extras_type(features, FLOAT32),
+        float64, schedule, words_type(features), extras_type(features, FLOAT32, by_words=True),
     )  # fmt: skip
     return Kernel(flash3_dkdv, signature, layout.threads, block_bytes(tiles))

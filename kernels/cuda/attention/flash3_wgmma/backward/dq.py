@@ -120,11 +120,14 @@ def dq_kernel(
     wait_for_reads = make_cp_async_bulk_wait_group(0, is_read=True)
     few_registers, more_registers = layout.registers
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
-    visits_of, tile_of, is_listed_whole = make_visits_of(features, block_q, block_k, False)
-    elements, row_base = make_elements(features, block_k, False), make_row_base(features.packed)
+    visits_of, tile_of, pattern_of = make_visits_of(features, block_q, block_k, False)
+    elements, row_base = (
+        make_elements(features, block_q, block_k, False),
+        make_row_base(features.packed),
+    )
     factor_of, slope_scale_of = elements.factor, elements.slope_scale
-    words, own_of = elements.words, line_of(features)
-    weigh, slope_of = make_passes(features, block_k, dtype, False)
+    words, own_of, has_patterns = elements.words, line_of(features), features.has_patterns
+    weigh, slope_of = make_passes(features, block_q, block_k, dtype, False)
     is_packed = features.packed
     clear_keys = make_clear_rows(consumer_threads, block_k, head_panels)
 
@@ -278,10 +281,11 @@ def dq_kernel(
                     # 11: P = exp(S - L_i)
                     own_col = int32(j * block_k + 2 * (lane % 4))
                     place = LanePlace(lane, own_row, own_col, own)
-                    is_whole = full <= j < full_stop
+                    # The words of a block mask hide what is out of bounds, too.
+                    is_whole = has_patterns or full <= j < full_stop
                     weigh(
                         s, ds, kept, seen, mask_words, (shift_0, shift_1), factor, is_whole,
-                        is_listed_whole(stop - 1 - n, extras), place, extras,
+                        pattern_of(stop - 1 - n, extras), place, extras,
                     )  # fmt: skip
                     wait_for_all()  # dP is there, and V_j was read; so were the keys of the last dS K
                     if lane == 0:
@@ -333,6 +337,6 @@ def dq_kernel(
     gradient = array_type(BITS, 4) if features.packed else MAPS
     signature = void(
         MAPS, MAPS, MAPS, MAPS, gradient, ROW_NUMBERS, ROW_NUMBERS, counters, SHAPE, float64,
-        schedule, words_type(features), extras_type(features, FLOAT32),
+        schedule, words_type(features), extras_type(features, FLOAT32, by_words=True),
     )  # fmt: skip
     return Kernel(flash3_dq, signature, layout.threads, block_bytes(tiles))

@@ -33,9 +33,9 @@ class Passes(NamedTuple):
     ``place`` is a ``score_terms.LanePlace``.
 
     Attributes:
-        weigh: ``(s, p, kept, seen, mask_words, numbers, factor, whole, listed, place, extras)``: of the
+        weigh: ``(s, p, kept, seen, mask_words, numbers, factor, whole, pattern, place, extras)``: of the
             products in ``s`` P · slope, and by keys in ``p`` the pairs P ∘ Z; ``whole`` means that the
-            bounds hide none of the tile, ``listed`` that the block mask hides none.
+            bounds hide none of the tile, a ``pattern`` of 0 that the block mask hides none.
         slope: ``(s, dp, kept, numbers, whole, place, extras)``: of dP in ``dp`` dS.
     """
 
@@ -45,12 +45,13 @@ class Passes(NamedTuple):
 
 @cache
 def make_passes(
-    features: Features, cols: int, dtype: str, by_keys: bool, packs: bool = False
+    features: Features, rows: int, cols: int, dtype: str, by_keys: bool, packs: bool = False
 ) -> Passes:
-    """Return the functions for tiles of ``cols`` columns.
+    """Return the functions for tiles of ``rows`` rows and ``cols`` columns.
 
     Args:
         features: Of the kernel.
+        rows: Of the tile of the block: keys by keys, else query rows.
         cols: Query rows by keys, else keys.
         dtype: "float16" or "bfloat16".
         by_keys: Rows of the tile are keys.
@@ -58,7 +59,7 @@ def make_passes(
     """
     tiles = cols // 8
     hide, hide_pairs = make_hide(cols, by_keys), make_hide_pairs(cols)
-    pack_tile, elements = make_pack(dtype, cols), make_elements(features, cols, by_keys)
+    pack_tile, elements = make_pack(dtype, cols), make_elements(features, rows, cols, by_keys)
     pack = elements.pack[dtype]
     set_visible, weigh_one = elements.set_visible, elements.weigh
     drop, slope_one = elements.drop, elements.slope
@@ -91,12 +92,12 @@ def make_passes(
                 s[t, i] = ex2(s[t, i] * factor - (high if second(i) else low))
 
     @device_function
-    def weigh_each(s, p, kept, seen, mask_words, numbers, factor, listed, place, extras):
+    def weigh_each(s, p, kept, seen, mask_words, numbers, factor, pattern, place, extras):
         lane, row, col, line = place
         distance, (down, right) = distance_from(place, extras), lane_offset(lane)
         draw(kept, lane, line.flat, int32(row - down), int32(col - right), extras)
         if has_seen:
-            set_visible(seen, mask_words, listed, place, extras)
+            set_visible(seen, mask_words, pattern, place, extras)
         w = cuda.local.array(4, float32)  # (4,)
         for t in range(tiles):
             low, high = pair_of(numbers, t)
@@ -110,13 +111,13 @@ def make_passes(
                 p[t // 2, 2 * (t % 2) + 1] = pack(w[2], w[3])
 
     @device_function
-    def weigh(s, p, kept, seen, mask_words, numbers, factor, whole, listed, place, extras):
-        if is_plain or (has_lists_alone and whole and listed):
+    def weigh(s, p, kept, seen, mask_words, numbers, factor, whole, pattern, place, extras):
+        if is_plain or (has_lists_alone and whole and pattern == 0):
             weigh_plainly(s, numbers, factor)
             if not is_plain and packs:
                 pack_tile(p, s)
         else:
-            weigh_each(s, p, kept, seen, mask_words, numbers, factor, listed, place, extras)
+            weigh_each(s, p, kept, seen, mask_words, numbers, factor, pattern, place, extras)
         if by_keys and not whole:
             edge = edge_at(place, extras)
             hide(s, edge)

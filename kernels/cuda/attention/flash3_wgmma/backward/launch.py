@@ -35,13 +35,19 @@ from kernels.cuda.attention.flash3_wgmma.launch_common import (
     tensor_map,
     widths_of,
     with_mask_bits,
+    within_blocks,
 )
 from kernels.cuda.attention.flash3_wgmma.layout import (
     Shape,
     Widths,
     schedule_of,
 )
-from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, packed_mask
+from kernels.cuda.attention.flash3_wgmma.packed_mask import (
+    has_words,
+    pack_patterns,
+    pack_patterns_by_keys,
+    packed_mask,
+)
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.visits import tiles_of
@@ -181,7 +187,9 @@ class _Call(NamedTuple):
         """
         problem, plan = self.problem, self.plan
         maps, differs = self.maps(layout)
-        extras = make_extras(problem, self.operands, layout.block_q, layout.block_k, by_keys)
+        pack = pack_patterns_by_keys if by_keys else pack_patterns
+        tile = layout.block_q, layout.block_k
+        extras = make_extras(problem, self.operands, *tile, by_keys, pack)
         seq, block = (problem.seq_k, layout.block_k) if by_keys else (problem.seq_q, layout.block_q)
         schedule = schedule_of(tiles_of(seq, block, extras), self.heads, bytes_a_head, CACHE_BYTES)
         *differs, dout_by_head, dout_by_batch = differs
@@ -201,7 +209,7 @@ class _Call(NamedTuple):
 
 def backward_tile(problem: Problem) -> tuple[int, int]:
     """Return (block_q, block_k) of the first kernel by key tiles."""
-    _, layout = _plan(problem.unseeded, current_device()).by_keys[0]
+    _, layout = _plan(within_blocks(problem.unseeded), current_device()).by_keys[0]
     return layout.block_q, layout.block_k
 
 
@@ -213,6 +221,7 @@ def backward(problem: Problem, tile: tuple[int, int], operands: Operands) -> Non
         tile: Its own.
         operands: As kernels take them, on the device; dq, dk and dv are written.
     """
+    problem = within_blocks(problem)
     problem, operands = with_mask_bits(problem, operands)
     q, k, v, dout = readable(operands.q, operands.k, operands.v, operands.dout)
     operands = operands.having(q=q, k=k, v=v, dout=dout)

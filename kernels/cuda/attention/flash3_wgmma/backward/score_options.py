@@ -32,8 +32,8 @@ from kernels.cuda.attention.flash3_wgmma.dropout_bits import (
 from kernels.cuda.attention.flash3_wgmma.packed_mask import (
     ALL,
     has_words,
-    make_block_bits,
     make_bring_pairs,
+    make_pattern_word,
     make_words_place,
 )
 from kernels.cuda.attention.flash3_wgmma.score_terms import (
@@ -55,9 +55,9 @@ class Elements(NamedTuple):
         has_seen: There are words that ``set_visible`` sets.
         draw: ``(kept, lane, flat, row, col, extras)``: set the bits of what dropout keeps, of the warp's 16
             rows or keys.
-        set_visible: ``(seen, mask_words, listed, place, extras)``: set those of visible elements and load
-            the words of a floating mask of 16 bits; ``place`` is a ``score_terms.LanePlace``, ``listed``
-            means that the block mask shows all of the tile.
+        set_visible: ``(seen, mask_words, pattern, place, extras)``: set those of visible elements and load
+            the words of a floating mask of 16 bits; ``place`` is a ``score_terms.LanePlace``, ``pattern``
+            the number of the tile's words in the block mask.
         weigh: ``(product, shift, place, extras)``: P and P · slope, ``place`` being a
             ``score_terms.ElementPlace``.
         drop: ``(p, bent, kept, t, i)``: of P and P · slope what ``pack`` makes P ∘ Z of, and what stays.
@@ -97,11 +97,12 @@ def slope_factor(features: Features, keep_scale: float) -> float:
 
 
 @cache
-def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
+def make_elements(features: Features, rows: int, cols: int, by_keys: bool) -> Elements:
     """Return the functions of a lane's elements of a tile.
 
     Args:
         features: Of the kernel.
+        rows: Of the tile of the block: keys if ``by_keys``, else query rows.
         cols: Of the tile: query rows if ``by_keys``, else keys.
         by_keys: Rows of the tile are keys.
     """
@@ -169,20 +170,21 @@ def make_elements(features: Features, cols: int, by_keys: bool) -> Elements:
 
     return Elements(
         factor, seen_words(features, cols), features.has_lists or has_words(features), draw,
-        _make_set_visible(features, cols, by_keys, target), weigh, drop, slope,
+        _make_set_visible(features, (rows, cols), by_keys, target), weigh, drop, slope,
         PACK_POSITIVE if marks else PACK, scale, slope_scale,
     )  # fmt: skip
 
 
 def _make_set_visible(
-    features: Features, cols: int, by_keys: bool, target: ScoreTarget
+    features: Features, tile: tuple[int, int], by_keys: bool, target: ScoreTarget
 ) -> Callable[..., None]:
     """Return ``Elements.set_visible``."""
+    cols, pattern_word = tile[1], make_pattern_word(*tile)
     words, has_mask, has_pairs = bit_words(cols), features.mask == "bool", features.mask in UNPACK
-    has_blocks, has_mod = features.block_mask, features.mask_mod is not None
+    has_patterns, has_mod = features.has_patterns, features.mask_mod is not None
     has_bits = has_mask or features.has_lists
     line_place, tile_place = make_words_place(cols, by_keys, has_pairs)
-    bring_pairs, block_bits = make_bring_pairs(cols), make_block_bits(cols, by_keys)
+    bring_pairs = make_bring_pairs(cols)
     element, lane_offset = element_of(features, by_keys), lane_offset_of(by_keys)
     in_mod = make_score_program(Features(mask_mod=features.mask_mod), target).is_shown
 
@@ -194,7 +196,7 @@ def _make_set_visible(
         return line_place(lane, line.b, line.h, first[0], extras) + tile_place(first[1], extras)
 
     @device_function
-    def word_of(n, seen, mask_words, listed, place, extras):
+    def word_of(n, seen, mask_words, pattern, place, extras):
         word = uint32(ALL)
         if has_mask:
             word = uint32(mask_words[words_place(place, extras) + n])
@@ -205,17 +207,17 @@ def _make_set_visible(
                     at = element(place, float32(0), seen, n * TILES + u, i)
                     found = with_bit(found, in_mod(at, extras), 4 * u + i)
             word = uint32(word & found)
-        if has_blocks and not listed:
-            word = uint32(word & block_bits(n, place, extras))
+        if has_patterns and pattern != 0:
+            word = uint32(word & pattern_word(n, pattern, extras))
         return word
 
     @device_function
-    def set_visible(seen, mask_words, listed, place, extras):
+    def set_visible(seen, mask_words, pattern, place, extras):
         # One by one: a loop that is not unrolled would put them into local memory.
         if has_bits:
-            seen[0] = word_of(0, seen, mask_words, listed, place, extras)
+            seen[0] = word_of(0, seen, mask_words, pattern, place, extras)
         if has_bits and words > 1:
-            seen[1] = word_of(1, seen, mask_words, listed, place, extras)
+            seen[1] = word_of(1, seen, mask_words, pattern, place, extras)
         if has_pairs:
             bring_pairs(seen, mask_words, words_place(place, extras))
 

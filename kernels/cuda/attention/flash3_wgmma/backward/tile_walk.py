@@ -45,12 +45,12 @@ class ItemVisits(NamedTuple):
             number of ``scores``, its first place counted from the start of its sequence, first row, rows,
             first column and columns of the sequence, and from which entry to which it visits.
         tile_of: ``(entry, extras)``: the number of the tile visited.
-        is_whole: ``(entry, extras)``: whether the block mask hides none of its elements.
+        pattern_of: See ``tile_walk.Walk``.
     """
 
     of_item: Callable[..., Any]
     tile_of: Callable[..., Any]
-    is_whole: Callable[..., Any]
+    pattern_of: Callable[..., Any]
 
 
 @cache
@@ -84,4 +84,4 @@ def make_visits_of(features: Features, block_q: int, block_k: int, by_keys: bool
         first, stop = entries_of(flat, row, rows, first, stop, extras)
         return y, flat, row, first_q, rows, first_k, cols, first, stop
 
-    return ItemVisits(of_keys if by_keys else of_rows, walk.tile_of, walk.is_whole)
+    return ItemVisits(of_keys if by_keys else of_rows, walk.tile_of, walk.pattern_of)

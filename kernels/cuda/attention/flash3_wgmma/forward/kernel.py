@@ -22,6 +22,7 @@ from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words
 from kernels.cuda.attention.flash3_wgmma.forward.scheduler import (
     make_produce_items,
     read_item,
+    read_listed,
     read_skip_count,
     release_slot,
     wait_for_reads,
@@ -36,6 +37,7 @@ from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
 )
 from kernels.cuda.attention.flash3_wgmma.layout import (
     CLEAR_BARRIER,
+    LISTED,
     OUT_BARRIER,
     PING_PONG,
     SHAPE,
@@ -141,14 +143,16 @@ def forward_kernel(
     wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
     few_registers, more_registers = layout.registers
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
-    _, _, tile_of, is_listed_whole = make_walk(features, block_q)
+    _, _, tile_of, pattern_of = make_walk(features, block_q)
     produce_items = make_produce_items(layout, features, head_panels, q_panel, q_size)
     bends, of_all, score_whole, score_edge = make_elements(features, block_k)
-    (first_bits, fetch), drop = make_fetch(features, block_k), make_drop(features, block_k)
+    first_bits, fetch = make_fetch(features, block_q, block_k)
+    drop, has_patterns = make_drop(features, block_k), features.has_patterns
     words, has_kept, own_of = bit_words(block_k), features.dropout, line_of(features)
-    has_bits, seen_count = has_kept or has_words(features), seen_words(features, block_k)
+    has_bits = has_kept or has_words(features) or has_patterns
+    seen_count = seen_words(features, block_k)
     clear_values = make_clear_rows(consumer_threads, block_k, value_panels)
-    # For each stage: its tile, and whether it is fully visible in the block mask.
+    # For each stage: its tile, and the number of the tile's words in the block mask.
     list_offset, is_listed = tiles["listed"], features.block_mask
     zero, minus_inf, log2_e, ln_2 = (np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2))
     pair = 2 * WARPGROUP  # threads of two consumers
@@ -210,8 +214,9 @@ def forward_kernel(
                         full = barriers + k_full + 8 * stage
                         mbarrier_wait(barriers + k_empty + 8 * stage, phase ^ 1)  # its K was read
                         if is_listed:
-                            word = 2 * j + is_listed_whole(int32(item.stop - 1 - n), extras)
-                            st_shared(tile + list_offset + WORD * stage, word)
+                            at = tile + list_offset + LISTED * stage
+                            st_shared(at, j)
+                            st_shared(at + WORD, pattern_of(int32(item.stop - 1 - n), extras))
                         mbarrier_arrive_expect_tx(full, k_size)
                         at = tile + k_offset + stage * k_size
                         load_k(at, k_tensor, full, col, h * shape.k_by_head, b * shape.k_by_batch)
@@ -243,7 +248,7 @@ def forward_kernel(
             item, thread = read_item(numbers), int32(cuda.threadIdx.x % WARPGROUP)
             skipped = read_skip_count(numbers, me)
             is_issued, copied = False, int32(-1)  # the slot whose output is on its way
-            listed = int32(1)
+            listed, pattern = int32(0), int32(0)
             while item.tiles >= 0:
                 own_tile = tile + slot * q_size + me * (ROWS * LINE)  # of q, and then of out
                 q_desc = descriptor(along, own_tile)
@@ -286,9 +291,9 @@ def forward_kernel(
                         issue_score_products(s, q_desc, k_desc)
                         wgmma_commit_group()
                     if is_listed:
-                        listed = ld_shared(tile + list_offset + WORD * stage)
-                    col = (listed >> 1 if is_listed else stop - 1) * block_k
-                    fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
+                        listed, pattern = read_listed(tile + list_offset, stage)
+                    col = (listed if is_listed else stop - 1) * block_k
+                    fetch(seen, kept, bits, pattern, lane, flat, warp_row, col, mask_words, extras)
                     wait_for_all()  # S is there, and K_j was read
                     if lane == 0:
                         mbarrier_arrive(barriers + k_empty + 8 * stage)
@@ -302,10 +307,11 @@ def forward_kernel(
                         bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
                 before = int32(0)  # the stage of the values before
                 for n in range(int32(stop - first)):
-                    j = int32(listed >> 1 if is_listed else stop - 1 - n)
+                    j = int32(listed if is_listed else stop - 1 - n)
                     own_col = int32(j * block_k + 2 * (lane % 4))
                     place = LanePlace(lane, own_row, own_col, own)
-                    whole = item.full <= j < item.full_stop and listed & 1 != 0
+                    # The words of a block mask hide what is out of bounds, too.
+                    whole = pattern == 0 if has_patterns else item.full <= j < item.full_stop
                     if not whole:
                         score_edge(s, seen, place, scale, extras)
                     elif of_all:
@@ -334,7 +340,7 @@ def forward_kernel(
                     if has_next:
                         mbarrier_wait(barriers + k_full + 8 * stage, phase)  # the next K is there
                         if is_listed:
-                            listed = ld_shared(tile + list_offset + WORD * stage)
+                            listed, pattern = read_listed(tile + list_offset, stage)
                     if ping_pong:
                         bar_sync(PING_PONG + me, pair)  # the other's products are issued
                     wgmma_fence()
@@ -356,8 +362,10 @@ def forward_kernel(
                         release_slot(barriers + q_empty, thread, copied)
                         copied = int32(-1)
                     if has_bits and has_next:  # while it is computed
-                        col = (listed >> 1 if is_listed else stop - 2 - n) * block_k
-                        fetch(seen, kept, bits, lane, flat, warp_row, col, mask_words, extras)
+                        col = (listed if is_listed else stop - 2 - n) * block_k
+                        fetch(
+                            seen, kept, bits, pattern, lane, flat, warp_row, col, mask_words, extras
+                        )
                     wait_for_scores()  # the next S is there, and its K was read; P V may go on
                     if has_next and lane == 0:
                         mbarrier_arrive(barriers + k_empty + 8 * stage)
@@ -424,7 +432,7 @@ def forward_kernel(
             wait_for_all()  # S of an item that there is not
 
     rows = types.Array(float32, 2, "C")
-    extras = extras_type(features, FLOAT32)
+    extras = extras_type(features, FLOAT32, by_words=True)
     schedule = types.NamedUniTuple(int32, 3, Schedule)
     counters = types.Array(int32, 1, "C")
     out = array_type(BITS, 4) if features.packed else MAPS

@@ -14,6 +14,7 @@ from kernels.cuda.attention.flash3_wgmma.launch_common import (
     tensor_map,
     widths_of,
     with_mask_bits,
+    within_blocks,
 )
 from kernels.cuda.attention.flash3_wgmma.layout import (
     ForwardLayout,
@@ -23,7 +24,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     layout_of,
     schedule_of,
 )
-from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, packed_mask
+from kernels.cuda.attention.flash3_wgmma.packed_mask import has_words, pack_patterns, packed_mask
 from kernels.cuda.attention.options.extras import make_extras
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.attention.options.visits import tiles_of
@@ -50,6 +51,7 @@ def layout_for(problem: Problem) -> tuple[ForwardLayout, Widths]:
 @lru_cache(maxsize=64)
 def features_for(problem: Problem) -> Features:
     """Return the options of the kernel for a problem, without the element tests of whole tiles."""
+    problem = within_blocks(problem)
     features, (layout, _) = problem.features, layout_for(problem)
     tiles = layout.block_q, layout.block_k, False
     return features._replace(whole_tiles=lists_whole_tiles(problem, tiles))
@@ -81,6 +83,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
         tile: (block_q, block_k), the rung's own.
         operands: The operands, on the device; out and lse are written.
     """
+    problem = within_blocks(problem)
     problem, operands = with_mask_bits(problem, operands)
     q, k, v = readable(
         operands.q, operands.k, operands.v
@@ -94,7 +97,7 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     # Packed sequences have tiles that end within the copy engine's box.
     out = as_bits(out) if features.packed else tensor_map(out, ROWS, dtype)[0]
     words = packed_mask(operands.mask, layout.block_k) if has_words(features) else 0
-    extras = make_extras(problem, operands, layout.block_q, layout.block_k)
+    extras = make_extras(problem, operands, layout.block_q, layout.block_k, pack=pack_patterns)
     blocks, shape, schedule = _work(problem, lead, differs, extras)
     forward_kernel(layout, widths, dtype, features)[blocks, layout.threads](
         *maps, out, lse, counters(), shape, problem.scale, schedule, words, extras

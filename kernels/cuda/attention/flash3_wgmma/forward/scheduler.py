@@ -14,6 +14,7 @@ from numba import int32
 
 from kernels.cuda.attention.flash3_wgmma.layout import (
     ITEM_NUMBERS,
+    LISTED,
     ForwardLayout,
     item_bytes,
     item_of,
@@ -94,6 +95,12 @@ def read_item(at):
         ld_shared(at + 32), ld_shared(at + 36), ld_shared(at + 40), ld_shared(at + 44),
         ld_shared(at + 48),
     )  # fmt: skip
+
+
+@device_function
+def read_listed(at, stage):
+    """Return the tile in a stage, and the number of its words, from the address of the list."""
+    return int32(ld_shared(at + LISTED * stage)), int32(ld_shared(at + LISTED * stage + WORD))
 
 
 @device_function

@@ -12,11 +12,10 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numba import float32, uint32
+from numba import float32
 
 from kernels.common.online_softmax import LOG2_E
-from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, offset_of
-from kernels.cuda.attention.flash3_wgmma.packed_mask import make_block_bits
+from kernels.cuda.attention.flash3_wgmma.dropout_bits import offset_of
 from kernels.cuda.attention.flash3_wgmma.score_terms import (
     distance_of,
     edge_at,
@@ -50,8 +49,8 @@ class Elements(NamedTuple):
 
     Both ``whole`` and ``edge`` are ``(s, seen, place, scale, extras)``: of the products in ``s`` they make
     scores, minus infinity where masked.  ``place`` is a ``score_terms.LanePlace``; ``seen`` are the lane's
-    bits of a boolean mask, of which a block mask may clear some, and behind them words of a floating mask
-    of 16 bits.
+    bits of a boolean mask and, for ``edge``, of a block mask, and behind them words of a floating mask of
+    16 bits.
 
     Attributes:
         bends: Whether scores are natural logarithms; otherwise they are still products, whose order a
@@ -79,17 +78,13 @@ def make_elements(features: Features, cols: int) -> Elements:
 def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., None]:
     """Return one of the two functions of :class:`Elements`."""
     minus_inf, bends = np.float32(-math.inf), features.bends
-    has_blocks = is_edge and features.block_mask and not features.whole_tiles
-    has_mask, words, block_bits = features.mask == "bool", bit_words(cols), make_block_bits(cols)
+    has_blocks = is_edge and features.has_patterns
+    # The words of a block mask hide what is out of bounds, too.
+    has_bounds = is_edge and not has_blocks
     target = score_target(features, cols, tanh, derives=False)
     modified, is_shown, _ = make_score_program(features._replace(block_mask=has_blocks), target)
     element, offset = element_of(features, has_columns=not is_edge), offset_of(False)
     distance_from, has_softcap = distance_of(features), features.softcap
-
-    @device_function
-    def word_of(n, seen, place, extras):
-        bits = block_bits(n, place, extras)
-        return uint32(seen[n] & bits) if has_mask else bits
 
     def apply_to(s, seen, t, given):
         place, distance, edge, factor, extras = given
@@ -98,7 +93,7 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
             if bends:
                 x, _ = modified(x * factor, at, extras)
             x = x if is_shown(at, extras) else minus_inf
-            if is_edge:
+            if has_bounds:
                 r, c = offset(t, i)
                 x = x if is_inside_columns(edge, r, c) else minus_inf
             s[t, i] = x
@@ -107,11 +102,6 @@ def _make_apply(features: Features, cols: int, is_edge: bool) -> Callable[..., N
 
     @device_function
     def apply(s, seen, place, scale, extras):
-        # One by one: a loop that is not unrolled would put them into local memory.
-        if has_blocks:
-            seen[0] = word_of(0, seen, place, extras)
-        if has_blocks and words > 1:
-            seen[1] = word_of(1, seen, place, extras)
         factor = float32(scale)
         if has_softcap:
             factor = factor / extras.softcap

@@ -13,6 +13,7 @@ from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words, make_kep
 from kernels.cuda.attention.flash3_wgmma.packed_mask import (
     has_words,
     make_bring_pairs,
+    make_pattern_word,
     make_words_place,
 )
 from kernels.cuda.attention.flash3_wgmma.tiles import store_pairs
@@ -55,19 +56,24 @@ def make_issue_score_products(
 
 
 @cache
-def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Callable[..., None]]:
+def make_fetch(
+    features: Features, rows: int, cols: int
+) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return the functions that locate a lane's words of an item and fetch those of a tile.
 
     ``first_place(lane, b, h, row, extras)`` is where those of a mask begin for the warp's 16 rows from
-    ``row`` on; ``fetch(seen, kept, place, lane, flat, row, col, mask_words, extras)`` gets them for the
-    tile that begins at column ``col``, and draws those of what dropout keeps.
+    ``row`` on; ``fetch(seen, kept, place, pattern, lane, flat, row, col, mask_words, extras)`` gets them
+    for the tile that begins at column ``col``, those of the block mask where ``pattern``, see
+    :func:`make_pattern_word`, is not 0, and draws those of what dropout keeps.
 
     Args:
         features: Options of the kernel.
+        rows: Rows of the tile of the block.
         cols: Columns of the tile.
     """
     words, bring_pairs = bit_words(cols), make_bring_pairs(cols)
-    has_kept = features.dropout
+    has_kept, has_patterns = features.dropout, features.has_patterns
+    pattern_word = make_pattern_word(rows, cols)
     has_bits, has_pairs = features.mask == "bool", features.mask in UNPACK
     line_place, tile_place = make_words_place(cols, has_pairs=has_pairs)
     # Without dropout nothing calls it.
@@ -78,11 +84,15 @@ def make_fetch(features: Features, cols: int) -> tuple[Callable[..., Any], Calla
         return 0
 
     @device_function
-    def fetch(seen, kept, place, lane, flat, row, col, mask_words, extras):
+    def fetch(seen, kept, place, pattern, lane, flat, row, col, mask_words, extras):
         if has_bits:
             place += tile_place(col, extras)
             for n in range(words):
                 seen[n] = mask_words[place + n]
+        if has_patterns and pattern != 0:
+            for n in range(words):
+                word = pattern_word(n, pattern, extras)
+                seen[n] = uint32(seen[n] & word) if has_bits else word
         if has_pairs:
             place += tile_place(col, extras)
             bring_pairs(seen, mask_words, place)

@@ -2,18 +2,7 @@
 
 from .group import Grid, Group, Transfer, grid
 from .mpi import MPIGroup, world
-from .nccl_group import NcclGroup
 from .ring_attention import ring_attention
 from .sequence_parts import positions
 
-__all__ = [
-    "Grid",
-    "Group",
-    "MPIGroup",
-    "NcclGroup",
-    "Transfer",
-    "grid",
-    "positions",
-    "ring_attention",
-    "world",
-]
+__all__ = ["Grid", "Group", "MPIGroup", "Transfer", "grid", "positions", "ring_attention", "world"]

@@ -43,6 +43,8 @@ EXTRAS = {
     "tokenizers": ["tokenizers>=0.21.4,<1"],
     # Groups of processes for minitorch.distributed, and mpiexec, which starts them.
     "mpi": MPI,
+    # The same between GPUs, one process each.
+    "nccl": ["nccl4py[cu13]>=0.6,<1; sys_platform == 'linux'"],
     # A peer for the benchmarks.  The CPU build is smaller; see pytorch.org for how to choose one.
     "bench": ["torch>=2.4,<3"],
     "dist": ["build>=1,<2", "twine>=5,<7"],

@@ -50,9 +50,10 @@ class Shift:
         self._like = tensors[0].empty((0,))  # of the backend, without their memory
         self._spaces = [space(t, t.shape, group) for t in tensors]
         self._transfers: list[Transfer] = []
-        for tensor, array in zip(tensors, self._spaces, strict=True):
-            self._transfers.append(group.receive(array, before))
-            self._transfers.append(group.send(message(tensor, group), after))
+        messages = [message(t, group) for t in tensors]
+        with group.together():
+            for array, own in zip(self._spaces, messages, strict=True):
+                self._transfers += group.receive(array, before), group.send(own, after)
 
     def wait(self) -> list[Tensor]:
         """Return the tensors of the previous rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 #: What a reduction does with the elements of all ranks.
@@ -33,6 +34,19 @@ class Group(ABC):
     rank: int
     size: int
     on_host: bool
+
+    @property
+    def host(self) -> Group:
+        """The group of the same ranks for arrays on the host."""
+        return self
+
+    def together(self) -> AbstractContextManager[Any]:
+        """Return a context in which sends and receives begin together, none of them before its end.
+
+        A rank that sends to another and receives from it or from a third begins both in one context: an
+        engine may otherwise run them in turn, and each rank would wait for the next.
+        """
+        return nullcontext()
 
     @abstractmethod
     def send(self, array: Any, to: int) -> Transfer:

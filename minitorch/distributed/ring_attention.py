@@ -217,7 +217,7 @@ def _agreed(group: Group, text: str, seed: int) -> int:
     own[: len(words)] = np.frombuffer(words, np.uint8)
     own[-SEED_BYTES:] = np.frombuffer(seed.to_bytes(SEED_BYTES, "little"), np.uint8)
     every = np.empty((group.size, DESCRIPTION), np.uint8)
-    group.all_gather(own, every).wait()
+    group.host.all_gather(own, every).wait()
     calls = [bytes(each[:-SEED_BYTES]).rstrip(b"\0").decode(errors="replace") for each in every]
     for rank, other in enumerate(calls):
         if other != calls[0]:

@@ -12,6 +12,7 @@ from ..support.rooms import ROOT, declared, imported_names, imports, room_of, so
 EXTRAS = {
     "matplotlib",
     "mpi4py",
+    "nccl",
     "tokenizers",
     "torch",
     "transformers",

@@ -157,8 +157,8 @@ def over_naive(rows: Iterable[Record], key: Callable[[Record], float | None]) ->
         key: The figure of a row.
 
     Returns:
-        By attention a dict: the ratio by task, and their geometric mean under "all"; tasks for which one
-        of the two figures is missing are left out.
+        By attention a dict: the ratio by task, tasks for which one of the two figures is missing left out;
+        and under "all" the geometric mean over the tasks that every attention has.
     """
     rows = [*rows]
     base = {row["task"]: key(row) for row in rows if row["attention"] == NAIVE}
@@ -168,9 +168,10 @@ def over_naive(rows: Iterable[Record], key: Callable[[Record], float | None]) ->
         own = found.setdefault(row["attention"], {})
         if above and below:
             own[row["task"]] = above / below
-    for own in found.values():
-        if own:
-            own["all"] = geometric_mean(own.values())
+    common = set[str](base).intersection(*found.values())
+    if common:
+        for own in found.values():
+            own["all"] = geometric_mean(own[task] for task in common)
     return found
 
 

@@ -144,11 +144,14 @@ def pictures(rows: Sequence[Record]) -> dict[str, list[Panel]]:
 
 
 def steps_tables(rows: Sequence[Record]) -> str:
-    """Return two tables as Markdown: speed-up and share of memory of training steps, by task."""
+    """Return two tables as Markdown: speed-up and share of memory of training steps, by task.
+
+    The means are over the tasks that all attentions have.
+    """
     tasks = [*titles(rows)]
     speed = over_naive(rows, lambda row: row["ms"] and row["ms"]["median"])
     memory = over_naive(rows, lambda row: row["peak_bytes"])
-    head = [*tasks, "geometric mean"]
+    head = [*tasks, "geometric mean of tasks without a dash"]
     lines, shares = [], []
     for name in speed:
         title = METHODS[name].title

@@ -43,8 +43,9 @@ def varying(mask_mod: Any) -> Any:
             "varying marks a function of (batch, head, row, col), got "
             f"{type(mask_mod).__name__}; define the function with def or lambda"
         )
-    mask_mod.is_varying = True
-    return mask_mod
+    marked: Any = mask_mod  # the type checker knows a function's own attributes alone
+    marked.is_varying = True
+    return marked
 
 
 def is_varying(mask_mod: Function) -> bool:

@@ -213,11 +213,34 @@ def _make_consume(
     write_gradients = _make_write_gradients(layout, widths, dtype, parts, features)
 
     @device_function
+    def share_zeros():
+        fence_proxy_async()  # the zeros are visible to products
+        bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
+
+    @device_function
+    def clear_tails(left, q_tile, dout_tile):
+        consumer_thread = int32(cuda.threadIdx.x - WARPGROUP)
+        if has_dk:
+            clear_q(consumer_thread, left, q_tile)
+        if has_dv:
+            clear_dout(consumer_thread, left, dout_tile)
+        share_zeros()
+
+    @device_function
+    def share_ds(ds_tile, ds, line, column, thread):
+        for t in range(depth_steps):
+            store_pairs(ds_tile, line, column, t, k_panel, ds[t])
+        fence_proxy_async()  # products see what was stored
+        if thread == 0:
+            wait_for_reads()  # the tile of dq is free again
+        bar_sync(CONSUMERS_BARRIER, consumer_threads)  # dS is whole
+
+    @device_function
     def consume(
         me, memory, dk_map, dv_map, lse, dq_sum, shape, scale, schedule, mask_words, extras
     ):
         thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
-        consumer_thread, warp = int32(cuda.threadIdx.x - WARPGROUP), int32(thread // 32)
+        warp = int32(thread // 32)
         # Of its warpgroup's 64 keys, of dQ rows, a thread has two, eight apart; of eight columns two.
         dk_acc = cuda.local.array((head_tiles, 4), float32)  # (64, head_dim) / 128: dK
         dv_acc = cuda.local.array((value_tiles, 4), float32)  # (64, value_dim) / 128: dV
@@ -254,9 +277,8 @@ def _make_consume(
             # 7: dK_j = 0, dV_j = 0 is what the first products begin with
             # Rows beyond the end are the next sequence's.
             if is_packed and adds_dq and cols - col < block_k:
-                clear_keys(consumer_thread, cols - col, memory)
-                fence_proxy_async()  # the zeros are visible to products
-                bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
+                clear_keys(int32(cuda.threadIdx.x - WARPGROUP), cols - col, memory)
+                share_zeros()
             if first < stop:
                 # 10: Sᵀ = K_j Q_iᵀ, the first
                 wait(queries, q_at)  # Q_i, L_i are there
@@ -276,12 +298,7 @@ def _make_consume(
                 wait(douts, dout_now)  # dO_i, D_i are there
                 dout_at = following(douts, dout_now)
                 if is_packed and rows - row < block_q:  # the rest is the next sequence's
-                    if has_dk:
-                        clear_q(consumer_thread, rows - row, tile_at(queries, q_now))
-                    if has_dv:
-                        clear_dout(consumer_thread, rows - row, dout_tile)
-                    fence_proxy_async()  # the zeros are visible to products
-                    bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
+                    clear_tails(rows - row, tile_at(queries, q_now), dout_tile)
                 if has_dk:
                     # 13: dPᵀ = V_j dO_iᵀ, computed while the exponentials are taken
                     wgmma_fence()
@@ -311,12 +328,7 @@ def _make_consume(
                         release(douts, dout_now, lane)
                 ds_tile = memory + ds_offset + (n % 2) * ds_size
                 if adds_dq:
-                    for t in range(depth_steps):
-                        store_pairs(ds_tile, line, c, t, k_panel, ds[t])
-                    fence_proxy_async()  # products see what was stored
-                    if thread == 0:
-                        wait_for_reads()  # the tile of dq is free again
-                    bar_sync(CONSUMERS_BARRIER, consumer_threads)  # dS is whole
+                    share_ds(ds_tile, ds, line, c, thread)
                 wgmma_fence()
                 if adds_dq:
                     # 15: dQ_i += dS K_j, this consumer's share

@@ -232,6 +232,16 @@ def make_consume(
         issue_score_products(s, q_desc, k_desc)
 
     @device_function
+    def issue_ahead(s, me, queries, items, q_at, keys, at):
+        wait(queries, q_at)  # the next Q is there
+        numbers = tile_at(items, q_at)
+        has_tiles = ld_shared(numbers) > 0 and read_skip_count(numbers, me) == 0
+        if has_tiles:
+            issue_scores(s, me, queries, q_at, keys, at)
+        wgmma_commit_group()
+        return has_tiles
+
+    @device_function
     def consume(me, memory, out, lse, scale, mask_words, extras):
         thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
         warp = int32(cuda.threadIdx.x // 32 % 4)
@@ -336,13 +346,7 @@ def make_consume(
                 # 8: S = Q_i K_jᵀ, the next item's first, computed while this one's O is written
                 release_slot(queries, thread, copied)  # if this item has no tiles
                 copied = int32(-1)
-                then = following(queries, q_at)
-                wait(queries, then)  # the next Q is there
-                ahead = tile_at(items, then)
-                is_issued = ld_shared(ahead) > 0 and read_skip_count(ahead, me) == 0
-                if is_issued:
-                    issue_scores(s, me, queries, then, keys, at)
-                wgmma_commit_group()
+                is_issued = issue_ahead(s, me, queries, items, following(queries, q_at), keys, at)
                 wait_for_scores()  # the last P V is done: V was read; the next S may go on
             else:
                 wait_for_all()  # the last P V is done: V was read

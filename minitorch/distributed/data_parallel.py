@@ -38,7 +38,7 @@ def check_same_model(parameters: Sequence[Parameter], group: Group) -> None:
     for p in parameters:
         array = np.ascontiguousarray(p.value.to_numpy())
         code = zlib.crc32(repr((array.shape, str(array.dtype))).encode(), code)
-        code = zlib.crc32(array.reshape(-1).view(np.uint8), code)
+        code = zlib.crc32(array.reshape(-1).view(np.uint8).data, code)
     codes = np.empty((group.size, 1), np.int64)
     group.all_gather(np.array([code], np.int64), codes).wait()
     if (other := np.flatnonzero(codes[:, 0] != codes[0, 0])).size:
@@ -71,7 +71,8 @@ class _Bucket:
     def begin(self) -> None:
         """Begin to add up the gradients of all ranks; a parameter without one counts as 0."""
         for p, place in zip(self.parameters, self._places, strict=True):
-            if (grad := p.value.grad) is not None:
+            grad: Tensor | None = p.value.grad
+            if grad is not None:
                 flat = grad.contiguous().view(grad.size).to(self._flat.dtype)
                 grad.f.id_map(flat, piece(self._flat, 0, place))
         self._array = message(self._flat, self._group)
@@ -83,8 +84,8 @@ class _Bucket:
         self._transfer.wait()
         average = received(self._array, self._flat) * (1.0 / self._group.size)
         for p, place in zip(self.parameters, self._places, strict=True):
-            own = piece(average, 0, place).view(*p.value.shape)
-            p.value.grad = own.to(p.value.dtype)
+            own: Any = piece(average, 0, place)
+            p.value.grad = own.view(*p.value.shape).to(p.value.dtype)
 
 
 class GradientAverage:

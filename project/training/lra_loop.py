@@ -35,7 +35,7 @@ CURVE = {
 }  # fmt: skip
 BEST = "best.safetensors"
 #: Training losses in a record; of longer trainings it has every second one, or every third, and so on.
-MOST_POINTS = 1000
+MOST_POINTS = 200
 
 
 class Judged(NamedTuple):

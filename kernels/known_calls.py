@@ -18,9 +18,10 @@ from kernels.interop.libraries import Torch, library_of
 from kernels.launch import CUDA, Plan, keep_plan
 from kernels.problem.operands import Operands
 from kernels.problem.option_values import check_seed
-from kernels.problem.options import ARRAYS, MODS, Options
+from kernels.problem.options import ARRAYS, Options
 from kernels.problem.rungs import rung_of_run
 from kernels.runtime.targets import current_device
+from kernels.scores.mods import KEPT
 
 
 def _of_device_array(array: Any) -> tuple[Any, int]:
@@ -29,8 +30,6 @@ def _of_device_array(array: Any) -> tuple[Any, int]:
 
 #: For each type of operand, the function that returns its layout and its address.
 DESCRIBE: dict[type, Callable[[Any], tuple[Any, int]]] = {DeviceArray: _of_device_array}
-#: Options whose values are not part of a kind: a call with one of them runs in full.
-_OPEN = ARRAYS.union(MODS)
 
 
 class Glance(NamedTuple):
@@ -79,10 +78,10 @@ def glance(operands: Sequence[Any], options: Options, *rest: Any) -> Glance | No
             starts.append(start)
         if options:
             given = cast("dict[str, Any]", options)
-            if not _OPEN.isdisjoint(given) and any(
-                given[x] is not None for x in _OPEN & given.keys()
-            ):
-                return None
+            if any(given[name] is not None for name in ARRAYS & given.keys()):
+                return None  # a call with such an array runs in full
+            if not given.keys().isdisjoint(KEPT):
+                given = {**given, **{name: keep(given.get(name)) for name, keep in KEPT.items()}}
             if (drawn := given.get("seed")) is not None:
                 if type(drawn) is not int:
                     return None

@@ -34,5 +34,3 @@ class Options(TypedDict, total=False):
 
 #: The options that are arrays.
 ARRAYS = frozenset(("attn_mask", "alibi_slopes", "sink"))
-#: The options that are user functions.
-MODS = ("mask_mod", "score_mod")

@@ -26,13 +26,13 @@ from kernels.problem.option_values import (
     check_softcap,
     check_window,
 )
-from kernels.problem.options import ARRAYS, MODS, Options
+from kernels.problem.options import ARRAYS, Options
 from kernels.problem.origin import Origin
 from kernels.problem.packed_sequences import Sequences
 from kernels.problem.rungs import rung_of_run
 from kernels.problem.shapes import check_dtypes, check_shapes
 from kernels.runtime.dtypes import acc_dtype
-from kernels.scores.mods import ScoreMod, as_mod, as_score_mod
+from kernels.scores.mods import KEPT, ScoreMod, as_mask_mod, as_score_mod
 from kernels.scores.program import PLAIN, Features, features_of
 from kernels.sparsity.block_mask import BlockMask
 
@@ -345,8 +345,11 @@ def _kind(q: Any, k: Any, v: Any, options: Options) -> Any:
             value = value is None
         elif name == "window_size" and value is not None:
             described += map(type, value)
-        elif name in MODS and value is not None:
-            return None  # equal functions may capture other numbers
+        elif name in KEPT and value is not None:
+            try:
+                value = KEPT[name](value)  # equal functions may capture other numbers
+            except (TypeError, ValueError):
+                return None  # the full check raises the error
         # By type as well: True is 1, and 1.0 is too.
         described += name, type(value), value
     return tuple(described)
@@ -382,7 +385,7 @@ def _checked(q: Any, k: Any, v: Any, options: Options) -> Problem:
     check_scale(o.scale)
     left, right = check_window(o.window_size)
     check_block_mask(o.block_mask, lead, seq_q, seq_k)
-    mask_mod = as_mod("mask_mod", o.mask_mod, "(batch, head, row, col)")
+    mask_mod = as_mask_mod(o.mask_mod)
     # Before the rate is converted to float, for which it may be too large.
     seed = check_dropout(o.dropout_p, o.seed)
     lower = offset - left if left >= 0 else -seq_q

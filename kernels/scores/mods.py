@@ -212,6 +212,11 @@ def as_mod(name: str, function: Any, arguments: str) -> Function | None:
     return function
 
 
+def as_mask_mod(value: Any) -> Function | None:
+    """Convert the option ``mask_mod``, a function of (batch, head, row, col); see :func:`as_mod`."""
+    return as_mod("mask_mod", value, "(batch, head, row, col)")
+
+
 def as_score_mod(value: Any) -> ScoreMod | None:
     """Convert the option ``score_mod``, a function or a pair with its derivative, to a ``ScoreMod``.
 
@@ -225,6 +230,10 @@ def as_score_mod(value: Any) -> ScoreMod | None:
     function = as_mod("score_mod", mod.function, arguments)
     assert function is not None
     return ScoreMod(function, as_mod("the derivative of score_mod", mod.derivative, arguments))
+
+
+#: By option, the function that returns the one of all user functions with the same content.
+KEPT: dict[str, Callable[[Any], Any]] = {"mask_mod": as_mask_mod, "score_mod": as_score_mod}
 
 
 def check_derivative(mod: ScoreMod | None) -> None:

@@ -91,7 +91,7 @@ def test_what_a_kind_cannot_tell_is_looked_at() -> None:
         assert glance(arrays, {}) is None, "an array of the host"
         for options in (
             {"attn_mask": own[0]},
-            {"score_mod": lambda *args: 0.0},
+            {"score_mod": lambda score: 0.0},  # of too few arguments
             {"seed": 2**64},
             {"seed": 1.0},
             {"window_size": 5},
@@ -99,6 +99,17 @@ def test_what_a_kind_cannot_tell_is_looked_at() -> None:
             assert glance(own, options) is None, options  # type: ignore[arg-type]
         one, other = glance(own, {"scale": 1}), glance(own, {"scale": 1.0})
         assert one is not None and other is not None and one.kind != other.kind
+
+
+def test_functions_are_told_apart_by_what_they_capture() -> None:
+    def halved(by: float) -> Any:
+        return lambda score, batch, head, row, col: score * by
+
+    with fake_device():
+        own = [to_device(np.zeros(SHAPE, np.float16))] * 3
+        one, same, other = (glance(own, {"score_mod": halved(by)}) for by in (0.5, 0.5, 0.25))
+        assert one is not None and same is not None and other is not None
+        assert one.kind == same.kind != other.kind
 
 
 def test_an_operand_that_was_copied_is_not_known() -> None:

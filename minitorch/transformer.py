@@ -397,8 +397,11 @@ class DecoderLM(Module):
         captured, self._captured = self._captured, None
         if captured is None or captured.cache.capacity < capacity:
             captured = CapturedDecoding(self, capacity) if can_capture(self) else None
-        cache = self.make_cache(capacity=capacity) if captured is None else captured.cache
-        cache.clear()
+        if captured is None:
+            cache = self.make_cache(capacity=capacity)
+        else:
+            cache = captured.cache
+            cache.clear()
         try:
             for _ in range(count):
                 ids.append(choose(self._next_logits(ids, cache, captured)))

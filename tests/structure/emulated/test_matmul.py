@@ -69,7 +69,7 @@ def test_no_part_of_a_sum_is_empty_and_tiles_fit_in_shared_memory(
     with patch.object(dispatch, "multiprocessors", lambda: 132):
         choose = dispatch._layout.__wrapped__
         layout, parts = choose(matrices, rows, cols, steps, is_hopper, planes, is_whole)
-    assert 1 <= parts <= (1 if is_whole else min(steps, 16))
+    assert 1 <= parts <= (1 if is_whole else min(steps, 128))
     assert (parts - 1) * -(-steps // parts) < steps
     if isinstance(layout, WarpLayout):
         assert not is_hopper and layout.shared_bytes <= MOST_SHARED[8, 6]

@@ -47,13 +47,20 @@ class CapturedDecoding:
         return found
 
     def _eager(self, ids: Any, places: Any, shown: Any) -> Tensor:
-        """Take a step; the arguments are its ids, (1, 1), and the members of a :class:`Spot`."""
+        """Take a step.
+
+        Args:
+            ids: The token, (1, 1).
+            places: Its position, (1,).
+            shown: True for the positions that it attends to, (1, capacity).
+        """
         model = self._model
         index = to_device(places[None])
+        mask = to_device(shown[None, None])  # once for all layers
         turns = None
         if model.rotary is not None:
             turns = model.rotary.turns(places, model.token_embeddings.weights.value)
-        self.cache.place(Spot(places, index, shown, turns))
+        self.cache.place(Spot(places, index, mask, turns))
         try:
             return model.score(model.hidden(ids, self.cache))
         finally:

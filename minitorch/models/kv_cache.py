@@ -50,13 +50,13 @@ class Spot(NamedTuple):
     Attributes:
         places: Their positions, (count,) int64, on the host.
         index: The positions, (1, count), on the device.
-        shown: (1, capacity) booleans on the host: the positions to which they attend.
+        mask: Booleans on the device, True for the positions to which they attend, (1, 1, 1, capacity).
         turns: Cosines and sines of rotary positions, (count, 1, head_dim) each; or None.
     """
 
     places: npt.NDArray[np.int64]
     index: Any
-    shown: npt.NDArray[np.bool_]
+    mask: Any
     turns: tuple[Tensor, Tensor] | None = None
 
 
@@ -162,7 +162,7 @@ class LayerCache:
         """Return the options of attention for queries that :meth:`append` is about to append."""
         if self.spot is None:
             return {"is_causal": True, "causal_offset": self.length}
-        return {"is_causal": False, "attn_mask": self.spot.shown[:, None, None]}
+        return {"is_causal": False, "attn_mask": self.spot.mask}
 
     def clear(self) -> None:
         """Empty the cache and write zeros: attention multiplies hidden values by 0, and 0 NaN is NaN."""

@@ -125,6 +125,11 @@ def elu_back(x: float, d: float) -> float:
     return d if x > 0.0 else d * math.exp(x)
 
 
+def exp_difference(x: float, y: float) -> float:
+    """Compute e^(x - y)."""
+    return math.exp(x - y)
+
+
 def keep(condition: float, x: float) -> float:
     """Return x where the condition is not 0, else 0.0."""
     return x if condition != 0.0 else 0.0

@@ -325,6 +325,7 @@ class TensorBackend:
         self.inv_back_zip = zip_(operators.inv_back)
         self.pow_scalar_zip = zip_(operators.pow)
         self.elu_back_zip = zip_(operators.elu_back)
+        self.exp_difference_zip = zip_(operators.exp_difference)
         self.keep_zip, self.drop_zip = zip_(operators.keep), zip_(operators.drop)
 
         self.add_reduce = reduce_(operators.add, 0.0)

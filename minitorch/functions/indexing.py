@@ -289,6 +289,23 @@ class Elu(Function):
         return grad_output.f.elu_back_zip(a, grad_output)
 
 
+class ExpDifference(Function):
+    """e^(a - b), where b has no gradient: it is a shift that cancels later, such as a maximum."""
+
+    @staticmethod
+    def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
+        """Apply to each element, in one pass."""
+        out = a.f.exp_difference_zip(a, b)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Multiply by e^(a - b)."""
+        (out,) = ctx.saved_values
+        return grad_output.f.mul_zip(out, grad_output), None
+
+
 class Where(Function):
     """a where a condition is not 0, else b."""
 

@@ -8,6 +8,9 @@ from ...tensor import Tensor
 from .chunks import in_chunks, in_sequence, swap
 from .support import shared_constant
 
+#: Elements of 16 bits in the 16 bytes to which kernels align rows.
+COPIES = 8
+
 
 def attend_by_features(
     phi_q: Tensor, phi_k: Tensor, v: Tensor, is_causal: bool, chunk: int, eps: float = 0.0
@@ -34,7 +37,9 @@ def attend_by_features(
     seq = phi_q.shape[-2]
     if not is_causal:
         numerator = phi_q @ (swap(phi_k) @ v)  # (…, seq_q, value_dim)
-        denominator = (phi_q * phi_k.sum(-2)).sum(-1)  # (…, seq_q, 1)
+        # z several times, as columns: a product of rows of 16 bytes needs no copy of phi_q times z.
+        z = shared_constant(v, np.ones((COPIES, 1))) * phi_k.sum(-2)  # (…, COPIES, features)
+        denominator = (phi_q @ swap(z)).sum(-1) * (1.0 / COPIES)  # (…, seq_q, 1)
         return numerator / _positive(denominator, eps)
     chunk = min(chunk, seq)
     phi_q, phi_k, v = (in_chunks(t, chunk) for t in (phi_q, phi_k, v))  # (…, chunks, chunk, …)

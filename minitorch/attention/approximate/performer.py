@@ -9,6 +9,7 @@ import numpy as np
 
 from kernels.common.arguments import as_host_array, whole
 
+from ...functions.indexing import ExpDifference
 from ...module import Module
 from ...nn import max as max_over
 from ...tensor import Tensor
@@ -113,21 +114,18 @@ def performer(
         )
     keep = kept_keys(key_mask, k)
     weights = shared_constant(q, features.T)  # (head_dim, m)
-    log_q, log_k = (_log_features(widened(t) * factor**0.5, weights) for t in (q, k))  # (…, seq, m)
+    y_q, y_k = (widened(t) * factor**0.5 for t in (q, k))
+    log_k = y_k @ weights - (y_k * y_k).sum(-1) * 0.5  # (…, seq_k, m)
     # Two shifts that cancel keep every exponential at 1 or below: one for each feature moves from the keys
-    # to the queries, one for each query is in numerator and denominator.  1 / √m cancels too.
+    # to the queries, one for each query is in numerator and denominator, and so are e^(-‖y_q‖² / 2) and
+    # 1 / √m, which are left out.
     shift = max_over(log_k.detach(), -2)  # (…, 1, m)
-    phi_k = (log_k - shift).exp()
-    log_q = log_q + shift
-    phi_q = (log_q - max_over(log_q.detach(), -1)).exp()
+    log_q = y_q @ weights + shift  # (…, seq_q, m)
+    phi_k = ExpDifference.apply(log_k, shift)
+    phi_q = ExpDifference.apply(log_q, max_over(log_q.detach(), -1))
     phi_k = phi_k if keep is None else phi_k * keep
     size = whole("chunk", chunk, 1)
     return attend_by_features(phi_q, phi_k, widened(v), is_causal, size).to(q.dtype)
-
-
-def _log_features(y: Tensor, weights: Tensor) -> Tensor:
-    """Return W y - ‖y‖² / 2, (…, seq, m)."""
-    return y @ weights - (y * y).sum(-1) * 0.5
 
 
 class Performer(Module):

@@ -1,16 +1,18 @@
 """Groups over NCCL, for tensors on CUDA devices: one process a device, which must be the current one.
 
-Operations run on the default stream, behind the kernels launched before them and before those that follow.
-What they move is therefore ready when a later kernel reads it, and the host does not wait.
-
-No test has run this module on a GPU yet.
+Operations run on a stream of their own, behind the kernels launched before them and beside those that
+follow.  :meth:`Transfer.wait` puts the kernels launched after it behind them; the host does not wait.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
+
+from kernels.runtime.targets import driver
 
 from .group import REDUCTIONS, Group, Transfer
 
@@ -27,11 +29,66 @@ def _nccl() -> Any:
     return core
 
 
+class _Bytes:
+    """The memory of a contiguous array as bytes: NCCL moves any dtype so."""
+
+    def __init__(self, array: Any):
+        about = array.__cuda_array_interface__
+        size = math.prod(about["shape"]) * array.dtype.itemsize
+        self.array = array  # keeps its memory
+        self.__cuda_array_interface__ = {
+            **about,
+            "shape": (size,),
+            "typestr": "|u1",
+            "strides": None,
+        }
+
+
+class _Side:
+    """A stream beside the default one, on which kernels run."""
+
+    def __init__(self) -> None:
+        self.handle = self._made(
+            driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        )
+        none = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self._event = self._made(driver.cuEventCreate(none))
+        self._default = driver.CUstream(0)
+
+    def follow(self) -> None:
+        """Put what follows on this stream behind what has been launched on the default one."""
+        self._order(self._default, self.handle)
+
+    def lead(self) -> None:
+        """Put what follows on the default stream behind what is on this one."""
+        self._order(self.handle, self._default)
+
+    def _order(self, first: Any, then: Any) -> None:
+        self._made(driver.cuEventRecord(self._event, first))
+        self._made(driver.cuStreamWaitEvent(then, self._event, 0))
+
+    @staticmethod
+    def _made(found: Any) -> Any:
+        error, *results = found
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(
+                f"the CUDA driver could not order NCCL's transfers: {error.name}; make the device of "
+                "this process the current one before its NcclGroup"
+            )
+        return results[0] if results else None
+
+
 class _Queued:
-    """An operation in the order of the stream."""
+    """An operation that is on its way; its arrays live until it is waited for."""
+
+    def __init__(self, side: _Side, *arrays: Any):
+        self._side, self._arrays = side, arrays
 
     def wait(self) -> None:
-        """Return at once: later kernels run behind the operation."""
+        """Put later kernels behind it."""
+        if self._arrays:
+            self._side.lead()
+            self._arrays = ()
 
 
 class NcclGroup(Group):
@@ -54,6 +111,7 @@ class NcclGroup(Group):
             shared = self._core.UniqueId.from_bytes(identifier.tobytes())
             communicator = self._core.Communicator.init(host.size, host.rank, shared)
         self.communicator = communicator
+        self._side = _Side()
 
     @property
     def host(self) -> Group:
@@ -64,45 +122,45 @@ class NcclGroup(Group):
         """See :meth:`Group.together`."""
         return self._core.group()
 
+    def _begin(self, run: Callable[..., None], arrays: tuple[Any, ...], *about: Any) -> Transfer:
+        self._side.follow()
+        run(*arrays, *about, stream=int(self._side.handle))
+        return _Queued(self._side, *arrays)
+
     def send(self, array: Any, to: int) -> Transfer:
         """See :meth:`Group.send`."""
         self.check_rank("to", to)
-        self.communicator.send(array, to)
-        return _Queued()
+        return self._begin(self.communicator.send, (_Bytes(array),), to)
 
     def receive(self, array: Any, source: int) -> Transfer:
         """See :meth:`Group.receive`."""
         self.check_rank("source", source)
-        self.communicator.recv(array, source)
-        return _Queued()
+        return self._begin(self.communicator.recv, (_Bytes(array),), source)
 
     def all_reduce(self, array: Any, operation: str = "sum") -> Transfer:
         """See :meth:`Group.all_reduce`."""
         if operation not in REDUCTIONS:
             raise ValueError(f"operation must be one of {REDUCTIONS}, got {operation!r}")
-        self.communicator.allreduce(array, array, getattr(self._core, operation.upper()))
-        return _Queued()
+        kind = getattr(self._core, operation.upper())
+        return self._begin(self.communicator.allreduce, (array, array), kind)
 
     def all_gather(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_gather`."""
-        self.communicator.allgather(array, out)
-        return _Queued()
+        return self._begin(self.communicator.allgather, (_Bytes(array), _Bytes(out)))
 
     def reduce_scatter(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.reduce_scatter`."""
-        self.communicator.reduce_scatter(array, out, self._core.SUM)
-        return _Queued()
+        return self._begin(self.communicator.reduce_scatter, (array, out), self._core.SUM)
 
     def all_to_all(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_to_all`."""
-        self.communicator.alltoall(array, out)
-        return _Queued()
+        return self._begin(self.communicator.alltoall, (_Bytes(array), _Bytes(out)))
 
     def broadcast(self, array: Any, root: int = 0) -> Transfer:
         """See :meth:`Group.broadcast`."""
         self.check_rank("root", root)
-        self.communicator.broadcast(array, array, root)
-        return _Queued()
+        own = _Bytes(array)
+        return self._begin(self.communicator.broadcast, (own, own), root)
 
     def barrier(self) -> None:
         """See :meth:`Group.barrier`; devices may still be behind."""

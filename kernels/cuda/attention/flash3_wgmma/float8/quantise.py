@@ -1,0 +1,352 @@
+"""Round q, k and v to float8 e4m3 in memory, with a power of two for each head or block of rows.
+
+The forward kernel reads the results by tensor copies and multiplies them as they lie.  Both products of
+attention take their right operand along the depth, and instructions of 8 bits cannot transpose: so V is
+written transposed, (value_dim, seq_k).  Its keys change places within groups of 16, so that the
+accumulators of S = Q Kᵀ, rounded, are the left operand of P V without leaving their lane: a lane has the
+columns 2c, 2c + 1, 8 + 2c and 9 + 2c of such a group, and the operand wants four neighbours, from 4c on.
+
+Which numbers these are, ``kernels.reference.float8`` says in NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import float32, int64, types, uint8, uint32, void
+
+from kernels.cuda.device.one_source import ceil_div
+from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global, st_global_v4
+from kernels.cuda.ptx.numbers import UNPACK, bits_of, float_of, pack_e4m3
+from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.runtime.kernel import WARP, Kernel, array_type, device_function
+from kernels.problem.float8 import BLOCK
+from kernels.runtime.dtypes import BITS, FLOAT32
+from kernels.runtime.targets import cuda
+
+#: Lanes that share a row; columns of a piece that one of them reads at a time, 32 bytes.
+LANES, PIECE = 4, 16
+#: Threads of a block: all rows of a block of rows at once.
+THREADS = BLOCK * LANES
+_WARPS = THREADS // WARP
+#: Most blocks that measure a head: one for each lane of a warp.
+PARTS = WARP
+#: Keys of V that change places with each other, and those of one word.
+GROUP, WORD_KEYS = 16, 4
+_OWN_VALUES = WORD_KEYS * PIECE
+ALL_LANES = 0xFFFFFFFF
+_ZERO, _INF, _SIGN = np.float32(0), np.float32(math.inf), np.uint32(1 << 31)
+
+
+@device_function
+def unit_exponent(most):
+    """Return the biased exponent of the least power of two of which ``most`` is no more than 448 times.
+
+    Source: 448 is 1.75 · 2⁸: a fraction above 0.75 takes one more.
+    """
+    exponent = uint32(bits_of(most) + uint32(0x1FFFFF)) >> uint32(23)
+    return uint32(min(max(exponent, uint32(9)), uint32(254)) - uint32(8))
+
+
+@device_function
+def power_of_two(exponent):
+    """Return the power of two with a biased exponent."""
+    return float_of(uint32(exponent << uint32(23)))
+
+
+@device_function
+def scaled(x, inverse):
+    """Return x · inverse, and NaN for an infinite x, of which rounding would make 448."""
+    return x * inverse + (x - x)
+
+
+@device_function
+def warp_max(x):
+    """Return the maximum over the lanes of a warp."""
+    for step in range(5):
+        x = max(x, cuda.shfl_xor_sync(ALL_LANES, x, 1 << step))
+    return x
+
+
+@device_function
+def block_max(x):
+    """Return the maximum over the threads of a block."""
+    shared = cuda.shared.array(_WARPS, float32)  # a number a warp
+    x = warp_max(x)
+    if cuda.threadIdx.x % WARP == 0:
+        shared[cuda.threadIdx.x // WARP] = x
+    cuda.syncthreads()  # every warp's number is there
+    for i in range(_WARPS):
+        x = max(x, shared[i])
+    return x
+
+
+@device_function
+def measured(largest, which, line, parts):
+    """Return the largest number of a head, in every lane."""
+    lane = cuda.threadIdx.x % WARP
+    return warp_max(largest[which, line, lane] if lane < parts else _ZERO)
+
+
+@cache
+def make_load_piece(dtype: str) -> Any:
+    """Return ``load_piece(x, start, words, source, b, h, row, column)``: 16 numbers to x from start on.
+
+    They are zeros outside the array.
+    """
+    unpack = UNPACK[dtype]
+
+    @device_function
+    def load_piece(x, start, words, source, b, h, row, column):
+        address = global_address(source) + b * source.strides[0] + h * source.strides[1]
+        address += row * source.strides[2] + column * BITS.itemsize
+        for half in range(2):
+            for i in range(4):
+                words[i] = 0
+            if row < source.shape[2] and column + 8 * half < source.shape[3]:
+                ld_global_v4(words, address + CHUNK * half)
+            for i in range(4):
+                x[start + 8 * half + 2 * i], x[start + 8 * half + 2 * i + 1] = unpack(words[i])
+
+    return load_piece
+
+
+@cache
+def _make_butterflies(count: int, step: int) -> Any:
+    """Return ``butterflies(x)``: sums and differences of the elements ``step`` apart of ``count``."""
+
+    @device_function
+    def butterflies(x):
+        for n in range(count // 2):
+            low = n // step * (2 * step) + n % step
+            above, below = x[low], x[low + step]
+            x[low], x[low + step] = above + below, above - below
+
+    return butterflies
+
+
+def _then(first: Any, second: Any) -> Any:
+    @device_function
+    def both(x):
+        first(x)
+        second(x)
+
+    return both
+
+
+@cache
+def make_turn(width: int) -> Any:
+    """Return ``turn(x, signs, lane)``: a row times random signs times a Hadamard matrix, not normalized.
+
+    A lane has the columns 16 (lane + 4 i) + e of the row, at 16 i + e of x.
+
+    Args:
+        width: Columns of the row, a power of two from 64 on.
+    """
+    count = width // LANES
+    steps = [1 << n for n in range(count.bit_length() - 1)]
+    within = _make_butterflies(count, steps[0])
+    for step in steps[1:]:
+        within = _then(within, _make_butterflies(count, step))
+
+    @device_function
+    def turn(x, signs, lane):
+        for i in range(count // PIECE):
+            own = uint32(signs[lane + LANES * i])
+            for e in range(PIECE):
+                sign = uint32(own << uint32(31 - e)) & _SIGN
+                x[PIECE * i + e] = float_of(bits_of(x[PIECE * i + e]) ^ sign)
+        within(x)
+        for step in range(2):
+            sign = float32(-1 if lane >> step & 1 else 1)
+            for n in range(count):
+                x[n] = sign * x[n] + cuda.shfl_xor_sync(ALL_LANES, x[n], 1 << step)
+
+    return turn
+
+
+@cache
+def make_load_row(width: int, dtype: str, has_hadamard: bool) -> Any:
+    """Return ``load_row(x, words, source, b, h, row, lane, signs)``: a lane's columns of a row, see turn.
+
+    Args:
+        width: Columns with padding.
+        dtype: "float16" or "bfloat16".
+        has_hadamard: See :func:`make_turn`.
+    """
+    load_piece, turn = make_load_piece(dtype), make_turn(width) if has_hadamard else None
+    pieces = width // LANES // PIECE
+
+    @device_function
+    def load_row(x, words, source, b, h, row, lane, signs):
+        for i in range(pieces):
+            load_piece(x, PIECE * i, words, source, b, h, row, PIECE * (lane + LANES * i))
+        if has_hadamard:
+            turn(x, signs, lane)
+
+    return load_row
+
+
+@cache
+def measure_kernel(count: int, width: int, dtype: str, has_hadamard: bool) -> Kernel:
+    """Return the kernel that finds the largest number of each head.
+
+    Args:
+        count: Number of operands.
+        width: Columns with padding.
+        dtype: "float16" or "bfloat16".
+        has_hadamard: Of rows times a Hadamard matrix.
+    """
+    load_row, own = make_load_row(width, dtype, has_hadamard), width // LANES
+
+    def float8_measure(sources, lines, heads, signs, largest):
+        """Fill largest.
+
+        Computes: largest[operand, head, part] = max |x| of what is finite in every parts-th block of rows
+        Source: none
+        Grid: (operands * parts, batch * heads)
+        Block: (threads,), four lanes a row
+        One thread does: a fourth of some rows
+        Shared: a number a warp
+        Registers: x (width / 4,)
+        Global traffic: reads each operand once; writes a number for each part of a head
+        Needs: warp shuffles; rows of whole vectors
+        """
+        parts, thread, line = cuda.gridDim.x // count, cuda.threadIdx.x, int64(cuda.blockIdx.y)
+        which, part = cuda.blockIdx.x // parts, cuda.blockIdx.x % parts
+        x, words = cuda.local.array(own, float32), cuda.local.array(4, uint32)  # (own,), (4,)
+        most = _ZERO
+        if line < lines[which]:
+            source, b, h = sources[which], line // heads[which], line % heads[which]
+            for block in range(part, ceil_div(source.shape[2], BLOCK), parts):
+                row = block * BLOCK + thread // LANES
+                load_row(x, words, source, b, h, row, thread % LANES, signs)
+                for n in range(own):
+                    size = abs(x[n])
+                    most = max(most, size if size < _INF else _ZERO)
+        most = block_max(most)
+        if thread == 0:
+            largest[which, line, part] = most
+
+    sources, numbers = types.UniTuple(array_type(BITS, 4), count), types.UniTuple(int64, count)
+    signs, largest = types.Array(uint32, 1, "C"), array_type(FLOAT32, 3)
+    return Kernel(float8_measure, void(sources, numbers, numbers, signs, largest), THREADS)
+
+
+@cache
+def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_blocks: bool) -> Kernel:
+    """Return the kernel that rounds operands by rows; arguments are those of :func:`measure_kernel`.
+
+    Args:
+        count: Number of operands.
+        width: Columns with padding, which are written too.
+        dtype: "float16" or "bfloat16".
+        has_hadamard: Multiply rows by a Hadamard matrix first.
+        has_blocks: A unit for each block of rows, which is measured here; else one for each head.
+    """
+    load_row, own = make_load_row(width, dtype, has_hadamard), width // LANES
+
+    def float8_rows(sources, targets, lines, heads, signs, parts, largest, units):
+        """Fill targets and units.
+
+        Computes: targets = x / unit in e4m3, the unit of a head or a block of rows a power of two
+        Source: FlashAttention-3, section 3.3: block quantization, incoherent processing
+        Grid: (operands * blocks of rows, batch * heads)
+        Block: (threads,), four lanes a row
+        One thread does: a fourth of a row
+        Shared: a number a warp
+        Registers: x (width / 4,)
+        Global traffic: reads each operand once, writes half as much
+        Needs: cc 8.9: conversion to e4m3; rows of whole vectors
+        """
+        blocks, thread, line = cuda.gridDim.x // count, cuda.threadIdx.x, int64(cuda.blockIdx.y)
+        which, block = cuda.blockIdx.x // blocks, int64(cuda.blockIdx.x % blocks)
+        x, words = cuda.local.array(own, float32), cuda.local.array(4, uint32)  # (own,), (4,)
+        if line < lines[which]:  # the same for all threads
+            source, target = sources[which], targets[which]
+            b, h, lane = line // heads[which], line % heads[which], thread % LANES
+            row = block * BLOCK + thread // LANES
+            load_row(x, words, source, b, h, row, lane, signs)
+            if has_blocks:
+                most = _ZERO
+                for n in range(own):
+                    size = abs(x[n])
+                    most = max(most, size if size < _INF else _ZERO)
+                most = block_max(most)
+            else:
+                most = measured(largest, which, line, parts)
+            exponent = unit_exponent(most)
+            inverse = power_of_two(uint32(uint32(254) - exponent))
+            if thread == 0 and (has_blocks or block == 0):
+                units[which, line, block] = power_of_two(exponent)
+            if row < source.shape[2]:
+                address = global_address(target) + b * target.strides[0] + h * target.strides[1]
+                address += row * target.strides[2] + PIECE * lane
+                for i in range(own // PIECE):
+                    for j in range(4):
+                        at = PIECE * i + 4 * j
+                        words[j] = pack_e4m3(
+                            scaled(x[at], inverse), scaled(x[at + 1], inverse),
+                            scaled(x[at + 2], inverse), scaled(x[at + 3], inverse),
+                        )  # fmt: skip
+                    st_global_v4(address + LANES * PIECE * i, words)
+
+    sources, numbers = types.UniTuple(array_type(BITS, 4), count), types.UniTuple(int64, count)
+    targets = types.UniTuple(types.Array(uint8, 4, "A"), count)
+    signs, three = types.Array(uint32, 1, "C"), array_type(FLOAT32, 3)
+    signature = void(sources, targets, numbers, numbers, signs, int64, three, three)
+    return Kernel(float8_rows, signature, THREADS)
+
+
+@cache
+def values_kernel(width: int, dtype: str) -> Kernel:
+    """Return the kernel that rounds values and writes them transposed.
+
+    Args:
+        width: Columns with padding, a multiple of 16.
+        dtype: "float16" or "bfloat16".
+    """
+    load_piece = make_load_piece(dtype)
+
+    def float8_values(source, target, heads, parts, largest, units):
+        """Fill target and units.
+
+        Computes: target[b, h, column, 16 g + 4 c + e] = v[b, h, 16 g + 8 (e // 2) + 2 c + e % 2, column]
+            / unit in e4m3, zeros beyond the last key
+        Source: none; see the module
+        Grid: (blocks of 128 keys, batch * heads)
+        Block: (2 * width,): a warp has 16 columns
+        One thread does: 4 keys by 16 columns
+        Shared: none
+        Registers: x (64,), four keys of 16 columns
+        Global traffic: reads v once, writes half as much
+        Needs: cc 8.9: conversion to e4m3; rows of whole vectors
+        """
+        line, thread, block = int64(cuda.blockIdx.y), cuda.threadIdx.x, int64(cuda.blockIdx.x)
+        b, h, lane = line // heads, line % heads, thread % WARP
+        group, place, column = lane // LANES, lane % LANES, thread // WARP * PIECE
+        x = cuda.local.array(_OWN_VALUES, float32)  # (4 keys, 16 columns)
+        words = cuda.local.array(4, uint32)  # (4,)
+        exponent = unit_exponent(measured(largest, 0, line, parts))
+        inverse = power_of_two(uint32(uint32(254) - exponent))
+        if thread == 0 and block == 0:
+            units[0, line, 0] = power_of_two(exponent)
+        first = block * BLOCK + GROUP * group
+        for e in range(WORD_KEYS):
+            row = first + 8 * (e // 2) + 2 * place + e % 2
+            load_piece(x, PIECE * e, words, source, b, h, row, column)
+        address = global_address(target) + b * target.strides[0] + h * target.strides[1]
+        address += column * target.strides[2] + first + WORD_KEYS * place
+        for j in range(PIECE):
+            word = pack_e4m3(
+                scaled(x[j], inverse), scaled(x[PIECE + j], inverse),
+                scaled(x[2 * PIECE + j], inverse), scaled(x[3 * PIECE + j], inverse),
+            )  # fmt: skip
+            st_global(address + j * target.strides[2], word)
+
+    target, three = types.Array(uint8, 4, "A"), array_type(FLOAT32, 3)
+    signature = void(array_type(BITS, 4), target, int64, int64, three, three)
+    return Kernel(float8_values, signature, 2 * width)

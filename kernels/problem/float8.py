@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from kernels.problem.question import Problem
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 BLOCK = 128
 #: Columns with padding of the heads that are supported.
 WIDTHS = (64, 128)
+#: The signs of columns, a bit each, 16 in a word from the lowest on: the first bits of the fraction of pi.
+SIGNS = np.array([0x6A88, 0x243F, 0x08D3, 0x85A3, 0x8A2E, 0x1319, 0x7344, 0x0370], np.uint32)
 
 
 class Float8(NamedTuple):

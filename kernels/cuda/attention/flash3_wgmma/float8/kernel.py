@@ -157,7 +157,11 @@ def _make_produce_tiles(layout: ForwardLayout, widths: Widths) -> Callable[..., 
 
     @device_function
     def produce_tiles(tile, barriers, k_map, v_map, shape):
-        k_tensor, v_tensor, numbers = global_address(k_map), global_address(v_map), tile + number_offset
+        k_tensor, v_tensor, numbers = (
+            global_address(k_map),
+            global_address(v_map),
+            tile + number_offset,
+        )
         stage, phase, slot, item_phase = int32(0), int32(0), int32(0), int32(0)
         mbarrier_wait(barriers + ready, item_phase)  # the first item is published
         item = read_item(numbers)
@@ -227,7 +231,10 @@ def _make_consume(
     issue_score_products = make_issue_score_products(block_k, widths.head)
     accumulate, pack = make_accumulate(widths.value, block_k), make_pack(block_k)
     softmax_step = make_softmax_step(block_k, layout.patience)
-    end_row, score_edge = make_row_end(PLAIN, FLOAT32, near=True), make_elements(PLAIN, block_k).edge
+    end_row, score_edge = (
+        make_row_end(PLAIN, FLOAT32, near=True),
+        make_elements(PLAIN, block_k).edge,
+    )
     write_out = make_write_out(widths.value, dtype, q_panel)
     put_out = make_put_tile(widths.value_panels, q_panel, False)
     along, own_of = descriptor_layout(LINE, 16, 8 * LINE), line_of(PLAIN)
@@ -368,9 +375,7 @@ def _make_consume(
                 mbarrier_wait(barriers + keys + BARRIER * stage, phase)  # its first K is there
                 q_desc = descriptor(along, tile + following * q_size + me * (ROWS * LINE))
                 wgmma_fence()
-                issue_score_products(
-                    s, q_desc, descriptor(along, tile + k_offset + stage * k_size)
-                )
+                issue_score_products(s, q_desc, descriptor(along, tile + k_offset + stage * k_size))
             wgmma_commit_group()
             wait_for_scores()  # the last P V is done: V was read; the next S may go on
             if first < stop and lane == 0:
@@ -422,7 +427,12 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         dtype: "float16" or "bfloat16": of out.
         has_blocks: q and k have a unit for each block of 128 rows.
     """
-    at, consumers, slots, stages = _places(layout, widths), layout.consumers, layout.items, layout.stages
+    at, consumers, slots, stages = (
+        _places(layout, widths),
+        layout.consumers,
+        layout.items,
+        layout.stages,
+    )
     barrier_offset, number_offset = at.tiles["barriers"], at.tiles["numbers"]
     q_empty, ready, keys, values = at[:4]
     few_registers, more_registers = layout.registers

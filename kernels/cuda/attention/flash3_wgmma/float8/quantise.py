@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import float32, int64, types, uint8, uint32, void
 
+from kernels.common.geometry import PLAIN
+from kernels.cuda.device.half import as_bits
+from kernels.cuda.device.memory import device_constant
 from kernels.cuda.device.one_source import ceil_div
 from kernels.cuda.ptx.copies import global_address, ld_global_v4, st_global, st_global_v4
 from kernels.cuda.ptx.numbers import UNPACK, bits_of, float_of, pack_e4m3
 from kernels.cuda.ptx.swizzle import CHUNK
+from kernels.cuda.runtime.arrays import empty_device
 from kernels.cuda.runtime.kernel import WARP, Kernel, array_type, device_function
-from kernels.problem.float8 import BLOCK
+from kernels.problem.float8 import BLOCK, SIGNS, Float8
 from kernels.runtime.dtypes import BITS, FLOAT32
-from kernels.runtime.targets import cuda
+from kernels.runtime.targets import cuda, current_device
 
 #: Lanes that share a row; columns of a piece that one of them reads at a time, 32 bytes.
 LANES, PIECE = 4, 16
@@ -38,6 +42,9 @@ PARTS = WARP
 GROUP, WORD_KEYS = 16, 4
 _OWN_VALUES = WORD_KEYS * PIECE
 ALL_LANES = 0xFFFFFFFF
+#: Bytes of a 16-bit number.
+_BYTES = BITS.itemsize
+_BYTE = np.dtype(np.uint8)
 _ZERO, _INF, _SIGN = np.float32(0), np.float32(math.inf), np.uint32(1 << 31)
 
 
@@ -102,14 +109,15 @@ def make_load_piece(dtype: str) -> Any:
     @device_function
     def load_piece(x, start, words, source, b, h, row, column):
         address = global_address(source) + b * source.strides[0] + h * source.strides[1]
-        address += row * source.strides[2] + column * BITS.itemsize
+        address += row * source.strides[2] + column * _BYTES
         for half in range(2):
             for i in range(4):
                 words[i] = 0
             if row < source.shape[2] and column + 8 * half < source.shape[3]:
                 ld_global_v4(words, address + CHUNK * half)
             for i in range(4):
-                x[start + 8 * half + 2 * i], x[start + 8 * half + 2 * i + 1] = unpack(words[i])
+                at = start + 8 * half + 2 * i
+                x[at], x[at + 1] = unpack(words[i])
 
     return load_piece
 
@@ -233,7 +241,9 @@ def measure_kernel(count: int, width: int, dtype: str, has_hadamard: bool) -> Ke
 
     sources, numbers = types.UniTuple(array_type(BITS, 4), count), types.UniTuple(int64, count)
     signs, largest = types.Array(uint32, 1, "C"), array_type(FLOAT32, 3)
-    return Kernel(float8_measure, void(sources, numbers, numbers, signs, largest), THREADS)
+    return Kernel(
+        float8_measure, void(sources, numbers, numbers, signs, largest), THREADS, resident=2
+    )
 
 
 @cache
@@ -265,7 +275,8 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
         blocks, thread, line = cuda.gridDim.x // count, cuda.threadIdx.x, int64(cuda.blockIdx.y)
         which, block = cuda.blockIdx.x // blocks, int64(cuda.blockIdx.x % blocks)
         x, words = cuda.local.array(own, float32), cuda.local.array(4, uint32)  # (own,), (4,)
-        if line < lines[which]:  # the same for all threads
+        # The same for all threads.
+        if line < lines[which] and block * BLOCK < sources[which].shape[2]:
             source, target = sources[which], targets[which]
             b, h, lane = line // heads[which], line % heads[which], thread % LANES
             row = block * BLOCK + thread // LANES
@@ -281,7 +292,7 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
             exponent = unit_exponent(most)
             inverse = power_of_two(uint32(uint32(254) - exponent))
             if thread == 0 and (has_blocks or block == 0):
-                units[which, line, block] = power_of_two(exponent)
+                units[which][0, line, block] = power_of_two(exponent)
             if row < source.shape[2]:
                 address = global_address(target) + b * target.strides[0] + h * target.strides[1]
                 address += row * target.strides[2] + PIECE * lane
@@ -297,8 +308,9 @@ def rows_kernel(count: int, width: int, dtype: str, has_hadamard: bool, has_bloc
     sources, numbers = types.UniTuple(array_type(BITS, 4), count), types.UniTuple(int64, count)
     targets = types.UniTuple(types.Array(uint8, 4, "A"), count)
     signs, three = types.Array(uint32, 1, "C"), array_type(FLOAT32, 3)
-    signature = void(sources, targets, numbers, numbers, signs, int64, three, three)
-    return Kernel(float8_rows, signature, THREADS)
+    units = types.UniTuple(three, count)
+    signature = void(sources, targets, numbers, numbers, signs, int64, three, units)
+    return Kernel(float8_rows, signature, THREADS, resident=2)
 
 
 @cache
@@ -350,3 +362,82 @@ def values_kernel(width: int, dtype: str) -> Kernel:
     target, three = types.Array(uint8, 4, "A"), array_type(FLOAT32, 3)
     signature = void(array_type(BITS, 4), target, int64, int64, three, three)
     return Kernel(float8_values, signature, 2 * width)
+
+
+class Quantised(NamedTuple):
+    """An operand in float8.
+
+    Attributes:
+        numbers: e4m3 as bytes: (own batches, own heads, seq, width), or of v (…, width, padded seq).
+        units: What they are to be multiplied by, (1, own batches · own heads, blocks of rows or 1) float32.
+    """
+
+    numbers: Any
+    units: Any
+
+
+def quantise(
+    q: Any, k: Any, v: Any, widths: tuple[int, int], dtype: str, how: Float8
+) -> tuple[Quantised, Quantised, Quantised]:
+    """Return q, k and v in float8; what strides of 0 repeat is rounded once.
+
+    Args:
+        q: (batch, heads, seq_q, head_dim), rows of whole vectors on the device.
+        k: (batch, heads, seq_k, head_dim).
+        v: (batch, heads, seq_k, value_dim).
+        widths: Columns of q and k, and of v, with padding.
+        dtype: "float16" or "bfloat16".
+        how: How they become float8.
+    """
+    head, value = widths
+    signs = device_constant(SIGNS.tobytes(), SIGNS.shape, SIGNS.dtype, current_device())
+    q, k, v = (as_bits(array) for array in (q, k, v))
+    leads = [_own_lead(array) for array in (q, k, v)]
+    lines, heads = ((*(math.prod(x) for x in leads),), (*(x[1] for x in leads),))
+    q_blocks, k_blocks = (PLAIN.ceil_div(array.shape[2], BLOCK) for array in (q, k))
+
+    def measured_heads(which: slice, width: int, has_hadamard: bool) -> Any:
+        sources, own = (q, k, v)[which], lines[which]
+        parts = min(max(PLAIN.ceil_div(array.shape[2], BLOCK) for array in sources), PARTS)
+        count, most = len(sources), max(own)
+        largest = empty_device((count, most, parts), FLOAT32)
+        kernel = measure_kernel(count, width, dtype, has_hadamard)
+        kernel[(count * parts, most), THREADS](sources, own, heads[which], signs, largest)
+        return largest
+
+    of_rows, of_values = slice(0, 2), slice(2, 3)
+    numbers = tuple(
+        empty_device((*lead, array.shape[2], head), _BYTE)
+        for lead, array in zip(leads[of_rows], (q, k), strict=True)
+    )
+    units = tuple(
+        empty_device((1, own, blocks if how.has_blocks else 1), FLOAT32)
+        for own, blocks in zip(lines[of_rows], (q_blocks, k_blocks), strict=True)
+    )
+    # Blocks of rows measure themselves.
+    largest = units[0] if how.has_blocks else measured_heads(of_rows, head, how.has_hadamard)
+    rows_kernel(2, head, dtype, how.has_hadamard, how.has_blocks)[
+        (2 * max(q_blocks, k_blocks), max(lines[of_rows])), THREADS
+    ](
+        (q, k), numbers, lines[of_rows], heads[of_rows], signs, largest.shape[2], largest, units
+    )  # fmt: skip
+    largest = measured_heads(of_values, value, False)
+    turned = empty_device((*leads[2], value, k_blocks * BLOCK), _BYTE)
+    unit = empty_device((1, lines[2], 1), FLOAT32)
+    values_kernel(value, dtype)[(k_blocks, lines[2]), 2 * value](
+        v, turned, heads[2], largest.shape[2], largest, unit
+    )
+    return (
+        Quantised(numbers[0], units[0]),
+        Quantised(numbers[1], units[1]),
+        Quantised(turned, unit),
+    )
+
+
+def _own_lead(array: Any) -> tuple[int, int]:
+    """Return the batches and heads of an array, 1 where a stride of 0 repeats them."""
+    batch, head = (
+        1 if step == 0 else size
+        for size, step in zip(array.shape[:2], array.strides[:2], strict=True)
+    )
+    return batch, head

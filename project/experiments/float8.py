@@ -3,15 +3,17 @@
     python project/experiments/float8.py                  errors on the CPU, which rounds like a GPU
     python project/experiments/float8.py --device cuda    errors and speed on a Hopper GPU
 
-The table of errors is that of FlashAttention-3, section 4.3: root mean square errors against float64, of q, k
-and v drawn from N(0, 1) + N(0, 100) · Bernoulli(0.001).  The paper does not give its shape; here head_dim is
-128.  On the CPU the probabilities are not rounded to float8.  Speed includes the rounding of q, k and v.
+The table of errors is that of FlashAttention-3, section 4.3: root mean square errors against float64, where
+q, k and v are drawn from N(0, 1) + N(0, 100) · Bernoulli(0.001).  The paper does not give its lengths.  On the
+CPU the probabilities are not rounded to float8.  Speed includes the rounding of q, k and v.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,8 +42,8 @@ from kernels.traffic.formulas import attention_flops
 HEAD_DIM = 128
 #: Heads, query rows and keys of the table of errors, by size.
 CHECKED = {"quick": (2, 256, 2048), "normal": (16, 1024, 8192), "full": (64, 1024, 8192)}
-#: Rows of q, k and v of a timed call, over all heads of all sequences, and lengths of a sequence.
-ROWS = 16 * 16384
+#: Heads of a sequence, rows of q, k and v of a timed call over all heads, and lengths of a sequence.
+HEADS, ROWS = 16, 16 * 16384
 LENGTHS = {
     "quick": (8192,),
     "normal": (8192, 16384),
@@ -103,29 +105,29 @@ def measure_errors(args: argparse.Namespace, report: Report) -> None:
         report.add(contestant=name, error=root_mean_square(out - exact), paper=PAPER[name])
 
 
+def timed_steps(operands: list[Any], is_causal: bool) -> dict[str, Callable[[], Any]]:
+    """Return a forward pass for each contestant."""
+    return {
+        name: partial(kernels.flash_attention_forward, *operands, is_causal=is_causal, **options)
+        for name, options in CONTESTANTS.items()
+    }
+
+
 def measure_speed(args: argparse.Namespace, report: Report) -> None:
     """Add a row for each length, full and causal: every contestant, on bfloat16."""
     rng = np.random.default_rng(1)
+    base, *others = CONTESTANTS
     for length in report.progress(LENGTHS[args.size], "length"):
-        lead = max(ROWS // (16 * length), 1), 16
-        q, k, v = (
-            to_device(drawn(rng, *lead, length, HEAD_DIM).astype(BFLOAT16)) for _ in range(3)
-        )
+        lead = max(ROWS // (HEADS * length), 1), HEADS
+        shape = *lead, length, HEAD_DIM
+        operands = [to_device(drawn(rng, *shape).astype(BFLOAT16)) for _ in range(3)]
         for is_causal in (False, True):
-
-            def step(options: dict[str, Any], causal: bool = is_causal) -> Callable[[], Any]:
-                return lambda: kernels.flash_attention_forward(q, k, v, is_causal=causal, **options)
-
-            steps = {name: step(options) for name, options in CONTESTANTS.items()}
-            times = interleaved(steps, args.device, SECONDS[args.size])
-            flops = attention_flops(lead[0] * lead[1], length, length, HEAD_DIM, causal=is_causal)
-            base, *others = CONTESTANTS
+            times = interleaved(timed_steps(operands, is_causal), args.device, SECONDS[args.size])
+            flops = attention_flops(math.prod(lead), length, length, HEAD_DIM, causal=is_causal)
             report.add(
                 length=length,
                 causal=is_causal,
-                tflops={
-                    name: spread([flops / t for t in times[name]], 1e-12) for name in CONTESTANTS
-                },
+                tflops={n: spread([flops / t for t in found], 1e-12) for n, found in times.items()},
                 speedup={name: ratio(times[base], times[name]) for name in others},
             )
 

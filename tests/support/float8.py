@@ -1,4 +1,4 @@
-"""Attention on operands rounded to float8 e4m3, in float64 and without ``ml_dtypes``: what a rung must return."""
+"""What a rung with float8 products must return: in float64, rounded without ``ml_dtypes``."""
 
 from __future__ import annotations
 

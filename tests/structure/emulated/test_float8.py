@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -31,7 +33,7 @@ class Call(NamedTuple):
     lengths: tuple[int, int]
     dims: tuple[int, int] = (64, 64)
     heads: tuple[int, int] = (2, 2)
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     precision: str = PRECISIONS[0]
     layout: ForwardLayout = SMALL
     blocks: int = 1

@@ -3,9 +3,9 @@
     python project/experiments/float8.py                  errors on the CPU, which rounds like a GPU
     python project/experiments/float8.py --device cuda    errors and speed on a Hopper GPU
 
-The table of errors is that of FlashAttention-3, section 4.3: root mean square errors against float64, where
-q, k and v are drawn from N(0, 1) + N(0, 100) · Bernoulli(0.001).  The paper does not give its lengths.  On the
-CPU the probabilities are not rounded to float8.  Speed includes the rounding of q, k and v.
+The table of errors is that of FlashAttention-3, section 4.3: root mean square errors against float64,
+where q, k and v are drawn from N(0, 1) + N(0, 100) · Bernoulli(0.001).  The paper does not give its
+lengths.  On the CPU the probabilities are not rounded to float8.  Speed includes the rounding of q, k, v.
 """
 
 from __future__ import annotations

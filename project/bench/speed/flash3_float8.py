@@ -2,8 +2,8 @@
 
 python -m project.bench.speed.flash3_float8 [head dims, as 64,128] [lengths, as 2048,8192]
 
-Prints TFLOP/s of the bfloat16 kernel, then for each precision and layout those of the float8 kernel alone, the
-share of its time that rounding q, k and v takes on top, and how many times as fast as bfloat16 both are together.
+Prints TFLOP/s of the bfloat16 kernel, then for each precision and layout those of the float8 kernel alone,
+the share of its time that rounding q, k and v takes on top, and both together over bfloat16.
 """
 
 from __future__ import annotations
@@ -93,11 +93,12 @@ def compare(dim: int, length: int, is_causal: bool) -> Iterator[str]:
     work = attention_flops(shape[1], length, length, dim, causal=is_causal) / 1e12
     base = median(times["bfloat16"])
     yield f"bfloat16 {work / base:.0f}"
-    for name in steps:
+    for name, found in times.items():
         if name[-1] == "both":
-            alone, both = median(times[*name[:2], "forward"]), median(times[name])
+            precision, change, _ = name
+            alone, both = median(times[precision, change, "forward"]), median(found)
             yield (
-                f"{name[0]} {name[1]}: forward {work / alone:.0f} TFLOP/s, rounding "
+                f"{precision} {change}: forward {work / alone:.0f} TFLOP/s, rounding "
                 f"{both / alone - 1:.0%}, {base / both:.2f} times bfloat16"
             )
 

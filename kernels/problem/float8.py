@@ -10,12 +10,9 @@ Source: Shah and others, FlashAttention-3, section 3.3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from kernels.problem.question import Problem
 
 #: Rows of a block that share a unit.
 BLOCK = 128
@@ -51,8 +48,8 @@ def padded(width: int) -> int:
     return next(columns for columns in WIDTHS if width <= columns)
 
 
-def why_not_float8(problem: Problem) -> str | None:
-    """Return why a call cannot have float8 products, or None."""
+def why_not_float8(problem: Any) -> str | None:
+    """Return why a checked call, a ``Problem``, cannot have float8 products, or None."""
     if not problem.is_plain:
         return (
             "float8 products support the options scale, is_causal, causal_offset, window_size and "
@@ -69,7 +66,7 @@ def why_not_float8(problem: Problem) -> str | None:
     return None
 
 
-def check_float8_gradient(problem: Problem) -> None:
+def check_float8_gradient(problem: Any) -> None:
     """Check that a call with gradients has no float8 products.
 
     Raises:

@@ -124,8 +124,8 @@ def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
         return precision
     if dtype != FLOAT32:
         raise ValueError(
-            f"precision={precision!r} is an option for float32 operands, got {dtype}, which is not rounded; "
-            "leave it at None, or convert the operands to float32"
+            f"precision={precision!r} is an option for float32 operands, got {dtype}, which is not "
+            "rounded; leave it at None, or convert the operands to float32"
         )
     return precision
 

@@ -96,8 +96,8 @@ def test_heads_may_share_keys_and_bounds_mask() -> None:
         q, k, v, enable_gqa=True, window_size=(20, 5), causal_offset=10, precision=PRECISIONS[1]
     )
     distance = np.arange(90) - np.arange(70)[:, None] - 10
-    wide = (np.repeat(x, 2, axis=1) for x in (k, v))
-    right = wanted(q, *wide, PRECISIONS[1], visible=(distance >= -20) & (distance <= 5))
+    k, v = (np.repeat(x, 2, axis=1) for x in (k, v))
+    right = wanted(q, k, v, PRECISIONS[1], visible=(distance >= -20) & (distance <= 5))
     assert_close_arrays(out, right.out, FLOAT16, "out")
     assert_close_arrays(lse, right.lse, FLOAT32, "lse")
 

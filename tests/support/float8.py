@@ -53,12 +53,12 @@ def dequantised(x: Any, has_blocks: bool) -> Any:
 
 
 def hadamard(width: int) -> Any:
-    """Return the signed Hadamard matrix, which is orthogonal."""
+    """Return the signed Hadamard matrix of ones; over sqrt(width) it is orthogonal."""
     matrix = np.ones((1, 1))
     while len(matrix) < width:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     bits = [int(SIGNS[c // 16]) >> c % 16 & 1 for c in range(width)]
-    return np.where(bits, -1.0, 1.0)[:, None] * matrix / math.sqrt(width)
+    return np.where(bits, -1.0, 1.0)[:, None] * matrix
 
 
 class Wanted(NamedTuple):
@@ -111,7 +111,7 @@ def wanted(
     if "hadamard" in precision:
         width = 64 if q.shape[-1] <= 64 else 128
         padding = [(0, 0)] * (q.ndim - 1) + [(0, width - q.shape[-1])]
-        q, k = (np.pad(x, padding) @ hadamard(width) * math.sqrt(width) for x in (q, k))
+        q, k = (np.pad(x, padding) @ hadamard(width) for x in (q, k))
         factor /= width
     q, k = (dequantised(x, "blocks" in precision) for x in (q, k))
     exact, v = exact @ v, dequantised(v, False)

@@ -21,7 +21,7 @@ import numpy as np
 from kernels import make_problem
 from kernels.cuda.attention.flash3_wgmma.float8 import launch as flash3_float8
 from kernels.cuda.attention.flash3_wgmma.float8 import quantise
-from kernels.cuda.attention.flash3_wgmma.float8.kernel import layout_of
+from kernels.cuda.attention.flash3_wgmma.float8.layout import layout_of
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.attention.flash3_wgmma.layout import layout_of as layout_of_halves
 from kernels.cuda.runtime.arrays import empty_device, to_device

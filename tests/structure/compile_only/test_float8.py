@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 
 from kernels.cuda.attention.flash3_wgmma.float8 import quantise
-from kernels.cuda.attention.flash3_wgmma.float8.kernel import (
-    forward_kernel,
-    layout_of,
-    shared_bytes,
-)
+from kernels.cuda.attention.flash3_wgmma.float8.kernel import forward_kernel
+from kernels.cuda.attention.flash3_wgmma.float8.layout import layout_of, shared_bytes
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
 

@@ -84,8 +84,8 @@ def _check(call: Call, rng: np.random.Generator) -> None:
     problem = make_problem(q, k, v, **call.options)
     distance = np.arange(seq_k) - np.arange(seq_q)[:, None]
     visible = (problem.lower <= distance) & (distance <= problem.upper)
-    wide = (np.repeat(x, heads // key_heads, axis=1) for x in (k, v))
-    right = wanted(q, *wide, call.precision, call.options.get("scale"), visible)
+    k, v = (np.repeat(x, heads // key_heads, axis=1) for x in (k, v))
+    right = wanted(q, k, v, call.precision, call.options.get("scale"), visible)
     with np.errstate(invalid="ignore"):
         away = np.where(lse == right.lse, 0.0, np.abs(lse - right.lse))
     # In float32 an element may fall on the other side of a midpoint.

@@ -7,414 +7,42 @@ comes transposed; P is rounded to e4m3 in registers.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
 
-import numpy as np
-from numba import float32, float64, int32, types, uint8, uint32, void
+from numba import float32, float64, int32, types, uint8, void
 
-from kernels.common.online_softmax import LN_2, LOG2_E
-from kernels.cuda.attention.flash3_wgmma.float8.tile_steps import (
-    OFFSET,
-    make_accumulate,
-    make_issue_score_products,
-    make_pack,
-    make_softmax_step,
-)
+from kernels.cuda.attention.flash3_wgmma.float8.consumer import Results, Units, make_consume
+from kernels.cuda.attention.flash3_wgmma.float8.layout import places, shared_bytes
+from kernels.cuda.attention.flash3_wgmma.float8.producer import make_produce_tiles
 from kernels.cuda.attention.flash3_wgmma.forward.scheduler import (
     make_produce_items,
-    read_item,
-    read_skip_count,
-    release_slot,
-    wait_for_reads,
 )
-from kernels.cuda.attention.flash3_wgmma.forward.score_options import make_elements
-from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import make_write_out
 from kernels.cuda.attention.flash3_wgmma.layout import (
-    OUT_BARRIER,
-    PING_PONG,
     SHAPE,
     ForwardLayout,
     Schedule,
     Widths,
-    item_bytes,
 )
-from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, line_of
 from kernels.cuda.attention.flash3_wgmma.tiles import (
     BARRIER,
-    LOAD,
     init_stages,
-    make_load_tile,
-    make_put_tile,
 )
-from kernels.cuda.attention.options.score_functions import extras_type, make_row_end
-from kernels.cuda.device.one_source import shift_of
-from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, WARPGROUP, make_next, own_warpgroup
+from kernels.cuda.attention.options.score_functions import extras_type
+from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, own_warpgroup
 from kernels.cuda.ptx.barriers import (
-    bar_arrive,
-    bar_sync,
     fence_mbarrier_init,
-    fence_proxy_async,
     make_setmaxnreg,
-    mbarrier_arrive,
-    mbarrier_arrive_expect_tx,
     mbarrier_init,
-    mbarrier_wait,
 )
-from kernels.cuda.ptx.bulk import cp_async_bulk_commit_group
-from kernels.cuda.ptx.copies import align_up, global_address, ld_shared, shared_address
-from kernels.cuda.ptx.wgmma import (
-    ROWS,
-    descriptor,
-    descriptor_layout,
-    make_wgmma_wait_group,
-    wgmma_commit_group,
-    wgmma_fence,
-)
-from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
-from kernels.problem.float8 import BLOCK
+from kernels.cuda.ptx.copies import align_up, shared_address
+from kernels.cuda.runtime.kernel import Kernel, array_type
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN
 
 MAPS = types.Array(uint8, 1, "C")
+#: The producer warpgroup's thread that schedules items; its first thread copies keys and values.
 SCHEDULER_THREAD = 32
-
-
-def layout_of(widths: Widths) -> ForwardLayout:
-    """Return the layout for heads of some widths.
-
-    Args:
-        widths: Columns with padding: 64 or 128.
-    """
-    if max(widths) <= 64:
-        return ForwardLayout(3, 128, 3, 2, True, 2)
-    return ForwardLayout(2, 128, 3, 2, True, 2)
-
-
-def shared_tiles(layout: ForwardLayout, widths: Widths) -> SharedTiles:
-    """Return the byte offsets of a block's tiles in shared memory, from its first aligned address.
-
-    A line has 128 columns of q and k, or 128 keys of v.  Out, of 16 bits, takes the place of q.
-    """
-    return SharedTiles(
-        q=layout.items * widths.value_panels * layout.block_q * LINE,
-        k=layout.stages * layout.block_k * LINE,
-        v=layout.stages * widths.value * LINE,
-        barriers=BARRIER * (3 * layout.items + 4 * layout.stages),
-        numbers=item_bytes(layout) * layout.items,
-    )
-
-
-def shared_bytes(layout: ForwardLayout, widths: Widths) -> int:
-    """Return the dynamic shared memory of a block, including its alignment."""
-    return round_up(shared_tiles(layout, widths).elements, 16) + ALIGNMENT
-
-
-class Places(NamedTuple):
-    """Offsets of barriers and tiles of a block that roles of its threads share.
-
-    Attributes:
-        q_empty: Barriers of free slots of items, behind those of arrived q.
-        ready: Barriers of published items.
-        keys: Barriers of the stages of k, see ``init_stages``.
-        values: Those of v.
-        empty: From the barrier of a full stage to that of the empty one.
-        tiles: Offsets of tiles.
-        k_size: Bytes of a tile of keys.
-        v_size: Bytes of a tile of values.
-    """
-
-    q_empty: int
-    ready: int
-    keys: int
-    values: int
-    empty: int
-    tiles: SharedTiles
-    k_size: int
-    v_size: int
-
-
-def _places(layout: ForwardLayout, widths: Widths) -> Places:
-    slots, stages = BARRIER * layout.items, BARRIER * layout.stages
-    return Places(
-        slots, 2 * slots, 3 * slots, 3 * slots + 2 * stages, stages, shared_tiles(layout, widths),
-        layout.block_k * LINE, widths.value * LINE,
-    )  # fmt: skip
-
-
-def _make_produce_tiles(layout: ForwardLayout, widths: Widths) -> Callable[..., None]:
-    """Return ``produce_tiles(tile, barriers, k_map, v_map, shape)``: one thread loads keys and values."""
-    at, block_k = _places(layout, widths), layout.block_k
-    k_offset, v_offset, k_size, v_size = at.tiles["k"], at.tiles["v"], at.k_size, at.v_size
-    q_empty, ready, keys, values, empty = at[:5]
-    number_offset, number_bytes = at.tiles["numbers"], item_bytes(layout)
-    load_k = make_load_tile(1, k_size)
-    next_stage, next_slot = make_next(layout.stages), make_next(layout.items)
-
-    @device_function
-    def produce_tiles(tile, barriers, k_map, v_map, shape):
-        k_tensor, v_tensor, numbers = (
-            global_address(k_map),
-            global_address(v_map),
-            tile + number_offset,
-        )
-        stage, phase, slot, item_phase = int32(0), int32(0), int32(0), int32(0)
-        mbarrier_wait(barriers + ready, item_phase)  # the first item is published
-        item = read_item(numbers)
-        while item.tiles >= 0:
-            # Read: an item without tiles may otherwise be followed by another in its place before.
-            mbarrier_arrive(barriers + q_empty + BARRIER * slot)
-            b, h = item.b, item.h
-            # 6: for 1 <= j <= T_c, backwards: what bounds hide in part comes first
-            for n in range(item.tiles):
-                col = int32((item.stop - 1 - n) * block_k)
-                # 7: load K_j, V_j
-                full = barriers + keys + BARRIER * stage
-                mbarrier_wait(full + empty, phase ^ 1)  # its K was read
-                mbarrier_arrive_expect_tx(full, k_size)
-                place = tile + k_offset + stage * k_size
-                load_k(place, k_tensor, full, col, h * shape.k_by_head, b * shape.k_by_batch)
-                full = barriers + values + BARRIER * stage
-                mbarrier_wait(full + empty, phase ^ 1)  # its V was read
-                mbarrier_arrive_expect_tx(full, v_size)
-                place, own_head = tile + v_offset + stage * v_size, h * shape.v_by_head
-                LOAD(place, v_tensor, full, (col, int32(0), own_head, b * shape.v_by_batch))
-                stage, phase = next_stage(stage, phase)
-            slot, item_phase = next_slot(slot, item_phase)
-            mbarrier_wait(barriers + ready + BARRIER * slot, item_phase)  # the next one is, too
-            item = read_item(numbers + number_bytes * slot)
-
-    return produce_tiles
-
-
-class Results(NamedTuple):
-    """What consumers write to.
-
-    Attributes:
-        out: Tensor map of (batch, heads, seq_q, value_dim).
-        lse: (batch · heads, seq_q).
-    """
-
-    out: Any
-    lse: Any
-
-
-class Units(NamedTuple):
-    """What numbers of e4m3 are to be multiplied by, (1, own batches · own heads, blocks of rows or 1).
-
-    Attributes:
-        q: Those of q.
-        k: Those of k.
-        v: Those of v, one for a head.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-
-
-def _make_consume(
-    layout: ForwardLayout, widths: Widths, dtype: str, has_blocks: bool
-) -> Callable[..., None]:
-    """Return ``consume(tile, barriers, me, results, units, shape, scale, extras)``: S, P, O of 64 rows."""
-    at, consumers, block_k = _places(layout, widths), layout.consumers, layout.block_k
-    k_offset, v_offset, k_size, v_size = at.tiles["k"], at.tiles["v"], at.k_size, at.v_size
-    q_empty, _, keys, values, empty = at[:5]
-    number_offset, number_bytes = at.tiles["numbers"], item_bytes(layout)
-    q_panel, q_size = layout.block_q * LINE, at.tiles["k"] // layout.items
-    key_tiles, value_tiles, depth_steps = block_k // 8, widths.value // 8, block_k // 32
-    ping_pong, pair = layout.ping_pong, 2 * WARPGROUP
-    issue_score_products = make_issue_score_products(block_k, widths.head)
-    accumulate, pack = make_accumulate(widths.value, block_k), make_pack(block_k)
-    softmax_step = make_softmax_step(block_k, layout.patience)
-    end_row, score_edge = (
-        make_row_end(PLAIN, FLOAT32, near=True),
-        make_elements(PLAIN, block_k).edge,
-    )
-    write_out = make_write_out(widths.value, dtype, q_panel)
-    put_out = make_put_tile(widths.value_panels, q_panel, False)
-    along, own_of = descriptor_layout(LINE, 16, 8 * LINE), line_of(PLAIN)
-    wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
-    zero, minus_inf, log2_e, ln_2 = (np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2))
-    offset = np.float32(OFFSET)
-    next_stage, next_slot = make_next(layout.stages), make_next(layout.items)
-
-    @device_function
-    def own_line(b, h, by_batch, by_head, heads):
-        """Return the line of units of (batch, head) for an operand that may repeat."""
-        return int32(b * by_batch * (1 + by_head * (heads - 1)) + h * by_head)
-
-    @device_function
-    def unit_of(units, line, row):
-        return units[0, line, row // BLOCK if has_blocks else 0]
-
-    @device_function
-    def consume(tile, barriers, me, results, units, shape, scale, extras):
-        lane, warp = int32(cuda.threadIdx.x % 32), int32(cuda.threadIdx.x // 32 % 4)
-        thread, numbers = int32(cuda.threadIdx.x % WARPGROUP), tile + number_offset
-        # A thread has two of the warpgroup's 64 rows, eight apart, and two of eight columns.
-        acc = cuda.local.array((value_tiles, 4), float32)  # (64, value_dim) / 128: O
-        s = cuda.local.array((key_tiles, 4), float32)  # (64, block_k) / 128: S, then P
-        p = cuda.local.array((depth_steps, 4), uint32)  # (64, block_k) / 128, in fours: P
-        unseen = cuda.local.array(1, uint32)  # (1,), no bits of masks
-        stage, phase, slot, q_phase = int32(0), int32(0), int32(0), int32(0)
-        # The first consumer multiplies first.
-        if ping_pong and me == consumers - 1:
-            bar_arrive(PING_PONG, pair)
-        mbarrier_wait(barriers, q_phase)  # the first item is published, and its Q is there
-        item, skipped = read_item(numbers), read_skip_count(numbers, me)
-        is_issued, copied = False, int32(-1)  # the slot whose output is on its way
-        while item.tiles >= 0:
-            own_tile = tile + slot * q_size + me * (ROWS * LINE)  # of q, and then of out
-            q_desc = descriptor(along, own_tile)
-            b, h, rows, cols = item.b, item.h, item.rows, item.cols
-            own = own_of(item.flat, b, h, rows, cols, extras)
-            own_row = int32(item.row + me * ROWS + warp * 16 + lane // 4)
-            q_line = own_line(b, h, shape.q_by_batch, shape.q_by_head, shape.heads)
-            k_line = own_line(b, h, shape.k_by_batch, shape.k_by_head, shape.heads)
-            v_line = own_line(b, h, shape.v_by_batch, shape.v_by_head, shape.heads)
-            row_factor = unit_of(units.q, q_line, item.row + me * ROWS) * float32(scale) * log2_e
-            first, stop = int32(item.stop - item.tiles), item.stop
-            if skipped > 0:  # before any turn: others wait for the next q in theirs
-                release_slot(barriers + q_empty, thread, copied)
-                copied = int32(-1)
-            for _ in range(skipped):  # fully masked for these rows
-                if ping_pong:
-                    bar_sync(PING_PONG + me, pair)  # the one before has had its turn
-                    bar_arrive(PING_PONG + (me + 1) % consumers, pair)  # and the next one has it
-                # Not before they are there: too early, it would count for what was there before.
-                k_full = barriers + keys + BARRIER * stage
-                v_full = barriers + values + BARRIER * stage
-                mbarrier_wait(k_full, phase)
-                mbarrier_wait(v_full, phase)
-                cuda.syncwarp()  # a lane that still waits would miss the phase
-                if lane == 0:
-                    mbarrier_arrive(k_full + empty)
-                    mbarrier_arrive(v_full + empty)
-                stage, phase = next_stage(stage, phase)
-            stop = int32(stop - skipped)
-            # 5: l = 0, m = -inf; O = 0 is what the first P V begins with
-            max_0, max_1, sum_0, sum_1 = minus_inf, minus_inf, zero, zero
-            key_unit = unit_of(units.k, k_line, max(stop - 1, 0) * block_k)
-            if first < stop:
-                k_full = barriers + keys + BARRIER * stage
-                if not is_issued:
-                    # 8: S = Q_i K_jᵀ, the first
-                    mbarrier_wait(k_full, phase)  # K_j is there
-                    wgmma_fence()
-                    issue_score_products(
-                        s, q_desc, descriptor(along, tile + k_offset + stage * k_size)
-                    )
-                    wgmma_commit_group()
-                wait_for_all()  # S is there, and K_j was read
-                if lane == 0:
-                    mbarrier_arrive(k_full + empty)
-            before = int32(0)  # the stage of the values before
-            for n in range(int32(stop - first)):
-                j = int32(stop - 1 - n)
-                factor = row_factor * key_unit
-                # The next one's, long before it is needed.
-                key_unit = unit_of(units.k, k_line, max(j - 1, 0) * block_k)
-                if not item.full <= j < item.full_stop:
-                    place = LanePlace(lane, own_row, int32(j * block_k + 2 * (lane % 4)), own)
-                    score_edge(s, unseen, place, scale, extras)
-                # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = softmax_step(
-                    s, factor, max_0, max_1, sum_0, sum_1
-                )
-                # The last P V is done: its values may be overwritten, and O is ours.
-                wait_for_all()
-                if n > 0 and lane == 0:
-                    mbarrier_arrive(barriers + values + BARRIER * before + empty)
-                # 10, first half: O = diag(e^(m - m_new)) O
-                if is_scaled:
-                    for t in range(value_tiles):
-                        acc[t, 0] *= rescale_0
-                        acc[t, 1] *= rescale_0
-                        acc[t, 2] *= rescale_1
-                        acc[t, 3] *= rescale_1
-                pack(p, s)
-                before, v_phase = stage, phase
-                stage, phase = next_stage(stage, phase)
-                has_next = n + 1 < stop - first
-                if has_next:
-                    mbarrier_wait(barriers + keys + BARRIER * stage, phase)  # the next K is there
-                if ping_pong:
-                    bar_sync(PING_PONG + me, pair)  # the other's products are issued
-                wgmma_fence()
-                if has_next:
-                    # 8: the next S = Q_i K_jᵀ, computed while P V is waited for
-                    issue_score_products(
-                        s, q_desc, descriptor(along, tile + k_offset + stage * k_size)
-                    )
-                wgmma_commit_group()
-                # 10, second half: O = O + P V_j
-                mbarrier_wait(barriers + values + BARRIER * before, v_phase)  # V_j is there
-                accumulate(acc, p, descriptor(along, tile + v_offset + before * v_size), n)
-                wgmma_commit_group()
-                if ping_pong:
-                    bar_arrive(PING_PONG + (me + 1) % consumers, pair)  # the next one's turn
-                if n == 0:  # not before the products: a branch there holds them up
-                    release_slot(barriers + q_empty, thread, copied)
-                    copied = int32(-1)
-                wait_for_scores()  # the next S is there, and its K was read; P V may go on
-                if has_next and lane == 0:
-                    mbarrier_arrive(barriers + keys + BARRIER * stage + empty)
-            # 8: S = Q_i K_jᵀ, the next item's first, computed while this one's O is written
-            release_slot(barriers + q_empty, thread, copied)  # if this item has no tiles
-            copied = int32(-1)
-            following, q_phase_then = next_slot(slot, q_phase)
-            mbarrier_wait(barriers + BARRIER * following, q_phase_then)  # the next Q is there
-            ahead = numbers + number_bytes * following
-            is_issued = ld_shared(ahead) > 0 and read_skip_count(ahead, me) == 0
-            if is_issued:
-                mbarrier_wait(barriers + keys + BARRIER * stage, phase)  # its first K is there
-                q_desc = descriptor(along, tile + following * q_size + me * (ROWS * LINE))
-                wgmma_fence()
-                issue_score_products(s, q_desc, descriptor(along, tile + k_offset + stage * k_size))
-            wgmma_commit_group()
-            wait_for_scores()  # the last P V is done: V was read; the next S may go on
-            if first < stop and lane == 0:
-                mbarrier_arrive(barriers + values + BARRIER * before + empty)
-            # Read again: the numbers took no registers meanwhile.
-            item = read_item(numbers + number_bytes * slot)
-            b, h, rows, top = item.b, item.h, item.rows, item.row + me * ROWS
-            own_row = int32(top + warp * 16 + lane // 4)
-            for step in range(2):
-                sum_0 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 1 << step)
-                sum_1 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 1 << step)
-            # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-            shift_0 = (float32(shift_of(max_0)) - offset) * ln_2
-            shift_1 = (float32(shift_of(max_1)) - offset) * ln_2
-            inverse_0, lse_0 = end_row(sum_0, shift_0, b, h, extras)
-            inverse_1, lse_1 = end_row(sum_1, shift_1, b, h, extras)
-            if lane % 4 == 0:
-                if own_row < rows:
-                    results.lse[item.line, own_row] = lse_0
-                if own_row + 8 < rows:
-                    results.lse[item.line, own_row + 8] = lse_1
-            value_unit = units.v[0, v_line, 0]
-            inverse_0, inverse_1 = inverse_0 * value_unit, inverse_1 * value_unit
-            # 14: write O_i, by way of the tile of q, which this warpgroup has read to the end
-            write_out(own_tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, p)
-            fence_proxy_async()  # the copy engine sees them
-            copied = slot
-            bar_sync(OUT_BARRIER + me, WARPGROUP)  # all rows of the warpgroup are there
-            if thread == 0:
-                put_out(results.out, own_tile, thread, b, h, top, rows - top)
-                cp_async_bulk_commit_group()
-            slot, q_phase = next_slot(slot, q_phase)
-            mbarrier_wait(barriers + BARRIER * slot, q_phase)  # the next item, and its Q, are there
-            item = read_item(numbers + number_bytes * slot)
-            skipped = read_skip_count(numbers + number_bytes * slot, me)
-        wait_for_reads()  # of the last output, in the thread that issued its copies
-        wait_for_all()  # S of an item that there is not
-
-    return consume
 
 
 @cache
@@ -428,7 +56,7 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         has_blocks: q and k have a unit for each block of 128 rows.
     """
     at, consumers, slots, stages = (
-        _places(layout, widths),
+        places(layout, widths),
         layout.consumers,
         layout.items,
         layout.stages,
@@ -439,8 +67,8 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
     release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
     q_size = at.tiles["k"] // slots
     produce_items = make_produce_items(layout, PLAIN, 1, layout.block_q * LINE, q_size)
-    produce_tiles = _make_produce_tiles(layout, widths)
-    consume = _make_consume(layout, widths, dtype, has_blocks)
+    produce_tiles = make_produce_tiles(layout, widths)
+    consume = make_consume(layout, widths, dtype, has_blocks)
 
     def flash3_float8(
         q_map, k_map, v_map, out, lse, q_units, k_units, v_units, next_item, shape, scale, schedule,

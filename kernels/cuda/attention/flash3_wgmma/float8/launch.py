@@ -6,7 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from kernels.common.geometry import PLAIN
-from kernels.cuda.attention.flash3_wgmma.float8.kernel import forward_kernel, layout_of
+from kernels.cuda.attention.flash3_wgmma.float8.kernel import forward_kernel
+from kernels.cuda.attention.flash3_wgmma.float8.layout import layout_of
 from kernels.cuda.attention.flash3_wgmma.float8.quantise import quantise
 from kernels.cuda.attention.flash3_wgmma.launch_common import CACHE_BYTES, readable, tensor_map
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, Shape, Widths, schedule_of

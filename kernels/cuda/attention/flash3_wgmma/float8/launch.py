@@ -44,8 +44,10 @@ def forward(problem: Problem, tile: tuple[int, int], operands: Operands) -> None
     """
     how, dtype = FLOAT8[problem.precision], NAMES[problem.dtype]
     layout, widths = layout_for(problem)
-    arrays = readable(operands.q, operands.k, operands.v)
-    q, k, v = quantise(*arrays, tuple(widths), dtype, how)
+    arrays = readable(
+        operands.q, operands.k, operands.v
+    )  # copies are there until kernels are launched
+    q, k, v = quantise(arrays, widths, dtype, how)
     maps = (
         byte_map(q.numbers, layout.block_q),
         byte_map(k.numbers, layout.block_k),

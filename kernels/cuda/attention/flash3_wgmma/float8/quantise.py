@@ -25,6 +25,7 @@ from kernels.cuda.attention.flash3_wgmma.float8.rows import (
     make_load_piece,
     make_load_row,
 )
+from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.device.half import as_bits
 from kernels.cuda.device.memory import device_constant
 from kernels.cuda.device.one_source import ceil_div
@@ -278,21 +279,19 @@ class Quantised(NamedTuple):
 
 
 def quantise(
-    q: Any, k: Any, v: Any, widths: tuple[int, int], dtype: str, how: Float8
+    arrays: tuple[Any, ...], widths: Widths, dtype: str, how: Float8
 ) -> tuple[Quantised, Quantised, Quantised]:
     """Return q, k and v in float8; what strides of 0 repeat is rounded once.
 
     Args:
-        q: (batch, heads, seq_q, head_dim), rows of whole vectors on the device.
-        k: (batch, heads, seq_k, head_dim).
-        v: (batch, heads, seq_k, value_dim).
+        arrays: q (batch, heads, seq_q, head_dim), k and v, rows of whole vectors on the device.
         widths: Columns of q and k, and of v, with padding.
         dtype: "float16" or "bfloat16".
         how: How they become float8.
     """
     head, value = widths
     signs = device_constant(SIGNS.tobytes(), SIGNS.shape, SIGNS.dtype, current_device())
-    q, k, v = (as_bits(array) for array in (q, k, v))
+    q, k, v = (as_bits(array) for array in arrays)
     leads = [_own_lead(array) for array in (q, k, v)]
     lines, heads = ((*(math.prod(x) for x in leads),), (*(x[1] for x in leads),))
     q_blocks, k_blocks = (PLAIN.ceil_div(array.shape[2], BLOCK) for array in (q, k))

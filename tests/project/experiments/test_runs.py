@@ -290,10 +290,10 @@ def test_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows.keys() == {module.COMPOSED, *module.CONTESTANTS} == module.PAPER.keys()
     assert rows["float16"] < rows[module.COMPOSED] < rows["float8_e4m3+hadamard"]
     timed = {
-        "tflops": dict.fromkeys(module.CONTESTANTS, {"median": 9.0}),
+        "tflops": {key: {"median": 9.0} for key in module.CONTESTANTS},
         "length": 8,
         "causal": True,
     }
-    timed["speedup"] = dict.fromkeys([*module.CONTESTANTS][1:], {"median": 1.5})
+    timed["speedup"] = {key: {"median": 1.5} for key in [*module.CONTESTANTS][1:]}
     errors = {"contestant": "float16", "error": 1e-4, "paper": 1.9e-4}
     assert "8, causal" in module.table({"shape": "small", "rows": [errors, timed]})

@@ -12,6 +12,7 @@ from numba import float32, int32, uint32
 from kernels.common.online_softmax import LN_2, LOG2_E
 from kernels.cuda.attention.flash3_wgmma.float8.layout import places
 from kernels.cuda.attention.flash3_wgmma.float8.tile_steps import (
+    ALL_LANES,
     OFFSET,
     make_accumulate,
     make_issue_score_products,
@@ -91,6 +92,61 @@ class Units(NamedTuple):
     v: Any
 
 
+def _make_skip_tiles(layout: ForwardLayout, widths: Widths) -> Callable[..., Any]:
+    """Return ``skip_tiles(barriers, me, lane, count, stage, phase)``: tiles that no row of a consumer sees.
+
+    It waits for them, releases them, and returns the next stage and its phase.
+    """
+    at, consumers, ping_pong = places(layout, widths), layout.consumers, layout.ping_pong
+    keys, values, empty, pair = at.keys, at.values, at.empty, 2 * WARPGROUP
+    next_stage = make_next(layout.stages)
+
+    @device_function
+    def skip_tiles(barriers, me, lane, count, stage, phase):
+        for _ in range(count):
+            if ping_pong:
+                bar_sync(PING_PONG + me, pair)  # the one before has had its turn
+                bar_arrive(PING_PONG + (me + 1) % consumers, pair)  # and the next one has it
+            # Not before they are there: too early, it would count for what was there before.
+            k_full = barriers + keys + BARRIER * stage
+            v_full = barriers + values + BARRIER * stage
+            mbarrier_wait(k_full, phase)
+            mbarrier_wait(v_full, phase)
+            cuda.syncwarp()  # a lane that still waits would miss the phase
+            if lane == 0:
+                mbarrier_arrive(k_full + empty)
+                mbarrier_arrive(v_full + empty)
+            stage, phase = next_stage(stage, phase)
+        return stage, phase
+
+    return skip_tiles
+
+
+def _make_end_rows() -> Callable[..., Any]:
+    """Return ``end_rows(item, row, lane, max_0, max_1, sum_0, sum_1, lse, extras)``.
+
+    It writes lse of a lane's two rows, and returns what their sums of O are to be multiplied by.
+    """
+    end_row = make_row_end(PLAIN, FLOAT32, near=True)
+    ln_2, offset = np.float32(LN_2), np.float32(OFFSET)
+
+    @device_function
+    def end_rows(item, row, lane, max_0, max_1, sum_0, sum_1, lse, extras):
+        # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
+        shift_0 = (float32(shift_of(max_0)) - offset) * ln_2
+        shift_1 = (float32(shift_of(max_1)) - offset) * ln_2
+        inverse_0, lse_0 = end_row(sum_0, shift_0, item.b, item.h, extras)
+        inverse_1, lse_1 = end_row(sum_1, shift_1, item.b, item.h, extras)
+        if lane % 4 == 0:
+            if row < item.rows:
+                lse[item.line, row] = lse_0
+            if row + 8 < item.rows:
+                lse[item.line, row + 8] = lse_1
+        return inverse_0, inverse_1
+
+    return end_rows
+
+
 def make_consume(
     layout: ForwardLayout, widths: Widths, dtype: str, has_blocks: bool
 ) -> Callable[..., None]:
@@ -105,16 +161,13 @@ def make_consume(
     issue_score_products = make_issue_score_products(block_k, widths.head)
     accumulate, pack = make_accumulate(widths.value, block_k), make_pack(block_k)
     softmax_step = make_softmax_step(block_k, layout.patience)
-    end_row, score_edge = (
-        make_row_end(PLAIN, FLOAT32, near=True),
-        make_elements(PLAIN, block_k).edge,
-    )
+    skip_tiles, end_rows = _make_skip_tiles(layout, widths), _make_end_rows()
+    score_edge = make_elements(PLAIN, block_k).edge
     write_out = make_write_out(widths.value, dtype, q_panel)
     put_out = make_put_tile(widths.value_panels, q_panel, False)
     along, own_of = descriptor_layout(LINE, 16, 8 * LINE), line_of(PLAIN)
     wait_for_all, wait_for_scores = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
-    zero, minus_inf, log2_e, ln_2 = (np.float32(x) for x in (0, -math.inf, LOG2_E, LN_2))
-    offset = np.float32(OFFSET)
+    zero, minus_inf, log2_e = (np.float32(x) for x in (0, -math.inf, LOG2_E))
     next_stage, next_slot = make_next(layout.stages), make_next(layout.items)
 
     @device_function
@@ -156,20 +209,7 @@ def make_consume(
             if skipped > 0:  # before any turn: others wait for the next q in theirs
                 release_slot(barriers + q_empty, thread, copied)
                 copied = int32(-1)
-            for _ in range(skipped):  # fully masked for these rows
-                if ping_pong:
-                    bar_sync(PING_PONG + me, pair)  # the one before has had its turn
-                    bar_arrive(PING_PONG + (me + 1) % consumers, pair)  # and the next one has it
-                # Not before they are there: too early, it would count for what was there before.
-                k_full = barriers + keys + BARRIER * stage
-                v_full = barriers + values + BARRIER * stage
-                mbarrier_wait(k_full, phase)
-                mbarrier_wait(v_full, phase)
-                cuda.syncwarp()  # a lane that still waits would miss the phase
-                if lane == 0:
-                    mbarrier_arrive(k_full + empty)
-                    mbarrier_arrive(v_full + empty)
-                stage, phase = next_stage(stage, phase)
+            stage, phase = skip_tiles(barriers, me, lane, skipped, stage, phase)
             stop = int32(stop - skipped)
             # 5: l = 0, m = -inf; O = 0 is what the first P V begins with
             max_0, max_1, sum_0, sum_1 = minus_inf, minus_inf, zero, zero
@@ -256,30 +296,25 @@ def make_consume(
                 mbarrier_arrive(barriers + values + BARRIER * before + empty)
             # Read again: the numbers took no registers meanwhile.
             item = read_item(numbers + number_bytes * slot)
-            b, h, rows, top = item.b, item.h, item.rows, item.row + me * ROWS
+            top = item.row + me * ROWS
             own_row = int32(top + warp * 16 + lane // 4)
-            for step in range(2):
-                sum_0 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 1 << step)
-                sum_1 += cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 1 << step)
-            # 12: O_i = diag(l)^-1 O     13: L_i = m + log l
-            shift_0 = (float32(shift_of(max_0)) - offset) * ln_2
-            shift_1 = (float32(shift_of(max_1)) - offset) * ln_2
-            inverse_0, lse_0 = end_row(sum_0, shift_0, b, h, extras)
-            inverse_1, lse_1 = end_row(sum_1, shift_1, b, h, extras)
-            if lane % 4 == 0:
-                if own_row < rows:
-                    results.lse[item.line, own_row] = lse_0
-                if own_row + 8 < rows:
-                    results.lse[item.line, own_row + 8] = lse_1
+            for step in range(2):  # the four lanes of a row
+                sum_0 += cuda.shfl_xor_sync(ALL_LANES, sum_0, 1 << step)
+                sum_1 += cuda.shfl_xor_sync(ALL_LANES, sum_1, 1 << step)
+            inverse_0, inverse_1 = end_rows(
+                item, own_row, lane, max_0, max_1, sum_0, sum_1, results.lse, extras
+            )
             value_unit = units.v[0, v_line, 0]
-            inverse_0, inverse_1 = inverse_0 * value_unit, inverse_1 * value_unit
             # 14: write O_i, by way of the tile of q, which this warpgroup has read to the end
-            write_out(own_tile, warp, lane, acc, inverse_0, inverse_1, sum_0, sum_1, p)
+            write_out(
+                own_tile, warp, lane, acc, inverse_0 * value_unit, inverse_1 * value_unit, sum_0, sum_1,
+                p,
+            )  # fmt: skip
             fence_proxy_async()  # the copy engine sees them
             copied = slot
             bar_sync(OUT_BARRIER + me, WARPGROUP)  # all rows of the warpgroup are there
             if thread == 0:
-                put_out(results.out, own_tile, thread, b, h, top, rows - top)
+                put_out(results.out, own_tile, thread, item.b, item.h, top, item.rows - top)
                 cp_async_bulk_commit_group()
             slot, q_phase = next_slot(slot, q_phase)
             mbarrier_wait(barriers + BARRIER * slot, q_phase)  # the next item, and its Q, are there

@@ -316,8 +316,7 @@ def make_consume(
             if thread == 0:
                 put_out(results.out, own_tile, thread, item.b, item.h, top, item.rows - top)
                 cp_async_bulk_commit_group()
-            slot, q_phase = next_slot(slot, q_phase)
-            mbarrier_wait(barriers + BARRIER * slot, q_phase)  # the next item, and its Q, are there
+            slot, q_phase = following, q_phase_then  # the next item, and its Q, are there
             item = read_item(numbers + number_bytes * slot)
             skipped = read_skip_count(numbers + number_bytes * slot, me)
         wait_for_reads()  # of the last output, in the thread that issued its copies

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.problem.argument_types import check_tile
+from kernels.problem.float8 import check_float8_gradient
 from kernels.problem.operands import Operands, own_mask
 from kernels.problem.question import Problem
 from kernels.rungs import CPU as CPU
@@ -150,11 +151,13 @@ def plan_of(
 
     Raises:
         TypeError: As :func:`forward`.
-        ValueError: Likewise, or for gradients of a ``score_mod`` without its derivative.
+        ValueError: Likewise, or for gradients of a ``score_mod`` without its derivative, or of float8
+            products.
     """
     tile = None if tile is None else check_tile(tile)
     if wanted.backward:
         check_derivative(problem.score_mod)
+        check_float8_gradient(problem)
     memory = target.memory
     kind = problem.unseeded, tile, wanted, memory.device(), memory.layouts(operands)
     try:
@@ -205,7 +208,7 @@ def _forward(plan: Plan, problem: Problem, operands: Operands) -> tuple[Any, Any
     out = _like(memory, own.q, problem, problem.out_shape, taken.dtype)
     lse = memory.empty(problem.lse_shape, problem.acc_dtype)
     viewed = own.having(out=out, lse=lse).viewed(memory, problem)
-    plan.rung.forward(taken, plan.tile, viewed)
+    plan.rung.forward_of(taken)(taken, plan.tile, viewed)
     return memory.laid_as(memory.convert(out, problem.dtype), operands.q), lse
 
 

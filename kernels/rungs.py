@@ -20,16 +20,19 @@ from kernels.cuda.attention.flash2 import forward as cuda_flash2
 from kernels.cuda.attention.flash2 import mask_gradient as flash2_mask_gradient
 from kernels.cuda.attention.flash2_mma import launch as flash2_mma
 from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
+from kernels.cuda.attention.flash3_wgmma.float8 import launch as flash3_float8
 from kernels.cuda.attention.flash3_wgmma.forward import launch as flash3_wgmma
 from kernels.cuda.attention.options.listed_mods import on_device
 from kernels.cuda.device import per_device
 from kernels.cuda.device.memory import DeviceMemory
 from kernels.cuda.runtime.sizes import SIZES
+from kernels.problem.float8 import FLOAT8, why_not_float8
 from kernels.problem.listed_mods import Evaluate, listed, on_host
 from kernels.problem.operands import Operands
 from kernels.problem.question import Problem
 from kernels.problem.rungs import unknown_rung, unusable_rung
 from kernels.reference import attention as reference
+from kernels.reference import float8
 from kernels.runtime.dtypes import COMPUTE_DTYPES, FLOAT32, HALF_DTYPES
 from kernels.runtime.memory import HostMemory, Memory
 
@@ -62,6 +65,7 @@ class Rung:
         prepare_backward: The same for the backward pass.
         evaluate: Evaluates a ``mask_mod`` into a block mask, once for each kind of call; None: the kernels
             evaluate it for each element.
+        forward_float8: ``forward`` with float8 products, or None if it has none.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Rung:
     prepare_forward: Callable[..., Any] | None = None
     prepare_backward: Callable[..., Any] | None = None
     evaluate: Evaluate | None = None
+    forward_float8: Callable[..., None] | None = None
 
     def taken(self, problem: Problem) -> Problem | None:
         """Return a problem as this rung takes it, or None if there is no dtype for it.
@@ -92,8 +97,18 @@ class Rung:
         sums = problem.acc_dtype
         return replace(problem, dtype=sums) if sums in self.dtypes else None
 
+    def forward_of(self, problem: Problem) -> Callable[..., None]:
+        """Return the function that fills out and lse of a problem."""
+        own = self.forward_float8 if problem.precision in FLOAT8 else self.forward
+        assert own is not None, "Target.pick returns a rung that can run the problem"
+        return own
+
     def reason(self, problem: Problem, tile: Tile | None) -> str | None:
         """Return why this rung cannot run a problem with a tile (None: its own), or None."""
+        if problem.precision in FLOAT8:
+            missing = None if self.forward_float8 else "it has no float8 products"
+            if (reason := missing or why_not_float8(problem)) is not None:
+                return reason
         taken = self.taken(problem)
         if taken is not None:
             return self.why_not(taken, tile)
@@ -144,20 +159,31 @@ class Target:
         raise unusable_rung(problem.rung, why, self.name, [rung.name for rung in usable])
 
 
-def _rung(name: str, forward: Any, backward: Any, tile: Tile, why_not: Any = _anything) -> Rung:
+def _rung(
+    name: str, forward: Any, backward: Any, tile: Tile, why_not: Any = _anything, **more: Any
+) -> Rung:
     """Return a rung with one tile for every problem and both passes."""
-    return Rung(name, forward, backward, lambda problem: tile, lambda problem: tile, why_not)
+    return Rung(
+        name, forward, backward, lambda problem: tile, lambda problem: tile, why_not, **more
+    )
+
+
+def _numpy_rung(name: str, forward: Any, backward: Any, tile: Tile) -> Rung:
+    """Return a rung of NumPy functions."""
+    return _rung(name, forward, backward, tile, forward_float8=float8.rounding(forward))
 
 
 _HOST = HostMemory()
-_NAIVE = _rung("naive", reference.attention, reference.attention_backward, (1, 1))
+_NAIVE = _numpy_rung("naive", reference.attention, reference.attention_backward, (1, 1))
 
 #: NumPy on the host: the readable form.
 NUMPY = Target(
     "numpy",
     _HOST,
     (
-        _rung("flash2", reference.tiled_attention, reference.tiled_attention_backward, (64, 64)),
+        _numpy_rung(
+            "flash2", reference.tiled_attention, reference.tiled_attention_backward, (64, 64)
+        ),
         _NAIVE,
     ),
     reference.mask_gradient,
@@ -177,6 +203,7 @@ CPU = Target(
             prepare_forward=cpu_flash2.prepare,
             prepare_backward=cpu_flash2_backward.prepare,
             evaluate=on_host,
+            forward_float8=float8.rounding(cpu_flash2.forward),
         ),
         _NAIVE,
     ),
@@ -199,10 +226,17 @@ CUDA = Target(
                 module is flash3_wgmma,
                 partial(per_device.why_no_device, module.CAPABILITY),
                 evaluate=on_device,
+                forward_float8=forward_float8,
             )
-            for name, module, gradients, dtypes in (
-                ("flash3_wgmma", flash3_wgmma, flash3_wgmma_backward, HALF_DTYPES),
-                ("flash2_mma", flash2_mma, flash2_mma, (*HALF_DTYPES, FLOAT32)),
+            for name, module, gradients, dtypes, forward_float8 in (
+                (
+                    "flash3_wgmma",
+                    flash3_wgmma,
+                    flash3_wgmma_backward,
+                    HALF_DTYPES,
+                    flash3_float8.forward,
+                ),
+                ("flash2_mma", flash2_mma, flash2_mma, (*HALF_DTYPES, FLOAT32), None),
             )
         ),
         Rung(

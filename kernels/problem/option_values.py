@@ -9,7 +9,8 @@ import numpy as np
 
 from kernels.common.arguments import short
 from kernels.problem.argument_types import check_array
-from kernels.runtime.dtypes import FLOAT32, NAMES, is_floating
+from kernels.problem.float8 import FLOAT8
+from kernels.runtime.dtypes import FLOAT32, NAMES, is_floating, is_half
 from kernels.sparsity.block_mask import BlockMask
 
 #: Seeds are unsigned numbers of 64 bits.
@@ -20,7 +21,7 @@ MOST_OFFSET = 2**31
 LEAST_CAP, MOST_CAP = 1e-30, 1e30
 #: Maximum slope: times the longest distance it must not overflow float32.
 MOST_SLOPE = 1e28
-#: The values of ``precision``.
+#: The values of ``precision`` for float32 operands; those for 16 bits are ``FLOAT8``.
 PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 
 
@@ -109,15 +110,22 @@ def check_precision(precision: str | None, dtype: np.dtype[Any]) -> str:
     """Check ``precision``; return the name of the format in which products may be computed."""
     if precision is None:
         return NAMES[dtype]
-    if precision not in PRECISIONS:
+    if precision not in PRECISIONS and precision not in FLOAT8:
+        names = ", ".join(map(repr, (*PRECISIONS, *FLOAT8)))
         raise ValueError(
-            f"precision must be one of {', '.join(map(repr, PRECISIONS))}, or None for the dtype's own; "
-            f"got {precision!r}"
+            f"precision must be one of {names}, or None for the dtype's own; got {precision!r}"
         )
+    if precision in FLOAT8:
+        if not is_half(dtype):
+            raise ValueError(
+                f"precision={precision!r} is for operands of 16 bits, got {dtype}; convert them to "
+                "float16 or bfloat16"
+            )
+        return precision
     if dtype != FLOAT32:
         raise ValueError(
-            f"precision is an option for float32 operands, got precision={precision!r} for {dtype}, which "
-            "is not rounded; leave it at None, or convert the operands to float32"
+            f"precision={precision!r} is an option for float32 operands, got {dtype}, which is not "
+            "rounded; leave it at None, or convert the operands to float32"
         )
     return precision
 

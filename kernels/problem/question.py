@@ -57,7 +57,7 @@ class Problem:
         diagonal: ``causal_offset`` if there are slopes: ALiBi's distance is |row + diagonal - col|.
         rung: Name of the requested kernel, or "auto".
         precision: Name of the format in which products may be computed: that of ``dtype``, unless the call
-            permits less, such as "tf32".
+            permits less, such as "tf32", or asks for one of ``float8.FLOAT8``.
         deterministic: Whether gradients must be bitwise reproducible.
         groups: Number of adjacent query heads that share one head of k and v.
         softcap: Scores become cap · tanh(score / cap); 0 turns it off.
@@ -260,7 +260,9 @@ def make_problem(
         precision: For float32 operands, a lower precision that products may use where a rung is faster
             with it: "tf32" (11 bits of significand), "bfloat16" or "float16".  Sums stay in float32.  A
             rung without such products computes in "float32", which is also the meaning of None; tensor
-            cores do that with several products, see docs/options.md.
+            cores do that with several products, see docs/options.md.  For operands of 16 bits,
+            "float8_e4m3" rounds q, k, v and the probabilities to 4 bits of significand, forward only and
+            with few options; "float8_e4m3+hadamard", "+blocks" and "+blocks+hadamard" lessen the error.
         deterministic: Make gradients bitwise reproducible; False lets a kernel add them in any order
             where that is faster.
         return_lse: Also return lse.
@@ -273,8 +275,8 @@ def make_problem(
     Raises:
         TypeError: If an operand is not a floating-point array, the operands' dtypes differ, or an option
             has the wrong type.
-        ValueError: If a shape or a value is invalid, or a precision is given for operands other than
-            float32.
+        ValueError: If a shape or a value is invalid, or a precision is given for operands of another
+            dtype.
     """
     return problem_of(
         q,

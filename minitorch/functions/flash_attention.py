@@ -10,6 +10,7 @@ from kernels import Problem, launch
 from kernels.array_call import check_on_host, with_arrays
 from kernels.cuda.backend import address_of
 from kernels.known_calls import DESCRIBE, Glance, glance
+from kernels.problem.float8 import check_float8_gradient
 from kernels.problem.operands import Operands, in_order, make_operands
 from kernels.problem.options import ARRAYS, Options
 from kernels.problem.packed_problem import check_packed, make_packed_problem
@@ -197,7 +198,8 @@ class FlashAttention(Function):
             operands of 16 bits.
 
         Raises:
-            ValueError: Also for a ``score_mod`` without its derivative, if there will be a gradient.
+            ValueError: Also for a ``score_mod`` without its derivative, or float8 products, with a
+                gradient.
         """
         target, operands = launch.TARGETS[q.backend.target], None
         seen = _glance(q, k, v, options) if make is problem_of else None
@@ -215,6 +217,7 @@ class FlashAttention(Function):
             problem = call.problem
             if not ctx.no_grad:
                 check_derivative(problem.score_mod)
+                check_float8_gradient(problem)
             own = q.array(), k.array(), v.array()
             operands = make_operands(target.memory, problem, *own, *in_order(call.arrays))
             plan = launch.plan_of(target, problem, operands)

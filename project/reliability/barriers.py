@@ -36,6 +36,10 @@ TESTED_BY = {
         "attention/flash3_wgmma/forward/kernel", "attention/flash3_wgmma/forward/scheduler",
     ): ("tests/structure/emulated/test_flash3", "tests/structure/emulated/test_flash3_options"),
     (
+        "attention/flash3_wgmma/float8/kernel", "attention/flash3_wgmma/float8/producer",
+        "attention/flash3_wgmma/float8/consumer", "attention/flash3_wgmma/float8/quantise",
+    ): ("tests/structure/emulated/test_float8",),
+    (
         "attention/flash3_wgmma/backward/dkdv", "attention/flash3_wgmma/backward/dq",
         "attention/flash3_wgmma/tiles",
     ): (

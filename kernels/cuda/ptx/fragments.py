@@ -42,6 +42,7 @@ class Fragments(NamedTuple):
             several side by side: four of ``i`` each.
         a_element_tf32: ``(lane, register)``: row and column of A, (16, 8), of 32-bit elements.
         b_element_tf32: ``(lane, register)``: row and column of B, (8, 8), of 32-bit elements.
+        a_element_8: ``(lane, register, byte)``: row and column of A, (16, 32), of 8-bit elements.
         matrix_element: ``(lane, half)``: row and column of one 8 x 8 matrix of ``ldmatrix``.
         matrix_row: ``(lane)``: the matrix, and its row, whose address a lane gives ``ldmatrix``.
         square_place: ``(lane)``: where a lane of ``ldmatrix.x4`` reads in a 16 x 16 tile, as row and group
@@ -56,6 +57,7 @@ class Fragments(NamedTuple):
     accumulator_element: Callable[..., Any]
     a_element_tf32: Callable[..., Any]
     b_element_tf32: Callable[..., Any]
+    a_element_8: Callable[..., Any]
     matrix_element: Callable[..., Any]
     matrix_row: Callable[..., Any]
     square_place: Callable[..., Any]
@@ -86,6 +88,10 @@ def make_fragments(compile_: Callable[[Any], Any]) -> Fragments:
         return (lane & 3) + 4 * register, lane >> 2
 
     @compile_
+    def a_element_8(lane, register, byte):
+        return (lane >> 2) + 8 * (register & 1), 4 * (lane & 3) + byte + 16 * (register >> 1)
+
+    @compile_
     def matrix_element(lane, half):
         return lane >> 2, 2 * (lane & 3) + half
 
@@ -107,6 +113,7 @@ def make_fragments(compile_: Callable[[Any], Any]) -> Fragments:
         accumulator_element,
         a_element_tf32,
         b_element_tf32,
+        a_element_8,
         matrix_element,
         matrix_row,
         square_place,

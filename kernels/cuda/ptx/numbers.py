@@ -66,6 +66,20 @@ def unpack_bf16(pair):
     """Return the two numbers of a pair of bfloat16, the upper halves of float32."""
 
 
+@instruction(
+    """{ .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $x, $w;
+    cvt.rn.satfinite.e4m3x2.f32 high, $z, $y;
+    mov.b32 $result, {low, high}; }""",
+    U32, is_pure=True, w=F32, x=F32, y=F32, z=F32,
+)  # fmt: skip
+def pack_e4m3(w, x, y, z):
+    """Return four numbers as float8 e4m3, rounded to nearest even, 448 where they are larger; cc 8.9.
+
+    The first one is the lowest byte.
+    """
+
+
 @instruction("cvt.rna.tf32.f32 $result, $x;", U32, is_pure=True, x=F32)
 def round_tf32(x):
     """Return a number as TF32, 11 significant bits, halves away from zero; cc 8.0."""

@@ -14,7 +14,12 @@ TENSOR_MAP_BYTES = 128
 #: The most places of a box along one dimension.
 MAX_BOX = 256
 #: dtype → what the driver calls it, and bytes of an element.
-_DTYPES = {"float16": ("FLOAT16", 2), "bfloat16": ("BFLOAT16", 2), "float32": ("FLOAT32", 4)}
+_DTYPES = {
+    "float16": ("FLOAT16", 2),
+    "bfloat16": ("BFLOAT16", 2),
+    "float32": ("FLOAT32", 4),
+    "uint8": ("UINT8", 1),
+}
 
 
 def check_tensor_map(
@@ -74,7 +79,7 @@ def encode_tensor_map(
         shape: One to five dimensions, the fastest last, as NumPy's.
         strides: In bytes.
         box: Places along each dimension that a copy moves.
-        dtype: "float16", "bfloat16" or "float32".
+        dtype: "float16", "bfloat16", "float32" or "uint8", which also stands for float8.
         swizzle: Bytes of a row of the box in shared memory: 32, 64, 128, or 0 for no swizzle.
 
     Raises:

@@ -34,7 +34,14 @@ from kernels.cuda.runtime.kernel import device_function
 #: Rows of A, and of the accumulators, of a warpgroup.
 ROWS = 64
 #: dtype → its name in PTX, and the depth of one instruction: 32 bytes.
-KINDS = {"float16": ("f16", 16), "bfloat16": ("bf16", 16), "tf32": ("tf32", 8)}
+KINDS = {
+    "float16": ("f16", 16),
+    "bfloat16": ("bf16", 16),
+    "tf32": ("tf32", 8),
+    "float8_e4m3": ("e4m3", 32),
+}
+#: The depth of dtypes whose operands in shared memory may be transposed.
+_TURNED_DEPTH = 16
 #: Width of the swizzle → its code in a descriptor.
 _CODES = {0: 0, 128: 1, 64: 2, 32: 3}
 
@@ -107,7 +114,7 @@ def make_wgmma(
 
     Args:
         cols: Columns of B, 8 to 256, a multiple of eight.
-        dtype: Dtype of A and B: "float16", "bfloat16" or "tf32".
+        dtype: Dtype of A and B, one of :data:`KINDS`.
         a_in_registers: A is a fragment.
         a_transposed: The lines of A run along its rows; 16-bit dtypes only.
         b_transposed: The lines of B run along its columns; 16-bit dtypes only.
@@ -120,15 +127,15 @@ def make_wgmma(
         raise ValueError(
             f"wgmma has 8 to 256 columns, a multiple of 8, of {', '.join(KINDS)}; got {cols} of {dtype!r}"
         )
-    if (a_transposed and a_in_registers) or (dtype == "tf32" and (a_transposed or b_transposed)):
+    name, depth = KINDS[dtype]
+    may_turn = depth == _TURNED_DEPTH
+    if (a_transposed and a_in_registers) or ((a_transposed or b_transposed) and not may_turn):
         raise ValueError(
             "wgmma transposes operands of 16 bits in shared memory only; store this one along the depth"
         )
-    name, depth = KINDS[dtype]
     # Nothing is negated; then which operands are transposed, of those that could be.
-    turned = "" if dtype == "tf32" else "".join(
-        f", {int(flag)}" for flag in ([] if a_in_registers else [a_transposed]) + [b_transposed]
-    )  # fmt: skip
+    flags = ([] if a_in_registers else [a_transposed]) + [b_transposed]
+    turned = "".join(f", {int(flag)}" for flag in flags) if may_turn else ""
     left, a = (reads(U32, 4), "{$a}") if a_in_registers else (I64, "$a")
 
     def text(flag: str) -> str:

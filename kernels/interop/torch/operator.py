@@ -65,7 +65,7 @@ def flash_attention(
         score_mod: ``(score, batch, head, row, col) -> score``, likewise; with its derivative, a pair.
         seed: Seed of the dropout mask; None draws one from PyTorch's generator of the CPU, so that
             ``torch.manual_seed`` determines it.
-        precision: For float32, the lower precision that products may use; see :func:`kernels.make_problem`.
+        precision: A lower precision of products; see :func:`kernels.make_problem`.
         deterministic: Make gradients bitwise reproducible; None follows
             ``torch.are_deterministic_algorithms_enabled()``.
         return_lse: Also return lse, (batch, heads, seq_q), which is differentiable.

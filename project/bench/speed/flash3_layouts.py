@@ -32,7 +32,7 @@ ROUNDS, LAUNCHES = 15, 8
 CHANGES: tuple[dict[str, Any], ...] = ({}, {"patience": 0}, {"patience": 8})
 
 
-class _Noted:
+class Noted:
     """A kernel whose launches are noted.
 
     Args:
@@ -58,7 +58,7 @@ def launch_of(problem: Any, operands: Operands, layout: ForwardLayout) -> Callab
     found: list[Callable[[], None]] = []
     real = flash3_wgmma.forward_kernel
     own = {
-        "forward_kernel": lambda *kind: _Noted(real(*kind), found),
+        "forward_kernel": lambda *kind: Noted(real(*kind), found),
         "layout_of": lambda widths, has_options=False: layout,
     }
     forget_launches()

@@ -281,3 +281,19 @@ def test_without_a_gpu_an_experiment_says_so() -> None:
         pytest.skip("CUDA kernels can run here")
     with pytest.raises(SystemExit, match="NUMBA_ENABLE_CUDASIM"):
         harness.run(load("speedup").EXPERIMENT, ["--device", "cuda", "--quick"])
+
+
+def test_float8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load("float8")
+    monkeypatch.setattr(module, "CHECKED", {"normal": (1, 64, 1024)})
+    rows = {row["contestant"]: row["error"] for row in result_of(module, "cpu", tmp_path).rows}
+    assert rows.keys() == {module.COMPOSED, *module.CONTESTANTS} == module.PAPER.keys()
+    assert rows["float16"] < rows[module.COMPOSED] < rows["float8_e4m3+hadamard"]
+    timed = {
+        "tflops": {key: {"median": 9.0} for key in module.CONTESTANTS},
+        "length": 8,
+        "causal": True,
+    }
+    timed["speedup"] = {key: {"median": 1.5} for key in [*module.CONTESTANTS][1:]}
+    errors = {"contestant": "float16", "error": 1e-4, "paper": 1.9e-4}
+    assert "8, causal" in module.table({"shape": "small", "rows": [errors, timed]})

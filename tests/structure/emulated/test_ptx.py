@@ -20,6 +20,7 @@ from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place, swizzled
 from kernels.cuda.ptx.tensor_map import check_tensor_map
 from kernels.runtime.targets import cuda
 
+from ...support import float8
 from ...support.tensor_cores.ptx_cases import Case, run
 from ...support.tensor_cores.ptx_kernels import CASES as OF_A_WARP
 from ...support.tensor_cores.ptx_kernels_hopper import CASES as OF_A_BLOCK
@@ -62,6 +63,7 @@ MAPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, int]]] = {
     "accumulators side by side": (PLAIN.accumulator_element, (32,), (16, 64)),
     "A of TF32": (PLAIN.a_element_tf32, (4,), (16, 8)),
     "B of TF32": (PLAIN.b_element_tf32, (2,), (8, 8)),
+    "A of 8 bits": (PLAIN.a_element_8, (4, 4), (16, 32)),
     "a matrix": (PLAIN.matrix_element, (2,), (8, 8)),
 }
 
@@ -292,6 +294,26 @@ def test_too_large_a_number_is_infinite() -> None:
         assert emulated_numbers.round_to(large, dtype) == np.inf
 
 
+@given(st.lists(st.floats(-500, 500, width=32) | st.floats(-0.125, 0.125, width=32), min_size=1))
+def test_e4m3_rounds_to_nearest_even_and_has_a_greatest_number(values: list[float]) -> None:
+    x = np.array(values, np.float32)
+    _assert_same(emulated_numbers.round_to(x, "float8_e4m3"), float8.rounded(x))
+
+
+def test_every_number_of_e4m3_survives_packing_and_midpoints_go_to_even() -> None:
+    known = float8.numbers()
+    bits = np.arange(len(known), dtype=np.uint8)
+    _assert_same(emulated_numbers.from_bits(bits, "float8_e4m3"), known)
+    _assert_same(emulated_numbers.to_bits(known, "float8_e4m3"), bits)
+    middle = (known[1:] + known[:-1]) / 2
+    even = np.where(bits[1:] % 2 == 0, known[1:], known[:-1])
+    _assert_same(emulated_numbers.round_to(-middle, "float8_e4m3"), -even)
+    large = np.array([448.1, 1e9, np.inf, np.nan], np.float32)
+    _assert_same(emulated_numbers.round_to(large, "float8_e4m3"), [448, 448, 448, np.nan])
+    fours = emulated_numbers.pack_e4m3(*known[8:12])
+    assert int(fours) == 8 | 9 << 8 | 10 << 16 | 11 << 24
+
+
 def test_powers_of_two_have_no_subnormal_results() -> None:
     _assert_same(emulated_numbers.ex2([-np.inf, -127, -126, 3]), [0, 0, 2.0**-126, 8])
 
@@ -384,7 +406,11 @@ def test_wgmma_multiplies(
         operands.append(values)
     before = rng.standard_normal((64, columns), np.float32)
     left: Any = a
-    if in_registers and dtype == "tf32":
+    if in_registers and dtype == "float8_e4m3":
+        place = PLAIN.a_element_8(*np.ogrid[:32, :4, :4])
+        bits = emulated_numbers.to_bits(operands[0], dtype)
+        left = np.stack([rows[place].view(np.uint32)[..., 0] for rows in np.split(bits, 4)])
+    elif in_registers and dtype == "tf32":
         place = PLAIN.a_element_tf32(*np.ogrid[:32, :4])
         left = np.stack([rows.view(np.uint32)[place] for rows in np.split(operands[0], 4)])
     elif in_registers:
@@ -417,9 +443,10 @@ def test_wgmma_refuses_sizes_and_dtypes_that_it_has_not(arguments: tuple[int, st
         wgmma.make_wgmma(*arguments)
 
 
-def test_wgmma_refuses_to_transpose_tf32() -> None:
+@pytest.mark.parametrize("dtype", ["tf32", "float8_e4m3"])
+def test_wgmma_transposes_16_bits_only(dtype: str) -> None:
     with pytest.raises(ValueError, match="store this one along the depth"):
-        wgmma.make_wgmma(64, "tf32", b_transposed=True)
+        wgmma.make_wgmma(64, dtype, b_transposed=True)
 
 
 def test_registers_are_handed_out_in_eights() -> None:

@@ -48,6 +48,11 @@ def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Ite
         maps[id(token)] = token, TensorMap(array, (1, 1, rows, PANEL), LINE)
         return token, int(array.shape[1] > 1), int(array.shape[0] > 1)
 
+    def byte_map(array: Any, rows: int) -> Any:
+        token = np.zeros(128, np.uint8)
+        maps[id(token)] = token, TensorMap(array, (1, 1, rows, LINE), LINE)
+        return token
+
     def launched(kernel: Kernel, where: Any) -> Any:
         grid, _ = where
 
@@ -65,6 +70,17 @@ def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Ite
         "reshaped": np.reshape,
         "as_bits": as_bits,
     }
+    of_float8 = {
+        "byte_map": byte_map,
+        **{
+            name: of_launch[name]
+            for name in ("tensor_map", "multiprocessors", "counters", "reshaped")
+        },
+    }
+    of_rounding = {
+        "empty_device": empty, "as_bits": as_bits, "current_device": lambda: 0,
+        "device_constant": lambda content, shape, dtype, device: np.frombuffer(content, dtype).copy(),
+    }  # fmt: skip
     common = {"row_major_copy": np.ascontiguousarray, "as_bits": as_bits, "tensor_map": tensor_map}
     if layout is not None:
         of_launch["layout_of"] = lambda widths, has_options=False: layout
@@ -81,6 +97,9 @@ def emulated_hopper(layout: ForwardLayout | None = None, blocks: int = 2) -> Ite
         stack.enter_context(
             patch("kernels.cuda.attention.flash3_wgmma.packed_mask.empty_device", empty)
         )
+        float8 = "kernels.cuda.attention.flash3_wgmma.float8"
+        stack.enter_context(patch.multiple(f"{float8}.launch", **of_float8))
+        stack.enter_context(patch.multiple(f"{float8}.quantise", **of_rounding))
         stack.enter_context(patch.object(Kernel, "__getitem__", launched))
         forget_launches()
         try:

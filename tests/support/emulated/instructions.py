@@ -170,6 +170,9 @@ class Instructions:
     def pack_singly(self, low: Any, high: Any) -> Any:
         return self.pack("f16", low, high)
 
+    def pack_four(self, *numbers: Any) -> Any:
+        return emulated_numbers.pack_e4m3(*numbers)[()]
+
     def unpack(self, kind: str, pair: Any) -> Any:
         return tuple(emulated_numbers.unpack(pair, "float16" if kind == "16" else "bfloat16"))
 
@@ -270,6 +273,7 @@ INSTRUCTIONS = {
     r"cvt\.rn\.(f16|bf16)x2\.f32": "pack",
     r"cvt\.rn\.relu\.(f16|bf16)x2\.f32": "pack_positive",
     r"\{ \.reg \.b16 low, high;\s+cvt\.rn\.f16": "pack_singly",
+    r"\{ \.reg \.b16 low, high;\s+cvt\.rn\.satfinite\.e4m3x2": "pack_four",
     r"\{ \.reg \.b(16|32) low, high;\s+(?:mov|shl)": "unpack",
     r"cvt\.rna\.tf32": "round_tf32",
     r"ex2\.approx": "ex2",
@@ -282,4 +286,4 @@ INSTRUCTIONS = {
     r"\{ \.reg \.pred elected": "elect",
     r"bar\.(sync|arrive)": "bar",
 }  # fmt: skip
-DTYPES = {"f16": "float16", "bf16": "bfloat16", "tf32": "tf32"}
+DTYPES = {"f16": "float16", "bf16": "bfloat16", "tf32": "tf32", "e4m3": "float8_e4m3"}

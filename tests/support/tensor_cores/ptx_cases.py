@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, uint8, uint32
 
-from kernels.cuda.ptx.emulated.numbers import pack
+from kernels.cuda.ptx.emulated.numbers import pack, pack_e4m3
 from kernels.cuda.ptx.tensor_map import encode_tensor_map
 from kernels.cuda.runtime.arrays import device_pointer, to_device, to_host
 from kernels.cuda.runtime.kernel import Kernel
@@ -96,3 +96,7 @@ def normals(rng: Generator, *shape: int) -> Any:
 
 def pairs(rng: Generator, dtype: str, *shape: int) -> Any:
     return pack(normals(rng, *shape), normals(rng, *shape), dtype)
+
+
+def eights(rng: Generator, *shape: int) -> Any:
+    return pack_e4m3(*(normals(rng, *shape) for _ in range(4)))

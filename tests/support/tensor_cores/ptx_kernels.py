@@ -43,6 +43,21 @@ def _packing(name: str, dtype: str, cc: tuple[int, int], text: str) -> Case:
     return Case(name, kernel, void(FLOATS, WORDS), cc, text, make)
 
 
+def _packing_four() -> Case:
+    def kernel(x, out):
+        lane = cuda.threadIdx.x
+        out[lane, 0] = numbers.pack_e4m3(x[lane, 0], x[lane, 1], x[lane, 2], x[lane, 3])
+
+    def make(rng: Generator) -> Any:
+        x = _any_floats(rng, 4)
+        x[: len(_SPECIAL), 1:] = normals(rng, len(_SPECIAL), 3)
+        x = np.where(np.isnan(x), np.float32(0), x)  # what its bits are is not promised
+        return [x], np.zeros((WARP, 1), np.uint32), en.pack_e4m3(*x.T)[:, None], 0
+
+    text = "cvt.rn.satfinite.e4m3x2.f32"
+    return Case("pack_e4m3", kernel, void(FLOATS, WORDS), (8, 9), text, make)
+
+
 def _unpacking(name: str, dtype: str, text: str) -> Case:
     function = getattr(numbers, name)
 
@@ -357,6 +372,7 @@ CASES = [
     _packing("pack_f16", "float16", (8, 0), "cvt.rn.f16x2.f32"),
     _packing("pack_bf16", "bfloat16", (8, 0), "cvt.rn.bf16x2.f32"),
     _packing("pack_f16_singly", "float16", (7, 5), "cvt.rn.f16.f32"),
+    _packing_four(),
     _unpacking("unpack_f16", "float16", "cvt.f32.f16"),
     _unpacking("unpack_bf16", "bfloat16", "shl.b32"),
     _rounding(),

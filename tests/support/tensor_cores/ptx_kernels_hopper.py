@@ -10,6 +10,7 @@ from numba import float32, types, uint8, uint32, uint64, void
 
 from kernels.cuda.ptx import barriers, bulk, copies, wgmma
 from kernels.cuda.ptx.emulated import warp as emulated
+from kernels.cuda.ptx.emulated.numbers import E4M3
 from kernels.cuda.ptx.emulated.wgmma import gather_rows, read_operand, read_registers
 from kernels.cuda.ptx.emulated.wgmma import wgmma as emulated_wgmma
 from kernels.runtime.targets import cuda
@@ -25,6 +26,7 @@ from .ptx_cases import (
     Case,
     Generator,
     Map,
+    eights,
     normals,
     pairs,
     words,
@@ -297,6 +299,8 @@ def warpgroup(
         if dtype == "tf32":
             image = normals(rng, 1, words).view(np.uint32)
             registers = normals(rng, GROUP, 4).view(np.uint32)
+        elif dtype == E4M3:
+            image, registers = eights(rng, 1, words), eights(rng, GROUP, 4)
         else:
             image, registers = pairs(rng, dtype, 1, words), pairs(rng, dtype, GROUP, 4)
         shared, fragment = image.reshape(-1).view(np.uint8), registers.reshape(4, WARP, 4)
@@ -312,8 +316,9 @@ def warpgroup(
         right = read_operand(shared, b, cols, dtype, b_transposed)
         size = gather_rows(np.abs(left) @ np.abs(right).T).reshape(GROUP, accumulators)
         expected = 2 * once.reshape(GROUP, accumulators)
-        # Tensor cores drop the bits below those of the largest product.
-        return [image, registers], np.zeros_like(expected), expected, 2e-6 * size + 1e-6
+        # Tensor cores drop the bits below those of the largest product, of e4m3 more.
+        unit = 2.0**-11 if dtype == E4M3 else 2e-6
+        return [image, registers], np.zeros_like(expected), expected, unit * size + 1e-6
 
     turned = ("ᵀ" if a_transposed else "", "ᵀ" if b_transposed else "")
     left = "registers" if in_registers else f"A{turned[0]}"
@@ -339,6 +344,9 @@ def _warpgroups() -> Iterator[Case]:
                 yield warpgroup(64, "bfloat16", False, a_transposed, b_transposed, swizzle)
         yield warpgroup(64, "tf32", False, False, False, swizzle)
     yield warpgroup(64, "tf32", True, False, False, 128)
+    for cols in (64, 128):
+        for in_registers in (False, True):
+            yield warpgroup(cols, E4M3, in_registers, False, False, 128)
 
 
 CASES = [

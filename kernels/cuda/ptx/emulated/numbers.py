@@ -1,20 +1,25 @@
 """Roundings of the conversions in ``numbers``, on NumPy arrays, bit for bit.
 
-A 16-bit number is its bits, uint16, and a dtype's name; a pair is uint32, the first number in its
-low half.
+A number of 16 or 8 bits is its bits, uint16 or uint8, and a dtype's name; a pair is uint32, the first
+number in its low half.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kernels.runtime.dtypes import HALF_DTYPES, NAMES
 
 Array = np.ndarray[Any, Any]
 
+E4M3 = "float8_e4m3"
 _STORED = {NAMES[dtype]: dtype for dtype in HALF_DTYPES}
+_STORED[E4M3] = np.dtype(ml_dtypes.float8_e4m3fn)
+#: The greatest number of float8 e4m3, which has no infinity.
+_MOST_E4M3 = np.float32(448)
 #: The least float32 that is not subnormal.
 _TINY = np.finfo(np.float32).tiny
 
@@ -23,18 +28,26 @@ def _bits(values: Any) -> Array:
     return np.asarray(values, np.float32).view(np.uint32)
 
 
-def to_bits(values: Any, dtype: str) -> Array:
-    """Return the bits of numbers rounded to "float16" or "bfloat16", to nearest even.
+def _bits_of(stored: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(f"uint{8 * stored.itemsize}")
 
-    What is not a number stays none; its bits are not promised.
+
+def to_bits(values: Any, dtype: str) -> Array:
+    """Return the bits of numbers rounded to "float16", "bfloat16" or "float8_e4m3", to nearest even.
+
+    What is not a number stays none; its bits are not promised.  To e4m3 larger numbers are 448.
     """
+    values, stored = np.asarray(values, np.float32), _STORED[dtype]
+    if dtype == E4M3:
+        values = np.clip(values, -_MOST_E4M3, _MOST_E4M3)
     with np.errstate(over="ignore"):
-        return np.asarray(values, np.float32).astype(_STORED[dtype]).view(np.uint16)
+        return values.astype(stored).view(_bits_of(stored))
 
 
 def from_bits(bits: Any, dtype: str) -> Array:
-    """Return the float32 that bits of "float16" or "bfloat16" mean, exactly."""
-    return np.asarray(bits, np.uint16).view(_STORED[dtype]).astype(np.float32)
+    """Return the float32 that bits of "float16", "bfloat16" or "float8_e4m3" mean, exactly."""
+    stored = _STORED[dtype]
+    return np.asarray(bits, _bits_of(stored)).view(stored).astype(np.float32)
 
 
 def round_to(values: Any, dtype: str) -> Array:
@@ -49,6 +62,11 @@ def pack(low: Any, high: Any, dtype: str) -> Array:
     pairs = np.empty((*np.shape(low), 2), np.float32)
     pairs[..., 0], pairs[..., 1] = low, high
     return to_bits(pairs, dtype).view(np.uint32)[..., 0]
+
+
+def pack_e4m3(w: Any, x: Any, y: Any, z: Any) -> Array:
+    """Return four numbers of 8 bits, as ``pack_e4m3`` of ``numbers`` does."""
+    return to_bits(np.stack([w, x, y, z], -1), E4M3).view(np.uint32)[..., 0]
 
 
 def halves(pairs: Any) -> Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kernels.cuda.ptx.emulated.numbers import Array, from_bits, read_tf32
+from kernels.cuda.ptx.emulated.numbers import E4M3, Array, from_bits, read_tf32
 from kernels.cuda.ptx.emulated.warp import (
     WARP,
     gather_accumulators,
@@ -66,7 +66,7 @@ def read_operand(
         shared: Bytes.
         descriptor: 64 bits.
         lines: Rows of A, or columns of B.
-        dtype: "float16", "bfloat16" or "tf32".
+        dtype: One of ``KINDS``.
         is_transposed: Lines run along the rows of A or the columns of B.
     """
     start, leading, stride, swizzle = fields(descriptor)
@@ -77,7 +77,7 @@ def read_operand(
     words = np.ascontiguousarray(shared[places])
     if dtype == "tf32":
         return read_tf32(words.view(np.uint32)[..., 0])
-    return from_bits(words.view(np.uint16)[..., 0], dtype)
+    return from_bits(words.view(f"uint{8 * size}")[..., 0], dtype)
 
 
 def gather_rows(tile: Array) -> Array:
@@ -92,12 +92,17 @@ def scatter_rows(fragment: Array) -> Array:
 
 def read_registers(fragment: Array, dtype: str) -> Array:
     """Return the left operand that the registers of a warpgroup hold: (64, depth) float32."""
-    if dtype != "tf32":
+    if dtype in ("float16", "bfloat16"):
         return from_bits(np.concatenate([scatter_a(rows) for rows in fragment]), dtype)
     tile = np.zeros((WARPS, WARP_ROWS, KINDS[dtype][1]), np.float32)
-    lane, register = np.ogrid[:WARP, : fragment.shape[2]]
-    row, column = PLAIN.a_element_tf32(lane, register)
-    tile[:, row, column] = read_tf32(fragment)
+    lane, register, byte = np.ogrid[:WARP, : fragment.shape[2], :4]
+    if dtype == E4M3:
+        eights = np.ascontiguousarray(fragment)[..., None].view(np.uint8)
+        row, column = PLAIN.a_element_8(lane, register, byte)
+        tile[:, row, column] = from_bits(eights, dtype)
+    else:
+        row, column = PLAIN.a_element_tf32(lane[..., 0], register[..., 0])
+        tile[:, row, column] = read_tf32(fragment)
     return tile.reshape(ROWS, -1)
 
 
@@ -118,7 +123,7 @@ def wgmma(
         acc: (4, 32, columns / 2) float32.
         a: A descriptor, or registers (4, 32, 4).
         b: A descriptor.
-        dtype: "float16", "bfloat16" or "tf32".
+        dtype: One of ``KINDS``.
         a_transposed: The lines of A run along its rows.
         b_transposed: The lines of B run along its columns.
         accumulate: Add to ``acc``; else its numbers do not count.

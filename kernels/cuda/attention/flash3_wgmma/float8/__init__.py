@@ -1,0 +1,1 @@
+"""FlashAttention-3 forward with float8 products on Hopper."""

@@ -1,0 +1,97 @@
+"""Float8 e4m3 in NumPy: how operands are rounded, and attention on rounded operands.
+
+The kernels of Hopper round q, k and v in the same way, with the same units.  Here the probabilities stay in
+the dtype of the kernel, where tensor cores take them in e4m3, too.
+
+Source: Shah and others, FlashAttention-3, section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from kernels.problem.float8 import BLOCK, FLOAT8, SIGNS, padded
+from kernels.problem.operands import Operands
+from kernels.problem.question import Problem
+
+Array = npt.NDArray[Any]
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+#: The greatest number of e4m3, which has no infinity.
+MOST = 448.0
+
+
+def unit_of(most: Array) -> Array:
+    """Return the least power of two of which ``most`` is no more than 448 times, float32.
+
+    A power of two scales without an error, so that only the rounding to e4m3 loses anything.
+    """
+    exponent = (np.asarray(most, np.float32).view(np.uint32) + np.uint32(0x1FFFFF)) >> np.uint32(23)
+    return ((np.clip(exponent, 9, 254) - 8).astype(np.uint32) << np.uint32(23)).view(np.float32)
+
+
+def turned(x: Array) -> Array:
+    """Return rows times random signs and a Hadamard matrix, without its factor 1/sqrt(width).
+
+    Args:
+        x: (…, rows, width) float32, the width a power of two.
+    """
+    width = x.shape[-1]
+    bits = SIGNS[np.arange(width) // 16] >> (np.arange(width) % 16).astype(np.uint32) & 1
+    x = np.where(bits, -x, x)
+    step = 1
+    while step < width:
+        pairs = x.reshape(*x.shape[:-1], width // (2 * step), 2, step)
+        above, below = pairs[..., 0, :], pairs[..., 1, :]
+        x = np.stack([above + below, above - below], -2).reshape(x.shape)
+        step *= 2
+    return x
+
+
+def quantised(x: Array, has_blocks: bool = False) -> tuple[Array, Array]:
+    """Return numbers in e4m3, and the unit that each is to be multiplied by.
+
+    Args:
+        x: (…, rows, width) float32.
+        has_blocks: A unit for each block of 128 rows; else one for all rows.
+
+    Returns:
+        Numbers of the shape of x, NaN where x is not finite; units (…, rows, 1) float32.
+    """
+    rows = x.shape[-2]
+    firsts = np.arange(0, rows, BLOCK if has_blocks else rows)
+    size = np.where(np.isfinite(x), np.abs(x), np.float32(0)).max(-1, keepdims=True)
+    most = np.maximum.reduceat(size, firsts, axis=-2)
+    unit = np.repeat(unit_of(most), np.diff([*firsts, rows]), axis=-2)
+    with np.errstate(invalid="ignore"):
+        return (np.clip(x / unit, -MOST, MOST) + (x - x)).astype(E4M3), unit
+
+
+def rounding(forward: Callable[..., None]) -> Callable[..., None]:
+    """Return ``(problem, tile, operands)``, which fills out and lse from operands rounded to e4m3.
+
+    Args:
+        forward: Fills them from the operands, float32 or float64.
+    """
+
+    def forward_float8(problem: Problem, tile: Any, operands: Operands) -> None:
+        how, width = FLOAT8[problem.precision], padded(problem.head_dim)
+
+        def rounded(x: Array, has_blocks: bool) -> Array:
+            numbers, unit = quantised(x, has_blocks)
+            return (numbers.astype(np.float32) * unit).astype(x.dtype)
+
+        q, k, v = operands.q, operands.k, rounded(operands.v, False)
+        if how.has_hadamard:
+            padding = [(0, 0)] * (q.ndim - 1) + [(0, width - problem.head_dim)]
+            q, k = (turned(np.pad(x, padding)) for x in (q, k))
+            problem = replace(problem, head_dim=width, scale=problem.scale / width)
+        q, k = rounded(q, how.has_blocks), rounded(k, how.has_blocks)
+        forward(problem, tile, operands.having(q=q, k=k, v=v))
+
+    return forward_float8

@@ -1,0 +1,143 @@
+"""Hopper's float8 forward kernels, their own source on the emulated GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from kernels import launch, make_problem
+from kernels.cuda.attention.flash3_wgmma.float8 import launch as flash3_float8
+from kernels.cuda.attention.flash3_wgmma.forward.kernel import SCHEDULER_THREAD
+from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout
+from kernels.cuda.device.warpgroups import WARPGROUP
+from kernels.problem.operands import make_operands
+from kernels.runtime.dtypes import BFLOAT16, FLOAT16
+
+from ...support.emulated.gpu import held_back
+from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
+from ...support.emulated.target import EMULATED
+from ...support.float8 import PRECISIONS, root_mean_square, wanted
+from ...support.tolerances import tolerance
+
+SMALL = ForwardLayout(2, 32, 2, 2, True, 2)
+
+
+class Call(NamedTuple):
+    """A call for the emulated GPU: lengths, dims, heads of q and of k, options, layout, blocks."""
+
+    lengths: tuple[int, int]
+    dims: tuple[int, int] = (64, 64)
+    heads: tuple[int, int] = (2, 2)
+    options: Mapping[str, Any] = MappingProxyType({})
+    precision: str = PRECISIONS[0]
+    layout: ForwardLayout = SMALL
+    blocks: int = 1
+    dtype: Any = FLOAT16
+
+
+CALLS = {
+    "odd lengths, one block takes all items": Call((70, 100)),
+    "blocks of rows with units of their own": Call((140, 300), precision=PRECISIONS[1]),
+    "rotated, causal, two blocks": Call(
+        (150, 100), options={"is_causal": True}, precision=PRECISIONS[3], blocks=2
+    ),
+    "a window, rows that see nothing": Call(
+        (70, 90), options={"window_size": (20, -1), "is_causal": True, "causal_offset": -25},
+        precision=PRECISIONS[2], dtype=BFLOAT16,
+    ),
+    "wide heads, narrower than their padding": Call((70, 70), (72, 128), precision=PRECISIONS[3]),
+    "heads that share keys": Call((65, 33), (128, 40), (4, 2), {"enable_gqa": True}),
+    "three consumers that take turns": Call(
+        (193, 140), layout=ForwardLayout(3, 64, 3, 2, True, 0), options={"scale": 1.0}
+    ),
+    "consumers without turns": Call(
+        (200, 200), options={"is_causal": True}, layout=ForwardLayout(2, 64, 2, 2, False, 1)
+    ),
+}  # fmt: skip
+
+
+def _forward(call: Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    own = {"precision": call.precision, "rung": "flash3_wgmma", **call.options}
+    problem = make_problem(q, k, v, **own)
+    with (
+        emulated_hopper(None, call.blocks),
+        patch.object(flash3_float8, "layout_of", lambda widths: call.layout),
+    ):
+        flash3_float8.layout_for.cache_clear()
+        operands = make_operands(EMULATED.memory, problem, q, k, v)
+        try:
+            return launch.forward(EMULATED, problem, operands)
+        finally:
+            flash3_float8.layout_for.cache_clear()
+
+
+def _check(call: Call, rng: np.random.Generator) -> None:
+    (seq_q, seq_k), (head, value), (heads, key_heads) = call.lengths, call.dims, call.heads
+    sizes = ((heads, seq_q, head), (key_heads, seq_k, head), (key_heads, seq_k, value))
+    q, k, v = (rng.standard_normal((1, *size)).astype(call.dtype) for size in sizes)
+    out, lse = _forward(call, q, k, v)
+    problem = make_problem(q, k, v, **call.options)
+    distance = np.arange(seq_k) - np.arange(seq_q)[:, None]
+    visible = (problem.lower <= distance) & (distance <= problem.upper)
+    k, v = (np.repeat(x, heads // key_heads, axis=1) for x in (k, v))
+    right = wanted(q, k, v, call.precision, call.options.get("scale"), visible)
+    with np.errstate(invalid="ignore"):
+        away = np.where(lse == right.lse, 0.0, np.abs(lse - right.lse))
+    # In float32 an element may fall on the other side of a midpoint.
+    assert away.max() <= (2e-2 if "hadamard" in call.precision else 1e-4)
+    error = np.abs(out.astype(np.float64) - right.out)
+    assert (error <= right.bound + tolerance(call.dtype) * (1 + np.abs(right.out))).all()
+    # Most roundings are far from the largest one.
+    assert root_mean_square(error) <= 0.3 * root_mean_square(right.bound) + tolerance(call.dtype)
+
+
+#: A call takes seconds.
+ALWAYS = list(CALLS)[:6]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else FUZZ_ONLY) for name in CALLS]
+)
+def test_the_kernels_own_source_computes_attention(name: str) -> None:
+    _check(CALLS[name], np.random.default_rng(0))
+
+
+def test_memory_beyond_the_sequences_is_never_read_into_a_result() -> None:
+    rng, call = np.random.default_rng(1), Call((70, 90), precision=PRECISIONS[1])
+    arrays = []
+    for rows in (70, 90, 90):
+        whole = np.full((1, 2, rows + 40, 64), np.nan, FLOAT16)
+        whole[:, :, :rows] = rng.standard_normal((1, 2, rows, 64))
+        arrays.append(whole[:, :, :rows])
+    out, lse = _forward(call, *arrays)
+    again = _forward(call, *(x.copy() for x in arrays))
+    np.testing.assert_array_equal(out, again[0])
+    np.testing.assert_array_equal(lse, again[1])
+    assert np.isfinite(out).all()
+
+
+def test_a_number_that_is_not_finite_is_nan_in_its_rows() -> None:
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((1, 1, rows, 64)).astype(FLOAT16) for rows in (70, 90, 90))
+    q[0, 0, 3, 5], q[0, 0, 60, 1] = np.inf, np.nan
+    out, _ = _forward(Call((70, 90)), q, k, v)
+    assert np.isnan(out[0, 0, [3, 60]]).all()
+    assert np.isfinite(np.delete(out, [3, 60], axis=2)).all()
+
+
+#: The producer of keys and values, the scheduler, and consumer lanes.
+LATE = {
+    "copier": 0, "scheduler": SCHEDULER_THREAD, "lane": WARPGROUP + 1, "other consumer": 2 * WARPGROUP
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_no_thread_is_too_late(late: str) -> None:
+    call = Call((300, 90), (64, 64), (1, 1), {"is_causal": True, "causal_offset": -130})
+    with held_back(LATE[late]):
+        _check(call, np.random.default_rng(3))

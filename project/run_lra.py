@@ -40,7 +40,7 @@ from common.one_by_one import run_one_by_one
 from data.long_range import GENERATED, TASKS, TEXT_LENGTH, Task, load_task
 from data.pathfinder import PUBLISHED
 from training.lra_loop import Training
-from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings
+from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings, learning_rate_of
 from training.script_helpers import check_backend, draw, ends_in_one_line, make_folder
 
 from minitorch.training.model_files import CheckpointError
@@ -90,7 +90,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--all", action="store_true", help="all nine attentions, each in a process of its own")
     add("--seed", nargs="+", type=FROM_ZERO, default=[0], metavar="N",
         help="of everything that is random; several train several times")  # fmt: skip
-    add("--lr", type=POSITIVE, metavar="X", help="learning rate (default: that of the method)")
+    add("--lr", type=POSITIVE, metavar="X", help="learning rate (default: that of the task)")
     add("--tune", action="store_true", help=f"train with each learning rate of {RATES}")
     add("--data", metavar="DIR",
         help="folder of a task's official files: aclImdb for text, AAN's three .tsv for retrieval, "
@@ -171,7 +171,7 @@ def runs_of(args: argparse.Namespace) -> list[Run]:
         Run(task, attention, seed, lr)
         for task in args.task
         for attention in args.attention
-        for lr in (RATES if args.tune else (args.lr or METHODS[attention].lr,))
+        for lr in (RATES if args.tune else (args.lr or learning_rate_of(task),))
         for seed in args.seed
     ]
 

@@ -22,7 +22,7 @@ from ..modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
 from ..nn import integer_array
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
-from .positions import kept_range
+from .positions import grid_sines, kept_range
 from .transformer_layers import TransformerLayer
 
 #: Standard deviation of the initial embeddings.  With 0.1, exact attention learns ListOps later.
@@ -51,14 +51,16 @@ class SequenceClassifier(Module):
         pad_id: Token that fills up shorter sequences.  It is masked as a key and left out of the mean.
             None if every token counts, as for pixels.
         documents: Documents of an example: 1, or 2 for a pair.
+        side: Side of the square images whose pixels are the tokens, row by row.  The position embeddings
+            then begin as sines of rows and columns, rather than random; None for sequences.
         ln_eps: Added to the variance by the layer norms.
         backend: Backend of the parameters.
         dtype: Dtype of the parameters; the default dtype when None.
         precision: "float32", "tf32" or "bfloat16", instead of a dtype; see :class:`minitorch.Precision`.
 
     Raises:
-        ValueError: If a size is below 1, there are neither one nor two documents, there is no such
-            precision, or a dtype is given as well.
+        ValueError: If a size is below 1, there are neither one nor two documents, ``side`` squared is not
+            ``n_positions``, there is no such precision, or a dtype is given as well.
 
     Source: the encoder of the Long-Range Arena (Tay et al., 2021), and its two-tower form for Retrieval.
     """
@@ -79,6 +81,7 @@ class SequenceClassifier(Module):
         attention_options: Mapping[str, Any] | None = None,
         pad_id: int | None = None,
         documents: int = 1,
+        side: int | None = None,
         ln_eps: float = 1e-5,
         backend: TensorBackend | None = None,
         dtype: npt.DTypeLike | None = None,
@@ -98,6 +101,17 @@ class SequenceClassifier(Module):
         self.n_classes, self.pad_id, self.documents = n_classes, pad_id, documents
         self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, EMBEDDING_STD)
         self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, EMBEDDING_STD)
+        if side is not None:
+            if side**2 != n_positions:
+                raise ValueError(
+                    f"an image with a side of {side} has {side**2} pixels, and n_positions is "
+                    f"{n_positions}; make them equal"
+                )
+            begin = 2.0**0.5 * EMBEDDING_STD * grid_sines(side, n_embd)
+            positions = self.position_embeddings.weights
+            positions.update(
+                constant_like(positions.value, begin.astype(np.float32)).to(positions.value.dtype)
+            )
         self.layer_names = [f"t_layer_{i + 1}" for i in range(n_layer)]
         for name in self.layer_names:
             layer = TransformerLayer(

@@ -35,6 +35,8 @@ class Task:
         classes: Number of classes.
         pad_id: Token that fills up short sequences; None if there is none.
         documents: Documents of an example.
+        side: Of the images whose pixels are the tokens, row by row; None if they are none.
+        turns: Whether an image that is turned or mirrored has the same class.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Task:
     classes: int
     pad_id: int | None = None
     documents: int = 1
+    side: int | None = None
+    turns: bool = False
 
     @property
     def length(self) -> int:
@@ -55,7 +59,7 @@ class Task:
         """What a model must know of it: arguments of :func:`training.lra_methods.build_classifier`."""
         return {
             "vocabulary": self.vocabulary, "length": self.length, "classes": self.classes,
-            "pad_id": self.pad_id, "documents": self.documents,
+            "pad_id": self.pad_id, "documents": self.documents, "side": self.side,
         }  # fmt: skip
 
     @property
@@ -96,14 +100,14 @@ def load_task(
         file = _file(cache, f"pathfinder-{size}", seed, counts)
         parts = pathfinder.pathfinder(file, size, seed, **more)
         source = f"generated, {size} x {size} pixels"
-        return Task(name, source, parts, BYTES, pathfinder.CLASSES)
+        return Task(name, source, parts, BYTES, pathfinder.CLASSES, side=size, turns=True)
     if name == "image":
         is_own = data is None
         parts = (
             stand_ins.image(counts, seed) if is_own else official_files.cifar10(data, counts, seed)
         )
         source = "stand-in: scikit-learn's digits at 32 x 32" if is_own else "CIFAR-10, grey"
-        return Task(name, source, parts, BYTES, 10)
+        return Task(name, source, parts, BYTES, 10, side=32)
     documents = 2 if name == "retrieval" else 1
     if data is not None:
         read = official_files.aan if name == "retrieval" else official_files.imdb

@@ -12,6 +12,7 @@ one after the other, and paddles are drawn by their distance from a pixel.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,8 @@ class Pathfinder:
         continuity: Smoothness, 1 or more: a contour turns by 45 degrees / continuity at most.
         paddle_contrast: Brightness of the long contours; that of distractors and discs is 1.
         counts: Examples of each part.
+        levels: Lengths of the long contours in training images, each in as many of them; those to validate
+            and to test have ``contour_length``.  Easier images show a model what a contour is.
     """
 
     size: int = 32
@@ -65,6 +68,7 @@ class Pathfinder:
     counts: dict[str, int] = field(
         default_factory=lambda: {"train": 160_000, "valid": 20_000, "test": 20_000}
     )
+    levels: tuple[int, ...] = (6, 9, 14)
 
     def __post_init__(self) -> None:
         if not (self.continuity >= 1.0 and 0.0 < self.paddle_contrast <= 1.0):
@@ -77,10 +81,10 @@ class Pathfinder:
                 "seed_distance is at most a quarter of size, since the first contour begins at twice that "
                 f"distance from each edge, got {self.seed_distance} and {self.size}"
             )
-        if self.contour_length < 3 or self.distractors < 0:
+        if min(self.contour_length, *self.levels) < 3 or self.distractors < 0:
             raise ValueError(
                 "a contour needs 3 paddles or more, and the number of distractors is 0 or more, got "
-                f"{self.contour_length} and {self.distractors}"
+                f"{self.contour_length}, levels {self.levels} and {self.distractors}"
             )
 
     @property
@@ -280,15 +284,22 @@ def pathfinder(
         raise ValueError(f"size must be one of {tuple(PUBLISHED)}, got {size}; or pass a task")
     chosen = replace(task or PUBLISHED[size], **changes)
 
-    recipe = {"task": "pathfinder", "seed": seed, **asdict(chosen)}
-    draw, desc = partial(_draw_example, task=chosen), f"Pathfinder-{chosen.size}"
-    return read_or_make(
-        path, recipe, lambda: draw_set(draw, chosen.counts, chosen.size**2, seed, desc)
-    )
+    def make() -> dict[str, Examples]:
+        parts: dict[str, Examples] = {}
+        for part, count in chosen.counts.items():
+            lengths = chosen.levels if part == "train" else (chosen.contour_length,)
+            draw = partial(_draw_example, task=chosen, lengths=lengths)
+            parts |= draw_set(
+                draw, {part: count}, chosen.size**2, seed, f"Pathfinder-{chosen.size}"
+            )
+        return parts
+
+    return read_or_make(path, {"task": "pathfinder", "seed": seed, **asdict(chosen)}, make)
 
 
 def _draw_example(
-    random: np.random.Generator, task: Pathfinder
+    random: np.random.Generator, task: Pathfinder, lengths: Sequence[int]
 ) -> tuple[npt.NDArray[np.uint8], int]:
-    picture = draw_picture(random, task)
+    length = lengths[int(random.integers(len(lengths)))]
+    picture = draw_picture(random, replace(task, contour_length=length))
     return picture.pixels.reshape(-1), picture.label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from common.notebooks import without_bar
 from data.long_range import Task
 from data.sequence_sets import Examples
@@ -23,7 +25,7 @@ from minitorch.training.model_files import (
     read_checkpoint,
     save_checkpoint,
 )
-from training.lra_methods import METHODS, Settings, build
+from training.lra_methods import Settings, build, learning_rate_of
 from training.script_helpers import CtrlC, check_loss, learning_rate
 
 #: Steps between two readings of the loss: a reading waits for the device, which else works ahead.
@@ -71,6 +73,17 @@ def judge(
     return Judged(right / len(examples.y), loss / len(examples.y))
 
 
+def turned(images: npt.NDArray[np.uint8], random: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Return square images, (batch, side²), each turned by right angles and mirrored at random."""
+    side = math.isqrt(images.shape[1])
+    out = images.reshape(-1, side, side).copy()
+    down, across, diagonal = random.integers(0, 2, (3, len(out))).astype(bool)
+    out[down] = out[down, ::-1]
+    out[across] = out[across, :, ::-1]
+    out[diagonal] = out[diagonal].transpose(0, 2, 1)
+    return out.reshape(images.shape)
+
+
 class Training:
     """The training of one method on one task, which goes on from its last checkpoint.
 
@@ -81,7 +94,7 @@ class Training:
         seed: Of everything that is random.
         backend: "fast" or "cuda".
         folder: Of the checkpoints and the best model.
-        lr: The learning rate; that of the method when None.
+        lr: The learning rate; that of the task when None.
         goes_on: Whether to go on from a checkpoint in the folder, if there is one.
         eager: Whether to launch the kernels of a step one by one, rather than to capture them.
 
@@ -100,7 +113,7 @@ class Training:
         lr: float | None = None, goes_on: bool = False, eager: bool = False,
     ):  # fmt: skip
         self.task, self.settings, self.folder = task, settings, folder
-        self.lr = METHODS[attention].lr if lr is None else lr
+        self.lr = learning_rate_of(task.name) if lr is None else lr
         minitorch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
         self.model = build(task, attention, settings, backend, seed)
@@ -169,7 +182,10 @@ class Training:
             while self.done < settings.steps and not ctrl_c.asked:
                 self.optimizer.lr = learning_rate(self.done / settings.steps, self.lr)
                 rows = self.rng.integers(0, len(train.y), settings.batch)
-                X = train.X[rows].astype(np.int64)
+                X = train.X[rows]
+                if self.task.turns:
+                    X = turned(X, self.rng)
+                X = X.astype(np.int64)
                 self._unread.append(self.take_step(X, train.y[rows]))
                 self.done += 1
                 bar.update()

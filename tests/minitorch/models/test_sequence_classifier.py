@@ -111,6 +111,20 @@ def test_it_learns_which_token_is_there() -> None:
     assert (own.predict(X) == y).mean() > 0.9
 
 
+def test_positions_of_an_image_begin_alike_where_pixels_are_near() -> None:
+    model = SequenceClassifier(8, 16, 2, 25, 2, side=5, backend=FastBackend)
+    table = model.position_embeddings.weights.value.to_numpy()
+    products = (table @ table.T)[12]  # of the pixel in the middle
+    assert products.argmax() == 12
+    near, far = products[[7, 11, 13, 17]], products[[0, 4, 20, 24]]
+    assert_close_arrays(near, np.full(4, near[0]), np.float32)  # along rows as along columns
+    assert near.min() > far.max()
+    with pytest.raises(ValueError, match="side of 4 has 16 pixels, and n_positions is 25"):
+        SequenceClassifier(8, 16, 2, 25, 2, side=4)
+    with pytest.raises(ValueError, match="multiple of 4, got 6"):
+        SequenceClassifier(8, 6, 2, 25, 2, side=5)
+
+
 def test_wrong_calls_say_what_is_expected() -> None:
     own = model(pad_id=0)
     with pytest.raises(ValueError, match=r"1 to 40 tokens, got shape \(2, 41\); cut longer"):

@@ -137,6 +137,21 @@ def test_classes_are_as_frequent_and_the_distance_of_the_markers_hardly_tells_th
     assert 0.4 < area < 0.6 and 0.4 < len(apart) / 400 < 0.6
 
 
+def test_only_training_images_have_short_contours(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    draw = pathfinder_data.draw_picture
+
+    def noted(random: Any, task: Pathfinder) -> Any:
+        drawn.append(task.contour_length)
+        return draw(random, task)
+
+    monkeypatch.setattr(pathfinder_data, "draw_picture", noted)
+    monkeypatch.setattr(pathfinder_data, "read_or_make", lambda path, recipe, make: make())
+    pathfinder("unused", 32, 3, counts={"train": 30, "valid": 8, "test": 8}, levels=(4, 9))
+    assert set(drawn[:30]) == {4, 9}
+    assert set(drawn[30:]) == {14}
+
+
 def test_a_seed_decides_the_images(tmp_path: Path) -> None:
     counts = {"train": 3, "valid": 1, "test": 1}
     first = pathfinder(tmp_path / "a.npz", 32, 5, counts=counts)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -257,3 +258,15 @@ def test_the_steps_of_all_attentions_are_compared_with_naive_ones(
     assert all(row["ms"]["median"] > 0 for row in rows)
     lines = capsys.readouterr().out.splitlines()
     assert "| FlashAttention | 0.250 | 0.500 | 0.354 |" in lines
+
+
+def test_turned_images_are_each_one_of_eight() -> None:
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (64, 9)).astype(np.uint8)
+    seen = set()
+    for before, after in zip(images, lra_loop.turned(images, random), strict=True):
+        square = before.reshape(3, 3)
+        ways = [np.rot90(x, n) for x in (square, square[:, ::-1]) for n in range(4)]
+        (way,) = (i for i, x in enumerate(ways) if (x == after.reshape(3, 3)).all())
+        seen.add(way)
+    assert seen == set(range(8))

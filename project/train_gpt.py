@@ -58,6 +58,7 @@ from minitorch.training.model_files import (
 __all__ = ["build", "judge", "main", "train_step"]  # what the benchmarks and experiments take
 #: The folders of the checkpoints and of the model for transformers, in that of the results.
 CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
+OUT_OF_MEMORY = "out of memory; take a smaller --batch, --context, --width or --layers"
 
 
 def build(config: dict[str, Any], backend: str, recompute: bool = False) -> minitorch.DecoderLM:
@@ -289,9 +290,11 @@ def train_and_write(args: argparse.Namespace, state: TrainingState | None = None
     """
     ranks = Ranks(args.data_parallel, args.ring)
     try:
+        options = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+        ranks.check({**options, "the step to go on from": state and state.step})
         _train_and_write(args, state, ranks)
-    except SystemExit as stop:
-        ranks.end(stop.code)
+    except (SystemExit, MemoryError) as stop:
+        ranks.end(stop.code if isinstance(stop, SystemExit) else OUT_OF_MEMORY)
         raise
 
 
@@ -321,6 +324,7 @@ def _train_and_write(args: argparse.Namespace, state: TrainingState | None, rank
             f"{state.source}: its run learns another text than {args.text or 'the manual of this Python'}; "
             "name the same with --text"
         )
+    ranks.check({"the text": corpus.digest})
     trainer = start(args, corpus, kept, found, state, ranks)
     model, config, out = trainer.model, trainer.config, Path(args.out)
     try:
@@ -403,7 +407,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit("stopped by Ctrl-C")
     except MemoryError:
-        sys.exit("out of memory; take a smaller --batch, --context, --width or --layers")
+        sys.exit(OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partialmethod
-from typing import Any
+from typing import Any, NoReturn
 
+import numba
 import numpy as np
 from tqdm import tqdm
 
 import minitorch
-from minitorch.distributed import GradientAverage, grid, positions, spread_sequence, world
+from minitorch.distributed import (
+    GradientAverage,
+    check_same,
+    grid,
+    positions,
+    spread_sequence,
+    world,
+)
 
 
 class Ranks:
@@ -36,17 +45,45 @@ class Ranks:
         self._join: Callable[[], None] = lambda: None
         if self.size == 1:
             return
+        wrong = f"--data-parallel {data} --ring {ring}: {{}}; start it with mpiexec -n {self.size}"
         try:
             self._world = world()
-            self._grid = grid(self._world, data, ring)
         except (ImportError, ValueError) as error:
-            sys.exit(
-                f"--data-parallel {data} --ring {ring}: {error}; start it with mpiexec -n {self.size}"
-            )
+            sys.exit(wrong.format(error))
         self.is_first = self._world.rank == 0
+        versions = {each.__name__: each.__version__ for each in (minitorch, np, numba)}
+        self.check(
+            {
+                "--data-parallel": data,
+                "--ring": ring,
+                "Python": platform.python_version(),
+                **versions,
+            }
+        )
+        try:
+            self._grid = grid(self._world, data, ring)
+        except ValueError as error:
+            self._refuse(wrong.format(error))
         if not self.is_first:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the end
             tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)  # type: ignore[method-assign]
+        # A launcher that has to name a killed process knows its number only.
+        print(", ".join(f"rank {i}: {x}" for i, x in enumerate(self._world.waiting.processes)))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """End all ranks for a reason that all of them have found."""
+        if not self.is_first:
+            self._world.barrier()  # until rank 0 has said it, once
+        self._world.abort(reason)
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Check that all ranks have the same facts; exit with one line if they do not."""
+        if self.size == 1:
+            return
+        try:
+            check_same(self._world, facts)
+        except ValueError as error:
+            self._refuse(str(error))
 
     def spread(self, model: minitorch.DecoderLM) -> None:
         """Let a model read parts of the sequences, and check that it is the same on all ranks."""
@@ -55,7 +92,7 @@ class Ranks:
         try:
             self._average = GradientAverage(model.parameters(), self._world)
         except ValueError as error:
-            sys.exit(str(error))
+            self._refuse(str(error))
         if self._grid.ring.size > 1:
             self._join = spread_sequence(model, self._grid.ring)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from minitorch import CudaBackend, FastBackend
-from minitorch.distributed import grid, positions, ring_attention, world
+from minitorch.distributed import check_same, grid, positions, ring_attention, world
 
 from ...support.tolerances import assert_close_arrays
 
@@ -250,6 +250,12 @@ def wrong_calls() -> None:
     for operands, options, error, words in calls:
         with pytest.raises(error, match=words):
             ring_attention(operands[0], operands[1], operands[2], GROUP, **options)
+    facts = {"numpy": "2.0", "--lr": 0.1 * GROUP.rank}
+    with pytest.raises(ValueError, match=r"--lr is 0\.0 on rank 0 and 0\.1 on rank 1"):
+        check_same(GROUP, facts)
+    with pytest.raises(ValueError, match="b is missing on rank 0 and 1 on rank 1"):
+        check_same(GROUP, {"a": 1, **({"b": 1} if GROUP.rank else {})})
+    check_same(GROUP, {"a": 1})
     array = np.ones((2, 3))
     for call, error, words in (
         (lambda: GROUP.send(array, 2), ValueError, "to must be a rank from 0 to 1, got 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,4 +41,22 @@ def test_several_ranks_learn_what_one_does(tmp_path: Path, parts: tuple[str, ...
 def test_a_wrong_number_of_ranks_is_one_line(tmp_path: Path) -> None:
     done = python(2, "project/train_gpt.py", "--out", str(tmp_path), *GRID)
     assert done.returncode != 0 and "mpiexec -n 4" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_with_other_options_is_refused_in_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "other.py"
+    script.write_text(
+        "import runpy, sys\n"
+        "from mpi4py import MPI\n"
+        "sys.path.insert(0, 'project')\n"
+        "sys.argv = ['train_gpt.py', '--data-parallel', '2']\n"
+        "sys.argv += ['--lr', '0.5'] if MPI.COMM_WORLD.rank == 1 else []\n"
+        "runpy.run_path('project/train_gpt.py', run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    done = python(2, str(script))
+    assert done.returncode != 0
+    (line,) = re.findall(r"^rank \d of 2: .*", done.stderr, re.MULTILINE)
+    assert "--lr is 0.005 on rank 0 and 0.5 on rank 1" in line
     assert "Traceback" not in done.stderr

@@ -123,6 +123,14 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
         f"speed          {result['tokens_per_second']:,.0f} tokens/s over {result['steps']} steps, "
         f"{result['seconds']:.0f} s"
     )
+    if ranks := result["ranks_ms"]:
+        compute, waiting, overlapped = (float(np.mean([x[key] for x in ranks])) for key in ranks[0])
+        least = min(range(len(ranks)), key=lambda rank: ranks[rank]["waiting"])
+        print(
+            f"ranks          a step computes for {compute:.1f} ms, with transfers under way for "
+            f"{overlapped:.1f} ms of them, and waits for {waiting:.1f} ms; rank {least} waits least, "
+            f"{ranks[least]['waiting']:.1f} ms: the others wait for it"
+        )
     if result["utilisation"] is not None:
         print(
             f"utilisation    {result['utilisation']:.1%} of {result['peak_tflops']:g} TFLOP/s, at "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partialmethod
 from typing import Any, NoReturn
 
@@ -17,12 +18,14 @@ from tqdm import tqdm
 import minitorch
 from minitorch.distributed import (
     GradientAverage,
+    ShardedOptimizer,
     check_same,
     grid,
     positions,
     spread_sequence,
     world,
 )
+from minitorch.training.model_files import CheckpointError
 
 
 class Ranks:
@@ -42,6 +45,10 @@ class Ranks:
 
     def __init__(self, data: int = 1, ring: int = 1):
         self.is_first, self.size, self._shares, self._average = True, data * ring, data, None
+        self._steps, self._times = (
+            0,
+            np.zeros(3),
+        )  # of the steps, of waiting, of operations under way
         self._join: Callable[[], None] = lambda: None
         if self.size == 1:
             return
@@ -116,6 +123,67 @@ class Ranks:
     def during_backward(self) -> AbstractContextManager[None]:
         """Return the context in which gradients become those of all ranks."""
         return nullcontext() if self._average is None else self._average.during_backward()
+
+    def optimizer(self, model: minitorch.DecoderLM, **options: Any) -> minitorch.Optimizer:
+        """Return the optimiser, of whose state each rank keeps a share; see :class:`minitorch.AdamW`."""
+        parameters = model.parameters()
+        if self.size == 1:
+            return minitorch.AdamW(parameters, **options)
+        return ShardedOptimizer(parameters, self._world, minitorch.AdamW, **options)
+
+    def save_parts(self, save: Callable[[int, int], str]) -> list[str]:
+        """Let every rank but the first save its part; return what it has returned on each of them.
+
+        Args:
+            save: Saves a part, given its number and how many there are.
+
+        Raises:
+            CheckpointError: On all ranks, if a part cannot be saved.
+        """
+        digest = np.zeros(64, np.uint8)
+        if not self.is_first:
+            try:
+                digest[:] = bytearray(save(self._world.rank, self.size), "ascii")
+            except CheckpointError as error:
+                print(error, file=sys.stderr)
+        if self.size == 1:
+            return []
+        every = np.empty((self.size, 64), np.uint8)
+        self._world.all_gather(digest, every).wait()
+        found = [bytes(row).decode("ascii") for row in every[1:]]
+        for rank, each in enumerate(found, 1):
+            if not each.isalnum():
+                raise CheckpointError(f"rank {rank} could not save its part")
+        return found
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure a step."""
+        before = self._clocks()
+        yield
+        self._times += self._clocks() - before
+        self._steps += 1
+
+    def _clocks(self) -> Any:
+        if self.size == 1:
+            return np.zeros(3)
+        waiting = self._world.waiting
+        return np.array([time.perf_counter(), waiting.seconds, waiting.under_way])
+
+    def times(self) -> list[dict[str, float]]:
+        """Return what a step takes each rank on average, in ms; nothing for one process.
+
+        ``compute`` is the time in which the rank did not wait, ``waiting`` that in which it did, and
+        ``overlapped`` the time in which operations were under way while it computed.
+        """
+        if self.size == 1 or not self._steps:
+            return []
+        every = np.empty((self.size, 3))
+        self._world.all_gather(self._times * (1e3 / self._steps), every).wait()
+        return [
+            {"compute": step - waiting, "waiting": waiting, "overlapped": under_way - waiting}
+            for step, waiting, under_way in every.tolist()
+        ]
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Return the means over the ranks of equally many numbers."""

@@ -103,9 +103,8 @@ def test_a_killed_process_is_known_by_its_number() -> None:
     assert time.perf_counter() - start < 30.0
     assert done.returncode != 0
     process = re.findall(r"process (\d+) on \S+", done.stdout)[0]
-    assert re.search(
-        rf"\b(PID {process}|rank 1)\b", done.stderr
-    )  # as MPICH or as Open MPI names it
+    # As MPICH or as Open MPI names it.
+    assert re.search(rf"\b(PID {process}|rank 1)\b", done.stdout + done.stderr)
 
 
 def test_a_timeout_that_is_no_number_is_refused() -> None:

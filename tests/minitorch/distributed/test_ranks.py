@@ -47,7 +47,7 @@ def test_a_wrong_call_says_on_every_rank_what_is_wrong() -> None:
 
 
 def test_memory_does_not_grow_with_the_ranks() -> None:
-    run_on_ranks(4, "memory")
+    run_on_ranks(3, "memory")
 
 
 def test_the_program_of_the_guide_runs(tmp_path: Path) -> None:

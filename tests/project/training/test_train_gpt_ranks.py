@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ...support.ranks import needs_mpi, python
+from ...support.ranks import ROOT, needs_mpi, python
+
+sys.path.insert(0, str(ROOT / "project" / "reliability"))  # as for a script that runs there
+import rank_kills  # noqa: E402
 
 pytestmark = needs_mpi
 GRID = "--data-parallel", "2", "--ring", "2"
@@ -75,3 +79,11 @@ def test_a_rank_with_other_options_is_refused_in_one_line(tmp_path: Path) -> Non
     (line,) = re.findall(r"^rank \d of 2: .*", done.stderr, re.MULTILINE)
     assert "--lr is 0.005 on rank 0 and 0.5 on rank 1" in line
     assert "Traceback" not in done.stderr
+
+
+def test_a_training_survives_the_kills_of_a_rank() -> None:
+    """The short form of ``project/reliability/rank_kills.py``, which kills fifty times."""
+    figures = rank_kills.survive(3, 2, seed=3)
+    assert figures["kills"] == 3 and figures["losses_equal"] >= rank_kills.kills.STEPS
+    assert figures["most_steps_lost"] < rank_kills.kills.EVERY
+    assert figures["most_seconds_until_all_are_gone"] < rank_kills.LIMIT

@@ -11,7 +11,7 @@ import numpy as np
 
 #: Names the environment variable with the seconds that a rank waits for an operation, and their default.
 TIMEOUT_VARIABLE, TIMEOUT = "MINITORCH_RANK_TIMEOUT", 300.0
-#: Seconds between two looks at the clock and for a roll call, and seconds in which ranks answer it.
+#: Seconds between two looks at the clock and for a roll call, and in which ranks answer it, at most.
 LOOK, ANSWER = 0.5, 5.0
 
 
@@ -52,6 +52,7 @@ class Waiting:
 
     def __init__(self, communicator: Any, timeout: float):
         self._roll, self._timeout = communicator.Dup(), timeout
+        self._answer = min(ANSWER, max(2.0 * LOOK, timeout))
         name = f"process {os.getpid()} on {platform.node()}"
         self.processes: list[str] = communicator.allgather(name)
         self.seconds = self.under_way = 0.0
@@ -93,11 +94,11 @@ class Waiting:
         others = [other for other in range(size) if other != rank]
         answers = [self._roll.Irecv(begun[other], other) for other in others]
         answers += [self._roll.Isend(begun[rank], other) for other in others]
-        deadline = time.perf_counter() + ANSWER
+        deadline = time.perf_counter() + self._answer
         while time.perf_counter() < deadline and not all(x.Test() for x in answers):
             time.sleep(0.01)
         if int(np.flatnonzero(begun[:, 0] >= 0)[0]) != rank:
-            time.sleep(ANSWER)  # the first rank that waits speaks for all
+            time.sleep(self._answer)  # the first rank that waits speaks for all
         end(self._roll, f"waited {waited:.0f} s {self._reason(begun[:, 0])}")
 
     def _reason(self, begun: Any) -> str:

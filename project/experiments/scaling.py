@@ -148,14 +148,14 @@ def timed(group: MPIGroup, step: Callable[[], Any]) -> Round:
     return Round(float(own[0]), -float(own[1]))
 
 
-def undisturbed(rounds: list[Round]) -> list[float]:
-    """Return the seconds of the rounds in which no other program took a core, or of the least disturbed."""
+def undisturbed(rounds: list[Round]) -> list[Round]:
+    """Return the rounds in which no other program took a core, or the least disturbed."""
     best = sorted(rounds, key=lambda x: -x.share)
-    return [x.seconds for i, x in enumerate(best) if i < LEAST or x.share > WHOLE]
+    return [x for i, x in enumerate(best) if i < LEAST or x.share > WHOLE]
 
 
 def child(lengths: list[int], rounds: int) -> None:
-    """Measure every world on one of the ranks; rank 0 prints the seconds of rounds as JSON."""
+    """Measure every world on one of the ranks; rank 0 prints the rounds as JSON."""
     everyone = world()
     worlds = {n: everyone.split(int(everyone.rank < n)) for n in sizes(everyone.size)}
     steps: dict[tuple[int, int], dict[str, Callable[[], Any]]] = {}
@@ -250,14 +250,21 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         command, env={**os.environ, **one_thread}, stdout=subprocess.PIPE, text=True, check=True
     )
     times: dict[tuple[int, int], Record] = {}
-    for n, tokens, name, seconds in json.loads(done.stdout):
-        times.setdefault((n, tokens), {})[name] = spread(seconds, 1e3)
+    shares: list[float] = []
+    for n, tokens, name, rounds in json.loads(done.stdout):
+        times.setdefault((n, tokens), {})[name] = spread([seconds for seconds, _ in rounds], 1e3)
+        shares += [share for _, share in rounds if name in DIRECTIONS]
+    if min(shares) < WHOLE:
+        print(
+            f"another program took up to {1 - min(shares):.0%} of a core; measure again",
+            file=sys.stderr,
+        )
     rows = [{"ranks": n, "tokens": tokens, **found} for (n, tokens), found in sorted(times.items())]
     machine = fitted(rows)
     report.note(
         timing="medians (with quartiles) of the rank that takes longest, over those of "
         f"{size.rounds} rounds in which no other program took a core",
-        head_dim=HEAD_DIM, machine=machine._asdict(), predicted=predicted(args),
+        head_dim=HEAD_DIM, least_share=min(shares), machine=machine._asdict(), predicted=predicted(args),
     )  # fmt: skip
     for row in rows:
         model = {
@@ -356,13 +363,12 @@ def draw(figure: Any, results: list[Result]) -> None:
     """Draw measured times beside the model, and the part of the time in which GPUs wait."""
     drawn = panels(figure, results, rows=2)
     for (measured, gpus), result in drawn:
-        tokens = sorted({row["tokens"] for row in result.rows})
+        tokens, ranks = (sorted({row[key] for row in result.rows}) for key in ("tokens", "ranks"))
         for length in tokens:
             rows = [row for row in result.rows if row["tokens"] == length]
             colour = colour_of(length, tokens)
             took = [sum(row[way]["median"] for way in DIRECTIONS) for row in rows]
             model = [sum(row["model"].values()) for row in rows]
-            ranks = [row["ranks"] for row in rows]
             measured.plot(ranks, took, "o", color=colour, label=f"{length:,} tokens")
             measured.plot(ranks, model, "-", color=colour, alpha=0.5)
         measured.plot([], [], "-", color="#666", label="model")

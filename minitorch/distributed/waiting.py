@@ -126,8 +126,7 @@ class Waiting:
 def end(communicator: Any, reason: str) -> NoReturn:
     """End all processes that were launched together, with one line that names this rank."""
     rank, size = communicator.Get_rank(), communicator.Get_size()
-    os.write(
-        2, f"rank {rank} of {size}: {reason}\n".encode()
-    )  # in one piece, whatever others write
+    # In one piece whatever others write, and not behind a progress bar.
+    os.write(2, f"\nrank {rank} of {size}: {reason}\n".encode())
     communicator.Abort(1)
     raise SystemExit(reason)  # not reached

@@ -58,6 +58,7 @@ from minitorch.training.model_files import (
 __all__ = ["build", "judge", "main", "train_step"]  # what the benchmarks and experiments take
 #: The folders of the checkpoints and of the model for transformers, in that of the results.
 CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
+OUT_OF_MEMORY = "out of memory; take a smaller --batch, --context, --width or --layers"
 
 
 def build(config: dict[str, Any], backend: str, recompute: bool = False) -> minitorch.DecoderLM:
@@ -122,6 +123,14 @@ def report(result: dict[str, Any], args: argparse.Namespace) -> None:
         f"speed          {result['tokens_per_second']:,.0f} tokens/s over {result['steps']} steps, "
         f"{result['seconds']:.0f} s"
     )
+    if ranks := result["ranks_ms"]:
+        compute, waiting, overlapped = (float(np.mean([x[key] for x in ranks])) for key in ranks[0])
+        least = min(range(len(ranks)), key=lambda rank: ranks[rank]["waiting"])
+        print(
+            f"ranks          a step computes for {compute:.1f} ms, with transfers under way for "
+            f"{overlapped:.1f} ms of them, and waits for {waiting:.1f} ms; rank {least} waits least, "
+            f"{ranks[least]['waiting']:.1f} ms: the others wait for it"
+        )
     if result["utilisation"] is not None:
         print(
             f"utilisation    {result['utilisation']:.1%} of {result['peak_tflops']:g} TFLOP/s, at "
@@ -289,9 +298,11 @@ def train_and_write(args: argparse.Namespace, state: TrainingState | None = None
     """
     ranks = Ranks(args.data_parallel, args.ring)
     try:
+        options = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+        ranks.check({**options, "the step to go on from": state and state.step})
         _train_and_write(args, state, ranks)
-    except SystemExit as stop:
-        ranks.end(stop.code)
+    except (SystemExit, MemoryError) as stop:
+        ranks.end(stop.code if isinstance(stop, SystemExit) else OUT_OF_MEMORY)
         raise
 
 
@@ -321,6 +332,7 @@ def _train_and_write(args: argparse.Namespace, state: TrainingState | None, rank
             f"{state.source}: its run learns another text than {args.text or 'the manual of this Python'}; "
             "name the same with --text"
         )
+    ranks.check({"the text": corpus.digest})
     trainer = start(args, corpus, kept, found, state, ranks)
     model, config, out = trainer.model, trainer.config, Path(args.out)
     try:
@@ -403,7 +415,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit("stopped by Ctrl-C")
     except MemoryError:
-        sys.exit("out of memory; take a smaller --batch, --context, --width or --layers")
+        sys.exit(OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Several devices: groups of ranks, and attention over a sequence that is spread over them."""
 
+from .agreement import check_same
 from .data_parallel import GradientAverage, ShardedOptimizer
 from .group import Grid, Group, Transfer, grid
 from .model_parts import spread_sequence
@@ -14,6 +15,7 @@ __all__ = [
     "MPIGroup",
     "ShardedOptimizer",
     "Transfer",
+    "check_same",
     "grid",
     "positions",
     "ring_attention",

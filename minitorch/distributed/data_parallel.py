@@ -156,7 +156,7 @@ class GradientAverage:
         return [_Bucket(bucket, self._group) for bucket in found]
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(Optimizer):
     """An optimiser whose state is spread over the ranks (ZeRO-1): each moves a share of the parameters.
 
     Gradients must be the same on all ranks, as :class:`GradientAverage` makes them.
@@ -176,8 +176,8 @@ class ShardedOptimizer:
         self, parameters: Sequence[Parameter], group: Group, make: Callable[..., Optimizer], *,
         max_norm: float | None = None, **options: Any,
     ):  # fmt: skip
+        super().__init__([*parameters])
         self._group, self._max_norm = group, max_norm
-        self.parameters = [*parameters]
         self._shares: list[list[Parameter]] = [[] for _ in range(group.size)]
         sizes = [0] * group.size
         for p in sorted(self.parameters, key=lambda p: -p.value.size):
@@ -185,6 +185,8 @@ class ShardedOptimizer:
             self._shares[smallest].append(p)
             sizes[smallest] += p.value.size
         self.own = make(self._shares[group.rank], **options)
+        places = {id(p): str(place) for place, p in enumerate(self.parameters)}
+        self._places = [places[id(p)] for p in self._shares[group.rank]]  # as its state names them
 
     @property
     def lr(self) -> float:
@@ -218,9 +220,31 @@ class ShardedOptimizer:
                 p.value.f.id_map(new, p.value.detach())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's share; see :meth:`minitorch.AdamW.state_dict`."""
-        return self.own.state_dict()
+        """Return the state of this rank's share; see :meth:`minitorch.AdamW.state_dict`.
+
+        Its tensors are named by the place of their parameter among all of them, so that the states of all
+        ranks together are the state of one device.
+        """
+        state = {}
+        for name, value in self.own.state_dict().items():
+            kind, _, place = name.partition(".")
+            state[f"{kind}.{self._places[int(place)]}" if place else name] = value
+        if self._max_norm is not None and "max_norm" in state:
+            state["max_norm"] = self._max_norm
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that :meth:`state_dict` returned on this rank."""
-        self.own.load_state_dict(state)
+        """Restore a state of :meth:`state_dict`, or one that holds all parameters, as of one device."""
+        here = {place: str(i) for i, place in enumerate(self._places)}
+        others = {str(place) for place in range(len(self.parameters))} - here.keys()
+        own = {}
+        for name, value in state.items():
+            kind, _, place = name.partition(".")
+            if place not in others:
+                own[f"{kind}.{here[place]}" if place in here else name] = value
+        if self._max_norm is not None and "max_norm" in own:
+            own["max_norm"] = math.inf  # gradients are clipped here, by the norm of all of them
+        self.own.load_state_dict(own)
+
+    def _numbers(self) -> dict[str, Any]:
+        return self.own._numbers()

@@ -12,6 +12,7 @@ import numpy as np
 from kernels.runtime.dtypes import is_half
 
 from .group import REDUCTIONS, Group, Transfer
+from .waiting import Waiting, end, timeout_of_environment
 
 
 def _mpi() -> Any:
@@ -29,13 +30,15 @@ def _mpi() -> Any:
 class _Request:
     """An operation of MPI that has begun; it keeps the arrays alive."""
 
-    def __init__(self, request: Any, *arrays: Any):
-        self._request, self._arrays = request, arrays
+    def __init__(self, waiting: Waiting, request: Any, *arrays: Any):
+        self._waiting, self._request, self._arrays = waiting, request, arrays
+        waiting.begin()
 
     def wait(self) -> None:
         """Return when the operation is over."""
-        self._request.Wait()
-        self._arrays = ()
+        if self._request is not None:
+            self._waiting.until(self._request)
+        self._request, self._arrays = None, ()
 
 
 def _contiguous(name: str, array: Any) -> Any:
@@ -90,25 +93,33 @@ class MPIGroup(Group):
 
     Args:
         communicator: An intracommunicator of mpi4py.
+        waiting: Waits for the operations; a new one, of the ranks of the communicator, when None.
+
+    Attributes:
+        waiting: Measures how long this rank waits, in this group and in those split from it.
     """
 
     on_host = True
 
-    def __init__(self, communicator: Any):
+    def __init__(self, communicator: Any, waiting: Waiting | None = None):
         self.communicator = communicator
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
+        self.waiting = waiting or Waiting(communicator, timeout_of_environment())
+
+    def _begun(self, request: Any, *arrays: Any) -> Transfer:
+        return _Request(self.waiting, request, *arrays)
 
     def send(self, array: Any, to: int) -> Transfer:
         """See :meth:`Group.send`."""
         self.check_rank("to", to)
         message = _bytes("array", array)
-        return _Request(self.communicator.Isend(message, to), message)
+        return self._begun(self.communicator.Isend(message, to), message)
 
     def receive(self, array: Any, source: int) -> Transfer:
         """See :meth:`Group.receive`."""
         self.check_rank("source", source)
         message = _bytes("array", array)
-        return _Request(self.communicator.Irecv(message, source), message)
+        return self._begun(self.communicator.Irecv(message, source), message)
 
     def all_reduce(self, array: Any, operation: str = "sum") -> Transfer:
         """See :meth:`Group.all_reduce`."""
@@ -116,47 +127,45 @@ class MPIGroup(Group):
             raise ValueError(f"operation must be one of {REDUCTIONS}, got {operation!r}")
         mpi, array = _mpi(), _numbers("array", array)
         reduction = getattr(mpi, operation.upper())
-        return _Request(self.communicator.Iallreduce(mpi.IN_PLACE, array, reduction), array)
+        return self._begun(self.communicator.Iallreduce(mpi.IN_PLACE, array, reduction), array)
 
     def all_gather(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_gather`."""
         _check(array, out, (self.size, *array.shape), self.size)
         own, whole = _bytes("array", array), _bytes("out", out)
-        return _Request(self.communicator.Iallgather(own, whole), own, whole)
+        return self._begun(self.communicator.Iallgather(own, whole), own, whole)
 
     def reduce_scatter(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.reduce_scatter`."""
         _check_parts(array, self.size)
         _check(array, out, array.shape[1:], self.size)
         own, whole = _numbers("out", out), _numbers("array", array)
-        return _Request(self.communicator.Ireduce_scatter_block(whole, own), own, whole)
+        return self._begun(self.communicator.Ireduce_scatter_block(whole, own), own, whole)
 
     def all_to_all(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_to_all`."""
         _check_parts(array, self.size)
         _check(array, out, array.shape, self.size)
         own, whole = _bytes("array", array), _bytes("out", out)
-        return _Request(self.communicator.Ialltoall(own, whole), own, whole)
+        return self._begun(self.communicator.Ialltoall(own, whole), own, whole)
 
     def broadcast(self, array: Any, root: int = 0) -> Transfer:
         """See :meth:`Group.broadcast`."""
         self.check_rank("root", root)
         message = _bytes("array", array)
-        return _Request(self.communicator.Ibcast(message, root), message)
+        return self._begun(self.communicator.Ibcast(message, root), message)
 
     def barrier(self) -> None:
         """See :meth:`Group.barrier`."""
-        self.communicator.Barrier()
+        self._begun(self.communicator.Ibarrier()).wait()
 
     def split(self, color: int) -> MPIGroup:
         """See :meth:`Group.split`."""
-        return MPIGroup(self.communicator.Split(color, self.rank))
+        return MPIGroup(self.communicator.Split(color, self.rank), self.waiting)
 
     def abort(self, reason: str) -> NoReturn:
         """See :meth:`Group.abort`."""
-        print(f"rank {self.rank} of {self.size}: {reason}", file=sys.stderr, flush=True)
-        self.communicator.Abort(1)
-        raise SystemExit(reason)  # not reached
+        end(self.communicator, reason)
 
 
 @lru_cache(maxsize=1)
@@ -164,10 +173,12 @@ def world() -> MPIGroup:
     """Return the group of all processes that ``mpiexec`` has started together.
 
     From then on an exception that a script does not catch ends all of them, since the others would wait
-    for this rank.  A process that was started alone is a world of one.
+    for this rank, and so does a wait of more than ``MINITORCH_RANK_TIMEOUT`` seconds, 300 by default.
+    A process that was started alone is a world of one.
 
     Raises:
         ImportError: If mpi4py or an MPI library is missing.
+        ValueError: If ``MINITORCH_RANK_TIMEOUT`` is not a number above 0.
     """
     group = MPIGroup(_mpi().COMM_WORLD.Dup())
     if group.size > 1:

@@ -27,8 +27,8 @@ from kernels.problem.options import Options
 from kernels.problem.packed_problem import check_packed
 from kernels.problem.packed_sequences import sequences_of
 from kernels.problem.question import problem_of
+from kernels.runtime.dtypes import acc_dtype
 
-from ..attention.approximate.rounds import merged_with_lse
 from ..autodiff import Context
 from ..functions.base import Function, check_tensor
 from ..functions.dropout_seeds import dropout_seed
@@ -38,7 +38,7 @@ from ..tensor import Tensor
 from .exchange import Gathered, Shift, ToHeads, ToSequence, circulate
 from .group import Group
 from .local_attention import Part, attend, gradients, heads_first, part_of, rows_of, sequence_first
-from .row_sums import RowSums, joined
+from .row_sums import RowMerge, RowSums
 from .sequence_parts import Segment, pair, segments
 
 METHODS = ("ring", "all-gather", "ulysses")
@@ -131,19 +131,17 @@ class RingAttention(Function):
             (…, heads, rows, value_dim).
         """
         own = call.segments(call.group.rank)
-        found: list[Any] = [None] * len(own)
+        # Sums of 16 bits are those of float32.
+        found = RowMerge(q, acc_dtype(q.dtype), v.shape[-1])
 
         def visit(owner: int, block: Sequence[Tensor]) -> None:
             for i, b, part in call.parts(owner):
                 keys, values = (rows_of(x, b.here) for x in block)
-                out, lse = attend(rows_of(q, own[i].here), keys, values, part)
-                # Sums of 16 bits are those of float32.
-                new = out.to(lse.dtype), lse
-                found[i] = new if found[i] is None else merged_with_lse([found[i], new])
+                found.add(own[i].here, *attend(rows_of(q, own[i].here), keys, values, part))
 
         circulate(call.group, (k, v), visit)
-        out = joined([(a.here, out) for a, (out, _) in zip(own, found, strict=True)], q)
-        ctx.save_for_backward(q, k, v, out, [lse for _, lse in found], call)
+        out = found.finished([a.here for a in own]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, [found.lses[a.here] for a in own], call)
         return out
 
     @staticmethod
@@ -152,7 +150,7 @@ class RingAttention(Function):
         q, k, v, out, lses, call = ctx.saved_values
         group, own = call.group, call.segments(call.group.rank)
         wide, dout = lses[0].dtype, grad_output.to(q.dtype)
-        dq: list[Any] = [None] * len(own)
+        dq = RowSums(q, wide)
         arriving: list[Shift] = []
 
         def add(
@@ -160,11 +158,9 @@ class RingAttention(Function):
         ) -> None:
             rows, (keys, values) = own[i].here, (rows_of(x, b.here) for x in block)
             results = rows_of(dout, rows), rows_of(out, rows), lses[i]
-            own_dq, *others = gradients(rows_of(q, rows), keys, values, part, *results)
-            own_dq = own_dq.to(wide)
-            dq[i] = own_dq if dq[i] is None else dq[i] + own_dq
-            for total, other in zip(sums, others, strict=True):
-                total.add(b.here, other)
+            added = gradients(rows_of(q, rows), keys, values, part, *results)
+            for total, place, new in zip((dq, *sums), (rows, b.here, b.here), added, strict=True):
+                total.add(place, new.to(wide))
 
         def visit(owner: int, block: Sequence[Tensor]) -> None:
             sums = [RowSums(x, wide) for x in block]
@@ -173,12 +169,13 @@ class RingAttention(Function):
             every = [b.here for b in call.segments(owner)]
             done = [x.finished(every) for x in sums]
             if arriving:
-                done = [x + y for x, y in zip(arriving.pop().wait(), done, strict=True)]
+                for total, others in zip(sums, arriving.pop().wait(), strict=True):
+                    total.add_all(others)
             arriving.append(Shift(group, done))
 
         circulate(group, (k, v), visit)
         dk, dv = (heads_first(x).to(k.dtype) for x in arriving.pop().wait())
-        return joined([(a.here, x) for a, x in zip(own, dq, strict=True)], q), dk, dv, None
+        return heads_first(dq.finished([a.here for a in own])).to(q.dtype), dk, dv, None
 
 
 def _by_gathering(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

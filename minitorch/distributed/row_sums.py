@@ -1,16 +1,29 @@
 """Results for some of the rows of a part, put together in one tensor, without history.
 
-The storage of such a tensor is that of (seq, …, heads, dim), where consecutive rows are one piece.
+The storage of such a tensor is that of (seq, …, heads, dim), where consecutive rows are one piece.  It is
+changed in place and a few rows at a time, so that nothing else of its size is in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..functions.subscripts import piece
+from ..attention.approximate.rounds import shares_with_lse
+from ..functions.subscripts import piece, sliced
 from ..tensor import Tensor
 from .local_attention import heads_first, sequence_first
+
+#: Rows that are changed at a time at least; otherwise an eighth of them, as every piece costs launches.
+ROWS = 512
+
+
+def _pieces(rows: range) -> Iterator[tuple[range, range]]:
+    """Yield ranges of some rows, and where they lie among them."""
+    count = max(ROWS, -(-len(rows) // 8))
+    for start in range(0, len(rows), count):
+        few = rows[start : start + count]
+        yield few, range(start, start + len(few))
 
 
 class RowSums:
@@ -19,34 +32,75 @@ class RowSums:
     Args:
         like: (…, heads, seq, dim), on the backend of the sums.
         dtype: Of the sums.
+        dim: Of the sums; that of ``like`` when None.
     """
 
-    def __init__(self, like: Tensor, dtype: Any):
-        self._total = like.empty(sequence_first(like).shape, dtype)
+    def __init__(self, like: Tensor, dtype: Any, dim: int | None = None):
+        *shape, last = sequence_first(like).shape
+        self._total = like.empty((*shape, last if dim is None else dim), dtype)
         self._written: set[range] = set()
 
-    def _rows(self, rows: range) -> Any:
-        return piece(self._total, 0, rows)
+    def add(self, rows: range, values: Tensor, shares: Sequence[Tensor] | None = None) -> None:
+        """Add (…, heads, rows, dim) to a range, which is the same as an earlier one or apart from it.
 
-    def add(self, rows: range, values: Tensor) -> None:
-        """Add (…, heads, rows, dim) to a range, which is the same as an earlier one or apart from it."""
-        own, values = self._rows(rows), sequence_first(values)
-        self._total.f.id_map(own + values if rows in self._written else values, own)
+        Args:
+            rows: The range.
+            values: What is added.
+            shares: Of what is there and of the values, by which both are multiplied, (…, heads, rows).
+        """
+        values, is_new = sequence_first(values), rows not in self._written
         self._written.add(rows)
+        if shares is not None:
+            shares = [sequence_first(x.view(*x.shape, 1)) for x in shares]
+        for few, here in _pieces(rows):
+            own: Any = piece(self._total, 0, few)
+            new = sliced(values, 0, here)
+            if shares is not None:
+                before, after = (sliced(x, 0, here) for x in shares)
+                new = own * before + new * after
+            elif not is_new:
+                new = own + new
+            own.f.id_map(new, own)
+
+    def add_all(self, values: Tensor) -> None:
+        """Add (seq, …, heads, dim), once every range has been finished."""
+        for few, _ in _pieces(range(self._total.shape[0])):
+            own: Any = piece(self._total, 0, few)
+            own.f.id_map(own + piece(values, 0, few), own)
 
     def finished(self, every: Sequence[range]) -> Tensor:
         """Return the sums, (seq, …, heads, dim); those of ranges to which nothing was added are 0."""
         for rows in every:
             if rows not in self._written:
-                own = self._rows(rows)
-                self._total.f.id_map(own.zeros(), own)
+                own: Any = piece(self._total, 0, rows)
+                own.f.id_map(own.zeros(), own)
         return self._total
 
 
-def joined(parts: Sequence[tuple[range, Tensor]], like: Tensor) -> Tensor:
-    """Join ranges of rows and their (…, heads, rows, dim), in the dtype of another tensor."""
-    first = parts[0][1]
-    out = like.empty((sum(len(rows) for rows, _ in parts), *first.shape[:-2], first.shape[-1]))
-    for rows, values in parts:
-        out.f.id_map(sequence_first(values), piece(out, 0, rows))
-    return heads_first(out)
+class RowMerge:
+    """Attention of ranges of rows to several sets of keys, merged by their log-sum-exp.
+
+    Args:
+        q: (…, heads, seq, head_dim).
+        dtype: Of the sums.
+        dim: Of the values.
+
+    Attributes:
+        lses: Of the sets so far, (…, heads, rows), by range.
+    """
+
+    def __init__(self, q: Tensor, dtype: Any, dim: int):
+        self._sums = RowSums(q, dtype, dim)
+        self.lses: dict[range, Tensor] = {}
+
+    def add(self, rows: range, out: Tensor, lse: Tensor) -> None:
+        """Merge attention to another set, out (…, heads, rows, dim) and lse (…, heads, rows)."""
+        shares = None
+        if rows in self.lses:
+            shares, lse = shares_with_lse([self.lses[rows], lse])
+        self._sums.add(rows, out.to(lse.dtype), shares)
+        self.lses[rows] = lse
+
+    def finished(self, every: Sequence[range]) -> Tensor:
+        """Return the result, (…, heads, seq, dim)."""
+        return heads_first(self._sums.finished(every))

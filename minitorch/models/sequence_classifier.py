@@ -109,9 +109,7 @@ class SequenceClassifier(Module):
                 )
             begin = 2.0**0.5 * EMBEDDING_STD * grid_sines(side, n_embd)
             positions = self.position_embeddings.weights
-            positions.update(
-                constant_like(positions.value, begin.astype(np.float32)).to(positions.value.dtype)
-            )
+            positions.update(constant_like(positions.value, begin).to(positions.value.dtype))
         self.layer_names = [f"t_layer_{i + 1}" for i in range(n_layer)]
         for name in self.layer_names:
             layer = TransformerLayer(

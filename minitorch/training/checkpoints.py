@@ -1,4 +1,9 @@
-"""Save and resume a training run: all of its state in one safetensors file."""
+"""Save and resume a training run: all of its state in one safetensors file.
+
+Where several ranks keep a share of the optimiser's state each, every rank writes a file with its share.
+The file of the first rank, which holds all else, is written last and names the digests of the others: until
+then there is no such checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,6 +155,7 @@ def save_training(
     generators: Generators | None = None,
     arrays: Arrays | None = None,
     notes: dict[str, Any] | None = None,
+    parts: Sequence[str] = (),
 ) -> None:
     """Write the state of a training run to a file, atomically, as ``save_checkpoint`` does.
 
@@ -165,27 +171,79 @@ def save_training(
             position in ``notes``.
         arrays: Other arrays to save, by name.
         notes: Other values to save, in JSON types.
+        parts: What :func:`save_part` has returned for each of the other parts, in their order.
 
     Raises:
         CheckpointError: If a parameter, a moment or an array is not finite; nothing is written.
     """
+    beside = _moments(optimizer)
     state = optimizer.state_dict()
-    held = {key: value.to_numpy() for key, value in state.items() if isinstance(value, Tensor)}
-    numbers = {key: value for key, value in state.items() if key not in held}
-    beside = {_OPTIMIZER + key: value for key, value in held.items()}
-    beside |= {_MORE + key: value for key, value in (arrays or {}).items()}
+    numbers = {key: value for key, value in state.items() if _OPTIMIZER + key not in beside}
+    beside |= {_MORE + key: np.asarray(value, order="C") for key, value in (arrays or {}).items()}
     training = {
         "step": step,
         "optimizer": numbers,
         "random": random_state(generators),
         "notes": notes or {},
+        "parts": [*parts],
     }
-    write_arrays(
-        path,
-        parameter_arrays(model)
-        | {key: np.asarray(value, order="C") for key, value in beside.items()},
-        {"config": json.dumps(config), "training": json.dumps(training)},
-    )
+    texts = {"config": json.dumps(config), "training": json.dumps(training)}
+    write_arrays(path, parameter_arrays(model) | beside, texts)
+
+
+def save_part(path: str | os.PathLike[str], optimizer: Optimizer, part: int, parts: int) -> str:
+    """Write the share of a rank of the optimiser's state to a file of its own, atomically.
+
+    Args:
+        path: The path of the checkpoint, which :func:`save_training` writes afterwards.
+        optimizer: The optimiser, whose state is a share.
+        part: The rank, from 1.
+        parts: Number of ranks.
+
+    Returns:
+        What ``save_training`` has to know of it.
+
+    Raises:
+        CheckpointError: If a moment is not finite; nothing is written.
+    """
+    return write_arrays(_part_file(path, part, parts), _moments(optimizer), {"config": "null"})
+
+
+def _moments(optimizer: Optimizer) -> Arrays:
+    """Return the tensors of an optimiser's state, by their names in a file."""
+    return {
+        _OPTIMIZER + key: np.asarray(value.to_numpy(), order="C")
+        for key, value in optimizer.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _part_file(path: str | os.PathLike[str], part: int, parts: int) -> Path:
+    path = Path(path)
+    return path.with_name(f"part-{part}-of-{parts}.{path.name}")
+
+
+def _part_files(path: Path) -> list[Path]:
+    """Return the files of the other parts of a checkpoint."""
+    return [*path.parent.glob(f"part-*-of-*.{path.name}")]
+
+
+def _read_parts(path: str | os.PathLike[str], digests: Sequence[str]) -> Arrays:
+    """Read the other parts of a checkpoint.
+
+    Raises:
+        CheckpointError: If one is missing, damaged, or belongs to another checkpoint.
+    """
+    found: Arrays = {}
+    for part, digest in enumerate(digests, 1):
+        file = _part_file(path, part, len(digests) + 1)
+        arrays, texts = read_arrays(file)
+        if texts["digest"] != digest:
+            raise CheckpointError(
+                f"{file}: the file is not the part that belongs to {path}; delete both, or restore them"
+            )
+        found |= arrays
+    return found
 
 
 def read_training(path: str | os.PathLike[str]) -> TrainingState:
@@ -202,6 +260,7 @@ def read_training(path: str | os.PathLike[str]) -> TrainingState:
             "of checkpoints"
         )
     training = texts["training"]
+    arrays |= _read_parts(path, training.get("parts", ()))
 
     def beside(prefix: str) -> Arrays:
         return {
@@ -262,17 +321,29 @@ class Checkpoints:
         generators: Generators | None = None,
         arrays: Arrays | None = None,
         notes: dict[str, Any] | None = None,
+        parts: Sequence[str] = (),
     ) -> Path:
         """Write a checkpoint, then remove the oldest beyond ``keep``; return its file.
 
         The arguments are those of :func:`save_training`.  Files of later steps, which exist after resuming
         from an earlier checkpoint, stay until the run reaches their steps.
         """
-        path = self.folder / f"step-{step:08d}.safetensors"
-        save_training(path, model, optimizer, config, step, generators, arrays, notes)
+        path = self._file(step)
+        save_training(path, model, optimizer, config, step, generators, arrays, notes, parts)
         for old in [file for file in self.files() if _step_of(file) <= step][: -self.keep]:
-            old.unlink()
+            for file in (old, *_part_files(old)):  # it first: without it, its parts are none
+                file.unlink()
         return path
+
+    def save_part(self, optimizer: Optimizer, step: int, part: int, parts: int) -> str:
+        """Write the share of one of several ranks, before the first one calls :meth:`save`.
+
+        The arguments, but for the step, are those of :func:`save_part`.
+        """
+        return save_part(self._file(step), optimizer, part, parts)
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.safetensors"
 
     def read(self, path: str | os.PathLike[str] | None = None) -> TrainingState:
         """Read a checkpoint.
@@ -319,9 +390,12 @@ class Checkpoints:
 
 
 def remove_partials(folder: str | os.PathLike[str]) -> None:
-    """Remove the partial file of a process that was killed while it wrote a checkpoint."""
+    """Remove what processes have left that were killed while they wrote a checkpoint."""
     for partial in Path(folder).glob("*.safetensors.*.partial"):
         partial.unlink(missing_ok=True)
+    for part in Path(folder).glob("part-*.safetensors"):
+        if not part.with_name(part.name.partition(".")[2]).exists():
+            part.unlink(missing_ok=True)
 
 
 def _step_of(file: Path) -> int:

@@ -122,7 +122,7 @@ def _check_finite(arrays: Arrays, source: str) -> None:
 # -- files ---------------------------------------------------------------------------------------
 
 
-def write_arrays(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[str, str]) -> None:
+def write_arrays(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[str, str]) -> str:
     """Write arrays and texts to a file atomically: an interrupted write leaves the old file intact.
 
     The header contains a digest of the file, computed with zeros in its own place.  It detects accidental
@@ -132,6 +132,9 @@ def write_arrays(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[st
         path: The path of the file, whose folder is created if necessary.
         arrays: Arrays by name, contiguous and finite.
         metadata: JSON texts by name.
+
+    Returns:
+        The digest.
 
     Raises:
         CheckpointError: If an array is not finite; nothing is written.
@@ -143,8 +146,10 @@ def write_arrays(path: str | os.PathLike[str], arrays: Arrays, metadata: dict[st
     )
     place = _digest_place(payload)
     assert place is not None, "the header has no digest; safetensors writes JSON in another way now"
-    payload[place : place + len(_BLANK)] = hashlib.sha256(payload).hexdigest().encode()
+    digest = hashlib.sha256(payload).hexdigest()
+    payload[place : place + len(_BLANK)] = digest.encode()
     write_file(path, payload)
+    return digest
 
 
 def write_file(path: Path, payload: bytes | bytearray) -> None:
@@ -166,7 +171,7 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, Any]]:
     """Read a file that :func:`write_arrays` wrote.
 
     Returns:
-        New arrays by name, and the decoded JSON texts by name.
+        New arrays by name, and the decoded JSON texts by name, with the digest among them.
 
     Raises:
         CheckpointError: If the file is missing, truncated, changed since it was written, or no checkpoint
@@ -187,9 +192,9 @@ def read_arrays(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, Any]]:
                 )
             if kind == FORMAT or "digest" in metadata:
                 _check_digest(path.read_bytes())
-                metadata.pop("digest")
+            digest = metadata.pop("digest", "")
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        texts = {name: json.loads(text) for name, text in metadata.items()}
+        texts = {name: json.loads(text) for name, text in metadata.items()} | {"digest": digest}
         if "config" not in texts:
             raise ValueError("it has no configuration")
     # TypeError: weights of a dtype that NumPy does not have, such as float8.

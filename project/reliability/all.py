@@ -20,7 +20,7 @@ from common.command_line import OneLineParser  # noqa: E402
 from common.one_by_one import run_one_by_one  # noqa: E402
 
 #: Names of the scripts in this folder, the shortest first.
-SCRIPTS = ("determinism", "bad_calls", "leaks", "kills", "fuzz")
+SCRIPTS = ("determinism", "bad_calls", "leaks", "kills", "rank_kills", "fuzz")
 
 
 def command_of(name: str, folder: Path = PROJECT / "reliability") -> list[str] | str:

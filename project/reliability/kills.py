@@ -235,13 +235,27 @@ def outcome(run: Path) -> dict[str, Any]:
     }
 
 
-def survive(kills: int, seed: int, show: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+#: Trains until a plan ends it, given the plan, the file of its progress and its options.
+Run = Callable[[Plan, Path, list[str]], tuple[int, str]]
+
+
+def survive(
+    kills: int,
+    seed: int,
+    show: Callable[[], Any] = lambda: None,
+    run: Run = run_until,
+    options_of: Callable[[Path, int], list[str]] = options,
+    whole: Callable[[Path, int], dict[str, Any]] = unbroken,
+) -> dict[str, Any]:
     """Kill trainings until there are enough kills, and finish the last one.
 
     Args:
         kills: How many.
         seed: Of the moments and of the trainings.
         show: Called after each kill.
+        run: Trains, as :func:`run_until` does.
+        options_of: Returns the options of a training, as :func:`options` does.
+        whole: Trains without a kill, as :func:`unbroken` does.
 
     Returns:
         The figures of the record.
@@ -256,12 +270,12 @@ def survive(kills: int, seed: int, show: Callable[[], Any] = lambda: None) -> di
         while len(made) < kills:
             folder = Path(place) / str(trainings)
             folder.mkdir()
-            argv = options(folder, seed + trainings)
+            argv = options_of(folder, seed + trainings)
             step, ended = 0, False
             while not ended:
                 plan = draw_plan(rng, len(made)) if len(made) < kills else TO_THE_END
                 on = [*argv, "--resume"] if step else argv
-                code, said = run_until(plan, folder / "progress", on)
+                code, said = run(plan, folder / "progress", on)
                 begun = (folder / "progress").stat().st_size
                 ended = code == 0
                 if ended:
@@ -276,7 +290,7 @@ def survive(kills: int, seed: int, show: Callable[[], Any] = lambda: None) -> di
             stay = Checkpoints(folder / "run" / "checkpoints").files()[-KEEP:]
             wanted = [f"step-{STEPS - EVERY * i:08d}" for i in reversed(range(KEEP))]
             assert [file.stem for file in stay] == wanted, f"{stay} stay"
-            expected = unbroken(Path(place) / f"{trainings}-unbroken", seed + trainings)
+            expected = whole(Path(place) / f"{trainings}-unbroken", seed + trainings)
             given = outcome(folder / "run")
             different = [key for key in expected if given[key] != expected[key]]
             assert not different, f"training {trainings} is not equal in {', '.join(different)}"

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import time
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any, NamedTuple, NoReturn
 
@@ -192,8 +192,8 @@ class Trainer:
         self.ranks = ranks
         self.model, self.config, self.corpus, self.args = model, config, corpus, args
         self.checkpoints = checkpoints
-        self.optimizer = minitorch.AdamW(
-            model.parameters(), lr=args.lr, beta2=0.99, weight_decay=0.1, max_norm=args.clip
+        self.optimizer: Any = ranks.optimizer(
+            model, lr=args.lr, beta2=0.99, weight_decay=0.1, max_norm=args.clip
         )
 
         def step(inputs: Any, targets: Any) -> minitorch.Tensor:
@@ -230,7 +230,8 @@ class Trainer:
                 if self.done % READ_EVERY == 0 or self._moment is None:
                     self._note_moment()
                 try:
-                    self._unread.append(self._step())
+                    with self.ranks.measured():
+                        self._unread.append(self._step())
                 except minitorch.AnomalyError as error:  # MINITORCH_DETECT_ANOMALY=1
                     self._exit(f"at step {self.done} {error}")
                 self.done += 1
@@ -266,6 +267,7 @@ class Trainer:
             "stopped": bool(self.ranks.largest(ctrl_c.asked)),
             "resumed": self.resumed,
             "seconds": seconds,
+            "ranks_ms": self.ranks.times(),
             "tokens_per_second": rate,
             "flops_per_token": self.flops,
             "peak_tflops": self.peak,
@@ -326,6 +328,19 @@ class Trainer:
     def _save(self) -> None:
         self._read()
         self._saved = self.done
+        error = ""
+        try:
+            self._write()
+        except CheckpointError as found:
+            error = str(found)
+        if self.ranks.largest(bool(error)):  # all of them run the last steps again
+            self._fail(self.done, error or "rank 0 could not save its part")
+
+    def _write(self) -> None:
+        """Write a checkpoint; the first rank after all others."""
+        parts = self.ranks.save_parts(
+            partial(self.checkpoints.save_part, self.optimizer, self.done)
+        )
         if not self.ranks.is_first:
             return
         notes = {
@@ -336,13 +351,16 @@ class Trainer:
             "text": self.corpus.digest,
         }
         curve = {name: np.array(self.curve[name], dtype) for name, dtype in CURVE.items()}
-        generators = {"data": self.rng}
-        try:
-            self.checkpoints.save(
-                self.model, self.optimizer, self.config, self.done, generators, curve, notes
-            )
-        except CheckpointError as error:
-            self._fail(self.done, str(error))
+        self.checkpoints.save(
+            self.model,
+            self.optimizer,
+            self.config,
+            self.done,
+            {"data": self.rng},
+            curve,
+            notes,
+            parts,
+        )
 
     def resume(self, state: TrainingState) -> None:
         """Go on from a checkpoint.

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partialmethod
-from typing import Any
+from typing import Any, NoReturn
 
+import numba
 import numpy as np
 from tqdm import tqdm
 
 import minitorch
-from minitorch.distributed import GradientAverage, grid, positions, spread_sequence, world
+from minitorch.distributed import (
+    GradientAverage,
+    ShardedOptimizer,
+    check_same,
+    grid,
+    positions,
+    spread_sequence,
+    world,
+)
+from minitorch.training.model_files import CheckpointError
 
 
 class Ranks:
@@ -33,20 +45,52 @@ class Ranks:
 
     def __init__(self, data: int = 1, ring: int = 1):
         self.is_first, self.size, self._shares, self._average = True, data * ring, data, None
+        self._steps, self._times = (
+            0,
+            np.zeros(3),
+        )  # of the steps, of waiting, of operations under way
         self._join: Callable[[], None] = lambda: None
         if self.size == 1:
             return
+        wrong = f"--data-parallel {data} --ring {ring}: {{}}; start it with mpiexec -n {self.size}"
         try:
             self._world = world()
-            self._grid = grid(self._world, data, ring)
         except (ImportError, ValueError) as error:
-            sys.exit(
-                f"--data-parallel {data} --ring {ring}: {error}; start it with mpiexec -n {self.size}"
-            )
+            sys.exit(wrong.format(error))
         self.is_first = self._world.rank == 0
+        versions = {each.__name__: each.__version__ for each in (minitorch, np, numba)}
+        self.check(
+            {
+                "--data-parallel": data,
+                "--ring": ring,
+                "Python": platform.python_version(),
+                **versions,
+            }
+        )
+        try:
+            self._grid = grid(self._world, data, ring)
+        except ValueError as error:
+            self._refuse(wrong.format(error))
         if not self.is_first:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the end
             tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)  # type: ignore[method-assign]
+        # A launcher that has to name a killed process knows its number only.
+        print(", ".join(f"rank {i}: {x}" for i, x in enumerate(self._world.waiting.processes)))
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """End all ranks for a reason that all of them have found."""
+        if not self.is_first:
+            self._world.barrier()  # until rank 0 has said it, once
+        self._world.abort(reason)
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Check that all ranks have the same facts; exit with one line if they do not."""
+        if self.size == 1:
+            return
+        try:
+            check_same(self._world, facts)
+        except ValueError as error:
+            self._refuse(str(error))
 
     def spread(self, model: minitorch.DecoderLM) -> None:
         """Let a model read parts of the sequences, and check that it is the same on all ranks."""
@@ -55,7 +99,7 @@ class Ranks:
         try:
             self._average = GradientAverage(model.parameters(), self._world)
         except ValueError as error:
-            sys.exit(str(error))
+            self._refuse(str(error))
         if self._grid.ring.size > 1:
             self._join = spread_sequence(model, self._grid.ring)
 
@@ -79,6 +123,67 @@ class Ranks:
     def during_backward(self) -> AbstractContextManager[None]:
         """Return the context in which gradients become those of all ranks."""
         return nullcontext() if self._average is None else self._average.during_backward()
+
+    def optimizer(self, model: minitorch.DecoderLM, **options: Any) -> minitorch.Optimizer:
+        """Return the optimiser, of whose state each rank keeps a share; see :class:`minitorch.AdamW`."""
+        parameters = model.parameters()
+        if self.size == 1:
+            return minitorch.AdamW(parameters, **options)
+        return ShardedOptimizer(parameters, self._world, minitorch.AdamW, **options)
+
+    def save_parts(self, save: Callable[[int, int], str]) -> list[str]:
+        """Let every rank but the first save its part; return what it has returned on each of them.
+
+        Args:
+            save: Saves a part, given its number and how many there are.
+
+        Raises:
+            CheckpointError: On all ranks, if a part cannot be saved.
+        """
+        digest = np.zeros(64, np.uint8)
+        if not self.is_first:
+            try:
+                digest[:] = bytearray(save(self._world.rank, self.size), "ascii")
+            except CheckpointError as error:
+                print(error, file=sys.stderr)
+        if self.size == 1:
+            return []
+        every = np.empty((self.size, 64), np.uint8)
+        self._world.all_gather(digest, every).wait()
+        found = [bytes(row).decode("ascii") for row in every[1:]]
+        for rank, each in enumerate(found, 1):
+            if not each.isalnum():
+                raise CheckpointError(f"rank {rank} could not save its part")
+        return found
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure a step."""
+        before = self._clocks()
+        yield
+        self._times += self._clocks() - before
+        self._steps += 1
+
+    def _clocks(self) -> Any:
+        if self.size == 1:
+            return np.zeros(3)
+        waiting = self._world.waiting
+        return np.array([time.perf_counter(), waiting.seconds, waiting.under_way])
+
+    def times(self) -> list[dict[str, float]]:
+        """Return what a step takes each rank on average, in ms; nothing for one process.
+
+        ``compute`` is the time in which the rank did not wait, ``waiting`` that in which it did, and
+        ``overlapped`` the time in which operations were under way while it computed.
+        """
+        if self.size == 1 or not self._steps:
+            return []
+        every = np.empty((self.size, 3))
+        self._world.all_gather(self._times * (1e3 / self._steps), every).wait()
+        return [
+            {"compute": step - waiting, "waiting": waiting, "overlapped": under_way - waiting}
+            for step, waiting, under_way in every.tolist()
+        ]
 
     def mean(self, values: Sequence[float]) -> list[float]:
         """Return the means over the ranks of equally many numbers."""

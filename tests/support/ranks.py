@@ -21,14 +21,25 @@ needs_mpi = pytest.mark.skipif(
 )
 
 
-def python(size: int, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with some arguments on so many ranks of one thread each; 0 starts it without mpiexec."""
+def python(size: int, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with some arguments on so many ranks of one thread each; 0 starts it without mpiexec.
+
+    Args:
+        size: Number of ranks.
+        args: Of Python.
+        variables: Of the environment.
+    """
     start = [str(MPIEXEC), "-n", str(size)] if size else []
     one_thread = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **one_thread, **variables}
     return subprocess.run(
-        [*start, sys.executable, *args], cwd=ROOT, env={**os.environ, **one_thread}, timeout=SECONDS,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [*start, sys.executable, *args],
+        cwd=ROOT,
+        env=env,
+        timeout=SECONDS,
+        capture_output=True,
+        text=True,
+    )
 
 
 def run_check(size: int, module: str, check: str) -> None:

@@ -23,19 +23,25 @@ def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     Source: Kitaev, Kaiser and Levskaya, Reformer (2020), appendix A; the same merge joins the tiles of
         FlashAttention and the devices of ring attention.
     """
-    return parts[0][0] if len(parts) == 1 else _combined(parts, *_weights(parts)[1:])
+    if len(parts) == 1:
+        return parts[0][0]
+    _, weights, total = _weights([lse for _, lse in parts])
+    return _combined(parts, weights, total)
 
 
-def merged_with_lse(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return :func:`merged` and the log-sum-exp of all scores, (…, seq), so that more sets can follow."""
-    largest, weights, total = _weights(parts)
+def shares_with_lse(lses: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Return the shares w_r of :func:`merged`, and the log-sum-exp of all scores, for sets that follow.
+
+    Args:
+        lses: Of each set, (…, seq).
+    """
+    largest, weights, total = _weights(lses)
     # The total is at least 1, and log adds EPS to it.
-    return _combined(parts, weights, total), largest + (total - operators.EPS).log()
+    return [weight / total for weight in weights], largest + (total - operators.EPS).log()
 
 
-def _weights(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Tensor], Tensor]:
+def _weights(lses: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
     """Return each row's largest lse, e^(lse - largest) of each set, and their sum or 1; all (…, seq)."""
-    lses = [lse for _, lse in parts]
     largest = lses[0].detach()
     for lse in lses[1:]:
         largest = largest.where(lse.detach() < largest, lse.detach())

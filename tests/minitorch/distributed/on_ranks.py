@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from minitorch import CudaBackend, FastBackend
-from minitorch.distributed import grid, positions, ring_attention, world
+from minitorch.distributed import check_same, grid, positions, ring_attention, world
 
 from ...support.tolerances import assert_close_arrays
 
@@ -250,6 +250,12 @@ def wrong_calls() -> None:
     for operands, options, error, words in calls:
         with pytest.raises(error, match=words):
             ring_attention(operands[0], operands[1], operands[2], GROUP, **options)
+    facts = {"numpy": "2.0", "--lr": 0.1 * GROUP.rank}
+    with pytest.raises(ValueError, match=r"--lr is 0\.0 on rank 0 and 0\.1 on rank 1"):
+        check_same(GROUP, facts)
+    with pytest.raises(ValueError, match="b is missing on rank 0 and 1 on rank 1"):
+        check_same(GROUP, {"a": 1, **({"b": 1} if GROUP.rank else {})})
+    check_same(GROUP, {"a": 1})
     array = np.ones((2, 3))
     for call, error, words in (
         (lambda: GROUP.send(array, 2), ValueError, "to must be a rank from 0 to 1, got 2"),
@@ -265,24 +271,39 @@ def wrong_calls() -> None:
 
 
 def memory() -> None:
-    """A rank holds its part, two blocks of keys and values, and backward as many of their gradients."""
-    rows, heads, dim = 512, 2, 32
-    q, k, v, dout = (minitorch.from_numpy(np.ones((1, heads, rows, dim))) for _ in range(4))
-    block = 2 * k.to_numpy().nbytes
-    for leaf in (q, k, v):
-        leaf.requires_grad_(True)
-    forward = backward = 0
-    for _ in range(2):  # the first call compiles
-        tracemalloc.start()
-        out: Any = ring_attention(q, k, v, GROUP, is_causal=True)
-        forward = tracemalloc.get_traced_memory()[1]
-        tracemalloc.reset_peak()
-        out.backward(dout)
-        backward = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    # Results, blocks under way, and temporaries of half a rank's rows.
-    assert forward / block < 0.5 + 2 + 1.5, forward / block
-    assert backward / block < 2 + 2 + 2 + 1.5, backward / block
+    """A rank needs its share of one device's memory, two blocks of keys and values, and few rows beside."""
+    rows, dim = 4096, 16
+    share = np.ones((1, 1, rows, dim), np.float32)
+    whole = np.ones((1, 1, rows * GROUP.size, dim), np.float32)
+
+    def peaks(array: Any, attend: Callable[..., Any]) -> Any:
+        """Return the most memory in the forward and in the backward pass, in blocks of a rank."""
+        q, k, v, dout = (minitorch.from_numpy(array) for _ in range(4))
+        for leaf in (q, k, v):
+            leaf.requires_grad_(True)
+        found = []
+        for _ in range(2):  # the first call compiles
+            q.grad = k.grad = v.grad = None
+            tracemalloc.start()
+            out: Any = attend(q, k, v)
+            found = [tracemalloc.get_traced_memory()[1]]
+            tracemalloc.reset_peak()
+            out.backward(dout)
+            found.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        return np.array(found) / (2 * share.nbytes)
+
+    alone = np.zeros(2)
+    if GROUP.rank == 0:
+        alone = peaks(whole, lambda q, k, v: q.flash_attention(k, v, is_causal=True))
+    GROUP.broadcast(alone).wait()
+    own = peaks(share, lambda q, k, v: ring_attention(q, k, v, GROUP, is_causal=True))
+
+    forward, backward = own - alone / GROUP.size
+    # The result of a call for half of the rows, and a few rows more.
+    assert forward < 2.0 + 0.6, forward
+    # Gradients of three blocks travel: one arrives, one leaves, one is computed.
+    assert backward < 2.0 + 3.0 + 0.3, backward
 
 
 CHECKS = (attention, device, default_seed, exchanges, grids, wrong_calls, memory)

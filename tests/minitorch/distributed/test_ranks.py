@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_a_wrong_call_says_on_every_rank_what_is_wrong() -> None:
 
 
 def test_memory_does_not_grow_with_the_ranks() -> None:
-    run_on_ranks(4, "memory")
+    run_on_ranks(3, "memory")
 
 
 def test_the_program_of_the_guide_runs(tmp_path: Path) -> None:
@@ -59,13 +60,55 @@ def test_the_program_of_the_guide_runs(tmp_path: Path) -> None:
     assert len(differences) == 2 and max(differences) < 1e-5
 
 
-def test_an_error_on_one_rank_ends_all() -> None:
+#: What a rank does while the others wait for it, and the line that names it.
+FAILURES = {
+    "raise RuntimeError('the disk is full')": "rank 1 of 3: RuntimeError: the disk is full",
+    "raise MemoryError": "rank 1 of 3: MemoryError",
+    "os.kill(os.getpid(), signal.SIGSTOP)": r"rank 0 of 3: waited \d s for rank 1 \(process \d+ on .*\)",
+    "group.receive(np.ones(3), 0).wait()": "rank 0 of 3: waited .* every rank waits for another: rank 0",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_rank_that_fails_or_hangs_ends_all_with_one_line(failure: str) -> None:
+    script = f"""
+import os, signal
+import numpy as np
+from minitorch.distributed import world
+group = world()
+if group.rank == 1:
+    {failure}
+group.barrier()
+"""
+    start = time.perf_counter()
+    done = python(3, "-c", script, MINITORCH_RANK_TIMEOUT="0.3")
+    assert time.perf_counter() - start < 30.0
+    assert done.returncode != 0
+    (line,) = re.findall(r"^rank \d of 3: .*", done.stderr, re.MULTILINE)
+    assert re.match(FAILURES[failure], line)
+
+
+def test_a_killed_process_is_known_by_its_number() -> None:
     script = (
+        "import os, signal\n"
         "from minitorch.distributed import world\n"
         "group = world()\n"
-        "if group.rank == 1: raise RuntimeError('the disk is full')\n"
+        "if group.rank == 0: print(group.waiting.processes[1], flush=True)\n"
+        "group.barrier()\n"
+        "if group.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "group.barrier()"
     )
+    start = time.perf_counter()
     done = python(2, "-c", script)
+    assert time.perf_counter() - start < 30.0
     assert done.returncode != 0
-    assert "rank 1 of 2: RuntimeError: the disk is full" in done.stderr
+    process = re.findall(r"process (\d+) on \S+", done.stdout)[0]
+    # As MPICH or as Open MPI names it.
+    assert re.search(rf"\b(PID {process}|rank 1)\b", done.stdout + done.stderr)
+
+
+def test_a_timeout_that_is_no_number_is_refused() -> None:
+    done = python(
+        0, "-c", "import minitorch.distributed as d; d.world()", MINITORCH_RANK_TIMEOUT="no"
+    )
+    assert "must be a number of seconds above 0, got 'no'" in done.stderr

@@ -306,6 +306,61 @@ def test_random_numbers_go_on_where_they_were(kind: str, seed: int, drawn: int) 
         set_random_state(state, {"other": rng})
 
 
+def shares_of(run: Any, count: int) -> list[Any]:
+    """Return optimisers that hold the moments of a share of the parameters each."""
+    shares = []
+    for rank in range(count):
+        share = Adam(run.model.parameters(), lr=0.01)
+        share.steps = run.optimizer.steps
+        own = run.model.parameters()[rank::count]
+        share.moments = {p: x for p, x in run.optimizer.moments.items() if p in own}
+        shares.append(share)
+    return shares
+
+
+def saved_in_parts(folder: Path, run: Any, step: int) -> Path:
+    """Save a training as three ranks do."""
+    checkpoints, (first, *others) = Checkpoints(folder), shares_of(run, 3)
+    parts = [checkpoints.save_part(x, step, i, 3) for i, x in enumerate(others, 1)]
+    return checkpoints.save(run.model, first, {}, step, {"data": run.rng}, parts=parts)
+
+
+def test_a_checkpoint_in_parts_is_that_of_one_file(tmp_path: Path) -> None:
+    run = Run().go(2)
+    run.save(tmp_path / "whole")
+    whole, parts = (
+        read_training(x) for x in (tmp_path / "whole", saved_in_parts(tmp_path, run, 2))
+    )
+    assert whole.optimizer.keys() == parts.optimizer.keys()
+    for name, value in whole.optimizer.items():
+        assert np.array_equal(value, parts.optimizer[name]), name
+
+
+def test_a_part_that_is_missing_or_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    run = Run().go(1)
+    first, path = saved_in_parts(tmp_path, run, 1), saved_in_parts(tmp_path, run.go(1), 2)
+    part = tmp_path / f"part-2-of-3.{path.name}"
+    part.write_bytes((tmp_path / f"part-2-of-3.{first.name}").read_bytes())
+    with pytest.raises(CheckpointError, match=f"not the part that belongs to .*{path.name}"):
+        read_training(path)
+    part.unlink()
+    with pytest.raises(CheckpointError, match=r"no such checkpoint.* is intact: .*step-00000001"):
+        Checkpoints(tmp_path).read()
+
+
+def test_parts_go_with_their_checkpoint(tmp_path: Path) -> None:
+    run, checkpoints = Run().go(1), Checkpoints(tmp_path, keep=1)
+    first = saved_in_parts(tmp_path, run, 1)
+    checkpoints.save_part(run.optimizer, 3, 1, 3)  # and then the ranks are killed
+    checkpoints.save(run.model, run.optimizer, {}, 2)
+    assert not first.exists()
+    assert [x.name for x in tmp_path.iterdir() if x.name.startswith("part")] == [
+        "part-1-of-3.step-00000003.safetensors"
+    ]
+    remove_partials(tmp_path)
+    assert [x.name for x in tmp_path.iterdir()] == ["step-00000002.safetensors"]
+
+
 # -- changed files -------------------------------------------------------------------------------
 
 

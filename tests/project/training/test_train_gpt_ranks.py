@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ...support.ranks import needs_mpi, python
+from ...support.ranks import ROOT, needs_mpi, python
+
+sys.path.insert(0, str(ROOT / "project" / "reliability"))  # as for a script that runs there
+import rank_kills
 
 pytestmark = needs_mpi
 GRID = "--data-parallel", "2", "--ring", "2"
@@ -24,16 +29,31 @@ def trained(ranks: int, out: Path, *options: str) -> dict[str, Any]:
     return json.loads((out / "result.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("parts", [("--batch", "8"), ("--batch", "4", "--accumulate", "2")])
-def test_several_ranks_learn_what_one_does(tmp_path: Path, parts: tuple[str, ...]) -> None:
-    alone = trained(0, tmp_path / "alone", *parts)
-    several = trained(4, tmp_path / "several", *parts, *GRID)
+@pytest.mark.parametrize(
+    ("parts", "ranks", "others"),
+    [
+        (("--batch", "8"), 2, ("--data-parallel", "1", "--ring", "2")),
+        (("--batch", "4", "--accumulate", "2"), 0, ("--data-parallel", "1", "--ring", "1")),
+    ],
+)
+def test_several_ranks_learn_what_one_does(
+    tmp_path: Path, parts: tuple[str, ...], ranks: int, others: tuple[str, ...]
+) -> None:
+    more = "--checkpoint-every", "6", "--clip", "0.5"
+    alone = trained(0, tmp_path / "alone", *parts, *more)
+    several = trained(4, tmp_path / "several", *parts, *more, *GRID)
     np.testing.assert_allclose(several["curve"]["train"], alone["curve"]["train"], atol=2e-5)
     assert several["held_out_loss"] == pytest.approx(alone["held_out_loss"], abs=2e-5)
-    # All steps are done: other ranks read the checkpoint, and judge the model again.
-    other = "--resume", "--data-parallel", "1", "--ring", "2"
-    again = trained(2, tmp_path / "several", *other)
-    assert again["resumed"] == [12]
+    assert alone["ranks_ms"] == [] and len(several["ranks_ms"]) == 4
+    for rank in several["ranks_ms"]:
+        assert rank["compute"] > 0 and rank["waiting"] > 0 and rank["overlapped"] > 0
+    # Each rank has written its share; other ranks go on with all of them.
+    folder = tmp_path / "several" / "checkpoints"
+    assert len([*folder.glob("part-*-of-4.step-*.safetensors")]) == 2 * 3
+    (folder / "step-00000012.safetensors").unlink()
+    again = trained(ranks, tmp_path / "several", "--resume", *others)
+    assert again["resumed"] == [6]
+    np.testing.assert_allclose(again["curve"]["train"], alone["curve"]["train"], atol=2e-5)
     assert again["held_out_loss"] == pytest.approx(alone["held_out_loss"], abs=2e-5)
 
 
@@ -41,3 +61,30 @@ def test_a_wrong_number_of_ranks_is_one_line(tmp_path: Path) -> None:
     done = python(2, "project/train_gpt.py", "--out", str(tmp_path), *GRID)
     assert done.returncode != 0 and "mpiexec -n 4" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_rank_with_other_options_is_refused_in_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "other.py"
+    script.write_text(
+        "import runpy, sys\n"
+        "from mpi4py import MPI\n"
+        "sys.path.insert(0, 'project')\n"
+        "sys.argv = ['train_gpt.py', '--data-parallel', '2']\n"
+        "sys.argv += ['--lr', '0.5'] if MPI.COMM_WORLD.rank == 1 else []\n"
+        "runpy.run_path('project/train_gpt.py', run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    done = python(2, str(script))
+    assert done.returncode != 0
+    (line,) = re.findall(r"^rank \d of 2: .*", done.stderr, re.MULTILINE)
+    assert "--lr is 0.005 on rank 0 and 0.5 on rank 1" in line
+    assert "Traceback" not in done.stderr
+
+
+def test_a_training_survives_the_kills_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short form of ``project/reliability/rank_kills.py``, which kills fifty times."""
+    monkeypatch.setattr(rank_kills.kills, "STEPS", 40)
+    figures = rank_kills.survive(2, 2, seed=3)
+    assert figures["kills"] == 2 and figures["losses_equal"] >= rank_kills.kills.STEPS
+    assert figures["most_steps_lost"] < rank_kills.kills.EVERY
+    assert figures["most_seconds_until_all_are_gone"] < rank_kills.LIMIT

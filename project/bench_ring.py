@@ -3,10 +3,12 @@
     mpiexec -n 2 python project/bench_ring.py                  two GPUs, one process each
     mpiexec -n 2 python project/bench_ring.py --publish        also write docs/results/DEVICE/ring.json
 
+It needs ``pip install -e ".[mpi,nccl]"``.
+
 Causal attention in bfloat16, its rows in zigzag parts.  Efficiency is the time of one GPU with the whole
 sequence over the time of all of them and their number.  PyTorch's context parallel shares the sequence in
-the same way; its time is that of its faster backend and exchange.  All are measured in turn, by events on
-the stream of each GPU; the slowest rank counts.
+the same way; its time is that of its faster backend and exchange.  One GPU and all are measured in turn, by
+events on the stream of each GPU; the slowest rank counts.  Gradients need not be reproducible.
 """
 
 from __future__ import annotations
@@ -173,10 +175,11 @@ def measure(group: NcclGroup, length: int, args: argparse.Namespace, torch: Any)
     random = np.random.default_rng(length)
     arrays = [random.standard_normal(shape, np.float32) for _ in range(4)]
     rows = positions(length, group)
-    whole = Ours(arrays, lambda q, k, v: q.flash_attention(k, v, is_causal=True))
+    options = {"is_causal": True, "deterministic": False}
+    whole = Ours(arrays, lambda q, k, v: q.flash_attention(k, v, **options))
     ring = Ours(
         [np.ascontiguousarray(x[..., rows, :]) for x in arrays],
-        lambda q, k, v: ring_attention(q, k, v, group, is_causal=True, deterministic=False),
+        lambda q, k, v: ring_attention(q, k, v, group, **options),
     )
     row: dict[str, Any] = {"length": length, "heads": args.heads, "head_dim": args.head_dim}
     times: dict[str, list[float]] = {}

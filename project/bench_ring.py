@@ -175,7 +175,7 @@ def measure(group: NcclGroup, length: int, args: argparse.Namespace, torch: Any)
     random = np.random.default_rng(length)
     arrays = [random.standard_normal(shape, np.float32) for _ in range(4)]
     rows = positions(length, group)
-    options = {"is_causal": True, "deterministic": False}
+    options: dict[str, Any] = {"is_causal": True, "deterministic": False}
     whole = Ours(arrays, lambda q, k, v: q.flash_attention(k, v, **options))
     ring = Ours(
         [np.ascontiguousarray(x[..., rows, :]) for x in arrays],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
 from kernels.cuda.layers import fused, indexing
+from kernels.cuda.layers.merge_rows import merge_rows
 from kernels.cuda.layers.put_rows import put_rows
 from kernels.cuda.matmul import cuda_cores as cuda_core_matmul
 from kernels.cuda.matmul import dispatch as matmul_dispatch
@@ -41,7 +42,7 @@ __all__ = [  # noqa: RUF022  # grouped by use
     "SIZES", "WARP", "Adopted", "FoldShape", "Kernel", "device_callable", "device_function", "form",
     "scalar_type",
     # Layers and matrix products.
-    "cuda_core_matmul", "fused", "indexing", "matmul_dispatch", "put_rows",
+    "cuda_core_matmul", "fused", "indexing", "matmul_dispatch", "merge_rows", "put_rows",
     # Recording a step as a graph.
     "Arena", "Graph", "Recording", "active", "computed", "drawn", "refuse", "watching_numba",
 ]  # fmt: skip

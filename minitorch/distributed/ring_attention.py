@@ -160,7 +160,7 @@ class RingAttention(Function):
             results = rows_of(dout, rows), rows_of(out, rows), lses[i]
             added = gradients(rows_of(q, rows), keys, values, part, *results)
             for total, place, new in zip((dq, *sums), (rows, b.here, b.here), added, strict=True):
-                total.add(place, new.to(wide))
+                total.add(place, new)
 
         def visit(owner: int, block: Sequence[Tensor]) -> None:
             sums = [RowSums(x, wide) for x in block]

@@ -1,13 +1,17 @@
 """Results for some of the rows of a part, put together in one tensor, without history.
 
 The storage of such a tensor is that of (seq, …, heads, dim), where consecutive rows are one piece.  It is
-changed in place and a few rows at a time, so that nothing else of its size is in memory.
+changed in place, on a GPU by one kernel and elsewhere a few rows at a time, so that nothing else of its
+size is in memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from kernels.cuda.backend import device_view, merge_rows
 
 from ..attention.approximate.rounds import shares_with_lse
 from ..functions.subscripts import piece, sliced
@@ -24,6 +28,13 @@ def _pieces(rows: range) -> Iterator[tuple[range, range]]:
     for start in range(0, len(rows), count):
         few = rows[start : start + count]
         yield few, range(start, start + len(few))
+
+
+def _laid_out(a: Tensor, shape: tuple[int, ...]) -> Any:
+    """Return the elements of a tensor on a device as an array of another shape."""
+    storage = a.contiguous()._tensor._storage
+    steps = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return device_view(storage, shape, steps)
 
 
 class RowSums:
@@ -48,8 +59,12 @@ class RowSums:
             values: What is added.
             shares: Of what is there and of the values, by which both are multiplied, (…, heads, rows).
         """
-        values, is_new = sequence_first(values), rows not in self._written
+        is_new = rows not in self._written
         self._written.add(rows)
+        if self._total.backend.cuda:
+            self._merge(rows, values, shares, is_new)
+            return
+        values = sequence_first(values.to(self._total.dtype))
         if shares is not None:
             shares = [sequence_first(x.view(*x.shape, 1)) for x in shares]
         for few, here in _pieces(rows):
@@ -61,6 +76,19 @@ class RowSums:
             elif not is_new:
                 new = own + new
             own.f.id_map(new, own)
+
+    def _merge(
+        self, rows: range, values: Tensor, shares: Sequence[Tensor] | None, is_new: bool
+    ) -> None:
+        """Add by one kernel, which reads values of any dtype and order."""
+        *lead, count, dim = values.shape
+        heads = math.prod(lead)
+        factors = None
+        if shares is not None:
+            before, after = (_laid_out(x, (heads, count)) for x in shares)
+            factors = before, after
+        total = _laid_out(self._total, (self._total.shape[0], heads, dim))
+        merge_rows(total, _laid_out(values, (heads, count, dim)), factors, rows.start, is_new)
 
     def add_all(self, values: Tensor) -> None:
         """Add (seq, …, heads, dim), once every range has been finished."""
@@ -98,7 +126,7 @@ class RowMerge:
         shares = None
         if rows in self.lses:
             shares, lse = shares_with_lse([self.lses[rows], lse])
-        self._sums.add(rows, out.to(lse.dtype), shares)
+        self._sums.add(rows, out, shares)
         self.lses[rows] = lse
 
     def finished(self, every: Sequence[range]) -> Tensor:

@@ -141,17 +141,17 @@ def device() -> None:
     sys.setswitchinterval(1e-4)  # the simulator's threads hand over often
     random, seq = np.random.default_rng(2), 4 * GROUP.size
     options = {"is_causal": True, "dropout_p": 0.3, "seed": 5}
-    for method, heads, sums in (
-        ("ring", 1, None),
-        ("ring", 1, [0, 3, seq]),
-        ("all-gather", 1, None),
-        ("ulysses", GROUP.size, None),
+    for method, heads, sums, dtype in (
+        ("ring", 2, None, np.float16),
+        ("ring", 1, [0, 3, seq], np.float64),
+        ("all-gather", 1, None, np.float64),
+        ("ulysses", GROUP.size, None, np.float64),
     ):
         shape = (heads, seq, 2) if sums is None else (seq, heads, 2)
-        q, k, v, dout = (random.standard_normal(shape) for _ in range(4))
+        q, k, v, dout = (random.standard_normal(shape).astype(dtype) for _ in range(4))
         case = Case(q, k, v, dout, sums, "zigzag", method, options)
         for x, wanted in zip(on_ranks(case, CudaBackend), on_one_device(case), strict=True):
-            assert_close_arrays(x, wanted, np.float64, what=method)
+            assert_close_arrays(x, wanted, dtype, what=method)
 
 
 def default_seed() -> None:

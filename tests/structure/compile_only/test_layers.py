@@ -11,7 +11,7 @@ import numba
 import pytest
 
 from kernels.cuda.device.row_folds import RowBlock
-from kernels.cuda.layers import elementwise, indexing, put_rows
+from kernels.cuda.layers import elementwise, indexing, merge_rows, put_rows
 from kernels.cuda.layers import softmax as softmax_kernels
 from kernels.cuda.layers.embedding_sums import embedding_sums_kernel
 from kernels.cuda.runtime.compiling import compile_ptx
@@ -43,6 +43,7 @@ KERNELS: dict[str, Callable[[Any], Kernel]] = {
     "scatter-add": indexing.scatter_add_kernel,
     "cumulative sum": indexing.cumsum_kernel,
     "put": put_rows.put_kernel,
+    "merge": lambda dtype: merge_rows.merge_kernel(dtype, True),
     "inverse": lambda dtype: indexing.invert_kernel(),
     "sort, fill": indexing.sort_fill_kernel,
     "sort, tile, block": lambda dtype: indexing.sort_tile_kernel(dtype, 1024),

@@ -10,6 +10,7 @@ from numba import int32, types, uint32
 
 from kernels.common.geometry import ceil_div
 from kernels.common.online_softmax import PATIENCE
+from kernels.cuda.device.pipeline import BARRIER, Barriers, Pipeline
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
 from kernels.cuda.runtime.kernel import WORD, device_function
@@ -111,7 +112,7 @@ def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLA
         q=layout.items * q_panels * layout.block_q * LINE,
         k=layout.stages * k_bytes(layout, widths),
         v=layout.stages * v_bytes(layout, widths),
-        barriers=8 * (3 * layout.items + 4 * layout.stages),
+        barriers=BARRIER * (3 * layout.items + 4 * layout.stages),
         numbers=item_bytes(layout) * layout.items,
         listed=LISTED * layout.stages * features.block_mask,
     )
@@ -125,6 +126,39 @@ def item_bytes(layout: ForwardLayout) -> int:
 def shared_bytes(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> int:
     """Return the dynamic shared memory of a block, including its alignment."""
     return round_up(shared_tiles(layout, widths, features).elements, 16) + ALIGNMENT
+
+
+class ForwardPipelines(NamedTuple):
+    """The pipelines of a forward block.
+
+    Attributes:
+        queries: Tiles of q, and later of out, full when q has arrived.
+        items: Numbers of the items, full when they are published.  They share the slots of the queries, and
+            the barriers of empty slots.
+        keys: Tiles of k.
+        values: Tiles of v.
+    """
+
+    queries: Pipeline
+    items: Pipeline
+    keys: Pipeline
+    values: Pipeline
+
+
+def forward_pipelines(
+    layout: ForwardLayout, widths: Widths, features: Features
+) -> tuple[ForwardPipelines, Barriers]:
+    """Return the pipelines of a forward block, and all its barriers."""
+    tiles, slots, stages = shared_tiles(layout, widths, features), layout.items, layout.stages
+    barriers, warps = Barriers(tiles["barriers"]), 4 * layout.consumers
+    # The producer of keys and values empties a slot too: it has read the item.
+    queries = barriers.pipeline(tiles["q"], tiles["k"] // slots, slots, layout.consumers + 1)
+    items = queries._replace(
+        tiles=tiles["numbers"], size=item_bytes(layout), full=barriers.row(slots, 1)
+    )
+    keys = barriers.pipeline(tiles["k"], k_bytes(layout, widths), stages, warps)
+    values = barriers.pipeline(tiles["v"], v_bytes(layout, widths), stages, warps)
+    return ForwardPipelines(queries, items, keys, values), barriers
 
 
 def k_bytes(layout: ForwardLayout, widths: Widths) -> int:

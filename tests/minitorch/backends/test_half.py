@@ -456,5 +456,7 @@ def test_a_precision_is_one_of_four_and_for_float32() -> None:
         kernels.flash_attention_forward(q, q, q, precision=sixteen)
     for dtype in (FLOAT16, BFLOAT16, FLOAT64):
         other = q.astype(dtype)
-        with pytest.raises(ValueError, match=f"float32 operands, got precision='tf32' for {dtype}"):
+        with pytest.raises(
+            ValueError, match=f"'tf32' is an option for float32 operands, got {dtype}"
+        ):
             kernels.flash_attention_forward(other, other, other, precision="tf32")

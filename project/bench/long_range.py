@@ -70,7 +70,8 @@ def peak_of_step(
         return None
     try:
         for length in (min(WARM_UP, model["length"]), model["length"]):
-            own = build_classifier(attention, settings, backend, **{**model, "length": length})
+            changed = {"length": length, "side": None}  # what positions begin with does not matter
+            own = build_classifier(attention, settings, backend, **{**model, **changed})
             lead = (settings.batch, *[2] * (model["documents"] == 2))
             X = np.random.default_rng(0).integers(1, model["vocabulary"], (*lead, length))
             y = np.zeros(settings.batch, np.int64)

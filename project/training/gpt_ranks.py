@@ -27,6 +27,9 @@ from minitorch.distributed import (
 )
 from minitorch.training.model_files import CheckpointError
 
+#: Where MPICH and Open MPI say how many processes they have started.
+LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+
 
 class Ranks:
     """The ranks that ``mpiexec`` has started, in ``data`` rings of ``ring`` ranks; or one process alone.
@@ -51,8 +54,17 @@ class Ranks:
         )  # of the steps, of waiting, of operations under way
         self._join: Callable[[], None] = lambda: None
         if self.size == 1:
+            started = max(int(os.environ.get(name, 1)) for name in LAUNCHED)
+            if started > 1:
+                sys.exit(
+                    f"mpiexec has started {started} processes, each of which would train alone; add "
+                    f"--data-parallel {started} or --ring {started}"
+                )
             return
-        wrong = f"--data-parallel {data} --ring {ring}: {{}}; start it with mpiexec -n {self.size}"
+        wrong = (
+            f"--data-parallel {data} --ring {ring}: {{}}; start it with mpiexec -n {self.size}, or pass "
+            "other numbers (with --resume they are those of the checkpoint unless given)"
+        )
         try:
             self._world = world()
         except (ImportError, ValueError) as error:
@@ -81,6 +93,8 @@ class Ranks:
         """End all ranks for a reason that all of them have found."""
         if not self.is_first:
             self._world.barrier()  # until rank 0 has said it, once
+        if self._world.size == 1:
+            sys.exit(reason)
         self._world.abort(reason)
 
     def check(self, facts: Mapping[str, Any]) -> None:

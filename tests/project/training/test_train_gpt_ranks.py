@@ -88,3 +88,9 @@ def test_a_training_survives_the_kills_of_a_rank(monkeypatch: pytest.MonkeyPatch
     assert figures["kills"] == 2 and figures["losses_equal"] >= rank_kills.kills.STEPS
     assert figures["most_steps_lost"] < rank_kills.kills.EVERY
     assert figures["most_seconds_until_all_are_gone"] < rank_kills.LIMIT
+
+
+def test_several_processes_do_not_train_alone(tmp_path: Path) -> None:
+    done = python(2, "project/train_gpt.py", "--out", str(tmp_path))
+    assert done.returncode != 0
+    assert "started 2 processes" in done.stderr and "--data-parallel 2 or --ring 2" in done.stderr

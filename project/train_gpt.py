@@ -33,7 +33,7 @@ from training.gpt_options import (
     parse_args,
     with_defaults,
 )
-from training.gpt_ranks import Ranks
+from training.gpt_ranks import Ranks, check_launch
 from training.gpt_tokens import (
     byte_pairs_of,
     encoded,
@@ -296,6 +296,7 @@ def train_and_write(args: argparse.Namespace, state: TrainingState | None = None
         args: The options.
         state: Of the training to go on with; None for a new one.
     """
+    check_launch(args.data_parallel * args.ring)
     ranks = Ranks(args.data_parallel, args.ring)
     try:
         options = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}

@@ -31,6 +31,20 @@ from minitorch.training.model_files import CheckpointError
 LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 
 
+def check_launch(size: int) -> None:
+    """Exit with one line if a training of one process runs in each of several that a launcher has started.
+
+    Args:
+        size: Number of ranks of the training.
+    """
+    started = max(int(os.environ.get(name, 1)) for name in LAUNCHED)
+    if started > 1 == size:
+        sys.exit(
+            f"mpiexec has started {started} processes, each of which would train alone; add "
+            f"--data-parallel {started} or --ring {started}"
+        )
+
+
 class Ranks:
     """The ranks that ``mpiexec`` has started, in ``data`` rings of ``ring`` ranks; or one process alone.
 
@@ -54,12 +68,6 @@ class Ranks:
         )  # of the steps, of waiting, of operations under way
         self._join: Callable[[], None] = lambda: None
         if self.size == 1:
-            started = max(int(os.environ.get(name, 1)) for name in LAUNCHED)
-            if started > 1:
-                sys.exit(
-                    f"mpiexec has started {started} processes, each of which would train alone; add "
-                    f"--data-parallel {started} or --ring {started}"
-                )
             return
         wrong = (
             f"--data-parallel {data} --ring {ring}: {{}}; start it with mpiexec -n {self.size}, or pass "

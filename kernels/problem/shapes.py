@@ -30,7 +30,7 @@ def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
         if np.dtype(known) not in NAMES:
             raise TypeError(
                 f"attention needs {_NAMES}, got {name} of {operand.dtype}; convert it with "
-                ".astype(numpy.float32) or Tensor.to(numpy.float32)"
+                "its .to or .astype to float32"
             )
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(

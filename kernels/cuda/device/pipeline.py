@@ -131,10 +131,7 @@ def acquire(pipeline, at):
 
 @device_function
 def commit(pipeline, at, size):
-    """Announce the bytes that copies will bring, and return the barrier at which they count them.
-
-    The stage is full when they are there.
-    """
+    """Announce the bytes that make a stage full, and return the barrier at which copies count them."""
     full = pipeline.full + BARRIER * at.stage
     mbarrier_arrive_expect_tx(full, size)
     return full

@@ -101,15 +101,12 @@ def _make_produce(
     """
     block_q, block_k = layout.block_q, layout.block_k
     q_panel, k_panel = block_q * LINE, block_k * LINE
-    rows_size = sum((widths.head_panels, widths.value_panels)) * q_panel
+    panels = widths.head_panels, widths.value_panels
+    rows_size = sum(panels) * q_panel
     tiles, (of_rows, of_keys, of_values) = query_tiles(layout, widths), pipelines
     dout_offset, number_offset = tiles["dout"], tiles["number"]
-    load_q, load_dout = (
-        make_load_tile(n, q_panel) for n in (widths.head_panels, widths.value_panels)
-    )
-    fetch_k, fetch_v = (
-        make_fetch_tile(n, k_panel) for n in (widths.head_panels, widths.value_panels)
-    )
+    load_q, load_dout = (make_load_tile(n, q_panel) for n in panels)
+    fetch_k, fetch_v = (make_fetch_tile(n, k_panel) for n in panels)
     visit_of, tile_of, _ = make_visits_of(features, block_q, block_k, False)
 
     @device_function

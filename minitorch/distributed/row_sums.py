@@ -16,6 +16,7 @@ from kernels.cuda.backend import device_view, merge_rows
 from ..attention.approximate.rounds import shares_with_lse
 from ..functions.subscripts import piece, sliced
 from ..tensor import Tensor
+from ..tensor_data import strides_from_shape
 from .local_attention import heads_first, sequence_first
 
 #: Rows that are changed at a time at least; otherwise an eighth of them, as every piece costs launches.
@@ -32,9 +33,7 @@ def _pieces(rows: range) -> Iterator[tuple[range, range]]:
 
 def _laid_out(a: Tensor, shape: tuple[int, ...]) -> Any:
     """Return the elements of a tensor on a device as an array of another shape."""
-    storage = a.contiguous()._tensor._storage
-    steps = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return device_view(storage, shape, steps)
+    return device_view(a.contiguous()._tensor._storage, shape, strides_from_shape(shape))
 
 
 class RowSums:

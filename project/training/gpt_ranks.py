@@ -62,10 +62,8 @@ class Ranks:
 
     def __init__(self, data: int = 1, ring: int = 1):
         self.is_first, self.size, self._shares, self._average = True, data * ring, data, None
-        self._steps, self._times = (
-            0,
-            np.zeros(3),
-        )  # of the steps, of waiting, of operations under way
+        self._steps = 0
+        self._times = np.zeros(3)  # of the steps, of waiting, of operations under way
         self._join: Callable[[], None] = lambda: None
         if self.size == 1:
             return

@@ -30,7 +30,7 @@ def check_dtypes(q: Any, k: Any, v: Any) -> np.dtype[Any]:
         if np.dtype(known) not in NAMES:
             raise TypeError(
                 f"attention needs {_NAMES}, got {name} of {operand.dtype}; convert it with "
-                "its .to or .astype to float32"
+                "Tensor.to (NumPy arrays: .astype) to float32"
             )
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(

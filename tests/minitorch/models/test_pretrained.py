@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 import minitorch
+import minitorch.models
 from minitorch import DecoderLM
 from minitorch.models.pretrained import read_tokenizer
 from minitorch.training.model_files import CheckpointError

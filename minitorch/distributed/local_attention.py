@@ -67,18 +67,23 @@ def _moved(make: Make, origin: Origin, q: Any, k: Any, v: Any, options: Options)
     return replace(make(q, k, v, options), origin=origin)
 
 
-def rows_of(a: Tensor, rows: range) -> Tensor:
-    """View some rows of (…, heads, seq, dim), without history.
+def view_of(a: Tensor, dim: int, places: range) -> Tensor:
+    """View the elements at consecutive places along a dimension, without history.
 
-    Other rows lie between those of two heads: the view is an operand of attention, which takes any strides.
+    Other elements may lie between them: the view is an operand of attention, which takes any strides.
     Tensor operations expect one piece of memory.
     """
-    data, dim = a._tensor, a.dims - 2
-    shape = (*a.shape[:dim], len(rows), a.shape[-1])
-    first = rows.start * data.strides[dim]
+    data = a._tensor
+    shape = (*a.shape[:dim], len(places), *a.shape[dim + 1 :])
+    first = places.start * data.strides[dim]
     last = first + sum((n - 1) * step for n, step in zip(shape, data.strides, strict=True))
     storage = a.f.memory.part(data._storage, first, last + 1)
     return a._new(TensorData.fresh(storage, shape, data.strides))
+
+
+def rows_of(a: Tensor, rows: range) -> Tensor:
+    """View some rows of (…, heads, seq, dim); see :func:`view_of`."""
+    return view_of(a, a.dims - 2, rows)
 
 
 def heads_first(a: Tensor) -> Tensor:

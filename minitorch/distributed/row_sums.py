@@ -46,8 +46,8 @@ class RowSums:
     """
 
     def __init__(self, like: Tensor, dtype: Any, dim: int | None = None):
-        *shape, last = sequence_first(like).shape
-        self._total = like.empty((*shape, last if dim is None else dim), dtype)
+        *lead, rows, last = like.shape
+        self._total = like.empty((rows, *lead, last if dim is None else dim), dtype)
         self._written: set[range] = set()
 
     def add(self, rows: range, values: Tensor, shares: Sequence[Tensor] | None = None) -> None:

@@ -123,10 +123,8 @@ def on_one_device(case: Case) -> list[Any]:
     return [np.take(x, rows, case.rows) for x in whole]
 
 
-@settings(DRAWN)
-@given(cases())
-def attention(case: Case) -> None:
-    """Every method with every option is one device, to rounding, and two runs are equal bit for bit."""
+def check(case: Case) -> None:
+    """Assert that the ranks compute what one device does, to rounding, and in two runs the same bits."""
     found = on_ranks(case)
     for name, x, wanted in zip(("out", "dq", "dk", "dv"), found, on_one_device(case), strict=True):
         what = f"{name} by {case.method} of {case}"
@@ -134,6 +132,23 @@ def attention(case: Case) -> None:
         assert_close_arrays(x, wanted, case.q.dtype, what=what, size=size)
     for x, again in zip(found, on_ranks(case), strict=True):
         np.testing.assert_array_equal(x, again)
+
+
+@settings(DRAWN)
+@given(cases())
+def attention(case: Case) -> None:
+    """Every method with every option is one device."""
+    check(case)
+
+
+def many_heads() -> None:
+    """Keys and values of megabytes, too, which go round in shares of their heads."""
+    random, seq, dim = np.random.default_rng(3), 512 * GROUP.size, 64
+    options = {"is_causal": True, "enable_gqa": True, "dropout_p": 0.3, "seed": 5}
+    for sums in (None, [0, 700, seq]):
+        shapes = [(2, h, seq, dim) if sums is None else (seq, h, dim) for h in (14, 7, 7, 14)]
+        q, k, v, dout = (random.standard_normal(shape) for shape in shapes)
+        check(Case(q, k, v, dout, sums, "zigzag", "ring", options))
 
 
 def device() -> None:
@@ -271,10 +286,10 @@ def wrong_calls() -> None:
 
 
 def memory() -> None:
-    """A rank needs its share of one device's memory, two blocks of keys and values, and few rows beside."""
-    rows, dim = 4096, 16
-    share = np.ones((1, 1, rows, dim), np.float32)
-    whole = np.ones((1, 1, rows * GROUP.size, dim), np.float32)
+    """A rank needs its share of one device's memory, and less than two blocks of keys and values."""
+    heads, rows, dim = 4, 4096, 32
+    share = np.ones((1, heads, rows, dim), np.float32)
+    whole = np.ones((1, heads, rows * GROUP.size, dim), np.float32)
 
     def peaks(array: Any, attend: Callable[..., Any]) -> Any:
         """Return the most memory in the forward and in the backward pass, in blocks of a rank."""
@@ -300,13 +315,11 @@ def memory() -> None:
     own = peaks(share, lambda q, k, v: ring_attention(q, k, v, GROUP, is_causal=True))
 
     forward, backward = own - alone / GROUP.size
-    # The result of a call for half of the rows, and a few rows more.
-    assert forward < 2.0 + 0.6, forward
-    # Gradients of three blocks travel: one arrives, one leaves, one is computed.
-    assert backward < 2.0 + 3.0 + 0.3, backward
+    assert forward < 2.0, forward
+    assert backward < 2.0, backward
 
 
-CHECKS = (attention, device, default_seed, exchanges, grids, wrong_calls, memory)
+CHECKS = (attention, many_heads, device, default_seed, exchanges, grids, wrong_calls, memory)
 
 if __name__ == "__main__":
     {check.__name__: check for check in CHECKS}[sys.argv[1]]()

@@ -23,6 +23,10 @@ def test_attention_over_ranks_is_one_device(size: int) -> None:
     run_on_ranks(size, "attention")
 
 
+def test_many_heads_go_round_in_shares() -> None:
+    run_on_ranks(2, "many_heads")
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_groups_exchange_arrays(size: int) -> None:
     run_on_ranks(size, "exchanges")

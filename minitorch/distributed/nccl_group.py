@@ -7,6 +7,7 @@ follow.  :meth:`Transfer.wait` puts the kernels launched after it behind them; t
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -15,6 +16,12 @@ import numpy as np
 from kernels.runtime.targets import driver
 
 from .group import REDUCTIONS, Group, Transfer
+from .host_arrays import HostArrays
+
+#: What launchers such as ``torchrun`` set for each process.
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Where the ranks meet; NCCL reads it.
+MEETING_PLACE = "NCCL_COMM_ID"
 
 
 def _nccl() -> Any:
@@ -91,26 +98,67 @@ class _Queued:
             self._arrays = ()
 
 
+def _launched() -> tuple[int, int, str]:
+    """Return rank and number of the processes that a launcher has started, and where they meet.
+
+    Raises:
+        ValueError: If it has not set its variables.
+    """
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"NcclGroup() takes its ranks from {', '.join(VARIABLES)}, and {', '.join(missing)} are not "
+            "set; start the program with a launcher such as torchrun, or with mpiexec and pass world()"
+        )
+    rank, size, address, port = (os.environ[name] for name in VARIABLES)
+    # The launcher may listen at its port itself.
+    place = os.environ.get(MEETING_PLACE) or f"{address}:{int(port) + 1}"
+    return int(rank), int(size), place
+
+
+def _met(rank: int, size: int, place: str) -> Any:
+    """Return the communicator of processes that meet at an address: rank 0 listens there meanwhile."""
+    core, before = _nccl(), os.environ.get(MEETING_PLACE)
+    os.environ[MEETING_PLACE] = place
+    try:
+        return core.Communicator.init(size, rank, core.get_unique_id())
+    finally:
+        del os.environ[MEETING_PLACE]
+        if before is not None:
+            os.environ[MEETING_PLACE] = before
+
+
+def _introduced(host: Group) -> Any:
+    """Return the communicator of the ranks of another group."""
+    core = _nccl()
+    own = core.get_unique_id(empty=host.rank != 0)
+    identifier = np.frombuffer(own.as_bytes, np.uint8).copy()
+    host.broadcast(identifier).wait()
+    shared = core.UniqueId.from_bytes(identifier.tobytes())
+    return core.Communicator.init(host.size, host.rank, shared)
+
+
 class NcclGroup(Group):
-    """The ranks of another group, whose arrays lie on the current CUDA device of each.
+    """Ranks whose arrays lie on the current CUDA device of each.
 
     Args:
-        host: A group over MPI, by which the ranks agree on an identifier and exchange host arrays.
+        host: A group over MPI, by which the ranks agree on an identifier and exchange host arrays; when
+            None, the ranks are the processes of a launcher such as ``torchrun``.
         communicator: Of the same ranks; a new one when None.
+
+    Raises:
+        ImportError: If nccl4py or NCCL is missing.
+        ValueError: If there is neither a group nor such a launcher.
     """
 
     on_host = False
 
-    def __init__(self, host: Group, communicator: Any = None):
-        self.rank, self.size, self._host = host.rank, host.size, host
-        self._core = _nccl()
+    def __init__(self, host: Group | None = None, communicator: Any = None):
         if communicator is None:
-            own = self._core.get_unique_id(empty=host.rank != 0)
-            identifier = np.frombuffer(own.as_bytes, np.uint8).copy()
-            host.broadcast(identifier).wait()
-            shared = self._core.UniqueId.from_bytes(identifier.tobytes())
-            communicator = self._core.Communicator.init(host.size, host.rank, shared)
-        self.communicator = communicator
+            communicator = _met(*_launched()) if host is None else _introduced(host)
+        self.communicator, self._core = communicator, _nccl()
+        self.rank, self.size = communicator.rank, communicator.nranks
+        self._host = HostArrays(self) if host is None else host
         self._side = _Side()
 
     @property
@@ -168,7 +216,8 @@ class NcclGroup(Group):
 
     def split(self, color: int) -> NcclGroup:
         """See :meth:`Group.split`."""
-        return NcclGroup(self._host.split(color), self.communicator.split(color, self.rank))
+        host = None if isinstance(self._host, HostArrays) else self._host.split(color)
+        return NcclGroup(host, self.communicator.split(color, self.rank))
 
     def abort(self, reason: str) -> NoReturn:
         """See :meth:`Group.abort`."""

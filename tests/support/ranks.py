@@ -42,7 +42,7 @@ def python(size: int, *args: str, **variables: str) -> subprocess.CompletedProce
     )
 
 
-def run_check(size: int, module: str, check: str) -> None:
-    """Run one check of a module of ``tests.minitorch.distributed`` on several ranks."""
-    done = python(size, "-m", f"tests.minitorch.distributed.{module}", check)
+def run_check(size: int, module: str, check: str, **variables: str) -> None:
+    """Run one check of a module of ``tests.minitorch.distributed`` on several ranks; see :func:`python`."""
+    done = python(size, "-m", f"tests.minitorch.distributed.{module}", check, **variables)
     assert done.returncode == 0, f"{check} on {size} ranks:\n{done.stdout}\n{done.stderr}"

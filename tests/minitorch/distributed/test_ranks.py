@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import socket
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,22 @@ def test_ranks_form_a_grid(size: int) -> None:
 @pytest.mark.simulator
 def test_tensors_on_a_device_travel_too() -> None:
     run_on_ranks(2, "device")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(find_spec("nccl") is None, reason="needs nccl4py")
+@pytest.mark.parametrize("check", ["device", "exchanges"])
+def test_a_world_of_one_needs_no_mpi(check: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
+    run_check(0, "on_ranks", check, **launcher, NCCL_COMM_ID=place)
+
+
+def test_without_a_launcher_nccl_says_what_is_missing() -> None:
+    done = python(0, "-c", "from minitorch.distributed import nccl_group as n; n.NcclGroup()")
+    assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set; start" in done.stderr
 
 
 def test_dropout_takes_the_seed_of_rank_0() -> None:

@@ -1,0 +1,113 @@
+"""A call of :func:`minitorch.distributed.ring_attention`: its parts, and whether all ranks make it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from kernels.problem.options import Options
+
+from .group import Group
+from .local_attention import Part, part_of
+from .sequence_parts import Segment, pair, segments
+
+#: Length of the description of a call that the ranks compare, in bytes.
+DESCRIPTION = 1024
+#: Length of a seed, in bytes.
+SEED_BYTES = 8
+
+
+class Call(NamedTuple):
+    """A checked call of :func:`ring_attention`.
+
+    Attributes:
+        group: The ranks that share the sequence.
+        layout: Which rows a rank holds.
+        sums: Cumulative lengths of packed sequences; (0, seq) for one.
+        packed: Whether the caller has packed them.
+        heads: Number of query heads.
+        options: Of the whole attention; with dropout there is a seed.
+        head: The first query head, of a share of them.
+    """
+
+    group: Group
+    layout: str
+    sums: tuple[int, ...]
+    packed: bool
+    heads: int
+    options: Options
+    head: int = 0
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Columns that a row sees on either side of its own, -1 for all."""
+        left, right = self.options.get("window_size") or (-1, -1)
+        return left, 0 if self.options.get("is_causal") else right
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """Return the segments of the rows that a rank holds."""
+        return segments(self.sums[-1], rank, self.group.size, self.layout, self.sums)
+
+    def parts(self, owner: int) -> Iterator[tuple[int, Segment, Part]]:
+        """Yield the calls by which this rank attends to the keys of another.
+
+        Args:
+            owner: The other rank.
+
+        Returns:
+            The number of the segment of query rows, the segment of keys, and the call.
+        """
+        for number, queries in enumerate(self.segments(self.group.rank)):
+            for keys in self.segments(owner):
+                if (found := pair(queries, keys, *self.window)) is not None:
+                    part = self._part(found.row, found.col, found.sums, found.sequence)
+                    yield number, keys, part
+
+    def part_of_all_keys(self, queries: Segment) -> tuple[Part, range]:
+        """Return the call by which a segment attends to all keys that it sees, and where they lie."""
+        stop = queries.place + queries.rows
+        if queries.sums:
+            return self._part(0, 0, queries.sums, queries.sequence), range(queries.begin, stop)
+        part = self._part(queries.first, 0, (), queries.sequence)
+        end = next(end for end in self.sums if end > queries.place)
+        return part, range(queries.begin, stop if self.window[1] == 0 else end)
+
+    def _part(self, row: int, col: int, sums: tuple[int, ...], sequence: int) -> Part:
+        batch_head = sequence * self.heads + self.head
+        sums = sums if self.packed else ()
+        return part_of(self.options, row, col, sums, self.heads, batch_head)
+
+    def part_of_own_heads(self) -> Part:
+        """Return the call of the heads of this rank, on all rows."""
+        first = self.group.rank * (self.heads // self.group.size)
+        sums = self.sums if self.packed else ()
+        return part_of(self.options, 0, 0, sums, self.heads, first)
+
+
+def agreed(group: Group, text: str, seed: int) -> int:
+    """Return the seed of rank 0, after a look at whether all ranks make the same call.
+
+    Args:
+        group: The ranks.
+        text: The call in words.
+        seed: What this rank has drawn.
+
+    Raises:
+        ValueError: It names the first rank whose call is another one.
+    """
+    own = np.zeros(DESCRIPTION, np.uint8)
+    words = text.encode()[: DESCRIPTION - SEED_BYTES]
+    own[: len(words)] = np.frombuffer(words, np.uint8)
+    own[-SEED_BYTES:] = np.frombuffer(seed.to_bytes(SEED_BYTES, "little"), np.uint8)
+    every = np.empty((group.size, DESCRIPTION), np.uint8)
+    group.host.all_gather(own, every).wait()
+    calls = [bytes(each[:-SEED_BYTES]).rstrip(b"\0").decode(errors="replace") for each in every]
+    for rank, other in enumerate(calls):
+        if other != calls[0]:
+            raise ValueError(
+                f"all ranks must make the same call of ring_attention: rank 0 has {calls[0]}; rank {rank} "
+                f"has {other}; give every rank an equal part, and the same options"
+            )
+    return int.from_bytes(bytes(every[0, -SEED_BYTES:]), "little")

@@ -8,49 +8,62 @@ It needs ``pip install -e ".[mpi,nccl]"``.
 Causal attention in bfloat16, its rows in zigzag parts.  Efficiency is the time of one GPU with the whole
 sequence over the time of all of them and their number.  PyTorch's context parallel shares the sequence in
 the same way; its time is that of its faster backend and exchange.  One GPU and all are measured in turn, by
-events on the stream of each GPU; the slowest rank counts.  Gradients need not be reproducible.
+events on the stream of each GPU; the slowest rank counts.  Gradients need not be reproducible.  Predicted
+times are those of the model of ``project/bench/ring_time.py``, from the times of one GPU and of messages.
+``--train`` takes one step of a small GPT whose context is shared by all GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterator
-from statistics import median
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
-WORLD = MPI.COMM_WORLD
-#: Each process sees one GPU, which CUDA must know before it starts.
-LOCAL = WORLD.Split_type(MPI.COMM_TYPE_SHARED).rank
-os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get(
-    "CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7"
-).split(",")[LOCAL]
+# isort: split
+from bench.gpu_ranks import MPI, WORLD, OwnBatches, in_turn, show, slowest, start_torch, write
 
-from bench.measuring import command_line, name_of, seconds, slug_of, write_record  # noqa: E402
+# isort: split
+from bench.ring_time import Machine, Work, ring_time
+from common.command_line import COUNT, OneLineParser
+from training.gpt_loop import train_step
 
-import minitorch  # noqa: E402
-from minitorch.distributed import positions, ring_attention, world  # noqa: E402
-from minitorch.distributed.nccl_group import NcclGroup  # noqa: E402
+import minitorch
+from minitorch.distributed import (
+    GradientAverage,
+    positions,
+    ring_attention,
+    spread_sequence,
+    world,
+)
+from minitorch.distributed.exchange import Shift
+from minitorch.distributed.nccl_group import NcclGroup
 
-Step = Callable[[], Any]
 BFLOAT16 = minitorch.bfloat16
 PEERS = [(b, r) for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION") for r in ("allgather", "alltoall")]
+#: Numbers of a message that takes the latency only, and of one that takes the bandwidth.
+SHORT, LONG = 64, 1 << 26
+#: Layers and width of the GPT of ``--train``, and its vocabulary, of bytes.
+LAYERS, WIDTH, VOCABULARY = 4, 768, 256
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--lengths", nargs="+", type=int, default=[65536, 131072], help="of the whole sequence")
-    add("--heads", type=int, default=16)
-    add("--head-dim", type=int, default=128)
-    add("--rounds", type=int, default=5)
+    add("--lengths", nargs="*", type=COUNT, default=[65536, 131072], help="of the whole sequence")
+    parser.option("--heads", COUNT, 16, "of queries, keys and values")
+    parser.option("--head-dim", COUNT, 128, "of all of them")
+    parser.option("--rounds", COUNT, 5, "of which the median counts")
+    add(
+        "--train",
+        type=COUNT,
+        metavar="N",
+        help="also take a training step with N tokens of context",
+    )
     add("--no-torch", action="store_true", help="leave PyTorch out")
     add("--json", metavar="FILE", help="the record")
     add("--publish", action="store_true", help="write the record into docs/results")
@@ -106,12 +119,6 @@ class Theirs:
         self._attend().backward(self.dout)
 
 
-def slowest(step: Step, device: str = "cuda") -> float:
-    """Return the time of a step on the slowest rank; all of them take it."""
-    WORLD.Barrier()
-    return WORLD.allreduce(seconds(step, device), op=MPI.MAX)
-
-
 @contextlib.contextmanager
 def context_parallel(torch: Any, arrays: Any, backend: str, rotate: str) -> Iterator[Theirs]:
     """Yield PyTorch's attention on this rank's part of a sequence."""
@@ -126,18 +133,6 @@ def context_parallel(torch: Any, arrays: Any, backend: str, rotate: str) -> Iter
         yield Theirs(torch, tensors, backend)
 
 
-def start_torch() -> Any:
-    """Return PyTorch with its process group over NCCL."""
-    import torch
-    import torch.distributed
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    os.environ |= {"RANK": str(WORLD.rank), "WORLD_SIZE": str(WORLD.size), "LOCAL_RANK": "0"}
-    torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", 0))
-    return torch
-
-
 def fastest_peer(torch: Any, arrays: Any, rounds: int) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the times of the fastest of PyTorch's ways, and why others did not run."""
     best: dict[str, Any] = {}
@@ -145,10 +140,7 @@ def fastest_peer(torch: Any, arrays: Any, rounds: int) -> tuple[dict[str, Any], 
     for backend, rotate in PEERS:
         try:
             with context_parallel(torch, arrays, backend, rotate) as theirs:
-                found = {}
-                for name, step in (("forward", theirs.forward), ("both", theirs.both)):
-                    step()
-                    found[name] = median(slowest(step) for _ in range(rounds))
+                found = in_turn({"forward": theirs.forward, "both": theirs.both}, rounds)
         except Exception as error:  # a peer that cannot run is a row without figures
             failed[f"{backend}, {rotate}"] = f"{type(error).__name__}: {error!s:.200}"
             continue
@@ -169,7 +161,34 @@ def difference(whole: Ours, ring: Ours, rows: Any) -> float:
     return WORLD.allreduce(found, op=MPI.MAX)
 
 
-def measure(group: NcclGroup, length: int, args: argparse.Namespace, torch: Any) -> dict[str, Any]:
+def link_of(group: NcclGroup, rounds: int) -> tuple[float, float]:
+    """Return latency, seconds, and bandwidth, bytes/s, of messages round the ring."""
+    blocks = {
+        name: minitorch.zeros((count,), minitorch.CudaBackend)
+        for name, count in (("short", SHORT), ("long", LONG))
+    }
+
+    def step(block: minitorch.Tensor) -> Callable[[], Any]:
+        return lambda: Shift(group, [block]).wait()
+
+    took = in_turn({name: step(block) for name, block in blocks.items()}, rounds)
+    size = (LONG - SHORT) * blocks["long"].dtype.itemsize
+    return took["short"], size / (took["long"] - took["short"])
+
+
+def predicted(row: dict[str, Any], ranks: int, link: tuple[float, float]) -> dict[str, float]:
+    """Return the seconds that the model says of all GPUs, given those of one."""
+    work = Work(row["length"], row["heads"], row["heads"], row["head_dim"])
+    forward = row["one_forward_seconds"]
+    backward = row["one_both_seconds"] - forward
+    machine = Machine(work.flops("forward") / forward, work.flops("backward") / backward, *link)
+    ways = {way: ring_time(work, ranks, machine, way).total for way in ("forward", "backward")}
+    return {"forward": ways["forward"], "both": sum(ways.values())}
+
+
+def measure(
+    group: NcclGroup, length: int, args: argparse.Namespace, torch: Any, link: tuple[float, float]
+) -> dict[str, Any]:
     """Measure one length."""
     shape = (1, args.heads, length, args.head_dim)
     random = np.random.default_rng(length)
@@ -182,18 +201,17 @@ def measure(group: NcclGroup, length: int, args: argparse.Namespace, torch: Any)
         lambda q, k, v: ring_attention(q, k, v, group, **options),
     )
     row: dict[str, Any] = {"length": length, "heads": args.heads, "head_dim": args.head_dim}
-    times: dict[str, list[float]] = {}
-    for number in range(args.rounds + 1):  # the first compiles
-        for name, each in (("one", whole), ("all", ring)):
-            for part in ("forward", "both"):
-                took = slowest(getattr(each, part))
-                if number:
-                    times.setdefault(f"{name}_{part}", []).append(took)
-    row |= {f"{name}_seconds": median(found) for name, found in times.items()}
-    for part in ("forward", "both"):
+    steps = {
+        f"{name}_{part}": getattr(each, part)
+        for name, each in (("one", whole), ("all", ring))
+        for part in ("forward", "both")
+    }
+    row |= {f"{name}_seconds": took for name, took in in_turn(steps, args.rounds).items()}
+    for part, seconds in predicted(row, group.size, link).items():
         row[f"efficiency_{part}"] = (
             row[f"one_{part}_seconds"] / row[f"all_{part}_seconds"] / group.size
         )
+        row[f"predicted_{part}_seconds"] = seconds
     row["difference"] = difference(whole, ring, rows)
     del whole, ring
     if torch is not None:
@@ -205,26 +223,47 @@ def measure(group: NcclGroup, length: int, args: argparse.Namespace, torch: Any)
     return row
 
 
+def training_step(group: NcclGroup, tokens: int) -> dict[str, Any]:
+    """Take a step of a GPT whose sequence is spread over the GPUs, after one on a short sequence."""
+    minitorch.manual_seed(0)
+    model = minitorch.DecoderLM(
+        VOCABULARY, WIDTH, WIDTH // 64, tokens, p_dropout=0.0, n_layer=LAYERS, recompute=True,
+        backend=minitorch.CudaBackend, precision="bfloat16",
+    )  # fmt: skip
+    spread_sequence(model, group)
+    ranks: Any = OwnBatches(GradientAverage(model.parameters(), group))
+    optimizer = minitorch.AdamW(model.parameters(), lr=1e-4)
+    random, losses = np.random.default_rng(0), []
+
+    def step(count: int) -> None:
+        ids = random.integers(0, VOCABULARY, (1, count + 1))
+        mine = positions(count, group)
+        parts = ids[:, :-1][:, mine], ids[:, 1:][:, mine]
+        losses.append(train_step(model, optimizer, *parts, ranks=ranks))
+
+    slowest(lambda: step(4096 * group.size))  # compiles
+    took = slowest(lambda: step(tokens))
+    return {
+        "train": tokens, "layers": LAYERS, "width": WIDTH, "step_seconds": took,
+        "loss": losses[-1].item(),
+    }  # fmt: skip
+
+
 def main() -> None:
     args = parse_args()
     group = NcclGroup(world())
     torch = None if args.no_torch else start_torch()
     rows = []
-    name = name_of("cuda")
-    place = args.json
-    if args.publish:
-        place = f"docs/results/{slug_of(name)}/ring.json"
+    link = link_of(group, args.rounds)
     for length in args.lengths:
-        rows.append(measure(group, length, args, torch))
-        if WORLD.rank == 0:
-            print(
-                {k: round(v, 5) if isinstance(v, float) else v for k, v in rows[-1].items()},
-                flush=True,
-            )
-            if place:
-                command = command_line("project/bench_ring.py", sys.argv[1:])
-                command = f"mpiexec -n {WORLD.size} {command}"
-                write_record(place, command, name, gpus=WORLD.size, rows=rows)
+        rows.append(measure(group, length, args, torch, link))
+        rows[-1] |= {"latency": link[0], "bandwidth": link[1]}
+        show(rows[-1])
+        write("bench_ring", args, rows)
+    if args.train:
+        rows.append(training_step(group, args.train))
+        show(rows[-1])
+        write("bench_ring", args, rows)
 
 
 if __name__ == "__main__":

@@ -63,11 +63,8 @@ class TorchGPT:
         kind = torch.float64 if precision == "float64" else torch.float32
         self.layers, self.heads, self.eps = model.layer_names, model.n_head, model.ln.eps
         self.weights = {
-            key: torch.tensor(
-                p.value.detach().to(FLOAT32).to_numpy(),
-                dtype=kind,
-                device=device,
-                requires_grad=True,
+            key: torch.nn.Parameter(
+                torch.tensor(p.value.detach().to(FLOAT32).to_numpy(), dtype=kind, device=device)
             )
             for key, p in model.named_parameters()
         }
@@ -90,6 +87,16 @@ class TorchGPT:
             # Where a version of PyTorch breaks the graph, the functions of a layer are compiled for each.
             torch._dynamo.config.recompile_limit = 8 * len(self.layers)
             self._score = torch.compile(self.loss)
+
+    def share_with_all_ranks(self) -> None:
+        """Average gradients over PyTorch's process group, during the backward pass."""
+        module = self.torch.nn.Module()
+        for name, weight in self.weights.items():
+            module.register_parameter(name.replace(".", "_"), weight)
+        module.forward = self.loss
+        self._score = self.torch.nn.parallel.DistributedDataParallel(
+            module, gradient_as_bucket_view=True
+        )
 
     def _linear(self, x: Any, name: str) -> Any:
         weights, bias = self.weights[f"{name}.weights"], self.weights.get(f"{name}.bias")

@@ -11,7 +11,7 @@ import numpy as np
 from data.text import PROMPT, Corpus, read_text
 from tqdm import tqdm
 from train_gpt import build
-from training.gpt_loop import train_step
+from training.gpt_loop import ALONE, train_step
 from training.gpt_presets import PRESETS, characters_of, flops_per_token, spelled
 from training.script_helpers import learning_rate
 
@@ -128,6 +128,7 @@ class OurGPT:
         lr: Highest learning rate.
         capture: What makes one call of the device of a step; None leaves it as it is.
         clip: Norm of all gradients beyond which they are scaled down; None for any.
+        ranks: Those that share the batches.
     """
 
     def __init__(
@@ -136,13 +137,14 @@ class OurGPT:
         lr: float,
         capture: Callable[..., Any] | None = None,
         clip: float | None = None,
+        ranks: Any = ALONE,
     ):
         self.optimizer = minitorch.AdamW(
             model.parameters(), lr=lr, beta2=BETA2, weight_decay=WEIGHT_DECAY, max_norm=clip
         )
 
         def step(inputs: Any, targets: Any) -> Any:
-            return train_step(model, self.optimizer, inputs, targets)
+            return train_step(model, self.optimizer, inputs, targets, ranks=ranks)
 
         self._step = step if capture is None else capture(step)
 

@@ -40,7 +40,8 @@ from harness import (
 
 # isort: split
 from bench.measuring import spread
-from ring_model import CALLS, Machine, Work, add_options, hiding_rows, ring_time
+from bench.ring_time import CALLS, Machine, Work, hiding_rows, ring_time
+from ring_model import add_options
 
 import minitorch
 from minitorch.distributed import MPIGroup, ring_attention, world

@@ -14,11 +14,12 @@ from ...support.ranks import needs_mpi
 from .test_runs import harness, load, set_size
 
 scaling = load("scaling")
-import ring_model  # noqa: E402  # the experiment has put its folder on the path
+import ring_model  # noqa: E402
+from bench import ring_time  # noqa: E402  # the experiment has put its folder on the path
 
 WAYS = ("forward", "backward")
 machines = st.builds(
-    ring_model.Machine,
+    ring_time.Machine,
     forward=st.floats(1e9, 1e15),
     backward=st.floats(1e9, 1e15),
     latency=st.floats(1e-6, 1e-3),
@@ -26,7 +27,7 @@ machines = st.builds(
     call=st.floats(1e-6, 1e-3),
 )
 works = st.builds(
-    ring_model.Work,
+    ring_time.Work,
     tokens=st.integers(10, 24).map(lambda x: 2**x),
     heads=st.sampled_from([8, 32]),
     key_heads=st.sampled_from([1, 8]),
@@ -40,20 +41,20 @@ works = st.builds(
 def test_overlap_hides_at_most_all_of_the_transfer(
     work: Any, machine: Any, ranks: int, way: str
 ) -> None:
-    hidden = ring_model.ring_time(work, ranks, machine, way)
-    shown = ring_model.ring_time(work, ranks, machine._replace(overlaps=False), way)
+    hidden = ring_time.ring_time(work, ranks, machine, way)
+    shown = ring_time.ring_time(work, ranks, machine._replace(overlaps=False), way)
     assert shown.total == pytest.approx(hidden.compute + hidden.transfer)
     assert max(hidden.compute, hidden.transfer) <= hidden.total * (1 + 1e-12)
     assert hidden.total <= shown.total * (1 + 1e-12)
-    alone = ring_model.ring_time(work, 1, machine, way)
+    alone = ring_time.ring_time(work, 1, machine, way)
     assert alone.total == alone.compute and alone.exposed == 0.0
 
 
 @given(works, machines)
 def test_a_step_of_so_many_rows_takes_as_long_as_its_transfer(work: Any, machine: Any) -> None:
     machine = machine._replace(latency=0.0, call=0.0, overlaps=False)
-    rows = ring_model.hiding_rows(work, machine)
-    time = ring_model.ring_time(work._replace(tokens=3 * rows), 3, machine, "forward")
+    rows = ring_time.hiding_rows(work, machine)
+    time = ring_time.ring_time(work._replace(tokens=3 * rows), 3, machine, "forward")
     assert time.compute / 3 == pytest.approx(time.transfer / 2)
 
 
@@ -68,14 +69,14 @@ def test_the_fit_finds_the_machine_of_its_rows(machine: Any) -> None:
             row: dict[str, Any] = {"ranks": n, "tokens": tokens}
             work = scaling.work_of(row)
             for way in WAYS:
-                seconds = ring_model.ring_time(work, n, machine, way).total
+                seconds = ring_time.ring_time(work, n, machine, way).total
                 row[way] = {"median": 1e3 * seconds}
-            row["transfer"] = {"median": 1e3 * ring_model.messages(work, n, machine, 4)}
+            row["transfer"] = {"median": 1e3 * ring_time.messages(work, n, machine, 4)}
             rows.append(row)
     found = scaling.fitted(rows)
     for row in rows:
         for way in WAYS:
-            seconds = ring_model.ring_time(scaling.work_of(row), row["ranks"], found, way).total
+            seconds = ring_time.ring_time(scaling.work_of(row), row["ranks"], found, way).total
             assert 1e3 * seconds == pytest.approx(row[way]["median"], rel=1e-3)
 
 

@@ -297,7 +297,7 @@ def train_and_write(args: argparse.Namespace, state: TrainingState | None = None
         state: Of the training to go on with; None for a new one.
     """
     check_launch(args.data_parallel * args.ring)
-    ranks = Ranks(args.data_parallel, args.ring)
+    ranks = Ranks(args.data_parallel, args.ring, on_gpus=args.backend == "cuda")
     try:
         options = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
         ranks.check({**options, "the step to go on from": state and state.step})

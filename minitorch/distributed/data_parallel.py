@@ -41,7 +41,7 @@ def check_same_model(parameters: Sequence[Parameter], group: Group) -> None:
         code = zlib.crc32(repr((array.shape, str(array.dtype))).encode(), code)
         code = zlib.crc32(array.reshape(-1).view(np.uint8).data, code)
     codes = np.empty((group.size, 1), np.int64)
-    group.all_gather(np.array([code], np.int64), codes).wait()
+    group.host.all_gather(np.array([code], np.int64), codes).wait()
     if (other := np.flatnonzero(codes[:, 0] != codes[0, 0])).size:
         raise ValueError(
             f"all ranks must begin with the same parameters, and those of rank {other[0]} are not those of "

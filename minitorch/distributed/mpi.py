@@ -106,6 +106,11 @@ class MPIGroup(Group):
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
         self.waiting = waiting or Waiting(communicator, timeout_of_environment())
 
+    def place_on_machine(self) -> tuple[int, int]:
+        """Return the number of this rank among those on its machine, and how many these are."""
+        own = self.communicator.Split_type(_mpi().COMM_TYPE_SHARED)
+        return own.Get_rank(), own.Get_size()
+
     def _begun(self, request: Any, *arrays: Any) -> Transfer:
         return _Request(self.waiting, request, *arrays)
 

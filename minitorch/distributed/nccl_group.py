@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import numpy as np
 
-from kernels.runtime.targets import driver
+from kernels.runtime.targets import cuda, driver
 
 from .group import REDUCTIONS, Group, Transfer
 from .host_arrays import HostArrays
+from .mpi import MPIGroup
 
 #: What launchers such as ``torchrun`` set for each process.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -222,3 +224,17 @@ class NcclGroup(Group):
     def abort(self, reason: str) -> NoReturn:
         """See :meth:`Group.abort`."""
         self._host.abort(reason)
+
+
+def on_devices(host: MPIGroup) -> Group:
+    """Return the ranks with a CUDA device each, or the group itself if there are too few, or no NCCL.
+
+    A rank selects the device of its number on its machine.
+    """
+    number, size = host.place_on_machine()
+    has_own = np.array([find_spec("nccl") is not None and len(cuda.gpus) >= size], np.int64)
+    host.all_reduce(has_own, "min").wait()
+    if not has_own[0]:
+        return host
+    cuda.select_device(number)
+    return NcclGroup(host)

@@ -25,6 +25,7 @@ from minitorch.distributed import (
     spread_sequence,
     world,
 )
+from minitorch.distributed.nccl_group import on_devices
 from minitorch.training.model_files import CheckpointError
 
 #: Where MPICH and Open MPI say how many processes they have started.
@@ -54,13 +55,14 @@ class Ranks:
     Args:
         data: Number of rings.
         ring: Number of ranks that share a sequence.
+        on_gpus: Whether they train on GPUs, of which each takes one if there are as many.
 
     Attributes:
         is_first: Whether this process prints and writes.
         size: Number of ranks.
     """
 
-    def __init__(self, data: int = 1, ring: int = 1):
+    def __init__(self, data: int = 1, ring: int = 1, on_gpus: bool = False):
         self.is_first, self.size, self._shares, self._average = True, data * ring, data, None
         self._steps = 0
         self._times = np.zeros(3)  # of the steps, of waiting, of operations under way
@@ -85,8 +87,9 @@ class Ranks:
                 **versions,
             }
         )
+        self._group = on_devices(self._world) if on_gpus else self._world
         try:
-            self._grid = grid(self._world, data, ring)
+            self._grid = grid(self._group, data, ring)
         except ValueError as error:
             self._refuse(wrong.format(error))
         if not self.is_first:
@@ -94,6 +97,11 @@ class Ranks:
             tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)  # type: ignore[method-assign]
         # A launcher that has to name a killed process knows its number only.
         print(", ".join(f"rank {i}: {x}" for i, x in enumerate(self._world.waiting.processes)))
+        if on_gpus and self._group is self._world:
+            print(
+                "ranks share GPUs and exchange arrays through the host: there is no NCCL (pip install "
+                "'minitorch-flash[nccl]'), or a machine has fewer GPUs than ranks"
+            )
 
     def _refuse(self, reason: str) -> NoReturn:
         """End all ranks for a reason that all of them have found."""
@@ -117,7 +125,7 @@ class Ranks:
         if self.size == 1:
             return
         try:
-            self._average = GradientAverage(model.parameters(), self._world)
+            self._average = GradientAverage(model.parameters(), self._group)
         except ValueError as error:
             self._refuse(str(error))
         if self._grid.ring.size > 1:
@@ -149,7 +157,7 @@ class Ranks:
         parameters = model.parameters()
         if self.size == 1:
             return minitorch.AdamW(parameters, **options)
-        return ShardedOptimizer(parameters, self._world, minitorch.AdamW, **options)
+        return ShardedOptimizer(parameters, self._group, minitorch.AdamW, **options)
 
     def save_parts(self, save: Callable[[int, int], str]) -> list[str]:
         """Let every rank but the first save its part; return what it has returned on each of them.

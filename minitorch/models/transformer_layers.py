@@ -9,22 +9,20 @@ import numpy.typing as npt
 
 from kernels.common.arguments import whole
 from kernels.problem.options import Options
-from kernels.runtime.dtypes import COMPUTE_DTYPES, is_floating
+from kernels.runtime.dtypes import is_floating
 
 from ..attention.approximate.choices import APPROXIMATIONS, make_attention
 from ..attention.approximate.support import Masked, key_mask_array, key_penalty
 from ..attention.naive import naive_attention
 from ..autodiff import without_dropout
-from ..fast_ops import FastOps
 from ..functions.base import check_tensor
-from ..functions.fused import dense
 from ..layers.residual_layer_norm import residual_layer_norm
 from ..module import Module
 from ..modules_basic import Dropout, LayerNorm1d, Linear, RMSNorm
 from ..nn import number
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
-from .decoding_step import LayerWeights, StepWeights, fused_step
+from .decoding_step import step
 from .feed_forward import FeedForward, GatedFeedForward
 from .kv_cache import LayerCache, check_cache
 from .rotary import Rotary, Rotate
@@ -310,74 +308,6 @@ class TransformerLayer(Module):
         x = x + self.ff(self.ln_2(x))
         return x if cache is None else x.detach()
         # END TASK 5.10
-
-
-def step_weights(layer: TransformerLayer) -> StepWeights:
-    """Return the weights of a layer as arguments of the decoding kernel.
-
-    Args:
-        layer: Any layer; the weights are None unless the kernel can compute it, on the fast backend.
-    """
-    if not _has_kernel(layer):
-        return StepWeights(layer, None)
-    attention, ff = layer.attention, layer.ff
-    none = dense(layer.ln_1.weights.value)[:0]
-
-    def arrays(module: Any) -> tuple[Any, Any]:
-        bias = module.bias
-        return dense(module.weights.value), none if bias is None else dense(bias.value)
-
-    weights = LayerWeights(
-        norm_1=arrays(layer.ln_1),
-        q=arrays(attention.q_projection),
-        k=arrays(attention.k_projection),
-        v=arrays(attention.v_projection),
-        out=arrays(attention.out_projection),
-        norm_2=arrays(layer.ln_2),
-        widen=arrays(ff.linear_in),
-        narrow=arrays(ff.linear_out),
-    )
-    return StepWeights(layer, weights, ff.linear_in.out_size, layer.ln_1.eps)
-
-
-def _has_kernel(layer: TransformerLayer) -> bool:
-    """Tell whether the decoding kernel computes the same function as a layer, on the fast backend."""
-    attention, ff = layer.attention, layer.ff
-    if type(ff) is not FeedForward or attention.rotary is not None:
-        return False
-    linears = [attention.q_projection, attention.k_projection, attention.v_projection]
-    linears += [attention.out_projection, ff.linear_in, ff.linear_out]
-    values = [box.value for box in layer.parameters()]
-    return (
-        attention.causal
-        and attention.n_kv_head == attention.n_head
-        and attention.attend is Tensor.flash_attention
-        and not any("forward" in module.__dict__ for module in (attention, ff))
-        and all(type(norm) is LayerNorm1d for norm in (layer.ln_1, layer.ln_2))
-        and all(type(linear) is Linear for linear in linears)
-        and layer.ln_1.eps == layer.ln_2.eps
-        and all(v.backend.ops is FastOps and v.dtype == values[0].dtype for v in values)
-        and values[0].dtype in COMPUTE_DTYPES
-    )
-
-
-def step(layer: TransformerLayer, x: Tensor, cache: LayerCache) -> Tensor | None:
-    """Return the layer's output for the newest positions, or None where its modules must compute it.
-
-    Args:
-        layer: Any layer; the result is None in training mode.
-        x: (batch, count, n_embd), a small tensor.
-        cache: Keys and values of the previous positions, on the fast backend; the new ones are appended.
-
-    Returns:
-        (batch, count, n_embd), a constant; or None, with the cache unchanged.
-    """
-    if layer.training or x.dims != 3 or x.backend.ops is not FastOps:
-        return None
-    known = cache.known
-    if known is None or not known.are_those_of(layer):
-        known = cache.known = step_weights(layer)
-    return fused_step(known, layer.attention.n_head, x, cache)
 
 
 def is_joined(layer: TransformerLayer, x: Tensor) -> bool:

@@ -127,6 +127,8 @@ def _has_kernel(layer: Any) -> bool:
     attention, ff = layer.attention, layer.ff
     if type(ff) is not FeedForward or attention.rotary is not None:
         return False
+    if attention.window is not None or attention.sink is not None:
+        return False
     linears = [attention.q_projection, attention.k_projection, attention.v_projection]
     linears += [attention.out_projection, ff.linear_in, ff.linear_out]
     values = [box.value for box in layer.parameters()]

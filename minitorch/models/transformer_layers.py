@@ -17,11 +17,12 @@ from ..attention.naive import naive_attention
 from ..autodiff import without_dropout
 from ..functions.base import check_tensor
 from ..layers.residual_layer_norm import residual_layer_norm
-from ..module import Module
+from ..module import Module, Parameter
 from ..modules_basic import Dropout, LayerNorm1d, Linear, RMSNorm
 from ..nn import number
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
+from ..tensors.factories import zeros
 from .decoding_step import step
 from .feed_forward import FeedForward, GatedFeedForward
 from .kv_cache import LayerCache, check_cache
@@ -65,14 +66,20 @@ class MultiHeadAttention(Module):
             heads.  n_head when None.  Fewer need flash or naive attention.
         head_dim: Size of a head; n_embd / n_head when None.
         rotary: Rotary positions, which turn queries and keys; None for positions that the model adds.
+        window: Number of positions that a position attends to, the last ones up to itself; None for all
+            of them.
+        sinks: Whether each head learns a logit that only the softmax's denominator contains, so that a
+            position may attend to nothing.
         dtype: Dtype of the parameters; the default dtype when None.
 
     Raises:
         TypeError: For an option that the attention does not have, or one that it lacks.
         ValueError: If n_head does not divide n_embd, n_kv_head does not divide n_head, or the attention
-            cannot be causal, drop attention weights, or have groups of heads.
+            cannot be causal, drop attention weights, or have groups of heads; also for a window or sinks
+            of an approximation, and a window that is not causal.
 
-    Source: Vaswani et al. (2017), section 3.2.2; Ainslie et al. (2023), GQA, for groups of heads.
+    Source: Vaswani et al. (2017), section 3.2.2; Ainslie et al. (2023), GQA, for groups of heads; Jiang et
+    al. (2023), Mistral 7B, for the window; the model card of gpt-oss (OpenAI, 2025) for the sinks.
     """
 
     def __init__(
@@ -92,6 +99,8 @@ class MultiHeadAttention(Module):
         n_kv_head: int | None = None,
         head_dim: int | None = None,
         rotary: Rotary | None = None,
+        window: int | None = None,
+        sinks: bool = False,
         dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
@@ -130,6 +139,18 @@ class MultiHeadAttention(Module):
                 f"groups of heads need attention 'flash' or 'naive', got {attention!r} and n_kv_head "
                 f"{n_kv_head}; leave n_kv_head out"
             )
+        self.window = None if window is None else whole("window", window, 1)
+        if not self.is_exact and (sinks or window is not None):
+            raise ValueError(
+                f"window and sinks need attention 'flash' or 'naive', got {attention!r}; leave them out "
+                "(the window of 'local' is one of its attention_options)"
+            )
+        if window is not None and not causal:
+            raise ValueError(
+                "a window is one of causal attention; build the layer with causal=True"
+            )
+        # Zero: as if each position could also attend to a key that is orthogonal to its query.
+        self.sink = Parameter(zeros((n_head,), backend, dtype=dtype)) if sinks else None
         self.attend: Any
         if not self.is_exact:
             masked = Masked(dropout_p=attention_dropout, is_causal=causal)
@@ -200,6 +221,10 @@ class MultiHeadAttention(Module):
         options: Options = {"is_causal": self.causal}
         if self.n_kv_head != self.n_head:
             options["enable_gqa"] = True
+        if self.sink is not None:
+            options["sink"] = self.sink.value
+        if self.window is not None and (cache is None or cache.spot is None):
+            options["window_size"] = self.window - 1, 0  # else it is part of the mask at the spot
         if self.training:
             options["dropout_p"] = self.attention_dropout
         if key_mask is not None and self.is_exact:
@@ -247,6 +272,8 @@ class TransformerLayer(Module):
         n_kv_head: Number of heads of keys and values; see :class:`MultiHeadAttention`.
         head_dim: Size of a head; see :class:`MultiHeadAttention`.
         rotary: Rotary positions, or None.
+        window: Number of positions that a position attends to; see :class:`MultiHeadAttention`.
+        sinks: Whether each head learns a sink; see :class:`MultiHeadAttention`.
         norm: "layer", :class:`minitorch.LayerNorm1d`; or "rms", :class:`minitorch.RMSNorm`.
         feed_forward: "gelu", :class:`FeedForward`; or "swiglu", :class:`GatedFeedForward`.
         dtype: Dtype of the parameters; the default dtype when None.
@@ -275,6 +302,8 @@ class TransformerLayer(Module):
         n_kv_head: int | None = None,
         head_dim: int | None = None,
         rotary: Rotary | None = None,
+        window: int | None = None,
+        sinks: bool = False,
         norm: str = "layer",
         feed_forward: str = "gelu",
         dtype: npt.DTypeLike | None = None,
@@ -289,7 +318,7 @@ class TransformerLayer(Module):
             n_embd, n_head, causal, p_dropout, bias, backend, use_fused_kernel, use_flash_attention,
             attention=attention, attention_dropout=attention_dropout,
             attention_options=attention_options, n_kv_head=n_kv_head, head_dim=head_dim, rotary=rotary,
-            dtype=dtype,
+            window=window, sinks=sinks, dtype=dtype,
         )  # fmt: skip
         is_gated = chosen_name("feed_forward", feed_forward, FEED_FORWARDS) == "swiglu"
         make = GatedFeedForward if is_gated else FeedForward

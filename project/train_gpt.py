@@ -6,7 +6,7 @@ python project/train_gpt.py --backend cuda         on a GPU
 python project/train_gpt.py --backend cuda --preset gpt2-small --precision bfloat16 --max-seconds 3600
 python project/train_gpt.py --tokenizer bpe        tokens are byte pairs instead of characters
 python project/train_gpt.py --text library --context 8192 --batch 2 --positions rotary --recompute
-python project/train_gpt.py --window 256 --sinks   each token attends to the last 256, and each head has a sink
+python project/train_gpt.py --window 256 --sinks   a token attends to the last 256, and heads have sinks
 python project/train_gpt.py --init DIR             go on with a GPT-2 or a Llama of Hugging Face
 mpiexec -n 4 python project/train_gpt.py --data-parallel 2 --ring 2     by four processes together
 python project/train_gpt.py --resume               on, from where the last run was killed or stopped

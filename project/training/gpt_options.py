@@ -68,9 +68,8 @@ def parse_args(description: str | None, argv: list[str] | None = None) -> argpar
         if args.load is not None:
             parser.error("--load writes and --init trains: take one of them")
         vars(args).update({**FINE_TUNING, **given})
-    elif args.positions == "learned" and args.resume is None:
-        if odd := [name for name in OF_ROTARY if name in given]:
-            parser.error(f"--{odd[0].replace('_', '-')} belongs to --positions rotary; pass both")
+    elif args.positions == "learned" and args.resume is None and (odd := {*OF_ROTARY} & {*given}):
+        parser.error(f"--{min(odd).replace('_', '-')} belongs to --positions rotary; pass both")
     if args.tokenizer == "bpe":
         if args.vocab_size < LEAST:
             parser.error(

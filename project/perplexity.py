@@ -134,7 +134,8 @@ def panels(rows: list[dict[str, Any]]) -> tuple[Panel, ...]:
 
     def lines(key: str, x: str) -> list[tuple[str, list[float], list[float]]]:
         return [
-            (label_of(one), *([row[k] for row in one[key]] for k in (x, "loss"))) for one in rows
+            (label_of(one), [row[x] for row in one[key]], [row["loss"] for row in one[key]])
+            for one in rows
         ]
 
     loss = "loss, nats per token"

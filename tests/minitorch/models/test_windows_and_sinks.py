@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import minitorch
 from minitorch import DecoderLM, FastBackend, MultiHeadAttention
+from minitorch.distributed import spread_sequence
 
 from ...support.tolerances import assert_close_arrays
 
@@ -97,6 +98,12 @@ def test_a_wrong_combination_is_refused(name: str) -> None:
     call, text = WRONG[name]
     with pytest.raises(ValueError, match=text):
         call()
+
+
+def test_a_ring_has_no_sinks() -> None:
+    group: Any = None  # is not reached
+    with pytest.raises(ValueError, match="ring_attention has no sinks"):
+        spread_sequence(model_of(sinks=True), group)
 
 
 @pytest.mark.parametrize("options", [{"window": 4}, {"sinks": True}])

@@ -71,6 +71,10 @@ class DecoderLM(Module):
             embeddings.
         rotary_scaling: Change of these frequencies for long contexts; see
             :class:`minitorch.Rotary`.
+        window: Number of tokens that a token attends to in each layer, the last ones up to itself, as
+            in Mistral; None for all before it.
+        sinks: Whether each head learns an attention sink, a logit that only the denominator of the
+            softmax contains, as in gpt-oss.
         norm: "layer", layer norms; or "rms", RMS norms.
         feed_forward: "gelu", two linear layers; or "swiglu", :class:`GatedFeedForward`.
         dtype: Dtype of the parameters; the default dtype when None.
@@ -87,7 +91,7 @@ class DecoderLM(Module):
 
     Raises:
         ValueError: If there is no such precision, or a dtype is given as well; also for a scaling without
-            rotary positions.
+            rotary positions, and for a window or sinks of an approximation.
     """
 
     def __init__(
@@ -114,6 +118,8 @@ class DecoderLM(Module):
         head_dim: int | None = None,
         rotary_theta: float | None = None,
         rotary_scaling: Mapping[str, Any] | None = None,
+        window: int | None = None,
+        sinks: bool = False,
         norm: str = "layer",
         feed_forward: str = "gelu",
         dtype: npt.DTypeLike | None = None,
@@ -146,14 +152,15 @@ class DecoderLM(Module):
             )
         else:
             self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, std)
+        self.window = window
         self.layer_names = [f"t_layer_{i + 1}" for i in range(n_layer)]
         for name in self.layer_names:
             layer = TransformerLayer(
                 n_embd, n_head, p_dropout, ln_eps, bias, backend, use_fused_kernel,
                 use_flash_attention, attention=attention, attention_dropout=attention_dropout,
                 attention_options=attention_options, middle_dim=middle_dim, n_kv_head=n_kv_head,
-                head_dim=head_dim, rotary=self.rotary, norm=norm, feed_forward=feed_forward, dtype=dtype,
-                norm_dtype=norms,
+                head_dim=head_dim, rotary=self.rotary, window=window, sinks=sinks, norm=norm,
+                feed_forward=feed_forward, dtype=dtype, norm_dtype=norms,
             )  # fmt: skip
             setattr(self, name, layer)
         self.dropout = Dropout(p_dropout)

@@ -3,6 +3,7 @@
     python project/bench_training.py --against torch --device cuda       all figures
     python project/bench_training.py --against torch --quick             tiny sizes, on any machine
     python project/bench_training.py --device cuda --figures attention context
+    python project/bench_training.py --device cuda --figures context --contexts 65536
 
 Both sides train the same weights on the same batches in one process, a few steps each in turn: forward,
 backward, AdamW, no clipping, no loss read.  On a GPU our steps are captured (``minitorch.graph_step``), as
@@ -42,11 +43,20 @@ from bench.measuring import (
 )
 from bench.record_files import folder_of
 from bench.torch_attention import load_torch
-from bench.training_contestants import COMPILED, OURS, THEIRS, Run, Size, peak_of_training, size_of
+from bench.training_contestants import (
+    BACKENDS,
+    COMPILED,
+    OURS,
+    THEIRS,
+    Run,
+    Size,
+    peak_of_training,
+    size_of,
+)
 from bench.training_figures import FIGURES, Figure, Row, details, difference, table
 from common.command_line import COUNT, POSITIVE, OneLineParser
 from tqdm import tqdm
-from training.gpt_presets import PRESETS
+from training.gpt_presets import PRESETS, peak_tflops, utilisation
 
 import minitorch
 from kernels.cuda.runtime.arrays import pool
@@ -123,7 +133,7 @@ class Bench:
         captures = self._captures and figure.kind != "eager"
         capture = minitorch.graph_step if captures else None
         given = OURS, size, self.device, figure.precision, attention
-        return Run(*given, capture=capture, clip=clip)
+        return Run(*given, capture=capture, clip=clip, recompute=self.args.recompute)
 
     def speed(self, figure: Figure, size: Size) -> Row:
         """Compare steps of ours with PyTorch's, eager or compiled: its time over ours."""
@@ -172,6 +182,11 @@ class Bench:
         )
         long_times, short_times = times.values()
         value = work[0] / work[1] * ratio(short_times, long_times)["median"]
+        peak = peak_tflops(BACKENDS[self.device], figure.precision)
+        row["utilisation"] = {
+            name: utilisation(row["tokens_per_second"][name]["median"], run.flops, peak)
+            for name, run in runs.items()
+        }
         return {**row, "value": value, "flops_per_token": [run.flops for run in runs.values()]}
 
     def memory(self, figure: Figure, size: Size) -> Row:
@@ -261,6 +276,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         action="store_true",
         help="tiny sizes: what is printed is no figure of the presets",
     )
+    add("--contexts", type=COUNT, nargs="+", metavar="N", help="of the figures (default: all)")
+    add(
+        "--recompute",
+        action="store_true",
+        help="keep only what goes into our layers, as train_gpt.py",
+    )
     add("--eager", action="store_true", help="launch our steps kernel by kernel, on a GPU too")
     add("--json", metavar="FILE", help="also write the rows there")
     add("--go-on", action="store_true", help="keep the rows that FILE has, and measure the others")
@@ -272,11 +293,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args.device = args.device or ("cpu" if missing else "cuda")
     args.steps = args.steps or (20 if args.quick else 200)
     args.seconds = args.seconds or (0.3 if args.quick else 20.0)
-    is_part = {*args.figures} != {*KINDS} or {*args.presets} != {*PRESETS} or not args.against
-    if args.publish and (args.quick or args.eager or args.json or is_part):
+    is_part = (
+        args.contexts
+        or {*args.figures} != {*KINDS}
+        or {*args.presets} != {*PRESETS}
+        or not args.against
+    )
+    if args.publish and (args.quick or args.eager or args.recompute or args.json or is_part):
         parser.error(
             "--publish writes the whole table to docs/results; add --against torch, and leave out --quick, "
-            "--eager, --json, --figures and --presets"
+            "--eager, --recompute, --json, --figures, --presets and --contexts"
         )
     return args
 
@@ -300,6 +326,9 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(numba.get_num_threads())
         torch.set_float32_matmul_precision("highest")
     todo = [one for one in FIGURES if one.kind in args.figures and one.preset in args.presets]
+    if args.contexts:
+        own = {one: one.context or PRESETS[one.preset]["context"] for one in todo}
+        todo = [one for one in todo if own[one] in args.contexts]
     bench, code = Bench(args, torch), 0
     folder = folder_of(args.device, RESULTS) if args.publish else ""
     path = BUILD / folder / "bench_training.json" if args.publish else args.json

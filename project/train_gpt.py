@@ -5,6 +5,8 @@ python project/train_gpt.py --text file.txt        on a text of yours
 python project/train_gpt.py --backend cuda         on a GPU
 python project/train_gpt.py --backend cuda --preset gpt2-small --precision bfloat16 --max-seconds 3600
 python project/train_gpt.py --tokenizer bpe        tokens are byte pairs instead of characters
+python project/train_gpt.py --text library --context 8192 --batch 2 --positions rotary --recompute
+python project/train_gpt.py --window 256 --sinks   a token attends to the last 256, and heads have sinks
 python project/train_gpt.py --init DIR             go on with a GPT-2 or a Llama of Hugging Face
 mpiexec -n 4 python project/train_gpt.py --data-parallel 2 --ring 2     by four processes together
 python project/train_gpt.py --resume               on, from where the last run was killed or stopped
@@ -23,12 +25,13 @@ from typing import Any
 import numpy as np
 from common.command_line import replace_unprintable
 from common.notebooks import show_picture
-from data.text import PROMPT, Corpus, read_text
+from data.text import Corpus, read_text
+from training.gpt_files import build, load_run
 from training.gpt_loop import JUDGE_SHARE, Trainer, judge, train_step, warm_up
 from training.gpt_options import (
     BACKENDS,
-    check_config,
     given_options,
+    model_options,
     options_of_run,
     parse_args,
     with_defaults,
@@ -50,8 +53,6 @@ from minitorch.models.pretrained import Pretrained, load_pretrained
 from minitorch.training.checkpoints import Checkpoints, TrainingState, remove_partials
 from minitorch.training.model_files import (
     CheckpointError,
-    load_parameters,
-    read_checkpoint,
     save_checkpoint,
 )
 
@@ -59,44 +60,6 @@ __all__ = ["build", "judge", "main", "train_step"]  # what the benchmarks and ex
 #: The folders of the checkpoints and of the model for transformers, in that of the results.
 CHECKPOINTS, PRETRAINED = "checkpoints", "pretrained"
 OUT_OF_MEMORY = "out of memory; take a smaller --batch, --context, --width or --layers"
-
-
-def build(config: dict[str, Any], backend: str, recompute: bool = False) -> minitorch.DecoderLM:
-    """Build the model that a configuration describes.
-
-    Args:
-        config: See :data:`gpt_options.CONFIG`; what older ones lack is added.
-        backend: One of :data:`BACKENDS`.
-        recompute: See :class:`minitorch.DecoderLM`.
-
-    Raises:
-        ValueError: If it describes none.
-    """
-    config = with_defaults(config)
-    check_config(config)
-    shape = config["model"] or {
-        "n_vocab": config["vocabulary"],
-        "n_embd": config["width"],
-        "n_head": config["heads"],
-        "n_positions": config["context"],
-        "n_layer": config["layers"],
-        "middle_dim": 4 * config["width"],
-        "tie_weights": config["tie_weights"],
-        "head_bias": config["tokenizer"] is None,  # a GPT-2 has none
-    }
-    try:
-        model = minitorch.DecoderLM(
-            **shape,
-            p_dropout=config["dropout"],
-            attention=config["attention"],
-            backend=BACKENDS[backend],
-            precision=config["precision"],
-            recompute=recompute,
-        )
-    except TypeError as error:
-        raise ValueError(f"the configuration describes no model ({error})") from None
-    model.eos_token_id = config.get("eos_token_id")
-    return model
 
 
 def judge_finally(
@@ -200,24 +163,7 @@ def encode_prompt(config: dict[str, Any], args: argparse.Namespace) -> Any:
 
 def load_and_write(args: argparse.Namespace) -> None:
     """Load a checkpoint and let it write; exit with one line if it cannot be read."""
-    try:
-        arrays, config = read_checkpoint(args.load)
-        config = with_defaults({"prompt": PROMPT, **config})  # which older checkpoints lack
-        check_config(config)
-        width = config["width"]
-        least = (
-            12 * config["layers"] * width**2 + (config["vocabulary"] + config["context"]) * width
-        )
-        weights = sum(array.size for array in arrays.values())
-        if config["model"] is None and least > weights:  # before memory is taken for it
-            sys.exit(f"{args.load}: its configuration describes a larger model than its weights")
-        config["attention"] = args.attention or config["attention"]  # both have the same weights
-        model = build(config, args.backend)
-        load_parameters(model, arrays, args.load)
-    except CheckpointError as error:
-        sys.exit(str(error))
-    except ValueError as error:
-        sys.exit(f"{args.load}: {error}")
+    model, config = load_run(args.load, args.backend, args.attention)
     write(model, config, args)
 
 
@@ -235,21 +181,11 @@ def start(
         state: Of the training to go on with; None for a new one.
         ranks: Those that train together.
     """
-    keys = (
-        "width",
-        "heads",
-        "layers",
-        "context",
-        "dropout",
-        "attention",
-        "tie_weights",
-        "precision",
-    )
     config = with_defaults(
         {
             "characters": "",
             "prompt": corpus.prompt,
-            **{key: getattr(args, key) for key in keys},
+            **model_options(args),
             **kept,
         }
     )

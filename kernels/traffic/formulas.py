@@ -29,7 +29,9 @@ def attention_backward_flops(
     return 2.5 * attention_flops(batch_heads, seq_q, seq_k, head_dim, causal=causal)
 
 
-def training_flops(seq: int, layers: int, width: int, middle: int, vocabulary: int) -> float:
+def training_flops(
+    seq: int, layers: int, width: int, middle: int, vocabulary: int, window: int | None = None
+) -> float:
     """Return the operations of training a causal transformer on one text, forward and backward.
 
     Each weight of a product takes two operations per token forward and four backward, and an embedding
@@ -41,11 +43,15 @@ def training_flops(seq: int, layers: int, width: int, middle: int, vocabulary: i
         width: Width of the model.
         middle: Width of the feed-forward network.
         vocabulary: Number of tokens in the vocabulary.
+        window: Number of tokens that a token attends to; None for all before it.
 
     Source: Chowdhery et al. (2022), PaLM, appendix B; there without the half.
     """
     weights = layers * (4 * width * width + 2 * width * middle) + width * vocabulary
-    attention = layers * attention_flops(1, seq, seq, width, causal=True)
+    # All rows see ``window`` keys, but for the triangle of the first rows.
+    seen = seq if window is None else min(window, seq)
+    triangle = attention_flops(1, seen, seen, width, causal=True)
+    attention = layers * (triangle + attention_flops(1, seq - seen, seen, width))
     return 3.0 * (2.0 * seq * weights + attention)
 
 

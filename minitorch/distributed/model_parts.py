@@ -30,13 +30,17 @@ def spread_sequence(
         A function after which the model reads whole sequences again.
 
     Raises:
-        ValueError: If the attention of the model is an approximation.
+        ValueError: If the attention of the model is an approximation, or has sinks.
     """
     layers = [getattr(model, name) for name in model.layer_names]
     if not all(layer.attention.is_exact for layer in layers):
         raise ValueError(
             "a sequence is spread over ranks by ring_attention, which is exact, and this model has an "
             "approximation; build it with attention='flash'"
+        )
+    if any(layer.attention.sink is not None for layer in layers):
+        raise ValueError(
+            "ring_attention has no sinks, and the heads of this model have; build it with sinks=False"
         )
 
     @lru_cache(maxsize=8)

@@ -41,7 +41,10 @@ class CapturedDecoding:
     def logits(self, token: int) -> Tensor:
         """Return the logits after one more token, (1, 1, n_vocab), and put it into the cache."""
         place = self.cache.length
-        shown = np.arange(self.cache.capacity)[None] <= place  # (1, capacity)
+        places = np.arange(self.cache.capacity)[None]  # (1, capacity)
+        shown = places <= place
+        if self._model.window is not None:
+            shown &= places > place - self._model.window
         found = self._step(np.array([[token]]), np.array([place]), shown)
         self.cache.advance(1)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from kernels.cpu.backend import decoding_step
 from kernels.problem.rungs import RUNG_VARIABLE
@@ -12,7 +13,9 @@ from kernels.runtime.jit import SERIAL_BELOW
 from ..fast_ops import FastOps
 from ..functions.fused import dense
 from ..module import Module, changes
+from ..modules_basic import LayerNorm1d, Linear
 from ..tensor import Tensor
+from .feed_forward import FeedForward
 from .kv_cache import LayerCache
 
 LayerWeights = decoding_step.LayerWeights
@@ -89,3 +92,73 @@ def fused_step(known: StepWeights, heads: int, x: Tensor, cache: LayerCache) -> 
         return None
     keys, values = cache.extended(count)
     return x.wrap(decoding_step.layer_step(dense(x), weights, keys, values, known.eps))
+
+
+def step_weights(layer: Any) -> StepWeights:
+    """Return the weights of a layer as arguments of the decoding kernel.
+
+    Args:
+        layer: Any layer; the weights are None unless the kernel can compute it, on the fast backend.
+    """
+    if not _has_kernel(layer):
+        return StepWeights(layer, None)
+    attention, ff = layer.attention, layer.ff
+    none = dense(layer.ln_1.weights.value)[:0]
+
+    def arrays(module: Any) -> tuple[Any, Any]:
+        bias = module.bias
+        return dense(module.weights.value), none if bias is None else dense(bias.value)
+
+    weights = LayerWeights(
+        norm_1=arrays(layer.ln_1),
+        q=arrays(attention.q_projection),
+        k=arrays(attention.k_projection),
+        v=arrays(attention.v_projection),
+        out=arrays(attention.out_projection),
+        norm_2=arrays(layer.ln_2),
+        widen=arrays(ff.linear_in),
+        narrow=arrays(ff.linear_out),
+    )
+    return StepWeights(layer, weights, ff.linear_in.out_size, layer.ln_1.eps)
+
+
+def _has_kernel(layer: Any) -> bool:
+    """Tell whether the decoding kernel computes the same function as a layer, on the fast backend."""
+    attention, ff = layer.attention, layer.ff
+    if type(ff) is not FeedForward or attention.rotary is not None:
+        return False
+    if attention.window is not None or attention.sink is not None:
+        return False
+    linears = [attention.q_projection, attention.k_projection, attention.v_projection]
+    linears += [attention.out_projection, ff.linear_in, ff.linear_out]
+    values = [box.value for box in layer.parameters()]
+    return (
+        attention.causal
+        and attention.n_kv_head == attention.n_head
+        and attention.attend is Tensor.flash_attention
+        and not any("forward" in module.__dict__ for module in (attention, ff))
+        and all(type(norm) is LayerNorm1d for norm in (layer.ln_1, layer.ln_2))
+        and all(type(linear) is Linear for linear in linears)
+        and layer.ln_1.eps == layer.ln_2.eps
+        and all(v.backend.ops is FastOps and v.dtype == values[0].dtype for v in values)
+        and values[0].dtype in COMPUTE_DTYPES
+    )
+
+
+def step(layer: Any, x: Tensor, cache: LayerCache) -> Tensor | None:
+    """Return the layer's output for the newest positions, or None where its modules must compute it.
+
+    Args:
+        layer: Any layer; the result is None in training mode.
+        x: (batch, count, n_embd), a small tensor.
+        cache: Keys and values of the previous positions, on the fast backend; the new ones are appended.
+
+    Returns:
+        (batch, count, n_embd), a constant; or None, with the cache unchanged.
+    """
+    if layer.training or x.dims != 3 or x.backend.ops is not FastOps:
+        return None
+    known = cache.known
+    if known is None or not known.are_those_of(layer):
+        known = cache.known = step_weights(layer)
+    return fused_step(known, layer.attention.n_head, x, cache)

@@ -259,7 +259,13 @@ def write_pretrained(folder: str | os.PathLike[str], model: Any, tokenizer: Any 
     folder = Path(folder)
     own = GPT2 if model.rotary is None else LLAMA
     reason = own.why_not(model)
-    if not getattr(model, model.layer_names[0]).attention.is_exact:
+    attention = getattr(model, model.layer_names[0]).attention
+    if attention.window is not None or attention.sink is not None:
+        reason = (
+            f"a {own.name} attends to all tokens before and has no sinks; build the model without window "
+            "and sinks, or save it with minitorch.training.model_files"
+        )
+    if not attention.is_exact:
         reason = (
             f"a {own.name} has exact attention, and this model approximates it; build it with "
             "attention='flash'"

@@ -9,22 +9,21 @@ import numpy.typing as npt
 
 from kernels.common.arguments import whole
 from kernels.problem.options import Options
-from kernels.runtime.dtypes import COMPUTE_DTYPES, is_floating
+from kernels.runtime.dtypes import is_floating
 
 from ..attention.approximate.choices import APPROXIMATIONS, make_attention
 from ..attention.approximate.support import Masked, key_mask_array, key_penalty
 from ..attention.naive import naive_attention
 from ..autodiff import without_dropout
-from ..fast_ops import FastOps
 from ..functions.base import check_tensor
-from ..functions.fused import dense
 from ..layers.residual_layer_norm import residual_layer_norm
-from ..module import Module
+from ..module import Module, Parameter
 from ..modules_basic import Dropout, LayerNorm1d, Linear, RMSNorm
 from ..nn import number
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
-from .decoding_step import LayerWeights, StepWeights, fused_step
+from ..tensors.factories import zeros
+from .decoding_step import step
 from .feed_forward import FeedForward, GatedFeedForward
 from .kv_cache import LayerCache, check_cache
 from .rotary import Rotary, Rotate
@@ -67,14 +66,20 @@ class MultiHeadAttention(Module):
             heads.  n_head when None.  Fewer need flash or naive attention.
         head_dim: Size of a head; n_embd / n_head when None.
         rotary: Rotary positions, which turn queries and keys; None for positions that the model adds.
+        window: Number of positions that a position attends to, the last ones up to itself; None for all
+            of them.
+        sinks: Whether each head learns a logit that only the softmax's denominator contains, so that a
+            position may attend to nothing.
         dtype: Dtype of the parameters; the default dtype when None.
 
     Raises:
         TypeError: For an option that the attention does not have, or one that it lacks.
         ValueError: If n_head does not divide n_embd, n_kv_head does not divide n_head, or the attention
-            cannot be causal, drop attention weights, or have groups of heads.
+            cannot be causal, drop attention weights, or have groups of heads; also for a window or sinks
+            of an approximation, and a window that is not causal.
 
-    Source: Vaswani et al. (2017), section 3.2.2; Ainslie et al. (2023), GQA, for groups of heads.
+    Source: Vaswani et al. (2017), section 3.2.2; Ainslie et al. (2023), GQA, for groups of heads; Jiang et
+    al. (2023), Mistral 7B, for the window; the model card of gpt-oss (OpenAI, 2025) for the sinks.
     """
 
     def __init__(
@@ -94,6 +99,8 @@ class MultiHeadAttention(Module):
         n_kv_head: int | None = None,
         head_dim: int | None = None,
         rotary: Rotary | None = None,
+        window: int | None = None,
+        sinks: bool = False,
         dtype: npt.DTypeLike | None = None,
     ):
         super().__init__()
@@ -132,6 +139,18 @@ class MultiHeadAttention(Module):
                 f"groups of heads need attention 'flash' or 'naive', got {attention!r} and n_kv_head "
                 f"{n_kv_head}; leave n_kv_head out"
             )
+        self.window = None if window is None else whole("window", window, 1)
+        if not self.is_exact and (sinks or window is not None):
+            raise ValueError(
+                f"window and sinks need attention 'flash' or 'naive', got {attention!r}; leave them out "
+                "(the window of 'local' is one of its attention_options)"
+            )
+        if window is not None and not causal:
+            raise ValueError(
+                "a window is one of causal attention; build the layer with causal=True"
+            )
+        # Zero: as if each position could also attend to a key that is orthogonal to its query.
+        self.sink = Parameter(zeros((n_head,), backend, dtype=dtype)) if sinks else None
         self.attend: Any
         if not self.is_exact:
             masked = Masked(dropout_p=attention_dropout, is_causal=causal)
@@ -202,6 +221,10 @@ class MultiHeadAttention(Module):
         options: Options = {"is_causal": self.causal}
         if self.n_kv_head != self.n_head:
             options["enable_gqa"] = True
+        if self.sink is not None:
+            options["sink"] = self.sink.value
+        if self.window is not None and (cache is None or cache.spot is None):
+            options["window_size"] = self.window - 1, 0  # else it is part of the mask at the spot
         if self.training:
             options["dropout_p"] = self.attention_dropout
         if key_mask is not None and self.is_exact:
@@ -249,6 +272,8 @@ class TransformerLayer(Module):
         n_kv_head: Number of heads of keys and values; see :class:`MultiHeadAttention`.
         head_dim: Size of a head; see :class:`MultiHeadAttention`.
         rotary: Rotary positions, or None.
+        window: Number of positions that a position attends to; see :class:`MultiHeadAttention`.
+        sinks: Whether each head learns a sink; see :class:`MultiHeadAttention`.
         norm: "layer", :class:`minitorch.LayerNorm1d`; or "rms", :class:`minitorch.RMSNorm`.
         feed_forward: "gelu", :class:`FeedForward`; or "swiglu", :class:`GatedFeedForward`.
         dtype: Dtype of the parameters; the default dtype when None.
@@ -277,6 +302,8 @@ class TransformerLayer(Module):
         n_kv_head: int | None = None,
         head_dim: int | None = None,
         rotary: Rotary | None = None,
+        window: int | None = None,
+        sinks: bool = False,
         norm: str = "layer",
         feed_forward: str = "gelu",
         dtype: npt.DTypeLike | None = None,
@@ -291,7 +318,7 @@ class TransformerLayer(Module):
             n_embd, n_head, causal, p_dropout, bias, backend, use_fused_kernel, use_flash_attention,
             attention=attention, attention_dropout=attention_dropout,
             attention_options=attention_options, n_kv_head=n_kv_head, head_dim=head_dim, rotary=rotary,
-            dtype=dtype,
+            window=window, sinks=sinks, dtype=dtype,
         )  # fmt: skip
         is_gated = chosen_name("feed_forward", feed_forward, FEED_FORWARDS) == "swiglu"
         make = GatedFeedForward if is_gated else FeedForward
@@ -310,74 +337,6 @@ class TransformerLayer(Module):
         x = x + self.ff(self.ln_2(x))
         return x if cache is None else x.detach()
         # END TASK 5.10
-
-
-def step_weights(layer: TransformerLayer) -> StepWeights:
-    """Return the weights of a layer as arguments of the decoding kernel.
-
-    Args:
-        layer: Any layer; the weights are None unless the kernel can compute it, on the fast backend.
-    """
-    if not _has_kernel(layer):
-        return StepWeights(layer, None)
-    attention, ff = layer.attention, layer.ff
-    none = dense(layer.ln_1.weights.value)[:0]
-
-    def arrays(module: Any) -> tuple[Any, Any]:
-        bias = module.bias
-        return dense(module.weights.value), none if bias is None else dense(bias.value)
-
-    weights = LayerWeights(
-        norm_1=arrays(layer.ln_1),
-        q=arrays(attention.q_projection),
-        k=arrays(attention.k_projection),
-        v=arrays(attention.v_projection),
-        out=arrays(attention.out_projection),
-        norm_2=arrays(layer.ln_2),
-        widen=arrays(ff.linear_in),
-        narrow=arrays(ff.linear_out),
-    )
-    return StepWeights(layer, weights, ff.linear_in.out_size, layer.ln_1.eps)
-
-
-def _has_kernel(layer: TransformerLayer) -> bool:
-    """Tell whether the decoding kernel computes the same function as a layer, on the fast backend."""
-    attention, ff = layer.attention, layer.ff
-    if type(ff) is not FeedForward or attention.rotary is not None:
-        return False
-    linears = [attention.q_projection, attention.k_projection, attention.v_projection]
-    linears += [attention.out_projection, ff.linear_in, ff.linear_out]
-    values = [box.value for box in layer.parameters()]
-    return (
-        attention.causal
-        and attention.n_kv_head == attention.n_head
-        and attention.attend is Tensor.flash_attention
-        and not any("forward" in module.__dict__ for module in (attention, ff))
-        and all(type(norm) is LayerNorm1d for norm in (layer.ln_1, layer.ln_2))
-        and all(type(linear) is Linear for linear in linears)
-        and layer.ln_1.eps == layer.ln_2.eps
-        and all(v.backend.ops is FastOps and v.dtype == values[0].dtype for v in values)
-        and values[0].dtype in COMPUTE_DTYPES
-    )
-
-
-def step(layer: TransformerLayer, x: Tensor, cache: LayerCache) -> Tensor | None:
-    """Return the layer's output for the newest positions, or None where its modules must compute it.
-
-    Args:
-        layer: Any layer; the result is None in training mode.
-        x: (batch, count, n_embd), a small tensor.
-        cache: Keys and values of the previous positions, on the fast backend; the new ones are appended.
-
-    Returns:
-        (batch, count, n_embd), a constant; or None, with the cache unchanged.
-    """
-    if layer.training or x.dims != 3 or x.backend.ops is not FastOps:
-        return None
-    known = cache.known
-    if known is None or not known.are_those_of(layer):
-        known = cache.known = step_weights(layer)
-    return fused_step(known, layer.attention.n_head, x, cache)
 
 
 def is_joined(layer: TransformerLayer, x: Tensor) -> bool:

@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
-from data.text import PROMPT, Corpus, read_text
+from data.text import LIBRARY, PROMPT, Corpus, read_text
 from tqdm import tqdm
 from train_gpt import build
 from training.gpt_loop import ALONE, train_step
@@ -38,6 +38,8 @@ QUICK = {
     },
 }  # fmt: skip
 QUICK_CONTEXT = 16
+#: The longest context for which Python's manual has a text to hold out, about.
+MANUAL_CONTEXT = 1 << 14
 
 
 class Size(NamedTuple):
@@ -87,9 +89,10 @@ def size_of(preset: str, context: int | None = None, quick: bool = False) -> Siz
 
 
 def corpus_of(size: Size) -> Corpus:
-    """Return Python's manual in the tokens of a model."""
+    """Return Python's manual in the tokens of a model; for long contexts, the standard library."""
     characters = characters_of(size.vocabulary)
-    return Corpus.from_text(spelled(read_text(None), characters), size.context, characters)
+    text = read_text(None if size.context <= MANUAL_CONTEXT else LIBRARY)
+    return Corpus.from_text(spelled(text, characters), size.context, characters)
 
 
 class Batches:
@@ -108,7 +111,9 @@ class Batches:
             yield self._corpus.batch(rng, self._size.batch, self._size.context)
 
 
-def our_model(size: Size, device: str, precision: str, attention: str) -> minitorch.DecoderLM:
+def our_model(
+    size: Size, device: str, precision: str, attention: str, recompute: bool = False
+) -> minitorch.DecoderLM:
     """Return a model of this library, whose weights depend on size and precision only."""
     characters = characters_of(size.vocabulary)
     config = {
@@ -117,7 +122,7 @@ def our_model(size: Size, device: str, precision: str, attention: str) -> minito
         "attention": attention, "tie_weights": size.tied, "precision": precision,
     }  # fmt: skip
     minitorch.manual_seed(SEED)
-    return build(config, BACKENDS[device])
+    return build(config, BACKENDS[device], recompute)
 
 
 class OurGPT:
@@ -170,6 +175,7 @@ class Run:
         source: Whose weights PyTorch's copies; one of the same size and precision when None.
         capture: See :class:`OurGPT`.
         clip: Likewise.
+        recompute: Of ours, whether activations are computed again; see :class:`minitorch.DecoderLM`.
 
     Attributes:
         model: Of ours, else None.
@@ -187,11 +193,12 @@ class Run:
         source: minitorch.DecoderLM | None = None,
         capture: Callable[..., Any] | None = None,
         clip: float | None = None,
+        recompute: bool = False,
     ):
         self.size, self.tokens = size, size.tokens
         self.model: minitorch.DecoderLM | None = None
         if name == OURS:
-            model = self.model = our_model(size, device, precision, attention)
+            model = self.model = our_model(size, device, precision, attention, recompute)
             self.gpt: Any = OurGPT(model, size.lr, capture, clip)
         else:  # a copy that is made for it needs no place on the device
             model = our_model(size, "cpu", precision, attention) if source is None else source

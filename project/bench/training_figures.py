@@ -50,6 +50,7 @@ FIGURES = (
     Figure("memory", GPT2, "bfloat16", 1024, 1.1, 0.9, True),
     Figure("memory", GPT2, "bfloat16", 4096, 1.1, 0.9, True),
     Figure("context", GPT2, "bfloat16", 8192, 0.85, 0.93),
+    Figure("context", GPT2, "bfloat16", 65_536, 0.9, 1.0),
     Figure("attention", GPT2, "bfloat16", 1024, 2.0, 3.5),
     Figure("attention", GPT2, "bfloat16", 4096, 5.0, 8.0),
     *(Figure("losses", preset, "float32", None, 1e-3, None, True) for preset in PRESETS),
@@ -86,6 +87,11 @@ def details(rows: list[Row]) -> str:
         cells += [
             f"{name} {cell(None if peak is None else peak / GIGABYTE)} GiB"
             for name, peak in row.get("peak_bytes", {}).items()
+        ]
+        cells += [
+            f"{name} {share:.1%} of the peak"
+            for name, share in row.get("utilisation", {}).items()
+            if share is not None
         ]
         cells += [f"{name} {found:.1e}" for name, found in row.get("differences", {}).items()]
         cells += [

@@ -8,15 +8,13 @@ stand-in cannot be compared with a published one, and every table names it.
 from __future__ import annotations
 
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from data.official_files import as_tokens, chosen
 from data.sequence_sets import PARTS, Examples
+from data.text import library_folder
 
 #: Packages of the standard library whose sources make the two classes of the Text stand-in.
 TOPICS = (
@@ -31,22 +29,11 @@ COUNTS = {"train": 8000, "valid": 1000, "test": 1000}
 SHORTEST = 600
 
 
-@lru_cache(maxsize=1)
-def _library() -> Path:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    if not (folder / "json" / "decoder.py").is_file():
-        sys.exit(
-            f"{folder}: the sources of this Python's standard library are missing, of which the stand-in "
-            "is made; install them, or pass the official files with --data"
-        )
-    return folder
-
-
 def _sources(folders: Sequence[str]) -> list[bytes]:
     """Return the source files of packages, in a fixed order, and those of modules for ``.``."""
-    files = []
+    files, library = [], library_folder()
     for name in folders:
-        found = (_library() / name).rglob("*.py") if name != "." else _library().glob("*.py")
+        found = (library / name).rglob("*.py") if name != "." else library.glob("*.py")
         files += sorted(found)
     return [text for file in files if len(text := file.read_bytes()) >= SHORTEST]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,13 @@ Tokens = npt.NDArray[np.int64]
 #: Part of the text that is never trained on: its end.
 HELD_OUT = 0.1
 
+
+#: The name of the standard library as a text, and what divides the documents of a text.
+LIBRARY, FORM_FEED = "library", "\f"
+#: Folders of the standard library without prose or programs of its own: tests, tables, the manual.
+NOT_READ = {
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data",
+}  # fmt: skip
 
 #: What a writing begins with, where the text has these characters.
 PROMPT = "The "
@@ -40,10 +48,42 @@ def without_repeats(text: str) -> str:
     return "\n\n".join(first.values())
 
 
+def library_folder() -> Path:
+    """Return the folder of the standard library's sources; exit with one line if they are missing."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    if not (folder / "json" / "decoder.py").is_file():
+        sys.exit(
+            f"{folder}: the sources of this Python's standard library are missing; install them, or pass "
+            "data of your own"
+        )
+    return folder
+
+
+def library_text() -> str:
+    """Return the modules of the standard library, some 8 million characters, a form feed between two.
+
+    They come in a random order, always the same one, so that those at the end are like the others.
+    """
+    folder = library_folder()
+    texts = [
+        path.read_text(encoding="utf-8", errors="replace").replace(FORM_FEED, "")
+        for path in sorted(folder.rglob("*.py"))
+        if NOT_READ.isdisjoint(path.relative_to(folder).parts)
+    ]
+    order = np.random.default_rng(0).permutation(len(texts))
+    return FORM_FEED.join(texts[i] for i in order)
+
+
 def read_text(path: str | None) -> str:
-    """Return the text of a file, or the manual's when there is none; exit with one line if it fails."""
+    """Return a text: of a file, of the standard library, or of the manual; exit with one line if it fails.
+
+    Args:
+        path: Of a file in UTF-8; :data:`LIBRARY` for the standard library, None for the manual.
+    """
     if path is None:
         return manual_text()
+    if path == LIBRARY:
+        return library_text()
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

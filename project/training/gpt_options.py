@@ -14,10 +14,12 @@ from common.command_line import (
     PROBABILITY,
     OneLineParser,
 )
+from data.text import LIBRARY
 
 import minitorch
 from kernels.problem.shapes import MAX_HEAD_DIM
 from minitorch.backends.matmul_precision import PRECISIONS
+from minitorch.models.rotary import SCALINGS, checked_scaling
 from minitorch.transformer import ATTENTIONS
 from training.gpt_presets import PRESETS, characters_of
 from training.gpt_tokens import LEAST
@@ -41,7 +43,10 @@ FREE = (
 #: What --init takes from its folder; and what it changes unless the command line says otherwise.
 OF_FOLDER = (
     "preset", "width", "heads", "layers", "vocabulary", "tie_weights", "tokenizer", "vocab_size",
+    "positions", "rotary_theta", "sinks",
 )  # fmt: skip
+#: What belongs to --positions rotary, whose base of the frequencies is this by default.
+OF_ROTARY, THETA = ("rotary_theta", "rotary_scaling"), 10_000.0
 FINE_TUNING: dict[str, Any] = {"lr": 1e-4, "clip": 1.0}
 
 
@@ -63,6 +68,8 @@ def parse_args(description: str | None, argv: list[str] | None = None) -> argpar
         if args.load is not None:
             parser.error("--load writes and --init trains: take one of them")
         vars(args).update({**FINE_TUNING, **given})
+    elif args.positions == "learned" and args.resume is None and (odd := {*OF_ROTARY} & {*given}):
+        parser.error(f"--{min(odd).replace('_', '-')} belongs to --positions rotary; pass both")
     if args.tokenizer == "bpe":
         if args.vocab_size < LEAST:
             parser.error(
@@ -94,6 +101,8 @@ def check_ranks(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--batch must be a multiple of --data-parallel, got {args.batch} and {args.data_parallel}"
         )
+    if args.ring > 1 and args.sinks:
+        raise ValueError("--ring has no attention sinks; leave --sinks out, or train on one rank")
     if args.ring > 1 and args.context % (2 * args.ring):
         raise ValueError(
             f"--context must be a multiple of twice --ring, got {args.context} and {args.ring}"
@@ -137,6 +146,33 @@ def options_of_run(
     return found
 
 
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a configuration keeps of the options of a model."""
+    keys = (
+        "width", "heads", "layers", "context", "dropout", "attention", "tie_weights", "precision",
+        "rotary_scaling", "window", "sinks",
+    )  # fmt: skip
+    theta = None if args.positions == "learned" else args.rotary_theta or THETA
+    return {**{key: getattr(args, key) for key in keys}, "rotary_theta": theta}
+
+
+def scaling(text: str) -> dict[str, Any]:
+    """Read a scaling of rotary positions: its type and its numbers, divided by colons."""
+    kind, *numbers = text.split(":")
+    names = SCALINGS.get(kind, ())
+    wanted = " or ".join(":".join([name, *SCALINGS[name]]) for name in SCALINGS if SCALINGS[name])
+    if not names or len(numbers) != len(names):
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
+    try:
+        found = checked_scaling(
+            {"rope_type": kind, **dict(zip(names, map(float, numbers), strict=True))}
+        )
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {text} ({error})") from None
+    assert found is not None, "it has numbers"
+    return found
+
+
 def _parser(description: str | None) -> OneLineParser:
     parser = OneLineParser(
         description=description,
@@ -148,7 +184,12 @@ def _parser(description: str | None) -> OneLineParser:
     def add(name: str, what: str, **kwargs: Any) -> None:
         parser.add_argument(name, help=what, **kwargs)
 
-    add("--text", "text to learn, UTF-8 (default: Python's own manual)", metavar="FILE")
+    add(
+        "--text",
+        f"text to learn, UTF-8; or {LIBRARY}, the sources of Python's standard library, some 8 MB "
+        "(default: Python's own manual)",
+        metavar="FILE",
+    )
     add("--out", f"where results go {default}", default="runs/gpt", metavar="DIR")
     add("--steps", f"optimiser steps {default}", type=COUNT, default=550, metavar="N")
     add(
@@ -176,6 +217,25 @@ def _parser(description: str | None) -> OneLineParser:
     add("--width", f"width of the model {default}", type=COUNT, default=128, metavar="N")
     add("--heads", f"attention heads {default}", type=COUNT, default=4, metavar="N")
     add("--layers", f"transformer layers {default}", type=COUNT, default=2, metavar="N")
+    add(
+        "--positions", f"added to the embeddings and learned, or rotary in each layer {default}",
+        choices=("learned", "rotary"), default="learned",
+    )  # fmt: skip
+    add(
+        "--rotary-theta", f"base of the frequencies of rotary positions (default: {THETA:g})",
+        type=POSITIVE, metavar="X",
+    )  # fmt: skip
+    add(
+        "--rotary-scaling",
+        "frequencies for longer contexts: linear:FACTOR, or llama3:FACTOR:LOW:HIGH:ORIGINAL; with --init, "
+        "a longer --context than that of a Llama, too",
+        type=scaling, metavar="TYPE:X",
+    )  # fmt: skip
+    add(
+        "--window", "tokens that a token attends to in a layer (default: all before it)",
+        type=COUNT, metavar="N",
+    )  # fmt: skip
+    add("--sinks", "each head learns an attention sink", action="store_true")
     add(
         "--vocabulary",
         "tokens are bytes, 256 or more, or 96 for line break and printable ASCII (default: tokens are "
@@ -310,15 +370,28 @@ CONFIG: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "attention": (f"one of {ATTENTIONS}", lambda x: x in ATTENTIONS),
     "tie_weights": ("true or false", lambda x: type(x) is bool),
+    "rotary_theta": (
+        "a number above 0, or null for learned positions",
+        lambda x: x is None or (type(x) in (int, float) and x > 0),
+    ),
+    "rotary_scaling": (
+        "a scaling of rotary positions, or null",
+        lambda x: isinstance(x, dict | None),
+    ),
+    "window": ("a whole number, 1 or more, or null", lambda x: x is None or _is_count(x)),
+    "sinks": ("true or false", lambda x: type(x) is bool),
     "vocabulary": ("a whole number, 1 or more", _is_count),
     "precision": (f"one of {tuple(PRECISIONS)}", lambda x: x in [*PRECISIONS]),
 }
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with what older ones lack: a token for each character, in float32."""
+    """Return a configuration with what older ones lack, such as a token for each character, in float32."""
     characters = config.get("characters")
-    own: dict[str, Any] = {"precision": "float32", "tokenizer": None, "model": None}
+    own: dict[str, Any] = {
+        "precision": "float32", "tokenizer": None, "model": None, "rotary_theta": None,
+        "rotary_scaling": None, "window": None, "sinks": False,
+    }  # fmt: skip
     if isinstance(characters, str):
         own["vocabulary"] = len(characters)
     return {**own, **config}

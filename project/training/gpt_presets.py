@@ -101,6 +101,7 @@ def flops_per_token(model: minitorch.DecoderLM, context: int) -> float:
             model.n_embd,
             middle,
             model.n_vocab,
+            model.window,
         )
         / context
     )

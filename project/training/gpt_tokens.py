@@ -118,10 +118,18 @@ def folder_of(args: argparse.Namespace) -> tuple[Pretrained, dict[str, Any]]:
     except CheckpointError as error:
         sys.exit(f"--init {error}")
     model = {k: v for k, v in found.options.items() if k not in ("p_dropout", "attention_dropout")}
+    if args.rotary_scaling is not None:
+        if "rotary_theta" not in model:
+            sys.exit(
+                f"--rotary-scaling changes rotary positions, and those of the model in {args.init} are "
+                "learned; leave it out"
+            )
+        model["rotary_scaling"] = args.rotary_scaling
+        model["n_positions"] = max(args.context, model["n_positions"])
     if args.context > model["n_positions"]:
         sys.exit(
             f"--context {args.context} is longer than the {model['n_positions']} positions of the model in "
-            f"{args.init}; take a shorter one"
+            f"{args.init}; take a shorter one, or pass --rotary-scaling to a model with rotary positions"
         )
     args.width, args.heads, args.layers = model["n_embd"], model["n_head"], model["n_layer"]
     args.tie_weights = model["tie_weights"]

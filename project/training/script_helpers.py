@@ -237,7 +237,7 @@ def draw(path: Path, *panels: Panel) -> None:
 
 def curves(
     x_label: str, y_label: str, *lines: tuple[str, Sequence[float], Sequence[float]],
-    optimum: float | None = None,
+    optimum: float | None = None, log_x: bool = False,
 ) -> Panel:  # fmt: skip
     """Return a panel of curves.
 
@@ -246,6 +246,7 @@ def curves(
         y_label: Beside it.
         lines: Name, x and y of each curve.
         optimum: A level that no model can pass, if one is known.
+        log_x: Whether x is shown in powers of two.
     """
 
     def panel(axes: Any) -> None:
@@ -254,6 +255,8 @@ def curves(
         if optimum is not None:
             axes.axhline(optimum, color="#166534", linestyle="--", label=f"optimum {optimum:.3g}")
         axes.set(xlabel=x_label, ylabel=y_label)
+        if log_x:
+            axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)
         if len(lines) > 1 or optimum is not None:
             axes.legend()

@@ -17,7 +17,10 @@ LLAMA = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("structure", [{}, LLAMA], ids=["gpt2", "llama"])
+LONG = {**LLAMA, "window": 7, "sinks": True}
+
+
+@pytest.mark.parametrize("structure", [{}, LLAMA, LONG], ids=["gpt2", "llama", "window and sinks"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_token_is_one_launch(device: FakeDriver, precision: str, structure: Any) -> None:
     model = minitorch.DecoderLM(

@@ -38,13 +38,23 @@ LLAMA = {
     "rotary_theta": 100.0, "norm": "rms", "feed_forward": "swiglu", "head_dim": 6, "n_kv_head": 1,
     "bias": False,
 }  # fmt: skip
-STRUCTURES = [pytest.param({}, id="gpt2"), pytest.param(LLAMA, id="llama")]
+#: Queries that see the last keys of the cache only, and a sink for each head.
+LONG = {"window": 3, "sinks": True, "rotary_theta": 100.0}
+STRUCTURES = [
+    pytest.param({}, id="gpt2"),
+    pytest.param(LLAMA, id="llama"),
+    pytest.param(LONG, id="window and sinks"),
+]
 
 
 def model_of(backend: Any = FastBackend, **options: Any) -> DecoderLM:
     minitorch.manual_seed(1)
     settings = {"n_layer": 2, "middle_dim": 16, "dtype": np.float64, **options}
-    return DecoderLM(11, 12, 3, 9, 0.0, backend=backend, **settings)
+    model = DecoderLM(11, 12, 3, 9, 0.0, backend=backend, **settings)
+    for name, p in model.named_parameters():
+        if name.endswith(".sink"):  # they begin as zeros
+            p.update(minitorch.tensor([2.0, -1.0, 0.5], backend, dtype=p.value.dtype))
+    return model
 
 
 # -- the cache itself --------------------------------------------------------------------------

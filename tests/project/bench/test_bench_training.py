@@ -96,7 +96,29 @@ def test_a_step_has_as_many_tokens_at_any_context(preset: str, context: int) -> 
     assert other._replace(context=own.context, batch=own.batch) == own
 
 
+def test_recomputing_changes_no_loss() -> None:
+    plain, again = (
+        Run(OURS, TINY, "cpu", "float32", recompute=choice).losses(3, OURS)
+        for choice in (False, True)
+    )
+    assert plain == again
+
+
+def test_the_longest_context_has_a_text() -> None:
+    longest = max(figure.context or 0 for figure in bench_training.FIGURES)
+    assert len(training_contestants.corpus_of(size_of("gpt2-small", longest)).held_out) > longest
+
+
 # -- the command -----------------------------------------------------------------------------------------
+
+
+def test_contexts_pick_figures(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    picked = ["--figures", "context", "--contexts", "8192", "--seconds", "0.01", "--recompute"]
+    main([*QUICK, *picked, "--json", str(path)])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["kind"], row["context"]) == ("context", 8192 // training_contestants.QUICK_CONTEXT)
+    assert [*row["utilisation"].values()] == [None, None]  # of a processor
 
 
 def test_without_pytorch_it_says_so_and_measures_ours(

@@ -156,6 +156,15 @@ def test_a_step_counts_its_products(layers: int, seq: int, middle: int, words: i
     )
 
 
+@given(st.integers(1, 40), st.integers(1, 60))
+def test_a_window_counts_the_keys_that_it_shows(seq: int, window: int) -> None:
+    # As in the causal half of a square, a row's own key counts half.
+    keys = sum(min(row, window - 1) + 0.5 for row in range(seq)) + 0.5 * max(seq - window, 0)
+    attention = training_flops(seq, 1, 4, 0, 0, window) - training_flops(seq, 1, 4, 0, 0, 1)
+    one = seq - 0.5  # pairs of a window of one, counted in the same way
+    assert attention == pytest.approx(3.0 * 4 * 4 * (keys - one))
+
+
 def test_gpt_2_small_has_its_124_million_weights() -> None:
     size = gpt_presets.PRESETS["gpt2-small"]
     width, words = size["width"], size["vocabulary"]

@@ -12,6 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "project"))
 
+import chapter_break
+import perplexity
 import train_gpt
 
 from minitorch import DecoderLM
@@ -103,6 +105,33 @@ def test_a_folder_is_fine_tuned_and_written_back(
     )
     assert "the cat" in capsys.readouterr().out
     assert "going on" in train(capsys, tmp_path, "--resume", tmp_path / "checkpoints")
+
+
+def test_a_scaling_gives_a_llama_a_longer_context(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_with_tokenizer("llama", tmp_path / "there")
+    longer = ["--context", "20", "--rotary-scaling", "linear:2", "--steps", "2", "--sample", "0"]
+    train(capsys, tmp_path, *SHORT, "--init", folder, *longer)
+    model = DecoderLM.from_pretrained(tmp_path / "pretrained")
+    assert model.n_positions == 20 and model.rotary is not None
+    assert model.rotary.scaling == {"rope_type": "linear", "factor": 2.0}
+    out = train(capsys, tmp_path, *SHORT, "--init", folder, "--window", 3)
+    assert "no folder for transformers: a Llama attends to all tokens" in out
+    folder = folder_with_tokenizer("gpt2", tmp_path / "other")
+    assert "are learned; leave it out" in refused(*SHORT, "--init", folder, *longer)
+
+
+def test_a_folder_is_judged(tmp_path: Path) -> None:
+    folder = folder_with_tokenizer("gpt2", tmp_path / "there")
+    (tmp_path / "text.txt").write_text("def a():\n    The cat sat\n" * 40, encoding="utf-8")
+    given = [str(folder), "--text", str(tmp_path / "text.txt"), "--all", "--out", str(tmp_path)]
+    perplexity.main([*given, "--contexts", "5", "11"])
+    (row,) = json.loads((tmp_path / "perplexity.json").read_text())["rows"]
+    assert [one["context"] for one in row["by_context"]] == [5, 11] and row["tokens"] > 200
+    chapter_break.main([*given, "--continuation", "3", "--questions", "5", "--contexts", "7"])
+    (row,) = json.loads((tmp_path / "chapter_break.json").read_text())["rows"]
+    assert row["questions"] == 5
 
 
 def test_what_does_not_fit_is_refused_in_one_line(

@@ -1,0 +1,223 @@
+"""Ask language models which of six continuations follows the end of a chapter.
+
+python project/chapter_break.py runs/gpt --text library                modules of the standard library
+python project/chapter_break.py runs/gpt --text library --contexts 256 1024 8192
+python project/chapter_break.py DIR --text book.txt --all --chapter "^Chapter "     a book
+
+One continuation is the beginning of the next chapter, the others are those of later chapters of the same
+document, drawn at random.  A form feed divides documents.  A chapter of a Python module is a function, a
+class or a method; it competes with others at the same indentation.  A context is the number of tokens that
+the model sees: the last ones before the chapter's end, and the continuation.  The model chooses the
+continuation with the highest mean log-likelihood; all contexts are asked the same questions.
+
+Source: Sun, Thai and Iyyer (2022), ChapterBreak: a challenge dataset for long-range language models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+from bench.judging import Subject, contexts_of, judge_runs, label_of, parser_of, token_losses
+from common.command_line import COUNT, FROM_ZERO
+from data.text import FORM_FEED, LIBRARY, Tokens
+from tqdm import tqdm
+from training.gpt_tokens import encoded, text_reader
+from training.script_helpers import Panel
+
+import minitorch
+
+#: A definition of a Python module with its decorators, or that of a method in a class.
+DEFINITION = r"^(?P<indent>(?:    )?)(?:@.*\n(?P=indent))*(?:class|(?:async )?def) "
+CHOICES = 6
+#: Characters that are read for a token.
+LETTERS = 16
+#: The standard normal quantile of 95 %, two-sided.
+Z = 1.959964
+
+
+class Question(NamedTuple):
+    """A chapter's end.
+
+    Attributes:
+        prefix: Tokens before it, as many as the longest context has.
+        continuations: (CHOICES, tokens), the true one first.
+    """
+
+    prefix: Tokens
+    continuations: Tokens
+
+
+def questions_of(
+    subject: Subject, chapter: re.Pattern[str], prefix: int, length: int, most: int, seed: int
+) -> list[Question]:
+    """Return chapter ends that have enough tokens before them, and enough chapters after them.
+
+    Args:
+        subject: The model and the text.
+        chapter: Matches the beginning of a chapter.
+        prefix: Tokens before the end.
+        length: Tokens of a continuation.
+        most: Of the questions, which are drawn at random.
+        seed: Of everything that is random.
+    """
+    rng = np.random.default_rng(seed)
+    found: list[Question] = []
+    for document in text_reader(subject.config)(subject.ids.tolist()).split(FORM_FEED):
+        starts: dict[str, list[int]] = {}  # by indentation
+        for match in chapter.finditer(document):
+            starts.setdefault(match.groupdict().get("indent") or "", []).append(match.start())
+        for places in starts.values():
+            found += _of_places(document, places, subject, prefix, length, rng)
+    chosen = rng.permutation(len(found))[:most]
+    return [found[i] for i in chosen]
+
+
+def _of_places(
+    document: str, places: list[int], subject: Subject, prefix: int, length: int,
+    rng: np.random.Generator,
+) -> list[Question]:  # fmt: skip
+    """Return the questions of one document, given where its chapters begin."""
+    before = [
+        _ids(document[max(place - LETTERS * prefix, 0) : place], subject)[-prefix:]
+        for place in places
+    ]
+    after = [_ids(document[place : place + LETTERS * length], subject)[:length] for place in places]
+    whole = [i for i, ids in enumerate(after) if len(ids) == length]
+    found = []
+    for at, i in enumerate(whole):
+        later = whole[at + 1 :]
+        if len(before[i]) == prefix and len(later) >= CHOICES - 1:
+            others = rng.choice(later, CHOICES - 1, replace=False)
+            found.append(Question(before[i], np.array([after[j] for j in (i, *others)])))
+    return found
+
+
+def _ids(text: str, subject: Subject) -> Tokens:
+    return encoded(text, subject.config)
+
+
+def scores(model: minitorch.DecoderLM, question: Question, context: int) -> list[float]:
+    """Return the mean log-likelihood of each continuation, whose prefix the model reads once.
+
+    Args:
+        model: In evaluation mode.
+        question: To be answered.
+        context: Tokens of the end of the prefix and of a continuation.
+    """
+    count = context - question.continuations.shape[1]
+    prefix = question.prefix[-count:]
+    cache = model.make_cache(capacity=context)
+    with minitorch.no_grad():
+        if count > 1:
+            model.hidden(prefix[None, :-1], cache)
+    found = []
+    for ids in question.continuations:
+        cache.truncate(count - 1)
+        inputs = np.concatenate([prefix[-1:], ids[:-1]])
+        found.append(-float(token_losses(model, inputs[None], ids[None], cache).mean()))
+    return found
+
+
+def wilson(correct: int, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share.
+
+    Source: Wilson (1927), Probable inference, the law of succession, and statistical inference.
+    """
+    share, square = correct / count, Z * Z / count
+    middle = share + square / 2.0
+    half = Z * math.sqrt(share * (1.0 - share) / count + square / (4.0 * count))
+    return (middle - half) / (1.0 + square), (middle + half) / (1.0 + square)
+
+
+def gain(short: list[bool], long: list[bool]) -> tuple[float, float, float]:
+    """Return by how much a share grows, and its 95 % interval, from answers to the same questions."""
+    differences = np.array(long, np.float64) - np.array(short, np.float64)
+    mean = float(differences.mean())
+    half = Z * float(differences.std()) / math.sqrt(len(differences))
+    return mean, mean - half, mean + half
+
+
+def judged(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+    """Ask one model and print its accuracy; exit with one line if the text has no question."""
+    length = args.continuation
+    contexts = contexts_of(args, subject.model, 2 * length, 2 * length)
+    most = contexts[-1] - length
+    found = questions_of(subject, args.chapter, most, length, args.questions, args.seed)
+    if not found:
+        sys.exit(
+            f"no chapter of the text has {most} tokens before it and {CHOICES - 1} later ones in its "
+            f"document; take shorter --contexts, another --chapter, or a longer text, such as {LIBRARY}"
+        )
+    print(f"{subject.name}: {len(found)} questions")
+    answers: dict[int, list[bool]] = {}
+    rows = []
+    for context in contexts:
+        right = answers[context] = []
+        for question in tqdm(found, desc=f"context {context}", leave=False, delay=1):
+            own, *others = scores(subject.model, question, context)
+            if not all(map(math.isfinite, (own, *others))):
+                sys.exit(f"{subject.name}: a likelihood is no number; train it again")
+            right.append(own > max(others))
+        low, high = wilson(sum(right), len(right))
+        share = sum(right) / len(right)
+        rows.append({"context": context, "accuracy": share, "low": low, "high": high})
+        print(f"context {context:7,}  accuracy {share:6.1%}  95 % from {low:.1%} to {high:.1%}")
+    more, low, high = gain(answers[contexts[0]], answers[contexts[-1]])
+    print(
+        f"longest - shortest  {100 * more:+.1f} points, 95 % from {100 * low:+.1f} to {100 * high:+.1f}"
+    )
+    return {
+        "run": subject.name, "questions": len(found), "continuation": length, "chance": 1 / CHOICES,
+        "by_context": rows, "gain": {"mean": more, "low": low, "high": high},
+    }  # fmt: skip
+
+
+def panels(rows: list[dict[str, Any]]) -> tuple[Panel, ...]:
+    """Return the picture of the record."""
+
+    def panel(axes: Any) -> None:
+        for one in rows:
+            x, y, low, high = (
+                np.array([row[key] for row in one["by_context"]])
+                for key in ("context", "accuracy", "low", "high")
+            )
+            axes.errorbar(x, 100 * y, 100 * np.array([y - low, high - y]), fmt="o-", capsize=3,
+                          label=f"{label_of(one)}, {one['questions']} questions")  # fmt: skip
+        axes.axhline(100 / CHOICES, color="#166534", linestyle="--", label="guessing")
+        axes.set(xlabel="context, tokens", ylabel="right continuations, %, with 95 % intervals")
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+    return (panel,)
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """Read the beginning of a chapter, a regular expression."""
+    try:
+        return re.compile(text, re.MULTILINE)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a regular expression, got {text} ({error})"
+        ) from None
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = parser_of(__doc__, "runs/chapter_break")
+    parser.option(
+        "--chapter", pattern, DEFINITION,
+        "how a chapter begins, a regular expression; a group named indent tells its level",
+    )  # fmt: skip
+    parser.option("--continuation", COUNT, 128, "tokens of a continuation")
+    parser.option("--questions", COUNT, 1000, "chapter ends at most")
+    parser.option("--seed", FROM_ZERO, 0, "of the questions")
+    judge_runs("chapter_break", parser, argv, judged, panels)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""The scripts that judge trained language models: perplexity, and which continuation follows a chapter."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minitorch
+from minitorch.training.model_files import save_checkpoint
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+import chapter_break  # noqa: E402
+import perplexity  # noqa: E402
+from bench import judging  # noqa: E402
+from training import gpt_files  # noqa: E402
+
+CONTEXT = 48
+#: A configuration of a small model of bytes, as a checkpoint has it.
+CONFIG: dict[str, Any] = {
+    "characters": bytes(range(256)).decode("latin-1"), "prompt": "a", "width": 8, "heads": 2,
+    "layers": 1, "context": CONTEXT, "dropout": 0.0, "attention": "flash", "tie_weights": False,
+    "vocabulary": 256,
+}  # fmt: skip
+STRUCTURES = ({}, {"rotary_theta": 100.0, "window": 7, "sinks": True})
+IDS = np.random.default_rng(0).integers(0, 256, 160)
+
+
+def model_of(**options: Any) -> minitorch.DecoderLM:
+    minitorch.manual_seed(0)
+    model = gpt_files.build({**CONFIG, **options}, "fast")
+    model.eval()
+    return model
+
+
+MODELS = [model_of(**options) for options in STRUCTURES]
+MODEL_OF = st.sampled_from(MODELS)
+
+
+# -- losses ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_of_tokens_are_those_of_the_logits(
+    model: minitorch.DecoderLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, targets = IDS[:80].reshape(2, 40), IDS[1:81].reshape(2, 40)
+    logits = model(ids).to_numpy().astype(np.float64)
+    total = np.log(np.exp(logits).sum(-1))
+    expected = total - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    for chunk in (1 << 25, 256 * 7):  # all rows at once, and seven
+        monkeypatch.setattr(judging, "CHUNK", chunk)
+        np.testing.assert_allclose(judging.token_losses(model, ids, targets), expected, atol=1e-5)
+    assert judging.token_losses(model, ids, targets).mean() == pytest.approx(
+        model.loss(ids, targets).item(), abs=1e-5
+    )
+
+
+# -- perplexity --------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 200), st.integers(1, 50), st.data())
+def test_windows_judge_each_token_once_with_enough_tokens_before_it(
+    count: int, context: int, data: Any
+) -> None:
+    stride = data.draw(st.integers(1, context))
+    judged = np.zeros(count, int)
+    for start, before in perplexity.windows(count, context, stride):
+        own = np.arange(start + before, min(start + context, count))
+        assert own.size
+        judged[own] += 1
+        if start:
+            assert before == context - stride
+    assert (judged == 1).all()
+
+
+@settings(max_examples=10)
+@given(MODEL_OF, st.integers(1, 4), st.integers(1, CONTEXT), st.integers(1, 3))
+def test_a_stride_of_the_context_is_the_mean_over_windows_that_do_not_overlap(
+    model: minitorch.DecoderLM, count: int, context: int, batch: int
+) -> None:
+    count = min(count, (len(IDS) - 1) // context)
+    ids = IDS[: count * context + 1]
+    losses, places = perplexity.sliding_losses(model, ids, context, context, batch)
+    inputs, targets = ids[:-1].reshape(count, context), ids[1:].reshape(count, context)
+    assert losses.mean() == pytest.approx(model.loss(inputs, targets).item(), abs=1e-5)
+    np.testing.assert_array_equal(places, np.tile(np.arange(context), count))
+    rows = perplexity.by_position(losses, places, context)
+    assert sum(row["tokens"] for row in rows) == len(losses)
+    weighted = sum(row["tokens"] * row["loss"] for row in rows) / len(losses)
+    assert weighted == pytest.approx(losses.mean())
+
+
+@settings(max_examples=10)
+@given(MODEL_OF, st.integers(1, CONTEXT), st.data())
+def test_a_token_is_judged_after_those_of_its_window(
+    model: minitorch.DecoderLM, context: int, data: Any
+) -> None:
+    stride = data.draw(st.integers(max(context // 4, 1), context))
+    ids = IDS[: data.draw(st.integers(2, len(IDS)))]
+    losses, places = perplexity.sliding_losses(model, ids, context, stride, 2)
+    assert np.isfinite(losses).all()
+    at = data.draw(st.integers(0, len(losses) - 1))
+    seen = ids[at - places[at] : at + 1]
+    assert len(seen) >= min(at + 1, context - stride + 1)
+    alone = judging.token_losses(model, seen[None], ids[None, at - places[at] + 1 : at + 2])
+    assert losses[at] == pytest.approx(alone[0, -1], abs=1e-5)
+
+
+# -- chapters ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=10)
+@given(MODEL_OF, st.integers(1, 6), st.data())
+def test_a_prefix_is_read_once_and_scores_are_those_of_whole_texts(
+    model: minitorch.DecoderLM, length: int, data: Any
+) -> None:
+    context = data.draw(st.integers(length + 1, CONTEXT))
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    question = chapter_break.Question(rng.integers(0, 256, 60), rng.integers(0, 256, (6, length)))
+    found = chapter_break.scores(model, question, context)
+    for own, score in zip(question.continuations, found, strict=True):
+        text = np.concatenate([question.prefix, own])[-context:]
+        losses = judging.token_losses(model, text[None, :-1], text[None, 1:])[0]
+        assert score == pytest.approx(-losses[-length:].mean(), abs=1e-5)
+
+
+@given(st.integers(1, 400), st.data())
+def test_an_interval_holds_the_share_and_shrinks(count: int, data: Any) -> None:
+    right = data.draw(st.integers(0, count))
+    low, high = chapter_break.wilson(right, count)
+    assert -1e-12 <= low < high <= 1 + 1e-12
+    # Its ends are the shares whose normal interval just holds the share that was found.
+    for end in (low, high):
+        half = chapter_break.Z * math.sqrt(max(end * (1 - end), 0.0) / count)
+        assert abs(end - right / count) == pytest.approx(half, abs=1e-6)
+
+
+CHAPTERS = "\f".join(
+    "".join(f"def f{i}{d}(x):\n    return {i * 7 % 10}{i * 3 % 10} * x\n\n\n" for i in range(12))
+    for d in range(4)
+)
+
+
+def test_questions_begin_where_chapters_do() -> None:
+    config = {**CONFIG, "tokenizer": None}
+    ids = np.frombuffer(CHAPTERS.encode(), np.uint8).astype(np.int64)
+    subject = judging.Subject("", MODELS[0], config, ids)
+    ask = (subject, re.compile(chapter_break.DEFINITION, re.MULTILINE))
+    found = chapter_break.questions_of(*ask, 20, 10, 99, 0)
+    assert len(found) == 4 * 6  # the first chapter has too little before it, the last ones after
+    for prefix, continuations in found:
+        before, *after = (bytes(x.astype(np.uint8)).decode() for x in (prefix, *continuations))
+        assert before.endswith("\n\n\n") and all(x.startswith("def f") for x in after)
+        assert CHAPTERS.count(before + after[0]) == 1 and len({*after}) == 6
+        place = CHAPTERS.index(before + after[0])
+        assert all(CHAPTERS.index(x) > place for x in after[1:])
+    again = chapter_break.questions_of(*ask, 20, 10, 7, 0)
+    assert len(again) == 7
+    assert chapter_break.questions_of(*ask, 2000, 10, 99, 0) == []
+
+
+def test_methods_compete_with_methods() -> None:
+    text = (
+        "class A:\n    @x\n    async def a(self): 0\n    def b(self):\n        def c(): 0\n"
+        "@y\ndef d(): 0\n"
+    )
+    found = [
+        (m["indent"], text[m.start() :].split("\n")[0])
+        for m in re.finditer(chapter_break.DEFINITION, text, re.MULTILINE)
+    ]
+    assert found == [("", "class A:"), ("    ", "    @x"), ("    ", "    def b(self):"), ("", "@y")]
+
+
+# -- the scripts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a folder with a model, and a text beside it."""
+    (tmp_path / "text.py").write_text(CHAPTERS * 3)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save_checkpoint(folder / "model.safetensors", MODELS[0], {**CONFIG, "precision": "float32"})
+    return folder
+
+
+def refused(capsys: pytest.CaptureFixture[str], script: Any, *args: Any) -> str:
+    """Run a script; return the one line with which it ends."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        script.main([str(arg) for arg in args])
+    line = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err
+    assert line.strip().count("\n") == 0, line
+    return line
+
+
+def test_perplexity_writes_a_record_and_a_picture(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    perplexity.main([str(x) for x in (
+        run, run / "model.safetensors", "--text", tmp_path / "text.py", "--stride", 16, "--contexts", 16,
+        CONTEXT, "--out", out, "--batch", 3,
+    )])  # fmt: skip
+    record = json.loads((out / "perplexity.json").read_text())
+    first, second = record["rows"]
+    assert first["by_context"] == second["by_context"] and first["tokens"] > 300  # a tenth
+    assert [(row["context"], row["stride"]) for row in first["by_context"]] == [
+        (16, 16),
+        (CONTEXT, 16),
+    ]
+    for row in first["by_context"]:
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    assert (out / "perplexity.png").stat().st_size > 1000
+    assert "--out" not in record["command"]
+
+
+def test_chapter_break_writes_a_record_and_a_picture(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    chapter_break.main([str(x) for x in (
+        run, "--text", tmp_path / "text.py", "--all", "--continuation", 8, "--questions", 9, "--out", out,
+    )])  # fmt: skip
+    (row,) = json.loads((out / "chapter_break.json").read_text())["rows"]
+    assert [one["context"] for one in row["by_context"]] == [16, 32, CONTEXT]
+    assert row["questions"] == 9 and row["chance"] == pytest.approx(1 / 6)
+    for one in row["by_context"]:
+        assert one["low"] <= one["accuracy"] <= one["high"]
+    gain = row["by_context"][-1]["accuracy"] - row["by_context"][0]["accuracy"]
+    assert row["gain"]["mean"] == pytest.approx(gain)
+    assert (out / "chapter_break.png").stat().st_size > 1000
+
+
+def test_what_is_wrong_is_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = ["--text", tmp_path / "text.py", "--all"], ["--out", tmp_path / "out"]
+    (tmp_path / "short.txt").write_text("a")
+    (tmp_path / "file").write_text("")
+    cases: list[tuple[Any, tuple[Any, ...], str]] = [
+        (perplexity, (tmp_path / "none", *out), "no such checkpoint"),
+        (perplexity, (run, "--text", tmp_path / "none", *out), "No such file"),
+        (perplexity, (run, "--text", tmp_path / "short.txt", "--all", *out), "1 tokens, at least 2"),
+        (perplexity, (run, *text, "--contexts", 49, *out), "from 1 to 48, the context of the model"),
+        (perplexity, (run, *text, "--stride", 0, *out), "1 or more"),
+        (perplexity, (run, *text, "--out", tmp_path / "file"), "name another folder"),
+        (chapter_break, (run, *text, *out), "48 tokens, is shorter than the least, 256 tokens"),
+        (chapter_break, (run, *text, "--continuation", 8, "--contexts", 15, *out), "from 16 to 48"),
+        (chapter_break, (run, *text, "--chapter", "(", *out), "must be a regular expression"),
+        (
+            chapter_break, (run, *text, "--chapter", "^CHAPTER ", "--continuation", 8, *out),
+            "no chapter of the text has 40 tokens before it",
+        ),
+    ]  # fmt: skip
+    for script, args, words in cases:
+        assert words in refused(capsys, script, *args)
+    model = run / "model.safetensors"
+    large = model_of()
+    large.ln.weights.update(large.ln.weights.value * 3e38)
+    save_checkpoint(run / "large.safetensors", large, {**CONFIG, "precision": "float32"})
+    assert "train it again" in refused(capsys, perplexity, run / "large.safetensors", *text, *out)
+    model.write_bytes(model.read_bytes()[:-9])
+    assert "cannot be read" in refused(capsys, perplexity, run, *text, *out)

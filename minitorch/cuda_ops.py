@@ -86,7 +86,7 @@ def _bind_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: Tenso
     """Return the launch of an element-wise kernel on data laid out like these.
 
     Args:
-        kernel: ``(flat, *dtypes)`` to a kernel for operands whose dimensions join to two at most.
+        kernel: ``(dims, *dtypes)`` to a kernel for operands whose dimensions join to three at most.
         strided: Returns the course's kernel, for all other layouts.
         out: The output.
         *inputs: Broadcast to the shape of out.
@@ -95,11 +95,11 @@ def _bind_elementwise(kernel: Any, strided: Any, out: TensorData, *inputs: Tenso
         return lambda *storages: None
     layouts = [layout for t in inputs for layout in (t.shape, t.strides)]
     shape, *strides = joined(out.shape, out.strides, *layouts)
-    if len(shape) <= 2 and out.size < FLAT_LIMIT:
+    if len(shape) <= 3 and out.size < FLAT_LIMIT:
         blocks = ceil_div(out.size, SIZES.flat_threads * SIZES.flat_items)
-        run = kernel(len(shape) == 1, *[t.dtype for t in (out, *inputs)])
-        steps = chain.from_iterable(_two(steps) for steps in strides[1:])
-        launch = run.prepared((blocks, SIZES.flat_threads), _two(shape)[1], *steps)
+        run = kernel(len(shape), *[t.dtype for t in (out, *inputs)])
+        steps = chain.from_iterable(_padded(steps, 3) for steps in strides[1:])
+        launch = run.prepared((blocks, SIZES.flat_threads), *_padded(shape, 3)[1:], *steps)
         if any(t.is_half for t in (out, *inputs)):
             return lambda *storages: launch(*map(as_bits, storages))
         return launch
@@ -118,9 +118,9 @@ def _run_strided(strided: Any, out: TensorData, *inputs: TensorData) -> None:
     Adopted(strided())[ceil_div(out.size, MAP_THREADS), MAP_THREADS](*args)
 
 
-def _two(steps: Ints) -> Ints:
-    """Pad the strides of at most two dimensions to two."""
-    return (0,) * (2 - len(steps)) + steps
+def _padded(steps: Ints, dims: int) -> Ints:
+    """Pad the strides of at most ``dims`` dimensions to as many."""
+    return (0,) * (dims - len(steps)) + steps
 
 
 class CudaOps(TensorOps):
@@ -169,7 +169,7 @@ class CudaOps(TensorOps):
             kept = [x[:dim] + x[dim + 1 :] for x in (out.shape, out.strides, a.strides)]
             shape, out_strides, a_strides = join_dims(*kept)
             if len(shape) <= 2:
-                outputs, layout = out.size, (step, _two(shape)[1], *_two(a_strides))
+                outputs, layout = out.size, (step, _padded(shape, 2)[1], *_padded(a_strides, 2))
                 return lambda o, x: _fold(fn, start, o, outputs, x, length, layout)
             threads = min(max(length, 1), REDUCE_THREADS)
 
@@ -299,7 +299,7 @@ def _matrices(out: TensorData, a: TensorData, b: TensorData) -> _Matrices | None
     if len(lead) > 2:
         return None
     out_steps, a_steps, b_steps = (
-        _two(own) + t.strides[-2:] for t, own in zip((out, a, b), steps, strict=True)
+        _padded(own, 2) + t.strides[-2:] for t, own in zip((out, a, b), steps, strict=True)
     )
     shape = (*(1,) * (2 - len(lead)), *lead, *out.shape[-2:], a.shape[-1])
     return _Matrices(out._storage, out_steps, a._storage, a_steps, b._storage, b_steps, shape)

@@ -65,42 +65,58 @@ def _kernel(source: Callable[..., None], fn: Callable[..., float], *arguments: A
 # ---------------------------------------------------------------------------------------------
 
 
+@device_function
+def _divided(i, size):
+    """Return i // size; 64 bits would take three times as long."""
+    return int64(uint32(i) // uint32(size))
+
+
 @cache
-def _make_row_of(flat: bool) -> Any:
-    """Return ``row_of(i, cols)``, the row of the i-th element of (rows, cols); flat: there is one row."""
+def _make_place_of(dims: int) -> Any:
+    """Return ``place_of(i, rows, cols)``: plane, row and column of an element of (planes, rows, cols).
+
+    Args:
+        dims: Up to 3; of fewer than three there is one plane, and of one there is one row.
+    """
 
     @device_function
-    def no_row(i, cols):
-        return 0
+    def in_vector(i, rows, cols):
+        return 0, 0, i
 
     @device_function
-    def row_of(i, cols):
-        # 64 bits would take three times as long.
-        return int64(uint32(i) // uint32(cols))
+    def in_matrix(i, rows, cols):
+        row = _divided(i, cols)
+        return 0, row, i - row * cols
 
-    return no_row if flat else row_of
+    @device_function
+    def in_planes(i, rows, cols):
+        row = _divided(i, cols)
+        plane = _divided(row, rows)
+        return plane, row - plane * rows, i - row * cols
+
+    return {1: in_vector, 2: in_matrix, 3: in_planes}[dims]
 
 
 @cache
 def map_kernel(
-    fn: Callable[[float], float], flat: bool, out_dtype: np.dtype[Any], a_dtype: np.dtype[Any]
+    fn: Callable[[float], float], dims: int, out_dtype: np.dtype[Any], a_dtype: np.dtype[Any]
 ) -> Kernel:
-    """Return the kernel of a function of one tensor whose dimensions join to two at most.
+    """Return the kernel of a function of one tensor whose dimensions join to three at most.
 
     Args:
         fn: A plain function or a device function.
-        flat: They join to one.
+        dims: The number that they join to.
         out_dtype: Of the output.
         a_dtype: Of the input.
     """
     computed, widen = _computed(a_dtype), form(a_dtype).widen
     function, (real, narrow) = device_callable(fn, computed), _written(out_dtype, computed)
-    threads, items, row_of = SIZES.flat_threads, SIZES.flat_items, _make_row_of(flat)
+    threads, items, place_of = SIZES.flat_threads, SIZES.flat_items, _make_place_of(dims)
 
-    def _map(out, a, cols, a_row, a_col):
-        """Apply ``fn`` to each element of (rows, cols).
+    def _map(out, a, rows, cols, a_plane, a_row, a_col):
+        """Apply ``fn`` to each element of (planes, rows, cols).
 
-        Computes: out[i, j] = fn(a[i, j])
+        Computes: out[i, j, k] = fn(a[i, j, k])
         Source: none
         Grid: ceil(out.size / (threads · items))
         Block: threads
@@ -117,29 +133,29 @@ def map_kernel(
         for n in range(items):
             # Threads beyond the end read the last element again: cheaper than a branch.
             i = min(first + n * threads, last)
-            row = row_of(i, cols)
-            values[n] = function(widen(a[uint64(row * a_row + (i - row * cols) * a_col)]))
+            plane, row, col = place_of(i, rows, cols)
+            values[n] = function(widen(a[uint64(plane * a_plane + row * a_row + col * a_col)]))
         for n in range(items):
             i = first + n * threads
             if i <= last:
                 out[uint64(i)] = narrow(values[n])
 
-    return _kernel(_map, fn, _storage(out_dtype), _storage(a_dtype), int64, int64, int64)
+    return _kernel(_map, fn, _storage(out_dtype), _storage(a_dtype), *[int64] * 5)
 
 
 @cache
 def zip_kernel(
     fn: Callable[[float, float], float],
-    flat: bool,
+    dims: int,
     out_dtype: np.dtype[Any],
     a_dtype: np.dtype[Any],
     b_dtype: np.dtype[Any],
 ) -> Kernel:
-    """Return the kernel of a function of two tensors whose dimensions join to two at most.
+    """Return the kernel of a function of two tensors whose dimensions join to three at most.
 
     Args:
         fn: A plain function or a device function.
-        flat: They join to one.
+        dims: The number that they join to.
         out_dtype: Of the output.
         a_dtype: Of the left input.
         b_dtype: Of the right input.
@@ -147,12 +163,12 @@ def zip_kernel(
     computed = _computed(a_dtype, b_dtype)
     widen_a, widen_b = form(a_dtype).widen, form(b_dtype).widen
     function, (real, narrow) = device_callable(fn, computed), _written(out_dtype, computed)
-    threads, items, row_of = SIZES.flat_threads, SIZES.flat_items, _make_row_of(flat)
+    threads, items, place_of = SIZES.flat_threads, SIZES.flat_items, _make_place_of(dims)
 
-    def _zip(out, a, b, cols, a_row, a_col, b_row, b_col):
-        """Apply ``fn`` to each pair of elements of (rows, cols); a step of 0 broadcasts.
+    def _zip(out, a, b, rows, cols, a_plane, a_row, a_col, b_plane, b_row, b_col):
+        """Apply ``fn`` to each pair of elements of (planes, rows, cols); a step of 0 broadcasts.
 
-        Computes: out[i, j] = fn(a[i, j], b[i, j])
+        Computes: out[i, j, k] = fn(a[i, j, k], b[i, j, k])
         Source: none
         Grid: ceil(out.size / (threads · items))
         Block: threads
@@ -167,17 +183,17 @@ def zip_kernel(
         last = out.size - 1
         for n in range(items):
             i = min(first + n * threads, last)
-            row = row_of(i, cols)
-            col = i - row * cols
-            x = widen_a(a[uint64(row * a_row + col * a_col)])
-            values[n] = function(x, widen_b(b[uint64(row * b_row + col * b_col)]))
+            plane, row, col = place_of(i, rows, cols)
+            x = widen_a(a[uint64(plane * a_plane + row * a_row + col * a_col)])
+            y = widen_b(b[uint64(plane * b_plane + row * b_row + col * b_col)])
+            values[n] = function(x, y)
         for n in range(items):
             i = first + n * threads
             if i <= last:
                 out[uint64(i)] = narrow(values[n])
 
     storages = (_storage(dtype) for dtype in (out_dtype, a_dtype, b_dtype))
-    return _kernel(_zip, fn, *storages, *[int64] * 5)
+    return _kernel(_zip, fn, *storages, *[int64] * 8)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ REDUCTIONS: list[tuple[Any, float, Any]] = [
 @pytest.mark.parametrize(("fn", "expected"), MAPS, ids=lambda f: getattr(f, "__name__", ""))
 def test_map_agrees_with_numpy_and_the_simple_backend(fn: Any, expected: Any, dtype: Any) -> None:
     mapped = cuda_ops.CudaOps.map(fn)
-    for x in (draw((33,), dtype), permuted(draw((3, 5, 2), dtype)), draw((), dtype)):
+    shapes = (), (33,), (3, 5, 2), (2, 2, 3, 2)  # the last is too much for a kernel of our own
+    for x in (permuted(draw(shape, dtype)) for shape in shapes):
         result = mapped(on_cuda(x))
         assert result.dtype == dtype
         assert_equal(result, expected(x), f"{fn.__name__} of shape {x.shape}")
@@ -99,7 +100,14 @@ def test_zip_agrees_with_numpy_and_the_simple_backend(fn: Any, expected: Any, dt
 @pytest.mark.task3_3
 @pytest.mark.parametrize(
     ("a", "b"),
-    [((3, 1, 4), (5, 1)), ((), (3,)), ((33,), (1,)), ((2, 1), (1, 3)), ((1, 1, 1), (2,))],
+    [
+        ((3, 1, 4), (5, 1)),
+        ((2, 1, 3, 1), (2, 1, 3)),  # of four dimensions, none of which join
+        ((), (3,)),
+        ((33,), (1,)),
+        ((2, 1), (1, 3)),
+        ((1, 1, 1), (2,)),
+    ],
 )
 def test_zip_broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     x, y = draw(a), draw(b, seed=1)
@@ -139,6 +147,7 @@ def test_any_two_layouts_that_broadcast_multiply_as_in_numpy(pair: tuple[Any, An
         ((4, 2, 3), (2, 3)),  # two dimensions that join
         ((4, 2, 3), (4, 1, 1)),
         ((2, 3, 2), (2, 1, 2)),  # three that do not
+        ((3, 2, 5, 4), (3, 1, 5, 1)),  # four
         ((2, 2, 2, 2, 2), (2, 1, 2, 1, 2)),
     ],
 )

@@ -40,11 +40,11 @@ CONVERSIONS = [
 ]
 #: How each kernel of the backend is made for a dtype; its results of 16 bits are float32 until stored.
 LOOPS: dict[str, Any] = {
-    "map": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, True, dtype, dtype),
-    "map of rows": lambda dtype: cuda_loops.map_kernel(operators.exp, False, dtype, dtype),
-    "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, True, dtype, dtype, dtype),
+    "map": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, 1, dtype, dtype),
+    "map of rows": lambda dtype: cuda_loops.map_kernel(operators.exp, 2, dtype, dtype),
+    "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, 1, dtype, dtype, dtype),
     "zip with a number": lambda dtype: cuda_loops.zip_kernel(
-        operators.mul, True, dtype, dtype, FLOAT32
+        operators.mul, 1, dtype, dtype, FLOAT32
     ),
     "fold": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, dtype, GPU.fold_short),
     "first of two folds": lambda dtype: cuda_loops.fold_kernel(

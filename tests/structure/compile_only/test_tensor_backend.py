@@ -132,15 +132,15 @@ def test_the_product_of_the_course_does_no_float64_arithmetic() -> None:
 
 #: How to make each kernel for a dtype, by name.
 LOOPS: dict[str, Callable[[Any], Kernel]] = {
-    "map": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, True, dtype, dtype),
-    "map of rows": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, False, dtype, dtype),
-    "map elu": lambda dtype: cuda_loops.map_kernel(operators.elu, True, dtype, dtype),
-    "zip elu_back": lambda dtype: cuda_loops.zip_kernel(
-        operators.elu_back, True, dtype, dtype, dtype
-    ),
-    "zip keep": lambda dtype: cuda_loops.zip_kernel(operators.keep, True, dtype, dtype, dtype),
-    "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, True, dtype, dtype, dtype),
-    "zip of rows": lambda dtype: cuda_loops.zip_kernel(operators.add, False, dtype, dtype, dtype),
+    "map": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, 1, dtype, dtype),
+    "map of rows": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, 2, dtype, dtype),
+    "map of planes": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, 3, dtype, dtype),
+    "map elu": lambda dtype: cuda_loops.map_kernel(operators.elu, 1, dtype, dtype),
+    "zip elu_back": lambda dtype: cuda_loops.zip_kernel(operators.elu_back, 1, dtype, dtype, dtype),
+    "zip keep": lambda dtype: cuda_loops.zip_kernel(operators.keep, 1, dtype, dtype, dtype),
+    "zip": lambda dtype: cuda_loops.zip_kernel(operators.add, 1, dtype, dtype, dtype),
+    "zip of rows": lambda dtype: cuda_loops.zip_kernel(operators.add, 2, dtype, dtype, dtype),
+    "zip of planes": lambda dtype: cuda_loops.zip_kernel(operators.add, 3, dtype, dtype, dtype),
     "fold short": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, dtype, GPU.fold_short),
     "fold long": lambda dtype: cuda_loops.fold_kernel(operators.add, dtype, dtype, GPU.fold_long),
     "fold across": lambda dtype: cuda_loops.fold_kernel(
@@ -174,14 +174,14 @@ def test_every_kernel_compiles_for_every_generation_and_stays_in_registers(
 @pytest.mark.parametrize("name", MAPS)
 def test_every_function_of_one_number_stays_in_float32(name: str) -> None:
     fn = getattr(operators, name)
-    assert_no_float64(ptx_of(cuda_loops.map_kernel(fn, True, FLOAT32, FLOAT32), (8, 0)))
+    assert_no_float64(ptx_of(cuda_loops.map_kernel(fn, 1, FLOAT32, FLOAT32), (8, 0)))
 
 
 @needs_nvvm
 @pytest.mark.parametrize("name", ZIPS)
 def test_every_function_of_two_numbers_stays_in_float32(name: str) -> None:
     fn = getattr(operators, name)
-    assert_no_float64(ptx_of(cuda_loops.zip_kernel(fn, True, FLOAT32, FLOAT32, FLOAT32), (8, 0)))
+    assert_no_float64(ptx_of(cuda_loops.zip_kernel(fn, 1, FLOAT32, FLOAT32, FLOAT32), (8, 0)))
 
 
 @needs_nvvm

@@ -229,12 +229,14 @@ def test_chapter_break_writes_a_record_and_a_picture(run: Path, tmp_path: Path) 
         run, "--text", tmp_path / "text.py", "--all", "--continuation", 8, "--questions", 9, "--out", out,
     )])  # fmt: skip
     (row,) = json.loads((out / "chapter_break.json").read_text())["rows"]
-    assert [one["context"] for one in row["by_context"]] == [16, 32, CONTEXT]
+    assert [one["context"] for one in row["by_context"][::2]] == [16, 32, CONTEXT]
+    assert {one["score"] for one in row["by_context"]} == {*chapter_break.SCORES}
     assert row["questions"] == 9 and row["chance"] == pytest.approx(1 / 6)
     for one in row["by_context"]:
         assert one["low"] <= one["accuracy"] <= one["high"]
-    gain = row["by_context"][-1]["accuracy"] - row["by_context"][0]["accuracy"]
-    assert row["gain"]["mean"] == pytest.approx(gain)
+    for i, score in enumerate(chapter_break.SCORES):
+        more = row["by_context"][4 + i]["accuracy"] - row["by_context"][i]["accuracy"]
+        assert row["longest_minus_shortest"][score]["mean"] == pytest.approx(more)
     assert (out / "chapter_break.png").stat().st_size > 1000
 
 

@@ -21,6 +21,7 @@ import argparse
 import math
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,26 +109,30 @@ def _ids(text: str, subject: Subject) -> Tokens:
     return encoded(text, subject.config)
 
 
-def scores(model: minitorch.DecoderLM, question: Question, context: int) -> list[float]:
-    """Return the mean log-likelihood of each continuation, whose prefix the model reads once.
+def scores(
+    model: minitorch.DecoderLM, questions: Sequence[Question], context: int, batch: int = 1
+) -> npt.NDArray[np.float64]:
+    """Return the mean log-likelihoods of continuations, (questions, CHOICES); a prefix is read once.
 
     Args:
         model: In evaluation mode.
-        question: To be answered.
-        context: Tokens of the end of the prefix and of a continuation.
+        questions: To be answered.
+        context: Tokens of the end of a prefix and of a continuation.
+        batch: Questions at a time.
     """
-    count = context - question.continuations.shape[1]
-    prefix = question.prefix[-count:]
-    cache = model.make_cache(capacity=context)
-    with minitorch.no_grad():
-        if count > 1:
-            model.hidden(prefix[None, :-1], cache)
+    length = questions[0].continuations.shape[1]
     found = []
-    for ids in question.continuations:
-        cache.truncate(count - 1)
-        inputs = np.concatenate([prefix[-1:], ids[:-1]])
-        found.append(-float(token_losses(model, inputs[None], ids[None], cache).mean()))
-    return found
+    for first in tqdm(range(0, len(questions), batch), f"context {context}", leave=False, delay=1):
+        part = questions[first : first + batch]
+        prefix = np.array([one.prefix[length - context :] for one in part])
+        cache = model.make_cache(len(part), context)
+        if prefix.shape[1] > 1:
+            model.hidden(prefix[:, :-1], cache)
+        targets = np.concatenate([one.continuations for one in part])
+        last = np.repeat(prefix[:, -1:], CHOICES, axis=0)
+        inputs = np.concatenate([last, targets[:, :-1]], axis=1)
+        found.append(-token_losses(model, inputs, targets, cache.repeated(CHOICES)).mean(1))
+    return np.concatenate(found).reshape(-1, CHOICES)
 
 
 def wilson(correct: int, count: int) -> tuple[float, float]:
@@ -161,13 +166,11 @@ def judged(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
             f"document; take shorter --contexts, another --chapter, or a longer text, such as {LIBRARY}"
         )
     print(f"{subject.name}: {len(found)} questions; 95 % intervals in brackets")
-    asked = tqdm(found, desc="without a context", leave=False, delay=1)
-    alone = np.array([scores(model, question, length + 1) for question in asked])
+    alone = scores(model, found, length + 1, args.batch)
     answers: dict[tuple[str, int], Answers] = {}
     rows = []
     for context in contexts:
-        asked = tqdm(found, desc=f"context {context}", leave=False, delay=1)
-        given = np.array([scores(model, question, context) for question in asked])
+        given = scores(model, found, context, args.batch)
         if not np.isfinite(given - alone).all():
             sys.exit(f"{subject.name}: a likelihood is no number; train it again")
         told = []
@@ -236,6 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.option("--continuation", COUNT, 128, "tokens of a continuation")
     parser.option("--questions", COUNT, 1000, "chapter ends at most")
     parser.option("--seed", FROM_ZERO, 0, "of the questions")
+    parser.option("--batch", COUNT, 1, "questions at a time")
     judge_runs("chapter_break", parser, argv, judged, panels)
 
 

@@ -7,10 +7,12 @@ python project/chapter_break.py DIR --text book.txt --all --chapter "^Chapter " 
 One continuation is the beginning of the next chapter, the others are those of later chapters of the same
 document, drawn at random.  A form feed divides documents.  A chapter of a Python module is a function, a
 class or a method; it competes with others at the same indentation.  A context is the number of tokens that
-the model sees: the last ones before the chapter's end, and the continuation.  The model chooses the
-continuation with the highest mean log-likelihood; all contexts are asked the same questions.
+the model sees: the last ones before the chapter's end, and the continuation.  All contexts are asked the
+same questions.  A model chooses the continuation with the highest mean log-likelihood; and, as a second
+figure, the one whose likelihood gains most from the context, since some are likely after any text.
 
-Source: Sun, Thai and Iyyer (2022), ChapterBreak: a challenge dataset for long-range language models.
+Source: Sun, Thai and Iyyer (2022), ChapterBreak: a challenge dataset for long-range language models; for
+the gain, Holtzman et al. (2021), Surface form competition.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import argparse
 import math
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from bench.judging import Subject, contexts_of, judge_runs, label_of, parser_of, token_losses
 from common.command_line import COUNT, FROM_ZERO
 from data.text import FORM_FEED, LIBRARY, Tokens
@@ -36,6 +40,10 @@ DEFINITION = r"^(?P<indent>(?:    )?)(?:@.*\n(?P=indent))*(?:class|(?:async )?de
 CHOICES = 6
 #: Characters that are read for a token.
 LETTERS = 16
+#: By what a model chooses.
+SCORES = ("likelihood", "gain")
+#: Which questions were answered right, (questions,) booleans.
+Answers = npt.NDArray[np.bool_]
 #: The standard normal quantile of 95 %, two-sided.
 Z = 1.959964
 
@@ -101,26 +109,30 @@ def _ids(text: str, subject: Subject) -> Tokens:
     return encoded(text, subject.config)
 
 
-def scores(model: minitorch.DecoderLM, question: Question, context: int) -> list[float]:
-    """Return the mean log-likelihood of each continuation, whose prefix the model reads once.
+def scores(
+    model: minitorch.DecoderLM, questions: Sequence[Question], context: int, batch: int = 1
+) -> npt.NDArray[np.float64]:
+    """Return the mean log-likelihoods of continuations, (questions, CHOICES); a prefix is read once.
 
     Args:
         model: In evaluation mode.
-        question: To be answered.
-        context: Tokens of the end of the prefix and of a continuation.
+        questions: To be answered.
+        context: Tokens of the end of a prefix and of a continuation.
+        batch: Questions at a time.
     """
-    count = context - question.continuations.shape[1]
-    prefix = question.prefix[-count:]
-    cache = model.make_cache(capacity=context)
-    with minitorch.no_grad():
-        if count > 1:
-            model.hidden(prefix[None, :-1], cache)
+    length = questions[0].continuations.shape[1]
     found = []
-    for ids in question.continuations:
-        cache.truncate(count - 1)
-        inputs = np.concatenate([prefix[-1:], ids[:-1]])
-        found.append(-float(token_losses(model, inputs[None], ids[None], cache).mean()))
-    return found
+    for first in tqdm(range(0, len(questions), batch), f"context {context}", leave=False, delay=1):
+        part = questions[first : first + batch]
+        prefix = np.array([one.prefix[length - context :] for one in part])
+        cache = model.make_cache(len(part), context)
+        if prefix.shape[1] > 1:
+            model.hidden(prefix[:, :-1], cache)
+        targets = np.concatenate([one.continuations for one in part])
+        last = np.repeat(prefix[:, -1:], CHOICES, axis=0)
+        inputs = np.concatenate([last, targets[:, :-1]], axis=1)
+        found.append(-token_losses(model, inputs, targets, cache.repeated(CHOICES)).mean(1))
+    return np.concatenate(found).reshape(-1, CHOICES)
 
 
 def wilson(correct: int, count: int) -> tuple[float, float]:
@@ -134,9 +146,9 @@ def wilson(correct: int, count: int) -> tuple[float, float]:
     return (middle - half) / (1.0 + square), (middle + half) / (1.0 + square)
 
 
-def gain(short: list[bool], long: list[bool]) -> tuple[float, float, float]:
+def difference(short: Answers, long: Answers) -> tuple[float, float, float]:
     """Return by how much a share grows, and its 95 % interval, from answers to the same questions."""
-    differences = np.array(long, np.float64) - np.array(short, np.float64)
+    differences = long.astype(np.float64) - short
     mean = float(differences.mean())
     half = Z * float(differences.std()) / math.sqrt(len(differences))
     return mean, mean - half, mean + half
@@ -144,8 +156,8 @@ def gain(short: list[bool], long: list[bool]) -> tuple[float, float, float]:
 
 def judged(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     """Ask one model and print its accuracy; exit with one line if the text has no question."""
-    length = args.continuation
-    contexts = contexts_of(args, subject.model, 2 * length, 2 * length)
+    length, model = args.continuation, subject.model
+    contexts = contexts_of(args, model, 2 * length, 2 * length)
     most = contexts[-1] - length
     found = questions_of(subject, args.chapter, most, length, args.questions, args.seed)
     if not found:
@@ -153,48 +165,59 @@ def judged(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
             f"no chapter of the text has {most} tokens before it and {CHOICES - 1} later ones in its "
             f"document; take shorter --contexts, another --chapter, or a longer text, such as {LIBRARY}"
         )
-    print(f"{subject.name}: {len(found)} questions")
-    answers: dict[int, list[bool]] = {}
+    print(f"{subject.name}: {len(found)} questions; 95 % intervals in brackets")
+    alone = scores(model, found, length + 1, args.batch)
+    answers: dict[tuple[str, int], Answers] = {}
     rows = []
     for context in contexts:
-        right = answers[context] = []
-        for question in tqdm(found, desc=f"context {context}", leave=False, delay=1):
-            own, *others = scores(subject.model, question, context)
-            if not all(map(math.isfinite, (own, *others))):
-                sys.exit(f"{subject.name}: a likelihood is no number; train it again")
-            right.append(own > max(others))
-        low, high = wilson(sum(right), len(right))
-        share = sum(right) / len(right)
-        rows.append({"context": context, "accuracy": share, "low": low, "high": high})
-        print(f"context {context:7,}  accuracy {share:6.1%}  95 % from {low:.1%} to {high:.1%}")
-    more, low, high = gain(answers[contexts[0]], answers[contexts[-1]])
-    print(
-        f"longest - shortest  {100 * more:+.1f} points, 95 % from {100 * low:+.1f} to {100 * high:+.1f}"
-    )
+        given = scores(model, found, context, args.batch)
+        if not np.isfinite(given - alone).all():
+            sys.exit(f"{subject.name}: a likelihood is no number; train it again")
+        told = []
+        for score, values in zip(SCORES, (given, given - alone), strict=True):
+            right = answers[score, context] = values[:, 0] > values[:, 1:].max(1)
+            share, (low, high) = float(right.mean()), wilson(int(right.sum()), len(right))
+            rows.append(
+                {"score": score, "context": context, "accuracy": share, "low": low, "high": high}
+            )
+            told.append(f"{score} {share:6.1%} ({low:.1%} to {high:.1%})")
+        print(f"context {context:7,}  {'  '.join(told)}")
+    differences = {}
+    for score in SCORES:
+        more, low, high = difference(answers[score, contexts[0]], answers[score, contexts[-1]])
+        differences[score] = {"mean": more, "low": low, "high": high}
+        print(
+            f"{score}, longest - shortest: {100 * more:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
+        )
     return {
         "run": subject.name, "questions": len(found), "continuation": length, "chance": 1 / CHOICES,
-        "by_context": rows, "gain": {"mean": more, "low": low, "high": high},
+        "by_context": rows, "longest_minus_shortest": differences,
     }  # fmt: skip
 
 
 def panels(rows: list[dict[str, Any]]) -> tuple[Panel, ...]:
-    """Return the picture of the record."""
+    """Return the picture of the record, a panel for each score."""
 
-    def panel(axes: Any) -> None:
-        for one in rows:
-            x, y, low, high = (
-                np.array([row[key] for row in one["by_context"]])
-                for key in ("context", "accuracy", "low", "high")
-            )
-            axes.errorbar(x, 100 * y, 100 * np.array([y - low, high - y]), fmt="o-", capsize=3,
-                          label=f"{label_of(one)}, {one['questions']} questions")  # fmt: skip
-        axes.axhline(100 / CHOICES, color="#166534", linestyle="--", label="guessing")
-        axes.set(xlabel="context, tokens", ylabel="right continuations, %, with 95 % intervals")
-        axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
-        axes.legend()
+    def panel_of(score: str) -> Panel:
+        def panel(axes: Any) -> None:
+            for one in rows:
+                own = [row for row in one["by_context"] if row["score"] == score]
+                x, y, low, high = (
+                    np.array([row[key] for row in own])
+                    for key in ("context", "accuracy", "low", "high")
+                )
+                bars = 100 * np.array([y - low, high - y])
+                label = f"{label_of(one)}, {one['questions']} questions"
+                axes.errorbar(x, 100 * y, bars, fmt="o-", capsize=3, label=label)
+            axes.axhline(100 / CHOICES, color="#166534", linestyle="--", label="guessing")
+            axes.set(xlabel="context, tokens", ylabel="right answers, %", title=f"by {score}")
+            axes.set_xscale("log", base=2)
+            axes.grid(alpha=0.3)
+            axes.legend()
 
-    return (panel,)
+        return panel
+
+    return tuple(map(panel_of, SCORES))
 
 
 def pattern(text: str) -> re.Pattern[str]:
@@ -216,6 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.option("--continuation", COUNT, 128, "tokens of a continuation")
     parser.option("--questions", COUNT, 1000, "chapter ends at most")
     parser.option("--seed", FROM_ZERO, 0, "of the questions")
+    parser.option("--batch", COUNT, 1, "questions at a time")
     judge_runs("chapter_break", parser, argv, judged, panels)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,6 +187,22 @@ class LayerCache:
         shape = self.length, self.batch, self.heads, self.head_dim
         return [storage[: self.length * self._step].reshape(shape) for storage in self._storages]
 
+    def repeated(self, count: int) -> LayerCache:
+        """Return a copy in which each text stands ``count`` times, one after the other."""
+        batch = self.batch * whole("count", count, 1)
+        found = LayerCache(
+            batch, self.heads, self.capacity, self.head_dim, self.backend, self.dtype
+        )
+        found.length = self.length
+        if self.length:
+            shape = self.length, self.batch, 1, self.heads, self.head_dim
+            copies = zeros((1, 1, count, 1, 1), self.backend, dtype=self.dtype)
+            for own, new in zip(self._storages, found._storages, strict=True):
+                rows = self._rows(own, 0, self.length).view(*shape) + copies
+                target = found._rows(new, 0, self.length)
+                self.backend.id_map(rows.view(*target.shape), target)
+        return found
+
     def truncate(self, length: int) -> None:
         """Drop all but the first ``length`` positions.
 
@@ -278,6 +295,15 @@ class KVCache:
     def length(self) -> int:
         """Number of positions that are filled in every layer."""
         return min(layer.length for layer in self.layers)
+
+    def repeated(self, count: int) -> KVCache:
+        """Return a copy in which each text stands ``count`` times, one after the other.
+
+        So several continuations of a text need its keys and values only once.
+        """
+        found = copy(self)
+        found.layers = [layer.repeated(count) for layer in self.layers]
+        return found
 
     def truncate(self, length: int) -> None:
         """Drop all but the first ``length`` positions; 0 empties the cache.

@@ -126,12 +126,16 @@ def test_a_prefix_is_read_once_and_scores_are_those_of_whole_texts(
 ) -> None:
     context = data.draw(st.integers(length + 1, CONTEXT))
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
-    question = chapter_break.Question(rng.integers(0, 256, 60), rng.integers(0, 256, (6, length)))
-    found = chapter_break.scores(model, question, context)
-    for own, score in zip(question.continuations, found, strict=True):
-        text = np.concatenate([question.prefix, own])[-context:]
-        losses = judging.token_losses(model, text[None, :-1], text[None, 1:])[0]
-        assert score == pytest.approx(-losses[-length:].mean(), abs=1e-5)
+    questions = [
+        chapter_break.Question(rng.integers(0, 256, 60), rng.integers(0, 256, (6, length)))
+        for _ in range(3)
+    ]
+    found = chapter_break.scores(model, questions, context, data.draw(st.integers(1, 4)))
+    for question, row in zip(questions, found, strict=True):
+        for own, score in zip(question.continuations, row, strict=True):
+            text = np.concatenate([question.prefix, own])[-context:]
+            losses = judging.token_losses(model, text[None, :-1], text[None, 1:])[0]
+            assert score == pytest.approx(-losses[-length:].mean(), abs=1e-5)
 
 
 @given(st.integers(1, 400), st.data())
@@ -227,14 +231,17 @@ def test_chapter_break_writes_a_record_and_a_picture(run: Path, tmp_path: Path) 
     out = tmp_path / "out"
     chapter_break.main([str(x) for x in (
         run, "--text", tmp_path / "text.py", "--all", "--continuation", 8, "--questions", 9, "--out", out,
+        "--batch", 4,
     )])  # fmt: skip
     (row,) = json.loads((out / "chapter_break.json").read_text())["rows"]
-    assert [one["context"] for one in row["by_context"]] == [16, 32, CONTEXT]
+    assert [one["context"] for one in row["by_context"][::2]] == [16, 32, CONTEXT]
+    assert {one["score"] for one in row["by_context"]} == {*chapter_break.SCORES}
     assert row["questions"] == 9 and row["chance"] == pytest.approx(1 / 6)
     for one in row["by_context"]:
         assert one["low"] <= one["accuracy"] <= one["high"]
-    gain = row["by_context"][-1]["accuracy"] - row["by_context"][0]["accuracy"]
-    assert row["gain"]["mean"] == pytest.approx(gain)
+    for i, score in enumerate(chapter_break.SCORES):
+        more = row["by_context"][4 + i]["accuracy"] - row["by_context"][i]["accuracy"]
+        assert row["longest_minus_shortest"][score]["mean"] == pytest.approx(more)
     assert (out / "chapter_break.png").stat().st_size > 1000
 
 

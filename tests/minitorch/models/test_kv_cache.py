@@ -183,6 +183,22 @@ def test_a_cache_can_be_rewound() -> None:
     np.testing.assert_array_equal(model(np.array([[1, 2, 3]]), cache).to_numpy(), first)
 
 
+@pytest.mark.parametrize("backend", EVERYWHERE)
+@pytest.mark.parametrize("length", [0, 3])
+def test_a_repeated_cache_continues_each_text_several_times(backend: Any, length: int) -> None:
+    sizes: Any = {"n_layer": 1, "middle_dim": 4, "dtype": np.float64}
+    model = DecoderLM(5, 4, 2, 4, 0.0, backend=backend, **sizes)
+    texts, ends = np.array([[1, 2, 3], [4, 0, 1]])[:, :length], np.array([[0], [2], [4], [3]])
+    cache = model.make_cache(batch=2)
+    if length:
+        model(texts, cache)
+    copy = cache.repeated(2)
+    got = model(ends, copy).to_numpy()[:, -1]
+    whole = np.concatenate([np.repeat(texts, 2, axis=0), ends], axis=1)
+    assert_close_arrays(got, model(whole).to_numpy()[:, -1], np.float64, size=10.0)
+    assert (cache.length, copy.length, copy.capacity) == (length, length + 1, cache.capacity)
+
+
 def test_a_step_that_fails_halfway_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     cache = model.make_cache()

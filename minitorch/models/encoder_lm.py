@@ -319,3 +319,17 @@ class EncoderClassifier(Module):
 def _on_host(name: str, array: Any) -> Any:
     """Return a tensor or an array as an array of the host."""
     return array.to_numpy() if is_tensor(array) else as_host_array(name, array)
+
+
+def unpadded(lengths: Any, *arrays: Any) -> tuple[npt.NDArray[Any], ...]:
+    """Return padded arrays without their padding, as packed batches of :class:`EncoderLM` need them.
+
+    Args:
+        lengths: Lengths of the sequences, (batch,).
+        arrays: Arrays of the host, (batch, seq, …).
+
+    Returns:
+        For each array (total, …).
+    """
+    ends = np.asarray(lengths)[:, None]
+    return tuple(array[np.arange(array.shape[1]) < ends] for array in arrays)

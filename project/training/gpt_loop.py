@@ -202,7 +202,7 @@ class Trainer:
         # A graph holds no messages.
         self._take_step = step if args.eager or ranks.size > 1 else minitorch.graph_step(step)
         self.tokens = args.batch * args.accumulate * args.context  # of a step
-        self.flops = flops_per_token(model, args.context)
+        self.flops = self.flops_per_token()
         self.peak = args.peak or peak_tflops(args.backend, args.precision)
         self.rng = np.random.default_rng(args.seed)
         self.resumed: list[int] = []
@@ -215,6 +215,10 @@ class Trainer:
         self._rates: dict[int, float] = {}  # of the steps since then
         self._seconds, self._start = 0.0, math.nan
         self._saved = -1  # steps that the last checkpoint knows
+
+    def flops_per_token(self) -> float:
+        """Return the operations that training with one token takes by the book."""
+        return flops_per_token(self.model, self.args.context)
 
     # -- the loop --------------------------------------------------------------------------------
 

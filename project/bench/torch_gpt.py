@@ -51,7 +51,7 @@ class TorchGPT:
     """
 
     def __init__(
-        self, model: minitorch.DecoderLM, name: str, device: str, lr: float, beta2: float,
+        self, model: minitorch.DecoderLM | minitorch.EncoderLM, name: str, device: str, lr: float, beta2: float,
         weight_decay: float, precision: str = "float32", clip: float | None = None, parts: int = 1,
         compiled: bool = False, attend: Any = None,
     ):  # fmt: skip

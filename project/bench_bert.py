@@ -2,7 +2,8 @@
 
     python project/bench_bert.py --device cuda            BERT-base in bfloat16
     python project/bench_bert.py --device cpu             a BERT of two layers in float32
-    python project/bench_bert.py --device cpu --publish   also write docs/results/DEVICE/bert.json
+    python project/bench_bert.py --device cpu --context 128 512 --publish
+                                                          also write docs/results/DEVICE/bert.json
 
 Sequences are paragraphs of Python's manual as bytes, so that their lengths are those of a real text;
 longer ones are cut at the context.  All contestants begin with the same weights and take the same batches:
@@ -186,7 +187,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--device", choices=("cpu", "cuda"), help="(default: cuda where there is one, else cpu)")
     add("--preset", choices=PRESETS, help="(default: bert-base on a GPU, else bert-tiny)")
     add("--precision", choices=ALLOWED, help="(default: bfloat16 on a GPU, else float32)")
-    add("--context", type=COUNT, help="(default: the preset's)", metavar="N")
+    add("--context", type=COUNT, nargs="+", metavar="N",
+        help="several make a row each, of as many padded tokens (default: the preset's)")  # fmt: skip
     add("--batch", type=COUNT, help="(default: the preset's)", metavar="N")
     parser.option("--seconds", POSITIVE, 10.0, "to time for")
     add("--quick", action="store_true", help="tiny sizes: what is printed is no figure")
@@ -198,19 +200,24 @@ def main(argv: list[str] | None = None) -> None:
     sizes = parse_args(["--preset", preset])
     sizes.precision = args.precision or ("bfloat16" if device == "cuda" else "float32")
     sizes.dropout = 0.0
-    given = {name: getattr(args, name) for name in ("context", "batch") if getattr(args, name)}
-    vars(sizes).update({**(TINY if args.quick else {}), **given})
+    vars(sizes).update(
+        {**(TINY if args.quick else {}), **({"batch": args.batch} if args.batch else {})}
+    )
     torch = load_torch()
     if torch is None:
         print("PyTorch is not installed (pip install torch): only our own steps are timed")
-    row = Contest(sizes, device, torch).row(args.seconds)
-    print(f"{name_of(device)}\n{line(row)}")
+    print(name_of(device))
     path = args.json
     if args.publish:
         path = Path(__file__).parents[1] / "docs" / "results" / slug_of(device) / "bert.json"
-    if path:
-        command = command_line("project/bench_bert.py", argv)
-        write_record(path, command, name_of(device), timing=timing_note(device), rows=[row])
+    rows, tokens = list[dict[str, Any]](), sizes.batch * sizes.context
+    for context in args.context or [sizes.context]:
+        sizes.context, sizes.batch = context, max(tokens // context, 1)
+        rows.append(Contest(sizes, device, torch).row(args.seconds))
+        print(line(rows[-1]), flush=True)
+        if path:
+            command = command_line("project/bench_bert.py", argv)
+            write_record(path, command, name_of(device), timing=timing_note(device), rows=rows)
 
 
 if __name__ == "__main__":

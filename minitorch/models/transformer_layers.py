@@ -207,6 +207,10 @@ class MultiHeadAttention(Module):
             )
         )  # (total, heads, head_dim)
         options: Options = {"is_causal": self.causal, "enable_gqa": self.n_kv_head != self.n_head}
+        if self.sink is not None:
+            options["sink"] = self.sink.value
+        if self.window is not None:
+            options["window_size"] = self.window - 1, 0
         if self.training:
             options["dropout_p"] = self.attention_dropout
         out = q.flash_attention_varlen(k, v, cu_seqlens, cu_seqlens, **options)

@@ -37,7 +37,7 @@ from minitorch.training.model_files import CheckpointError, load_parameters, rea
 
 #: Sizes by name: that of the smallest BERT of Turc et al. (2019), and of BERT-base.
 PRESETS: dict[str, dict[str, Any]] = {
-    "bert-tiny": {"layers": 2, "width": 128, "heads": 2, "context": 128, "batch": 32},
+    "bert-tiny": {"layers": 2, "width": 128, "heads": 2, "context": 128, "batch": 16},
     "bert-base": {
         "layers": 12, "width": 768, "heads": 12, "context": 512, "batch": 64, "vocabulary": 30_528,
         "lr": 1e-4, "clip": 1.0, "dropout": 0.1,
@@ -124,7 +124,7 @@ def bert_parser(description: str | None = None) -> OneLineParser:
         help="with --finetune: a folder of texts, class/*.txt, or a file with lines of a sentence, a tab, "
         "and 0 or 1 (default: sentences made by a rule)",
     )  # fmt: skip
-    parser.set_defaults(out="runs/bert", steps=2000, max_seconds=180.0, lr=1e-3, clip=1.0,
+    parser.set_defaults(out="runs/bert", steps=3000, max_seconds=300.0, lr=2e-3, clip=1.0,
                         checkpoint_every=200, **PRESETS["bert-tiny"])  # fmt: skip
     return parser
 

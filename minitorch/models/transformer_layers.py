@@ -199,31 +199,23 @@ class MultiHeadAttention(Module):
             )
         total = x.shape[0] * x.shape[1]
         q, k, v = (
-            project(x).view(total, heads, self.attn_hidden_dim)
-            for project, heads in (
-                (self.q_projection, self.n_head),
-                (self.k_projection, self.n_kv_head),
-                (self.v_projection, self.n_kv_head),
-            )
+            project(x).view(total, project.out_size // self.attn_hidden_dim, self.attn_hidden_dim)
+            for project in (self.q_projection, self.k_projection, self.v_projection)
         )  # (total, heads, head_dim)
-        options: Options = {"is_causal": self.causal, "enable_gqa": self.n_kv_head != self.n_head}
-        if self.sink is not None:
-            options["sink"] = self.sink.value
-        if self.window is not None:
-            options["window_size"] = self.window - 1, 0
-        if self.training:
-            options["dropout_p"] = self.attention_dropout
+        options: Options = {
+            "is_causal": self.causal,
+            "enable_gqa": self.n_kv_head != self.n_head,
+            "dropout_p": self.attention_dropout if self.training else 0.0,
+            "sink": None if self.sink is None else self.sink.value,
+            "window_size": None if self.window is None else (self.window - 1, 0),
+        }
         out = q.flash_attention_varlen(k, v, cu_seqlens, cu_seqlens, **options)
         joined = out.contiguous().view(*x.shape[:2], self.n_head * self.attn_hidden_dim)
         return self.dropout(self.out_projection(joined))
 
     def forward(
-        self,
-        x: Tensor,
-        cache: LayerCache | None = None,
-        key_mask: Any = None,
-        cu_seqlens: Any = None,
-    ) -> Tensor:
+        self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None, cu_seqlens: Any = None
+    ) -> Tensor:  # fmt: skip
         """Return (batch, seq, n_embd) for (batch, seq, n_embd).
 
         Args:
@@ -371,12 +363,8 @@ class TransformerLayer(Module):
         self.ff = make(n_embd, middle_dim, p_dropout, bias, backend, dtype)
 
     def forward(
-        self,
-        x: Tensor,
-        cache: LayerCache | None = None,
-        key_mask: Any = None,
-        cu_seqlens: Any = None,
-    ) -> Tensor:
+        self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None, cu_seqlens: Any = None
+    ) -> Tensor:  # fmt: skip
         """Return (batch, seq, n_embd) for (batch, seq, n_embd); see :class:`MultiHeadAttention`."""
         given = {"key_mask": key_mask, "cu_seqlens": cu_seqlens}
         masked = {name: value for name, value in given.items() if value is not None}

@@ -220,6 +220,20 @@ def test_a_post_norm_layer_with_a_cache_gives_the_rows_of_one_without() -> None:
     assert_close_arrays(found, whole, np.float32)
 
 
+def test_packed_sequences_keep_windows_sinks_and_groups_of_heads() -> None:
+    minitorch.manual_seed(0)
+    layer = minitorch.MultiHeadAttention(
+        8, 4, True, 0.0, backend=FastBackend, dtype=np.float64, n_kv_head=2, window=3, sinks=True
+    )
+    assert layer.sink is not None
+    layer.sink.update(minitorch.from_numpy(np.arange(4.0), FastBackend))
+    x = minitorch.rand((1, 9, 8), FastBackend, dtype=np.float64)
+    found = layer(x, cu_seqlens=[0, 4, 9]).to_numpy()
+    for part in (slice(0, 4), slice(4, 9)):
+        alone = layer(minitorch.from_numpy(x.to_numpy()[:, part], FastBackend))
+        assert_close_arrays(found[:, part], alone.to_numpy(), np.float64)
+
+
 def test_wrong_calls_say_what_is_expected() -> None:
     own, batch = model(), batch_of([7, 3])
     one, row = np.zeros(5, int), np.zeros((1, 5), int)

@@ -97,7 +97,7 @@ def bert_parser(description: str | None = None) -> OneLineParser:
     parser = loop_parser(
         description, PRESETS,
         "sizes of a model, which other options change one by one: bert-tiny has 2 layers, bert-base is "
-        "BERT with its 110 million weights",
+        "BERT with its 110 million weights; both clip gradients at norm 1",
     )  # fmt: skip
     add = parser.add_argument
     parser.choice("--tokenizer", ("bytes", "bpe"), "bytes", "byte pairs are learnt from the text")

@@ -23,7 +23,7 @@ from common.command_line import (
     OneLineParser,
     replace_unprintable,
 )
-from training.gpt_options import BACKENDS
+from training.loop_options import BACKENDS
 from training.script_helpers import check_backend, ends_in_one_line
 
 import minitorch

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 #: The modules of this package are parts of some of these models, and so cannot import them first.
-MODELS = ("DecoderLM", "SequenceClassifier")
+MODELS = ("DecoderLM", "EncoderClassifier", "EncoderLM", "SequenceClassifier")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The layers of a pre-norm transformer, with fused or composed attention."""
+"""The layers of a transformer, with fused or composed attention."""
 
 from __future__ import annotations
 
@@ -190,7 +190,32 @@ class MultiHeadAttention(Module):
             return Rotate.apply(heads, *cache.spot.turns).view(*x.shape)
         return self.rotary(heads, 0 if cache is None else cache.length).view(*x.shape)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None) -> Tensor:
+    def packed(self, x: Tensor, cu_seqlens: Any) -> Tensor:
+        """Attend within each of several packed sequences; see ``Tensor.flash_attention_varlen``."""
+        if self.attend is not Tensor.flash_attention or self.rotary is not None:
+            raise ValueError(
+                "packed sequences need flash attention and positions that the model adds; build the layer "
+                "with attention='flash' and without rotary, or pad the sequences and pass key_mask"
+            )
+        total = x.shape[0] * x.shape[1]
+        q, k, v = (
+            project(x).view(total, project.out_size // self.attn_hidden_dim, self.attn_hidden_dim)
+            for project in (self.q_projection, self.k_projection, self.v_projection)
+        )  # (total, heads, head_dim)
+        options: Options = {
+            "is_causal": self.causal,
+            "enable_gqa": self.n_kv_head != self.n_head,
+            "dropout_p": self.attention_dropout if self.training else 0.0,
+            "sink": None if self.sink is None else self.sink.value,
+            "window_size": None if self.window is None else (self.window - 1, 0),
+        }
+        out = q.flash_attention_varlen(k, v, cu_seqlens, cu_seqlens, **options)
+        joined = out.contiguous().view(*x.shape[:2], self.n_head * self.attn_hidden_dim)
+        return self.dropout(self.out_projection(joined))
+
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None, cu_seqlens: Any = None
+    ) -> Tensor:  # fmt: skip
         """Return (batch, seq, n_embd) for (batch, seq, n_embd).
 
         Args:
@@ -198,11 +223,13 @@ class MultiHeadAttention(Module):
             cache: Keys and values of the positions before x, which are attended to; those of x are
                 appended.  The result is then a constant, because a cache has no gradient.
             key_mask: (batch, seq), or (1, seq) for all; False or 0 masks a position as a key.
+            cu_seqlens: Cumulative lengths, (count + 1,), of the sequences that are packed in x, which is
+                then (1, total, n_embd): a position attends within its own sequence.
 
         Raises:
             ValueError: If the shape of x does not fit, the cache is full, or the layer with a cache is not
                 causal: earlier positions would have to attend to x.  Also for a cache together with an
-                approximation or a mask.
+                approximation or a mask, and for packed sequences with either of them.
         """
         check_tensor("input", x)
         if x.dims != 3 or x.shape[2] != self.n_embd:
@@ -210,6 +237,13 @@ class MultiHeadAttention(Module):
                 f"attention needs (batch, seq, {self.n_embd}), got shape {x.shape}; change it with view"
             )
         check_cache(cache, LayerCache)
+        if cu_seqlens is not None:
+            if cache is not None or key_mask is not None or x.shape[0] != 1:
+                raise ValueError(
+                    "packed sequences need x of shape (1, total, n_embd), no cache and no key_mask, got "
+                    f"shape {x.shape}; put the sequences one after the other, without padding"
+                )
+            return self.packed(x, cu_seqlens)
         # TASK 5.10: Project, split heads, attend, join heads, project; dropout_p only in training.
         q = self.split_heads(
             self.turned(self.q_projection(x), cache)
@@ -253,7 +287,7 @@ class MultiHeadAttention(Module):
 
 
 class TransformerLayer(Module):
-    """Attention and a feed-forward network, each with a preceding norm and a residual connection.
+    """Attention and a feed-forward network, each with a norm and a residual connection.
 
     Args:
         n_embd: Width of the model.
@@ -278,6 +312,8 @@ class TransformerLayer(Module):
         feed_forward: "gelu", :class:`FeedForward`; or "swiglu", :class:`GatedFeedForward`.
         dtype: Dtype of the parameters; the default dtype when None.
         norm_dtype: Dtype of the parameters of the norms; ``dtype`` when None.
+        norm_first: Whether the norms precede the two parts, as in GPT-2; or follow the residual
+            connections, as in BERT.
 
     Raises:
         ValueError: For an unknown norm or feed-forward network; see also :class:`MultiHeadAttention`.
@@ -308,9 +344,11 @@ class TransformerLayer(Module):
         feed_forward: str = "gelu",
         dtype: npt.DTypeLike | None = None,
         norm_dtype: npt.DTypeLike | None = None,
+        norm_first: bool = True,
     ):
         super().__init__()
         backend = backend or SimpleBackend
+        self.norm_first = norm_first
         make_norm = NORMS[chosen_name("norm", norm, NORMS)]
         self.ln_1 = make_norm(n_embd, ln_eps, backend, norm_dtype or dtype)
         self.ln_2 = make_norm(n_embd, ln_eps, backend, norm_dtype or dtype)
@@ -324,11 +362,18 @@ class TransformerLayer(Module):
         make = GatedFeedForward if is_gated else FeedForward
         self.ff = make(n_embd, middle_dim, p_dropout, bias, backend, dtype)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, key_mask: Any = None, cu_seqlens: Any = None
+    ) -> Tensor:  # fmt: skip
         """Return (batch, seq, n_embd) for (batch, seq, n_embd); see :class:`MultiHeadAttention`."""
-        if cache is not None and key_mask is None and (stepped := step(self, x, cache)) is not None:
+        given = {"key_mask": key_mask, "cu_seqlens": cu_seqlens}
+        masked = {name: value for name, value in given.items() if value is not None}
+        if not self.norm_first:
+            _, x = joined(self.attention, x, x, self.ln_1, cache=cache, **masked)
+            _, x = joined(self.ff, x, x, self.ln_2)
+            return x if cache is None else x.detach()
+        if cache is not None and not masked and (stepped := step(self, x, cache)) is not None:
             return stepped
-        masked = {} if key_mask is None else {"key_mask": key_mask}
         if cache is None and is_joined(self, x):
             hidden, normed = joined(self.attention, x, self.ln_1(x), self.ln_2, **masked)
             return hidden + self.ff(normed)
@@ -344,6 +389,7 @@ def is_joined(layer: TransformerLayer, x: Tensor) -> bool:
     parts = layer, layer.attention, layer.ff
     return (
         type(layer) is TransformerLayer
+        and layer.norm_first
         and type(layer.attention) is MultiHeadAttention
         and type(layer.ff) in (FeedForward, GatedFeedForward)
         and hasattr(x.f.fused, "residual_layer_norm")
@@ -357,7 +403,7 @@ def joined(
     branch: MultiHeadAttention | FeedForward | GatedFeedForward, hidden: Tensor, normed: Tensor,
     norm: LayerNorm1d | RMSNorm, **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return hidden + dropout(branch(normed)) and its norm, in one kernel after the branch.
+    """Return hidden + dropout(branch(normed)) and its norm, in one kernel after the branch if it exists.
 
     Args:
         branch: The branch, whose dropout is applied by the kernel.

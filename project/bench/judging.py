@@ -12,8 +12,8 @@ import numpy.typing as npt
 from common.command_line import COUNT, OneLineParser, replace_unprintable
 from data.text import LIBRARY, Corpus, Tokens, read_text
 from training.gpt_files import load_run
-from training.gpt_options import BACKENDS
 from training.gpt_tokens import encoded
+from training.loop_options import BACKENDS
 from training.script_helpers import Panel, check_backend, draw, ends_in_one_line, make_folder
 
 import minitorch

@@ -51,9 +51,9 @@ class TorchGPT:
     """
 
     def __init__(
-        self, model: minitorch.DecoderLM, name: str, device: str, lr: float, beta2: float,
-        weight_decay: float, precision: str = "float32", clip: float | None = None, parts: int = 1,
-        compiled: bool = False, attend: Any = None,
+        self, model: minitorch.DecoderLM | minitorch.EncoderLM, name: str, device: str, lr: float,
+        beta2: float, weight_decay: float, precision: str = "float32", clip: float | None = None,
+        parts: int = 1, compiled: bool = False, attend: Any = None,
     ):  # fmt: skip
         import torch  # type: ignore[import-not-found]
         from torch.nn import attention  # type: ignore[import-not-found]

@@ -246,7 +246,7 @@ def one_context(device: str, size: Size, context: int, text: str) -> Record:
     while len(run.losses) < size.steps:
         run.block(min(BLOCK, size.steps - len(run.losses)))
     held_out = judge(
-        run.gpt.model, *corpus.held_out_windows(context), run.batch, seconds=float("inf")
+        run.gpt.model, corpus.held_out_windows(context), run.batch, seconds=float("inf")
     )
     row: Record = {
         "kind": "context",

@@ -31,7 +31,7 @@ import train_gpt  # noqa: E402
 from bench import measuring  # noqa: E402
 from common.command_line import FROM_ZERO, OneLineParser  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from training.gpt_options import BACKENDS  # noqa: E402
+from training.loop_options import BACKENDS  # noqa: E402
 
 import minitorch  # noqa: E402
 from kernels import BlockMask  # noqa: E402

@@ -11,7 +11,8 @@ from data.text import PROMPT
 import minitorch
 from minitorch.models.pretrained import CONFIG, WEIGHTS, read_tokenizer
 from minitorch.training.model_files import CheckpointError, load_parameters, read_checkpoint
-from training.gpt_options import BACKENDS, check_config, with_defaults
+from training.gpt_options import check_config, with_defaults
+from training.loop_options import BACKENDS
 
 
 def build(config: dict[str, Any], backend: str, recompute: bool = False) -> minitorch.DecoderLM:

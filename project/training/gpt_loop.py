@@ -1,4 +1,4 @@
-"""The training loop of the GPT: steps, losses, checkpoints, and what to say when a loss is no number."""
+"""The training loop of language models: steps, losses, checkpoints, and the end by a loss of NaN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from operator import add
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-from data.text import Corpus
 from tqdm import tqdm
 
 import minitorch
@@ -46,59 +45,59 @@ ALONE = Ranks()
 
 @minitorch.no_grad()
 def judge(
-    model: minitorch.DecoderLM, inputs: Any, targets: Any, batch: int, seconds: float,
-    ranks: Ranks = ALONE,
-) -> list[float]:  # fmt: skip
-    """Return the loss of each window, as the mean of its batch, in nats per character.
+    model: Any, windows: tuple[Any, ...], batch: int, seconds: float, ranks: Ranks = ALONE
+) -> list[float]:
+    """Return the loss of each window, as the mean of its batch, in nats per token.
 
     Windows are taken in their order; when the seconds are over, the rest is left out, but not the
     first batch.  Several ranks take all windows.
+
+    Args:
+        model: The model, whose ``loss`` takes the windows.
+        windows: Arrays with a row for each window: inputs and targets.
+        batch: Windows at a time.
+        seconds: See above.
+        ranks: Those that share each window.
     """
     start = time.perf_counter()
     seconds = seconds if ranks.size == 1 else math.inf
-    inputs, targets = ranks.columns(inputs), ranks.columns(targets)
-    losses: list[float] = []
+    windows = tuple(map(ranks.columns, windows))
+    total, losses = len(windows[0]), list[float]()
     model.eval()
-    with tqdm(total=len(inputs), desc="held out", unit="window", leave=False, delay=1) as bar:
-        while len(losses) < len(inputs) and (not losses or time.perf_counter() - start < seconds):
-            part = slice(len(losses), len(losses) + batch)
-            count = len(inputs[part])
-            losses += [model.loss(inputs[part], targets[part]).item()] * count
+    with tqdm(total=total, desc="held out", unit="window", leave=False, delay=1) as bar:
+        while len(losses) < total and (not losses or time.perf_counter() - start < seconds):
+            part = [array[len(losses) : len(losses) + batch] for array in windows]
+            count = len(part[0])
+            losses += [model.loss(*part).item()] * count
             bar.update(count)
     model.train()
     return ranks.mean(losses)
 
 
 def train_step(
-    model: minitorch.DecoderLM,
-    optimizer: minitorch.Adam,
-    inputs: Any,
-    targets: Any,
-    accumulate: int = 1,
-    ranks: Ranks = ALONE,
+    model: Any, optimizer: minitorch.Adam, *batch: Any, accumulate: int = 1, ranks: Ranks = ALONE
 ) -> minitorch.Tensor:
     """Take one step; return the loss before it, unread: that of this rank's part.
 
     Args:
         model: To be trained.
         optimizer: Over its parameters.
-        inputs: (batch, context).
-        targets: Likewise.
+        batch: What the model's ``loss`` takes, with a row for each example: inputs and targets.
         accumulate: Into how many parts the batch is cut, so that one is in memory at a time.
         ranks: Those that share the batch.
     """
     optimizer.zero_grad()
-    inputs, targets = (ranks.columns(ranks.rows(x, accumulate)) for x in (inputs, targets))
-    parts = [*zip(*(np.split(x, accumulate) for x in (inputs, targets)), strict=True)]
+    own_rows = [ranks.columns(ranks.rows(x, accumulate)) for x in batch]
     own = model.precision
     # A backward pass multiplies by the setting that holds where it is called.
     with minitorch.matmul_precision("float32" if own is None else own.products):
         if accumulate == 1:
-            loss = model.loss(inputs, targets)
+            loss = model.loss(*own_rows)
             with ranks.during_backward():
                 loss.backward()
         else:
-            loss = _accumulated(model, optimizer, parts)
+            parts = zip(*(np.split(x, accumulate) for x in own_rows), strict=True)
+            loss = _accumulated(model, optimizer, [*parts])
             with ranks.during_backward():
                 pass  # the sums are complete
     optimizer.step()
@@ -106,7 +105,7 @@ def train_step(
 
 
 def _accumulated(
-    model: minitorch.DecoderLM, optimizer: minitorch.Adam, parts: list[tuple[Any, Any]]
+    model: Any, optimizer: minitorch.Adam, parts: list[tuple[Any, ...]]
 ) -> minitorch.Tensor:
     """Return the mean loss of a batch's parts, and leave its gradients, which are summed in float32."""
     total: minitorch.Tensor | None = None
@@ -126,9 +125,7 @@ def _accumulated(
     return total
 
 
-def warm_up(
-    model: minitorch.DecoderLM, corpus: Corpus, args: argparse.Namespace, ranks: Ranks = ALONE
-) -> None:
+def warm_up(model: Any, corpus: Any, args: argparse.Namespace, ranks: Ranks = ALONE) -> None:
     """Compile what training needs, and leave the model as it is."""
     if args.backend == "simple":
         print("the simple backend computes number by number in Python and compiles nothing; it is made "
@@ -141,7 +138,7 @@ def warm_up(
     still = minitorch.AdamW(model.parameters(), lr=0.0, max_norm=args.clip)
     parts = min(args.accumulate, 2)
     batch = corpus.batch(np.random.default_rng(args.seed), parts * args.batch, args.context)
-    train_step(model, still, *batch, parts, ranks).item()
+    train_step(model, still, *batch, accumulate=parts, ranks=ranks).item()
     still.zero_grad()
     print(f"... ready after {time.perf_counter() - start:.1f} s", flush=True)
 
@@ -168,7 +165,8 @@ class Trainer:
     Args:
         model: To be trained; compiled by :func:`warm_up`.
         config: Of the model.
-        corpus: The text.
+        corpus: The text: a :class:`data.text.Corpus`, or another class with its ``batch``,
+            ``held_out_windows`` and ``digest``.
         args: The options.
         checkpoints: Where they go.
         ranks: Those that train together.
@@ -182,9 +180,9 @@ class Trainer:
 
     def __init__(
         self,
-        model: minitorch.DecoderLM,
+        model: Any,
         config: dict[str, Any],
-        corpus: Corpus,
+        corpus: Any,
         args: argparse.Namespace,
         checkpoints: Checkpoints,
         ranks: Ranks = ALONE,
@@ -196,25 +194,31 @@ class Trainer:
             model, lr=args.lr, beta2=0.99, weight_decay=0.1, max_norm=args.clip
         )
 
-        def step(inputs: Any, targets: Any) -> minitorch.Tensor:
-            return train_step(self.model, self.optimizer, inputs, targets, args.accumulate, ranks)
+        def step(*batch: Any) -> minitorch.Tensor:
+            return train_step(
+                self.model, self.optimizer, *batch, accumulate=args.accumulate, ranks=ranks
+            )
 
         # A graph holds no messages.
         self._take_step = step if args.eager or ranks.size > 1 else minitorch.graph_step(step)
         self.tokens = args.batch * args.accumulate * args.context  # of a step
-        self.flops = flops_per_token(model, args.context)
+        self.flops = self.flops_per_token()
         self.peak = args.peak or peak_tflops(args.backend, args.precision)
         self.rng = np.random.default_rng(args.seed)
         self.resumed: list[int] = []
         self.curve: dict[str, list[Any]] = {name: [] for name in CURVE}
         self.done, self.by_clock = 0, False
-        inputs, targets = corpus.held_out_windows(args.context)
-        self.judged_by = inputs[:JUDGE_WINDOWS], targets[:JUDGE_WINDOWS]
+        windows = corpus.held_out_windows(args.context)
+        self.judged_by = tuple(array[:JUDGE_WINDOWS] for array in windows)
         self._unread: list[minitorch.Tensor] = []
         self._moment: Moment | None = None  # from which the last steps can be run again
         self._rates: dict[int, float] = {}  # of the steps since then
         self._seconds, self._start = 0.0, math.nan
         self._saved = -1  # steps that the last checkpoint knows
+
+    def flops_per_token(self) -> float:
+        """Return the operations that training with one token takes by the book."""
+        return flops_per_token(self.model, self.args.context)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -315,7 +319,7 @@ class Trainer:
         """Add a point to the held-out curve."""
         self._read()
         seconds = JUDGE_SHARE * self.args.max_seconds
-        losses = judge(self.model, *self.judged_by, self.args.batch, seconds, self.ranks)
+        losses = judge(self.model, self.judged_by, self.args.batch, seconds, self.ranks)
         mean = float(np.mean(losses))
         if not math.isfinite(mean):
             self._fail(self.done, f"the held-out loss after {self.done} steps is {mean}")
@@ -413,9 +417,9 @@ class Trainer:
         try:
             with minitorch.detect_anomaly():
                 for step in (step for step in self._rates if step <= last):
-                    self.optimizer.lr = self._rates[step]
+                    self.done, self.optimizer.lr = step, self._rates[step]
                     self._step()
-                judge(self.model, *self.judged_by, self.args.batch, 0.0, self.ranks)
+                judge(self.model, self.judged_by, self.args.batch, 0.0, self.ranks)
         except minitorch.AnomalyError as error:
             return f"at step {step} {error}"
         return f"run again, the steps from {moment.step} to {step} were finite"

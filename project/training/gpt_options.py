@@ -11,34 +11,21 @@ from common.command_line import (
     FROM_ZERO,
     NOT_NEGATIVE,
     POSITIVE,
-    PROBABILITY,
     OneLineParser,
 )
-from data.text import LIBRARY
 
-import minitorch
 from kernels.problem.shapes import MAX_HEAD_DIM
 from minitorch.backends.matmul_precision import PRECISIONS
 from minitorch.models.rotary import SCALINGS, checked_scaling
 from minitorch.transformer import ATTENTIONS
+from training import loop_options
 from training.gpt_presets import PRESETS, characters_of
 from training.gpt_tokens import LEAST
-from training.script_helpers import SCHEDULES, WARM_UP
+from training.loop_options import DEFAULT, as_option, given_options, loop_parser
 
-BACKENDS = {
-    "cuda": minitorch.CudaBackend,
-    "fast": minitorch.FastBackend,
-    "simple": minitorch.SimpleBackend,
-}
-EPILOG = """\
-Two runs with the same options give the same losses only when all steps are done: when the clock
-(--max-seconds) has to shorten the run, which the run then says, they depend on the machine's speed.
-A run that was killed and resumed gives the losses of one that was not, bit for bit on the same CPU; the
-clock counts the seconds of all its parts."""
-#: Options that may differ from those of the run that --resume continues; the others decide what it learns.
+#: Options that may differ from those of the run that --resume continues.
 FREE = (
-    "text", "out", "max_seconds", "backend", "checkpoint_every", "keep", "sample", "temperature",
-    "prompt", "resume", "peak", "recompute", "eager", "data_parallel", "ring",
+    *loop_options.FREE, "sample", "temperature", "prompt", "recompute", "data_parallel", "ring",
 )  # fmt: skip
 #: What --init takes from its folder; and what it changes unless the command line says otherwise.
 OF_FOLDER = (
@@ -52,24 +39,24 @@ FINE_TUNING: dict[str, Any] = {"lr": 1e-4, "clip": 1.0}
 
 def parse_args(description: str | None, argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; exit with one line and code 2 if it cannot be."""
-    parser = _parser(description)
+    parser = gpt_parser(description)
     args = parser.parse_args(argv)
     if args.load is not None and args.resume is not None:
         parser.error("--load writes and --resume trains: take one of them")
-    given = given_options(argv)
+    given = given_options(gpt_parser(), argv)
     if args.preset is not None:
         vars(args).update({**PRESETS[args.preset], **given})
     if args.init is not None:
         if taken := [name for name in OF_FOLDER if name in given]:
             parser.error(
                 f"--init takes the model and the tokenizer of its folder; leave out "
-                f"--{taken[0].replace('_', '-')}"
+                f"{as_option(taken[0])}"
             )
         if args.load is not None:
             parser.error("--load writes and --init trains: take one of them")
         vars(args).update({**FINE_TUNING, **given})
     elif args.positions == "learned" and args.resume is None and (odd := {*OF_ROTARY} & {*given}):
-        parser.error(f"--{min(odd).replace('_', '-')} belongs to --positions rotary; pass both")
+        parser.error(f"{as_option(min(odd))} belongs to --positions rotary; pass both")
     if args.tokenizer == "bpe":
         if args.vocab_size < LEAST:
             parser.error(
@@ -109,43 +96,6 @@ def check_ranks(args: argparse.Namespace) -> None:
         )
 
 
-def given_options(argv: list[str] | None = None) -> dict[str, Any]:
-    """Return the options that the command line names, without any default."""
-    parser, unset = _parser(None), object()
-    # A default takes no place that is taken already.
-    places = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), unset))
-    found = vars(parser.parse_args(argv, places))
-    return {name: value for name, value in found.items() if value is not unset}
-
-
-def options_of_run(
-    args: argparse.Namespace, given: dict[str, Any], run: dict[str, Any], source: str
-) -> argparse.Namespace:
-    """Return the options with which a run goes on: its own, but for those that may be given anew.
-
-    Args:
-        args: Of this command line.
-        given: Those that it names.
-        run: With which the run began.
-        source: The checkpoint, for errors.
-
-    Raises:
-        ValueError: If the command line names one that would make it another run; one line.
-    """
-    for name, value in given.items():
-        if name not in FREE and value != run.get(name):
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"{source}: its run has {option} {run.get(name)} and cannot go on with {value}; leave "
-                f"{option} out, or start a new run without --resume"
-            )
-    known = {name: value for name, value in run.items() if name in vars(args)}
-    fresh = {name: given[name] for name in FREE if name in given}
-    found = argparse.Namespace(**{**vars(args), **known, "load": None, **fresh})
-    check_ranks(found)
-    return found
-
-
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return what a configuration keeps of the options of a model."""
     keys = (
@@ -173,50 +123,20 @@ def scaling(text: str) -> dict[str, Any]:
     return found
 
 
-def _parser(description: str | None) -> OneLineParser:
-    parser = OneLineParser(
-        description=description,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def gpt_parser(description: str | None = None) -> OneLineParser:
+    """Return the parser of the script."""
+    parser = loop_parser(
+        description,
+        PRESETS,
+        "sizes of a model, which other options change one by one: toy and char have 2 and 6 layers, "
+        "gpt2-small is GPT-2 with its 124 million weights",
+        FREE,
     )
-    default = "(default: %(default)s)"
 
     def add(name: str, what: str, **kwargs: Any) -> None:
         parser.add_argument(name, help=what, **kwargs)
 
-    add(
-        "--text",
-        f"text to learn, UTF-8; or {LIBRARY}, the sources of Python's standard library, some 8 MB "
-        "(default: Python's own manual)",
-        metavar="FILE",
-    )
-    add("--out", f"where results go {default}", default="runs/gpt", metavar="DIR")
-    add("--steps", f"optimiser steps {default}", type=COUNT, default=550, metavar="N")
-    add(
-        "--max-seconds",
-        "anneal and stop by then, compilation not counted; the final evaluation takes at most a "
-        f"quarter of it more {default}",
-        type=POSITIVE,
-        default=72.0,
-        metavar="S",
-    )
-    add(
-        "--preset",
-        "sizes of a model, which other options change one by one: toy and char have 2 and 6 layers, "
-        "gpt2-small is GPT-2 with its 124 million weights",
-        choices=PRESETS,
-    )
-    add(
-        "--batch", f"windows a step, or a part of it {default}", type=COUNT, default=16, metavar="N"
-    )
-    add(
-        "--accumulate", f"parts of a step, whose gradients are added up {default}",
-        type=COUNT, default=1, metavar="N",
-    )  # fmt: skip
-    add("--context", f"characters a window {default}", type=COUNT, default=128, metavar="N")
-    add("--width", f"width of the model {default}", type=COUNT, default=128, metavar="N")
-    add("--heads", f"attention heads {default}", type=COUNT, default=4, metavar="N")
-    add("--layers", f"transformer layers {default}", type=COUNT, default=2, metavar="N")
+    default = DEFAULT
     add(
         "--positions", f"added to the embeddings and learned, or rotary in each layer {default}",
         choices=("learned", "rotary"), default="learned",
@@ -249,61 +169,22 @@ def _parser(description: str | None) -> OneLineParser:
         choices=("characters", "bpe"), default="characters",
     )  # fmt: skip
     add(
-        "--vocab-size", f"with --tokenizer bpe: tokens to learn, at most {default}",
-        type=COUNT, default=1024, metavar="N",
-    )  # fmt: skip
-    add(
         "--init",
         "begin with the weights and the tokenizer of a folder of Hugging Face, of a GPT-2 or a Llama; the "
         f"defaults are then --lr {FINE_TUNING['lr']:g} --clip {FINE_TUNING['clip']:g}",
         metavar="DIR",
     )
     add(
-        "--precision",
-        "what the model stores, multiplies and sums in; bfloat16 keeps weights of float32 in the optimiser "
-        f"{default}",
-        choices=PRECISIONS, default="float32",
-    )  # fmt: skip
-    add(
         "--recompute",
         "keep only what goes into a layer, and compute the rest again: less memory, a third more time",
         action="store_true",
-    )
-    add(
-        "--eager",
-        "launch the kernels of each step one by one; on a GPU a step is captured as a CUDA graph otherwise",
-        action="store_true",
-    )
-    add("--dropout", f"share that is dropped {default}", type=PROBABILITY, default=0.0, metavar="P")
-    add("--lr", f"highest learning rate {default}", type=POSITIVE, default=5e-3, metavar="X")
-    add(
-        "--schedule", f"of the learning rate, after the warm-up {default}",
-        choices=SCHEDULES, default="cosine",
-    )  # fmt: skip
-    add(
-        "--warm-up", f"part of the steps over which it rises {default}",
-        type=PROBABILITY, default=WARM_UP, metavar="P",
-    )  # fmt: skip
-    add(
-        "--peak",
-        "what the device could do at most, for the utilisation (default: by its data sheet, for GPUs "
-        "that are known)",
-        type=POSITIVE, metavar="TFLOPS",
-    )  # fmt: skip
-    add(
-        "--clip",
-        "largest norm of all gradients together (default: any)",
-        type=POSITIVE,
-        metavar="X",
     )
     add(
         "--attention",
         "(default: flash; with --load, what the checkpoint was trained with)",
         choices=ATTENTIONS,
     )
-    add("--backend", default, choices=sorted(BACKENDS), default="fast")
     add("--tie-weights", "score tokens with the embedding table", action="store_true")
-    add("--seed", f"of everything that is random {default}", type=FROM_ZERO, default=0, metavar="N")
     add(
         "--sample", f"characters to write at the end {default}",
         type=FROM_ZERO, default=400, metavar="N",
@@ -317,24 +198,10 @@ def _parser(description: str | None) -> OneLineParser:
         "what the writing begins with (default: 'The ', or how the text begins if it lacks these "
         "characters)",
     )
-    add(
-        "--checkpoint-every",
-        f"steps between two checkpoints in DIR/checkpoints; 0 writes none {default}",
-        type=FROM_ZERO, default=100, metavar="N",
-    )  # fmt: skip
     add("--data-parallel", f"processes that read other examples, of mpiexec {default}",
         type=COUNT, default=1, metavar="N")  # fmt: skip
     add("--ring", f"processes that share each sequence, of mpiexec {default}",
         type=COUNT, default=1, metavar="N")  # fmt: skip
-    add("--keep", f"checkpoints that stay {default}", type=COUNT, default=3, metavar="N")
-    add(
-        "--resume",
-        "go on from a checkpoint, or from the last one of a run's folder (without PATH: of --out), with "
-        "the options that its run began with; of others only --text (of the same text), --out, "
-        "--max-seconds, --backend, --checkpoint-every, --keep, --sample, --temperature, --prompt, --peak, "
-        "--recompute, --eager, --data-parallel and --ring may be given",
-        nargs="?", const="", metavar="PATH",
-    )  # fmt: skip
     add(
         "--load",
         "do not train: load this checkpoint and write; of the other options only --backend, "

@@ -82,10 +82,19 @@ def encoded(text: str, config: dict[str, Any]) -> Tokens:
     Raises:
         ValueError: If a character is not in the vocabulary, or the tokenizer does not fit.
     """
-    tokenizer = tokenizer_of(config)
+    return text_encoder(config)(text)
+
+
+def text_encoder(config: dict[str, Any]) -> Callable[[str], Tokens]:
+    """Return the function from a text to its tokens.
+
+    Raises:
+        ValueError: If the tokenizer does not fit.
+    """
+    tokenizer, characters = tokenizer_of(config), config["characters"]
     if tokenizer is None:
-        return encode(spelled(text, config["characters"]), config["characters"])
-    return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        return lambda text: encode(spelled(text, characters), characters)
+    return lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
 
 def text_reader(config: dict[str, Any]) -> Reader:

@@ -72,7 +72,7 @@ def test_parts_of_a_batch_have_its_loss_and_gradients(parts: int) -> None:
     for accumulate in (1, parts):
         model = model_of("float32")
         optimizer = minitorch.AdamW(model.parameters(), lr=0.0)
-        loss = gpt_loop.train_step(model, optimizer, ids[:, :-1], ids[:, 1:], accumulate)
+        loss = gpt_loop.train_step(model, optimizer, ids[:, :-1], ids[:, 1:], accumulate=accumulate)
         found.append([loss.item(), *(m.to_numpy() for m, _ in optimizer.moments.values())])
     for whole, summed in zip(*found, strict=True):
         np.testing.assert_allclose(summed, whole, rtol=1e-4, atol=1e-7)
@@ -88,7 +88,7 @@ def test_gradients_of_16_bits_are_summed_in_float32() -> None:
             super().step()
 
     optimizer = Noted(model.parameters(), lr=1e-3)
-    loss = gpt_loop.train_step(model, optimizer, ids[:, :-1], ids[:, 1:], 4)
+    loss = gpt_loop.train_step(model, optimizer, ids[:, :-1], ids[:, 1:], accumulate=4)
     assert {*optimizer.seen} == {np.dtype(np.float32)} and loss.dtype == np.float32
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
 import train_gpt  # noqa: E402
 from data import text as text_data  # noqa: E402
-from training import gpt_loop  # noqa: E402
+from training import gpt_loop, runs  # noqa: E402
 
 SMALL = ["--steps", "12", "--batch", "4", "--context", "16", "--width", "16", "--heads", "2",
          "--layers", "1", "--sample", "20"]  # fmt: skip
@@ -188,14 +188,14 @@ def test_ctrl_c_keeps_what_is_learnt(
     step: Callable[..., Any] = gpt_loop.train_step
     calls: list[int] = []
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **options: Any) -> Any:
         calls.append(1)  # the first of a run is its warm-up
         if len(calls) == 8:
             signal.raise_signal(signal.SIGINT)
         if len(calls) == 15:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-        return step(*args)
+        return step(*args, **options)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(gpt_loop, "train_step", interrupted)
@@ -228,11 +228,11 @@ def test_every_point_of_the_held_out_curve_is_of_the_same_windows(
 ) -> None:
     judge, judged = train_gpt.judge, []
 
-    def noted(model: Any, inputs: Any, *args: Any) -> list[float]:
-        judged.append(inputs)
-        return judge(model, inputs, *args)
+    def noted(model: Any, windows: Any, *args: Any) -> list[float]:
+        judged.append(windows[0])
+        return judge(model, windows, *args)
 
-    for place in (train_gpt, gpt_loop):
+    for place in (runs, gpt_loop):
         monkeypatch.setattr(place, "judge", noted)
     monkeypatch.setattr(gpt_loop, "JUDGE_EVERY", 5)
     train_gpt.main([*SMALL, "--out", str(tmp_path), "--max-seconds", "1000"])

@@ -1,0 +1,335 @@
+"""A bidirectional transformer encoder with BERT's structure: masked language model and classifier."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.common.arguments import as_host_array, whole
+from kernels.cuda.backend import computed
+
+from ..autodiff import no_grad
+from ..backends.matmul_precision import in_own_precision, precision_and_dtypes
+from ..functions.base import is_tensor
+from ..layers.linear import linear
+from ..layers.linear_cross_entropy import linear_cross_entropy
+from ..module import Module, Parameter
+from ..modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
+from ..nn import integer_array
+from ..tensor import Tensor
+from ..tensor_ops import SimpleBackend, TensorBackend
+from .positions import kept_range
+from .transformer_layers import TransformerLayer
+
+#: Target of a position that is not predicted, as in PyTorch's cross entropy.
+IGNORED = -100
+#: Standard deviation of the initial embeddings.
+EMBEDDING_STD = 0.02
+
+
+class _Layout(NamedTuple):
+    """The positions of a batch of sequences, and what the attention needs to keep them apart.
+
+    Attributes:
+        positions: Positions within the sequences, (seq,) or (total,).
+        firsts: Rows of the first tokens of the sequences, (count,), among all rows of the batch.
+        masked: Arguments of the layers: ``key_mask``, ``cu_seqlens``, or neither.
+    """
+
+    positions: Any
+    firsts: Any
+    masked: dict[str, Any]
+
+
+class EncoderLM(Module):
+    """A masked language model with the structure of BERT.
+
+    Token, position and segment embeddings with a layer norm, post-norm transformer layers without a causal
+    mask, and a head that predicts masked tokens: a linear layer, GELU, a layer norm, and logits with the
+    embedding table.
+
+    All methods take a batch in one of two forms.  *Padded*: ids (batch, seq) and ``lengths``, the number of
+    tokens of each sequence, or None if no sequence is shorter than seq.  *Packed*: ids (total,) of all
+    sequences one after the other, and their ``lengths``, which sum to total.  Both give the same results up
+    to rounding; packed batches spend no computation on padding.
+
+    Args:
+        n_vocab: Number of tokens in the vocabulary.
+        n_embd: Width of the model.
+        n_head: Number of heads.
+        n_positions: Maximum length of a sequence.
+        p_dropout: Dropout probability of the embeddings and of all branches.
+        n_layer: Number of transformer layers, named ``t_layer_1`` and so on.
+        middle_dim: Width of the feed-forward networks; 4 n_embd when None.
+        n_segments: Number of segments, such as the sentences of a pair.
+        attention: "flash" or "naive"; packed batches need "flash".
+        attention_dropout: Dropout probability of the attention weights, in training.
+        ln_eps: Added to the variance by the layer norms.
+        backend: Backend of the parameters.
+        dtype: Dtype of the parameters; the default dtype when None.
+        precision: "float32", "tf32" or "bfloat16", instead of a dtype; see :class:`minitorch.Precision`.
+
+    Raises:
+        ValueError: If a size is below 1, there is no such precision, or a dtype is given as well.
+
+    Source: Devlin et al. (2019), BERT, without the prediction of the next sentence, which does not help
+    according to Liu et al. (2019), RoBERTa.
+    """
+
+    def __init__(
+        self,
+        n_vocab: int,
+        n_embd: int,
+        n_head: int,
+        n_positions: int,
+        p_dropout: float = 0.1,
+        *,
+        n_layer: int = 2,
+        middle_dim: int | None = None,
+        n_segments: int = 2,
+        attention: str = "flash",
+        attention_dropout: float = 0.0,
+        ln_eps: float = 1e-12,
+        backend: TensorBackend | None = None,
+        dtype: npt.DTypeLike | None = None,
+        precision: str | None = None,
+    ):
+        super().__init__()
+        backend = backend or SimpleBackend
+        self.precision, dtype, norms = precision_and_dtypes(precision, dtype)
+        self.n_vocab, self.n_embd = whole("n_vocab", n_vocab, 1), whole("n_embd", n_embd, 1)
+        self.n_positions = whole("n_positions", n_positions, 1)
+        self.n_segments, self.n_head = whole("n_segments", n_segments, 1), n_head
+        self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, EMBEDDING_STD)
+        self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, EMBEDDING_STD)
+        self.segment_embeddings = Embedding(n_segments, n_embd, backend, dtype, EMBEDDING_STD)
+        self.ln = LayerNorm1d(n_embd, ln_eps, backend, norms)
+        self.dropout = Dropout(p_dropout)
+        self.layer_names = [f"t_layer_{i + 1}" for i in range(whole("n_layer", n_layer, 1))]
+        for name in self.layer_names:
+            layer = TransformerLayer(
+                n_embd, n_head, p_dropout, ln_eps, backend=backend, attention=attention,
+                attention_dropout=attention_dropout, causal=False, dtype=dtype, norm_dtype=norms,
+                middle_dim=4 * n_embd if middle_dim is None else middle_dim, norm_first=False,
+            )  # fmt: skip
+            setattr(self, name, layer)
+        self.head = Linear(n_embd, n_embd, True, backend, dtype)
+        self.head_ln = LayerNorm1d(n_embd, ln_eps, backend, norms)
+        self.head_bias = Parameter(self.token_embeddings.weights.value.zeros((n_vocab,)))
+
+    @in_own_precision
+    def forward(self, idx: Any, lengths: Any = None, segments: Any = None) -> Tensor:
+        """Return the logits of the token at every position, (batch, seq, n_vocab) or (total, n_vocab).
+
+        Args:
+            idx: Token ids, (batch, seq) or (total,).
+            lengths: Lengths of the sequences, (count,); see the class.
+            segments: Segment of each token, of the shape of idx; 0 for all when None.
+
+        Raises:
+            ValueError: If the shapes, lengths, tokens or segments do not fit.
+        """
+        x = self.hidden(idx, lengths, segments)
+        rows = x.view(x.size // self.n_embd, self.n_embd)
+        weights, bias = self._head_weights()
+        return linear(self._transformed(rows), weights, bias).view(*x.shape[:-1], self.n_vocab)
+
+    @in_own_precision
+    def loss(self, idx: Any, targets: Any, lengths: Any = None, segments: Any = None) -> Tensor:
+        """Return the mean cross entropy in nats of the predicted positions, of shape (1,).
+
+        The head computes logits for these positions only.
+
+        Args:
+            idx: Token ids, as for :meth:`forward`, of which some are masked.
+            targets: The original token at each position to predict and -100 elsewhere, an integer array of
+                the shape of idx.
+            lengths: As for :meth:`forward`.
+            segments: As for :meth:`forward`.
+
+        Raises:
+            ValueError: Also if no position is to be predicted.
+        """
+        wanted = _on_host("targets", targets)
+        if wanted.shape != np.shape(idx):
+            raise ValueError(
+                f"targets must have the shape of the ids, {np.shape(idx)}, got {wanted.shape}; pass "
+                f"{IGNORED} at positions that are not predicted"
+            )
+        places = computed(lambda: np.flatnonzero(wanted != IGNORED), wanted)  # (predicted,)
+        if not len(places):
+            raise ValueError(
+                f"no position is to be predicted: all targets are {IGNORED}; mask at least one token of "
+                "the batch"
+            )
+        hidden = self.hidden(idx, lengths, segments)
+        rows = hidden.view(hidden.size // self.n_embd, self.n_embd)
+        chosen = self._transformed(lookup(rows, places))  # (predicted, n_embd)
+        tokens = computed(lambda: wanted[wanted != IGNORED], wanted)
+        weights, bias = self._head_weights()
+        return linear_cross_entropy(chosen, weights, tokens, bias)
+
+    @in_own_precision
+    def hidden(self, idx: Any, lengths: Any = None, segments: Any = None) -> Tensor:
+        """Return the output of the last layer, (batch, seq, n_embd) or (total, n_embd).
+
+        Rows of padding have finite values without a meaning.  Arguments as for :meth:`forward`.
+        """
+        layout = self._layout(idx, lengths)
+        ids = integer_array(idx, self.n_vocab, "token ids")
+        positions = self.position_embeddings.weights.value  # (n_positions, n_embd)
+        if segments is None:
+            positions = positions + self.segment_embeddings(kept_range(0, 1))
+        x = self.token_embeddings(ids) + lookup(positions, layout.positions)
+        if segments is not None:
+            if np.shape(segments) != np.shape(idx):
+                raise ValueError(
+                    f"segments must have the shape of the ids, {np.shape(idx)}, got "
+                    f"{np.shape(segments)}; pass the segment of each token"
+                )
+            x = x + self.segment_embeddings(integer_array(segments, self.n_segments, "segments"))
+        shape = x.shape
+        x = self.dropout(self.ln(x))
+        if x.dims == 2:
+            x = x.view(1, *shape)
+        for name in self.layer_names:
+            x = getattr(self, name)(x, **layout.masked)
+        return x.view(*shape)
+
+    @in_own_precision
+    def first_hidden(self, idx: Any, lengths: Any = None, segments: Any = None) -> Tensor:
+        """Return the output at the first token of each sequence, (count, n_embd), such as that of [CLS].
+
+        Arguments as for :meth:`forward`.
+        """
+        hidden = self.hidden(idx, lengths, segments)
+        rows = hidden.view(hidden.size // self.n_embd, self.n_embd)
+        return lookup(rows, self._layout(idx, lengths).firsts)
+
+    def _head_weights(self) -> tuple[Tensor, Tensor]:
+        """Return the weights of the logits, (n_embd, n_vocab), and their bias, (n_vocab,)."""
+        return self.token_embeddings.weights.value.permute(1, 0), self.head_bias.value
+
+    def _transformed(self, rows: Tensor) -> Tensor:
+        """Return what the embedding table scores, (count, n_embd), for rows of :meth:`hidden`."""
+        return self.head_ln(self.head(rows, has_gelu=True))
+
+    def _layout(self, idx: Any, lengths: Any) -> _Layout:
+        """Check the shape of the ids and the lengths; return where the sequences lie."""
+        shape = np.shape(idx)
+        if len(shape) not in (1, 2) or 0 in shape or (len(shape) == 1 and lengths is None):
+            raise ValueError(
+                "an encoder reads ids of shape (batch, seq), or (total,) with the lengths of the packed "
+                f"sequences, got shape {shape} and {'no ' * (lengths is None)}lengths; pass at least one "
+                "token, and lengths for packed sequences"
+            )
+        packed, seq = len(shape) == 1, shape[-1]
+        own = None if lengths is None else _on_host("lengths", lengths)
+        longest = seq
+        if own is not None:
+            fits = own.ndim == 1 and len(own) and own.dtype.kind in "iu" and own.min() >= 1
+            if fits and packed:
+                fits = own.sum() == seq
+            elif fits:
+                fits = len(own) == shape[0] and own.max() <= seq
+            if not fits:
+                wanted = f"sum to {seq}" if packed else f"be {shape[0]} numbers of at most {seq}"
+                raise ValueError(
+                    f"lengths of ids of shape {shape} must be whole numbers of at least 1 and {wanted}, "
+                    f"got {np.array2string(own, threshold=8)}; pass the number of tokens of each sequence"
+                )
+            longest = int(own.max()) if packed else seq
+        if longest > self.n_positions:
+            raise ValueError(
+                f"the encoder has {self.n_positions} positions, got a sequence of {longest} tokens; cut "
+                "it, or build the model with a larger n_positions"
+            )
+        if own is None:
+            return _Layout(kept_range(0, seq), kept_range(0, shape[0] * seq, seq), {})
+        if not packed:
+            shown = computed(lambda: np.arange(seq) < own[:, None], own)  # (batch, seq)
+            firsts = kept_range(0, shape[0] * seq, seq)
+            return _Layout(kept_range(0, seq), firsts, {"key_mask": shown})
+        sums = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])  # (count + 1,)
+        positions = np.arange(seq) - np.repeat(sums[:-1], own)  # (total,)
+        return _Layout(positions, sums[:-1], {"cu_seqlens": sums})
+
+
+class EncoderClassifier(Module):
+    """A classifier of sequences, or of pairs of them, on the first token of an encoder.
+
+    A linear layer, tanh, dropout, and a linear layer, as BERT is fine-tuned.
+
+    Args:
+        encoder: The encoder, pre-trained or not; its parameters are trained, too.
+        n_classes: Number of classes.
+        p_dropout: Dropout probability before the last layer.
+
+    Source: Devlin et al. (2019), BERT, section 4.1.
+    """
+
+    def __init__(self, encoder: EncoderLM, n_classes: int, p_dropout: float = 0.1):
+        super().__init__()
+        self.encoder, self.precision = encoder, encoder.precision
+        self.n_classes = whole("n_classes", n_classes, 1)
+        table = encoder.token_embeddings.weights.value
+        self.pooler = Linear(encoder.n_embd, encoder.n_embd, True, table.backend, table.dtype)
+        self.dropout = Dropout(p_dropout)
+        self.head = Linear(encoder.n_embd, n_classes, True, table.backend, table.dtype)
+
+    @in_own_precision
+    def forward(self, idx: Any, lengths: Any = None, segments: Any = None) -> Tensor:
+        """Return the logits of the classes, (count, n_classes); arguments as for :class:`EncoderLM`."""
+        return self.head(self._pooled(idx, lengths, segments))
+
+    @in_own_precision
+    def loss(self, idx: Any, targets: Any, lengths: Any = None, segments: Any = None) -> Tensor:
+        """Return the mean cross entropy in nats, of shape (1,).
+
+        Args:
+            idx: Token ids, as for :class:`EncoderLM`.
+            targets: Class of each sequence, (count,), an integer array.
+            lengths: As for :class:`EncoderLM`.
+            segments: As for :class:`EncoderLM`.
+        """
+        classes = integer_array(targets, self.n_classes, "targets")
+        assert self.head.bias is not None, "the head has a bias"
+        pooled = self._pooled(idx, lengths, segments)
+        return linear_cross_entropy(pooled, self.head.weights.value, classes, self.head.bias.value)
+
+    def _pooled(self, idx: Any, lengths: Any, segments: Any) -> Tensor:
+        """Return the input of the last layer, (count, n_embd)."""
+        first = self.encoder.first_hidden(idx, lengths, segments)
+        return self.dropout(self.pooler(first).tanh())
+
+    @no_grad()
+    def predict(self, idx: Any, lengths: Any = None, segments: Any = None) -> npt.NDArray[np.int64]:
+        """Return the most likely class of each sequence, (count,), without dropout."""
+        was_training = self.training
+        self.eval()
+        try:
+            return self(idx, lengths, segments).to_numpy().argmax(-1)
+        finally:
+            if was_training:
+                self.train()
+
+
+def _on_host(name: str, array: Any) -> Any:
+    """Return a tensor or an array as an array of the host."""
+    return array.to_numpy() if is_tensor(array) else as_host_array(name, array)
+
+
+def unpadded(lengths: Any, *arrays: Any) -> tuple[npt.NDArray[Any], ...]:
+    """Return padded arrays without their padding, as packed batches of :class:`EncoderLM` need them.
+
+    Args:
+        lengths: Lengths of the sequences, (batch,).
+        arrays: Arrays of the host, (batch, seq, …).
+
+    Returns:
+        For each array (total, …).
+    """
+    ends = np.asarray(lengths)[:, None]
+    return tuple(array[np.arange(array.shape[1]) < ends] for array in arrays)

@@ -1,0 +1,262 @@
+"""The encoder of BERT: what it computes, padded and packed; its two heads; wrong calls."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minitorch
+from minitorch import EncoderClassifier, EncoderLM, FastBackend, SimpleBackend
+
+from ...support.captured_training import FIRST, idle_device
+from ...support.fake_device import FakeDriver
+from ...support.tolerances import assert_close_arrays
+
+VOCABULARY, WIDTH, HEADS, POSITIONS = 19, 8, 2, 40
+device = pytest.fixture(idle_device)
+
+
+def model(attention: str = "flash", seed: int = 0, **options: Any) -> EncoderLM:
+    minitorch.manual_seed(seed)
+    options = {"backend": FastBackend, "dtype": np.float64, **options}
+    return EncoderLM(
+        VOCABULARY, WIDTH, HEADS, POSITIONS, 0.0, attention=attention, middle_dim=12, **options
+    )
+
+
+class Batch(NamedTuple):
+    """Padded sequences; a third of the tokens, and the first one, are to be predicted."""
+
+    ids: Any
+    targets: Any
+    lengths: Any
+    segments: Any
+
+    @property
+    def packed(self) -> Batch:
+        shown = np.arange(self.ids.shape[1]) < self.lengths[:, None]
+        return Batch(self.ids[shown], self.targets[shown], self.lengths, self.segments[shown])
+
+
+def batch_of(lengths: list[int], seed: int = 0) -> Batch:
+    rng = np.random.default_rng(seed)
+    shape = len(lengths), max(lengths)
+    shown = np.arange(shape[1]) < np.array(lengths)[:, None]
+    ids, original = rng.integers(0, VOCABULARY, (2, *shape))
+    chosen = shown & (rng.random(shape) < 1 / 3)
+    chosen[0, 0] = True
+    targets = np.where(chosen, original, -100)
+    return Batch(ids, targets, np.array(lengths), rng.integers(0, 2, shape))
+
+
+def loss_and_gradients(own: Any, *args: Any) -> tuple[float, dict[str, Any]]:
+    loss = own.loss(*args)
+    loss.backward()
+    found = {name: p.value.grad for name, p in own.named_parameters()}
+    assert None not in found.values()
+    return loss.item(), {name: grad.to_numpy() for name, grad in found.items()}
+
+
+def assert_same(first: tuple[float, Any], second: tuple[float, Any]) -> None:
+    assert first[0] == pytest.approx(second[0], rel=1e-11)
+    for name, gradient in first[1].items():
+        assert_close_arrays(gradient, second[1][name], np.float64, name)
+
+
+some_lengths = st.lists(st.integers(1, POSITIONS), min_size=1, max_size=5)
+
+
+@given(some_lengths, st.integers(0, 99))
+@settings(max_examples=15)
+def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
+    lengths: list[int], seed: int
+) -> None:
+    padded = batch_of(lengths, seed)
+    expected = loss_and_gradients(model(), *padded)
+    assert_same(loss_and_gradients(model(), *padded.packed), expected)
+    assert_same(loss_and_gradients(model("naive"), *padded), expected)
+
+
+def normed(x: Any, norm: Any) -> Any:
+    deviation = x - x.mean(-1, keepdims=True)
+    scaled = deviation / np.sqrt((deviation**2).mean(-1, keepdims=True) + norm.eps)
+    return scaled * norm.weights.value.to_numpy() + norm.bias.value.to_numpy()
+
+
+def times(x: Any, layer: Any) -> Any:
+    return x @ layer.weights.value.to_numpy() + layer.bias.value.to_numpy()
+
+
+def gelu(x: Any) -> Any:
+    return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def softmax(x: Any) -> Any:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def textbook_logits(own: EncoderLM, ids: Any, segments: Any) -> Any:
+    """Return the logits of one sequence, (seq, vocabulary), by BERT's equations in NumPy."""
+    words, places, kinds = (
+        table.weights.value.to_numpy()
+        for table in (own.token_embeddings, own.position_embeddings, own.segment_embeddings)
+    )
+    x = normed(words[ids] + places[: len(ids)] + kinds[segments], own.ln)
+    for name in own.layer_names:
+        layer = getattr(own, name)
+        attention = layer.attention
+        q, k, v = (
+            times(x, getattr(attention, f"{part}_projection"))
+            .reshape(len(ids), HEADS, WIDTH // HEADS)
+            .transpose(1, 0, 2)
+            for part in "qkv"
+        )
+        probs = softmax(q @ k.transpose(0, 2, 1) / np.sqrt(WIDTH // HEADS))
+        joined = (probs @ v).transpose(1, 0, 2).reshape(len(ids), WIDTH)
+        x = normed(x + times(joined, attention.out_projection), layer.ln_1)
+        x = normed(x + times(gelu(times(x, layer.ff.linear_in)), layer.ff.linear_out), layer.ln_2)
+    x = normed(gelu(times(x, own.head)), own.head_ln)
+    return x @ words.T + own.head_bias.value.to_numpy()
+
+
+@pytest.mark.parametrize("backend", [FastBackend, SimpleBackend])
+def test_logits_are_those_of_the_equations(backend: Any) -> None:
+    own, batch = model(backend=backend), batch_of([7, 3])
+    found = own(batch.ids, batch.lengths, batch.segments).to_numpy()
+    for row, length in enumerate(batch.lengths):
+        expected = textbook_logits(own, batch.ids[row, :length], batch.segments[row, :length])
+        assert_close_arrays(found[row, :length], expected, np.float64)
+
+
+def test_the_loss_takes_the_logits_of_the_predicted_positions() -> None:
+    own, batch = model(), batch_of([7, 20, 1])
+    logits = own(batch.ids, batch.lengths, batch.segments).to_numpy()
+    chosen = batch.targets != -100
+    own_logits = softmax(logits[chosen])[np.arange(chosen.sum()), batch.targets[chosen]]
+    assert own.loss(*batch).item() == pytest.approx(-np.log(own_logits).mean(), rel=1e-11)
+
+
+def test_without_segments_or_lengths_all_are_0_or_whole() -> None:
+    own, ids = model(), batch_of([9, 9]).ids
+    assert_close_arrays(
+        own(ids), own(ids, np.array([9, 9]), np.zeros_like(ids)).to_numpy(), np.float64
+    )
+    assert not np.allclose(own(ids).to_numpy(), own(ids, None, np.ones_like(ids)).to_numpy())
+
+
+def test_the_classifier_reads_the_first_token_and_learns() -> None:
+    own = EncoderClassifier(model(dtype=None), 3, 0.0)
+    rng = np.random.default_rng(0)
+    y = rng.integers(3, size=24)
+    lengths = rng.integers(2, 9, 24)
+    rows = [np.concatenate([[0], rng.integers(4, 19, n - 1)]) for n in lengths]
+    for row, kind in zip(rows, y, strict=True):
+        row[-1] = kind + 1
+    packed = np.concatenate(rows)
+    optimizer = minitorch.AdamW(own.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        own.loss(packed, y, lengths).backward()
+        optimizer.step()
+    padded = np.stack([np.pad(row, (0, 9 - len(row))) for row in rows])
+    predicted = own.predict(packed, lengths)
+    assert np.array_equal(predicted, own.predict(padded, lengths)) and own.training
+    assert (predicted == y).mean() > 0.9
+
+
+def test_dropout_and_bfloat16_train() -> None:
+    minitorch.manual_seed(0)
+    own = EncoderLM(19, 8, 2, 40, 0.5, precision="bfloat16", backend=FastBackend,
+                    attention_dropout=0.5)  # fmt: skip
+    batch = batch_of([7, 20]).packed
+    losses = [own.loss(*batch).item() for _ in range(2)]
+    assert losses[0] != losses[1] and np.isfinite(losses).all()
+    own.eval()
+    exact = model(dtype=np.float32)
+    exact.eval()
+    assert own.loss(*batch).item() == pytest.approx(exact.loss(*batch).item(), rel=0.05)
+
+
+def test_a_padded_step_is_captured(device: FakeDriver) -> None:
+    minitorch.manual_seed(0)
+    own = EncoderLM(20, 64, 2, 32, n_layer=1, backend=minitorch.CudaBackend, dtype=np.float32)
+    optimizer = minitorch.AdamW(own.parameters(), max_norm=1.0)
+
+    @minitorch.graph_step
+    def step(*batch: Any) -> minitorch.Tensor:
+        optimizer.zero_grad()
+        loss = own.loss(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    rng = np.random.default_rng(0)
+    for _ in range(FIRST + 2):
+        ids = rng.integers(0, 20, (3, 32))
+        targets = np.full(ids.size, -100)
+        targets[rng.choice(ids.size, 9, replace=False)] = 1  # as many in each batch
+        step(ids, targets.reshape(ids.shape), rng.integers(1, 33, 3))
+    assert step.is_captured and step.why_eager is None
+
+
+def test_a_post_norm_layer_with_a_cache_gives_the_rows_of_one_without() -> None:
+    minitorch.manual_seed(0)
+    layer = minitorch.TransformerLayer(
+        8, 2, 0.0, backend=FastBackend, norm_first=False, dtype=np.float32
+    )
+    layer.eval()
+    cache = minitorch.LayerCache(1, 2, 6, 4, FastBackend, np.dtype(np.float32))
+    x = minitorch.rand((1, 6, 8), FastBackend, dtype=np.float32)
+    whole = layer(x).to_numpy()
+    parts = [
+        layer(minitorch.from_numpy(x.to_numpy()[:, [i]], FastBackend), cache) for i in range(6)
+    ]
+    found = np.concatenate([part.to_numpy() for part in parts], 1)
+    assert_close_arrays(found, whole, np.float32)
+
+
+def test_packed_sequences_keep_windows_sinks_and_groups_of_heads() -> None:
+    minitorch.manual_seed(0)
+    layer = minitorch.MultiHeadAttention(
+        8, 4, True, 0.0, backend=FastBackend, dtype=np.float64, n_kv_head=2, window=3, sinks=True
+    )
+    assert layer.sink is not None
+    layer.sink.update(minitorch.from_numpy(np.arange(4.0), FastBackend))
+    x = minitorch.rand((1, 9, 8), FastBackend, dtype=np.float64)
+    found = layer(x, cu_seqlens=[0, 4, 9]).to_numpy()
+    for part in (slice(0, 4), slice(4, 9)):
+        alone = layer(minitorch.from_numpy(x.to_numpy()[:, part], FastBackend))
+        assert_close_arrays(found[:, part], alone.to_numpy(), np.float64)
+
+
+def test_wrong_calls_say_what_is_expected() -> None:
+    own, batch = model(), batch_of([7, 3])
+    one, row = np.zeros(5, int), np.zeros((1, 5), int)
+    for words, call in {
+        r"segments must be from 0 to 1, got 0 to 2": lambda: own(row, None, row + np.arange(5) // 2),
+        r"segments must have the shape of the ids, \(1, 5\)": lambda: own(row, None, one),
+        r"has 40 positions, got a sequence of 41 tokens": lambda: own(np.zeros((1, 41), int)),
+        r"40 positions, got a sequence of 42": lambda: own(np.zeros(44, int), np.array([2, 42])),
+        r"no position is to be predicted": lambda: own.loss(batch.ids, batch.targets * 0 - 100),
+        r"targets must have the shape .*\(2, 7\), got \(7,\)":
+            lambda: own.loss(batch.ids, batch.targets[0]),
+        r"targets must be from 0 to 18, got 19": lambda: own.loss(row, row + 19),
+        r"token ids must be from 0 to 18": lambda: own(row + 19),
+        r"got shape \(5,\) and no lengths": lambda: own(one),
+        r"sum to 5, got \[2 4\]": lambda: own(one, np.array([2, 4])),
+        r"1 numbers of at most 5, got \[6\]": lambda: own(row, np.array([6])),
+        r"at least 1 and sum to 5": lambda: own(one, np.array([0, 5])),
+        r"packed sequences need flash attention": lambda: model("naive")(one, np.array([5])),
+        r"targets must be from 0 to 1": lambda: EncoderClassifier(own, 2).loss(row, np.array([2])),
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            call()
+    layer = minitorch.TransformerLayer(8, 2, causal=False, backend=FastBackend)
+    x = minitorch.rand((2, 3, 8), FastBackend)
+    with pytest.raises(ValueError, match=r"shape \(1, total, n_embd\).*got shape \(2, 3, 8\)"):
+        layer(x, cu_seqlens=[0, 3, 6])

@@ -1,0 +1,136 @@
+"""``train_bert.py`` learns, goes on from its checkpoints bit for bit, and fine-tunes a classifier."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "project"))
+
+import train_bert
+
+from minitorch.training.model_files import read_checkpoint
+
+TINY = ["--width", "8", "--heads", "2", "--layers", "1", "--context", "24", "--batch", "4", "--steps", "12",
+        "--max-seconds", "1e6", "--checkpoint-every", "4"]  # fmt: skip
+
+
+def run(out: Path, *options: Any) -> dict[str, Any]:
+    train_bert.main([*map(str, options), "--out", str(out)])
+    return json.loads((out / "result.json").read_text())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *options: Any) -> str:
+    with pytest.raises(SystemExit) as stop:
+        train_bert.main([*map(str, options)])
+    line = capsys.readouterr().err if stop.value.code == 2 else str(stop.value)
+    assert len(line.strip().splitlines()) == 1
+    return line
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    rng = np.random.default_rng(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "it"]
+    path.write_text(
+        "\n\n".join(" ".join(rng.choice(words, rng.integers(3, 9))) for _ in range(150))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with dropout."""
+    out = tmp_path_factory.mktemp("trained")
+    run(out, *TINY, "--text", text, "--dropout", 0.1)
+    return out
+
+
+def test_a_resumed_run_gives_the_losses_of_an_unbroken_one(
+    trained: Path, text: Path, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(trained, tmp_path / "out"))
+    before = json.loads((out / "result.json").read_text())["curve"]
+    weights = read_checkpoint(out / "model.safetensors")[0]
+    for step in (8, 12):
+        (out / "checkpoints" / f"step-{step:08d}.safetensors").unlink()
+    after = run(out, "--resume", out, "--text", text)
+    assert after["curve"] == before and after["resumed"] == [4]
+    again = read_checkpoint(out / "model.safetensors")[0]
+    assert all(np.array_equal(again[name], weights[name]) for name in weights)
+
+
+def test_packed_and_padded_runs_have_the_same_losses(text: Path, tmp_path: Path) -> None:
+    options = [*TINY, "--text", text, "--accumulate", 2]
+    curves = [
+        run(tmp_path / name, *options, *more.split())["curve"]
+        for name, more in (
+            ("packed", "--packed"), ("padded", "--padded"), ("naive", "--padded --attention naive"),
+        )
+    ]  # fmt: skip
+    assert len(curves[0]["train"]) == 12
+    for curve in curves[1:]:
+        for part in ("train", "held_out"):
+            assert curve[part] == pytest.approx(curves[0][part], rel=1e-4)
+
+
+def test_fine_tuning_learns_classes_and_goes_on(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "data", tmp_path / "out"
+    for name in ("cats", "mats"):
+        (data / name).mkdir(parents=True)
+        for i in range(20):
+            (data / name / f"{i}.txt").write_text(f"the {name} sat {i}" + " again" * 9 * (i == 0))
+    options = ["--finetune", trained / "model.safetensors", "--data", data, "--batch", 8, "--lr", 0.01,
+               "--checkpoint-every", 40, "--steps", 80, "--max-seconds", "1e6"]  # fmt: skip
+    found = run(out, *options)
+    assert "2 classes; 2 are cut to 24 tokens" in capsys.readouterr().out
+    assert found["accuracy"] >= 0.9 and found["train_loss"] < 0.3
+    (out / "checkpoints" / "step-00000080.safetensors").unlink()
+    assert run(out, "--resume", out)["curve"] == found["curve"]
+    _, config = read_checkpoint(out / "model.safetensors")
+    assert config["classes"] == ["cats", "mats"]
+    line = refused(
+        capsys, *options, "--finetune", out / "model.safetensors", "--out", tmp_path / "b"
+    )
+    assert "is a classifier already" in line
+
+
+def test_byte_pairs_and_a_larger_table(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    run(tmp_path, *TINY, "--text", text, "--tokenizer", "bpe", "--vocab-size", 270, "--vocabulary",
+        320, "--steps", 2)  # fmt: skip
+    arrays, config = read_checkpoint(tmp_path / "model.safetensors")
+    assert arrays["token_embeddings.weights"].shape == (320, 8) and config["words"] <= 270
+
+
+def test_what_is_wrong_is_said_in_one_line(
+    trained: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", tmp_path / "out"]
+    short = tmp_path / "short.txt"
+    short.write_text("short")
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text() + "\n\nand one more paragraph")
+    (tmp_path / "data" / "empty").mkdir(parents=True)
+    (tmp_path / "data" / "full").mkdir()
+    model = trained / "model.safetensors"
+    for options, words in (
+        (["--attention", "naive"], "pass --padded"),
+        (["--data", tmp_path], "--data belongs to --finetune"),
+        (["--vocabulary", "200", "--text", text], "258 or more"),
+        (["--text", short], "too few paragraphs"),
+        (["--finetune", tmp_path / "none"], "no such checkpoint"),
+        (["--finetune", model, "--data", tmp_path / "data"], "the class empty has no .txt file"),
+        (["--resume", trained, "--text", other], "learns another text"),
+        (["--resume", trained, "--lr", "1"], "cannot go on with 1.0"),
+    ):
+        assert words in refused(capsys, *options, *out)

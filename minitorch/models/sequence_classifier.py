@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
 from ..nn import integer_array
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
+from ..training.recompute import checkpoint
 from .positions import grid_sines, kept_range
 from .transformer_layers import TransformerLayer
 
@@ -54,6 +55,8 @@ class SequenceClassifier(Module):
         side: Side of the square images whose pixels are the tokens, row by row.  The position embeddings
             then begin as sines of rows and columns, rather than random; None for sequences.
         ln_eps: Added to the variance by the layer norms.
+        recompute: Keep only the inputs of the layers for the backward pass, and recompute the rest; see
+            :func:`minitorch.checkpoint`.
         backend: Backend of the parameters.
         dtype: Dtype of the parameters; the default dtype when None.
         precision: "float32", "tf32" or "bfloat16", instead of a dtype; see :class:`minitorch.Precision`.
@@ -83,6 +86,7 @@ class SequenceClassifier(Module):
         documents: int = 1,
         side: int | None = None,
         ln_eps: float = 1e-5,
+        recompute: bool = False,
         backend: TensorBackend | None = None,
         dtype: npt.DTypeLike | None = None,
         precision: str | None = None,
@@ -99,6 +103,7 @@ class SequenceClassifier(Module):
             )
         self.n_vocab, self.n_embd, self.n_positions = n_vocab, n_embd, n_positions
         self.n_classes, self.pad_id, self.documents = n_classes, pad_id, documents
+        self.recompute = recompute
         self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, EMBEDDING_STD)
         self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, EMBEDDING_STD)
         if side is not None:
@@ -153,21 +158,40 @@ class SequenceClassifier(Module):
                 "with a larger n_positions"
             )
         ids = integer_array(idx, self.n_vocab, "token ids")
-        seq = shape[1]
-        x = self.token_embeddings(ids) + self.position_embeddings(kept_range(0, seq))
-        x = self.dropout(x)  # (batch, seq, n_embd)
         shown = None
         if self.pad_id is not None:
             shown = computed(lambda: ids != self.pad_id, ids)  # (batch, seq)
+        return self.pool(self.embed(ids), shown)
+
+    @in_own_precision
+    def embed(self, ids: Any) -> Tensor:
+        """Return the sum of token and position embeddings, (batch, seq, n_embd).
+
+        Args:
+            ids: Token ids, an integer array (batch, seq).
+        """
+        return self.token_embeddings(ids) + self.position_embeddings(kept_range(0, ids.shape[1]))
+
+    @in_own_precision
+    def pool(self, x: Tensor, shown: Any = None) -> Tensor:
+        """Apply the layers to embedded tokens, and return the mean of the outputs, (batch, n_embd).
+
+        Args:
+            x: The result of :meth:`embed`, (batch, seq, n_embd).
+            shown: (batch, seq), False for padding; None if every token counts.
+        """
+        batch, seq, width = x.shape
+        x = self.dropout(x)
         for name in self.layer_names:
-            x = getattr(self, name)(x, key_mask=shown)  # (batch, seq, n_embd)
+            layer = partial(getattr(self, name), key_mask=shown)
+            x = checkpoint(layer, x) if self.recompute else layer(x)  # (batch, seq, n_embd)
         x = self.ln(x)
         if shown is None:
-            return (x.sum(1) * (1.0 / seq)).view(shape[0], self.n_embd)
+            return (x.sum(1) * (1.0 / seq)).view(batch, width)
         dtype = acc_dtype(x.dtype)
         weights = computed(lambda: _shares(shown).astype(dtype), shown)  # (batch, seq, 1)
         pooled = (x * constant_like(x, weights)).sum(1)  # (batch, 1, n_embd)
-        return pooled.to(x.dtype).view(shape[0], self.n_embd)
+        return pooled.to(x.dtype).view(batch, width)
 
     def features(self, idx: Any) -> Tensor:
         """Return the input of the head: (batch, n_embd), or (batch, 4 n_embd) for pairs.

@@ -125,6 +125,25 @@ def test_positions_of_an_image_begin_alike_where_pixels_are_near() -> None:
         SequenceClassifier(8, 6, 2, 25, 2, side=5)
 
 
+def test_recomputed_layers_have_the_same_gradients_bit_for_bit() -> None:
+    found = []
+    for recompute in (False, True):
+        own = model(pad_id=0, attention_dropout=0.2, recompute=recompute)
+        minitorch.manual_seed(6)
+        loss = own.loss(ids(3, 17, low=0), np.array([0, 2, 1]))
+        loss.backward()
+        found.append([loss.to_numpy(), *(x.value.grad.to_numpy() for x in own.parameters())])
+    for plain, recomputed in zip(*found, strict=True):
+        np.testing.assert_array_equal(plain, recomputed)
+
+
+def test_embedding_then_pooling_is_the_encoder() -> None:
+    own = model()
+    own.eval()
+    x = own.embed(ids(2, 7))
+    np.testing.assert_array_equal(own.pool(x).to_numpy(), own.encode(ids(2, 7)).to_numpy())
+
+
 def test_wrong_calls_say_what_is_expected() -> None:
     own = model(pad_id=0)
     with pytest.raises(ValueError, match=r"1 to 40 tokens, got shape \(2, 41\); cut longer"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -97,6 +99,8 @@ class Training:
         lr: The learning rate; that of the task when None.
         goes_on: Whether to go on from a checkpoint in the folder, if there is one.
         eager: Whether to launch the kernels of a step one by one, rather than to capture them.
+        start: Parameters with which a training begins that has no checkpoint; random ones when None.
+        more: Other arguments of :func:`training.lra_methods.build`.
 
     Attributes:
         curve: The losses that have been read, and the validations by their step.
@@ -111,12 +115,15 @@ class Training:
     def __init__(
         self, task: Task, attention: str, settings: Settings, seed: int, backend: str, folder: Path,
         lr: float | None = None, goes_on: bool = False, eager: bool = False,
+        start: Mapping[str, npt.NDArray[Any]] | None = None, **more: Any,
     ):  # fmt: skip
         self.task, self.settings, self.folder = task, settings, folder
         self.lr = learning_rate_of(task.name) if lr is None else lr
         minitorch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
-        self.model = build(task, attention, settings, backend, seed)
+        self.model = build(task, attention, settings, backend, seed, **more)
+        if start is not None:
+            load_parameters(self.model, {**start})
         self.optimizer = minitorch.AdamW(
             self.model.parameters(), lr=self.lr, weight_decay=settings.weight_decay,
             max_norm=settings.clip,
@@ -166,27 +173,34 @@ class Training:
         """Whether the steps are replays of a CUDA graph."""
         return isinstance(self.take_step, minitorch.GraphStep) and self.take_step.is_captured
 
+    def _batches(self) -> Iterator[Examples]:
+        """Return the batches of the steps that are left."""
+        if self.task.fresh is not None:
+            yield from self.task.fresh(self.done, self.settings.batch)
+        train = self.task.parts["train"]
+        while True:
+            rows = self.rng.integers(0, len(train.y), self.settings.batch)
+            yield Examples(train.X[rows], train.y[rows])
+
     def run(self) -> dict[str, Any]:
         """Train until the steps are done, or Ctrl-C; return the row of the record.
 
         The row has ``"done": False`` after Ctrl-C, and no test accuracy then.
         """
-        settings, train = self.settings, self.task.parts["train"]
-        valid = self.task.parts["valid"]
+        settings, valid = self.settings, self.task.parts["valid"]
         valid = Examples(valid.X[: settings.judged], valid.y[: settings.judged])
         start = time.perf_counter() - self._seconds
         bar = tqdm(total=settings.steps, initial=self.done, unit="step", dynamic_ncols=True,
                    disable=without_bar(), desc=f"{self.task.name}, {self.config['attention']}")  # fmt: skip
         read_at, is_first = time.perf_counter(), True
-        with bar, CtrlC() as ctrl_c:
+        with bar, CtrlC() as ctrl_c, closing(self._batches()) as batches:
             while self.done < settings.steps and not ctrl_c.asked:
                 self.optimizer.lr = learning_rate(self.done / settings.steps, self.lr)
-                rows = self.rng.integers(0, len(train.y), settings.batch)
-                X = train.X[rows]
+                X, y = next(batches)
                 if self.task.turns:
                     X = turned(X, self.rng)
                 X = X.astype(np.int64)
-                self._unread.append(self.take_step(X, train.y[rows]))
+                self._unread.append(self.take_step(X, y))
                 self.done += 1
                 bar.update()
                 is_judged = self.done % settings.judge_every == 0 or self.done == settings.steps
@@ -262,5 +276,6 @@ class Training:
             "valid_accuracy": accuracies[best],
             "test_accuracy": test.accuracy,
             "test_loss": test.loss,
+            "tested": len(self.task.parts["test"].y),
             "step_ms": 1e3 * median(times) if times else None,
         }

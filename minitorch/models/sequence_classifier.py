@@ -37,6 +37,9 @@ class SequenceClassifier(Module):
     that are not padding, and a linear layer.  With ``documents=2`` the same encoder reads two documents,
     and the head sees [u, v, u ⊙ v, abs(u - v)] of their means u and v.
 
+    Sequences of unequal length may be packed: ids (total,) of all of them one after the other, and their
+    ``lengths``.  No computation is spent on padding then.  Packing needs flash attention.
+
     Args:
         n_vocab: Number of tokens in the vocabulary; 256 for bytes and for pixels.
         n_embd: Width of the model.
@@ -129,27 +132,34 @@ class SequenceClassifier(Module):
         self.head = Linear(features, n_classes, True, backend, dtype)
 
     @in_own_precision
-    def forward(self, idx: Any) -> Tensor:
+    def forward(self, idx: Any, lengths: Any = None) -> Tensor:
         """Return the logits of the classes, (batch, n_classes).
 
         Args:
-            idx: Token ids, (batch, seq), or (batch, 2, seq) for pairs; seq <= n_positions.
+            idx: Token ids, (batch, seq), or (batch, 2, seq) for pairs; seq <= n_positions.  With
+                ``lengths``, (total,).
+            lengths: Number of tokens of each packed sequence, (batch,), an integer array.
 
         Raises:
             ValueError: If the shape does not fit.
         """
-        return self.head(self.features(idx))
+        return self.head(self.features(idx, lengths))
 
     @in_own_precision
-    def encode(self, idx: Any) -> Tensor:
+    def encode(self, idx: Any, lengths: Any = None) -> Tensor:
         """Return the mean of the encoder's outputs over the tokens of each sequence, (batch, n_embd).
 
         Args:
-            idx: Token ids, (batch, seq); the mean of a sequence of padding alone is 0.
+            idx: Token ids, (batch, seq), or (total,) with ``lengths``; the mean of a sequence of padding
+                alone is 0.
+            lengths: As for :meth:`forward`.
 
         Raises:
-            ValueError: If the ids do not have two dimensions, or a sequence is empty or too long.
+            ValueError: If the ids do not have two dimensions, a sequence is empty or too long, or the
+                lengths do not sum to total.
         """
+        if lengths is not None:
+            return self._encode_packed(idx, np.asarray(lengths))
         shape = np.shape(idx)
         if len(shape) != 2 or 0 in shape or shape[1] > self.n_positions:
             raise ValueError(
@@ -162,6 +172,29 @@ class SequenceClassifier(Module):
         if self.pad_id is not None:
             shown = computed(lambda: ids != self.pad_id, ids)  # (batch, seq)
         return self.pool(self.embed(ids), shown)
+
+    def _encode_packed(self, idx: Any, lengths: npt.NDArray[Any]) -> Tensor:
+        shape, fits = np.shape(idx), lengths.ndim == 1 and lengths.dtype.kind in "iu"
+        fits = fits and len(shape) == 1 and bool(len(lengths)) and lengths.sum() == shape[0]
+        if not (fits and lengths.min() >= 1 and lengths.max() <= self.n_positions):
+            raise ValueError(
+                "packed sequences are ids of shape (total,) and their lengths, whole numbers from 1 to "
+                f"{self.n_positions} that sum to total, got ids of shape {shape} and lengths "
+                f"{np.array2string(lengths, threshold=8)}; cut longer sequences"
+            )
+        if self.pad_id is not None:
+            raise ValueError(
+                f"packed sequences have no padding, and this model masks token {self.pad_id}; build it "
+                "with pad_id=None"
+            )
+        ids = integer_array(idx, self.n_vocab, "token ids")
+        sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # (batch + 1,)
+        positions = np.arange(len(ids)) - np.repeat(sums[:-1], lengths)  # (total,)
+        x = self.token_embeddings(ids) + self.position_embeddings(positions)
+        x = self._through_layers(x.view(1, *x.shape), cu_seqlens=sums)  # (1, total, n_embd)
+        owners = np.arange(len(lengths))[:, None] == np.repeat(np.arange(len(lengths)), lengths)
+        means = constant_like(x, (owners / lengths[:, None])).to(x.dtype)  # (batch, total)
+        return means @ x.view(*x.shape[1:])
 
     @in_own_precision
     def embed(self, ids: Any) -> Tensor:
@@ -181,11 +214,7 @@ class SequenceClassifier(Module):
             shown: (batch, seq), False for padding; None if every token counts.
         """
         batch, seq, width = x.shape
-        x = self.dropout(x)
-        for name in self.layer_names:
-            layer = partial(getattr(self, name), key_mask=shown)
-            x = checkpoint(layer, x) if self.recompute else layer(x)  # (batch, seq, n_embd)
-        x = self.ln(x)
+        x = self._through_layers(x, key_mask=shown)
         if shown is None:
             return (x.sum(1) * (1.0 / seq)).view(batch, width)
         dtype = acc_dtype(x.dtype)
@@ -193,17 +222,30 @@ class SequenceClassifier(Module):
         pooled = (x * constant_like(x, weights)).sum(1)  # (batch, 1, n_embd)
         return pooled.to(x.dtype).view(batch, width)
 
-    def features(self, idx: Any) -> Tensor:
+    def _through_layers(self, x: Tensor, **masked: Any) -> Tensor:
+        """Apply dropout, the layers and the last norm to embedded tokens, (batch, seq, n_embd)."""
+        x = self.dropout(x)
+        for name in self.layer_names:
+            layer = partial(getattr(self, name), **masked)
+            x = checkpoint(layer, x) if self.recompute else layer(x)
+        return self.ln(x)
+
+    def features(self, idx: Any, lengths: Any = None) -> Tensor:
         """Return the input of the head: (batch, n_embd), or (batch, 4 n_embd) for pairs.
 
         Args:
             idx: As for :meth:`forward`.
+            lengths: Likewise; not for pairs.
 
         Raises:
             ValueError: If the shape does not fit.
         """
         if self.documents == 1:
-            return self.encode(idx)
+            return self.encode(idx, lengths)
+        if lengths is not None:
+            raise ValueError(
+                "pairs of documents cannot be packed; pass ids of shape (batch, 2, seq) without lengths"
+            )
         shape = np.shape(idx)
         if len(shape) != 3 or shape[1] != 2:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Task:
     documents: int = 1
     side: int | None = None
     turns: bool = False
-    fresh: Callable[[int, int], Iterator[Examples]] | None = None
+    fresh: Callable[[int, int], Generator[Examples, None, None]] | None = None
 
     @property
     def length(self) -> int:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -83,7 +83,7 @@ def draw_set(
 
 def fresh_batches(
     draw: Draw, length: int, seed: int, done: int, batch: int, processes: int
-) -> Iterator[Examples]:
+) -> Generator[Examples, None, None]:
     """Draw batches of training examples without end, each example once, in processes that work ahead.
 
     An example depends on its number alone, so that a training that goes on gets the examples that it would

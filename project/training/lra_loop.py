@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -158,12 +158,20 @@ class Training:
         self.done, self._seconds = state.step, state.notes["seconds"]
         self.resumed = [*state.notes["resumed"], state.step]
 
-    def _step(self, X: Any, y: Any) -> minitorch.Tensor:
+    def loss(self, *inputs: Any) -> minitorch.Tensor:
+        """Return the loss of a batch."""
+        return self.model.loss(*inputs)
+
+    def judged(self, examples: Examples, desc: str = "validation") -> Judged:
+        """Return how well the model classifies examples."""
+        return judge(self.model, examples, self.settings.batch, desc)
+
+    def _step(self, *inputs: Any) -> minitorch.Tensor:
         """Take one step; return the loss before it, unread."""
         self.optimizer.zero_grad()
         own = find_precision(self.settings.precision)
         with minitorch.matmul_precision(own.products):  # in the backward pass, too
-            loss = self.model.loss(X, y)
+            loss = self.loss(*inputs)
             loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -173,14 +181,22 @@ class Training:
         """Whether the steps are replays of a CUDA graph."""
         return isinstance(self.take_step, minitorch.GraphStep) and self.take_step.is_captured
 
-    def _batches(self) -> Iterator[Examples]:
+    def _drawn(self) -> Generator[Examples, None, None]:
         """Return the batches of the steps that are left."""
-        if self.task.fresh is not None:
-            yield from self.task.fresh(self.done, self.settings.batch)
         train = self.task.parts["train"]
         while True:
             rows = self.rng.integers(0, len(train.y), self.settings.batch)
             yield Examples(train.X[rows], train.y[rows])
+
+    def inputs(self) -> Generator[tuple[Any, ...], None, None]:
+        """Return the arguments of :meth:`loss` for the steps that are left."""
+        fresh = self.task.fresh
+        with closing(
+            fresh(self.done, self.settings.batch) if fresh is not None else self._drawn()
+        ) as batches:
+            for X, y in batches:
+                own = turned(X, self.rng) if self.task.turns else X
+                yield own.astype(np.int64), y
 
     def run(self) -> dict[str, Any]:
         """Train until the steps are done, or Ctrl-C; return the row of the record.
@@ -193,14 +209,10 @@ class Training:
         bar = tqdm(total=settings.steps, initial=self.done, unit="step", dynamic_ncols=True,
                    disable=without_bar(), desc=f"{self.task.name}, {self.config['attention']}")  # fmt: skip
         read_at, is_first = time.perf_counter(), True
-        with bar, CtrlC() as ctrl_c, closing(self._batches()) as batches:
+        with bar, CtrlC() as ctrl_c, closing(self.inputs()) as batches:
             while self.done < settings.steps and not ctrl_c.asked:
                 self.optimizer.lr = learning_rate(self.done / settings.steps, self.lr)
-                X, y = next(batches)
-                if self.task.turns:
-                    X = turned(X, self.rng)
-                X = X.astype(np.int64)
-                self._unread.append(self.take_step(X, y))
+                self._unread.append(self.take_step(*next(batches)))
                 self.done += 1
                 bar.update()
                 is_judged = self.done % settings.judge_every == 0 or self.done == settings.steps
@@ -233,7 +245,7 @@ class Training:
         self._unread.clear()
 
     def _judge(self, valid: Examples) -> None:
-        judged = judge(self.model, valid, self.settings.batch)
+        judged = self.judged(valid)
         best = max(self.curve["valid_accuracy"], default=-1.0)
         self.curve["valid_step"].append(self.done)
         self.curve["valid_accuracy"].append(judged.accuracy)
@@ -267,7 +279,7 @@ class Training:
         if not is_done:
             return row
         load_parameters(self.model, read_checkpoint(self.folder / BEST)[0], str(self.folder / BEST))
-        test = judge(self.model, self.task.parts["test"], self.settings.batch, "test")
+        test = self.judged(self.task.parts["test"], "test")
         best = int(np.argmax(accuracies))
         times = self.curve["step_seconds"]
         return {

@@ -177,7 +177,7 @@ def test_batches_drawn_ahead_are_those_drawn_on_demand() -> None:
     def numbers(done: int, processes: int) -> list[Any]:
         batches = sequence_sets.fresh_batches(drawn, 4, 7, done, 5, processes)
         found = [next(batches) for _ in range(4)]
-        batches.close()  # type: ignore[attr-defined]
+        batches.close()
         return found
 
     first, later, ahead = numbers(0, 0), numbers(2, 0), numbers(2, 1)

@@ -14,7 +14,7 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from bench.measuring import command_line, name_of, rows_of, write_record
-from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser
+from bench.measuring import command_line, name_of, read_rows, write_record
+from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser, per_item
 from data.long_range import BYTES, Task
 from data.pathfinder import CLASSES, PUBLISHED, Pathfinder, draw_example, pathfinder
 from data.sequence_sets import fresh_batches
@@ -31,11 +31,18 @@ from training.intervals import wilson_interval
 from training.lra_loop import BEST, Training
 from training.lra_methods import BACKENDS, QUICK, Settings
 from training.saliency import held_out, panel, saliency, shares
-from training.script_helpers import check_backend, curves, draw, ends_in_one_line, make_folder
+from training.script_helpers import (
+    check_backend,
+    curves,
+    draw,
+    ends_in_one_line,
+    make_folder,
+    resumable,
+)
 
 import minitorch
 from minitorch.models.positions import upsampled_grid
-from minitorch.training.model_files import CheckpointError, read_checkpoint
+from minitorch.training.model_files import read_checkpoint
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Rows = list[dict[str, Any]]
@@ -102,11 +109,6 @@ class Plan:
         return f"pathfinder-{self.side}"
 
 
-def per_stage(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Return a reader of one value for all stages, or of one for each, with commas between them."""
-    return lambda text: [kind(part) for part in text.split(",")]
-
-
 def attention_name(text: str) -> str:
     """Return one of ``ATTENTIONS``."""
     if text not in ATTENTIONS:
@@ -119,7 +121,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--stages", type=per_stage(COUNT), metavar="N,…",
+    add("--stages", type=per_item(COUNT), metavar="N,…",
         help="sides of the images (default: 32,64,128,256; with --quick 8,16)")  # fmt: skip
     for name, kind, what in (
         ("--steps", COUNT, "of the optimiser"),
@@ -129,7 +131,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     ):  # fmt: skip
         add(
             name,
-            type=per_stage(kind),
+            type=per_item(kind),
             metavar="X,…",
             help=f"{what}, one for all stages or one for each",
         )
@@ -289,10 +291,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
     """Train all stages, write the record and draw the pictures; exit after Ctrl-C."""
     out = Path(args.out)
     record = out / "pathx.json"
-    try:
-        known = {row["side"]: row for row in rows_of(record)}
-    except (ValueError, KeyError, TypeError) as error:
-        sys.exit(f"{record}: not a record of this script ({error!r}); move it away")
+    known = {row["side"]: row for row in read_rows(record, "side")}
     command = command_line("project/run_pathx.py", argv, ("--out",))
     device = name_of("cuda" if args.backend == "cuda" else "cpu")
     rows: Rows = []
@@ -323,15 +322,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(given)
     check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
     make_folder(args.out)
-    with ends_in_one_line("--batch, or pass --recompute"):
-        try:
-            run(args, given)
-        except CheckpointError as error:
-            sys.exit(str(error))
-        except OSError as error:
-            sys.exit(
-                f"--out {args.out} cannot be written ({error}); make room and run the same command again"
-            )
+    with ends_in_one_line("--batch, or pass --recompute"), resumable(args.out):
+        run(args, given)
 
 
 if __name__ == "__main__":

@@ -159,7 +159,11 @@ class SequenceClassifier(Module):
                 lengths do not sum to total.
         """
         if lengths is not None:
-            return self._encode_packed(idx, np.asarray(lengths))
+            lengths = np.asarray(lengths)
+            x, _ = self.read_packed(idx, lengths)  # (total, n_embd)
+            owners = np.repeat(np.arange(len(lengths)), lengths)
+            shares = (np.arange(len(lengths))[:, None] == owners) / lengths[:, None]
+            return constant_like(x, shares).to(x.dtype) @ x
         shape = np.shape(idx)
         if len(shape) != 2 or 0 in shape or shape[1] > self.n_positions:
             raise ValueError(
@@ -173,7 +177,16 @@ class SequenceClassifier(Module):
             shown = computed(lambda: ids != self.pad_id, ids)  # (batch, seq)
         return self.pool(self.embed(ids), shown)
 
-    def _encode_packed(self, idx: Any, lengths: npt.NDArray[Any]) -> Tensor:
+    def read_packed(self, idx: Any, lengths: npt.NDArray[Any]) -> tuple[Tensor, Any]:
+        """Return the encoder's outputs, (total, n_embd), and the cumulative lengths, (batch + 1,).
+
+        Args:
+            idx: Token ids of all sequences, (total,).
+            lengths: Number of tokens of each, (batch,).
+
+        Raises:
+            ValueError: If they do not fit.
+        """
         shape, fits = np.shape(idx), lengths.ndim == 1 and lengths.dtype.kind in "iu"
         fits = fits and len(shape) == 1 and bool(len(lengths)) and lengths.sum() == shape[0]
         if not (fits and lengths.min() >= 1 and lengths.max() <= self.n_positions):
@@ -192,9 +205,7 @@ class SequenceClassifier(Module):
         positions = np.arange(len(ids)) - np.repeat(sums[:-1], lengths)  # (total,)
         x = self.token_embeddings(ids) + self.position_embeddings(positions)
         x = self._through_layers(x.view(1, *x.shape), cu_seqlens=sums)  # (1, total, n_embd)
-        owners = np.arange(len(lengths))[:, None] == np.repeat(np.arange(len(lengths)), lengths)
-        means = constant_like(x, (owners / lengths[:, None])).to(x.dtype)  # (batch, total)
-        return means @ x.view(*x.shape[1:])
+        return x.view(*x.shape[1:]), sums
 
     @in_own_precision
     def embed(self, ids: Any) -> Tensor:

@@ -121,7 +121,7 @@ class Training:
         self.lr = learning_rate_of(task.name) if lr is None else lr
         minitorch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
-        self.model = build(task, attention, settings, backend, seed, **more)
+        self.model = self.built(attention, backend, seed, **more)
         if start is not None:
             load_parameters(self.model, {**start})
         self.optimizer = minitorch.AdamW(
@@ -157,6 +157,12 @@ class Training:
         self.curve = {name: state.arrays[name].tolist() for name in CURVE}
         self.done, self._seconds = state.step, state.notes["seconds"]
         self.resumed = [*state.notes["resumed"], state.step]
+
+    def built(
+        self, attention: str, backend: str, seed: int, **more: Any
+    ) -> minitorch.SequenceClassifier:
+        """Return the model before its training."""
+        return build(self.task, attention, self.settings, backend, seed, **more)
 
     def loss(self, *inputs: Any) -> minitorch.Tensor:
         """Return the loss of a batch."""

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from kernels.runtime.dtypes import acc_dtype
 
-from ..autodiff import no_grad
 from ..backends.matmul_precision import in_own_precision
 from ..functions.indexing import constant_like
 from ..modules_basic import Embedding, Linear, lookup
@@ -100,13 +99,6 @@ class DocumentClassifier(SequenceClassifier):
         distance = s.relu() + (-s).relu()
         return ((-s).relu() + ((-distance).exp() + 1.0).log()).mean().view(1)
 
-    @no_grad()
-    def predict(self, idx: Any, lengths: Any = None) -> npt.NDArray[np.bool_]:
-        """Return the labels whose probability is above 1/2, (count, n_labels), without dropout."""
-        was_training = self.training
-        self.eval()
-        try:
-            return self(idx, lengths).to_numpy() > 0
-        finally:
-            if was_training:
-                self.train()
+    def decided(self, logits: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return 1 for the labels whose probability is above 1/2, 0 for the others; (count, n_labels)."""
+        return (logits > 0).astype(np.int64)

@@ -271,29 +271,35 @@ class SequenceClassifier(Module):
         return _joined(parts)
 
     @in_own_precision
-    def loss(self, idx: Any, targets: Any) -> Tensor:
+    def loss(self, idx: Any, targets: Any, lengths: Any = None) -> Tensor:
         """Return the mean cross entropy in nats, of shape (1,).
 
         Args:
             idx: Token ids, as for :meth:`forward`.
             targets: (batch,) classes, an integer array.
+            lengths: Of packed sequences, as for :meth:`forward`.
         """
         classes = integer_array(targets, self.n_classes, "targets")
         weights, bias = self.head.weights.value, self.head.bias
         assert bias is not None, "the head has a bias"
-        return linear_cross_entropy(self.features(idx), weights, classes, bias.value)
+        return linear_cross_entropy(self.features(idx, lengths), weights, classes, bias.value)
+
+    def decided(self, logits: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return the class of the largest logit of each row."""
+        return logits.argmax(-1)
 
     @no_grad()
-    def predict(self, idx: Any) -> npt.NDArray[np.int64]:
+    def predict(self, idx: Any, lengths: Any = None) -> npt.NDArray[np.int64]:
         """Return the most likely class of each example, (batch,), without dropout.
 
         Args:
             idx: Token ids, as for :meth:`forward`.
+            lengths: Likewise.
         """
         was_training = self.training
         self.eval()
         try:
-            return self(idx).to_numpy().argmax(-1)
+            return self.decided(self(idx, lengths).to_numpy())
         finally:
             if was_training:
                 self.train()

@@ -31,6 +31,7 @@ from common.command_line import COUNT, FROM_ZERO
 from data.text import FORM_FEED, LIBRARY, Tokens
 from tqdm import tqdm
 from training.gpt_tokens import encoded, text_reader
+from training.intervals import Z_95, wilson_interval
 from training.script_helpers import Panel
 
 import minitorch
@@ -44,8 +45,6 @@ LETTERS = 16
 SCORES = ("likelihood", "gain")
 #: Which questions were answered right, (questions,) booleans.
 Answers = npt.NDArray[np.bool_]
-#: The standard normal quantile of 95 %, two-sided.
-Z = 1.959964
 
 
 class Question(NamedTuple):
@@ -135,22 +134,11 @@ def scores(
     return np.concatenate(found).reshape(-1, CHOICES)
 
 
-def wilson(correct: int, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share.
-
-    Source: Wilson (1927), Probable inference, the law of succession, and statistical inference.
-    """
-    share, square = correct / count, Z * Z / count
-    middle = share + square / 2.0
-    half = Z * math.sqrt(share * (1.0 - share) / count + square / (4.0 * count))
-    return (middle - half) / (1.0 + square), (middle + half) / (1.0 + square)
-
-
 def difference(short: Answers, long: Answers) -> tuple[float, float, float]:
     """Return by how much a share grows, and its 95 % interval, from answers to the same questions."""
     differences = long.astype(np.float64) - short
     mean = float(differences.mean())
-    half = Z * float(differences.std()) / math.sqrt(len(differences))
+    half = Z_95 * float(differences.std()) / math.sqrt(len(differences))
     return mean, mean - half, mean + half
 
 
@@ -176,7 +164,7 @@ def judged(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         told = []
         for score, values in zip(SCORES, (given, given - alone), strict=True):
             right = answers[score, context] = values[:, 0] > values[:, 1:].max(1)
-            share, (low, high) = float(right.mean()), wilson(int(right.sum()), len(right))
+            share, (low, high) = float(right.mean()), wilson_interval(int(right.sum()), len(right))
             rows.append(
                 {"score": score, "context": context, "accuracy": share, "low": low, "high": high}
             )

@@ -34,7 +34,7 @@ from bench.long_range_tables import (
     results_table,
     steps_tables,
 )
-from bench.measuring import command_line, name_of, rows_of, timing_note, write_record
+from bench.measuring import command_line, name_of, read_rows, timing_note, write_record
 from common.command_line import COUNT, FROM_ZERO, POSITIVE, PROBABILITY, OneLineParser
 from common.one_by_one import run_one_by_one
 from data.long_range import GENERATED, TASKS, TEXT_LENGTH, Task, load_task
@@ -192,14 +192,6 @@ def is_done(rows: Rows, run: Run, settings: Settings) -> bool:
                 )
             return bool(row["done"])
     return False
-
-
-def read_rows(path: str) -> Rows:
-    """Return the rows of a record, none if there is no file; exit with one line if it is no record."""
-    try:
-        return rows_of(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"{path}: not a record of this script ({error!r}); name another with --json")
 
 
 def write(args: argparse.Namespace, argv: Sequence[str], rows: Rows, **more: Any) -> None:

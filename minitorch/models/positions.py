@@ -1,12 +1,15 @@
-"""Ranges of positions that a device keeps, and positions in a grid."""
+"""Ranges of positions that a device keeps, and embeddings of positions in a grid."""
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kernels.common.arguments import whole
 
 
 @lru_cache(maxsize=64)
@@ -39,3 +42,44 @@ def grid_sines(side: int, width: int) -> npt.NDArray[np.float64]:
     frequencies = 2.0 * np.pi / np.geomspace(2.5, 2.0 * side, width // 4)
     rows, cols = (x[:, None] * frequencies for x in np.divmod(np.arange(side**2), side))
     return np.concatenate([np.sin(rows), np.cos(rows), np.sin(cols), np.cos(cols)], axis=1)
+
+
+def upsampled_grid(table: npt.NDArray[Any], side: int) -> npt.NDArray[Any]:
+    """Interpolate the embeddings of the places in a square for a square of another size.
+
+    Both squares cover the same picture, so that a place keeps its part of it: the centre of place i of n
+    lies at (i + 1/2) / n.  Between centres the interpolation is bilinear.  Beyond the outermost ones it
+    goes on with the same slope, so that a table that is linear in row and column stays linear.
+
+    Args:
+        table: (old side², width), read row by row.
+        side: Of the new square.
+
+    Returns:
+        (side², width), of the table's dtype.
+
+    Raises:
+        ValueError: If the table has not two dimensions, its rows are no square, or ``side`` is below 1.
+    """
+    rows = table.shape[0] if table.ndim == 2 else 0
+    old = math.isqrt(rows)
+    if old < 1 or old**2 != rows:
+        raise ValueError(
+            "a table of positions in a grid has the shape (side squared, width), got "
+            f"{table.shape}; pass the embeddings of square images"
+        )
+    weights = _between(old, whole("side", side, 1))  # (side, old)
+    grid = table.reshape(old, old, -1).astype(np.float64)
+    found = np.einsum("ri,cj,ijw->rcw", weights, weights, grid, optimize=True)
+    return found.reshape(side**2, -1).astype(table.dtype)
+
+
+def _between(old: int, new: int) -> npt.NDArray[np.float64]:
+    """Return the weight of each old place in each new one along one axis, (new, old)."""
+    weights = np.zeros((new, old))
+    centres = (np.arange(new) + 0.5) * old / new - 0.5
+    left = np.clip(np.floor(centres).astype(int), 0, max(old - 2, 0))
+    share = centres - left if old > 1 else np.zeros(new)  # below 0 or above 1 beyond the centres
+    weights[np.arange(new), left] = 1.0 - share
+    weights[np.arange(new), np.minimum(left + 1, old - 1)] += share
+    return weights

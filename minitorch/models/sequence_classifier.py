@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
 from ..nn import integer_array
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
+from ..training.recompute import checkpoint
 from .positions import grid_sines, kept_range
 from .transformer_layers import TransformerLayer
 
@@ -35,6 +36,9 @@ class SequenceClassifier(Module):
     Token and position embeddings, ``n_layer`` transformer layers, a layer norm, the mean over positions
     that are not padding, and a linear layer.  With ``documents=2`` the same encoder reads two documents,
     and the head sees [u, v, u ⊙ v, abs(u - v)] of their means u and v.
+
+    Sequences of unequal length may be packed: ids (total,) of all of them one after the other, and their
+    ``lengths``.  No computation is spent on padding then.  Packing needs flash attention.
 
     Args:
         n_vocab: Number of tokens in the vocabulary; 256 for bytes and for pixels.
@@ -54,6 +58,8 @@ class SequenceClassifier(Module):
         side: Side of the square images whose pixels are the tokens, row by row.  The position embeddings
             then begin as sines of rows and columns, rather than random; None for sequences.
         ln_eps: Added to the variance by the layer norms.
+        recompute: Keep only the inputs of the layers for the backward pass, and recompute the rest; see
+            :func:`minitorch.checkpoint`.
         backend: Backend of the parameters.
         dtype: Dtype of the parameters; the default dtype when None.
         precision: "float32", "tf32" or "bfloat16", instead of a dtype; see :class:`minitorch.Precision`.
@@ -83,6 +89,7 @@ class SequenceClassifier(Module):
         documents: int = 1,
         side: int | None = None,
         ln_eps: float = 1e-5,
+        recompute: bool = False,
         backend: TensorBackend | None = None,
         dtype: npt.DTypeLike | None = None,
         precision: str | None = None,
@@ -99,6 +106,7 @@ class SequenceClassifier(Module):
             )
         self.n_vocab, self.n_embd, self.n_positions = n_vocab, n_embd, n_positions
         self.n_classes, self.pad_id, self.documents = n_classes, pad_id, documents
+        self.recompute = recompute
         self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, EMBEDDING_STD)
         self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, EMBEDDING_STD)
         if side is not None:
@@ -124,27 +132,38 @@ class SequenceClassifier(Module):
         self.head = Linear(features, n_classes, True, backend, dtype)
 
     @in_own_precision
-    def forward(self, idx: Any) -> Tensor:
+    def forward(self, idx: Any, lengths: Any = None) -> Tensor:
         """Return the logits of the classes, (batch, n_classes).
 
         Args:
-            idx: Token ids, (batch, seq), or (batch, 2, seq) for pairs; seq <= n_positions.
+            idx: Token ids, (batch, seq), or (batch, 2, seq) for pairs; seq <= n_positions.  With
+                ``lengths``, (total,).
+            lengths: Number of tokens of each packed sequence, (batch,), an integer array.
 
         Raises:
             ValueError: If the shape does not fit.
         """
-        return self.head(self.features(idx))
+        return self.head(self.features(idx, lengths))
 
     @in_own_precision
-    def encode(self, idx: Any) -> Tensor:
+    def encode(self, idx: Any, lengths: Any = None) -> Tensor:
         """Return the mean of the encoder's outputs over the tokens of each sequence, (batch, n_embd).
 
         Args:
-            idx: Token ids, (batch, seq); the mean of a sequence of padding alone is 0.
+            idx: Token ids, (batch, seq), or (total,) with ``lengths``; the mean of a sequence of padding
+                alone is 0.
+            lengths: As for :meth:`forward`.
 
         Raises:
-            ValueError: If the ids do not have two dimensions, or a sequence is empty or too long.
+            ValueError: If the ids do not have two dimensions, a sequence is empty or too long, or the
+                lengths do not sum to total.
         """
+        if lengths is not None:
+            lengths = np.asarray(lengths)
+            x, _ = self.read_packed(idx, lengths)  # (total, n_embd)
+            owners = np.repeat(np.arange(len(lengths)), lengths)
+            shares = (np.arange(len(lengths))[:, None] == owners) / lengths[:, None]
+            return constant_like(x, shares).to(x.dtype) @ x
         shape = np.shape(idx)
         if len(shape) != 2 or 0 in shape or shape[1] > self.n_positions:
             raise ValueError(
@@ -153,33 +172,91 @@ class SequenceClassifier(Module):
                 "with a larger n_positions"
             )
         ids = integer_array(idx, self.n_vocab, "token ids")
-        seq = shape[1]
-        x = self.token_embeddings(ids) + self.position_embeddings(kept_range(0, seq))
-        x = self.dropout(x)  # (batch, seq, n_embd)
         shown = None
         if self.pad_id is not None:
             shown = computed(lambda: ids != self.pad_id, ids)  # (batch, seq)
-        for name in self.layer_names:
-            x = getattr(self, name)(x, key_mask=shown)  # (batch, seq, n_embd)
-        x = self.ln(x)
+        return self.pool(self.embed(ids), shown)
+
+    def read_packed(self, idx: Any, lengths: npt.NDArray[Any]) -> tuple[Tensor, Any]:
+        """Return the encoder's outputs, (total, n_embd), and the cumulative lengths, (batch + 1,).
+
+        Args:
+            idx: Token ids of all sequences, (total,).
+            lengths: Number of tokens of each, (batch,).
+
+        Raises:
+            ValueError: If they do not fit.
+        """
+        shape, fits = np.shape(idx), lengths.ndim == 1 and lengths.dtype.kind in "iu"
+        fits = fits and len(shape) == 1 and bool(len(lengths)) and lengths.sum() == shape[0]
+        if not (fits and lengths.min() >= 1 and lengths.max() <= self.n_positions):
+            raise ValueError(
+                "packed sequences are ids of shape (total,) and their lengths, whole numbers from 1 to "
+                f"{self.n_positions} that sum to total, got ids of shape {shape} and lengths "
+                f"{np.array2string(lengths, threshold=8)}; cut longer sequences"
+            )
+        if self.pad_id is not None:
+            raise ValueError(
+                f"packed sequences have no padding, and this model masks token {self.pad_id}; build it "
+                "with pad_id=None"
+            )
+        ids = integer_array(idx, self.n_vocab, "token ids")
+        sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # (batch + 1,)
+        positions = np.arange(len(ids)) - np.repeat(sums[:-1], lengths)  # (total,)
+        x = self.token_embeddings(ids) + self.position_embeddings(positions)
+        x = self._through_layers(x.view(1, *x.shape), cu_seqlens=sums)  # (1, total, n_embd)
+        return x.view(*x.shape[1:]), sums
+
+    @in_own_precision
+    def embed(self, ids: Any) -> Tensor:
+        """Return the sum of token and position embeddings, (batch, seq, n_embd).
+
+        Args:
+            ids: Token ids, an integer array (batch, seq).
+        """
+        return self.token_embeddings(ids) + self.position_embeddings(kept_range(0, ids.shape[1]))
+
+    @in_own_precision
+    def pool(self, x: Tensor, shown: Any = None) -> Tensor:
+        """Apply the layers to embedded tokens, and return the mean of the outputs, (batch, n_embd).
+
+        Args:
+            x: The result of :meth:`embed`, (batch, seq, n_embd).
+            shown: (batch, seq), False for padding; None if every token counts.
+        """
+        batch, seq, width = x.shape
+        x = self._through_layers(x, key_mask=shown)
         if shown is None:
-            return (x.sum(1) * (1.0 / seq)).view(shape[0], self.n_embd)
+            return (x.sum(1) * (1.0 / seq)).view(batch, width)
         dtype = acc_dtype(x.dtype)
         weights = computed(lambda: _shares(shown).astype(dtype), shown)  # (batch, seq, 1)
         pooled = (x * constant_like(x, weights)).sum(1)  # (batch, 1, n_embd)
-        return pooled.to(x.dtype).view(shape[0], self.n_embd)
+        return pooled.to(x.dtype).view(batch, width)
 
-    def features(self, idx: Any) -> Tensor:
+    def _through_layers(self, x: Tensor, **masked: Any) -> Tensor:
+        """Apply dropout, the layers and the last norm to embedded tokens, (batch, seq, n_embd)."""
+        x = self.dropout(x)
+        for name in self.layer_names:
+            layer = partial(getattr(self, name), **masked)
+            x = checkpoint(layer, x) if self.recompute else layer(x)
+        return self.ln(x)
+
+    def features(self, idx: Any, lengths: Any = None) -> Tensor:
         """Return the input of the head: (batch, n_embd), or (batch, 4 n_embd) for pairs.
 
         Args:
             idx: As for :meth:`forward`.
+            lengths: Likewise; not for pairs.
 
         Raises:
             ValueError: If the shape does not fit.
         """
         if self.documents == 1:
-            return self.encode(idx)
+            return self.encode(idx, lengths)
+        if lengths is not None:
+            raise ValueError(
+                "pairs of documents cannot be packed; pass ids of shape (batch, 2, seq) without lengths"
+            )
         shape = np.shape(idx)
         if len(shape) != 3 or shape[1] != 2:
             raise ValueError(
@@ -194,29 +271,35 @@ class SequenceClassifier(Module):
         return _joined(parts)
 
     @in_own_precision
-    def loss(self, idx: Any, targets: Any) -> Tensor:
+    def loss(self, idx: Any, targets: Any, lengths: Any = None) -> Tensor:
         """Return the mean cross entropy in nats, of shape (1,).
 
         Args:
             idx: Token ids, as for :meth:`forward`.
             targets: (batch,) classes, an integer array.
+            lengths: Of packed sequences, as for :meth:`forward`.
         """
         classes = integer_array(targets, self.n_classes, "targets")
         weights, bias = self.head.weights.value, self.head.bias
         assert bias is not None, "the head has a bias"
-        return linear_cross_entropy(self.features(idx), weights, classes, bias.value)
+        return linear_cross_entropy(self.features(idx, lengths), weights, classes, bias.value)
+
+    def decided(self, logits: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return the class of the largest logit of each row."""
+        return logits.argmax(-1)
 
     @no_grad()
-    def predict(self, idx: Any) -> npt.NDArray[np.int64]:
+    def predict(self, idx: Any, lengths: Any = None) -> npt.NDArray[np.int64]:
         """Return the most likely class of each example, (batch,), without dropout.
 
         Args:
             idx: Token ids, as for :meth:`forward`.
+            lengths: Likewise.
         """
         was_training = self.training
         self.eval()
         try:
-            return self(idx).to_numpy().argmax(-1)
+            return self.decided(self(idx, lengths).to_numpy())
         finally:
             if was_training:
                 self.train()

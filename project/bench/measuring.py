@@ -301,6 +301,24 @@ def write_record(path: str | Path, command: str, device: str, **figures: Any) ->
     beside.replace(path)
 
 
+def read_rows(path: str | Path, *names: str) -> list[dict[str, Any]]:
+    """Return the rows of a script's own record, to which it adds; exit with one line if it is another's.
+
+    Args:
+        path: Of the file; there are no rows if it does not exist.
+        names: Keys that each row has.
+    """
+    try:
+        rows = rows_of(path)
+        for row in rows:
+            _ = [row[name] for name in names]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        sys.exit(
+            f"{path}: not a record of this script ({error!r}); delete it, or name another folder or file"
+        )
+    return rows
+
+
 def rows_of(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a record; none where there is no file."""
     return json.loads(Path(path).read_text(encoding="utf-8"))["rows"] if Path(path).exists() else []

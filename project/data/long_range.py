@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ class Task:
         documents: Documents of an example.
         side: Of the images whose pixels are the tokens, row by row; None if they are none.
         turns: Whether an image that is turned or mirrored has the same class.
+        fresh: (steps so far, examples of a batch) to the batches of all later steps, whose examples are
+            drawn as they are needed, each once.  None if they are drawn from "train", which else is left
+            out of ``parts``.
     """
 
     name: str
@@ -48,11 +51,12 @@ class Task:
     documents: int = 1
     side: int | None = None
     turns: bool = False
+    fresh: Callable[[int, int], Generator[Examples, None, None]] | None = None
 
     @property
     def length(self) -> int:
         """Tokens of a sequence."""
-        return self.parts["train"].X.shape[-1]
+        return self.parts["valid"].X.shape[-1]
 
     @property
     def model(self) -> dict[str, Any]:

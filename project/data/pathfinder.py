@@ -288,7 +288,7 @@ def pathfinder(
         parts: dict[str, Examples] = {}
         for part, count in chosen.counts.items():
             lengths = chosen.levels if part == "train" else (chosen.contour_length,)
-            draw = partial(_draw_example, task=chosen, lengths=lengths)
+            draw = partial(draw_example, task=chosen, lengths=lengths)
             parts |= draw_set(
                 draw, {part: count}, chosen.size**2, seed, f"Pathfinder-{chosen.size}"
             )
@@ -297,9 +297,16 @@ def pathfinder(
     return read_or_make(path, {"task": "pathfinder", "seed": seed, **asdict(chosen)}, make)
 
 
-def _draw_example(
+def draw_example(
     random: np.random.Generator, task: Pathfinder, lengths: Sequence[int]
 ) -> tuple[npt.NDArray[np.uint8], int]:
+    """Draw the pixels of an image, (size²,), and its class.
+
+    Args:
+        random: NumPy's generator.
+        task: The parameters but for ``contour_length``.
+        lengths: Of the long contours, one of which is drawn.
+    """
     length = lengths[int(random.integers(len(lengths)))]
     picture = draw_picture(random, replace(task, contour_length=length))
     return picture.pixels.reshape(-1), picture.label

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -76,6 +79,39 @@ def draw_set(
         part: Examples(*map(np.concatenate, zip(*examples, strict=True)))
         for part, examples in drawn.items()
     }
+
+
+def fresh_batches(
+    draw: Draw, length: int, seed: int, done: int, batch: int, processes: int
+) -> Generator[Examples, None, None]:
+    """Draw batches of training examples without end, each example once, in processes that work ahead.
+
+    An example depends on its number alone, so that a training that goes on gets the examples that it would
+    have had.
+
+    Args:
+        draw: As for :func:`draw_set`.
+        length: Likewise.
+        seed: Likewise.
+        done: Number of earlier batches.
+        batch: Examples of a batch.
+        processes: That draw; 0 draws in this one, where the training waits for it.
+    """
+    draw_one = partial(_draw_chunk, draw, length, seed)
+    chunks = (("train", i * batch, (i + 1) * batch) for i in itertools.count(done))
+    if processes == 0:
+        yield from map(draw_one, chunks)
+    context = multiprocessing.get_context("spawn")
+    # Ctrl-C reaches all processes; the training ends its own after the step.
+    pool = ProcessPoolExecutor(processes, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    ahead: deque[Future[Examples]] = deque()
+    try:
+        for chunk in chunks:
+            ahead.append(pool.submit(draw_one, chunk))
+            if len(ahead) > 2 * processes:
+                yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _draw_chunk(draw: Draw, length: int, seed: int, chunk: tuple[str, int, int]) -> Examples:

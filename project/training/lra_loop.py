@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -97,6 +99,8 @@ class Training:
         lr: The learning rate; that of the task when None.
         goes_on: Whether to go on from a checkpoint in the folder, if there is one.
         eager: Whether to launch the kernels of a step one by one, rather than to capture them.
+        start: Parameters with which a training begins that has no checkpoint; random ones when None.
+        more: Other arguments of :func:`training.lra_methods.build`.
 
     Attributes:
         curve: The losses that have been read, and the validations by their step.
@@ -111,12 +115,15 @@ class Training:
     def __init__(
         self, task: Task, attention: str, settings: Settings, seed: int, backend: str, folder: Path,
         lr: float | None = None, goes_on: bool = False, eager: bool = False,
+        start: Mapping[str, npt.NDArray[Any]] | None = None, **more: Any,
     ):  # fmt: skip
         self.task, self.settings, self.folder = task, settings, folder
         self.lr = learning_rate_of(task.name) if lr is None else lr
         minitorch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
-        self.model = build(task, attention, settings, backend, seed)
+        self.model = self.built(attention, backend, seed, **more)
+        if start is not None:
+            load_parameters(self.model, {**start})
         self.optimizer = minitorch.AdamW(
             self.model.parameters(), lr=self.lr, weight_decay=settings.weight_decay,
             max_norm=settings.clip,
@@ -151,12 +158,26 @@ class Training:
         self.done, self._seconds = state.step, state.notes["seconds"]
         self.resumed = [*state.notes["resumed"], state.step]
 
-    def _step(self, X: Any, y: Any) -> minitorch.Tensor:
+    def built(
+        self, attention: str, backend: str, seed: int, **more: Any
+    ) -> minitorch.SequenceClassifier:
+        """Return the model before its training."""
+        return build(self.task, attention, self.settings, backend, seed, **more)
+
+    def loss(self, *inputs: Any) -> minitorch.Tensor:
+        """Return the loss of a batch."""
+        return self.model.loss(*inputs)
+
+    def judged(self, examples: Examples, desc: str = "validation") -> Judged:
+        """Return how well the model classifies examples."""
+        return judge(self.model, examples, self.settings.batch, desc)
+
+    def _step(self, *inputs: Any) -> minitorch.Tensor:
         """Take one step; return the loss before it, unread."""
         self.optimizer.zero_grad()
         own = find_precision(self.settings.precision)
         with minitorch.matmul_precision(own.products):  # in the backward pass, too
-            loss = self.model.loss(X, y)
+            loss = self.loss(*inputs)
             loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -166,27 +187,38 @@ class Training:
         """Whether the steps are replays of a CUDA graph."""
         return isinstance(self.take_step, minitorch.GraphStep) and self.take_step.is_captured
 
+    def _drawn(self) -> Generator[Examples, None, None]:
+        """Return the batches of the steps that are left."""
+        train = self.task.parts["train"]
+        while True:
+            rows = self.rng.integers(0, len(train.y), self.settings.batch)
+            yield Examples(train.X[rows], train.y[rows])
+
+    def inputs(self) -> Generator[tuple[Any, ...], None, None]:
+        """Return the arguments of :meth:`loss` for the steps that are left."""
+        fresh = self.task.fresh
+        with closing(
+            fresh(self.done, self.settings.batch) if fresh is not None else self._drawn()
+        ) as batches:
+            for X, y in batches:
+                own = turned(X, self.rng) if self.task.turns else X
+                yield own.astype(np.int64), y
+
     def run(self) -> dict[str, Any]:
         """Train until the steps are done, or Ctrl-C; return the row of the record.
 
         The row has ``"done": False`` after Ctrl-C, and no test accuracy then.
         """
-        settings, train = self.settings, self.task.parts["train"]
-        valid = self.task.parts["valid"]
+        settings, valid = self.settings, self.task.parts["valid"]
         valid = Examples(valid.X[: settings.judged], valid.y[: settings.judged])
         start = time.perf_counter() - self._seconds
         bar = tqdm(total=settings.steps, initial=self.done, unit="step", dynamic_ncols=True,
                    disable=without_bar(), desc=f"{self.task.name}, {self.config['attention']}")  # fmt: skip
         read_at, is_first = time.perf_counter(), True
-        with bar, CtrlC() as ctrl_c:
+        with bar, CtrlC() as ctrl_c, closing(self.inputs()) as batches:
             while self.done < settings.steps and not ctrl_c.asked:
                 self.optimizer.lr = learning_rate(self.done / settings.steps, self.lr)
-                rows = self.rng.integers(0, len(train.y), settings.batch)
-                X = train.X[rows]
-                if self.task.turns:
-                    X = turned(X, self.rng)
-                X = X.astype(np.int64)
-                self._unread.append(self.take_step(X, train.y[rows]))
+                self._unread.append(self.take_step(*next(batches)))
                 self.done += 1
                 bar.update()
                 is_judged = self.done % settings.judge_every == 0 or self.done == settings.steps
@@ -219,7 +251,7 @@ class Training:
         self._unread.clear()
 
     def _judge(self, valid: Examples) -> None:
-        judged = judge(self.model, valid, self.settings.batch)
+        judged = self.judged(valid)
         best = max(self.curve["valid_accuracy"], default=-1.0)
         self.curve["valid_step"].append(self.done)
         self.curve["valid_accuracy"].append(judged.accuracy)
@@ -253,7 +285,7 @@ class Training:
         if not is_done:
             return row
         load_parameters(self.model, read_checkpoint(self.folder / BEST)[0], str(self.folder / BEST))
-        test = judge(self.model, self.task.parts["test"], self.settings.batch, "test")
+        test = self.judged(self.task.parts["test"], "test")
         best = int(np.argmax(accuracies))
         times = self.curve["step_seconds"]
         return {
@@ -262,5 +294,6 @@ class Training:
             "valid_accuracy": accuracies[best],
             "test_accuracy": test.accuracy,
             "test_loss": test.loss,
+            "tested": len(self.task.parts["test"].y),
             "step_ms": 1e3 * median(times) if times else None,
         }

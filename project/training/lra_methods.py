@@ -123,20 +123,25 @@ def learning_rate_of(task: str) -> float:
 
 
 def build(
-    task: Task, attention: str, settings: Settings, backend: str, seed: int = 0
+    task: Task, attention: str, settings: Settings, backend: str, seed: int = 0, **more: Any
 ) -> minitorch.SequenceClassifier:
-    """Build the model of a task with one of the attentions."""
-    return build_classifier(attention, settings, backend, seed, **task.model)
+    """Build the model of a task with one of the attentions; ``more`` as of :func:`build_classifier`."""
+    return build_classifier(attention, settings, backend, seed, **task.model, **more)
 
 
 def build_classifier(
     attention: str, settings: Settings, backend: str, seed: int = 0, *, vocabulary: int, length: int,
     classes: int, pad_id: int | None, documents: int, side: int | None = None,
+    options: Mapping[str, Any] | None = None, recompute: bool = False,
 ) -> minitorch.SequenceClassifier:  # fmt: skip
-    """Build a model from what it must know of a task; see :class:`minitorch.SequenceClassifier`."""
+    """Build a model from what it must know of a task; see :class:`minitorch.SequenceClassifier`.
+
+    ``options`` replace those of the method.
+    """
+    options = METHODS[attention].options(length, seed) if options is None else options
     return minitorch.SequenceClassifier(
         vocabulary, settings.width, settings.heads, length, classes, settings.dropout,
         n_layer=settings.layers, middle_dim=settings.hidden, attention=attention,
-        attention_options=METHODS[attention].options(length, seed), pad_id=pad_id,
-        documents=documents, side=side, backend=BACKENDS[backend], precision=settings.precision,
+        attention_options=options, pad_id=pad_id, documents=documents, side=side,
+        recompute=recompute, backend=BACKENDS[backend], precision=settings.precision,
     )  # fmt: skip

@@ -138,17 +138,6 @@ def test_a_prefix_is_read_once_and_scores_are_those_of_whole_texts(
             assert score == pytest.approx(-losses[-length:].mean(), abs=1e-5)
 
 
-@given(st.integers(1, 400), st.data())
-def test_an_interval_holds_the_share_and_shrinks(count: int, data: Any) -> None:
-    right = data.draw(st.integers(0, count))
-    low, high = chapter_break.wilson(right, count)
-    assert -1e-12 <= low < high <= 1 + 1e-12
-    # Its ends are the shares whose normal interval just holds the share that was found.
-    for end in (low, high):
-        half = chapter_break.Z * math.sqrt(max(end * (1 - end), 0.0) / count)
-        assert abs(end - right / count) == pytest.approx(half, abs=1e-6)
-
-
 CHAPTERS = "\f".join(
     "".join(f"def f{i}{d}(x):\n    return {i * 7 % 10}{i * 3 % 10} * x\n\n\n" for i in range(12))
     for d in range(4)

@@ -125,6 +125,25 @@ def test_positions_of_an_image_begin_alike_where_pixels_are_near() -> None:
         SequenceClassifier(8, 6, 2, 25, 2, side=5)
 
 
+def test_recomputed_layers_have_the_same_gradients_bit_for_bit() -> None:
+    found = []
+    for recompute in (False, True):
+        own = model(pad_id=0, attention_dropout=0.2, recompute=recompute)
+        minitorch.manual_seed(6)
+        loss = own.loss(ids(3, 17, low=0), np.array([0, 2, 1]))
+        loss.backward()
+        found.append([loss.to_numpy(), *(x.value.grad.to_numpy() for x in own.parameters())])
+    for plain, recomputed in zip(*found, strict=True):
+        np.testing.assert_array_equal(plain, recomputed)
+
+
+def test_embedding_then_pooling_is_the_encoder() -> None:
+    own = model()
+    own.eval()
+    x = own.embed(ids(2, 7))
+    np.testing.assert_array_equal(own.pool(x).to_numpy(), own.encode(ids(2, 7)).to_numpy())
+
+
 def test_wrong_calls_say_what_is_expected() -> None:
     own = model(pad_id=0)
     with pytest.raises(ValueError, match=r"1 to 40 tokens, got shape \(2, 41\); cut longer"):
@@ -143,3 +162,37 @@ def test_wrong_calls_say_what_is_expected() -> None:
         model(documents=3)
     with pytest.raises(ValueError, match="determines the dtype"):
         model(precision="bfloat16", dtype=np.float32)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_packed_sequences_have_the_logits_and_gradients_of_single_ones(recompute: bool) -> None:
+    own = model(recompute=recompute)
+    lengths = np.array([5, 1, 23, 40])
+    packed = ids(lengths.sum())
+    parts = np.split(packed, np.cumsum(lengths)[:-1])
+    factors = minitorch.from_numpy(np.random.default_rng(1).standard_normal((4, 3)), FastBackend)
+
+    def found(logits: Any) -> list[Any]:
+        for x in own.parameters():
+            x.value.zero_grad_()
+        (logits * factors).sum().backward()
+        return [logits.to_numpy(), *(x.value.grad.to_numpy() for x in own.parameters())]
+
+    def alone(packed: Any) -> Any:
+        return minitorch.cat([own(part[None]) for part in parts], 0)
+
+    for together, single in zip(found(own(packed, lengths)), found(alone(packed)), strict=True):
+        assert_close_arrays(together, single, np.float64)
+
+
+def test_packed_sequences_that_do_not_fit_are_refused() -> None:
+    own = model()
+    for shape, lengths in (((7,), [3, 3]), ((7,), [7, 0]), ((41,), [41]), ((1, 7), [7])):
+        with pytest.raises(ValueError, match="from 1 to 40 that sum to total, got ids of shape"):
+            own(ids(*shape), np.array(lengths))
+    with pytest.raises(ValueError, match="no padding, and this model masks token 0"):
+        model(pad_id=0)(ids(7), np.array([7]))
+    with pytest.raises(ValueError, match="cannot be packed"):
+        model(documents=2)(ids(7), np.array([7]))
+    with pytest.raises(ValueError, match="need flash attention"):
+        model("naive")(ids(7), np.array([7]))

@@ -1,0 +1,330 @@
+"""Train a classifier on Path-X: Pathfinder with more and more pixels, each stage from the model before it.
+
+python project/run_pathx.py --backend cuda --precision bfloat16     32, 64 and 128 pixels (Path-X), 256
+python project/run_pathx.py --stages 32,64,128 --steps 40000,10000,5000
+python project/run_pathx.py --quick                                 tiny images, in seconds on a CPU
+
+The same command goes on where it was interrupted, in the middle of a stage, too.  Training images are drawn
+as they are needed, or once into a file with --examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from bench.measuring import command_line, name_of, read_rows, write_record
+from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser, per_item
+from data.long_range import BYTES, Task
+from data.pathfinder import CLASSES, PUBLISHED, Pathfinder, draw_example, pathfinder
+from data.sequence_sets import fresh_batches
+from training.intervals import wilson_interval
+from training.lra_loop import BEST, Training
+from training.lra_methods import BACKENDS, QUICK, Settings
+from training.saliency import held_out, panel, saliency, shares
+from training.script_helpers import (
+    check_backend,
+    curves,
+    draw,
+    ends_in_one_line,
+    make_folder,
+    resumable,
+)
+
+import minitorch
+from minitorch.models.positions import upsampled_grid
+from minitorch.training.model_files import read_checkpoint
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Rows = list[dict[str, Any]]
+ATTENTIONS = ("flash", "block-sparse")
+POSITIONS = "position_embeddings.weights"
+INTERRUPTED = 130
+#: Images whose saliency is measured, and of these the ones that are drawn.
+MEASURED, DRAWN = 16, 4
+
+
+class Stage(NamedTuple):
+    """The default training on images of one size.
+
+    Attributes:
+        task: The parameters of the images.
+        steps: Of the optimiser.
+        batch: Images of a step.
+        lr: The highest learning rate.
+        attention: One of ``ATTENTIONS``.
+        recompute: Whether layers are recomputed in the backward pass.
+    """
+
+    task: Pathfinder
+    steps: int
+    batch: int
+    lr: float
+    attention: str = "flash"
+    recompute: bool = False
+
+
+#: By the side of the images.  Path-X has 128, Path-256 has 256; the smallest are not of the arena.
+STAGES = {
+    8: Stage(Pathfinder(8, 3, 1, 1.0, 0.5, 0.5, 0.5, 0.75, 2.0, levels=(3,)), 2_000, 256, 1e-3),
+    16: Stage(
+        Pathfinder(16, 5, 2, 1.5, 0.5, 0.75, 0.75, 1.0, 4.0, levels=(3, 5)), 5_000, 256, 1e-3
+    ),
+    32: Stage(PUBLISHED[32], 40_000, 256, 1e-3),
+    64: Stage(PUBLISHED[64], 10_000, 128, 5e-4),
+    128: Stage(PUBLISHED[128], 5_000, 32, 3e-4),
+    256: Stage(PUBLISHED[256], 3_000, 16, 3e-4, "block-sparse", True),
+}
+MODEL = Settings(
+    0, judge_every=200, judged=1000, layers=4, width=128, heads=4, hidden=256, dropout=0.0
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of one stage with the options of a run.
+
+    Attributes:
+        side: Of the images.
+        stage: With the options that were given.
+        before: Side of the images of the stage before it, or None.
+    """
+
+    side: int
+    stage: Stage
+    before: int | None
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"pathfinder-{self.side}"
+
+
+def attention_name(text: str) -> str:
+    """Return one of ``ATTENTIONS``."""
+    if text not in ATTENTIONS:
+        raise argparse.ArgumentTypeError(f"must be {' or '.join(ATTENTIONS)}, got {text}")
+    return text
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--stages", type=per_item(COUNT), metavar="N,…",
+        help="sides of the images (default: 32,64,128,256; with --quick 8,16)")  # fmt: skip
+    for name, kind, what in (
+        ("--steps", COUNT, "of the optimiser"),
+        ("--batch", COUNT, "images of a step"),
+        ("--lr", POSITIVE, "learning rate"),
+        ("--attention", attention_name, "flash, or block-sparse: a butterfly of rows of pixels"),
+    ):  # fmt: skip
+        add(
+            name,
+            type=per_item(kind),
+            metavar="X,…",
+            help=f"{what}, one for all stages or one for each",
+        )
+    for name in ("layers", "width", "heads", "hidden", "judge-every"):
+        add(f"--{name}", type=COUNT, metavar="N", help="(default: that of the size)")
+    add("--recompute", action=argparse.BooleanOptionalAction,
+        help="recompute layers in the backward pass (default: with 256 pixels)")  # fmt: skip
+    add("--examples", type=COUNT, metavar="N",
+        help="training images, drawn once into a file (default: new ones in each step)")  # fmt: skip
+    add("--tested", type=COUNT, metavar="N", help="held-out images (default: 4000)")
+    add("--processes", type=FROM_ZERO, metavar="N",
+        help="that draw training images; 0 draws in this one (default: all cores but one)")  # fmt: skip
+    parser.option("--seed", FROM_ZERO, 0, "of everything that is random")
+    parser.choice("--backend", BACKENDS, "fast")
+    parser.choice("--precision", ("float32", "bfloat16"), "float32")
+    add("--eager", action="store_true",
+        help="launch kernels one by one; a GPU else replays steps as a CUDA graph")  # fmt: skip
+    add("--quick", action="store_true", help="a tiny size that runs in seconds")
+    add("--out", default="runs/pathx", metavar="DIR",
+        help="of sets, checkpoints, pictures and the record pathx.json (default: %(default)s)")  # fmt: skip
+    args = parser.parse_args(argv)
+    args.stages = args.stages or ([8, 16] if args.quick else [32, 64, 128, 256])
+    if not set(args.stages) <= set(STAGES) or args.stages != sorted(set(args.stages)):
+        parser.error(
+            f"--stages must rise and be among {', '.join(map(str, STAGES))}, got "
+            f"{','.join(map(str, args.stages))}"
+        )
+    for name in ("steps", "batch", "lr", "attention"):
+        given = getattr(args, name)
+        if given is not None and len(given) not in (1, len(args.stages)):
+            parser.error(
+                f"--{name} takes one value for all stages or one for each of {len(args.stages)}, got "
+                f"{len(given)}"
+            )
+    if args.processes is None:
+        args.processes = 0 if args.quick else max((os.cpu_count() or 1) - 1, 0)
+    args.tested = args.tested or (64 if args.quick else 4000)
+    return args
+
+
+def plans_of(args: argparse.Namespace) -> list[Plan]:
+    """Return the stages with the options that were given."""
+    plans = []
+    for number, side in enumerate(args.stages):
+        own: dict[str, Any] = {"steps": QUICK.steps, "batch": QUICK.batch} if args.quick else {}
+        for name in ("steps", "batch", "lr", "attention"):
+            if (given := getattr(args, name)) is not None:
+                own[name] = given[number % len(given)]
+        if args.recompute is not None:
+            own["recompute"] = args.recompute
+        before = args.stages[number - 1] if number else None
+        plans.append(Plan(side, STAGES[side]._replace(**own), before))
+    return plans
+
+
+def settings_of(args: argparse.Namespace, stage: Stage) -> Settings:
+    """Return the size of the model, the same in all stages, and of a stage's training."""
+    names = "layers", "width", "heads", "hidden", "judge_every"
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    size = replace(QUICK if args.quick else MODEL, precision=args.precision, **given)
+    return replace(size, steps=stage.steps, batch=stage.batch)
+
+
+def task_of(args: argparse.Namespace, plan: Plan) -> Task:
+    """Return the images of a stage."""
+    task, side, sets = plan.stage.task, plan.side, Path(args.out) / "sets"
+    judged = QUICK.judged if args.quick else MODEL.judged
+    counts = {"valid": judged, "test": args.tested}
+    parts = pathfinder(sets / f"{plan.name}-seed-{args.seed}.npz", seed=args.seed, task=task,
+                       counts=counts)  # fmt: skip
+    draw_one = partial(draw_example, task=task, lengths=task.levels)
+    fresh = None
+    if args.examples is None:
+        fresh = partial(fresh_batches, draw_one, side**2, args.seed, processes=args.processes)
+    else:
+        file = sets / f"{plan.name}-train-{args.examples}-seed-{args.seed}.npz"
+        parts |= pathfinder(file, seed=args.seed, task=task, counts={"train": args.examples})
+    number = "new ones in each step" if args.examples is None else f"{args.examples} to train"
+    begun = "" if plan.before is None else f", begun with the model of {plan.before} pixels"
+    source = f"generated, {side} x {side} pixels, {number}{begun}"
+    return Task(plan.name, source, parts, BYTES, CLASSES, side=side, turns=True, fresh=fresh)
+
+
+def grown(args: argparse.Namespace, plan: Plan) -> Arrays | None:
+    """Return the parameters of the stage before with positions for larger images, if there is one."""
+    if plan.before is None:
+        return None
+    arrays, _ = read_checkpoint(Path(args.out) / f"pathfinder-{plan.before}" / BEST)
+    return {**arrays, POSITIONS: upsampled_grid(arrays[POSITIONS], plan.side)}
+
+
+def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> dict[str, Any]:
+    """Train a stage as far as it is not, and return its row of the record.
+
+    Args:
+        args: The options.
+        plan: The stage.
+        row: That of an earlier run, if there is one.
+    """
+    stage, settings = plan.stage, settings_of(args, plan.stage)
+    options = {"block_size": max(plan.side, 16)} if stage.attention == "block-sparse" else None
+    task = task_of(args, plan)
+    training = Training(
+        task, stage.attention.replace("-", "_"), settings, args.seed, args.backend,
+        Path(args.out) / plan.name, stage.lr, True, args.eager, start=grown(args, plan), options=options,
+        recompute=stage.recompute,
+    )  # fmt: skip
+    if row is not None and row["done"] and training.done == settings.steps:
+        return row
+    print(
+        f"{task.name}: {task.source}; {stage.attention}, steps {training.done} to {settings.steps}"
+    )
+    row = training.run() | {"side": plan.side, "recompute": stage.recompute}
+    if row["done"]:
+        row["interval"] = wilson_interval(
+            round(row["test_accuracy"] * row["tested"]), row["tested"]
+        )
+        row["saliency"] = show_saliency(args, plan, training.model)
+    return row
+
+
+def show_saliency(
+    args: argparse.Namespace, plan: Plan, model: minitorch.SequenceClassifier
+) -> dict[str, float]:
+    """Draw which pixels decide; return the mean saliency of the parts of images."""
+    pictures = held_out(plan.stage.task, args.seed, MEASURED)
+    maps, panels = [], []
+    model.eval()
+    for picture in pictures:
+        ids = picture.pixels.reshape(1, -1).astype(np.int64)
+        maps.append(saliency(model, ids)[0])
+        if len(panels) < DRAWN:
+            away, joined = model(ids).to_numpy().astype(np.float64)[0]
+            panels.append(panel(picture, maps[-1], 1.0 / (1.0 + np.exp(away - joined))))
+    draw(Path(args.out) / f"saliency-{plan.side}.png", *panels)
+    return shares(pictures, maps)
+
+
+def draw_curve(rows: Rows, path: Path) -> None:
+    """Draw the validation accuracy and the training loss of all stages, one after the other."""
+    accuracy, loss, begin = [], [], 0
+    for row in rows:
+        curve = row["curve"]
+        name = f"{row['side']} pixels"
+        accuracy.append((name, [begin + x for x in curve["valid_step"]], curve["valid_accuracy"]))
+        at = [begin + i * curve["train_every"] for i in range(len(curve["train"]))]
+        loss.append((name, at, curve["train"]))
+        begin += row["steps"]
+    draw(
+        path,
+        curves("step", "validation accuracy", *accuracy),
+        curves("step", "training loss", *loss),
+    )
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> None:
+    """Train all stages, write the record and draw the pictures; exit after Ctrl-C."""
+    out = Path(args.out)
+    record = out / "pathx.json"
+    known = {row["side"]: row for row in read_rows(record, "side")}
+    command = command_line("project/run_pathx.py", argv, ("--out",))
+    device = name_of("cuda" if args.backend == "cuda" else "cpu")
+    rows: Rows = []
+    for plan in plans_of(args):
+        row = train(args, plan, known.get(plan.side))
+        rows.append(row)
+        others = [row for side, row in known.items() if side not in {row["side"] for row in rows}]
+        write_record(record, command, device, rows=sorted(rows + others, key=lambda x: x["side"]))
+        if not row["done"]:
+            print(f"stopped by Ctrl-C in {plan.name}; the same command goes on")
+            sys.exit(INTERRUPTED)
+        low, high = row["interval"]
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {x:.2f}" for name, x in row["saliency"].items()
+        )
+        print(
+            f"{plan.name}: {row['test_accuracy']:.1%} of {row['tested']} held-out images (95 % interval "
+            f"{low:.1%} to {high:.1%}), by the model of step {row['best_step']}; "
+            f"{row['seconds']:.0f} s\n  saliency over that of all pixels: {parts}"
+        )
+        gc.collect()  # the captured step of this stage, and its memory
+    draw_curve(rows, out / "curve.png")
+    print(f"record {record}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    given = sys.argv[1:] if argv is None else argv
+    args = parse_args(given)
+    check_backend(f"--backend {args.backend}", BACKENDS[args.backend])
+    make_folder(args.out)
+    with ends_in_one_line("--batch, or pass --recompute"), resumable(args.out):
+        run(args, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The classifier of long documents as a user runs it, its corpus, and its scores."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+import run_documents  # noqa: E402
+from data import documents as corpus  # noqa: E402
+from training import document_loop, lra_loop  # noqa: E402
+
+SMALL = ["--contexts", "4,16", "--steps", "80", "--judge-every", "20", "--quick", "--lr", "0.02"]
+
+
+def run(out: Path, *options: str) -> None:
+    run_documents.main([*SMALL, "--out", str(out), *options])
+
+
+def refused(out: Path, *options: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        run(out, *options)
+    assert isinstance(ended.value.code, str) and "\n" not in ended.value.code
+    return ended.value.code
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of two labels, whose words come after the first four."""
+    place = tmp_path_factory.mktemp("texts")
+    random = np.random.default_rng(0)
+    for number in range(60):
+        own = [label for label in ("cats", "dogs") if random.integers(2)] or ["cats"]
+        text = "one two three four " + " ".join(own) + " and more" * 3
+        for label in own:
+            (place / label).mkdir(exist_ok=True)
+            (place / label / f"{number}.txt").write_text(text)
+    return place
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished")
+    run(out, "--data", str(folder))
+    return out
+
+
+def test_who_reads_more_knows_more(finished: Path) -> None:
+    record = json.loads((finished / "documents.json").read_text())
+    short, long = record["rows"]
+    assert record["labels"] == ["cats", "dogs"]
+    assert (short["context"], long["context"], short["cut"], long["cut"]) == (4, 16, 1.0, 0.0)
+    assert short["micro_f1"] == record["without_reading"] < long["micro_f1"] == 1.0
+    low, high = record["gain_interval"]
+    assert 0 < low <= record["gain"] <= high
+    assert long["peak_bytes"] >= 0 and long["step_ms"] > 0
+    pytest.importorskip("matplotlib")
+    assert (finished / "documents.png").stat().st_size > 1000
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(
+    finished: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, steps, ctrl_c = document_loop.packed, 0, lra_loop.CtrlC()
+
+    def then_ctrl_c(*args: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        ctrl_c.asked = steps == 30
+        return packed(*args)
+
+    monkeypatch.setattr(document_loop, "packed", then_ctrl_c)
+    monkeypatch.setattr(lra_loop, "CtrlC", lambda: ctrl_c)
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, "--data", str(folder))
+    assert ended.value.code == run_documents.INTERRUPTED
+    run(tmp_path, "--data", str(folder))
+    rows = [
+        json.loads((out / "documents.json").read_text())["rows"] for out in (finished, tmp_path)
+    ]
+    for whole, resumed in zip(*rows, strict=True):
+        assert whole["curve"] == resumed["curve"] and whole["counts"] == resumed["counts"]
+    assert rows[1][0]["resumed"] and not rows[0][0]["resumed"]
+
+
+def test_a_finished_run_is_not_repeated_and_damage_is_one_line(
+    finished: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Path(shutil.copytree(finished, tmp_path / "own"))
+    monkeypatch.setattr(lra_loop.Training, "run", None)  # training again would fail
+    run(own, "--data", str(folder))
+    assert "had another steps" in refused(own, "--data", str(folder), "--steps", "81")
+    (last,) = (own / "documents-4" / "checkpoints").iterdir()
+    last.write_bytes(last.read_bytes()[:99])
+    assert f"{last}: the checkpoint cannot be read" in refused(own, "--data", str(folder))
+
+
+def test_folders_that_hold_no_set_are_one_line(folder: Path, tmp_path: Path) -> None:
+    assert "there are no folders of labels" in refused(tmp_path, "--data", str(tmp_path / "no"))
+    own = Path(shutil.copytree(folder, tmp_path / "own"))
+    (own / "birds").mkdir()
+    assert "birds: the label has no documents; put .txt files" in refused(
+        tmp_path, "--data", str(own)
+    )
+    (own / "birds" / "x.txt").write_bytes(b"\xff")
+    assert "cannot be read as UTF-8" in refused(tmp_path, "--data", str(own))
+    both = next(x.name for x in (own / "cats").iterdir() if (own / "dogs" / x.name).exists())
+    (own / "birds" / "x.txt").unlink()
+    (own / "birds" / both).write_text("another text")
+    assert "the text differs from that of" in refused(tmp_path, "--data", str(own))
+    few = tmp_path / "few" / "cats"
+    few.mkdir(parents=True)
+    (few / "a.txt").write_text("meow")
+    assert "too few for a part to" in refused(tmp_path, "--data", str(few.parent))
+
+
+def test_import_statements_are_blanked_wherever_they_stand() -> None:
+    source = (
+        "import os, xml.dom as d\nif True:\n    from re import (\n        compile,\n    )\n"
+        "from . import near\nfrom .json import x\ndef f():\n    import sys; sys.exit()\n    return os.sep\n"
+    )
+    text, modules = corpus.without_imports(source)
+    assert modules == {"os", "xml", "re", "sys"}
+    assert "import" not in text and "os.sep" in text and len(text.split("\n")) == 11
+    kept = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return)]
+    assert text.split("\n")[kept[0].lineno - 1] == "    return os.sep"
+
+
+def test_the_corpus_has_the_modules_that_most_files_import(tmp_path: Path) -> None:
+    sources = {
+        "a": "import os\n" + "x = os.sep\n" * 9,
+        "b": "import os, re\n" + "y\n" * 20,
+        "c": "import re, abc\n" + "z\n" * 20,
+        "short": "import abc",
+        "bad": "(" * 20,
+    }
+    for name, text in sources.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    found = corpus.python_library(10, tmp_path, 2)
+    assert found.labels == ("os", "re") and len(found.texts) == 3
+    assert found.targets.tolist() == [[True, False], [True, True], [False, True]]
+
+
+def test_tokens_are_words_numbers_and_signs() -> None:
+    assert corpus.TOKEN.findall("os.path_2 über…\n 12a") == [
+        "os", ".", "path", "_", "2", "über", "…", "12", "a",
+    ]  # fmt: skip
+    ids = corpus.vocabulary(["a a b b c", "a"], 3)
+    assert ids == {"a": 1, "b": 2}
+    assert corpus.encoded("c b a b", ids, 3).tolist() == [0, 2, 1]
+    assert corpus.encoded("", ids, 3).tolist() == [corpus.UNKNOWN]
+
+
+BOOLS = st.integers(1, 5).flatmap(
+    lambda labels: st.lists(
+        st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=labels, max_size=labels),
+        min_size=1,
+        max_size=6,
+    )
+)
+
+
+@given(BOOLS)
+def test_no_threshold_is_better_than_the_best(drawn: Any) -> None:
+    table = np.array(drawn)  # (documents, labels, 2)
+    targets, scores = table[..., 0].astype(bool), table[..., 1].astype(float)
+
+    def f1(threshold: float) -> float:
+        return document_loop.micro_f1(document_loop.counts_of(scores >= threshold, targets))
+
+    best = f1(document_loop.best_threshold(scores, targets))
+    assert best == pytest.approx(max(f1(threshold) for threshold in np.unique(scores)))
+
+
+def test_the_interval_of_a_gain_holds_it() -> None:
+    random = np.random.default_rng(0)
+    first, second = random.integers(0, 4, (2, 80, 3))
+    low, high = document_loop.gain_interval(first, second)
+    gain = document_loop.micro_f1(second) - document_loop.micro_f1(first)
+    assert low < gain < high
+    assert document_loop.gain_interval(first, first) == (0.0, 0.0)

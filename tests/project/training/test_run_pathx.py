@@ -1,0 +1,250 @@
+"""The curriculum of Path-X as a user runs it: it goes on bit for bit, draws, and refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import minitorch
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "project"))  # as for a script that runs there
+import run_pathx  # noqa: E402
+from data import sequence_sets  # noqa: E402
+from data.pathfinder import Pathfinder, draw_picture  # noqa: E402
+from training import lra_loop, saliency  # noqa: E402
+from training.intervals import wilson_interval  # noqa: E402
+
+SMALL = ["--quick", "--steps", "6", "--judge-every", "2", "--tested", "16",
+         "--attention", "flash,block-sparse"]  # fmt: skip
+
+
+def run(out: Path, *options: str) -> None:
+    run_pathx.main([*SMALL, *options, "--out", str(out)])
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return json.loads((out / "pathx.json").read_text())["rows"]
+
+
+def refused(out: Path, *options: str) -> str:
+    """Run the script in this process; return the one line with which it ends."""
+    with pytest.raises(SystemExit) as ended:
+        run(out, *options)
+    assert isinstance(ended.value.code, str) and "\n" not in ended.value.code
+    return ended.value.code
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished")
+    run(out)
+    return out
+
+
+@pytest.fixture
+def own(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy that may be changed."""
+    return Path(shutil.copytree(finished, tmp_path / "own"))
+
+
+def test_each_stage_has_an_interval_saliency_and_a_curve(finished: Path) -> None:
+    rows = rows_of(finished)
+    assert [(row["side"], row["attention"]) for row in rows] == [(8, "flash"), (16, "block_sparse")]
+    for row in rows:
+        low, high = row["interval"]
+        assert 0 <= low <= row["test_accuracy"] <= high <= 1 and row["tested"] == 16
+        assert all(value >= 0 for value in row["saliency"].values())
+        assert row["curve"]["valid_step"] == [2, 4, 6] and len(row["curve"]["train"]) == 6
+    assert "begun with the model of 8 pixels" in rows[1]["source"]
+    pytest.importorskip("matplotlib")
+    for name in ("curve", "saliency-8", "saliency-16"):
+        assert (finished / f"{name}.png").stat().st_size > 1000
+
+
+def test_a_stage_begins_with_the_model_before_it(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+    training = run_pathx.Training
+
+    def noted(*args: Any, **options: Any) -> Any:
+        begun.append(options["start"])
+        return training(*args, **options)
+
+    monkeypatch.setattr(run_pathx, "Training", noted)
+    run(Path(shutil.copytree(finished, tmp_path / "own")))
+    best, _ = run_pathx.read_checkpoint(finished / "pathfinder-8" / lra_loop.BEST)
+    assert begun[0] is None and begun[1].keys() == best.keys()
+    for name, array in begun[1].items():
+        if name == run_pathx.POSITIONS:
+            assert array.shape == (256, best[name].shape[1])
+        else:
+            np.testing.assert_array_equal(array, best[name])
+
+
+@pytest.mark.parametrize("options", [[], ["--examples", "20"]])
+def test_interrupted_runs_end_with_the_same_bits(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "a", *options)
+    turned, steps, ctrl_c = lra_loop.turned, 0, lra_loop.CtrlC()
+
+    def then_ctrl_c(*args: Any) -> Any:
+        """Ask for the end after each fourth step."""
+        nonlocal steps
+        steps += 1
+        ctrl_c.asked = steps % 4 == 0
+        return turned(*args)
+
+    monkeypatch.setattr(lra_loop, "turned", then_ctrl_c)
+    monkeypatch.setattr(lra_loop, "CtrlC", lambda: ctrl_c)
+    runs = 0
+    while True:
+        runs += 1
+        try:
+            run(tmp_path / "b", *options)
+            break
+        except SystemExit as ended:
+            assert ended.code == run_pathx.INTERRUPTED
+    assert runs == 3  # it is asked after 4, 8 and 12 of 12 steps
+    for a, b in zip(rows_of(tmp_path / "a"), rows_of(tmp_path / "b"), strict=True):
+        assert a["curve"] == b["curve"] and a["test_loss"] == b["test_loss"]
+    for file in (tmp_path / "a").glob("*/best.safetensors"):
+        one, _ = run_pathx.read_checkpoint(file)
+        other, _ = run_pathx.read_checkpoint(tmp_path / "b" / file.relative_to(tmp_path / "a"))
+        assert one.keys() == other.keys()
+        assert all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def test_a_finished_run_is_not_repeated_and_other_options_are_refused(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = rows_of(own)
+    monkeypatch.setattr(lra_loop.Training, "run", None)  # training again would fail
+    run(own)
+    assert rows_of(own) == before
+    assert "had another steps than this one; pass the same options" in refused(own, "--steps", "7")
+    assert "another source" in refused(own, "--stages", "16", "--attention", "block-sparse")
+
+
+def test_damage_and_a_full_disk_are_one_line(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = own / "pathfinder-8" / lra_loop.BEST
+    whole = best.read_bytes()
+    best.write_bytes(whole[:-9])
+    assert f"{best}: the checkpoint cannot be read" in refused(own)
+    best.write_bytes(whole)
+    (last,) = (own / "pathfinder-16" / "checkpoints").iterdir()
+    last.write_bytes(last.read_bytes()[:99])
+    assert f"{last}: the checkpoint cannot be read" in refused(own)
+    last.unlink()
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lra_loop, "save_checkpoint", full)
+    assert "No space left on device); make room and run the same command again" in refused(own)
+    (own / "pathx.json").write_text("{}")
+    assert "not a record of this script" in refused(own)
+
+
+def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, words in (
+        (["--stages", "16,8"], "must rise and be among 8, 16, 32, 64, 128, 256, got 16,8"),
+        (["--stages", "7"], "among 8, 16, 32, 64, 128, 256, got 7"),
+        (
+            ["--steps", "1,2,3"],
+            "--steps takes one value for all stages or one for each of 2, got 3",
+        ),
+        (["--attention", "performer"], "must be flash or block-sparse, got performer"),
+        (["--batch", "0"], "must be a whole number, 1 or more, got 0"),
+    ):
+        with pytest.raises(SystemExit):
+            run(tmp_path, *options)
+        assert words in capsys.readouterr().err, options
+
+
+def test_batches_drawn_ahead_are_those_drawn_on_demand() -> None:
+    def numbers(done: int, processes: int) -> list[Any]:
+        batches = sequence_sets.fresh_batches(drawn, 4, 7, done, 5, processes)
+        found = [next(batches) for _ in range(4)]
+        batches.close()
+        return found
+
+    first, later, ahead = numbers(0, 0), numbers(2, 0), numbers(2, 1)
+    for other in (later, ahead):
+        for a, b in zip(first[2:], other, strict=False):
+            np.testing.assert_array_equal(a.X, b.X)
+            np.testing.assert_array_equal(a.y, b.y)
+    rows = np.concatenate([batch.X for batch in first])
+    assert len(np.unique(rows, axis=0)) == len(rows) == 20
+
+
+def drawn(random: np.random.Generator) -> tuple[Any, int]:
+    return random.integers(0, 256, 4).astype(np.uint8), int(random.integers(2))
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1))
+def test_the_interval_is_where_the_score_test_accepts(count: int, share: float) -> None:
+    right = round(share * count)
+    found = right / count
+    low, high = wilson_interval(right, count)
+    assert 0 <= low <= found <= high <= 1
+    for end in (low, high):
+        if 0 < end < 1:
+            assert abs(found - end) == pytest.approx(
+                1.959964 * (end * (1 - end) / count) ** 0.5, rel=1e-6, abs=1e-9
+            )
+
+
+def test_the_interval_needs_trials() -> None:
+    with pytest.raises(ValueError, match="got 0 of 0"):
+        wilson_interval(0, 0)
+    with pytest.raises(ValueError, match="got 4 of 3"):
+        wilson_interval(4, 3)
+
+
+def test_saliency_is_the_slope_of_the_difference_of_the_logits() -> None:
+    minitorch.manual_seed(0)
+    model = minitorch.SequenceClassifier(
+        256, 8, 2, 16, 2, 0.0, n_layer=1, middle_dim=8, side=4, backend=minitorch.FastBackend
+    )  # fmt: skip
+    ids = np.random.default_rng(0).integers(0, 256, (2, 16))
+    found = saliency.saliency(model, ids)
+    assert found.shape == (2, 16) and model.training
+
+    def difference(place: int, along: np.ndarray) -> float:
+        x = model.embed(ids).detach().to_numpy().copy()
+        x[1, place] += along.astype(x.dtype)
+        logits = model.head(model.pool(minitorch.from_numpy(x, minitorch.FastBackend)))
+        away, joined = logits.to_numpy()[1]
+        return joined - away
+
+    for place in (0, 7):
+        slopes = [
+            (difference(place, step) - difference(place, -step)) / 2e-2
+            for step in 1e-2 * np.eye(8)
+        ]  # fmt: skip
+        assert found[1, place] == pytest.approx(np.linalg.norm(slopes), rel=1e-2)
+
+
+def test_saliency_on_the_contours_alone_is_counted_as_theirs() -> None:
+    task = Pathfinder()
+    pictures = saliency.held_out(task, 0, 4)
+    assert [picture.label for picture in pictures] == [1, 0, 1, 0]
+    drawn = [p.pixels[saliency.pixels_of(p.contours, 32)] > 0 for p in pictures]
+    assert all(lit.mean() > 0.95 for lit in drawn)
+    maps = [saliency.pixels_of(p.contours[:2], 32).reshape(-1).astype(float) for p in pictures]
+    parts = saliency.shares(pictures, maps)
+    assert parts["long_contours"] > 5 and parts["elsewhere"] == 0 and parts["distractors"] < 1
+    other = draw_picture(np.random.default_rng([0, 2, 0]), task)
+    assert not any((other.pixels == picture.pixels).all() for picture in pictures)

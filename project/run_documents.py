@@ -47,13 +47,13 @@ from training.document_loop import (
     micro_f1,
 )
 from training.lra_methods import BACKENDS, QUICK, Settings
+from training.runs import resumable
 from training.script_helpers import (
     check_backend,
     curves,
     draw,
     ends_in_one_line,
     make_folder,
-    resumable,
 )
 
 from kernels.cuda.backend import pool

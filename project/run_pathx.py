@@ -30,6 +30,7 @@ from data.sequence_sets import fresh_batches
 from training.intervals import wilson_interval
 from training.lra_loop import BEST, Training
 from training.lra_methods import BACKENDS, QUICK, Settings
+from training.runs import resumable
 from training.saliency import held_out, panel, saliency, shares
 from training.script_helpers import (
     check_backend,
@@ -37,7 +38,6 @@ from training.script_helpers import (
     draw,
     ends_in_one_line,
     make_folder,
-    resumable,
 )
 
 import minitorch

@@ -188,7 +188,7 @@ TASKS = (
         "3.3", "CUDA map, zip and reduce", 15,
         "One thread, one element; a reduction shares its partial sums within a block. A barrier "
         "between the write of one thread and the read of another.",
-        KERNELS, free=7, simulator=True,
+        KERNELS, free=11, simulator=True,
     ),
     Task(
         "3.4", "CUDA matrix multiplication", 15,

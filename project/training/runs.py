@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,23 @@ from training.script_helpers import check_backend, check_loss, make_folder
 
 #: The folder of the checkpoints, in that of the results.
 CHECKPOINTS = "checkpoints"
+
+
+@contextmanager
+def resumable(out: str) -> Iterator[None]:
+    """Turn a checkpoint that cannot be read and a folder that cannot be written into one line.
+
+    Args:
+        out: The folder of a script whose command goes on where it ended.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        sys.exit(str(error))
+    except OSError as error:
+        sys.exit(
+            f"--out {out} cannot be written ({error}); make room and run the same command again"
+        )
 
 
 def run_to_resume(

@@ -18,7 +18,6 @@ from common.notebooks import show_picture, without_bar
 from tqdm import tqdm
 
 import minitorch
-from minitorch.training.model_files import CheckpointError
 
 #: One part of a picture: it draws on the axes that it gets.
 Panel = Callable[[Any], None]
@@ -206,23 +205,6 @@ def ends_in_one_line(smaller: str) -> Iterator[None]:
         sys.exit(f"out of memory; take a smaller {smaller}")
     except FloatingPointError as error:  # of detect_anomaly
         sys.exit(str(error))
-
-
-@contextmanager
-def resumable(out: str) -> Iterator[None]:
-    """Turn a checkpoint that cannot be read and a folder that cannot be written into one line.
-
-    Args:
-        out: The folder of a script whose command goes on where it ended.
-    """
-    try:
-        yield
-    except CheckpointError as error:
-        sys.exit(str(error))
-    except OSError as error:
-        sys.exit(
-            f"--out {out} cannot be written ({error}); make room and run the same command again"
-        )
 
 
 # -- pictures ------------------------------------------------------------------------------------

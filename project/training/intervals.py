@@ -29,4 +29,5 @@ def wilson_interval(right: int, count: int, z: float = Z_95) -> tuple[float, flo
     centre = share + spread / 2.0
     half = math.sqrt(share * (1.0 - share) * spread + spread * spread / 4.0)
     low, high = (centre - half) / (1.0 + spread), (centre + half) / (1.0 + spread)
-    return max(low, 0.0), min(high, 1.0)
+    # Rounding must not put the share outside of its own interval.
+    return max(min(low, share), 0.0), min(max(high, share), 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import minitorch
@@ -194,6 +194,7 @@ def drawn(random: np.random.Generator) -> tuple[Any, int]:
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1))
+@example(1204, 1.0)
 def test_the_interval_is_where_the_score_test_accepts(count: int, share: float) -> None:
     right = round(share * count)
     found = right / count

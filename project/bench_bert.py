@@ -20,7 +20,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,14 +27,15 @@ from bench.measuring import (
     command_line,
     interleaved,
     name_of,
+    published_file,
     ratio,
-    slug_of,
     spread,
     timing_note,
     write_record,
 )
 from bench.torch_attention import load_torch
 from bench.torch_bert import TorchBERT
+from bench.training_contestants import BACKENDS, BETA2, SEED, WARM_UP, WEIGHT_DECAY
 from common.command_line import COUNT, POSITIVE, OneLineParser
 from data.encoder_text import MaskedText
 from data.text import read_text
@@ -48,10 +48,8 @@ from kernels.runtime.targets import why_no_cuda
 
 Step = Callable[[], Any]
 PACKED, PADDED, EAGER, THEIRS = "packed", "padded", "padded, eager", "PyTorch"
-BETA2, WEIGHT_DECAY, SEED = 0.99, 0.1, 0
-BACKENDS = {"cpu": "fast", "cuda": "cuda"}
 #: Batches that steps take in turn: so many that hardly any lengths come twice.
-BATCHES, WARM_UP = 64, 6
+BATCHES = 64
 #: How far losses may be apart, relative to PyTorch's.
 ALLOWED = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 1e-2}
 TINY = {"layers": 1, "width": 16, "heads": 2, "context": 32, "batch": 4, "vocabulary": 258}
@@ -207,9 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     if torch is None:
         print("PyTorch is not installed (pip install torch): only our own steps are timed")
     print(name_of(device))
-    path = args.json
-    if args.publish:
-        path = Path(__file__).parents[1] / "docs" / "results" / slug_of(device) / "bert.json"
+    path = published_file(device, "bert") if args.publish else args.json
     rows, tokens = list[dict[str, Any]](), sizes.batch * sizes.context
     for context in args.context or [sizes.context]:
         sizes.context, sizes.batch = context, max(tokens // context, 1)

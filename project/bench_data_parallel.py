@@ -1,7 +1,7 @@
 """Data parallel training of GPT-2 small over the GPUs of one host, beside one GPU and PyTorch's DDP.
 
     mpiexec -n 2 python project/bench_data_parallel.py                  two GPUs, one process each
-    mpiexec -n 2 python project/bench_data_parallel.py --publish        also write docs/results/DEVICE/…
+    mpiexec -n 2 python project/bench_data_parallel.py --publish        also write docs/results
 
 It needs ``pip install -e ".[mpi,nccl]"``.
 

@@ -16,7 +16,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ from bench.measuring import (
     command_line,
     interleaved,
     name_of,
+    published_file,
     ratio,
-    slug_of,
     spread,
     timing_note,
     write_record,
@@ -147,10 +146,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name}: {speed['median']:,.1f} tokens/s{ours_to}")
     for name, reason in result["why_not"].items():
         print(f"no {name}: {reason}")
-    path = args.json
-    if args.publish:
-        path = Path(__file__).parents[1] / "docs" / "results" / slug_of(args.device)
-        path /= "generation.json"
+    path = published_file(args.device, "generation") if args.publish else args.json
     if path:
         command = command_line("project/bench_generation.py", argv)
         write_record(

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,8 @@ from bench.measuring import (
     command_line,
     interleaved,
     name_of,
+    published_file,
     ratio,
-    slug_of,
     spread,
     timing_note,
     write_record,
@@ -185,9 +184,7 @@ def main(argv: list[str] | None = None) -> None:
         "step": lambda: [step_row(torch, attend, device, args.seconds, size, False)],
         "compiled": lambda: [step_row(torch, attend, device, args.seconds, size, True)],
     }
-    path = args.json
-    if args.publish:
-        path = Path(__file__).parents[1] / "docs" / "results" / slug_of(device) / "torch.json"
+    path = published_file(device, "torch") if args.publish else args.json
     print(name_of(device))
     rows: list[Row] = []
     for name in args.only or parts:

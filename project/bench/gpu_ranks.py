@@ -18,7 +18,13 @@ os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get(
     "CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7"
 ).split(",")[LOCAL]
 
-from bench.measuring import command_line, name_of, seconds, slug_of, write_record  # noqa: E402
+from bench.measuring import (  # noqa: E402
+    command_line,
+    name_of,
+    published_file,
+    seconds,
+    write_record,
+)
 from minitorch.distributed import GradientAverage  # noqa: E402
 
 
@@ -78,12 +84,12 @@ def write(script: str, args: Any, rows: list[dict[str, Any]]) -> None:
     """Write a record on rank 0, to the file of ``--json`` or, with ``--publish``, among the results.
 
     Args:
-        script: Its name in ``project``, without the suffix.
+        script: Its name in ``project``, without the suffix; the record's has no ``bench_``.
         args: Of the command line.
         rows: Of the record.
     """
-    name = name_of("cuda")
-    place = f"docs/results/{slug_of(name)}/{script}.json" if args.publish else args.json
+    record = script.removeprefix("bench_")
+    place = published_file("cuda", record) if args.publish else args.json
     if WORLD.rank == 0 and place:
-        command = command_line(f"project/{script}.py", sys.argv[1:])
-        write_record(place, f"mpiexec -n {WORLD.size} {command}", name, gpus=WORLD.size, rows=rows)
+        command = f"mpiexec -n {WORLD.size} {command_line(f'project/{script}.py', sys.argv[1:])}"
+        write_record(place, command, name_of("cuda"), gpus=WORLD.size, rows=rows)

@@ -249,6 +249,16 @@ def slug_of(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device if device == "simulator" else name_of(device).lower())
 
 
+def published_file(device: str, name: str) -> Path:
+    """Return the file of a record among the published results.
+
+    Args:
+        device: "cpu" or "cuda".
+        name: Of the record.
+    """
+    return Path(__file__).parents[2] / "docs" / "results" / slug_of(device) / f"{name}.json"
+
+
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
     loaded = ("numpy", "numba", "numba_cuda", "torch", "transformers")

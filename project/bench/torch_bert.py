@@ -8,6 +8,7 @@ import numpy as np
 
 import minitorch
 from bench.torch_gpt import FUSED, TorchGPT
+from minitorch.models.encoder_lm import IGNORED
 
 
 class TorchBERT(TorchGPT):
@@ -48,7 +49,7 @@ class TorchBERT(TorchGPT):
             The ids, the key mask (batch, 1, 1, seq) and the predicted positions; and their tokens.
         """
         shown = (np.arange(ids.shape[1]) < lengths[:, None])[:, None, None]
-        places = np.flatnonzero(targets != -100)
+        places = np.flatnonzero(targets != IGNORED)
         inputs = tuple(map(self.place, (ids, shown, places)))
         return inputs, self.place(targets.reshape(-1)[places])
 

@@ -46,6 +46,7 @@ from training.document_loop import (
     gain_interval,
     micro_f1,
 )
+from training.lra_loop import INTERRUPTED
 from training.lra_methods import BACKENDS, QUICK, Settings
 from training.runs import resumable
 from training.script_helpers import (
@@ -59,7 +60,6 @@ from training.script_helpers import (
 from kernels.cuda.backend import pool
 
 Rows = list[dict[str, Any]]
-INTERRUPTED = 130
 MODEL = Settings(
     2000, batch=16, judge_every=100, layers=2, width=128, heads=4, hidden=256, dropout=0.1
 )
@@ -213,19 +213,12 @@ def draw_rows(rows: Rows, baseline: float, path: Path) -> None:
         ("peak memory, MB", [row["peak_bytes"] / 1e6 for row in rows], None),
     )
 
-    def scaled(panel: Any) -> Any:
-        def own(axes: Any) -> None:
-            panel(axes)
-            axes.set_xscale("log", base=2)
-
-        return own
-
     panels = []
     for name, values, level in figures:
         lines = [(name, contexts, values)]
         if level is not None:
             lines.append(("most frequent labels", contexts, [level] * len(rows)))
-        panels.append(scaled(curves("tokens read", name, *lines)))
+        panels.append(curves("tokens read", name, *lines, log_x=True))
     draw(path, *panels)
 
 

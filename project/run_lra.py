@@ -39,7 +39,7 @@ from common.command_line import COUNT, FROM_ZERO, POSITIVE, PROBABILITY, OneLine
 from common.one_by_one import run_one_by_one
 from data.long_range import GENERATED, TASKS, TEXT_LENGTH, Task, load_task
 from data.pathfinder import PUBLISHED
-from training.lra_loop import Training
+from training.lra_loop import INTERRUPTED, Training
 from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings, learning_rate_of
 from training.script_helpers import check_backend, draw, ends_in_one_line, make_folder
 
@@ -63,7 +63,6 @@ HANDED_ON = (
     "out",
     "json",
 )
-INTERRUPTED = 130
 
 
 class Run(NamedTuple):

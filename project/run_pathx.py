@@ -28,7 +28,7 @@ from data.long_range import BYTES, Task
 from data.pathfinder import CLASSES, PUBLISHED, Pathfinder, draw_example, pathfinder
 from data.sequence_sets import fresh_batches
 from training.intervals import wilson_interval
-from training.lra_loop import BEST, Training
+from training.lra_loop import BEST, INTERRUPTED, Training
 from training.lra_methods import BACKENDS, QUICK, Settings
 from training.runs import resumable
 from training.saliency import held_out, panel, saliency, shares
@@ -48,7 +48,6 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 Rows = list[dict[str, Any]]
 ATTENTIONS = ("flash", "block-sparse")
 POSITIONS = "position_embeddings.weights"
-INTERRUPTED = 130
 #: Images whose saliency is measured, and of these the ones that are drawn.
 MEASURED, DRAWN = 16, 4
 

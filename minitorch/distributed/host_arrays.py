@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from kernels.cuda.backend import empty_device, to_device, to_host
 
 from .group import Group, Transfer
+from .waiting import announce
 
 
 class _Landing:
@@ -36,6 +38,11 @@ class HostArrays(Group):
     def __init__(self, devices: Group):
         self.rank, self.size, self._devices = devices.rank, devices.size, devices
 
+    def _filled(self, begin: Callable[[Any, Any], Transfer], array: Any, out: Any) -> Transfer:
+        """Begin an operation of the devices that fills one array from another."""
+        landing = empty_device(out.shape, out.dtype)
+        return _Landing(begin(to_device(array), landing), landing, out)
+
     def together(self) -> Any:
         """See :meth:`Group.together`."""
         return self._devices.together()
@@ -56,18 +63,15 @@ class HostArrays(Group):
 
     def all_gather(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_gather`."""
-        landing = empty_device(out.shape, out.dtype)
-        return _Landing(self._devices.all_gather(to_device(array), landing), landing, out)
+        return self._filled(self._devices.all_gather, array, out)
 
     def reduce_scatter(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.reduce_scatter`."""
-        landing = empty_device(out.shape, out.dtype)
-        return _Landing(self._devices.reduce_scatter(to_device(array), landing), landing, out)
+        return self._filled(self._devices.reduce_scatter, array, out)
 
     def all_to_all(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_to_all`."""
-        landing = empty_device(out.shape, out.dtype)
-        return _Landing(self._devices.all_to_all(to_device(array), landing), landing, out)
+        return self._filled(self._devices.all_to_all, array, out)
 
     def broadcast(self, array: Any, root: int = 0) -> Transfer:
         """See :meth:`Group.broadcast`."""
@@ -84,5 +88,5 @@ class HostArrays(Group):
 
     def abort(self, reason: str) -> NoReturn:
         """See :meth:`Group.abort`; the launcher ends the other processes."""
-        os.write(2, f"\nrank {self.rank} of {self.size}: {reason}\n".encode())
+        announce(self.rank, self.size, reason)
         os._exit(1)

@@ -123,10 +123,14 @@ class Waiting:
         )
 
 
-def end(communicator: Any, reason: str) -> NoReturn:
-    """End all processes that were launched together, with one line that names this rank."""
-    rank, size = communicator.Get_rank(), communicator.Get_size()
+def announce(rank: int, size: int, reason: str) -> None:
+    """Write the line with which a rank ends all others."""
     # In one piece whatever others write, and not behind a progress bar.
     os.write(2, f"\nrank {rank} of {size}: {reason}\n".encode())
+
+
+def end(communicator: Any, reason: str) -> NoReturn:
+    """End all processes that were launched together, with one line that names this rank."""
+    announce(communicator.Get_rank(), communicator.Get_size(), reason)
     communicator.Abort(1)
     raise SystemExit(reason)  # not reached

@@ -20,7 +20,8 @@ from ..modules_basic import Dropout, Embedding, LayerNorm1d, Linear, lookup
 from ..nn import integer_array
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
-from .positions import kept_range
+from .evaluation import evaluating
+from .positions import kept_range, packed_positions
 from .transformer_layers import TransformerLayer
 
 #: Target of a position that is not predicted, as in PyTorch's cross entropy.
@@ -131,10 +132,10 @@ class EncoderLM(Module):
         Raises:
             ValueError: If the shapes, lengths, tokens or segments do not fit.
         """
-        x = self.hidden(idx, lengths, segments)
-        rows = x.view(x.size // self.n_embd, self.n_embd)
+        rows, _ = self._rows(idx, lengths, segments)
         weights, bias = self._head_weights()
-        return linear(self._transformed(rows), weights, bias).view(*x.shape[:-1], self.n_vocab)
+        scores = linear(self._transformed(rows), weights, bias)
+        return scores.view(*np.shape(idx), self.n_vocab)
 
     @in_own_precision
     def loss(self, idx: Any, targets: Any, lengths: Any = None, segments: Any = None) -> Tensor:
@@ -164,8 +165,7 @@ class EncoderLM(Module):
                 f"no position is to be predicted: all targets are {IGNORED}; mask at least one token of "
                 "the batch"
             )
-        hidden = self.hidden(idx, lengths, segments)
-        rows = hidden.view(hidden.size // self.n_embd, self.n_embd)
+        rows, _ = self._rows(idx, lengths, segments)
         chosen = self._transformed(lookup(rows, places))  # (predicted, n_embd)
         tokens = computed(lambda: wanted[wanted != IGNORED], wanted)
         weights, bias = self._head_weights()
@@ -177,6 +177,11 @@ class EncoderLM(Module):
 
         Rows of padding have finite values without a meaning.  Arguments as for :meth:`forward`.
         """
+        rows, _ = self._rows(idx, lengths, segments)
+        return rows.view(*np.shape(idx), self.n_embd)
+
+    def _rows(self, idx: Any, lengths: Any, segments: Any) -> tuple[Tensor, _Layout]:
+        """Return the output of the last layer for all rows, (rows, n_embd), and where they lie."""
         layout = self._layout(idx, lengths)
         ids = integer_array(idx, self.n_vocab, "token ids")
         positions = self.position_embeddings.weights.value  # (n_positions, n_embd)
@@ -190,13 +195,12 @@ class EncoderLM(Module):
                     f"{np.shape(segments)}; pass the segment of each token"
                 )
             x = x + self.segment_embeddings(integer_array(segments, self.n_segments, "segments"))
-        shape = x.shape
         x = self.dropout(self.ln(x))
         if x.dims == 2:
-            x = x.view(1, *shape)
+            x = x.view(1, *x.shape)
         for name in self.layer_names:
             x = getattr(self, name)(x, **layout.masked)
-        return x.view(*shape)
+        return x.view(x.size // self.n_embd, self.n_embd), layout
 
     @in_own_precision
     def first_hidden(self, idx: Any, lengths: Any = None, segments: Any = None) -> Tensor:
@@ -204,9 +208,8 @@ class EncoderLM(Module):
 
         Arguments as for :meth:`forward`.
         """
-        hidden = self.hidden(idx, lengths, segments)
-        rows = hidden.view(hidden.size // self.n_embd, self.n_embd)
-        return lookup(rows, self._layout(idx, lengths).firsts)
+        rows, layout = self._rows(idx, lengths, segments)
+        return lookup(rows, layout.firsts)
 
     def _head_weights(self) -> tuple[Tensor, Tensor]:
         """Return the weights of the logits, (n_embd, n_vocab), and their bias, (n_vocab,)."""
@@ -252,8 +255,7 @@ class EncoderLM(Module):
             shown = computed(lambda: np.arange(seq) < own[:, None], own)  # (batch, seq)
             firsts = kept_range(0, shape[0] * seq, seq)
             return _Layout(kept_range(0, seq), firsts, {"key_mask": shown})
-        sums = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])  # (count + 1,)
-        positions = np.arange(seq) - np.repeat(sums[:-1], own)  # (total,)
+        sums, positions = packed_positions(own)
         return _Layout(positions, sums[:-1], {"cu_seqlens": sums})
 
 
@@ -307,13 +309,8 @@ class EncoderClassifier(Module):
     @no_grad()
     def predict(self, idx: Any, lengths: Any = None, segments: Any = None) -> npt.NDArray[np.int64]:
         """Return the most likely class of each sequence, (count,), without dropout."""
-        was_training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             return self(idx, lengths, segments).to_numpy().argmax(-1)
-        finally:
-            if was_training:
-                self.train()
 
 
 def _on_host(name: str, array: Any) -> Any:

@@ -44,6 +44,21 @@ def grid_sines(side: int, width: int) -> npt.NDArray[np.float64]:
     return np.concatenate([np.sin(rows), np.cos(rows), np.sin(cols), np.cos(cols)], axis=1)
 
 
+def packed_positions(
+    lengths: npt.NDArray[Any],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return where packed sequences begin and end, and the position of each token in its own.
+
+    Args:
+        lengths: Number of tokens of each sequence, (count,).
+
+    Returns:
+        The cumulative lengths, (count + 1,), and the positions, (total,).
+    """
+    sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    return sums, np.arange(sums[-1]) - np.repeat(sums[:-1], lengths)
+
+
 def upsampled_grid(table: npt.NDArray[Any], side: int) -> npt.NDArray[Any]:
     """Interpolate the embeddings of the places in a square for a square of another size.
 

@@ -23,7 +23,8 @@ from ..nn import integer_array
 from ..tensor import Tensor
 from ..tensor_ops import SimpleBackend, TensorBackend
 from ..training.recompute import checkpoint
-from .positions import grid_sines, kept_range
+from .evaluation import evaluating
+from .positions import grid_sines, kept_range, packed_positions
 from .transformer_layers import TransformerLayer
 
 #: Standard deviation of the initial embeddings.  With 0.1, exact attention learns ListOps later.
@@ -201,8 +202,7 @@ class SequenceClassifier(Module):
                 "with pad_id=None"
             )
         ids = integer_array(idx, self.n_vocab, "token ids")
-        sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # (batch + 1,)
-        positions = np.arange(len(ids)) - np.repeat(sums[:-1], lengths)  # (total,)
+        sums, positions = packed_positions(lengths)  # (batch + 1,), (total,)
         x = self.token_embeddings(ids) + self.position_embeddings(positions)
         x = self._through_layers(x.view(1, *x.shape), cu_seqlens=sums)  # (1, total, n_embd)
         return x.view(*x.shape[1:]), sums
@@ -296,13 +296,8 @@ class SequenceClassifier(Module):
             idx: Token ids, as for :meth:`forward`.
             lengths: Likewise.
         """
-        was_training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             return self.decided(self(idx, lengths).to_numpy())
-        finally:
-            if was_training:
-                self.train()
 
 
 def _shares(shown: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.text import library_folder
+from data.text import library_folder, read_texts
 
 #: A token: a word, a number, or any other character that is not blank.
 TOKEN = re.compile(r"[^\W\d_]+|\d+|[^\w\s]|_")
@@ -65,23 +65,15 @@ def read_folder(path: str | Path) -> Documents:
     texts: dict[str, str] = {}
     owners: dict[str, set[str]] = {}
     for place in places:
-        files = sorted(place.glob("*.txt"))
-        if not files:
-            sys.exit(
-                f"{place}: the label has no documents; put .txt files into the folder, or remove it"
-            )
-        for file in files:
-            try:
-                text = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                sys.exit(f"{file}: the document cannot be read as UTF-8 ({error})")
-            if texts.setdefault(file.name, text) != text:
-                first = min(owners[file.name])
+        none = f"{place}: the label has no documents; put .txt files into the folder, or remove it"
+        for name, text in read_texts(place, none).items():
+            if texts.setdefault(name, text) != text:
+                first = min(owners[name])
                 sys.exit(
-                    f"{file}: the text differs from that of {folder / first / file.name}; documents of "
+                    f"{place / name}: the text differs from that of {folder / first / name}; documents of "
                     "one name are one document with several labels, so rename one of them"
                 )
-            owners.setdefault(file.name, set()).add(place.name)
+            owners.setdefault(name, set()).add(place.name)
     labels = tuple(place.name for place in places)
     targets = np.array([[label in owners[name] for label in labels] for name in texts])
     return Documents([*texts.values()], targets, labels, f"{len(texts)} documents of {folder.name}")

@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from data.sentiment import make_sentence, read_sentences
-from data.text import HELD_OUT, Tokens
+from data.text import HELD_OUT, Tokens, read_texts
+from minitorch.models.encoder_lm import IGNORED
 
 #: Share of the tokens that are predicted; of these, the share that [MASK] replaces, and any token.
 PREDICTED, MASKED, SWAPPED = 0.15, 0.8, 0.1
-#: Target of a position that is not predicted.
-IGNORED = -100
 #: Shorter pieces of a text are left out.
 SHORTEST = 8
 #: Sentences that are made by a rule where there is no file, and the share of texts that are held out.
@@ -253,15 +252,8 @@ def read_classified(path: str | None) -> tuple[list[str], npt.NDArray[np.int64],
         )
     texts, labels = [], []
     for number, folder in enumerate(folders):
-        files = sorted(folder.glob("*.txt"))
-        if not files:
-            sys.exit(
-                f"--data {path}: the class {folder.name} has no .txt file; add some, or delete it"
-            )
-        for file in files:
-            try:
-                texts.append(file.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                sys.exit(f"--data {file}: cannot be read as UTF-8 text ({error})")
-            labels.append(number)
+        none = f"--data {path}: the class {folder.name} has no .txt file; add some, or delete it"
+        own = read_texts(folder, none).values()
+        texts += own
+        labels += [number] * len(own)
     return texts, np.array(labels, np.int64), [folder.name for folder in folders]

@@ -92,6 +92,22 @@ def read_text(path: str | None) -> str:
         sys.exit(f"{path}: {error.strerror}; pass the path of a text file, or none for the manual")
 
 
+def read_texts(folder: Path, why_none: str) -> dict[str, str]:
+    """Return the .txt files of a folder by their names; exit with one line if there is none, or it fails.
+
+    Args:
+        folder: The folder.
+        why_none: What is said if it has no such file.
+    """
+    texts, file = {}, folder
+    try:
+        for file in sorted(folder.glob("*.txt")):
+            texts[file.name] = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        sys.exit(f"--data {file}: cannot be read as UTF-8 text ({error})")
+    return texts or sys.exit(why_none)
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A text as tokens.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from data.pathfinder import Array, Pathfinder, Picture, draw_picture
 
 import minitorch
+from minitorch.models.evaluation import evaluating
 from training.script_helpers import Panel
 
 #: Points of a paddle whose pixels count as its own.
@@ -28,18 +29,14 @@ def saliency(model: minitorch.SequenceClassifier, ids: npt.NDArray[Any]) -> npt.
     Returns:
         The Euclidean norm of the gradient, (batch, seq).
     """
-    was_training = model.training
-    model.eval()
     own = model.precision
     products = minitorch.get_matmul_precision() if own is None else own.products
-    with minitorch.matmul_precision(products):  # in the backward pass, too
+    with evaluating(model), minitorch.matmul_precision(products):  # in the backward pass, too
         x = model.embed(ids).detach()
         x.requires_grad_(True)
         logits = model.head(model.pool(x))  # (batch, 2)
         sign = minitorch.from_numpy(np.array([[-1.0, 1.0]]), logits.backend)
         (logits * sign.to(logits.dtype)).sum().backward()
-    if was_training:
-        model.train()
     assert x.grad is not None, "x has just been differentiated"
     return np.linalg.norm(x.grad.to_numpy().astype(np.float64), axis=-1)
 

@@ -30,7 +30,14 @@ from kernels.cuda.runtime.kernel import (
     scalar_type,
 )
 from kernels.cuda.runtime.numba_watch import watching_numba
-from kernels.cuda.runtime.recorder import Recording, active, computed, drawn, refuse
+from kernels.cuda.runtime.recorder import (
+    Recording,
+    active,
+    between_launches,
+    computed,
+    drawn,
+    refuse,
+)
 from kernels.cuda.runtime.repeated import address_of, repeats
 from kernels.cuda.runtime.sizes import SIZES, FoldShape
 
@@ -44,5 +51,6 @@ __all__ = [  # noqa: RUF022  # grouped by use
     # Layers and matrix products.
     "cuda_core_matmul", "fused", "indexing", "matmul_dispatch", "merge_rows", "put_rows",
     # Recording a step as a graph.
-    "Arena", "Graph", "Recording", "active", "computed", "drawn", "refuse", "watching_numba",
+    "Arena", "Graph", "Recording", "active", "between_launches", "computed", "drawn", "refuse",
+    "watching_numba",
 ]  # fmt: skip

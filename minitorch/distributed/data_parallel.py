@@ -65,7 +65,7 @@ class _Bucket:
         self._places = [
             range(stop - size, stop) for size, stop in zip(sizes, np.cumsum(sizes), strict=True)
         ]
-        self._flat = like.full((sum(sizes),), 0.0, acc_dtype(like.dtype))
+        self._flat = like.empty((sum(sizes),), acc_dtype(like.dtype))
         self._array: Any = None
         self._transfer: Transfer | None = None
 
@@ -73,16 +73,18 @@ class _Bucket:
         """Begin to add up the gradients of all ranks; a parameter without one counts as 0."""
         for p, place in zip(self.parameters, self._places, strict=True):
             grad: Tensor | None = p.value.grad
-            if grad is not None:
-                flat = grad.contiguous().view(grad.size).to(self._flat.dtype)
-                grad.f.id_map(flat, piece(self._flat, 0, place))
+            grad = self._flat.zeros((len(place),)) if grad is None else grad.contiguous()
+            grad.f.id_map(grad.view(len(place)).to(self._flat.dtype), piece(self._flat, 0, place))
         self._array = message(self._flat, self._group)
         self._transfer = self._group.all_reduce(self._array)
 
-    def finish(self) -> None:
-        """Wait for the sums, and replace the gradients by the averages."""
+    def wait(self) -> None:
+        """Wait for the sums."""
         assert self._transfer is not None, "it has begun"
         self._transfer.wait()
+
+    def finish(self) -> None:
+        """Replace the gradients by the averages."""
         average = received(self._array, self._flat) * (1.0 / self._group.size)
         for p, place in zip(self.parameters, self._places, strict=True):
             own: Any = piece(average, 0, place)
@@ -141,6 +143,10 @@ class GradientAverage:
             modes.leaf_is_done = before
         for bucket in buckets[begun:]:
             bucket.begin()
+        for (
+            bucket
+        ) in buckets:  # all before the first kernel, which would cut a graph between any two
+            bucket.wait()
         for bucket in buckets:
             bucket.finish()
 

@@ -6,14 +6,16 @@ follow.  :meth:`Transfer.wait` puts the kernels launched after it behind them; t
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import numpy as np
 
+from kernels.cuda.backend import address_of, between_launches
 from kernels.runtime.targets import cuda, driver
 
 from .group import REDUCTIONS, Group, Transfer
@@ -26,31 +28,17 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MEETING_PLACE = "NCCL_COMM_ID"
 
 
-def _nccl() -> Any:
-    """Return the module of nccl4py."""
+def _nccl() -> tuple[Any, Any]:
+    """Return nccl4py, and its bindings to the functions of C."""
     try:
         from nccl import core
+        from nccl.bindings import nccl as bindings
     except ImportError as error:
         raise ImportError(
             f"NcclGroup needs nccl4py and NCCL ({error}); install both with "
             "pip install 'minitorch-flash[mpi,nccl]'"
         ) from error
-    return core
-
-
-class _Bytes:
-    """The memory of a contiguous array as bytes: NCCL moves any dtype so."""
-
-    def __init__(self, array: Any):
-        about = array.__cuda_array_interface__
-        size = math.prod(about["shape"]) * array.dtype.itemsize
-        self.array = array  # keeps its memory
-        self.__cuda_array_interface__ = {
-            **about,
-            "shape": (size,),
-            "typestr": "|u1",
-            "strides": None,
-        }
+    return core, bindings
 
 
 class _Side:
@@ -96,7 +84,7 @@ class _Queued:
     def wait(self) -> None:
         """Put later kernels behind it."""
         if self._arrays:
-            self._side.lead()
+            between_launches(self._side.lead)
             self._arrays = ()
 
 
@@ -120,7 +108,7 @@ def _launched() -> tuple[int, int, str]:
 
 def _met(rank: int, size: int, place: str) -> Any:
     """Return the communicator of processes that meet at an address: rank 0 listens there meanwhile."""
-    core, before = _nccl(), os.environ.get(MEETING_PLACE)
+    (core, _), before = _nccl(), os.environ.get(MEETING_PLACE)
     os.environ[MEETING_PLACE] = place
     try:
         return core.Communicator.init(size, rank, core.get_unique_id())
@@ -132,7 +120,7 @@ def _met(rank: int, size: int, place: str) -> Any:
 
 def _introduced(host: Group) -> Any:
     """Return the communicator of the ranks of another group."""
-    core = _nccl()
+    core, _ = _nccl()
     own = core.get_unique_id(empty=host.rank != 0)
     identifier = np.frombuffer(own.as_bytes, np.uint8).copy()
     host.broadcast(identifier).wait()
@@ -158,7 +146,8 @@ class NcclGroup(Group):
     def __init__(self, host: Group | None = None, communicator: Any = None):
         if communicator is None:
             communicator = _met(*_launched()) if host is None else _introduced(host)
-        self.communicator, self._core = communicator, _nccl()
+        self.communicator, (self._core, self._bindings) = communicator, _nccl()
+        self._byte = int(self._core.NcclDataType.UINT8)  # NCCL moves any dtype so
         self.rank, self.size = communicator.rank, communicator.nranks
         self._host = HostArrays(self) if host is None else host
         self._side = _Side()
@@ -168,49 +157,70 @@ class NcclGroup(Group):
         """See :attr:`Group.host`."""
         return self._host
 
-    def together(self) -> Any:
+    @contextmanager
+    def together(self) -> Iterator[None]:
         """See :meth:`Group.together`."""
-        return self._core.group()
+        between_launches(self._core.group_start)
+        try:
+            yield
+        finally:
+            between_launches(self._core.group_end)
 
-    def _begin(self, run: Callable[..., None], arrays: tuple[Any, ...], *about: Any) -> Transfer:
-        self._side.follow()
-        run(*arrays, *about, stream=int(self._side.handle))
+    def _begin(self, name: str, arrays: tuple[Any, ...], *numbers: int) -> Transfer:
+        """Call a function of NCCL that takes addresses, numbers, the communicator and a stream.
+
+        These are nccl4py's bindings to C.  The methods of its communicator ask the driver on which device
+        each array lies; of memory of a pool it says 0 on every device (CUDA 13.0).
+        """
+        own = self._bindings.Comm(self.communicator.ptr), int(self._side.handle)
+        addresses = map(address_of, arrays)
+        run = partial(getattr(self._bindings, name), *addresses, *numbers, *own)
+
+        def begin() -> None:
+            self._side.follow()
+            run()
+
+        between_launches(begin, *arrays)
         return _Queued(self._side, *arrays)
+
+    def _kind(self, array: Any) -> int:
+        """Return NCCL's number of an array's dtype."""
+        return int(self._core.NcclDataType(array.dtype))
 
     def send(self, array: Any, to: int) -> Transfer:
         """See :meth:`Group.send`."""
         self.check_rank("to", to)
-        return self._begin(self.communicator.send, (_Bytes(array),), to)
+        return self._begin("send", (array,), array.nbytes, self._byte, to)
 
     def receive(self, array: Any, source: int) -> Transfer:
         """See :meth:`Group.receive`."""
         self.check_rank("source", source)
-        return self._begin(self.communicator.recv, (_Bytes(array),), source)
+        return self._begin("recv", (array,), array.nbytes, self._byte, source)
 
     def all_reduce(self, array: Any, operation: str = "sum") -> Transfer:
         """See :meth:`Group.all_reduce`."""
         if operation not in REDUCTIONS:
             raise ValueError(f"operation must be one of {REDUCTIONS}, got {operation!r}")
-        kind = getattr(self._core, operation.upper())
-        return self._begin(self.communicator.allreduce, (array, array), kind)
+        about = self._kind(array), int(getattr(self._core, operation.upper()))
+        return self._begin("all_reduce", (array, array), array.size, *about)
 
     def all_gather(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_gather`."""
-        return self._begin(self.communicator.allgather, (_Bytes(array), _Bytes(out)))
+        return self._begin("all_gather", (array, out), array.nbytes, self._byte)
 
     def reduce_scatter(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.reduce_scatter`."""
-        return self._begin(self.communicator.reduce_scatter, (array, out), self._core.SUM)
+        about = self._kind(out), int(self._core.SUM)
+        return self._begin("reduce_scatter", (array, out), out.size, *about)
 
     def all_to_all(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_to_all`."""
-        return self._begin(self.communicator.alltoall, (_Bytes(array), _Bytes(out)))
+        return self._begin("allto_all", (array, out), array.nbytes // self.size, self._byte)
 
     def broadcast(self, array: Any, root: int = 0) -> Transfer:
         """See :meth:`Group.broadcast`."""
         self.check_rank("root", root)
-        own = _Bytes(array)
-        return self._begin(self.communicator.broadcast, (own, own), root)
+        return self._begin("broadcast", (array, array), array.nbytes, self._byte, root)
 
     def barrier(self) -> None:
         """See :meth:`Group.barrier`; devices may still be behind."""

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kernels.common.arguments import as_host_array
+from kernels.cuda.backend import refuse
 from kernels.problem.options import Options
 from kernels.problem.packed_problem import check_packed
 from kernels.problem.packed_sequences import sequences_of
@@ -165,7 +166,10 @@ def ring_attention(
         "deterministic": deterministic, "rung": rung,
     }  # fmt: skip
     sums = None if cu_seqlens is None else as_host_array("cu_seqlens", cu_seqlens)
-    drawn = dropout_seed() if dropout_p and seed is None else 0
+    drawn = 0
+    if dropout_p and seed is None:
+        refuse("takes the seed of its dropout from rank 0", "pass a seed, or leave dropout out")
+        drawn = dropout_seed()
     shapes = ", ".join(f"{n} {x.shape} {x.dtype}" for n, x in (("q", q), ("k", k), ("v", v)))
     crc = None if sums is None else zlib.crc32(sums.astype(np.int64).tobytes())
     own = {

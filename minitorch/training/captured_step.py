@@ -147,11 +147,12 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP) -> GraphStep:
 
     A replay updates its inputs and the data that layers derive from them on the host; the seeds of dropout,
     drawn from Python's ``random`` as in an eager call; and the step, the learning rate and the other rates
-    of :class:`minitorch.AdamW`.  Everything else is fixed at recording: Python numbers, modes such as
-    ``model.eval()``, and ``matmul_precision``.  If two recorded calls differ in anything else, an error is
-    raised.  If ``update`` replaces a parameter, or a state is loaded into the optimiser, the step is
-    recorded again.  Tensors that Python keeps from the recorded call, such as ``optimizer.grad_norm``, hold
-    the values of the last replay.
+    of :class:`minitorch.AdamW`.  It exchanges tensors with other ranks again through an ``NcclGroup``, as
+    :class:`minitorch.distributed.GradientAverage` does, between several graphs.  Everything else is fixed
+    at recording: Python numbers, modes such as ``model.eval()``, and ``matmul_precision``.  If two recorded
+    calls differ in anything else, an error is raised.  If ``update`` replaces a parameter, or a state is
+    loaded into the optimiser, the step is recorded again.  Tensors that Python keeps from the recorded
+    call, such as ``optimizer.grad_norm``, hold the values of the last replay.
 
     Args:
         fn: Takes NumPy arrays and tensors of constant shapes, and returns tensors on the device: one, None,

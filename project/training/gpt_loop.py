@@ -199,8 +199,8 @@ class Trainer:
                 self.model, self.optimizer, *batch, accumulate=args.accumulate, ranks=ranks
             )
 
-        # A graph holds no messages.
-        self._take_step = step if args.eager or ranks.size > 1 else minitorch.graph_step(step)
+        is_eager = args.eager or not ranks.can_capture(args.dropout)
+        self._take_step = step if is_eager else minitorch.graph_step(step)
         self.tokens = args.batch * args.accumulate * args.context  # of a step
         self.flops = self.flops_per_token()
         self.peak = args.peak or peak_tflops(args.backend, args.precision)

@@ -148,6 +148,12 @@ class Ranks:
             return array
         return np.ascontiguousarray(array[:, positions(array.shape[-1], self._grid.ring)])
 
+    def can_capture(self, dropout: float) -> bool:
+        """Tell whether graphs can hold the steps: not messages of the host, nor seeds of another rank."""
+        if self.size == 1:
+            return True
+        return not (self._group.on_host or (dropout and self._grid.ring.size > 1))
+
     def during_backward(self) -> AbstractContextManager[None]:
         """Return the context in which gradients become those of all ranks."""
         return nullcontext() if self._average is None else self._average.during_backward()

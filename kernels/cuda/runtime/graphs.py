@@ -1,8 +1,12 @@
-"""A CUDA graph of two recorded calls: one launch for all that a call asks of the device."""
+"""CUDA graphs of two recorded calls: one launch for all that a call asks of the device.
+
+What is done between launches, such as sending a tensor to another device, cuts them into several graphs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +19,45 @@ from kernels.runtime.cuda_errors import LAUNCHED, CaptureError, explain_code
 from kernels.runtime.targets import cuda, driver
 
 
+class Chain:
+    """A graph of kernels, one after the other."""
+
+    _exec: Any = None
+
+    def __init__(self) -> None:
+        self._driver, self._last = driver, list[Any]()
+        self._graph = _call(driver.cuGraphCreate, 0)
+
+    def add(self, params: Any) -> Any:
+        """Add a kernel; return its node."""
+        node = _call(driver.cuGraphAddKernelNode, self._graph, self._last, len(self._last), params)
+        self._last = [node]
+        return node
+
+    def finish(self, stream: Any) -> None:
+        """Make the graph what can be launched; no kernel can be added after that."""
+        self._exec = _call(driver.cuGraphInstantiate, self._graph, 0)
+        _call(driver.cuGraphUpload, self._exec, stream)
+
+    def change(self, node: Any, params: Any) -> None:
+        """Let a kernel run with other numbers from now on."""
+        _call(driver.cuGraphExecKernelNodeSetParams, self._exec, node, params)
+
+    def launch(self, stream: Any) -> None:
+        """Launch the kernels."""
+        _call(driver.cuGraphLaunch, self._exec, stream)
+
+    def __del__(self) -> None:
+        if self._exec is not None:  # what runs now runs to its end
+            self._driver.cuGraphExecDestroy(self._exec)
+        self._driver.cuGraphDestroy(self._graph)
+
+
 class Node(NamedTuple):
     """A kernel of a graph some of whose numbers are others in each replay.
 
     Attributes:
+        chain: It belongs to.
         handle: The driver's.
         params: What it runs with, for the driver; its arguments lie in ``buffer``.
         buffer: The arguments.
@@ -26,6 +65,7 @@ class Node(NamedTuple):
         renewed: What writes an argument, and what computes it.
     """
 
+    chain: Chain
     handle: Any
     params: Any
     buffer: Buffer
@@ -53,6 +93,12 @@ def changes(first: Recording, second: Recording) -> list[tuple[tuple[int, int], 
             f"two calls of the function launched {len(names[0])} and {len(names[1])} kernels and drew "
             f"{len(first.draws)} and {len(second.draws)} seeds ({ends}); a graph needs calls that do the "
             "same: shapes that do not change, and no decision that depends on the step"
+        )
+    places = [[place for place, _ in call.between] for call in (first, second)]
+    if places[0] != places[1]:
+        raise CaptureError(
+            f"two calls of the function sent {len(places[0])} and {len(places[1])} messages to other "
+            "devices, or the same ones between other kernels; a graph needs calls that do the same"
         )
     drawn = {
         (one[0], other[0]): place
@@ -101,8 +147,6 @@ class Graph:
         CaptureError: If the calls differ in more than a replay brings anew.
     """
 
-    _exec: Any = None
-
     def __init__(self, first: Recording, second: Recording, pool: Pool):
         drawn = changes(first, second)
         self._recording, self._pool = second, pool
@@ -111,21 +155,33 @@ class Graph:
             (device_pointer(upload.target), upload.source) for upload in second.uploads
         ]
         self._nodes: list[Node] = []
-        self._driver, self._stream = driver, driver.CUstream(0)
+        self._stream = driver.CUstream(0)
         cuda.current_context()
-        self._graph = _call(driver.cuGraphCreate, 0)
-        last: list[Any] = []
-        for launch, places in zip(second.launches, drawn, strict=True):
+        #: Launches a graph, or does what is done between two of them, in order.
+        self._acts: list[Callable[[], None]] = []
+        between, start = [*second.between, (len(drawn), None)], 0
+        for end, act in between:
+            if end > start:
+                self._add(second.launches[start:end], drawn[start:end])
+            if act is not None:
+                self._acts.append(act)
+            start = end
+
+    def _add(
+        self, launches: Sequence[Launch], drawn: Sequence[tuple[tuple[int, int], ...]]
+    ) -> None:
+        """Add a graph of launches that nothing is done between."""
+        chain = Chain()
+        for launch, places in zip(launches, drawn, strict=True):
             buffer = Buffer(launch.words.nbytes)
             buffer.slots[:] = launch.words.view(np.uint8)
             params = _params(launch, buffer)
-            handle = _call(driver.cuGraphAddKernelNode, self._graph, last, len(last), params)
-            last = [handle]
+            handle = chain.add(params)
             renewed = [(launch.launcher.packer(first), own) for first, own in launch.renewed]
             if places or renewed:
-                self._nodes.append(Node(handle, params, buffer, places, renewed))
-        self._exec = _call(driver.cuGraphInstantiate, self._graph, 0)
-        _call(driver.cuGraphUpload, self._exec, self._stream)
+                self._nodes.append(Node(chain, handle, params, buffer, places, renewed))
+        chain.finish(self._stream)
+        self._acts.append(partial(chain.launch, self._stream))
 
     @property
     def size(self) -> int:
@@ -158,17 +214,13 @@ class Graph:
                 node.buffer.words[slot] = numbers[place]
             for pack, renewed in node.renewed:
                 pack(node.buffer.slots, *renewed.again())
-            _call(driver.cuGraphExecKernelNodeSetParams, self._exec, node.handle, node.params)
+            node.chain.change(node.handle, node.params)
         # Last, for a large one waits until the device comes to it.
         for address, source in self._uploads:
             self._pool.upload(address, source)
-        _call(driver.cuGraphLaunch, self._exec, self._stream)
+        for act in self._acts:
+            act()
         LAUNCHED.append("a captured graph")
-
-    def __del__(self) -> None:
-        if self._exec is not None:  # what runs now runs to its end
-            self._driver.cuGraphExecDestroy(self._exec)
-            self._driver.cuGraphDestroy(self._graph)
 
 
 def _params(launch: Launch, buffer: Buffer) -> Any:

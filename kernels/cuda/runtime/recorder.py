@@ -2,8 +2,8 @@
 
 A recorded call runs as any other; what it launches is noted beside.  What a later call would bring anew
 from the host is noted with the way to get it again: what is copied from its inputs, numbers drawn at random
-(:func:`drawn`), numbers of an optimiser (:class:`Renewed`), and what the host computes from the inputs
-(:func:`computed`).
+(:func:`drawn`), numbers of an optimiser (:class:`Renewed`), what the host computes from the inputs
+(:func:`computed`), and what goes on between launches (:func:`between_launches`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Recording:
         draws: Numbers that were drawn, and the functions that draw the next.
         uploads: Copies of inputs, and of what was computed from them.
         computations: What the host computes from inputs, in order, each into the memory of the first time.
-        actions: What else is to be done on the host in each replay.
+        actions: What else is to be done on the host in each replay, before the first launch.
+        between: What is to be done between launches, and after how many of them.
         guards: Tell whether what the launches read and write is still where it was.
         kept: Memory outside of the arena that the launches read or write; a graph keeps it alive.
         on_host: What a graph cannot hold of what was done on the host, the first of it.
@@ -89,6 +90,7 @@ class Recording:
         self.uploads: list[Upload] = []
         self.computations: list[Callable[[], None]] = []
         self.actions: list[Callable[[], None]] = []
+        self.between: list[tuple[int, Callable[[], None]]] = []
         self.guards: list[Callable[[], bool]] = []
         self.kept: dict[int, Any] = {}
         self.on_host: CaptureError | None = None
@@ -235,6 +237,21 @@ def drawn(again: Callable[[], int]) -> int:
     if (recording := _thread.recording) is not None:
         recording.drew(number, again)
     return number
+
+
+def between_launches(act: Callable[[], None], *arrays: Any) -> None:
+    """Do something now that each replay does again, at the same place among the launches.
+
+    Args:
+        act: Puts work on the device that no kernel of ours does, such as a message to another device.
+        *arrays: On the device, which it reads or writes.
+    """
+    act()
+    spoil()
+    if (recording := _thread.recording) is not None:
+        for array in arrays:
+            recording.touched(array, "a message to another device")
+        recording.between.append((len(recording.launches), act))
 
 
 def computed(compute: Callable[[], Any], *sources: Any) -> Any:

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 import minitorch
 from minitorch import CudaBackend, FastBackend
-from minitorch.distributed import MPIGroup, check_same, grid, positions, ring_attention, world
+from minitorch.distributed import (
+    GradientAverage,
+    MPIGroup,
+    check_same,
+    grid,
+    positions,
+    ring_attention,
+    world,
+)
 from minitorch.distributed.nccl_group import NcclGroup
 
 from ...support.tolerances import assert_close_arrays
@@ -172,6 +180,30 @@ def device() -> None:
             assert_close_arrays(x, wanted, dtype, what=method)
 
 
+def captured() -> None:
+    """Steps whose gradients are averaged give the same bits, captured and eager."""
+    found = []
+    for wrap in (lambda step: step, minitorch.graph_step):
+        minitorch.manual_seed(3)
+        w = minitorch.Parameter(minitorch.rand((4, 5), CudaBackend).to(np.float32))
+        optimizer = minitorch.AdamW([w], lr=0.1)
+        average = GradientAverage([w], GROUP)
+
+        def step(x: Any, w: Any = w, optimizer: Any = optimizer, average: Any = average) -> Any:
+            optimizer.zero_grad()
+            loss = (minitorch.from_numpy(x, CudaBackend) @ w.value).exp().sum()
+            with average.during_backward():
+                loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        take, random = wrap(step), np.random.default_rng(GROUP.rank)
+        losses = [take(random.random((3, 4), np.float32)).item() for _ in range(9)]
+        found.append((losses, w.value.to_numpy().tobytes()))
+    assert take.is_captured and len({*losses}) == 9, take.why_eager
+    assert found[0] == found[1]
+
+
 def default_seed() -> None:
     """Without a seed the bits are those of one device after the same ``manual_seed``, on every rank."""
     q = np.zeros((1, 8 * GROUP.size, 4))
@@ -326,7 +358,9 @@ def memory() -> None:
     assert backward < 2.0, backward
 
 
-CHECKS = (attention, many_heads, device, default_seed, exchanges, grids, wrong_calls, memory)
+CHECKS = (
+    attention, many_heads, device, captured, default_seed, exchanges, grids, wrong_calls, memory,
+)  # fmt: skip
 
 if __name__ == "__main__":
     {check.__name__: check for check in CHECKS}[sys.argv[1]]()

@@ -46,7 +46,7 @@ def test_tensors_on_a_device_travel_too() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(find_spec("nccl") is None, reason="needs nccl4py")
-@pytest.mark.parametrize("check", ["device", "exchanges"])
+@pytest.mark.parametrize("check", ["device", "exchanges", "captured"])
 def test_a_world_of_one_needs_no_mpi(check: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

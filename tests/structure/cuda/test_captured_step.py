@@ -18,6 +18,7 @@ from kernels.cuda.runtime.arena import ALIGNMENT, Arena
 from kernels.cuda.runtime.arrays import to_device
 from kernels.cuda.runtime.memory_pool import MOST_STAGED, STAGED, Block
 from kernels.cuda.runtime.numba_watch import watching_numba
+from kernels.cuda.runtime.recorder import between_launches
 from kernels.problem import listed_mods
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch.training.captured_step import WARM_UP
@@ -92,6 +93,42 @@ def test_an_eager_step_neither_reads_nor_waits(device: FakeDriver) -> None:
         device.calls.clear()
         training.take(number)
     assert {call.name for call in device.calls} == {"cuLaunchKernel", "cuMemcpyHtoDAsync"}
+
+
+def test_messages_are_sent_again_between_the_same_launches(device: FakeDriver) -> None:
+    w, seen = minitorch.ones((3,), minitorch.CudaBackend, dtype=np.float32), list[int]()
+
+    def fn(x: Any) -> Any:
+        between_launches(lambda: seen.append(len(device.launches)))
+        y = w + w
+        between_launches(lambda: seen.append(len(device.launches)), y.array())
+        between_launches(lambda: seen.append(len(device.launches)))
+        return y + w
+
+    step = minitorch.graph_step(fn)
+    for number in range(FIRST + 2):
+        assert step.is_captured == (number >= FIRST)
+        device.launches.clear()
+        seen.clear()
+        step(np.zeros(3))
+        assert seen == [0, 1, 1] and len(device.launches) == 2 + (number >= WARM_UP)
+    assert step.kernels == 2
+    assert [call.name for call in device.calls].count("cuGraphLaunch") == 4
+
+
+def test_a_message_in_some_calls_only_is_refused(device: FakeDriver) -> None:
+    w = minitorch.ones((3,), minitorch.CudaBackend, dtype=np.float32)
+    count = iter(range(100))
+
+    def fn(x: Any) -> Any:
+        if next(count) == FIRST - 1:
+            between_launches(lambda: None)
+        return w * 2.0
+
+    step = minitorch.graph_step(fn)
+    with pytest.raises(minitorch.CaptureError, match="0 and 1 messages"):
+        for _ in range(FIRST):
+            step(np.zeros(3))
 
 
 def test_a_kernel_that_numba_launches_is_noticed() -> None:

@@ -24,6 +24,7 @@ from kernels.cuda.runtime.arrays import (
     device_pointer,
     foreign_array,
     is_device_array,
+    pool_device,
 )
 from kernels.cuda.runtime.recorder import refuse
 from kernels.runtime.dtypes import BFLOAT16
@@ -291,7 +292,10 @@ def cuda_array_interface(array: Any) -> dict[str, Any]:
 
 def dlpack_device(array: Any) -> tuple[int, int]:
     """Return DLPack's (kind of memory, number) for a device array."""
-    return (HOST, 0) if IS_SIMULATOR else (DEVICE, device_of(device_pointer(array)))
+    if IS_SIMULATOR:
+        return HOST, 0
+    number = pool_device(array)  # the driver says 0 of memory of every pool
+    return DEVICE, device_of(device_pointer(array)) if number is None else number
 
 
 def to_dlpack(array: Any, stream: int | None = None) -> Any:

@@ -310,6 +310,13 @@ def flattened(array: Any) -> Any:
     return device_view(array, (array.size,), (1,))
 
 
+def pool_device(array: Any) -> int | None:
+    """Return the number of the device on which an array of the pool lies; None for other memory."""
+    memory = getattr(array, "gpu_data", None)
+    block = getattr(getattr(memory, "whole", memory), "block", None)
+    return block.device if isinstance(block, Block) else None
+
+
 def device_pointer(array: Any) -> int:
     """Return the address of the first element of a device array; 0 in the simulator."""
     if (recording := active()) is not None:

@@ -2,6 +2,7 @@
 
     mpiexec -n 2 python project/bench_ring.py                  two GPUs, one process each
     mpiexec -n 2 python project/bench_ring.py --publish        also write docs/results/DEVICE/ring.json
+    mpiexec -n 2 python project/bench_ring.py --plot FILE      also draw the TFLOP/s of each GPU by length
 
 It needs ``pip install -e ".[mpi,nccl]"``.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ import numpy as np
 from bench.gpu_ranks import MPI, WORLD, OwnBatches, in_turn, show, slowest, start_torch, write
 
 # isort: split
+from bench.measuring import name_of
+from bench.ring_tables import draw
 from bench.ring_time import Machine, Work, ring_time
 from common.command_line import COUNT, OneLineParser
 from training.gpt_loop import train_step
@@ -54,7 +58,13 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--lengths", nargs="*", type=COUNT, default=[65536, 131072], help="of the whole sequence")
+    add(
+        "--lengths",
+        nargs="*",
+        type=COUNT,
+        default=[32768, 65536, 131072],
+        help="of the whole sequence",
+    )
     parser.option("--heads", COUNT, 16, "of queries, keys and values")
     parser.option("--head-dim", COUNT, 128, "of all of them")
     parser.option("--rounds", COUNT, 5, "of which the median counts")
@@ -67,6 +77,7 @@ def parse_args() -> argparse.Namespace:
     add("--no-torch", action="store_true", help="leave PyTorch out")
     add("--json", metavar="FILE", help="the record")
     add("--publish", action="store_true", help="write the record into docs/results")
+    add("--plot", type=Path, metavar="FILE", help="a picture of the TFLOP/s by length")
     return parser.parse_args()
 
 
@@ -264,6 +275,8 @@ def main() -> None:
         rows.append(training_step(group, args.train))
         show(rows[-1])
         write("bench_ring", args, rows)
+    if args.plot and WORLD.rank == 0:
+        draw({"rows": rows, "gpus": WORLD.size, "device": name_of("cuda")}, args.plot)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import readme_table
 from bench.long_range import lengths_table
 from bench.long_range_tables import results_table, steps_tables
 from bench.peer_figures import FIGURES, figure_of
+from bench.ring_tables import data_parallel_table, ring_table
 from bench.table_cells import cell, markdown
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -24,7 +25,7 @@ from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-GPU, CPU = "nvidia-h200", "cpu-2-cores"
+GPU, CPU, SEVERAL_GPUS = "nvidia-h200", "cpu-2-cores", "nvidia-h100"
 GIGABYTE = 2**30
 Record = dict[str, Any]
 #: Of the tables that show a part of the lengths of a record.
@@ -410,6 +411,8 @@ TABLES = {
     "lra-results": Table("lra", lra_results),
     "lra-steps": Table("lra_steps", lra_steps),
     "torch-operator": Table("torch", torch_operator),
+    "ring": Table("ring", ring_table, SEVERAL_GPUS),
+    "data-parallel": Table("data_parallel", data_parallel_table, SEVERAL_GPUS),
 }
 
 

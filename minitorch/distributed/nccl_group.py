@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from kernels.cuda.backend import address_of, between_launches
-from kernels.runtime.targets import cuda, driver
+from kernels.runtime.targets import cuda
 
 from .group import REDUCTIONS, Group, Transfer
 from .host_arrays import HostArrays
 from .mpi import MPIGroup
+from .side_stream import SideStream
 
 #: What launchers such as ``torchrun`` set for each process.
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -41,44 +42,10 @@ def _nccl() -> tuple[Any, Any]:
     return core, bindings
 
 
-class _Side:
-    """A stream beside the default one, on which kernels run."""
-
-    def __init__(self) -> None:
-        self.handle = self._made(
-            driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        )
-        none = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self._event = self._made(driver.cuEventCreate(none))
-        self._default = driver.CUstream(0)
-
-    def follow(self) -> None:
-        """Put what follows on this stream behind what has been launched on the default one."""
-        self._order(self._default, self.handle)
-
-    def lead(self) -> None:
-        """Put what follows on the default stream behind what is on this one."""
-        self._order(self.handle, self._default)
-
-    def _order(self, first: Any, then: Any) -> None:
-        self._made(driver.cuEventRecord(self._event, first))
-        self._made(driver.cuStreamWaitEvent(then, self._event, 0))
-
-    @staticmethod
-    def _made(found: Any) -> Any:
-        error, *results = found
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(
-                f"the CUDA driver could not order NCCL's transfers: {error.name}; make the device of "
-                "this process the current one before its NcclGroup"
-            )
-        return results[0] if results else None
-
-
 class _Queued:
     """An operation that is on its way; its arrays live until it is waited for."""
 
-    def __init__(self, side: _Side, *arrays: Any):
+    def __init__(self, side: SideStream, *arrays: Any):
         self._side, self._arrays = side, arrays
 
     def wait(self) -> None:
@@ -150,7 +117,7 @@ class NcclGroup(Group):
         self._byte = int(self._core.NcclDataType.UINT8)  # NCCL moves any dtype so
         self.rank, self.size = communicator.rank, communicator.nranks
         self._host = HostArrays(self) if host is None else host
-        self._side = _Side()
+        self._side = SideStream(self.rank, self.size)
 
     @property
     def host(self) -> Group:

@@ -243,10 +243,11 @@ def name_of(device: str) -> str:
 
 
 def slug_of(device: str) -> str:
-    """Return the name of the folder of a device's results: "cpu-2-cores", "nvidia-h200"."""
+    """Return the name of the folder of a device's results: "cpu-2-cores", "nvidia-h100"."""
     if device == "cpu":
         return f"cpu-{os.cpu_count()}-cores"
-    return re.sub(r"[^a-z0-9]+", "-", device if device == "simulator" else name_of(device).lower())
+    name = device if device == "simulator" else name_of(device).lower()
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r" \d+gb.*", "", name))  # without its memory
 
 
 def published_file(device: str, name: str) -> Path:

@@ -54,6 +54,7 @@ def test_messages_that_end_are_forgotten(driver: Any) -> None:
     assert driver.destroyed == [1, 2, 3, 4, 5] and not driver.exits
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_message_that_does_not_end_ends_the_process(driver: Any, capfd: Any) -> None:
     stream = side_stream.SideStream(0, 2)
     stream.follow()

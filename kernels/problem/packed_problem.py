@@ -21,6 +21,7 @@ def make_packed_problem(
     options: Options,
     cu_seqlens_q: Any,
     cu_seqlens_k: Any,
+    *,
     find: Callable[[Any, Any, int, int], Sequences] = sequences_of,
 ) -> Problem:
     """Check a call on packed sequences.

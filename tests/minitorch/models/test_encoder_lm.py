@@ -192,7 +192,7 @@ def test_dropout_and_bfloat16_train() -> None:
     assert own.loss(*batch).item() == pytest.approx(exact.loss(*batch).item(), rel=0.05)
 
 
-def eager(own: EncoderLM) -> Any:
+def eager(own: Any) -> Any:
     """Return a step of training."""
     optimizer = minitorch.AdamW(own.parameters(), max_norm=1.0)
 
@@ -206,7 +206,7 @@ def eager(own: EncoderLM) -> Any:
     return step
 
 
-def captured(own: EncoderLM, most_shapes: int = 1) -> Any:
+def captured(own: Any, most_shapes: int = 1) -> Any:
     """Return a step of training that is captured."""
     return minitorch.graph_step(eager(own), most_shapes=most_shapes)
 
@@ -247,6 +247,13 @@ def test_packed_steps_of_a_few_totals_are_captured(device: FakeDriver) -> None:
         take(96, np.array([32, 33, 32]))
     with pytest.raises(ValueError, match=r"\(64,\) int64.* or \(96,\) int64.*, got \(97,\) int64"):
         take(97, lengths)
+
+
+def test_packed_steps_of_a_classifier_are_captured(device: FakeDriver) -> None:
+    step, rng = captured(EncoderClassifier(on_device(), 3)), np.random.default_rng(0)
+    for _ in range(FIRST + 2):
+        step(rng.integers(0, 20, 64), rng.integers(0, 3, 4), rng.integers(1, 17, 4))
+    assert step.is_captured and step.why_eager is None
 
 
 @pytest.mark.cuda

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kernels.array_call import Call, as_operand, heads_first, results_of
+from kernels.cuda.attention.options.packed_tiles import sequences_of_call
 from kernels.interop.libraries import library_of, on_device_of
 from kernels.launch import Tile
 from kernels.problem.options import Options
@@ -139,5 +140,7 @@ def _call(
     results: Any = None,
 ) -> Call:
     q, k, v = (_heads_first(name, x) for name, x in zip("qkv", operands, strict=True))
-    make = partial(make_packed_problem, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    make = partial(
+        make_packed_problem, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, find=sequences_of_call
+    )
     return Call(q, k, v, options, results, make)

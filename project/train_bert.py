@@ -20,7 +20,14 @@ from typing import Any
 
 import numpy as np
 from common.command_line import COUNT, OneLineParser, replace_unprintable
-from data.encoder_text import PREDICTED, ClassifiedTexts, MaskedText, first_id, read_classified
+from data.encoder_text import (
+    PREDICTED,
+    ClassifiedTexts,
+    MaskedText,
+    first_id,
+    packed,
+    read_classified,
+)
 from data.text import read_text
 from training.gpt_loop import Trainer
 from training.gpt_presets import BYTES
@@ -31,7 +38,7 @@ from training.script_helpers import check_backend, ends_in_one_line
 
 import minitorch
 from kernels.traffic.formulas import training_flops
-from minitorch.models.encoder_lm import EncoderClassifier, EncoderLM, unpadded
+from minitorch.models.encoder_lm import EncoderClassifier, EncoderLM
 from minitorch.training.checkpoints import TrainingState
 from minitorch.training.model_files import CheckpointError, load_parameters, read_checkpoint
 
@@ -43,6 +50,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr": 1e-4, "clip": 1.0, "dropout": 0.1,
     },
 }  # fmt: skip
+#: Different totals of packed batches on a GPU: so few that a step of each can be captured as a CUDA graph.
+TOTALS = 16
 #: What a configuration keeps of the options.
 KEPT = ("width", "heads", "layers", "context", "dropout", "attention", "precision")
 #: The defaults of --finetune.
@@ -55,32 +64,41 @@ FINE_TUNING: dict[str, Any] = {
 
 
 class PackedLM(EncoderLM):
-    """An encoder that trains on padded batches without their padding."""
+    """An encoder that packs padded batches."""
 
     def loss(self, idx: Any, targets: Any, lengths: Any = None, segments: Any = None) -> Any:
-        """Return the loss of a padded batch; see :class:`minitorch.EncoderLM`."""
-        return super().loss(*unpadded(lengths, idx, targets), lengths, segments)
+        """Return the loss of a batch, padded or packed; see :class:`minitorch.EncoderLM`."""
+        batch = packed(idx, targets, lengths) if np.ndim(idx) == 2 else (idx, targets, lengths)
+        return super().loss(*batch, segments)
 
 
 class PackedClassifier(EncoderClassifier):
-    """A classifier that trains on padded batches without their padding."""
+    """A classifier that packs padded batches."""
 
     def loss(self, idx: Any, targets: Any, lengths: Any = None, segments: Any = None) -> Any:
-        """Return the loss of a padded batch; see :class:`minitorch.EncoderClassifier`."""
-        return super().loss(*unpadded(lengths, idx), targets, lengths, segments)
+        """Return the loss of a batch, padded or packed; see :class:`minitorch.EncoderClassifier`."""
+        batch = packed(idx, targets, lengths) if np.ndim(idx) == 2 else (idx, targets, lengths)
+        return super().loss(*batch, segments)
 
 
 class BertTrainer(Trainer):
     """A training whose batches and masks follow from the seed and the step alone."""
+
+    most_shapes = TOTALS
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         options = self.args
         self.tokens = round(self.corpus.mean_length * options.batch * options.accumulate)
 
-    def _step(self) -> minitorch.Tensor:
-        self.rng = np.random.default_rng((self.args.seed, self.done))
-        return super()._step()
+    def _batch(self) -> tuple[Any, ...]:
+        args = self.args
+        self.rng = np.random.default_rng((args.seed, self.done))
+        ids, targets, lengths = super()._batch()
+        if args.padded:
+            return ids, targets, lengths
+        totals = TOTALS if args.backend == "cuda" else None
+        return packed(ids, targets, lengths, args.accumulate, totals)
 
     def flops_per_token(self) -> float:
         """Return the operations that training with one token takes by the book."""
@@ -245,7 +263,6 @@ def train(args: argparse.Namespace, state: TrainingState | None = None) -> None:
     """
     begin = time.perf_counter()
     minitorch.manual_seed(args.seed)
-    args.eager = args.eager or not args.padded  # packed batches have other shapes in each step
     try:
         start = pretraining if args.finetune is None else fine_tuning
         model, config, corpus = start(args, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kernels.cuda.attention.options.packed_tiles import sequences_of_call
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
 from kernels.cuda.layers import fused, indexing
@@ -9,7 +10,7 @@ from kernels.cuda.layers.merge_rows import merge_rows
 from kernels.cuda.layers.put_rows import put_rows
 from kernels.cuda.matmul import cuda_cores as cuda_core_matmul
 from kernels.cuda.matmul import dispatch as matmul_dispatch
-from kernels.cuda.runtime.arena import Arena
+from kernels.cuda.runtime.arena import Arena, Stretch
 from kernels.cuda.runtime.arrays import (
     device_view,
     element_strides,
@@ -29,6 +30,7 @@ from kernels.cuda.runtime.kernel import (
     device_function,
     scalar_type,
 )
+from kernels.cuda.runtime.memory_pool import Pool
 from kernels.cuda.runtime.numba_watch import watching_numba
 from kernels.cuda.runtime.recorder import (
     Recording,
@@ -51,6 +53,6 @@ __all__ = [  # noqa: RUF022  # grouped by use
     # Layers and matrix products.
     "cuda_core_matmul", "fused", "indexing", "matmul_dispatch", "merge_rows", "put_rows",
     # Recording a step as a graph.
-    "Arena", "Graph", "Recording", "active", "between_launches", "computed", "drawn", "refuse",
-    "watching_numba",
+    "Arena", "Graph", "Pool", "Recording", "Stretch", "active", "between_launches", "computed", "drawn",
+    "refuse", "sequences_of_call", "watching_numba",
 ]  # fmt: skip

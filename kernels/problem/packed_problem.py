@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -14,7 +15,14 @@ from kernels.problem.question import Problem, problem_of
 
 
 def make_packed_problem(
-    q: Any, k: Any, v: Any, options: Options, cu_seqlens_q: Any, cu_seqlens_k: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    find: Callable[[Any, Any, int, int], Sequences] = sequences_of,
 ) -> Problem:
     """Check a call on packed sequences.
 
@@ -25,6 +33,7 @@ def make_packed_problem(
         options: Options by name.
         cu_seqlens_q: Cumulative query lengths, (count + 1,), starting at 0.
         cu_seqlens_k: Cumulative key lengths, (count + 1,), starting at 0.
+        find: Returns the bounds of the sequences.
 
     Raises:
         TypeError: See :func:`kernels.make_problem`, and
@@ -38,7 +47,7 @@ def make_packed_problem(
                 "use is_causal, window_size or mask_mod(sequence, head, row, col) instead"
             )
     problem = problem_of(q, k, v, options)
-    sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, problem.seq_q, problem.seq_k)
+    sequences = find(cu_seqlens_q, cu_seqlens_k, problem.seq_q, problem.seq_k)
     with suppress(TypeError):  # an option that cannot be hashed
         return _packed(problem, sequences)
     return replace(problem, sequences=sequences)

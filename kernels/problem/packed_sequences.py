@@ -88,12 +88,14 @@ class Sequences:
         """Query rows and key columns of each sequence."""
         return np.diff(self.cu_seqlens_q), np.diff(self.cu_seqlens_k)
 
-    def tiles(self, block: int, of_keys: bool = False) -> Ints:
+    def tiles(self, block: int, of_keys: bool = False, fixed: bool = False) -> Ints:
         """Return the tiles of all sequences; no tile spans two sequences.
 
         Args:
             block: Rows (or columns) per tile.
             of_keys: Return tiles of key columns instead of query rows.
+            fixed: Append tiles of an empty sequence behind the last one, so that the number of tiles
+                depends on the number of sequences and their total length only.
 
         Returns:
             (tiles, 6): the columns are those of :class:`Tile`.
@@ -110,7 +112,15 @@ class Sequences:
             self.lengths[1][sequence],
             start,
         )
-        return np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64)
+        found = np.ascontiguousarray(np.stack(columns, axis=1), dtype=np.int64)
+        if not fixed:
+            return found
+        ends = int(self.cu_seqlens_q[-1]), int(self.cu_seqlens_k[-1])
+        most = (
+            ends[of_keys] + self.count * (block - 1)
+        ) // block  # lengths of 1 more than whole tiles
+        empty = Tile(self.count, ends[0], 0, ends[1], 0, 0)
+        return np.concatenate([found, np.tile(np.array(empty), (most - len(found), 1))])
 
 
 def sequences_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> Sequences:

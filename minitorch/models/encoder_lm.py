@@ -53,8 +53,9 @@ class EncoderLM(Module):
 
     All methods take a batch in one of two forms.  *Padded*: ids (batch, seq) and ``lengths``, the number of
     tokens of each sequence, or None if no sequence is shorter than seq.  *Packed*: ids (total,) of all
-    sequences one after the other, and their ``lengths``, which sum to total.  Both give the same results up
-    to rounding; packed batches spend no computation on padding.
+    sequences one after the other, and their ``lengths``, which sum to total or less: ids behind the last
+    sequence are padding, so that batches may have a total in common.  Both give the same results up to
+    rounding; packed batches spend no computation on the padding of each sequence.
 
     Args:
         n_vocab: Number of tokens in the vocabulary.
@@ -228,35 +229,46 @@ class EncoderLM(Module):
                 f"sequences, got shape {shape} and {'no ' * (lengths is None)}lengths; pass at least one "
                 "token, and lengths for packed sequences"
             )
+        seq = shape[-1]
+        if lengths is None:
+            self._check_positions(seq)
+            return _Layout(kept_range(0, seq), kept_range(0, shape[0] * seq, seq), {})
+        given = _on_host("lengths", lengths)
+        own = computed(lambda: self._checked_lengths(given, shape), given)  # (count,)
+        if len(shape) == 2:
+            shown = computed(lambda: np.arange(seq) < own[:, None], own)  # (batch, seq)
+            firsts = kept_range(0, shape[0] * seq, seq)
+            return _Layout(kept_range(0, seq), firsts, {"key_mask": shown})
+        # Padding is one more sequence, also where there is none: steps of equal totals do the same.
+        whole = computed(lambda: np.append(own, seq - own.sum()), own)  # (count + 1,)
+        sums = computed(lambda: packed_positions(whole)[0], whole)  # (count + 2,)
+        positions = computed(lambda: packed_positions(whole)[1] % self.n_positions, whole)
+        return _Layout(positions, sums[: len(own)], {"cu_seqlens": sums})
+
+    def _checked_lengths(self, lengths: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+        """Return the lengths of the sequences in ids of a shape, or raise a ValueError."""
         packed, seq = len(shape) == 1, shape[-1]
-        own = None if lengths is None else _on_host("lengths", lengths)
-        longest = seq
-        if own is not None:
-            fits = own.ndim == 1 and len(own) and own.dtype.kind in "iu" and own.min() >= 1
-            if fits and packed:
-                fits = own.sum() == seq
-            elif fits:
-                fits = len(own) == shape[0] and own.max() <= seq
-            if not fits:
-                wanted = f"sum to {seq}" if packed else f"be {shape[0]} numbers of at most {seq}"
-                raise ValueError(
-                    f"lengths of ids of shape {shape} must be whole numbers of at least 1 and {wanted}, "
-                    f"got {np.array2string(own, threshold=8)}; pass the number of tokens of each sequence"
-                )
-            longest = int(own.max()) if packed else seq
+        fits = lengths.ndim == 1 and len(lengths) and lengths.dtype.kind in "iu"
+        if fits := fits and lengths.min() >= 1:
+            fits = lengths.sum() <= seq if packed else len(lengths) == shape[0]
+        if not fits or (not packed and lengths.max() > seq):
+            wanted = (
+                f"sum to at most {seq}" if packed else f"be {shape[0]} numbers of at most {seq}"
+            )
+            raise ValueError(
+                f"lengths of ids of shape {shape} must be whole numbers of at least 1 and {wanted}, "
+                f"got {np.array2string(lengths, threshold=8)}; pass the number of tokens of each sequence"
+            )
+        self._check_positions(int(lengths.max()) if packed else seq)
+        return lengths.astype(np.int64)
+
+    def _check_positions(self, longest: int) -> None:
+        """Check that there are positions for a sequence of so many tokens."""
         if longest > self.n_positions:
             raise ValueError(
                 f"the encoder has {self.n_positions} positions, got a sequence of {longest} tokens; cut "
                 "it, or build the model with a larger n_positions"
             )
-        if own is None:
-            return _Layout(kept_range(0, seq), kept_range(0, shape[0] * seq, seq), {})
-        if not packed:
-            shown = computed(lambda: np.arange(seq) < own[:, None], own)  # (batch, seq)
-            firsts = kept_range(0, shape[0] * seq, seq)
-            return _Layout(kept_range(0, seq), firsts, {"key_mask": shown})
-        sums, positions = packed_positions(own)
-        return _Layout(positions, sums[:-1], {"cu_seqlens": sums})
 
 
 class EncoderClassifier(Module):

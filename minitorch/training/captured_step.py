@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from kernels.common.arguments import whole
-from kernels.cuda.backend import Arena, Graph, Recording, active, pool, refuse, watching_numba
+from kernels.cuda.backend import (
+    Arena,
+    Graph,
+    Pool,
+    Recording,
+    Stretch,
+    active,
+    pool,
+    refuse,
+    watching_numba,
+)
 from kernels.runtime.cuda_errors import CaptureError as CaptureError
 from kernels.runtime.targets import BLOCKING, IS_SIMULATOR, current_device, driver, why_no_cuda
 
@@ -27,85 +37,31 @@ WARM_UP = 2
 RECORDED = 3
 
 
-class GraphStep:
-    """The result of :func:`graph_step`, which is called like the function itself.
+class _Kind:
+    """Calls with inputs of the same shapes and dtypes.
 
     Args:
-        fn: The function, which takes arrays and tensors and returns tensors on the device.
-        warm_up: Number of eager calls before recording, at least 1.
+        inputs: Of the first call.
 
     Attributes:
-        calls: Number of calls since creation or the last :meth:`reset`.
-        why_eager: The reason why calls are never captured, in words; None if they are.
+        places: Arrays and tensors that hold the inputs of a call, where a graph reads them.
+        calls: Number of calls.
+        needed: Bytes that a call computes in; 0 before it is known.
+        before: The last recorded call, whose memory the next one shares; None if there is none.
+        graph: The graph; None before the last recorded call.
+        outputs: The results of a replay.
     """
 
-    def __init__(self, fn: Callable[..., Any], warm_up: int = WARM_UP):
-        self._fn, self._warm_up = fn, whole("warm_up", warm_up, 1)
-        self.why_eager = _why_eager()
-        self.reset()
+    def __init__(self, inputs: tuple[Any, ...]):
+        self.places = [_place_for(x) for x in inputs]
+        self.calls = self.needed = 0
+        self.before: Recording | None = None
+        self.graph: Graph | None = None
+        self.outputs: Any = None
 
-    def reset(self) -> None:
-        """Drop the graph and free its memory; the next calls warm up and record again."""
-        self.calls = 0
-        self._graph: Graph | None = None
-        self._inputs: list[Any] = []
-        self._arena: Arena | None = None
-        self._recording: Recording | None = None
-        self._outputs: Any = None
-        self._device = -1
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether the next call replays the graph."""
-        return self._graph is not None
-
-    @property
-    def kernels(self) -> int:
-        """Number of kernels in the graph; 0 before it exists."""
-        return 0 if self._graph is None else self._graph.size
-
-    @property
-    def memory(self) -> int:
-        """Device memory reserved for the graph, in bytes; 0 before it exists."""
-        return 0 if self._graph is None else self._graph.memory
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Call the function, or replay its graph, with these inputs; return its results.
-
-        Raises:
-            TypeError: If an input is neither an array nor a tensor, or the function returns anything but
-                tensors.
-            ValueError: If the shape or dtype of an input changes, or an input requires a gradient.
-            CaptureError: During recording, if the function does something that a graph cannot contain.
-        """
-        if self.why_eager is not None or modes.anomaly or active() is not None:
-            return self._fn(*inputs)
-        if self._graph is not None and not (
-            self._device == current_device() and self._graph.is_valid()
-        ):
-            self.reset()  # the optimiser's state was loaded, or a parameter was replaced
-        self._take(inputs)
-        self.calls += 1
-        if self._graph is not None:
-            self._graph.replay()
-            return _owned(self._outputs)
-        if self.calls <= self._warm_up:
-            return self._fn(*inputs)
-        return self._record()
-
-    def _take(self, inputs: tuple[Any, ...]) -> None:
-        """Copy the inputs to the buffers of the graph."""
-        if not self._inputs:
-            self._inputs = [_place_for(x) for x in inputs]
-        given = [(x.shape, x.dtype) for x in map(_checked, inputs)]
-        known = [(x.shape, x.dtype) for x in self._inputs]
-        if given != known:
-            raise ValueError(
-                f"graph_step needs inputs of the same shapes and dtypes in each call, {_shown(known)} in "
-                f"the first, got {_shown(given)}; call the function itself with these, or make another "
-                "graph_step for them"
-            )
-        for place, x in zip(self._inputs, inputs, strict=True):
+    def take(self, inputs: tuple[Any, ...]) -> None:
+        """Copy the inputs to their places."""
+        for place, x in zip(self.places, inputs, strict=True):
             if not is_tensor(place):
                 np.copyto(place, x)
             elif place.backend.cuda:
@@ -113,30 +69,127 @@ class GraphStep:
             else:
                 np.copyto(place.to_numpy(), x.to_numpy())
 
-    def _record(self) -> Any:
+
+class GraphStep:
+    """The result of :func:`graph_step`, which is called like the function itself.
+
+    Args:
+        fn: The function, which takes arrays and tensors and returns tensors on the device.
+        warm_up: Number of eager calls before recording, at least 1.
+        most_shapes: Number of kinds of inputs that are captured, at least 1.
+
+    Attributes:
+        calls: Number of calls since creation or the last :meth:`reset`.
+        why_eager: The reason why calls are never captured, in words; None if they are.
+    """
+
+    def __init__(self, fn: Callable[..., Any], warm_up: int = WARM_UP, most_shapes: int = 1):
+        self._fn, self._warm_up = fn, whole("warm_up", warm_up, 1)
+        self._most = whole("most_shapes", most_shapes, 1)
+        self.why_eager = _why_eager()
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop the graphs and free their memory; the next calls warm up and record again."""
+        self.calls = 0
+        self._kinds: dict[Any, _Kind] = {}
+        self._arena: Arena | None = None
+        self._stretch: Stretch | None = None
+        self._device = -1
+
+    @property
+    def _graphs(self) -> list[Graph]:
+        return [kind.graph for kind in self._kinds.values() if kind.graph is not None]
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the next call replays a graph, with inputs of any shapes that it was called with."""
+        return bool(self._kinds) and len(self._graphs) == len(self._kinds)
+
+    @property
+    def kernels(self) -> int:
+        """Number of kernels in all graphs; 0 before there are any."""
+        return sum(graph.size for graph in self._graphs)
+
+    @property
+    def memory(self) -> int:
+        """Device memory reserved for the graphs, in bytes; 0 before there are any."""
+        stretches = {graph.stretch for graph in self._graphs}
+        return sum(stretch.bytes for stretch in stretches)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Call the function, or replay its graph, with these inputs; return its results.
+
+        Raises:
+            TypeError: If an input is neither an array nor a tensor, or the function returns anything but
+                tensors.
+            ValueError: If the inputs have other shapes or dtypes than before, and there are graphs for
+                ``most_shapes`` already, or an input requires a gradient.
+            CaptureError: During recording, if the function does something that a graph cannot contain.
+        """
+        if self.why_eager is not None or modes.anomaly or active() is not None:
+            return self._fn(*inputs)
+        kind = self._kind_of(inputs)
+        if kind.graph is not None and not (
+            self._device == current_device() and kind.graph.is_valid()
+        ):
+            self.reset()  # the optimiser's state was loaded, or a parameter was replaced
+            kind = self._kind_of(inputs)
+        kind.take(inputs)
+        self.calls += 1
+        kind.calls += 1
+        if kind.graph is not None:
+            kind.graph.replay()
+            return _owned(kind.outputs)
+        return self._fn(*inputs) if kind.calls <= self._warm_up else self._record(kind)
+
+    def _kind_of(self, inputs: tuple[Any, ...]) -> _Kind:
+        given = tuple((tuple(x.shape), x.dtype) for x in map(_checked, inputs))
+        if given not in self._kinds:
+            if len(self._kinds) == self._most:
+                known = " or ".join(map(_shown, self._kinds))
+                raise ValueError(
+                    f"graph_step needs inputs of the same shapes and dtypes in each call, {known} in "
+                    f"those before, got {_shown(given)}; call the function itself with these, make another "
+                    "graph_step for them, or pass a larger most_shapes"
+                )
+            self._kinds[given] = _Kind(inputs)
+        return self._kinds[given]
+
+    def _record(self, kind: _Kind) -> Any:
         """Call the function on the inputs and record it; build the graph after the last recorded call."""
         source = pool()
         assert source is not None, "or calls are eager"
-        before, arena = self._recording, self._arena or Arena(source, driver.CUdeviceptr)
-        self._recording = self._arena = None  # after a failed call, start again
-        hosts = [x.to_numpy() if is_tensor(x) else x for x in self._inputs if _is_host(x)]
-        recording, state = Recording(arena, hosts, before), _random_state()
+        arena = self._arena = self._arena or Arena(source, driver.CUdeviceptr)
+        needed, before = kind.needed, kind.before
+        kind.needed, kind.before = 0, None  # after a failed call, start again
+        stretch = before.stretch if before else self._room(source, needed) if needed else None
+        hosts = [x.to_numpy() if is_tensor(x) else x for x in kind.places if _is_host(x)]
+        recording, state = Recording(arena, hosts, stretch, before), _random_state()
         with _uncollected(), recording, watching_numba(_refuse_numba):
-            outputs = self._fn(*self._inputs)
+            outputs = self._fn(*kind.places)
         if not recording.launches:
             self.why_eager = "the function launches nothing on a CUDA device"
             return outputs
         recording.check_host()
         _check_draws(recording, state)
-        if before is None:
-            self._arena, self._recording = arena, recording if arena.is_laid_out else None
-        else:
-            self._graph, self._outputs = Graph(before, recording, source), outputs
+        kind.needed = recording.needed
+        if before is not None:
+            kind.graph, kind.outputs = Graph(before, recording, source), outputs
             self._device = current_device()
+        elif stretch is not None:
+            kind.before = recording
         return _owned(outputs)
 
+    def _room(self, source: Pool, needed: int) -> Stretch:
+        """Return memory for a recorded call: that of other shapes, if it is large enough."""
+        if self._stretch is None or self._stretch.bytes < needed:
+            source.trim()  # the first call has left its pieces
+            self._stretch = Stretch(source, needed)
+        return self._stretch
 
-def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP) -> GraphStep:
+
+def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP, most_shapes: int = 1) -> GraphStep:
     """Capture a function that is called repeatedly, such as a training step, as a CUDA graph.
 
     The first ``warm_up`` calls run eagerly, the next three are recorded while they run, and every later
@@ -152,22 +205,26 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP) -> GraphStep:
     at recording: Python numbers, modes such as ``model.eval()``, and ``matmul_precision``.  If two recorded
     calls differ in anything else, an error is raised.  If ``update`` replaces a parameter, or a state is
     loaded into the optimiser, the step is recorded again.  Tensors that Python keeps from the recorded
-    call, such as ``optimizer.grad_norm``, hold the values of the last replay.
+    call, such as ``optimizer.grad_norm``, hold the values of the last replay, but only where all inputs
+    have had the same shapes: graphs for several shapes compute in the same memory.
 
     Args:
-        fn: Takes NumPy arrays and tensors of constant shapes, and returns tensors on the device: one, None,
-            or tuples, lists and dicts of them.  It begins with ``zero_grad``, and updates state that it
-            keeps between calls in place, as :class:`minitorch.AdamW` does with parameters and moments.  All
-            its work is launched by this library, from one thread.
+        fn: Takes NumPy arrays and tensors, of constant shapes or of a few different ones, and returns
+            tensors on the device: one, None, or tuples, lists and dicts of them.  It begins with
+            ``zero_grad``, and updates state that it keeps between calls in place, as
+            :class:`minitorch.AdamW` does with parameters and moments.  All its work is launched by this
+            library, from one thread.
         warm_up: Number of eager calls before recording, at least 1.
+        most_shapes: Number of different shapes and dtypes of the inputs.  Each has calls of its own to warm
+            up and to record, and a graph of its own.
 
     Returns:
         A function of the same arguments, with ``is_captured``, ``why_eager`` and ``reset()``.  Later calls
         do not overwrite its results.
 
     Raises:
-        TypeError: If ``warm_up`` is not a whole number.
-        ValueError: If ``warm_up`` is below 1.
+        TypeError: If ``warm_up`` or ``most_shapes`` is not a whole number.
+        ValueError: If one of them is below 1.
 
     Example:
         >>> step = minitorch.graph_step(train_step)
@@ -175,7 +232,7 @@ def graph_step(fn: Callable[..., Any], warm_up: int = WARM_UP) -> GraphStep:
 
     Source: CUDA Programming Guide, CUDA Graphs.
     """
-    return GraphStep(fn, warm_up)
+    return GraphStep(fn, warm_up, most_shapes)
 
 
 def _why_eager() -> str | None:
@@ -212,7 +269,7 @@ def _is_host(x: Any) -> bool:
     return not (is_tensor(x) and x.backend.cuda)
 
 
-def _shown(kinds: list[tuple[Any, Any]]) -> str:
+def _shown(kinds: Iterable[tuple[Any, Any]]) -> str:
     return ", ".join(f"{shape} {dtype}" for shape, dtype in kinds) or "none"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -61,6 +62,36 @@ def mask_tokens(
     swapped = chosen[(fate >= MASKED) & (fate < MASKED + SWAPPED)]
     hidden[swapped] = rng.integers(0, words, len(swapped))
     return hidden.reshape(ids.shape), targets.reshape(ids.shape)
+
+
+def packed(
+    ids: Tokens, targets: Tokens, lengths: Tokens, parts: int = 1, totals: int | None = None
+) -> tuple[Tokens, Tokens, Tokens]:
+    """Return a padded batch without its padding, or without most of it.
+
+    Args:
+        ids: (batch, context).
+        targets: Of tokens, (batch, context), or of sequences, (batch,).
+        lengths: (batch,).
+        parts: Parts of a step, of which each is packed by itself.
+        totals: Number of different totals that batches of this shape may have; None for any number.
+
+    Returns:
+        Ids, (parts * total,): of each part the sequences one after the other, and padding up to the
+        total; targets, likewise or as they are; and the lengths.
+    """
+    tokens = lengths.reshape(parts, -1).sum(1)
+    step = 1 if totals is None else math.ceil(ids.size / parts / totals)
+    total = math.ceil(tokens.max() / step) * step
+    shown = np.arange(ids.shape[1]) < lengths[:, None]  # (batch, context)
+    places = np.arange(total) < tokens[:, None]  # (parts, total)
+
+    def laid_out(array: Tokens, padding: int) -> Tokens:
+        found = np.full(places.shape, padding, array.dtype)
+        found[places] = array[shown]
+        return found.reshape(-1)
+
+    return laid_out(ids, 0), laid_out(targets, IGNORED) if targets.ndim == 2 else targets, lengths
 
 
 class Pieces(NamedTuple):

@@ -176,7 +176,10 @@ class Trainer:
         done: Steps so far.
         by_clock: Whether the clock has taken over the learning rate.
         resumed: The steps from which it went on.
+        most_shapes: Number of different shapes of batches, each of which has a captured step.
     """
+
+    most_shapes = 1
 
     def __init__(
         self,
@@ -200,7 +203,9 @@ class Trainer:
             )
 
         is_eager = args.eager or not ranks.can_capture(args.dropout)
-        self._take_step = step if is_eager else minitorch.graph_step(step)
+        self._take_step = (
+            step if is_eager else minitorch.graph_step(step, most_shapes=self.most_shapes)
+        )
         self.tokens = args.batch * args.accumulate * args.context  # of a step
         self.flops = self.flops_per_token()
         self.peak = args.peak or peak_tflops(args.backend, args.precision)
@@ -300,10 +305,13 @@ class Trainer:
         )
         return True
 
-    def _step(self) -> minitorch.Tensor:
+    def _batch(self) -> tuple[Any, ...]:
+        """Return the batch of the next step."""
         args = self.args
-        batch = self.corpus.batch(self.rng, args.batch * args.accumulate, args.context)
-        return self._take_step(*batch)
+        return self.corpus.batch(self.rng, args.batch * args.accumulate, args.context)
+
+    def _step(self) -> minitorch.Tensor:
+        return self._take_step(*self._batch())
 
     def _read(self) -> None:
         """Move the losses of the last steps to the curve."""

@@ -70,52 +70,67 @@ class _Places:
         insort(self._free, (start, stop - start))
 
 
-class Arena:
-    """Pieces of memory that each call but the first is given in the same order at the same addresses.
-
-    A piece that is free again within a call is given to the next who asks: everything that is launched runs
-    in order.  The first call has its pieces from the pool and shows how much the others need, which is one
-    stretch.  When a call begins all of it is free, whoever still holds a piece; so what is asked for in the
-    same order lies where it lay.
+class Stretch:
+    """One piece of memory that calls are computed in; it goes back with the last that holds it.
 
     Args:
-        source: Of the memory; it goes back when the last array in the arena, and what else holds it, has
-            gone.
-        address_of: Makes an address as the driver has it of a number.
+        source: Of the memory.
+        size: Bytes.
 
-    Attributes:
-        bytes: Of the stretch; 0 in the first call.
+    Raises:
+        MemoryError: If the device has not that much left.
+    """
+
+    _block: Any = None
+
+    def __init__(self, source: Pool, size: int):
+        self._source, self.bytes = source, size
+        self._block = source.allocate(size)
+
+    @property
+    def start(self) -> int:
+        """The address of the first byte."""
+        return int(self._block.address)
+
+    def __del__(self) -> None:
+        if self._block is not None:
+            self._source.release(self._block)
+
+
+class Arena:
+    """Pieces of memory that calls of one kind are given in the same order at the same addresses.
+
+    A piece that is free again within a call is given to the next who asks: everything that is launched runs
+    in order.  The first call of a kind has its pieces from the pool and shows how much the others need.
+    These lie in a stretch, which several kinds may share.  When a call begins all of it is free, whoever
+    still holds a piece; so what is asked for in the same order lies where it lay.
+
+    Args:
+        source: Of the memory of first calls.
+        address_of: Makes an address as the driver has it of a number.
     """
 
     def __init__(self, source: Pool, address_of: Callable[[int], Any]):
         self._source, self._address_of = source, address_of
         self._places = _Places(_ENDLESS)
-        self._stretch: Any = None
+        self._stretch: Stretch | None = None
         self._call, self._thread = 0, None
-        self.bytes = 0
 
-    def begin(self) -> None:
+    def begin(self, stretch: Stretch | None = None) -> None:
         """Begin a call on this thread: everything is free.
 
-        Raises:
-            MemoryError: If the device has not that much left.
+        Args:
+            stretch: Where its pieces lie; None for the first call of its kind.
         """
-        if self._call and self._stretch is None and self._places.extent:
-            self._source.trim()  # the first call has left its pieces
-            self._stretch = self._source.allocate(self._places.extent)
-            self.bytes = self._places.extent
         self._call += 1
         self._thread = threading.get_ident()
-        self._places = _Places(self.bytes if self.is_laid_out else _ENDLESS)
+        self._stretch = stretch
+        self._places = _Places(_ENDLESS if stretch is None else stretch.bytes)
 
-    def end(self) -> None:
-        """End the call; from now on nothing is given or taken back."""
-        self._thread = None
-
-    @property
-    def is_laid_out(self) -> bool:
-        """Whether calls lie at the same addresses, as all but the first do."""
-        return self._call > 1
+    def end(self) -> int:
+        """End the call, and return how many bytes it needs; from now on nothing is given or taken back."""
+        self._thread = self._stretch = None
+        return max(self._places.extent, ALIGNMENT)
 
     def allocate(self, size: int) -> ArenaBlock:
         """Return ``size`` bytes, one or more.
@@ -131,10 +146,10 @@ class Arena:
                 f"the function asks for {size:,} bytes on the device that a call before did not ask for; "
                 "shapes must be the same in every call"
             )
-        if not self.is_laid_out:
+        if self._stretch is None:
             block = self._source.allocate(size)
             return ArenaBlock(block.address, self._call, start, size, block)
-        address = self._address_of(int(self._stretch.address) + start)
+        address = self._address_of(self._stretch.start + start)
         return ArenaBlock(address, self._call, start, size, None)
 
     def free(self, block: ArenaBlock) -> None:
@@ -151,7 +166,3 @@ class Arena:
     def is_current(self, memory: Any) -> bool:
         """Tell whether a piece was given to the call that runs, or ran last."""
         return memory.block.call == self._call
-
-    def __del__(self) -> None:
-        if self._stretch is not None:
-            self._source.release(self._stretch)

@@ -189,9 +189,9 @@ class Graph:
         return len(self._recording.launches)
 
     @property
-    def memory(self) -> int:
-        """Bytes that the graph keeps for what a call computes."""
-        return self._recording.arena.bytes
+    def stretch(self) -> Any:
+        """The memory that a call is computed in, which the graph keeps."""
+        return self._recording.stretch
 
     def is_valid(self) -> bool:
         """Tell whether what the graph reads and writes is still where it was."""

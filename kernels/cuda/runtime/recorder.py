@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cuda.runtime.arena import Arena
+from kernels.cuda.runtime.arena import Arena, Stretch
 from kernels.cuda.runtime.recipe import spoil, unwritten
 from kernels.runtime.cuda_errors import CaptureError
 
@@ -67,7 +67,8 @@ class Recording:
     Args:
         arena: What it allocates lies there.
         inputs: Arrays on the host that each call brings other numbers in, in the same memory.
-        before: The recording of the call before; None for the first.
+        stretch: Where in the arena; None for the first call, which shows how much the others need.
+        before: The recording of the call before, in the same stretch; None if there is none.
 
     Attributes:
         launches: In order.
@@ -79,12 +80,18 @@ class Recording:
         guards: Tell whether what the launches read and write is still where it was.
         kept: Memory outside of the arena that the launches read or write; a graph keeps it alive.
         on_host: What a graph cannot hold of what was done on the host, the first of it.
+        memo: What is made once in the call, by keys of those who make it.
+        needed: Bytes of the arena that the call needs, once it has ended.
     """
 
     def __init__(
-        self, arena: Arena, inputs: Sequence[np.ndarray[Any, Any]], before: Recording | None = None
+        self,
+        arena: Arena,
+        inputs: Sequence[np.ndarray[Any, Any]],
+        stretch: Stretch | None = None,
+        before: Recording | None = None,
     ):
-        self.arena, self.before = arena, before
+        self.arena, self.stretch, self.before, self.needed = arena, stretch, before, 0
         self.launches: list[Launch] = []
         self.draws: list[tuple[int, Callable[[], int]]] = []
         self.uploads: list[Upload] = []
@@ -94,18 +101,19 @@ class Recording:
         self.guards: list[Callable[[], bool]] = []
         self.kept: dict[int, Any] = {}
         self.on_host: CaptureError | None = None
+        self.memo: dict[Any, Any] = {}
         self._live = [*inputs]
         self._drawn: set[int] = set()
 
     def __enter__(self) -> Recording:
         assert _thread.recording is None, "a recorded call records no other"
-        self.arena.begin()
+        self.arena.begin(self.stretch)
         _thread.recording = self
         return self
 
     def __exit__(self, *error: object) -> None:
         _thread.recording = None
-        self.arena.end()
+        self.needed = self.arena.end()
 
     def check_host(self) -> None:
         """Raise what was refused of the work on the host, beside which there are launches."""
@@ -152,7 +160,7 @@ class Recording:
         self, result: np.ndarray[Any, Any], compute: Callable[[], Any], sources: Sequence[Any]
     ) -> None:
         """Note what the host computed, if it comes from an input."""
-        if any(map(self._is_live, sources)):
+        if any(map(self.is_live, sources)):
             self._live.append(result)
             self.computations.append(lambda: np.copyto(result, compute()))
 
@@ -170,7 +178,7 @@ class Recording:
             CaptureError: If it is copied in each call, and no input.
         """
         place, before = len(self.uploads), self.before
-        if not self._is_live(array):
+        if not self.is_live(array):
             if before is not None:
                 raise CaptureError(
                     f"the function copies an array of shape {array.shape} ({array.dtype}) to the device in "
@@ -192,7 +200,8 @@ class Recording:
             )
         return found
 
-    def _is_live(self, array: Any) -> bool:
+    def is_live(self, array: Any) -> bool:
+        """Tell whether an array holds numbers of an input, or what was computed from one."""
         return isinstance(array, np.ndarray) and any(
             np.may_share_memory(array, known) for known in self._live
         )

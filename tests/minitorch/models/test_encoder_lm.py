@@ -41,6 +41,15 @@ class Batch(NamedTuple):
         shown = np.arange(self.ids.shape[1]) < self.lengths[:, None]
         return Batch(self.ids[shown], self.targets[shown], self.lengths, self.segments[shown])
 
+    def filled(self, count: int) -> Batch:
+        """Return a packed batch with padding behind its last sequence."""
+        return Batch(
+            np.pad(self.ids, (0, count), constant_values=VOCABULARY - 1),
+            np.pad(self.targets, (0, count), constant_values=-100),
+            self.lengths,
+            np.pad(self.segments, (0, count)),
+        )
+
 
 def batch_of(lengths: list[int], seed: int = 0) -> Batch:
     rng = np.random.default_rng(seed)
@@ -78,6 +87,7 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
     padded = batch_of(lengths, seed)
     expected = loss_and_gradients(model(), *padded)
     assert_same(loss_and_gradients(model(), *padded.packed), expected)
+    assert_same(loss_and_gradients(model(), *padded.packed.filled(1 + seed)), expected)
     assert_same(loss_and_gradients(model("naive"), *padded), expected)
 
 
@@ -182,12 +192,10 @@ def test_dropout_and_bfloat16_train() -> None:
     assert own.loss(*batch).item() == pytest.approx(exact.loss(*batch).item(), rel=0.05)
 
 
-def test_a_padded_step_is_captured(device: FakeDriver) -> None:
-    minitorch.manual_seed(0)
-    own = EncoderLM(20, 64, 2, 32, n_layer=1, backend=minitorch.CudaBackend, dtype=np.float32)
+def eager(own: Any) -> Any:
+    """Return a step of training."""
     optimizer = minitorch.AdamW(own.parameters(), max_norm=1.0)
 
-    @minitorch.graph_step
     def step(*batch: Any) -> minitorch.Tensor:
         optimizer.zero_grad()
         loss = own.loss(*batch)
@@ -195,13 +203,72 @@ def test_a_padded_step_is_captured(device: FakeDriver) -> None:
         optimizer.step()
         return loss.detach()
 
-    rng = np.random.default_rng(0)
+    return step
+
+
+def captured(own: Any, most_shapes: int = 1) -> Any:
+    """Return a step of training that is captured."""
+    return minitorch.graph_step(eager(own), most_shapes=most_shapes)
+
+
+def wanted(rng: np.random.Generator, size: int, shown: int) -> Any:
+    """Return targets, of which 9 among the first ones are to be predicted."""
+    targets = np.full(size, -100)
+    targets[rng.choice(shown, 9, replace=False)] = 1
+    return targets
+
+
+def on_device() -> EncoderLM:
+    minitorch.manual_seed(0)
+    return EncoderLM(
+        20, 128, 2, 32, n_layer=2, attention_dropout=0.1, backend=minitorch.CudaBackend,
+        precision="bfloat16",
+    )  # fmt: skip
+
+
+def test_a_padded_step_is_captured(device: FakeDriver) -> None:
+    step, rng = captured(on_device()), np.random.default_rng(0)
     for _ in range(FIRST + 2):
         ids = rng.integers(0, 20, (3, 32))
-        targets = np.full(ids.size, -100)
-        targets[rng.choice(ids.size, 9, replace=False)] = 1  # as many in each batch
-        step(ids, targets.reshape(ids.shape), rng.integers(1, 33, 3))
+        step(ids, wanted(rng, 96, 96).reshape(ids.shape), rng.integers(1, 33, 3))
     assert step.is_captured and step.why_eager is None
+
+
+def test_packed_steps_of_a_few_totals_are_captured(device: FakeDriver) -> None:
+    step, rng, lengths = captured(on_device(), 2), np.random.default_rng(0), np.array([16, 7, 11])
+
+    def take(total: int, lengths: Any) -> None:
+        step(rng.integers(0, 20, total), wanted(rng, total, min(total, lengths.sum())), lengths)
+
+    for number in range(2 * FIRST + 4):
+        take((64, 96)[number % 2], rng.permutation(lengths + number % 3))
+    assert step.is_captured and step.why_eager is None and step.calls == 2 * FIRST + 4
+    with pytest.raises(ValueError, match=r"at least 1 and sum to at most 96, got \[32 33 32\]"):
+        take(96, np.array([32, 33, 32]))
+    with pytest.raises(ValueError, match=r"\(64,\) int64.* or \(96,\) int64.*, got \(97,\) int64"):
+        take(97, lengths)
+
+
+def test_packed_steps_of_a_classifier_are_captured(device: FakeDriver) -> None:
+    step, rng = captured(EncoderClassifier(on_device(), 3)), np.random.default_rng(0)
+    for _ in range(FIRST + 2):
+        step(rng.integers(0, 20, 64), rng.integers(0, 3, 4), rng.integers(1, 17, 4))
+    assert step.is_captured and step.why_eager is None
+
+
+@pytest.mark.cuda
+def test_captured_packed_steps_are_eager_ones() -> None:
+    found = []
+    for most_shapes in (0, 2):
+        own, rng = on_device(), np.random.default_rng(0)
+        step, losses = captured(own, most_shapes) if most_shapes else eager(own), []
+        minitorch.manual_seed(1)
+        for number in range(2 * FIRST + 6):
+            total, lengths = (512, 640)[number % 2], rng.integers(5, 33, 15)
+            ids, targets = rng.integers(0, 20, total), wanted(rng, total, lengths.sum())
+            losses.append(step(ids, targets, lengths).to_numpy().tobytes())
+        found.append((losses, [p.value.to_numpy().tobytes() for p in own.parameters()]))
+    assert found[0] == found[1] and len({*found[0][0]}) > FIRST
 
 
 def test_a_post_norm_layer_with_a_cache_gives_the_rows_of_one_without() -> None:
@@ -248,9 +315,9 @@ def test_wrong_calls_say_what_is_expected() -> None:
         r"targets must be from 0 to 18, got 19": lambda: own.loss(row, row + 19),
         r"token ids must be from 0 to 18": lambda: own(row + 19),
         r"got shape \(5,\) and no lengths": lambda: own(one),
-        r"sum to 5, got \[2 4\]": lambda: own(one, np.array([2, 4])),
+        r"sum to at most 5, got \[2 4\]": lambda: own(one, np.array([2, 4])),
         r"1 numbers of at most 5, got \[6\]": lambda: own(row, np.array([6])),
-        r"at least 1 and sum to 5": lambda: own(one, np.array([0, 5])),
+        r"at least 1 and sum to at most 5": lambda: own(one, np.array([0, 5])),
         r"packed sequences need flash attention": lambda: model("naive")(one, np.array([5])),
         r"targets must be from 0 to 1": lambda: EncoderClassifier(own, 2).loss(row, np.array([2])),
     }.items():  # fmt: skip

@@ -145,6 +145,23 @@ def test_inputs_of_other_shapes_or_kinds_are_refused(device: FakeDriver) -> None
         step(w)
 
 
+@pytest.mark.parametrize("sizes", [(16, 7, 3), (3, 16, 7)])
+def test_inputs_of_a_few_shapes_have_a_graph_each_and_share_memory(
+    device: FakeDriver, sizes: tuple[int, ...]
+) -> None:
+    training = Training("bfloat16", 0.1, 1.0, False, captured=False)
+    step, alone = (minitorch.graph_step(training.step, most_shapes=n) for n in (3, 1))
+    for number in range(len(sizes) * (FIRST + 1)):
+        batch, size = training.batches[number % STEPS], sizes[number % len(sizes)]
+        step(*batch[:, :, :size])
+    assert step.is_captured and len(device.nodes) == len(sizes)
+    assert training.optimizer.steps == step.calls, "no step was captured anew"
+    for number in range(FIRST):
+        alone(*training.batches[number])
+    shares = 1 if sizes[0] == 16 else 2  # a stretch that was too small stays in use
+    assert alone.memory <= step.memory <= shares * alone.memory
+
+
 @pytest.mark.parametrize("change", ["state", "value", "norm"])
 def test_a_step_that_became_another_is_captured_anew(device: FakeDriver, change: str) -> None:
     training = Training("bfloat16", 0.0, 1.0, False, captured=True)
@@ -208,6 +225,8 @@ def test_a_model_on_the_host_trains_beside_a_device(device: FakeDriver, optimize
 def test_wrong_numbers_of_calls_are_refused(wrong: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="warm_up"):
         minitorch.graph_step(lambda: None, warm_up=wrong)
+    with pytest.raises(kind, match="most_shapes"):
+        minitorch.graph_step(lambda: None, most_shapes=wrong)
 
 
 @pytest.mark.cuda

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[3] / "project"))
 
 from data.encoder_text import (  # isort: skip
-    ClassifiedTexts, MaskedText, first_id, mask_id, mask_tokens, pieces_of, read_classified,
+    ClassifiedTexts, MaskedText, first_id, mask_id, mask_tokens, packed, pieces_of, read_classified,
 )  # fmt: skip
 
 WORDS = 50
@@ -97,6 +97,33 @@ def test_batches_have_constant_shapes_and_depend_on_the_generator_alone() -> Non
     assert ((held_out[1] != -100).sum(1) >= 1).all()
     assert all(map(np.array_equal, held_out, corpus.held_out_windows(40)))
     assert corpus.digest != MaskedText(text_of(200, 1), encode, WORDS, 40, 4).digest
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=6, max_size=6),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([None, 4]),
+)
+def test_packed_parts_have_all_tokens_and_a_total_that_recurs(
+    lengths: list[int], parts: int, totals: int | None
+) -> None:
+    ids, own = padded_ids(np.random.default_rng(0), [*lengths, 30])[:6], np.array(lengths)
+    found, targets, same = packed(ids, ids + 1, own, parts, totals)
+    assert same is own and packed(ids, own, own, parts, totals)[1] is own  # classes
+    tokens = own.reshape(parts, -1).sum(1)
+    total = len(found) // parts
+    if totals is None:
+        assert total == tokens.max()
+    else:
+        step = -(-180 // (parts * totals))
+        assert total % step == 0 and tokens.max() <= total <= totals * step
+    for part in range(parts):
+        rows = range(6 // parts * part, 6 // parts * (part + 1))
+        joined = np.concatenate([ids[row, : lengths[row]] for row in rows])
+        place = slice(total * part, total * part + tokens[part])
+        assert np.array_equal(found[place], joined) and np.array_equal(targets[place], joined + 1)
+        rest = slice(place.stop, total * (part + 1))
+        assert not found[rest].any() and (targets[rest] == -100).all()
 
 
 def test_a_fifth_of_the_classified_texts_is_held_out() -> None:

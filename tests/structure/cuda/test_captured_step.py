@@ -14,12 +14,14 @@ from hypothesis.strategies import integers, lists, tuples
 
 import minitorch
 from kernels import launch
-from kernels.cuda.runtime.arena import ALIGNMENT, Arena
+from kernels.cuda.attention.flash3_wgmma.backward.layout import PADDING
+from kernels.cuda.runtime.arena import ALIGNMENT, Arena, Stretch
 from kernels.cuda.runtime.arrays import to_device
 from kernels.cuda.runtime.memory_pool import MOST_STAGED, STAGED, Block
 from kernels.cuda.runtime.numba_watch import watching_numba
 from kernels.cuda.runtime.recorder import between_launches
 from kernels.problem import listed_mods
+from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch.training.captured_step import WARM_UP
 
@@ -84,6 +86,61 @@ def test_a_replay_is_a_launch_and_copies_of_the_inputs(device: FakeDriver, kind:
     assert ids.tobytes() in copies and targets.tobytes() in copies
     order = np.argsort(ids, kind="stable").tobytes()
     assert any(copy.endswith(order) for copy in copies), "of the table's gradient"
+
+
+#: Of packed batches with their padding.
+TOTALS = 256, 320
+
+
+def _packed_batch(rng: np.random.Generator, total: int) -> tuple[Any, Any, Any]:
+    """Return ids, targets and lengths of four sequences with padding behind them."""
+    targets = np.full(total, -100)
+    targets[rng.choice(80, 9, replace=False)] = rng.integers(0, 20, 9)
+    return rng.integers(0, 20, total), targets, rng.integers(20, 65, 4)
+
+
+def _of_packed_steps(captured: bool, steps: int) -> list[tuple[list[Any], set[bytes]]]:
+    """Return what packed steps launch, but for copies of the result, and what they copy to the device."""
+    with fake_device() as device:
+        minitorch.manual_seed(0)
+        model = minitorch.EncoderLM(
+            20, 128, 2, 64, n_layer=2, attention_dropout=0.1, backend=minitorch.CudaBackend,
+            precision="bfloat16",
+        )  # fmt: skip
+        optimizer, found = minitorch.AdamW(model.parameters(), max_norm=1.0), []
+
+        def step(*batch: Any) -> minitorch.Tensor:
+            optimizer.zero_grad()
+            loss = model.loss(*batch)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        take = minitorch.graph_step(step, most_shapes=2) if captured else step
+        minitorch.manual_seed(1)
+        for number in range(steps):
+            device.launches.clear()
+            device.calls.clear()
+            take(*_packed_batch(np.random.default_rng(number), TOTALS[number % 2]))
+            copies = (call.about[1] for call in device.calls if call.name == "cuMemcpyHtoDAsync")
+            found.append((_numbers(device.launches), {*copies}))
+        return found
+
+
+@no_simulator
+def test_a_replay_of_packed_sequences_lists_their_tiles_as_an_eager_step_does() -> None:
+    first, steps = 2 * FIRST, 2 * FIRST + 4
+    eager, captured = _of_packed_steps(False, steps), _of_packed_steps(True, steps)
+    for number in range(first, steps):
+        (expected, expected_copies), (found, copies) = eager[number], captured[number]
+        assert found.pop()[0] == "map_id"  # a copy of the loss, for the caller
+        assert found == expected, number
+        assert copies <= expected_copies, number
+        rng, total = np.random.default_rng(number), TOTALS[number % 2]
+        *_, lengths = _packed_batch(rng, total)
+        sums = np.cumsum([0, *lengths, total - lengths.sum()])
+        tiles = Sequences(sums, sums, total, total).tiles(PADDING, fixed=True)
+        assert tiles.tobytes() in copies, number
 
 
 @no_simulator
@@ -259,10 +316,12 @@ class _Source:
 @given(lists(tuples(integers(1, 1 << 20), integers(0, 5)), max_size=20))
 def test_pieces_never_overlap_and_the_next_call_has_the_same(steps: list[tuple[int, int]]) -> None:
     source: Any = _Source()
-    arena = Arena(source, int)
+    arena, stretch, needed = Arena(source, int), None, 0
     calls, leftover = [], []
     for _ in range(3):
-        arena.begin()
+        if needed and stretch is None:
+            stretch = Stretch(source, needed)
+        arena.begin(stretch)
         held, places = [], []
         for size, action in steps:
             if action and held:
@@ -281,7 +340,7 @@ def test_pieces_never_overlap_and_the_next_call_has_the_same(steps: list[tuple[i
             places.append(start)
         leftover = [block for block, _ in held]
         calls.append(places)
-        arena.end()
+        needed = arena.end()
     assert calls[1] == calls[2], "what the first call made room for is there from the beginning"
-    del arena
+    del arena, stretch
     assert source.given == {}

@@ -219,7 +219,9 @@ def test_packed_sequences_end_where_tiles_do_not(deterministic: bool) -> None:
     for (_, places), oracle in zip(pieces, oracles, strict=True):
         for name, place in (("out", "q"), ("lse", "q"), ("dq", "q"), ("dk", "k"), ("dv", "k")):
             expected[name][:, places[place]] = oracle[name]
-    sequences = Sequences(np.array(ends[0]), np.array(ends[1]), SEQ_Q, SEQ_K)
+    # Empty ones, so that both kinds of tiles have empty ones behind them.
+    sums_q, sums_k = (np.pad(np.array(own), (0, 3), "edge") for own in ends)
+    sequences = Sequences(sums_q, sums_k, SEQ_Q, SEQ_K)
     # Of the third sequence, which affects no other.
     case.q[:, 17:20], case.dout[:, 17:20] = np.nan, np.inf
     case.k[:, 30:31], case.v[:, 30:31] = np.nan, np.inf

@@ -200,7 +200,9 @@ def test_packed_sequences_end_where_tiles_do_not_and_do_not_affect_each_other(
     case = replace(case, **{name: getattr(case, name)[0] for name in ("q", "k", "v", "dout")})
     rows, keys = (slice(*sums[2:4]) for sums in ends)  # of the third sequence
     case.q[:, rows], case.k[:, keys], case.v[:, keys] = np.nan, np.nan, np.inf
-    sequences = Sequences(np.array(ends[0]), np.array(ends[1]), *lengths)
+    # Empty ones, so that there are empty tiles behind the others.
+    sums_q, sums_k = (np.pad(np.array(own), (0, 3), "edge") for own in ends)
+    sequences = Sequences(sums_q, sums_k, *lengths)
     out, lse = _forward(case, replace(SMALL, items=items), sequences, blocks=1)
     for i in (0, 3)[: len(row_ends) - 3]:
         rows, cols = (slice(*sums[i : i + 2]) for sums in ends)

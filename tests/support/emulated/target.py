@@ -19,7 +19,7 @@ from kernels.cuda.attention.flash2_mma import launch as flash2_mma
 from kernels.cuda.attention.flash2_mma import split_operands
 from kernels.cuda.attention.flash2_mma.launch import ByKeys
 from kernels.cuda.attention.flash2_mma.tiles import MmaKeyLayout, MmaLayout
-from kernels.cuda.attention.options import extras
+from kernels.cuda.attention.options import extras, packed_tiles
 from kernels.cuda.device import memory
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.problem.listed_mods import on_host
@@ -74,8 +74,8 @@ def _forget() -> None:
     """Let go of what calls keep on their device: arrays of the host are none."""
     kernels = split_operands.measure_kernel, split_operands.split_kernel  # of few threads
     layout = flash2_mma._forward_layout
-    arrays = extras._block_arrays, extras._list_arrays, extras._tiles, memory.device_constant
-    for kept in (*arrays, layout, *kernels):
+    tiles = extras._block_arrays, extras._list_arrays, packed_tiles._copied
+    for kept in (*tiles, memory.device_constant, layout, *kernels):
         kept.cache_clear()
     EMULATED.plans.clear()  # what its rungs can was asked of another device
 
@@ -112,6 +112,7 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
         },
         "attention.flash2_mma.split_operands": {**pool, "device_view": _view, "THREADS": 64},
         "attention.options.extras": {"to_device": lambda array: array},
+        "attention.options.packed_tiles": {"to_device": lambda array: array},
         "device.memory": {"to_device": lambda array: array},
         "device.per_device": {"why_no_device": lambda needed: None},
         "device.vector": {"device_pointer": lambda array: array.ctypes.data},

@@ -10,6 +10,7 @@ import numpy as np
 
 from kernels.common.philox import attention_threshold, keep_scale
 from kernels.cuda.attention.options.mods import check_places
+from kernels.cuda.attention.options.packed_tiles import device_tiles
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device.memory import device_constant
 from kernels.cuda.runtime.arrays import to_device
@@ -62,7 +63,7 @@ def make_extras(
         found["origin"] = _origin(problem.origin, device)
     if problem.sequences is not None:
         block = block_k if by_keys else block_q
-        found["tiles"] = _tiles(problem.sequences, block, by_keys, device)
+        found["tiles"] = device_tiles(problem.sequences, block, by_keys, device)
     return numbers._replace(**found)
 
 
@@ -119,12 +120,6 @@ def _word_arrays(
 def _origin(origin: Origin, device: int) -> Any:
     """Return the place of a call in a larger dropout mask on the device, (4,) int64."""
     return _copied(np.array(origin))
-
-
-@lru_cache(maxsize=64)
-def _tiles(sequences: Any, block: int, of_keys: bool, device: int) -> Any:
-    """Return the tiles of packed sequences on the device."""
-    return _copied(sequences.tiles(block, of_keys))
 
 
 def _copied(array: Any) -> Any:

@@ -77,7 +77,7 @@ class _Plan(NamedTuple):
         dtype: "float16" or "bfloat16".
         features: Options that kernels are compiled for.
         rows: Of lse and delta as ``preprocess_kernel`` lays them out: each sequence has room for
-            its last tile.
+            its last tile, and so has the empty one behind them.
         by_keys: What each kernel by key tiles computes, and its layout.
         by_rows: The layout of the kernel that dq has of its own, or None.
         bounds: What the kernels around the others need: no option but where sequences are.
@@ -110,7 +110,7 @@ def _plan(problem: Problem, device: int) -> _Plan:
         widths,
         NAMES[problem.dtype],
         features,
-        round_up(problem.seq_q, PADDING) + (PADDING * sequences.count if sequences else 0),
+        round_up(problem.seq_q, PADDING) + (PADDING * (sequences.count + 1) if sequences else 0),
         by_keys,
         by_rows,
         plain._replace(seed=0, tiles=extras.tiles),

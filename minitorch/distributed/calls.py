@@ -10,9 +10,10 @@ import numpy as np
 
 from kernels.problem.options import Options
 
+from .blocks import Block, blocks
 from .group import Group
 from .local_attention import Part, part_of
-from .sequence_parts import Block, Segment, blocks, segments
+from .sequence_parts import Segment, segments
 
 #: Length of the description of a call that the ranks compare, in bytes.
 DESCRIPTION = 1024

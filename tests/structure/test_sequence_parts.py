@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitorch.distributed import positions
-from minitorch.distributed.sequence_parts import LAYOUTS, Pair, Segment, blocks, pair, segments
+from minitorch.distributed.blocks import blocks
+from minitorch.distributed.sequence_parts import LAYOUTS, Pair, Segment, pair, segments
 
 SIZES = st.integers(1, 5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,9 +10,10 @@ import numpy as np
 
 from kernels.problem.options import Options
 
+from .blocks import Block, blocks
 from .group import Group
 from .local_attention import Part, part_of
-from .sequence_parts import Segment, pair, segments
+from .sequence_parts import Segment, segments
 
 #: Length of the description of a call that the ranks compare, in bytes.
 DESCRIPTION = 1024
@@ -50,20 +52,48 @@ class Call(NamedTuple):
         """Return the segments of the rows that a rank holds."""
         return segments(self.sums[-1], rank, self.group.size, self.layout, self.sums)
 
-    def parts(self, owner: int) -> Iterator[tuple[int, Segment, Part]]:
-        """Yield the calls by which this rank attends to the keys of another.
+    @property
+    def rows(self) -> list[range]:
+        """The rows of each segment of this rank."""
+        return [a.here for a in self.segments(self.group.rank)]
+
+    def blocks(self, rank: int, owner: int) -> tuple[Block, ...]:
+        """Return which segments of a rank attend to which of another, by one call each."""
+        keeps_places = bool(self.options.get("dropout_p"))
+        return blocks(self.segments(rank), self.segments(owner), *self.window, keeps_places)
+
+    def parts(self, owner: int) -> Iterator[tuple[Block, Part]]:
+        """Yield the calls by which this rank attends to the keys of another."""
+        for block in self.blocks(self.group.rank, owner):
+            found = block.pair
+            yield block, self._part(found.row, found.col, found.sums, found.sequence)
+
+    def counts_of_rows(self) -> list[int]:
+        """Return how many calls each segment of this rank is in."""
+        rank = self.group.rank
+        calls = Counter(
+            n
+            for owner in range(self.group.size)
+            for x in self.blocks(rank, owner)
+            for n in x.queries
+        )
+        return [calls[n] for n in range(len(self.segments(rank)))]
+
+    def counts_of_keys(self, rank: int, owner: int) -> list[int]:
+        """Return how many calls of a rank each segment of another one's keys is in."""
+        calls = Counter(n for x in self.blocks(rank, owner) for n in x.keys)
+        return [calls[n] for n in range(len(self.segments(owner)))]
+
+    def has_sums(self, step: int) -> bool:
+        """Tell whether gradients that leave a rank after a step are sums which are not finished.
 
         Args:
-            owner: The other rank.
-
-        Returns:
-            The number of the segment of query rows, the segment of keys, and the call.
+            step: Number of the rank on their way, from 0 for that of their keys.
         """
-        for number, queries in enumerate(self.segments(self.group.rank)):
-            for keys in self.segments(owner):
-                if (found := pair(queries, keys, *self.window)) is not None:
-                    part = self._part(found.row, found.col, found.sums, found.sequence)
-                    yield number, keys, part
+        ranks = range(self.group.size)
+        if step == 0:
+            return any(max(self.counts_of_keys(x, x), default=0) > 1 for x in ranks)
+        return step < ranks[-1]
 
     def part_of_all_keys(self, queries: Segment) -> tuple[Part, range]:
         """Return the call by which a segment attends to all keys that it sees, and where they lie."""

@@ -47,7 +47,7 @@ class Shift:
 
     def __init__(self, group: Group, tensors: Sequence[Tensor]):
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        self._like = tensors[0].empty((0,))  # of the backend, without their memory
+        self._like = tensors[0].empty((1,))  # of the backend, without their memory
         self._spaces = [space(t, t.shape, group) for t in tensors]
         self._transfers: list[Transfer] = []
         messages = [message(t, group) for t in tensors]

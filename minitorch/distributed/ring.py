@@ -8,11 +8,9 @@ Source: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers (202
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
-
-from kernels.runtime.dtypes import acc_dtype
 
 from ..autodiff import Context
 from ..functions.base import Function
@@ -21,13 +19,11 @@ from ..functions.subscripts import sliced
 from ..tensor import Tensor
 from .calls import Call
 from .exchange import Shift, circulate
-from .local_attention import Part, attend, gradients, heads_first, rows_of, view_of
-from .row_sums import RowMerge, RowSums
-from .sequence_parts import Segment
+from .local_attention import attend, gradients, rows_of, view_of
+from .row_sums import RowSums
 
-#: In how many shares of their heads keys and values go round at most, and bytes of a share at least, on the
-#: host and on a device: less would take less time than the launches for it.
-SHARES, LEAST = 4, {True: 1 << 20, False: 1 << 24}
+#: Bytes of a share at least, on the host and on a device: less would take less time than its launches.
+LEAST = {True: 1 << 20, False: 1 << 24}
 
 
 class Share(NamedTuple):
@@ -50,27 +46,37 @@ class Share(NamedTuple):
         return view_of(a, a.dims - 3, self.heads)
 
 
-def _shares(k: Tensor, v: Tensor, call: Call) -> Iterator[Share]:
-    """Yield shares of the heads of a call."""
+def _rounds(call: Call) -> int:
+    """Return in how many shares of their heads keys and values go round in the forward pass.
+
+    With two ranks, the keys of one other rank and the result of a call are one and a half blocks.  With
+    more, the next keys arrive meanwhile, and 16-bit results are added in float32.  Gradients of keys, which
+    arrive and leave, take about twice the memory in the backward pass.
+    """
+    return 1 if call.group.size <= 2 else 2
+
+
+def _shares(k: Tensor, v: Tensor, call: Call, most: int) -> Iterator[Share]:
+    """Yield shares of the heads of a call, so many at most."""
     dim, size = k.dims - 3, k.size * k.dtype.itemsize + v.size * v.dtype.itemsize
     heads, each = k.shape[dim], call.heads // k.shape[dim]
-    count = max(1, min(SHARES, heads, size // LEAST[call.group.on_host]))
+    count = max(1, min(most, heads, size // LEAST[call.group.on_host]))
     for first, end in pairwise(i * heads // count for i in range(count + 1)):
         own = (sliced(x, dim, range(first, end)) for x in (k, v))
         queries = range(first * each, end * each)
         yield Share(queries, call._replace(head=queries.start), *own)
 
 
-def _joined(shares: list[Tensor]) -> Tensor:
-    """Return the heads of all shares, (…, heads, rows, dim); the list is empty afterwards."""
+def _joined(shares: list[Tensor], dim: int) -> Tensor:
+    """Return the heads of all shares, which are a dimension; the list is empty afterwards."""
     whole: Any = shares[0]
     if len(shares) > 1:
-        whole = Cat.forward(Context(), whole.dims - 3, *shares)
+        whole = Cat.forward(Context(), dim, *shares)
     shares.clear()
     return whole
 
 
-def _attended(q: Tensor, share: Share) -> tuple[Tensor, list[Tensor]]:
+def _attended(q: Tensor, share: Share) -> tuple[Tensor, Tensor]:
     """Merge the attention of some heads to the keys of each rank, in the order in which they arrive.
 
     Args:
@@ -78,24 +84,27 @@ def _attended(q: Tensor, share: Share) -> tuple[Tensor, list[Tensor]]:
         share: The heads.
 
     Returns:
-        (…, heads, rows, value_dim), and the log-sum-exp of each segment, (…, heads, rows).
+        (…, heads, rows, value_dim) and the log-sum-exp, (…, heads, rows).
     """
     call = share.call
-    own = call.segments(call.group.rank)
-    # Sums of 16 bits are those of float32.
-    found = RowMerge(q, acc_dtype(q.dtype), share.values.shape[-1])
+    found = RowSums(call.rows, call.counts_of_rows(), q, share.values.shape[-1])
 
     def visit(owner: int, block: Sequence[Tensor]) -> None:
-        for i, b, part in call.parts(owner):
-            keys, values = (rows_of(x, b.here) for x in block)
-            found.add(own[i].here, *attend(rows_of(q, own[i].here), keys, values, part))
+        for near, part in call.parts(owner):
+            keys, values = (rows_of(x, near.cols) for x in block)
+            found.add(near.queries, *attend(rows_of(q, near.rows), keys, values, part))
 
     circulate(call.group, (share.keys, share.values), visit)
-    return found.finished([a.here for a in own]), [found.lses[a.here] for a in own]
+    return found.finished(), found.lse
 
 
 def _gradients(
-    q: Tensor, out: Tensor, dout: Tensor, lses: list[Tensor], share: Share
+    q: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    share: Share,
+    meanwhile: Callable[[], None],
 ) -> tuple[Tensor, Shift]:
     """Send dk and dv of some heads after their keys; behind the last rank they are at home.
 
@@ -103,37 +112,48 @@ def _gradients(
         q: Of these heads, (…, heads, rows, head_dim).
         out: The result, (…, heads, rows, value_dim).
         dout: Its gradient.
-        lses: The log-sum-exp of each segment.
+        lse: The log-sum-exp, (…, heads, rows).
         share: The heads.
+        meanwhile: What is done as soon as the gradients of this rank's own keys are there.
 
     Returns:
-        dq, and dk and dv on their way home, all (rows, …, heads, dim).
+        dq, and dk and dv on their way home, all (…, heads, rows, dim).
     """
-    call = share.call
-    own, wide = call.segments(call.group.rank), lses[0].dtype
-    dq = RowSums(q, wide)
-    arriving: list[Shift] = []
+    call, group = share.call, share.call.group
+    dq = RowSums(call.rows, call.counts_of_rows(), q)
+    done, arriving = list[Tensor](), list[Shift]()
 
-    def add(i: int, b: Segment, part: Part, block: Sequence[Tensor], sums: list[RowSums]) -> None:
-        rows, (keys, values) = own[i].here, (rows_of(x, b.here) for x in block)
-        results = rows_of(dout, rows), rows_of(out, rows), lses[i]
-        added = gradients(rows_of(q, rows), keys, values, part, *results)
-        for total, place, new in zip((dq, *sums), (rows, b.here, b.here), added, strict=True):
-            total.add(place, new)
+    def sums_of(owner: int, block: Sequence[Tensor]) -> list[RowSums]:
+        """Return the sums for dk and dv of a rank, with those of the ranks before this one."""
+        rows = [a.here for a in call.segments(owner)]
+        counts = call.counts_of_keys(group.rank, owner)
+        is_wide = call.has_sums((group.rank - owner) % group.size)
+        starts = arriving.pop().wait() if arriving else [None, None]
+        return [
+            RowSums(rows, counts, x, is_wide=is_wide, start=start)
+            for x, start in zip(block, starts, strict=True)
+        ]
 
     def visit(owner: int, block: Sequence[Tensor]) -> None:
-        sums = [RowSums(x, wide) for x in block]
-        for i, b, part in call.parts(owner):
-            add(i, b, part, block, sums)
-        every = [b.here for b in call.segments(owner)]
-        done = [x.finished(every) for x in sums]
-        if arriving:
-            for total, others in zip(sums, arriving.pop().wait(), strict=True):
-                total.add_all(others)
-        arriving.append(Shift(call.group, done))
+        sums = list[RowSums]()
+        if owner != group.rank:
+            meanwhile()
+            # Not before these keys were waited for, which would have waited for these sums, too.
+            arriving.append(Shift(group, done))
+        for near, part in call.parts(owner):
+            keys, values = (rows_of(x, near.cols) for x in block)
+            own_lse = view_of(lse, lse.dims - 1, near.rows)
+            results = rows_of(dout, near.rows), rows_of(out, near.rows), own_lse
+            added = gradients(rows_of(q, near.rows), keys, values, part, *results)
+            # After the first gradients, so that those of other ranks arrive meanwhile.
+            sums = sums or sums_of(owner, block)
+            dq.add(near.queries, added[0])
+            for total, new in zip(sums, added[1:], strict=True):
+                total.add(near.keys, new)
+        done[:] = [x.finished() for x in sums or sums_of(owner, block)]
 
-    circulate(call.group, (share.keys, share.values), visit)
-    return dq.finished([a.here for a in own]), arriving.pop()
+    circulate(group, (share.keys, share.values), visit)
+    return dq.finished(), Shift(group, done)
 
 
 class RingAttention(Function):
@@ -153,33 +173,34 @@ class RingAttention(Function):
         Returns:
             (…, heads, rows, value_dim).
         """
-        outs, lses = list[Tensor](), list[list[Tensor]]()
-        for share in _shares(k, v, call):
+        outs, lses = list[Tensor](), list[Tensor]()
+        for share in _shares(k, v, call, _rounds(call)):
             out, lse = _attended(share.of(q), share)
-            outs.append(out.to(q.dtype))
+            outs.append(out)
             lses.append(lse)
-        out = _joined(outs)
-        ctx.save_for_backward(q, k, v, out, lses, call)
+        out, lse = _joined(outs, q.dims - 3), _joined(lses, q.dims - 3)
+        ctx.save_for_backward(q, k, v, out, lse, call)
         return out
 
     @staticmethod
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Any, ...]:
         """Compute the gradients of each share, while those of the share before it travel home."""
-        q, k, v, out, lses, call = ctx.saved_values
+        q, k, v, out, lse, call = ctx.saved_values
         dout = grad_output.to(q.dtype)
         found: tuple[list[Tensor], ...] = [], [], []
         on_way_home = list[Shift]()
 
-        def keep(*which: int, totals: Sequence[Tensor]) -> None:
-            for i, total in zip(which, totals, strict=True):
-                found[i].append(heads_first(total).to(q.dtype))
+        def arrive() -> None:
+            while on_way_home:
+                for totals, total in zip(found[1:], on_way_home.pop(0).wait(), strict=True):
+                    totals.append(total)
 
-        for share, lse in zip(_shares(k, v, call), lses, strict=True):
-            dq, shift = _gradients(share.of(q), share.of(out), share.of(dout), lse, share)
-            keep(0, totals=[dq])
+        for share in _shares(k, v, call, 2 * _rounds(call)):
+            own_lse = view_of(lse, lse.dims - 2, share.heads)
+            own = share.of(q), share.of(out), share.of(dout), own_lse
+            dq, shift = _gradients(*own, share, arrive)
+            found[0].append(dq)
             on_way_home.append(shift)
-            if len(on_way_home) > 1:
-                keep(1, 2, totals=on_way_home.pop(0).wait())
-        keep(1, 2, totals=on_way_home.pop().wait())
-        dq, dk, dv = (_joined(x) for x in found)
+        arrive()
+        dq, dk, dv = (_joined(x, q.dims - 3) for x in found)
         return dq, dk, dv, None

@@ -1,133 +1,179 @@
-"""Results for some of the rows of a part, put together in one tensor, without history.
+"""Sums of the results of several calls, each for some rows of a part, without history.
 
-The storage of such a tensor is that of (seq, …, heads, dim), where consecutive rows are one piece.  It is
-changed in place, on a GPU by one kernel and elsewhere a few rows at a time, so that nothing else of its
-size is in memory.
+They are changed in place, on a GPU by one kernel and elsewhere a few rows at a time, so that nothing else
+of their size is in memory.  Sums of 16-bit results are computed in float32, and stored so if more is
+to be added.  A first result and a finished sum stay in 16 bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
-from kernels.cuda.backend import device_view, merge_rows
+import numpy as np
+
+from kernels.cuda.backend import merge_rows
+from kernels.runtime.dtypes import acc_dtype, is_half, rounded
 
 from ..attention.approximate.rounds import shares_with_lse
-from ..functions.subscripts import piece, sliced
 from ..tensor import Tensor
-from ..tensor_data import strides_from_shape
-from .local_attention import heads_first, sequence_first
 
-#: Rows that are changed at a time at least; otherwise an eighth of them, as every piece costs launches.
+#: Rows that are changed at a time on the host.
 ROWS = 512
 
 
-def _pieces(rows: range) -> Iterator[tuple[range, range]]:
-    """Yield ranges of some rows, and where they lie among them."""
-    count = max(ROWS, -(-len(rows) // 8))
-    for start in range(0, len(rows), count):
-        few = rows[start : start + count]
-        yield few, range(start, start + len(few))
+def _merge_on_host(
+    out: Any, values: Any, rows: range, place: int, before: Any, shares: Sequence[Any]
+) -> None:
+    """Do the work of ``merge_rows``, with the shares of before and of the values, (…, heads, rows)."""
+    wide = acc_dtype(values.dtype)
+    for start in range(0, len(rows), ROWS):
+        some = rows[start : start + ROWS]
+        here = slice(place + start, place + start + len(some))
+        total = values[..., here, :].astype(wide)
+        if shares:
+            total *= shares[1][..., start : start + len(some), None]
+        if before is not None:
+            old = before[..., some.start : some.stop, :].astype(wide)
+            if shares:
+                old *= shares[0][..., start : start + len(some), None]
+            total += old
+        out[..., some.start : some.stop, :] = rounded(total, out.dtype)
 
 
-def _laid_out(a: Tensor, shape: tuple[int, ...]) -> Any:
-    """Return the elements of a tensor on a device as an array of another shape."""
-    return device_view(a.contiguous()._tensor._storage, shape, strides_from_shape(shape))
+def _merge_lse_on_host(lse: Tensor, added: Tensor, rows: range, place: int) -> list[Any]:
+    """Merge log-sum-exps of some rows in place; return the shares of both."""
+    own = lse.array()[..., rows.start : rows.stop]
+    new = added.array()[..., place : place + len(rows)]
+    shares, merged = shares_with_lse([lse.wrap(np.ascontiguousarray(x)) for x in (own, new)])
+    own[...] = merged.to_numpy()
+    return [x.to_numpy() for x in shares]
 
 
 class RowSums:
-    """Sums of tensors over ranges of rows.
+    """Sums of the results of calls, each for neighbouring segments of a part.
 
     Args:
-        like: (…, heads, seq, dim), on the backend of the sums.
-        dtype: Of the sums.
-        dim: Of the sums; that of ``like`` when None.
-    """
-
-    def __init__(self, like: Tensor, dtype: Any, dim: int | None = None):
-        *lead, rows, last = like.shape
-        self._total = like.empty((rows, *lead, last if dim is None else dim), dtype)
-        self._written: set[range] = set()
-
-    def add(self, rows: range, values: Tensor, shares: Sequence[Tensor] | None = None) -> None:
-        """Add (…, heads, rows, dim) to a range, which is the same as an earlier one or apart from it.
-
-        Args:
-            rows: The range.
-            values: What is added.
-            shares: Of what is there and of the values, by which both are multiplied, (…, heads, rows).
-        """
-        is_new = rows not in self._written
-        self._written.add(rows)
-        if self._total.backend.cuda:
-            self._merge(rows, values, shares, is_new)
-            return
-        values = sequence_first(values.to(self._total.dtype))
-        if shares is not None:
-            shares = [sequence_first(x.view(*x.shape, 1)) for x in shares]
-        for few, here in _pieces(rows):
-            own: Any = piece(self._total, 0, few)
-            new = sliced(values, 0, here)
-            if shares is not None:
-                before, after = (sliced(x, 0, here) for x in shares)
-                new = own * before + new * after
-            elif not is_new:
-                new = own + new
-            own.f.id_map(new, own)
-
-    def _merge(
-        self, rows: range, values: Tensor, shares: Sequence[Tensor] | None, is_new: bool
-    ) -> None:
-        """Add by one kernel, which reads values of any dtype and order."""
-        *lead, count, dim = values.shape
-        heads = math.prod(lead)
-        factors = None
-        if shares is not None:
-            before, after = (_laid_out(x, (heads, count)) for x in shares)
-            factors = before, after
-        total = _laid_out(self._total, (self._total.shape[0], heads, dim))
-        merge_rows(total, _laid_out(values, (heads, count, dim)), factors, rows.start, is_new)
-
-    def add_all(self, values: Tensor) -> None:
-        """Add (seq, …, heads, dim), once every range has been finished."""
-        for few, _ in _pieces(range(self._total.shape[0])):
-            own: Any = piece(self._total, 0, few)
-            own.f.id_map(own + piece(values, 0, few), own)
-
-    def finished(self, every: Sequence[range]) -> Tensor:
-        """Return the sums, (seq, …, heads, dim); those of ranges to which nothing was added are 0."""
-        for rows in every:
-            if rows not in self._written:
-                own: Any = piece(self._total, 0, rows)
-                own.f.id_map(own.zeros(), own)
-        return self._total
-
-
-class RowMerge:
-    """Attention of ranges of rows to several sets of keys, merged by their log-sum-exp.
-
-    Args:
-        q: (…, heads, seq, head_dim).
-        dtype: Of the sums.
-        dim: Of the values.
+        segments: The rows of each segment.
+        counts: How many results will be added to each.
+        like: (…, heads, seq, dim), of the dtype of the results and on their backend.
+        dim: Of the results; that of ``like`` when None.
+        is_wide: Whether sums of 16-bit results are float32 when they are finished.
+        start: Sums so far, (…, heads, seq, dim), which are changed; none when None.
 
     Attributes:
-        lses: Of the sets so far, (…, heads, rows), by range.
+        lse: Where results are weighed, the log-sum-exp of the keys so far, (…, heads, seq).
     """
 
-    def __init__(self, q: Tensor, dtype: Any, dim: int):
-        self._sums = RowSums(q, dtype, dim)
-        self.lses: dict[range, Tensor] = {}
+    def __init__(
+        self,
+        segments: Sequence[range],
+        counts: Sequence[int],
+        like: Tensor,
+        dim: int | None = None,
+        is_wide: bool = False,
+        start: Tensor | None = None,
+    ):
+        self._segments, self._left, self._like = segments, [*counts], like
+        self._shape = (*like.shape[:-1], like.shape[-1] if dim is None else dim)
+        self._may_widen = is_half(like.dtype)
+        self._is_wide = is_wide and self._may_widen
+        # By whether they are float32 instead of 16 bits.
+        self._sums: dict[bool, Tensor] = {}
+        # In which of them a segment is; None before its first result.
+        self._places: list[bool | None] = [None] * len(segments)
+        self.lse: Any = None
+        if start is not None:
+            self._take(start)
 
-    def add(self, rows: range, out: Tensor, lse: Tensor) -> None:
-        """Merge attention to another set, out (…, heads, rows, dim) and lse (…, heads, rows)."""
-        shares = None
-        if rows in self.lses:
-            shares, lse = shares_with_lse([self.lses[rows], lse])
-        self._sums.add(rows, out, shares)
-        self.lses[rows] = lse
+    def _take(self, sums: Tensor) -> None:
+        """Make a tensor the sums of all segments."""
+        is_wide = sums.dtype != self._like.dtype
+        self._sums[is_wide] = sums
+        self._places = [is_wide] * len(self._segments)
 
-    def finished(self, every: Sequence[range]) -> Tensor:
-        """Return the result, (…, heads, seq, dim)."""
-        return heads_first(self._sums.finished(every))
+    def add(self, numbers: range, values: Tensor, lse: Tensor | None = None) -> None:
+        """Add the result of a call, which is kept and changed if it is the first and has all rows.
+
+        Args:
+            numbers: Of its segments.
+            values: (…, heads, rows, dim).
+            lse: Of its keys, (…, heads, rows), by which the values and the sums so far are weighed.
+        """
+        if values.dims > 4 or values._tensor.strides[-1] != 1:
+            values = values.contiguous()  # the kernel steps through batches by one stride
+        for number in numbers:
+            self._left[number] -= 1
+        if not self._sums and len(numbers) == len(self._segments):
+            self._take(values)
+            self.lse = lse
+            return
+        if lse is not None and self.lse is None:
+            self.lse = lse.full(self._shape[:-1], -math.inf)
+
+        def move(number: int) -> tuple[bool | None, bool]:
+            before = self._places[number]
+            if not self._left[number]:
+                return before, self._is_wide
+            return before, self._may_widen and before is not None
+
+        self._write(numbers, move, values, self._segments[numbers.start].start, lse)
+
+    def finished(self) -> Tensor:
+        """Return the sums, (…, heads, seq, dim), once each segment has all of its results."""
+        every = range(len(self._segments))
+        for place, group in groupby(every, self._places.__getitem__):
+            if place is not None and place != self._is_wide:
+                self._write([*group], lambda number: (None, self._is_wide), self._sums[place], 0)
+        return self._sums[self._is_wide]
+
+    def _write(
+        self,
+        numbers: Sequence[int],
+        move: Callable[[int], tuple[bool | None, bool]],
+        values: Tensor,
+        first: int,
+        lse: Tensor | None = None,
+    ) -> None:
+        """Merge values into the sums of neighbouring segments.
+
+        Args:
+            numbers: Of the segments.
+            move: Number of a segment → where its sum is before, None for nowhere, and where it is after.
+            values: (…, heads, rows, dim), of the rows of the part from ``first`` on.
+            first: The row of the part that the first of them belongs to.
+            lse: See :meth:`add`.
+        """
+        for (before, after), group in groupby(numbers, move):
+            own = [*group]
+            rows = range(self._segments[own[0]].start, self._segments[own[-1]].stop)
+            old = None if before is None else self._sums[before]
+            self._merge(self._sum(after), old, rows, values, rows.start - first, lse)
+            for number in own:
+                self._places[number] = after
+
+    def _sum(self, is_wide: bool) -> Tensor:
+        if is_wide not in self._sums:
+            dtype = acc_dtype(self._like.dtype) if is_wide else self._like.dtype
+            self._sums[is_wide] = self._like.empty(self._shape, dtype)
+        return self._sums[is_wide]
+
+    def _merge(
+        self,
+        out: Tensor,
+        before: Tensor | None,
+        rows: range,
+        values: Tensor,
+        place: int,
+        lse: Tensor | None,
+    ) -> None:
+        """Merge some rows of sums and of values, whose row ``place`` belongs to the first of them."""
+        old = None if before is None else before.array()
+        own = out.array(), values.array(), rows, place, old
+        if out.backend.cuda:
+            merge_rows(*own, *() if lse is None else (self.lse.array(), lse.array()))
+        else:
+            shares = () if lse is None else _merge_lse_on_host(self.lse, lse, rows, place)
+            _merge_on_host(*own, shares)

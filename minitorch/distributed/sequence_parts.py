@@ -100,6 +100,11 @@ class Segment(NamedTuple):
         """The rows, in the part of the rank."""
         return range(self.start, self.start + self.rows)
 
+    @property
+    def shift(self) -> int:
+        """The distance from a row's place in the part of the rank to that in its own sequence."""
+        return self.first - self.start
+
 
 @lru_cache(maxsize=1024)
 def segments(

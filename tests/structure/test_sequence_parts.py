@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minitorch.distributed import positions
-from minitorch.distributed.sequence_parts import LAYOUTS, Segment, pair, segments
+from minitorch.distributed.blocks import blocks
+from minitorch.distributed.sequence_parts import LAYOUTS, Pair, Segment, pair, segments
 
 SIZES = st.integers(1, 5)
 
@@ -72,14 +73,65 @@ def test_a_pair_sees_what_its_numbers_say(drawn: Any, left: int, right: int) -> 
             if found is None:
                 assert not wanted.any()
                 continue
-            row = found.row + np.arange(queries.rows)[:, None]
-            col = found.col + np.arange(keys.rows)
-            shown = ((left < 0) | (col >= row - left)) & ((right < 0) | (col <= row + right))
-            if found.sums:
-                assert found.sums[-1] == queries.rows == keys.rows
-                sequence_of = np.searchsorted(found.sums, np.arange(queries.rows), side="right")
-                shown = shown & (sequence_of[:, None] == sequence_of)
-            np.testing.assert_array_equal(shown, wanted)
+            np.testing.assert_array_equal(
+                shown(found, queries.rows, keys.rows, left, right), wanted
+            )
+
+
+def shown(found: Pair, rows: int, keys: int, left: int, right: int) -> Any:
+    """Return which rows of a call see which keys, (rows, keys), by its numbers."""
+    row, col = found.row + np.arange(rows)[:, None], found.col + np.arange(keys)
+    inside = ((left < 0) | (col >= row - left)) & ((right < 0) | (col <= row + right))
+    if not found.sums:
+        return inside
+    assert found.sums[-1] == rows == keys
+    sequence_of = np.searchsorted(found.sums, np.arange(rows), side="right")
+    return inside & (sequence_of[:, None] == sequence_of)
+
+
+@given(packings(), st.integers(-1, 9), st.integers(-1, 9), st.booleans())
+def test_the_calls_of_two_ranks_see_each_pair_of_rows_once(
+    drawn: Any, left: int, right: int, keeps_places: bool
+) -> None:
+    seq, size, layout, sums = drawn
+    every = [segments(seq, rank, size, layout, sums) for rank in range(size)]
+    for own in every:
+        for other in every:
+            wanted = np.block(
+                [[seen(a, b, sums, left, right).astype(int) for b in other] for a in own]
+            )
+            count = np.zeros_like(wanted)
+            for block in blocks(own, other, left, right, keeps_places):
+                sizes = len(block.rows), len(block.cols)
+                count[np.ix_(block.rows, block.cols)] += shown(block.pair, *sizes, left, right)
+                for numbers, parts, rows in (
+                    (block.queries, own, block.rows),
+                    (block.keys, other, block.cols),
+                ):
+                    assert [x for n in numbers for x in parts[n].here] == [*rows]
+                if keeps_places:
+                    for start, numbers, parts in (
+                        (block.pair.row, block.queries, own),
+                        (block.pair.col, block.keys, other),
+                    ):
+                        for part in (parts[n] for n in numbers):
+                            assert part.first == start or part.sums
+                            start += part.rows
+            np.testing.assert_array_equal(count, wanted)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_makes_one_causal_call_for_the_keys_of_each(size: int) -> None:
+    whole = (0, 8 * size)
+    every = [segments(whole[1], rank, size, "zigzag", whole) for rank in range(size)]
+    for i, own in enumerate(every):
+        for j, other in enumerate(every):
+            (block,) = blocks(own, other, -1, 0, False)
+            rows, keys = (range(2), range(1)) if j < i else (range(i < j, 2), range(2))
+            offset = block.pair.row - block.pair.col
+            assert (block.queries, block.keys) == (rows, keys)
+            # The rows see all keys of another rank, and a causal offset of as many keys masks none.
+            assert offset == 0 if i == j else offset >= 4 * len(keys)
 
 
 @pytest.mark.parametrize(("layout", "count"), [("zigzag", 6), ("contiguous", 3)])

@@ -1,73 +1,183 @@
-"""Add rows to sums that lie in another order, and weigh both: how partial results are put together."""
+"""Put partial results of attention together: weigh rows by their log-sum-exp, or add them."""
 
 from __future__ import annotations
 
-from functools import cache
+import math
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from numba import int64, void
+from numba import int64, types, void
 
 from kernels.common.geometry import ceil_div
-from kernels.cuda.device.half import as_bits, form
-from kernels.cuda.runtime.arrays import device_view
-from kernels.cuda.runtime.kernel import Kernel, scalar_type
+from kernels.cuda.device.half import EIGHT, as_bits, form, make_read_eight, make_write_eight
+from kernels.cuda.device.one_source import (
+    batch_and_head,
+    inverse_sum,
+    log_sum_exp,
+    merge_weight,
+    shift_of,
+)
+from kernels.cuda.device.vector import ALIGNMENT
+from kernels.cuda.runtime.arrays import device_pointer, element_strides, flattened, reshaped
+from kernels.cuda.runtime.kernel import WARP, Kernel, device_function, scalar_type
+from kernels.cuda.runtime.repeated import repeats
 from kernels.cuda.runtime.sizes import SIZES
 from kernels.runtime.dtypes import acc_dtype
+from kernels.runtime.memory import Ints, joined_step
 from kernels.runtime.targets import cuda
 
 
+@device_function
+def _weighed(old, new, old_share, new_share):
+    return (
+        old[0] * old_share + new[0] * new_share, old[1] * old_share + new[1] * new_share,
+        old[2] * old_share + new[2] * new_share, old[3] * old_share + new[3] * new_share,
+        old[4] * old_share + new[4] * new_share, old[5] * old_share + new[5] * new_share,
+        old[6] * old_share + new[6] * new_share, old[7] * old_share + new[7] * new_share,
+    )  # fmt: skip
+
+
 @cache
-def merge_kernel(dtype: np.dtype[Any], is_weighed: bool) -> Kernel:
-    """Return the kernel for values of one dtype, including 16-bit ones, whose sums are float32."""
-    stored, widen, *_ = form(dtype)
+def merge_kernel(
+    before_dtype: np.dtype[Any],
+    values_dtype: np.dtype[Any],
+    out_dtype: np.dtype[Any],
+    is_weighed: bool,
+) -> Kernel:
+    """Return the kernel for one dtype of the sums so far, of the values, and of the new sums."""
+    forms = form(before_dtype), form(values_dtype), form(out_dtype)
+    widen_before, widen, narrow = forms[0].widen, forms[1].widen, forms[2].narrow
+    read_before, read = make_read_eight(before_dtype), make_read_eight(values_dtype)
+    write = make_write_eight(out_dtype, narrow)
+    own = acc_dtype(values_dtype)
+    real, zero, one = scalar_type(own), own.type(0), own.type(1)
+    nothing = (zero,) * EIGHT
 
-    def merge(total, values, before, after, first, is_new):
-        """Add rows to sums.
+    def merge(before, values, out, lse, added, sizes, steps, is_new, in_vectors):
+        """Merge rows with those that are there.
 
-        Computes: total[first + j, h, i] = before[h, j] total[first + j, h, i] + after[h, j] values[h, j, i]
-        Source: none
-        Grid: (ceil(rows · dim / threads), heads)
-        Block: any number of threads
-        One thread does: one element of the values
+        Computes: out = w before + (1 - w) values with w = exp(lse) / (exp(lse) + exp(added)), and
+            lse = log(exp(lse) + exp(added)); or out = before + values
+        Source: FlashAttention-2, section 3.1
+        Grid: (ceil(rows / rows of a block), batch · heads)
+        Block: (threads of a row, rows)
+        One thread does: eight neighbouring elements of a row, by vectors of 128 bits where they are
+            aligned, and others that lie eight for each of its threads further on
         Shared: none
-        Registers: none
-        Global traffic: one read of the values, one read and one write of the sums
-        Needs: nothing
+        Registers: eight elements of before and of values
+        Global traffic: before, values and the rows of lse read once, out and lse written once
+        Needs: whole rows in a block: none of its threads may read the lse that another has written
         """
-        at, head, dim = cuda.grid(1), cuda.blockIdx.y, values.shape[2]
-        if at < values.shape[1] * dim:
-            row = at // dim
-            i = at - row * dim
-            found = widen(values[head, row, i])
-            if is_weighed:
-                found *= after[head, row]
-            if not is_new:
-                old = total[first + row, head, i]
-                found += old * before[head, row] if is_weighed else old
-            total[first + row, head, i] = found
+        heads, rows, dim, first, first_value = sizes
+        lane, row = cuda.threadIdx.x, cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+        y = cuda.blockIdx.y
+        batch, head = batch_and_head(y, heads)
+        inside = row < rows
+        place, place_of_value = first + row, first_value + row
+        old_share, new_share = one, one
+        if is_weighed:
+            shift, total = zero, zero
+            if inside:
+                old_lse, new_lse = lse[y, place], added[y, place_of_value]
+                shift = real(shift_of(max(old_lse, new_lse)))
+                old_share, new_share = merge_weight(old_lse, shift), merge_weight(new_lse, shift)
+                total = old_share + new_share
+                inverse = real(inverse_sum(total))
+                old_share *= inverse
+                new_share *= inverse
+            cuda.syncthreads()  # all threads of a row have read its lse
+            if inside and lane == 0:
+                lse[y, place] = log_sum_exp(shift, total)
+        if inside:
+            before_row = batch * steps[0] + head * steps[1] + place * steps[2]
+            values_row = batch * steps[3] + head * steps[4] + place_of_value * steps[5]
+            out_row = batch * steps[6] + head * steps[7] + place * steps[8]
+            i = lane * EIGHT
+            while i < dim:  # a range with a step divides
+                if in_vectors:
+                    old = nothing if is_new else read_before(before, before_row + i)
+                    new = read(values, values_row + i)
+                    write(out, out_row + i, _weighed(old, new, old_share, new_share))
+                else:
+                    for n in range(i, min(i + EIGHT, dim)):
+                        found = widen(values[values_row + n]) * new_share
+                        if not is_new:
+                            found += widen_before(before[before_row + n]) * old_share
+                        out[out_row + n] = narrow(found)
+                i += cuda.blockDim.x * EIGHT
 
-    own = acc_dtype(dtype)
-    sums, shares = scalar_type(own)[:, :, ::1], scalar_type(own)[:, ::1]
-    signature = void(sums, scalar_type(stored)[:, :, ::1], shares, shares, int64, int64)
-    return Kernel(merge, signature)
+    flat = [types.Array(scalar_type(x.stored), 1, "C") for x in forms]
+    lses = types.Array(real, 2, "C") if is_weighed else flat[1]
+    numbers = types.UniTuple(int64, 5), types.UniTuple(int64, 9)
+    return Kernel(merge, void(*flat, lses, lses, *numbers, int64, int64))
 
 
+@lru_cache(maxsize=1024)
+def _steps(shape: Ints, strides: Ints) -> Ints:
+    """Return the strides by which to step through batches, heads and rows.
+
+    Raises:
+        ValueError: If elements of a row are not consecutive, or batches do not have one stride.
+    """
+    *lead, head_step, row_step, step = strides
+    batch_step = joined_step(shape[:-3], tuple(lead)) if lead else 0
+    if (step != 1 and shape[-1] != 1) or batch_step is None:
+        raise ValueError(
+            f"rows are merged in arrays whose rows are consecutive elements and whose batches have one "
+            f"stride, got shape {shape} and strides {strides}; make a contiguous copy first"
+        )
+    return batch_step, head_step, row_step
+
+
+@repeats
 def merge_rows(
-    total: Any, values: Any, shares: tuple[Any, Any] | None, first: int, is_new: bool
+    out: Any,
+    values: Any,
+    rows: range,
+    place: int = 0,
+    before: Any = None,
+    lse: Any = None,
+    added: Any = None,
 ) -> None:
-    """Add rows to sums in place.
+    """Write rows of sums: those so far and the values, added, or weighed as attention to two sets of keys.
+
+    Each number is computed in the dtype in which values are summed and rounded once.  Arrays have no gaps.
 
     Args:
-        total: (seq, heads, dim), of the dtype in which values are summed.
-        values: (heads, rows, dim), of one element or more.
-        shares: Factors of what is there and of the values, (heads, rows) each and of the dtype of the sums.
-        first: Row of the sums to which the first row is added.
-        is_new: Whether to write the rows, rather than to add them to what is there.
+        out: (…, heads, seq, dim), of which some rows are written.
+        values: (…, heads, n, dim).
+        rows: Rows of out.
+        place: Row of the values that belongs to the first of them.
+        before: The sums so far, of the shape of out, which it may be itself; None to write the values.
+        lse: With weights, the log-sum-exp of the keys so far, (…, heads, seq), row-major and of the dtype
+            in which values are summed; in these rows it becomes that of all keys.
+        added: That of the keys of the values, (…, heads, n).
+
+    Raises:
+        ValueError: If an array has gaps, or elements of a row that are not consecutive.
     """
-    heads, rows, dim = values.shape
-    grid = ceil_div(rows * dim, SIZES.flat_threads), heads
-    unread = device_view(total, total.shape[1:], (total.shape[2], 1))
-    before, after = shares or (unread, unread)
-    kernel = merge_kernel(values.dtype, shares is not None)
-    kernel[grid, SIZES.flat_threads](total, as_bits(values), before, after, first, int(is_new))
+    *lead, heads, _, dim = values.shape
+    count = math.prod(lead) * heads
+    if not (count and len(rows) and dim):
+        return
+    arrays = out if before is None else before, values, out
+    steps = [_steps(tuple(x.shape), element_strides(x)) for x in arrays]
+    in_vectors = dim % EIGHT == 0 and all(
+        device_pointer(x) % ALIGNMENT == 0
+        and all(step * x.dtype.itemsize % ALIGNMENT == 0 for step in own)
+        for x, own in zip(arrays, steps, strict=True)
+    )
+    lanes = min(1 << (ceil_div(dim, EIGHT) - 1).bit_length(), WARP, SIZES.flat_threads)
+    rows_of_block = SIZES.flat_threads // lanes
+    flat = [as_bits(flattened(x)) for x in arrays]
+    lses = (
+        [flat[1]] * 2
+        if lse is None
+        else [reshaped(x, (count, tuple(x.shape)[-1])) for x in (lse, added)]
+    )
+    kernel = merge_kernel(*(x.dtype for x in arrays), lse is not None)
+    kernel[(ceil_div(len(rows), rows_of_block), count), (lanes, rows_of_block)](
+        *flat, *lses, (heads, len(rows), dim, rows.start, place), (*steps[0], *steps[1], *steps[2]),
+        int(before is None), int(in_vectors),
+    )  # fmt: skip

@@ -40,8 +40,9 @@ def test_ranks_form_a_grid(size: int) -> None:
 
 
 @pytest.mark.simulator
-def test_tensors_on_a_device_travel_too() -> None:
-    run_on_ranks(2, "device")
+@pytest.mark.parametrize("size", [2, 3])  # from three ranks on, sums of 16 bits are stored in float32
+def test_tensors_on_a_device_travel_too(size: int) -> None:
+    run_on_ranks(size, "device")
 
 
 @pytest.mark.cuda

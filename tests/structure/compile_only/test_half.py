@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kernels.cuda.device.half import convert_kernel
+from kernels.cuda.layers.merge_rows import merge_kernel
 from kernels.cuda.runtime.sizes import GPU
 from kernels.runtime.dtypes import (
     BFLOAT16,
@@ -38,7 +39,7 @@ CONVERSIONS = [
     for source, out in product(FLOAT_DTYPES, FLOAT_DTYPES)
     if source != out and (is_half(source) or is_half(out))
 ]
-#: How each kernel of the backend is made for a dtype; its results of 16 bits are float32 until stored.
+#: How each kernel is made for a dtype; its results of 16 bits are float32 until stored.
 LOOPS: dict[str, Any] = {
     "map": lambda dtype: cuda_loops.map_kernel(operators.sigmoid, 1, dtype, dtype),
     "map of rows": lambda dtype: cuda_loops.map_kernel(operators.exp, 2, dtype, dtype),
@@ -53,6 +54,9 @@ LOOPS: dict[str, Any] = {
     "second of two folds": lambda dtype: cuda_loops.fold_kernel(
         operators.add, dtype, FLOAT32, GPU.fold_across
     ),
+    "merge by lse": lambda dtype: merge_kernel(dtype, dtype, dtype, True),
+    "first of several sums": lambda dtype: merge_kernel(dtype, dtype, FLOAT32, False),
+    "last of several sums": lambda dtype: merge_kernel(FLOAT32, dtype, dtype, False),
 }
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 from numba import int32
 
 from kernels.cuda.ptx.wgmma import ROWS
@@ -42,18 +39,6 @@ class WarpRoles:
     def registers(self) -> tuple[int, int]:
         """Registers of a producer thread and of a consumer thread: together no more than there are."""
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
-
-
-@cache
-def make_next(count: int) -> Any:
-    """Return ``following(place, phase)``: the next of a ring of places, whose phase flips in each round."""
-
-    @device_function
-    def following(place, phase):
-        last = place == count - 1
-        return int32(0 if last else place + 1), int32(phase ^ 1 if last else phase)
-
-    return following
 
 
 @device_function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numba import int32
 
+from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
@@ -39,6 +40,11 @@ class WarpRoles:
     def registers(self) -> tuple[int, int]:
         """Registers of a producer thread and of a consumer thread: together no more than there are."""
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
+
+
+def block_bytes(tiles: SharedTiles) -> int:
+    """Return the dynamic shared memory of a block with some tiles, including its alignment."""
+    return round_up(tiles.elements, 16) + ALIGNMENT
 
 
 @device_function

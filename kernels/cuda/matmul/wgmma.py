@@ -28,7 +28,7 @@ from kernels.cuda.device.pipeline import (
     start,
     wait,
 )
-from kernels.cuda.device.warpgroups import own_warpgroup
+from kernels.cuda.device.warpgroups import block_bytes, own_warpgroup
 from kernels.cuda.matmul.epilogue import (
     make_epilogue,
     make_write_floats,
@@ -44,7 +44,6 @@ from kernels.cuda.matmul.layout import (
     Order,
     ProductLayout,
     place_of,
-    shared_bytes,
     shared_tiles,
 )
 from kernels.cuda.ptx.bulk import make_tensor_load
@@ -319,4 +318,4 @@ def product_kernel(layout: ProductLayout, form: Form) -> Kernel:
         MAPS, MAPS, from_map, from_map if form.keeps_input else int64, one_bias,
         types.UniTuple(int64, 5), SHAPE, types.NamedUniTuple(int32, 4, Order),
     )  # fmt: skip
-    return Kernel(product_wgmma, signature, layout.threads, shared_bytes(layout, form))
+    return Kernel(product_wgmma, signature, layout.threads, block_bytes(tiles))

@@ -11,8 +11,8 @@ from numba import int32, types, uint32
 from kernels.common.geometry import ceil_div
 from kernels.common.online_softmax import PATIENCE
 from kernels.cuda.device.pipeline import BARRIER, Barriers, Pipeline
-from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
+from kernels.cuda.device.shared_tiles import SharedTiles
+from kernels.cuda.device.warpgroups import LINE, PANEL, WarpRoles
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.scores.program import PLAIN, Features
 
@@ -131,11 +131,6 @@ def tiles_of(
 def item_bytes(layout: ForwardLayout) -> int:
     """Return the bytes of an item, ``forward.scheduler.Item``, and of a number a consumer."""
     return WORD * (ITEM_NUMBERS + layout.consumers)
-
-
-def shared_bytes(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> int:
-    """Return the dynamic shared memory of a block, including its alignment."""
-    return round_up(shared_tiles(layout, widths, features).elements, 16) + ALIGNMENT
 
 
 class ForwardPipelines(NamedTuple):

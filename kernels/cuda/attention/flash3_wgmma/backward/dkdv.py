@@ -26,7 +26,6 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     ROW_NUMBERS,
     KeyLayout,
     Parts,
-    block_bytes,
     dq_bytes,
     dq_share,
     key_tiles,
@@ -67,7 +66,7 @@ from kernels.cuda.device.pipeline import (
     tile_at,
     wait,
 )
-from kernels.cuda.device.warpgroups import LINE, WARPGROUP, own_warpgroup
+from kernels.cuda.device.warpgroups import LINE, WARPGROUP, block_bytes, own_warpgroup
 from kernels.cuda.ptx.barriers import bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import (
     cp_async_bulk_commit_group,

@@ -12,7 +12,7 @@ from functools import cache
 from numba import float32, float64, int32, types, void
 
 from kernels.cuda.attention.flash3_wgmma.float8.consumer import Units, make_consume
-from kernels.cuda.attention.flash3_wgmma.float8.layout import shared_bytes, shared_tiles
+from kernels.cuda.attention.flash3_wgmma.float8.layout import shared_tiles
 from kernels.cuda.attention.flash3_wgmma.forward.kernel import MAPS, SCHEDULER_THREAD
 from kernels.cuda.attention.flash3_wgmma.forward.producer import make_produce_tiles
 from kernels.cuda.attention.flash3_wgmma.forward.scheduler import make_produce_items
@@ -26,7 +26,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
 from kernels.cuda.attention.flash3_wgmma.tiles import LOAD, make_fetch, make_fetch_tile
 from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.pipeline import make_prologue, opaque
-from kernels.cuda.device.warpgroups import LINE, own_warpgroup
+from kernels.cuda.device.warpgroups import LINE, block_bytes, own_warpgroup
 from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
@@ -49,7 +49,8 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         dtype: "float16" or "bfloat16": of out.
         has_blocks: q and k have a unit for each block of 128 rows.
     """
-    pipelines, barriers = forward_pipelines(layout, shared_tiles(layout, widths))
+    tiles = shared_tiles(layout, widths)
+    pipelines, barriers = forward_pipelines(layout, tiles)
     enter, give_registers, take_registers = make_prologue(layout, barriers)
     produce_items = make_produce_items(layout, PLAIN, pipelines, 1)
     fetch_k = make_fetch_tile(1, layout.block_k * LINE)
@@ -97,4 +98,4 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         *[MAPS] * 4, types.Array(float32, 2, "C"), *[units] * 3, counters, SHAPE, float64, schedule,
         extras_type(PLAIN, FLOAT32, by_words=True),
     )  # fmt: skip
-    return Kernel(flash3_float8, signature, layout.threads, shared_bytes(layout, widths))
+    return Kernel(flash3_float8, signature, layout.threads, block_bytes(tiles))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, Widths, tiles_of
-from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE
+from kernels.cuda.device.shared_tiles import SharedTiles
+from kernels.cuda.device.warpgroups import LINE
 
 
 def layout_of(widths: Widths) -> ForwardLayout:
@@ -25,8 +25,3 @@ def shared_tiles(layout: ForwardLayout, widths: Widths) -> SharedTiles:
     """
     q_bytes, k_bytes = (n * LINE for n in (widths.value_panels * layout.block_q, layout.block_k))
     return tiles_of(layout, q_bytes, k_bytes, widths.value * LINE)
-
-
-def shared_bytes(layout: ForwardLayout, widths: Widths) -> int:
-    """Return the dynamic shared memory of a block, including its alignment."""
-    return round_up(shared_tiles(layout, widths).elements, 16) + ALIGNMENT

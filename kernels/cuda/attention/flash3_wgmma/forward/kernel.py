@@ -24,14 +24,13 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     Schedule,
     Widths,
     forward_pipelines,
-    shared_bytes,
     shared_tiles,
 )
 from kernels.cuda.attention.flash3_wgmma.packed_mask import words_type
 from kernels.cuda.attention.flash3_wgmma.tiles import make_fetch_tile
 from kernels.cuda.attention.options.score_functions import extras_type
 from kernels.cuda.device.pipeline import make_prologue, opaque
-from kernels.cuda.device.warpgroups import LINE, own_warpgroup
+from kernels.cuda.device.warpgroups import LINE, block_bytes, own_warpgroup
 from kernels.cuda.runtime.kernel import Kernel, array_type
 from kernels.runtime.dtypes import BITS, FLOAT32
 from kernels.runtime.targets import cuda
@@ -104,4 +103,4 @@ def forward_kernel(
     signature = void(
         *[MAPS] * 3, out, rows, counters, SHAPE, float64, schedule, words_type(features), extras
     )
-    return Kernel(flash3_forward, signature, layout.threads, shared_bytes(layout, widths, features))
+    return Kernel(flash3_forward, signature, layout.threads, block_bytes(tiles))

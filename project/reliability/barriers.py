@@ -34,7 +34,7 @@ KERNELS = Path("kernels/cuda")
 TESTED_BY = {
     (
         "attention/flash3_wgmma/forward/consumer", "attention/flash3_wgmma/forward/producer",
-        "attention/flash3_wgmma/forward/scheduler",
+        "attention/flash3_wgmma/forward/scheduler", "device/pipeline",
     ): ("tests/structure/emulated/test_flash3", "tests/structure/emulated/test_flash3_options"),
     (
         "attention/flash3_wgmma/float8/consumer", "attention/flash3_wgmma/float8/quantise",

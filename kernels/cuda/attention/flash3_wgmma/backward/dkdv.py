@@ -191,8 +191,8 @@ def _make_consume(
     along = descriptor_layout(LINE, 16, 8 * LINE)
     across_rows = descriptor_layout(LINE, q_panel, 8 * LINE)
     across_keys = descriptor_layout(LINE, k_panel, 8 * LINE)
-    wait_for_all, wait_but_one = make_wgmma_wait_group(0), make_wgmma_wait_group(1)
-    wait_but_two = make_wgmma_wait_group(2)
+    wait_for_all, wait_but_two = make_wgmma_wait_group(0), make_wgmma_wait_group(2)
+    wait_for_dp = make_wgmma_wait_group(1 if has_dv else 0)
     wait_for_additions = make_cp_async_bulk_wait_group(0)
     visit_of, tile_of, pattern_of = make_visits_of(features, block_q, block_k, True)
     elements = make_elements(features, block_k, block_q, True)
@@ -209,9 +209,19 @@ def _make_consume(
     write_gradients = _make_write_gradients(layout, widths, dtype, parts, features)
 
     @device_function
+    def next_item(memory, keys, at):
+        wait(keys, at)  # K_j and V_j are there, and the item's number
+        return ld_shared(memory + number_offset)
+
+    @device_function
     def share_zeros():
         fence_proxy_async()  # the zeros are visible to products
         bar_sync(CLEAR_BARRIER, consumer_threads)  # the rest is zeros
+
+    @device_function
+    def clear_tail_of_keys(left, k_tile):
+        clear_keys(int32(cuda.threadIdx.x - WARPGROUP), left, k_tile)
+        share_zeros()
 
     @device_function
     def clear_tails(left, q_tile, dout_tile):
@@ -221,6 +231,11 @@ def _make_consume(
         if has_dv:
             clear_dout(consumer_thread, left, dout_tile)
         share_zeros()
+
+    @device_function
+    def issue_scores(s, k_desc, queries, at):
+        multiply_qk(s, k_desc, descriptor(along, tile_at(queries, at)))
+        wgmma_commit_group()
 
     @device_function
     def share_ds(ds_tile, ds, line, column, thread):
@@ -256,8 +271,7 @@ def _make_consume(
         own_keys = memory + me * (ROWS * LINE)
         k_desc, v_desc = descriptor(along, own_keys), descriptor(along, own_keys + v_offset)
         own_row = int32(2 * (lane % 4))
-        wait(keys, at)  # K_j and V_j are there, and the item's number
-        item = ld_shared(memory + number_offset)
+        item = next_item(memory, keys, at)
         while item < int32(schedule.tiles * schedule.heads):
             visit = visit_of(item, schedule, shape, extras)
             first, stop, col = visit.first, visit.stop, visit.place
@@ -268,14 +282,12 @@ def _make_consume(
             # 7: dK_j = 0, dV_j = 0 is what the first products begin with
             # Rows beyond the end are the next sequence's.
             if is_packed and adds_dq and cols - col < block_k:
-                clear_keys(int32(cuda.threadIdx.x - WARPGROUP), cols - col, memory)
-                share_zeros()
+                clear_tail_of_keys(cols - col, memory)
             if first < stop:
                 # 10: Sᵀ = K_j Q_iᵀ, the first
                 wait(queries, q_at)  # Q_i, L_i are there
                 wgmma_fence()
-                multiply_qk(s, k_desc, descriptor(along, tile_at(queries, q_at)))
-                wgmma_commit_group()
+                issue_scores(s, k_desc, queries, q_at)
                 wait_for_all()  # S is there
             for n in range(int32(stop - first)):
                 row = int32(tile_of(first + n, extras) * block_q)
@@ -308,10 +320,7 @@ def _make_consume(
                     add_dv(dv_acc, p, descriptor(across_rows, dout_tile), n)
                     wgmma_commit_group()
                 if has_dk:
-                    if has_dv:
-                        wait_but_one()  # dP is there; Pᵀ dO may go on
-                    else:
-                        wait_for_all()  # dP is there
+                    wait_for_dp()  # dP is there; Pᵀ dO may go on
                     # 14: dS = P ∘ (dP ∘ Z - D_i), Z the dropout
                     slope_of(s, dp, kept, delta_now, is_whole, place, extras)
                     pack_tile(ds, dp)
@@ -339,8 +348,7 @@ def _make_consume(
                 # there, and nobody's: products behind a branch would wait for each other.
                 if n + 1 < stop - first:
                     wait(queries, q_at)  # Q_i is there
-                multiply_qk(s, k_desc, descriptor(along, tile_at(queries, q_at)))
-                wgmma_commit_group()
+                issue_scores(s, k_desc, queries, q_at)
                 if adds_dq:
                     wait_but_two()  # dQ is done
                     slot = int64(visit.y) * (lse.shape[1] // block_q) + (base + row) // block_q
@@ -356,8 +364,7 @@ def _make_consume(
             write_gradients(me, memory, dk_map, dv_map, dk_acc, dv_acc, factors, visit, p)
             release_alone(keys, at)  # each for itself: it has read the number
             at = following(keys, at)
-            wait(keys, at)  # the next keys are there, and the item's number
-            item = ld_shared(memory + number_offset)
+            item = next_item(memory, keys, at)
         if thread == 0:
             wait_for_additions()  # to dQ, still on their way
 

@@ -25,8 +25,8 @@ from kernels.cuda.attention.flash3_wgmma.forward.consumer import (
     make_turns,
 )
 from kernels.cuda.attention.flash3_wgmma.forward.scheduler import (
+    next_item,
     read_item,
-    read_skip_count,
     release_slot,
     wait_for_reads,
 )
@@ -116,9 +116,7 @@ def make_consume(
         queries, items, q_at = placed(of_queries, memory), placed(of_items, memory), start()
         keys, values, at = placed(of_keys, memory), placed(of_values, memory), start()
         offer_turn(me)
-        wait(queries, q_at)  # the first item is published, and its Q is there
-        item = read_item(tile_at(items, q_at))
-        skipped = read_skip_count(tile_at(items, q_at), me)
+        item, skipped = next_item(queries, items, q_at, me)
         is_issued, copied = False, int32(-1)  # the slot whose output is on its way
         while item.tiles >= 0:
             own_tile = tile_at(queries, q_at) + me * (ROWS * LINE)  # of q, and then of out
@@ -201,9 +199,8 @@ def make_consume(
                 me, own_tile, out, lse, acc, (shift_0, shift_1), (sum_0, sum_1), units.v[0, v_line, 0],
                 item, p, extras,
             )  # fmt: skip
-            copied, q_at = q_at.stage, q_next  # the next item, and its Q, are there
-            item = read_item(tile_at(items, q_at))
-            skipped = read_skip_count(tile_at(items, q_at), me)
+            copied, q_at = q_at.stage, q_next
+            item, skipped = next_item(queries, items, q_at, me)
         wait_for_reads()  # of the last output, in the thread that issued its copies
         wait_for_all()  # S of an item that there is not
 

@@ -16,6 +16,7 @@ from numba import float32, int32, uint32
 from kernels.common.online_softmax import LN_2, LOG2_E
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import bit_words
 from kernels.cuda.attention.flash3_wgmma.forward.scheduler import (
+    next_item,
     read_item,
     read_listed,
     read_skip_count,
@@ -258,6 +259,19 @@ def make_consume(
     minus_inf, zero, one = np.float32(-math.inf), np.float32(0), np.float32(1)
 
     @device_function
+    def visited(item):
+        if is_listed:  # the producer has read the list
+            return int32(0), item.tiles
+        return int32(item.stop - item.tiles), item.stop
+
+    @device_function
+    def apply_options(whole, s, seen, place, scale, extras):
+        if not whole:
+            score_edge(s, seen, place, scale, extras)
+        elif of_all:
+            score_whole(s, seen, place, scale, extras)
+
+    @device_function
     def consume(me, memory, out, lse, scale, mask_words, extras):
         thread, lane = int32(cuda.threadIdx.x % WARPGROUP), int32(cuda.threadIdx.x % 32)
         warp = int32(cuda.threadIdx.x // 32 % 4)
@@ -272,9 +286,7 @@ def make_consume(
         queries, items, q_at = placed(of_queries, memory), placed(of_items, memory), start()
         keys, values, at = placed(of_keys, memory), placed(of_values, memory), start()
         offer_turn(me)
-        wait(queries, q_at)  # the first item is published, and its Q is there
-        item = read_item(tile_at(items, q_at))
-        skipped = read_skip_count(tile_at(items, q_at), me)
+        item, skipped = next_item(queries, items, q_at, me)
         is_issued, copied = False, int32(-1)  # the slot whose output is on its way
         listed, pattern = int32(0), int32(0)
         while item.tiles >= 0:
@@ -285,10 +297,7 @@ def make_consume(
             warp_row = int32(item.row + me * ROWS + warp * 16)
             own_row = int32(warp_row + lane // 4)
             bits = first_bits(lane, b, h, warp_row, extras)
-            if is_listed:  # the producer has read the list
-                first, stop = int32(0), item.tiles
-            else:
-                first, stop = int32(item.stop - item.tiles), item.stop
+            first, stop = visited(item)
             if skipped > 0:  # before any turn: others wait for the next q in theirs
                 release_slot(queries, thread, copied)
                 copied = int32(-1)
@@ -315,10 +324,7 @@ def make_consume(
                 place = LanePlace(lane, own_row, int32(j * block_k + 2 * (lane % 4)), own)
                 # The words of a block mask hide what is out of bounds, too.
                 whole = pattern == 0 if has_patterns else item.full <= j < item.full_stop
-                if not whole:
-                    score_edge(s, seen, place, scale, extras)
-                elif of_all:
-                    score_whole(s, seen, place, scale, extras)
+                apply_options(whole, s, seen, place, scale, extras)
                 # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
                 max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = softmax_step(
                     s, factor, max_0, max_1, sum_0, sum_1
@@ -382,9 +388,7 @@ def make_consume(
                 release_slot(queries, thread, copied)
                 copied = int32(-1)
             q_at = following(queries, q_at)
-            wait(queries, q_at)  # the next item, and its Q, are there
-            item = read_item(tile_at(items, q_at))
-            skipped = read_skip_count(tile_at(items, q_at), me)
+            item, skipped = next_item(queries, items, q_at, me)
         wait_for_reads()  # of the last output, in the thread that issued its copies
         wait_for_all()  # S of an item that there is not
 

@@ -32,6 +32,7 @@ from kernels.cuda.device.pipeline import (
     release_alone,
     start,
     tile_at,
+    wait,
 )
 from kernels.cuda.device.warpgroups import LINE
 from kernels.cuda.ptx.bulk import make_cp_async_bulk_wait_group
@@ -123,6 +124,14 @@ def skip_count_address(at, consumer):
 def read_skip_count(at, consumer):
     """Return the number of an item's first tiles that a consumer skips."""
     return int32(ld_shared(skip_count_address(at, consumer)))
+
+
+@device_function
+def next_item(queries, items, at, consumer):
+    """Wait for an item and its Q; return it, and the number of its first tiles that a consumer skips."""
+    wait(queries, at)  # the item was published before the bytes of its Q were announced
+    numbers = tile_at(items, at)
+    return read_item(numbers), read_skip_count(numbers, consumer)
 
 
 @device_function

@@ -40,7 +40,8 @@ TESTED_BY = {
         "attention/flash3_wgmma/float8/consumer", "attention/flash3_wgmma/float8/quantise",
     ): ("tests/structure/emulated/test_float8",),
     (
-        "attention/flash3_wgmma/backward/dkdv", "attention/flash3_wgmma/backward/dkdv_producer",
+        "attention/flash3_wgmma/backward/dkdv_consumer",
+        "attention/flash3_wgmma/backward/dkdv_producer",
         "attention/flash3_wgmma/backward/dq", "attention/flash3_wgmma/tiles",
     ): (
         "tests/structure/emulated/test_flash3_backward",

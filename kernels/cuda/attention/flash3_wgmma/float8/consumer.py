@@ -127,7 +127,9 @@ def make_consume(
             q_line = own_line(b, h, shape.q_by_batch, shape.q_by_head, shape.heads)
             k_line = own_line(b, h, shape.k_by_batch, shape.k_by_head, shape.heads)
             v_line = own_line(b, h, shape.v_by_batch, shape.v_by_head, shape.heads)
-            row_factor = unit_of(units.q, q_line, item.row + me * ROWS) * float32(scale) * log2_e
+            # A consumer may have no rows, and they no unit.
+            unit_row = min(item.row + me * ROWS, item.rows - 1)
+            row_factor = unit_of(units.q, q_line, unit_row) * float32(scale) * log2_e
             first, stop = int32(item.stop - item.tiles), item.stop
             if skipped > 0:  # before any turn: others wait for the next q in theirs
                 release_slot(queries, thread, copied)

@@ -33,15 +33,16 @@ KERNELS = Path("kernels/cuda")
 #: Files of kernels, and the tests that run their source.
 TESTED_BY = {
     (
-        "attention/flash3_wgmma/forward/kernel", "attention/flash3_wgmma/forward/scheduler",
+        "attention/flash3_wgmma/forward/consumer", "attention/flash3_wgmma/forward/producer",
+        "attention/flash3_wgmma/forward/scheduler", "device/pipeline",
     ): ("tests/structure/emulated/test_flash3", "tests/structure/emulated/test_flash3_options"),
     (
-        "attention/flash3_wgmma/float8/kernel", "attention/flash3_wgmma/float8/producer",
         "attention/flash3_wgmma/float8/consumer", "attention/flash3_wgmma/float8/quantise",
     ): ("tests/structure/emulated/test_float8",),
     (
-        "attention/flash3_wgmma/backward/dkdv", "attention/flash3_wgmma/backward/dq",
-        "attention/flash3_wgmma/tiles",
+        "attention/flash3_wgmma/backward/dkdv_consumer",
+        "attention/flash3_wgmma/backward/dkdv_producer",
+        "attention/flash3_wgmma/backward/dq", "attention/flash3_wgmma/tiles",
     ): (
         "tests/structure/emulated/test_flash3_backward",
         "tests/structure/emulated/test_flash3_backward_options",
@@ -60,6 +61,8 @@ FILES = [file for files in TESTED_BY for file in files]
 NAMES = {
     "syncthreads", "syncwarp", "bar_sync", "bar_arrive", "mbarrier_wait", "mbarrier_arrive",
     "fence_proxy_async", "cp_async_wait_all",
+    # steps of a pipeline, and of consumers that multiply in turns
+    "acquire", "publish", "wait", "release", "release_alone", "release_slot", "take_turn", "pass_turn",
 }  # fmt: skip
 #: Seconds after which tests that have not ended hang.
 PATIENCE = 600

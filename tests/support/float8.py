@@ -9,6 +9,8 @@ import numpy as np
 
 from kernels.problem.float8 import SIGNS
 
+from .tolerances import tolerance
+
 PRECISIONS = (
     "float8_e4m3", "float8_e4m3+blocks", "float8_e4m3+hadamard", "float8_e4m3+blocks+hadamard"
 )  # fmt: skip
@@ -122,6 +124,32 @@ def wanted(
         -2, keepdims=True
     )
     return Wanted(p @ v, lse, bound, exact)
+
+
+def assert_near(out: Any, lse: Any, right: Wanted, dtype: Any, lse_error: float = 0.05) -> None:
+    """Assert that out and lse are what a rung with float8 products must return.
+
+    Args:
+        out: What it returned.
+        lse: Likewise.
+        right: What it must return.
+        dtype: Of out.
+        lse_error: Tolerance of lse: numbers next to a midpoint may be rounded to the other side.
+
+    Raises:
+        AssertionError: It says how far off the worst element is.
+    """
+    __tracebackhide__ = True  # a failure is shown at the call
+    with np.errstate(invalid="ignore"):
+        away = np.where(lse == right.lse, 0.0, np.abs(lse - right.lse))
+    assert away.max() <= lse_error, f"lse is {away.max():.3g} away"
+    error = np.abs(out.astype(np.float64) - right.out)
+    allowed = 1.1 * right.bound + tolerance(dtype) * (1 + np.abs(right.out))
+    assert (error <= allowed).all(), (
+        f"out is off by {(error / allowed).max():.3g} of what is allowed"
+    )
+    # Most roundings are far from the largest one.
+    assert root_mean_square(error) <= 0.3 * root_mean_square(right.bound) + tolerance(dtype)
 
 
 def root_mean_square(x: Any) -> float:

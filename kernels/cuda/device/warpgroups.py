@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 from numba import int32
 
+from kernels.cuda.device.shared_tiles import SharedTiles, round_up
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
@@ -44,16 +42,9 @@ class WarpRoles:
         return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.consumers]
 
 
-@cache
-def make_next(count: int) -> Any:
-    """Return ``following(place, phase)``: the next of a ring of places, whose phase flips in each round."""
-
-    @device_function
-    def following(place, phase):
-        last = place == count - 1
-        return int32(0 if last else place + 1), int32(phase ^ 1 if last else phase)
-
-    return following
+def block_bytes(tiles: SharedTiles) -> int:
+    """Return the dynamic shared memory of a block with some tiles, including its alignment."""
+    return round_up(tiles.elements, 16) + ALIGNMENT
 
 
 @device_function

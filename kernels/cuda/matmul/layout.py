@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from numba import int32, uint32
 
-from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
+from kernels.cuda.device.shared_tiles import SharedTiles
+from kernels.cuda.device.warpgroups import LINE, PANEL, WarpRoles
 from kernels.cuda.ptx.wgmma import KINDS, ROWS
 from kernels.cuda.runtime.kernel import device_function
 
@@ -117,11 +117,6 @@ def shared_tiles(layout: ProductLayout, form: Form) -> SharedTiles:
     )
 
 
-def shared_bytes(layout: ProductLayout, form: Form) -> int:
-    """Return the dynamic shared memory of a block, including its alignment."""
-    return round_up(shared_tiles(layout, form).elements, 16) + ALIGNMENT
-
-
 class Order(NamedTuple):
     """The order of the tiles of the results.
 
@@ -159,7 +154,6 @@ def place_of(item, order):
 
 
 __all__ = [
-    "ALIGNMENT",
     "LINE",
     "PANEL",
     "STEPS",
@@ -169,6 +163,5 @@ __all__ = [
     "ProductLayout",
     "WarpLayout",
     "place_of",
-    "shared_bytes",
     "shared_tiles",
 ]

@@ -8,7 +8,7 @@ import pytest
 
 from kernels.cuda.attention.flash3_wgmma.float8 import quantise
 from kernels.cuda.attention.flash3_wgmma.float8.kernel import forward_kernel
-from kernels.cuda.attention.flash3_wgmma.float8.layout import layout_of, shared_bytes
+from kernels.cuda.attention.flash3_wgmma.float8.layout import layout_of
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
 
@@ -41,7 +41,7 @@ def test_both_products_are_of_float8(widths: Widths) -> None:
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     assert "setmaxnreg.inc" in ptx
     assert ".local" not in ptx
-    assert shared_bytes(layout, widths) <= MOST_SHARED
+    assert kernel.shared_bytes <= MOST_SHARED
 
 
 @needs_ptxas

@@ -19,12 +19,11 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     item_of,
     layout_of,
     schedule_of,
-    shared_bytes,
     shared_tiles,
 )
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device import per_device
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL
+from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, block_bytes
 from kernels.cuda.ptx.emulated.numbers import from_bits, to_bits
 from kernels.problem.operands import make_operands
 from kernels.reference.attention import attention
@@ -69,9 +68,9 @@ def test_every_tile_of_every_head_is_one_item_and_the_longest_of_a_group_come_fi
 def test_tiles_fit_in_shared_memory_where_the_swizzle_begins_anew(head: int, value: int) -> None:
     widths = Widths(head, value)
     layout = layout_of(widths)
-    assert shared_bytes(layout, widths) <= MOST_SHARED
     assert layout.block_k % 16 == 0
     tiles = shared_tiles(layout, widths)
+    assert block_bytes(tiles) <= MOST_SHARED
     sizes = {"k": tiles["v"] - tiles["k"], "v": tiles["barriers"] - tiles["v"], "q": tiles["k"]}
     counts = {"k": layout.stages, "v": layout.stages, "q": layout.items}
     for name, size in sizes.items():

@@ -19,7 +19,6 @@ from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_
 from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     PADDING,
     Parts,
-    block_bytes,
     key_layout,
     key_tiles,
     parts_of,
@@ -27,7 +26,7 @@ from kernels.cuda.attention.flash3_wgmma.backward.layout import (
     query_tiles,
 )
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
-from kernels.cuda.device.warpgroups import ALIGNMENT, WARPGROUP
+from kernels.cuda.device.warpgroups import ALIGNMENT, WARPGROUP, block_bytes
 from kernels.cuda.ptx.emulated.numbers import from_bits, to_bits
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.problem.operands import Operands

@@ -184,16 +184,17 @@ def test_tiles_of_keys_before_every_window_are_never_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("items", "row_ends", "key_ends"),
+    ("items", "ping_pong", "row_ends", "key_ends"),
     [
-        (1, (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)),
-        (2, (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)),
+        (1, True, (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)),
+        (2, True, (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)),
         # Bounds leave the first consumer fewer tiles than the second.
-        (2, (0, 128, 128, 131), (0, 105, 110, 120)),
+        (2, True, (0, 128, 128, 131), (0, 105, 110, 120)),
+        (2, False, (0, 128, 128, 131), (0, 105, 110, 120)),
     ],
 )
 def test_packed_sequences_end_where_tiles_do_not_and_do_not_affect_each_other(
-    items: int, row_ends: tuple[int, ...], key_ends: tuple[int, ...]
+    items: int, ping_pong: bool, row_ends: tuple[int, ...], key_ends: tuple[int, ...]
 ) -> None:
     ends, lengths = (row_ends, key_ends), (row_ends[-1], key_ends[-1])
     case = _case({"is_causal": True, "causal_offset": 5}, lengths=lengths)
@@ -203,7 +204,10 @@ def test_packed_sequences_end_where_tiles_do_not_and_do_not_affect_each_other(
     # Empty ones, so that there are empty tiles behind the others.
     sums_q, sums_k = (np.pad(np.array(own), (0, 3), "edge") for own in ends)
     sequences = Sequences(sums_q, sums_k, *lengths)
-    out, lse = _forward(case, replace(SMALL, items=items), sequences, blocks=1)
+    layout = replace(SMALL, items=items, ping_pong=ping_pong)
+    # The first consumer is late, and writes the zeros that the other one multiplies by, too.
+    with held_back(*range(WARPGROUP, 2 * WARPGROUP)):
+        out, lse = _forward(case, layout, sequences, blocks=1)
     for i in (0, 3)[: len(row_ends) - 3]:
         rows, cols = (slice(*sums[i : i + 2]) for sums in ends)
         own = replace(case, q=case.q[:, rows], k=case.k[:, cols], v=case.v[:, cols])

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.strategies import integers, sampled_from
 
 import minitorch
+from kernels.cuda.device.warpgroups import block_bytes
 from kernels.cuda.layers import fused
 from kernels.cuda.matmul import dispatch
 from kernels.cuda.matmul.dispatch import Epilogue
-from kernels.cuda.matmul.layout import Form, Order, WarpLayout, place_of, shared_bytes
+from kernels.cuda.matmul.layout import Form, Order, WarpLayout, place_of, shared_tiles
 from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, HALF_DTYPES
 from kernels.runtime.targets import IS_SIMULATOR, compute_capability
@@ -76,7 +77,7 @@ def test_no_part_of_a_sum_is_empty_and_tiles_fit_in_shared_memory(
         return
     for out in ("bfloat16", "float32") if planes == 1 else ("float32",):
         form = Form("bfloat16", out, planes=planes)
-        assert shared_bytes(layout, form) <= MOST_SHARED[9, 0]
+        assert block_bytes(shared_tiles(layout, form)) <= MOST_SHARED[9, 0]
 
 
 @no_simulator

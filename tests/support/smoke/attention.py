@@ -1,10 +1,11 @@
 """One small case of every rung and of every option on a GPU, to be run under NVIDIA's compute-sanitizer.
 
+python -m tests.support.smoke.attention [part of a name]
 compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.support.smoke.attention
-compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.support.smoke.attention
+compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.support.smoke.attention flash3
 
-Compiling takes most of the time: ``python -m tests.support.smoke.attention 2 6`` runs the second
-of six parts.
+Compiling takes most of the time: ``python -m tests.support.smoke.attention "flash2," 2 6`` runs the second
+of six parts of the cases whose names contain "flash2,".
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kernels import BlockMask, launch, make_problem
 from kernels.cuda.runtime.arrays import to_device, to_host
+from kernels.problem.float8 import FLOAT8
 from kernels.problem.operands import make_operands
 from kernels.problem.packed_sequences import Sequences
 from kernels.problem.question import Problem
@@ -26,14 +28,20 @@ from kernels.runtime.dtypes import FLOAT16, FLOAT32, is_floating
 from kernels.runtime.targets import why_no_cuda
 
 from ..cuda_attention import RUNGS
-from ..option_table import TENSOR_CORES
+from ..float8 import PRECISIONS, assert_near, wanted
 from ..tolerances import assert_close_arrays
 
 #: seq_q, seq_k, head_dim and value_dim that divide no tile.
 SHAPES = ((70, 33, 24, 40), (37, 101, 20, 7))
 #: Likewise, with dims that the copy engine takes: multiples of 8.
 HALF_SHAPES = ((70, 33, 24, 40), (37, 101, 16, 8))
+#: Lengths that fill the stages of shared memory more than once.
+LONG = (150, 700)
 HEADS = 2
+#: More tiles than the multiprocessors of a GPU: a block computes several.
+MANY_HEADS = 300
+#: What :func:`cases` gives besides the options of a call.
+OWN = ("packed", "dtype", "heads")
 #: What rungs for tensor cores run, in 16 bits: each is a kernel of its own.
 IN_HALF = ("window", "softcap", "boolean mask", "dropout", "block mask")
 
@@ -80,85 +88,144 @@ def options(rng: np.random.Generator, seq_q: int, seq_k: int) -> dict[str, dict[
     }
 
 
-def cases(rng: np.random.Generator) -> Iterator[tuple[str, tuple[int, ...], dict[str, Any]]]:
-    """Yield name, (seq_q, seq_k, head_dim, value_dim) and options of each case."""
+class Case(NamedTuple):
+    """A call: its name, (seq_q, seq_k, head_dim, value_dim), and its options and those of :data:`OWN`."""
+
+    name: str
+    shape: tuple[int, int, int, int]
+    asked: dict[str, Any]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the call."""
+        return {key: value for key, value in self.asked.items() if key not in OWN}
+
+
+def cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Yield the cases of all rungs of the device."""
     for shape in SHAPES:
         for rung in RUNGS:
-            yield rung, shape, {"rung": rung}
-        yield "flash2 with atomics", shape, {"rung": "flash2", "deterministic": False}
-        for name, asked in options(rng, *shape[:2]).items():
-            yield f"flash2, {name}", shape, {"rung": "flash2", **asked}
-        with_atomics = {**options(rng, *shape[:2])["everything"], "deterministic": False}
-        yield "flash2, everything with atomics", shape, {"rung": "flash2", **with_atomics}
-        yield "flash2, packed", shape, {"rung": "flash2", "packed": True}
-    yield "flash2, few rows", (3, 1000, 64, 64), {"rung": "flash2", "causal_offset": 997}
-    for rung in TENSOR_CORES:
-        asked = {"rung": rung, "dtype": FLOAT16}
-        for shape in HALF_SHAPES:
-            yield rung, shape, asked
-        shape = HALF_SHAPES[0]
-        yield f"{rung} with atomics", shape, {**asked, "deterministic": False}
-        for name, one in options(rng, *shape[:2]).items():
-            if name in IN_HALF:
-                yield f"{rung}, {name}", shape, {**asked, **one}
-        yield f"{rung}, packed", shape, {**asked, "packed": True}
+            yield Case(rung, shape, {"rung": rung})
+        yield Case("flash2 with atomics", shape, {"rung": "flash2", "deterministic": False})
+        everything = {"rung": "flash2", **options(rng, *shape[:2])["everything"]}
+        yield Case("flash2, everything", shape, everything)
+    shape = SHAPES[0]
+    everything = {"rung": "flash2", **options(rng, *shape[:2])["everything"]}
+    yield Case("flash2, everything with atomics", shape, {**everything, "deterministic": False})
+    for name, asked in options(rng, *shape[:2]).items():
+        if name != "everything":
+            yield Case(f"flash2, {name}", shape, {"rung": "flash2", **asked})
+    yield Case("flash2, packed", shape, {"rung": "flash2", "packed": True})
+    yield Case("flash2, few rows", (3, 1000, 64, 64), {"rung": "flash2", "causal_offset": 997})
+    on_tensor_cores = [
+        rung for rung in launch.CUDA.rungs
+        if FLOAT16 in rung.dtypes and rung.why_no_device() is None
+    ]  # fmt: skip
+    for one in on_tensor_cores:
+        yield from in_half(rng, one.name)
+        if one.forward_float8:
+            yield from in_float8(one.name)
+
+
+def in_half(rng: np.random.Generator, rung: str) -> Iterator[Case]:
+    """Yield the cases of a rung in 16 bits."""
+    asked: dict[str, Any] = {"rung": rung, "dtype": FLOAT16}
+    for shape in HALF_SHAPES:
+        yield Case(rung, shape, asked)
+    shape, (head_dim, value_dim) = HALF_SHAPES[0], HALF_SHAPES[0][2:]
+    long, shifted = (*LONG, head_dim, value_dim), {"causal_offset": LONG[1] - LONG[0]}
+    for name, more in {"": {}, " with atomics": {"deterministic": False}}.items():
+        yield Case(f"{rung}{name}, long", long, {**asked, **shifted, **more})
+        yield Case(f"{rung}{name}, many heads", shape, {**asked, **more, "heads": MANY_HEADS})
+    for name, one in options(rng, *shape[:2]).items():
+        if name in IN_HALF:
+            yield Case(f"{rung}, {name}", shape, {**asked, **one})
+    yield Case(f"{rung}, packed", shape, {**asked, "packed": True})
+
+
+def in_float8(rung: str) -> Iterator[Case]:
+    """Yield the cases of a rung with float8 products."""
+    shifted = {"causal_offset": LONG[1] - LONG[0]}
+    asked: dict[str, Any] = {"rung": rung, "dtype": FLOAT16}
+    for precision in (PRECISIONS[0], PRECISIONS[-1]):
+        own = {**asked, "precision": precision}
+        yield Case(f"{rung}, {precision}", (*LONG, 64, 64), {**own, **shifted})
+        yield Case(
+            f"{rung}, {precision}, many heads", (70, 33, 64, 64), {**own, "heads": MANY_HEADS}
+        )
 
 
 def results(
     target: launch.Target, problem: Problem, arrays: dict[str, Any], given: dict[str, Any]
-) -> list[Any]:
-    """Return out, lse and the gradients, those of a floating mask and of sinks too, on the host."""
+) -> dict[str, Any]:
+    """Return out, lse and the gradients, those of a floating mask and of sinks too, on the host.
+
+    With float8 products there are no gradients.
+    """
     on_device = target is launch.CUDA
     q, k, v, dout, dlse = (to_device(x) if on_device else x for x in arrays.values())
     own = map(given.get, ("attn_mask", "alibi_slopes", "sink"))
     operands = make_operands(target.memory, problem, q, k, v, *own)
     out, lse = launch.forward(target, problem, operands)
-    operands = operands.having(out=out, lse=lse, dout=dout, dlse=dlse)
-    gradients = launch.backward(
-        target, problem, operands, with_mask=problem.mask == "float", with_sink=problem.sink
-    )
-    return [x if x is None or not on_device else to_host(x) for x in (out, lse, *gradients)]
+    found = {"out": out, "lse": lse}
+    if problem.precision not in FLOAT8:
+        operands = operands.having(out=out, lse=lse, dout=dout, dlse=dlse)
+        found |= launch.backward(
+            target, problem, operands, with_mask=problem.mask == "float", with_sink=problem.sink
+        )._asdict()
+    return {name: to_host(x) if on_device else x for name, x in found.items() if x is not None}
 
 
-def main(part: int = 1, parts: int = 1) -> None:
-    """Run every case of a part forward and backward and compare with the textbook."""
+def check(case: Case, rng: np.random.Generator, target: launch.Target = launch.CUDA) -> None:
+    """Run a case forward and backward, and compare with the textbook.
+
+    Raises:
+        AssertionError: If a result is wrong.
+    """
+    (seq_q, seq_k, head_dim, value_dim), given = case.shape, case.options
+    sizes = ((seq_q, head_dim), (seq_k, head_dim), (seq_k, value_dim), (seq_q, value_dim))
+    dtype, heads = case.asked.get("dtype", FLOAT32), case.asked.get("heads", HEADS)
+    arrays = {
+        name: rng.standard_normal((heads, *size), dtype=np.float32).astype(dtype)
+        for name, size in zip(("q", "k", "v", "dout"), sizes, strict=True)
+    }
+    arrays["dlse"] = rng.standard_normal((heads, seq_q), dtype=np.float32)
+    sequences = Sequences([0, 2, 2, seq_q], [0, 3, seq_k - 2, seq_k], seq_q, seq_k)
+
+    def ask(convert: Any) -> tuple[Problem, dict[str, Any], dict[str, Any]]:
+        own = {key: convert(value) for key, value in given.items()}
+        operands = {key: convert(value) for key, value in arrays.items()}
+        q, k, v, *_ = operands.values()
+        problem = make_problem(q, k, v, is_causal=True, **own)
+        if "packed" in case.asked:
+            problem = replace(problem, sequences=sequences)
+        return problem, operands, own
+
+    got = results(target, *ask(lambda x: x))
+    if "precision" in given:
+        q, k, v, *_ = arrays.values()
+        visible = np.tri(seq_q, seq_k, given.get("causal_offset", 0), dtype=bool)
+        right = wanted(q, k, v, given["precision"], visible=visible)
+        assert_near(got["out"], got["lse"], right, dtype)
+        return
+    problem, *rest = ask(_in_float64)
+    expected = results(launch.NUMPY, replace(problem, rung="naive"), *rest)
+    assert got.keys() == expected.keys(), f"{list(got)}, not {list(expected)}"
+    for what, y in expected.items():
+        size = max(1.0, float(np.abs(y[np.isfinite(y)]).max(initial=0.0)))
+        stored = FLOAT32 if what in ("lse", "dsink") else dtype
+        assert_close_arrays(got[what], y, stored, f"{what} by {case.name}", size)
+
+
+def main(text: str = "", part: str = "1", parts: str = "1") -> None:
+    """Check the cases whose names contain a text, or one of several parts of them."""
     if (missing := why_no_cuda()) is not None:
         raise SystemExit(missing)
     rng = np.random.default_rng(0)
-    for name, (seq_q, seq_k, head_dim, value_dim), asked in islice(
-        cases(rng), part - 1, None, parts
-    ):
-        sizes = ((seq_q, head_dim), (seq_k, head_dim), (seq_k, value_dim), (seq_q, value_dim))
-        dtype = asked.get("dtype", FLOAT32)
-        arrays = {
-            name: rng.standard_normal((HEADS, *size), dtype=np.float32).astype(dtype)
-            for name, size in zip(("q", "k", "v", "dout"), sizes, strict=True)
-        }
-        arrays["dlse"] = rng.standard_normal((HEADS, seq_q), dtype=np.float32)
-        given = {key: value for key, value in asked.items() if key not in ("packed", "dtype")}
-        sequences = Sequences([0, 2, 2, seq_q], [0, 3, seq_k - 2, seq_k], seq_q, seq_k)
-
-        def ask(
-            convert: Any, given: Any = given, arrays: Any = arrays, sequences: Any = sequences,
-            packed: bool = "packed" in asked,
-        ) -> tuple[Problem, dict[str, Any], dict[str, Any]]:  # fmt: skip
-            own = {key: convert(value) for key, value in given.items()}
-            operands = {key: convert(value) for key, value in arrays.items()}
-            q, k, v, *_ = operands.values()
-            problem = make_problem(q, k, v, is_causal=True, **own)
-            return replace(problem, sequences=sequences if packed else None), operands, own
-
-        got = results(launch.CUDA, *ask(lambda x: x))
-        problem, *rest = ask(_in_float64)
-        expected = results(launch.NUMPY, replace(problem, rung="naive"), *rest)
-        for what, x, y in zip(
-            ("out", "lse", "dq", "dk", "dv", "dmask"), got, expected, strict=True
-        ):
-            if y is not None:
-                size = max(1.0, float(np.abs(y[np.isfinite(y)]).max(initial=0.0)))
-                stored = FLOAT32 if what == "lse" else dtype
-                assert_close_arrays(x, y, stored, f"{what} by {name}", size)
-        print(f"{name}: right")
+    chosen = (case for case in cases(rng) if text in case.name)
+    for case in islice(chosen, int(part) - 1, None, int(parts)):
+        check(case, rng)
+        print(f"{case.name}: right", flush=True)
 
 
 def _in_float64(value: Any) -> Any:
@@ -167,4 +234,4 @@ def _in_float64(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -10,8 +10,9 @@ from numba import int32, types, uint32
 
 from kernels.common.geometry import ceil_div
 from kernels.common.online_softmax import PATIENCE
-from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
+from kernels.cuda.device.pipeline import BARRIER, Barriers, Pipeline
+from kernels.cuda.device.shared_tiles import SharedTiles
+from kernels.cuda.device.warpgroups import LINE, PANEL, WarpRoles
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.scores.program import PLAIN, Features
 
@@ -106,14 +107,24 @@ def shared_tiles(layout: ForwardLayout, widths: Widths, features: Features = PLA
         widths: Widths of the kernel.
         features: Options of the kernel: with a list of tiles there are the numbers of those in flight.
     """
-    q_panels = max(widths.head_panels, widths.value_panels)
+    q_panels, k_panel = max(widths.head_panels, widths.value_panels), layout.block_k * LINE
+    return tiles_of(
+        layout, q_panels * layout.block_q * LINE, widths.head_panels * k_panel,
+        widths.value_panels * k_panel, features.block_mask,
+    )  # fmt: skip
+
+
+def tiles_of(
+    layout: ForwardLayout, q_bytes: int, k_bytes: int, v_bytes: int, is_listed: bool = False
+) -> SharedTiles:
+    """Return the byte offsets of a block's tiles, given the bytes of a tile of q, of k and of v."""
     return SharedTiles(
-        q=layout.items * q_panels * layout.block_q * LINE,
-        k=layout.stages * k_bytes(layout, widths),
-        v=layout.stages * v_bytes(layout, widths),
-        barriers=8 * (3 * layout.items + 4 * layout.stages),
+        q=layout.items * q_bytes,
+        k=layout.stages * k_bytes,
+        v=layout.stages * v_bytes,
+        barriers=BARRIER * (3 * layout.items + 4 * layout.stages),
         numbers=item_bytes(layout) * layout.items,
-        listed=LISTED * layout.stages * features.block_mask,
+        listed=LISTED * layout.stages * is_listed,
     )
 
 
@@ -122,19 +133,42 @@ def item_bytes(layout: ForwardLayout) -> int:
     return WORD * (ITEM_NUMBERS + layout.consumers)
 
 
-def shared_bytes(layout: ForwardLayout, widths: Widths, features: Features = PLAIN) -> int:
-    """Return the dynamic shared memory of a block, including its alignment."""
-    return round_up(shared_tiles(layout, widths, features).elements, 16) + ALIGNMENT
+class ForwardPipelines(NamedTuple):
+    """The pipelines of a forward block.
+
+    Attributes:
+        queries: Tiles of q, and later of out, full when q has arrived.
+        items: Numbers of the items, full when they are published.  They share the slots of the queries, and
+            the barriers of empty slots.
+        keys: Tiles of k.
+        values: Tiles of v.
+        listed: Where a block mask's tiles are listed, one for each stage of keys.
+    """
+
+    queries: Pipeline
+    items: Pipeline
+    keys: Pipeline
+    values: Pipeline
+    listed: int
 
 
-def k_bytes(layout: ForwardLayout, widths: Widths) -> int:
-    """Return the bytes of one tile of keys."""
-    return widths.head_panels * layout.block_k * LINE
-
-
-def v_bytes(layout: ForwardLayout, widths: Widths) -> int:
-    """Return the bytes of one tile of values."""
-    return widths.value_panels * layout.block_k * LINE
+def forward_pipelines(
+    layout: ForwardLayout, tiles: SharedTiles
+) -> tuple[ForwardPipelines, Barriers]:
+    """Return the pipelines of a forward block, and all its barriers; ``tiles`` are of :func:`tiles_of`."""
+    slots, stages, warps = layout.items, layout.stages, 4 * layout.consumers
+    barriers = Barriers(tiles["barriers"])
+    # The producer of keys and values empties a slot too: it has read the item.
+    queries = barriers.pipeline(tiles["q"], tiles["k"] // slots, slots, layout.consumers + 1)
+    items = queries._replace(
+        tiles=tiles["numbers"], size=item_bytes(layout), full=barriers.row(slots, 1)
+    )
+    k_bytes, v_bytes = (
+        (tiles[after] - tiles[name]) // stages for name, after in (("k", "v"), ("v", "barriers"))
+    )
+    keys = barriers.pipeline(tiles["k"], k_bytes, stages, warps)
+    values = barriers.pipeline(tiles["v"], v_bytes, stages, warps)
+    return ForwardPipelines(queries, items, keys, values, tiles["listed"]), barriers
 
 
 class Shape(NamedTuple):

@@ -11,8 +11,8 @@ from numba import int32, int64, uint32
 from kernels.cuda.attention.flash3_wgmma.dropout_bits import offset_of
 from kernels.cuda.attention.options.tile_scores import is_inside
 from kernels.cuda.device.half import EIGHT
+from kernels.cuda.device.pipeline import acquire, commit, following, tile_at
 from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP
-from kernels.cuda.ptx.barriers import mbarrier_arrive_expect_tx, mbarrier_init, mbarrier_wait
 from kernels.cuda.ptx.bulk import cp_async_bulk_load, make_tensor_load, make_tensor_store
 from kernels.cuda.ptx.copies import (
     global_address,
@@ -29,8 +29,6 @@ from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
 
 ZERO = np.float32(0)
-#: Bytes of a barrier.
-BARRIER = 8
 LOAD, STORE = make_tensor_load(4), make_tensor_store(4)
 
 
@@ -46,44 +44,59 @@ def make_load_tile(panels: int, panel_bytes: int) -> Any:
     return load_tile
 
 
-@device_function
-def init_stages(first, count, filled_by, emptied_by):
-    """Initialize the barriers of stages: one for each full stage, and then one for each empty stage.
+@cache
+def make_fetch(load: Any, size: int) -> Any:
+    """Return ``fetch(stages, at, tensor, row, h, b)``: copy a tile into a stage, return the next place.
 
     Args:
-        first: Its address.
-        count: Number of stages.
-        filled_by: Arrivals at the barrier of a full stage.
-        emptied_by: Arrivals at the barrier of an empty stage.
+        load: Issues the copy, see :func:`make_load_tile`.
+        size: Bytes of the tile.
     """
-    for i in range(count):
-        mbarrier_init(first + BARRIER * i, filled_by)
-        mbarrier_init(first + BARRIER * (count + i), emptied_by)
+
+    @device_function
+    def fetch(stages, at, tensor, row, h, b):
+        acquire(stages, at)  # what was there before was read
+        load(tile_at(stages, at), tensor, commit(stages, at, size), row, h, b)
+        return following(stages, at)
+
+    return fetch
+
+
+def make_fetch_tile(panels: int, panel_bytes: int) -> Any:
+    """Return the function of :func:`make_fetch` for a tile of panels."""
+    return make_fetch(make_load_tile(panels, panel_bytes), panels * panel_bytes)
 
 
 @cache
-def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int, stages: int) -> Any:
-    """Return the function that fetches a tile of a tensor, and as many float32 of a vector.
+def make_fetch_rows(panels: int, panel_bytes: int, numbers_bytes: int) -> Any:
+    """Return the function that copies a tile, and as many float32 of a vector, into a stage.
 
-    ``fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b)`` waits for an empty stage;
-    ``full``, the stage's barrier of :func:`init_stages`, counts the bytes.
+    ``fetch(stages, at, tensor, numbers_tile, numbers, row, h, b)`` returns the next place.  The vectors of
+    all stages begin at ``numbers_tile``, and the one in global memory is at ``numbers``.
 
     Args:
         panels: Panels of the tile.
         panel_bytes: Bytes of each.
         numbers_bytes: Bytes of the vector.
-        stages: In all.
     """
-    load, bytes_ = make_load_tile(panels, panel_bytes), panels * panel_bytes + numbers_bytes
+    load, size = make_load_tile(panels, panel_bytes), panels * panel_bytes + numbers_bytes
 
     @device_function
-    def fetch(target, tensor, numbers_target, numbers, full, phase, row, h, b):
-        mbarrier_wait(full + BARRIER * stages, phase ^ 1)  # what was there before was read
-        mbarrier_arrive_expect_tx(full, bytes_)
-        load(target, tensor, full, row, h, b)
-        cp_async_bulk_load(numbers_target, numbers, numbers_bytes, full)
+    def fetch(stages, at, tensor, numbers_tile, numbers, row, h, b):
+        acquire(stages, at)  # what was there before was read
+        full = commit(stages, at, size)
+        load(tile_at(stages, at), tensor, full, row, h, b)
+        cp_async_bulk_load(numbers_tile + at.stage * numbers_bytes, numbers, numbers_bytes, full)
+        return following(stages, at)
 
     return fetch
+
+
+@device_function
+def reset_items(next_item):
+    """Set the counters back for the next launch, by the producer of the last block to end."""
+    if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
+        next_item[0], next_item[1] = 0, 0
 
 
 @cache

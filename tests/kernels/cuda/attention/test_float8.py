@@ -14,9 +14,14 @@ from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 from kernels.runtime.targets import compute_capability, why_no_cuda
 
-from ....support.float8 import PRECISIONS, root_mean_square, wanted, with_outliers
+from ....support.float8 import (
+    PRECISIONS,
+    assert_near,
+    root_mean_square,
+    wanted,
+    with_outliers,
+)
 from ....support.layouts import on_device
-from ....support.tolerances import tolerance
 
 pytestmark = [
     pytest.mark.cuda,
@@ -36,17 +41,6 @@ def _forward(*operands: Any, **options: Any) -> tuple[Any, Any]:
     return to_host(found[0]), to_host(found[1])
 
 
-def _assert_right(found: tuple[Any, Any], right: Any, dtype: Any) -> None:
-    out, lse = found
-    with np.errstate(invalid="ignore"):
-        away = np.where(lse == right.lse, 0.0, np.abs(lse - right.lse))
-    assert away.max() <= 0.05
-    error = np.abs(out.astype(np.float64) - right.out)
-    allowed = 1.1 * right.bound + tolerance(dtype) * (1 + np.abs(right.out))
-    assert (error <= allowed).all(), (error / allowed).max()
-    assert root_mean_square(error) <= 0.3 * root_mean_square(right.bound) + tolerance(dtype)
-
-
 @given(
     seed=st.integers(0, 2**31), kind=KINDS, seq_q=LENGTHS, seq_k=LENGTHS, groups=st.integers(1, 3),
     precision=st.sampled_from(PRECISIONS), is_causal=st.booleans(), offset=st.integers(-100, 100),
@@ -63,7 +57,7 @@ def test_only_operands_and_probabilities_are_rounded(
     visible = np.tri(seq_q, seq_k, offset, dtype=bool) if is_causal else None
     found = _forward(q, k, v, precision=precision, **options)
     k, v = (np.repeat(x, groups, axis=1) for x in (k, v))
-    _assert_right(found, wanted(q, k, v, precision, visible=visible), dtype)
+    assert_near(*found, wanted(q, k, v, precision, visible=visible), dtype)
 
 
 def test_operands_have_any_strides() -> None:
@@ -72,7 +66,7 @@ def test_operands_have_any_strides() -> None:
     q, k, v = (array.transpose(0, 2, 1, 3) for array in arrays)
     operands = map(on_device, (q, k, v))
     found = kernels.flash_attention_forward(*operands, precision=PRECISIONS[3])
-    _assert_right((to_host(found[0]), to_host(found[1])), wanted(q, k, v, PRECISIONS[3]), FLOAT16)
+    assert_near(to_host(found[0]), to_host(found[1]), wanted(q, k, v, PRECISIONS[3]), FLOAT16)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -82,7 +76,7 @@ def test_long_sequences_and_later_calls(precision: str) -> None:
         q, k, v = (rng.standard_normal((1, 2, 4000, 128)).astype(BFLOAT16) for _ in range(3))
         found = _forward(q, k, v, precision=precision, is_causal=True)
         right = wanted(q, k, v, precision, visible=np.tri(4000, dtype=bool))
-        _assert_right(found, right, BFLOAT16)
+        assert_near(*found, right, BFLOAT16)
 
 
 def test_the_error_with_outliers_is_that_of_the_paper() -> None:

@@ -9,7 +9,7 @@ from numba import float32, int32, types, uint8
 
 from kernels.cuda.attention.flash3_wgmma.layout import Widths, item_of
 from kernels.cuda.device.shared_tiles import SharedTiles, round_up
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, PANEL, WarpRoles
+from kernels.cuda.device.warpgroups import LINE, PANEL, WarpRoles
 from kernels.cuda.ptx.fragments import DEVICE
 from kernels.cuda.ptx.wgmma import ROWS
 from kernels.cuda.runtime.kernel import WORD, device_function
@@ -200,11 +200,6 @@ def query_tiles(layout: QueryLayout, widths: Widths) -> SharedTiles:
         barriers=8 * (2 + 2 * layout.k_stages + 2 * layout.v_stages),
         number=WORD,
     )
-
-
-def block_bytes(tiles: SharedTiles) -> int:
-    """Return the dynamic shared memory of a block, what its alignment takes included."""
-    return round_up(tiles.elements, 16) + ALIGNMENT
 
 
 def _panels(widths: Widths) -> tuple[int, int]:

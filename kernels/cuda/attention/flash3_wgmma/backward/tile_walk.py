@@ -37,13 +37,41 @@ def make_row_base(is_packed: bool) -> Callable[..., Any]:
     return packed_base if is_packed else no_base
 
 
+class Visit(NamedTuple):
+    """The tiles that an item visits; all numbers are int32.
+
+    Attributes:
+        y: Index of (batch, head).
+        b: Batch index.
+        h: Head index.
+        flat: Flat index of (batch, head).
+        place: First row or first column of the item's tile, counted from the start of its sequence.
+        first_q: First row of the sequence in q.
+        rows: Rows of the sequence.
+        first_k: First row of the sequence in k.
+        cols: Columns of the sequence.
+        first: First entry that is visited.
+        stop: One past the last of them.
+    """
+
+    y: Any
+    b: Any
+    h: Any
+    flat: Any
+    place: Any
+    first_q: Any
+    rows: Any
+    first_k: Any
+    cols: Any
+    first: Any
+    stop: Any
+
+
 class ItemVisits(NamedTuple):
     """The functions by which producer and consumers visit the same tiles.
 
     Attributes:
-        of_item: ``(item, schedule, seq_q, seq_k, extras)``: of an item's tile (batch, head), the flat
-            number of ``scores``, its first place counted from the start of its sequence, first row, rows,
-            first column and columns of the sequence, and from which entry to which it visits.
+        of_item: ``(item, schedule, shape, extras)``: the :class:`Visit` of an item.
         tile_of: ``(entry, extras)``: the number of the tile visited.
         pattern_of: See ``tile_walk.Walk``.
     """
@@ -67,21 +95,23 @@ def make_visits_of(features: Features, block_q: int, block_k: int, by_keys: bool
     place_of, entries_of = walk.place, walk.entries
 
     @device_function
-    def of_keys(item, schedule, seq_q, seq_k, extras):
+    def of_keys(item, schedule, shape, extras):
         j, y = key_item_of(item, schedule)
-        flat, col, first_q, rows, first_k, cols = place_of(j, y, seq_q, seq_k, extras)
+        flat, col, first_q, rows, first_k, cols = place_of(j, y, shape.rows, shape.cols, extras)
         first = int32(first_tile(col, block_q, rows, -extras.upper))
         stop = int32(tiles_stop(min(col + block_k, cols), block_q, rows, -extras.lower))
         first, stop = entries_of(flat, col, cols, first, stop, extras)
-        return y, flat, col, first_q, rows, first_k, cols, first, stop
+        b, h = int32(y // shape.heads), int32(y % shape.heads)
+        return Visit(y, b, h, flat, col, first_q, rows, first_k, cols, first, stop)
 
     @device_function
-    def of_rows(item, schedule, seq_q, seq_k, extras):
+    def of_rows(item, schedule, shape, extras):
         i, y = item_of(item, schedule)
-        flat, row, first_q, rows, first_k, cols = place_of(i, y, seq_q, seq_k, extras)
+        flat, row, first_q, rows, first_k, cols = place_of(i, y, shape.rows, shape.cols, extras)
         first = int32(first_tile(row, block_k, cols, extras.lower))
         stop = int32(tiles_stop(min(row + block_q, rows), block_k, cols, extras.upper))
         first, stop = entries_of(flat, row, rows, first, stop, extras)
-        return y, flat, row, first_q, rows, first_k, cols, first, stop
+        b, h = int32(y // shape.heads), int32(y % shape.heads)
+        return Visit(y, b, h, flat, row, first_q, rows, first_k, cols, first, stop)
 
     return ItemVisits(of_keys if by_keys else of_rows, walk.tile_of, walk.pattern_of)

@@ -9,40 +9,34 @@ from __future__ import annotations
 
 from functools import cache
 
-from numba import float32, float64, int32, types, uint8, void
+from numba import float32, float64, int32, types, void
 
-from kernels.cuda.attention.flash3_wgmma.float8.consumer import Results, Units, make_consume
-from kernels.cuda.attention.flash3_wgmma.float8.layout import places, shared_bytes
-from kernels.cuda.attention.flash3_wgmma.float8.producer import make_produce_tiles
-from kernels.cuda.attention.flash3_wgmma.forward.scheduler import (
-    make_produce_items,
-)
+from kernels.cuda.attention.flash3_wgmma.float8.consumer import Units, make_consume
+from kernels.cuda.attention.flash3_wgmma.float8.layout import shared_tiles
+from kernels.cuda.attention.flash3_wgmma.forward.kernel import MAPS, SCHEDULER_THREAD
+from kernels.cuda.attention.flash3_wgmma.forward.producer import make_produce_tiles
+from kernels.cuda.attention.flash3_wgmma.forward.scheduler import make_produce_items
 from kernels.cuda.attention.flash3_wgmma.layout import (
     SHAPE,
     ForwardLayout,
     Schedule,
     Widths,
+    forward_pipelines,
 )
-from kernels.cuda.attention.flash3_wgmma.tiles import (
-    BARRIER,
-    init_stages,
-)
+from kernels.cuda.attention.flash3_wgmma.tiles import LOAD, make_fetch, make_fetch_tile
 from kernels.cuda.attention.options.score_functions import extras_type
-from kernels.cuda.device.warpgroups import ALIGNMENT, LINE, own_warpgroup
-from kernels.cuda.ptx.barriers import (
-    fence_mbarrier_init,
-    make_setmaxnreg,
-    mbarrier_init,
-)
-from kernels.cuda.ptx.copies import align_up, shared_address
-from kernels.cuda.runtime.kernel import Kernel, array_type
+from kernels.cuda.device.pipeline import make_prologue, opaque
+from kernels.cuda.device.warpgroups import LINE, block_bytes, own_warpgroup
+from kernels.cuda.runtime.kernel import Kernel, array_type, device_function
 from kernels.runtime.dtypes import FLOAT32
 from kernels.runtime.targets import cuda
 from kernels.scores.program import PLAIN
 
-MAPS = types.Array(uint8, 1, "C")
-#: The producer warpgroup's thread that schedules items; its first thread copies keys and values.
-SCHEDULER_THREAD = 32
+
+@device_function
+def _load_columns(target, tensor, barrier, col, h, b):
+    """Issue the copy of a tile of V, whose rows are columns of the tensor."""
+    LOAD(target, tensor, barrier, (col, int32(0), h, b))
 
 
 @cache
@@ -55,20 +49,14 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         dtype: "float16" or "bfloat16": of out.
         has_blocks: q and k have a unit for each block of 128 rows.
     """
-    at, consumers, slots, stages = (
-        places(layout, widths),
-        layout.consumers,
-        layout.items,
-        layout.stages,
-    )
-    barrier_offset, number_offset = at.tiles["barriers"], at.tiles["numbers"]
-    q_empty, ready, keys, values = at[:4]
-    few_registers, more_registers = layout.registers
-    release, claim = make_setmaxnreg("dec", few_registers), make_setmaxnreg("inc", more_registers)
-    q_size = at.tiles["k"] // slots
-    produce_items = make_produce_items(layout, PLAIN, 1, layout.block_q * LINE, q_size)
-    produce_tiles = make_produce_tiles(layout, widths)
-    consume = make_consume(layout, widths, dtype, has_blocks)
+    tiles = shared_tiles(layout, widths)
+    pipelines, barriers = forward_pipelines(layout, tiles)
+    enter, give_registers, take_registers = make_prologue(layout, barriers)
+    produce_items = make_produce_items(layout, PLAIN, pipelines, 1)
+    fetch_k = make_fetch_tile(1, layout.block_k * LINE)
+    fetch_v = make_fetch(_load_columns, widths.value * LINE)
+    produce_tiles = make_produce_tiles(layout, PLAIN, pipelines, fetch_k, fetch_v)
+    consume = make_consume(layout, widths, dtype, has_blocks, pipelines)
 
     def flash3_float8(
         q_map, k_map, v_map, out, lse, q_units, k_units, v_units, next_item, shape, scale, schedule,
@@ -89,31 +77,19 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         Global traffic: reads q once, k and v once per query tile; writes out and lse once
         Needs: cc 9.0: wgmma, tensor copies, mbarriers, register reallocation
         """
-        shared = cuda.shared.array(0, uint8)  # q, k, v, barriers, numbers of items
-        tile = align_up(shared_address(shared), ALIGNMENT)
-        barriers, warpgroup = tile + barrier_offset, own_warpgroup()
-        if cuda.threadIdx.x == 0:
-            for i in range(slots):
-                mbarrier_init(barriers + BARRIER * i, 1)
-                mbarrier_init(barriers + q_empty + BARRIER * i, consumers + 1)  # and the producer
-                mbarrier_init(barriers + ready + BARRIER * i, 1)
-            init_stages(barriers + keys, stages, 1, 4 * consumers)
-            init_stages(barriers + values, stages, 1, 4 * consumers)
-            fence_mbarrier_init()  # for the copy engine
-        cuda.syncthreads()  # the barriers are there
+        memory = enter()  # q, k, v, barriers, numbers of items
+        warpgroup = own_warpgroup()
         if warpgroup == 0:
-            release()
+            give_registers()
             if cuda.threadIdx.x == SCHEDULER_THREAD:
-                produce_items(
-                    tile, tile + number_offset, barriers, q_map, next_item, shape, schedule, extras
-                )
+                produce_items(memory, q_map, next_item, shape, schedule, extras)
             if cuda.threadIdx.x == 0:
-                produce_tiles(tile, barriers, k_map, v_map, shape)
+                produce_tiles(memory, k_map, v_map, shape, extras)
         else:
-            claim()
+            take_registers()
             consume(
-                tile, barriers, int32(warpgroup - 1), Results(out, lse),
-                Units(q_units, k_units, v_units), shape, scale, extras,
+                int32(warpgroup - 1), opaque(memory), out, lse, Units(q_units, k_units, v_units), shape,
+                scale, extras,
             )  # fmt: skip
 
     units = array_type(FLOAT32, 3)
@@ -122,4 +98,4 @@ def forward_kernel(layout: ForwardLayout, widths: Widths, dtype: str, has_blocks
         *[MAPS] * 4, types.Array(float32, 2, "C"), *[units] * 3, counters, SHAPE, float64, schedule,
         extras_type(PLAIN, FLOAT32, by_words=True),
     )  # fmt: skip
-    return Kernel(flash3_float8, signature, layout.threads, shared_bytes(layout, widths))
+    return Kernel(flash3_float8, signature, layout.threads, block_bytes(tiles))

@@ -1,4 +1,4 @@
-"""The scheduler of Hopper's forward kernel: one thread finds work items, publishes them, loads Q.
+"""The scheduler of Hopper's forward kernels: one thread finds work items, publishes them, loads Q.
 
 It runs ahead of the producer of keys and values and of the consumers.  An item's bounds are computed once
 for all of them, before the previous item ends.
@@ -16,14 +16,25 @@ from kernels.cuda.attention.flash3_wgmma.layout import (
     ITEM_NUMBERS,
     LISTED,
     ForwardLayout,
-    item_bytes,
+    ForwardPipelines,
     item_of,
 )
 from kernels.cuda.attention.flash3_wgmma.tile_walk import make_walk
-from kernels.cuda.attention.flash3_wgmma.tiles import BARRIER, make_load_tile
+from kernels.cuda.attention.flash3_wgmma.tiles import make_load_tile, reset_items
 from kernels.cuda.device.one_source import first_full_tile, first_tile, full_tiles_stop, tiles_stop
-from kernels.cuda.device.warpgroups import make_next
-from kernels.cuda.ptx.barriers import mbarrier_arrive, mbarrier_arrive_expect_tx, mbarrier_wait
+from kernels.cuda.device.pipeline import (
+    Place,
+    acquire,
+    commit,
+    following,
+    placed,
+    publish,
+    release_alone,
+    start,
+    tile_at,
+    wait,
+)
+from kernels.cuda.device.warpgroups import LINE
 from kernels.cuda.ptx.bulk import make_cp_async_bulk_wait_group
 from kernels.cuda.ptx.copies import global_address, ld_shared, st_shared
 from kernels.cuda.ptx.wgmma import ROWS
@@ -116,42 +127,41 @@ def read_skip_count(at, consumer):
 
 
 @device_function
-def release_slot(q_empty, thread, slot):
+def next_item(queries, items, at, consumer):
+    """Wait for an item and its Q; return it, and the number of its first tiles that a consumer skips."""
+    wait(queries, at)  # the item was published before the bytes of its Q were announced
+    numbers = tile_at(items, at)
+    return read_item(numbers), read_skip_count(numbers, consumer)
+
+
+@device_function
+def release_slot(queries, thread, slot):
     """Free the slot from which out was copied, if any, for another q; thread 0 issued the copy.
 
     All threads wait, though most have issued nothing: a branch for one thread would serialize the products.
     """
     wait_for_reads()  # out was read: the slot is free
     if thread == 0 and slot >= 0:
-        mbarrier_arrive(q_empty + 8 * slot)
+        release_alone(queries, Place(slot, slot))
 
 
 @cache
 def make_produce_items(
-    layout: ForwardLayout, features: Features, panels: int, panel_bytes: int, q_size: int
+    layout: ForwardLayout, features: Features, pipelines: ForwardPipelines, panels: int
 ) -> Callable[..., None]:
-    """Return ``produce_items(tile, numbers, barriers, q_map, next_item, shape, schedule, extras)``.
-
-    One thread calls it.  ``barriers`` are those of the items, one of each kind a slot: for a q that has
-    arrived, for a free slot, and for an item that is published, which the producer of keys waits for.
+    """Return ``produce_items(memory, q_map, next_item, shape, schedule, extras)``, which one thread calls.
 
     Args:
         layout: Layout of the block.
         features: Options of the call.
+        pipelines: Pipelines of the block.
         panels: Panels of a tile of q.
-        panel_bytes: Bytes of each.
-        q_size: Bytes from one slot to the next: a tile of q, or of out.
     """
-    slots, consumers, block_q, block_k = (
-        layout.items,
-        layout.consumers,
-        layout.block_q,
-        layout.block_k,
-    )
-    load_q, next_slot = make_load_tile(panels, panel_bytes), make_next(slots)
+    consumers, block_q, block_k = layout.consumers, layout.block_q, layout.block_k
+    load_q, q_bytes = make_load_tile(panels, block_q * LINE), panels * block_q * LINE
     place, entries, _, _ = make_walk(features, block_q)
-    number_bytes, is_listed, is_packed = item_bytes(layout), features.block_mask, features.packed
-    q_bytes = panels * panel_bytes
+    of_queries, of_items = pipelines[:2]
+    is_listed, is_packed = features.block_mask, features.packed
 
     @device_function
     def count_skipped(consumer, row, row_stop, first, stop, cols, extras):
@@ -162,11 +172,12 @@ def make_produce_items(
         return int32(min(stop - visible, stop - first))
 
     @device_function
-    def produce_items(tile, numbers, barriers, q_map, next_item, shape, schedule, extras):
+    def produce_items(memory, q_map, next_item, shape, schedule, extras):
         q_tensor, items = global_address(q_map), int32(schedule.tiles * schedule.heads)
-        slot, phase, item = int32(0), int32(0), int32(cuda.blockIdx.x)
+        queries, published, at = placed(of_queries, memory), placed(of_items, memory), start()
+        item = int32(cuda.blockIdx.x)
         while item < items:
-            following = cuda.atomic.add(next_item, 0, 1)  # it is there when it is needed
+            after = cuda.atomic.add(next_item, 0, 1)  # it is there when it is needed
             # 3: for 1 <= i <= T_r
             i, line = item_of(item, schedule)
             b, h = int32(line // shape.heads), int32(line % shape.heads)
@@ -177,10 +188,10 @@ def make_produce_items(
             full = int32(first_full_tile(row_stop, block_k, extras.lower))
             full_stop = int32(full_tiles_stop(row, block_k, cols, extras.upper))
             begin, end = entries(flat, row, rows, first, stop, extras)
-            at = numbers + number_bytes * slot
-            mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)  # all have left the slot
+            numbers = tile_at(published, at)
+            acquire(published, at)  # all have left the slot
             publish_item(
-                at,
+                numbers,
                 Item(
                     int32(end - begin), end, full, full_stop, line, b, h, flat, row, first_q, rows,
                     first_k, cols,
@@ -191,23 +202,20 @@ def make_produce_items(
             for c in range(consumers):
                 skipped = count_skipped(c, row, row_stop, first, stop, cols, extras)
                 skipped = int32(0) if is_listed or has_tail else skipped
-                st_shared(skip_count_address(at, c), skipped)
-            mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # the item is published
+                st_shared(skip_count_address(numbers, c), skipped)
+            publish(published, at)
             # 4: load Q_i
-            full_q = barriers + BARRIER * slot
-            mbarrier_arrive_expect_tx(full_q, q_bytes)
+            full = commit(queries, at, q_bytes)
             load_q(
-                tile + slot * q_size, q_tensor, full_q, first_q + row, h * shape.q_by_head,
+                tile_at(queries, at), q_tensor, full, first_q + row, h * shape.q_by_head,
                 b * shape.q_by_batch,
             )  # fmt: skip
-            slot, phase = next_slot(slot, phase)
-            item = int32(cuda.gridDim.x + following)
-        mbarrier_wait(barriers + BARRIER * (slots + slot), phase ^ 1)  # all have left the slot
-        st_shared(numbers + number_bytes * slot, int32(-1))  # no more of them
-        mbarrier_arrive(barriers + BARRIER * (2 * slots + slot))  # the producer of keys may end
-        mbarrier_arrive(barriers + BARRIER * slot)  # and the consumers, which wait for q
-        # The last block to end sets the counters back for the next launch.
-        if cuda.atomic.add(next_item, 1, 1) == cuda.gridDim.x - 1:
-            next_item[0], next_item[1] = 0, 0
+            at = following(queries, at)
+            item = int32(cuda.gridDim.x + after)
+        acquire(published, at)  # all have left the slot
+        st_shared(tile_at(published, at), int32(-1))  # no more of them
+        publish(published, at)  # the producer of keys may end
+        publish(queries, at)  # and the consumers, which wait for q
+        reset_items(next_item)
 
     return produce_items

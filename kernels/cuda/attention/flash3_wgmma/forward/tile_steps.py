@@ -148,6 +148,16 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
     return softmax_step
 
 
+@device_function
+def rescale_rows(acc, factor_0, factor_1):
+    """Multiply a lane's two rows of accumulators by their factors."""
+    for t in range(acc.shape[0]):
+        acc[t, 0] *= factor_0
+        acc[t, 1] *= factor_0
+        acc[t, 2] *= factor_1
+        acc[t, 3] *= factor_1
+
+
 @cache
 def make_drop(features: Features, cols: int) -> Callable[..., None]:
     """Return ``drop(p, kept)``: zeros in the packed probabilities that dropout does not keep.

@@ -1,0 +1,201 @@
+"""Pipelines of Hopper's kernels: stages of shared memory that a producer fills and consumers empty.
+
+The producer acquires a stage, commits the bytes that its copies will bring, and issues them; a consumer
+waits for the stage, reads it and releases it::
+
+    acquire(keys, at)                       wait(keys, at)
+    full = commit(keys, at, size)           ... products with tile_at(keys, at) ...
+    load(tile_at(keys, at), full, ...)      release(keys, at, lane)
+    at = following(keys, at)                at = following(keys, at)
+
+Each stage has two barriers, full and empty.  Both sides walk the stages in a ring and count their rounds
+modulo two, which is the phase that they wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import int32, uint8
+
+from kernels.cuda.device.warpgroups import ALIGNMENT, WarpRoles
+from kernels.cuda.ptx.barriers import (
+    fence_mbarrier_init,
+    make_setmaxnreg,
+    mbarrier_arrive,
+    mbarrier_arrive_expect_tx,
+    mbarrier_init,
+    mbarrier_wait,
+)
+from kernels.cuda.ptx.copies import align_up, anew, shared_address
+from kernels.cuda.runtime.kernel import device_function
+from kernels.runtime.targets import cuda
+
+#: Bytes of a barrier.
+BARRIER = 8
+
+
+class Pipeline(NamedTuple):
+    """A ring of stages; addresses in bytes, counted from the block's memory until :func:`placed`.
+
+    Attributes:
+        tiles: Address of the first stage's tile.
+        size: Bytes from one stage's tile to the next one's.
+        full: Address of the first stage's full barrier; those of the others follow.
+        empty: Address of its empty barrier, likewise.
+        stages: Number of stages.
+    """
+
+    tiles: Any
+    size: Any
+    full: Any
+    empty: Any
+    stages: Any
+
+
+class Place(NamedTuple):
+    """A stage of a pipeline, and the parity of the round; both are int32."""
+
+    stage: Any
+    phase: Any
+
+
+class Barriers:
+    """The barriers of a block, which lie one after the other.
+
+    Args:
+        first: Offset of the first one in the block's memory.
+
+    Attributes:
+        arrivals: The number of arrivals that ends a phase of each barrier.
+    """
+
+    def __init__(self, first: int):
+        self._first = first
+        self.arrivals: tuple[int, ...] = ()
+
+    def row(self, count: int, arrivals: int) -> int:
+        """Add some barriers, and return the offset of the first one."""
+        offset = self._first + BARRIER * len(self.arrivals)
+        self.arrivals += (arrivals,) * count
+        return offset
+
+    def pipeline(self, tiles: int, size: int, stages: int, emptied_by: int) -> Pipeline:
+        """Return a pipeline whose full barriers expect one thread's arrival, and the bytes that it commits.
+
+        Args:
+            tiles: Offset of the first stage's tile.
+            size: Bytes from one tile to the next one.
+            stages: Number of stages.
+            emptied_by: Arrivals that make a stage empty.
+        """
+        return Pipeline(tiles, size, self.row(stages, 1), self.row(stages, emptied_by), stages)
+
+
+@device_function
+def placed(pipeline, memory):
+    """Return a pipeline in a block's memory, of which the address is given."""
+    return Pipeline(
+        memory + pipeline.tiles, pipeline.size, memory + pipeline.full, memory + pipeline.empty,
+        pipeline.stages,
+    )  # fmt: skip
+
+
+@device_function
+def start():
+    """Return the first place of a pipeline."""
+    return Place(int32(0), int32(0))
+
+
+@device_function
+def following(pipeline, at):
+    """Return the next place; the phase flips where the ring closes."""
+    if pipeline.stages == 1:  # the compiler does not see by itself that the stage stays 0
+        return Place(int32(0), int32(at.phase ^ 1))
+    last = at.stage == pipeline.stages - 1
+    return Place(int32(0 if last else at.stage + 1), int32(at.phase ^ 1 if last else at.phase))
+
+
+@device_function
+def tile_at(pipeline, at):
+    """Return the address of a stage's tile."""
+    return pipeline.tiles + at.stage * pipeline.size
+
+
+@device_function
+def acquire(pipeline, at):
+    """Wait until a stage is empty: the consumers have released what was there before."""
+    mbarrier_wait(pipeline.empty + BARRIER * at.stage, at.phase ^ 1)
+
+
+@device_function
+def commit(pipeline, at, size):
+    """Announce the bytes that make a stage full, and return the barrier at which copies count them."""
+    full = pipeline.full + BARRIER * at.stage
+    mbarrier_arrive_expect_tx(full, size)
+    return full
+
+
+@device_function
+def publish(pipeline, at):
+    """Declare a stage full that this thread has written itself."""
+    mbarrier_arrive(pipeline.full + BARRIER * at.stage)
+
+
+@device_function
+def wait(pipeline, at):
+    """Wait until a stage is full."""
+    mbarrier_wait(pipeline.full + BARRIER * at.stage, at.phase)
+
+
+@device_function
+def release(pipeline, at, lane):
+    """Give a stage back, once for each warp: all lanes must have read it."""
+    if lane == 0:
+        release_alone(pipeline, at)
+
+
+@device_function
+def release_alone(pipeline, at):
+    """Give a stage back by this thread's arrival."""
+    mbarrier_arrive(pipeline.empty + BARRIER * at.stage)
+
+
+@device_function
+def opaque(memory):
+    """Return the address of a block's memory, of which the compiler then knows nothing.
+
+    It stays in a register.  Otherwise it is computed again within the loops of products, which become up to
+    a tenth longer; in the producer, which has few registers, that is the better choice.
+    """
+    return anew(int32(memory))
+
+
+def make_prologue(
+    layout: WarpRoles, barriers: Barriers
+) -> tuple[Callable[[], Any], Callable[[], None], Callable[[], None]]:
+    """Return ``enter()``, ``give_registers()`` and ``take_registers()``.
+
+    All threads of a block call the first one, which initializes the barriers and returns the address of the
+    block's memory; the producer warpgroup calls the second, and the consumers call the third.
+
+    Args:
+        layout: Roles of the block's warpgroups.
+        barriers: Barriers of the block; all its pipelines have been made.
+    """
+    arrivals, first = barriers.arrivals, barriers._first
+    count = len(arrivals)
+
+    @device_function
+    def enter():
+        memory = align_up(shared_address(cuda.shared.array(0, uint8)), ALIGNMENT)
+        if cuda.threadIdx.x == 0:
+            for i in range(count):
+                mbarrier_init(memory + first + BARRIER * i, arrivals[i])
+            fence_mbarrier_init()  # for the copy engine
+        cuda.syncthreads()  # the barriers are there
+        return memory
+
+    few, more = layout.registers
+    return enter, make_setmaxnreg("dec", few), make_setmaxnreg("inc", more)

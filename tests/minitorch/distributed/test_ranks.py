@@ -39,8 +39,9 @@ def test_ranks_form_a_grid(size: int) -> None:
     run_on_ranks(size, "grids")
 
 
+# From three ranks on, sums of 16-bit results are stored in float32.
 @pytest.mark.simulator
-@pytest.mark.parametrize("size", [2, 3])  # from three ranks on, sums of 16 bits are stored in float32
+@pytest.mark.parametrize("size", [2, 3])
 def test_tensors_on_a_device_travel_too(size: int) -> None:
     run_on_ranks(size, "device")
 

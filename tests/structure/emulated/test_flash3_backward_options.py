@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 import kernels
 from kernels import launch
 from kernels.cuda.attention.flash3_wgmma.backward import launch as flash3_wgmma_backward
+from kernels.cuda.device.warpgroups import WARPGROUP
 from kernels.problem.operands import make_operands
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT16
 
 from ...support.attention_strategies import MASK_MODS, SCORE_MODS, Case
+from ...support.emulated.gpu import held_back
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper_backward
 from ...support.emulated.target import EMULATED
 from ...support.examples import at_most
@@ -199,8 +201,18 @@ def test_tiles_out_of_bounds_are_never_read(
 @pytest.mark.parametrize(
     "deterministic", [True, pytest.param(False, marks=FUZZ_ONLY)], ids=["ordered", "atomic"]
 )
-def test_packed_sequences_end_where_tiles_do_not(deterministic: bool) -> None:
-    ends = (0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ((0, 17, 17, 20, SEQ_Q), (0, 21, 30, 31, SEQ_K)),
+        # The second consumer has rows and keys of the first sequence, too.
+        ((0, 66, 66, 69, SEQ_Q), (0, 105, 110, 111, SEQ_K)),
+    ],
+    ids=["one consumer", "two consumers"],
+)
+def test_packed_sequences_end_where_tiles_do_not(
+    ends: tuple[tuple[int, ...], tuple[int, ...]], deterministic: bool
+) -> None:
     options = {"is_causal": True, "causal_offset": 5, "softcap": 3.0}
     case = _case(options, lead=(2,))
     names = "q", "k", "v", "dout"
@@ -223,10 +235,13 @@ def test_packed_sequences_end_where_tiles_do_not(deterministic: bool) -> None:
     sums_q, sums_k = (np.pad(np.array(own), (0, 3), "edge") for own in ends)
     sequences = Sequences(sums_q, sums_k, SEQ_Q, SEQ_K)
     # Of the third sequence, which affects no other.
-    case.q[:, 17:20], case.dout[:, 17:20] = np.nan, np.inf
-    case.k[:, 30:31], case.v[:, 30:31] = np.nan, np.inf
-    found = _gradients(case, expected, deterministic, sequences)
+    rows, keys = (slice(*sums[2:4]) for sums in ends)
+    case.q[:, rows], case.dout[:, rows] = np.nan, np.inf
+    case.k[:, keys], case.v[:, keys] = np.nan, np.inf
+    # The first consumer is late, and writes zeros that the other one multiplies by, too.
+    with held_back(*range(WARPGROUP, 2 * WARPGROUP)):
+        found = _gradients(case, expected, deterministic, sequences)
     found = {name: array.copy() for name, array in found.items()}
-    for name, place in (("dq", slice(17, 20)), ("dk", slice(30, 31)), ("dv", slice(30, 31))):
+    for name, place in (("dq", rows), ("dk", keys), ("dv", keys)):
         found[name][:, place] = expected[name][:, place]
     _check(case, found, expected)

@@ -70,32 +70,35 @@ class _Bucket:
         self._transfer: Transfer | None = None
 
     def begin(self) -> None:
-        """Begin to add up the gradients of all ranks; a parameter without one counts as 0."""
+        """Begin to average the gradients of all ranks; a parameter without one counts as 0."""
         for p, place in zip(self.parameters, self._places, strict=True):
             grad: Tensor | None = p.value.grad
             grad = self._flat.zeros((len(place),)) if grad is None else grad.contiguous()
-            grad.f.id_map(grad.view(len(place)).to(self._flat.dtype), piece(self._flat, 0, place))
+            grad = grad.view(len(place))
+            if not grad.backend.cuda:  # where a copy converts
+                grad = grad.to(self._flat.dtype)
+            grad.f.id_map(grad, piece(self._flat, 0, place))
         self._array = message(self._flat, self._group)
-        self._transfer = self._group.all_reduce(self._array)
+        self._transfer = self._group.all_reduce(self._array, "mean")
 
     def wait(self) -> None:
-        """Wait for the sums."""
+        """Wait for the averages."""
         assert self._transfer is not None, "it has begun"
         self._transfer.wait()
 
     def finish(self) -> None:
         """Replace the gradients by the averages."""
-        average = received(self._array, self._flat) * (1.0 / self._group.size)
+        average = received(self._array, self._flat)
         for p, place in zip(self.parameters, self._places, strict=True):
             own: Any = piece(average, 0, place)
-            p.value.grad = own.view(*p.value.shape).to(p.value.dtype)
+            p.value.grad = own.view(*p.value.shape)
 
 
 class GradientAverage:
     """Averages the gradients of all ranks in buckets, while the backward pass goes on.
 
     The average of mean losses over equally many examples is the mean loss of all of them, so that training
-    is that of one device with all examples, to rounding.
+    is that of one device with all examples, to rounding.  The averages of 16-bit gradients are float32.
 
     Args:
         parameters: Of the model, the same on all ranks.

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 #: What a reduction does with the elements of all ranks.
-REDUCTIONS = ("sum", "max", "min")
+REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 class Transfer(Protocol):
@@ -61,8 +61,8 @@ class Group(ABC):
         """Replace an array by the sum of those of all ranks, the same bits on each.
 
         Args:
-            array: float32, float64 or integers.
-            operation: "sum", "max" or "min".
+            array: float32, float64 or integers; no integers for a mean.
+            operation: "sum", "mean", "max" or "min".
         """
 
     @abstractmethod

@@ -41,6 +41,20 @@ class _Request:
         self._request, self._arrays = None, ()
 
 
+class _Mean:
+    """A sum over ranks that has begun, and becomes a mean in place."""
+
+    def __init__(self, total: Transfer, array: Any, size: int):
+        self._total, self._array, self._size = total, array, size
+
+    def wait(self) -> None:
+        """Return when the array has the mean."""
+        self._total.wait()
+        if self._array is not None:
+            self._array /= self._size
+        self._array = None
+
+
 def _contiguous(name: str, array: Any) -> Any:
     """Check that an array can be a message."""
     if not isinstance(array, np.ndarray):
@@ -131,8 +145,9 @@ class MPIGroup(Group):
         if operation not in REDUCTIONS:
             raise ValueError(f"operation must be one of {REDUCTIONS}, got {operation!r}")
         mpi, array = _mpi(), _numbers("array", array)
-        reduction = getattr(mpi, operation.upper())
-        return self._begun(self.communicator.Iallreduce(mpi.IN_PLACE, array, reduction), array)
+        reduction = mpi.SUM if operation == "mean" else getattr(mpi, operation.upper())
+        request = self._begun(self.communicator.Iallreduce(mpi.IN_PLACE, array, reduction), array)
+        return _Mean(request, array, self.size) if operation == "mean" else request
 
     def all_gather(self, array: Any, out: Any) -> Transfer:
         """See :meth:`Group.all_gather`."""

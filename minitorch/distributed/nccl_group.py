@@ -117,7 +117,7 @@ class NcclGroup(Group):
         self._byte = int(self._core.NcclDataType.UINT8)  # NCCL moves any dtype so
         self.rank, self.size = communicator.rank, communicator.nranks
         self._host = HostArrays(self) if host is None else host
-        self._side = SideStream(self.rank, self.size)
+        self._side, self._is_grouped = SideStream(self.rank, self.size), False
 
     @property
     def host(self) -> Group:
@@ -128,10 +128,12 @@ class NcclGroup(Group):
     def together(self) -> Iterator[None]:
         """See :meth:`Group.together`."""
         between_launches(self._core.group_start)
+        self._is_grouped = True
         try:
             yield
         finally:
-            between_launches(self._core.group_end)
+            self._is_grouped = False
+            between_launches(partial(self._side.watched, self._core.group_end))
 
     def _begin(self, name: str, arrays: tuple[Any, ...], *numbers: int) -> Transfer:
         """Call a function of NCCL that takes addresses, numbers, the communicator and a stream.
@@ -143,9 +145,11 @@ class NcclGroup(Group):
         addresses = map(address_of, arrays)
         run = partial(getattr(self._bindings, name), *addresses, *numbers, *own)
 
+        put = run if self._is_grouped else partial(self._side.watched, run)
+
         def begin() -> None:
             self._side.follow()
-            run()
+            put()
 
         between_launches(begin, *arrays)
         return _Queued(self._side, *arrays)
@@ -168,7 +172,8 @@ class NcclGroup(Group):
         """See :meth:`Group.all_reduce`."""
         if operation not in REDUCTIONS:
             raise ValueError(f"operation must be one of {REDUCTIONS}, got {operation!r}")
-        about = self._kind(array), int(getattr(self._core, operation.upper()))
+        reduction = "AVG" if operation == "mean" else operation.upper()
+        about = self._kind(array), int(getattr(self._core, reduction))
         return self._begin("all_reduce", (array, array), array.size, *about)
 
     def all_gather(self, array: Any, out: Any) -> Transfer:

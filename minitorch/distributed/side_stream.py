@@ -6,9 +6,12 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-from kernels.runtime.targets import cuda, current_device, driver
+import numpy as np
+
+from kernels.runtime.targets import cuda, driver
 
 from .waiting import LOOK, TIMEOUT_VARIABLE, announce, timeout_of_environment
 
@@ -16,9 +19,10 @@ from .waiting import LOOK, TIMEOUT_VARIABLE, announce, timeout_of_environment
 class SideStream:
     """A stream beside the default one.
 
-    What the default stream waits for is watched by a thread: if nothing of it has ended for too long, the
-    process ends, and the launcher ends the others.  The host may be waiting for the device meanwhile, so
-    that it cannot look at the clock itself.
+    A thread watches over what is put on it: if nothing of it has ended for too long, the process ends, and
+    the launcher ends the others.  The host itself may be waiting in a call of the driver or of NCCL.  The
+    thread calls neither, as they may lock one another out: the stream counts what has ended in memory of
+    the host.
 
     Args:
         rank: That uses it, for the line that says so.
@@ -27,40 +31,49 @@ class SideStream:
 
     def __init__(self, rank: int, size: int):
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
-        self.handle = self._made(driver.cuStreamCreate(flags))
+        self.handle = _made(driver.cuStreamCreate(flags))
+        none = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self._default, self._event = driver.CUstream(0), _made(driver.cuEventCreate(none))
         self._rank, self._size, self._timeout = rank, size, timeout_of_environment()
-        self._default, self._begun = driver.CUstream(0), self._event()
-        self._awaited: deque[tuple[Any, float]] = deque()
+        self._ended = cuda.mapped_array(1, np.uint32)  # counts on the device, read on the host
+        self._ended[0] = self._begun = 0
+        self._counter = driver.CUdeviceptr(int(self._ended.device_ctypes_pointer.value))
+        self._awaited: deque[tuple[int, float]] = deque()
         self._watch: threading.Thread | None = None
 
     def follow(self) -> None:
         """Put what follows on this stream behind what has been launched on the default one."""
-        self._order(self._default, self.handle, self._begun)
+        self._order(self._default, self.handle)
 
     def lead(self) -> None:
         """Put what follows on the default stream behind what is on this one."""
-        event = self._event()
-        self._order(self.handle, self._default, event)
-        self._awaited.append((event, time.monotonic()))
+        self._order(self.handle, self._default)
+
+    def watched(self, run: Callable[[], Any]) -> None:
+        """Put work on this stream, and watch over it from now on until it has ended.
+
+        Args:
+            run: Puts it there; it may block.
+        """
+        self._begun += 1
+        self._awaited.append((self._begun, time.monotonic()))
         if self._watch is None:
-            self._watch = threading.Thread(target=self._look, args=(current_device(),), daemon=True)
+            self._watch = threading.Thread(target=self._look, daemon=True)
             self._watch.start()
+        run()
+        _made(driver.cuStreamWriteValue32(self.handle, self._counter, self._begun, 0))
 
-    def _event(self) -> Any:
-        return self._made(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+    def _order(self, first: Any, then: Any) -> None:
+        _made(driver.cuEventRecord(self._event, first))
+        _made(driver.cuStreamWaitEvent(then, self._event, 0))
 
-    def _order(self, first: Any, then: Any, event: Any) -> None:
-        self._made(driver.cuEventRecord(event, first))
-        self._made(driver.cuStreamWaitEvent(then, event, 0))
-
-    def _look(self, device: int) -> None:
+    def _look(self) -> None:
         """Look now and then whether what is awaited has ended; end the process if it takes too long."""
-        cuda.select_device(device)  # on this thread
         last = 0.0
         while True:
             time.sleep(LOOK)
-            while self._awaited and self._has_ended(self._awaited[0][0]):
-                driver.cuEventDestroy(self._awaited.popleft()[0])
+            while self._awaited and self._awaited[0][0] <= int(self._ended[0]):
+                self._awaited.popleft()
                 last = time.monotonic()
             waited = time.monotonic() - max(self._awaited[0][1], last) if self._awaited else 0.0
             if waited > self._timeout:
@@ -72,17 +85,13 @@ class SideStream:
                 announce(self._rank, self._size, reason)
                 os._exit(1)
 
-    @staticmethod
-    def _has_ended(event: Any) -> bool:
-        (error,) = driver.cuEventQuery(event)
-        return error != driver.CUresult.CUDA_ERROR_NOT_READY  # other errors are raised elsewhere
 
-    @staticmethod
-    def _made(found: Any) -> Any:
-        error, *results = found
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(
-                f"the CUDA driver could not order NCCL's transfers: {error.name}; make the device of "
-                "this process the current one before its NcclGroup"
-            )
-        return results[0] if results else None
+def _made(found: Any) -> Any:
+    """Return what the driver has made, or raise what went wrong."""
+    error, *results = found
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(
+            f"the CUDA driver could not order NCCL's transfers: {error.name}; make the device of "
+            "this process the current one before its NcclGroup"
+        )
+    return results[0] if results else None

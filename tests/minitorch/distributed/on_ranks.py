@@ -252,7 +252,7 @@ def exchanges(dtype: Any, shape: list[int], seed: int) -> None:
     part = np.empty_like(own[0])
     group.reduce_scatter(own, part).wait()
     assert_close_arrays(part, every[:, rank].sum(axis=0), dtype, size=size)
-    for operation in ("sum", "max", "min"):
+    for operation in ("sum", "mean", "max", "min"):
         total = own.copy()
         group.all_reduce(total, operation).wait()
         assert_close_arrays(total, getattr(every, operation)(axis=0), dtype, size=size)
@@ -315,7 +315,7 @@ def wrong_calls() -> None:
         (lambda: GROUP.send(array, 2), ValueError, "to must be a rank from 0 to 1, got 2"),
         (lambda: GROUP.receive(array.T, 0), ValueError, "must be contiguous"),
         (lambda: GROUP.all_reduce([1.0]), TypeError, "must be a NumPy array"),
-        (lambda: GROUP.all_reduce(array, "mean"), ValueError, "operation must be one of"),
+        (lambda: GROUP.all_reduce(array, "product"), ValueError, "operation must be one of"),
         (lambda: GROUP.all_gather(array, array), ValueError, "in a group of 2"),
         (lambda: GROUP.reduce_scatter(np.ones((3, 2)), array), ValueError, "a part for each rank"),
         (lambda: GROUP.all_to_all(array, np.ones((3, 3))), ValueError, "in a group of 2"),

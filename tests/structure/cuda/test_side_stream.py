@@ -1,4 +1,4 @@
-"""The watch over messages between GPUs, on a driver whose events end when a test says so."""
+"""The watch over messages between GPUs, on a driver whose stream ends what a test lets it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,39 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minitorch.distributed import side_stream
 
-OKAY, NOT_READY = "okay", "not ready"
+OKAY = "okay"
+
+
+class _Counter(np.ndarray[Any, Any]):
+    """Memory of the host that a device may write to."""
+
+    device_ctypes_pointer = SimpleNamespace(value=4096)
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a driver of events that end if they are among ``ended``."""
-    events = iter(range(100))
+    """Return a driver whose streams do nothing; ``counter`` is the memory in which they count."""
     own = SimpleNamespace(
-        CUresult=SimpleNamespace(CUDA_SUCCESS=OKAY, CUDA_ERROR_NOT_READY=NOT_READY),
+        CUresult=SimpleNamespace(CUDA_SUCCESS=OKAY),
         CUstream_flags=SimpleNamespace(CU_STREAM_NON_BLOCKING=1),
         CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=1),
         CUstream=lambda number: number,
+        CUdeviceptr=lambda address: address,
         cuStreamCreate=lambda flags: (OKAY, 7),
-        cuEventCreate=lambda flags: (OKAY, next(events)),
+        cuEventCreate=lambda flags: (OKAY, 8),
         cuEventRecord=lambda event, stream: (OKAY,),
         cuStreamWaitEvent=lambda stream, event, flags: (OKAY,),
-        cuEventQuery=lambda event: (OKAY if event in own.ended else NOT_READY,),
-        cuEventDestroy=lambda event: own.destroyed.append(event),
-        ended=set(), destroyed=[], exits=[],
+        cuStreamWriteValue32=lambda *call: (OKAY, own.writes.append(call)),
+        writes=[], exits=[], counter=np.zeros(1, np.uint32).view(_Counter),
     )  # fmt: skip
     monkeypatch.setattr(side_stream, "driver", own)
-    monkeypatch.setattr(side_stream, "cuda", SimpleNamespace(select_device=lambda number: None))
-    monkeypatch.setattr(side_stream, "current_device", lambda: 0)
+    numba = SimpleNamespace(mapped_array=lambda size, dtype: own.counter)
+    monkeypatch.setattr(side_stream, "cuda", numba)
     monkeypatch.setattr(side_stream, "LOOK", 0.01)
     monkeypatch.setenv("MINITORCH_RANK_TIMEOUT", "0.2")
 
@@ -46,19 +52,24 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_messages_that_end_are_forgotten(driver: Any) -> None:
     stream = side_stream.SideStream(0, 2)
-    for event in range(1, 6):  # the first one orders what begins
+    for number in range(1, 6):
+        stream.watched(lambda: None)
         stream.lead()
+        assert driver.writes[-1] == (7, 4096, number, 0)
         time.sleep(0.08)  # together longer than the limit
-        driver.ended.add(event)
+        driver.counter[0] = number
     time.sleep(0.1)
-    assert driver.destroyed == [1, 2, 3, 4, 5] and not driver.exits
+    assert not stream._awaited and not driver.exits
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_message_that_does_not_end_ends_the_process(driver: Any, capfd: Any) -> None:
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_message_that_does_not_end_ends_the_process(
+    driver: Any, capfd: Any, blocks: bool
+) -> None:
     stream = side_stream.SideStream(0, 2)
     stream.follow()
-    stream.lead()
+    stream.watched(lambda: time.sleep(1.0 if blocks else 0.0))
     assert stream._watch is not None
     stream._watch.join(5.0)
     assert driver.exits == [1]

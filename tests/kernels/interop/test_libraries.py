@@ -42,7 +42,8 @@ def operands(dtype: Any = np.float32) -> list[np.ndarray[Any, Any]]:
 def test_arrays_of_any_library_with_dlpack_come_back_as_such() -> None:
     module = ModuleType("some_library")
     module.from_dlpack = lambda lent: Array(np.from_dlpack(lent))  # type: ignore[attr-defined]
-    with patch.dict(sys.modules, some_library=module), patch.dict(libraries._LIBRARIES):
+    with pytest.MonkeyPatch.context() as modules, patch.dict(libraries._LIBRARIES):
+        modules.setitem(sys.modules, "some_library", module)
         for dtype in (np.float32, np.float64):
             q, k, v = operands(dtype)
             expected = kernels.flash_attention_forward(q, k, v)

@@ -32,7 +32,7 @@ def torch_on_a_device() -> Iterator[tuple[FakeTorch, FakeDriver, list[Any]]]:
     fake, waits = FakeTorch(), list[Any]()
 
     with (
-        patch.dict(sys.modules, torch=fake),
+        pytest.MonkeyPatch.context() as modules,  # patch.dict would forget what is imported meanwhile
         patch.dict(DESCRIBE),
         patch.dict(libraries._LIBRARIES),
         patch.object(dlpack, "has_several_devices", lambda: False),
@@ -41,6 +41,7 @@ def torch_on_a_device() -> Iterator[tuple[FakeTorch, FakeDriver, list[Any]]]:
         patch.object(dlpack.cuda, "default_stream", lambda: "legacy"),
         fake_device() as own,
     ):
+        modules.setitem(sys.modules, "torch", fake)
         yield fake, own, waits
         dlpack._EXPORTS.clear()
 

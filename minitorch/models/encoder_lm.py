@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,12 +37,34 @@ class _Layout(NamedTuple):
     Attributes:
         positions: Positions within the sequences, (seq,) or (total,).
         firsts: Rows of the first tokens of the sequences, (count,), among all rows of the batch.
-        masked: Arguments of the layers: ``key_mask``, ``cu_seqlens``, or neither.
+        masked: Arguments of the layers: ``cu_seqlens``, ``key_mask`` for attention that takes none, or
+            neither.
     """
 
     positions: Any
     firsts: Any
     masked: dict[str, Any]
+
+
+def _bounds(lengths: Any, shape: tuple[int, ...], keys: bool) -> npt.NDArray[np.int64]:
+    """Return the cumulative lengths of queries, or of keys, in ids of a shape.
+
+    Padding is a sequence of queries without keys and one of keys without queries, which cost nothing.  They
+    follow each sequence of a padded batch, or all of a packed one, even if there is no padding: steps of
+    equal shapes then launch the same.
+
+    Args:
+        lengths: Number of tokens of each sequence, (count,).
+        shape: (count, seq), or (total,).
+        keys: Whether those of keys are wanted.
+    """
+    if len(shape) == 2:
+        gaps, none = shape[1] - lengths, np.zeros_like(lengths)
+        parts = np.stack([lengths, none, gaps] if keys else [lengths, gaps, none], 1)
+    else:
+        gap = shape[0] - lengths.sum()
+        parts = np.append(lengths, [0, gap] if keys else [gap, 0])
+    return np.concatenate([[0], np.cumsum(parts, dtype=np.int64)])
 
 
 class EncoderLM(Module):
@@ -104,6 +127,7 @@ class EncoderLM(Module):
         self.n_vocab, self.n_embd = whole("n_vocab", n_vocab, 1), whole("n_embd", n_embd, 1)
         self.n_positions = whole("n_positions", n_positions, 1)
         self.n_segments, self.n_head = whole("n_segments", n_segments, 1), n_head
+        self.is_flash = attention == "flash"
         self.token_embeddings = Embedding(n_vocab, n_embd, backend, dtype, EMBEDDING_STD)
         self.position_embeddings = Embedding(n_positions, n_embd, backend, dtype, EMBEDDING_STD)
         self.segment_embeddings = Embedding(n_segments, n_embd, backend, dtype, EMBEDDING_STD)
@@ -197,8 +221,8 @@ class EncoderLM(Module):
                 )
             x = x + self.segment_embeddings(integer_array(segments, self.n_segments, "segments"))
         x = self.dropout(self.ln(x))
-        if x.dims == 2:
-            x = x.view(1, *x.shape)
+        if "cu_seqlens" in layout.masked:
+            x = x.view(1, x.size // self.n_embd, self.n_embd)
         for name in self.layer_names:
             x = getattr(self, name)(x, **layout.masked)
         return x.view(x.size // self.n_embd, self.n_embd), layout
@@ -235,15 +259,16 @@ class EncoderLM(Module):
             return _Layout(kept_range(0, seq), kept_range(0, shape[0] * seq, seq), {})
         given = _on_host("lengths", lengths)
         own = computed(lambda: self._checked_lengths(given, shape), given)  # (count,)
-        if len(shape) == 2:
-            shown = computed(lambda: np.arange(seq) < own[:, None], own)  # (batch, seq)
-            firsts = kept_range(0, shape[0] * seq, seq)
-            return _Layout(kept_range(0, seq), firsts, {"key_mask": shown})
-        # Padding is one more sequence, also where there is none: steps of equal totals do the same.
-        whole = computed(lambda: np.append(own, seq - own.sum()), own)  # (count + 1,)
-        sums = computed(lambda: packed_positions(whole)[0], whole)  # (count + 2,)
-        positions = computed(lambda: packed_positions(whole)[1] % self.n_positions, whole)
-        return _Layout(positions, sums[: len(own)], {"cu_seqlens": sums})
+        sums = [computed(partial(_bounds, own, shape, keys), own) for keys in (False, True)]
+        if len(shape) == 1:
+            whole = computed(lambda: np.append(own, seq - own.sum()), own)  # (count + 1,)
+            positions = computed(lambda: packed_positions(whole)[1] % self.n_positions, whole)
+            return _Layout(positions, sums[0][: len(own)], {"cu_seqlens": sums})
+        firsts = kept_range(0, shape[0] * seq, seq)
+        if self.is_flash:
+            return _Layout(kept_range(0, seq), firsts, {"cu_seqlens": sums})
+        shown = computed(lambda: np.arange(seq) < own[:, None], own)  # (batch, seq)
+        return _Layout(kept_range(0, seq), firsts, {"key_mask": shown})
 
     def _checked_lengths(self, lengths: Any, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
         """Return the lengths of the sequences in ids of a shape, or raise a ValueError."""

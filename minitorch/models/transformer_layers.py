@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kernels.common.arguments import whole
@@ -209,7 +210,9 @@ class MultiHeadAttention(Module):
             "sink": None if self.sink is None else self.sink.value,
             "window_size": None if self.window is None else (self.window - 1, 0),
         }
-        out = q.flash_attention_varlen(k, v, cu_seqlens, cu_seqlens, **options)
+        is_pair = isinstance(cu_seqlens, (tuple, list)) and np.ndim(cu_seqlens[0]) == 1
+        sums = cu_seqlens if is_pair else (cu_seqlens, cu_seqlens)
+        out = q.flash_attention_varlen(k, v, *sums, **options)
         joined = out.contiguous().view(*x.shape[:2], self.n_head * self.attn_hidden_dim)
         return self.dropout(self.out_projection(joined))
 
@@ -224,7 +227,8 @@ class MultiHeadAttention(Module):
                 appended.  The result is then a constant, because a cache has no gradient.
             key_mask: (batch, seq), or (1, seq) for all; False or 0 masks a position as a key.
             cu_seqlens: Cumulative lengths, (count + 1,), of the sequences that are packed in x, which is
-                then (1, total, n_embd): a position attends within its own sequence.
+                then (1, total, n_embd): a position attends within its own sequence.  A pair of them gives
+                those of the positions as queries and as keys.
 
         Raises:
             ValueError: If the shape of x does not fit, the cache is full, or the layer with a cache is not

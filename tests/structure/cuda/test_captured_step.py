@@ -138,8 +138,9 @@ def test_a_replay_of_packed_sequences_lists_their_tiles_as_an_eager_step_does() 
         assert copies <= expected_copies, number
         rng, total = np.random.default_rng(number), TOTALS[number % 2]
         *_, lengths = _packed_batch(rng, total)
-        sums = np.cumsum([0, *lengths, total - lengths.sum()])
-        tiles = Sequences(sums, sums, total, total).tiles(PADDING, fixed=True)
+        gap = total - lengths.sum()  # queries without keys, and keys without queries
+        sums = np.cumsum([0, *lengths, gap, 0]), np.cumsum([0, *lengths, 0, gap])
+        tiles = Sequences(*sums, total, total).tiles(PADDING, fixed=True)
         assert tiles.tobytes() in copies, number
 
 

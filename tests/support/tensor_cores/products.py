@@ -148,6 +148,7 @@ TINY = {
     "float32 as float16": Product("float16", (40, 33, 21), (1, 2), True, dtype=FLOAT32),
     "split": Product("split", (40, 40, 40)),
     "split, both turned, odd": Product("split", (31, 37, 33), (1, 2), True, True),
+    "split, a long sum": Product("split", (20, 20, 300)),
     "one of each": Product("bfloat16", (1, 1, 1)),
     "a vector": Product("float16", (1, 50, 20)),
 }

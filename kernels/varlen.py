@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from kernels.interop.libraries import library_of, on_device_of
 from kernels.launch import Tile
 from kernels.problem.options import Options
 from kernels.problem.packed_problem import check_packed, make_packed_problem
+from kernels.problem.question import Problem
 from kernels.problem.signature import by_name, takes_attention_options
 
 if TYPE_CHECKING:
@@ -140,7 +142,10 @@ def _call(
     results: Any = None,
 ) -> Call:
     q, k, v = (_heads_first(name, x) for name, x in zip("qkv", operands, strict=True))
-    make = partial(
-        make_packed_problem, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, find=sequences_of_call
-    )
-    return Call(q, k, v, options, results, make)
+    return Call(q, k, v, options, results, maker(cu_q, cu_k))
+
+
+def maker(cu_seqlens_q: Any, cu_seqlens_k: Any) -> Callable[..., Problem]:
+    """Return what makes the problem of a call on packed sequences; see ``make_packed_problem``."""
+    sums = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return partial(make_packed_problem, **sums, find=sequences_of_call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kernels.cuda.attention.options.packed_tiles import sequences_of_call
 from kernels.cuda.device.half import as_bits, form
 from kernels.cuda.device.memory import DeviceMemory, fill, row_major_copy
 from kernels.cuda.layers import fused, indexing
@@ -54,5 +53,5 @@ __all__ = [  # noqa: RUF022  # grouped by use
     "cuda_core_matmul", "fused", "indexing", "matmul_dispatch", "merge_rows", "put_rows",
     # Recording a step as a graph.
     "Arena", "Graph", "Pool", "Recording", "Stretch", "active", "between_launches", "computed", "drawn",
-    "refuse", "sequences_of_call", "watching_numba",
+    "refuse", "watching_numba",
 ]  # fmt: skip

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from kernels import Problem, launch
 from kernels.array_call import check_on_host, with_arrays
-from kernels.cuda.backend import address_of, sequences_of_call
+from kernels.cuda.backend import address_of
 from kernels.known_calls import DESCRIBE, Glance, glance
 from kernels.problem.float8 import check_float8_gradient
 from kernels.problem.operands import Operands, in_order, make_operands
 from kernels.problem.options import ARRAYS, Options
-from kernels.problem.packed_problem import check_packed, make_packed_problem
+from kernels.problem.packed_problem import check_packed
 from kernels.problem.question import problem_of
 from kernels.scores.mods import check_derivative
+from kernels.varlen import maker as packed_maker
 
 from ..autodiff import Context
 from ..backends.tensor_protocol import TensorLike as Tensor
@@ -123,9 +123,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any, options
         check_packed(name, operand)
         # What is no tensor is refused where all operands are checked.
         views.append(Permute.apply(operand, (1, 0, 2)) if is_tensor(operand) else operand)
-    make = partial(
-        make_packed_problem, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, find=sequences_of_call
-    )
+    make = packed_maker(cu_q, cu_k)
     apply = FlashAttention.apply_several if options.get("return_lse") else FlashAttention.apply
     result = apply(*views, options.get("attn_mask"), options.get("sink"), options, make)
     out, *lse = result if isinstance(result, tuple) else (result,)

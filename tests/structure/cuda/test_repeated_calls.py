@@ -57,7 +57,7 @@ def counted() -> Iterator[Counts]:
     with (
         emulated_hopper_backward(),
         patch.object(Kernel, "__getitem__", launched),
-        patch("kernels.cuda.attention.options.extras.to_device", to_device),
+        patch("kernels.cuda.attention.options.packed_tiles.to_device", to_device),
         patch("kernels.cuda.device.memory.to_device", to_device),
         patch("kernels.cuda.attention.flash2_mma.launch.merge_parts", lambda *arrays: None),
     ):

@@ -111,7 +111,6 @@ def emulated_device(cc: tuple[int, int] = (9, 0)) -> Iterator[None]:
             "reshaped": np.reshape,
         },
         "attention.flash2_mma.split_operands": {**pool, "device_view": _view, "THREADS": 64},
-        "attention.options.extras": {"to_device": lambda array: array},
         "attention.options.packed_tiles": {"to_device": lambda array: array},
         "device.memory": {"to_device": lambda array: array},
         "device.per_device": {"why_no_device": lambda needed: None},

@@ -10,10 +10,9 @@ import numpy as np
 
 from kernels.common.philox import attention_threshold, keep_scale
 from kernels.cuda.attention.options.mods import check_places
-from kernels.cuda.attention.options.packed_tiles import device_tiles
+from kernels.cuda.attention.options.packed_tiles import device_list, device_tiles
 from kernels.cuda.attention.options.score_functions import Extras
 from kernels.cuda.device.memory import device_constant
-from kernels.cuda.runtime.arrays import to_device
 from kernels.problem.operands import PER_HEAD, Operands
 from kernels.problem.origin import Origin
 from kernels.problem.question import Problem
@@ -88,7 +87,7 @@ def _numbers(problem: Problem) -> Extras:
 @lru_cache(maxsize=64)
 def _block_arrays(mask: BlockMask, device: int) -> dict[str, Any]:
     """Return the patterns of a mask on the device, copied once."""
-    return {"patterns": _copied(mask.patterns)}
+    return {"patterns": device_list(mask.patterns)}
 
 
 @lru_cache(maxsize=256)
@@ -97,8 +96,8 @@ def _list_arrays(
 ) -> dict[str, Any]:
     """Return the tiles that a mask visits on the device, copied once for a kernel's tiles."""
     tiles = mask.tile_list(block_q, block_k, by_keys)
-    lists = {name: _copied(array) for name, array in tiles._asdict().items()}
-    return {"states": _copied(mask.states), **lists}
+    lists = {name: device_list(array) for name, array in tiles._asdict().items()}
+    return {"states": device_list(mask.states), **lists}
 
 
 @lru_cache(maxsize=256)
@@ -113,15 +112,14 @@ def _word_arrays(
     """Return the words of the tiles that a mask visits on the device, copied once for a kernel's tiles."""
     numbers, packed = mask.tile_patterns(block_q, block_k, by_keys, pack)
     words = np.concatenate([x.ravel() for x in packed] or [np.zeros(1, np.uint32)])
-    return {"tile_full": 0, "tile_patterns": _copied(numbers), "pattern_words": _copied(words)}
+    return {
+        "tile_full": 0,
+        "tile_patterns": device_list(numbers),
+        "pattern_words": device_list(words),
+    }
 
 
 @lru_cache(maxsize=256)
 def _origin(origin: Origin, device: int) -> Any:
     """Return the place of a call in a larger dropout mask on the device, (4,) int64."""
-    return _copied(np.array(origin))
-
-
-def _copied(array: Any) -> Any:
-    """Return a copy on the device, which has no empty arrays: of none it has one entry, zeros."""
-    return to_device(array if len(array) else np.zeros((1, *array.shape[1:]), array.dtype))
+    return device_list(np.array(origin))

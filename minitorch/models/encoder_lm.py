@@ -261,9 +261,11 @@ class EncoderLM(Module):
         own = computed(lambda: self._checked_lengths(given, shape), given)  # (count,)
         sums = [computed(partial(_bounds, own, shape, keys), own) for keys in (False, True)]
         if len(shape) == 1:
-            whole = computed(lambda: np.append(own, seq - own.sum()), own)  # (count + 1,)
-            positions = computed(lambda: packed_positions(whole)[1] % self.n_positions, whole)
-            return _Layout(positions, sums[0][: len(own)], {"cu_seqlens": sums})
+            starts = sums[0]
+            positions = computed(
+                lambda: packed_positions(np.diff(starts))[1] % self.n_positions, starts
+            )
+            return _Layout(positions, starts[: len(own)], {"cu_seqlens": sums})
         firsts = kept_range(0, shape[0] * seq, seq)
         if self.is_flash:
             return _Layout(kept_range(0, seq), firsts, {"cu_seqlens": sums})

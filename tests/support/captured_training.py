@@ -32,6 +32,18 @@ def idle_device() -> Iterator[FakeDriver]:
         assert active() is None, "a recording was left behind"
 
 
+def made_steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list to which each step that is made by ``minitorch.graph_step`` from now on is appended."""
+    made, real = list[Any](), minitorch.graph_step
+
+    def graph_step(fn: Any, **options: Any) -> Any:
+        made.append(real(fn, **options))
+        return made[-1]
+
+    monkeypatch.setattr(minitorch, "graph_step", graph_step)
+    return made
+
+
 def assert_captured(model: Any, batches: Iterable[Iterable[Any]]) -> None:
     """Assert that steps of AdamW on ``FIRST`` or more batches of ids and targets are captured."""
     optimizer = minitorch.AdamW(model.parameters(), max_norm=1.0)

@@ -20,6 +20,7 @@ from kernels.traffic.formulas import training_flops
 from minitorch import FastBackend
 from minitorch.training.model_files import read_checkpoint
 
+from ...support.captured_training import made_steps
 from ...support.fake_device import fake_device
 from .test_train_gpt import SMALL, gpt_loop, refused, train_gpt
 
@@ -246,13 +247,7 @@ def test_options_that_cannot_work_are_one_line(
 def test_steps_on_a_device_are_captured_unless_they_are_to_be_eager(
     more: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    made, real = [], minitorch.graph_step
-
-    def graph_step(fn: Any, **options: Any) -> Any:
-        made.append(real(fn, **options))
-        return made[-1]
-
-    monkeypatch.setattr(minitorch, "graph_step", graph_step)
+    made = made_steps(monkeypatch)
     size = (
         "--preset toy --precision bfloat16 --layers 1 --width 32 --heads 2 --context 16 --batch 2"
     )

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "project"))
 
 import train_bert
 
-import minitorch
 from kernels.runtime.targets import IS_SIMULATOR
 from minitorch.training.model_files import read_checkpoint
 
+from ...support.captured_training import made_steps
 from ...support.fake_device import fake_device
 
 TINY = ["--width", "8", "--heads", "2", "--layers", "1", "--context", "24", "--batch", "4", "--steps", "12",
@@ -90,13 +90,7 @@ def test_packed_and_padded_runs_have_the_same_losses(text: Path, tmp_path: Path)
 def test_steps_on_a_device_are_captured(
     layout: str, text: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    made, real = [], minitorch.graph_step
-
-    def graph_step(fn: Any, **options: Any) -> Any:
-        made.append(real(fn, **options))
-        return made[-1]
-
-    monkeypatch.setattr(minitorch, "graph_step", graph_step)
+    made = made_steps(monkeypatch)
     with fake_device():
         run(tmp_path, *TINY, "--text", text, "--backend", "cuda", "--precision", "bfloat16",
             "--width", 128, "--accumulate", 2, "--dropout", 0.1, "--steps", 40, layout)  # fmt: skip

@@ -13,11 +13,12 @@ from kernels.traffic.formulas import attention_backward_flops, attention_flops
 
 Record = dict[str, Any]
 PASSES = {"forward": "forward", "both": "forward and backward"}
+PEER = "PyTorch's context parallel"
 #: Curves: the name, and the times of a row.
 CURVES = {
     "one GPU": lambda row, way: row[f"one_{way}_seconds"],
     "ring attention": lambda row, way: row[f"all_{way}_seconds"],
-    "PyTorch's context parallel": lambda row, way: row["context_parallel"][way]["seconds"],
+    PEER: lambda row, way: row["context_parallel"][way]["seconds"],
 }
 
 
@@ -80,6 +81,8 @@ def draw(record: Record, path: Path) -> None:
     lengths = [row["length"] for row in rows]
     for axes, (way, name) in zip(figure.subplots(1, 2), PASSES.items(), strict=True):
         for curve, seconds in CURVES.items():
+            if curve == PEER and any("context_parallel" not in row for row in rows):
+                continue
             gpus = 1 if curve == "one GPU" else record["gpus"]
             rates = [_flops(row, way) / seconds(row, way) / gpus / 1e12 for row in rows]
             axes.plot(lengths, rates, "o-", color=colour_of(curve, [*CURVES]), label=curve)

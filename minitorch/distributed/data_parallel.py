@@ -146,9 +146,8 @@ class GradientAverage:
             modes.leaf_is_done = before
         for bucket in buckets[begun:]:
             bucket.begin()
-        for (
-            bucket
-        ) in buckets:  # all before the first kernel, which would cut a graph between any two
+        # All waits before the first kernel: each between two kernels would cut a captured step once more.
+        for bucket in buckets:
             bucket.wait()
         for bucket in buckets:
             bucket.finish()

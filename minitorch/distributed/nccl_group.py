@@ -118,6 +118,8 @@ class NcclGroup(Group):
         self.rank, self.size = communicator.rank, communicator.nranks
         self._host = HostArrays(self) if host is None else host
         self._side, self._is_grouped = SideStream(self.rank, self.size), False
+        #: The last arguments of each function of NCCL.
+        self._ends = self._bindings.Comm(communicator.ptr), int(self._side.handle)
 
     @property
     def host(self) -> Group:
@@ -141,10 +143,8 @@ class NcclGroup(Group):
         These are nccl4py's bindings to C.  The methods of its communicator ask the driver on which device
         each array lies; of memory of a pool it says 0 on every device (CUDA 13.0).
         """
-        own = self._bindings.Comm(self.communicator.ptr), int(self._side.handle)
         addresses = map(address_of, arrays)
-        run = partial(getattr(self._bindings, name), *addresses, *numbers, *own)
-
+        run = partial(getattr(self._bindings, name), *addresses, *numbers, *self._ends)
         put = run if self._is_grouped else partial(self._side.watched, run)
 
         def begin() -> None:

@@ -114,7 +114,7 @@ def _gradients(
         dout: Its gradient.
         lse: The log-sum-exp, (…, heads, rows).
         share: The heads.
-        meanwhile: What is done as soon as the gradients of this rank's own keys are there.
+        meanwhile: Called once the gradients of this rank's own keys are computed.
 
     Returns:
         dq, and dk and dv on their way home, all (…, heads, rows, dim).

@@ -1,6 +1,6 @@
 """CUDA graphs of two recorded calls: one launch for all that a call asks of the device.
 
-What is done between launches, such as sending a tensor to another device, cuts them into several graphs.
+Work between launches, such as sending a tensor to another device, splits them into several graphs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kernels.runtime.targets import cuda, driver
 class Chain:
     """A graph of kernels, one after the other."""
 
+    _graph: Any = None
     _exec: Any = None
 
     def __init__(self) -> None:
@@ -50,7 +51,8 @@ class Chain:
     def __del__(self) -> None:
         if self._exec is not None:  # what runs now runs to its end
             self._driver.cuGraphExecDestroy(self._exec)
-        self._driver.cuGraphDestroy(self._graph)
+        if self._graph is not None:
+            self._driver.cuGraphDestroy(self._graph)
 
 
 class Node(NamedTuple):
@@ -157,7 +159,7 @@ class Graph:
         self._nodes: list[Node] = []
         self._stream = driver.CUstream(0)
         cuda.current_context()
-        #: Launches a graph, or does what is done between two of them, in order.
+        #: Each launches a graph or does the work between two of them, in order.
         self._acts: list[Callable[[], None]] = []
         between, start = [*second.between, (len(drawn), None)], 0
         for end, act in between:
@@ -170,7 +172,7 @@ class Graph:
     def _add(
         self, launches: Sequence[Launch], drawn: Sequence[tuple[tuple[int, int], ...]]
     ) -> None:
-        """Add a graph of launches that nothing is done between."""
+        """Add a graph of launches without other work between them."""
         chain = Chain()
         for launch, places in zip(launches, drawn, strict=True):
             buffer = Buffer(launch.words.nbytes)

@@ -76,11 +76,11 @@ class Recording:
         uploads: Copies of inputs, and of what was computed from them.
         computations: What the host computes from inputs, in order, each into the memory of the first time.
         actions: What else is to be done on the host in each replay, before the first launch.
-        between: What is to be done between launches, and after how many of them.
+        between: Work between launches, with the number of launches before it.
         guards: Tell whether what the launches read and write is still where it was.
         kept: Memory outside of the arena that the launches read or write; a graph keeps it alive.
         on_host: What a graph cannot hold of what was done on the host, the first of it.
-        memo: What is made once in the call, by keys of those who make it.
+        memo: Objects that are made once per call, by key.
         needed: Bytes of the arena that the call needs, once it has ended.
     """
 

@@ -12,11 +12,12 @@ python project/run_lra.py --figures steps                      time and memory o
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from bench.long_range import (
     HEAD_DIM,
@@ -39,8 +40,16 @@ from common.command_line import COUNT, FROM_ZERO, POSITIVE, PROBABILITY, OneLine
 from common.one_by_one import run_one_by_one
 from data.long_range import GENERATED, TASKS, TEXT_LENGTH, Task, load_task
 from data.pathfinder import PUBLISHED
-from training.lra_loop import INTERRUPTED, Training
+from training.lra_loop import BEST, INTERRUPTED, Training
 from training.lra_methods import BACKENDS, METHODS, QUICK, SETTINGS, Settings, learning_rate_of
+from training.pathfinder_stages import (
+    FIRST_STAGES,
+    STAGES,
+    Arrays,
+    begun_with,
+    grown,
+    stage_task,
+)
 from training.script_helpers import check_backend, draw, ends_in_one_line, make_folder
 
 from minitorch.training.model_files import CheckpointError
@@ -205,15 +214,52 @@ def task_of(args: argparse.Namespace, name: str, examples: int | None) -> Task:
     return load_task(name, sets, args.data, 0, args.quick, examples, args.size, args.length)
 
 
+def begun_small(
+    args: argparse.Namespace, run: Run, settings: Settings, folder: Path
+) -> Arrays | None:
+    """Train on smaller images first, where the task is Pathfinder; return the parameters of the last ones.
+
+    Exit after Ctrl-C.
+    """
+    start: Arrays | None = None
+    if run.task != "pathfinder":
+        return start
+    processes = 0 if args.quick else max((os.cpu_count() or 1) - 1, 0)
+    counts = {"valid": settings.judged, "test": settings.judged}
+    for side, larger in zip(FIRST_STAGES, (*FIRST_STAGES[1:], args.size), strict=True):
+        stage, own = STAGES[side], folder / f"pathfinder-{side}"
+        steps = min(stage.steps, settings.steps)
+        task = stage_task(side, Path(args.out) / "sets", run.seed, counts, processes=processes)
+        training = Training(
+            task, run.attention, replace(settings, steps=steps, judge_every=min(200, settings.judge_every)),
+            run.seed, args.backend, own, run.lr, args.go_on, args.eager, start,
+        )  # fmt: skip
+        if training.done < steps and not training.run()["done"]:
+            stop(training)
+        start = grown(own / BEST, larger)
+    return start
+
+
+def stop(training: Training) -> NoReturn:
+    """Exit after Ctrl-C."""
+    done, steps = training.done, training.settings.steps
+    print(
+        f"stopped by Ctrl-C after {done} of {steps} steps of {training.task.name}; --go-on continues"
+    )
+    sys.exit(INTERRUPTED)
+
+
 def train_one(args: argparse.Namespace, run: Run, argv: Sequence[str]) -> None:
     """Train, and put the row into the record; exit after Ctrl-C."""
-    settings = settings_of(args, run.task)
+    settings, folder = settings_of(args, run.task), Path(args.out) / run.name
     task = task_of(args, run.task, args.examples)
+    if run.task == "pathfinder":
+        task = replace(task, source=task.source + begun_with(FIRST_STAGES[-1]))
     print(f"{task.name}: {task.source}; {METHODS[run.attention].title}, {settings.steps} steps")
     try:
         training = Training(
-            task, run.attention, settings, run.seed, args.backend, Path(args.out) / run.name, run.lr,
-            args.go_on, args.eager,
+            task, run.attention, settings, run.seed, args.backend, folder, run.lr, args.go_on, args.eager,
+            begun_small(args, run, settings, folder),
         )  # fmt: skip
         row = training.run()
     except CheckpointError as error:
@@ -224,10 +270,7 @@ def train_one(args: argparse.Namespace, run: Run, argv: Sequence[str]) -> None:
         row["peak_bytes"] = peak_in_child(run.attention, settings, args.backend, task.model)
         write(args, argv, [*rows, row])
     else:
-        print(
-            f"stopped by Ctrl-C after {training.done} of {settings.steps} steps; --go-on continues"
-        )
-        sys.exit(INTERRUPTED)
+        stop(training)
     print(
         f"test accuracy {row['test_accuracy']:.1%}, by the model of step {row['best_step']} (validation "
         f"{row['valid_accuracy']:.1%}); {row['seconds']:.0f} s"

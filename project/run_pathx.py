@@ -1,7 +1,7 @@
 """Train a classifier on Path-X: Pathfinder with more and more pixels, each stage from the model before it.
 
-python project/run_pathx.py --backend cuda --precision bfloat16     32, 64 and 128 pixels (Path-X), 256
-python project/run_pathx.py --stages 32,64,128 --steps 40000,10000,5000
+python project/run_pathx.py --backend cuda --precision bfloat16     8, 16, 32, 64, 128 pixels (Path-X), 256
+python project/run_pathx.py --stages 8,16,32,64,128 --steps 2000,4000,9000,2500,1000
 python project/run_pathx.py --quick                                 tiny images, in seconds on a CPU
 
 The same command goes on where it was interrupted, in the middle of a stage, too.  Training images are drawn
@@ -14,22 +14,18 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from bench.measuring import command_line, name_of, read_rows, write_record
 from common.command_line import COUNT, FROM_ZERO, POSITIVE, OneLineParser, per_item
-from data.long_range import BYTES, Task
-from data.pathfinder import CLASSES, PUBLISHED, Pathfinder, draw_example, pathfinder
-from data.sequence_sets import fresh_batches
+from data.long_range import Task
 from training.intervals import wilson_interval
 from training.lra_loop import BEST, INTERRUPTED, Training
 from training.lra_methods import BACKENDS, QUICK, Settings
+from training.pathfinder_stages import STAGES, Arrays, Stage, grown, stage_task
 from training.runs import resumable
 from training.saliency import held_out, panel, saliency, shares
 from training.script_helpers import (
@@ -41,48 +37,13 @@ from training.script_helpers import (
 )
 
 import minitorch
-from minitorch.models.positions import upsampled_grid
-from minitorch.training.model_files import read_checkpoint
 
-Arrays = Mapping[str, npt.NDArray[Any]]
 Rows = list[dict[str, Any]]
 ATTENTIONS = ("flash", "block-sparse")
-POSITIONS = "position_embeddings.weights"
 #: Images whose saliency is measured, and of these the ones that are drawn.
 MEASURED, DRAWN = 16, 4
 
 
-class Stage(NamedTuple):
-    """The default training on images of one size.
-
-    Attributes:
-        task: The parameters of the images.
-        steps: Of the optimiser.
-        batch: Images of a step.
-        lr: The highest learning rate.
-        attention: One of ``ATTENTIONS``.
-        recompute: Whether layers are recomputed in the backward pass.
-    """
-
-    task: Pathfinder
-    steps: int
-    batch: int
-    lr: float
-    attention: str = "flash"
-    recompute: bool = False
-
-
-#: By the side of the images.  Path-X has 128, Path-256 has 256; the smallest are not of the arena.
-STAGES = {
-    8: Stage(Pathfinder(8, 3, 1, 1.0, 0.5, 0.5, 0.5, 0.75, 2.0, levels=(3,)), 2_000, 256, 1e-3),
-    16: Stage(
-        Pathfinder(16, 5, 2, 1.5, 0.5, 0.75, 0.75, 1.0, 4.0, levels=(3, 5)), 5_000, 256, 1e-3
-    ),
-    32: Stage(PUBLISHED[32], 40_000, 256, 1e-3),
-    64: Stage(PUBLISHED[64], 10_000, 128, 5e-4),
-    128: Stage(PUBLISHED[128], 5_000, 32, 3e-4),
-    256: Stage(PUBLISHED[256], 3_000, 16, 3e-4, "block-sparse", True),
-}
 MODEL = Settings(
     0, judge_every=200, judged=1000, layers=4, width=128, heads=4, hidden=256, dropout=0.0
 )
@@ -121,7 +82,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--stages", type=per_item(COUNT), metavar="N,…",
-        help="sides of the images (default: 32,64,128,256; with --quick 8,16)")  # fmt: skip
+        help="sides of the images (default: 8,16,32,64,128,256; with --quick 8,16)")  # fmt: skip
     for name, kind, what in (
         ("--steps", COUNT, "of the optimiser"),
         ("--batch", COUNT, "images of a step"),
@@ -152,7 +113,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--out", default="runs/pathx", metavar="DIR",
         help="of sets, checkpoints, pictures and the record pathx.json (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
-    args.stages = args.stages or ([8, 16] if args.quick else [32, 64, 128, 256])
+    args.stages = args.stages or ([8, 16] if args.quick else [8, 16, 32, 64, 128, 256])
     if not set(args.stages) <= set(STAGES) or args.stages != sorted(set(args.stages)):
         parser.error(
             f"--stages must rise and be among {', '.join(map(str, STAGES))}, got "
@@ -196,30 +157,18 @@ def settings_of(args: argparse.Namespace, stage: Stage) -> Settings:
 
 def task_of(args: argparse.Namespace, plan: Plan) -> Task:
     """Return the images of a stage."""
-    task, side, sets = plan.stage.task, plan.side, Path(args.out) / "sets"
-    judged = QUICK.judged if args.quick else MODEL.judged
-    counts = {"valid": judged, "test": args.tested}
-    parts = pathfinder(sets / f"{plan.name}-seed-{args.seed}.npz", seed=args.seed, task=task,
-                       counts=counts)  # fmt: skip
-    draw_one = partial(draw_example, task=task, lengths=task.levels)
-    fresh = None
-    if args.examples is None:
-        fresh = partial(fresh_batches, draw_one, side**2, args.seed, processes=args.processes)
-    else:
-        file = sets / f"{plan.name}-train-{args.examples}-seed-{args.seed}.npz"
-        parts |= pathfinder(file, seed=args.seed, task=task, counts={"train": args.examples})
-    number = "new ones in each step" if args.examples is None else f"{args.examples} to train"
-    begun = "" if plan.before is None else f", begun with the model of {plan.before} pixels"
-    source = f"generated, {side} x {side} pixels, {number}{begun}"
-    return Task(plan.name, source, parts, BYTES, CLASSES, side=side, turns=True, fresh=fresh)
+    counts = {"valid": QUICK.judged if args.quick else MODEL.judged, "test": args.tested}
+    return stage_task(
+        plan.side, Path(args.out) / "sets", args.seed, counts, examples=args.examples,
+        processes=args.processes, before=plan.before,
+    )  # fmt: skip
 
 
-def grown(args: argparse.Namespace, plan: Plan) -> Arrays | None:
-    """Return the parameters of the stage before with positions for larger images, if there is one."""
+def start_of(args: argparse.Namespace, plan: Plan) -> Arrays | None:
+    """Return the parameters with which a stage begins, if there is one before it."""
     if plan.before is None:
         return None
-    arrays, _ = read_checkpoint(Path(args.out) / f"pathfinder-{plan.before}" / BEST)
-    return {**arrays, POSITIONS: upsampled_grid(arrays[POSITIONS], plan.side)}
+    return grown(Path(args.out) / f"pathfinder-{plan.before}" / BEST, plan.side)
 
 
 def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> dict[str, Any]:
@@ -235,7 +184,7 @@ def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> d
     task = task_of(args, plan)
     training = Training(
         task, stage.attention.replace("-", "_"), settings, args.seed, args.backend,
-        Path(args.out) / plan.name, stage.lr, True, args.eager, start=grown(args, plan), options=options,
+        Path(args.out) / plan.name, stage.lr, True, args.eager, start=start_of(args, plan), options=options,
         recompute=stage.recompute,
     )  # fmt: skip
     if row is not None and row["done"] and training.done == settings.steps:

@@ -24,6 +24,7 @@ from minitorch.training.checkpoints import Checkpoints, remove_partials
 from minitorch.training.model_files import (
     CheckpointError,
     load_parameters,
+    parameter_arrays,
     read_checkpoint,
     save_checkpoint,
 )
@@ -101,7 +102,7 @@ class Training:
         lr: The learning rate; that of the task when None.
         goes_on: Whether to go on from a checkpoint in the folder, if there is one.
         eager: Whether to launch the kernels of a step one by one, rather than to capture them.
-        start: Parameters with which a training begins that has no checkpoint; random ones when None.
+        start: Parameters with which a training without a checkpoint begins; those that it lacks are random.
         more: Other arguments of :func:`training.lra_methods.build`.
 
     Attributes:
@@ -125,7 +126,7 @@ class Training:
         self.rng = np.random.default_rng(seed)
         self.model = self.built(attention, backend, seed, **more)
         if start is not None:
-            load_parameters(self.model, {**start})
+            load_parameters(self.model, parameter_arrays(self.model) | {**start})
         self.optimizer = minitorch.AdamW(
             self.model.parameters(), lr=self.lr, weight_decay=settings.weight_decay,
             max_norm=settings.clip,

@@ -22,6 +22,9 @@ from data.long_range import load_task  # noqa: E402
 from training import lra_loop  # noqa: E402
 from training.lra_methods import METHODS, QUICK  # noqa: E402
 
+from minitorch.models.positions import upsampled_grid  # noqa: E402
+from minitorch.training.model_files import read_checkpoint  # noqa: E402
+
 SMALL = ["--task", "listops", "--quick", "--steps", "20", "--judge-every", "5"]
 
 
@@ -58,6 +61,34 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own(finished: Path, tmp_path: Path) -> Path:
     """Return a copy that may be changed."""
     return Path(shutil.copytree(finished, tmp_path / "own"))
+
+
+def test_pathfinder_begins_on_smaller_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, begun = run_lra.Training, list[tuple[str, Any]]()
+
+    def noted(task: Any, *args: Any) -> Any:
+        begun.append((task.name, args[-1]))
+        return training(task, *args)
+
+    monkeypatch.setattr(run_lra, "Training", noted)
+    small = ["--task", "pathfinder", "--quick", "--steps", "2", "--judge-every", "2"]
+    run_lra.main([*small, "--attention", "linformer", "--out", str(tmp_path)])
+    assert [name for name, _ in begun] == ["pathfinder-8", "pathfinder-16", "pathfinder"]
+    assert begun[0][1] is None
+    for (_, start), side, before in zip(begun[1:], (16, 32), (8, 16), strict=True):
+        folder = tmp_path / "pathfinder-linformer-seed-0-lr-0.001" / f"pathfinder-{before}"
+        best, _ = read_checkpoint(folder / lra_loop.BEST)
+        of_length = {name for name in best if "project_" in name}
+        assert of_length and start.keys() == best.keys() - of_length
+        positions = start["position_embeddings.weights"]
+        np.testing.assert_array_equal(
+            positions, upsampled_grid(best["position_embeddings.weights"], side)
+        )
+        assert positions.shape == (side**2, QUICK.width)
+    (row,) = rows_of(tmp_path)
+    assert row["source"].endswith("begun with the model of 16 pixels")
 
 
 @pytest.mark.parametrize("attention", ["flash", "linear"])

@@ -23,6 +23,9 @@ from data import sequence_sets  # noqa: E402
 from data.pathfinder import Pathfinder, draw_picture  # noqa: E402
 from training import lra_loop, saliency  # noqa: E402
 from training.intervals import wilson_interval  # noqa: E402
+from training.pathfinder_stages import POSITIONS  # noqa: E402
+
+from minitorch.training.model_files import read_checkpoint  # noqa: E402
 
 SMALL = ["--quick", "--steps", "6", "--judge-every", "2", "--tested", "16",
          "--attention", "flash,block-sparse"]  # fmt: skip
@@ -83,10 +86,10 @@ def test_a_stage_begins_with_the_model_before_it(
 
     monkeypatch.setattr(run_pathx, "Training", noted)
     run(Path(shutil.copytree(finished, tmp_path / "own")))
-    best, _ = run_pathx.read_checkpoint(finished / "pathfinder-8" / lra_loop.BEST)
+    best, _ = read_checkpoint(finished / "pathfinder-8" / lra_loop.BEST)
     assert begun[0] is None and begun[1].keys() == best.keys()
     for name, array in begun[1].items():
-        if name == run_pathx.POSITIONS:
+        if name == POSITIONS:
             assert array.shape == (256, best[name].shape[1])
         else:
             np.testing.assert_array_equal(array, best[name])
@@ -120,8 +123,8 @@ def test_interrupted_runs_end_with_the_same_bits(
     for a, b in zip(rows_of(tmp_path / "a"), rows_of(tmp_path / "b"), strict=True):
         assert a["curve"] == b["curve"] and a["test_loss"] == b["test_loss"]
     for file in (tmp_path / "a").glob("*/best.safetensors"):
-        one, _ = run_pathx.read_checkpoint(file)
-        other, _ = run_pathx.read_checkpoint(tmp_path / "b" / file.relative_to(tmp_path / "a"))
+        one, _ = read_checkpoint(file)
+        other, _ = read_checkpoint(tmp_path / "b" / file.relative_to(tmp_path / "a"))
         assert one.keys() == other.keys()
         assert all(one[name].tobytes() == other[name].tobytes() for name in one)
 

@@ -12,7 +12,6 @@ python project/run_lra.py --figures steps                      time and memory o
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -217,19 +216,14 @@ def task_of(args: argparse.Namespace, name: str, examples: int | None) -> Task:
 def begun_small(
     args: argparse.Namespace, run: Run, settings: Settings, folder: Path
 ) -> Arrays | None:
-    """Train on smaller images first, where the task is Pathfinder; return the parameters of the last ones.
-
-    Exit after Ctrl-C.
-    """
+    """Train on smaller images of Pathfinder; return parameters for those of the task.  Ctrl-C exits."""
     start: Arrays | None = None
-    if run.task != "pathfinder":
-        return start
-    processes = 0 if args.quick else max((os.cpu_count() or 1) - 1, 0)
+    processes = 0 if args.quick else None
     counts = {"valid": settings.judged, "test": settings.judged}
     for side, larger in zip(FIRST_STAGES, (*FIRST_STAGES[1:], args.size), strict=True):
-        stage, own = STAGES[side], folder / f"pathfinder-{side}"
-        steps = min(stage.steps, settings.steps)
+        steps = min(STAGES[side].steps, settings.steps)
         task = stage_task(side, Path(args.out) / "sets", run.seed, counts, processes=processes)
+        own = folder / task.name
         training = Training(
             task, run.attention, replace(settings, steps=steps, judge_every=min(200, settings.judge_every)),
             run.seed, args.backend, own, run.lr, args.go_on, args.eager, start,
@@ -253,13 +247,15 @@ def train_one(args: argparse.Namespace, run: Run, argv: Sequence[str]) -> None:
     """Train, and put the row into the record; exit after Ctrl-C."""
     settings, folder = settings_of(args, run.task), Path(args.out) / run.name
     task = task_of(args, run.task, args.examples)
-    if run.task == "pathfinder":
+    begins_small = run.task == "pathfinder"
+    if begins_small:
         task = replace(task, source=task.source + begun_with(FIRST_STAGES[-1]))
     print(f"{task.name}: {task.source}; {METHODS[run.attention].title}, {settings.steps} steps")
     try:
+        start = begun_small(args, run, settings, folder) if begins_small else None
         training = Training(
             task, run.attention, settings, run.seed, args.backend, folder, run.lr, args.go_on, args.eager,
-            begun_small(args, run, settings, folder),
+            start,
         )  # fmt: skip
         row = training.run()
     except CheckpointError as error:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,15 @@ from data.long_range import Task
 from training.intervals import wilson_interval
 from training.lra_loop import BEST, INTERRUPTED, Training
 from training.lra_methods import BACKENDS, QUICK, Settings
-from training.pathfinder_stages import STAGES, Arrays, Stage, grown, stage_task
+from training.pathfinder_stages import (
+    FIRST_STAGES,
+    STAGES,
+    Arrays,
+    Stage,
+    grown,
+    stage_name,
+    stage_task,
+)
 from training.runs import resumable
 from training.saliency import held_out, panel, saliency, shares
 from training.script_helpers import (
@@ -66,7 +73,7 @@ class Plan:
     @property
     def name(self) -> str:
         """The name of its folder."""
-        return f"pathfinder-{self.side}"
+        return stage_name(self.side)
 
 
 def attention_name(text: str) -> str:
@@ -82,7 +89,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--stages", type=per_item(COUNT), metavar="N,…",
-        help="sides of the images (default: 8,16,32,64,128,256; with --quick 8,16)")  # fmt: skip
+        help=f"sides of the images (default: {','.join(map(str, STAGES))}; with --quick 8,16)")  # fmt: skip
     for name, kind, what in (
         ("--steps", COUNT, "of the optimiser"),
         ("--batch", COUNT, "images of a step"),
@@ -113,7 +120,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--out", default="runs/pathx", metavar="DIR",
         help="of sets, checkpoints, pictures and the record pathx.json (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
-    args.stages = args.stages or ([8, 16] if args.quick else [8, 16, 32, 64, 128, 256])
+    args.stages = args.stages or [*(FIRST_STAGES if args.quick else STAGES)]
     if not set(args.stages) <= set(STAGES) or args.stages != sorted(set(args.stages)):
         parser.error(
             f"--stages must rise and be among {', '.join(map(str, STAGES))}, got "
@@ -126,8 +133,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                 f"--{name} takes one value for all stages or one for each of {len(args.stages)}, got "
                 f"{len(given)}"
             )
-    if args.processes is None:
-        args.processes = 0 if args.quick else max((os.cpu_count() or 1) - 1, 0)
+    if args.processes is None and args.quick:
+        args.processes = 0
     args.tested = args.tested or (64 if args.quick else 4000)
     return args
 
@@ -168,7 +175,7 @@ def start_of(args: argparse.Namespace, plan: Plan) -> Arrays | None:
     """Return the parameters with which a stage begins, if there is one before it."""
     if plan.before is None:
         return None
-    return grown(Path(args.out) / f"pathfinder-{plan.before}" / BEST, plan.side)
+    return grown(Path(args.out) / stage_name(plan.before) / BEST, plan.side)
 
 
 def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from minitorch.training.model_files import (
     read_checkpoint,
     save_checkpoint,
 )
-from training.lra_methods import Settings, build, learning_rate_of
+from training.lra_methods import Settings, build, depends_on_length, learning_rate_of
 from training.script_helpers import CtrlC, check_loss, learning_rate
 
 #: Steps between two readings of the loss: a reading waits for the device, which else works ahead.
@@ -102,7 +102,8 @@ class Training:
         lr: The learning rate; that of the task when None.
         goes_on: Whether to go on from a checkpoint in the folder, if there is one.
         eager: Whether to launch the kernels of a step one by one, rather than to capture them.
-        start: Parameters with which a training without a checkpoint begins; those that it lacks are random.
+        start: Parameters with which a training without a checkpoint begins, random ones when None; those
+            whose shape depends on the length may be missing, and are random then.
         more: Other arguments of :func:`training.lra_methods.build`.
 
     Attributes:
@@ -126,7 +127,9 @@ class Training:
         self.rng = np.random.default_rng(seed)
         self.model = self.built(attention, backend, seed, **more)
         if start is not None:
-            load_parameters(self.model, parameter_arrays(self.model) | {**start})
+            own = parameter_arrays(self.model)
+            random = {name: x for name, x in own.items() if depends_on_length(name)}
+            load_parameters(self.model, random | {**start})
         self.optimizer = minitorch.AdamW(
             self.model.parameters(), lr=self.lr, weight_decay=settings.weight_decay,
             max_norm=settings.clip,

@@ -122,6 +122,11 @@ def learning_rate_of(task: str) -> float:
     return LEARNING_RATES.get(task, LEARNING_RATE)
 
 
+def depends_on_length(parameter: str) -> bool:
+    """Tell by a parameter's name whether its shape depends on the sequence length, as Linformer's do."""
+    return parameter.rpartition(".")[2] in ("project_k", "project_v")
+
+
 def build(
     task: Task, attention: str, settings: Settings, backend: str, seed: int = 0, **more: Any
 ) -> minitorch.SequenceClassifier:

@@ -6,6 +6,7 @@ thousands of steps.  On 8 pixels a model finds within a thousand what joins two 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,10 @@ from data.sequence_sets import fresh_batches
 
 from minitorch.models.positions import upsampled_grid
 from minitorch.training.model_files import read_checkpoint
+from training.lra_methods import depends_on_length
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 POSITIONS = "position_embeddings.weights"
-#: Parameters whose shape depends on the length: Linformer's.
-OF_LENGTH = "project_k", "project_v"
 
 
 class Stage(NamedTuple):
@@ -60,9 +60,14 @@ STAGES = {
 FIRST_STAGES = 8, 16
 
 
+def stage_name(side: int) -> str:
+    """Return the name of a stage, of its task and of its folder."""
+    return f"pathfinder-{side}"
+
+
 def stage_task(
     side: int, sets: Path, seed: int, counts: Mapping[str, int], *, examples: int | None = None,
-    processes: int = 0, before: int | None = None,
+    processes: int | None = None, before: int | None = None,
 ) -> Task:  # fmt: skip
     """Return the images of a stage.
 
@@ -72,10 +77,12 @@ def stage_task(
         seed: Of everything that is random.
         counts: Images to validate and to test.
         examples: Training images, drawn once; when None, new ones are drawn in each step.
-        processes: That draw new images; 0 draws in this one.
+        processes: That draw new images; 0 draws in this one, None takes all cores but one.
         before: Side of the images of the stage before it, or None.
     """
-    task, name = STAGES[side].task, f"pathfinder-{side}"
+    task, name = STAGES[side].task, stage_name(side)
+    if processes is None:
+        processes = max((os.cpu_count() or 1) - 1, 0)
     parts = pathfinder(sets / f"{name}-seed-{seed}.npz", seed=seed, task=task, counts={**counts})
     draw_one = partial(draw_example, task=task, lengths=task.levels)
     fresh = None
@@ -97,5 +104,5 @@ def begun_with(side: int | None) -> str:
 def grown(model: Path, side: int) -> Arrays:
     """Return the parameters of a model of smaller images, with positions for images of a larger side."""
     arrays, _ = read_checkpoint(model)
-    kept = {name: x for name, x in arrays.items() if name.rpartition(".")[2] not in OF_LENGTH}
+    kept = {name: x for name, x in arrays.items() if not depends_on_length(name)}
     return {**kept, POSITIONS: upsampled_grid(arrays[POSITIONS], side)}

@@ -177,6 +177,22 @@ class TensorOps(Widening):
         return zipped
 
     @classmethod
+    def zip_as(cls, fn: Callable[[float, float], float]) -> Callable[..., AnyTensor]:
+        """Lift a function of two numbers, and let the caller choose the dtype of the result.
+
+        Returns:
+            ``zipped(a, b, dtype)``: a new tensor of the broadcast shape, rounded once to ``dtype``.
+        """
+        loop = as_loop(cls.zip_loop(fn))
+
+        def zipped(a: AnyTensor, b: AnyTensor, dtype: np.dtype[Any]) -> AnyTensor:
+            out = a.empty(shape_broadcast(a.shape, b.shape), dtype)
+            cls.run_elements(loop, out._tensor, a._tensor, b._tensor)
+            return out
+
+        return zipped
+
+    @classmethod
     def reduce(
         cls, fn: Callable[[float, float], float], start: float = 0.0
     ) -> Callable[[AnyTensor, int], AnyTensor]:
@@ -324,7 +340,8 @@ class TensorBackend:
         self.log_back_zip, self.inv_back_zip = zip_(operators.log_back), zip_(operators.inv_back)
         self.pow_scalar_zip = zip_(operators.pow)
         self.elu_back_zip = zip_(operators.elu_back)
-        self.exp_difference_zip = zip_(operators.exp_difference)
+        self.exp_difference_as = ops.zip_as(operators.exp_difference)
+        self.mul_as = ops.zip_as(operators.mul)
         self.keep_zip, self.drop_zip = zip_(operators.keep), zip_(operators.drop)
 
         self.add_reduce = reduce_(operators.add, 0.0)

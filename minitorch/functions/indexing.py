@@ -290,20 +290,20 @@ class Elu(Function):
 
 
 class ExpDifference(Function):
-    """e^(a - b), where b has no gradient: it is a shift that cancels later, such as a maximum."""
+    """e^(a - b) in a dtype, where b has no gradient: it is a shift that cancels later, such as a maximum."""
 
     @staticmethod
-    def forward(ctx: Context, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Context, a: Tensor, b: Tensor, dtype: Any) -> Tensor:
         """Apply to each element, in one pass."""
-        out = a.f.exp_difference_zip(a, b)
-        ctx.save_for_backward(out)
+        out = a.f.exp_difference_as(a, b, dtype)
+        ctx.save_for_backward(out, a.dtype)
         return out
 
     @staticmethod
-    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None]:
         """Multiply by e^(a - b)."""
-        (out,) = ctx.saved_values
-        return grad_output.f.mul_zip(out, grad_output), None
+        out, dtype = ctx.saved_values
+        return grad_output.f.mul_as(out, grad_output, dtype), None, None
 
 
 class Where(Function):

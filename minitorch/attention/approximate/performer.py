@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kernels.common.arguments import as_host_array, whole
+from kernels.runtime.dtypes import BFLOAT16
 
 from ...functions.indexing import ExpDifference
 from ...module import Module
@@ -121,11 +122,14 @@ def performer(
     # 1 / √m, which are left out.
     shift = max_over(log_k.detach(), -2)  # (…, 1, m)
     log_q = y_q @ weights + shift  # (…, seq_q, m)
-    phi_k = ExpDifference.apply(log_k, shift)
-    phi_q = ExpDifference.apply(log_q, max_over(log_q.detach(), -1))
-    phi_k = phi_k if keep is None else phi_k * keep
+    # Features have the largest tensors here.  Their products round to bfloat16 in any case; a sum in float16
+    # could overflow.
+    v = v if v.dtype == BFLOAT16 else widened(v)
+    phi_k = ExpDifference.apply(log_k, shift, v.dtype)
+    phi_q = ExpDifference.apply(log_q, max_over(log_q.detach(), -1), v.dtype)
+    phi_k = phi_k if keep is None else phi_k * keep.to(v.dtype)
     size = whole("chunk", chunk, 1)
-    return attend_by_features(phi_q, phi_k, widened(v), is_causal, size).to(q.dtype)
+    return attend_by_features(phi_q, phi_k, v, is_causal, size).to(q.dtype)
 
 
 class Performer(Module):

@@ -366,7 +366,8 @@ def lra_lengths(record: Record) -> str:
 
 def lra_results(record: Record) -> str:
     """Return accuracy, time and memory of the trainings on each task."""
-    return f"A dash: not measured; {record['note']}.\n\n{results_table(record['rows'])}"
+    note = f"; {record['note']}" if "note" in record else ""
+    return f"A dash: not measured{note}.\n\n{results_table(record['rows'])}"
 
 
 def lra_steps(record: Record) -> str:

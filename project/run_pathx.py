@@ -94,7 +94,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--steps", COUNT, "of the optimiser"),
         ("--batch", COUNT, "images of a step"),
         ("--lr", POSITIVE, "learning rate"),
-        ("--attention", attention_name, "flash, or block-sparse: a butterfly of rows of pixels"),
+        ("--attention", attention_name, "flash, or block-sparse: near rows of pixels and a butterfly"),
     ):  # fmt: skip
         add(
             name,
@@ -187,7 +187,9 @@ def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> d
         row: That of an earlier run, if there is one.
     """
     stage, settings = plan.stage, settings_of(args, plan.stage)
-    options = {"block_size": max(plan.side, 16)} if stage.attention == "block-sparse" else None
+    options = None
+    if stage.attention == "block-sparse":
+        options = {"block_size": max(plan.side, 16), "pattern": "local_butterfly"}
     task = task_of(args, plan)
     training = Training(
         task, stage.attention.replace("-", "_"), settings, args.seed, args.backend,

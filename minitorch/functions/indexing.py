@@ -290,7 +290,7 @@ class Elu(Function):
 
 
 class ExpDifference(Function):
-    """e^(a - b) in a dtype, where b has no gradient: it is a shift that cancels later, such as a maximum."""
+    """e^(a - b) in a dtype; b, a shift that cancels later such as a maximum, has no gradient."""
 
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor, dtype: Any) -> Tensor:

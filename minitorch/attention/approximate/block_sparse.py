@@ -11,7 +11,9 @@ from kernels.common.arguments import whole
 from ...tensor import Tensor
 from .support import Masked, check_operands, check_options, one_mask
 
-PATTERNS = ("butterfly", "bigbird", "strided")
+PATTERNS = ("butterfly", "local_butterfly", "bigbird", "strided")
+#: Blocks around the diagonal that local_butterfly adds: four on each side of a block.
+NEAR = 9
 
 
 @lru_cache(maxsize=64)
@@ -19,8 +21,14 @@ def pattern_mask(pattern: str, seq_q: int, seq_k: int, block_size: int) -> Block
     """Return the mask of a pattern; equal arguments return the same mask, whose tile lists are cached."""
     if pattern == "strided":
         return BlockMask.strided(seq_q, seq_k, block_size=block_size, is_causal=False)
-    build = BlockMask.butterfly if pattern == "butterfly" else BlockMask.bigbird
-    return build(seq_q, seq_k, block_size)
+    if pattern == "bigbird":
+        return BlockMask.bigbird(seq_q, seq_k, block_size)
+    mask = BlockMask.butterfly(seq_q, seq_k, block_size)
+    if pattern == "butterfly":
+        return mask
+    return mask | BlockMask.bigbird(
+        seq_q, seq_k, block_size, window=NEAR, global_blocks=0, random_blocks=0
+    )
 
 
 def block_sparse(
@@ -40,7 +48,8 @@ def block_sparse(
 
     o_i = Σ_j softmax_j(scale q_i·k_j) v_j over the j whose block is visible to the block of i.  With the
     butterfly pattern, blocks a and b see each other if a = b or a and b differ in one bit, so that a row of
-    n blocks visits 1 + log2 n of them.
+    n blocks visits 1 + log2 n of them.  Neighbours such as 7 and 8 do not see each other then; in the
+    pattern "local_butterfly", they and all up to a distance of four do.
 
     Args:
         q: (…, heads, seq_q, head_dim).
@@ -51,7 +60,8 @@ def block_sparse(
         is_causal: Position i sees the positions j <= i only.
         scale: Of the scores; 1 / sqrt(head_dim) when None.
         key_mask: (…, seq_k); False or 0 hides a key.
-        pattern: "butterfly", "bigbird" or "strided", as built by :class:`kernels.BlockMask`.
+        pattern: "butterfly", "bigbird" or "strided", as built by :class:`kernels.BlockMask`, or
+            "local_butterfly".
         block_size: Rows and columns of a block, a multiple of 16.
 
     Returns:

@@ -122,7 +122,7 @@ def performer(
     # 1 / √m, which are left out.
     shift = max_over(log_k.detach(), -2)  # (…, 1, m)
     log_q = y_q @ weights + shift  # (…, seq_q, m)
-    # Features have the largest tensors here.  Their products round to bfloat16 in any case; a sum in float16
+    # Features are the largest tensors here.  Their products round to bfloat16 in any case; in float16 a sum
     # could overflow.
     v = v if v.dtype == BFLOAT16 else widened(v)
     phi_k = ExpDifference.apply(log_k, shift, v.dtype)

@@ -149,45 +149,27 @@ class TensorOps(Widening):
         return mapped
 
     @classmethod
-    def zip(
-        cls, fn: Callable[[float, float], float]
-    ) -> Callable[[AnyTensor, AnyTensor], AnyTensor]:
+    def zip(cls, fn: Callable[[float, float], float]) -> Callable[..., AnyTensor]:
         """Lift a function of two numbers to tensors that broadcast.
 
         Returns:
-            ``zipped(a, b)``: a new tensor of the broadcast shape.
+            ``zipped(a, b, dtype=None)``: a new tensor of the broadcast shape; None promotes the dtypes.
         """
         loop, kinds = as_loop(cls.zip_loop(fn)), Kinds(cls.allocator)
 
-        def zipped(a: AnyTensor, b: AnyTensor) -> AnyTensor:
+        def zipped(a: AnyTensor, b: AnyTensor, dtype: np.dtype[Any] | None = None) -> AnyTensor:
             x, y = a._tensor, b._tensor
             kind = (x.shape, x.strides, x.dtype, x.is_number,
-                    y.shape, y.strides, y.dtype, y.is_number)  # fmt: skip
+                    y.shape, y.strides, y.dtype, y.is_number, dtype)  # fmt: skip
             if (known := kinds.get(kind)) is not None:
                 return a._new(known.result(x._storage, y._storage))
             shape = a.shape if a.shape == b.shape else shape_broadcast(a.shape, b.shape)
-            dtype = result_dtype(a, b)
+            dtype = result_dtype(a, b) if dtype is None else dtype
             out = a.empty(shape, dtype)
             a, b = floating(a, dtype), floating(b, dtype)
             cls.run_elements(loop, out._tensor, a._tensor, b._tensor)
             if cls.runs_as_it_is(x, y, out._tensor):
                 kinds.learn(kind, loop, out._tensor, x, y)
-            return out
-
-        return zipped
-
-    @classmethod
-    def zip_as(cls, fn: Callable[[float, float], float]) -> Callable[..., AnyTensor]:
-        """Lift a function of two numbers, and let the caller choose the dtype of the result.
-
-        Returns:
-            ``zipped(a, b, dtype)``: a new tensor of the broadcast shape, rounded once to ``dtype``.
-        """
-        loop = as_loop(cls.zip_loop(fn))
-
-        def zipped(a: AnyTensor, b: AnyTensor, dtype: np.dtype[Any]) -> AnyTensor:
-            out = a.empty(shape_broadcast(a.shape, b.shape), dtype)
-            cls.run_elements(loop, out._tensor, a._tensor, b._tensor)
             return out
 
         return zipped
@@ -340,8 +322,7 @@ class TensorBackend:
         self.log_back_zip, self.inv_back_zip = zip_(operators.log_back), zip_(operators.inv_back)
         self.pow_scalar_zip = zip_(operators.pow)
         self.elu_back_zip = zip_(operators.elu_back)
-        self.exp_difference_as = ops.zip_as(operators.exp_difference)
-        self.mul_as = ops.zip_as(operators.mul)
+        self.exp_difference_zip = zip_(operators.exp_difference)
         self.keep_zip, self.drop_zip = zip_(operators.keep), zip_(operators.drop)
 
         self.add_reduce = reduce_(operators.add, 0.0)

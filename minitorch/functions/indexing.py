@@ -295,7 +295,7 @@ class ExpDifference(Function):
     @staticmethod
     def forward(ctx: Context, a: Tensor, b: Tensor, dtype: Any) -> Tensor:
         """Apply to each element, in one pass."""
-        out = a.f.exp_difference_as(a, b, dtype)
+        out = a.f.exp_difference_zip(a, b, dtype)
         ctx.save_for_backward(out, a.dtype)
         return out
 
@@ -303,7 +303,7 @@ class ExpDifference(Function):
     def backward(ctx: Context, grad_output: Tensor) -> tuple[Tensor, None, None]:
         """Multiply by e^(a - b)."""
         out, dtype = ctx.saved_values
-        return grad_output.f.mul_as(out, grad_output, dtype), None, None
+        return grad_output.f.mul_zip(out, grad_output, dtype), None, None
 
 
 class Where(Function):

@@ -2,7 +2,7 @@
 
     python project/reliability/fuzz_gpu.py --minutes 8
 
-Several processes draw side by side (``tests/support/fuzz_gpu.py``), for most of the time goes into
+Several processes draw side by side (``tests/support/fuzzing/on_gpu.py``), for most of the time goes into
 compiling.  It
 needs a GPU, PyTorch and CuPy, whose arrays the calls take beside numba's.
 """
@@ -35,7 +35,8 @@ GRACE = 20.0
 def drawn_by(seed: int, seconds: float, output: Path) -> subprocess.Popen[str]:
     """Start a process that draws for a while, a line of JSON in ``output`` for each kind of call."""
     command = [
-        sys.executable, "-m", "tests.support.fuzz_gpu", "--seed", str(seed), "--seconds", str(seconds),
+        sys.executable, "-m", "tests.support.fuzzing.on_gpu",
+        "--seed", str(seed), "--seconds", str(seconds),
     ]  # fmt: skip
     # The processes share the machine: one thread each.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")

@@ -19,7 +19,7 @@ from kernels.cpu.matmul.tile_product import exp2
 from kernels.problem.operands import make_operands
 from kernels.runtime.jit import FASTMATH, WAITING
 
-from ..support.attention_strategies import FEATURES, Case, cases, planted
+from ..support.attention.strategies import FEATURES, Case, cases, planted
 from ..support.tolerances import assert_close_arrays
 
 TARGETS = {"numpy": launch.NUMPY, "cpu": launch.CPU}

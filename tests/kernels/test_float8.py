@@ -15,7 +15,7 @@ from kernels import launch
 from kernels.problem.operands import make_operands
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 
-from ..support.float8 import PRECISIONS, root_mean_square, wanted, with_outliers
+from ..support.attention.float8 import PRECISIONS, root_mean_square, wanted, with_outliers
 from ..support.tolerances import assert_close_arrays
 
 DIMS = st.sampled_from([8, 40, 64, 72, 128])

@@ -14,8 +14,8 @@ import minitorch
 from kernels.runtime.targets import IS_SIMULATOR
 from minitorch import Tensor, naive_attention
 
-from ..support.attention_strategies import Case, cases
-from ..support.cuda_attention import RUNGS, Packed, fitting, packed, taken_by, tiny
+from ..support.attention.on_cuda import RUNGS, Packed, fitting, packed, taken_by, tiny
+from ..support.attention.strategies import Case, cases
 from ..support.layouts import Layout, in_order, laid, layouts, on_device
 from ..support.tolerances import assert_close_arrays
 

@@ -13,8 +13,8 @@ from kernels import launch
 from kernels.runtime.dtypes import FLOAT16, FLOAT32, FLOAT64
 from kernels.runtime.targets import IS_SIMULATOR
 
-from ..support.attention_strategies import Case
-from ..support.cuda_attention import packed
+from ..support.attention.on_cuda import packed
+from ..support.attention.strategies import Case
 from ..support.layouts import on_device
 
 pytestmark = pytest.mark.usefixtures("quick_barriers")

@@ -14,7 +14,7 @@ import kernels
 import minitorch
 from minitorch import CudaBackend, FastBackend, SimpleBackend, Tensor
 
-from ..support.attention_strategies import SCORE_MODS, bounds, neighbours
+from ..support.attention.strategies import SCORE_MODS, bounds, neighbours
 from ..support.tolerances import assert_close_arrays
 
 BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}

@@ -15,7 +15,7 @@ import generate  # noqa: E402
 
 from minitorch import DecoderLM  # noqa: E402
 
-from ..support.gpt2_folder import write_folder  # noqa: E402
+from ..support.models.gpt2_folder import write_folder  # noqa: E402
 
 SPEED = re.compile(
     r"(\d+) tokens of the prompt and the first new one in [\d.]+ s(, then [\d.,]+ tokens/s)?"

@@ -23,10 +23,17 @@ from kernels.cpu.runtime.function_pointers import array_at
 from kernels.runtime.jit import njit_cached
 
 from ..kernels.test_varlen import Packed, packed
-from ..support import fuzz_draws
-from ..support.attention_strategies import Case
-from ..support.fuzz_buffers import MARGIN, POISON, Untouched, guarded_results, placed, whole_buffer
-from ..support.fuzz_draws import DOCUMENTED, NONSENSE, SAYS, Draw, Notes, attempt, draws
+from ..support.attention.strategies import Case
+from ..support.fuzzing import draws as fuzz_draws
+from ..support.fuzzing.buffers import (
+    MARGIN,
+    POISON,
+    Untouched,
+    guarded_results,
+    placed,
+    whole_buffer,
+)
+from ..support.fuzzing.draws import DOCUMENTED, NONSENSE, SAYS, Draw, Notes, attempt, draws
 
 #: Draws of each test; MINITORCH_EXAMPLES asks for more.
 SHORT = settings(max_examples=int(os.environ.get("MINITORCH_EXAMPLES", "60")))

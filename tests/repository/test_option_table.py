@@ -8,7 +8,7 @@ import pytest
 
 from kernels import launch
 
-from ..support.option_table import BEGIN, COLUMNS, END, OPTIONS, PAGE, can_try, cell
+from ..support.attention.option_table import BEGIN, COLUMNS, END, OPTIONS, PAGE, can_try, cell
 
 
 def on_page() -> dict[str, dict[str, str]]:

@@ -26,7 +26,7 @@ from kernels.problem.operands import make_operands
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32
 from kernels.runtime.targets import EventTimer, why_no_cuda
-from tests.support.attention_strategies import Case
+from tests.support.attention.strategies import Case
 
 from .flash3 import HIDDEN, LAUNCHES, ROUNDS, TOKENS
 from .flash3_options import CAP, DOCUMENT, TILE, calls, slanted

@@ -25,7 +25,7 @@ from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import BFLOAT16, FLOAT32
 from kernels.runtime.targets import EventTimer, why_no_cuda
 from tests.kernels.cuda.attention.test_tensor_cores import OPTIONS, wide_case
-from tests.support.attention_strategies import Case
+from tests.support.attention.strategies import Case
 
 from .flash3 import HIDDEN, TOKENS
 

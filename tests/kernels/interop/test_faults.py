@@ -14,7 +14,7 @@ from kernels.interop import dlpack
 from kernels.runtime.dtypes import BFLOAT16
 from minitorch import FastBackend, SimpleBackend
 
-from ...support.fuzz_buffers import placed
+from ...support.fuzzing.buffers import placed
 from ...support.tolerances import assert_close_arrays
 from .test_interchange import Foreign, OnDevice, no_device
 

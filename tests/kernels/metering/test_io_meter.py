@@ -17,8 +17,8 @@ from kernels.problem.operands import make_operands
 from kernels.runtime.targets import IS_SIMULATOR
 from kernels.traffic.formulas import HeadShape, Traffic, total
 
-from ...support.cuda_attention import draw, on_device
-from ...support.metering import needs_simulator
+from ...support.attention.on_cuda import draw, on_device
+from ...support.device.metering import needs_simulator
 
 
 @pytest.fixture(scope="module", autouse=True)

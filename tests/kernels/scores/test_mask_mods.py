@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import kernels
 
-from ...support.mask_mods import elements
+from ...support.attention.mask_mods import elements
 from ...support.tolerances import assert_close_arrays
 
 IDS = np.random.default_rng(0).integers(0, 3, 512)

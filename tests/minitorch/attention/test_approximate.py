@@ -25,7 +25,7 @@ from minitorch import (
 )
 from minitorch.attention.approximate.performer import Performer
 
-from ...support import approximate_oracles as oracles
+from ...support.attention import approximate_oracles as oracles
 from ...support.examples import at_most
 from ...support.tolerances import assert_close_arrays
 

@@ -33,10 +33,10 @@ from kernels.runtime.dtypes import (
 from minitorch import CudaBackend, FastBackend, SimpleBackend, Tensor, TensorBackend, from_numpy
 from minitorch.training.model_files import load_parameters, read_checkpoint, save_checkpoint
 
-from ...support.attention_strategies import FEATURES, Case, cases
-from ...support.cuda_attention import RUNGS as CUDA_RUNGS
-from ...support.cuda_attention import fitting, taken_by, tiny
-from ...support.cuda_attention import run as run_on_device
+from ...support.attention.on_cuda import RUNGS as CUDA_RUNGS
+from ...support.attention.on_cuda import fitting, taken_by, tiny
+from ...support.attention.on_cuda import run as run_on_device
+from ...support.attention.strategies import FEATURES, Case, cases
 from ...support.half_numbers import Array, beside_the_ties, every_number, on_halves, same_bits
 from ...support.tolerances import assert_close_arrays
 from ...tensor_strategies import laid_out, lattice, shapes

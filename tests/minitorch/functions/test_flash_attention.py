@@ -16,7 +16,7 @@ import minitorch
 from kernels.common.philox import keep_scale
 from minitorch import CudaBackend, FastBackend, SimpleBackend, Tensor, naive_attention
 
-from ...support.attention_strategies import FEATURES, SCORE_MODS, Case, cases, neighbours
+from ...support.attention.strategies import FEATURES, SCORE_MODS, Case, cases, neighbours
 from ...support.tolerances import assert_close_arrays
 
 BACKENDS = {"simple": SimpleBackend, "fast": FastBackend}

@@ -8,8 +8,8 @@ import pytest
 import minitorch
 from minitorch.transformer import ATTENTIONS
 
-from ...support.captured_training import FIRST, assert_captured, idle_device
-from ...support.fake_device import FakeDriver
+from ...support.device.fake_device import FakeDriver
+from ...support.models.captured_training import FIRST, assert_captured, idle_device
 
 device = pytest.fixture(idle_device)
 OPTIONS = {

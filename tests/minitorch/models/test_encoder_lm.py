@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import minitorch
 from minitorch import EncoderClassifier, EncoderLM, FastBackend, SimpleBackend
 
-from ...support.captured_training import FIRST, idle_device
-from ...support.fake_device import FakeDriver
+from ...support.device.fake_device import FakeDriver
+from ...support.models.captured_training import FIRST, idle_device
 from ...support.tolerances import assert_close_arrays
 
 VOCABULARY, WIDTH, HEADS, POSITIONS = 19, 8, 2, 40

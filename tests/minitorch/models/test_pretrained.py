@@ -19,8 +19,8 @@ from minitorch import DecoderLM
 from minitorch.models.pretrained import read_tokenizer
 from minitorch.training.model_files import CheckpointError
 
-from ...support.gpt2_folder import config_of, expected_logits, weights_of, write_folder
-from ...support.pretrained_models import EVERYWHERE, IDS, assert_learns, logits, refused
+from ...support.models.gpt2_folder import config_of, expected_logits, weights_of, write_folder
+from ...support.models.pretrained import EVERYWHERE, IDS, assert_learns, logits, refused
 from ...support.tolerances import assert_close_arrays
 
 # -- what is read --------------------------------------------------------------------------------

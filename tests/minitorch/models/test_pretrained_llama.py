@@ -15,8 +15,14 @@ from safetensors.numpy import load_file, save_file
 
 from minitorch import DecoderLM
 
-from ...support.llama_folder import LLAMA3, config_of, expected_logits, weights_of, write_folder
-from ...support.pretrained_models import EVERYWHERE, IDS, assert_learns, logits, refused
+from ...support.models.llama_folder import (
+    LLAMA3,
+    config_of,
+    expected_logits,
+    weights_of,
+    write_folder,
+)
+from ...support.models.pretrained import EVERYWHERE, IDS, assert_learns, logits, refused
 from ...support.tolerances import assert_close_arrays
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}

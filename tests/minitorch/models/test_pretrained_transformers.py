@@ -17,7 +17,7 @@ from minitorch import CudaBackend, DecoderLM, FastBackend  # noqa: E402
 from minitorch.models.pretrained import read_tokenizer  # noqa: E402
 from minitorch.training.model_files import CheckpointError  # noqa: E402
 
-from ...support.llama_folder import LLAMA3  # noqa: E402
+from ...support.models.llama_folder import LLAMA3  # noqa: E402
 
 #: Of logits in float32.
 CLOSE = 1e-4

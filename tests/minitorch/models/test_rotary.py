@@ -14,7 +14,7 @@ import minitorch
 from kernels.runtime.dtypes import BFLOAT16, rounded
 from minitorch import GatedFeedForward, Rotary, from_numpy
 
-from ...support.llama_folder import LLAMA3, config_of, frequencies_of
+from ...support.models.llama_folder import LLAMA3, config_of, frequencies_of
 from ...support.tolerances import assert_close_arrays
 
 Array = npt.NDArray[Any]

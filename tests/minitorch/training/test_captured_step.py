@@ -17,8 +17,8 @@ import minitorch
 from kernels.runtime.targets import cuda
 from minitorch.training.captured_step import RECORDED, WARM_UP
 
-from ...support.captured_training import FIRST, STEPS, Training, idle_device, kinds
-from ...support.fake_device import FakeDriver
+from ...support.device.fake_device import FakeDriver
+from ...support.models.captured_training import FIRST, STEPS, Training, idle_device, kinds
 
 device = pytest.fixture(idle_device)
 

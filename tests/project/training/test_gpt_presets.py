@@ -20,8 +20,8 @@ from kernels.traffic.formulas import training_flops
 from minitorch import FastBackend
 from minitorch.training.model_files import read_checkpoint
 
-from ...support.captured_training import made_steps
-from ...support.fake_device import fake_device
+from ...support.device.fake_device import fake_device
+from ...support.models.captured_training import made_steps
 from .test_train_gpt import SMALL, gpt_loop, refused, train_gpt
 
 from training import gpt_presets  # isort: skip  # found in the folder that test_training puts on the path

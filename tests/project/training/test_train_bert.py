@@ -18,8 +18,8 @@ import train_bert
 from kernels.runtime.targets import IS_SIMULATOR
 from minitorch.training.model_files import read_checkpoint
 
-from ...support.captured_training import made_steps
-from ...support.fake_device import fake_device
+from ...support.device.fake_device import fake_device
+from ...support.models.captured_training import made_steps
 
 TINY = ["--width", "8", "--heads", "2", "--layers", "1", "--context", "24", "--batch", "4", "--steps", "12",
         "--max-seconds", "1e6", "--checkpoint-every", "4"]  # fmt: skip

@@ -19,7 +19,7 @@ import train_gpt
 from minitorch import DecoderLM
 from minitorch.models.pretrained import read_tokenizer
 
-from ...support import gpt2_folder, llama_folder
+from ...support.models import gpt2_folder, llama_folder
 
 tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
 

@@ -25,7 +25,7 @@ from kernels.cuda.runtime.sizes import GPU
 from kernels.scores.mods import ScoreMod
 from kernels.scores.program import PLAIN, Features
 
-from ...support.compiling import (
+from ...support.device.compiling import (
     FLOAT32,
     FLOAT64,
     assert_fits,

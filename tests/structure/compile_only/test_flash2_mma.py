@@ -19,7 +19,7 @@ from kernels.cuda.device.shared_tiles import round_up
 from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
 from kernels.cuda.runtime.kernel import Kernel
 
-from ...support.compiling import REGISTERS, needs_nvvm, needs_ptxas
+from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas
 from ...support.tensor_cores.attention import OPTIONS, layouts_for
 
 AMPERE, HOPPER = (8, 0), (9, 0, "a")

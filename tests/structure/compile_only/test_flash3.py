@@ -21,7 +21,7 @@ from kernels.cuda.attention.flash3_wgmma.layout import Widths, layout_of
 from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
 from kernels.scores.program import Features
 
-from ...support.compiling import REGISTERS, needs_nvvm, needs_ptxas
+from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas
 
 WIDTHS = [Widths(64, 64), Widths(128, 128), Widths(192, 128), Widths(256, 256)]
 HOPPER = (9, 0, "a")

@@ -12,8 +12,8 @@ from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
 from kernels.runtime.jit import fingerprint
 from kernels.scores.program import Features
 
-from ...support.attention_strategies import MASK_MODS, SCORE_MODS
-from ...support.compiling import REGISTERS, needs_nvvm, needs_ptxas
+from ...support.attention.strategies import MASK_MODS, SCORE_MODS
+from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas
 
 HOPPER = (9, 0, "a")
 OPTIONS = {

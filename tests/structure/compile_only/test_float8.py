@@ -12,7 +12,7 @@ from kernels.cuda.attention.flash3_wgmma.float8.layout import layout_of
 from kernels.cuda.attention.flash3_wgmma.layout import Widths
 from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
 
-from ...support.compiling import REGISTERS, needs_nvvm, needs_ptxas
+from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas
 
 HOPPER = (9, 0, "a")
 WIDTHS = [Widths(64, 64), Widths(128, 128), Widths(64, 128)]

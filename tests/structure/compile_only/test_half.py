@@ -23,7 +23,7 @@ from kernels.runtime.dtypes import (
 from minitorch import operators
 from minitorch.backends import cuda_loops
 
-from ...support.compiling import (
+from ...support.device.compiling import (
     GENERATIONS,
     assert_fits,
     assert_is_kernel,

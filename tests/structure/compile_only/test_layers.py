@@ -18,7 +18,7 @@ from kernels.cuda.runtime.compiling import compile_ptx
 from kernels.cuda.runtime.kernel import Kernel
 from minitorch import fast_conv
 
-from ...support.compiling import FLOAT32, FLOAT64, GENERATIONS, needs_nvvm, ptx_of
+from ...support.device.compiling import FLOAT32, FLOAT64, GENERATIONS, needs_nvvm, ptx_of
 
 pytestmark = needs_nvvm
 

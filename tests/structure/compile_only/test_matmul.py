@@ -13,7 +13,7 @@ from kernels.cuda.matmul.operands import copy_kernel
 from kernels.cuda.ptx.wgmma import KINDS
 from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
 
-from ...support.compiling import REGISTERS, needs_nvvm, needs_ptxas, ptx_of
+from ...support.device.compiling import REGISTERS, needs_nvvm, needs_ptxas, ptx_of
 
 HOPPER = (9, 0, "a")
 (LARGE, *_), (SMALL, *_) = dispatch._HOPPER[1]

@@ -25,7 +25,7 @@ from kernels.cuda.runtime.compiling import compile_ptx
 from kernels.problem.operands import Operands
 from kernels.runtime.targets import cuda
 
-from ...support.compiling import FLOAT32, FLOAT64, needs_nvvm
+from ...support.device.compiling import FLOAT32, FLOAT64, needs_nvvm
 
 SLOPES = np.array([0.5, 0.25, 0.125], np.float32)
 RATES = (0.5, 0.25, 0.1)

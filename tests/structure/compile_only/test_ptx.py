@@ -10,7 +10,7 @@ from kernels.cuda.attention import naive
 from kernels.cuda.runtime.compiling import compile_ptx, launched_resources
 from kernels.cuda.runtime.sizes import GPU
 
-from ...support.compiling import (
+from ...support.device.compiling import (
     FLOAT32,
     FLOAT64,
     assert_no_float64,

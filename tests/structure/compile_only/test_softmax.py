@@ -9,7 +9,7 @@ import pytest
 from kernels.cuda.layers import softmax_ladder as cuda_ladder
 from kernels.reference.softmax_ladder import READS
 
-from ...support.compiling import (
+from ...support.device.compiling import (
     FLOAT32,
     assert_fits,
     assert_is_kernel,

@@ -23,7 +23,7 @@ from kernels.runtime.targets import cuda
 from minitorch import cuda_kernel_ops, operators
 from minitorch.backends import course_kernels, cuda_loops
 
-from ...support.compiling import (
+from ...support.device.compiling import (
     FLOAT32,
     FLOAT64,
     assert_fits,

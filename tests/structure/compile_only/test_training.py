@@ -20,7 +20,7 @@ from kernels.cuda.runtime.compiling import ptx_resources
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 
-from ...support.compiling import assert_no_float64, needs_nvvm, needs_ptxas, ptx_of
+from ...support.device.compiling import assert_no_float64, needs_nvvm, needs_ptxas, ptx_of
 
 pytestmark = [needs_nvvm, needs_ptxas]
 

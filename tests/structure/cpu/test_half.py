@@ -13,7 +13,7 @@ from kernels import launch
 from kernels.runtime.dtypes import FLOAT16, FLOAT32, FLOAT_DTYPES, acc_dtype, is_half
 from kernels.runtime.memory import HostMemory
 
-from ...support.attention_strategies import Case
+from ...support.attention.strategies import Case
 from ...support.tolerances import assert_close_arrays
 
 pytestmark = pytest.mark.usefixtures("quick_barriers")

@@ -25,8 +25,8 @@ from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch.training.captured_step import WARM_UP
 
-from ...support.captured_training import FIRST, VOCABULARY, Training, idle_device, kinds
-from ...support.fake_device import FakeDriver, Launched, fake_device
+from ...support.device.fake_device import FakeDriver, Launched, fake_device
+from ...support.models.captured_training import FIRST, VOCABULARY, Training, idle_device, kinds
 
 #: Where the fake device's memory lies, and what is no number of a kernel.
 ADDRESSES = range(1 << 32, 1 << 44)

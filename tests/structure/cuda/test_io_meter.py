@@ -7,7 +7,7 @@ import pytest
 from kernels.cuda.runtime.kernel import Kernel
 from kernels.metering.io_meter import IOMeter
 
-from ...support.metering import needs_simulator
+from ...support.device.metering import needs_simulator
 
 
 @pytest.mark.simulator

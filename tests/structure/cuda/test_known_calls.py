@@ -14,7 +14,7 @@ from kernels.cuda.runtime.arrays import device_view, to_device
 from kernels.known_calls import glance
 from kernels.runtime.targets import IS_SIMULATOR
 
-from ...support.fake_device import FakeDriver, fake_device
+from ...support.device.fake_device import FakeDriver, fake_device
 from ...support.frames import MOST_FRAMES, stacks
 
 pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver to record")

@@ -21,11 +21,11 @@ from kernels.runtime.targets import IS_SIMULATOR
 from kernels.sparsity.block_mask import BlockMask
 from kernels.sparsity.states import Grid
 
-from ...support.attention_strategies import Case
-from ...support.cuda_attention import run
+from ...support.attention.mask_mods import by_batch, dilated, documents, elements, mask_mods, prefix
+from ...support.attention.on_cuda import run
+from ...support.attention.strategies import Case
 from ...support.examples import at_most
 from ...support.layouts import on_device
-from ...support.mask_mods import by_batch, dilated, documents, elements, mask_mods, prefix
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 #: Small enough for lists to have several blocks in the simulator.

@@ -19,7 +19,7 @@ from kernels.cuda.runtime import recipe
 from kernels.cuda.runtime.arrays import device_view, element_strides, pool, to_device
 from kernels.runtime.targets import IS_SIMULATOR
 
-from ...support.fake_device import FakeDriver, fake_device
+from ...support.device.fake_device import FakeDriver, fake_device
 
 pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver to record")
 

@@ -21,9 +21,9 @@ from kernels.problem.packed_sequences import Sequences, sequences_of
 from kernels.problem.question import Problem, make_problem
 from kernels.runtime.dtypes import FLOAT16
 
+from ...support.attention.option_table import TENSOR_CORES
 from ...support.emulated.hopper import emulated_hopper_backward
 from ...support.emulated.target import EMULATED
-from ...support.option_table import TENSOR_CORES
 
 HEADS, ROWS, COLS, WIDTH = 2, 70, 131, 64
 SUMS = [0, 10, 40, 70], [0, 31, 31, 131]

@@ -16,7 +16,7 @@ from kernels.runtime.dtypes import BFLOAT16, FLOAT32
 from kernels.runtime.targets import IS_SIMULATOR
 from minitorch.distributed import ring_attention
 
-from ...support.fake_device import FakeDriver, fake_device
+from ...support.device.fake_device import FakeDriver, fake_device
 
 pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver to record")
 

@@ -16,8 +16,8 @@ from kernels.interop import dlpack, libraries
 from kernels.known_calls import DESCRIBE, glance, learn_type
 from kernels.runtime.targets import IS_SIMULATOR
 
-from ...support.fake_device import FakeDriver, fake_device
-from ...support.fake_torch import FakeTorch, Tensor
+from ...support.device.fake_device import FakeDriver, fake_device
+from ...support.device.fake_torch import FakeTorch, Tensor
 
 pytestmark = pytest.mark.skipif(IS_SIMULATOR, reason="the simulator has no driver to record")
 

@@ -30,8 +30,8 @@ from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT16, FLOAT32
 from kernels.scores.program import Features
 
-from ...support import option_table
-from ...support.attention_strategies import MASK_MODS, SCORE_MODS, Case
+from ...support.attention import option_table
+from ...support.attention.strategies import MASK_MODS, SCORE_MODS, Case
 from ...support.emulated.gpu import held_back, launch
 from ...support.emulated.instructions import WARP
 from ...support.emulated.target import EMULATED, emulated_device

@@ -19,12 +19,12 @@ from kernels.problem.operands import make_operands
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT16
 
-from ...support.attention_strategies import MASK_MODS, SCORE_MODS, Case
+from ...support.attention.mask_mods import mask_mods
+from ...support.attention.strategies import MASK_MODS, SCORE_MODS, Case
 from ...support.emulated.gpu import held_back
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper_backward
 from ...support.emulated.target import EMULATED
 from ...support.examples import at_most
-from ...support.mask_mods import mask_mods
 
 SEQ_Q, SEQ_K = 70, 131
 

@@ -25,13 +25,13 @@ from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.runtime.targets import cuda
 
-from ...support.attention_strategies import MASK_MODS, SCORE_MODS, Case
+from ...support.attention.mask_mods import mask_mods
+from ...support.attention.strategies import MASK_MODS, SCORE_MODS, Case
 from ...support.emulated.gpu import held_back
 from ...support.emulated.gpu import launch as emulate
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
 from ...support.emulated.target import EMULATED
 from ...support.examples import at_most
-from ...support.mask_mods import mask_mods
 from ...support.tolerances import assert_close_arrays
 
 #: What is emulated: two consumers in turns, and small tiles.

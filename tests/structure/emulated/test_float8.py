@@ -18,10 +18,10 @@ from kernels.cuda.device.warpgroups import WARPGROUP
 from kernels.problem.operands import make_operands
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 
+from ...support.attention.float8 import PRECISIONS, assert_near, wanted
 from ...support.emulated.gpu import held_back
 from ...support.emulated.hopper import FUZZ_ONLY, emulated_hopper
 from ...support.emulated.target import EMULATED
-from ...support.float8 import PRECISIONS, assert_near, wanted
 
 SMALL = ForwardLayout(2, 32, 2, 2, True, 2)
 

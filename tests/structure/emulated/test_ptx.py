@@ -20,7 +20,7 @@ from kernels.cuda.ptx.swizzle import CHUNK, make_tile_place, swizzled
 from kernels.cuda.ptx.tensor_map import check_tensor_map
 from kernels.runtime.targets import cuda
 
-from ...support import float8
+from ...support.attention import float8
 from ...support.tensor_cores.ptx_cases import Case, run
 from ...support.tensor_cores.ptx_kernels import CASES as OF_A_WARP
 from ...support.tensor_cores.ptx_kernels_hopper import CASES as OF_A_BLOCK

@@ -24,8 +24,8 @@ from kernels.problem.operands import make_operands
 from kernels.runtime.dtypes import FLOAT32
 from kernels.scores.program import PLAIN, Features
 
-from ...support.attention_strategies import Case
-from ...support.cuda_attention import run as run_on_gpu
+from ...support.attention.on_cuda import run as run_on_gpu
+from ...support.attention.strategies import Case
 from ...support.emulated.target import EMULATED, emulated_device
 from ...support.tensor_cores.attention import layouts_for
 from ...support.tensor_cores.sums import cut_sum, sums_cut_off

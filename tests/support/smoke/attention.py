@@ -27,8 +27,8 @@ from kernels.problem.question import Problem
 from kernels.runtime.dtypes import FLOAT16, FLOAT32, is_floating
 from kernels.runtime.targets import why_no_cuda
 
-from ..cuda_attention import RUNGS
-from ..float8 import PRECISIONS, assert_near, wanted
+from ..attention.float8 import PRECISIONS, assert_near, wanted
+from ..attention.on_cuda import RUNGS
 from ..tolerances import assert_close_arrays
 
 #: seq_q, seq_k, head_dim and value_dim that divide no tile.

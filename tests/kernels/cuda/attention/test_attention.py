@@ -17,8 +17,7 @@ from kernels.problem.operands import Operands
 from kernels.runtime.targets import IS_SIMULATOR, cuda
 from minitorch import CudaBackend, Tensor, naive_attention
 
-from ....support.attention_strategies import FEATURES, Case, planted
-from ....support.cuda_attention import (
+from ....support.attention.on_cuda import (
     RESULTS,
     RUNGS,
     TILES,
@@ -30,6 +29,7 @@ from ....support.cuda_attention import (
     taken_by,
     tiny,
 )
+from ....support.attention.strategies import FEATURES, Case, planted
 from ....support.examples import at_most
 from ....support.layouts import on_device
 from ....support.tolerances import assert_close_arrays

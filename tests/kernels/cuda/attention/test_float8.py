@@ -14,7 +14,7 @@ from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16
 from kernels.runtime.targets import compute_capability, why_no_cuda
 
-from ....support.float8 import (
+from ....support.attention.float8 import (
     PRECISIONS,
     assert_near,
     root_mean_square,

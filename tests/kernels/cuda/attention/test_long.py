@@ -16,8 +16,8 @@ from kernels.problem.operands import make_operands
 from kernels.runtime.targets import cuda
 from minitorch import CudaBackend
 
-from ....support.attention_strategies import MASK_MODS, SCORE_MODS, Case
-from ....support.cuda_attention import RUNGS, draw, packed, run
+from ....support.attention.on_cuda import RUNGS, draw, packed, run
+from ....support.attention.strategies import MASK_MODS, SCORE_MODS, Case
 from ....support.layouts import on_device
 from ....support.tolerances import assert_close_arrays
 

@@ -16,8 +16,7 @@ import kernels
 from kernels.common.philox import keep_scale
 from kernels.runtime.targets import IS_SIMULATOR
 
-from ....support.attention_strategies import FEATURES, MASK_MODS, SCORE_MODS, Case
-from ....support.cuda_attention import (
+from ....support.attention.on_cuda import (
     RUNGS,
     blind,
     draw,
@@ -27,6 +26,7 @@ from ....support.cuda_attention import (
     taken_by,
     tiny,
 )
+from ....support.attention.strategies import FEATURES, MASK_MODS, SCORE_MODS, Case
 from ....support.examples import at_most
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]

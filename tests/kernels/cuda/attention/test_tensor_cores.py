@@ -15,9 +15,9 @@ from kernels.cuda.runtime.arrays import to_device, to_host
 from kernels.runtime.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from kernels.runtime.targets import compute_capability
 
-from ....support.attention_strategies import MASK_MODS, SCORE_MODS, Case
-from ....support.cuda_attention import on_device
-from ....support.option_table import TENSOR_CORES
+from ....support.attention.on_cuda import on_device
+from ....support.attention.option_table import TENSOR_CORES
+from ....support.attention.strategies import MASK_MODS, SCORE_MODS, Case
 
 LENGTHS = st.sampled_from([1, 2, 17, 63, 64, 65, 127, 128, 129, 200, 385])
 #: dtype, head_dim and value dim; few, for each is a kernel to compile.

@@ -1,7 +1,7 @@
 """The table of docs/options.md: every option on every rung, tried and compared with the textbook.
 
-    python -m tests.support.option_table            prints the part that this process can try
-    python -m tests.support.option_table --write    writes docs/options.md; runs itself in the simulator too
+    python -m tests.support.attention.option_table            prints the part that this process can try
+    python -m tests.support.attention.option_table --write    writes docs/options.md, by the simulator too
 
 A cell says "yes" when forward and gradients agree with the textbook in float64, else why the rung refuses.
 Of tensor cores, which the simulator has not, it is what the rung says it can; a run on a GPU tries it.
@@ -28,9 +28,9 @@ from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT16
 from kernels.runtime.targets import IS_SIMULATOR, why_no_cuda
 
-from .attention_strategies import MASK_MODS, SCORE_MODS, Case
+from .strategies import MASK_MODS, SCORE_MODS, Case
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+PAGE = Path(__file__).parents[3] / "docs" / "options.md"
 ROWS, COLS, HEADS = 7, 18, 2
 
 
@@ -212,7 +212,7 @@ def main() -> None:
     if "--write" not in sys.argv:
         print(json.dumps(cells))
         return
-    command = [sys.executable, "-m", "tests.support.option_table"]
+    command = [sys.executable, "-m", "tests.support.attention.option_table"]
     simulator = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
     done = subprocess.run(command, env=simulator, capture_output=True, text=True, check=True)
     for option, row in json.loads(done.stdout.splitlines()[-1]).items():
@@ -222,7 +222,10 @@ def main() -> None:
     PAGE.write_text(f"{before}{BEGIN}\n{page(cells)}{END}{after}")
 
 
-BEGIN, END = "<!-- python -m tests.support.option_table --write -->", "<!-- end of the table -->"
+BEGIN, END = (
+    "<!-- python -m tests.support.attention.option_table --write -->",
+    "<!-- end of the table -->",
+)
 
 if __name__ == "__main__":
     main()

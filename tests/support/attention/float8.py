@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels.problem.float8 import SIGNS
 
-from .tolerances import tolerance
+from ..tolerances import tolerance
 
 PRECISIONS = (
     "float8_e4m3", "float8_e4m3+blocks", "float8_e4m3+hadamard", "float8_e4m3+blocks+hadamard"

@@ -15,7 +15,7 @@ import pytest
 
 from kernels.runtime.memory import HostMemory, row_major_strides
 
-from .layouts import POISON, write_once
+from ..layouts import POISON, write_once
 
 #: Bytes of poison before and after an array, more than a vector and a line of the cache.
 MARGIN = 192

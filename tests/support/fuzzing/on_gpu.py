@@ -1,6 +1,6 @@
 """Draw calls of attention on a GPU: rungs, dtypes, options, lengths, layouts, and libraries of the arrays.
 
-    python -m tests.support.fuzz_gpu --seed 1 --seconds 60
+    python -m tests.support.fuzzing.on_gpu --seed 1 --seconds 60
 
 ``project/reliability/fuzz.py --gpu`` runs several of these side by side.  A kind of call fixes the compiled
 kernels; some calls of each kind are drawn and compared with the textbook in float64, fp16 and bf16 by what
@@ -25,9 +25,9 @@ import minitorch
 from kernels.interop.libraries import as_array
 from kernels.runtime.dtypes import BFLOAT16, is_half
 
-from .attention_strategies import FEATURES, Case, bounds, cases, option
-from .cuda_attention import Packed, packed
-from .layouts import in_order, laid, layouts, memory_of, on_device
+from ..attention.on_cuda import Packed, packed
+from ..attention.strategies import FEATURES, Case, bounds, cases, option
+from ..layouts import in_order, laid, layouts, memory_of, on_device
 
 #: Calls of a kind.
 EACH = 50

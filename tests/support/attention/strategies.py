@@ -15,8 +15,8 @@ from kernels.problem.operands import make_operands
 from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import acc_dtype, is_floating, is_half
 
-from .layouts import laid, layouts
-from .tolerances import TOLERANCES, assert_close_arrays
+from ..layouts import laid, layouts
+from ..tolerances import TOLERANCES, assert_close_arrays
 
 LENGTHS = st.integers(1, 40)
 DIMS = st.sampled_from([1, 2, 3, 5, 8, 16, 17])

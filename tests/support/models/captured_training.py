@@ -13,7 +13,7 @@ from kernels.cuda.runtime.recorder import active
 from kernels.runtime.targets import IS_SIMULATOR
 from minitorch.training.captured_step import RECORDED, WARM_UP
 
-from .fake_device import FakeDriver, fake_device
+from ..device.fake_device import FakeDriver, fake_device
 
 VOCABULARY, CONTEXT, BATCH, STEPS = 40, 16, 2, 20
 #: Calls before the first replay.

@@ -1,6 +1,6 @@
 """Draw calls of attention's public functions that may be nonsense, and judge what comes of them.
 
-A call starts as a valid one of ``attention_strategies``.  Then operands get odd memory, values that are no
+A call starts as a valid one of ``attention.strategies``.  Then operands get odd memory, values that are no
 numbers, or are replaced by something else, and options by whatever fits no option.  It must either raise
 a documented exception with a message that says what to do, or return what the textbook returns in float64;
 and nothing that it was given, nor memory beside it, may change.
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from kernels.runtime.dtypes import BFLOAT16, acc_dtype, is_floating, is_half
 
-from .attention_strategies import FEATURES, Case, cases, sum_to
-from .fuzz_buffers import Untouched, check_margins, guarded_results, placed
-from .tolerances import assert_close_arrays
+from ..attention.strategies import FEATURES, Case, cases, sum_to
+from ..tolerances import assert_close_arrays
+from .buffers import Untouched, check_margins, guarded_results, placed
 
 #: What a function may raise on arrays.
 DOCUMENTED = (TypeError, ValueError, BufferError)

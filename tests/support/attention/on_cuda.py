@@ -16,9 +16,9 @@ from kernels.problem.packed_sequences import Sequences
 from kernels.runtime.dtypes import FLOAT64
 from kernels.runtime.targets import IS_SIMULATOR
 
-from .attention_strategies import Case, cases
-from .layouts import on_device
-from .tolerances import assert_close_arrays
+from ..layouts import on_device
+from ..tolerances import assert_close_arrays
+from .strategies import Case, cases
 
 #: Those that compute in the dtype of their operands, float32 or float64.
 RUNGS = [rung.name for rung in launch.CUDA.rungs if FLOAT64 in rung.dtypes]

@@ -1,0 +1,1 @@
+"""What tests of attention share: problems, oracles, tables of options."""

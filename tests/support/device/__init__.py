@@ -1,0 +1,1 @@
+"""Stand-ins for a GPU, and what tests of its kernels share."""

@@ -1,0 +1,1 @@
+"""Calls that may be nonsense, and memory that nobody may touch."""

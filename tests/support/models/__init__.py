@@ -1,0 +1,1 @@
+"""Small models, and folders of weights as others publish them."""

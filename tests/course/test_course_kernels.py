@@ -14,7 +14,7 @@ from kernels.common.geometry import ceil_div
 from kernels.runtime.targets import IS_SIMULATOR
 from minitorch import CudaBackend, Tensor, cuda_ops, from_numpy, operators
 
-from ..support.device.missing_barriers import missing_barriers as missing_barriers
+from ..support.missing_barriers import missing_barriers as missing_barriers
 from ..support.mistakes import assert_close_or_explain, filled
 from ..support.tolerances import assert_close_arrays
 

@@ -42,7 +42,7 @@ from minitorch import (
 )
 
 from ..support.attention.mistakes import gradient_mistake, online_mistake, statistics_mistake
-from ..support.device.missing_barriers import missing_barriers as missing_barriers
+from ..support.missing_barriers import missing_barriers as missing_barriers
 from ..support.mistakes import assert_close_or_explain
 from ..support.tolerances import assert_close_arrays
 

@@ -28,7 +28,7 @@ from minitorch import (
 )
 from minitorch.tensor_data import is_device_storage
 
-from ..support.device.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
+from ..support.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]
 

@@ -18,7 +18,7 @@ from kernels.runtime.memory import join_dims
 from kernels.runtime.targets import cuda
 from minitorch import CudaBackend
 
-from ...support.device.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
+from ...support.cuda_tensors import DTYPES, assert_equal, draw, on_cuda, permuted
 from ...support.tolerances import assert_close_arrays
 
 pytestmark = [pytest.mark.simulator, pytest.mark.usefixtures("quick_barriers")]

@@ -10,7 +10,7 @@ import minitorch
 from minitorch import CudaBackend, Tensor, TensorData
 from minitorch.tensor_data import is_device_storage
 
-from ..tolerances import assert_close_arrays
+from .tolerances import assert_close_arrays
 
 DTYPES = [np.float32, np.float64]
 

@@ -364,15 +364,20 @@ def lra_lengths(record: Record) -> str:
     return f"{call}. A dash: not enough memory.\n\n{lengths_table(record['rows'])}"
 
 
+def _dashes(record: Record) -> str:
+    """Return what a dash stands for, and the record's note if it has one."""
+    note = f"; {record['note']}" if "note" in record else ""
+    return f"A dash: not measured{note}."
+
+
 def lra_results(record: Record) -> str:
     """Return accuracy, time and memory of the trainings on each task."""
-    note = f"; {record['note']}" if "note" in record else ""
-    return f"A dash: not measured{note}.\n\n{results_table(record['rows'])}"
+    return f"{_dashes(record)}\n\n{results_table(record['rows'])}"
 
 
 def lra_steps(record: Record) -> str:
     """Return speed-up and memory of training steps on each task."""
-    return f"A dash: not measured; {record['note']}.\n\n{steps_tables(record['rows'])}"
+    return f"{_dashes(record)}\n\n{steps_tables(record['rows'])}"
 
 
 class Table(NamedTuple):

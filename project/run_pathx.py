@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         ("--steps", COUNT, "of the optimiser"),
         ("--batch", COUNT, "images of a step"),
         ("--lr", POSITIVE, "learning rate"),
-        ("--attention", attention_name, "flash, or block-sparse: near rows of pixels and a butterfly"),
+        ("--attention", attention_name, "flash, or block-sparse: each head sees every fourth row of pixels"),
     ):  # fmt: skip
         add(
             name,
@@ -186,18 +186,19 @@ def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> d
         plan: The stage.
         row: That of an earlier run, if there is one.
     """
-    stage, settings = plan.stage, settings_of(args, plan.stage)
-    options = None
-    if stage.attention == "block-sparse":
-        options = {"block_size": max(plan.side, 16), "pattern": "local_butterfly"}
+    stage, settings, folder = plan.stage, settings_of(args, plan.stage), Path(args.out) / plan.name
+    attention, options = stage.attention.replace("-", "_"), None
+    if attention == "block_sparse":
+        options = {"block_size": max(plan.side, 16), "pattern": "dilated"}
+    if row is not None and row["done"] and (folder / BEST).exists():
+        asked = {"attention": attention, "options": options, "seed": args.seed, "lr": stage.lr}
+        if all(row.get(name) == value for name, value in (asdict(settings) | asked).items()):
+            return row
     task = task_of(args, plan)
     training = Training(
-        task, stage.attention.replace("-", "_"), settings, args.seed, args.backend,
-        Path(args.out) / plan.name, stage.lr, True, args.eager, start=start_of(args, plan), options=options,
-        recompute=stage.recompute,
+        task, attention, settings, args.seed, args.backend, folder, stage.lr, True, args.eager,
+        start=start_of(args, plan), options=options, recompute=stage.recompute,
     )  # fmt: skip
-    if row is not None and row["done"] and training.done == settings.steps:
-        return row
     print(
         f"{task.name}: {task.source}; {stage.attention}, steps {training.done} to {settings.steps}"
     )

@@ -78,6 +78,7 @@ class BlockMask:
 
     butterfly = classmethod(_builder(builders.butterfly))
     strided = classmethod(_builder(builders.strided))
+    dilated = classmethod(_builder(builders.dilated))
     bigbird = classmethod(_builder(builders.bigbird))
     band = classmethod(_builder(builders.band))
     causal = classmethod(_builder(builders.causal))

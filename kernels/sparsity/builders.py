@@ -82,6 +82,32 @@ def strided(
     return _combined(near_or_at_stride, causal(seq_q, seq_k, block_size), FULL, np.logical_and)
 
 
+def dilated(
+    seq_q: int, seq_k: int, block_size: Any = 64, *, dilation: int = 4, heads: int = 1
+) -> Layout:
+    """Make every ``dilation``-th block visible, beginning with another one in each head.
+
+    In head h, block i of rows sees block j of columns if j - i - h is a multiple of ``dilation``.  As many
+    heads as that see all blocks together, each of them an even sample.  With fewer blocks of columns than
+    ``dilation``, their number takes its place, so that each row sees one.
+
+    Args:
+        seq_q: Query rows.
+        seq_k: Key columns.
+        block_size: Rows and columns of a block, or one number for both; see ``butterfly``.
+        dilation: Distance of visible blocks, in blocks.
+        heads: Number of heads with their own pattern.
+
+    Source: the dilated attention of LongNet (Ding et al., 2023, section 3.2) in one segment, with blocks in
+    the place of elements.
+    """
+    grid = check_grid(seq_q, seq_k, block_size)
+    rows, cols = _squares(grid)
+    step = max(min(whole("dilation", dilation, 1), cols), 1)
+    h, i = np.arange(whole("heads", heads, 1))[:, None, None], np.arange(rows)[:, None]
+    return _of_squares(grid, (np.arange(cols) - i - h) % step == 0)  # (heads, squares, squares)
+
+
 def bigbird(
     seq_q: int,
     seq_k: int,

@@ -138,6 +138,8 @@ class Training:
             "task": task.name, "source": task.source, "attention": attention, "seed": seed,
             "lr": self.lr, **asdict(settings),
         }  # fmt: skip
+        if more.get("options") is not None:
+            self.config["options"] = more["options"]
         self.take_step = self._step if eager else minitorch.graph_step(self._step)
         self.curve: dict[str, list[Any]] = {name: [] for name in CURVE}
         self.done, self.resumed, self._seconds = 0, [], 0.0

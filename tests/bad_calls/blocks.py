@@ -88,6 +88,9 @@ BLOCKS = {
     "strided maybe causal": wrong(
         lambda o: BlockMask.strided(5, 5, 1, is_causal="no"), TypeError, "True or False", "'no'"
     ),
+    "dilated by 0": wrong(
+        lambda o: BlockMask.dilated(5, 5, dilation=0), ValueError, "dilation must be 1 or more", "0"
+    ),
     "bigbird of an even window": wrong(
         lambda o: BlockMask.bigbird(5, 5, window=2), ValueError, "must be odd", "got 2", "use 3"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -11,24 +12,21 @@ from kernels.common.arguments import whole
 from ...tensor import Tensor
 from .support import Masked, check_operands, check_options, one_mask
 
-PATTERNS = ("butterfly", "local_butterfly", "bigbird", "strided")
-#: Blocks around the diagonal that local_butterfly adds: four on each side of a block.
-NEAR = 9
+#: By the name of a pattern, what makes its mask from (seq_q, seq_k, block_size, heads).
+PATTERNS: dict[str, Callable[[int, int, int, int], BlockMask]] = {
+    "butterfly": lambda seq_q, seq_k, size, heads: BlockMask.butterfly(seq_q, seq_k, size),
+    "dilated": lambda seq_q, seq_k, size, heads: BlockMask.dilated(seq_q, seq_k, size, heads=heads),
+    "bigbird": lambda seq_q, seq_k, size, heads: BlockMask.bigbird(seq_q, seq_k, size),
+    "strided": lambda seq_q, seq_k, size, heads: BlockMask.strided(
+        seq_q, seq_k, block_size=size, is_causal=False
+    ),
+}
 
 
 @lru_cache(maxsize=64)
-def pattern_mask(pattern: str, seq_q: int, seq_k: int, block_size: int) -> BlockMask:
+def pattern_mask(pattern: str, seq_q: int, seq_k: int, block_size: int, heads: int) -> BlockMask:
     """Return the mask of a pattern; equal arguments return the same mask, whose tile lists are cached."""
-    if pattern == "strided":
-        return BlockMask.strided(seq_q, seq_k, block_size=block_size, is_causal=False)
-    if pattern == "bigbird":
-        return BlockMask.bigbird(seq_q, seq_k, block_size)
-    mask = BlockMask.butterfly(seq_q, seq_k, block_size)
-    if pattern == "butterfly":
-        return mask
-    return mask | BlockMask.bigbird(
-        seq_q, seq_k, block_size, window=NEAR, global_blocks=0, random_blocks=0
-    )
+    return PATTERNS[pattern](seq_q, seq_k, block_size, heads)
 
 
 def block_sparse(
@@ -48,8 +46,9 @@ def block_sparse(
 
     o_i = Σ_j softmax_j(scale q_i·k_j) v_j over the j whose block is visible to the block of i.  With the
     butterfly pattern, blocks a and b see each other if a = b or a and b differ in one bit, so that a row of
-    n blocks visits 1 + log2 n of them.  Neighbours such as 7 and 8 do not see each other then; in the
-    pattern "local_butterfly", they and all up to a distance of four do.
+    n blocks visits 1 + log2 n of them.  In the pattern "dilated", each head sees every fourth block and
+    begins with another one: an even sample, under which a model that has learned exact attention still
+    knows some of it.
 
     Args:
         q: (…, heads, seq_q, head_dim).
@@ -60,8 +59,7 @@ def block_sparse(
         is_causal: Position i sees the positions j <= i only.
         scale: Of the scores; 1 / sqrt(head_dim) when None.
         key_mask: (…, seq_k); False or 0 hides a key.
-        pattern: "butterfly", "bigbird" or "strided", as built by :class:`kernels.BlockMask`, or
-            "local_butterfly".
+        pattern: "butterfly", "dilated", "bigbird" or "strided", as built by :class:`kernels.BlockMask`.
         block_size: Rows and columns of a block, a multiple of 16.
 
     Returns:
@@ -77,9 +75,10 @@ def block_sparse(
     check_options("block_sparse", Masked(attn_mask, dropout_p, is_causal, scale))
     check_operands("block_sparse", q, k, v)
     if pattern not in PATTERNS:
-        raise ValueError(f"pattern must be one of {PATTERNS}, got {pattern!r}")
+        raise ValueError(f"pattern must be one of {tuple(PATTERNS)}, got {pattern!r}")
     attn_mask = one_mask(attn_mask, key_mask, k)
-    mask = pattern_mask(pattern, q.shape[-2], k.shape[-2], whole("block_size", block_size, 1))
+    size = whole("block_size", block_size, 1)
+    mask = pattern_mask(pattern, q.shape[-2], k.shape[-2], size, q.shape[-3])
     return q.flash_attention(
         k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         block_mask=mask,

@@ -291,6 +291,23 @@ def test_a_stride_is_a_distance_between_blocks(
 
 
 @given(
+    st.integers(1, 400), st.integers(1, 400), sizes, st.integers(1, 9), st.integers(1, 4),
+)  # fmt: skip
+def test_dilated_heads_see_even_samples_which_together_are_all_blocks(
+    seq_q: int, seq_k: int, block_size: Any, dilation: int, heads: int
+) -> None:
+    side = int(np.lcm(*pair(block_size)))
+    row, col = places(seq_q, seq_k)
+    step = min(dilation, -(-seq_k // side))
+    head = np.arange(heads)[:, None, None]
+    dense = (col // side - row // side - head) % step == 0
+    mask = BlockMask.dilated(seq_q, seq_k, block_size, dilation=dilation, heads=heads)
+    assert mask == BlockMask.from_dense(dense, block_size)
+    assert dense.any(-1).all()
+    assert dense.any(0).all() or heads < step
+
+
+@given(
     st.integers(1, 400), st.integers(1, 400), sizes,
     st.sampled_from([1, 3, 5]), st.integers(0, 3), st.integers(0, 4), st.integers(1, 3), st.integers(0, 99),
 )  # fmt: skip
@@ -550,6 +567,7 @@ NOISE = np.eye(32, dtype=bool)[None]
         (lambda: BlockMask.local_global(64, 64, 2, global_tokens=-1), ValueError, "global_tokens.*-1"),
         (lambda: BlockMask.local_global(64, 64, 2, global_tokens=[0.5]), TypeError, "whole numbers"),  # type: ignore[list-item]
         (lambda: BlockMask.strided(64, 64, 0), ValueError, "stride must be 1 or more"),
+        (lambda: BlockMask.dilated(64, 64, dilation=0), ValueError, "dilation must be 1 or more"),
         (lambda: BlockMask.bigbird(64, 64, window=2), ValueError, "odd.*got 2; use 3"),
         (lambda: BlockMask.bigbird(64, 64, heads=0), ValueError, "heads must be 1"),
         (lambda: BlockMask.bigbird(64, 64, seed=-1), ValueError, "seed must be 0"),

@@ -119,7 +119,7 @@ def cases(draw: st.DrawFn, method: str, most: int = 19) -> Case:
     elif method == "local":
         options["window"] = draw(st.integers(0, most))
     elif method == "block_sparse":
-        patterns = "butterfly", "local_butterfly", "strided"
+        patterns = "butterfly", "dilated", "strided"
         options |= {"block_size": 16, "pattern": draw(st.sampled_from(patterns))}
     elif method == "smyrf":
         options |= {"cluster": draw(small), "rounds": draw(st.integers(1, 3)), "seed": seed}

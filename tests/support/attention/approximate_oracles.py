@@ -93,10 +93,12 @@ def block_sparse(
     row, col = np.arange(q.shape[-2])[:, None], np.arange(k.shape[-2])[None, :]
     counts = [-(-x.shape[-2] // block_size) for x in (q, k)]
     own, other = row // block_size, col // block_size
-    if pattern.endswith("butterfly"):
-        near = (np.abs(own - other) <= 4) & (pattern == "local_butterfly")
+    if pattern == "butterfly":
         own, other = (x * min(counts) // n for x, n in zip((own, other), counts, strict=True))
-        shown = near | np.vectorize(lambda a, b: bin(a ^ b).count("1") <= 1)(own, other)
+        shown = np.vectorize(lambda a, b: bin(a ^ b).count("1") <= 1)(own, other)
+    elif pattern == "dilated":
+        head = np.arange(q.shape[-3])[:, None, None]
+        shown = (other - own - head) % min(4, counts[1]) == 0
     else:
         step = max(int(counts[1] ** 0.5), 1)
         shown = (np.abs(own - other) <= step) | ((own - other) % step == 0)

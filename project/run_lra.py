@@ -49,8 +49,10 @@ from training.pathfinder_stages import (
     grown,
     stage_task,
 )
+from training.runs import CHECKPOINTS
 from training.script_helpers import check_backend, draw, ends_in_one_line, make_folder
 
+from minitorch.training.checkpoints import Checkpoints
 from minitorch.training.model_files import CheckpointError
 
 Rows = list[dict[str, Any]]
@@ -220,9 +222,10 @@ def begun_small(
     start: Arrays | None = None
     processes = 0 if args.quick else None
     counts = {"valid": settings.judged, "test": settings.judged}
-    for side, larger in zip(FIRST_STAGES, (*FIRST_STAGES[1:], args.size), strict=True):
-        steps = min(STAGES[side].steps, settings.steps)
-        task = stage_task(side, Path(args.out) / "sets", run.seed, counts, processes=processes)
+    sides = [STAGES[name].task.size for name in FIRST_STAGES[1:]]
+    for name, larger in zip(FIRST_STAGES, (*sides, args.size), strict=True):
+        steps = min(STAGES[name].steps, settings.steps)
+        task = stage_task(name, Path(args.out) / "sets", run.seed, counts, processes=processes)
         own = folder / task.name
         training = Training(
             task, run.attention, replace(settings, steps=steps, judge_every=min(200, settings.judge_every)),
@@ -252,7 +255,8 @@ def train_one(args: argparse.Namespace, run: Run, argv: Sequence[str]) -> None:
         task = replace(task, source=task.source + begun_with(FIRST_STAGES[-1]))
     print(f"{task.name}: {task.source}; {METHODS[run.attention].title}, {settings.steps} steps")
     try:
-        start = begun_small(args, run, settings, folder) if begins_small else None
+        is_begun = args.go_on and bool(Checkpoints(folder / CHECKPOINTS).files())
+        start = begun_small(args, run, settings, folder) if begins_small and not is_begun else None
         training = Training(
             task, run.attention, settings, run.seed, args.backend, folder, run.lr, args.go_on, args.eager,
             start,

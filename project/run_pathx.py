@@ -1,6 +1,6 @@
 """Train a classifier on Path-X: Pathfinder with more and more pixels, each stage from the model before it.
 
-python project/run_pathx.py --backend cuda --precision bfloat16     8, 16, 32, 64, 128 pixels (Path-X), 256
+python project/run_pathx.py --backend cuda --precision bfloat16     8 to 128 pixels (Path-X), then Path-256
 python project/run_pathx.py --stages 8,16,32,64,128 --steps 2000,4000,9000,2500,1000
 python project/run_pathx.py --quick                                 tiny images, in seconds on a CPU
 
@@ -30,8 +30,8 @@ from training.pathfinder_stages import (
     Arrays,
     Stage,
     grown,
-    stage_name,
     stage_task,
+    task_name,
 )
 from training.runs import resumable
 from training.saliency import held_out, panel, saliency, shares
@@ -61,19 +61,19 @@ class Plan:
     """What becomes of one stage with the options of a run.
 
     Attributes:
-        side: Of the images.
+        name: Of the stage.
         stage: With the options that were given.
-        before: Side of the images of the stage before it, or None.
+        before: The stage before it, or None.
     """
 
-    side: int
+    name: str
     stage: Stage
-    before: int | None
+    before: str | None
 
     @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return stage_name(self.side)
+    def side(self) -> int:
+        """Of the images."""
+        return self.stage.task.size
 
 
 def attention_name(text: str) -> str:
@@ -88,13 +88,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--stages", type=per_item(COUNT), metavar="N,…",
-        help=f"sides of the images (default: {','.join(map(str, STAGES))}; with --quick 8,16)")  # fmt: skip
+    add("--stages", type=per_item(str), metavar="NAME,…",
+        help=f"sides of the images (default: {','.join(STAGES)}; with --quick 8,16)")  # fmt: skip
     for name, kind, what in (
         ("--steps", COUNT, "of the optimiser"),
         ("--batch", COUNT, "images of a step"),
         ("--lr", POSITIVE, "learning rate"),
-        ("--attention", attention_name, "flash, or block-sparse: each head sees every fourth row of pixels"),
+        ("--attention", attention_name, "flash, or block-sparse: a head sees each fourth row of pixels"),
     ):  # fmt: skip
         add(
             name,
@@ -105,7 +105,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     for name in ("layers", "width", "heads", "hidden", "judge-every"):
         add(f"--{name}", type=COUNT, metavar="N", help="(default: that of the size)")
     add("--recompute", action=argparse.BooleanOptionalAction,
-        help="recompute layers in the backward pass (default: with 256 pixels)")  # fmt: skip
+        help="recompute layers in the backward pass, which saves memory")  # fmt: skip
     add("--examples", type=COUNT, metavar="N",
         help="training images, drawn once into a file (default: new ones in each step)")  # fmt: skip
     add("--tested", type=COUNT, metavar="N", help="held-out images (default: 4000)")
@@ -121,10 +121,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="of sets, checkpoints, pictures and the record pathx.json (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)
     args.stages = args.stages or [*(FIRST_STAGES if args.quick else STAGES)]
-    if not set(args.stages) <= set(STAGES) or args.stages != sorted(set(args.stages)):
+    if args.stages != [name for name in STAGES if name in args.stages]:
         parser.error(
-            f"--stages must rise and be among {', '.join(map(str, STAGES))}, got "
-            f"{','.join(map(str, args.stages))}"
+            f"--stages must be among {', '.join(STAGES)}, in this order, got {','.join(args.stages)}"
         )
     for name in ("steps", "batch", "lr", "attention"):
         given = getattr(args, name)
@@ -142,15 +141,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def plans_of(args: argparse.Namespace) -> list[Plan]:
     """Return the stages with the options that were given."""
     plans = []
-    for number, side in enumerate(args.stages):
+    for number, name in enumerate(args.stages):
         own: dict[str, Any] = {"steps": QUICK.steps, "batch": QUICK.batch} if args.quick else {}
-        for name in ("steps", "batch", "lr", "attention"):
-            if (given := getattr(args, name)) is not None:
-                own[name] = given[number % len(given)]
+        for option in ("steps", "batch", "lr", "attention"):
+            if (given := getattr(args, option)) is not None:
+                own[option] = given[number % len(given)]
         if args.recompute is not None:
             own["recompute"] = args.recompute
         before = args.stages[number - 1] if number else None
-        plans.append(Plan(side, STAGES[side]._replace(**own), before))
+        plans.append(Plan(name, STAGES[name]._replace(**own), before))
     return plans
 
 
@@ -166,7 +165,7 @@ def task_of(args: argparse.Namespace, plan: Plan) -> Task:
     """Return the images of a stage."""
     counts = {"valid": QUICK.judged if args.quick else MODEL.judged, "test": args.tested}
     return stage_task(
-        plan.side, Path(args.out) / "sets", args.seed, counts, examples=args.examples,
+        plan.name, Path(args.out) / "sets", args.seed, counts, examples=args.examples,
         processes=args.processes, before=plan.before,
     )  # fmt: skip
 
@@ -175,7 +174,12 @@ def start_of(args: argparse.Namespace, plan: Plan) -> Arrays | None:
     """Return the parameters with which a stage begins, if there is one before it."""
     if plan.before is None:
         return None
-    return grown(Path(args.out) / stage_name(plan.before) / BEST, plan.side)
+    return grown(Path(args.out) / task_name(plan.before) / BEST, plan.side)
+
+
+def is_same(row: dict[str, Any], asked: dict[str, Any]) -> bool:
+    """Tell whether a row of the record is of a finished training with these settings."""
+    return row["done"] and all(row.get(name) == value for name, value in asked.items())
 
 
 def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> dict[str, Any]:
@@ -186,15 +190,17 @@ def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> d
         plan: The stage.
         row: That of an earlier run, if there is one.
     """
-    stage, settings, folder = plan.stage, settings_of(args, plan.stage), Path(args.out) / plan.name
+    stage, settings, task = plan.stage, settings_of(args, plan.stage), task_of(args, plan)
+    folder = Path(args.out) / task.name
     attention, options = stage.attention.replace("-", "_"), None
     if attention == "block_sparse":
         options = {"block_size": max(plan.side, 16), "pattern": "dilated"}
-    if row is not None and row["done"] and (folder / BEST).exists():
-        asked = {"attention": attention, "options": options, "seed": args.seed, "lr": stage.lr}
-        if all(row.get(name) == value for name, value in (asdict(settings) | asked).items()):
-            return row
-    task = task_of(args, plan)
+    asked = {
+        "source": task.source, "attention": attention, "options": options, "seed": args.seed,
+        "lr": stage.lr, **asdict(settings),
+    }  # fmt: skip
+    if row is not None and is_same(row, asked) and (folder / BEST).exists():
+        return row
     training = Training(
         task, attention, settings, args.seed, args.backend, folder, stage.lr, True, args.eager,
         start=start_of(args, plan), options=options, recompute=stage.recompute,
@@ -202,7 +208,11 @@ def train(args: argparse.Namespace, plan: Plan, row: dict[str, Any] | None) -> d
     print(
         f"{task.name}: {task.source}; {stage.attention}, steps {training.done} to {settings.steps}"
     )
-    row = training.run() | {"side": plan.side, "recompute": stage.recompute}
+    row = training.run() | {
+        "stage": plan.name,
+        "side": plan.side,
+        "recompute": stage.recompute,
+    }
     if row["done"]:
         row["interval"] = wilson_interval(
             round(row["test_accuracy"] * row["tested"]), row["tested"]
@@ -224,7 +234,7 @@ def show_saliency(
         if len(panels) < DRAWN:
             away, joined = model(ids).to_numpy().astype(np.float64)[0]
             panels.append(panel(picture, maps[-1], 1.0 / (1.0 + np.exp(away - joined))))
-    draw(Path(args.out) / f"saliency-{plan.side}.png", *panels)
+    draw(Path(args.out) / f"saliency-{plan.name}.png", *panels)
     return shares(pictures, maps)
 
 
@@ -233,7 +243,7 @@ def draw_curve(rows: Rows, path: Path) -> None:
     accuracy, loss, begin = [], [], 0
     for row in rows:
         curve = row["curve"]
-        name = f"{row['side']} pixels"
+        name = f"{row['stage']} pixels"
         accuracy.append((name, [begin + x for x in curve["valid_step"]], curve["valid_accuracy"]))
         at = [begin + i * curve["train_every"] for i in range(len(curve["train"]))]
         loss.append((name, at, curve["train"]))
@@ -249,25 +259,27 @@ def run(args: argparse.Namespace, argv: list[str]) -> None:
     """Train all stages, write the record and draw the pictures; exit after Ctrl-C."""
     out = Path(args.out)
     record = out / "pathx.json"
-    known = {row["side"]: row for row in read_rows(record, "side")}
+    known = {row["stage"]: row for row in read_rows(record, "stage")}
     command = command_line("project/run_pathx.py", argv, ("--out",))
     device = name_of("cuda" if args.backend == "cuda" else "cpu")
     rows: Rows = []
     for plan in plans_of(args):
-        row = train(args, plan, known.get(plan.side))
+        row = train(args, plan, known.get(plan.name))
+        known[plan.name] = row
         rows.append(row)
-        others = [row for side, row in known.items() if side not in {row["side"] for row in rows}]
-        write_record(record, command, device, rows=sorted(rows + others, key=lambda x: x["side"]))
+        write_record(
+            record, command, device, rows=[known[name] for name in STAGES if name in known]
+        )
         if not row["done"]:
-            print(f"stopped by Ctrl-C in {plan.name}; the same command goes on")
+            print(f"stopped by Ctrl-C in {task_name(plan.name)}; the same command goes on")
             sys.exit(INTERRUPTED)
         low, high = row["interval"]
         parts = ", ".join(
             f"{name.replace('_', ' ')} {x:.2f}" for name, x in row["saliency"].items()
         )
         print(
-            f"{plan.name}: {row['test_accuracy']:.1%} of {row['tested']} held-out images (95 % interval "
-            f"{low:.1%} to {high:.1%}), by the model of step {row['best_step']}; "
+            f"{task_name(plan.name)}: {row['test_accuracy']:.1%} of {row['tested']} held-out images (95 % "
+            f"interval {low:.1%} to {high:.1%}), by the model of step {row['best_step']}; "
             f"{row['seconds']:.0f} s\n  saliency over that of all pixels: {parts}"
         )
         gc.collect()  # the captured step of this stage, and its memory

@@ -92,6 +92,14 @@ class Pathfinder:
         """Paddles of a distractor."""
         return max(self.contour_length // 3, 1)
 
+    def scaled(self, factor: float) -> Pathfinder:
+        """Return the parameters of the same images with ``factor`` times as many pixels on a side."""
+        lengths = (
+            "paddle_length", "thickness", "gap", "margin", "marker_radius", "seed_distance",
+        )  # fmt: skip
+        own = {name: factor * getattr(self, name) for name in lengths}
+        return replace(self, size=round(factor * self.size), **own)
+
 
 #: The parameters for each size of an image.
 PUBLISHED = {

@@ -29,6 +29,7 @@ from minitorch.training.model_files import (
     save_checkpoint,
 )
 from training.lra_methods import Settings, build, depends_on_length, learning_rate_of
+from training.runs import CHECKPOINTS
 from training.script_helpers import CtrlC, check_loss, learning_rate
 
 #: Steps between two readings of the loss: a reading waits for the device, which else works ahead.
@@ -144,7 +145,7 @@ class Training:
         self.curve: dict[str, list[Any]] = {name: [] for name in CURVE}
         self.done, self.resumed, self._seconds = 0, [], 0.0
         self._unread: list[minitorch.Tensor] = []
-        self.checkpoints = Checkpoints(folder / "checkpoints", 1)
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, 1)
         for place in (folder, self.checkpoints.folder):
             remove_partials(place)
         if goes_on and self.checkpoints.files():

@@ -37,7 +37,7 @@ def attend_by_features(
     seq = phi_q.shape[-2]
     if not is_causal:
         numerator = phi_q @ (swap(phi_k) @ v)  # (…, seq_q, value_dim)
-        ones = shared_constant(v, np.ones((COPIES, 1))).to(v.dtype)
+        ones = shared_constant(v, np.ones((COPIES, 1)), v.dtype)
         # z several times, as columns: a product of rows of 16 bytes needs no copy of phi_q times z.
         z = ones * phi_k.sum(-2)  # (…, COPIES, features)
         denominator = (phi_q @ swap(z)).sum(-1) * (1.0 / COPIES)  # (…, seq_q, 1)
@@ -46,7 +46,7 @@ def attend_by_features(
     phi_q, phi_k, v = (in_chunks(t, chunk) for t in (phi_q, phi_k, v))  # (…, chunks, chunk, …)
     state = (swap(phi_k) @ v).cumsum(-3, exclusive=True)  # (…, chunks, features, value_dim)
     total = phi_k.sum(-2).cumsum(-3, exclusive=True)  # (…, chunks, 1, features)
-    lower = shared_constant(v, np.tri(chunk)).to(v.dtype)  # (chunk, chunk)
+    lower = shared_constant(v, np.tri(chunk), v.dtype)  # (chunk, chunk)
     scores = (phi_q @ swap(phi_k)) * lower  # (…, chunks, chunk, chunk)
     numerator = phi_q @ state + scores @ v  # (…, chunks, chunk, value_dim)
     denominator = (phi_q * total).sum(-1) + scores.sum(-1)  # (…, chunks, chunk, 1)

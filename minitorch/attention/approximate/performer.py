@@ -113,7 +113,6 @@ def performer(
         raise ValueError(
             f"features must have shape (count, {head_dim}), got {features.shape}; see orthogonal_features"
         )
-    keep = kept_keys(key_mask, k)
     weights = shared_constant(q, features.T)  # (head_dim, m)
     y_q, y_k = (widened(t) * factor**0.5 for t in (q, k))
     log_k = y_k @ weights - (y_k * y_k).sum(-1) * 0.5  # (…, seq_k, m)
@@ -127,7 +126,8 @@ def performer(
     v = v if v.dtype == BFLOAT16 else widened(v)
     phi_k = ExpDifference.apply(log_k, shift, v.dtype)
     phi_q = ExpDifference.apply(log_q, max_over(log_q.detach(), -1), v.dtype)
-    phi_k = phi_k if keep is None else phi_k * keep.to(v.dtype)
+    keep = kept_keys(key_mask, k, v.dtype)
+    phi_k = phi_k if keep is None else phi_k * keep
     size = whole("chunk", chunk, 1)
     return attend_by_features(phi_q, phi_k, v, is_causal, size).to(q.dtype)
 

@@ -128,13 +128,16 @@ def one_mask(attn_mask: Any, key_mask: Any, k: Tensor) -> Any:
     return key_mask_array(key_mask, k)[..., None, None, :]
 
 
-def kept_keys(key_mask: Any, k: Tensor) -> Tensor | None:
-    """Return a key mask as a factor of keys, (…, 1, seq_k, 1): 1 for a visible key, 0 for a hidden one."""
+def kept_keys(key_mask: Any, k: Tensor, dtype: np.dtype[Any] | None = None) -> Tensor | None:
+    """Return a key mask as a factor of keys, (…, 1, seq_k, 1): 1 for a visible key, 0 for a hidden one.
+
+    Its dtype is that of sums unless another is asked for.
+    """
     if key_mask is None:
         return None
-    dtype = acc_dtype(k.dtype)
+    own = dtype or acc_dtype(k.dtype)
     array = computed(  # again by the replay of a captured step, if the mask is one of its inputs
-        lambda: key_mask_array(key_mask, k)[..., None, :, None].astype(dtype), key_mask
+        lambda: key_mask_array(key_mask, k)[..., None, :, None].astype(own), key_mask
     )
     return constant_like(k, array)
 
@@ -156,9 +159,9 @@ def widened(t: Tensor) -> Tensor:
     return t.to(acc_dtype(t.dtype))
 
 
-def shared_constant(like: Tensor, array: Any) -> Tensor:
-    """Return a small array in the dtype of sums; calls with equal numbers share it on a device."""
-    return table_like(like, np.asarray(array, acc_dtype(like.dtype)))
+def shared_constant(like: Tensor, array: Any, dtype: np.dtype[Any] | None = None) -> Tensor:
+    """Return a small array in a dtype, or that of sums; calls with equal numbers share it on a device."""
+    return table_like(like, np.asarray(array, dtype or acc_dtype(like.dtype)))
 
 
 def check_same_length(method: str, q: Tensor, k: Tensor, is_causal: bool = True) -> None:

@@ -85,7 +85,9 @@ def test_a_stage_begins_with_the_model_before_it(
         return training(*args, **options)
 
     monkeypatch.setattr(run_pathx, "Training", noted)
-    run(Path(shutil.copytree(finished, tmp_path / "own")))
+    own = Path(shutil.copytree(finished, tmp_path / "own"))
+    (own / "pathx.json").unlink()
+    run(own)
     best, _ = read_checkpoint(finished / "pathfinder-8" / lra_loop.BEST)
     assert begun[0] is None and begun[1].keys() == best.keys()
     for name, array in begun[1].items():
@@ -138,9 +140,15 @@ def test_a_finished_run_is_not_repeated_and_other_options_are_refused(
     assert rows_of(own) == before
     assert "had another steps than this one; pass the same options" in refused(own, "--steps", "7")
     assert "another source" in refused(own, "--stages", "16", "--attention", "block-sparse")
+    for stage in (8, 16):  # the record and the best model are enough
+        shutil.rmtree(own / f"pathfinder-{stage}" / "checkpoints")
+    run(own)
+    assert rows_of(own) == before
 
 
 def test_damage_and_a_full_disk_are_one_line(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = own / "pathx.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "rows": rows_of(own)[:1]}))
     best = own / "pathfinder-8" / lra_loop.BEST
     whole = best.read_bytes()
     best.write_bytes(whole[:-9])
@@ -156,14 +164,17 @@ def test_damage_and_a_full_disk_are_one_line(own: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(lra_loop, "save_checkpoint", full)
     assert "No space left on device); make room and run the same command again" in refused(own)
-    (own / "pathx.json").write_text("{}")
+    record.write_text("{}")
     assert "not a record of this script" in refused(own)
 
 
 def test_wrong_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, words in (
-        (["--stages", "16,8"], "must rise and be among 8, 16, 32, 64, 128, 256, got 16,8"),
-        (["--stages", "7"], "among 8, 16, 32, 64, 128, 256, got 7"),
+        (
+            ["--stages", "16,8"],
+            "must be among 8, 16, 32, 64, 128, half-256, 256, in this order, got 16,8",
+        ),
+        (["--stages", "7"], "in this order, got 7"),
         (
             ["--steps", "1,2,3"],
             "--steps takes one value for all stages or one for each of 2, got 3",

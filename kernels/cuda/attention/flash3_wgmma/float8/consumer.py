@@ -14,8 +14,8 @@ from kernels.cuda.attention.flash3_wgmma.float8.tile_steps import (
     OFFSET,
     make_accumulate,
     make_issue_score_products,
-    make_pack,
-    make_softmax_step,
+    make_new_maxima,
+    make_probabilities,
 )
 from kernels.cuda.attention.flash3_wgmma.forward.consumer import (
     ALONG,
@@ -84,8 +84,9 @@ def make_consume(
     key_tiles, value_tiles, depth_steps = block_k // 8, widths.value // 8, block_k // 32
     issue_score_products = make_issue_score_products(block_k, widths.head)
     issue_scores, issue_ahead = make_issue_scores(issue_score_products)
-    accumulate, pack = make_accumulate(widths.value, block_k), make_pack(block_k)
-    softmax_step = make_softmax_step(block_k, layout.patience)
+    accumulate = make_accumulate(widths.value, block_k)
+    new_maxima = make_new_maxima(block_k, layout.patience)
+    probabilities = make_probabilities(block_k)
     offer_turn, take_turn, pass_turn = make_turns(layout)
     skip_tiles = make_skip_tiles(take_turn, pass_turn)
     finish = make_finish(layout, widths, dtype, PLAIN)
@@ -155,17 +156,18 @@ def make_consume(
                 if not item.full <= j < item.full_stop:
                     place = LanePlace(lane, own_row, int32(j * block_k + 2 * (lane % 4)), own)
                     score_edge(s, unseen, place, scale, extras)
-                # 9: m_new = max(m, rowmax S), P = exp(S - m_new), l = e^(m - m_new) l + rowsum P
-                max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = softmax_step(
+                # 9: m_new = max(m, rowmax S), l = e^(m - m_new) l
+                max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1 = new_maxima(
                     s, factor, max_0, max_1, sum_0, sum_1
                 )
-                wait_for_all()  # the last P V is done: its values may be overwritten, and O is ours
+                wait_for_all()  # the last P V is done: its P and V may be overwritten, and O is ours
                 if n > 0:
                     release(values, before, lane)
                 # 10, first half: O = diag(e^(m - m_new)) O
                 if is_scaled:
                     rescale_rows(acc, rescale_0, rescale_1)
-                pack(p, s)
+                # 9: P = exp(S - m_new), l = l + rowsum P
+                sum_0, sum_1 = probabilities(p, s, factor, max_0, max_1, sum_0, sum_1)
                 before, at = at, following(keys, at)
                 has_next = n + 1 < stop - first
                 if has_next:
@@ -175,7 +177,7 @@ def make_consume(
                 if has_next:
                     # 8: the next S = Q_i K_jᵀ, computed while P V is waited for
                     issue_score_products(s, q_desc, descriptor(ALONG, tile_at(keys, at)))
-                wgmma_commit_group()
+                    wgmma_commit_group()
                 # 10, second half: O = O + P V_j
                 wait(values, before)  # V_j is there
                 accumulate(acc, p, descriptor(ALONG, tile_at(values, before)), n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -9,13 +10,18 @@ from typing import Any
 import numpy as np
 from numba import float32
 
+from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import (
+    ALL_LANES,
+    make_exponentials,
+    make_lane_maxima,
+    row_maxima,
+)
 from kernels.cuda.device.one_source import shift_of
 from kernels.cuda.ptx.numbers import ex2, pack_e4m3
 from kernels.cuda.ptx.wgmma import KINDS, make_wgmma
 from kernels.cuda.runtime.kernel import device_function
 from kernels.runtime.targets import cuda
 
-ALL_LANES = 0xFFFFFFFF
 E4M3 = "float8_e4m3"
 #: Depth of one product, and keys of a left operand in registers.
 DEPTH = KINDS[E4M3][1]
@@ -62,65 +68,59 @@ def make_accumulate(cols: int, depth: int) -> Callable[..., None]:
 
 
 @cache
-def make_pack(depth: int) -> Callable[..., None]:
-    """Return ``pack(p, s)``: accumulators as the left operand of the next product.
+def make_new_maxima(cols: int, patience: int) -> Callable[..., Any]:
+    """Return ``new_maxima(s, factor, max_0, max_1, sum_0, sum_1)``.
 
-    Its keys change places as those of V, see ``quantise``.
-    """
-    steps = depth // DEPTH
-
-    @device_function
-    def pack(p, s):
-        for t in range(steps):
-            for half in range(2):
-                u = 4 * t + 2 * half
-                p[t, 2 * half] = pack_e4m3(s[u, 0], s[u, 1], s[u + 1, 0], s[u + 1, 1])
-                p[t, 2 * half + 1] = pack_e4m3(s[u, 2], s[u, 3], s[u + 1, 2], s[u + 1, 3])
-
-    return pack
-
-
-@cache
-def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
-    """Return ``softmax_step(s, factor, max_0, max_1, sum_0, sum_1)``: scores to probabilities, in place.
-
-    Like that of the 16-bit kernel, but the factor, which makes scores base 2, is the tile's own: maxima
-    are of scores times the factor.  Probabilities and sums are 2^OFFSET times as large.
+    It returns the new maxima and the earlier sums of a lane's two rows, whether what was accumulated must
+    be rescaled, and by which factors.  Unlike in the 16-bit kernel the factor, which makes scores base 2,
+    is the tile's own: maxima are of scores times the factor.
 
     Args:
         cols: Columns of the tile.
         patience: See ``ForwardLayout``; at most :data:`MOST_PATIENCE`.
     """
-    tiles, one, least = cols // 8, np.float32(1), np.float32(patience)
-    offset = np.float32(OFFSET)
+    lane_maxima, one, least = make_lane_maxima(cols), np.float32(1), np.float32(patience)
+    minus_inf = np.float32(-math.inf)
 
     @device_function
-    def softmax_step(s, factor, max_0, max_1, sum_0, sum_1):
-        top_0, top_1 = max(s[0, 0], s[0, 1]), max(s[0, 2], s[0, 3])
-        for t in range(1, tiles):
-            top_0 = max(top_0, max(s[t, 0], s[t, 1]))
-            top_1 = max(top_1, max(s[t, 2], s[t, 3]))
-        for step in range(2):  # the four lanes of a row
-            top_0 = max(top_0, cuda.shfl_xor_sync(ALL_LANES, top_0, 1 << step))
-            top_1 = max(top_1, cuda.shfl_xor_sync(ALL_LANES, top_1, 1 << step))
+    def new_maxima(s, factor, max_0, max_1, sum_0, sum_1):
+        top_0, top_1 = lane_maxima(s, minus_inf, minus_inf)
         top_0, top_1 = max(max_0, top_0 * factor), max(max_1, top_1 * factor)
+        # Whether a row grows is whether a lane of it does.
         grows = top_0 - max_0 > least or top_1 - max_1 > least
         is_scaled = cuda.ballot_sync(ALL_LANES, grows) != 0
         rescale_0 = rescale_1 = one
         if is_scaled:
+            top_0, top_1 = row_maxima(top_0, top_1)
             rescale_0 = ex2(max_0 - float32(shift_of(top_0)))
             rescale_1 = ex2(max_1 - float32(shift_of(top_1)))
             max_0, max_1 = top_0, top_1
             sum_0, sum_1 = sum_0 * rescale_0, sum_1 * rescale_1
-        shift_0 = float32(shift_of(max_0)) - offset
-        shift_1 = float32(shift_of(max_1)) - offset
-        for t in range(tiles):
-            s[t, 0] = ex2(s[t, 0] * factor - shift_0)
-            s[t, 1] = ex2(s[t, 1] * factor - shift_0)
-            s[t, 2] = ex2(s[t, 2] * factor - shift_1)
-            s[t, 3] = ex2(s[t, 3] * factor - shift_1)
-            sum_0 += s[t, 0] + s[t, 1]
-            sum_1 += s[t, 2] + s[t, 3]
         return max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1
 
-    return softmax_step
+    return new_maxima
+
+
+@cache
+def make_probabilities(cols: int) -> Callable[..., Any]:
+    """Return ``probabilities(p, s, factor, max_0, max_1, sum_0, sum_1)``: P, rounded, and the new sums.
+
+    P is the left operand of the next product; its keys change places as those of V, see ``quantise``.
+    Probabilities and sums are 2^OFFSET times as large.  Those of one product are rounded while the
+    exponentials of the next are computed.
+    """
+    pairs, exponentials = cols // 16, make_exponentials(16)
+    offset = np.float32(OFFSET)
+
+    @device_function
+    def probabilities(p, s, factor, max_0, max_1, sum_0, sum_1):
+        shift_0 = float32(shift_of(max_0)) - offset
+        shift_1 = float32(shift_of(max_1)) - offset
+        for n in range(pairs):  # of squares: half the depth of a product
+            u, t, half = 2 * n, n // 2, n % 2
+            sum_0, sum_1 = exponentials(s, s, u, factor, shift_0, shift_1, sum_0, sum_1)
+            p[t, 2 * half] = pack_e4m3(s[u, 0], s[u, 1], s[u + 1, 0], s[u + 1, 1])
+            p[t, 2 * half + 1] = pack_e4m3(s[u, 2], s[u, 3], s[u + 1, 2], s[u + 1, 3])
+        return sum_0, sum_1
+
+    return probabilities

@@ -349,7 +349,7 @@ def make_consume(
                 if has_next:
                     # 8: the next S = Q_i K_jᵀ, computed while P V is waited for
                     issue_score_products(s, q_desc, descriptor(ALONG, tile_at(keys, at)))
-                wgmma_commit_group()
+                    wgmma_commit_group()
                 # 10, second half: O = O + P V_j
                 wait(values, before)  # V_j is there
                 accumulate(acc, p, descriptor(across, tile_at(values, before)), n)

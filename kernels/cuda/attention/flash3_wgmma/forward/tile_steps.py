@@ -103,6 +103,54 @@ def make_fetch(
 
 
 @cache
+def make_lane_maxima(cols: int) -> Callable[..., Any]:
+    """Return ``lane_maxima(s, top_0, top_1)``: of what a lane has of its two rows, and of the tops."""
+    tiles = cols // 8
+
+    @device_function
+    def lane_maxima(s, top_0, top_1):
+        for t in range(tiles):
+            top_0 = max(top_0, max(s[t, 0], s[t, 1]))
+            top_1 = max(top_1, max(s[t, 2], s[t, 3]))
+        return top_0, top_1
+
+    return lane_maxima
+
+
+@device_function
+def row_maxima(top_0, top_1):
+    """Return the maxima of the four lanes that have a row, for two rows of a lane."""
+    for step in range(2):
+        top_0 = max(top_0, cuda.shfl_xor_sync(ALL_LANES, top_0, 1 << step))
+        top_1 = max(top_1, cuda.shfl_xor_sync(ALL_LANES, top_1, 1 << step))
+    return top_0, top_1
+
+
+@cache
+def make_exponentials(cols: int) -> Callable[..., Any]:
+    """Return ``exponentials(p, s, begin, factor, shift_0, shift_1, sum_0, sum_1)``: P, and the new sums.
+
+    Numbers of p are powers of two of scores times the factor less the shift of their row, for ``cols``
+    columns of s from the square ``begin`` on; p may be s.
+    """
+    tiles = cols // 8
+
+    @device_function
+    def exponentials(p, s, begin, factor, shift_0, shift_1, sum_0, sum_1):
+        for t in range(tiles):
+            u = begin + t
+            p[u, 0] = ex2(s[u, 0] * factor - shift_0)
+            p[u, 1] = ex2(s[u, 1] * factor - shift_0)
+            p[u, 2] = ex2(s[u, 2] * factor - shift_1)
+            p[u, 3] = ex2(s[u, 3] * factor - shift_1)
+            sum_0 += p[u, 0] + p[u, 1]
+            sum_1 += p[u, 2] + p[u, 3]
+        return sum_0, sum_1
+
+    return exponentials
+
+
+@cache
 def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
     """Return ``softmax_step(s, factor, max_0, max_1, sum_0, sum_1)``: scores to probabilities, in place.
 
@@ -113,36 +161,26 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
         cols: Columns of the tile.
         patience: See :class:`ForwardLayout`; the rows of a warp are scaled together.
     """
-    tiles, one, is_patient, least = cols // 8, np.float32(1), patience > 0, np.float32(patience)
+    lane_maxima, exponentials = make_lane_maxima(cols), make_exponentials(cols)
+    one, is_patient, least = np.float32(1), patience > 0, np.float32(patience)
 
     @device_function
     def softmax_step(s, factor, max_0, max_1, sum_0, sum_1):
-        top_0, top_1 = max_0, max_1
-        for t in range(tiles):
-            top_0 = max(top_0, max(s[t, 0], s[t, 1]))
-            top_1 = max(top_1, max(s[t, 2], s[t, 3]))
-        for step in range(2):  # the four lanes of a row
-            top_0 = max(top_0, cuda.shfl_xor_sync(ALL_LANES, top_0, 1 << step))
-            top_1 = max(top_1, cuda.shfl_xor_sync(ALL_LANES, top_1, 1 << step))
+        top_0, top_1 = lane_maxima(s, max_0, max_1)
         is_scaled = True
-        if is_patient:
+        if is_patient:  # whether a row grows is whether a lane of it does
             grows = (top_0 - max_0) * factor > least or (top_1 - max_1) * factor > least
             is_scaled = cuda.ballot_sync(ALL_LANES, grows) != 0
         rescale_0 = rescale_1 = one
         if is_scaled:
+            top_0, top_1 = row_maxima(top_0, top_1)
             rescale_0 = ex2(max_0 * factor - float32(shift_of(top_0)) * factor)
             rescale_1 = ex2(max_1 * factor - float32(shift_of(top_1)) * factor)
             max_0, max_1 = top_0, top_1
             sum_0, sum_1 = sum_0 * rescale_0, sum_1 * rescale_1
         shift_0 = float32(shift_of(max_0)) * factor
         shift_1 = float32(shift_of(max_1)) * factor
-        for t in range(tiles):
-            s[t, 0] = ex2(s[t, 0] * factor - shift_0)
-            s[t, 1] = ex2(s[t, 1] * factor - shift_0)
-            s[t, 2] = ex2(s[t, 2] * factor - shift_1)
-            s[t, 3] = ex2(s[t, 3] * factor - shift_1)
-            sum_0 += s[t, 0] + s[t, 1]
-            sum_1 += s[t, 2] + s[t, 3]
+        sum_0, sum_1 = exponentials(s, s, 0, factor, shift_0, shift_1, sum_0, sum_1)
         return max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1
 
     return softmax_step

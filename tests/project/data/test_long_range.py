@@ -152,6 +152,20 @@ def test_only_training_images_have_short_contours(monkeypatch: pytest.MonkeyPatc
     assert set(drawn[30:]) == {14}
 
 
+@given(st.sampled_from([64, 128]), st.sampled_from([0.5, 2.0]), st.integers(0, 2**32))
+def test_a_scaled_task_draws_the_same_images_with_other_pixels(
+    size: int, factor: float, seed: int
+) -> None:
+    task = PUBLISHED[size]
+    one, other = (
+        draw_picture(np.random.default_rng(seed), each) for each in (task, task.scaled(factor))
+    )
+    assert other.pixels.shape == (factor * size, factor * size) and other.label == one.label
+    np.testing.assert_allclose(other.markers, factor * one.markers)
+    for a, b in zip(one.contours, other.contours, strict=True):
+        np.testing.assert_allclose(b, factor * a)
+
+
 def test_a_seed_decides_the_images(tmp_path: Path) -> None:
     counts = {"train": 3, "valid": 1, "test": 1}
     first = pathfinder(tmp_path / "a.npz", 32, 5, counts=counts)

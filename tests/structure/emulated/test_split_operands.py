@@ -48,7 +48,7 @@ def _split(array: Any, width: int, precision: str) -> tuple[Any, Any]:
 @settings(max_examples=12)
 @given(
     st.integers(0, 2**32),
-    st.sampled_from([(1, 3, 5), (2, 7, 16), (1, 40, 24)]),
+    st.sampled_from([(1, 3, 5), (2, 7, 16), (1, 40, 24), (1, 500, 4)]),
     st.floats(-30, 30),
     st.sampled_from(BOTH),
 )

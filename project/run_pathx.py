@@ -31,6 +31,7 @@ from training.pathfinder_stages import (
     Stage,
     grown,
     stage_task,
+    stage_title,
     task_name,
 )
 from training.runs import resumable
@@ -89,7 +90,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--stages", type=per_item(str), metavar="NAME,…",
-        help=f"sides of the images (default: {','.join(STAGES)}; with --quick 8,16)")  # fmt: skip
+        help=f"in their order (default: {','.join(STAGES)}; with --quick 8,16)")  # fmt: skip
     for name, kind, what in (
         ("--steps", COUNT, "of the optimiser"),
         ("--batch", COUNT, "images of a step"),
@@ -243,7 +244,7 @@ def draw_curve(rows: Rows, path: Path) -> None:
     accuracy, loss, begin = [], [], 0
     for row in rows:
         curve = row["curve"]
-        name = f"{row['stage']} pixels"
+        name = stage_title(row["stage"])
         accuracy.append((name, [begin + x for x in curve["valid_step"]], curve["valid_accuracy"]))
         at = [begin + i * curve["train_every"] for i in range(len(curve["train"]))]
         loss.append((name, at, curve["train"]))

@@ -73,6 +73,11 @@ STAGES = {
 FIRST_STAGES = "8", "16"
 
 
+def stage_title(name: str) -> str:
+    """Return how texts and pictures call a stage."""
+    return f"{name} pixels" if name.isdigit() else name
+
+
 def task_name(name: str) -> str:
     """Return the name of a stage's task and of its folder."""
     return f"pathfinder-{name}"
@@ -114,15 +119,14 @@ def draw_one_of(
     random: np.random.Generator, tasks: Sequence[Pathfinder]
 ) -> tuple[npt.NDArray[np.uint8], int]:
     """Draw the pixels of an image of one of the tasks, (size²,), and its class."""
+    # A draw for one task alone would change the images of its seed.
     task = tasks[0] if len(tasks) == 1 else tasks[int(random.integers(len(tasks)))]
     return draw_example(random, task, task.levels)
 
 
 def begun_with(name: str | None) -> str:
     """Return what a source says of the stage before, if there is one."""
-    if name is None:
-        return ""
-    return f", begun with the model of {f'{name} pixels' if name.isdigit() else name}"
+    return "" if name is None else f", begun with the model of {stage_title(name)}"
 
 
 def grown(model: Path, side: int) -> Arrays:

@@ -118,7 +118,7 @@ def make_probabilities(cols: int) -> Callable[..., Any]:
         shift_1 = float32(shift_of(max_1)) - offset
         for n in range(pairs):  # of squares: half the depth of a product
             u, t, half = 2 * n, n // 2, n % 2
-            sum_0, sum_1 = exponentials(s, s, u, factor, shift_0, shift_1, sum_0, sum_1)
+            sum_0, sum_1 = exponentials(s, u, factor, shift_0, shift_1, sum_0, sum_1)
             p[t, 2 * half] = pack_e4m3(s[u, 0], s[u, 1], s[u + 1, 0], s[u + 1, 1])
             p[t, 2 * half + 1] = pack_e4m3(s[u, 2], s[u, 3], s[u + 1, 2], s[u + 1, 3])
         return sum_0, sum_1

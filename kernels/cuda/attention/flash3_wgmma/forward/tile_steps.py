@@ -128,23 +128,23 @@ def row_maxima(top_0, top_1):
 
 @cache
 def make_exponentials(cols: int) -> Callable[..., Any]:
-    """Return ``exponentials(p, s, begin, factor, shift_0, shift_1, sum_0, sum_1)``: P, and the new sums.
+    """Return ``exponentials(s, begin, factor, shift_0, shift_1, sum_0, sum_1)``: the new sums.
 
-    Numbers of p are powers of two of scores times the factor less the shift of their row, for ``cols``
-    columns of s from the square ``begin`` on; p may be s.
+    It replaces scores by the powers of two of scores times the factor less the shift of their row, in
+    ``cols`` columns from the square ``begin`` on.
     """
     tiles = cols // 8
 
     @device_function
-    def exponentials(p, s, begin, factor, shift_0, shift_1, sum_0, sum_1):
+    def exponentials(s, begin, factor, shift_0, shift_1, sum_0, sum_1):
         for t in range(tiles):
             u = begin + t
-            p[u, 0] = ex2(s[u, 0] * factor - shift_0)
-            p[u, 1] = ex2(s[u, 1] * factor - shift_0)
-            p[u, 2] = ex2(s[u, 2] * factor - shift_1)
-            p[u, 3] = ex2(s[u, 3] * factor - shift_1)
-            sum_0 += p[u, 0] + p[u, 1]
-            sum_1 += p[u, 2] + p[u, 3]
+            s[u, 0] = ex2(s[u, 0] * factor - shift_0)
+            s[u, 1] = ex2(s[u, 1] * factor - shift_0)
+            s[u, 2] = ex2(s[u, 2] * factor - shift_1)
+            s[u, 3] = ex2(s[u, 3] * factor - shift_1)
+            sum_0 += s[u, 0] + s[u, 1]
+            sum_1 += s[u, 2] + s[u, 3]
         return sum_0, sum_1
 
     return exponentials
@@ -180,7 +180,7 @@ def make_softmax_step(cols: int, patience: int) -> Callable[..., Any]:
             sum_0, sum_1 = sum_0 * rescale_0, sum_1 * rescale_1
         shift_0 = float32(shift_of(max_0)) * factor
         shift_1 = float32(shift_of(max_1)) * factor
-        sum_0, sum_1 = exponentials(s, s, 0, factor, shift_0, shift_1, sum_0, sum_1)
+        sum_0, sum_1 = exponentials(s, 0, factor, shift_0, shift_1, sum_0, sum_1)
         return max_0, max_1, sum_0, sum_1, is_scaled, rescale_0, rescale_1
 
     return softmax_step

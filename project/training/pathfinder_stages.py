@@ -67,7 +67,7 @@ STAGES = {
         HALF_256, 1_500, 32, 3e-4,
         mixed=(PUBLISHED[128], replace(PUBLISHED[256].scaled(0.7), size=128), HALF_256),
     ),
-    "256": Stage(PUBLISHED[256], 1_500, 16, 3e-4, "block-sparse"),
+    "256": Stage(PUBLISHED[256], 700, 16, 3e-4, "block-sparse"),
 }  # fmt: skip
 #: Those with which the Long-Range Arena's trainings on Pathfinder begin.
 FIRST_STAGES = "8", "16"

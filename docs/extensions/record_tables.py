@@ -415,6 +415,7 @@ TABLES = {
     "gradient-errors": Table("gradient_errors", gradient_errors),
     "lra-lengths": Table("lra_lengths", lra_lengths, CPU),
     "lra-results": Table("lra", lra_results),
+    "lra-short": Table("lra_short", lra_results, SEVERAL_GPUS),
     "lra-steps": Table("lra_steps", lra_steps),
     "torch-operator": Table("torch", torch_operator),
     "ring": Table("ring", ring_table, SEVERAL_GPUS),

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -49,10 +50,8 @@ from training.pathfinder_stages import (
     grown,
     stage_task,
 )
-from training.runs import CHECKPOINTS
 from training.script_helpers import check_backend, draw, ends_in_one_line, make_folder
 
-from minitorch.training.checkpoints import Checkpoints
 from minitorch.training.model_files import CheckpointError
 
 Rows = list[dict[str, Any]]
@@ -215,11 +214,9 @@ def task_of(args: argparse.Namespace, name: str, examples: int | None) -> Task:
     return load_task(name, sets, args.data, 0, args.quick, examples, args.size, args.length)
 
 
-def begun_small(
-    args: argparse.Namespace, run: Run, settings: Settings, folder: Path
-) -> Arrays | None:
+def begun_small(args: argparse.Namespace, run: Run, settings: Settings, folder: Path) -> Arrays:
     """Train on smaller images of Pathfinder; return parameters for those of the task.  Ctrl-C exits."""
-    start: Arrays | None = None
+    start: Callable[[], Arrays] | None = None
     processes = 0 if args.quick else None
     counts = {"valid": settings.judged, "test": settings.judged}
     sides = [STAGES[name].task.size for name in FIRST_STAGES[1:]]
@@ -233,8 +230,9 @@ def begun_small(
         )  # fmt: skip
         if training.done < steps and not training.run()["done"]:
             stop(training)
-        start = grown(own / BEST, larger)
-    return start
+        start = partial(grown, own / BEST, larger)
+    assert start is not None
+    return start()
 
 
 def stop(training: Training) -> NoReturn:
@@ -255,8 +253,7 @@ def train_one(args: argparse.Namespace, run: Run, argv: Sequence[str]) -> None:
         task = replace(task, source=task.source + begun_with(FIRST_STAGES[-1]))
     print(f"{task.name}: {task.source}; {METHODS[run.attention].title}, {settings.steps} steps")
     try:
-        is_begun = args.go_on and bool(Checkpoints(folder / CHECKPOINTS).files())
-        start = begun_small(args, run, settings, folder) if begins_small and not is_begun else None
+        start = partial(begun_small, args, run, settings, folder) if begins_small else None
         training = Training(
             task, run.attention, settings, run.seed, args.backend, folder, run.lr, args.go_on, args.eager,
             start,

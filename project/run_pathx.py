@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +173,11 @@ def task_of(args: argparse.Namespace, plan: Plan) -> Task:
     )  # fmt: skip
 
 
-def start_of(args: argparse.Namespace, plan: Plan) -> Arrays | None:
-    """Return the parameters with which a stage begins, if there is one before it."""
+def start_of(args: argparse.Namespace, plan: Plan) -> Callable[[], Arrays] | None:
+    """Return what reads the parameters with which a stage begins, if there is one before it."""
     if plan.before is None:
         return None
-    return grown(Path(args.out) / task_name(plan.before) / BEST, plan.side)
+    return partial(grown, Path(args.out) / task_name(plan.before) / BEST, plan.side)
 
 
 def is_same(row: dict[str, Any], asked: dict[str, Any]) -> bool:

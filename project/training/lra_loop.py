@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -103,8 +103,8 @@ class Training:
         lr: The learning rate; that of the task when None.
         goes_on: Whether to go on from a checkpoint in the folder, if there is one.
         eager: Whether to launch the kernels of a step one by one, rather than to capture them.
-        start: Parameters with which a training without a checkpoint begins, random ones when None; those
-            whose shape depends on the length may be missing, and are random then.
+        start: Returns the parameters with which a training begins, random ones when None; those whose shape
+            depends on the length may be missing, and are random then.  Not called by one that goes on.
         more: Other arguments of :func:`training.lra_methods.build`.
 
     Attributes:
@@ -120,17 +120,20 @@ class Training:
     def __init__(
         self, task: Task, attention: str, settings: Settings, seed: int, backend: str, folder: Path,
         lr: float | None = None, goes_on: bool = False, eager: bool = False,
-        start: Mapping[str, npt.NDArray[Any]] | None = None, **more: Any,
+        start: Callable[[], Mapping[str, npt.NDArray[Any]]] | None = None, **more: Any,
     ):  # fmt: skip
         self.task, self.settings, self.folder = task, settings, folder
         self.lr = learning_rate_of(task.name) if lr is None else lr
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, 1)
+        goes_on = goes_on and bool(self.checkpoints.files())
+        given = None if start is None or goes_on else start()  # may train, with a seed of its own
         minitorch.manual_seed(seed)
         self.rng = np.random.default_rng(seed)
         self.model = self.built(attention, backend, seed, **more)
-        if start is not None:
+        if given is not None:
             own = parameter_arrays(self.model)
             random = {name: x for name, x in own.items() if depends_on_length(name)}
-            load_parameters(self.model, random | {**start})
+            load_parameters(self.model, random | {**given})
         self.optimizer = minitorch.AdamW(
             self.model.parameters(), lr=self.lr, weight_decay=settings.weight_decay,
             max_norm=settings.clip,
@@ -145,10 +148,9 @@ class Training:
         self.curve: dict[str, list[Any]] = {name: [] for name in CURVE}
         self.done, self.resumed, self._seconds = 0, [], 0.0
         self._unread: list[minitorch.Tensor] = []
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, 1)
         for place in (folder, self.checkpoints.folder):
             remove_partials(place)
-        if goes_on and self.checkpoints.files():
+        if goes_on:
             self._go_on()
         else:
             self.checkpoints.set_aside()

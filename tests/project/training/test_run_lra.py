@@ -66,18 +66,23 @@ def own(finished: Path, tmp_path: Path) -> Path:
 def test_pathfinder_begins_on_smaller_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, begun = run_lra.Training, list[tuple[str, Any]]()
+    training: Any = run_lra.Training
+    begun: list[tuple[str, Any]] = []
 
     def noted(task: Any, *args: Any) -> Any:
-        begun.append((task.name, args[-1]))
-        return training(task, *args)
+        *others, start = args
+
+        def begins() -> Any:
+            begun.append((task.name, start()))
+            return begun[-1][1]
+
+        return training(task, *others, start and begins)
 
     monkeypatch.setattr(run_lra, "Training", noted)
     small = ["--task", "pathfinder", "--quick", "--steps", "2", "--judge-every", "2"]
     run_lra.main([*small, "--attention", "linformer", "--out", str(tmp_path)])
-    assert [name for name, _ in begun] == ["pathfinder-8", "pathfinder-16", "pathfinder"]
-    assert begun[0][1] is None
-    for (_, start), side, before in zip(begun[1:], (16, 32), (8, 16), strict=True):
+    assert [name for name, _ in begun] == ["pathfinder-16", "pathfinder"]
+    for (_, start), side, before in zip(begun, (16, 32), (8, 16), strict=True):
         folder = tmp_path / "pathfinder-linformer-seed-0-lr-0.001" / f"pathfinder-{before}"
         best, _ = read_checkpoint(folder / lra_loop.BEST)
         of_length = {name for name in best if "project_" in name}

@@ -89,8 +89,11 @@ def test_a_stage_begins_with_the_model_before_it(
     (own / "pathx.json").unlink()
     run(own)
     best, _ = read_checkpoint(finished / "pathfinder-8" / lra_loop.BEST)
-    assert begun[0] is None and begun[1].keys() == best.keys()
-    for name, array in begun[1].items():
+    first, second = begun
+    assert first is None
+    start = second()
+    assert start.keys() == best.keys()
+    for name, array in start.items():
         if name == POSITIONS:
             assert array.shape == (256, best[name].shape[1])
         else:
@@ -149,15 +152,15 @@ def test_a_finished_run_is_not_repeated_and_other_options_are_refused(
 def test_damage_and_a_full_disk_are_one_line(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = own / "pathx.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "rows": rows_of(own)[:1]}))
+    (last,) = (own / "pathfinder-16" / "checkpoints").iterdir()
+    last.write_bytes(last.read_bytes()[:99])
+    assert f"{last}: the checkpoint cannot be read" in refused(own)
+    last.unlink()
     best = own / "pathfinder-8" / lra_loop.BEST
     whole = best.read_bytes()
     best.write_bytes(whole[:-9])
     assert f"{best}: the checkpoint cannot be read" in refused(own)
     best.write_bytes(whole)
-    (last,) = (own / "pathfinder-16" / "checkpoints").iterdir()
-    last.write_bytes(last.read_bytes()[:99])
-    assert f"{last}: the checkpoint cannot be read" in refused(own)
-    last.unlink()
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

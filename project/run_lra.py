@@ -195,8 +195,8 @@ def is_done(rows: Rows, run: Run, settings: Settings) -> bool:
             other = [name for name, value in asdict(settings).items() if row.get(name) != value]
             if other:
                 sys.exit(
-                    f"the record has {run.name} with another {', '.join(other)}; pass the options of "
-                    "that training, or another --out"
+                    f"the record has {run.name} with other values of {', '.join(other)}; pass the options "
+                    "of that training, or another --out"
                 )
             return bool(row["done"])
     return False

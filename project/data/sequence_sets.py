@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import zipfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -158,5 +159,5 @@ def _read(path: Path, recipe: str) -> dict[str, Examples]:
                 )
             parts = [part for part in PARTS if f"X_{part}" in file]
             return {part: Examples(file[f"X_{part}"], file[f"y_{part}"]) for part in parts}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         sys.exit(f"{path}: not a set of sequences ({error}); delete the file to make it again")

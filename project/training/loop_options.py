@@ -60,7 +60,7 @@ def loop_parser(
     add, option = parser.add_argument, parser.option
     add(
         "--text",
-        help=f"text to learn, UTF-8; or {LIBRARY}, the sources of Python's standard library, some 8 MB "
+        help=f"text to learn, UTF-8; or {LIBRARY}, the sources of Python's standard library, some 10 MB "
         "(default: Python's own manual)",
         metavar="FILE",
     )

@@ -161,8 +161,8 @@ class Training:
             known = state.config if isinstance(state.config, dict) else {}
             other = [key for key, value in self.config.items() if known.get(key) != value]
             raise CheckpointError(
-                f"{state.source}: its training had another {', '.join(other)} than this one; pass the same "
-                "options, or another --out"
+                f"{state.source}: its training had other values of {', '.join(other)} than this one; "
+                "pass the same options, or another --out"
             )
         state.restore(self.model, self.optimizer, {"data": self.rng})
         self.curve = {name: state.arrays[name].tolist() for name in CURVE}
@@ -295,7 +295,13 @@ class Training:
         }
         if not is_done:
             return row
-        load_parameters(self.model, read_checkpoint(self.folder / BEST)[0], str(self.folder / BEST))
+        best_model = self.folder / BEST
+        if not best_model.exists():
+            raise CheckpointError(
+                f"{best_model}: the best model of this finished training is missing; delete "
+                f"{self.checkpoints.folder} to train again"
+            )
+        load_parameters(self.model, read_checkpoint(best_model)[0], str(best_model))
         test = self.judged(self.task.parts["test"], "test")
         best = int(np.argmax(accuracies))
         times = self.curve["step_seconds"]

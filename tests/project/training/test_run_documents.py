@@ -99,7 +99,7 @@ def test_a_finished_run_is_not_repeated_and_damage_is_one_line(
     own = Path(shutil.copytree(finished, tmp_path / "own"))
     monkeypatch.setattr(lra_loop.Training, "run", None)  # training again would fail
     run(own, "--data", str(folder))
-    assert "had another steps" in refused(own, "--data", str(folder), "--steps", "81")
+    assert "had other values of steps" in refused(own, "--data", str(folder), "--steps", "81")
     (last,) = (own / "documents-4" / "checkpoints").iterdir()
     last.write_bytes(last.read_bytes()[:99])
     assert f"{last}: the checkpoint cannot be read" in refused(own, "--data", str(folder))

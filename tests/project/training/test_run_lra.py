@@ -149,7 +149,7 @@ def test_a_resumed_training_continues_the_same_curve(tmp_path: Path) -> None:
     assert row["curve"] == unbroken["curve"]
     assert row["test_accuracy"] == unbroken["test_accuracy"]
     other = replace(settings, width=8)
-    with pytest.raises(lra_loop.CheckpointError, match="had another width than this one"):
+    with pytest.raises(lra_loop.CheckpointError, match="had other values of width than this one"):
         lra_loop.Training(task, "performer", other, 3, "fast", tmp_path / "b", None, True)
 
 
@@ -210,7 +210,10 @@ def test_wrong_options_are_refused_in_one_line(
     out = ["--out", str(own)]
     for options, words in (
         ([*SMALL, *out], "--go-on adds to it"),
-        ([*SMALL, *out, "--go-on", "--steps", "30"], "with another steps; pass the options"),
+        (
+            [*SMALL, *out, "--go-on", "--steps", "30"],
+            "with other values of steps; pass the options",
+        ),
         (["--task", "sudoku"], "invalid choice: 'sudoku'"),
         (["--attention", "nystrom"], "invalid choice: 'nystrom'"),
         (["--all", "--attention", "flash"], "leave out --attention, or --all"),

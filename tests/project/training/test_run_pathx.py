@@ -141,8 +141,10 @@ def test_a_finished_run_is_not_repeated_and_other_options_are_refused(
     monkeypatch.setattr(lra_loop.Training, "run", None)  # training again would fail
     run(own)
     assert rows_of(own) == before
-    assert "had another steps than this one; pass the same options" in refused(own, "--steps", "7")
-    assert "another source" in refused(own, "--stages", "16", "--attention", "block-sparse")
+    assert "had other values of steps than this one; pass the same options" in refused(
+        own, "--steps", "7"
+    )
+    assert "other values of source" in refused(own, "--stages", "16", "--attention", "block-sparse")
     for stage in (8, 16):  # the record and the best model are enough
         shutil.rmtree(own / f"pathfinder-{stage}" / "checkpoints")
     run(own)
@@ -160,7 +162,16 @@ def test_damage_and_a_full_disk_are_one_line(own: Path, monkeypatch: pytest.Monk
     whole = best.read_bytes()
     best.write_bytes(whole[:-9])
     assert f"{best}: the checkpoint cannot be read" in refused(own)
+    best.unlink()
+    (own / "pathx.json").rename(own / "kept.json")
+    assert "finished training is missing; delete" in refused(own)
+    (own / "kept.json").rename(own / "pathx.json")
     best.write_bytes(whole)
+    held_out = own / "sets" / "pathfinder-16-seed-0.npz"
+    whole = held_out.read_bytes()
+    held_out.write_bytes(whole[:100])
+    assert f"{held_out}: not a set of sequences" in refused(own)
+    held_out.write_bytes(whole)
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import readme_table
+from bench.long_context_tables import chapters_table, perplexity_table, stages_table
 from bench.long_range import lengths_table
 from bench.long_range_tables import results_table, steps_tables
 from bench.peer_figures import FIGURES, figure_of
@@ -25,7 +26,7 @@ from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-GPU, CPU, SEVERAL_GPUS = "nvidia-h200", "cpu-2-cores", "nvidia-h100"
+GPU, CPU, OTHER_GPU = "nvidia-h200", "cpu-2-cores", "nvidia-h100"
 GIGABYTE = 2**30
 Record = dict[str, Any]
 #: Of the tables that show a part of the lengths of a record.
@@ -415,11 +416,14 @@ TABLES = {
     "gradient-errors": Table("gradient_errors", gradient_errors),
     "lra-lengths": Table("lra_lengths", lra_lengths, CPU),
     "lra-results": Table("lra", lra_results),
-    "lra-short": Table("lra_short", lra_results, SEVERAL_GPUS),
+    "lra-short": Table("lra_short", lra_results, OTHER_GPU),
     "lra-steps": Table("lra_steps", lra_steps),
     "torch-operator": Table("torch", torch_operator),
-    "ring": Table("ring", ring_table, SEVERAL_GPUS),
-    "data-parallel": Table("data_parallel", data_parallel_table, SEVERAL_GPUS),
+    "pathx": Table("pathx", stages_table, OTHER_GPU),
+    "perplexity": Table("perplexity", perplexity_table, OTHER_GPU),
+    "chapters": Table("chapter_break", chapters_table, OTHER_GPU),
+    "ring": Table("ring", ring_table, OTHER_GPU),
+    "data-parallel": Table("data_parallel", data_parallel_table, OTHER_GPU),
 }
 
 

@@ -1,0 +1,56 @@
+"""Tables of the records of ``run_pathx``, ``perplexity`` and ``chapter_break``, as Markdown."""
+
+from __future__ import annotations
+
+from bench.record_files import Record
+from bench.table_cells import markdown
+
+#: How a continuation is chosen.
+SCORES = "likelihood", "gain"
+
+
+def _between(share: str, row: Record, form: str) -> str:
+    return f"{share} ({row['low']:{form}} to {row['high']:{form}})"
+
+
+def stages_table(record: Record) -> str:
+    """Return what each stage of a training on Path-X and Path-256 took and reached."""
+    lines = []
+    for row in record["rows"]:
+        low, high = row["interval"]
+        lines.append([
+            row["stage"], f"{row['length']:,}", f"{row['steps']:,}", f"{row['seconds']:.0f}",
+            f"{row['test_accuracy']:.1%}", f"{low:.1%} to {high:.1%}",
+        ])  # fmt: skip
+    return markdown(["stage", "tokens", "steps", "time, s", "accuracy", "95 % interval"], lines)
+
+
+def perplexity_table(record: Record) -> str:
+    """Return the perplexity of each model by the context that it is given."""
+    strides: dict[int, int] = {}
+    by_run: list[dict[int, float]] = []
+    for run in record["rows"]:
+        strides |= {row["context"]: row["stride"] for row in run["by_context"]}
+        by_run.append({row["context"]: row["perplexity"] for row in run["by_context"]})
+    lines = [
+        [f"{context:,}", str(strides[context]), *(
+            f"{known[context]:.3f}" if context in known else "" for known in by_run
+        )]
+        for context in sorted(strides)
+    ]  # fmt: skip
+    names = [f"perplexity, trained with {max(known):,}" for known in by_run]
+    return markdown(["context", "stride", *names], lines)
+
+
+def chapters_table(record: Record) -> str:
+    """Return how often the first model finds the next chapter, by context."""
+    run = record["rows"][0]
+    lines = []
+    for context in sorted({row["context"] for row in run["by_context"]}):
+        own = {row["score"]: row for row in run["by_context"] if row["context"] == context}
+        cells = (_between(f"{own[name]['accuracy']:.1%}", own[name], ".1%") for name in SCORES)
+        lines.append([f"{context:,}", *cells])
+    gained = run["longest_minus_shortest"]
+    cells = (_between(f"{gained[name]['mean']:+.1%}", gained[name], "+.1%") for name in SCORES)
+    lines.append(["longest − shortest", *cells])
+    return markdown(["context", *(f"by {name}" for name in SCORES)], lines)

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import readme_table
-from bench.long_context_tables import chapters_table, perplexity_table, stages_table
+from bench.long_context_tables import (
+    bert_table,
+    chapters_table,
+    perplexity_table,
+    stages_table,
+)
 from bench.long_range import lengths_table
 from bench.long_range_tables import results_table, steps_tables
 from bench.peer_figures import FIGURES, figure_of
@@ -421,6 +426,7 @@ TABLES = {
     "torch-operator": Table("torch", torch_operator),
     "pathx": Table("pathx", stages_table, OTHER_GPU),
     "perplexity": Table("perplexity", perplexity_table, OTHER_GPU),
+    "bert": Table("bert", bert_table, OTHER_GPU),
     "chapters": Table("chapter_break", chapters_table, OTHER_GPU),
     "ring": Table("ring", ring_table, OTHER_GPU),
     "data-parallel": Table("data_parallel", data_parallel_table, OTHER_GPU),

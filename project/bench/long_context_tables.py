@@ -1,4 +1,4 @@
-"""Tables of the records of ``run_pathx``, ``perplexity`` and ``chapter_break``, as Markdown."""
+"""Tables of the records of ``run_pathx``, ``perplexity``, ``chapter_break`` and ``bench_bert``."""
 
 from __future__ import annotations
 
@@ -54,3 +54,19 @@ def chapters_table(record: Record) -> str:
     cells = (_between(f"{gained[name]['mean']:+.1%}", gained[name], "+.1%") for name in SCORES)
     lines.append(["longest − shortest", *cells])
     return markdown(["context", *(f"by {name}" for name in SCORES)], lines)
+
+
+def bert_table(record: Record) -> str:
+    """Return the time of a step of BERT on padded and packed batches, beside PyTorch's on padded ones."""
+    lines = []
+    for row in record["rows"]:
+        times = (f"{row['ms'][name]['median']:.3g}" for name in ("packed", "padded", "PyTorch"))
+        over = row["unpadding"], row["ratio"]["packed"], row["ratio"]["padded"]
+        lines.append([
+            str(row["context"]), f"{row['padding']:.0%}", *times, *(f"{x['median']:.2f}" for x in over),
+        ])  # fmt: skip
+    head = [
+        "context", "padding", "packed, ms a step", "padded, ms a step", "PyTorch, ms a step",
+        "packed over padded", "packed over PyTorch", "padded over PyTorch",
+    ]  # fmt: skip
+    return markdown(head, lines)

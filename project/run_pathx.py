@@ -119,7 +119,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.choice("--precision", ("float32", "bfloat16"), "float32")
     add("--eager", action="store_true",
         help="launch kernels one by one; a GPU else replays steps as a CUDA graph")  # fmt: skip
-    add("--quick", action="store_true", help="a tiny model and few steps: the stages 8 and 16 take seconds")
+    add(
+        "--quick",
+        action="store_true",
+        help="a tiny model and few steps: the stages 8 and 16 take seconds",
+    )
     add("--out", default="runs/pathx", metavar="DIR",
         help="of sets, checkpoints, pictures and the record pathx.json (default: %(default)s)")  # fmt: skip
     args = parser.parse_args(argv)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from training.pathfinder_stages import (
     begun_with,
     grown,
     stage_task,
+    task_name,
 )
 from training.script_helpers import check_backend, draw, ends_in_one_line, make_folder
 
@@ -216,23 +217,21 @@ def task_of(args: argparse.Namespace, name: str, examples: int | None) -> Task:
 
 def begun_small(args: argparse.Namespace, run: Run, settings: Settings, folder: Path) -> Arrays:
     """Train on smaller images of Pathfinder; return parameters for those of the task.  Ctrl-C exits."""
-    start: Callable[[], Arrays] | None = None
+    models = [folder / task_name(name) / BEST for name in FIRST_STAGES]
     processes = 0 if args.quick else None
     counts = {"valid": settings.judged, "test": settings.judged}
-    sides = [STAGES[name].task.size for name in FIRST_STAGES[1:]]
-    for name, larger in zip(FIRST_STAGES, (*sides, args.size), strict=True):
-        steps = min(STAGES[name].steps, settings.steps)
+    for name, before in zip(FIRST_STAGES, (None, *models[:-1]), strict=True):
+        stage = STAGES[name]
+        start = None if before is None else partial(grown, before, stage.task.size)
+        steps = min(stage.steps, settings.steps)
         task = stage_task(name, Path(args.out) / "sets", run.seed, counts, processes=processes)
-        own = folder / task.name
         training = Training(
             task, run.attention, replace(settings, steps=steps, judge_every=min(200, settings.judge_every)),
-            run.seed, args.backend, own, run.lr, args.go_on, args.eager, start,
+            run.seed, args.backend, folder / task.name, run.lr, args.go_on, args.eager, start,
         )  # fmt: skip
         if training.done < steps and not training.run()["done"]:
             stop(training)
-        start = partial(grown, own / BEST, larger)
-    assert start is not None
-    return start()
+    return grown(models[-1], args.size)
 
 
 def stop(training: Training) -> NoReturn:

@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import readme_table
-from bench.long_context_tables import (
-    bert_table,
-    chapters_table,
-    perplexity_table,
-    stages_table,
-)
+from bench.long_context_tables import bert_table, chapters_table, perplexity_table, stages_table
 from bench.long_range import lengths_table
 from bench.long_range_tables import results_table, steps_tables
 from bench.peer_figures import FIGURES, figure_of

@@ -9,8 +9,8 @@ from bench.table_cells import markdown
 SCORES = "likelihood", "gain"
 
 
-def _between(share: str, row: Record, form: str) -> str:
-    return f"{share} ({row['low']:{form}} to {row['high']:{form}})"
+def _with_interval(row: Record, key: str, form: str) -> str:
+    return f"{row[key]:{form}} ({row['low']:{form}} to {row['high']:{form}})"
 
 
 def stages_table(record: Record) -> str:
@@ -27,18 +27,14 @@ def stages_table(record: Record) -> str:
 
 def perplexity_table(record: Record) -> str:
     """Return the perplexity of each model by the context that it is given."""
-    strides: dict[int, int] = {}
-    by_run: list[dict[int, float]] = []
-    for run in record["rows"]:
-        strides |= {row["context"]: row["stride"] for row in run["by_context"]}
-        by_run.append({row["context"]: row["perplexity"] for row in run["by_context"]})
-    lines = [
-        [f"{context:,}", str(strides[context]), *(
-            f"{known[context]:.3f}" if context in known else "" for known in by_run
-        )]
-        for context in sorted(strides)
-    ]  # fmt: skip
-    names = [f"perplexity, trained with {max(known):,}" for known in by_run]
+    runs = [{row["context"]: row for row in run["by_context"]} for run in record["rows"]]
+    lines = []
+    for context in sorted({context for run in runs for context in run}):
+        found = [run.get(context) for run in runs]
+        stride = next(row["stride"] for row in found if row is not None)
+        cells = ("" if row is None else f"{row['perplexity']:.3f}" for row in found)
+        lines.append([f"{context:,}", str(stride), *cells])
+    names = [f"perplexity, trained with {max(run):,}" for run in runs]
     return markdown(["context", "stride", *names], lines)
 
 
@@ -48,10 +44,11 @@ def chapters_table(record: Record) -> str:
     lines = []
     for context in sorted({row["context"] for row in run["by_context"]}):
         own = {row["score"]: row for row in run["by_context"] if row["context"] == context}
-        cells = (_between(f"{own[name]['accuracy']:.1%}", own[name], ".1%") for name in SCORES)
-        lines.append([f"{context:,}", *cells])
+        lines.append(
+            [f"{context:,}", *(_with_interval(own[name], "accuracy", ".1%") for name in SCORES)]
+        )
     gained = run["longest_minus_shortest"]
-    cells = (_between(f"{gained[name]['mean']:+.1%}", gained[name], "+.1%") for name in SCORES)
+    cells = (_with_interval(gained[name], "mean", "+.1%") for name in SCORES)
     lines.append(["longest − shortest", *cells])
     return markdown(["context", *(f"by {name}" for name in SCORES)], lines)
 

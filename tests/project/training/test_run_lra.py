@@ -71,18 +71,22 @@ def test_pathfinder_begins_on_smaller_images(
 
     def noted(task: Any, *args: Any) -> Any:
         *others, start = args
+        given: list[Any] = []
 
         def begins() -> Any:
-            begun.append((task.name, start()))
-            return begun[-1][1]
+            given.append(start())
+            return given[0]
 
-        return training(task, *others, start and begins)
+        made = training(task, *others, start and begins)
+        begun.append((task.name, *(given or [None])))
+        return made
 
     monkeypatch.setattr(run_lra, "Training", noted)
     small = ["--task", "pathfinder", "--quick", "--steps", "2", "--judge-every", "2"]
     run_lra.main([*small, "--attention", "linformer", "--out", str(tmp_path)])
-    assert [name for name, _ in begun] == ["pathfinder-16", "pathfinder"]
-    for (_, start), side, before in zip(begun, (16, 32), (8, 16), strict=True):
+    assert [name for name, _ in begun] == ["pathfinder-8", "pathfinder-16", "pathfinder"]
+    assert begun[0][1] is None
+    for (_, start), side, before in zip(begun[1:], (16, 32), (8, 16), strict=True):
         folder = tmp_path / "pathfinder-linformer-seed-0-lr-0.001" / f"pathfinder-{before}"
         best, _ = read_checkpoint(folder / lra_loop.BEST)
         of_length = {name for name in best if "project_" in name}

@@ -261,10 +261,26 @@ def published_file(device: str, name: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on."""
+    """Return the versions that a result depends on, with the commit of this repository.
+
+    The variable ``MINITORCH_COMMIT`` names the commit of a copy without a ``.git`` folder.
+    """
     loaded = ("numpy", "numba", "numba_cuda", "torch", "transformers")
     found = {name: sys.modules[name].__version__ for name in loaded if sys.modules.get(name)}
-    return {"python": platform.python_version(), **found}
+    commit = os.environ.get("MINITORCH_COMMIT") or _commit()
+    return {"python": platform.python_version(), **found, **({"commit": commit} if commit else {})}
+
+
+def _commit() -> str:
+    """Return the commit that is checked out, empty where git does not say."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
+            capture_output=True, check=True, text=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return answer.stdout.strip()
 
 
 def command_line(script: str, argv: list[str], leave_out: tuple[str, ...] = ("--json",)) -> str:

@@ -12,7 +12,7 @@ from kernels.common.geometry import ceil_div
 from kernels.common.online_softmax import PATIENCE
 from kernels.cuda.device.pipeline import BARRIER, Barriers, Pipeline
 from kernels.cuda.device.shared_tiles import SharedTiles
-from kernels.cuda.device.warpgroups import LINE, PANEL, WarpRoles
+from kernels.cuda.device.warpgroups import LINE, PANEL, WARPGROUP, WarpRoles
 from kernels.cuda.runtime.kernel import WORD, device_function
 from kernels.scores.program import PLAIN, Features
 
@@ -122,7 +122,7 @@ def tiles_of(
         q=layout.items * q_bytes,
         k=layout.stages * k_bytes,
         v=layout.stages * v_bytes,
-        barriers=BARRIER * (3 * layout.items + 4 * layout.stages),
+        barriers=BARRIER * 4 * (layout.items + layout.stages),
         numbers=item_bytes(layout) * layout.items,
         listed=LISTED * layout.stages * is_listed,
     )
@@ -138,8 +138,7 @@ class ForwardPipelines(NamedTuple):
 
     Attributes:
         queries: Tiles of q, and later of out, full when q has arrived.
-        items: Numbers of the items, full when they are published.  They share the slots of the queries, and
-            the barriers of empty slots.
+        items: Numbers of the items, full when they are published; an item and its q are at the same place.
         keys: Tiles of k.
         values: Tiles of v.
         listed: Where a block mask's tiles are listed, one for each stage of keys.
@@ -158,10 +157,10 @@ def forward_pipelines(
     """Return the pipelines of a forward block, and all its barriers; ``tiles`` are of :func:`tiles_of`."""
     slots, stages, warps = layout.items, layout.stages, 4 * layout.consumers
     barriers = Barriers(tiles["barriers"])
-    # The producer of keys and values empties a slot too: it has read the item.
-    queries = barriers.pipeline(tiles["q"], tiles["k"] // slots, slots, layout.consumers + 1)
-    items = queries._replace(
-        tiles=tiles["numbers"], size=item_bytes(layout), full=barriers.row(slots, 1)
+    queries = barriers.pipeline(tiles["q"], tiles["k"] // slots, slots, layout.consumers)
+    # Each thread of the consumers reads the numbers, and the one that produces keys and values.
+    items = barriers.pipeline(
+        tiles["numbers"], item_bytes(layout), slots, WARPGROUP * layout.consumers + 1
     )
     k_bytes, v_bytes = (
         (tiles[after] - tiles[name]) // stages for name, after in (("k", "v"), ("v", "barriers"))

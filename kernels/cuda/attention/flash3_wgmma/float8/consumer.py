@@ -35,7 +35,15 @@ from kernels.cuda.attention.flash3_wgmma.forward.tile_steps import rescale_rows
 from kernels.cuda.attention.flash3_wgmma.layout import ForwardLayout, ForwardPipelines, Widths
 from kernels.cuda.attention.flash3_wgmma.score_terms import LanePlace, line_of
 from kernels.cuda.device.one_source import shift_of
-from kernels.cuda.device.pipeline import following, placed, release, start, tile_at, wait
+from kernels.cuda.device.pipeline import (
+    following,
+    placed,
+    release,
+    release_alone,
+    start,
+    tile_at,
+    wait,
+)
 from kernels.cuda.device.warpgroups import LINE, WARPGROUP
 from kernels.cuda.ptx.wgmma import (
     ROWS,
@@ -197,6 +205,7 @@ def make_consume(
             if first < stop:
                 release(values, before, lane)
             item = read_item(tile_at(items, q_at))  # again: it took no registers meanwhile
+            release_alone(items, q_at)  # each thread, for what it has read itself
             shift_0 = (float32(shift_of(max_0)) - offset) * ln_2
             shift_1 = (float32(shift_of(max_1)) - offset) * ln_2
             finish(

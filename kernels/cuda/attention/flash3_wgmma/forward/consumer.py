@@ -50,7 +50,15 @@ from kernels.cuda.attention.flash3_wgmma.tiles import (
 )
 from kernels.cuda.attention.options.score_functions import make_row_end
 from kernels.cuda.device.one_source import shift_of
-from kernels.cuda.device.pipeline import following, placed, release, start, tile_at, wait
+from kernels.cuda.device.pipeline import (
+    following,
+    placed,
+    release,
+    release_alone,
+    start,
+    tile_at,
+    wait,
+)
 from kernels.cuda.device.warpgroups import LINE, WARPGROUP
 from kernels.cuda.ptx.barriers import bar_arrive, bar_sync, fence_proxy_async
 from kernels.cuda.ptx.bulk import cp_async_bulk_commit_group
@@ -376,6 +384,7 @@ def make_consume(
             if first < stop:
                 release(values, before, lane)
             item = read_item(tile_at(items, q_at))  # again: it took no registers meanwhile
+            release_alone(items, q_at)  # each thread, for what it has read itself
             shift_0 = float32(shift_of(max_0)) * factor * LN_OF_2
             shift_1 = float32(shift_of(max_1)) * factor * LN_OF_2
             keep_scale = extras.keep_scale if has_kept else one

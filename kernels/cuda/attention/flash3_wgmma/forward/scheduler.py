@@ -189,7 +189,7 @@ def make_produce_items(
             full_stop = int32(full_tiles_stop(row, block_k, cols, extras.upper))
             begin, end = entries(flat, row, rows, first, stop, extras)
             numbers = tile_at(published, at)
-            acquire(published, at)  # all have left the slot
+            acquire(published, at)  # all have read what was there
             publish_item(
                 numbers,
                 Item(
@@ -205,6 +205,7 @@ def make_produce_items(
                 st_shared(skip_count_address(numbers, c), skipped)
             publish(published, at)
             # 4: load Q_i
+            acquire(queries, at)  # out was copied from there
             full = commit(queries, at, q_bytes)
             load_q(
                 tile_at(queries, at), q_tensor, full, first_q + row, h * shape.q_by_head,
@@ -212,7 +213,7 @@ def make_produce_items(
             )  # fmt: skip
             at = following(queries, at)
             item = int32(cuda.gridDim.x + after)
-        acquire(published, at)  # all have left the slot
+        acquire(published, at)  # all have read what was there
         st_shared(tile_at(published, at), int32(-1))  # no more of them
         publish(published, at)  # the producer of keys may end
         publish(queries, at)  # and the consumers, which wait for q

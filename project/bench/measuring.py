@@ -261,18 +261,20 @@ def published_file(device: str, name: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on, with the commit of this repository.
-
-    The variable ``MINITORCH_COMMIT`` names the commit of a copy without a ``.git`` folder.
-    """
+    """Return the versions that a result depends on, with the commit of this repository."""
     loaded = ("numpy", "numba", "numba_cuda", "torch", "transformers")
     found = {name: sys.modules[name].__version__ for name in loaded if sys.modules.get(name)}
-    commit = os.environ.get("MINITORCH_COMMIT") or _commit()
+    commit = commit_of_checkout()
     return {"python": platform.python_version(), **found, **({"commit": commit} if commit else {})}
 
 
-def _commit() -> str:
-    """Return the commit that is checked out, empty where git does not say."""
+def commit_of_checkout() -> str:
+    """Return the commit that is checked out, empty where git does not say.
+
+    The variable ``MINITORCH_COMMIT`` names that of a copy without a ``.git`` folder.
+    """
+    if named := os.environ.get("MINITORCH_COMMIT"):
+        return named
     try:
         answer = subprocess.run(
             ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],

@@ -36,7 +36,8 @@ class ListOps:
         operator_probability: That a subexpression is an operation.
         least_length: Tokens of an expression.
         most_length: Likewise.
-        counts: Examples of each part.
+        counts: Examples of each part.  The published test set has 2,000, so that an accuracy is known
+            to two points only; with 10,000 it is known to one.
     """
 
     depth: int = 10
@@ -45,7 +46,7 @@ class ListOps:
     least_length: int = 500
     most_length: int = 2000
     counts: dict[str, int] = field(
-        default_factory=lambda: {"train": 96_000, "valid": 2_000, "test": 2_000}
+        default_factory=lambda: {"train": 96_000, "valid": 2_000, "test": 10_000}
     )
 
     def __post_init__(self) -> None:
